@@ -1,0 +1,116 @@
+"""Correctness before speed: a time is only worth something next to the right answer.
+
+The reference is a float32 loop in torch on the same device, fast enough to check every case of every
+run. Its bound is per element: K * 2^-24 * |A||B| for the order of a float32 sum, plus the rounding
+of the output dtype. The exhaustive float64 bound lives in `multigemm.reference`; this one is for
+problems of 10^12 operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multigemm.bench.operands import Matrices, Tensors
+
+UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+
+
+@dataclass
+class Reference:
+    """Expected groups and their bounds, computed once per workload and compared many times."""
+
+    tensors: Tensors
+    expected: list[Tensor]
+    bounds: list[Tensor]
+
+    def verdict(self, out: Matrices) -> str:
+        """Empty when every element lies within its bound, else the worst group in words."""
+        for g, (got, want, bound) in enumerate(
+            zip(group_outputs(self.tensors, out), self.expected, self.bounds, strict=True)
+        ):
+            if not want.numel():
+                continue
+            error = (got.to(want.dtype) - want).abs()
+            wrong = ~(error <= bound)  # NaN is wrong too
+            count = int(wrong.sum())
+            if count:
+                i, j = divmod(int(wrong.flatten().int().argmax()), want.shape[1])
+                return (
+                    f"wrong answer: group {g} of shape {tuple(want.shape)}, {count} elements off; at [{i},{j}] "
+                    f"{float(got[i, j]):.6g} instead of {float(want[i, j]):.6g} (bound {float(bound[i, j]):.3g})"
+                )
+        return ""
+
+
+def group_outputs(tensors: Tensors, out: Matrices) -> list[Tensor]:
+    """The part of an output that each group owns."""
+    workload = tensors.workload
+    if isinstance(out, list):
+        return out
+    if workload.form in ("batched", "jagged_k"):
+        return list(out)
+    if workload.form == "masked":
+        return [out[g, : int(rows)] for g, rows in enumerate(workload.sizes)]
+    ends = [int(e) for e in workload.sizes.cumsum()]
+    pairs = list(zip([0, *ends[:-1]], ends, strict=True))
+    return [out[s:e] for s, e in pairs] if workload.form == "jagged_m" else [out[:, s:e] for s, e in pairs]
+
+
+def group_inputs(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
+    """(A_g, B_g) as views: the loop that every peer can fall back to."""
+    workload, a, b = tensors.workload, tensors.a, tensors.b
+    if isinstance(a, list):
+        return list(zip(a, b, strict=True))
+    assert isinstance(b, Tensor)
+    ends = [int(e) for e in workload.sizes.cumsum()]
+    pairs = list(zip([0, *ends[:-1]], ends, strict=True))
+    weights = [b] * workload.groups if b.dim() == 2 else list(b)
+    if workload.form == "jagged_m":
+        return [(a[s:e], w) for (s, e), w in zip(pairs, weights, strict=True)]
+    if workload.form == "jagged_n":
+        return [(a[g], b[:, s:e]) for g, (s, e) in enumerate(pairs)]
+    if workload.form == "jagged_k":
+        return [(a[:, s:e], b[s:e]) for s, e in pairs]
+    rows = [int(r) for r in workload.sizes] if workload.form == "masked" else [workload.m] * workload.groups
+    return [(a[g, : rows[g]], weights[g]) for g in range(workload.groups)]
+
+
+def reference(tensors: Tensors) -> Reference:
+    """The expected answer of a workload with its per-element bounds."""
+    expected, bounds = [], []
+    biases = tensors.bias if isinstance(tensors.bias, list) else None
+    with _true_float32():
+        for g, (a, b) in enumerate(group_inputs(tensors)):
+            want, bound = _product(a, b, tensors.workload.dtype, tensors.workload.out_dtype)
+            if tensors.bias is not None:
+                want = want + (biases[g] if biases else tensors.bias)  # type: ignore[operator]
+            expected.append(want)
+            bounds.append(bound)
+    return Reference(tensors, expected, bounds)
+
+
+def _product(a: Tensor, b: Tensor, dtype: str, out: torch.dtype) -> tuple[Tensor, Tensor]:
+    if dtype == "int8":
+        want = (a.double() @ b.double()).to(torch.int64)
+        return want, torch.zeros((), device=a.device).expand(want.shape)
+    wide = torch.float64 if dtype in ("fp32", "tf32", "fp64") else torch.float32
+    left, right = a.to(wide), b.to(wide)
+    want = left @ right
+    unit = {"fp64": 2.0**-53, "tf32": 2.0**-10}.get(dtype, 2.0**-24)
+    terms = 2 if dtype == "tf32" else a.shape[1] + 4
+    scale = left.abs_() @ right.abs_() if left.data_ptr() != a.data_ptr() else left.abs() @ right.abs()
+    return want, scale * (unit * terms) + want.abs() * (UNIT[out] * 1.01) + 1e-30
+
+
+class _true_float32:
+    """The reference must not be rounded to tf32, whatever the caller's switches say."""
+
+    def __enter__(self) -> None:
+        self.before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_float32_matmul_precision(self.before)

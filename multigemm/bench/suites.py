@@ -1,0 +1,190 @@
+"""The suites: workloads under names that reports, tuning and tests share.
+
+`tutorial`, `helion-jagged`, `l2`, `cpu-tile`  the published cases of the systems this project grew from
+`moe`        11 shapes of real mixture-of-experts layers x balanced, zipf and empty groups
+`moe-more`   further models, and the lists of DeepGEMM and Tokamax
+`wgrad`      jagged K: weight gradients
+`decode`     a few rows per group: one step of token generation
+`small`      launch and scheduling cost rather than arithmetic
+`ragged-odd` primes and unaligned extents, where most libraries refuse or pad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from multigemm.bench.workloads import Workload
+from multigemm.errors import InvalidSetting
+
+UNEVEN = ("balanced", "zipf", "empty")
+
+
+def _cubes(name: str, suite: str, sizes: Sequence[int], dtype: str) -> Workload:
+    products = tuple((n, n, n) for n in sizes)
+    return Workload(name, suite, "per_group", len(products), dtype=dtype, distribution="list", products=products)
+
+
+def _tutorial() -> list[Workload]:
+    cases = []
+    for dtype in ("fp16", "bf16"):
+        cases += [_cubes(f"seed_cube_{n}", "tutorial", [n] * 4, dtype) for n in (128, 256, 512, 1024)]
+        cases.append(_cubes("seed_mixed", "tutorial", [1024, 512, 256, 128], dtype))
+    return cases
+
+
+def _helion() -> list[Workload]:
+    ramp = ((64, 128, 256), (128, 128, 256), (192, 128, 256), (256, 128, 256))
+    unlike = ((128, 128, 128), (512, 128, 128), (128, 256, 128))
+    suite = "helion-jagged"
+    return [
+        Workload("helion_seed", suite, "per_group", 4, products=ramp, shared_b=True, distribution="ramp"),
+        Workload("helion_packed", suite, "jagged_m", 4, n=128, k=256, total=640, shared_b=True, distribution="uniform"),
+        Workload(
+            "helion_wide", suite, "jagged_m", 16, n=1024, k=1024, total=4096, shared_b=True, distribution="uniform"
+        ),
+        Workload("helion_unlike", suite, "per_group", 3, products=unlike, distribution="list"),
+    ]
+
+
+def _l2() -> list[Workload]:
+    shapes = {"l2_seed": (4096, 1024, 2048), "l2_1k": (1024,) * 3, "l2_2k": (2048,) * 3, "l2_4k": (4096,) * 3}
+    return [
+        Workload(name, "l2", "per_group", 1, dtype="fp16", products=(shape,), distribution="one")  # type: ignore[arg-type]
+        for name, shape in shapes.items()
+    ]
+
+
+def _cpu_tile() -> list[Workload]:
+    base = Workload(
+        "cpu_tile", "cpu-tile", "per_group", 1, dtype="fp32", products=((512, 512, 256),), distribution="one"
+    )  # fmt: skip
+    return [
+        base,
+        replace(base, name="cpu_tile_bias", bias=True),
+        replace(base, name="cpu_tile_transposed", trans_a=True, trans_b=True),
+    ]
+
+
+def _spread(base: Workload, distributions: Sequence[str] = UNEVEN) -> list[Workload]:
+    return [replace(base, distribution=name) for name in distributions]
+
+
+def _moe() -> list[Workload]:
+    shapes = [  # name, G, K, N, T
+        ("dsv3_up_8k", 32, 7168, 4096, 8192),
+        ("dsv3_down_8k", 32, 2048, 7168, 8192),
+        ("dsv3_up_32k", 32, 7168, 4096, 32768),
+        ("dsv3_down_32k", 32, 2048, 7168, 32768),
+        ("mixtral_512", 8, 4096, 14336, 512),
+        ("mixtral_4k", 8, 4096, 14336, 4096),
+        ("mixtral_16k", 8, 4096, 14336, 16384),
+        ("qwen3_32k", 128, 2048, 1536, 32768),
+        ("gptoss_8k", 32, 2880, 5760, 8192),
+        ("decode_g64", 64, 4096, 4096, 256),
+        ("fine_g256", 256, 1024, 512, 16384),
+    ]
+    cases = []
+    for name, groups, k, n, total in shapes:
+        cap = 8 if name == "decode_g64" else 0
+        cases += _spread(Workload(name, "moe", groups=groups, n=n, k=k, total=total, cap=cap))
+    return cases
+
+
+def _moe_more() -> list[Workload]:
+    shapes = [  # name, G, K, N, T, distribution
+        ("qwen3_235b_up", 128, 4096, 3072, 16384, "zipf"),
+        ("qwen3_235b_down", 128, 1536, 4096, 16384, "zipf"),
+        ("gemma4_up", 128, 2816, 1408, 16384, "zipf"),
+        ("gemma4_down", 128, 704, 2816, 16384, "zipf"),
+        ("llama4_scout_up", 16, 5120, 16384, 8192, "multinomial"),
+        ("llama4_tp_up", 16, 5120, 2048, 8192, "multinomial"),
+        ("llama4_tp_down", 16, 896, 5120, 8192, "multinomial"),
+        ("dbrx_up", 16, 6144, 21504, 4096, "multinomial"),
+        ("dbrx_down", 16, 10752, 6144, 4096, "multinomial"),
+        ("gptoss_120b", 128, 2880, 5760, 16384, "zipf"),
+        ("glm_up", 256, 6144, 4096, 65536, "multinomial"),
+        ("one_hot", 32, 2048, 7168, 8192, "one-hot"),
+    ]
+    cases = [
+        Workload(name, "moe-more", groups=groups, n=n, k=k, total=total, distribution=distribution)
+        for name, groups, k, n, total, distribution in shapes
+    ]
+    for groups, rows in ((4, 8192), (8, 4096)):
+        for n, k in ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048)):
+            name = f"deepgemm_g{groups}_{n}x{k}"
+            case = Workload(name, "moe-more", groups=groups, n=n, k=k, total=groups * rows, distribution="uniform")
+            cases.append(replace(case, trans_b=True))
+    for groups, total, n, k in ((256, 131072, 1024, 7168), (256, 131072, 512, 7168), (128, 131072, 768, 2048), (128, 131072, 2880, 2880)):  # fmt: skip
+        name = f"tokamax_g{groups}_{n}x{k}"
+        cases.append(Workload(name, "moe-more", groups=groups, n=n, k=k, total=total, distribution="multinomial"))
+    return cases
+
+
+def _wgrad() -> list[Workload]:
+    dsv3 = Workload("wgrad_dsv3_32k", "wgrad", "jagged_k", 32, m=2048, n=7168, total=32768, trans_a=True)
+    mixtral = Workload("wgrad_mixtral_16k", "wgrad", "jagged_k", 8, m=4096, n=14336, total=16384, trans_a=True)
+    return _spread(dsv3) + _spread(mixtral)
+
+
+def _decode() -> list[Workload]:
+    cases = [
+        Workload(f"decode_{name}_m{rows}", "decode", groups=groups, n=n, k=k, total=groups * rows)
+        for name, groups, n, k in (("dsv3_up", 32, 4096, 7168), ("qwen3_down", 128, 2048, 768))
+        for rows in (1, 4, 16)
+    ]
+    cases += [
+        Workload("decode_random", "decode", groups=64, n=4096, k=4096, total=256, distribution="decode"),
+        Workload("decode_masked", "decode", "masked", 32, m=64, n=4096, k=7168, total=512, distribution="multinomial", cap=64),
+        Workload("decode_mixtral", "decode", groups=8, n=14336, k=4096, total=64, distribution="multinomial"),
+    ]  # fmt: skip
+    return cases
+
+
+def _small() -> list[Workload]:
+    cubes = [_cubes(f"small_cube_{n}", "small", [n] * 4, "bf16") for n in (64, 128, 256, 512)]
+    packed = [
+        Workload("small_g16", "small", groups=16, n=256, k=256, total=1024, distribution="uniform"),
+        Workload("small_g64", "small", groups=64, n=128, k=128, total=2048, distribution="zipf"),
+        Workload("lora_down", "small", groups=32, n=16, k=4096, total=512, distribution="zipf"),
+        Workload("lora_up", "small", groups=32, n=4096, k=16, total=512, distribution="zipf"),
+        Workload("small_batched", "small", "batched", 16, m=128, n=128, k=128),
+        Workload("small_jagged_n", "small", "jagged_n", 8, m=256, k=256, total=1024, distribution="uniform", shared_b=False),
+    ]  # fmt: skip
+    return cubes + packed
+
+
+def _ragged_odd() -> list[Workload]:
+    primes = ((127, 257, 509), (61, 131, 67), (1, 1021, 251), (523, 3, 701), (0, 64, 64))
+    suite = "ragged-odd"
+    return [
+        Workload("odd_list", suite, "per_group", 5, products=primes, distribution="list"),
+        Workload("odd_list_fp32", suite, "per_group", 5, products=primes, distribution="list", dtype="fp32"),
+        Workload("odd_fbgemm", suite, groups=16, n=451, k=257, total=2053, distribution="zipf"),
+        Workload("odd_704", suite, groups=32, n=2816, k=704, total=4099, distribution="empty"),
+        Workload("odd_wgrad", suite, "jagged_k", 16, m=509, n=1021, total=2053, distribution="empty", trans_a=True),
+        Workload("odd_prime_big", suite, groups=16, n=4099, k=2053, total=8191, distribution="zipf"),
+    ]
+
+
+SUITES: dict[str, Callable[[], list[Workload]]] = {
+    "tutorial": _tutorial,
+    "helion-jagged": _helion,
+    "l2": _l2,
+    "cpu-tile": _cpu_tile,
+    "moe": _moe,
+    "moe-more": _moe_more,
+    "wgrad": _wgrad,
+    "decode": _decode,
+    "small": _small,
+    "ragged-odd": _ragged_odd,
+}
+
+
+def suite(name: str) -> list[Workload]:
+    """The workloads of a suite, or of several joined by commas, or of "all"."""
+    names = list(SUITES) if name == "all" else [part.strip() for part in name.split(",") if part.strip()]
+    unknown = [part for part in names if part not in SUITES]
+    if unknown or not names:
+        raise InvalidSetting(f"suite {', '.join(unknown) or name!r} is unknown; known: {', '.join(SUITES)}, all")
+    return [case for part in names for case in SUITES[part]()]

@@ -1,0 +1,224 @@
+"""Workloads by name: what is multiplied, in which form, and how the rows fall to the groups.
+
+A `Workload` has no data. It knows its host sizes, its floating-point operations and the fewest bytes
+that any implementation must move; `operands.py` makes tensors of it. Tests, tuning and benchmarks
+share these names, so that a number in a report says exactly what was run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from multigemm.bench.distributions import draw
+from multigemm.errors import InvalidSetting
+from multigemm.spec import Form
+
+DTYPES: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp64": torch.float64,
+    "int8": torch.int8,
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine can do: dense matrix products (TFLOP/s) and memory (TB/s). Defaults: an H100, bf16."""
+
+    tflops: float = 770.0
+    tbps: float = 3.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One case. Packed forms have `groups, m, n, k, total`; lists have `products`, a tuple of (M, N, K).
+
+    `total` is the jagged extent T; for the masked form it is the number of valid rows, of m each.
+    """
+
+    name: str
+    suite: str
+    form: Form = "jagged_m"
+    groups: int = 1
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    total: int = 0
+    distribution: str = "balanced"
+    dtype: str = "bf16"
+    products: tuple[tuple[int, int, int], ...] = ()
+    shared_b: bool = False
+    trans_a: bool = False
+    trans_b: bool = False
+    bias: bool = False
+    cap: int = 0
+    seed: int = 0
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        """Unique within a report; what `--only` matches."""
+        layout = ("t" if self.trans_a else "n") + ("t" if self.trans_b else "n")
+        return "/".join([self.name, self.distribution, self.dtype] + ([layout] if layout != "nn" else []))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.int32 if self.dtype == "int8" else self.torch_dtype
+
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """[G] rows of each group along the jagged (or masked) direction; the rows of each matrix of a list."""
+        if self.products:
+            return np.array([m for m, _, _ in self.products], np.int64)
+        if self.form == "batched":
+            return np.full(self.groups, self.m, np.int64)
+        sizes = draw(self.distribution, self.groups, self.total, self.seed)
+        return np.minimum(sizes, self.cap) if self.cap else sizes
+
+    @cached_property
+    def extents(self) -> list[tuple[int, int, int]]:
+        """(M, N, K) of each group."""
+        if self.products:
+            return list(self.products)
+        if self.form == "jagged_n":
+            return [(self.m, int(size), self.k) for size in self.sizes]
+        if self.form == "jagged_k":
+            return [(self.m, self.n, int(size)) for size in self.sizes]
+        return [(int(size), self.n, self.k) for size in self.sizes]
+
+    @property
+    def flops(self) -> int:
+        return sum(2 * m * n * k for m, n, k in self.extents)
+
+    @property
+    def bytes(self) -> int:
+        """A and C, and the B of every group that has rows, once each (a shared operand once)."""
+        width, out = self.torch_dtype.itemsize, self.out_dtype.itemsize
+        moved = 0
+        for index, (m, n, k) in enumerate(self.extents):
+            if self.form == "jagged_k":
+                moved += k * (m + n) * width + m * n * out
+            elif m and n:
+                b = 0 if self.shared_b and index else k * n
+                moved += (m * k + b) * width + m * n * out
+        return moved
+
+    def floor_us(self, rates: Rates | None = None) -> float:
+        """max(FLOPs / rate, bytes / bandwidth) in microseconds: a yardstick, not a hard limit."""
+        rates = rates or Rates()
+        return max(self.flops / (rates.tflops * 1e6), self.bytes / (rates.tbps * 1e6))
+
+    @property
+    def memory_bound(self) -> bool:
+        return self.bytes / 3.0 > self.flops / 770.0
+
+    @property
+    def resident_bytes(self) -> int:
+        """What its tensors occupy, so that a machine with too little memory can say so beforehand."""
+        width, out = self.torch_dtype.itemsize, self.out_dtype.itemsize
+        if self.products:
+            return sum((m * k + k * n) * width + m * n * out for m, n, k in self.products)
+        rows = self.total if self.form.startswith("jagged") else self.groups * self.m
+        weights = self.k * self.n * (1 if self.shared_b else self.groups)
+        if self.form == "jagged_k":
+            return self.total * (self.m + self.n) * width + self.groups * self.m * self.n * out
+        if self.form == "jagged_n":
+            return (self.groups * self.m * self.k + self.k * self.total) * width + self.m * self.total * out
+        return (rows * self.k + weights) * width + rows * self.n * out
+
+    def describe(self) -> str:
+        """The case in words, for tables and error texts."""
+        if self.products:
+            seen = "x".join(map(str, self.products[0]))
+            same = len(set(self.products)) == 1
+            shape = (
+                f"{len(self.products)} x {seen}" if same else " + ".join("x".join(map(str, p)) for p in self.products)
+            )
+        else:
+            m = f" M={self.m}" if self.form in ("jagged_n", "jagged_k", "batched", "masked") else ""
+            shape = f"G={self.groups} T={int(self.sizes.sum())}{m} N={self.n} K={self.k}"
+        return f"{self.form} {shape} {self.distribution} {self.dtype}"
+
+    def scaled(self, limit_flops: float) -> Workload:
+        """The same kind of case with fewer rows, for machines that would need minutes for the whole."""
+        if self.products or self.flops <= limit_flops:
+            return self
+        shrink = limit_flops / self.flops
+        return replace(
+            self, total=max(self.groups, math.ceil(self.total * shrink)), note="fewer rows than the name says"
+        )
+
+
+def with_dtype(workload: Workload, dtype: str) -> Workload:
+    if dtype not in DTYPES:
+        raise InvalidSetting(f"dtype {dtype!r} is unknown; known: {', '.join(DTYPES)}")
+    return replace(workload, dtype=dtype)
+
+
+def parse_shape(text: str, dtype: str = "bf16") -> Workload:
+    """One's own workload.
+
+    "64,2048,3584,1792"                     G, M per group, N, K (as TritonBench writes them), jagged m
+    "G=64,T=8192,N=3584,K=1792,dist=zipf"   any field by name; form=, shared=1, ta=1, tb=1, bias=1, M=, seed=
+    "128x128x128+512x128x64"                a list of M x N x K
+    """
+    try:
+        return _parse_shape(text, dtype)
+    except (ValueError, KeyError) as error:
+        raise InvalidSetting(
+            f"--shape {text!r} cannot be read ({error}); write G,M,N,K or G=8,T=4096,N=512,K=512,dist=zipf or 64x64x64+32x8x16"
+        ) from error
+
+
+def _parse_shape(text: str, dtype: str) -> Workload:
+    name = "shape:" + text
+    if "x" in text and "=" not in text:
+        products = tuple(tuple(int(n) for n in part.split("x")) for part in text.split("+"))
+        if any(len(p) != 3 for p in products):
+            raise ValueError("each product needs three numbers")
+        return Workload(name, "own", "per_group", len(products), dtype=dtype, products=products)  # type: ignore[arg-type]
+    if "=" not in text:
+        groups, m, n, k = (int(part) for part in text.split(","))
+        return Workload(name, "own", "jagged_m", groups, n=n, k=k, total=groups * m, dtype=dtype)
+    words = dict(part.split("=", 1) for part in text.split(","))
+    names = {
+        "g": "groups",
+        "t": "total",
+        "dist": "distribution",
+        "shared": "shared_b",
+        "ta": "trans_a",
+        "tb": "trans_b",
+    }
+    plain = {"form", "distribution", "dtype"}
+    values: dict[str, object] = {"dtype": dtype}
+    for word, value in words.items():
+        field = names.get(word.lower(), word.lower())
+        if field in ("name", "suite", "products", "note") or field not in Workload.__dataclass_fields__:
+            raise ValueError(f"no field {word}")
+        values[field] = value if field in plain else (int(value) != 0 if field in _FLAGS else int(value))
+    own = Workload(name, "own", **values)  # type: ignore[arg-type]
+    with_dtype(own, own.dtype)
+    draw(own.distribution, own.groups, own.total, own.seed)
+    return own
+
+
+_FLAGS = ("shared_b", "trans_a", "trans_b", "bias")
+
+
+def geomean(values: Iterable[float]) -> float:
+    """The geometric mean of what is positive and finite; NaN of nothing."""
+    logs = [math.log(v) for v in values if v > 0 and math.isfinite(v)]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan

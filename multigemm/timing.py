@@ -1,0 +1,295 @@
+"""The only clock. Every number that multigemm prints, tunes by or plots comes out of `measure`.
+
+Why one place: times of GPU kernels are easy to get wrong, and two clocks never agree. The rules:
+
+* variants are interleaved, and the order rotates from round to round, so that drifting clocks and
+  power limits meet all of them alike;
+* "cold" and "graph" write a buffer of several times the L2 before each call, because in a model the
+  operands do not lie in the cache either;
+* medians and quantiles, never the mean; the raw samples are kept;
+* what an empty kernel costs between two events is reported (`overhead`), never subtracted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+
+Mode = Literal["cold", "graph", "hot", "host", "do_bench"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+Call = Callable[[], object]
+
+FLUSH_BYTES = 256 << 20
+HOT_CALLS = 20
+HOST_CALLS = 20
+SPREAD_BLOCKS = 3
+WARMUP_MS = 25.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The samples of one variant in microseconds, or the reason why there are none."""
+
+    name: str
+    mode: Mode
+    samples: tuple[float, ...] = field(default=(), repr=False)
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.samples)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples) if self.samples else math.nan
+
+    @property
+    def best(self) -> float:
+        return min(self.samples, default=math.nan)
+
+    def quantile(self, q: float) -> float:
+        """Linear interpolation between the order statistics, as NumPy and do_bench do it."""
+        return quantile(self.samples, q)
+
+    @property
+    def spread(self) -> float:
+        """How far repeats disagree: the range of the medians of consecutive blocks, over the median."""
+        size = len(self.samples) // SPREAD_BLOCKS
+        if size == 0:
+            return math.nan
+        blocks = [statistics.median(self.samples[i * size : (i + 1) * size]) for i in range(SPREAD_BLOCKS)]
+        return (max(blocks) - min(blocks)) / self.median
+
+
+def quantile(samples: Iterable[float], q: float) -> float:
+    """The q-th quantile by linear interpolation; NaN of nothing."""
+    ordered = sorted(samples)
+    if not ordered:
+        return math.nan
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def measure(
+    variants: Mapping[str, Call],
+    device: torch.device | str,
+    mode: Mode = "cold",
+    *,
+    reps: int = 100,
+    min_reps: int = 10,
+    budget_ms: float = 200.0,
+) -> dict[str, Timing]:
+    """Times each variant; `reps` rounds at most, `min_reps` at least, about `budget_ms` for all together.
+
+    cold      one eager call after an L2 flush, between two events (perf_counter on a CPU, no flush)
+    graph     the same, but the call is a replay of a captured CUDA graph
+    hot       20 calls back to back in one graph without a flush; the time of one
+    host      what the caller's thread spends per call while the device works on its own
+    do_bench  as triton.testing.do_bench measures: each variant alone, a flush and one call per sample
+    A variant that raises, or cannot be captured, yields a Timing with the error and no samples.
+    """
+    where = torch.device(device)
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is unknown; known: {', '.join(MODES)}")
+    clock = _CudaClock(where) if where.type == "cuda" else _CpuClock()
+    with clock.scope():
+        return _measure(clock, variants, mode, reps, min_reps, budget_ms)
+
+
+def do_bench(
+    call: Call, device: torch.device | str, *, rep_ms: float = 100.0, quantiles: Sequence[float] = (0.5, 0.2, 0.8)
+) -> tuple[float, ...]:
+    """Milliseconds at the quantiles, measured as Triton's tutorials do (defaults included)."""
+    timing = measure({"call": call}, device, "do_bench", reps=10**6, min_reps=1, budget_ms=rep_ms)
+    if timing["call"].error:
+        raise RuntimeError(timing["call"].error)
+    return tuple(timing["call"].quantile(q) / 1e3 for q in quantiles)
+
+
+def overhead(device: torch.device | str) -> dict[str, float]:
+    """What the clock itself costs in microseconds: nothing, and an empty kernel, between two events."""
+    where = torch.device(device)
+    empty: dict[str, Call] = {"nothing": lambda: None}
+    if where.type == "cuda":
+        empty["empty_kernel"] = lambda: torch.cuda._sleep(0)
+    return {name: timing.median for name, timing in measure(empty, where, "cold", reps=50).items()}
+
+
+def _measure(
+    clock: _Clock, variants: Mapping[str, Call], mode: Mode, reps: int, min_reps: int, budget_ms: float
+) -> dict[str, Timing]:
+    results: dict[str, Timing] = {}
+    prepared: dict[str, Callable[[], Any]] = {}
+    cost_us: dict[str, float] = {}
+    for name, call in variants.items():
+        try:
+            prepared[name], cost_us[name] = clock.prepare(call, mode)
+        except Exception as error:  # noqa: BLE001 - a variant's failure is a result of its own; the others go on
+            results[name] = Timing(name, mode, error=describe(error))
+    if mode == "do_bench":
+        groups = [[name] for name in prepared]
+    else:
+        groups = [list(prepared)]
+    for group in groups:
+        round_ms = sum(cost_us[name] for name in group) / 1e3
+        rounds = max(min_reps, min(reps, int(budget_ms / max(round_ms, 1e-3))))
+        results.update(_rounds(clock, {name: prepared[name] for name in group}, mode, rounds))
+    return {name: results[name] for name in variants}
+
+
+def _rounds(clock: _Clock, samplers: dict[str, Callable[[], Any]], mode: Mode, rounds: int) -> dict[str, Timing]:
+    """Interleaved rounds. Samples are read in batches: waiting after each call would leave the GPU idle."""
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    errors: dict[str, str] = {}
+    pending: list[tuple[str, Any]] = []
+    for index in range(rounds):
+        names = [name for name in samplers if name not in errors]
+        shift = index % max(1, len(names))
+        for name in names[shift:] + names[:shift]:
+            try:
+                pending.append((name, samplers[name]()))
+            except Exception as error:  # noqa: BLE001 - the same: recorded as this variant's result
+                errors[name] = describe(error)
+        if len(pending) >= 64 or index == rounds - 1:
+            for name, sample in pending:
+                samples[name].append(clock.read(sample, mode))
+            pending.clear()
+    return {
+        name: Timing(name, mode, () if name in errors else tuple(samples[name]), errors.get(name, ""))
+        for name in samplers
+    }
+
+
+def describe(error: BaseException) -> str:
+    """One line for a table: the kind of error and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _warm_calls(mode: Mode, cost_us: float) -> int:
+    """do_bench warms up for a time, the other modes for a few calls."""
+    return int(WARMUP_MS * 1e3 / max(cost_us, 1.0)) if mode == "do_bench" else 0
+
+
+class _Clock:
+    """What differs between a GPU and a CPU: how a call becomes a sample, and how a sample is read."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
+        """Warms up; returns the sampler and the rough cost of one sample in microseconds."""
+        raise NotImplementedError
+
+    def read(self, sample: Any, mode: Mode) -> float:
+        raise NotImplementedError
+
+
+class _CpuClock(_Clock):
+    """perf_counter. There is no flush: a CPU's caches are large, shared and not ours to empty."""
+
+    def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
+        if mode == "graph":
+            raise RuntimeError("CUDA graphs need a CUDA device")
+        call()
+        repeat = HOT_CALLS if mode == "hot" else 1
+
+        def sample() -> float:
+            start = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            return (time.perf_counter() - start) * 1e6 / repeat
+
+        for _ in range(_warm_calls(mode, cost := sample() * repeat)):
+            call()
+        return sample, cost
+
+    def read(self, sample: Any, mode: Mode) -> float:
+        return float(sample)
+
+
+class _CudaClock(_Clock):
+    """CUDA events on the current stream of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._flush: torch.Tensor | None = None
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device)
+
+    def flush(self) -> None:
+        if self._flush is None:
+            self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
+        self._flush.zero_()
+
+    def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize(self.device)
+        if mode == "host":
+            return lambda: self._host(call), HOST_CALLS * self._host(call)
+        repeat = HOT_CALLS if mode == "hot" else 1
+        run = capture(call, self.device, repeat).replay if mode in ("graph", "hot") else call
+        cold = mode != "hot"
+
+        def sample() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            if cold:
+                self.flush()
+            start.record()
+            run()
+            end.record()
+            return start, end
+
+        begin = time.perf_counter()
+        for _ in range(3):
+            last = sample()
+        last[1].synchronize()
+        cost = (time.perf_counter() - begin) * 1e6 / 3
+        for _ in range(_warm_calls(mode, cost)):
+            call()
+        return sample, cost
+
+    def _host(self, call: Call) -> float:
+        """The device is idle at the start and its queue is far from full, so only the host is seen."""
+        torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        spent = (time.perf_counter() - begin) * 1e6 / HOST_CALLS
+        torch.cuda.synchronize(self.device)
+        return spent
+
+    def read(self, sample: Any, mode: Mode) -> float:
+        if mode == "host":
+            return float(sample)
+        start, end = sample
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / (HOT_CALLS if mode == "hot" else 1)
+
+
+def capture(call: Call, device: torch.device | str, repeat: int = 1) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `repeat` calls, after the warm-up on a side stream that capture demands."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeat):
+            call()
+    graph.replay()
+    torch.cuda.synchronize(device)
+    return graph
