@@ -8,6 +8,7 @@ Published grouped-GEMM numbers mostly use equal groups; real routers do not. Eac
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,10 @@ Sizes = npt.NDArray[np.int64]
 Generator = np.random.Generator
 
 
-def apportion(weights: npt.NDArray[np.float64], total: int) -> Sizes:
+def apportion(weights: npt.NDArray[Any], total: int) -> Sizes:
     """`total` split in proportion to the weights; the largest remainders get the rows left over."""
     exact = weights / weights.sum() * total
-    sizes = np.floor(exact).astype(np.int64)
+    sizes: Sizes = np.floor(exact).astype(np.int64)
     order = np.argsort(-(exact - sizes), kind="stable")
     sizes[order[: total - int(sizes.sum())]] += 1
     return sizes

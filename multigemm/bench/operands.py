@@ -21,6 +21,8 @@ from multigemm.spec import OperandSpec, Order, ProblemSpec
 
 Matrices = Tensor | list[Tensor]
 
+POISON_INT = -(2**30)
+
 
 @dataclass
 class Tensors:
@@ -36,74 +38,77 @@ class Tensors:
     host_offsets: npt.NDArray[np.int64] | None
 
 
+@dataclass
+class _Maker:
+    """Draws matrices of one dtype from one seeded source."""
+
+    workload: Workload
+    device: torch.device
+    source: torch.Generator
+
+    def matrix(self, *shape: int, transposed: bool = False) -> Tensor:
+        """Normal values (small integers for int8); `transposed` keeps the shape and swaps the memory order."""
+        memory = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+        dtype = self.workload.torch_dtype
+        if dtype == torch.int8:
+            values = torch.randint(-8, 9, memory, dtype=dtype, generator=self.source, device=self.device)
+        else:
+            values = torch.randn(memory, dtype=dtype, generator=self.source, device=self.device)
+        return values.transpose(-1, -2) if transposed else values
+
+    def weights(self) -> Tensor:
+        w = self.workload
+        shape = (w.k, w.n) if w.shared_b else (w.groups, w.k, w.n)
+        return self.matrix(*shape, transposed=w.trans_b)
+
+    def empty(self, *shape: int) -> Tensor:
+        dtype = self.workload.out_dtype
+        poison = float("nan") if dtype.is_floating_point else POISON_INT
+        return torch.full(shape, poison, dtype=dtype, device=self.device)
+
+
 def make(workload: Workload, device: torch.device | str) -> Tensors:
-    """Seeded random tensors of a workload on a device; `out` starts as NaN (or a rare int)."""
+    """Seeded random tensors of a workload on a device; `out` starts poisoned."""
     where = torch.device(device)
-    source = torch.Generator(where).manual_seed(workload.seed + 1)
+    maker = _Maker(workload, where, torch.Generator(where).manual_seed(workload.seed + 1))
+    return _make_list(workload, maker) if workload.products else _make_packed(workload, maker)
 
-    def matrix(*shape: int, transposed: bool = False) -> Tensor:
-        return _random(shape, workload.torch_dtype, source, where, transposed)
 
-    if workload.products:
-        return _make_list(workload, matrix, where)
-    groups, total = workload.groups, int(workload.sizes.sum())
-    m, n, k, ta, tb = workload.m, workload.n, workload.k, workload.trans_a, workload.trans_b
-    form, one = workload.form, workload.shared_b
-    if form == "jagged_m":
-        a, b, out = matrix(total, k, transposed=ta), _weights(matrix, groups, k, n, one, tb), (total, n)
-    elif form == "jagged_n":
-        a, b, out = matrix(groups, m, k, transposed=ta), matrix(k, total, transposed=tb), (m, total)
-    elif form == "jagged_k":
-        a, b, out = matrix(m, total, transposed=ta), matrix(total, n, transposed=tb), (groups, m, n)
+def _make_packed(workload: Workload, maker: _Maker) -> Tensors:
+    w, total, g = workload, int(workload.sizes.sum()), workload.groups
+    a_shape, out_shape = {
+        "jagged_m": ((total, w.k), (total, w.n)),
+        "jagged_n": ((g, w.m, w.k), (w.m, total)),
+        "jagged_k": ((w.m, total), (g, w.m, w.n)),
+    }.get(w.form, ((g, w.m, w.k), (g, w.m, w.n)))
+    a = maker.matrix(*a_shape, transposed=w.trans_a)
+    if w.form in ("jagged_n", "jagged_k"):
+        b = maker.matrix(*((w.k, total) if w.form == "jagged_n" else (total, w.n)), transposed=w.trans_b)
     else:
-        a, b, out = matrix(groups, m, k, transposed=ta), _weights(matrix, groups, k, n, one, tb), (groups, m, n)
-    jagged = form.startswith("jagged")
-    host = np.concatenate([[0], np.cumsum(workload.sizes)]).astype(np.int64) if jagged else None
-    offsets = None if host is None else torch.tensor(host, dtype=torch.int32, device=where)
-    valid = torch.tensor(workload.sizes, dtype=torch.int32, device=where) if form == "masked" else None
-    bias = _random((n,), workload.torch_dtype, source, where) if workload.bias else None
-    return Tensors(workload, a, b, _poisoned(out, workload.out_dtype, where), bias, offsets, valid, host)
+        b = maker.weights()
+    bias = maker.matrix(total if w.form == "jagged_n" else w.n) if w.bias else None
+    host = offsets = valid = None
+    if w.form.startswith("jagged"):
+        host = np.concatenate([[0], np.cumsum(w.sizes)]).astype(np.int64)
+        offsets = torch.tensor(host, dtype=torch.int32, device=maker.device)
+    elif w.form == "masked":
+        valid = torch.tensor(w.sizes, dtype=torch.int32, device=maker.device)
+    return Tensors(w, a, b, maker.empty(*out_shape), bias, offsets, valid, host)
 
 
-def _make_list(workload: Workload, matrix: object, where: torch.device) -> Tensors:
-    make_one = cast("type[Tensor]", matrix)
-    a = [make_one(m, k, transposed=workload.trans_a) for m, _, k in workload.products]
-    if workload.shared_b:
-        _, n, k = workload.products[0]
-        b = [make_one(k, n, transposed=workload.trans_b)] * len(a)
-    else:
-        b = [make_one(k, n, transposed=workload.trans_b) for _, n, k in workload.products]
-    out = [_poisoned((m, n), workload.out_dtype, where) for m, n, _ in workload.products]
-    bias = [make_one(n) for _, n, _ in workload.products] if workload.bias else None
-    return Tensors(workload, a, b, cast(Matrices, out), cast("Matrices | None", bias), None, None, None)
-
-
-def _weights(matrix: object, groups: int, k: int, n: int, shared: bool, transposed: bool) -> Tensor:
-    make_one = cast("type[Tensor]", matrix)
-    shape = (k, n) if shared else (groups, k, n)
-    return make_one(*shape, transposed=transposed)
-
-
-def _random(
-    shape: tuple[int, ...], dtype: torch.dtype, source: torch.Generator, where: torch.device, transposed: bool = False
-) -> Tensor:
-    """Normal values (small integers for int8); `transposed` keeps the shape and swaps the memory order."""
-    memory = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
-    if dtype == torch.int8:
-        values = torch.randint(-8, 9, memory, dtype=dtype, generator=source, device=where)
-    else:
-        values = torch.randn(memory, dtype=dtype, generator=source, device=where)
-    return values.transpose(-1, -2) if transposed else values
-
-
-def _poisoned(shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> Tensor:
-    return torch.full(shape, float("nan") if dtype.is_floating_point else -(2**30), dtype=dtype, device=where)
+def _make_list(workload: Workload, maker: _Maker) -> Tensors:
+    w = workload
+    a: Matrices = [maker.matrix(m, k, transposed=w.trans_a) for m, _, k in w.products]
+    b: Matrices = [maker.matrix(k, n, transposed=w.trans_b) for _, n, k in w.products[: 1 if w.shared_b else None]]
+    out: Matrices = [maker.empty(m, n) for m, n, _ in w.products]
+    bias: Matrices | None = [maker.matrix(n) for _, n, _ in w.products] if w.bias else None
+    return Tensors(w, a, list(b) * (len(w.products) if w.shared_b else 1), out, bias, None, None, None)
 
 
 def poison(tensors: Tensors) -> None:
     """Makes the output unlike any answer, so that a kernel which writes nothing is found out."""
     for out in tensors.out if isinstance(tensors.out, list) else [tensors.out]:
-        out.fill_(float("nan") if out.dtype.is_floating_point else -(2**30))
+        out.fill_(float("nan") if out.dtype.is_floating_point else POISON_INT)
 
 
 def bucket(count: int) -> int:
@@ -113,7 +118,7 @@ def bucket(count: int) -> int:
 
 def _operand_spec(matrices: Matrices, shared: bool = False) -> OperandSpec:
     every = matrices if isinstance(matrices, list) else [matrices]
-    orders = {_order(t) for t in every if t.numel()} or {cast(Order, "row")}
+    orders = {_order(t) for t in every if t.numel()} or {"row"}
     align = min((_align(t) for t in every if t.numel()), default=16)
     wide = any(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) >= 2**31 for t in every if t.numel())
     order: Order = orders.pop() if len(orders) == 1 else "strided"

@@ -50,7 +50,7 @@ def _helion() -> list[Workload]:
 def _l2() -> list[Workload]:
     shapes = {"l2_seed": (4096, 1024, 2048), "l2_1k": (1024,) * 3, "l2_2k": (2048,) * 3, "l2_4k": (4096,) * 3}
     return [
-        Workload(name, "l2", "per_group", 1, dtype="fp16", products=(shape,), distribution="one")  # type: ignore[arg-type]
+        Workload(name, "l2", "per_group", 1, dtype="fp16", products=(shape,), distribution="one")
         for name, shape in shapes.items()
     ]
 
