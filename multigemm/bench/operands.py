@@ -8,7 +8,6 @@ power and let a GPU run up to a fifth faster than it ever will.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
