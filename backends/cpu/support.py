@@ -1,0 +1,48 @@
+"""What the cpu backend can do, declared without doing it: everything, as long as the memory is the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from multigemm.backend import Availability, Recipe
+from multigemm.backends.cpu.config import Config, candidates, invalid_reasons
+from multigemm.errors import InvalidSetting
+from multigemm.spec import ACTIVATIONS, INPUT_DTYPES, ProblemSpec
+
+
+class CpuBackend:
+    """The five members. Planning is cheap: nothing is compiled unless a config asks for Numba."""
+
+    @property
+    def name(self) -> str:
+        return "cpu"
+
+    def availability(self) -> Availability:
+        return Availability(ok=True, version=torch.__version__)
+
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        reasons = []
+        if device.type != "cpu":
+            reasons.append(f"the operands are on {device}, and this backend computes in host memory: move them with .cpu()")
+        if spec.compute not in INPUT_DTYPES:
+            reasons.append(f"compute dtype {spec.compute} is unknown here: use one of {', '.join(map(str, INPUT_DTYPES))}")
+        if spec.compute == torch.int8 and spec.out.dtype != torch.int32:
+            reasons.append(f"int8 products are int32, and out is {spec.out.dtype}: use out_dtype=torch.int32")
+        if spec.activation is not None and spec.activation not in ACTIVATIONS:
+            reasons.append(f"activation {spec.activation!r} is unknown here: use one of {', '.join(ACTIVATIONS)}")
+        return reasons
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Config]:
+        return candidates(spec)
+
+    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
+        from multigemm.backends.cpu.launch import recipe
+
+        if not isinstance(config, Config):
+            raise InvalidSetting(f"the cpu backend takes its own Config, not {type(config).__name__}")
+        if reasons := invalid_reasons(config, spec):
+            raise InvalidSetting(f"{config}: {'; '.join(reasons)}")
+        return recipe(spec, config)
