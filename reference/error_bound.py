@@ -1,0 +1,162 @@
+"""How far a right kernel may be from the exact answer: the only place where a tolerance exists.
+
+For one element, with inputs taken as they are in memory (exact), let
+    S = alpha * sum_k a_k b_k + beta * c + bias        the exact sum,
+    P = sum_k |a_k b_k|,   G = |alpha| P,   H = |beta c| + |bias|,
+    u = the accumulator's unit roundoff (2^-24; 2^-53 for float64).
+A right kernel's accumulator lies in [S - e, S + e], with
+
+    e = c G + 5 u (G + H) [an alpha, beta or bias is used] + r (G + H) + tiny
+    c = c_in + c_acc (1 + c_in)
+
+* c_acc = g(kappa K u), g(x) = x / (1 - x). In any order of summation, fused or not, every product
+  passes through at most K roundings of relative size u: (1+u)^K - 1 <= g(K u) (Higham, ch. 3), so
+  kappa = 1 for IEEE arithmetic. Tensor cores align a block of b+1 addends to the largest exponent,
+  truncate at 2^-(23+n), then truncate the sum: per block at most ((b+1) 2^-n + 1) 2u, over K/b
+  blocks kappa = 2((b+1) 2^-n + 1)/b. The worst known kind, b = 2 and n = 0, gives 4.
+  Linear in K, not its root: truncation is biased, and root-K bounds accuse right kernels.
+* c_in is what rounding the inputs costs: 0 but for tf32, which keeps 11 significant bits; hardware
+  may cut instead of round, so |da| <= 2^-10 |a|, and 2 * 2^-10 + 2^-20 for a product.
+* The epilogue rounds a product's share at most 5 times: alpha itself, alpha * acc, two sums, and the
+  conversion of a float64 operand to float32; beta * c likewise.
+* r = (K + 4) v is the reference's own error, v its unit roundoff (2^-53, or longdouble's).
+* tiny = |alpha| K m + 4 m, with m the smallest normal number: underflow may flush to zero.
+
+The kernel rounds once, monotonically, so it must give a value in [R(S - e), R(S + e)], R the
+reference's rounding. Rounding the *ends* is tighter than adding an ulp and makes overflow,
+subnormals and ties need no special case.
+
+**Exactness.** If all entries, alpha and beta are whole numbers and P, G + H < 1/u, then every partial sum,
+in any order and on any tensor core, is exact: e = 0 and the check is bit for bit. Integers always are.
+
+**Activations** are evaluated with error d = 8 u |x| + m': a few ulp of exp, tanh or erf, and the
+cancellation in 1 + erf(x) and 1 + tanh(x), which is relative to 1 and so absolute in |x| u; m' =
+2^-118 because exp(-x) overflows before the true quotient underflows. relu is exact and monotone.
+gelu, gelu_tanh and silu fall to their single minimum x* and rise after it: the image of
+[lo, hi] is [f(x*) or min f(ends), max f(ends)], widened by d.
+
+**Not judged** (`free`): elements whose magnitudes P or G + H + e reach the accumulator's largest
+number, where the order of summation decides about overflow, and finite sums within e of 0 times an
+infinite alpha, whose sign rounding decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from multigemm.reference.dtypes import Array, largest, round_once, unit
+from multigemm.reference.numpy_reference import GroupSum, activate, compute_dtype
+
+if TYPE_CHECKING:
+    from multigemm.problem import GroupedGemmProblem
+
+MINIMUM = {"gelu": -0.7517915246935645, "gelu_tanh": -0.7524614220710162, "silu": -1.2784645427610738}
+"""Where each activation that is not monotone is smallest."""
+
+TF32_INPUT = 2 * 2.0**-10 + 2.0**-20
+TENSOR_CORE_KAPPA = 4.0
+_SMALLEST_NORMAL = {torch.float64: 2.0**-1022}
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Which values are right for one group: low <= x <= high, both already in the output's dtype."""
+
+    low: Array
+    high: Array
+    free: Array
+    error: Array
+
+
+def accumulator(compute: torch.dtype) -> torch.dtype:
+    """The dtype that sums are formed in."""
+    return {torch.float64: torch.float64, torch.int8: torch.int32}.get(compute, torch.float32)
+
+
+def _g(x: float) -> float:
+    return x / (1 - x) if x < 0.5 else 1.0
+
+
+def sum_coefficient(compute: torch.dtype, tf32: bool, k: int) -> float:
+    """c of the module docstring: the accumulated relative error of a product's share."""
+    ieee = compute == torch.float64 or (compute == torch.float32 and not tf32)
+    kappa = 1.0 if ieee else TENSOR_CORE_KAPPA
+    c_acc = _g(kappa * k * unit(accumulator(compute)))
+    c_in = TF32_INPUT if tf32 and compute == torch.float32 else 0.0
+    return c_in + c_acc * (1 + c_in)
+
+
+def _reference_unit(compute: torch.dtype) -> float:
+    return float(np.finfo(np.longdouble).eps) if compute == torch.float64 else 2.0**-53
+
+
+def _is_exact(problem: GroupedGemmProblem, total: GroupSum, compute: torch.dtype) -> bool:
+    """Whole numbers whose partial sums all fit the accumulator's significand (tf32: and its 11-bit inputs)."""
+    if compute == torch.int8:
+        return True
+    if not total.integral:
+        return False
+    reach = float(total.products.max(initial=0.0)) * max(1.0, abs(float(problem.alpha))) + float(
+        total.addends.max(initial=0.0)
+    )
+    rounded = compute == torch.float32 and problem.precision == "tf32" and total.entry > 2.0**11
+    return reach < 1 / unit(accumulator(compute)) and not rounded
+
+
+def sum_error(problem: GroupedGemmProblem, total: GroupSum, k: int) -> Array:
+    """e of the module docstring, [m, n]; zero where the sum is exact in every order."""
+    compute = compute_dtype(problem)
+    if _is_exact(problem, total, compute):
+        return np.zeros(total.value.shape)
+    acc, tf32 = accumulator(compute), problem.precision == "tf32"
+    small = _SMALLEST_NORMAL.get(acc, 2.0**-126)
+    scale = abs(float(problem.alpha)) if np.isfinite(float(problem.alpha)) else 1.0
+    gauge = scale * total.products
+    both = gauge + total.addends
+    plain = problem.alpha == 1 and problem.beta == 0 and problem.spec.bias is None
+    error = sum_coefficient(compute, tf32, k) * gauge + (k + 4) * _reference_unit(compute) * both
+    error += (0.0 if plain else 5 * unit(acc)) * both + (scale * k + 4) * small
+    return error
+
+
+def _free(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Array:
+    compute = compute_dtype(problem)
+    if compute == torch.int8:
+        return np.zeros(total.value.shape, bool)
+    alpha = float(problem.alpha)
+    limit = largest(accumulator(compute))
+    gauge = (abs(alpha) if np.isfinite(alpha) else 1.0) * total.products
+    free = ~(gauge + total.addends + error < limit) | ~(total.products < limit)
+    if np.isinf(alpha):
+        free |= total.products > 0
+    return free
+
+
+def _image(low: Array, high: Array, activation: str | None, u: float) -> tuple[Array, Array]:
+    """What the activation makes of the interval [low, high], with its own evaluation error."""
+    if activation is None or activation == "relu":
+        return activate(low, activation), activate(high, activation)
+    at_low, at_high = activate(low, activation), activate(high, activation)
+    bottom = np.minimum(at_low, at_high)
+    valley = MINIMUM[activation]
+    lowest = activate(np.array([valley], low.dtype), activation)[0]
+    bottom = np.where((low <= valley) & (valley <= high), lowest, bottom)
+    reach = np.maximum(np.abs(low), np.abs(high))
+    slack = np.where(np.isfinite(reach), 8 * u * reach + 2.0**-118, 0.0)
+    return bottom - slack, np.maximum(at_low, at_high) + slack
+
+
+def interval(problem: GroupedGemmProblem, total: GroupSum, k: int) -> Interval:
+    """The values that a right kernel may give for one group."""
+    with np.errstate(all="ignore"):
+        error = sum_error(problem, total, k)
+        free = _free(problem, total, error)
+        wide = error.astype(total.value.dtype)
+        u = unit(accumulator(compute_dtype(problem)))
+        low, high = _image(total.value - wide, total.value + wide, problem.activation, u)
+    low, high = round_once(low, problem.out_dtype), round_once(high, problem.out_dtype)
+    return Interval(low, high, free, error)

@@ -1,0 +1,231 @@
+"""Judges a result against the definition, and says what is wrong in words that a person can act on.
+
+`answer(problem)` computes once what every right result must satisfy; `judge(answer, result)` is then
+cheap, so that one answer serves many backends and many runs. `verify` is both in one call. Where `out`
+is the user's own, ask for the answer before the problem runs: later, the old content is gone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
+from multigemm.reference.error_bound import accumulator, interval
+from multigemm.reference.numpy_reference import activate, blank, compute_dtype, group_sum, place
+
+if TYPE_CHECKING:
+    from multigemm.problem import GroupedGemmProblem
+
+
+@dataclass(slots=True)
+class Block:
+    """One output array: the expected values and, in float64 or int64, the ends of what is right.
+
+    `typical` is sqrt(K) u |A||B|, the size of an ordinary rounding error; `owned` is False where no
+    group owns the element and `free` is True where nothing can be demanded.
+    """
+
+    expected: Array
+    low: Array
+    high: Array
+    free: Array
+    owned: Array
+    typical: Array
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a right result must satisfy, computed once per problem."""
+
+    problem: GroupedGemmProblem
+    blocks: list[Block]
+    owners: list[tuple[int, int, Any]]
+    """(group, output array, index of the group's elements in that array)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome. `worst` elements are told by group and by coordinate within the group's result.
+
+    `coordinate` is the index in the whole output array (number `array` of a list problem). `rho` is
+    the largest error in units of half an ulp plus sqrt(K) u |A||B|: a few for a healthy kernel.
+    """
+
+    ok: bool
+    bad: int
+    total: int
+    text: str
+    group: int | None = None
+    array: int = 0
+    coordinate: tuple[int, ...] | None = None
+    within: tuple[int, ...] | None = None
+    got: float | None = None
+    wanted: float | None = None
+    low: float | None = None
+    high: float | None = None
+    rho: float = 0.0
+    rho_rms: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _comparable(array: Array) -> Array:
+    return array.astype(np.int64 if array.dtype.kind in "iu" else np.float64)
+
+
+def _empty_block(array: Array) -> Block:
+    value = _comparable(array)
+    shape = array.shape
+    return Block(array, value, value.copy(), np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape))
+
+
+def answer(problem: GroupedGemmProblem) -> Answer:
+    """The exact answer and the interval of right values for every element."""
+    arrays = blank(problem)
+    blocks = [_empty_block(array) for array in arrays]
+    found = Answer(problem, blocks, [])
+    u = unit(accumulator(compute_dtype(problem)))
+    for view in problem.groups():
+        total = group_sum(problem, view)
+        right = interval(problem, total, view.k)
+        array, index = place(problem, arrays, view)
+        number = next(i for i, each in enumerate(arrays) if each is array)
+        block = blocks[number]
+        array[index] = round_once(activate(total.value, problem.activation), problem.out_dtype)
+        block.low[index], block.high[index] = _comparable(right.low), _comparable(right.high)
+        block.free[index], block.owned[index] = right.free, True
+        scale = abs(float(problem.alpha)) * u * math.sqrt(max(view.k, 1))
+        block.typical[index] = scale * total.products + u * total.addends
+        found.owners.append((view.index, number, index))
+    return found
+
+
+def _good(block: Block, got: Array) -> Array:
+    good = (got >= block.low) & (got <= block.high)
+    if got.dtype.kind == "f":
+        good |= np.isnan(got) & np.isnan(block.low)
+    return good | block.free
+
+
+def _rho(block: Block, got: Array, dtype: torch.dtype) -> Array:
+    """Errors in units of an ordinary rounding error; 0 where that has no meaning."""
+    if not dtype.is_floating_point:
+        return np.zeros(got.shape)
+    wanted = _comparable(block.expected)
+    with np.errstate(all="ignore"):
+        ratio = np.abs(got - wanted) / (ulp(wanted, dtype) / 2 + block.typical)
+    return np.where(np.isfinite(ratio) & block.owned & ~block.free, ratio, 0.0)
+
+
+def _shape_fault(found: Answer, results: list[Array]) -> str:
+    wanted = numpy_dtype(found.problem.out_dtype)
+    if len(results) != len(found.blocks):
+        return f"{len(results)} output arrays, expected {len(found.blocks)}"
+    for number, (block, got) in enumerate(zip(found.blocks, results, strict=True)):
+        if got.shape != block.low.shape:
+            return f"output {number} has shape {got.shape}, expected {block.low.shape}"
+        if got.dtype != wanted:
+            return f"output {number} has dtype {got.dtype}, expected {wanted}"
+    return ""
+
+
+def _owner(found: Answer, number: int, coordinate: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
+    """The group that owns an element and the element's place within that group's result."""
+    for group, array, index in found.owners:
+        if array != number:
+            continue
+        if index is ...:
+            return group, coordinate
+        parts = index if isinstance(index, tuple) else (index,)
+        parts = parts + (slice(None),) * (len(coordinate) - len(parts))
+        place_in = []
+        for part, at, extent in zip(parts, coordinate, found.blocks[number].low.shape, strict=True):
+            if isinstance(part, slice):
+                start, stop, _ = part.indices(extent)
+                if not start <= at < stop:
+                    break
+                place_in.append(at - start)
+            elif int(part) != at:
+                break
+        else:
+            return group, tuple(place_in)
+    return None, coordinate
+
+
+def _worst(found: Answer, results: list[Array], masks: list[Array]) -> tuple[int, tuple[int, ...]]:
+    """The bad element that is farthest outside its interval; NaN, infinities and unowned ones come first."""
+    best = -1.0
+    chosen: tuple[int, tuple[int, ...]] = (0, ())
+    for number, (block, got, bad) in enumerate(zip(found.blocks, results, masks, strict=True)):
+        if not bad.any():
+            continue
+        with np.errstate(all="ignore"):
+            outside = np.maximum(block.low - got, got - block.high).astype(np.float64)
+            outside /= np.maximum(np.abs(_comparable(block.expected)), 1e-300)
+        outside = np.where(bad, np.where(np.isfinite(outside), outside, np.inf), -1.0)
+        at = int(outside.argmax())
+        if float(outside.flat[at]) > best:
+            best, chosen = float(outside.flat[at]), (number, tuple(map(int, np.unravel_index(at, got.shape))))
+    return chosen
+
+
+def _hint(found: Answer, number: int, at: tuple[int, ...], group: int | None, got: float) -> str:
+    if group is None:
+        rule = "must be zero" if found.problem.zero_unowned else "must stay as it was"
+        return f"no group owns this element, which {rule}"
+    if math.isnan(got):
+        return "a NaN that no input makes: an unwritten element, a read outside the operands or a leak between groups"
+    block = found.blocks[number]
+    if block.low[at] == block.high[at]:
+        return "this value is exact in every order of summation, so even one unit in the last place is an error"
+    return "outside the interval that any order of summation and one rounding can reach"
+
+
+def _describe(found: Answer, results: list[Array], masks: list[Array], bad: int, total: int) -> Verdict:
+    number, at = _worst(found, results, masks)
+    block, got = found.blocks[number], float(results[number][at])
+    group, within = _owner(found, number, at)
+    wanted, low, high = float(block.expected[at]), float(block.low[at]), float(block.high[at])
+    where = f"group {group}, element {within}" if group is not None else "an element that no group owns"
+    listed = f" of output {number}" if len(found.blocks) > 1 else ""
+    text = (
+        f"{bad} of {total} elements are wrong; the worst: {where}, at {at}{listed}: got {got!r}, expected {wanted!r}, "
+        f"right is {low!r} to {high!r} ({_hint(found, number, at, group, got)})"
+    )
+    return Verdict(False, bad, total, text, group, number, at, within, got, wanted, low, high)
+
+
+def judge(found: Answer, result: Any) -> Verdict:
+    """Compares one result (an array, or a list of them) with an answer."""
+    given = list(result) if isinstance(result, list | tuple) else [result]
+    raw = [to_numpy(each) for each in given]
+    if found.problem.squeezed and raw and raw[0].ndim == 2:
+        raw = [raw[0][None]]
+    fault = _shape_fault(found, raw)
+    total = sum(block.low.size for block in found.blocks)
+    if fault:
+        return Verdict(False, total, total, fault)
+    results = [_comparable(each) for each in raw]
+    masks = [~_good(block, got) for block, got in zip(found.blocks, results, strict=True)]
+    bad = sum(int(mask.sum()) for mask in masks)
+    if bad:
+        return _describe(found, results, masks, bad, total)
+    dtype = found.problem.out_dtype
+    rho = [_rho(block, got, dtype) for block, got in zip(found.blocks, results, strict=True)]
+    peak = max((float(r.max(initial=0.0)) for r in rho), default=0.0)
+    mean = math.sqrt(sum(float((r * r).sum()) for r in rho) / max(total, 1))
+    return Verdict(True, 0, total, f"all {total} elements are right (rho {peak:.2f})", rho=peak, rho_rms=mean)
+
+
+def verify(problem: GroupedGemmProblem, result: Any) -> Verdict:
+    """Whether `result` is a right answer to `problem`; if not, where and by how much."""
+    return judge(answer(problem), result)

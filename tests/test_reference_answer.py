@@ -1,0 +1,157 @@
+"""The reference against definitions that share no code with it: rationals, and IEEE arithmetic term by term."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from multigemm.problem import GroupedGemmProblem
+from multigemm.reference import dtypes, expected, verify
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def values(shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.int8:
+        return torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def packed(form, dtype, seed=0):
+    """A small problem of each form, with empty groups, a late start and an early end."""
+    offsets = {"offsets": torch.tensor([1, 3, 3, 8])}
+    if form == "jagged_m":
+        return values((9, 4), dtype, seed), values((3, 4, 5), dtype, seed + 1), offsets
+    if form == "jagged_n":
+        return values((3, 4, 5), dtype, seed), values((5, 9), dtype, seed + 1), offsets | {"jagged": "n"}
+    if form == "jagged_k":
+        return values((4, 9), dtype, seed), values((9, 5), dtype, seed + 1), offsets | {"jagged": "k"}
+    if form == "masked":
+        rows = {"valid_rows": torch.tensor([4, 0, 2])}
+        return values((3, 4, 5), dtype, seed), values((3, 5, 2), dtype, seed + 1), rows
+    if form == "batched":
+        return values((3, 4, 5), dtype, seed), values((3, 5, 2), dtype, seed + 1), {}
+    return [values((g, 3), dtype, seed) for g in (2, 0, 3)], [values((3, n), dtype, seed) for n in (1, 4, 2)], {}
+
+
+def exact_sum(view, problem):
+    """alpha * a @ b + beta * c + bias in rational arithmetic."""
+    rows = []
+    for i in range(view.m):
+        row = []
+        for j in range(view.n):
+            total = sum(Fraction(float(view.a[i, k])) * Fraction(float(view.b[k, j])) for k in range(view.k))
+            total *= Fraction(float(problem.alpha))
+            if view.c is not None:
+                total += Fraction(float(problem.beta)) * Fraction(float(view.c[i, j]))
+            if view.bias is not None:
+                total += Fraction(float(view.bias[j]))
+            row.append(total)
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("form", ["per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "masked"])
+def test_forms_and_epilogue_against_rationals(form, dtype):
+    a, b, grouping = packed(form, dtype)
+    plain = GroupedGemmProblem(a, b, **grouping)
+    c = [values(s, dtype, 7) for s in plain.out_shape] if form == "per_group" else values(plain.out_shape, dtype, 7)
+    problem = GroupedGemmProblem(a, b, **grouping, c=c, alpha=0.75, beta=-1.5)
+    got = expected(problem)
+    seen = [np.zeros(x.shape, bool) for x in (got if form == "per_group" else [got])]
+    for view in problem.groups():
+        block = got[view.where] if form != "per_group" else got[view.index]
+        (seen[view.index] if form == "per_group" else seen[0])[... if form == "per_group" else view.where] = True
+        for i, row in enumerate(exact_sum(view, problem)):
+            for j, total in enumerate(row):
+                half = Fraction(float(dtypes.ulp(np.array([float(total)]), dtype)[0])) / 2
+                assert abs(Fraction(float(block[i, j])) - total) <= half
+    for mask, array in zip(seen, got if form == "per_group" else [got], strict=True):
+        assert (array[~mask] == 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), beta=st.sampled_from([0, 1, -3, 2**31 - 1]), alpha=st.sampled_from([0, 1, -2, 70_000]))
+def test_int8_wraps_like_a_machine(seed, alpha, beta):
+    a, b = values((1, 3, 6), torch.int8, seed), values((1, 6, 2), torch.int8, seed + 1)
+    c = torch.randint(-(2**31), 2**31, (1, 3, 2), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    bias = torch.tensor([2**31 - 1, -5], dtype=torch.int32)
+    got = expected(GroupedGemmProblem(a, b, c=c, alpha=alpha, beta=beta, bias=bias))
+    for i in range(3):
+        for j in range(2):
+            total = alpha * sum(int(a[0, i, k]) * int(b[0, k, j]) for k in range(6))
+            total += beta * int(c[0, i, j]) + int(bias[j])
+            assert int(got[0, i, j]) == (total + 2**31) % 2**32 - 2**31
+
+
+SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -2.0, math.inf, -math.inf, math.nan])
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.lists(SPECIAL, min_size=18, max_size=18))
+def test_nan_and_infinities_spread_as_ieee_says(data):
+    a, b = np.array(data[:9]).reshape(3, 3), np.array(data[9:]).reshape(3, 3)
+    with np.errstate(invalid="ignore"):
+        wanted = (a[:, :, None] * b[None]).sum(axis=1)
+    got = expected(GroupedGemmProblem(a.astype(np.float32), b.astype(np.float32)))
+    np.testing.assert_array_equal(got, wanted.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_activations_are_torchs(name, dtype):
+    ends = torch.tensor([0.0, 1e30, -1e30, torch.inf, -torch.inf, torch.nan])
+    x = torch.cat([torch.linspace(-12, 12, 601), ends]).to(dtype)
+    torchs = {
+        "relu": functional.relu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda t: functional.gelu(t, approximate="tanh"),
+        "silu": functional.silu,
+    }[name]
+    # torch's vectorised float32 erf form makes NaN of plus infinity on a CPU; its float64 form does not.
+    result = torch.where(x == torch.inf, torchs(x.double()).to(dtype), torchs(x)).reshape(1, -1, 1)
+    a, b = torch.zeros(1, x.numel(), 0, dtype=dtype), torch.zeros(1, 0, 1, dtype=dtype)
+    problem = GroupedGemmProblem(a, b, c=x.reshape(1, -1, 1), beta=1.0, activation=name)
+    verdict = verify(problem, result)
+    assert verdict, verdict.text
+    np.testing.assert_allclose(expected(problem).ravel(), torchs(x.double()).numpy(), rtol=1e-6, atol=1e-12)
+
+
+def test_float64_is_better_than_float64():
+    a = np.array([[1e16, 1.0, -1e16, 2.0**-30]])
+    b = np.ones((4, 1))
+    assert expected(GroupedGemmProblem(a, b))[0, 0] == 1.0 + 2.0**-30 or np.finfo(np.longdouble).nmant <= 52
+
+
+def test_unowned_rows_keep_the_users_content():
+    out = torch.full((9, 5), 7.0)
+    a, b, grouping = packed("jagged_m", torch.float32)
+    got = expected(GroupedGemmProblem(a, b, **grouping, out=out))
+    assert (got[[0, 8]] == 7).all() and not (got[1:8] == 7).any()
+    assert (out == 7).all(), "the reference must not write the user's memory"
+
+
+def test_beta_zero_never_looks_at_c_and_alpha_zero_never_at_a():
+    nan = torch.full((1, 2, 2), torch.nan)
+    assert (expected(GroupedGemmProblem(torch.ones(1, 2, 2), torch.ones(1, 2, 2), c=nan)) == 2).all()
+    assert (expected(GroupedGemmProblem(nan, nan, alpha=0.0)) == 0).all()
+
+
+def test_no_groups_no_rows_no_columns():
+    assert expected(GroupedGemmProblem([], [])) == []
+    assert expected(GroupedGemmProblem(torch.zeros(0, 2, 3), torch.zeros(0, 3, 4))).shape == (0, 2, 4)
+    assert expected(GroupedGemmProblem(torch.zeros(2, 0), torch.zeros(0, 3))).tolist() == [[0] * 3] * 2
+
+
+def test_two_matrices_give_a_matrix():
+    x = torch.randn(3, 4)
+    problem = GroupedGemmProblem(x, x.t())
+    assert expected(problem).shape == (3, 3)
+    assert verify(problem, x @ x.t())
