@@ -1,0 +1,35 @@
+# make demo | make test | make check | make bench | make fuzz; each sets up .venv by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check bench fuzz clean
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on whatever is here
+	MULTIGEMM_EMULATE=1 $(BIN)/python -m multigemm demo
+
+test: $(STAMP)  ## the whole suite
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+check: $(STAMP)  ## style, types, import layers, packaging
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_packaging.py
+
+bench: $(STAMP)  ## the benchmark; ARGS="--suite moe"
+	$(BIN)/python -m multigemm bench $(ARGS)
+
+fuzz: $(STAMP)  ## the fuzzer; ARGS="--seconds 60"
+	MULTIGEMM_EMULATE=1 $(BIN)/python -m multigemm fuzz $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

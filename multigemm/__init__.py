@@ -1,0 +1,67 @@
+"""multigemm: one grouped-GEMM problem, every CUDA programming model, one verified answer.
+
+    import multigemm as mg
+    out = mg.grouped_gemm(a, b, offsets=offsets)
+
+The names below are the whole public face. Each is loaded when it is first used, so that importing
+multigemm costs nothing and touches neither torch nor a GPU library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "GroupedGemmProblem": "problem",
+    "ProblemSpec": "spec",
+    "grouped_gemm": "dispatch",
+    "solve": "dispatch",
+    "plan": "dispatch",
+    "explain": "dispatch",
+    "list_backends": "dispatch",
+    "Plan": "bound",
+    "expected": "reference.numpy_reference",
+    "verify": "reference.verify",
+    "Verdict": "reference.verify",
+    "MultigemmError": "errors",
+    "InvalidProblem": "errors",
+    "InvalidSetting": "errors",
+    "BackendUnsupported": "errors",
+    "BackendUnavailable": "errors",
+    "NotCapturable": "errors",
+    "LibraryError": "errors",
+    "CompileError": "errors",
+}
+__all__ = sorted([*_HOME, "__version__"])
+
+if TYPE_CHECKING:
+    from multigemm.bound import Plan
+    from multigemm.dispatch import explain, grouped_gemm, list_backends, plan, solve
+    from multigemm.errors import (
+        BackendUnavailable,
+        BackendUnsupported,
+        CompileError,
+        InvalidProblem,
+        InvalidSetting,
+        LibraryError,
+        MultigemmError,
+        NotCapturable,
+    )
+    from multigemm.problem import GroupedGemmProblem
+    from multigemm.reference.numpy_reference import expected
+    from multigemm.reference.verify import Verdict, verify
+    from multigemm.spec import ProblemSpec
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'multigemm' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"multigemm.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,68 @@
+"""What a backend is: five members. And what it gives back: a `Plan`, ready to run.
+
+A backend never raises to say no: `not_supported_reasons` says it beforehand, in words that hold the
+value seen, the limit and the remedy. `supports` is `not reasons`, so there is one truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from multigemm.layouts import Operands
+from multigemm.spec import ProblemSpec
+
+Launch = Callable[[], object]
+"""Does the work of one bound problem on the device's current stream, and may be called again."""
+
+Bind = Callable[[Operands], Launch]
+"""Fixes addresses, sizes and launch arguments of one problem; allocates its workspace, if any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a backend can run on this machine; if not, why, and the command that installs it."""
+
+    ok: bool
+    reason: str = ""
+    install: str = ""
+    version: str = ""
+    emulated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What `Backend.plan` returns: a compiled way to solve every problem of one spec.
+
+    `bind` is called for each problem; the launch that it returns writes every owned element of
+    `ops.out`, and zeroes the unowned ones if `spec.zero_unowned`. It must not keep state that two
+    bound problems share, must launch on the current stream, and must see operands changed in place.
+    `syncs` says that binding or launching reads sizes back from the device.
+    """
+
+    kernel: str
+    config: Any
+    bind: Bind
+    why: str = ""
+    syncs: bool = False
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """The five members. A third party's instance under the entry-point group `multigemm.backends` is one."""
+
+    @property
+    def name(self) -> str: ...
+
+    def availability(self) -> Availability: ...
+
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]: ...
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
+        """Frozen dataclasses that are valid for this spec, the best guess first."""
+        ...
+
+    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe: ...

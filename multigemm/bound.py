@@ -1,0 +1,151 @@
+"""`Plan`: a problem that is ready to run. Calling it launches, and nothing else.
+
+A plan owns its output (or writes into the problem's `out`), sees operands and sizes that are changed
+in place, shares no state with any other plan, and can be captured in a CUDA graph unless it says
+that it `syncs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from multigemm.arrays import caller_stream, give_back
+from multigemm.backend import Launch, Recipe
+from multigemm.errors import InvalidProblem, NotCapturable
+from multigemm.problem import GroupedGemmProblem, Operand
+from multigemm.spec import ProblemSpec
+from multigemm.staging import allocate, stage
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which backend solves every problem of one spec, how, and why."""
+
+    backend: str
+    recipe: Recipe
+    spec: ProblemSpec
+    why: str
+
+
+def _launcher(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Launch:
+    """Binds, and joins the steps that must run before each launch to the launch."""
+    if choice.recipe.syncs and problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotCapturable(
+            f"backend {choice.backend!r} ({choice.recipe.kernel}) reads sizes on the host and cannot be captured: "
+            "give the sizes on the host, or choose another backend"
+        )
+    staged = stage(problem, choice.spec, out)
+    launch = choice.recipe.bind(staged.ops)
+    if staged.before:
+        launch = _Sequence([*staged.before, launch])
+    stream = caller_stream(problem.kind, problem.device)
+    return launch if stream is None else _OnStream(launch, torch.cuda.ExternalStream(stream, device=problem.device))
+
+
+class _Sequence:
+    """Several launches, one after the other."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, steps: list[Launch]) -> None:
+        self._steps = steps
+
+    def __call__(self) -> None:
+        for step in self._steps:
+            step()
+
+
+class _OnStream:
+    """A launch on the stream that the caller's own array library works on."""
+
+    __slots__ = ("_launch", "_stream")
+
+    def __init__(self, launch: Launch, stream: torch.cuda.ExternalStream) -> None:
+        self._launch, self._stream = launch, stream
+
+    def __call__(self) -> None:
+        with torch.cuda.stream(self._stream):
+            self._launch()
+
+
+def _result(problem: GroupedGemmProblem, out: Operand) -> Any:
+    """What the caller gets: the `out` that they gave, or the fresh result as their kind of array."""
+    if problem.given_out is not None:
+        return problem.given_out
+    if not isinstance(out, torch.Tensor):
+        return [give_back(x, problem.kind) for x in out]
+    return give_back(out[0] if problem.squeezed else out, problem.kind)
+
+
+def run(choice: Choice, problem: GroupedGemmProblem) -> Any:
+    """One call: allocate, bind, launch."""
+    out = allocate(problem)
+    _launcher(choice, problem, out)()
+    return _result(problem, out)
+
+
+class Plan:
+    """`plan()` writes into its own output and returns it; `plan.run(other)` solves another problem of the spec."""
+
+    __slots__ = ("_choice", "_launch", "_out", "_result", "problem")
+
+    def __init__(self, choice: Choice, problem: GroupedGemmProblem) -> None:
+        self.problem = problem
+        self._choice = choice
+        self._out = allocate(problem)
+        self._launch = _launcher(choice, problem, self._out)
+        self._result = _result(problem, self._out)
+
+    def __call__(self) -> Any:
+        self._launch()
+        return self._result
+
+    def run(self, problem: GroupedGemmProblem) -> Any:
+        """Solves another problem of the same spec, with an output of its own."""
+        if problem.spec != self.problem.spec:
+            raise InvalidProblem(
+                f"this plan is for another spec: {_difference(problem.spec, self.problem.spec)}; make a plan for this problem"
+            )
+        return run(self._choice, problem)
+
+    @property
+    def backend(self) -> str:
+        """The name of the backend that runs it."""
+        return self._choice.backend
+
+    @property
+    def kernel(self) -> str:
+        """The kernel (or library call) that runs it."""
+        return self._choice.recipe.kernel
+
+    @property
+    def config(self) -> Any:
+        """The backend's own parameters."""
+        return self._choice.recipe.config
+
+    @property
+    def spec(self) -> ProblemSpec:
+        """What the plan was made for."""
+        return self.problem.spec
+
+    @property
+    def syncs(self) -> bool:
+        """Whether running it reads sizes back from the device (and so cannot be captured)."""
+        return self._choice.recipe.syncs
+
+    @property
+    def why(self) -> str:
+        """Why this backend and this config."""
+        return "; ".join(filter(None, (self._choice.why, self._choice.recipe.why)))
+
+    def __repr__(self) -> str:
+        syncs = ", syncs" if self.syncs else ""
+        return f"Plan({self.backend}: {self.kernel}, {self.config}{syncs}; {self.why})"
+
+
+def _difference(new: ProblemSpec, old: ProblemSpec) -> str:
+    names = [n for n in ProblemSpec.__slots__ if getattr(new, n) != getattr(old, n)]
+    return ", ".join(f"{n} is {getattr(new, n)} instead of {getattr(old, n)}" for n in names)

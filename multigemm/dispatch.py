@@ -1,0 +1,262 @@
+"""From a problem to a backend: `grouped_gemm`, `solve`, `plan`, `explain`, `list_backends`.
+
+The rule of choice. A name means that backend and no other: if it cannot, it says why. A list means
+the first that can. "auto" means, of all that can, the fastest by measurement (for this class of
+problems on this device, or for the nearest class that was measured), else the first in the
+registry's order; emulated ones, the null backend, and plans that must read sizes back from the
+device while another need not, are passed over.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from multigemm import bound, registry, tuning
+from multigemm.backend import Availability
+from multigemm.bound import Choice, Plan
+from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidProblem, InvalidSetting
+from multigemm.problem import GroupedGemmProblem
+from multigemm.settings import settings
+from multigemm.spec import ProblemSpec
+from multigemm.staging import staged_spec
+
+Which = str | Sequence[str]
+CHOICES_KEPT = 4096
+_choices: dict[Any, Choice] = {}
+_lock = threading.RLock()
+
+
+def grouped_gemm(*args: Any, backend: Which = "auto", config: Any = None, **kwargs: Any) -> Any:
+    """`solve(GroupedGemmProblem(*args, **kwargs), backend, config)`: many matrix products in one call."""
+    return solve(GroupedGemmProblem(*args, **kwargs), backend, config)
+
+
+def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Any:
+    """The result of `problem`, as the caller's kind of array."""
+    _refuse_gradients(problem)
+    return bound.run(choose(problem, backend, config), problem)
+
+
+def plan(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Plan:
+    """A plan: compiled, bound, with its output allocated; calling it only launches."""
+    _refuse_gradients(problem)
+    return Plan(choose(problem, backend, config), problem)
+
+
+def _refuse_gradients(problem: GroupedGemmProblem) -> None:
+    if torch.is_grad_enabled() and problem.requires_grad:
+        raise InvalidProblem(
+            "an input requires grad, and this call would lose the gradient: use torch.no_grad(), or .detach() the input"
+        )
+
+
+def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Choice:
+    """The backend and recipe for a problem; remembered by spec, so that a new token count costs nothing."""
+    spec = staged_spec(problem)
+    which = backend if isinstance(backend, str) else tuple(backend)
+    key = (spec, problem.device, which, _hashable(config), tuning.table().generation)
+    found = _choices.get(key)
+    if found is None:
+        with _lock:
+            found = _choices.get(key) or _choose(spec, problem.device, which, config)
+            if len(_choices) >= CHOICES_KEPT:
+                _choices.clear()
+            _choices[key] = found
+    return found
+
+
+def _hashable(config: Any) -> Any:
+    return tuple(sorted(config.items())) if isinstance(config, Mapping) else config
+
+
+def _choose(spec: ProblemSpec, device: torch.device, which: Which, config: Any) -> Choice:
+    if which == "auto":
+        choice = _choose_auto(spec, device, config)
+    else:
+        choice = _choose_named(spec, device, [which] if isinstance(which, str) else list(which), config)
+    if settings().print_config:
+        print(f"multigemm: {choice.backend} {choice.recipe.kernel} {choice.recipe.config} ({choice.why})", file=sys.stderr)
+    return choice
+
+
+def _choose_named(spec: ProblemSpec, device: torch.device, names: list[str], config: Any) -> Choice:
+    if not names:
+        raise InvalidSetting("backend=[] names no backend: pass a name, several names, or 'auto'")
+    reasons: dict[str, list[str]] = {}
+    for name in names:
+        backend = registry.get(name)
+        state = backend.availability()
+        if not state.ok:
+            if len(names) == 1:
+                raise BackendUnavailable(name, _unavailable_text(state))
+            reasons[name] = [_unavailable_text(state)]
+            continue
+        reasons[name] = backend.not_supported_reasons(spec, device)
+        if not reasons[name]:
+            why = "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can"
+            return _recipe(name, spec, device, config, why)
+    raise BackendUnsupported(reasons)
+
+
+def _unavailable_text(state: Availability) -> str:
+    return f"{state.reason}; install with: {state.install}" if state.install else state.reason
+
+
+def _recipe(name: str, spec: ProblemSpec, device: torch.device, config: Any, why: str) -> Choice:
+    backend = registry.get(name)
+    chosen, source = _config(name, spec, device, config)
+    return Choice(name, backend.plan(spec, chosen, device), spec, f"{why}; config {source}")
+
+
+def _config(name: str, spec: ProblemSpec, device: torch.device, explicit: Any) -> tuple[Any, str]:
+    """The ladder: explicit > measured > heuristic. A measured config that is no longer valid is passed over."""
+    valid = registry.get(name).configs(spec, device)
+    if explicit is not None:
+        return _coerce(explicit, valid), "given"
+    measured = tuning.table().find(name, spec, device)
+    if measured is not None:
+        match = [c for c in valid if is_dataclass(c) and _as_dict(c) == dict(measured.config)]
+        if match:
+            return match[0], f"measured ({measured.us:.1f} us, {measured.source})"
+    return (valid[0] if valid else None), "heuristic"
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in fields(config)}
+
+
+def _coerce(explicit: Any, valid: Sequence[Any]) -> Any:
+    if not isinstance(explicit, Mapping) or not valid:
+        return explicit
+    kind = type(valid[0])
+    known = {f.name for f in fields(kind)}
+    if wrong := set(explicit) - known:
+        raise InvalidSetting(f"config has no field {sorted(wrong)[0]!r}; {kind.__name__} has {', '.join(sorted(known))}")
+    return kind(**{**_as_dict(valid[0]), **explicit})
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend's answer to one spec."""
+
+    name: str
+    availability: Availability
+    reasons: tuple[str, ...]
+    us: float | None = None
+    source: str = ""
+
+    @property
+    def can(self) -> bool:
+        return self.availability.ok and not self.reasons
+
+
+def candidates(spec: ProblemSpec, device: torch.device) -> list[Candidate]:
+    """Every backend with its reasons and its measured time, in the order in which auto would try them."""
+    times = _times(spec, device)
+    found = []
+    for name in registry.names():
+        backend = registry.get(name)
+        state = backend.availability()
+        reasons = tuple(backend.not_supported_reasons(spec, device)) if state.ok else ()
+        us, source = times.get(name, (None, ""))
+        found.append(Candidate(name, state, reasons, us, source))
+    return sorted(found, key=lambda c: (c.us is None, c.us or 0.0))
+
+
+def _times(spec: ProblemSpec, device: torch.device) -> dict[str, tuple[float | None, str]]:
+    """Measured times of this class, or, where nothing was measured, of the nearest class (all of one class)."""
+    table = tuning.table()
+    exact = {name: m for name in registry.names() if (m := table.find(name, spec, device)) is not None}
+    if len(exact) > 1:
+        return {name: (m.us, m.source) for name, m in exact.items()}
+    return {m.backend: (m.us, f"nearest measured: {m.key}") for m in table.neighbours(spec, device)}
+
+
+def _choose_auto(spec: ProblemSpec, device: torch.device, config: Any) -> Choice:
+    allowed = settings().backend
+    found = candidates(spec, device)
+    able = [c for c in found if c.can and not c.availability.emulated and c.name != "null"]
+    if allowed:
+        able = sorted((c for c in able if c.name in allowed), key=lambda c: allowed.index(c.name))
+    syncing: list[Choice] = []
+    for c in able:
+        why = f"fastest measured, {c.us:.1f} us ({c.source})" if c.us is not None else "first in order that can"
+        choice = _recipe(c.name, spec, device, config, why)
+        if not choice.recipe.syncs:
+            return choice
+        syncing.append(choice)
+    if syncing:
+        return syncing[0]
+    raise BackendUnsupported({c.name: list(c.reasons) or [_unavailable_text(c.availability) or "not chosen by auto"] for c in found})
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Who can, who cannot and why, who is chosen and why. Prints as a table."""
+
+    spec: ProblemSpec
+    candidates: tuple[Candidate, ...]
+    chosen: str | None
+    kernel: str
+    config: Any
+    why: str
+    staging: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.spec.form}: {self.spec.groups} groups, m={self.spec.m} n={self.spec.n} k={self.spec.k}, {self.spec.compute}"]
+        lines += [f"  before the launch: {step}" for step in self.staging]
+        for c in self.candidates:
+            mark = "*" if c.name == self.chosen else " "
+            lines.append(f"{mark} {c.name:8} {_state_text(c)}")
+        if self.chosen:
+            lines.append(f"chosen: {self.chosen}, {self.kernel}, {self.config}: {self.why}")
+        return "\n".join(lines)
+
+
+def _state_text(c: Candidate) -> str:
+    if not c.availability.ok:
+        return f"unavailable: {_unavailable_text(c.availability)}"
+    if c.reasons:
+        return f"cannot: {'; '.join(c.reasons)}"
+    note = " (emulated: only when named)" if c.availability.emulated else ""
+    return f"can{note}" + (f", {c.us:.1f} us ({c.source})" if c.us is not None else "")
+
+
+def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
+    """Why `solve(problem, backend, config)` would run what it runs."""
+    spec = staged_spec(problem)
+    steps = [f"{name} is cast to {spec.compute}" for name in "ab" if getattr(problem.spec, name).dtype is not spec.compute]
+    if problem.refreshes:
+        steps.append(f"{len(problem.refreshes)} array(s) with negative strides are copied")
+    try:
+        choice = choose(problem, backend, config)
+    except (BackendUnsupported, BackendUnavailable) as error:
+        return Explanation(spec, tuple(candidates(spec, problem.device)), None, "", None, str(error), tuple(steps))
+    why = "; ".join(filter(None, (choice.why, choice.recipe.why)))
+    return Explanation(
+        spec, tuple(candidates(spec, problem.device)), choice.backend, choice.recipe.kernel, choice.recipe.config, why, tuple(steps)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """One line of `list_backends()`."""
+
+    name: str
+    available: bool
+    version: str
+    reason: str
+    install: str
+    emulated: bool
+
+
+def list_backends() -> list[BackendInfo]:
+    """What is here, what is missing, how to get it."""
+    states = ((name, registry.get(name).availability()) for name in registry.names())
+    return [BackendInfo(name, s.ok, s.version, s.reason, s.install, s.emulated) for name, s in states]

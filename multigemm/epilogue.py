@@ -1,0 +1,83 @@
+"""The rules for what follows the product: dtypes, alpha, beta with C, bias, activation, output."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigemm.arrays import dtype_of
+from multigemm.errors import InvalidProblem
+from multigemm.spec import FLOAT_DTYPES, INPUT_DTYPES
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted({str(d).removeprefix("torch.") for d in dtypes}))
+
+
+def compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """The dtype that products are formed in; raises for a mix without a rule."""
+    for name, dtype in (("a", a), ("b", b)):
+        if dtype not in INPUT_DTYPES:
+            raise InvalidProblem(f"{name} has dtype {dtype}; supported: {_names(INPUT_DTYPES)}: call .to() on it")
+    if (a is torch.int8) != (b is torch.int8):
+        raise InvalidProblem(f"a is {a} and b is {b}: int8 multiplies int8 only; convert one of them")
+    return torch.promote_types(a, b)
+
+
+def result_dtype(out_dtype: Any, out: torch.dtype | None, compute: torch.dtype) -> torch.dtype:
+    """The dtype of the result, from the keyword, the given `out`, or the default."""
+    asked = None if out_dtype is None else dtype_of(out_dtype, "out_dtype")
+    if asked is not None and out is not None and asked is not out:
+        raise InvalidProblem(f"out has dtype {out} and out_dtype is {asked}: pass one of them")
+    chosen = asked or out or (torch.int32 if compute is torch.int8 else compute)
+    allowed = (torch.int32,) if compute is torch.int8 else FLOAT_DTYPES
+    if chosen not in allowed:
+        raise InvalidProblem(f"the result of {compute} products cannot be {chosen}: use {_names(allowed)}")
+    return chosen
+
+
+def scalar(x: Any, name: str, compute: torch.dtype) -> float:
+    """alpha or beta as a float; for int8 a whole number that int32 holds."""
+    if isinstance(x, Tensor | bool) or not isinstance(x, numbers.Real):
+        raise InvalidProblem(f"{name}={x!r} is a {type(x).__name__}; it must be a real number on the host")
+    value = float(x)
+    if compute is torch.int8 and not (math.isfinite(value) and value.is_integer() and -(2**31) <= value < 2**31):
+        raise InvalidProblem(f"{name}={value} with int8 operands; it must be a whole number that int32 holds")
+    return value
+
+
+def one_of(x: Any, name: str, allowed: Sequence[str], optional: bool = False) -> Any:
+    """A word out of a list, with the nearest one in the error."""
+    if x in allowed or (optional and x is None):
+        return x
+    near = difflib.get_close_matches(str(x), allowed, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, allowed))}"
+    raise InvalidProblem(f"{name}={x!r} is unknown: {hint}")
+
+
+def check_activation(activation: str | None, compute: torch.dtype) -> None:
+    """int8 knows relu only: the others need a real-valued accumulator."""
+    if compute is torch.int8 and activation not in (None, "relu"):
+        raise InvalidProblem(f"activation={activation!r} with int8 operands; only 'relu' is defined for int32 sums")
+
+
+def check_extra_dtype(
+    dtype: torch.dtype, name: str, inputs: Iterable[torch.dtype], out: torch.dtype, compute: torch.dtype
+) -> None:
+    """bias and c: an input dtype, the result's, or float32 (int32 for int8 products)."""
+    allowed = {torch.int32} if compute is torch.int8 else {*inputs, out, torch.float32}
+    if dtype not in allowed:
+        raise InvalidProblem(f"{name} has dtype {dtype}; it must be one of {_names(allowed)}")
+
+
+def check_bias_shape(bias: Tensor, wanted: Sequence[tuple[int, ...]]) -> None:
+    """One value for each column of a group's result."""
+    if tuple(bias.shape) not in wanted:
+        shapes = " or ".join(str(w) for w in wanted)
+        raise InvalidProblem(f"bias has shape {tuple(bias.shape)}; it must be {shapes}: one value for each column")

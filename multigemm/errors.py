@@ -1,0 +1,51 @@
+"""The exception catalogue: every failure that a user can meet, by name.
+
+Two words for two failures. *Unsupported* is expected and explained: this backend cannot run this
+problem. *Unavailable* means that the backend itself cannot run here: a package or a GPU is missing.
+Anything else that escapes from multigemm is a bug and is meant to be loud.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class MultigemmError(Exception):
+    """The common base of everything that multigemm raises on purpose."""
+
+
+class InvalidProblem(MultigemmError, ValueError):
+    """The problem itself has no meaning; the text names the value seen, the limit and the remedy."""
+
+
+class InvalidSetting(MultigemmError, ValueError):
+    """A MULTIGEMM_* variable, a config or a command-line value that cannot be read."""
+
+
+class BackendUnsupported(MultigemmError):
+    """No asked backend runs this problem here. `reasons` maps each backend's name to its reasons."""
+
+    def __init__(self, reasons: Mapping[str, Sequence[str]]) -> None:
+        self.reasons = {name: list(why) for name, why in reasons.items()}
+        lines = [f"{name}: {'; '.join(why)}" for name, why in self.reasons.items()]
+        super().__init__("no asked backend supports this problem\n  " + "\n  ".join(lines))
+
+
+class BackendUnavailable(MultigemmError):
+    """The backend that was asked for cannot run on this machine: not installed, or no GPU."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.backend, self.reason = name, reason
+        super().__init__(f"backend {name!r} is not available: {reason}")
+
+
+class NotCapturable(MultigemmError):
+    """This plan has to talk to the host, so it cannot be captured into a CUDA graph."""
+
+
+class LibraryError(MultigemmError):
+    """A vendor library or the driver returned an error code; the text names the call and the code."""
+
+
+class CompileError(MultigemmError):
+    """A kernel did not compile; the text holds the compiler's log and the options used."""

@@ -1,0 +1,84 @@
+"""The six forms by shape: which one the operands ask for, and the extents that follow."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+from multigemm.spec import Form
+
+
+class Extents(NamedTuple):
+    """Of a packed form: the jagged extent holds T. `groups` is None where only the offsets know it."""
+
+    form: Form
+    groups: int | None
+    m: int
+    n: int
+    k: int
+
+    def result_shape(self, groups: int) -> tuple[int, ...]:
+        """The shape of the result."""
+        if self.form in ("jagged_m", "jagged_n"):
+            return (self.m, self.n)
+        return (groups, self.m, self.n)
+
+
+RANKS = {
+    "jagged_m": "a [T, K] and b [G, K, N], or [K, N] shared",
+    "jagged_n": "a [G, M, K], or [M, K] shared, and b [K, T]",
+    "jagged_k": "a [M, T] and b [T, N]",
+    "masked": "a [G, M, K] and b [G, K, N]",
+    "batched": "a [G, M, K] and b [G, K, N] (or a [M, K] and b [K, N] for one group)",
+}
+ALLOWED = {
+    "jagged_m": {(2, 3), (2, 2)},
+    "jagged_n": {(3, 2), (2, 2)},
+    "jagged_k": {(2, 2)},
+    "masked": {(3, 3)},
+    "batched": {(3, 3)},
+}
+
+
+def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool) -> Extents:
+    """The form and its extents; raises InvalidProblem with the shapes seen and the shapes wanted."""
+    if jagged not in ("m", "n", "k"):
+        raise InvalidProblem(f"jagged={jagged!r} is not a direction: use 'm', 'n' or 'k'")
+    if masked and grouped:
+        raise InvalidProblem("valid_rows and offsets were given together: the masked form has no offsets")
+    form: Form = "masked" if masked else f"jagged_{jagged}" if grouped else "batched"  # type: ignore[assignment]
+    if (a.dim(), b.dim()) not in ALLOWED[form]:
+        raise InvalidProblem(
+            f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}; the form {form} takes {RANKS[form]}{_hint(form, a, b)}"
+        )
+    if a.shape[-1] != b.shape[-2]:
+        raise InvalidProblem(
+            f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: the last extent of a, {a.shape[-1]}, must equal the "
+            f"second last of b, {b.shape[-2]}; pass a transposed view if one of them is stored the other way"
+        )
+    counts = {name: x.shape[0] for name, x in (("a", a), ("b", b)) if x.dim() == 3}
+    if len(set(counts.values())) > 1:
+        raise InvalidProblem(f"a has {counts['a']} groups and b has {counts['b']}: they must have as many")
+    return Extents(form, next(iter(counts.values()), None), a.shape[-2], b.shape[-1], a.shape[-1])
+
+
+def _hint(form: Form, a: Tensor, b: Tensor) -> str:
+    if form == "batched" and (a.dim(), b.dim()) in {(2, 3), (3, 2)}:
+        return "; pass offsets, sizes or ends for a jagged problem, or .expand() the shared operand"
+    return ""
+
+
+def check_lists(a: list[Tensor], b: list[Tensor]) -> None:
+    """Every pair of a list problem must be a product of matrices."""
+    if len(a) != len(b):
+        raise InvalidProblem(f"a has {len(a)} matrices and b has {len(b)}: a list problem needs as many of each")
+    for g, (x, y) in enumerate(zip(a, b, strict=True)):
+        if x.dim() != 2 or y.dim() != 2:
+            raise InvalidProblem(f"a[{g}] has shape {tuple(x.shape)} and b[{g}] {tuple(y.shape)}: both must be matrices")
+        if x.shape[1] != y.shape[0]:
+            raise InvalidProblem(
+                f"a[{g}] has shape {tuple(x.shape)} and b[{g}] {tuple(y.shape)}: the inner extents {x.shape[1]} and "
+                f"{y.shape[0]} must be equal"
+            )

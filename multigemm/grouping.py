@@ -1,0 +1,150 @@
+"""Where one group ends and the next begins: offsets, sizes or ends, on the host or on the device.
+
+Host data is checked when the problem is made and copied, so a later change of the list is not seen.
+A tensor on the operands' own device is followed live: its contents may change between two runs of a
+plan, and it is never read back unless `check="full"` asks for it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from multigemm.arrays import adopt
+from multigemm.errors import InvalidProblem
+
+Kind = Literal["offsets", "sizes", "ends"]
+Int64s = npt.NDArray[np.int64]
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """`count` groups. Exactly one of `live` (followed in place) and `host` (offsets [G+1]) is set."""
+
+    kind: Kind
+    count: int
+    live: Tensor | None = None
+    host: Int64s | None = None
+
+    @property
+    def index(self) -> torch.dtype:
+        """The integer type that a kernel reads (sums of live sizes are formed in int64)."""
+        return torch.int64 if self.live is None else self.live.dtype
+
+    def read(self) -> Int64s:
+        """Offsets [G+1] on the host, not clamped; waits for the device if they live there."""
+        if self.host is not None:
+            return self.host
+        assert self.live is not None
+        return _as_offsets(self.live.cpu().numpy().astype(np.int64), self.kind)
+
+
+def _as_offsets(values: Int64s, kind: Kind) -> Int64s:
+    if kind == "offsets":
+        return values
+    ends = np.cumsum(values) if kind == "sizes" else values
+    return np.concatenate([np.zeros(1, np.int64), ends])
+
+
+def read_index_array(x: Any, name: str, device: torch.device) -> tuple[Tensor | None, Int64s | None]:
+    """An integer vector as (live tensor on `device`, None) or (None, copy on the host)."""
+    if isinstance(x, Tensor) or not isinstance(x, Sequence | range):
+        tensor = adopt(x, name).tensor
+        if tensor.dtype not in INDEX_DTYPES:
+            raise InvalidProblem(f"{name} has dtype {tensor.dtype}; it must be int32 or int64: call .to(torch.int64)")
+        if tensor.dim() != 1:
+            raise InvalidProblem(f"{name} has {tensor.dim()} dimensions; it must be a vector: call .reshape(-1)")
+        if tensor.device == device and isinstance(x, Tensor) or tensor.device.type != "cpu":
+            if tensor.device != device:
+                raise InvalidProblem(f"{name} is on {tensor.device}, the operands are on {device}: move it there or to the host")
+            return tensor, None
+        return None, tensor.numpy().astype(np.int64)
+    if isinstance(x, str | bytes):
+        raise InvalidProblem(f"{name} is text; it must be integers")
+    return None, _read_list(x, name)
+
+
+def _read_list(x: Sequence[Any], name: str) -> Int64s:
+    try:
+        if any(isinstance(v, bool | np.bool_) for v in x):
+            raise TypeError
+        return np.array([operator.index(v) for v in x], dtype=np.int64)
+    except (TypeError, OverflowError):
+        bad = next((v for v in x if isinstance(v, bool | np.bool_) or not hasattr(v, "__index__")), x)
+        raise InvalidProblem(f"{name} holds {bad!r}; it must hold integers that fit in 64 bits") from None
+
+
+def make_grouping(
+    offsets: Any, sizes: Any, ends: Any, *, groups: int | None, total: int, device: torch.device, full: bool
+) -> Grouping:
+    """The one of offsets, sizes and ends that was given, checked against `groups` and `total`.
+
+    `groups` is None where only the vector itself says how many there are.
+    """
+    given: list[tuple[Kind, Any]] = [
+        (kind, x) for kind, x in (("offsets", offsets), ("sizes", sizes), ("ends", ends)) if x is not None
+    ]  # type: ignore[misc]
+    if len(given) != 1:
+        raise InvalidProblem(f"{' and '.join(kind for kind, _ in given)} were given together: pass exactly one of them")
+    kind, x = given[0]
+    live, host = read_index_array(x, kind, device)
+    length = live.shape[0] if live is not None else len(host)  # type: ignore[arg-type]
+    count = length - (kind == "offsets")
+    if count < 0 or groups is not None and count != groups:
+        _wrong_length(kind, length, groups)
+    if live is not None:
+        if full or device.type == "cpu":
+            _check_values(live.cpu().numpy(), kind, total)
+        return Grouping(kind, count, live=live)
+    assert host is not None
+    _check_values(host, kind, total)
+    return Grouping(kind, count, host=_as_offsets(host, kind))
+
+
+def _wrong_length(kind: Kind, length: int, groups: int | None) -> NoReturn:
+    if groups is None:
+        raise InvalidProblem("offsets is empty; it must hold G + 1 values: pass [0] for no groups")
+    want = f"G + 1 = {groups + 1}" if kind == "offsets" else f"G = {groups}"
+    raise InvalidProblem(f"{kind} has length {length}; the operands have {groups} groups, so it must have length {want}")
+
+
+def _check_values(values: npt.NDArray[Any], kind: Kind, total: int) -> None:
+    """Monotone, from 0 or later, to `total` or earlier; the message names the first bad place."""
+    if kind == "sizes":
+        if values.size and values.min() < 0:
+            g = int(np.argmax(values < 0))
+            raise InvalidProblem(f"sizes[{g}] is {values[g]}; a group cannot have a negative size")
+        used = sum(values.tolist())
+        if used > total:
+            raise InvalidProblem(f"sizes add up to {used}, the jagged extent is {total}: shrink them or pass more rows")
+        return
+    if values.size == 0:
+        return
+    if (values[1:] < values[:-1]).any():
+        g = int(np.argmax(values[1:] < values[:-1]))
+        raise InvalidProblem(f"{kind}[{g + 1}] is {values[g + 1]}, less than {kind}[{g}] = {values[g]}: sort the groups")
+    if values[0] < 0:
+        raise InvalidProblem(f"{kind}[0] is {values[0]}; it must be 0 or more")
+    if values[-1] > total:
+        raise InvalidProblem(f"{kind}[{len(values) - 1}] is {values[-1]}, past the jagged extent {total}")
+
+
+def make_valid_rows(x: Any, *, groups: int, rows: int, device: torch.device, full: bool) -> Grouping:
+    """`valid_rows` of the masked form: like sizes, but each is bounded by `rows` on its own."""
+    live, host = read_index_array(x, "valid_rows", device)
+    values = host if live is None else (live.cpu().numpy() if full or device.type == "cpu" else None)
+    length = live.shape[0] if live is not None else len(host)  # type: ignore[arg-type]
+    if length != groups:
+        raise InvalidProblem(f"valid_rows has length {length}; it must have one value for each of the {groups} groups")
+    if values is not None and ((values < 0) | (values > rows)).any():
+        g = int(np.argmax((values < 0) | (values > rows)))
+        raise InvalidProblem(f"valid_rows[{g}] is {values[g]}; it must lie in 0..{rows}, the rows of a")
+    return Grouping("sizes", groups, live=live, host=None if host is None else _as_offsets(host, "sizes"))

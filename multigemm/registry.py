@@ -1,0 +1,78 @@
+"""Which backends exist. The only place that knows; it loads each by name, when it is first asked for.
+
+The built-in ones are sub-packages of `multigemm.backends`; anyone else's come from the entry-point
+group `multigemm.backends`, whose value is a Backend instance. A backend that fails to import is not
+hidden: it stays in the list, unavailable, with the error as its reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import torch
+
+from multigemm.backend import Availability, Backend
+from multigemm.errors import BackendUnavailable, InvalidSetting
+from multigemm.spec import ProblemSpec
+
+BUILTIN = ("cupy", "triton", "numba", "cublas", "cpu", "null")
+GROUP = "multigemm.backends"
+
+
+class BrokenBackend:
+    """Stands in for a backend whose import failed, so that the reason can be told."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self.name = name
+        self._reason = f"its import failed: {type(error).__name__}: {error}"
+
+    def availability(self) -> Availability:
+        return Availability(ok=False, reason=self._reason)
+
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        return [self._reason]
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> list[Any]:
+        return []
+
+    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Any:
+        raise BackendUnavailable(self.name, self._reason)
+
+
+@lru_cache(maxsize=1)
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILTIN}
+
+
+def names() -> tuple[str, ...]:
+    """All known backends: the built-in ones, then those of other packages by name."""
+    return (*BUILTIN, *sorted(_entry_points()))
+
+
+@lru_cache(maxsize=None)
+def get(name: str) -> Backend:
+    """The backend called `name`; raises InvalidSetting with the nearest name if there is none."""
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names())}"
+        raise InvalidSetting(f"unknown backend {name!r}: {hint}")
+    try:
+        if name in BUILTIN:
+            found = importlib.import_module(f"multigemm.backends.{name}").BACKEND
+        else:
+            found = _entry_points()[name].load()
+    except Exception as error:  # any failure of a foreign import becomes this backend's reason
+        return BrokenBackend(name, error)
+    if not isinstance(found, Backend):
+        return BrokenBackend(name, TypeError(f"{found!r} lacks members of the Backend protocol"))
+    return found
+
+
+def reload() -> None:
+    """Forgets what was loaded; for tests that install a backend."""
+    get.cache_clear()
+    _entry_points.cache_clear()

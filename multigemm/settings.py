@@ -1,0 +1,76 @@
+"""Every MULTIGEMM_* variable: typed, documented, validated. `multigemm info` prints them.
+
+Read once, at first use; `settings.cache_clear()` reads again (for tests). An unknown MULTIGEMM_*
+variable is an error with the nearest name, so that a typing slip is never silent.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from multigemm.errors import InvalidSetting
+
+PREFIX = "MULTIGEMM_"
+
+
+def _default_cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multigemm"
+
+
+def _doc(text: str, default: Any) -> Any:
+    if callable(default):
+        return field(default_factory=default, metadata={"doc": text})
+    return field(default=default, metadata={"doc": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The variables, lower-cased and without the prefix."""
+
+    backend: tuple[str, ...] = _doc("what backend='auto' may choose from, best first; empty: all that are here", ())
+    emulate: bool = _doc("let the triton and numba backends run on CPU tensors in their emulators", False)
+    cache: bool = _doc("read and write the on-disk cache of tunings and compiled kernels", True)
+    cache_dir: Path = _doc("where that cache lives", _default_cache_dir)
+    tune: bool = _doc("measure configs at the first call of an unknown spec and keep the result", False)
+    dump: Path | None = _doc("a folder that receives the PTX, SASS and source of each compiled kernel", None)
+    print_config: bool = _doc("print, once per spec, which backend, kernel and config was chosen and why", False)
+    lineinfo: bool = _doc("keep source lines in compiled kernels, for profilers and sanitizers", False)
+
+
+def _parse(name: str, kind: str, text: str) -> Any:
+    if "bool" in kind:
+        known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        if text.lower() not in known:
+            raise InvalidSetting(f"{name}={text!r} is not a switch: use 1 or 0")
+        return known[text.lower()]
+    if "tuple" in kind:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return Path(text).expanduser()
+
+
+def parse(environ: Mapping[str, str]) -> Settings:
+    """Settings out of an environment; raises InvalidSetting for an unknown name or a bad value."""
+    known = {PREFIX + f.name.upper(): f for f in fields(Settings)}
+    values = {}
+    for name, text in environ.items():
+        if not name.startswith(PREFIX):
+            continue
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
+            raise InvalidSetting(f"unknown setting {name}{hint}")
+        if text.strip():
+            values[known[name].name] = _parse(name, str(known[name].type), text.strip())
+    return Settings(**values)
+
+
+@lru_cache(maxsize=1)
+def settings() -> Settings:
+    """The settings of this process."""
+    return parse(os.environ)

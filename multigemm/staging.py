@@ -1,0 +1,121 @@
+"""From a problem to `Operands`: the last step that all backends share.
+
+Whatever a kernel should not have to know is settled here: operands of two dtypes are cast to the
+common one, live `sizes` become `ends`, host offsets travel to the device, mirrored arrays are
+refreshed. What has to happen before each launch is a list of steps, empty for an ordinary problem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multigemm.arrays import Step
+from multigemm.classify import classify, classify_list
+from multigemm.layouts import Operands, to_device
+from multigemm.problem import GroupedGemmProblem, Operand
+from multigemm.spec import OperandSpec, ProblemSpec
+
+
+@dataclass(slots=True)
+class Staged:
+    """What a backend binds, and the steps that must run before each launch."""
+
+    ops: Operands
+    before: list[Step]
+
+
+def staged_spec(problem: GroupedGemmProblem) -> ProblemSpec:
+    """The spec that backends see: that of the problem, with operands of one dtype."""
+    spec = problem.spec
+    if spec.a.dtype is spec.compute and spec.b.dtype is spec.compute:
+        return spec
+    return replace(spec, a=_cast_spec(problem.a, spec.a, spec.compute), b=_cast_spec(problem.b, spec.b, spec.compute))
+
+
+def _cast_spec(x: Operand, given: OperandSpec, dtype: torch.dtype) -> OperandSpec:
+    if given.dtype is dtype:
+        return given
+    if isinstance(x, Tensor):
+        return replace(classify(torch.empty_like(x, dtype=dtype, device="meta"), given.shared), wide=given.wide)
+    return classify_list([torch.empty_like(t, dtype=dtype, device="meta") for t in x], dtype)
+
+
+def _cast(x: Operand, dtype: torch.dtype, before: list[Step]) -> Operand:
+    """`x` in the compute dtype: itself, or a scratch copy that is made anew before each launch."""
+    if not isinstance(x, Tensor):
+        return [_cast(t, dtype, before) for t in x]  # type: ignore[misc]
+    if x.dtype is dtype:
+        return x
+    scratch = torch.empty_like(x, dtype=dtype)
+    before.append(partial(scratch.copy_, x.detach()))
+    return scratch
+
+
+def _live_ends(live: Tensor, kind: str, before: list[Step]) -> tuple[Tensor, bool]:
+    """`ends` and `head` of Operands out of a tensor that is followed in place."""
+    if kind == "sizes":
+        ends = torch.empty(live.shape, dtype=torch.int64, device=live.device)
+        before.append(partial(torch.cumsum, live, 0, dtype=torch.int64, out=ends))
+        return ends, False
+    if live.shape[0] > 1 and live.stride(0) != 1:
+        live = _follow(live, before)
+    return (live[1:], True) if kind == "offsets" else (live, False)
+
+
+def _follow(x: Tensor, before: list[Step]) -> Tensor:
+    scratch = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    before.append(partial(scratch.copy_, x))
+    return scratch
+
+
+def _stage_grouping(problem: GroupedGemmProblem, before: list[Step]) -> dict[str, Any]:
+    grouping, valid = problem.grouping, problem.valid_rows
+    if grouping is not None:
+        if grouping.live is not None:
+            ends, head = _live_ends(grouping.live, grouping.kind, before)
+            return {"ends": ends, "head": head}
+        assert grouping.host is not None
+        return {"ends": to_device(grouping.host, problem.device)[1:], "head": True, "host_offsets": grouping.host}
+    if valid is not None:
+        if valid.live is not None:
+            dense = valid.live.shape[0] <= 1 or valid.live.stride(0) == 1
+            return {"valid_rows": valid.live if dense else _follow(valid.live, before)}
+        assert valid.host is not None
+        rows = np.diff(valid.host)
+        return {"valid_rows": to_device(rows, problem.device), "host_valid_rows": rows}
+    return {}
+
+
+def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand) -> Staged:
+    """Everything that a backend needs to bind `problem` with its result in `out`."""
+    before = list(problem.refreshes)
+    plain = spec is problem.spec
+    ops = Operands(
+        spec=spec,
+        a=problem.a if plain else _cast(problem.a, spec.compute, before),
+        b=problem.b if plain else _cast(problem.b, spec.compute, before),
+        out=out,
+        c=problem.c,
+        bias=problem.bias,
+        alpha=problem.alpha,
+        beta=problem.beta,
+        device=problem.device,
+        **_stage_grouping(problem, before),
+    )
+    return Staged(ops, before)
+
+
+def allocate(problem: GroupedGemmProblem) -> Operand:
+    """The problem's own `out`, or fresh memory for the result."""
+    if problem.out is not None:
+        return problem.out
+    dtype, device = problem.out_dtype, problem.device
+    if problem.form != "per_group":
+        return torch.empty(problem.out_shape, dtype=dtype, device=device)
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in problem.out_shape]

@@ -1,0 +1,58 @@
+"""A problem as text: a `repr` that a person can paste back, with the shapes and strides that matter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from multigemm.problem import GroupedGemmProblem
+
+SHOWN_GROUPS = 64
+
+
+def tensor_text(x: Tensor) -> str:
+    """An expression that makes a tensor of the same geometry."""
+    where = "" if x.device.type == "cpu" else f", device={str(x.device)!r}"
+    if x.is_contiguous():
+        return f"torch.empty({tuple(x.shape)}, dtype={x.dtype}{where})"
+    return f"torch.empty_strided({tuple(x.shape)}, {x.stride()}, dtype={x.dtype}{where})"
+
+
+def operand_text(x: Any, squeeze: bool = False) -> str:
+    """A tensor or a list of them."""
+    if isinstance(x, Tensor):
+        return tensor_text(x[0] if squeeze else x)
+    return "[" + ", ".join(tensor_text(t) for t in x) + "]"
+
+
+def _grouping_text(problem: GroupedGemmProblem) -> list[str]:
+    parts = []
+    if problem.grouping is not None:
+        host, live = problem.grouping.host, problem.grouping.live
+        if host is not None:
+            parts.append(f"offsets={host.tolist()}")
+        elif live is not None:
+            parts.append(f"{problem.grouping.kind}={tensor_text(live)}")
+        if problem.form != "jagged_m":
+            parts.append(f"jagged={problem.form[-1]!r}")
+    if problem.valid_rows is not None:
+        host, live = problem.valid_rows.host, problem.valid_rows.live
+        parts.append(f"valid_rows={np.diff(host).tolist() if host is not None else tensor_text(live)}")  # type: ignore[arg-type]
+    return parts
+
+
+def problem_text(problem: GroupedGemmProblem) -> str:
+    """The constructor call, with geometry in place of values; defaults are left out."""
+    parts = [operand_text(problem.a, problem.squeezed), operand_text(problem.b, problem.squeezed), *_grouping_text(problem)]
+    for name in ("c", "bias", "out"):
+        x = getattr(problem, name)
+        if x is not None:
+            parts.append(f"{name}={operand_text(x, problem.squeezed and name != 'bias')}")
+    plain = {"alpha": 1.0, "beta": 0.0, "activation": None, "precision": "ieee", "deterministic": True}
+    parts += [f"{name}={getattr(problem, name)!r}" for name, default in plain.items() if getattr(problem, name) != default]
+    if problem.out is None:
+        parts.append(f"out_dtype={problem.out_dtype}")
+    return f"GroupedGemmProblem({', '.join(parts)})"

@@ -1,0 +1,145 @@
+"""One ladder for configs: explicit > measured > heuristic. And the table of what was measured.
+
+An entry belongs to (device, spec class, backend) and keeps the best config, its time, and why other
+configs failed. Entries come from the files that ship with the package and from the user's own
+cache, which wins. The spec class holds exact N and K but only buckets of M and G, so that token
+counts that were never measured still find their neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from multigemm.cache import DiskCache, fingerprint
+from multigemm.classify import bucket
+from multigemm.spec import OperandSpec, ProblemSpec
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The best config of one backend for one class of problems on one device."""
+
+    backend: str
+    config: Mapping[str, Any]
+    us: float
+    device: str
+    key: str
+    failures: Mapping[str, str] = field(default_factory=dict)
+    source: str = ""
+
+
+@lru_cache(maxsize=16)
+def device_name(device: torch.device) -> str:
+    """What entries call a device: its model, not its index."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _operand_key(x: OperandSpec) -> str:
+    short = str(x.dtype).removeprefix("torch.")
+    return f"{short}/{x.order}{'' if x.align >= 16 else x.align}{'/shared' if x.shared else ''}"
+
+
+@lru_cache(maxsize=4096)
+def spec_key(spec: ProblemSpec) -> str:
+    """The class of a spec as readable text; equal texts share measurements."""
+    extents = f"m{spec.m or '*'} n{spec.n or '*'} k{spec.k or '*'}"
+    operands = f"{_operand_key(spec.a)} {_operand_key(spec.b)} {_operand_key(spec.out)}"
+    return f"{spec.form} g{bucket(spec.groups)} {extents} t{spec.total} {operands} {spec.precision}"
+
+
+class TuningTable:
+    """All measurements that this process knows."""
+
+    def __init__(self, cache: DiskCache | None = None) -> None:
+        self._cache = cache or DiskCache("tuning")
+        self._shipped = {self._place(m): m for m in _shipped()}
+        self._own: dict[str, Measured | None] = {}
+        self.generation = 0
+
+    @staticmethod
+    def _place(m: Measured) -> str:
+        return f"{m.device}|{m.key}|{m.backend}"
+
+    def find(self, backend: str, spec: ProblemSpec, device: torch.device) -> Measured | None:
+        """The measurement for exactly this class, the user's own first."""
+        place = f"{device_name(device)}|{spec_key(spec)}|{backend}"
+        if place not in self._own:
+            self._own[place] = self._read(place)
+        return self._own[place] or self._shipped.get(place)
+
+    def _read(self, place: str) -> Measured | None:
+        raw = self._cache.get(fingerprint(SCHEMA, place), ".json")
+        return None if raw is None else _decode(json.loads(raw), "own cache")
+
+    def record(self, measured: Measured) -> None:
+        """Keeps a measurement, in this process and on disk."""
+        place = self._place(measured)
+        self._own[place] = measured
+        self._cache.put(fingerprint(SCHEMA, place), json.dumps(_encode(measured)).encode(), ".json")
+        self.generation += 1
+
+    def own(self) -> list[Measured]:
+        """Everything in the user's cache."""
+        raws = (self._cache.get(p.stem, ".json") for p in self._cache.entries() if p.suffix == ".json")
+        return [_decode(json.loads(raw), "own cache") for raw in raws if raw is not None]
+
+    def clear(self) -> int:
+        """Forgets the user's measurements; the shipped ones stay."""
+        self._own.clear()
+        self.generation += 1
+        return self._cache.clear()
+
+    def neighbours(self, spec: ProblemSpec, device: torch.device) -> list[Measured]:
+        """All backends' measurements of the nearest class that was measured, or an empty list."""
+        want, name = spec_key(spec).split(), device_name(device)
+        known = [m for m in (*self._shipped.values(), *filter(None, self._own.values())) if m.device == name]
+        scored = [(d, m) for m in known if (d := _distance(want, m.key.split())) is not None]
+        nearest = min((d for d, _ in scored), default=None)
+        return [m for d, m in scored if d == nearest]
+
+
+def _distance(x: list[str], y: list[str]) -> float | None:
+    """How far two classes are apart in octaves; None where form, dtypes or layouts differ."""
+    if len(x) != len(y) or x[0] != y[0] or x[6:] != y[6:]:
+        return None
+    total = 0.0
+    for p, q in zip(x[1:6], y[1:6], strict=True):
+        if (p[1:] == "*") != (q[1:] == "*"):
+            return None
+        if p != q:
+            total += abs(math.log2(max(int(p[1:]), 1)) - math.log2(max(int(q[1:]), 1)))
+    return total
+
+
+def _encode(m: Measured) -> dict[str, Any]:
+    return {"schema": SCHEMA, **{k: v for k, v in asdict(m).items() if k != "source"}}
+
+
+def _decode(raw: Mapping[str, Any], source: str) -> Measured:
+    return Measured(**{k: v for k, v in raw.items() if k != "schema"}, source=source)
+
+
+def _shipped() -> Iterable[Measured]:
+    folder = files("multigemm") / "tuned"
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir(), key=lambda p: p.name):
+        if path.name.endswith(".json"):
+            for raw in json.loads(path.read_text())["entries"]:
+                yield _decode(raw, f"shipped {path.name}")
+
+
+@lru_cache(maxsize=1)
+def table() -> TuningTable:
+    """The table of this process."""
+    return TuningTable()
