@@ -30,28 +30,86 @@ class Group(NamedTuple):
     bias: Tensor | None
 
 
-class Spans:
-    """Reads `ends` (and the element before it) where it lies; the contents may change between launches."""
+def jagged_extent(ops: Operands) -> int:
+    """T: the extent of the operands along the jagged direction."""
+    assert isinstance(ops.a, Tensor) and isinstance(ops.b, Tensor)
+    return {"m": ops.a.shape[-2], "n": ops.b.shape[-1], "k": ops.a.shape[-1]}[ops.spec.jagged or "m"]
 
-    def __init__(self, ops: Operands, total: int) -> None:
-        assert ops.ends is not None
-        ends, self._total = ops.ends.detach(), total
-        self._ends = ends.numpy()
-        self._head = None
-        if ops.head:
-            step = ends.stride(0) if ends.shape[0] > 1 else 1
-            self._head = ends.as_strided((1,), (1,), ends.storage_offset() - step).numpy()
 
-    def read(self) -> tuple[Index, Index]:
-        """Clamped starts and ends, as fresh int64 arrays."""
-        ends = self._ends.astype(np.int64)
-        start = np.empty_like(ends)
-        if len(ends):
+class Sizes:
+    """Reads the sizes where they lie, at each launch, because their contents may change in place.
+
+    `start` and `end` are clamped int64 arrays of a jagged form; `end` alone holds the valid rows of a
+    masked one; a form without sizes has neither. `lie` says that the ends are not in order, so that
+    groups may share elements or leave gaps.
+    """
+
+    def __init__(self, ops: Operands) -> None:
+        self.start: Index | None = None
+        self.end: Index | None = None
+        self.lie = False
+        self._first = True
+        self._source = self._head = None
+        if ops.spec.jagged:
+            assert ops.ends is not None
+            ends, self._limit = ops.ends.detach(), jagged_extent(ops)
+            self._source = ends.numpy()
+            if ops.head:
+                step = ends.stride(0) if ends.shape[0] > 1 else 1
+                self._head = ends.as_strided((1,), (1,), ends.storage_offset() - step).numpy()
+        elif ops.spec.form == "masked":
+            assert ops.valid_rows is not None
+            self._source, self._limit = ops.valid_rows.detach().numpy(), ops.a[0].shape[0] if len(ops.a) else 0
+        self._jagged, self._seen = ops.spec.jagged is not None, b""
+
+    def changed(self) -> bool:
+        """Reads; says whether anything differs from the last call (always, the first time)."""
+        seen = b"" if self._source is None else self._source.tobytes()
+        if self._head is not None:
+            seen += self._head.tobytes()
+        if seen == self._seen and not self._first:
+            return False
+        self._seen, self._first = seen, False
+        self._read()
+        return True
+
+    def _read(self) -> None:
+        if self._source is None:
+            return
+        end = self._source.astype(np.int64)
+        if not self._jagged:
+            self.end = np.clip(end, 0, self._limit)
+            return
+        start = np.empty_like(end)
+        if len(end):
             start[0] = 0 if self._head is None else self._head[0]
-            start[1:] = ends[:-1]
-        np.clip(start, 0, self._total, out=start)
-        np.clip(ends, start, self._total, out=ends)
-        return start, ends
+            start[1:] = end[:-1]
+        self.lie = bool((start > end).any())
+        self.start = np.clip(start, 0, self._limit)
+        self.end = np.clip(end, self.start, self._limit)
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """The range of rows or columns that the groups of an honest jagged form cover."""
+        assert self.start is not None and self.end is not None
+        return (int(self.start[0]), int(self.end[-1])) if len(self.end) else (0, 0)
+
+
+def rows_of(sizes: Sizes) -> Tensor:
+    """The group of each owned row of an honest jagged form."""
+    assert sizes.start is not None and sizes.end is not None
+    return torch.from_numpy(np.repeat(np.arange(len(sizes.end)), sizes.end - sizes.start))
+
+
+def empty_products(ops: Operands, start: Index | None, end: Index | None) -> list[Tensor]:
+    """The outputs of groups with K = 0, which BLAS is not asked to write."""
+    if ops.spec.form == "per_group":
+        return [out for a, out in zip(ops.a, ops.out, strict=True) if a.shape[1] == 0]
+    assert isinstance(ops.a, Tensor) and isinstance(ops.out, Tensor)
+    if ops.spec.form == "jagged_k":
+        assert start is not None and end is not None
+        return [ops.out[g] for g in np.flatnonzero(end <= start).tolist()]
+    return [group.out for group in walk(ops, start, end)] if ops.a.shape[-1] == 0 else []
 
 
 def bare(operand: Any) -> Any:
@@ -66,12 +124,6 @@ def _each(operand: Any, g: int, dims: int = 3) -> Any:
     if operand is None or (isinstance(operand, Tensor) and operand.dim() < dims):
         return operand
     return operand[g]
-
-
-def valid_rows(ops: Operands, limit: int) -> Index:
-    """The rows that count in each group of a masked problem, clamped to [0, M]."""
-    assert ops.valid_rows is not None
-    return np.clip(ops.valid_rows.detach().numpy().astype(np.int64), 0, limit)
 
 
 def _walk_jagged(ops: Operands, start: list[int], end: list[int]) -> Iterator[Group]:
@@ -104,21 +156,20 @@ def walk(ops: Operands, start: Index | None, end: Index | None) -> Iterator[Grou
         yield Group(a, b, out, c, bias)
 
 
-def zero_unowned(ops: Operands, start: Index | None, end: Index | None) -> None:
-    """Writes zeros to the elements of `out` that no group owns; the owned ones are written later."""
-    out = ops.out
-    if ops.spec.form == "masked":
+def unowned(ops: Operands, start: Index | None, end: Index | None) -> list[Tensor]:
+    """The parts of `out` that no group owns, as views; the caller writes zeros to them."""
+    out, form = ops.out, ops.spec.form
+    if form == "masked":
         assert isinstance(out, Tensor) and end is not None
-        for g, rows in enumerate(end.tolist()):
-            out[g, rows:] = 0
-    elif ops.spec.form in ("jagged_m", "jagged_n"):
-        assert isinstance(out, Tensor) and start is not None and end is not None
-        flat = out if ops.spec.form == "jagged_m" else out.t()
-        owned = np.zeros(flat.shape[0] + 1, np.int64)
-        np.add.at(owned, start, 1)
-        np.add.at(owned, end, -1)
-        for lo, hi in _runs_of_zero(np.cumsum(owned)[:-1]):
-            flat[lo:hi] = 0
+        return [out[g, rows:] for g, rows in enumerate(end.tolist()) if rows < out.shape[1]]
+    if form not in ("jagged_m", "jagged_n"):
+        return []
+    assert isinstance(out, Tensor) and start is not None and end is not None
+    flat = out if form == "jagged_m" else out.t()
+    edges = np.zeros(flat.shape[0] + 1, np.int64)
+    np.add.at(edges, start, 1)
+    np.add.at(edges, end, -1)
+    return [flat[lo:hi] for lo, hi in _runs_of_zero(np.cumsum(edges)[:-1])]
 
 
 def _runs_of_zero(cover: Index) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,91 @@
+"""The epilogue over whole operands: one pass for all groups where the form allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from multigemm.backends.cpu.epilogue import finish, store
+from multigemm.backends.cpu.groups import Sizes, rows_of
+from multigemm.layouts import Operands
+
+Finisher = Callable[[Sizes], None]
+
+
+def accumulator(product: Tensor, integer: bool) -> Tensor:
+    """Products of int8 come as exact floats; their sums wrap as int32 does."""
+    if not integer:
+        return product
+    return (product.to(torch.int64) if product.dtype == torch.float64 else product).to(torch.int32)
+
+
+def _apply(ops: Operands, acc: Tensor, c: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    if out.numel():
+        acc = accumulator(acc, ops.spec.compute == torch.int8)
+        store(finish(acc, ops.spec, ops.alpha, ops.beta, c, bias), out)
+
+
+def _finish_list(ops: Operands, target: list[Tensor]) -> Finisher:
+    none = [None] * len(target)
+    out, c, bias = (none if x is None else x for x in (ops.out, ops.c, ops.bias))
+
+    def run(sizes: Sizes) -> None:
+        for acc, *rest in zip(target, c, bias, out, strict=True):
+            _apply(ops, acc, *rest)  # type: ignore[arg-type]
+
+    return run
+
+
+def _finish_jagged(ops: Operands, target: Tensor) -> Finisher:
+    """Owned rows (or columns) are one range; a bias per group is spread over its rows first."""
+    out, c, bias = ops.out, ops.c, ops.bias
+    assert isinstance(out, Tensor) and not isinstance(c, list) and not isinstance(bias, list)
+    by_row = ops.spec.form == "jagged_m"
+    spread = by_row and bias is not None and bias.dim() == 2
+
+    def run(sizes: Sizes) -> None:
+        lo, hi = sizes.owned
+        cut = (slice(lo, hi),) if by_row else (slice(None), slice(lo, hi))
+        row = bias
+        if spread:
+            row = torch.index_select(bias, 0, rows_of(sizes))  # type: ignore[arg-type]
+        elif bias is not None and not by_row:
+            row = bias[lo:hi]
+        _apply(ops, target[cut], None if c is None else c[cut], row, out[cut])
+
+    return run
+
+
+def _finish_stack(ops: Operands, target: Tensor) -> Finisher:
+    out, c, bias = ops.out, ops.c, ops.bias
+    assert isinstance(out, Tensor) and not isinstance(c, list) and not isinstance(bias, list)
+    row = bias[:, None] if bias is not None and bias.dim() == 2 else bias
+
+    def run(sizes: Sizes) -> None:
+        _apply(ops, target, c, row, out)
+
+    return run
+
+
+def _finish_masked(ops: Operands, target: Tensor) -> Finisher:
+    out, c, bias = ops.out, ops.c, ops.bias
+    assert isinstance(out, Tensor) and not isinstance(c, list) and not isinstance(bias, list)
+
+    def run(sizes: Sizes) -> None:
+        assert sizes.end is not None
+        for g, rows in enumerate(sizes.end.tolist()):
+            row = bias[g] if bias is not None and bias.dim() == 2 else bias
+            _apply(ops, target[g, :rows], None if c is None else c[g, :rows], row, out[g, :rows])
+
+    return run
+
+
+def finisher(ops: Operands, target: Tensor | list[Tensor]) -> Finisher:
+    """What turns the products in `target` into `ops.out`."""
+    if isinstance(target, list):
+        return _finish_list(ops, target)
+    if ops.spec.form == "masked":
+        return _finish_masked(ops, target)
+    return _finish_jagged(ops, target) if ops.spec.form in ("jagged_m", "jagged_n") else _finish_stack(ops, target)
