@@ -1,0 +1,123 @@
+"""From CUDA C++ to a loaded function: NVRTC through CuPy, and a cache on disk in between.
+
+A kernel is a source file and a list of definitions. The cache key holds every byte of every source,
+the options, the architecture and the compiler's version, so an entry can never be stale. Compiling
+needs no GPU; loading does.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import multigemm
+from multigemm.cache import DiskCache, fingerprint
+from multigemm.errors import CompileError
+from multigemm.settings import settings
+
+SOURCES = Path(__file__).parent / "kernels"
+counts: Counter[str] = Counter()
+"""How often this process compiled, read from disk and loaded: tests assert that sizes cause none of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One kernel to be compiled: its file, its entry, and its definitions in a fixed order."""
+
+    file: str
+    entry: str
+    defines: tuple[tuple[str, int], ...]
+
+    def options(self, arch: str) -> list[str]:
+        """The compiler options, complete."""
+        extra = ["-lineinfo"] if settings().lineinfo else []
+        return [f"-arch={arch}", "-std=c++17", *extra, *(f"-D{name}={value}" for name, value in self.defines)]
+
+
+@lru_cache(maxsize=1)
+def headers() -> tuple[tuple[str, str], ...]:
+    """Name and text of every header, sorted."""
+    return tuple((path.name, path.read_text()) for path in sorted(SOURCES.glob("*.cuh")))
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """The target for a device: Hopper's own instructions need the suffix."""
+    return "sm_90a" if capability == (9, 0) else f"sm_{capability[0]}{capability[1]}"
+
+
+def compile_source(source: Source, arch: str, *extra: str) -> tuple[bytes, str]:
+    """Cubin and compiler log, without any cache. Raises CompileError with the log."""
+    from cupy.cuda import nvrtc
+
+    options = [*source.options(arch), *extra]
+    text = (SOURCES / source.file).read_text()
+    included = [(body.encode(), name.encode()) for name, body in headers()]
+    program = nvrtc.createProgram(text, source.file, [body for body, _ in included], [name for _, name in included])
+    try:
+        nvrtc.compileProgram(program, options)
+        cubin, log = nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        _dump(source, arch, text, cubin, nvrtc.getPTX(program))
+    except nvrtc.NVRTCError as error:
+        raise CompileError(f"{source.file} {options}: {error}\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    counts["compiled"] += 1
+    return cubin, log
+
+
+def _dump(source: Source, arch: str, text: str, cubin: bytes, ptx: Any) -> None:
+    folder = settings().dump
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"cupy-{source.entry}-{arch}-{fingerprint(source)[:8]}"
+    (folder / f"{stem}.cu").write_text(text)
+    (folder / f"{stem}.cubin").write_bytes(cubin)
+    (folder / f"{stem}.ptx").write_bytes(ptx if isinstance(ptx, bytes) else ptx.encode())
+    disassembler = shutil.which("nvdisasm") or shutil.which("nvdisasm", path="/usr/local/cuda/bin")
+    if disassembler:
+        text = subprocess.run(
+            [disassembler, str(folder / f"{stem}.cubin")], capture_output=True, text=True, check=True
+        ).stdout
+        (folder / f"{stem}.sass").write_text(text)
+
+
+def cubin_of(source: Source, arch: str) -> bytes:
+    """The machine code, from the disk cache if it is there."""
+    from cupy.cuda import nvrtc
+
+    cache = DiskCache("cupy")
+    key = fingerprint(
+        headers(), (SOURCES / source.file).read_text(), source.options(arch), nvrtc.getVersion(), _version()
+    )
+    found = None if settings().dump else cache.get(key, ".cubin")
+    if found is not None:
+        counts["from disk"] += 1
+        return found
+    cubin, _ = compile_source(source, arch)
+    cache.put(key, cubin, ".cubin")
+    return cubin
+
+
+def _version() -> str:
+    return str(getattr(multigemm, "__version__", ""))
+
+
+@cache
+def load(source: Source, index: int) -> tuple[int, Any]:
+    """A kernel's handle on a device, and the module that owns it."""
+    import cupy
+
+    device: Any = cupy.cuda.Device(index)
+    capability = device.compute_capability
+    with device:
+        module = cupy.cuda.function.Module()
+        module.load(cubin_of(source, architecture((int(capability[:-1]), int(capability[-1])))))
+        function = module.get_function(source.entry)
+    counts["loaded"] += 1
+    return int(function.ptr), module

@@ -1,0 +1,128 @@
+"""The few driver calls that neither CuPy nor torch offers, through ctypes.
+
+A launch here costs one foreign call: its arguments are laid out once, when a problem is bound.
+CuPy's own launcher knows neither clusters nor tensor maps, and packs its arguments at every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from multigemm.errors import LibraryError
+
+SUCCESS, NO_CONTEXT = 0, 201
+CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: an identifier and a 64-byte union, of which the three numbers of a cluster are used."""
+
+    _fields_ = [
+        ("id", ctypes.c_uint),
+        ("pad", ctypes.c_uint),
+        ("dim", ctypes.c_uint * 3),
+        ("rest", ctypes.c_ubyte * 52),
+    ]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """libcuda; raises OSError where no driver is installed."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(code: int, call: str) -> None:
+    """Raises LibraryError, with the driver's own name of the error, unless the call succeeded."""
+    if code != SUCCESS:
+        name = ctypes.c_char_p()
+        library().cuGetErrorName(code, ctypes.byref(name))
+        raise LibraryError(f"{call} returned {code} ({(name.value or b'unknown').decode()})")
+
+
+@cache
+def primary_context(index: int) -> int:
+    """The context that torch and CuPy share on this device."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    check(library().cuInit(0), "cuInit")
+    check(library().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
+    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    return context.value or 0
+
+
+def allow_shared(function: int, size: int) -> None:
+    """Lets a kernel use more than 48 KB of dynamic shared memory."""
+    check(
+        library().cuFuncSetAttribute(ctypes.c_void_p(function), MAX_DYNAMIC_SHARED, size),
+        "cuFuncSetAttribute(MAX_DYNAMIC_SHARED_SIZE_BYTES)",
+    )
+
+
+def launcher(
+    function: int,
+    arguments: Sequence[bytes],
+    *,
+    grid: int,
+    threads: int,
+    shared: int = 0,
+    cluster: int = 1,
+    index: int,
+    keep: Any = None,
+) -> Callable[[], None]:
+    """A closure that launches `function` on the device's current stream; `keep` lives as long as it."""
+    buffers = [_aligned(argument) for argument in arguments]
+    pointers = (ctypes.c_void_p * len(buffers))(*(address for _, address in buffers))
+    attribute = LaunchAttribute(id=CLUSTER_DIMENSION, dim=(cluster, 1, 1))
+    config = LaunchConfig(grid=(grid, 1, 1), block=(threads, 1, 1), shared=shared)
+    if cluster > 1:
+        config.attributes, config.attribute_count = ctypes.addressof(attribute), 1
+    call, reference, handle = library().cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(function)
+    stream_of: Any = torch._C._cuda_getCurrentRawStream
+    current: Any = torch._C._cuda_getDevice
+    alive = (buffers, attribute, keep)
+
+    def launch(_alive: Any = alive) -> None:
+        config.stream = stream_of(index)
+        if current() == index:
+            code = call(reference, handle, pointers, None)
+        else:
+            with torch.cuda.device(index):
+                code = call(reference, handle, pointers, None)
+        if code:
+            _retry(code, index, lambda: int(call(reference, handle, pointers, None)))
+
+    return launch
+
+
+def _aligned(argument: bytes) -> tuple[Any, int]:
+    """A copy of `argument` at a 64-byte boundary, as tensor maps demand, and its address."""
+    buffer = ctypes.create_string_buffer(len(argument) + 64)
+    address = (ctypes.addressof(buffer) + 63) // 64 * 64
+    ctypes.memmove(address, argument, len(argument))
+    return buffer, address
+
+
+def _retry(code: int, index: int, call: Callable[[], int]) -> None:
+    """A thread that never touched CUDA has no current context: give it the device's, once."""
+    if code == NO_CONTEXT:
+        check(library().cuCtxSetCurrent(ctypes.c_void_p(primary_context(index))), "cuCtxSetCurrent")
+        code = call()
+    check(code, "cuLaunchKernelEx")

@@ -1,0 +1,42 @@
+"""The backend's five members: spec and config in, a `Recipe` out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from multigemm.backend import Availability, Recipe
+from multigemm.backends.cupy import config as configs
+from multigemm.backends.cupy import portable, support
+from multigemm.backends.cupy.config import Config
+from multigemm.errors import InvalidSetting
+from multigemm.spec import ProblemSpec
+
+
+class CupyBackend:
+    """CUDA C++ kernels, compiled by NVRTC through CuPy when a problem first needs them."""
+
+    name = "cupy"
+
+    def availability(self) -> Availability:
+        """Whether CuPy, its compiler and a GPU are here."""
+        return support.availability()
+
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        """Every reason against this problem on this device."""
+        return support.not_supported_reasons(spec, device)
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Config]:
+        """Valid configs, the best guess first."""
+        return configs.candidates(spec, device)
+
+    def plan(self, spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
+        """Compiles and loads what `spec` needs; sizes, strides and addresses come in at `bind`."""
+        if not configs.is_valid(config, spec):
+            raise InvalidSetting(f"{config} cannot run {spec}")
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        sms = torch.cuda.get_device_properties(index).multi_processor_count
+        bind = partial(portable.bind, config=config, function=portable.prepare(spec, index), sms=sms)
+        return Recipe("portable", config, bind, "any strides, alignment and size")
