@@ -1,0 +1,167 @@
+"""From a config to machine code: compiled once by Numba and the linker, then kept on disk.
+
+The key of an entry holds a fingerprint of this folder's sources and of the compilers' versions. A
+process that finds its kernels on disk never imports Numba at all, which is most of a cold start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from multigemm.backends.numba.config import Config, Signature
+from multigemm.cache import DiskCache, fingerprint
+from multigemm.errors import CompileError
+from multigemm.settings import settings
+
+Capability = tuple[int, int]
+COMPILERS = ("numba-cuda", "llvmlite", "nvidia-nvjitlink", "cuda-bindings")
+compilations: list[tuple[Config, Signature]] = []
+"""What this process has compiled, in order; tests count it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One kernel as machine code; `log` is what the assembler said of registers and spills."""
+
+    entry: str
+    cubin: bytes
+    log: str = ""
+
+    def pack(self) -> bytes:
+        return json.dumps({"entry": self.entry, "log": self.log}).encode() + b"\n" + self.cubin
+
+    @staticmethod
+    def unpack(raw: bytes) -> Image:
+        head, _, cubin = raw.partition(b"\n")
+        return Image(cubin=cubin, **json.loads(head))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+@cache
+def sources() -> str:
+    """A fingerprint of everything that the machine code of this backend is made from."""
+    folder = Path(__file__).parent
+    texts = [path.read_bytes() for path in sorted(folder.rglob("*.py"))]
+    return fingerprint(*texts, *(f"{name} {_version(name)}" for name in COMPILERS))
+
+
+def target(capability: Capability) -> str:
+    """The architecture: with its own instructions ("a") on Hopper."""
+    major, minor = capability
+    return f"sm_{major}{minor}a" if major == 9 else f"sm_{major}{minor}"
+
+
+def image(config: Config, signature: Signature, capability: Capability) -> Image:
+    """The machine code of a kernel, from disk or compiled now."""
+    store = DiskCache("numba")
+    key = fingerprint(sources(), config.kernel, config, signature, target(capability), settings().lineinfo)
+    found = store.get(key)
+    if found is not None:
+        return Image.unpack(found)
+    compilations.append((config, signature))
+    ptx = to_ptx(config, signature, capability)
+    made = assemble(ptx, capability)
+    store.put(key, made.pack())
+    _dump(config, signature, ptx, made)
+    return made
+
+
+def _dump(config: Config, signature: Signature, ptx: str, made: Image) -> None:
+    if settings().dump is not None:
+        folder = Path(str(settings().dump))
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"numba-{config.kernel}-{fingerprint(config, signature)[:8]}"
+        (folder / f"{name}.ptx").write_text(f"// {config}\n// {signature}\n{ptx}")
+        (folder / f"{name}.cubin").write_bytes(made.cubin)
+        (folder / f"{name}.log").write_text(made.log)
+
+
+def kernel_function(config: Config, signature: Signature) -> Callable[..., Any]:
+    """The Python function of a kernel; imports Numba."""
+    if config.kernel == "simt":
+        from multigemm.backends.numba.simt import make_kernel
+
+        return make_kernel(config, signature)  # type: ignore[no-any-return]
+    raise ValueError(f"unknown kernel {config.kernel!r}")
+
+
+def to_ptx(config: Config, signature: Signature, capability: Capability) -> str:
+    """Numba's part: Python to PTX."""
+    from numba import cuda, types
+
+    from multigemm.backends.numba.call import Call
+
+    words = types.NamedUniTuple(types.int64, len(Call._fields), Call)
+    arguments = types.void(words, types.float64, types.float64)
+    major, minor = capability
+    cc = (major, minor, "a") if major == 9 else (major, minor)
+    function = kernel_function(config, signature)
+    with _compiling_for(cc):
+        text, _ = cuda.compile(
+            function, arguments, device=False, abi="numba", cc=cc,
+            launch_bounds=(config.threads, 1), lineinfo=settings().lineinfo,
+        )  # fmt: skip
+    return str(text)
+
+
+@contextmanager
+def _compiling_for(capability: tuple[Any, ...]) -> Iterator[None]:
+    """Lets Numba compile device functions for a named target.
+
+    Its dispatcher asks the current GPU for the target of every device function, also when the kernel
+    is compiled for an explicit one; without this, nothing could be compiled where there is no GPU.
+    """
+    from numba.cuda import dispatcher
+
+    saved = dispatcher.get_current_device
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device = saved
+
+
+def assemble(ptx: str, capability: Capability) -> Image:
+    """The linker's part: PTX to machine code."""
+    from cuda.bindings import nvjitlink
+
+    entry = ptx.split(".visible .entry ")[1].split("(")[0].strip()
+    options = [f"-arch={target(capability)}", "-Xptxas=-v", "-O3"]
+    if settings().lineinfo:
+        options.append("-lineinfo")
+    handle = nvjitlink.create(len(options), options)
+    try:
+        try:
+            data = ptx.encode()
+            nvjitlink.add_data(handle, nvjitlink.InputType.PTX, data, len(data), "kernel.ptx")
+            nvjitlink.complete(handle)
+        except nvjitlink.nvJitLinkError as error:
+            log = _log(nvjitlink.get_error_log_size, nvjitlink.get_error_log, handle)
+            raise CompileError(f"nvJitLink {options}: {error}\n{log}") from error
+        cubin = bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_linked_cubin(handle, cubin)
+        log = _log(nvjitlink.get_info_log_size, nvjitlink.get_info_log, handle)
+    finally:
+        nvjitlink.destroy(handle)
+    return Image(entry, bytes(cubin), log)
+
+
+def _log(size: Callable[[int], int], read: Callable[[int, bytearray], None], handle: int) -> str:
+    text = bytearray(size(handle))
+    if text:
+        read(handle, text)
+    return bytes(text).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,112 @@
+"""The few driver calls that Numba's own launcher cannot make, through ctypes.
+
+Numba re-inspects every argument at each launch, has no large dynamic shared memory and no launch
+attributes. Here a kernel is a loaded function, a launch is one call with a buffer packed beforehand,
+and what varies between launches is the stream alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from ctypes import c_int, c_size_t, c_uint, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+
+from multigemm.backends.numba.build import Image
+from multigemm.errors import LibraryError
+
+MAX_DYNAMIC_SHARED = 8
+SHARED_PER_BLOCK_DEFAULT = 48 * 1024
+BUFFER_POINTER, BUFFER_SIZE, BUFFER_END = 1, 2, 0
+PROGRAMMATIC_LAUNCH = 6
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", c_uint), ("pad", c_uint), ("value", c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("stream", c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", c_uint),
+    )
+
+
+@cache
+def library() -> Any:
+    """libcuda; raises OSError where no driver is installed."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(code: int, what: str) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        library().cuGetErrorString(code, ctypes.byref(name))
+        raise LibraryError(f"{what} failed with CUresult {code}: {(name.value or b'?').decode()}")
+
+
+class Function:
+    """A kernel loaded on one device; `module` stays loaded for the life of the process."""
+
+    def __init__(self, image: Image, shared: int, device: torch.device) -> None:
+        self.device, self.shared = device, shared
+        module, function = c_void_p(), c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device)
+            check(library().cuModuleLoadData(ctypes.byref(module), image.cubin), "cuModuleLoadData")
+            name = image.entry.encode()
+            check(library().cuModuleGetFunction(ctypes.byref(function), module, name), "cuModuleGetFunction")
+            if shared > 0:
+                check(library().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared), "cuFuncSetAttribute")
+        self.handle, self.module = function, module
+
+    def blocks_per_multiprocessor(self, threads: int) -> int:
+        count = c_int()
+        with torch.cuda.device(self.device):
+            code = library().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(count), self.handle, threads, c_size_t(self.shared)
+            )
+        check(code, "cuOccupancyMaxActiveBlocksPerMultiprocessor")
+        return max(count.value, 1)
+
+    def launcher(self, grid: int, threads: int, arguments: bytes, overlap: bool = False) -> Callable[[], None]:
+        """A launch of `grid` blocks with these packed arguments, on the device's current stream.
+
+        `overlap` lets the kernel begin while its predecessor ends (it must wait by itself).
+        """
+        buffer = ctypes.create_string_buffer(arguments, len(arguments))
+        size = c_size_t(len(arguments))
+        extra = (c_void_p * 5)(
+            BUFFER_POINTER, ctypes.addressof(buffer), BUFFER_SIZE, ctypes.addressof(size), BUFFER_END
+        )
+        attribute = _Attribute(PROGRAMMATIC_LAUNCH, 0, (c_int * 16)(1))
+        grid3, block3 = (c_uint * 3)(grid, 1, 1), (c_uint * 3)(threads, 1, 1)
+        config = _Config(grid3, block3, self.shared, None, ctypes.pointer(attribute), int(overlap))
+        return _bound_launch(self, config, extra, (buffer, size, attribute))
+
+
+def _bound_launch(function: Function, config: _Config, extra: Any, alive: Any) -> Callable[[], None]:
+    call, handle, device = library().cuLaunchKernelEx, function.handle, function.device
+    where, pointer = device.index, ctypes.byref(config)
+    current_stream, current_device, lock = torch.cuda.current_stream, torch.cuda.current_device, threading.Lock()
+
+    def launch(_alive: Any = alive) -> None:
+        with lock:  # the stream is written into the shared launch record
+            config.stream = current_stream(where).cuda_stream
+            if current_device() == where:
+                code = call(pointer, handle, None, extra)
+            else:
+                with torch.cuda.device(device):
+                    code = call(pointer, handle, None, extra)
+        if code:
+            check(code, "cuLaunchKernelEx")
+
+    return launch

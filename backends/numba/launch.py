@@ -1,0 +1,154 @@
+"""spec + config -> Recipe: find or compile the kernel, then fix one problem's arguments.
+
+`bind` packs every argument into one buffer and chooses the grid from what the host knows (an upper
+bound of the number of tiles, so that token counts on the device are never read back); `launch` only
+asks for the current stream.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from multigemm.backend import Bind, Launch, Recipe
+from multigemm.backends.numba.build import image
+from multigemm.backends.numba.call import Call, call_of
+from multigemm.backends.numba.config import Config, Signature, SimtConfig, signature_of
+from multigemm.backends.numba.driver import Function
+from multigemm.backends.numba.support import capability_of
+from multigemm.layouts import TABLE, Operands, group_table, to_device
+from multigemm.spec import ProblemSpec
+
+SIMULATOR_SWITCH_SECONDS = 2e-5
+
+
+def list_table(ops: Operands) -> npt.NDArray[np.int64]:
+    """The host table of a list problem; alpha = 0 reads neither A nor B, which is K = 0."""
+    table = group_table(ops)
+    if ops.spec.alpha == "zero":
+        table[:, TABLE.K] = 0
+    return table
+
+
+def device_table(ops: Operands) -> tuple[Tensor | None, npt.NDArray[np.int64] | None]:
+    """The per-group table on the device and on the host; None, None for a packed form."""
+    if ops.spec.form != "per_group":
+        return None, None
+    table = list_table(ops)
+    return to_device(table, ops.device), table
+
+
+def most_tiles(call: Call, table: npt.NDArray[np.int64] | None, bm: int, bn: int) -> int:
+    """An upper bound of the number of tiles, from what the host knows."""
+    if table is not None:
+        return int((-(-table[:, TABLE.M] // bm) * -(-table[:, TABLE.N] // bn)).sum())
+    rows, columns = -(-call.m // bm), -(-call.n // bn)
+    if call.jagged == 1:
+        return (call.m // bm + min(call.groups, call.m)) * columns
+    if call.jagged == 2:
+        return (call.n // bn + min(call.groups, call.n)) * rows
+    return call.groups * rows * columns
+
+
+def zeroing_blocks(call: Call, spec: ProblemSpec) -> int:
+    """Blocks that are worth starting for rows that no group owns (none, where the caller owns them)."""
+    return -(-call.m * max(call.n, 1) * max(call.groups, 1) // 4096) if spec.zero_unowned else 0
+
+
+def pack(call: Call, alpha: float, beta: float, more: tuple[int, ...] = ()) -> bytes:
+    """The argument buffer of a kernel: 64-bit words throughout, so no padding."""
+    return struct.pack(f"<{len(call)}q2d{len(more)}q", *call, alpha, beta, *more)
+
+
+@lru_cache(maxsize=256)
+def function_of(config: Config, signature: Signature, device: torch.device, shared: int) -> Function:
+    """The loaded kernel: one for each config, signature and device of this process."""
+    return Function(image(config, signature, capability_of(device)), shared, device)
+
+
+def plan(spec: ProblemSpec, config: Config, device: torch.device, why: str = "") -> Recipe:
+    """The recipe for a spec: compiles (or loads) the kernel now, binds later."""
+    signature = signature_of(spec)
+    bind: Bind
+    if device.type == "cpu":
+        bind = _emulated(config, signature)
+    else:
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        bind = _simt(config, signature, device)
+    return Recipe(kernel=config.kernel, config=config, bind=bind, why=why)
+
+
+def _simt(config: SimtConfig, signature: Signature, device: torch.device) -> Bind:
+    function = function_of(config, signature, device, 0)
+    resident = function.blocks_per_multiprocessor(config.threads) * _multiprocessors(device)
+
+    def bind(ops: Operands) -> Launch:
+        table, host = device_table(ops)
+        call = call_of(ops, table)
+        tiles = max(most_tiles(call, host, config.bm, config.bn), zeroing_blocks(call, ops.spec))
+        if tiles == 0:
+            return _nothing
+        grid = min(tiles, resident)
+        launch = function.launcher(grid, config.threads, pack(call, ops.alpha, ops.beta))
+        return keeping(launch, (ops, table))
+
+    return bind
+
+
+def _emulated(config: SimtConfig, signature: Signature) -> Bind:
+    from multigemm.backends.numba.simt import make_kernel
+
+    kernel: Any = make_kernel(config, signature)
+
+    def bind(ops: Operands) -> Launch:
+        host = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None
+        call = call_of(ops, host)
+        tiles = most_tiles(call, None if host is None else host.numpy(), config.bm, config.bn)
+        # Two blocks at most: enough to walk tiles in strides, cheap enough for many checks.
+        grid = max(1, min(tiles, 2))
+
+        def launch() -> None:
+            with _quick_switches():
+                kernel[grid, config.threads](call, ops.alpha, ops.beta)
+
+        return keeping(launch, host)
+
+    return bind
+
+
+@contextmanager
+def _quick_switches() -> Iterator[None]:
+    """The simulator's manager polls its threads in a busy loop and holds them up for a whole switch interval."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SIMULATOR_SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _nothing() -> None:
+    """No element of out is to be written."""
+
+
+def keeping(launch: Callable[[], None], alive: Any) -> Launch:
+    """The same launch, holding what its packed addresses point to."""
+
+    def run(_alive: Any = alive) -> None:
+        launch()
+
+    return run

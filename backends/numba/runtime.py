@@ -1,0 +1,46 @@
+"""Imports Numba once, as a compiler or as its CUDA simulator, and says which of the two it is.
+
+Numba decides at import whether `numba.cuda` compiles or simulates. Under MULTIGEMM_EMULATE the
+variable NUMBA_ENABLE_CUDASIM has to be set before anybody imports numba; where somebody was faster,
+`simulated()` is False and `availability` says so. Device code is written against the few names below,
+so that the same kernel text runs in both worlds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from multigemm.settings import settings
+
+if settings().emulate and "numba" not in sys.modules:
+    os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
+
+from numba import cuda
+from numba.core import config as numba_config
+
+SIMULATED = bool(numba_config.ENABLE_CUDASIM)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def device(function: F) -> F:
+    """A device function that is always inlined.
+
+    The simulator calls plain Python functions much faster than decorated ones. A plain function
+    must not name `cuda`, which the simulator swaps only in decorated ones: use `synchronising`.
+    """
+    return function if SIMULATED else synchronising(function)
+
+
+def synchronising(function: F) -> F:
+    """A device function that uses `cuda.syncthreads` and the like."""
+    options = {} if SIMULATED else {"forceinline": True}
+    return cuda.jit(device=True, **options)(function)  # type: ignore[no-any-return]
+
+
+def kernel(function: F) -> F:
+    """A kernel: left plain for our own compile path, decorated for the simulator."""
+    return cuda.jit(function) if SIMULATED else function  # type: ignore[no-any-return]

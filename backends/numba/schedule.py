@@ -1,0 +1,194 @@
+"""The device scheduler: from a tile number to a group and a tile in it, without a walk over all groups.
+
+Each block first counts the tiles of all groups together: thread t counts a run of groups, and a scan
+over the threads leaves in `prefix[t]` the tiles before run t (equal groups need no scan). `locate`
+then finds a tile by bisection over the runs, and walks inside one run (one group, up to as many
+groups as there are threads). Within a group, tiles go through bands of `BAND` row tiles, columns
+next, so that neighbouring blocks share both operands in the L2 cache.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from functools import cache
+
+from numba import cuda
+
+from multigemm.backends.numba.call import JAGGED_K, JAGGED_M, JAGGED_N
+from multigemm.backends.numba.memory import BYTES, loader, storer
+from multigemm.backends.numba.runtime import device, synchronising
+from multigemm.layouts import TABLE
+
+BAND = 8
+_load_i32, _load_i64 = loader("i32"), loader("i64")
+T_M, T_N, T_K, T_COLUMNS = int(TABLE.M), int(TABLE.N), int(TABLE.K), int(TABLE.COLUMNS)
+
+
+@device
+def load_index(address, wide, position):
+    """An int32 or int64 as int64."""
+    value = 0
+    if wide != 0:
+        value = _load_i64(address, position)
+    else:
+        value = _load_i32(address, position)
+    return value
+
+
+@device
+def clamp(value, low, high):
+    return min(max(value, low), high)
+
+
+@device
+def jagged_total(p):
+    """T: the extent that the offsets cut."""
+    total = p.k
+    if p.jagged == JAGGED_M:
+        total = p.m
+    elif p.jagged == JAGGED_N:
+        total = p.n
+    return total
+
+
+@device
+def start_of(p, g, total):
+    """Where group g starts in the jagged extent; offsets that lie are clamped."""
+    start = 0
+    if g > 0 or p.head != 0:
+        start = clamp(load_index(p.ends, p.ends_wide, g - 1), 0, total)
+    return start
+
+
+@device
+def extent(p, g):
+    """(m, n, k, start) of group g; start counts along the jagged direction."""
+    m, n, k, start = p.m, p.n, p.k, p.k * 0
+    if p.table != 0:
+        row = g * T_COLUMNS
+        m, n, k = _load_i64(p.table, row + T_M), _load_i64(p.table, row + T_N), _load_i64(p.table, row + T_K)
+    elif p.jagged != 0:
+        total = jagged_total(p)
+        start = start_of(p, g, total)
+        size = clamp(load_index(p.ends, p.ends_wide, g), start, total) - start
+        if p.jagged == JAGGED_M:
+            m = size
+        elif p.jagged == JAGGED_N:
+            n = size
+        else:
+            k = size
+    elif p.valid != 0:
+        m = clamp(load_index(p.valid, p.valid_wide, g), 0, p.m)
+    return m, n, k, start
+
+
+@device
+def ceil_div(value, step):
+    return (value + step - 1) // step
+
+
+@device
+def equal_groups(p):
+    """Whether all groups have the same number of tiles, so that no scan is needed."""
+    return p.table == 0 and p.valid == 0 and (p.jagged == 0 or p.jagged == JAGGED_K)
+
+
+@cache
+def make_schedule(bm, bn, threads):
+    """(scan, locate, tile_in_group) for tiles of bm x bn elements of C and blocks of `threads`."""
+
+    @device
+    def count(p, g):
+        m, n, _, _ = extent(p, g)
+        return ceil_div(m, bm) * ceil_div(n, bn)
+
+    @synchronising
+    def scan(p, prefix, thread):
+        """Fills prefix[0..threads] in shared memory; returns the number of all tiles."""
+        if equal_groups(p):
+            return p.groups * ceil_div(p.m, bm) * ceil_div(p.n, bn)
+        run = ceil_div(p.groups, threads)
+        total = p.groups * 0
+        for g in range(thread * run, min(thread * run + run, p.groups)):
+            total += count(p, g)
+        prefix[thread + 1] = total
+        if thread == 0:
+            prefix[0] = 0
+        cuda.syncthreads()
+        distance = 1
+        while distance < threads:
+            before = total * 0
+            if thread >= distance:
+                before = prefix[thread + 1 - distance]
+            cuda.syncthreads()
+            total += before
+            prefix[thread + 1] = total
+            cuda.syncthreads()
+            distance *= 2
+        return prefix[threads]
+
+    @device
+    def locate(p, prefix, tile):
+        """(group, number of the tile inside it)."""
+        if equal_groups(p):
+            each = ceil_div(p.m, bm) * ceil_div(p.n, bn)
+            return tile // each, tile % each
+        low, high = 0, threads
+        while high - low > 1:
+            middle = (low + high) // 2
+            if prefix[middle] <= tile:
+                low = middle
+            else:
+                high = middle
+        run = ceil_div(p.groups, threads)
+        g, rest = low * run, tile - prefix[low]
+        here = count(p, g)
+        while rest >= here:
+            rest -= here
+            g += 1
+            here = count(p, g)
+        return g, rest
+
+    @device
+    def tile_in_group(m, n, number):
+        """(row tile, column tile): bands of BAND row tiles, row tiles fastest inside a band."""
+        columns = ceil_div(n, bn)
+        band = number // (BAND * columns)
+        height = min(BAND, ceil_div(m, bm) - band * BAND)
+        rest = number - band * BAND * columns
+        return band * BAND + rest % height, rest // height
+
+    return scan, locate, tile_in_group
+
+
+@cache
+def make_zero_unowned(name, source):
+    """zero(p, worker, workers): writes 0 to the elements of out that no group owns."""
+    store, size = storer(name, source), BYTES[name]
+
+    @device
+    def zero_box(base, rows, columns, row_stride, col_stride, worker, workers, zero):
+        for index in range(worker, rows * columns, workers):
+            store(base, (index // columns) * row_stride + (index % columns) * col_stride, zero)
+
+    @device
+    def zero_unowned(p, worker, workers, zero):
+        if p.jagged == JAGGED_M or p.jagged == JAGGED_N:
+            total = jagged_total(p)
+            head, tail = total, total
+            if p.groups > 0:
+                head = start_of(p, 0, total)
+                last = start_of(p, p.groups - 1, total)
+                tail = clamp(load_index(p.ends, p.ends_wide, p.groups - 1), last, total)
+            step = p.out_row if p.jagged == JAGGED_M else p.out_col
+            rows, columns = (head, p.n) if p.jagged == JAGGED_M else (p.m, head)
+            zero_box(p.out, rows, columns, p.out_row, p.out_col, worker, workers, zero)
+            rows, columns = (total - tail, p.n) if p.jagged == JAGGED_M else (p.m, total - tail)
+            zero_box(p.out + tail * step * size, rows, columns, p.out_row, p.out_col, worker, workers, zero)
+        elif p.valid != 0:
+            for g in range(p.groups):
+                m, n, _, _ = extent(p, g)
+                base = p.out + (g * p.out_group + m * p.out_row) * size
+                zero_box(base, p.m - m, n, p.out_row, p.out_col, worker, workers, zero)
+
+    return zero_unowned

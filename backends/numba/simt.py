@@ -1,0 +1,174 @@
+"""The kernel for everything: any dtype, any stride, any form, on plain cores, in plain Numba.
+
+A block computes BM x BN tiles: threads copy BK columns of A and BK rows of B into shared memory, in
+the accumulator's type and with 0 where a tile hangs over its group (on both operands, so nothing
+outside can reach a sum), then each thread adds TM x TN products from registers. The same text runs
+in Numba's CUDA simulator, with small tiles. Sums run over k in one fixed order, so bits repeat.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from numba import cuda
+
+from multigemm.backends.numba.call import JAGGED_K, JAGGED_M, JAGGED_N
+from multigemm.backends.numba.epilogue import make_finish
+from multigemm.backends.numba.memory import ACCUMULATOR, BYTES, caster, loader, numpy_type, storer
+from multigemm.backends.numba.runtime import SIMULATED, device, kernel
+from multigemm.backends.numba.schedule import extent, make_schedule, make_zero_unowned
+from multigemm.layouts import TABLE
+
+_load_i64 = loader("i64")
+COLUMNS = int(TABLE.COLUMNS)
+A, B, C, OUT, BIAS = int(TABLE.A), int(TABLE.B), int(TABLE.C), int(TABLE.OUT), int(TABLE.BIAS)
+A_ROW, B_ROW, C_ROW, OUT_ROW = int(TABLE.A_ROW), int(TABLE.B_ROW), int(TABLE.C_ROW), int(TABLE.OUT_ROW)
+BIAS_COL = int(TABLE.BIAS_COL)
+
+
+@cache
+def make_operands(in_size, out_size, c_size, bias_size):
+    """Device functions (group, start) -> base address and strides of A, B, C, out and bias."""
+
+    @device
+    def operand(p, g, start, which, field, stride_field, size):
+        """(address, row stride, column stride): A, B, C and out are 0 to 3."""
+        base, group, row, col = p.a, p.a_group, p.a_row, p.a_col
+        if which == 1:
+            base, group, row, col = p.b, p.b_group, p.b_row, p.b_col
+        elif which == 2:
+            base, group, row, col = p.c, p.c_group, p.c_row, p.c_col
+        elif which == 3:
+            base, group, row, col = p.out, p.out_group, p.out_row, p.out_col
+        if p.table != 0:
+            at = g * COLUMNS
+            base = _load_i64(p.table, at + field)
+            row, col = _load_i64(p.table, at + stride_field), _load_i64(p.table, at + stride_field + 1)
+        else:
+            along_row = (which != 1 and p.jagged == JAGGED_M) or (which == 1 and p.jagged == JAGGED_K)
+            along_col = (which != 0 and p.jagged == JAGGED_N) or (which == 0 and p.jagged == JAGGED_K)
+            offset = g * group
+            if along_row:
+                offset += start * row
+            elif along_col:
+                offset += start * col
+            base += offset * size
+        return base, row, col
+
+    @device
+    def operand_a(p, g, start):
+        return operand(p, g, start, 0, A, A_ROW, in_size)
+
+    @device
+    def operand_b(p, g, start):
+        return operand(p, g, start, 1, B, B_ROW, in_size)
+
+    @device
+    def operand_c(p, g, start):
+        return operand(p, g, start, 2, C, C_ROW, c_size)
+
+    @device
+    def operand_out(p, g, start):
+        return operand(p, g, start, 3, OUT, OUT_ROW, out_size)
+
+    @device
+    def operand_bias(p, g, start):
+        """(address, stride)."""
+        base, col = p.bias, p.bias_col
+        if p.table != 0:
+            base, col = _load_i64(p.table, g * COLUMNS + BIAS), _load_i64(p.table, g * COLUMNS + BIAS_COL)
+        else:
+            offset = g * p.bias_group
+            if p.jagged == JAGGED_N:
+                offset += start * col
+            base += offset * bias_size
+        return base, col
+
+    return operand_a, operand_b, operand_c, operand_out, operand_bias
+
+
+@cache
+def make_kernel(config, signature):
+    """The kernel for one tile shape and one set of dtypes."""
+    bm, bn, bk, tm, tn, threads = config.bm, config.bn, config.bk, config.tm, config.tn, config.threads
+    rows, columns, in_bytes, products = bm // tm, bn // tn, BYTES[signature.compute], tm * tn
+    # Neighbouring threads read along the contiguous direction.
+    a_down, b_down = signature.a_order == "col", signature.b_order != "col"
+    acc = ACCUMULATOR[signature.compute]
+    acc_type, cast = numpy_type(acc), caster(acc)
+    load, store = loader(signature.compute), storer(signature.out, acc)
+    finish = make_finish(acc, signature.activation, signature.c, signature.bias)
+    scan, locate, tile_in_group = make_schedule(bm, bn, threads)
+    zero_unowned = make_zero_unowned(signature.out, acc)
+    operand_a, operand_b, operand_c, operand_out, operand_bias = make_operands(
+        BYTES[signature.compute], BYTES[signature.out], BYTES[signature.c or "f32"], BYTES[signature.bias or "f32"]
+    )
+    zeroes, zero = signature.zero_unowned, 0 if acc == "i32" else 0.0
+    # One row more than the tile keeps a transposed store off a single shared-memory bank.
+    pad = 0 if SIMULATED else 1
+    a_pitch, b_pitch = bm + pad, bn + pad
+    a_words, b_words, prefix_words = bk * a_pitch, bk * b_pitch, threads + 1
+
+    @device
+    def fetch(tile, base, outer_stride, k_stride, outer, depth, k0, pitch, height, down, thread):
+        """Copies [height, bk] of an operand, transposed to [bk, height]; 0 outside outer x depth."""
+        for index in range(thread, height * bk, threads):
+            i, j = (index % height, index // height) if down else (index // bk, index % bk)
+            value = cast(0)
+            if i < outer and k0 + j < depth:
+                value = cast(load(base, i * outer_stride + (k0 + j) * k_stride))
+            tile[j * pitch + i] = value
+
+    @kernel
+    def simt(p, alpha, beta):
+        a_tile = cuda.shared.array(a_words, acc_type)
+        b_tile = cuda.shared.array(b_words, acc_type)
+        prefix = cuda.shared.array(prefix_words, np.int64)
+        thread, block, blocks = cuda.threadIdx.x, cuda.blockIdx.x, cuda.gridDim.x
+        row, column = thread // columns, thread % columns
+        scale, keep = cast(alpha), cast(beta)
+        total = scan(p, prefix, thread)
+        sums = cuda.local.array(products, acc_type)
+        left = cuda.local.array(tm, acc_type)
+        right = cuda.local.array(tn, acc_type)
+        for tile in range(block, total, blocks):
+            g, number = locate(p, prefix, tile)
+            m, n, k, start = extent(p, g)
+            ti, tj = tile_in_group(m, n, number)
+            i0, j0 = ti * bm, tj * bn
+            a, a_row, a_col = operand_a(p, g, start)
+            b, b_row, b_col = operand_b(p, g, start)
+            a += i0 * a_row * in_bytes
+            b += j0 * b_col * in_bytes
+            for x in range(products):
+                sums[x] = zero
+            for k0 in range(0, k, bk):
+                cuda.syncthreads()
+                fetch(a_tile, a, a_row, a_col, m - i0, k, k0, a_pitch, bm, a_down, thread)
+                fetch(b_tile, b, b_col, b_row, n - j0, k, k0, b_pitch, bn, b_down, thread)
+                cuda.syncthreads()
+                for kk in range(bk):
+                    for x in range(tm):
+                        left[x] = a_tile[kk * a_pitch + row + x * rows]
+                    for y in range(tn):
+                        right[y] = b_tile[kk * b_pitch + column + y * columns]
+                    for x in range(tm):
+                        for y in range(tn):
+                            sums[x * tn + y] += left[x] * right[y]
+            out, out_row, out_col = operand_out(p, g, start)
+            c, c_row, c_col = operand_c(p, g, start)
+            bias, bias_col = operand_bias(p, g, start)
+            for x in range(tm):
+                i = i0 + row + x * rows
+                for y in range(tn):
+                    j = j0 + column + y * columns
+                    if i < m and j < n:
+                        at = i * c_row + j * c_col
+                        value = finish(sums[x * tn + y], scale, keep, c, at, bias, j * bias_col)
+                        store(out, i * out_row + j * out_col, value)
+        if zeroes:
+            zero_unowned(p, block * threads + thread, blocks * threads, cast(zero))
+
+    return simt

@@ -1,0 +1,82 @@
+"""What this backend can run, in words; imports no GPU library.
+
+The plain-core kernel runs every form, dtype, stride and alignment, so few reasons are left: they are
+about the machine, not about the problem.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from multigemm.backend import Availability
+from multigemm.settings import settings
+from multigemm.spec import ProblemSpec
+
+INSTALL = "pip install 'multigemm[numba]'"
+PACKAGES = {"numba": "numba", "numba_cuda": "numba-cuda", "llvmlite": "llvmlite", "cuda.bindings": "cuda-bindings"}
+MINIMUM = (7, 5)
+BF16_MINIMUM = (8, 0)
+
+
+def _missing() -> list[str]:
+    missing = []
+    for module, package in PACKAGES.items():
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            missing.append(package)
+    return missing
+
+
+@cache
+def _availability(emulate: bool) -> Availability:
+    missing = _missing()
+    if missing:
+        return Availability(False, f"not installed: {', '.join(missing)}", INSTALL)
+    try:
+        found = version("numba-cuda")
+    except PackageNotFoundError:
+        return Availability(False, "not installed: numba-cuda (numba's built-in CUDA target is not enough)", INSTALL)
+    if emulate:
+        from multigemm.backends.numba.runtime import SIMULATED
+
+        if SIMULATED:
+            return Availability(True, version=found, emulated=True)
+        why = "numba was imported before multigemm; set NUMBA_ENABLE_CUDASIM=1 beside MULTIGEMM_EMULATE=1"
+        return Availability(False, f"numba's CUDA simulator is off: {why}", version=found)
+    if not torch.cuda.is_available():
+        why = "torch sees no CUDA device; set MULTIGEMM_EMULATE=1 to run on CPU tensors in numba's simulator"
+        return Availability(False, why, version=found)
+    return Availability(True, version=found)
+
+
+def availability() -> Availability:
+    """Whether Numba and a GPU (or its simulator) are here."""
+    return _availability(settings().emulate)
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability; emulation counts as the oldest that is supported."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else MINIMUM
+
+
+def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
+    """Every reason against this problem on this device; empty when it runs."""
+    if settings().emulate:
+        if device.type != "cpu":
+            return [f"operands on {device}, but MULTIGEMM_EMULATE=1 runs CPU tensors only; unset it to use the GPU"]
+        return []
+    if device.type != "cuda":
+        return [f"operands on {device}; the numba backend needs a CUDA device (or MULTIGEMM_EMULATE=1 for CPU tensors)"]
+    capability, reasons = capability_of(device), []
+    if capability < MINIMUM:
+        reasons.append(f"compute capability {capability} is below {MINIMUM}, the oldest that CUDA 13 compiles for")
+    elif capability < BF16_MINIMUM and torch.bfloat16 in {x.dtype for x in (spec.a, spec.b, spec.out)}:
+        reasons.append(f"bfloat16 needs compute capability {BF16_MINIMUM}, this GPU has {capability}; use float16")
+    return reasons
