@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
@@ -39,7 +40,7 @@ class Adopted:
 
 def adopt(x: Any, name: str) -> Adopted:
     """`x` as a tensor over the same memory; `name` is how an error calls it."""
-    if isinstance(x, Tensor):
+    if isinstance(x, Tensor):  # the common case, and on the path of every call
         return Adopted(_checked_tensor(x, name), "torch", x)
     if isinstance(x, np.ndarray):
         return _adopt_numpy(x, name)
@@ -50,7 +51,7 @@ def adopt(x: Any, name: str) -> Adopted:
         kind: Kind = "numba" if root.startswith("numba") else "torch"
         return Adopted(torch.as_tensor(x, device="cuda"), kind, x)
     if hasattr(x, "__dlpack__"):
-        return Adopted(_checked_tensor(torch.from_dlpack(x), name), "torch", x)
+        return Adopted(_checked_tensor(torch.utils.dlpack.from_dlpack(x), name), "torch", x)
     raise InvalidProblem(
         f"{name} is a {type(x).__name__}, not an array: pass a torch tensor, a NumPy, CuPy or Numba device array, "
         "or anything with __dlpack__ or __cuda_array_interface__"
@@ -76,7 +77,9 @@ class _Memory:
 
 def _adopt_numpy(x: np.ndarray, name: str) -> Adopted:
     if not x.dtype.isnative:
-        raise InvalidProblem(f"{name} has dtype {x.dtype} in foreign byte order: call .astype(x.dtype.newbyteorder('='))")
+        raise InvalidProblem(
+            f"{name} has dtype {x.dtype} in foreign byte order: call .astype(x.dtype.newbyteorder('='))"
+        )
     if any(s < 0 for s in x.strides) or any(s % x.itemsize for s in x.strides):
         mirror = _from_numpy(np.array(x, order="C"), name)
         view = _as_numpy(mirror)
@@ -148,7 +151,7 @@ def give_back(tensor: Tensor, kind: Kind) -> Any:
         return cupy.asarray(tensor)
     from numba import cuda
 
-    return cuda.as_cuda_array(tensor)
+    return cuda.as_cuda_array(tensor)  # type: ignore[no-untyped-call]
 
 
 def caller_stream(kind: Kind, device: torch.device) -> int | None:

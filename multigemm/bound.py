@@ -15,7 +15,8 @@ import torch
 from multigemm.arrays import caller_stream, give_back
 from multigemm.backend import Launch, Recipe
 from multigemm.errors import InvalidProblem, NotCapturable
-from multigemm.problem import GroupedGemmProblem, Operand
+from multigemm.intake import Operand
+from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import ProblemSpec
 from multigemm.staging import allocate, stage
 
@@ -42,7 +43,11 @@ def _launcher(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Laun
     if staged.before:
         launch = _Sequence([*staged.before, launch])
     stream = caller_stream(problem.kind, problem.device)
-    return launch if stream is None else _OnStream(launch, torch.cuda.ExternalStream(stream, device=problem.device))
+    return launch if stream is None else _OnStream(launch, _external(stream, problem.device))
+
+
+def _external(stream: int, device: torch.device) -> torch.cuda.ExternalStream:
+    return torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
 
 
 class _Sequence:
@@ -106,9 +111,8 @@ class Plan:
     def run(self, problem: GroupedGemmProblem) -> Any:
         """Solves another problem of the same spec, with an output of its own."""
         if problem.spec != self.problem.spec:
-            raise InvalidProblem(
-                f"this plan is for another spec: {_difference(problem.spec, self.problem.spec)}; make a plan for this problem"
-            )
+            seen = _difference(problem.spec, self.problem.spec)
+            raise InvalidProblem(f"this plan is for another spec: {seen}; make a plan for this problem")
         return run(self._choice, problem)
 
     @property

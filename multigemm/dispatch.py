@@ -81,7 +81,9 @@ def _choose(spec: ProblemSpec, device: torch.device, which: Which, config: Any) 
     else:
         choice = _choose_named(spec, device, [which] if isinstance(which, str) else list(which), config)
     if settings().print_config:
-        print(f"multigemm: {choice.backend} {choice.recipe.kernel} {choice.recipe.config} ({choice.why})", file=sys.stderr)
+        print(
+            f"multigemm: {choice.backend} {choice.recipe.kernel} {choice.recipe.config} ({choice.why})", file=sys.stderr
+        )
     return choice
 
 
@@ -137,7 +139,9 @@ def _coerce(explicit: Any, valid: Sequence[Any]) -> Any:
     kind = type(valid[0])
     known = {f.name for f in fields(kind)}
     if wrong := set(explicit) - known:
-        raise InvalidSetting(f"config has no field {sorted(wrong)[0]!r}; {kind.__name__} has {', '.join(sorted(known))}")
+        raise InvalidSetting(
+            f"config has no field {sorted(wrong)[0]!r}; {kind.__name__} has {', '.join(sorted(known))}"
+        )
     return kind(**{**_as_dict(valid[0]), **explicit})
 
 
@@ -193,7 +197,9 @@ def _choose_auto(spec: ProblemSpec, device: torch.device, config: Any) -> Choice
         syncing.append(choice)
     if syncing:
         return syncing[0]
-    raise BackendUnsupported({c.name: list(c.reasons) or [_unavailable_text(c.availability) or "not chosen by auto"] for c in found})
+    raise BackendUnsupported(
+        {c.name: list(c.reasons) or [_unavailable_text(c.availability) or "not chosen by auto"] for c in found}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +215,10 @@ class Explanation:
     staging: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.spec.form}: {self.spec.groups} groups, m={self.spec.m} n={self.spec.n} k={self.spec.k}, {self.spec.compute}"]
+        lines = [
+            f"{self.spec.form}: {self.spec.groups} groups, m={self.spec.m} n={self.spec.n} k={self.spec.k}, "
+            f"{self.spec.compute}"
+        ]
         lines += [f"  before the launch: {step}" for step in self.staging]
         for c in self.candidates:
             mark = "*" if c.name == self.chosen else " "
@@ -231,7 +240,9 @@ def _state_text(c: Candidate) -> str:
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
     """Why `solve(problem, backend, config)` would run what it runs."""
     spec = staged_spec(problem)
-    steps = [f"{name} is cast to {spec.compute}" for name in "ab" if getattr(problem.spec, name).dtype is not spec.compute]
+    steps = [
+        f"{name} is cast to {spec.compute}" for name in "ab" if getattr(problem.spec, name).dtype is not spec.compute
+    ]
     if problem.refreshes:
         steps.append(f"{len(problem.refreshes)} array(s) with negative strides are copied")
     try:
@@ -240,7 +251,13 @@ def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = 
         return Explanation(spec, tuple(candidates(spec, problem.device)), None, "", None, str(error), tuple(steps))
     why = "; ".join(filter(None, (choice.why, choice.recipe.why)))
     return Explanation(
-        spec, tuple(candidates(spec, problem.device)), choice.backend, choice.recipe.kernel, choice.recipe.config, why, tuple(steps)
+        spec,
+        tuple(candidates(spec, problem.device)),
+        choice.backend,
+        choice.recipe.kernel,
+        choice.recipe.config,
+        why,
+        tuple(steps),
     )
 
 

@@ -19,6 +19,10 @@ class Extents(NamedTuple):
     n: int
     k: int
 
+    def along(self, direction: str) -> int:
+        """The extent along "m", "n" or "k"."""
+        return self.m if direction == "m" else self.n if direction == "n" else self.k
+
     def result_shape(self, groups: int) -> tuple[int, ...]:
         """The shape of the result."""
         if self.form in ("jagged_m", "jagged_n"):
@@ -26,6 +30,7 @@ class Extents(NamedTuple):
         return (groups, self.m, self.n)
 
 
+JAGGED: dict[str, Form] = {"m": "jagged_m", "n": "jagged_n", "k": "jagged_k"}
 RANKS = {
     "jagged_m": "a [T, K] and b [G, K, N], or [K, N] shared",
     "jagged_n": "a [G, M, K], or [M, K] shared, and b [K, T]",
@@ -44,24 +49,24 @@ ALLOWED = {
 
 def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool) -> Extents:
     """The form and its extents; raises InvalidProblem with the shapes seen and the shapes wanted."""
-    if jagged not in ("m", "n", "k"):
+    if jagged not in JAGGED:
         raise InvalidProblem(f"jagged={jagged!r} is not a direction: use 'm', 'n' or 'k'")
     if masked and grouped:
         raise InvalidProblem("valid_rows and offsets were given together: the masked form has no offsets")
-    form: Form = "masked" if masked else f"jagged_{jagged}" if grouped else "batched"  # type: ignore[assignment]
-    if (a.dim(), b.dim()) not in ALLOWED[form]:
-        raise InvalidProblem(
-            f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}; the form {form} takes {RANKS[form]}{_hint(form, a, b)}"
-        )
-    if a.shape[-1] != b.shape[-2]:
+    form: Form = "masked" if masked else JAGGED[jagged] if grouped else "batched"
+    x, y = a.shape, b.shape
+    if (len(x), len(y)) not in ALLOWED[form]:
+        seen = f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}"
+        raise InvalidProblem(f"{seen}; the form {form} takes {RANKS[form]}{_hint(form, a, b)}")
+    if x[-1] != y[-2]:
         raise InvalidProblem(
             f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: the last extent of a, {a.shape[-1]}, must equal the "
             f"second last of b, {b.shape[-2]}; pass a transposed view if one of them is stored the other way"
         )
-    counts = {name: x.shape[0] for name, x in (("a", a), ("b", b)) if x.dim() == 3}
-    if len(set(counts.values())) > 1:
-        raise InvalidProblem(f"a has {counts['a']} groups and b has {counts['b']}: they must have as many")
-    return Extents(form, next(iter(counts.values()), None), a.shape[-2], b.shape[-1], a.shape[-1])
+    if len(x) == 3 and len(y) == 3 and x[0] != y[0]:
+        raise InvalidProblem(f"a has {x[0]} groups and b has {y[0]}: they must have as many")
+    groups = x[0] if len(x) == 3 else y[0] if len(y) == 3 else None
+    return Extents(form, groups, x[-2], y[-1], x[-1])
 
 
 def _hint(form: Form, a: Tensor, b: Tensor) -> str:
@@ -76,7 +81,9 @@ def check_lists(a: list[Tensor], b: list[Tensor]) -> None:
         raise InvalidProblem(f"a has {len(a)} matrices and b has {len(b)}: a list problem needs as many of each")
     for g, (x, y) in enumerate(zip(a, b, strict=True)):
         if x.dim() != 2 or y.dim() != 2:
-            raise InvalidProblem(f"a[{g}] has shape {tuple(x.shape)} and b[{g}] {tuple(y.shape)}: both must be matrices")
+            raise InvalidProblem(
+                f"a[{g}] has shape {tuple(x.shape)} and b[{g}] {tuple(y.shape)}: both must be matrices"
+            )
         if x.shape[1] != y.shape[0]:
             raise InvalidProblem(
                 f"a[{g}] has shape {tuple(x.shape)} and b[{g}] {tuple(y.shape)}: the inner extents {x.shape[1]} and "

@@ -56,20 +56,31 @@ def _as_offsets(values: Int64s, kind: Kind) -> Int64s:
 
 def read_index_array(x: Any, name: str, device: torch.device) -> tuple[Tensor | None, Int64s | None]:
     """An integer vector as (live tensor on `device`, None) or (None, copy on the host)."""
-    if isinstance(x, Tensor) or not isinstance(x, Sequence | range):
+    if isinstance(x, Tensor) or not isinstance(x, Sequence):
         tensor = adopt(x, name).tensor
         if tensor.dtype not in INDEX_DTYPES:
             raise InvalidProblem(f"{name} has dtype {tensor.dtype}; it must be int32 or int64: call .to(torch.int64)")
         if tensor.dim() != 1:
             raise InvalidProblem(f"{name} has {tensor.dim()} dimensions; it must be a vector: call .reshape(-1)")
-        if tensor.device == device and isinstance(x, Tensor) or tensor.device.type != "cpu":
-            if tensor.device != device:
-                raise InvalidProblem(f"{name} is on {tensor.device}, the operands are on {device}: move it there or to the host")
+        if tensor.device == device and isinstance(x, Tensor):
             return tensor, None
-        return None, tensor.numpy().astype(np.int64)
+        if tensor.device.type == "cpu":
+            return None, tensor.numpy().astype(np.int64)
+        if tensor.device == device:
+            return tensor, None
+        raise InvalidProblem(
+            f"{name} is on {tensor.device}, the operands are on {device}: move it there or to the host"
+        )
     if isinstance(x, str | bytes):
         raise InvalidProblem(f"{name} is text; it must be integers")
     return None, _read_list(x, name)
+
+
+def _length(live: Tensor | None, host: Int64s | None) -> int:
+    if live is not None:
+        return live.shape[0]
+    assert host is not None
+    return len(host)
 
 
 def _read_list(x: Sequence[Any], name: str) -> Int64s:
@@ -89,48 +100,59 @@ def make_grouping(
 
     `groups` is None where only the vector itself says how many there are.
     """
-    given: list[tuple[Kind, Any]] = [
-        (kind, x) for kind, x in (("offsets", offsets), ("sizes", sizes), ("ends", ends)) if x is not None
-    ]  # type: ignore[misc]
-    if len(given) != 1:
-        raise InvalidProblem(f"{' and '.join(kind for kind, _ in given)} were given together: pass exactly one of them")
-    kind, x = given[0]
+    kind, x = _only_one(offsets, sizes, ends)
     live, host = read_index_array(x, kind, device)
-    length = live.shape[0] if live is not None else len(host)  # type: ignore[arg-type]
-    count = length - (kind == "offsets")
-    if count < 0 or groups is not None and count != groups:
+    length = _length(live, host)
+    count = length - 1 if kind == "offsets" else length
+    if count < 0 or (groups is not None and count != groups):
         _wrong_length(kind, length, groups)
-    if live is not None:
+    if host is None:
+        assert live is not None
         if full or device.type == "cpu":
-            _check_values(live.cpu().numpy(), kind, total)
+            _check_values(live.tolist(), kind, total)
         return Grouping(kind, count, live=live)
-    assert host is not None
-    _check_values(host, kind, total)
+    _check_values(host.tolist(), kind, total)
     return Grouping(kind, count, host=_as_offsets(host, kind))
+
+
+def _only_one(offsets: Any, sizes: Any, ends: Any) -> tuple[Kind, Any]:
+    if offsets is not None and sizes is None and ends is None:
+        return "offsets", offsets
+    if sizes is not None and offsets is None and ends is None:
+        return "sizes", sizes
+    if ends is not None and offsets is None and sizes is None:
+        return "ends", ends
+    given = [name for name, x in (("offsets", offsets), ("sizes", sizes), ("ends", ends)) if x is not None]
+    raise InvalidProblem(f"{' and '.join(given)} were given together: pass exactly one of them")
 
 
 def _wrong_length(kind: Kind, length: int, groups: int | None) -> NoReturn:
     if groups is None:
         raise InvalidProblem("offsets is empty; it must hold G + 1 values: pass [0] for no groups")
     want = f"G + 1 = {groups + 1}" if kind == "offsets" else f"G = {groups}"
-    raise InvalidProblem(f"{kind} has length {length}; the operands have {groups} groups, so it must have length {want}")
+    raise InvalidProblem(
+        f"{kind} has length {length}; the operands have {groups} groups, so it must have length {want}"
+    )
 
 
-def _check_values(values: npt.NDArray[Any], kind: Kind, total: int) -> None:
+def _check_values(values: list[int], kind: Kind, total: int) -> None:
     """Monotone, from 0 or later, to `total` or earlier; the message names the first bad place."""
+    if not values:
+        return
     if kind == "sizes":
-        if values.size and values.min() < 0:
-            g = int(np.argmax(values < 0))
+        if min(values) < 0:
+            g = next(i for i, v in enumerate(values) if v < 0)
             raise InvalidProblem(f"sizes[{g}] is {values[g]}; a group cannot have a negative size")
-        used = sum(values.tolist())
-        if used > total:
-            raise InvalidProblem(f"sizes add up to {used}, the jagged extent is {total}: shrink them or pass more rows")
+        if sum(values) > total:
+            raise InvalidProblem(
+                f"sizes add up to {sum(values)}, the jagged extent is {total}: shrink them or pass more rows"
+            )
         return
-    if values.size == 0:
-        return
-    if (values[1:] < values[:-1]).any():
-        g = int(np.argmax(values[1:] < values[:-1]))
-        raise InvalidProblem(f"{kind}[{g + 1}] is {values[g + 1]}, less than {kind}[{g}] = {values[g]}: sort the groups")
+    if values != sorted(values):
+        g = next(i for i in range(1, len(values)) if values[i] < values[i - 1])
+        raise InvalidProblem(
+            f"{kind}[{g}] is {values[g]}, less than {kind}[{g - 1}] = {values[g - 1]}: they must not fall"
+        )
     if values[0] < 0:
         raise InvalidProblem(f"{kind}[0] is {values[0]}; it must be 0 or more")
     if values[-1] > total:
@@ -140,11 +162,11 @@ def _check_values(values: npt.NDArray[Any], kind: Kind, total: int) -> None:
 def make_valid_rows(x: Any, *, groups: int, rows: int, device: torch.device, full: bool) -> Grouping:
     """`valid_rows` of the masked form: like sizes, but each is bounded by `rows` on its own."""
     live, host = read_index_array(x, "valid_rows", device)
-    values = host if live is None else (live.cpu().numpy() if full or device.type == "cpu" else None)
-    length = live.shape[0] if live is not None else len(host)  # type: ignore[arg-type]
+    length = _length(live, host)
     if length != groups:
         raise InvalidProblem(f"valid_rows has length {length}; it must have one value for each of the {groups} groups")
-    if values is not None and ((values < 0) | (values > rows)).any():
-        g = int(np.argmax((values < 0) | (values > rows)))
-        raise InvalidProblem(f"valid_rows[{g}] is {values[g]}; it must lie in 0..{rows}, the rows of a")
+    readable = host if live is None else live if full or device.type == "cpu" else None
+    for g, value in enumerate([] if readable is None else readable.tolist()):
+        if not 0 <= value <= rows:
+            raise InvalidProblem(f"valid_rows[{g}] is {value}; it must lie in 0..{rows}, the rows of a")
     return Grouping("sizes", groups, live=live, host=None if host is None else _as_offsets(host, "sizes"))

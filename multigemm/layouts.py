@@ -26,6 +26,8 @@ from torch import Tensor
 from multigemm.errors import NotCapturable
 from multigemm.spec import ProblemSpec
 
+CPU = torch.device("cpu")
+
 
 class TABLE(IntEnum):
     """Columns of the per-group table. Pointers are bytes, strides are elements, absent ones are 0."""
@@ -74,7 +76,7 @@ class Operands:
     host_valid_rows: npt.NDArray[np.int64] | None = None
     alpha: float = 1.0
     beta: float = 0.0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
 
 class Strided(NamedTuple):
@@ -165,7 +167,9 @@ def to_device(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.from_numpy(array).to(device)
     if torch.cuda.is_current_stream_capturing():
-        raise NotCapturable("host data cannot be copied while a graph is captured: make the plan before, or pass device sizes")
+        raise NotCapturable(
+            "host data cannot be copied while a graph is captured: make the plan before, or pass device sizes"
+        )
     pinned = torch.empty(array.shape, dtype=torch.int64, pin_memory=True)
     pinned.numpy()[...] = array
     return pinned.to(device, non_blocking=True)

@@ -99,9 +99,8 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
 
 def same_view(x: Tensor, y: Tensor) -> bool:
     """Whether the two are one and the same view of memory."""
-    return (
-        x is y
-        or x.data_ptr() == y.data_ptr()
+    return x is y or (
+        x.data_ptr() == y.data_ptr()
         and x.shape == y.shape
         and x.stride() == y.stride()
         and x.dtype == y.dtype

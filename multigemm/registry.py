@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -53,7 +53,7 @@ def names() -> tuple[str, ...]:
     return (*BUILTIN, *sorted(_entry_points()))
 
 
-@lru_cache(maxsize=None)
+@cache
 def get(name: str) -> Backend:
     """The backend called `name`; raises InvalidSetting with the nearest name if there is none."""
     if name not in names():

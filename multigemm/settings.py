@@ -45,7 +45,16 @@ class Settings:
 
 def _parse(name: str, kind: str, text: str) -> Any:
     if "bool" in kind:
-        known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        known = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
         if text.lower() not in known:
             raise InvalidSetting(f"{name}={text!r} is not a switch: use 1 or 0")
         return known[text.lower()]

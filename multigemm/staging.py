@@ -17,8 +17,9 @@ from torch import Tensor
 
 from multigemm.arrays import Step
 from multigemm.classify import classify, classify_list
+from multigemm.intake import Operand
 from multigemm.layouts import Operands, to_device
-from multigemm.problem import GroupedGemmProblem, Operand
+from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import OperandSpec, ProblemSpec
 
 

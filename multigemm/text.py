@@ -46,13 +46,19 @@ def _grouping_text(problem: GroupedGemmProblem) -> list[str]:
 
 def problem_text(problem: GroupedGemmProblem) -> str:
     """The constructor call, with geometry in place of values; defaults are left out."""
-    parts = [operand_text(problem.a, problem.squeezed), operand_text(problem.b, problem.squeezed), *_grouping_text(problem)]
+    parts = [
+        operand_text(problem.a, problem.squeezed),
+        operand_text(problem.b, problem.squeezed),
+        *_grouping_text(problem),
+    ]
     for name in ("c", "bias", "out"):
         x = getattr(problem, name)
         if x is not None:
             parts.append(f"{name}={operand_text(x, problem.squeezed and name != 'bias')}")
     plain = {"alpha": 1.0, "beta": 0.0, "activation": None, "precision": "ieee", "deterministic": True}
-    parts += [f"{name}={getattr(problem, name)!r}" for name, default in plain.items() if getattr(problem, name) != default]
+    parts += [
+        f"{name}={getattr(problem, name)!r}" for name, default in plain.items() if getattr(problem, name) != default
+    ]
     if problem.out is None:
         parts.append(f"out_dtype={problem.out_dtype}")
     return f"GroupedGemmProblem({', '.join(parts)})"

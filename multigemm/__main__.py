@@ -1,0 +1,72 @@
+"""The command line: `multigemm` and `python -m multigemm`.
+
+Only the asked command's module is imported, so that `--help` answers at once. What a user did wrong
+is one line on standard error and exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from multigemm import __version__
+from multigemm.errors import MultigemmError
+
+COMMANDS = {
+    "info": ("what is installed here: backends, versions, devices, and how to get what is missing", "commands.info"),
+    "explain": (
+        "which backends can solve a problem, which cannot and why, and which one is chosen",
+        "commands.explain",
+    ),
+    "demo": ("one jagged problem through every backend that is here, checked and timed", "commands.demo"),
+    "fuzz": ("cross-check backends against the reference on generated problems", "fuzz.cli"),
+    "bench": ("compare backends and peers on named workloads", "bench.cli"),
+    "tune": ("measure configs for a workload and keep the best", "bench.tune_cli"),
+    "cache": ("show, clear, export or import what is cached on disk", "commands.cache"),
+}
+
+
+def _overview() -> argparse.ArgumentParser:
+    lines = "\n".join(f"  {name:8} {text}" for name, (text, _) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="multigemm",
+        usage="multigemm COMMAND [options]",
+        description="Grouped GEMM on CUDA: one problem, interchangeable backends, one verified answer.",
+        epilog=f"commands:\n{lines}\n\n`multigemm COMMAND --help` tells the options of each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"multigemm {__version__}")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    overview = _overview()
+    if not words or words[0].startswith("-"):
+        overview.parse_args(words or ["--help"])
+        return 0
+    name, *rest = words
+    if name not in COMMANDS:
+        overview.error(f"unknown command {name!r}: use one of {', '.join(COMMANDS)}")
+    text, where = COMMANDS[name]
+    try:
+        module = importlib.import_module(f"multigemm.{where}")
+        parser = argparse.ArgumentParser(prog=f"multigemm {name}", description=text)
+        module.add_arguments(parser)
+        code: int = module.main(parser.parse_args(rest))
+    except MultigemmError as error:
+        print(f"multigemm {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 141
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""`multigemm cache`: what lies on disk, and how to move or drop it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from multigemm.cache import DiskCache
+from multigemm.errors import InvalidSetting
+from multigemm.settings import settings
+from multigemm.tuning import SCHEMA, Measured, table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("action", nargs="?", default="show", choices=("show", "clear", "export", "import"))
+    parser.add_argument("file", nargs="?", help="the JSON file that export writes and import reads")
+    parser.add_argument("--what", default="all", help="for clear: tuning, a backend's kernels (its folder), or all")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Shows, clears, exports or imports."""
+    if args.action in ("export", "import") and not args.file:
+        raise InvalidSetting(f"cache {args.action} needs a file name")
+    return {"show": _show, "clear": _clear, "export": _export, "import": _import}[args.action](args)
+
+
+def _folders() -> list[Path]:
+    root = settings().cache_dir
+    return sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+
+
+def _show(args: argparse.Namespace) -> int:
+    print(f"cache: {settings().cache_dir}{'' if settings().cache else ' (switched off)'}")
+    for folder in _folders():
+        entries = DiskCache(folder.name).entries()
+        print(f"  {folder.name:12}{len(entries):6} entries {sum(p.stat().st_size for p in entries) / 1024:10.1f} KiB")
+    for m in table().own():
+        print(f"  {m.device} | {m.key} | {m.backend}: {m.us:.1f} us {dict(m.config)}")
+    return 0
+
+
+def _clear(args: argparse.Namespace) -> int:
+    names = [f.name for f in _folders()]
+    if args.what != "all" and args.what not in names:
+        raise InvalidSetting(f"--what {args.what!r}: the cache holds {', '.join(names) or 'nothing'}")
+    gone = sum(DiskCache(name).clear() for name in names if args.what in ("all", name))
+    print(f"removed {gone} entries")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    entries = [{k: v for k, v in asdict(m).items() if k != "source"} for m in table().own()]
+    Path(args.file).write_text(json.dumps({"schema": SCHEMA, "entries": entries}, indent=1, sort_keys=True) + "\n")
+    print(f"wrote {len(entries)} measurements to {args.file}")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    try:
+        raw = json.loads(Path(args.file).read_text())
+        entries = [Measured(**entry) for entry in raw["entries"]]
+        if raw["schema"] != SCHEMA:
+            raise InvalidSetting(f"{args.file} has schema {raw['schema']}; this version reads schema {SCHEMA}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidSetting(f"{args.file} is not an exported cache: {error}") from error
+    for entry in entries:
+        table().record(entry)
+    print(f"took {len(entries)} measurements")
+    return 0

@@ -1,0 +1,76 @@
+"""A problem out of a few words on the command line: form, extents, dtype."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from multigemm.errors import InvalidSetting
+from multigemm.problem import GroupedGemmProblem
+
+FORMS = ("jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group")
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """--form, --sizes, --m, --n, --k, --dtype, --device and the epilogue."""
+    parser.add_argument("--form", choices=FORMS, default="jagged_m", help="how the groups lie in memory")
+    parser.add_argument("--sizes", default="40,0,1,70", help="rows (or columns) of each group, comma-separated")
+    parser.add_argument("--m", type=int, default=64, help="rows of a result where the form does not cut them")
+    parser.add_argument("--n", type=int, default=48, help="columns of a result where the form does not cut them")
+    parser.add_argument("--k", type=int, default=96, help="inner extent where the form does not cut it")
+    parser.add_argument("--dtype", default="float32", help="float16, bfloat16, float32, float64 or int8")
+    parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
+    parser.add_argument("--activation", default=None, help="relu, gelu, gelu_tanh or silu")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the values")
+
+
+def default_device(text: str = "") -> torch.device:
+    """The device that a command works on."""
+    name = text or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidSetting(f"--device {name!r} is not a device: use cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidSetting("--device cuda, but there is no CUDA device here: use --device cpu")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise InvalidSetting(f"--sizes {text!r} is not a comma-separated list of whole numbers") from None
+
+
+def problem_from(args: argparse.Namespace) -> GroupedGemmProblem:
+    """The problem that the options describe, with random values."""
+    device, sizes = default_device(args.device), _sizes(args.sizes)
+    for name in ("m", "n", "k"):
+        if getattr(args, name) < 0:
+            raise InvalidSetting(f"--{name} {getattr(args, name)}: an extent cannot be negative")
+    dtype = getattr(torch, args.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidSetting(f"--dtype {args.dtype!r} is unknown: use float16, bfloat16, float32, float64 or int8")
+    generator = torch.Generator().manual_seed(args.seed)
+
+    def make(*shape: int) -> torch.Tensor:
+        if dtype is torch.int8:
+            return torch.randint(-8, 9, shape, generator=generator).to(dtype).to(device)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+    m, n, k, groups, total = args.m, args.n, args.k, len(sizes), sum(sizes)
+    extra = {"activation": args.activation}
+    if args.form == "per_group":
+        return GroupedGemmProblem([make(s, k) for s in sizes], [make(k, n) for _ in sizes], **extra)
+    if args.form == "batched":
+        return GroupedGemmProblem(make(groups, m, k), make(groups, k, n), **extra)
+    if args.form == "masked":
+        return GroupedGemmProblem(make(groups, m, k), make(groups, k, n), valid_rows=sizes, **extra)
+    a, b = {
+        "jagged_m": lambda: (make(total, k), make(groups, k, n)),
+        "jagged_n": lambda: (make(groups, m, k), make(k, total)),
+        "jagged_k": lambda: (make(m, total), make(total, n)),
+    }[args.form]()
+    return GroupedGemmProblem(a, b, sizes=sizes, jagged=args.form[-1], **extra)

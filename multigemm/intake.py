@@ -1,0 +1,80 @@
+"""Operands at the door: every array of one problem becomes a tensor on one device, or an error.
+
+The first operand decides the device and the array library; the others are held to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigemm.arrays import Adopted, Kind, Step, adopt, read_only
+from multigemm.errors import InvalidProblem
+
+Operand = Tensor | list[Tensor]
+
+
+def is_list(x: Any) -> bool:
+    """Whether an operand is given as separate matrices."""
+    return isinstance(x, list | tuple)
+
+
+class Intake:
+    """Adopts the arrays of one problem and remembers what has to be refreshed before each launch."""
+
+    __slots__ = ("device", "kind", "refreshes")
+
+    def __init__(self) -> None:
+        self.kind: Kind = "torch"
+        self.device = torch.device("cpu")
+        self.refreshes: list[Step] = []
+
+    def first(self, x: Any, name: str) -> Tensor:
+        """The operand that decides device and library."""
+        got = adopt(x, name)
+        self.kind, self.device = got.kind, got.tensor.device
+        return self._keep(got)
+
+    def operand(self, x: Any, name: str) -> Tensor:
+        """A further operand, which must come from the same library and device."""
+        got = self._same_device(adopt(x, name), name)
+        if got.kind != self.kind:
+            raise InvalidProblem(f"{name} is a {got.kind} array and a is a {self.kind} array: pass one kind of array")
+        return self._keep(got)
+
+    def extra(self, x: Any, name: str) -> Tensor:
+        """bias or c: any library, the same device."""
+        return self._keep(self._same_device(adopt(x, name), name))
+
+    def result(self, x: Any, name: str) -> Tensor:
+        """An output: it must be writable, directly."""
+        if read_only(x):
+            raise InvalidProblem(f"{name} is read-only: pass an array that may be written")
+        got = self._same_device(adopt(x, name), name)
+        if got.refresh is not None:
+            raise InvalidProblem(
+                f"{name} has a negative or odd stride, which no kernel writes through: pass another view"
+            )
+        return got.tensor
+
+    def _same_device(self, got: Adopted, name: str) -> Adopted:
+        if got.tensor.device != self.device:
+            raise InvalidProblem(f"{name} is on {got.tensor.device} and a is on {self.device}: move it to one device")
+        return got
+
+    def _keep(self, got: Adopted) -> Tensor:
+        if got.refresh is not None:
+            self.refreshes.append(got.refresh)
+        return got.tensor
+
+
+def common_dtype(x: Operand, name: str) -> torch.dtype:
+    """The one dtype of an operand; float32 for a list without matrices."""
+    if isinstance(x, Tensor):
+        return x.dtype
+    dtypes = {t.dtype for t in x}
+    if len(dtypes) > 1:
+        raise InvalidProblem(f"{name} mixes {', '.join(sorted(map(str, dtypes)))}: convert the list to one dtype")
+    return dtypes.pop() if dtypes else torch.float32
