@@ -25,6 +25,7 @@ import torch
 Mode = Literal["cold", "graph", "hot", "host", "do_bench"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 Call = Callable[[], object]
+cuda: Any = torch.cuda  # parts of torch.cuda carry no types
 
 FLUSH_BYTES = 256 << 20
 HOT_CALLS = 20
@@ -120,7 +121,7 @@ def overhead(device: torch.device | str) -> dict[str, float]:
     where = torch.device(device)
     empty: dict[str, Call] = {"nothing": lambda: None}
     if where.type == "cuda":
-        empty["empty_kernel"] = lambda: torch.cuda._sleep(0)
+        empty["empty_kernel"] = lambda: cuda._sleep(0)
     return {name: timing.median for name, timing in measure(empty, where, "cold", reps=50).items()}
 
 
@@ -133,7 +134,7 @@ def _measure(
     for name, call in variants.items():
         try:
             prepared[name], cost_us[name] = clock.prepare(call, mode)
-        except Exception as error:  # noqa: BLE001 - a variant's failure is a result of its own; the others go on
+        except Exception as error:
             results[name] = Timing(name, mode, error=describe(error))
     if mode == "do_bench":
         groups = [[name] for name in prepared]
@@ -157,7 +158,7 @@ def _rounds(clock: _Clock, samplers: dict[str, Callable[[], Any]], mode: Mode, r
         for name in names[shift:] + names[:shift]:
             try:
                 pending.append((name, samplers[name]()))
-            except Exception as error:  # noqa: BLE001 - the same: recorded as this variant's result
+            except Exception as error:
                 errors[name] = describe(error)
         if len(pending) >= 64 or index == rounds - 1:
             for name, sample in pending:
@@ -243,7 +244,7 @@ class _CudaClock(_Clock):
         cold = mode != "hot"
 
         def sample() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
             if cold:
                 self.flush()
             start.record()
@@ -280,7 +281,7 @@ class _CudaClock(_Clock):
 
 def capture(call: Call, device: torch.device | str, repeat: int = 1) -> torch.cuda.CUDAGraph:
     """A CUDA graph of `repeat` calls, after the warm-up on a side stream that capture demands."""
-    stream = torch.cuda.Stream(device)
+    stream = cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         call()

@@ -71,7 +71,7 @@ def launches(tensors: Tensors, backend: str, count: int, device: torch.device) -
         label = backend if count == 1 else f"{backend} {config}"
         try:
             found[label] = implementation.plan(ops.spec, config, device).bind(ops)
-        except Exception as error:  # noqa: BLE001 - one config's failure is a row; the others are still worth timing
+        except Exception as error:  # one config's failure is a row; the others are still worth timing
             found[label] = describe(error)
     return found
 
@@ -105,7 +105,7 @@ def checked(call: Call, tensors: Tensors, truth: Reference) -> str:
         call()
         if tensors.workload and torch.cuda.is_available():
             torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001 - reported as this case's row
+    except Exception as error:  # reported as this case's row
         return describe(error)
     return truth.verdict(tensors.out)
 
@@ -119,7 +119,7 @@ def rows(case: Workload, args: argparse.Namespace) -> list[dict[str, Any]]:
     for backend in [name for name in args.backend.split(",") if name]:
         try:
             found.update(launches(tensors, backend, args.configs, device))
-        except Exception as error:  # noqa: BLE001 - a backend that does not even import is a row as well
+        except Exception as error:  # a backend that does not even import is a row as well
             found[backend] = describe(error)
     failures = {name: call for name, call in found.items() if isinstance(call, str)}
     calls = {name: call for name, call in found.items() if not isinstance(call, str)}
@@ -163,7 +163,8 @@ def show(row: dict[str, Any]) -> None:
         return
     rate = row["flops"] / row["us"] / 1e6
     more = " ".join(f"{mode} {row[mode]:.1f}" for mode in ("cold", "graph", "hot", "host") if mode in row)
-    print(f"{start} {row['us']:9.1f} us {rate:7.1f} TFLOP/s {row['fraction']:5.2f} of floor  ({more}) {row['error']}", flush=True)  # fmt: skip
+    took = f"{row['us']:9.1f} us {rate:7.1f} TFLOP/s {row['fraction']:5.2f} of floor"
+    print(f"{start} {took}  ({more}) {row['error']}", flush=True)
 
 
 def means(everything: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

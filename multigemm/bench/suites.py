@@ -115,9 +115,9 @@ def _moe_more() -> list[Workload]:
             name = f"deepgemm_g{groups}_{n}x{k}"
             case = Workload(name, "moe-more", groups=groups, n=n, k=k, total=groups * rows, distribution="uniform")
             cases.append(replace(case, trans_b=True))
-    for groups, total, n, k in ((256, 131072, 1024, 7168), (256, 131072, 512, 7168), (128, 131072, 768, 2048), (128, 131072, 2880, 2880)):  # fmt: skip
+    for groups, n, k in ((256, 1024, 7168), (256, 512, 7168), (128, 768, 2048), (128, 2880, 2880)):
         name = f"tokamax_g{groups}_{n}x{k}"
-        cases.append(Workload(name, "moe-more", groups=groups, n=n, k=k, total=total, distribution="multinomial"))
+        cases.append(Workload(name, "moe-more", groups=groups, n=n, k=k, total=131072, distribution="multinomial"))
     return cases
 
 
@@ -133,12 +133,13 @@ def _decode() -> list[Workload]:
         for name, groups, n, k in (("dsv3_up", 32, 4096, 7168), ("qwen3_down", 128, 2048, 768))
         for rows in (1, 4, 16)
     ]
-    cases += [
+    masked = Workload("decode_masked", "decode", "masked", 32, m=64, n=4096, k=7168, total=512, cap=64)
+    return [
+        *cases,
         Workload("decode_random", "decode", groups=64, n=4096, k=4096, total=256, distribution="decode"),
-        Workload("decode_masked", "decode", "masked", 32, m=64, n=4096, k=7168, total=512, distribution="multinomial", cap=64),
+        replace(masked, distribution="multinomial"),
         Workload("decode_mixtral", "decode", groups=8, n=14336, k=4096, total=64, distribution="multinomial"),
-    ]  # fmt: skip
-    return cases
+    ]
 
 
 def _small() -> list[Workload]:
@@ -149,8 +150,8 @@ def _small() -> list[Workload]:
         Workload("lora_down", "small", groups=32, n=16, k=4096, total=512, distribution="zipf"),
         Workload("lora_up", "small", groups=32, n=4096, k=16, total=512, distribution="zipf"),
         Workload("small_batched", "small", "batched", 16, m=128, n=128, k=128),
-        Workload("small_jagged_n", "small", "jagged_n", 8, m=256, k=256, total=1024, distribution="uniform", shared_b=False),
-    ]  # fmt: skip
+        Workload("small_jagged_n", "small", "jagged_n", 8, m=256, k=256, total=1024, distribution="uniform"),
+    ]
     return cubes + packed
 
 

@@ -179,7 +179,8 @@ def parse_shape(text: str, dtype: str = "bf16") -> Workload:
         return _parse_shape(text, dtype)
     except (ValueError, KeyError) as error:
         raise InvalidSetting(
-            f"--shape {text!r} cannot be read ({error}); write G,M,N,K or G=8,T=4096,N=512,K=512,dist=zipf or 64x64x64+32x8x16"
+            f"--shape {text!r} cannot be read ({error}); write G,M,N,K or G=8,T=4096,N=512,K=512,dist=zipf "
+            "or 64x64x64+32x8x16"
         ) from error
 
 

@@ -1,0 +1,164 @@
+"""What is benchmarked: multigemm's backends, peers, and ceilings, all behind one small interface.
+
+An `Entry` turns the tensors of a workload into a `Prepared` call, or raises `Refused` with the
+reason. Nothing else in the benchmark knows who is being measured, so a backend is checked, timed
+and shown exactly as a peer is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from multigemm import dispatch, registry
+from multigemm.bench.operands import Matrices, Tensors
+from multigemm.errors import BackendUnavailable, BackendUnsupported
+from multigemm.problem import GroupedGemmProblem
+from multigemm.timing import Call
+
+Kind = Literal["backend", "peer", "ceiling"]
+
+
+class Refused(Exception):
+    """This entry does not run this workload here; the text says why."""
+
+
+@dataclass
+class Prepared:
+    """A call that is ready to be timed, and the output that it writes.
+
+    `out` None means that the call returns its result. `whole` is what a user's single call costs,
+    problem and all, where that differs from `call`.
+    """
+
+    call: Call
+    out: Matrices | None
+    kernel: str = ""
+    config: str = ""
+    why: str = ""
+    syncs: bool = False
+    whole: Call | None = None
+    build_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One competitor. `checks` is False for a ceiling, which computes something else on purpose."""
+
+    name: str
+    kind: Kind
+    prepare: Callable[[Tensors], Prepared]
+    checks: bool = True
+
+
+def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:
+    """The workload as a user would write it, into the workload's own output."""
+    workload = tensors.workload
+    words: dict[str, Any] = {"out": tensors.out, "bias": tensors.bias}
+    if workload.dtype == "tf32":
+        words["precision"] = "tf32"
+    if tensors.offsets is not None:
+        words["jagged"] = workload.form[-1]
+        words["offsets"] = tensors.host_offsets if host_sizes else tensors.offsets
+    if tensors.valid_rows is not None:
+        words["valid_rows"] = tensors.valid_rows
+    return GroupedGemmProblem(tensors.a, tensors.b, **words)
+
+
+def backend_entry(name: str, config: Any = None, host_sizes: bool = False, label: str = "") -> Entry:
+    """A backend of multigemm (or "auto"), entered where users enter: problem, then plan."""
+
+    def prepare(tensors: Tensors) -> Prepared:
+        if host_sizes and tensors.offsets is None:
+            raise Refused("only packed forms have sizes that can lie on the host or the device")
+        started = time.perf_counter()
+        try:
+            posed = problem(tensors, host_sizes)
+            plan = dispatch.plan(posed, name, config)
+        except (BackendUnsupported, BackendUnavailable) as error:
+            raise Refused(_reason(error, name)) from error
+        built = time.perf_counter() - started
+
+        def whole() -> object:
+            return dispatch.solve(problem(tensors, host_sizes), name, config)
+
+        kernel = f"{plan.backend}: {plan.kernel}" if name == "auto" else plan.kernel
+        return Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
+
+    return Entry(label or (f"{name}[host sizes]" if host_sizes else name), "backend", prepare)
+
+
+def _reason(error: Exception, name: str) -> str:
+    if isinstance(error, BackendUnsupported):
+        return "; ".join(error.reasons.get(name) or [f"{k}: {'; '.join(v)}" for k, v in error.reasons.items()])
+    return error.reason if isinstance(error, BackendUnavailable) else str(error)
+
+
+def available_backends(device: torch.device) -> dict[str, str]:
+    """Name to "" for each backend that can run on the device, else to the reason why not."""
+    found = {}
+    for name in registry.names():
+        if name == "null":
+            continue
+        state = registry.get(name).availability()
+        if state.ok and name == "cpu" and device.type != "cpu":
+            found[name] = "computes in host memory"
+        elif state.ok and state.emulated:
+            found[name] = "runs in an emulator here, which says nothing about its speed"
+        else:
+            found[name] = "" if state.ok else state.reason
+    return found
+
+
+def backend_entries(names: list[str], device: torch.device) -> tuple[list[Entry], dict[str, str]]:
+    """Entries for the named backends (all that are here, and "auto", if none is named), and who is absent."""
+    states = available_backends(device)
+    chosen = names or [*[n for n, why in states.items() if not why], "auto"]
+    entries = [backend_entry(name) for name in chosen if not states.get(name)]
+    if "cublas" in chosen and not states.get("cublas") and device.type == "cuda":
+        entries.append(backend_entry("cublas", host_sizes=True))
+    absent = {name: why for name, why in states.items() if why and (name in chosen or not names)}
+    return entries, absent
+
+
+def ceiling_entry() -> Entry:
+    """One dense product of the same FLOPs with one weight: what the machine's BLAS does without groups."""
+    return Entry("dense", "ceiling", _dense, checks=False)
+
+
+def _dense(tensors: Tensors) -> Prepared:
+    workload = tensors.workload
+    a, b = tensors.a, tensors.b
+    if isinstance(a, list) or isinstance(b, list):
+        _, n, k = max(workload.products, key=lambda p: p[1] * p[2])
+        rows = max(1, round(workload.flops / (2 * max(1, n * k))))
+        like = a[0] if isinstance(a, list) else a
+        a, b = _fill(like, rows, k), _fill(like, k, n)
+    elif workload.form == "jagged_n":
+        a = a[0]
+    elif workload.form != "jagged_k":
+        rows = int(workload.sizes.sum())
+        a = a if a.dim() == 2 else a.reshape(-1, workload.k)[:rows]
+        b = b if b.dim() == 2 else b[0]
+    if workload.dtype == "int8":
+        raise Refused("torch has no dense int8 product with an out argument")
+    assert isinstance(a, torch.Tensor)
+    assert isinstance(b, torch.Tensor)
+    out = torch.empty(a.shape[0], b.shape[1], dtype=workload.out_dtype, device=a.device)
+    left, right = a, b
+    return Prepared(lambda: torch.mm(left, right, out=out), None, "torch.mm")
+
+
+def _fill(like: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    values = torch.randn(
+        rows, cols, device=like.device, dtype=like.dtype if like.is_floating_point() else torch.float32
+    )
+    return values.to(like.dtype)
+
+
+def renamed(entry: Entry, name: str) -> Entry:
+    return replace(entry, name=name)

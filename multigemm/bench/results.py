@@ -1,0 +1,153 @@
+"""The report as data: one schema, versioned, written so that a reader sees a whole file or none.
+
+A row is one entry on one workload. A row without a time carries the reason: refusals, failures and
+skips are results, and a report that left them out would only show the winners.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from multigemm.errors import InvalidSetting
+from multigemm.timing import Timing
+
+SCHEMA = 1
+Status = Literal["ok", "refused", "failed", "skipped"]
+
+
+@dataclass
+class Sample:
+    """A distribution of microseconds, reduced: what a Timing leaves in a file."""
+
+    median: float
+    q20: float
+    q80: float
+    best: float
+    spread: float
+    count: int
+
+    @classmethod
+    def of(cls, timing: Timing) -> Sample:
+        spread = timing.spread if math.isfinite(timing.spread) else 0.0
+        return cls(
+            median=round(timing.median, 3),
+            q20=round(timing.quantile(0.2), 3),
+            q80=round(timing.quantile(0.8), 3),
+            best=round(timing.best, 3),
+            spread=round(spread, 4),
+            count=len(timing.samples),
+        )
+
+
+@dataclass
+class Row:
+    """One entry on one workload. Times are microseconds; `us` is the better of eager and graph."""
+
+    case: str
+    name: str
+    suite: str
+    form: str
+    distribution: str
+    dtype: str
+    shape: str
+    groups: int
+    flops: int
+    bytes: int
+    floor_us: float
+    memory_bound: bool
+    entry: str
+    kind: str
+    status: Status
+    reason: str = ""
+    kernel: str = ""
+    config: str = ""
+    why: str = ""
+    us: float | None = None
+    spread: float = 0.0
+    eager: Sample | None = None
+    graph: Sample | None = None
+    hot_us: float | None = None
+    host_us: float | None = None
+    whole_host_us: float | None = None
+    build_s: float = 0.0
+    tflops: float | None = None
+    gbps: float | None = None
+    of_floor: float | None = None
+    of_dense: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """A run: where, how, what."""
+
+    machine: dict[str, Any]
+    method: dict[str, Any]
+    rates: dict[str, dict[str, float]]
+    rows: list[Row] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    unfinished: list[str] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    def timed(self) -> list[Row]:
+        return [row for row in self.rows if row.us is not None]
+
+    def cases(self) -> list[str]:
+        """Case keys in the order in which they were run."""
+        return list(dict.fromkeys(row.case for row in self.rows))
+
+
+def write(path: Path, report: Report) -> None:
+    """Through a temporary file and a rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(dumps(report))
+    os.replace(part, path)
+
+
+def dumps(report: Report) -> str:
+    """One line per row: small, and a version control's diff shows which row moved."""
+    whole = asdict(report)
+    rows = [_lean(row) for row in whole.pop("rows")]
+    head = json.dumps(whole, indent=1, allow_nan=False)
+    lines = ",\n  ".join(json.dumps(row, allow_nan=False) for row in rows)
+    return head[: head.rindex("}")].rstrip() + f',\n "rows": [\n  {lines}\n ]\n}}\n'
+
+
+def _lean(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in row.items() if v is not None and v != "" and v != []}
+
+
+def read(path: Path) -> Report:
+    """Raises InvalidSetting for a file of another schema or none."""
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise InvalidSetting(f"{path} cannot be read as a report: {error}") from error
+    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
+        seen = raw.get("schema") if isinstance(raw, dict) else None
+        raise InvalidSetting(f"{path} has schema {seen}, and this version reads {SCHEMA}: measure again")
+    rows = [_row(r) for r in raw.pop("rows")]
+    return Report(rows=rows, **{f.name: raw[f.name] for f in fields(Report) if f.name in raw})
+
+
+def _row(raw: dict[str, Any]) -> Row:
+    for name in ("eager", "graph"):
+        if raw.get(name) is not None:
+            raw[name] = Sample(**raw[name])
+    known = {f.name for f in fields(Row)}
+    return Row(**{k: v for k, v in raw.items() if k in known})
+
+
+def by_entry(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by who was measured, in order of first appearance."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.entry, []).append(row)
+    return found

@@ -1,0 +1,262 @@
+"""Runs workloads against entries: correct first, then timed together, one workload at a time.
+
+All entries of a workload are timed interleaved in one process on the same tensors. What fails is
+recorded and the rest goes on; what a CUDA error has made impossible raises `DeviceLost`, with
+everything measured so far already on disk, so that a fresh process can carry on.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from multigemm.bench import machine, results
+from multigemm.bench.check import Reference, reference
+from multigemm.bench.entries import Entry, Prepared, Refused
+from multigemm.bench.operands import Tensors, make, poison
+from multigemm.bench.peer_libraries import _Gather
+from multigemm.bench.results import Report, Row, Sample
+from multigemm.bench.roofline import measured_rates
+from multigemm.bench.workloads import Rates, Workload
+from multigemm.errors import MultigemmError
+from multigemm.timing import Mode, Timing, describe, measure, overhead
+
+
+class DeviceLost(MultigemmError):
+    """A CUDA error that no later call in this process survives."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure. `budget_ms` is per workload and mode, for all entries together."""
+
+    reps: int = 100
+    budget_ms: float = 400.0
+    total_s: float = math.inf
+    style: Mode = "cold"
+    modes: tuple[Mode, ...] = ("graph", "hot", "host")
+    hot_below_us: float = 300.0
+    rates: dict[str, Rates] | None = None
+
+
+@dataclass
+class Runner:
+    """One run. `on_row` is told each finished row; `path` is rewritten after each workload."""
+
+    entries: list[Entry]
+    device: torch.device
+    options: Options
+    report: Report
+    path: Path | None = None
+    on_case: Callable[[int, int, Workload], None] = lambda index, total, case: None
+    started: float = field(default_factory=time.monotonic)
+
+    def run(self, cases: list[Workload]) -> Report:
+        """Every workload that the time budget allows; the rest is listed as unfinished."""
+        done = {(row.case, row.entry) for row in self.report.rows}
+        self.report.unfinished = []
+        for index, case in enumerate(cases):
+            todo = [entry for entry in self.entries if (case.key, entry.name) not in done]
+            if not todo:
+                continue
+            if time.monotonic() - self.started > self.options.total_s:
+                self.report.unfinished.append(case.key)
+                continue
+            self.on_case(index, len(cases), case)
+            try:
+                self.report.rows += self._case(case, todo)
+            finally:
+                self.save()
+        self.report.machine["clocks_after"] = machine.clocks(self.device)
+        self.save()
+        return self.report
+
+    def save(self) -> None:
+        if self.path is not None:
+            results.write(self.path, self.report)
+
+    def _case(self, case: Workload, entries: list[Entry]) -> list[Row]:
+        """The rows of one workload: made, checked, timed."""
+        rows = {entry.name: self._blank(case, entry) for entry in entries}
+        try:
+            self._fits(case)
+            tensors = make(case, self.device)
+            truth = reference(tensors)
+        except (Refused, torch.cuda.OutOfMemoryError, MemoryError) as error:
+            for row in rows.values():
+                row.status, row.reason = "skipped", describe(error)
+            return list(rows.values())
+        ready = {entry.name: p for entry in entries if (p := self._ready(entry, tensors, truth, rows)) is not None}
+        del truth
+        self._time(ready, rows)
+        self._relate(rows)
+        ready.clear()
+        self._free()
+        return list(rows.values())
+
+    def _blank(self, case: Workload, entry: Entry) -> Row:
+        rates = self.report.rates[case.dtype]
+        floor = case.floor_us(Rates(rates["tflops"], rates["tbps"]))
+        return Row(
+            case=case.key,
+            name=case.name,
+            suite=case.suite,
+            form=case.form,
+            distribution=case.distribution,
+            dtype=case.dtype,
+            shape=case.describe(),
+            groups=len(case.extents),
+            flops=case.flops,
+            bytes=case.bytes,
+            floor_us=round(floor, 3),
+            memory_bound=case.bytes / rates["tbps"] > case.flops / rates["tflops"],
+            entry=entry.name,
+            kind=entry.kind,
+            status="failed",
+        )
+
+    def _fits(self, case: Workload) -> None:
+        """Twice the tensors (references, copies that peers need) must fit into what is free."""
+        if self.device.type != "cuda":
+            return
+        free, _ = torch.cuda.mem_get_info(self.device)
+        need = 2.5 * case.resident_bytes
+        if need > free:
+            raise Refused(f"needs about {need / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free")
+
+    def _ready(self, entry: Entry, tensors: Tensors, truth: Reference, rows: dict[str, Row]) -> Prepared | None:
+        """Prepares and checks one entry; None, with the reason in its row, if it has no right answer."""
+        row = rows[entry.name]
+        try:
+            ready = entry.prepare(tensors)
+            row.kernel, row.config, row.why, row.build_s = (
+                ready.kernel,
+                ready.config,
+                ready.why,
+                round(ready.build_s, 3),
+            )
+            if not entry.checks:
+                return ready
+            poison(tensors)
+            returned = ready.call()
+            self._synchronize()
+        except Refused as refusal:
+            row.status, row.reason = "refused", str(refusal)
+            return None
+        except Exception as error:  # whatever a competitor raises is its row
+            row.reason = describe(error)
+            self._survived(row, rows)
+            return None
+        answer = ready.out if ready.out is not None else returned
+        row.reason = truth.verdict(answer.unpadded() if isinstance(answer, _Gather) else answer)  # type: ignore[arg-type]
+        return None if row.reason else ready
+
+    def _survived(self, row: Row, rows: dict[str, Row]) -> None:
+        """After a failure: does the device still answer? If not, keep the rows that are final and stop."""
+        try:
+            self._synchronize()
+            torch.ones(1, device=self.device).sum().item()
+        except Exception as error:
+            row.reason += " (the CUDA context is lost)"
+            self.report.rows += [r for r in rows.values() if r is row or r.status in ("refused",)]
+            raise DeviceLost(row.reason) from error
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _time(self, ready: dict[str, Prepared], rows: dict[str, Row]) -> None:
+        """Eager for all, graph for what can be captured, then hot and host where they say anything."""
+        options = self.options
+        eager = self._measure({name: p.call for name, p in ready.items()}, options.style)
+        for name, timing in eager.items():
+            row = rows[name]
+            if timing.ok:
+                row.status, row.us, row.eager, row.spread = "ok", timing.median, Sample.of(timing), timing.spread
+            else:
+                row.reason = timing.error
+                self._survived(row, rows)
+        alive = {name: p for name, p in ready.items() if rows[name].eager}
+        if self.device.type == "cuda" and "graph" in options.modes:
+            self._graphs({name: p for name, p in alive.items() if not p.syncs}, rows)
+        if "host" in options.modes:
+            for name, timing in self._measure({n: p.call for n, p in alive.items()}, "host", 20).items():
+                rows[name].host_us = round(timing.median, 2) if timing.ok else None
+            whole = {n: p.whole for n, p in alive.items() if p.whole is not None}
+            for name, timing in self._measure(whole, "host", 20).items():
+                rows[name].whole_host_us = round(timing.median, 2) if timing.ok else None
+        for row in rows.values():
+            if row.us is not None:
+                row.us = round(row.us, 3)
+                row.spread = round(row.spread, 4) if math.isfinite(row.spread) else 0.0
+
+    def _graphs(self, capturable: dict[str, Prepared], rows: dict[str, Row]) -> None:
+        modes: list[Mode] = ["graph"]
+        if "hot" in self.options.modes:
+            modes.append("hot")
+        for mode in modes:
+            calls = {
+                n: p.call
+                for n, p in capturable.items()
+                if mode != "hot" or (rows[n].us or 0) < self.options.hot_below_us
+            }
+            for name, timing in self._measure(calls, mode).items():
+                row = rows[name]
+                if not timing.ok:
+                    row.notes.append(f"{mode}: {timing.error}")
+                    self._survived(row, rows)
+                elif mode == "hot":
+                    row.hot_us = round(timing.median, 3)
+                else:
+                    row.graph = Sample.of(timing)
+                    if row.us is None or timing.median < row.us:
+                        row.us, row.spread = timing.median, timing.spread
+
+    def _measure(
+        self, calls: dict[str, Callable[[], object]], mode: Mode, reps: int | None = None
+    ) -> dict[str, Timing]:
+        if not calls:
+            return {}
+        few = 4 if mode == "hot" else 9
+        return measure(
+            calls, self.device, mode, reps=reps or self.options.reps, min_reps=few, budget_ms=self.options.budget_ms
+        )
+
+    def _relate(self, rows: dict[str, Row]) -> None:
+        """Rates and fractions, which need the dense ceiling of the same workload."""
+        cases = {row.case for row in rows.values()}
+        known = [row for row in (*rows.values(), *self.report.rows) if row.case in cases and row.kind == "ceiling"]
+        dense = next((row.us for row in known if row.us), None)
+        for row in rows.values():
+            if row.us:
+                row.tflops = round(row.flops / row.us / 1e6, 4)
+                row.gbps = round(row.bytes / row.us / 1e3, 3)
+                row.of_floor = round(row.floor_us / row.us, 4)
+                row.of_dense = round(dense / row.us, 4) if dense else None
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def new_report(device: torch.device, dtypes: Iterable[str], options: Options, absent: dict[str, str]) -> Report:
+    """An empty report with the machine, the method and the measured ceilings."""
+    names = set(dtypes)
+    rates = options.rates or measured_rates(device, names)
+    method = {
+        "style": options.style,
+        "reps": options.reps,
+        "budget_ms": options.budget_ms,
+        "flush": "256 MB written before each call" if device.type == "cuda" else "none (CPU)",
+        "rates": "given" if options.rates else "measured in this run",
+        "overhead_us": {name: round(us, 3) for name, us in overhead(device).items()},
+    }
+    ceilings = {name: {"tflops": round(rates[name].tflops, 4), "tbps": round(rates[name].tbps, 4)} for name in names}
+    return Report(machine.describe(device), method, ceilings, absent=absent)
