@@ -129,7 +129,9 @@ def _restrided(x: torch.Tensor, kind: str, name: str) -> torch.Tensor:
     if kind == "zero" and name != "out":
         return x[..., :1].expand(x.shape) if name == "a" else x[..., :1, :].expand(x.shape)
     if kind == "sliced":
-        return torch.zeros((*x.shape[:-1], 2 * x.shape[-1] + 3), dtype=x.dtype)[..., 1 : 1 + 2 * x.shape[-1] : 2].copy_(x)
+        return torch.zeros((*x.shape[:-1], 2 * x.shape[-1] + 3), dtype=x.dtype)[..., 1 : 1 + 2 * x.shape[-1] : 2].copy_(
+            x
+        )
     if kind == "odd_base":
         return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
     if kind == "size_one" and x.numel() and x.shape[-1] == 1:
@@ -153,7 +155,11 @@ def test_accumulates_in_place(form: str, dtype: torch.dtype) -> None:
 def test_special_values_stay_in_their_rows_and_columns(dtype: torch.dtype, value: float) -> None:
     for sizes in ((5, 0, 17, 1, 8), tuple([3, 1, 0, 7] * 20)):
         for ops, config in every(Case("jagged_m", dtype, sizes=sizes, head=2, tail=2)):
-            assert isinstance(ops.a, torch.Tensor) and isinstance(ops.b, torch.Tensor) and isinstance(ops.out, torch.Tensor)
+            assert (
+                isinstance(ops.a, torch.Tensor)
+                and isinstance(ops.b, torch.Tensor)
+                and isinstance(ops.out, torch.Tensor)
+            )
             ops.a[4], ops.a[0], ops.a[-1], ops.b[2, 0, 5], ops.b[1] = value, value, value, value, value
             run(ops, config)
             groups = groups_of(ops)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from multigemm.backends.cpu.epilogue import finish, store
-from multigemm.backends.cpu.groups import Sizes, rows_of
+from multigemm.backends.cpu.groups import Index, Sizes, rows_of
 from multigemm.layouts import Operands
 
 Finisher = Callable[[Sizes], None]
@@ -27,6 +28,11 @@ def _apply(ops: Operands, acc: Tensor, c: Tensor | None, bias: Tensor | None, ou
         store(finish(acc, ops.spec, ops.alpha, ops.beta, c, bias), out)
 
 
+def _tensors(ops: Operands) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """out, c and bias of a packed form, which has no lists."""
+    return cast(Tensor, ops.out), cast("Tensor | None", ops.c), cast("Tensor | None", ops.bias)
+
+
 def _finish_list(ops: Operands, target: list[Tensor]) -> Finisher:
     none = [None] * len(target)
     out, c, bias = (none if x is None else x for x in (ops.out, ops.c, ops.bias))
@@ -40,8 +46,7 @@ def _finish_list(ops: Operands, target: list[Tensor]) -> Finisher:
 
 def _finish_jagged(ops: Operands, target: Tensor) -> Finisher:
     """Owned rows (or columns) are one range; a bias per group is spread over its rows first."""
-    out, c, bias = ops.out, ops.c, ops.bias
-    assert isinstance(out, Tensor) and not isinstance(c, list) and not isinstance(bias, list)
+    out, c, bias = _tensors(ops)
     by_row = ops.spec.form == "jagged_m"
     spread = by_row and bias is not None and bias.dim() == 2
 
@@ -50,7 +55,7 @@ def _finish_jagged(ops: Operands, target: Tensor) -> Finisher:
         cut = (slice(lo, hi),) if by_row else (slice(None), slice(lo, hi))
         row = bias
         if spread:
-            row = torch.index_select(bias, 0, rows_of(sizes))  # type: ignore[arg-type]
+            row = torch.index_select(cast(Tensor, bias), 0, rows_of(sizes))
         elif bias is not None and not by_row:
             row = bias[lo:hi]
         _apply(ops, target[cut], None if c is None else c[cut], row, out[cut])
@@ -59,8 +64,7 @@ def _finish_jagged(ops: Operands, target: Tensor) -> Finisher:
 
 
 def _finish_stack(ops: Operands, target: Tensor) -> Finisher:
-    out, c, bias = ops.out, ops.c, ops.bias
-    assert isinstance(out, Tensor) and not isinstance(c, list) and not isinstance(bias, list)
+    out, c, bias = _tensors(ops)
     row = bias[:, None] if bias is not None and bias.dim() == 2 else bias
 
     def run(sizes: Sizes) -> None:
@@ -70,12 +74,10 @@ def _finish_stack(ops: Operands, target: Tensor) -> Finisher:
 
 
 def _finish_masked(ops: Operands, target: Tensor) -> Finisher:
-    out, c, bias = ops.out, ops.c, ops.bias
-    assert isinstance(out, Tensor) and not isinstance(c, list) and not isinstance(bias, list)
+    out, c, bias = _tensors(ops)
 
     def run(sizes: Sizes) -> None:
-        assert sizes.end is not None
-        for g, rows in enumerate(sizes.end.tolist()):
+        for g, rows in enumerate(cast(Index, sizes.end).tolist()):
             row = bias[g] if bias is not None and bias.dim() == 2 else bias
             _apply(ops, target[g, :rows], None if c is None else c[g, :rows], row, out[g, :rows])
 

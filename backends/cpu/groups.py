@@ -8,7 +8,7 @@ operands.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,8 @@ class Group(NamedTuple):
 
 def jagged_extent(ops: Operands) -> int:
     """T: the extent of the operands along the jagged direction."""
-    assert isinstance(ops.a, Tensor) and isinstance(ops.b, Tensor)
-    return {"m": ops.a.shape[-2], "n": ops.b.shape[-1], "k": ops.a.shape[-1]}[ops.spec.jagged or "m"]
+    a, b = cast(Tensor, ops.a), cast(Tensor, ops.b)
+    return {"m": a.shape[-2], "n": b.shape[-1], "k": a.shape[-1]}[ops.spec.jagged or "m"]
 
 
 class Sizes:
@@ -51,15 +51,14 @@ class Sizes:
         self._first = True
         self._source = self._head = None
         if ops.spec.jagged:
-            assert ops.ends is not None
-            ends, self._limit = ops.ends.detach(), jagged_extent(ops)
+            ends, self._limit = cast(Tensor, ops.ends).detach(), jagged_extent(ops)
             self._source = ends.numpy()
             if ops.head:
                 step = ends.stride(0) if ends.shape[0] > 1 else 1
                 self._head = ends.as_strided((1,), (1,), ends.storage_offset() - step).numpy()
         elif ops.spec.form == "masked":
-            assert ops.valid_rows is not None
-            self._source, self._limit = ops.valid_rows.detach().numpy(), ops.a[0].shape[0] if len(ops.a) else 0
+            self._source = cast(Tensor, ops.valid_rows).detach().numpy()
+            self._limit = cast(Tensor, ops.a).shape[1]
         self._jagged, self._seen = ops.spec.jagged is not None, b""
 
     def changed(self) -> bool:
@@ -91,25 +90,23 @@ class Sizes:
     @property
     def owned(self) -> tuple[int, int]:
         """The range of rows or columns that the groups of an honest jagged form cover."""
-        assert self.start is not None and self.end is not None
-        return (int(self.start[0]), int(self.end[-1])) if len(self.end) else (0, 0)
+        start, end = cast(Index, self.start), cast(Index, self.end)
+        return (int(start[0]), int(end[-1])) if len(end) else (0, 0)
 
 
 def rows_of(sizes: Sizes) -> Tensor:
     """The group of each owned row of an honest jagged form."""
-    assert sizes.start is not None and sizes.end is not None
-    return torch.from_numpy(np.repeat(np.arange(len(sizes.end)), sizes.end - sizes.start))
+    start, end = cast(Index, sizes.start), cast(Index, sizes.end)
+    return torch.from_numpy(np.repeat(np.arange(len(end)), end - start))
 
 
 def empty_products(ops: Operands, start: Index | None, end: Index | None) -> list[Tensor]:
     """The outputs of groups with K = 0, which BLAS is not asked to write."""
     if ops.spec.form == "per_group":
         return [out for a, out in zip(ops.a, ops.out, strict=True) if a.shape[1] == 0]
-    assert isinstance(ops.a, Tensor) and isinstance(ops.out, Tensor)
     if ops.spec.form == "jagged_k":
-        assert start is not None and end is not None
-        return [ops.out[g] for g in np.flatnonzero(end <= start).tolist()]
-    return [group.out for group in walk(ops, start, end)] if ops.a.shape[-1] == 0 else []
+        return [ops.out[g] for g in np.flatnonzero(cast(Index, end) <= cast(Index, start)).tolist()]
+    return [group.out for group in walk(ops, start, end)] if cast(Tensor, ops.a).shape[-1] == 0 else []
 
 
 def bare(operand: Any) -> Any:
@@ -127,9 +124,8 @@ def _each(operand: Any, g: int, dims: int = 3) -> Any:
 
 
 def _walk_jagged(ops: Operands, start: list[int], end: list[int]) -> Iterator[Group]:
-    a, b, out, c, bias = ops.a, ops.b, ops.out, ops.c, ops.bias
-    assert isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(out, Tensor)
-    assert not isinstance(c, list) and not isinstance(bias, list)
+    a, b, out = (cast(Tensor, operand) for operand in (ops.a, ops.b, ops.out))
+    c, bias = (cast("Tensor | None", operand) for operand in (ops.c, ops.bias))
     for g, (lo, hi) in enumerate(zip(start, end, strict=True)):
         row = _each(bias, g, 2)
         if ops.spec.form == "jagged_m":
@@ -144,14 +140,12 @@ def _walk_jagged(ops: Operands, start: list[int], end: list[int]) -> Iterator[Gr
 def walk(ops: Operands, start: Index | None, end: Index | None) -> Iterator[Group]:
     """All groups. `end` of a masked problem holds its valid rows; other dense forms take None."""
     if ops.spec.jagged:
-        assert start is not None and end is not None
-        yield from _walk_jagged(ops, start.tolist(), end.tolist())
+        yield from _walk_jagged(ops, cast(Index, start).tolist(), cast(Index, end).tolist())
         return
     for g in range(ops.spec.groups):
         a, b, out, c, bias = ops.a[g], ops.b[g], ops.out[g], _each(ops.c, g), _each(ops.bias, g, 2)
         if ops.spec.form == "masked":
-            assert end is not None
-            rows = int(end[g])
+            rows = int(cast(Index, end)[g])
             a, out, c = a[:rows], out[:rows], None if c is None else c[:rows]
         yield Group(a, b, out, c, bias)
 
@@ -160,15 +154,14 @@ def unowned(ops: Operands, start: Index | None, end: Index | None) -> list[Tenso
     """The parts of `out` that no group owns, as views; the caller writes zeros to them."""
     out, form = ops.out, ops.spec.form
     if form == "masked":
-        assert isinstance(out, Tensor) and end is not None
-        return [out[g, rows:] for g, rows in enumerate(end.tolist()) if rows < out.shape[1]]
+        stack = cast(Tensor, out)
+        return [stack[g, rows:] for g, rows in enumerate(cast(Index, end).tolist()) if rows < stack.shape[1]]
     if form not in ("jagged_m", "jagged_n"):
         return []
-    assert isinstance(out, Tensor) and start is not None and end is not None
-    flat = out if form == "jagged_m" else out.t()
+    flat = cast(Tensor, out) if form == "jagged_m" else cast(Tensor, out).t()
     edges = np.zeros(flat.shape[0] + 1, np.int64)
-    np.add.at(edges, start, 1)
-    np.add.at(edges, end, -1)
+    np.add.at(edges, cast(Index, start), 1)
+    np.add.at(edges, cast(Index, end), -1)
     return [flat[lo:hi] for lo, hi in _runs_of_zero(np.cumsum(edges)[:-1])]
 
 

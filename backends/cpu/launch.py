@@ -9,6 +9,7 @@ import torch
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cpu.blas import BlasLaunch
+from multigemm.backends.cpu.bmm import BmmLaunch
 from multigemm.backends.cpu.config import Config
 from multigemm.backends.cpu.epilogue import finish, store
 from multigemm.backends.cpu.groups import Sizes, bare, is_inference, unowned, walk
@@ -43,7 +44,12 @@ def bind_blas(ops: Operands) -> Launch:
     return BlasLaunch(ops, found, bind_loop(ops))
 
 
-BINDS: dict[str, Callable[[Operands], Launch]] = {"loop": bind_loop, "blas": bind_blas}
+def bind_bmm(ops: Operands) -> Launch:
+    """torch's batched product, for 16-bit operands."""
+    return BmmLaunch(ops, bind_loop(ops))
+
+
+BINDS: dict[str, Callable[[Operands], Launch]] = {"loop": bind_loop, "blas": bind_blas, "bmm": bind_bmm}
 
 
 def _guarded(bind: Callable[[Operands], Launch], ops: Operands) -> Launch:

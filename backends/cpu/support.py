@@ -26,9 +26,11 @@ class CpuBackend:
     def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
         reasons = []
         if device.type != "cpu":
-            reasons.append(f"the operands are on {device}, and this backend computes in host memory: move them with .cpu()")
+            reasons.append(
+                f"the operands are on {device}, but this backend works in host memory: move them with .cpu()"
+            )
         if spec.compute not in INPUT_DTYPES:
-            reasons.append(f"compute dtype {spec.compute} is unknown here: use one of {', '.join(map(str, INPUT_DTYPES))}")
+            reasons.append(f"compute dtype {spec.compute} is unknown: use one of {', '.join(map(str, INPUT_DTYPES))}")
         if spec.compute == torch.int8 and spec.out.dtype != torch.int32:
             reasons.append(f"int8 products are int32, and out is {spec.out.dtype}: use out_dtype=torch.int32")
         if spec.activation is not None and spec.activation not in ACTIVATIONS:

@@ -8,7 +8,8 @@ and nothing is copied. A matrix is fit for BLAS if one stride is 1 and the other
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -79,14 +80,23 @@ def _operand(s: Strided, rows: int, cols: int, size: int, at_row: Index | int, a
     return order[0], address, np.full(len(group), order[1], np.int64)
 
 
+def one_product(ops: Operands) -> bool:
+    """Whether all groups use one matrix, so that their rows (or columns) are a single product."""
+    other = {"m": ops.b, "n": ops.a}.get(ops.spec.jagged or "")
+    return isinstance(other, Tensor) and other.dim() == 2
+
+
 def packed_table(ops: Operands, start: Index | None, end: Index | None) -> Table:
     """The products of a packed form; a, b and out of `ops` are tensors that fit BLAS."""
     p = packed(ops)
+    if one_product(ops) and start is not None and end is not None and len(end):
+        start, end = start[:1], end[-1:]
+        p = replace(p, groups=1)
     group = np.arange(p.groups, dtype=np.int64)
     m, n, k = (np.full(p.groups, extent, np.int64) for extent in (p.m, p.n, p.k))
     at: dict[str, Index | int] = {"m": 0, "n": 0, "k": 0}
     if p.jagged:
-        assert start is not None and end is not None
+        start, end = cast(Index, start), cast(Index, end)
         at[p.jagged] = start
         m, n, k = (end - start if p.jagged == x else extent for x, extent in (("m", m), ("n", n), ("k", k)))
     elif end is not None:

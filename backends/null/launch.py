@@ -46,4 +46,6 @@ class NullBackend:
         return (Config(),)
 
     def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
-        return Recipe(kernel="nothing", config=config, bind=_bind, why="it computes nothing, for tests of the host path")
+        return Recipe(
+            kernel="nothing", config=config, bind=_bind, why="it computes nothing, for tests of the host path"
+        )
