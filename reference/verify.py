@@ -79,7 +79,8 @@ class Verdict:
 
 
 def _comparable(array: Array) -> Array:
-    return array.astype(np.int64 if array.dtype.kind in "iu" else np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN raises the flag
+        return array.astype(np.int64 if array.dtype.kind in "iu" else np.float64)
 
 
 def _empty_block(array: Array) -> Block:

@@ -1,0 +1,241 @@
+"""A test problem as plain data: structure, a value mode and a seed. Never an array.
+
+A case is what the fuzzer draws, shrinks, stores as JSON and prints: everything that a run needs to
+happen again, byte for byte, on any machine. `classes(case)` names the kinds of situation it stands
+for, so that a campaign can prove what it has covered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from multigemm.spec import Form
+
+MODES = (
+    "int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled", "precise", "tiny",
+)  # fmt: skip
+"""How values are drawn; see multigemm.testing.values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one operand lies in memory. `zero` lists directions of stride 0: g(roup), r(ow), c(olumn)."""
+
+    order: str = "row"
+    pad: int = 0
+    shift: int = 0
+    step: int = 1
+    zero: str = ""
+
+
+PLAIN = Layout()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One problem. `m, n, k` are the shared extents; `lengths` the jagged ones, or masked's valid rows.
+
+    per_group uses `dims` alone; batched takes its number of groups from `lengths`. dtypes go by name.
+    `given` passes an `out=`, `alias` makes it the very `c`. `index` is int32 or int64; `where` is
+    "list", "host" or "device".
+    """
+
+    form: Form = "jagged_m"
+    dtype: str = "float32"
+    m: int = 0
+    n: int = 1
+    k: int = 1
+    lengths: tuple[int, ...] = ()
+    dims: tuple[tuple[int, int, int], ...] = ()
+    head: int = 0
+    tail: int = 0
+    dtype_b: str = ""
+    out_dtype: str = ""
+    shared: bool = False
+    kind: str = "offsets"
+    index: str = "int64"
+    where: str = "device"
+    alpha: float = 1.0
+    beta: float = 0.0
+    c_dtype: str = ""
+    bias: str = ""
+    bias_dtype: str = ""
+    activation: str | None = None
+    precision: str = "ieee"
+    given: bool = False
+    alias: bool = False
+    mode: str = "int"
+    seed: int = 0
+    a: Layout = field(default=PLAIN)
+    b: Layout = field(default=PLAIN)
+    c: Layout = field(default=PLAIN)
+    out: Layout = field(default=PLAIN)
+
+    @property
+    def groups(self) -> int:
+        return len(self.dims) if self.form == "per_group" else len(self.lengths)
+
+    @property
+    def jagged(self) -> str:
+        return self.form[-1] if self.form.startswith("jagged") else ""
+
+    @property
+    def total(self) -> int:
+        """The jagged extent T."""
+        return self.head + sum(self.lengths) + self.tail
+
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """(m, n, k) of every group."""
+        if self.form == "per_group":
+            return list(self.dims)
+        place = {"m": 0, "n": 1, "k": 2}
+        made = []
+        for length in self.lengths:
+            extents = [self.m, self.n, self.k]
+            if self.form == "masked":
+                extents[0] = length
+            elif self.jagged:
+                extents[place[self.jagged]] = length
+            made.append((extents[0], extents[1], extents[2]))
+        return made
+
+    @property
+    def work(self) -> int:
+        """Multiply-adds, and at least one per output element."""
+        return sum(m * n * max(k, 1) for m, n, k in self.sizes())
+
+    @property
+    def deepest(self) -> int:
+        return max((k for _, _, k in self.sizes()), default=0)
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.promote_types(as_dtype(self.dtype), as_dtype(self.dtype_b or self.dtype))
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        if self.out_dtype:
+            return as_dtype(self.out_dtype)
+        return torch.int32 if self.compute == torch.int8 else self.compute
+
+    def to_dict(self) -> dict[str, Any]:
+        """Only what differs from the defaults."""
+        plain, mine = asdict(Case()), asdict(self)
+        return {name: value for name, value in mine.items() if value != plain[name] or name in ("form", "dtype")}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Case:
+        known = {f.name for f in fields(Case)}
+        if unknown := set(data) - known:
+            raise ValueError(f"a case has no field {sorted(unknown)[0]!r}; it has {', '.join(sorted(known))}")
+        values = dict(data)
+        for name in ("a", "b", "c", "out"):
+            if name in values:
+                values[name] = Layout(**values[name])
+        if "lengths" in values:
+            values["lengths"] = tuple(values["lengths"])
+        if "dims" in values:
+            values["dims"] = tuple(tuple(d) for d in values["dims"])
+        return Case(**values)
+
+    def __repr__(self) -> str:
+        shown = (
+            (name, Layout(**value) if name in ("a", "b", "c", "out") else value) for name, value in self.to_dict().items()
+        )
+        return f"Case({', '.join(f'{name}={value!r}' for name, value in shown)})"
+
+
+def as_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name such as "bfloat16"."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def fit(case: Case, budget: int) -> Case:
+    """The same case with its largest extents halved until the work fits the budget."""
+    while case.work > budget:
+        if case.form == "per_group":
+            worst = max(range(case.groups), key=lambda g: case.dims[g][0] * case.dims[g][1] * max(case.dims[g][2], 1))
+            dims = list(case.dims)
+            dims[worst] = _halve_largest(dims[worst])
+            case = replace(case, dims=tuple(dims))
+            continue
+        longest = max(case.lengths, default=0) if case.form != "batched" else 0
+        extents = {name: getattr(case, name) for name in "mnk" if name != case.jagged}
+        widest = max(extents, key=lambda name: extents[name])
+        if longest > extents[widest] or (case.groups > 64 and longest > 1 and case.form != "masked"):
+            case = replace(case, lengths=tuple(length // 2 if length == longest else length for length in case.lengths))
+        else:
+            case = _halve_extent(case, widest, extents[widest])
+    return case
+
+
+def _halve_largest(size: tuple[int, int, int]) -> tuple[int, int, int]:
+    largest = size.index(max(size))
+    m, n, k = (e // 2 if i == largest else e for i, e in enumerate(size))
+    return m, n, k
+
+
+def _halve_extent(case: Case, name: str, extent: int) -> Case:
+    if extent <= 1:
+        return replace(case, lengths=case.lengths[: case.groups // 2])
+    half = {"m": case.m, "n": case.n, "k": case.k} | {name: extent // 2}
+    lengths = case.lengths
+    if case.form == "masked" and name == "m":
+        lengths = tuple(min(length, extent // 2) for length in lengths)
+    return replace(case, m=half["m"], n=half["n"], k=half["k"], lengths=lengths)
+
+
+def _layout_classes(name: str, layout: Layout) -> set[str]:
+    found = {f"{name}:{layout.order}"}
+    for word, present in (("padded", layout.pad), ("shifted", layout.shift), ("stepped", layout.step > 1)):
+        if present:
+            found.add(f"{name}:{word}")
+    return found | {f"{name}:zero-{direction}" for direction in layout.zero}
+
+
+def _size_classes(case: Case) -> set[str]:
+    sizes, count = case.sizes(), case.groups
+    edges = ((0, "none"), (1, "one"), (16, "few"), (256, "many"), (1 << 30, "over 256"))
+    found = {"groups:" + next(word for limit, word in edges if count <= limit)}
+    empty = [m == 0 or n == 0 for m, n, _ in sizes]
+    if any(empty):
+        found.add("empty:all" if all(empty) else "empty:some")
+    found |= {f"zero:{name}" for i, name in enumerate("mnk") if any(size[i] == 0 for size in sizes)}
+    found |= {f"odd:{name}" for i, name in enumerate("mnk") if any(size[i] % 8 for size in sizes)}
+    found |= {f"long:{name}" for i, name in enumerate("mnk") if any(size[i] > 128 for size in sizes)}
+    return found
+
+
+def classes(case: Case) -> set[str]:
+    """The kinds of situation that a case stands for; campaigns count them and demand them."""
+    found = {f"form:{case.form}", f"dtype:{case.dtype}", f"mode:{case.mode}", f"act:{case.activation}"} | _size_classes(case)
+    found |= _layout_classes("a", case.a) | _layout_classes("b", case.b)
+    found |= _layout_classes("out", case.out) if case.given else {"out:own"}
+    flags = {
+        "head": case.head, "tail": case.tail, "shared": case.shared, "alias": case.alias,
+        "mixed": case.dtype_b and case.dtype_b != case.dtype, "tf32": case.precision == "tf32",
+        "beta": case.beta, "alpha:zero": case.alpha == 0, "alpha:any": case.alpha not in (0, 1),
+        "wider out": case.out_dtype and case.result_dtype != case.compute,
+    }  # fmt: skip
+    found |= {name for name, present in flags.items() if present}
+    if case.bias:
+        found.add(f"bias:{case.bias}")
+    if case.jagged or case.form == "masked":
+        found |= {f"index:{case.index}", f"where:{case.where}"}
+    if case.jagged:
+        found.add(f"kind:{case.kind}")
+    return found

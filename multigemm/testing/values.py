@@ -1,0 +1,196 @@
+"""The numbers of a case, from its value mode and its seed alone.
+
+Each mode has a fault in mind. Whole numbers make every sum exact, so that one unit in the last place
+is an error: `int` with small amplitudes, `ties` with the largest that stay exact, so that many results
+fall between two numbers of the output format. `onehot` tells which element went where; `bitmask` tells
+that each k was used exactly once (a lost one clears a bit, a doubled one carries). `precise` are odd
+whole numbers that need the input format's last bit, so a narrower format on the way is seen at any K.
+`cancel` makes every sum collapse, `rowscaled` and `pow2` spread magnitudes, `special` sprinkles NaN
+and infinities, `tiny` stays near the smallest normal numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from multigemm.testing.case import Case, as_dtype
+
+Array = npt.NDArray[Any]
+Operand = Array | list[Array]
+
+LAST_BIT = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
+
+
+@dataclass(slots=True)
+class Values:
+    """Logical contents in float64 (int64 for int8); lists for per_group. Nobody's rows are filled too."""
+
+    a: Operand
+    b: Operand
+    c: Operand | None
+    bias: Operand | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    a: Any
+    b: Any
+    out: Any
+    bias: Any
+
+
+def shapes(case: Case) -> Shapes:
+    """The operands' shapes; lists of shapes for per_group."""
+    m, n, k, g, t = case.m, case.n, case.k, case.groups, case.total
+    if case.form == "per_group":
+        dims = case.dims
+        return Shapes([(m, k) for m, _, k in dims], [(k, n) for _, n, k in dims], [(m, n) for m, n, _ in dims],
+                      [(n,) for _, n, _ in dims])  # fmt: skip
+    bias = (g, n) if case.bias == "gn" else (t if case.form == "jagged_n" else n,)
+    if case.form == "jagged_m":
+        return Shapes((t, k), (k, n) if case.shared else (g, k, n), (t, n), bias)
+    if case.form == "jagged_n":
+        return Shapes((m, k) if case.shared else (g, m, k), (k, t), (m, t), bias)
+    if case.form == "jagged_k":
+        return Shapes((m, t), (t, n), (g, m, n), bias)
+    return Shapes((g, m, k), (g, k, n), (g, m, n), bias)
+
+
+def amplitude(case: Case, rng: np.random.Generator) -> int:
+    """The largest |a| and |b| for which every sum stays exact in the accumulator (and finite in the output)."""
+    acc_bits = 53 if case.compute == torch.float64 else 24
+    room = 2.0 ** (acc_bits - 2) / max(abs(case.alpha), 1.0)
+    cap = math.isqrt(int(room / max(case.deepest, 1))) or 1
+    formats = [LAST_BIT[as_dtype(d)] for d in (case.dtype, case.dtype_b or case.dtype)]
+    cap = min(cap, 2 ** min(formats), 2**11 if case.compute == torch.float32 else 2**22)
+    if case.result_dtype == torch.float16:
+        cap = min(cap, max(1, math.isqrt(int(30000 / math.sqrt(max(case.deepest, 1))))))
+    if case.mode == "ties":
+        return cap
+    return int(rng.integers(1, cap, endpoint=True)) if rng.integers(2) else min(cap, int(rng.integers(2, 12)))
+
+
+def _signed(rng: np.random.Generator, shape: tuple[int, ...], high: int) -> Array:
+    """Whole numbers of 1..high with either sign; never 0, which would hide a lost element."""
+    return rng.integers(1, high, shape, endpoint=True) * rng.choice((-1, 1), shape).astype(np.float64)
+
+
+def _onehot(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    *front, rows, depth = shape
+    found = np.zeros(shape)
+    if depth:
+        at = rng.integers(0, depth, (*front, rows, 1))
+        np.put_along_axis(found, at, 1.0, axis=-1)
+    return found
+
+
+def _bitmask(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Row i holds consecutive powers of two in one window of k, so that its sum has every bit once."""
+    *front, rows, depth = shape
+    width = min(LAST_BIT[case.result_dtype], LAST_BIT[as_dtype(case.dtype)] + 9, 20)
+    windows = max(1, -(-depth // width))
+    window = (np.arange(rows) + int(rng.integers(windows))) % windows
+    exponent = np.arange(depth)[None, :] - window[:, None] * width - width // 2
+    inside = (exponent >= -(width // 2)) & (exponent < width - width // 2)
+    pattern = np.where(inside, np.ldexp(1.0, np.clip(exponent, -20, 20)), 0.0)
+    return np.broadcast_to(pattern, shape).copy()
+
+
+def _precise(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    bits = min(LAST_BIT[as_dtype(case.dtype)], 11 if case.precision == "tf32" else 13)
+    if as_dtype(case.dtype) == torch.float64:
+        bits = 30
+    top = 2**bits - 1
+    low = 2 ** (bits - 2)
+    return (rng.integers(low, top, shape) | 1) * rng.choice((-1, 1), shape).astype(np.float64)
+
+
+def _specials(rng: np.random.Generator, values: Array) -> Array:
+    """A few entries become NaN, an infinity or zero; few, so that most of the result stays finite."""
+    if values.size == 0:
+        return values
+    count = int(rng.integers(1, max(2, values.size // 100), endpoint=True))
+    at = rng.integers(0, values.size, count)
+    values.flat[at] = rng.choice((np.nan, np.inf, -np.inf, 0.0, -0.0, np.inf), count)
+    return values
+
+
+def _matrix(case: Case, rng: np.random.Generator, shape: tuple[int, ...], left: bool, high: int) -> Array:
+    mode = case.mode
+    if mode in ("int", "ties"):
+        return _signed(rng, shape, high)
+    if mode == "onehot":
+        code = 2 ** min(LAST_BIT[as_dtype(case.dtype_b or case.dtype)], LAST_BIT[case.result_dtype], 20)
+        return _onehot(rng, shape) if left else _signed(rng, shape, code - 1)
+    if mode == "bitmask":
+        return _bitmask(case, rng, shape) if left else np.ones(shape)
+    if mode == "precise":
+        return _precise(case, rng, shape) if left else rng.choice((-1.0, 1.0), shape)
+    if mode == "uniform":
+        return rng.random(shape)
+    if mode == "pow2":
+        return np.ldexp(rng.choice((-1.0, 1.0), shape), rng.integers(-6, 7, shape))
+    values = rng.standard_normal(shape)
+    if mode == "special":
+        return _specials(rng, values)
+    if mode == "rowscaled":
+        scale = np.ldexp(1.0, rng.integers(-5, 6, (*shape[:-2], shape[-2], 1) if left else (*shape[:-2], 1, shape[-1])))
+        return values * scale
+    if mode == "tiny":
+        return values * (2.0**-14 if "float16" in (case.dtype, case.dtype_b) else 2.0**-50)
+    return values
+
+
+def _cancel(a: Array, b: Array) -> None:
+    """The second half of k repeats the first with A negated; rounding A and B keeps the pairs equal."""
+    half = a.shape[-1] // 2
+    a[..., half : 2 * half] = -a[..., :half]
+    b[..., half : 2 * half, :] = b[..., :half, :]
+
+
+def _addend(case: Case, rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
+    """C or a bias: whole where the sums must stay whole."""
+    if case.compute == torch.int8:
+        return rng.integers(-(2**31), 2**31, shape) if rng.integers(2) else rng.integers(-99, 100, shape)
+    if case.mode in ("normal", "uniform", "cancel", "pow2", "rowscaled", "special", "tiny", "bitmask"):
+        return rng.standard_normal(shape) * (2.0**-14 if case.mode == "tiny" else 1.0)
+    return _signed(rng, shape, min(2 ** LAST_BIT[dtype], 2000) - 1)
+
+
+def _pair(case: Case, rng: np.random.Generator, a: tuple[int, ...], b: tuple[int, ...], high: int) -> tuple[Array, Array]:
+    if case.compute == torch.int8:
+        low, top = (-128, 127) if rng.integers(2) else (-9, 9)
+        return rng.integers(low, top, a, endpoint=True), rng.integers(low, top, b, endpoint=True)
+    x, y = _matrix(case, rng, a, True, high), _matrix(case, rng, b, False, high)
+    if case.mode == "cancel" and case.form != "jagged_k":
+        _cancel(x, y)
+    return x, y
+
+
+def draw_values(case: Case) -> Values:
+    """The logical contents of a, b, c and bias."""
+    rng = np.random.default_rng(case.seed)
+    shape = shapes(case)
+    high = amplitude(case, rng) if case.mode in ("int", "ties") and case.compute != torch.int8 else 1
+    c = bias = None
+    c_dtype = as_dtype(case.c_dtype) if case.c_dtype else None
+    bias_dtype = as_dtype(case.bias_dtype) if case.bias_dtype else None
+    if case.form == "per_group":
+        pairs = [_pair(case, rng, x, y, high) for x, y in zip(shape.a, shape.b, strict=True)]
+        if c_dtype is not None:
+            c = [_addend(case, rng, s, c_dtype) for s in shape.out]
+        if bias_dtype is not None:
+            bias = [_addend(case, rng, s, bias_dtype) for s in shape.bias]
+        return Values([x for x, _ in pairs], [y for _, y in pairs], c, bias)
+    a, b = _pair(case, rng, shape.a, shape.b, high)
+    if c_dtype is not None:
+        c = _addend(case, rng, shape.out, c_dtype)
+    if bias_dtype is not None:
+        bias = _addend(case, rng, shape.bias, bias_dtype)
+    return Values(a, b, c, bias)
