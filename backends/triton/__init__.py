@@ -1,0 +1,47 @@
+"""The Triton backend: persistent kernels written in Triton, launched without Triton's dispatcher.
+
+Importing this package imports neither Triton nor a GPU library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from multigemm.backend import Availability, Recipe
+from multigemm.backends.triton import config as configs_of
+from multigemm.backends.triton import support
+from multigemm.backends.triton.config import Config
+from multigemm.errors import InvalidSetting
+from multigemm.spec import ProblemSpec
+
+__all__ = ["BACKEND", "Config", "TritonBackend"]
+
+
+class TritonBackend:
+    """The five members of the Backend protocol."""
+
+    name = "triton"
+
+    def availability(self) -> Availability:
+        return support.availability()
+
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        return support.not_supported_reasons(spec, device)
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Config]:
+        if device.type == "cpu":
+            return configs_of.emulated()
+        return configs_of.candidates(spec)
+
+    def plan(self, spec: ProblemSpec, config: Config | None, device: torch.device) -> Recipe:
+        from multigemm.backends.triton.launch import plan_pointer
+
+        chosen = config or self.configs(spec, device)[0]
+        if problem := configs_of.problem_with(chosen, spec):
+            raise InvalidSetting(f"{chosen} cannot run this problem: {problem}")
+        return plan_pointer(spec, chosen, device, "given" if config else "heuristic")
+
+
+BACKEND = TritonBackend()

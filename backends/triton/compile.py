@@ -1,0 +1,152 @@
+"""Kernels as cubins: compiled by Triton for an explicit target, kept on disk, loaded without Triton.
+
+Triton's own dispatcher inspects every argument of every call and specialises on values. Here the
+signature and the hints are spelled out instead, so that nothing about a call's sizes can cause a
+compilation, the same kernel can be compiled for a GPU that is not here, and a process that finds
+its cubin on disk does not import Triton at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache, lru_cache
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+from multigemm.cache import DiskCache, fingerprint
+from multigemm.errors import CompileError
+from multigemm.settings import settings
+
+CACHE = DiskCache("triton")
+compilations = 0
+"""How many kernels this process compiled (not: loaded from disk). Tests count it."""
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """Everything that one compiled kernel depends on, but the target."""
+
+    module: str
+    name: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    divisibility: tuple[tuple[str, int], ...] = ()
+    warps: int = 4
+    stages: int = 1
+    gluon: bool = False
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code and what a launch has to know about it."""
+
+    code: bytes = field(repr=False)
+    name: str
+    threads: int
+    shared: int
+    scratch: int
+    scratch_align: int
+    params: int
+
+
+def triton_version() -> str:
+    """The installed Triton's version, without importing it; '' if there is none."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@lru_cache(maxsize=1)
+def source_fingerprint() -> str:
+    """Changes with any file of this folder: the kernels import one another."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return fingerprint(*(file.read_bytes() for file in files))
+
+
+def _ast_source(source: KernelSource) -> Any:
+    kernel = getattr(import_module(source.module), source.name)
+    if source.gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        from triton.compiler import ASTSource as Source
+    given = dict(source.signature)
+    signature = {name: given.get(name, "constexpr") for name in kernel.arg_names}
+    index = {name: i for i, name in enumerate(kernel.arg_names)}
+    attrs = {(index[name],): [["tt.divisibility", by]] for name, by in source.divisibility if by > 1}
+    return Source(kernel, signature, constexprs=_constants(source), attrs=attrs)
+
+
+def _constants(source: KernelSource) -> dict[str, Any]:
+    """Constants as the kernels use them: a leading 'tl.' names one of Triton's types."""
+    import triton.language as tl
+
+    def value(v: Any) -> Any:
+        return getattr(tl, v[3:]) if isinstance(v, str) and v.startswith("tl.") else v
+
+    return {name: value(v) for name, v in source.constants}
+
+
+def _options(source: KernelSource) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_warps": source.warps, "num_stages": source.stages}
+    if source.registers is not None:
+        options["maxnreg"] = source.registers
+    return options
+
+
+def build(source: KernelSource, capability: int) -> Any:
+    """Triton's CompiledKernel for sm_<capability>; needs no GPU."""
+    global compilations
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    compilations += 1
+    try:
+        return triton.compile(_ast_source(source), target=GPUTarget("cuda", capability, 32), options=_options(source))
+    except Exception as error:
+        raise CompileError(f"triton could not compile {source.name} for sm_{capability}: {error}") from error
+
+
+def _pack(compiled: Any) -> Cubin:
+    meta = compiled.metadata
+    entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
+    if entry is None:
+        raise CompileError(f"no entry point in the PTX of {meta.name}")
+    return Cubin(
+        code=compiled.asm["cubin"],
+        name=meta.name,
+        threads=32 * meta.num_warps,
+        shared=meta.shared,
+        scratch=getattr(meta, "global_scratch_size", 0) or 0,
+        scratch_align=getattr(meta, "global_scratch_align", 1) or 1,
+        params=len(re.findall(r"\.param", entry.group(1))),
+    )
+
+
+def _dump(source: KernelSource, key: str, asm: Mapping[str, Any]) -> None:
+    folder = settings().dump
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"triton-{source.name}-{key}.ptx").write_text(asm["ptx"])
+        (folder / f"triton-{source.name}-{key}.cubin").write_bytes(asm["cubin"])
+
+
+@cache
+def cubin(source: KernelSource, capability: int) -> Cubin:
+    """The kernel's machine code: from this process, from disk, or compiled now."""
+    key = fingerprint(triton_version(), source_fingerprint(), source, capability)
+    stored = CACHE.get(key, ".cubin")
+    if stored is not None and settings().dump is None:
+        head, _, code = stored.partition(b"\n")
+        return Cubin(code=code, **json.loads(head))
+    compiled = build(source, capability)
+    _dump(source, key, compiled.asm)
+    packed = _pack(compiled)
+    facts = {name: value for name, value in asdict(packed).items() if name != "code"}
+    CACHE.put(key, json.dumps(facts).encode() + b"\n" + packed.code, ".cubin")
+    return packed

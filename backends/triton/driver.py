@@ -1,0 +1,139 @@
+"""Launches through the CUDA driver with prepared argument buffers: a few microseconds per call.
+
+A launch here is one foreign call. The arguments were packed when the problem was bound; only the
+stream is looked up at launch time, as the contract asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from multigemm.backends.triton.compile import Cubin
+from multigemm.errors import LibraryError
+
+SHARED_LIMIT_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+INVALID_CONTEXT = 201
+_loading = threading.Lock()
+
+
+class TensorMap(ctypes.Structure):
+    """A CUtensorMap: 128 opaque bytes, passed by value. `buffer` over-allocates to align it to 64."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The driver, typed where it is called often."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    cuda.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    return cuda
+
+
+def check(code: int, call: str) -> None:
+    """Raises LibraryError with the driver's own name for the code."""
+    if code:
+        text = ctypes.c_char_p()
+        library().cuGetErrorName(code, ctypes.byref(text))
+        raise LibraryError(f"{call} failed: {(text.value or b'unknown').decode()} ({code})")
+
+
+def use_context(index: int) -> None:
+    """Makes the device's primary context current on this thread (torch made it, maybe on another)."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    check(library().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
+    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    check(library().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+_functions: dict[tuple[int, int], tuple[Cubin, int]] = {}
+
+
+def function(code: Cubin, index: int) -> int:
+    """The loaded kernel's handle on a device; loaded once per device, never unloaded."""
+    key = (id(code), index)
+    with _loading:
+        if key not in _functions:
+            with torch.cuda.device(index):
+                _functions[key] = (code, _load(code, index))
+        return _functions[key][1]
+
+
+def _load(code: Cubin, index: int) -> int:
+    cuda = library()
+    use_context(index)
+    module, handle = ctypes.c_void_p(), ctypes.c_void_p()
+    check(cuda.cuModuleLoadData(ctypes.byref(module), code.code), "cuModuleLoadData")
+    check(cuda.cuModuleGetFunction(ctypes.byref(handle), module, code.name.encode()), "cuModuleGetFunction")
+    if code.shared > 48 * 1024:
+        check(cuda.cuFuncSetAttribute(handle, SHARED_LIMIT_ATTRIBUTE, code.shared), "cuFuncSetAttribute")
+    return int(handle.value or 0)
+
+
+def align_up(address: int, to: int) -> int:
+    return (address + to - 1) // to * to
+
+
+class Arguments:
+    """Kernel arguments in memory that outlives every launch, and the pointers to them."""
+
+    def __init__(self, values: Sequence[int | bytes], keep: Sequence[object]) -> None:
+        sizes = [128 if isinstance(v, bytes) else 8 for v in values]
+        self._raw = ctypes.create_string_buffer(sum(align_up(s, 64) for s in sizes) + 64)
+        self.pointers = (ctypes.c_void_p * max(1, len(values)))()
+        self.keep = keep
+        at = align_up(ctypes.addressof(self._raw), 64)
+        for i, (value, size) in enumerate(zip(values, sizes, strict=True)):
+            raw = value if isinstance(value, bytes) else (value & (2**64 - 1)).to_bytes(8, "little")
+            ctypes.memmove(at, raw, size)
+            self.pointers[i] = at
+            at += align_up(size, 64)
+
+
+def launcher(
+    code: Cubin, index: int, grid: int, values: Sequence[int | bytes], keep: Sequence[object]
+) -> Callable[[], None]:
+    """A launch of `grid` programs with fixed arguments on the device's current stream.
+
+    Triton appends parameters of its own (a scratch buffer in global memory, a profile buffer) behind
+    the kernel's: the PTX says how many. The scratch buffer is allocated here, once per bound problem.
+    """
+    scratch = torch.empty(0, dtype=torch.uint8)
+    extra = [0] * (code.params - len(values))
+    if code.scratch:
+        scratch = torch.empty(code.scratch * grid + 128, dtype=torch.uint8, device=torch.device("cuda", index))
+        extra[0] = align_up(scratch.data_ptr(), 128)
+    arguments = Arguments([*values, *extra], (*keep, scratch))
+    return _bound(code, index, grid, arguments)
+
+
+def _bound(code: Cubin, index: int, grid: int, arguments: Arguments) -> Callable[[], None]:
+    call, handle, pointers = library().cuLaunchKernel, ctypes.c_void_p(function(code, index)), arguments.pointers
+    blocks, threads, shared = ctypes.c_uint(grid), ctypes.c_uint(code.threads), ctypes.c_uint(code.shared)
+    one = ctypes.c_uint(1)
+    stream_of: Any = torch._C._cuda_getCurrentRawStream
+    device_now = torch.cuda.current_device
+
+    def start() -> int:
+        stream = stream_of(index)
+        return int(call(handle, blocks, one, one, threads, one, one, shared, stream, pointers, None))
+
+    def launch(_keep: Arguments = arguments) -> None:
+        if device_now() == index:
+            result = start()
+        else:
+            with torch.cuda.device(index):
+                result = start()
+        if result == INVALID_CONTEXT:
+            use_context(index)
+            result = start()
+        if result:
+            check(result, f"cuLaunchKernel of {code.name}")
+
+    return launch

@@ -1,0 +1,83 @@
+"""The pointer kernel in Triton's interpreter, on CPU tensors: the same source, without a GPU.
+
+The interpreter replaces Triton's operators when the library is imported, so the switch has to be
+set before that; `support` refuses with a reason where it is too late.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigemm.backend import Launch
+from multigemm.backends.triton.config import Config
+from multigemm.backends.triton.launch import (
+    CHUNK,
+    EXTENTS,
+    STRIDES,
+    bound_on_tiles,
+    constants,
+    group_sizes,
+    is_empty,
+    nothing,
+    prefix_constants,
+    programs,
+    scalars,
+    uniform,
+)
+from multigemm.layouts import Operands, group_table, packed
+
+
+def _kernels() -> tuple[Any, Any, Any]:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language as tl
+
+    from multigemm.backends.triton.kernels import pointer_kernel
+    from multigemm.backends.triton.schedule_device import write_prefix
+
+    return pointer_kernel, write_prefix, tl
+
+
+def _tensors(ops: Operands) -> dict[str, Tensor]:
+    """Operands by argument name; where there is none, an empty tensor of the right type."""
+    spec, listed = ops.spec, ops.spec.form == "per_group"
+
+    def one(value: Tensor | list[Tensor] | None, dtype: torch.dtype) -> Tensor:
+        return value if isinstance(value, Tensor) and not listed else torch.empty(1, dtype=dtype)
+
+    return {
+        "a": one(ops.a, spec.a.dtype),
+        "b": one(ops.b, spec.b.dtype),
+        "c": one(ops.c, spec.c.dtype if spec.c else spec.out.dtype),
+        "out": one(ops.out, spec.out.dtype),
+        "bias": one(ops.bias, spec.bias or spec.out.dtype),
+        "ends": one(group_sizes(ops), spec.index or torch.int32),
+        "table": torch.from_numpy(group_table(ops)) if listed else torch.empty(1, dtype=torch.int64),
+        "prefix": torch.empty(max(1, spec.groups), dtype=torch.int32),
+    }
+
+
+def bind_emulated(ops: Operands, config: Config) -> Launch:
+    """A launch that interprets the kernel program by program."""
+    if is_empty(ops):
+        return nothing
+    kernel, count, tl = _kernels()
+    spec = ops.spec
+    shape = None if spec.form == "per_group" else packed(ops)
+    tensors, numbers = _tensors(ops), scalars(ops, shape)
+    options = {**constants(spec, config), "INTERPRETED": True}
+    options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
+    grid = (programs(bound_on_tiles(ops, shape, config), config, 1),)
+    arguments = [*tensors.values(), *(numbers[name] for name in (*EXTENTS, *STRIDES))]
+
+    def launch() -> None:
+        if spec.groups > CHUNK and not uniform(spec):
+            given = [tensors["prefix"], tensors["ends"], tensors["table"]]
+            extents = [numbers[name] for name in ("m", "n", "groups", "head")]
+            count[(1,)](*given, *extents, **prefix_constants(spec, config))
+        kernel[grid](*arguments, **options)
+
+    return launch

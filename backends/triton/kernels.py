@@ -1,0 +1,215 @@
+# mypy: ignore-errors
+"""The pointer kernel: right for every form, stride, alignment, dtype and size.
+
+It masks both operands along K, so that what lies beyond a group never meets an accumulator, and it
+addresses with 64 bits across tiles (and inside a tile where the operand is `WIDE`). Operand order,
+divisibility and the epilogue are compile-time classes; sizes, strides and counts are not.
+"""
+
+import triton
+import triton.language as tl
+
+from multigemm.backends.triton.epilogue import finish
+from multigemm.backends.triton.schedule_device import group_range, locate, pivots, place
+
+COLUMNS = tl.constexpr(20)
+TABLE_M = tl.constexpr(5)
+TABLE_N = tl.constexpr(6)
+TABLE_K = tl.constexpr(7)
+
+
+@triton.jit
+def offsets(i, row, j, col, ORDER: tl.constexpr, WIDE: tl.constexpr):
+    """i * row + j * col inside a tile, where the unit stride is a constant the compiler can vectorise."""
+    if not WIDE:
+        row = row.to(tl.int32)
+        col = col.to(tl.int32)
+    if ORDER == "row":
+        return i[:, None] * row + j[None, :]
+    elif ORDER == "col":
+        return i[:, None] + j[None, :] * col
+    else:
+        return i[:, None] * row + j[None, :] * col
+
+
+@triton.jit
+def corner(base, i, row, j, col, ORDER: tl.constexpr):
+    """base + i * row + j * col in 64 bits, for the first element of a tile."""
+    if ORDER == "row":
+        return base + (i.to(tl.int64) * row + j)
+    elif ORDER == "col":
+        return base + (i + j.to(tl.int64) * col)
+    else:
+        return base + (i.to(tl.int64) * row + j.to(tl.int64) * col)
+
+
+@triton.jit
+def operand(table, g, like, POINTER: tl.constexpr, STRIDE: tl.constexpr, BYTES: tl.constexpr):
+    """Pointer and strides of one matrix of a list; BYTES is the alignment that all of them share."""
+    SIZE: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
+    row_of = table + g.to(tl.int64) * COLUMNS
+    address = tl.load(row_of + POINTER)
+    row = tl.load(row_of + STRIDE)
+    col = tl.load(row_of + STRIDE + 1)
+    base = address.to(tl.pointer_type(like.dtype.element_ty))
+    if BYTES > SIZE:
+        # hints stick to the operation they are given to, so they stand here, not in a helper
+        base = tl.multiple_of(base, BYTES)
+        row = tl.multiple_of(row, BYTES // SIZE)
+        col = tl.multiple_of(col, BYTES // SIZE)
+    return base, row, col
+
+
+@triton.jit
+def write_zeros(out, group_stride, row, col, rows, columns, first_row, first_column,
+                BM: tl.constexpr, BN: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
+    """Zeros in out[first_row:rows, first_column:columns], shared out among the programs."""
+    across = (columns - first_column + BN - 1) // BN
+    down = (rows - first_row + BM - 1) // BM
+    for tile in range(tl.program_id(0), down * across, tl.num_programs(0)):
+        i = first_row + tile // across * BM + tl.arange(0, BM)
+        j = first_column + tile % across * BN + tl.arange(0, BN)
+        ptrs = out + i[:, None].to(tl.int64) * row + j[None, :].to(tl.int64) * col
+        tl.store(ptrs, tl.zeros((BM, BN), out.dtype.element_ty), mask=(i < rows)[:, None] & (j < columns)[None, :])
+
+
+@triton.jit
+def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
+                   m, n, k, groups, head,
+                   a_group, a_row, a_col, b_group, b_row, b_col, c_group, c_row, c_col,
+                   out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
+                   FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
+                   STAGES: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, OUT_ORDER: tl.constexpr,
+                   A_BYTES: tl.constexpr, B_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr, WIDE: tl.constexpr,
+                   EVEN_K: tl.constexpr, MULTIPLE: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr,
+                   ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, ZERO: tl.constexpr,
+                   INTERPRETED: tl.constexpr):  # fmt: skip
+    """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups."""
+    UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
+    per_group = ((m + BM - 1) // BM) * ((n + BN - 1) // BN)
+    if UNIFORM:
+        total = groups * per_group
+    else:
+        found, stride = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N)
+        total = tl.max(found, 0)
+
+    for tile in range(tl.program_id(0), total, tl.num_programs(0)):
+        if UNIFORM:
+            g = tile // per_group
+            first = g * per_group
+        else:
+            g, first = locate(tile, found, stride, prefix, groups)
+
+        # 1. the group's extents, and where it starts along the jagged direction
+        gm, gn, gk = m, n, k
+        start = g * 0
+        if FORM == "per_group":
+            row_of = table + g.to(tl.int64) * COLUMNS
+            gm = tl.load(row_of + TABLE_M).to(tl.int32)
+            gn = tl.load(row_of + TABLE_N).to(tl.int32)
+            gk = tl.load(row_of + TABLE_K).to(tl.int32)
+            if MULTIPLE > 1:
+                gm = tl.multiple_of(gm, MULTIPLE)
+                gn = tl.multiple_of(gn, MULTIPLE)
+                gk = tl.multiple_of(gk, MULTIPLE)
+        elif FORM == "masked":
+            gm = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
+        elif FORM == "jagged_m":
+            start, end = group_range(ends, g, head, m, g >= 0)
+            gm = end - start
+        elif FORM == "jagged_n":
+            start, end = group_range(ends, g, head, n, g >= 0)
+            gn = end - start
+        elif FORM == "jagged_k":
+            start, end = group_range(ends, g, head, k, g >= 0)
+            gk = end - start
+        if ALPHA == "zero":
+            gk = gk * 0
+        covered_m = m if UNIFORM else gm
+        tile_m, tile_n = place(tile - first, (covered_m + BM - 1) // BM, (gn + BN - 1) // BN, WIDTH)
+        skip_m = start if FORM == "jagged_m" else 0
+        skip_n = start if FORM == "jagged_n" else 0
+        skip_k = start if FORM == "jagged_k" else 0
+
+        # 2. the first element of each operand's tile, in 64 bits
+        if FORM == "per_group":
+            a_base, a_r, a_c = operand(table, g, a, 0, 8, A_BYTES)
+            b_base, b_r, b_c = operand(table, g, b, 1, 10, B_BYTES)
+            out_base, out_r, out_c = operand(table, g, out, 3, 14, OUT_BYTES)
+        else:
+            wide_g = g.to(tl.int64)
+            a_base, a_r, a_c = a + wide_g * a_group, a_row, a_col
+            b_base, b_r, b_c = b + wide_g * b_group, b_row, b_col
+            out_base, out_r, out_c = out + wide_g * out_group, out_row, out_col
+        row0 = tile_m * BM
+        col0 = tile_n * BN
+        i = tl.arange(0, BM)
+        j = tl.arange(0, BN)
+        kk = tl.arange(0, BK)
+        rows_left = gm - row0
+        cols_left = gn - col0
+        a_ptrs = corner(a_base, skip_m + row0, a_r, skip_k + 0 * row0, a_c, A_ORDER) + offsets(
+            i, a_r, kk, a_c, A_ORDER, WIDE)  # fmt: skip
+        b_ptrs = corner(b_base, skip_k + 0 * row0, b_r, skip_n + col0, b_c, B_ORDER) + offsets(
+            kk, b_r, j, b_c, B_ORDER, WIDE)  # fmt: skip
+        a_step = BK if A_ORDER == "row" else BK * a_c
+        b_step = BK if B_ORDER == "col" else BK * b_r
+
+        # 3. the products; both operands are zero where k, a row or a column lies outside the group
+        acc = tl.zeros((BM, BN), ACC)
+        if rows_left > 0:
+            for step in tl.range(0, (gk + BK - 1) // BK, num_stages=STAGES):
+                if EVEN_K:
+                    x = tl.load(a_ptrs, mask=(i < rows_left)[:, None], other=0)
+                    y = tl.load(b_ptrs, mask=(j < cols_left)[None, :], other=0)
+                else:
+                    k_left = gk - step * BK
+                    x = tl.load(a_ptrs, mask=(i < rows_left)[:, None] & (kk < k_left)[None, :], other=0)
+                    y = tl.load(b_ptrs, mask=(kk < k_left)[:, None] & (j < cols_left)[None, :], other=0)
+                if INTERPRETED and a.dtype.element_ty == tl.bfloat16:
+                    x = x.to(tl.float32)
+                    y = y.to(tl.float32)
+                acc = tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=ACC)
+                a_ptrs += a_step
+                b_ptrs += b_step
+
+        # 4. the epilogue
+        owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]
+        c_ptrs = out_base
+        bias_ptrs = out_base
+        if HAS_C:
+            if FORM == "per_group":
+                c_base, c_r, c_c = operand(table, g, c, 2, 12, 1)
+            else:
+                c_base, c_r, c_c = c + wide_g * c_group, c_row, c_col
+            c_ptrs = corner(c_base, skip_m + row0, c_r, skip_n + col0, c_c, "strided") + offsets(
+                i, c_r, j, c_c, "strided", True)  # fmt: skip
+        if HAS_BIAS:
+            if FORM == "per_group":
+                bias_base = tl.load(row_of + 4).to(tl.pointer_type(bias.dtype.element_ty))
+                bias_c = tl.load(row_of + 16)
+            else:
+                bias_base, bias_c = bias + wide_g * bias_group, bias_col
+            bias_ptrs = bias_base + (skip_n + col0 + j).to(tl.int64) * bias_c
+        result = finish(acc, alpha_bits, beta_bits, c_ptrs, owned, bias_ptrs, j < cols_left, out.dtype.element_ty,
+                        ALPHA == "any", HAS_C, HAS_BIAS, ACTIVATION, INTERPRETED)  # fmt: skip
+        out_ptrs = corner(out_base, skip_m + row0, out_r, skip_n + col0, out_c, OUT_ORDER) + offsets(
+            i, out_r, j, out_c, OUT_ORDER, WIDE)  # fmt: skip
+        if FORM == "masked" and ZERO:
+            result = tl.where((i < rows_left)[:, None], result, 0).to(out.dtype.element_ty)
+            owned = (i < m - row0)[:, None] & (j < cols_left)[None, :]
+        tl.store(out_ptrs, result, mask=owned)
+
+    # 5. what no group owns, where the output is the library's own
+    if ZERO and (FORM == "jagged_m" or FORM == "jagged_n"):
+        length = m if FORM == "jagged_m" else n
+        low = tl.load(ends - 1, mask=groups * head > 0, other=0).to(tl.int64)
+        high = tl.load(ends + groups - 1, mask=groups > 0, other=0).to(tl.int64)
+        low = tl.minimum(tl.maximum(low, 0), length).to(tl.int32)
+        high = tl.minimum(tl.maximum(high, 0), length).to(tl.int32)
+        if FORM == "jagged_m":
+            write_zeros(out, out_group, out_row, out_col, low, n, 0, 0, BM, BN, OUT_ORDER)
+            write_zeros(out, out_group, out_row, out_col, m, n, high, 0, BM, BN, OUT_ORDER)
+        else:
+            write_zeros(out, out_group, out_row, out_col, m, low, 0, 0, BM, BN, OUT_ORDER)
+            write_zeros(out, out_group, out_row, out_col, m, n, 0, high, BM, BN, OUT_ORDER)

@@ -1,0 +1,106 @@
+# mypy: ignore-errors
+"""The device scheduler that the kernels share: tile index -> group, from sizes that stay on the device.
+
+`multigemm.schedule` is the host model of the same walk. No program walks all groups one by one: up
+to CHUNK groups are counted at once by a vector prefix sum; beyond that a small kernel writes the
+prefix sums first, and each lookup is two vector steps (CHUNK pivots, then the groups between two).
+"""
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(256)
+FAR = tl.constexpr(2147483647)
+
+
+@triton.jit
+def group_range(ends, g, head, total, ok):
+    """[start, end) of groups along the jagged extent, clamped so that lying offsets stay inside it."""
+    start = tl.load(ends + g - 1, mask=ok & (g + head > 0), other=0).to(tl.int64)
+    end = tl.load(ends + g, mask=ok, other=0).to(tl.int64)
+    start = tl.minimum(tl.maximum(start, 0), total)
+    end = tl.minimum(tl.maximum(end, start), total)
+    return start.to(tl.int32), end.to(tl.int32)
+
+
+@triton.jit
+def tiles_in(g, ok, ends, table, m, n, groups, head,
+             FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
+             TABLE_M: tl.constexpr, TABLE_N: tl.constexpr):  # fmt: skip
+    """The number of tiles of groups `g` (a vector); 0 where not `ok`."""
+    if FORM == "per_group":
+        rows = tl.load(table + g.to(tl.int64) * COLUMNS + TABLE_M, mask=ok, other=0).to(tl.int32)
+        columns = tl.load(table + g.to(tl.int64) * COLUMNS + TABLE_N, mask=ok, other=0).to(tl.int32)
+    elif FORM == "masked":
+        rows = tl.load(ends + g, mask=ok, other=0).to(tl.int64)
+        rows = tl.minimum(tl.maximum(rows, 0), m).to(tl.int32)
+        columns = n
+    elif FORM == "jagged_n":
+        start, end = group_range(ends, g, head, n, ok)
+        rows = m
+        columns = end - start
+    else:
+        start, end = group_range(ends, g, head, m, ok)
+        rows = end - start
+        columns = n
+    count = ((rows + BM - 1) // BM) * ((columns + BN - 1) // BN)
+    return tl.where(ok, count, 0)
+
+
+@triton.jit
+def pivots(prefix, ends, table, m, n, groups, head,
+           FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
+           TABLE_M: tl.constexpr, TABLE_N: tl.constexpr):  # fmt: skip
+    """CHUNK inclusive tile counts: of every group if they fit, else of every `stride`-th one."""
+    lane = tl.arange(0, CHUNK)
+    stride = (groups + CHUNK - 1) // CHUNK
+    if groups <= CHUNK:
+        counts = tiles_in(lane, lane < groups, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N)
+        found = tl.cumsum(counts, 0)
+    else:
+        found = tl.load(prefix + tl.minimum((lane + 1) * stride, groups) - 1)
+    return found, stride
+
+
+@triton.jit
+def locate(tile, found, stride, prefix, groups):
+    """(group, the group's first tile) of a tile index below the total."""
+    lane = tl.arange(0, CHUNK)
+    below = found <= tile
+    group = tl.sum(below.to(tl.int32), 0)
+    first = tl.max(tl.where(below, found, 0), 0)
+    if groups > CHUNK:
+        base = group * stride
+        group = base
+        for offset in range(0, stride, CHUNK):
+            index = base + offset + lane
+            ok = (offset + lane < stride) & (index < groups)
+            counts = tl.load(prefix + index, mask=ok, other=FAR)
+            under = counts <= tile
+            group += tl.sum(under.to(tl.int32), 0)
+            first = tl.maximum(first, tl.max(tl.where(under, counts, 0), 0))
+    return group, first
+
+
+@triton.jit
+def place(local, tiles_m, tiles_n, WIDTH: tl.constexpr):
+    """(tile_m, tile_n) inside a group, in bands of WIDTH tile rows (see multigemm.schedule.place)."""
+    band = WIDTH * tiles_n
+    first = local // band * WIDTH
+    height = tl.minimum(tiles_m - first, WIDTH)
+    inside = local % band
+    return first + inside % height, inside // height
+
+
+@triton.jit
+def write_prefix(prefix, ends, table, m, n, groups, head,
+                 FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
+                 TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
+    """Inclusive prefix sums of the tile counts of all groups, by one program, STEP groups at a time."""
+    lane = tl.arange(0, STEP)
+    carry = 0
+    for base in range(0, groups, STEP):
+        g = base + lane
+        counts = tiles_in(g, g < groups, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N)
+        tl.store(prefix + g, carry + tl.cumsum(counts, 0), mask=g < groups)
+        carry += tl.sum(counts, 0)

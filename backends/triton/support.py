@@ -1,0 +1,61 @@
+"""What this backend can do, as reasons against: pure Python, runs without a GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+import torch
+
+from multigemm.backend import Availability
+from multigemm.backends.triton.compile import triton_version
+from multigemm.settings import settings
+from multigemm.spec import ProblemSpec
+
+INSTALL = "pip install 'triton>=3.6'"
+MINIMUM_CAPABILITY = (8, 0)
+
+
+def _interpreter_reason() -> str:
+    """The interpreter replaces parts of Triton when it is imported, so it has to be asked for before."""
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        return "triton was imported before emulation was asked for; set MULTIGEMM_EMULATE=1 before the first import"
+    return ""
+
+
+def availability() -> Availability:
+    """Whether Triton kernels can run here: on a GPU, or in the interpreter when emulation is asked for."""
+    version = triton_version()
+    if not version or find_spec("triton") is None:
+        return Availability(False, "the package triton is not installed", INSTALL)
+    if settings().emulate:
+        reason = _interpreter_reason()
+        return Availability(not reason, reason, version=version, emulated=True)
+    if torch.cuda.is_available():
+        return Availability(True, version=version, emulated=False)
+    return Availability(False, "no CUDA device is visible; MULTIGEMM_EMULATE=1 runs Triton's interpreter on the CPU",
+                        version=version)  # fmt: skip
+
+
+def _device_reasons(device: torch.device) -> list[str]:
+    if device.type == "cpu":
+        if not settings().emulate:
+            return ["operands are on the CPU: move them to a CUDA device, or set MULTIGEMM_EMULATE=1"]
+        return [reason] if (reason := _interpreter_reason()) else []
+    if device.type != "cuda":
+        return [f"device type {device.type!r}: this backend runs on CUDA"]
+    if settings().emulate:
+        return ["MULTIGEMM_EMULATE=1 turns this process to CPU tensors; unset it to run on the GPU"]
+    if torch.cuda.is_available() and (seen := torch.cuda.get_device_capability(device)) < MINIMUM_CAPABILITY:
+        return [f"compute capability {seen[0]}.{seen[1]} is below 8.0, the lowest that is tested"]
+    return []
+
+
+def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
+    """Every reason against; an empty list means that `plan` will work."""
+    reasons = _device_reasons(device)
+    extents = [extent for extent in (spec.m, spec.n, spec.k) if extent is not None]
+    if any(extent >= 2**31 for extent in extents) or spec.total > 2**31:
+        reasons.append(f"an extent of {max([*extents, spec.total])} does not fit 32-bit tile counts; split the problem")
+    return reasons

@@ -1,0 +1,72 @@
+"""The tile walk that every persistent kernel follows: a bijection, balanced, and bounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multigemm.schedule import Tile, TileWalk, heights, most_tiles, place, tiles_of
+
+SIZES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.sampled_from([16, 64]), st.sampled_from([32, 128]), st.integers(1, 40), st.integers(1, 9))
+def test_each_tile_is_visited_exactly_once(
+    sizes: list[tuple[int, int]], bm: int, bn: int, programs: int, width: int
+) -> None:
+    walk = TileWalk.of(sizes, bm, bn, programs, width)
+    seen = [tile for p in range(programs) for tile in walk.program(p)]
+    wanted = {
+        Tile(g, i, j) for g, (m, n) in enumerate(sizes) for i in range(tiles_of(m, bm)) for j in range(tiles_of(n, bn))
+    }
+    assert len(seen) == len(wanted)
+    assert set(seen) == wanted
+    loads = walk.loads()
+    assert loads.sum() == walk.total
+    assert loads.max() - loads.min() <= 1
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 50))
+def test_raster_is_a_bijection_and_keeps_bands_together(tiles_m: int, tiles_n: int, width: int) -> None:
+    spots = [place(t, tiles_m, tiles_n, width) for t in range(tiles_m * tiles_n)]
+    assert len(set(spots)) == len(spots)
+    assert all(0 <= i < tiles_m and 0 <= j < tiles_n for i, j in spots)
+    bands = [i // width for i, _ in spots]
+    assert bands == sorted(bands)
+
+
+def test_width_one_goes_along_rows_and_a_wide_band_goes_down_columns() -> None:
+    assert [place(t, 2, 3, 1) for t in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [place(t, 2, 3, 8) for t in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=20), st.sampled_from([1, 7, 64, 128]))
+def test_bound_holds_for_every_split(sizes: list[int], block: int) -> None:
+    assert sum(tiles_of(s, block) for s in sizes) <= most_tiles(sum(sizes), len(sizes), block)
+
+
+@given(st.integers(0, 3000), st.sampled_from([8, 64]), st.integers(1, 8))
+def test_tile_heights_cover_evenly(extent: int, granule: int, most: int) -> None:
+    tiles, each = heights(extent, granule, most)
+    assert each <= most or extent == 0
+    assert tiles * each * granule >= extent
+    assert (tiles - 1) * each * granule < extent or extent == 0
+
+
+def test_no_groups_and_empty_groups() -> None:
+    assert TileWalk.of([], 64, 64, 8).total == 0
+    walk = TileWalk.of([(0, 64), (65, 64), (0, 0), (1, 1)], 64, 64, 1)
+    assert [tile.group for tile in walk.program(0)] == [1, 1, 3]
+    assert np.array_equal(walk.prefix, [0, 2, 2, 3])
+
+
+@pytest.mark.parametrize("programs", [1, 132, 5000])
+def test_ten_thousand_groups(programs: int) -> None:
+    sizes = [(g % 5 * 40, 64) for g in range(10_000)]
+    walk = TileWalk.of(sizes, 64, 64, programs)
+    assert walk.loads().sum() == walk.total
+    last = walk.locate(walk.total - 1)
+    assert last.group == 9_999

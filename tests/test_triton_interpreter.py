@@ -1,0 +1,136 @@
+"""The pointer kernel in Triton's interpreter: every form and dtype, ragged, judged by the reference."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import multigemm as mg
+from multigemm.backends.triton import BACKEND
+from multigemm.settings import settings
+from multigemm.staging import stage
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES = [*FLOATS, torch.int8]
+LATE = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
+
+pytestmark = pytest.mark.skipif(
+    LATE or torch.cuda.is_available(), reason="the interpreter must be chosen before triton is imported, without a GPU"
+)
+
+
+@pytest.fixture(autouse=True)
+def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
+    settings.cache_clear()
+    yield
+    settings.cache_clear()
+
+
+def draw(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    torch.manual_seed(sum(shape))
+    return torch.randint(-9, 10, shape, dtype=dtype) if dtype == torch.int8 else torch.randn(*shape).to(dtype)
+
+
+def check(*operands: Any, **options: Any) -> Any:
+    problem = mg.GroupedGemmProblem(*operands, **options)
+    out = mg.solve(problem, backend="triton")
+    verdict = mg.verify(problem, out)
+    assert verdict, str(verdict)
+    return out
+
+
+OFFSETS = torch.tensor([2, 5, 5, 70, 100, 101])
+FORMS = {
+    "jagged_m": lambda d: ((draw(d, 110, 37), draw(d, 5, 37, 70)), {"offsets": OFFSETS}),
+    "shared": lambda d: ((draw(d, 110, 37), draw(d, 37, 20)), {"offsets": OFFSETS}),
+    "jagged_n": lambda d: ((draw(d, 40, 37), draw(d, 37, 110)), {"offsets": OFFSETS, "jagged": "n"}),
+    "jagged_k": lambda d: ((draw(d, 110, 40).T, draw(d, 110, 20)), {"offsets": OFFSETS, "jagged": "k"}),
+    "batched": lambda d: ((draw(d, 3, 40, 37), draw(d, 3, 20, 37).transpose(1, 2)), {}),
+    "masked": lambda d: ((draw(d, 3, 80, 37), draw(d, 3, 37, 20)), {"valid_rows": torch.tensor([0, 65, 80])}),
+    "per_group": lambda d: (
+        ([draw(d, 5, 37), draw(d, 0, 8), draw(d, 70, 0), draw(d, 3, 16)],
+         [draw(d, 37, 66), draw(d, 8, 5), draw(d, 0, 9), draw(d, 16, 16)]), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_and_dtype(form: str, dtype: torch.dtype) -> None:
+    operands, options = FORMS[form](dtype)
+    check(*operands, **options)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_epilogues(dtype: torch.dtype, activation: str | None) -> None:
+    c, bias = draw(torch.float32, 110, 20), draw(dtype, 5, 20)
+    check(draw(dtype, 110, 37), draw(dtype, 5, 37, 20), offsets=OFFSETS, alpha=-0.5, beta=2.0, c=c, bias=bias,
+          activation=activation, out_dtype=torch.float32)  # fmt: skip
+
+
+def test_integers_wrap_and_scale_exactly() -> None:
+    a, b = draw(torch.int8, 110, 37), draw(torch.int8, 5, 37, 20)
+    c = torch.full((110, 20), 2**30, dtype=torch.int32)
+    bias = torch.arange(20, dtype=torch.int32)
+    check(a, b, offsets=OFFSETS, alpha=3, beta=5, c=c, bias=bias, activation="relu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_float64_is_rounded_once(dtype: torch.dtype) -> None:
+    halfway = 1 + torch.finfo(dtype).eps / 2
+    values = torch.tensor([[halfway + 1e-12], [halfway - 1e-12], [halfway], [1e30], [float("inf")], [1e-9]])
+    values = values.to(torch.float64)
+    values[:3, 0] = torch.tensor([halfway + 1e-12, halfway - 1e-12, halfway], dtype=torch.float64)
+    out = check(values, torch.ones(1, 1, dtype=torch.float64), out_dtype=dtype)
+    assert out[0, 0] > out[1, 0] == 1
+
+
+def test_nan_stays_in_its_rows_and_columns() -> None:
+    a, b = draw(torch.float32, 110, 37), draw(torch.float32, 5, 37, 20)
+    a[3, 0], b[2, 36, 7] = float("nan"), float("inf")
+    out = check(a, b, offsets=OFFSETS)
+    assert out[3].isnan().all() and out[4].isfinite().all()
+
+
+def test_rows_without_owner_stay_untouched_in_a_given_output() -> None:
+    out = torch.full((110, 20), 7.5)
+    check(draw(torch.float32, 110, 37), draw(torch.float32, 5, 37, 20), offsets=OFFSETS, out=out)
+    assert (out[:2] == 7.5).all() and (out[101:] == 7.5).all()
+
+
+@pytest.mark.parametrize("groups", [1, 256, 257, 300])
+def test_group_counts_around_one_vector(groups: int) -> None:
+    sizes = torch.arange(groups) % 3
+    rows = int(sizes.sum()) + 2
+    check(draw(torch.float32, rows, 5), draw(torch.float32, groups, 5, 4), sizes=sizes)
+
+
+def test_offsets_that_lie_stay_inside() -> None:
+    problem = mg.GroupedGemmProblem(draw(torch.float32, 64, 8), draw(torch.float32, 4, 8, 8), sizes=[9, 9, 9, 9])
+    memory = torch.full((64 + 64, 8), 9.0)
+    ops = stage(problem, problem.spec, memory[32:96]).ops
+    ops.ends, ops.head = torch.tensor([-5, 50, 20, 400, 60], dtype=torch.int64)[1:], True
+    recipe = BACKEND.plan(problem.spec, None, problem.device)
+    recipe.bind(ops)()
+    assert (memory[:32] == 9).all()
+    assert (memory[96:] == 9).all()
+
+
+def test_strides_of_every_kind() -> None:
+    base = draw(torch.float16, 220, 150)
+    a = base[::2, 1:75:2]
+    b = draw(torch.float16, 1, 37, 1).expand(5, 37, 21)
+    out = torch.zeros(21, 110, dtype=torch.float16).T
+    check(a, b, offsets=OFFSETS, out=out)
+
+
+def test_zero_alpha_reads_neither_operand() -> None:
+    nan = torch.full((8, 8), float("nan"))
+    out = check(nan, nan, alpha=0.0, beta=2.0, c=torch.ones(8, 8))
+    assert (out == 2).all()
