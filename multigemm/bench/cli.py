@@ -1,0 +1,178 @@
+"""`multigemm bench`: what it understands, and the order of a run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from multigemm.bench import page, plots, results, table
+from multigemm.bench.compare import compare
+from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
+from multigemm.bench.peers import peer_entries
+from multigemm.bench.progress import Progress
+from multigemm.bench.runner import DeviceLost, Options, Runner, new_report
+from multigemm.bench.suites import SUITES, suite
+from multigemm.bench.workloads import DTYPES, Rates, Workload, parse_shape, with_dtype
+from multigemm.errors import InvalidSetting
+
+EPILOG = """
+  multigemm bench --suite moe                     every backend and peer that is here
+  multigemm bench --shape 64,2048,3584,1792       one's own: G, M per group, N, K
+  multigemm bench --suite tutorial --style do_bench
+  multigemm bench compare old.json new.json       exits 1 if something became slower
+  multigemm bench render report.json              table, PNG and HTML again from a report
+  multigemm bench list                            suites and their workloads
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything `multigemm bench` takes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    add_selection(parser)
+    parser.add_argument(
+        "--backend", default="", help="backends, comma separated, or none (default: all that are here, and auto)"
+    )
+    parser.add_argument("--peers", default="", help="peers, comma separated, or none (default: all that are here)")
+    parser.add_argument(
+        "--style", choices=("cold", "do_bench"), default="cold", help="do_bench: as Triton's tutorials measure"
+    )
+    parser.add_argument("--reps", type=int, default=100, help="rounds at most")
+    parser.add_argument("--budget-ms", type=float, default=None, help="per workload and mode, all entries together")
+    parser.add_argument(
+        "--time-budget", type=float, default=float("inf"), help="seconds, after which no workload is begun"
+    )
+    parser.add_argument("--floor", default="", help="TFLOP/s,TB/s to use as ceilings instead of measuring them")
+    parser.add_argument("--out", type=Path, default=Path("multigemm-bench"), help="folder for JSON, PNG and HTML")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the folder's report already has")
+    parser.add_argument("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
+    parser.add_argument("--quiet", action="store_true", help="no progress lines")
+    commands = parser.add_subparsers(dest="bench_command", metavar="")
+    pair = commands.add_parser("compare", help="what became slower between two reports; exits 1 if anything did")
+    pair.add_argument("old", type=Path)
+    pair.add_argument("new", type=Path)
+    again = commands.add_parser("render", help="table, PNG and HTML from a report")
+    again.add_argument("report", type=Path)
+    commands.add_parser("list", help="suites and their workloads")
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Which workloads; shared with `multigemm tune`."""
+    parser.add_argument("--suite", default="tutorial", help=f"comma separated: {', '.join(SUITES)}, all")
+    parser.add_argument(
+        "--shape", action="append", default=[], help="one's own workload, instead of a suite; may be repeated"
+    )
+    parser.add_argument("--only", default="", help="keep workloads whose key contains one of these parts")
+    parser.add_argument("--dist", default="", help="keep these distributions, comma separated")
+    parser.add_argument("--dtype", default="", help=f"replace the workloads' dtype: {', '.join(DTYPES)}")
+
+
+def selected(args: argparse.Namespace) -> list[Workload]:
+    """The workloads that the arguments name."""
+    cases = [parse_shape(text) for text in args.shape] or suite(args.suite)
+    if args.dtype:
+        cases = list({c.key: c for c in (with_dtype(case, args.dtype) for case in cases)}.values())
+    only, dists = _parts(args.only), _parts(args.dist)
+    cases = [c for c in cases if not only or any(part in c.key for part in only)]
+    cases = [c for c in cases if not dists or c.distribution in dists]
+    if not cases:
+        raise InvalidSetting("no workload is left: see `multigemm bench list`, --only and --dist")
+    return cases
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs what was asked; 0, or 1 if a comparison found a regression or nothing could be timed."""
+    if args.bench_command == "compare":
+        found = compare(results.read(args.old), results.read(args.new))
+        print(found.text())
+        return 1 if found.regressions else 0
+    if args.bench_command == "render":
+        return finish(results.read(args.report), args.report.parent)
+    if args.bench_command == "list":
+        for name in SUITES:
+            print(f"{name}:")
+            for case in suite(name):
+                print(f"  {case.key:44s} {case.describe()}")
+        return 0
+    return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    cases = selected(args)
+    entries, absent = _entries(args, device)
+    options = _options(args, device, cases)
+    path = args.out / "report.json"
+    report = (
+        results.read(path)
+        if args.resume and path.exists()
+        else new_report(device, {c.dtype for c in cases}, options, absent)
+    )
+    report.method["command"] = "multigemm bench " + shlex.join(a for a in sys.argv[2:] if a != "--resume")
+    _same_run(report, device, cases)
+    with Progress(len(cases), quiet=args.quiet) as progress:
+        runner = Runner(entries, device, options, report, path, progress.step)
+        try:
+            runner.run(cases)
+        except DeviceLost as lost:
+            print(f"{lost}\nthe CUDA context is lost: going on in a fresh process", file=sys.stderr)
+            words = [a for a in sys.argv[1:] if a != "--resume"]
+            os.execv(sys.executable, [sys.executable, "-m", "multigemm", *words, "--resume"])
+    return finish(report, args.out)
+
+
+def _same_run(report: results.Report, device: torch.device, cases: list[Workload]) -> None:
+    """Rows of another commit or machine must not end up in one file."""
+    from multigemm.bench import machine
+
+    for name, now in (("commit", machine.commit()), ("device", machine.device_name(device))):
+        if report.machine[name] != now:
+            raise InvalidSetting(
+                f"--resume: the report is of {name} {report.machine[name]}, this is {now}: use another --out"
+            )
+    if lacking := {c.dtype for c in cases} - set(report.rates):
+        raise InvalidSetting(
+            f"--resume: the report has no ceilings for {', '.join(sorted(lacking))}: use another --out"
+        )
+
+
+def _entries(args: argparse.Namespace, device: torch.device) -> tuple[list[Entry], dict[str, str]]:
+    backends, absent = ([], {}) if args.backend == "none" else backend_entries(_parts(args.backend), device)
+    peers, missing = ([], {}) if args.peers == "none" else peer_entries(_parts(args.peers), device)
+    return [*backends, *peers, ceiling_entry()], {**absent, **missing}
+
+
+def _options(args: argparse.Namespace, device: torch.device, cases: list[Workload]) -> Options:
+    rates = None
+    if args.floor:
+        try:
+            tflops, tbps = (float(part) for part in args.floor.split(","))
+        except ValueError as error:
+            raise InvalidSetting(f"--floor {args.floor!r}: write TFLOP/s,TB/s, as in 770,3.0") from error
+        rates = {c.dtype: Rates(tflops, tbps) for c in cases}
+    budget = args.budget_ms or (400.0 if device.type == "cuda" else 800.0)
+    options = Options(args.reps, budget, args.time_budget, args.style, rates=rates)
+    return options if args.style == "cold" else replace(options, modes=("host",))
+
+
+def finish(report: results.Report, folder: Path) -> int:
+    """Prints the table and writes the page and, where matplotlib is here, the plots."""
+    folder.mkdir(parents=True, exist_ok=True)
+    print(table.text(report))
+    written = [folder / "report.json", page.write(report, folder / "report.html")]
+    if reason := plots.missing():
+        print(reason)
+    else:
+        written += plots.draw(report, folder)
+    print("written: " + ", ".join(str(path) for path in written))
+    return 0 if report.timed() else 1

@@ -1,0 +1,165 @@
+"""`multigemm bench compare OLD NEW`: what became slower, beyond what two runs of one commit differ by.
+
+Three questions, from the most to the least certain:
+
+1. An entry: is the median of its ratios new/old, over its workloads, above 1.04?
+2. A row: is its ratio above 1.06 plus both runs' own spread, and more than 0.6 us?
+3. Everything: are all ceilings and peers slower by one and the same factor above 1.05?
+
+Every ratio is first divided by the drift of the same workload, which is the median ratio of the
+peers and ceilings that were timed interleaved with it: a machine that runs cooler or is shared
+moves them as well, and a change of our code does not. (Without three of them, the drift of the whole
+run; none if the peers' versions differ.) The ratio of a row is the smallest of its ratios at the median, the 0.2
+quantile and the best sample, because noise moves the upper quantiles and slower code moves all.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from multigemm.bench.results import Report, Row, Sample
+
+ENTRY_LIMIT = 1.04
+ROW_LIMIT = 1.06
+DRIFT_LIMIT = 1.05
+SLACK_US = 0.6
+MIN_CONTROLS = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row in both reports; `ratio` is new/old, `corrected` is that without the drift."""
+
+    case: str
+    entry: str
+    kind: str
+    old_us: float
+    new_us: float
+    ratio: float
+    corrected: float
+    allowed: float
+
+    @property
+    def slower(self) -> bool:
+        return self.corrected > self.allowed and self.new_us - self.old_us * self.ratio / self.corrected > SLACK_US
+
+    @property
+    def faster(self) -> bool:
+        return self.corrected < 1 / self.allowed and self.old_us - self.new_us > SLACK_US
+
+
+@dataclass
+class Comparison:
+    """All changes and the verdicts."""
+
+    changes: list[Change]
+    entries: dict[str, float]
+    drift: float
+    uniform: bool
+    lost: list[str] = field(default_factory=list)
+    only_old: list[str] = field(default_factory=list)
+
+    @property
+    def regressions(self) -> list[str]:
+        """Sentences; empty when nothing became slower."""
+        found = [f"{row}: ran before, now {why}" for row, why in (text.split(" | ", 1) for text in self.lost)]
+        found += [
+            f"{name}: {(ratio - 1) * 100:+.1f} % over its workloads"
+            for name, ratio in self.entries.items()
+            if ratio > ENTRY_LIMIT
+        ]
+        found += [
+            f"{c.entry} on {c.case}: {c.old_us:.1f} -> {c.new_us:.1f} us, {(c.corrected - 1) * 100:+.1f} % "
+            f"(allowed {(c.allowed - 1) * 100:.1f} %)"
+            for c in self.changes
+            if c.slower and c.kind == "backend"
+        ]
+        if self.uniform:
+            found.append(
+                f"everything, peers and ceilings too: {(self.drift - 1) * 100:+.1f} % (clock, power or machine)"
+            )
+        return found
+
+    def text(self) -> str:
+        lines = [f"{len(self.changes)} rows in both; drift of peers and ceilings {(self.drift - 1) * 100:+.1f} %"]
+        lines += [f"  {name:24s} {(ratio - 1) * 100:+6.1f} %" for name, ratio in self.entries.items()]
+        lines += [
+            f"faster: {c.entry} on {c.case}: {c.old_us:.1f} -> {c.new_us:.1f} us"
+            for c in self.changes
+            if c.faster and c.kind == "backend"
+        ]
+        lines += [f"only in the old report: {text}" for text in self.only_old]
+        bad = self.regressions
+        return "\n".join([*lines, *(f"REGRESSION {text}" for text in bad), f"{len(bad)} regressions"])
+
+
+def compare(old: Report, new: Report) -> Comparison:
+    """What changed from one report to another of the same device."""
+    before = {(r.case, r.entry): r for r in old.rows}
+    after = {(r.case, r.entry): r for r in new.rows}
+    both = [(before[key], after[key]) for key in before if key in after and before[key].us and after[key].us]
+    drift_of, drift, uniform = _drift(both, old, new)
+    changes = [_change(a, b, drift_of(a.case)) for a, b in both]
+    ours: dict[str, list[float]] = {}
+    for change in changes:
+        if change.kind == "backend":
+            ours.setdefault(change.entry, []).append(change.corrected)
+    lost = [
+        f"{b.entry} on {b.case} | {b.status}: {b.reason}"
+        for key, b in after.items()
+        if b.kind == "backend" and not b.us and key in before and before[key].us
+    ]
+    gone = sorted({f"{entry} on {case}" for case, entry in before if (case, entry) not in after})
+    return Comparison(changes, {name: statistics.median(v) for name, v in ours.items()}, drift, uniform, lost, gone)
+
+
+def _change(a: Row, b: Row, drift: float) -> Change:
+    ratio = _ratio(a, b)
+    allowed = ROW_LIMIT + min(a.spread, 0.5) + min(b.spread, 0.5)
+    return Change(a.case, a.entry, a.kind, a.us or 0.0, b.us or 0.0, ratio, ratio / drift, allowed)
+
+
+def _ratio(a: Row, b: Row) -> float:
+    """new/old: the smallest over the statistics that noise moves differently."""
+    old_us, new_us = a.us or math.nan, b.us or math.nan
+    old, new = _source(a), _source(b)
+    ratios = [new_us / old_us]
+    if old is not None and new is not None:
+        ratios += [new.q20 / old.q20, new.best / old.best]
+    return min(ratios)
+
+
+def _source(row: Row) -> Sample | None:
+    """The sample that `us` is the median of; None for a file in which they disagree."""
+    near = [s for s in (row.eager, row.graph) if s is not None and row.us and abs(s.median - row.us) <= 0.002 * row.us]
+    return near[0] if near else None
+
+
+def _drift(both: list[tuple[Row, Row]], old: Report, new: Report) -> tuple[Callable[[str], float], float, bool]:
+    """The drift per workload, that of the run, and whether everything moved by one factor."""
+    same = old.machine.get("packages", {}).get("torch") == new.machine.get("packages", {}).get("torch")
+    controls: dict[str, list[float]] = {}
+    for a, b in both:
+        if a.kind != "backend":
+            controls.setdefault(a.case, []).append(_ratio(a, b))
+    every = [r for ratios in controls.values() for r in ratios]
+    if len(every) < MIN_CONTROLS or not same:
+        return (lambda case: 1.0), 1.0, False
+    whole = statistics.median(every)
+    wide = _width(every)
+    uniform = whole > DRIFT_LIMIT and wide < (whole - 1.0) / 3
+
+    def of(case: str) -> float:
+        here = controls.get(case, ())
+        return statistics.median(here) if len(here) >= MIN_CONTROLS else whole
+
+    return of, whole, uniform
+
+
+def _width(values: Iterable[float]) -> float:
+    """The interquartile range."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return high - low
