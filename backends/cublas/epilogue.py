@@ -1,0 +1,152 @@
+"""The one extra launch: whatever the library cannot write itself, bound to one problem.
+
+It serves four needs with one kernel: bias, activation and output types after a wide intermediate;
+groups with K = 0; elements that no group owns; and c laid into out before a product is added to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from multigemm.backends.cublas import nvrtc
+from multigemm.backends.cublas.kernels import ACTIVATION_CODES, CUT, CUT_THREADS, FINISH, THREADS, TYPE_CODES
+from multigemm.layouts import TABLE, Operands, Strided, group_table, packed, strides_of, to_device
+from multigemm.spec import ProblemSpec
+
+ACC_COLUMNS = (17, 18, 19)
+MOST_BLOCKS, MOST_GROUP_BLOCKS, PER_THREAD = 2048, 65535, 4
+JAGGED_CODES = {None: 0, "m": 1, "n": 2, "k": 3}
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("ptr", "group", "row", "col")]
+
+
+class _Task(ctypes.Structure):
+    """The kernel's argument; the fields are those of `struct Task`, in its order."""
+
+    _fields_ = [
+        *((name, _Matrix) for name in ("acc", "c", "out", "bias")),
+        *((name, ctypes.c_int64) for name in ("table", "ends", "valid", "groups", "first", "last", "m", "n", "k")),
+        *((name, ctypes.c_double) for name in ("alpha", "beta")),
+        *((n, ctypes.c_int32) for n in ("jagged", "head", "wide_ends", "masked", "only_empty", "rows_fast")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Which elements to write, and out of what. `bare` leaves bias and activation out: c alone, scaled by 1."""
+
+    acc: Tensor | list[Tensor] | None = None
+    owned: bool = True
+    only_empty: bool = False
+    unowned: bool = False
+    bare: bool = False
+
+
+class Finish:
+    """One bound launch of the kernel; calling it with a raw stream enqueues it."""
+
+    __slots__ = ("_arguments", "_grid", "_keep", "_kernel")
+
+    def __init__(self, ops: Operands, need: Need) -> None:
+        task, table = _task(ops, need)
+        self._kernel = nvrtc.kernel(FINISH, "finish", _defines(ops.spec, need), ops.device.index or 0)
+        self._arguments, self._grid = nvrtc.pointers(task), _grid(ops, task)
+        self._keep = (task, table, need, ops)
+
+    def __call__(self, stream: int) -> None:
+        self._kernel(self._grid, THREADS, self._arguments, stream)
+
+
+def _defines(spec: ProblemSpec, need: Need) -> tuple[str, ...]:
+    acc = need.acc[0] if isinstance(need.acc, list) and need.acc else need.acc
+    kind = acc.dtype if isinstance(acc, Tensor) else spec.acc
+    c = spec.c.dtype if spec.c is not None else spec.acc
+    bias = spec.bias if spec.bias is not None and not need.bare else spec.acc
+    codes = {"ACC": TYPE_CODES[kind], "C": TYPE_CODES[c], "BIAS": TYPE_CODES[bias], "OUT": TYPE_CODES[spec.out.dtype],
+             "ACT": ACTIVATION_CODES[None if need.bare else spec.activation]}  # fmt: skip
+    return tuple(f"-D{name}={code}" for name, code in codes.items())
+
+
+def _matrix(s: Strided | None) -> _Matrix:
+    return _Matrix(0, 0, 0, 0) if s is None else _Matrix(*s)
+
+
+def _task(ops: Operands, need: Need) -> tuple[Any, Tensor | None]:
+    spec, task, table = ops.spec, _Task(), None
+    if spec.form == "per_group":
+        table = _list_task(ops, need, task)
+    else:
+        p = packed(ops)
+        task.m, task.n, task.k, task.out = p.m, p.n, p.k, _matrix(p.out)
+        task.c, task.bias = _matrix(p.c), _matrix(None if need.bare else p.bias)
+        task.acc = _matrix(None if need.acc is None else strides_of(cast(Tensor, need.acc)))
+        task.rows_fast = int(p.out.row == 1 and p.out.col != 1)
+    if spec.alpha == "zero" or need.bare:
+        task.acc = _matrix(None)
+    task.groups, task.masked, task.jagged = spec.groups, int(spec.form == "masked"), JAGGED_CODES[spec.jagged]
+    task.alpha, task.beta = ops.alpha, 1.0 if need.bare else ops.beta
+    task.head, task.only_empty = int(ops.head), int(need.only_empty)
+    sizes = ops.valid_rows if task.masked else ops.ends
+    if sizes is not None:
+        task.wide_ends = int(sizes.dtype is torch.int64)
+        task.ends, task.valid = (0, sizes.data_ptr()) if task.masked else (sizes.data_ptr(), 0)
+    pseudo = spec.groups if task.masked else 2 if spec.jagged in ("m", "n") else 0
+    task.first = 0 if need.owned else spec.groups
+    task.last = spec.groups + (pseudo if need.unowned else 0)
+    return task, table
+
+
+def _list_task(ops: Operands, need: Need, task: Any) -> Tensor:
+    """Fills the fields of a list problem and returns its table on the device."""
+    host = group_table(ops)
+    for g, acc in enumerate(need.acc or ()):
+        s = strides_of(acc)
+        host[g, list(ACC_COLUMNS)] = s.ptr, s.row, s.col
+    table = to_device(host, ops.device)
+    present = _Matrix(1, 0, 0, 0)
+    task.table, task.out = table.data_ptr(), present
+    task.acc = _matrix(None) if need.acc is None else present
+    task.c = _matrix(None) if ops.c is None else present
+    task.bias = _matrix(None) if ops.bias is None or need.bare else present
+    if len(host):
+        task.rows_fast = int(host[0, TABLE.OUT_ROW] == 1 and host[0, TABLE.OUT_COL] != 1)
+        task.m, task.n = host[:, TABLE.M].max(), host[:, TABLE.N].max()
+    return table
+
+
+def _grid(ops: Operands, task: Any) -> tuple[int, int]:
+    """Blocks per group and groups. Skewed groups get a few times the blocks of an even one."""
+    count = max(1, task.last - task.first)
+    if ops.spec.form == "per_group":
+        each = task.m * task.n
+    else:
+        each = cast(Tensor, ops.out).numel() // count * (1 if task.jagged in (0, 3) else 4)
+    return min(max(1, -(-each // (THREADS * PER_THREAD))), MOST_BLOCKS), min(count, MOST_GROUP_BLOCKS)
+
+
+class Cut:
+    """Turns the device's offsets into ends for grouped_mm; `ends` and `first_two` are where they land."""
+
+    __slots__ = ("_arguments", "_keep", "_kernel", "ends", "first_two")
+
+    def __init__(self, ops: Operands, extent: int) -> None:
+        given = cast(Tensor, ops.ends)
+        self.ends = torch.empty(ops.spec.groups, dtype=torch.int32, device=ops.device)
+        self.first_two = torch.empty(2, dtype=torch.int32, device=ops.device)
+        values = (
+            *(ctypes.c_void_p(t.data_ptr()) for t in (given, self.ends, self.first_two)),
+            ctypes.c_int(ops.spec.groups), ctypes.c_int64(extent),
+            ctypes.c_int(given.dtype is torch.int64), ctypes.c_int(ops.head),
+        )  # fmt: skip
+        self._kernel = nvrtc.kernel(CUT, "cut", (), ops.device.index or 0)
+        self._arguments, self._keep = nvrtc.pointers(*values), (values, given)
+
+    def __call__(self, stream: int) -> None:
+        self._kernel((1, 1), CUT_THREADS, self._arguments, stream)

@@ -1,0 +1,228 @@
+"""spec + config -> Recipe: binds operands to library calls and runs them on the current stream.
+
+A bound launch is a short list of steps, each of which enqueues work: refresh packed copies, lay c
+under the result, the library calls, the epilogue. Sizes that only the device knows are read back
+where a call needs them, by `SizesLater`, which refuses to run inside a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multigemm.backend import Launch, Recipe
+from multigemm.backends.cublas import calls as library_calls
+from multigemm.backends.cublas.choose import choose
+from multigemm.backends.cublas.config import (
+    Config,
+    grouped_mm_reasons,
+    plain,
+    reads_sizes,
+    result_type,
+    variant_reasons,
+)
+from multigemm.backends.cublas.direct import bind_grouped_mm
+from multigemm.backends.cublas.epilogue import Finish, Need
+from multigemm.backends.cublas.library import Cublas, cublas
+from multigemm.backends.cublas.products import Bytes, Ints, Product, cut, list_products, packed_products
+from multigemm.backends.cublas.run import Calls, Steps, Streamed
+from multigemm.backends.cublas.staging import Copies, Side, stage, writable
+from multigemm.errors import BackendUnsupported, NotCapturable
+from multigemm.layouts import Operands, group_table, packed
+from multigemm.spec import ProblemSpec
+
+Step = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the host knows of the groups: both None where only the device knows, or nothing is cut."""
+
+    offsets: Ints | None
+    valid: Ints | None
+
+
+def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
+    """A recipe for every problem of the spec; raises BackendUnsupported for a config that cannot run it."""
+    reasons = variant_reasons(config, spec, device)
+    if reasons:
+        raise BackendUnsupported({f"cublas ({config.variant})": reasons})
+    syncs = reads_sizes(spec, config.variant, device)
+    bind = partial(_bind, config=config, syncs=syncs)
+    return Recipe(f"cublas.{config.variant}", config, bind, _why(spec, config, syncs), syncs)
+
+
+def _why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
+    parts = []
+    if config.variant == "auto":
+        parts.append("the calls are chosen per problem, by its sizes")
+    if syncs:
+        parts.append("reads the sizes back from the device, because BLAS calls take them from the host")
+    if not plain(spec) and spec.alpha != "zero":
+        parts.append(f"{spec.acc} result and one epilogue kernel, so that it rounds once")
+    copied = [name for name, o in (("a", spec.a), ("b", spec.b)) if o.order == "strided" or not o.dense]
+    if copied:
+        parts.append(f"packed copy of {' and '.join(copied)}: no leading dimension expresses the strides")
+    return "; ".join(parts)
+
+
+def _bind(ops: Operands, config: Config, syncs: bool) -> Launch:
+    missing = (ops.spec.jagged and ops.host_offsets is None) or (
+        ops.spec.form == "masked" and ops.host_valid_rows is None
+    )
+    if syncs and missing:
+        return SizesLater(ops, config)
+    if ops.device.type != "cuda":
+        return _no_groups  # an empty list has no operands, hence no device
+    with torch.cuda.device(ops.device):
+        return _bound(ops, config, Sizes(ops.host_offsets, ops.host_valid_rows))
+
+
+def _no_groups() -> None:
+    """Nothing to multiply, and nothing to write."""
+
+
+class SizesLater:
+    """Reads the sizes at every launch, then binds and runs: for calls that take them from the host."""
+
+    __slots__ = ("_config", "_ops")
+
+    def __init__(self, ops: Operands, config: Config) -> None:
+        self._ops, self._config = ops, config
+
+    def __call__(self) -> None:
+        ops = self._ops
+        with torch.cuda.device(ops.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise NotCapturable(
+                    f"cublas variant {self._config.variant!r} reads the group sizes back from the device at each "
+                    "launch: give the sizes on the host, or use a backend that reads them on the device"
+                )
+            _bound(ops, self._config, _fetched(ops))()
+
+
+def _fetched(ops: Operands) -> Sizes:
+    if ops.spec.form == "masked":
+        return Sizes(None, cast(Tensor, ops.valid_rows).to("cpu", torch.int64).numpy())
+    ends = cast(Tensor, ops.ends)
+    if ops.head:
+        ends = ends.as_strided((ops.spec.groups + 1,), (1,), ends.storage_offset() - 1)
+    read = ends.to("cpu", torch.int64).numpy()
+    return Sizes(read if ops.head else np.concatenate([np.zeros(1, np.int64), read]), None)
+
+
+def _bound(ops: Operands, config: Config, sizes: Sizes) -> Steps:
+    spec = ops.spec
+    if spec.alpha == "zero" or _nothing(ops):
+        return Steps(ops, [Finish(ops, Need(unowned=spec.zero_unowned))])
+    if config.variant == "grouped_mm":
+        return bind_grouped_mm(ops, sizes.offsets)
+    if config.variant == "auto" and sizes.offsets is None and not grouped_mm_reasons(spec, ops.device):
+        return bind_grouped_mm(ops, None)
+    return _general(ops, config, sizes)
+
+
+def _nothing(ops: Operands) -> bool:
+    """Whether no group can have a product: some extent is 0 for all of them."""
+    if ops.spec.form == "per_group":
+        return False
+    a, b = cast(Tensor, ops.a), cast(Tensor, ops.b)
+    return 0 in (*a.shape, *b.shape)
+
+
+def _partly_owned(ops: Operands, sizes: Sizes) -> bool:
+    """Whether the library will write elements that no group owns, because the host does not know them."""
+    spec = ops.spec
+    return (spec.form == "masked" and sizes.valid is None) or (spec.jagged is not None and sizes.offsets is None)
+
+
+def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
+    spec, copies, unknown = ops.spec, Copies(), _partly_owned(ops, sizes)
+    a, b = stage(ops, copies)
+    direct = plain(spec) and writable(ops.out) and (spec.zero_unowned or not unknown)
+    target = ops.out if direct else _scratch(ops.out, spec.acc)
+    products = _products(replace(ops, a=a, b=b, out=target, c=None, bias=None), sizes)
+    variant = choose(spec, products, ops.device) if config.variant == "auto" else config.variant
+    if variant == "grouped_mm":
+        return bind_grouped_mm(ops, sizes.offsets)
+    steps: list[Step] = [copies] if copies.pairs else []
+    adds = direct and ops.c is not None
+    if adds and not _same(ops.c, ops.out):
+        steps.append(Finish(ops, Need(bare=True)))
+    if products:
+        scalars = (ops.alpha, ops.beta if adds else 0.0) if direct else (1.0, 0.0)
+        written = result_type(spec) if direct else spec.acc
+        steps.append(_calls(ops, replace(config, variant=variant), products, written, scalars))
+    last = _last(ops, sizes, None if direct else target, unknown)
+    return Steps(ops, [*steps, last] if last else steps, (a, b, target))
+
+
+def _scratch(out: Side, dtype: torch.dtype) -> Side:
+    if isinstance(out, list):
+        return [torch.empty(t.shape, dtype=dtype, device=t.device) for t in out]
+    return torch.empty(out.shape, dtype=dtype, device=out.device)
+
+
+def _same(c: Side | None, out: Side) -> bool:
+    pairs = zip(c, out, strict=True) if isinstance(c, list) else ((cast(Tensor, c), cast(Tensor, out)),)
+    return all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs)
+
+
+def _products(ops: Operands, sizes: Sizes) -> list[Product]:
+    if ops.spec.form == "per_group":
+        return list_products(group_table(ops))
+    p, offsets = packed(ops), sizes.offsets
+    if p.jagged is not None and offsets is None:
+        p = replace(p, groups=1)
+        offsets = np.array([0, p.m if p.jagged == "m" else p.n if p.jagged == "n" else p.k], dtype=np.int64)
+    a, out = cast(Tensor, ops.a), cast(Tensor, ops.out)
+    return packed_products(p, Bytes(a.element_size(), out.element_size()), offsets, sizes.valid)
+
+
+def _calls(
+    ops: Operands, config: Config, products: list[Product], dtype: torch.dtype, scalars: tuple[float, float]
+) -> Step:
+    library: Cublas = cublas()
+    types = library_calls.types(ops.spec, dtype, *scalars)
+    if config.variant == "grouped":
+        return Calls(library, library_calls.one_for_all(library, products, types, ops.device))
+    if config.variant == "batched" and ops.spec.compute is not torch.int8:
+        size = ops.spec.compute.itemsize, dtype.itemsize
+        return Calls(library, library_calls.one_per_shape(library, products, types, size, ops.device))
+    batch = library_calls.one_each(library, products, types)
+    if config.variant == "streams":
+        return Streamed(library, batch, [p.shape for p in products], config.streams, ops.device)
+    return Calls(library, batch)
+
+
+def _last(ops: Operands, sizes: Sizes, acc: Side | None, unknown: bool) -> Finish | None:
+    spec = ops.spec
+    unowned = spec.zero_unowned and (unknown or _has_unowned(ops, sizes))
+    if acc is not None:
+        return Finish(ops, Need(acc=acc, unowned=unowned))
+    empty = _has_empty_k(ops, sizes)
+    return Finish(ops, Need(owned=empty, only_empty=empty, unowned=unowned)) if empty or unowned else None
+
+
+def _has_unowned(ops: Operands, sizes: Sizes) -> bool:
+    if sizes.valid is not None:
+        return bool((sizes.valid < cast(Tensor, ops.a).shape[-2]).any())
+    if ops.spec.jagged not in ("m", "n") or sizes.offsets is None:
+        return False
+    extent = cast(Tensor, ops.a).shape[0] if ops.spec.jagged == "m" else cast(Tensor, ops.b).shape[-1]
+    return bool(ops.spec.groups == 0 or sizes.offsets[0] > 0 or sizes.offsets[-1] < extent)
+
+
+def _has_empty_k(ops: Operands, sizes: Sizes) -> bool:
+    if ops.spec.form == "per_group":
+        return any(a.shape[1] == 0 for a in ops.a)
+    if ops.spec.jagged != "k" or sizes.offsets is None:
+        return False
+    starts, ends = cut(sizes.offsets, cast(Tensor, ops.a).shape[-1])
+    return bool((starts == ends).any())

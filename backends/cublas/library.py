@@ -1,0 +1,132 @@
+"""The cuBLAS that torch has loaded, called directly: torch's own wrappers obey process-wide switches.
+
+`torch.backends.cuda.matmul.*` decide, for every thread, whether torch.mm may use tf32 or round
+partial sums to 16 bits. A direct call says so in its own compute type and in the math mode of the
+handle, which belongs to one thread: it is set for the length of a launch and put back. Handle,
+stream and workspace are torch's. The 64-bit entry points carry any extent or leading dimension.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from multigemm.errors import LibraryError
+
+cuda: Any = torch.cuda  # its functions carry no types
+
+NO_TRANSPOSE, TRANSPOSE = 0, 1
+REAL_TYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.int32: 10,
+    torch.bfloat16: 14,
+}
+COMPUTE_32F, COMPUTE_64F, COMPUTE_32I, COMPUTE_TF32 = 68, 70, 72, 77
+DEFAULT_ALGORITHM = -1
+EXACT_MATH = 16
+"""CUBLAS_DEFAULT_MATH with CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: no tf32, no 16-bit partial sums."""
+
+STATUS = {
+    1: "NOT_INITIALIZED",
+    3: "ALLOC_FAILED",
+    7: "INVALID_VALUE",
+    8: "ARCH_MISMATCH",
+    11: "MAPPING_ERROR",
+    13: "EXECUTION_FAILED",
+    14: "INTERNAL_ERROR",
+    15: "NOT_SUPPORTED",
+    16: "LICENSE_ERROR",
+}
+
+Status = Callable[..., int]
+
+
+class Call(NamedTuple):
+    """One library call without its handle: arguments are ctypes objects, converted once."""
+
+    function: Status
+    args: tuple[Any, ...]
+    name: str
+
+
+class Cublas:
+    """The entry points that this backend uses; a missing one raises AttributeError at construction."""
+
+    def __init__(self, path: str) -> None:
+        library = ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW)
+        self.gemm: Status = library.cublasGemmEx_64
+        self.strided: Status = library.cublasGemmStridedBatchedEx_64
+        self.pointers: Status = library.cublasGemmBatchedEx_64
+        self.grouped: Status | None = getattr(library, "cublasGemmGroupedBatchedEx_64", None)
+        self.set_math_mode: Status = library.cublasSetMathMode
+        self.get_math_mode: Status = library.cublasGetMathMode
+        self.set_stream: Status = library.cublasSetStream_v2
+        self.set_workspace: Status = library.cublasSetWorkspace_v2
+        self._get_version: Status = library.cublasGetVersion_v2
+
+    def version(self) -> str:
+        """major.minor.patch of the loaded library."""
+        number = ctypes.c_int()
+        check(self._get_version(None, ctypes.byref(number)), "cublasGetVersion")
+        major, rest = divmod(number.value, 10000)
+        return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def soname() -> str | None:
+    """The file name under which torch's dynamic cuBLAS is loaded, or None for a torch without CUDA."""
+    version = torch.version.cuda
+    return None if version is None else f"libcublas.so.{version.split('.')[0]}"
+
+
+_current_handle: Callable[[], int] = cuda.current_blas_handle
+
+
+@lru_cache(maxsize=1)
+def cublas() -> Cublas:
+    """The loaded library; OSError or AttributeError where torch carries none that can be called."""
+    name = soname()
+    if name is None:
+        raise OSError("this torch was built without CUDA")
+    return Cublas(name)
+
+
+def check(status: int, name: str) -> None:
+    """A status other than success raises, with the call and the code."""
+    if status:
+        raise LibraryError(f"{name} returned {STATUS.get(status, 'unknown status')} ({status})")
+
+
+def handle() -> ctypes.c_void_p:
+    """torch's handle for this thread and device, set by torch to its current stream and workspace."""
+    return ctypes.c_void_p(_current_handle())
+
+
+class exact_math:
+    """Within the block the handle computes what is asked; the former mode comes back at its end."""
+
+    __slots__ = ("_handle", "_library", "_mode")
+
+    def __init__(self, library: Cublas, blas_handle: ctypes.c_void_p) -> None:
+        self._library, self._handle, self._mode = library, blas_handle, ctypes.c_int()
+
+    def __enter__(self) -> None:
+        check(self._library.get_math_mode(self._handle, ctypes.byref(self._mode)), "cublasGetMathMode")
+        check(self._library.set_math_mode(self._handle, EXACT_MATH), "cublasSetMathMode")
+
+    def __exit__(self, *exc: object) -> None:
+        check(self._library.set_math_mode(self._handle, self._mode), "cublasSetMathMode")
+
+
+def scalar(compute: int, value: float) -> Any:
+    """alpha or beta in the scale type of a compute type, as the library reads it from the host."""
+    if compute == COMPUTE_64F:
+        return ctypes.c_double(value)
+    return ctypes.c_int32(int(value)) if compute == COMPUTE_32I else ctypes.c_float(value)

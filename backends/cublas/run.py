@@ -1,0 +1,113 @@
+"""Enqueues bound work: library calls on torch's handle, on one stream or spread over several."""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from multigemm.backends.cublas.calls import Batch
+from multigemm.backends.cublas.leading import Shape
+from multigemm.backends.cublas.library import Call, Cublas, check, exact_math, handle
+from multigemm.layouts import Operands
+
+cuda: Any = torch.cuda  # its classes carry no types
+WORKSPACE_BYTES = 32 << 20
+"""Per side stream; what cuBLAS asks for on Hopper. A shared one would let split sums of two streams mix."""
+
+
+class Steps:
+    """A bound launch: its steps in order, on the current stream of the operands' device."""
+
+    __slots__ = ("_device", "_keep", "_steps")
+
+    def __init__(self, ops: Operands, steps: Sequence[Callable[[int], None]], keep: object = None) -> None:
+        self._steps, self._keep = tuple(steps), (ops, keep)
+        self._device = ops.device.index or 0
+
+    def __call__(self) -> None:
+        if torch._C._cuda_getDevice() == self._device:
+            self._run()
+        else:
+            with torch.cuda.device(self._device):
+                self._run()
+
+    def _run(self) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        for step in self._steps:
+            step(stream)
+
+
+class Calls:
+    """Library calls one after the other on the current stream."""
+
+    __slots__ = ("_batch", "_calls", "_library")
+
+    def __init__(self, library: Cublas, batch: Batch) -> None:
+        self._library, self._batch, self._calls = library, batch, tuple(batch.calls)
+
+    def __call__(self, stream: int) -> None:
+        blas = handle()
+        with exact_math(self._library, blas):
+            issue(self._calls, blas)
+
+
+def issue(calls: Sequence[Call], blas: Any) -> None:
+    """Makes the calls; the first that fails raises."""
+    for function, args, name in calls:
+        status = function(blas, *args)
+        if status:
+            check(status, name)
+
+
+def shares(work: Sequence[int], streams: int) -> list[list[int]]:
+    """Indices per stream: the largest piece of work first, each to the stream with the least so far."""
+    heap = [(0, i) for i in range(streams)]
+    split: list[list[int]] = [[] for _ in range(streams)]
+    for index in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+        load, stream = heapq.heappop(heap)
+        split[stream].append(index)
+        heapq.heappush(heap, (load + work[index], stream))
+    return [share for share in split if share]
+
+
+class Streamed:
+    """Library calls on several streams at once, forked from the current stream and joined to it again.
+
+    The current stream waits for all of them before it goes on, so operands may be freed or reused
+    by whatever follows on it, exactly as after a single call.
+    """
+
+    __slots__ = ("_batch", "_device", "_fork", "_lanes", "_library")
+
+    def __init__(
+        self, library: Cublas, batch: Batch, shapes: Sequence[Shape], streams: int, device: torch.device
+    ) -> None:
+        self._library, self._batch, self._device, self._fork = library, batch, device, cuda.Event()
+        self._lanes = []
+        for share in shares([s.m * s.n * s.k for s in shapes], streams):
+            space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            lane = cuda.Stream(device), cuda.Event(), space, [batch.calls[i] for i in share]
+            self._lanes.append(lane)
+
+    def __call__(self, stream: int) -> None:
+        blas, current = handle(), torch.cuda.current_stream(self._device)
+        self._fork.record(current)
+        try:
+            with exact_math(self._library, blas):
+                for lane, done, space, calls in self._lanes:
+                    lane.wait_event(self._fork)
+                    self._aim(blas, lane, space)
+                    issue(calls, blas)
+                    done.record(lane)
+                    current.wait_event(done)
+        finally:
+            handle()  # torch aims its handle at its own current stream and workspace again
+
+    def _aim(self, blas: Any, lane: Any, space: Any) -> None:
+        check(self._library.set_stream(blas, ctypes.c_void_p(lane.cuda_stream)), "cublasSetStream")
+        pointer, size = ctypes.c_void_p(space.data_ptr()), ctypes.c_size_t(space.numel())
+        check(self._library.set_workspace(blas, pointer, size), "cublasSetWorkspace")

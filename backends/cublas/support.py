@@ -1,0 +1,53 @@
+"""What this backend can run, and in words why not: pure Python, no GPU needed to ask."""
+
+from __future__ import annotations
+
+import torch
+
+from multigemm.backend import Availability
+from multigemm.spec import FLOAT_DTYPES, ProblemSpec
+
+INT8_STEP = 4
+"""cuBLAS reads int8 in words of four: K, leading dimensions and addresses are multiples of it."""
+
+
+def availability() -> Availability:
+    """Whether torch has a GPU and a cuBLAS that can be called."""
+    install = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
+    if torch.version.cuda is None:
+        return Availability(False, f"this torch ({torch.__version__}) was built without CUDA", install)
+    if not torch.cuda.is_available():
+        return Availability(False, "torch sees no CUDA GPU", "")
+    from multigemm.backends.cublas import nvrtc
+    from multigemm.backends.cublas.library import cublas
+
+    try:
+        version = cublas().version()
+        nvrtc.compiler()
+    except (OSError, AttributeError) as error:
+        return Availability(False, f"torch's cuBLAS or NVRTC cannot be called: {error}", install)
+    return Availability(True, version=f"cuBLAS {version}, torch {torch.__version__}")
+
+
+def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
+    """Each limit that this spec breaks, with the value seen and the remedy; empty if it can run."""
+    reasons = []
+    if device.type != "cuda":
+        reasons.append(f"operands are on {device.type}, cuBLAS needs a CUDA device: move them, or use backend 'cpu'")
+    if spec.compute not in (*FLOAT_DTYPES, torch.int8):
+        reasons.append(f"cuBLAS variants compute in float16, bfloat16, float32, float64 or int8, not {spec.compute}")
+    if spec.compute is torch.int8:
+        reasons += _int8_reasons(spec)
+    return reasons
+
+
+def _int8_reasons(spec: ProblemSpec) -> list[str]:
+    reasons = []
+    if spec.out.dtype is not torch.int32:
+        reasons.append(f"int8 products give int32 here, not {spec.out.dtype}")
+    if spec.form == "jagged_k":
+        reasons.append(
+            f"cuBLAS int8 needs every K to be a multiple of {INT8_STEP}, and jagged k cuts K by data: "
+            "use another backend, or pad each group's K with zeros"
+        )
+    return reasons
