@@ -108,8 +108,9 @@ class Arena:
 
     def random_bytes(self, seed: int) -> Tensor:
         """Fresh bytes that are finite numbers in every format: the second prefill."""
-        data = np.random.default_rng(seed).integers(0x11, 0x3B, max(self._size, ALIGN), np.uint8)
-        return torch.from_numpy(data)
+        size = max(self._size, ALIGN)
+        pattern = np.random.default_rng(seed).integers(0x11, 0x3B, 4099, np.uint8)  # a prime: no row repeats another
+        return torch.from_numpy(np.resize(pattern, size))
 
 
 def _up(value: int, unit: int) -> int:

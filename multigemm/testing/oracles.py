@@ -61,6 +61,10 @@ class Outcome:
         return not self.findings
 
 
+LIBRARIES = ("cpu", "cublas")
+"""Backends whose kernels a vendor's library picks by shape, so that a row's bits may depend on its neighbours."""
+
+
 class Subject:
     """A backend under test. `config` picks one of its configs by position, modulo their number."""
 
@@ -72,6 +76,11 @@ class Subject:
     @property
     def name(self) -> str:
         return self.backend.name
+
+    @property
+    def own_kernels(self) -> bool:
+        """Whether equal kernel and config promise equal arithmetic for an element."""
+        return self.name not in LIBRARIES
 
     def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
         return self.backend.configs(spec, device)

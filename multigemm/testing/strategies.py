@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "int8")
 EDGES = (0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
-COUNTS = (1, 2, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025)
+COUNTS = (1, 2, 15, 16, 17)
+MANY = (255, 256, 257, 1023, 1024, 1025)
 FLOAT_MODES = ("int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled",
                "precise", "tiny")  # fmt: skip
 
@@ -90,7 +91,7 @@ def _lengths(ch: Chooser, limits: Limits) -> tuple[int, ...]:
         total = ch.integer(0, 2 * limits.longest)
         cuts = sorted(ch.integer(0, total) for _ in range(ch.integer(0, 12)))
         return tuple(b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True))
-    count = min(ch.choice(COUNTS), limits.groups)
+    count = min(ch.choice(MANY if ch.integer(0, 3) == 0 else COUNTS), limits.groups)
     if style == 7:
         lengths = [0] * count
         lengths[ch.integer(0, count - 1)] = _extent(ch, limits)

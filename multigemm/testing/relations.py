@@ -1,0 +1,251 @@
+"""Metamorphic relations: a problem changed in a way whose effect on the answer is known.
+
+Each relation gives another case with its own contents and says how its result leads back to the
+first one. The changed problem is judged by the reference like any other; beyond that the two results
+must agree to the last bit where every sum is exact, where nothing that a kernel may depend on has
+changed (empty groups, under the same config), and where a power of two only shifts exponents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from multigemm.testing.case import Case, Layout
+from multigemm.testing.oracles import Finding, Outcome, Subject, check
+from multigemm.testing.values import Array, Operand, Values
+from multigemm.testing.world import Stand, World
+
+Blocks = list[Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """A derived problem. `recover` turns its groups' results into the first problem's, times `factor`.
+
+    `same_bits` holds when both must agree bit for bit although sums are rounded.
+    """
+
+    name: str
+    case: Case
+    values: Values
+    recover: Callable[[Blocks], Blocks]
+    same_bits: bool = False
+    factor: float = 1.0
+
+
+def _insert(x: Operand | None, at: list[int], filler: float) -> Operand | None:
+    if x is None:
+        return None
+    if isinstance(x, list):
+        raise TypeError("lists are handled by the caller")
+    return np.insert(x, at, int(77) if x.dtype.kind == "i" else filler, axis=0)
+
+
+def _grouped(case: Case) -> tuple[bool, bool, bool]:
+    """Whether a, b and c have a group axis."""
+    stacked = case.form in ("batched", "masked")
+    return (
+        stacked or (case.form == "jagged_n" and not case.shared),
+        stacked or (case.form == "jagged_m" and not case.shared),
+        stacked or case.form == "jagged_k",
+    )
+
+
+def empties(world: World, rng: np.random.Generator) -> Relation | None:
+    """Groups without rows (or columns, or k) come and go without a trace, whatever their operands hold."""
+    case, values = world.case, world.values
+    if case.form in ("batched", "per_group"):
+        return None
+    at = sorted(int(p) for p in rng.integers(0, case.groups, 3, endpoint=True))
+    lengths = np.insert(np.array(case.lengths, dtype=np.int64), at, 0)
+    has = _grouped(case)
+    filled = Values(
+        _insert(values.a, at, np.nan) if has[0] else values.a,  # type: ignore[arg-type]
+        _insert(values.b, at, np.nan) if has[1] else values.b,  # type: ignore[arg-type]
+        _insert(values.c, at, 1.0) if has[2] else values.c,
+        _insert(values.bias, at, 1.0) if case.bias == "gn" else values.bias,
+    )
+    fresh = {p + i for i, p in enumerate(at)}
+    wider = replace(case, lengths=tuple(int(n) for n in lengths))
+    return Relation("empty groups", wider, filled, lambda y: [b for g, b in enumerate(y) if g not in fresh], True)
+
+
+def permuted(world: World, rng: np.random.Generator) -> Relation | None:
+    """The order of the groups does not matter."""
+    case, values = world.case, world.values
+    order = [int(g) for g in rng.permutation(case.groups)]
+    back = np.argsort(order)
+
+    def recover(y: Blocks) -> Blocks:
+        return [y[int(g)] for g in back]
+
+    if case.form == "per_group":
+        lists = [None if x is None else [x[g] for g in order] for x in (values.a, values.b, values.c, values.bias)]
+        moved = replace(case, dims=tuple(case.dims[g] for g in order))
+        return Relation("permuted groups", moved, Values(*lists), recover)  # type: ignore[arg-type]
+    starts = np.cumsum([case.head, *case.lengths])
+    along = [np.arange(case.head)]
+    along += [np.arange(starts[g], starts[g + 1]) for g in order] + [np.arange(starts[-1], case.total)]
+    index = np.concatenate(along).astype(np.int64)
+    axes = {"m": (0, None, 0), "n": (None, 1, 1), "k": (1, 0, None)}.get(case.jagged, (None, None, None))
+    grouped = _grouped(case)
+
+    def move(x: Any, axis: int | None, has_groups: bool) -> Any:
+        if x is None:
+            return None
+        x = x[order] if has_groups else x
+        return x if axis is None else np.take(x, index, axis=axis)
+
+    bias = values.bias[order] if case.bias == "gn" and values.bias is not None else values.bias  # type: ignore[call-overload]
+    if case.form == "jagged_n" and bias is not None:
+        bias = bias[index]
+    moved_values = Values(
+        move(values.a, axes[0], grouped[0]), move(values.b, axes[1], grouped[1]), move(values.c, axes[2], grouped[2]), bias
+    )
+    moved = replace(case, lengths=tuple(case.lengths[g] for g in order))
+    return Relation("permuted groups", moved, moved_values, recover)
+
+
+def split(world: World, rng: np.random.Generator) -> Relation | None:
+    """A group's rows (or columns) may be two groups with the same other operand."""
+    case, values = world.case, world.values
+    long = [g for g, n in enumerate(case.lengths) if n > 1]
+    if case.form not in ("jagged_m", "jagged_n") or not long:
+        return None
+    g = int(rng.choice(long))
+    first = int(rng.integers(1, case.lengths[g]))
+    lengths = (*case.lengths[:g], first, case.lengths[g] - first, *case.lengths[g + 1 :])
+    a, b, bias = values.a, values.b, values.bias
+    if not case.shared and case.form == "jagged_m":
+        b = np.insert(b, g, b[g], axis=0)  # type: ignore[arg-type]
+    if not case.shared and case.form == "jagged_n":
+        a = np.insert(a, g, a[g], axis=0)  # type: ignore[arg-type]
+    if case.bias == "gn" and bias is not None:
+        bias = np.insert(bias, g, bias[g], axis=0)  # type: ignore[arg-type]
+    axis = 0 if case.form == "jagged_m" else 1
+
+    def recover(y: Blocks) -> Blocks:
+        return [*y[:g], np.concatenate(y[g : g + 2], axis=axis), *y[g + 2 :]]
+
+    return Relation("split group", replace(case, lengths=lengths), Values(a, b, values.c, bias), recover)
+
+
+def _flipped(layout: Layout) -> Layout:
+    return replace(layout, order="col" if layout.order == "row" else "row")
+
+
+def transposed(world: World, rng: np.random.Generator) -> Relation | None:
+    """(B^T A^T)^T: jagged rows become jagged columns."""
+    case, values = world.case, world.values
+    if case.bias or case.form == "masked":
+        return None
+
+    def turn(x: Any) -> Any:
+        if x is None:
+            return None
+        return [each.T for each in x] if isinstance(x, list) else np.swapaxes(x, -1, -2)
+
+    names: dict[str, Any] = {"jagged_m": "jagged_n", "jagged_n": "jagged_m"}
+    turned = replace(
+        case, form=names.get(case.form, case.form), m=case.n, n=case.m, dims=tuple((n, m, k) for m, n, k in case.dims),
+        dtype=case.dtype_b or case.dtype, dtype_b=case.dtype,
+        a=_flipped(case.b), b=_flipped(case.a), c=_flipped(case.c), out=_flipped(case.out),
+        out_dtype=str(case.result_dtype).removeprefix("torch.") if case.compute != torch.int8 else "",
+    )  # fmt: skip
+    return Relation("transposed", turned, Values(turn(values.b), turn(values.a), turn(values.c), None), turn)
+
+
+def as_list(world: World, rng: np.random.Generator) -> Relation | None:
+    """Any packed problem is also a list of products."""
+    case = world.case
+    if case.form == "per_group" or case.groups > 64:
+        return None
+    views = list(world.problem.groups())
+
+    def contents(name: str) -> list[Array]:
+        from multigemm.reference.dtypes import widen
+
+        return [widen(getattr(view, name)) for view in views]
+
+    listed = replace(
+        case, form="per_group", dims=tuple(case.sizes()), m=0, n=0, k=0, lengths=(), head=0, tail=0, shared=False,
+        bias="n" if case.bias else "", a=replace(case.a, pad=0), b=replace(case.b, pad=0), c=case.c,
+        out=replace(case.out, pad=0),
+    )  # fmt: skip
+    listed = replace(listed, c=listed.out) if case.alias else listed
+    c = contents("c") if case.c_dtype else None
+    bias = contents("bias") if case.bias else None
+    return Relation("as a list", listed, Values(contents("a"), contents("b"), c, bias), lambda y: y)
+
+
+def scaled(world: World, rng: np.random.Generator) -> Relation | None:
+    """A power of two only shifts exponents."""
+    case, values = world.case, world.values
+    plain = not case.beta and not case.bias and case.activation in (None, "relu") and case.compute != torch.int8
+    if not plain or case.mode not in ("normal", "uniform", "cancel"):
+        return None
+    times: Any = [x * 4.0 for x in values.a] if isinstance(values.a, list) else values.a * 4.0
+    return Relation("scaled by 4", case, replace_a(values, times), lambda y: y, True, 4.0)
+
+
+def replace_a(values: Values, a: Operand) -> Values:
+    return Values(a, values.b, values.c, values.bias)
+
+
+RELATIONS = (empties, permuted, split, transposed, as_list, scaled)
+
+
+def blocks(world: World, outputs: torch.Tensor) -> Blocks:
+    """Each group's part of a result."""
+    from multigemm.reference.dtypes import to_numpy
+
+    views = world.results(outputs)
+    if world.case.form == "per_group":
+        return [to_numpy(view) for view in views]
+    whole = to_numpy(views[0])
+    return [whole[view.where] for view in world.problem.groups()]
+
+
+def _disagreement(one: Blocks, two: Blocks, factor: float) -> str:
+    for g, (x, y) in enumerate(zip(one, two, strict=True)):
+        p, q = x.astype(np.float64) * factor, y.astype(np.float64)
+        same = (p == q) | (np.isnan(p) & np.isnan(q))
+        if factor != 1.0:
+            same |= (np.abs(p) < 2.0**-9) | ~np.isfinite(q)  # subnormal or overflowing results round differently
+        if not same.all():
+            at = tuple(map(int, np.argwhere(~same)[0]))
+            return f"group {g}, element {at}: {p[at]!r} became {q[at]!r} ({int((~same).sum())} differ)"
+    return ""
+
+
+def relate(stand: Stand, subject: Subject, outcome: Outcome, seed: int, only: str = "") -> int:
+    """Checks the relations that fit; the stand must have been judged right. Returns how many were checked."""
+    world, rng, done = stand.world, np.random.default_rng(seed), 0
+    case = world.case
+    if stand.result is None or case.a.zero or case.b.zero or case.c.zero:
+        return 0
+    for make in RELATIONS:
+        if only and make.__name__ != only:
+            continue
+        relation = make(world, rng)
+        if relation is None:
+            continue
+        done += 1
+        other = Stand.build(World.build(relation.case, relation.values), stand.device)
+        second = check(other, subject)
+        outcome.findings += [Finding(f"relation: {relation.name}", str(f)) for f in second.findings]
+        if second.findings or not second.ran or other.result is None:
+            continue
+        same_kernel = subject.own_kernels and (second.kernel, second.config) == (outcome.kernel, outcome.config)
+        if not (world.exact or (relation.same_bits and same_kernel)):
+            continue
+        text = _disagreement(blocks(world, stand.result), relation.recover(blocks(other.world, other.result)), relation.factor)
+        if text:
+            outcome.findings.append(Finding(f"relation: {relation.name}", text))
+    return done
+
