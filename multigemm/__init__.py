@@ -35,7 +35,28 @@ _HOME = {
     "LibraryError": "errors",
     "CompileError": "errors",
 }
-__all__ = sorted([*_HOME, "__version__"])
+__all__ = [
+    "BackendUnavailable",
+    "BackendUnsupported",
+    "CompileError",
+    "GroupedGemmProblem",
+    "InvalidProblem",
+    "InvalidSetting",
+    "LibraryError",
+    "MultigemmError",
+    "NotCapturable",
+    "Plan",
+    "ProblemSpec",
+    "Verdict",
+    "__version__",
+    "expected",
+    "explain",
+    "grouped_gemm",
+    "list_backends",
+    "plan",
+    "solve",
+    "verify",
+]
 
 if TYPE_CHECKING:
     from multigemm.bound import Plan

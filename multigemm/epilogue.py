@@ -56,7 +56,7 @@ def one_of(x: Any, name: str, allowed: Sequence[str], optional: bool = False) ->
     """A word out of a list, with the nearest one in the error."""
     if x in allowed or (optional and x is None):
         return x
-    near = difflib.get_close_matches(str(x), allowed, n=1)
+    near = difflib.get_close_matches(str(x), allowed, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, allowed))}"
     raise InvalidProblem(f"{name}={x!r} is unknown: {hint}")
 

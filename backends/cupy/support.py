@@ -18,6 +18,9 @@ def availability() -> Availability:
     """Whether CuPy, its compiler and a GPU are here."""
     if importlib.util.find_spec("cupy") is None:
         return Availability(False, "the package cupy is not installed", INSTALL)
+    if not torch.cuda.is_available():
+        hint = "install a CUDA build of torch on a machine with a GPU"
+        return Availability(False, "torch sees no CUDA GPU", hint)
     try:
         import cupy
         from cupy.cuda import nvrtc
@@ -25,10 +28,6 @@ def availability() -> Availability:
         nvrtc.getVersion()
     except (ImportError, OSError, RuntimeError) as error:
         return Availability(False, f"cupy does not import: {error}", INSTALL)
-    if not torch.cuda.is_available():
-        return Availability(
-            False, "torch sees no CUDA GPU", "install a CUDA build of torch on a machine with a GPU", cupy.__version__
-        )
     return Availability(True, version=str(cupy.__version__))
 
 

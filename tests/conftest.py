@@ -1,0 +1,41 @@
+"""What every test shares: GPU tests are skipped with a reason, hypothesis is deterministic in CI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings as hypothesis_settings
+
+from multigemm.settings import settings
+
+hypothesis_settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=50)
+hypothesis_settings.register_profile("nightly", deadline=None, print_blob=True, max_examples=1000)
+hypothesis_settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+def pytest_report_header() -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    return f"multigemm: torch {torch.__version__}, {device}"
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Tests neither read nor write the user's own cache of tunings and kernels."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(folder))
+    settings.cache_clear()
+    yield folder
+    settings.cache_clear()

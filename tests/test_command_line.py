@@ -1,0 +1,102 @@
+"""The command line as a user meets it: output, exit codes, one clear line for an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from multigemm.__main__ import COMMANDS, main
+from multigemm.settings import settings
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([name, "--help"])
+    assert done.value.code == 0
+    assert f"multigemm {name}" in capsys.readouterr().out
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert {b["name"] for b in state["backends"]} >= {"cpu", "null", "triton", "cupy", "numba", "cublas"}
+    assert main(["info"]) == 0
+    assert "MULTIGEMM_EMULATE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_explain(form: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--form", form, "--sizes", "4,0,9", "--dtype", dtype, "--device", "cpu"]) == 0
+    assert "chosen: cpu" in capsys.readouterr().out
+
+
+def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "cpu", "--backend", "cublas"]) == 1
+    assert "cublas" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["explain", "--sizes", "x"], "--sizes 'x'"),
+        (["explain", "--sizes", "3,-1"], "size"),
+        (["explain", "--k", "-4"], "cannot be negative"),
+        (["explain", "--dtype", "half9"], "--dtype 'half9'"),
+        (["explain", "--device", "nowhere"], "--device 'nowhere'"),
+        (["explain", "--backend", "cpuu"], "did you mean 'cpu'"),
+        (["cache", "export"], "needs a file"),
+        (["cache", "import", "no-such-file.json"], "not an exported cache"),
+        (["cache", "clear", "--what", "nothing-like-it"], "the cache holds"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(words: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = ["--device", "cpu"] if words[0] == "explain" and "--device" not in words else []
+    assert main([*words, *extra]) == 2
+    text = capsys.readouterr().err
+    assert match in text
+    assert "Traceback" not in text
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["frobnicate"])
+    assert done.value.code == 2
+    assert "unknown command 'frobnicate'" in capsys.readouterr().err
+
+
+def test_demo_checks_and_times_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "cpu", "--dtype", "float32"]) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("cpu "))
+    assert "ok" in line
+    assert "us" in line
+
+
+def test_cache_export_import_and_clear(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from multigemm import tuning
+
+    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "one"))
+    settings.cache_clear()
+    tuning.table.cache_clear()
+    tuning.table().record(tuning.Measured("cpu", {"kernel": "blas"}, 3.0, "cpu", "jagged_m g2"))
+    assert main(["cache", "export", str(tmp_path / "x.json")]) == 0
+    assert main(["cache", "clear"]) == 0
+    assert tuning.TuningTable().own() == []
+    assert main(["cache", "import", str(tmp_path / "x.json")]) == 0
+    assert [m.us for m in tuning.TuningTable().own()] == [3.0]
+    assert main(["cache", "show"]) == 0
+    assert "jagged_m g2" in capsys.readouterr().out
+    tuning.table.cache_clear()

@@ -1,0 +1,221 @@
+"""Choice, plans and explanations, with small backends made for the purpose."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import multigemm as mg
+from multigemm import dispatch, registry, tuning
+from multigemm.backend import Availability, Backend, Recipe
+from multigemm.layouts import Operands
+from multigemm.settings import settings
+from multigemm.spec import ProblemSpec
+from multigemm.tuning import Measured
+
+
+@dataclass(frozen=True)
+class Tile:
+    size: int = 16
+
+
+@dataclass
+class Fake:
+    """A backend that fills the result with its own number."""
+
+    name: str
+    number: float = 0.0
+    here: Availability = field(default_factory=lambda: Availability(True))
+    reasons: list[str] = field(default_factory=list)
+    syncs: bool = False
+    planned: list[ProblemSpec] = field(default_factory=list)
+
+    def availability(self) -> Availability:
+        return self.here
+
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        return self.reasons
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> list[Tile]:
+        return [Tile(16), Tile(32)]
+
+    def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
+        self.planned.append(spec)
+
+        def bind(ops: Operands) -> Callable[[], object]:
+            assert isinstance(ops.out, torch.Tensor)
+            return partial(ops.out.fill_, self.number)
+
+        return Recipe("fill", config, bind, syncs=self.syncs)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Replaces the whole registry by the given backends."""
+
+    def put(*backends: Any) -> None:
+        by_name = {b.name: b for b in backends}
+        monkeypatch.setattr(registry, "names", lambda: tuple(by_name))
+        monkeypatch.setattr(registry, "get", by_name.__getitem__)
+        dispatch._choices.clear()
+        tuning.table.cache_clear()
+
+    yield put
+    dispatch._choices.clear()
+    tuning.table.cache_clear()
+
+
+def problem(rows: int = 4) -> mg.GroupedGemmProblem:
+    return mg.GroupedGemmProblem(torch.ones(rows, 3), torch.ones(3, 2), offsets=[0, rows])
+
+
+def test_fakes_are_backends() -> None:
+    assert isinstance(Fake("x"), Backend)
+
+
+def test_auto_takes_the_first_that_can(install: Callable[..., None]) -> None:
+    install(
+        Fake("gone", 1, Availability(False, "no GPU", "pip install gone")),
+        Fake("picky", 2, reasons=["K is 3, it must divide 8: pad it"]),
+        Fake("slowly", 3, Availability(True, emulated=True)),
+        Fake("able", 4),
+        Fake("null", 5),
+    )
+    assert mg.solve(problem()).eq(4).all()
+    text = str(mg.explain(problem()))
+    for part in ("unavailable: no GPU; install with: pip install gone", "cannot: K is 3", "emulated", "chosen: able"):
+        assert part in text
+
+
+def test_a_name_never_hands_over(install: Callable[..., None]) -> None:
+    install(
+        Fake("gone", here=Availability(False, "no GPU", "pip install gone")),
+        Fake("picky", reasons=["why"]),
+        Fake("able"),
+    )
+    with pytest.raises(mg.BackendUnavailable, match="pip install gone"):
+        mg.solve(problem(), "gone")
+    with pytest.raises(mg.BackendUnsupported, match="picky: why"):
+        mg.solve(problem(), "picky")
+
+
+def test_a_list_means_the_first_that_can(install: Callable[..., None]) -> None:
+    install(
+        Fake("gone", here=Availability(False, "no GPU")),
+        Fake("picky", reasons=["why"]),
+        Fake("able", 3),
+        Fake("also", 4),
+    )
+    assert mg.solve(problem(), ["gone", "picky", "able", "also"]).eq(3).all()
+    with pytest.raises(mg.BackendUnsupported) as caught:
+        mg.solve(problem(), ["gone", "picky"])
+    assert caught.value.reasons == {"gone": ["no GPU"], "picky": ["why"]}
+
+
+def test_auto_passes_over_a_plan_that_syncs(install: Callable[..., None]) -> None:
+    install(Fake("waits", 1, syncs=True), Fake("flows", 2))
+    assert mg.plan(problem()).backend == "flows"
+    install(Fake("waits", 1, syncs=True))
+    assert mg.plan(problem()).syncs
+
+
+def test_auto_goes_by_measurement_then_by_the_nearest(install: Callable[..., None]) -> None:
+    install(Fake("first", 1), Fake("second", 2))
+    spec = problem().spec
+    for name, us in (("first", 30.0), ("second", 10.0)):
+        tuning.table().record(Measured(name, {"size": 32}, us, "cpu", tuning.spec_key(spec)))
+    plan = mg.plan(problem())
+    assert (plan.backend, plan.config) == ("second", Tile(32))
+    assert "measured (10.0 us" in plan.why
+    assert mg.plan(problem(4000)).backend == "second"
+    assert "nearest measured" in str(mg.explain(problem(4000)))
+    assert mg.plan(problem(), config={"size": 16}).config == Tile(16)
+
+
+def test_settings_restrict_auto(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(Fake("first", 1), Fake("second", 2), Fake("third", 3))
+    monkeypatch.setenv("MULTIGEMM_BACKEND", "third,second")
+    settings.cache_clear()
+    assert mg.plan(problem()).backend == "third"
+
+
+def test_choices_are_remembered_by_spec(install: Callable[..., None]) -> None:
+    fake = Fake("only")
+    install(fake)
+    for rows in range(33, 65):
+        mg.solve(problem(rows))
+    assert len(fake.planned) == 1
+
+
+def test_unknown_config_fields_are_named(install: Callable[..., None]) -> None:
+    install(Fake("only"))
+    with pytest.raises(mg.InvalidSetting, match="no field 'sice'; Tile has size"):
+        mg.solve(problem(), "only", {"sice": 3})
+
+
+def test_threads_share_plans_without_harm(install: Callable[..., None]) -> None:
+    fake = Fake("only", 9)
+    install(fake)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for i in range(50):
+            if not mg.solve(problem(4 + (seed + i) % 3)).eq(9).all():
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+    assert len(fake.planned) == 2
+
+
+def test_a_broken_import_is_a_reason_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        name = "broken"
+
+        def load(self) -> Any:
+            raise ImportError("libfoo.so.9 is missing")
+
+    registry.reload()
+    monkeypatch.setattr(registry, "_entry_points", lambda: {"broken": Point(), "odd": replace_point()})
+    try:
+        by_name = {i.name: i for i in mg.list_backends()}
+        assert "libfoo.so.9 is missing" in by_name["broken"].reason
+        assert "lacks members" in by_name["odd"].reason
+        assert by_name["cpu"].available
+        with pytest.raises(mg.BackendUnavailable, match="libfoo"):
+            mg.solve(problem(), "broken")
+    finally:
+        monkeypatch.undo()
+        registry.reload()
+
+
+def replace_point() -> Any:
+    class Point:
+        name = "odd"
+
+        def load(self) -> Any:
+            return object()
+
+    return Point()
+
+
+def test_plan_repr_tells_backend_kernel_config_and_why() -> None:
+    text = repr(mg.plan(problem(), "cpu"))
+    assert text.startswith("Plan(cpu: ")
+    assert "asked for by name" in text
+
+
+def test_spec_difference_is_by_value() -> None:
+    spec = problem().spec
+    assert replace(spec) == spec
+    assert hash(replace(spec)) == hash(spec)

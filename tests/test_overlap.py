@@ -1,0 +1,52 @@
+"""The exact overlap test against the definition: two index tuples, one address."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multigemm.overlap import first_shared_pair, overlaps_itself, same_view, share_memory
+
+MEMORY = torch.zeros(4000)
+
+
+def addresses(x: torch.Tensor) -> list[int]:
+    base = (x.data_ptr() - MEMORY.data_ptr()) // 4
+    steps = zip(x.shape, x.stride(), strict=True)
+    return [base + sum(c) for c in product(*([i * s for i in range(n)] for n, s in steps))]
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    rank = draw(st.integers(1, 3))
+    shape = draw(st.lists(st.integers(0, 5), min_size=rank, max_size=rank))
+    stride = draw(st.lists(st.integers(0, 30), min_size=rank, max_size=rank))
+    return MEMORY.as_strided(shape, stride, draw(st.integers(0, 60)))
+
+
+@given(views())
+def test_overlaps_itself_is_exact(x: torch.Tensor) -> None:
+    seen = addresses(x)
+    assert overlaps_itself(x) == (len(set(seen)) < len(seen))
+
+
+@given(views(), views())
+def test_share_memory_is_exact(x: torch.Tensor, y: torch.Tensor) -> None:
+    assert share_memory(x, y) == bool(set(addresses(x)) & set(addresses(y)))
+
+
+@given(st.lists(views(), max_size=5))
+def test_first_shared_pair_finds_one_where_there_is_one(tensors: list[torch.Tensor]) -> None:
+    sets = [set(addresses(t)) for t in tensors]
+    clash = {(i, j) for j in range(len(sets)) for i in range(j) if sets[i] & sets[j]}
+    found = first_shared_pair(tensors)
+    assert found in clash if clash else found is None
+
+
+def test_same_view() -> None:
+    x = MEMORY.view(40, 100)
+    assert same_view(x, MEMORY.view(40, 100))
+    assert not same_view(x, x[1:])

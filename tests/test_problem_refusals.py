@@ -1,0 +1,158 @@
+"""Every refusal: what is wrong is named with the value seen, and nothing has been written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import multigemm as mg
+
+A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
+CUT = [0, 2, 5, 10]
+
+
+def refuse(match: str, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(mg.InvalidProblem, match=match):
+        mg.GroupedGemmProblem(*args, **kwargs)
+
+
+@pytest.mark.parametrize("x", [None, "text", 3.5, {"a": 1}, object()])
+def test_things_that_are_no_arrays(x: Any) -> None:
+    refuse("a is a", x, B, offsets=CUT)
+    refuse("b is a", A, x, offsets=CUT)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"offsets": [0, 2, 5]}, "offsets has length 3; the operands have 3 groups"),
+        ({"offsets": []}, "offsets has length 0"),
+        ({"offsets": [0, 5, 2, 10]}, r"offsets\[2\] is 2, less than offsets\[1\] = 5"),
+        ({"offsets": [0, 2, 5, 11]}, r"offsets\[3\] is 11, past the jagged extent 10"),
+        ({"offsets": [-1, 2, 5, 10]}, r"offsets\[0\] is -1"),
+        ({"offsets": [0.0, 2, 5, 10]}, "offsets holds 0.0"),
+        ({"offsets": [True, 2, 5, 10]}, "offsets holds True"),
+        ({"offsets": [0, 2, 5, 2**70]}, "fit in 64 bits"),
+        ({"offsets": "0,2,5"}, "offsets is text"),
+        ({"offsets": torch.tensor([0, 2, 5, 10], dtype=torch.int16)}, "dtype torch.int16; it must be int32 or int64"),
+        ({"offsets": torch.tensor([0.0, 2, 5, 10])}, "dtype torch.float32"),
+        ({"offsets": torch.tensor([[0, 2, 5, 10]])}, "2 dimensions"),
+        ({"offsets": 5}, "offsets is a int"),
+        ({"sizes": [2, -1, 3]}, r"sizes\[1\] is -1"),
+        ({"sizes": [2, 3, 6]}, "add up to 11, the jagged extent is 10"),
+        ({"sizes": [2, 3]}, "sizes has length 2"),
+        ({"ends": [2, 1, 10]}, r"ends\[1\] is 1, less than"),
+        ({"ends": [2, 5, 12]}, "past the jagged extent"),
+        ({"offsets": CUT, "sizes": [2, 3, 5]}, "offsets and sizes were given together"),
+        ({"offsets": CUT, "ends": [2, 5, 10]}, "offsets and ends were given together"),
+        ({"offsets": CUT, "valid_rows": [1, 1, 1]}, "given together"),
+        ({"offsets": CUT, "jagged": "x"}, "jagged='x'"),
+        ({"offsets": CUT, "activation": "rellu"}, "did you mean 'relu'"),
+        ({"offsets": CUT, "precision": "tf16"}, "did you mean 'tf32'"),
+        ({"offsets": CUT, "check": "ful"}, "did you mean 'full'"),
+        ({"offsets": CUT, "deterministic": 1}, "deterministic=1"),
+        ({"offsets": CUT, "alpha": "1"}, "alpha='1'"),
+        ({"offsets": CUT, "alpha": 1j}, "alpha"),
+        ({"offsets": CUT, "beta": 1.0}, "beta=1.0 needs c"),
+        ({"offsets": CUT, "c": torch.ones(10, 4)}, r"c has shape \(10, 4\); it must be \(10, 5\)"),
+        ({"offsets": CUT, "c": torch.ones(10, 5, dtype=torch.float64), "beta": 1.0}, "c has dtype torch.float64"),
+        ({"offsets": CUT, "c": [torch.ones(10, 5)]}, "c is a list"),
+        ({"offsets": CUT, "bias": torch.ones(4)}, r"bias has shape \(4,\)"),
+        ({"offsets": CUT, "bias": torch.ones(2, 5)}, r"bias has shape \(2, 5\)"),
+        ({"offsets": CUT, "bias": [torch.ones(5)] * 3}, "bias is a list"),
+        ({"offsets": CUT, "bias": torch.ones(5, dtype=torch.int32)}, "bias has dtype torch.int32"),
+        ({"offsets": CUT, "out": torch.ones(10, 4)}, r"out has shape \(10, 4\)"),
+        ({"offsets": CUT, "out": torch.ones(10, 5, dtype=torch.int32)}, "cannot be torch.int32"),
+        ({"offsets": CUT, "out": torch.ones(10, 5), "out_dtype": torch.float16}, "pass one of them"),
+        ({"offsets": CUT, "out": torch.ones(1, 5).expand(10, 5)}, "overlaps itself"),
+        ({"offsets": CUT, "out_dtype": "floaty"}, "not a dtype"),
+        ({"offsets": CUT, "out_dtype": torch.int8}, "cannot be torch.int8"),
+        ({}, "the form batched takes"),
+    ],
+)
+def test_bad_keywords(kwargs: dict[str, Any], match: str) -> None:
+    refuse(match, A, B, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kwargs", "match"),
+    [
+        (torch.ones(10, 3), B, {"offsets": CUT}, "the last extent of a, 3, must equal"),
+        (torch.ones(10), B, {"offsets": CUT}, r"a has shape \(10,\)"),
+        (torch.ones(2, 10, 4), B, {"offsets": CUT}, "the form jagged_m takes"),
+        (torch.ones(2, 10, 4), B, {}, "a has 2 groups and b has 3"),
+        (A.int(), B, {"offsets": CUT}, "a has dtype torch.int32; supported"),
+        (A.to(torch.int8), B, {"offsets": CUT}, "int8 multiplies int8 only"),
+        (A.to_sparse(), B, {"offsets": CUT}, r"call .to_dense\(\)"),
+        (A.to("meta"), B, {"offsets": CUT}, "a is on meta"),
+        (A.numpy(), B, {"offsets": CUT}, "b is a torch array and a is a numpy array"),
+        ([A], A, {}, r"pass \[b\] \* G"),
+        ([A], [A.T, A.T], {}, "a has 1 matrices and b has 2"),
+        ([A], [A], {}, "inner extents 4 and 10"),
+        ([A[None]], [A], {}, "both must be matrices"),
+        ([A, A.half()], [A.T, A.T], {}, "a mixes"),
+        ([A], [A.T], {"offsets": [0, 10]}, "a list is cut already"),
+        ([A], [A.T], {"jagged": "k"}, "leave it out"),
+        ([A], [A.T], {"out": torch.ones(10, 10)}, "needs a list of 1 matrices"),
+        ([A, A], [A.T, A.T], {"out": [torch.ones(10, 10)] * 2}, r"out\[0\] and out\[1\] share an element"),
+        ([A], [A.T], {"bias": [torch.ones(10)] * 2}, "bias has 2 entries"),
+        ([[1.0]], [[1.0]], {}, r"a\[0\] is a list"),
+        (torch.ones(3, 2, 4), B, {"valid_rows": [0, 1, 3]}, r"valid_rows\[2\] is 3; it must lie in 0..2"),
+        (torch.ones(3, 2, 4), B, {"valid_rows": [0, 1]}, "valid_rows has length 2"),
+        (A, torch.ones(4, 5), {"offsets": []}, "offsets is empty"),
+    ],
+)
+def test_bad_operands(a: Any, b: Any, kwargs: dict[str, Any], match: str) -> None:
+    refuse(match, a, b, **kwargs)
+
+
+def test_int8_rules() -> None:
+    a, b = A.to(torch.int8), B.to(torch.int8)
+    refuse("alpha=0.5 with int8", a, b, offsets=CUT, alpha=0.5)
+    refuse("alpha=nan with int8", a, b, offsets=CUT, alpha=float("nan"))
+    refuse("only 'relu'", a, b, offsets=CUT, activation="gelu")
+    refuse("bias has dtype torch.float32", a, b, offsets=CUT, bias=torch.ones(5))
+    refuse("cannot be torch.float32", a, b, offsets=CUT, out_dtype=torch.float32)
+
+
+def test_outputs_that_meet_inputs() -> None:
+    memory = torch.ones(200)
+    a, out = memory[:40].view(10, 4), memory[30:80].view(10, 5)
+    refuse("out shares memory with a", a, B, offsets=CUT, out=out)
+    refuse("out shares memory with bias", A, B, offsets=CUT, out=out, bias=memory[79:84])
+    refuse("out shares memory with c", A, B, offsets=CUT, out=out, c=memory[31:81].view(10, 5), beta=1.0)
+    assert memory.eq(1).all()
+
+
+def test_read_only_and_negative_outputs() -> None:
+    out = np.ones((10, 5), np.float32)
+    refuse("negative", A.numpy(), B.numpy(), offsets=CUT, out=out[::-1])
+    out.flags.writeable = False
+    refuse("read-only", A.numpy(), B.numpy(), offsets=CUT, out=out)
+
+
+def test_foreign_byte_order() -> None:
+    refuse("foreign byte order", np.ones((2, 3), ">f4"), np.ones((3, 2), np.float32))
+
+
+def test_gradients_are_not_lost_silently() -> None:
+    a = A.clone().requires_grad_()
+    with torch.no_grad():
+        assert mg.grouped_gemm(a, B, offsets=CUT).shape == (10, 5)
+
+
+def test_nan_alpha_is_legal() -> None:
+    assert mg.grouped_gemm(torch.ones(2, 3), torch.ones(3, 2), alpha=float("nan")).isnan().all()
+
+
+def test_unknown_backend_names_the_nearest() -> None:
+    problem = mg.GroupedGemmProblem(A, B, offsets=CUT)
+    with pytest.raises(mg.InvalidSetting, match="did you mean 'triton'"):
+        mg.solve(problem, backend="tritton")
+    with pytest.raises(mg.InvalidSetting, match="names no backend"):
+        mg.solve(problem, backend=[])
+    with pytest.raises(mg.InvalidSetting, match="config has no field 'tile'"):
+        mg.solve(problem, backend="cpu", config={"tile": 3})

@@ -1,0 +1,139 @@
+"""Settings, the on-disk cache under attack, and the table of measurements."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import multigemm as mg
+from multigemm import tuning
+from multigemm.cache import DiskCache, fingerprint
+from multigemm.settings import Settings, parse
+from multigemm.tuning import Measured, TuningTable, spec_key
+
+
+def test_settings_are_read_with_their_types() -> None:
+    got = parse({"MULTIGEMM_EMULATE": "yes", "MULTIGEMM_BACKEND": "triton, cpu", "MULTIGEMM_DUMP": "/x", "HOME": "y"})
+    assert (got.emulate, got.backend, got.dump) == (True, ("triton", "cpu"), Path("/x"))
+    assert parse({"MULTIGEMM_DUMP": " "}).dump is None
+    assert Settings().cache
+
+
+def test_bad_settings_name_themselves() -> None:
+    with pytest.raises(mg.InvalidSetting, match="did you mean MULTIGEMM_EMULATE"):
+        parse({"MULTIGEMM_EMULAT": "1"})
+    with pytest.raises(mg.InvalidSetting, match="MULTIGEMM_CACHE='maybe'"):
+        parse({"MULTIGEMM_CACHE": "maybe"})
+
+
+def test_cache_returns_what_was_put(tmp_path: Path) -> None:
+    cache = DiskCache("x", tmp_path)
+    assert cache.get("k") is None
+    assert cache.put("k", b"value")
+    assert cache.get("k") == b"value"
+    assert cache.put("k", b"")
+    assert cache.get("k") == b""
+    assert cache.clear() == 1
+    assert cache.get("k") is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"multigemm-cache-1\n" + bytes(40), b"multigemm-cache-0\n" + bytes(99)])
+def test_a_damaged_entry_reads_as_absent(tmp_path: Path, damage: bytes) -> None:
+    cache = DiskCache("x", tmp_path)
+    cache.put("k", b"value")
+    cache.path("k").write_bytes(damage)
+    assert cache.get("k") is None
+    assert cache.put("k", b"again")
+    assert cache.get("k") == b"again"
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    cache = DiskCache("x", tmp_path)
+    cache.put("k", b"value")
+    raw = bytearray(cache.path("k").read_bytes())
+    raw[-1] ^= 1
+    cache.path("k").write_bytes(raw)
+    assert cache.get("k") is None
+
+
+def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert not DiskCache("x", tmp_path / "file").put("k", b"v")
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from multigemm.cache import DiskCache
+cache = DiskCache("x", Path(sys.argv[1]))
+value = sys.argv[2].encode() * 5000
+for _ in range(100):
+    assert cache.put("k", value)
+    got = cache.get("k")
+    assert got is not None and len(set(got)) == 1 and len(got) == 5000, got
+"""
+
+
+def test_concurrent_writers_never_show_half_an_entry(tmp_path: Path) -> None:
+    jobs = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), c], env=_env()) for c in "abcd"]
+    assert [job.wait() for job in jobs] == [0] * 4
+    assert len(DiskCache("x", tmp_path).entries()) == 1
+
+
+def _env() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def test_fingerprint_separates_its_parts() -> None:
+    assert fingerprint("ab", "c") != fingerprint("a", "bc")
+    assert fingerprint(1) == fingerprint("1")
+
+
+def _spec(rows: int, groups: int = 2, n: int = 8) -> mg.ProblemSpec:
+    a, b = torch.ones(rows, 16), torch.ones(groups, 16, n)
+    return mg.GroupedGemmProblem(a, b, sizes=[rows // groups] * groups).spec
+
+
+def test_tuning_finds_its_own_class_across_processes(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    TuningTable(DiskCache("t", tmp_path)).record(Measured("cpu", {"kernel": "blas"}, 5.0, "cpu", spec_key(_spec(1000))))
+    fresh = TuningTable(DiskCache("t", tmp_path))
+    found = fresh.find("cpu", _spec(600), cpu)
+    assert found is not None
+    assert (found.us, dict(found.config)) == (5.0, {"kernel": "blas"})
+    assert fresh.find("cpu", _spec(3000), cpu) is None
+    assert fresh.find("null", _spec(600), cpu) is None
+    assert [m.us for m in fresh.own()] == [5.0]
+    assert fresh.clear() == 1
+    assert fresh.find("cpu", _spec(600), cpu) is None
+
+
+def test_a_measurement_of_a_vanished_config_is_passed_over() -> None:
+    tuning.table.cache_clear()
+    spec = _spec(128, 4)
+    tuning.table().record(Measured("cpu", {"kernel": "gone"}, 5.0, "cpu", spec_key(spec)))
+    problem = mg.GroupedGemmProblem(torch.ones(128, 16), torch.ones(4, 16, 8), sizes=[32] * 4)
+    assert "heuristic" in mg.plan(problem, "cpu").why
+    tuning.table.cache_clear()
+
+
+def test_neighbours_are_of_the_same_kind(tmp_path: Path) -> None:
+    table, cpu = TuningTable(DiskCache("t", tmp_path)), torch.device("cpu")
+    for rows, us in ((1024, 1.0), (16384, 2.0)):
+        table.record(Measured("cpu", {}, us, "cpu", spec_key(_spec(rows))))
+    assert [m.us for m in table.neighbours(_spec(8192), cpu)] == [2.0]
+    assert [m.us for m in table.neighbours(_spec(512, 4), cpu)] == [1.0]
+    other = mg.GroupedGemmProblem(torch.ones(2, 4, 16), torch.ones(2, 16, 8)).spec
+    assert table.neighbours(other, cpu) == []
+
+
+def test_shipped_files_are_read_and_name_real_configs() -> None:
+    for measured in TuningTable()._shipped.values():
+        assert measured.us > 0
+        assert json.dumps(dict(measured.config))
