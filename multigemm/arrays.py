@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +23,7 @@ Kind = Literal["torch", "numpy", "cupy", "numba"]
 Step = Callable[[], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted:
+class Adopted(NamedTuple):
     """An array as a tensor, and the object that the caller gave.
 
     `refresh` copies the caller's array into `tensor`; it is None when `tensor` lies over the caller's

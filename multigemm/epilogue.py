@@ -44,6 +44,8 @@ def result_dtype(out_dtype: Any, out: torch.dtype | None, compute: torch.dtype) 
 
 def scalar(x: Any, name: str, compute: torch.dtype) -> float:
     """alpha or beta as a float; for int8 a whole number that int32 holds."""
+    if type(x) is float and compute is not torch.int8:
+        return x
     if isinstance(x, Tensor | bool) or not isinstance(x, numbers.Real):
         raise InvalidProblem(f"{name}={x!r} is a {type(x).__name__}; it must be a real number on the host")
     value = float(x)

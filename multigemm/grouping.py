@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +24,11 @@ Int64s = npt.NDArray[np.int64]
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Grouping:
-    """`count` groups. Exactly one of `live` (followed in place) and `host` (offsets [G+1]) is set."""
+class Grouping(NamedTuple):
+    """`groups` of them. Exactly one of `live` (followed in place) and `host` (offsets [G+1]) is set."""
 
     kind: Kind
-    count: int
+    groups: int
     live: Tensor | None = None
     host: Int64s | None = None
 

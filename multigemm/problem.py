@@ -99,7 +99,7 @@ class GroupedGemmProblem:
         self.kind, self.device, self.refreshes = intake.kind, intake.device, intake.refreshes
         inputs = common_dtype(self.a, "a"), common_dtype(self.b, "b")
         compute = epilogue.compute_dtype(*inputs)
-        self.alpha = 1.0 if alpha == 1 else epilogue.scalar(alpha, "alpha", compute)
+        self.alpha = epilogue.scalar(alpha, "alpha", compute)
         self.beta = epilogue.scalar(beta, "beta", compute)
         if activation is not None:
             epilogue.check_activation(activation, compute)
@@ -131,7 +131,7 @@ class GroupedGemmProblem:
             self.grouping = make_grouping(
                 offsets, sizes, ends, groups=ext.groups, total=total, device=self.device, full=full
             )
-            return self.grouping.count
+            return self.grouping.groups
         assert ext.groups is not None
         if valid is not None:
             self.valid_rows = make_valid_rows(valid, groups=ext.groups, rows=ext.m, device=self.device, full=full)
