@@ -18,6 +18,7 @@ from multigemm.backends.cpu.calls import Calls, bf16_calls, double_calls, float_
 from multigemm.backends.cpu.epilogue import is_plain
 from multigemm.backends.cpu.finishers import finisher
 from multigemm.backends.cpu.groups import Index, Sizes, empty_products, unowned
+from multigemm.backends.cpu.jit import Tile
 from multigemm.backends.cpu.mkl import Library, has_fast_bf16
 from multigemm.backends.cpu.products import INT8_EXACT_K
 from multigemm.backends.cpu.tables import Table, fits, list_tables, merged, packed_table
@@ -57,12 +58,12 @@ def _average_work(ops: Operands) -> float:
     return sum(x.numel() for x in out) * (a[0].shape[-1] if a else 0) / max(1, ops.spec.groups)
 
 
-def _operand_dtype(ops: Operands) -> torch.dtype:
+def _operand_dtype(ops: Operands, tile: Tile | None) -> torch.dtype:
     spec = ops.spec
     if spec.compute == torch.int8:
         depth = max((x.shape[-1] for x in each(ops.a)), default=0)
         return torch.float32 if depth <= INT8_EXACT_K else torch.float64
-    if spec.compute == torch.bfloat16 and has_fast_bf16() and _average_work(ops) >= WIDE_BF16:
+    if tile is None and spec.compute == torch.bfloat16 and has_fast_bf16() and _average_work(ops) >= WIDE_BF16:
         return torch.bfloat16
     return torch.float64 if spec.compute == torch.float64 else torch.float32
 
@@ -79,9 +80,9 @@ def _target(ops: Operands, product: torch.dtype) -> tuple[Any, bool]:
 class BlasLaunch:
     """One bound problem. `slow` is the plain loop, which settles offsets that lie."""
 
-    def __init__(self, ops: Operands, library: Library, slow: Launch) -> None:
-        self._ops, self._library, self._slow = ops, library, slow
-        dtype = _operand_dtype(ops)
+    def __init__(self, ops: Operands, library: Library, slow: Launch, tile: Tile | None = None) -> None:
+        self._ops, self._library, self._slow, self._tile = ops, library, slow, tile
+        dtype = _operand_dtype(ops, tile)
         product = torch.float64 if dtype == torch.float64 else torch.float32
         target, direct = _target(ops, product)
         self._copies: Copies = []
@@ -104,7 +105,7 @@ class BlasLaunch:
         if self._ops.spec.alpha == "zero":
             self._zeros = list(each(self._products.out))
         else:
-            self._calls = self._make(self._table(start, end), self._library)
+            self._calls = self._make(self._table(start, end), self._library, self._tile)
             self._zeros = empty_products(self._products, start, end)
         if self._ops.spec.zero_unowned:
             self._zeros += unowned(self._ops, start, end)

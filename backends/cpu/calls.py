@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from multigemm.backends.cpu.jit import Tile, TileCalls
 from multigemm.backends.cpu.mkl import Library
 from multigemm.backends.cpu.tables import Table
 
@@ -23,14 +24,30 @@ Call = tuple[Callable[..., None], tuple[int, ...]]
 class Calls:
     """Runs all products of a table. It keeps the arrays that the calls read by address."""
 
-    def __init__(self, table: Table, dtype: Any, gemm: Callable[..., None], batch: Callable[..., None] | None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        dtype: Any,
+        gemm: Callable[..., None],
+        batch: Callable[..., None] | None,
+        tile: Tile | None = None,
+    ) -> None:
         self._keep: list[Any] = []
-        large = np.ones(table.count, bool) if batch is None else table.m * table.n * table.k >= LARGE
         self._calls: list[Call] = []
+        if tile is not None:
+            table = self._tiles(table, tile)
+        large = np.ones(table.count, bool) if batch is None else table.m * table.n * table.k >= LARGE
         if batch is not None and not large.all():
             self._calls.append((batch, self._batch(table.take(~large), dtype)))
         if large.any():
             self._calls += [(gemm, arguments) for arguments in self._single(table.take(large), dtype)]
+
+    def _tiles(self, table: Table, tile: Tile) -> Table:
+        """Takes the small products that tiles can read; the rest of the table is for BLAS."""
+        small = TileCalls.fits(table) & (table.m * table.n * table.k < LARGE)
+        if small.any():
+            self._calls.append((TileCalls(table.take(small), tile), ()))
+        return table.take(~small)
 
     def _constants(self, count: int, dtype: Any) -> tuple[Any, Any]:
         constants = np.ones(count, dtype), np.zeros(count, dtype)
@@ -62,16 +79,16 @@ class Calls:
             function(*arguments)
 
 
-def float_calls(table: Table, library: Library) -> Calls:
+def float_calls(table: Table, library: Library, tile: Tile | None) -> Calls:
     """float32 products."""
-    return Calls(table, np.float32, library.sgemm, library.sgemm_batch)
+    return Calls(table, np.float32, library.sgemm, library.sgemm_batch, tile)
 
 
-def double_calls(table: Table, library: Library) -> Calls:
+def double_calls(table: Table, library: Library, tile: Tile | None) -> Calls:
     """float64 products."""
     return Calls(table, np.float64, library.dgemm, library.dgemm_batch)
 
 
-def bf16_calls(table: Table, library: Library) -> Calls:
+def bf16_calls(table: Table, library: Library, tile: Tile | None) -> Calls:
     """bfloat16 products with float32 results; there is no batched entry point."""
     return Calls(table, np.float32, library.bf16, None)

@@ -8,26 +8,34 @@ from typing import Literal
 import torch
 
 from multigemm.backends.cpu.epilogue import is_plain
+from multigemm.backends.cpu.jit import lanes, missing
 from multigemm.backends.cpu.mkl import has_fast_bf16, library
 from multigemm.spec import ProblemSpec
 
-Kernel = Literal["bmm", "blas", "loop"]
-KERNELS: tuple[Kernel, ...] = ("bmm", "blas", "loop")
+Kernel = Literal["tiles", "bmm", "blas", "loop"]
+KERNELS: tuple[Kernel, ...] = ("bmm", "tiles", "blas", "loop")
 
-SMALL_LIST = 1 << 20
-"""Multiply-adds of a list's average product below which torch's cost per call is what counts."""
+SMALL_PRODUCT = 1 << 20
+"""Multiply-adds of an average product below which the cost per product, not arithmetic, decides."""
+
+TILES = ((12, 2), (8, 3), (6, 4), (14, 2))
+NARROW_TILES = ((6, 2), (4, 3), (3, 4))
+"""Tiles that fit 32 vector registers, and 16, beside one row of B and one element of A."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """How products are formed.
 
-    `bmm`   torch's batched product over padded neighbours: bfloat16 in and out, no epilogue
-    `blas`  batched BLAS calls, with a float32 or float64 accumulator
-    `loop`  one product after another through NumPy
+    `bmm`    torch's batched product over padded neighbours: bfloat16 in and out, no epilogue
+    `tiles`  compiled tiles of `rows` x `vectors` registers for small float32 products; larger ones as `blas`
+    `blas`   batched BLAS calls, with a float32 or float64 accumulator
+    `loop`   one product after another through NumPy
     """
 
     kernel: Kernel = "loop"
+    rows: int = 0
+    vectors: int = 0
 
 
 def suits(spec: ProblemSpec) -> bool:
@@ -35,28 +43,60 @@ def suits(spec: ProblemSpec) -> bool:
     return is_plain(spec) and spec.compute == spec.out.dtype == torch.bfloat16
 
 
-def _small(spec: ProblemSpec) -> bool:
-    """Many small products of a form that `bmm` cannot stack."""
-    if spec.form not in ("per_group", "jagged_k"):
-        return False
-    work = spec.total * (spec.n or 0) * ((spec.m if spec.form == "jagged_k" else spec.k) or 0)
-    return work < SMALL_LIST * max(1, spec.groups)
+def average_work(spec: ProblemSpec) -> float | None:
+    """Multiply-adds of an average product as far as the buckets tell; None if extents differ by group."""
+    extents = (spec.m, spec.n) if spec.form == "jagged_k" else (spec.m, spec.k) if spec.form == "jagged_n" else None
+    first, second = extents or (spec.n, spec.k)
+    if first is None or second is None:
+        return None
+    return spec.total * first * second / max(1, spec.groups)
+
+
+def _tile_configs() -> tuple[Config, ...]:
+    if missing():
+        return ()
+    tiles = TILES if lanes() != 8 else NARROW_TILES
+    return tuple(Config("tiles", rows, vectors) for rows, vectors in tiles)
+
+
+def _order(spec: ProblemSpec) -> tuple[Config, ...]:
+    """Tiles for small products; torch's batches for bfloat16 that can be stacked; BLAS for the rest."""
+    tiles, bmm, blas, loop = _tile_configs(), (Config("bmm"),), (Config("blas"),), (Config("loop"),)
+    work = average_work(spec)
+    small = work is not None and work <= SMALL_PRODUCT
+    if suits(spec) and not (small and spec.form in ("per_group", "jagged_k")):
+        return bmm + blas + tiles + loop
+    return tiles + blas + bmm + loop if small else blas + tiles + bmm + loop
 
 
 def candidates(spec: ProblemSpec) -> tuple[Config, ...]:
     """Valid configs for this spec, the best guess first."""
-    order: tuple[Kernel, ...] = ("blas", "bmm", "loop") if _small(spec) else KERNELS
-    return tuple(c for c in map(Config, order) if not invalid_reasons(c, spec))
+    return tuple(config for config in _order(spec) if not invalid_reasons(config, spec))
+
+
+def _tile_reasons(config: Config, spec: ProblemSpec) -> list[str]:
+    if spec.acc == torch.float64:
+        return ["tiles are float32, and this accumulator is float64: use blas"]
+    if config.rows < 1 or config.vectors < 1:
+        return [f"a tile of {config.rows} x {config.vectors} registers is empty: use at least 1 x 1"]
+    if missing():
+        return [missing()]
+    registers, needed = (16 if lanes() == 8 else 32), (config.rows + 1) * config.vectors + 1
+    if needed > registers:
+        return [
+            f"a tile of {config.rows} x {config.vectors} needs {needed} of {registers} registers: use a smaller one"
+        ]
+    return []
 
 
 def invalid_reasons(config: Config, spec: ProblemSpec) -> list[str]:
     """Why a config cannot run this spec; empty if it can."""
     if config.kernel not in KERNELS:
         return [f"kernel {config.kernel!r} is unknown: use one of {', '.join(KERNELS)}"]
-    if config.kernel == "blas" and library() is None:
+    if config.kernel in ("blas", "tiles") and library() is None:
         return ["torch carries no batched BLAS that can be called by address here: use loop"]
     if config.kernel == "bmm" and not suits(spec):
         return [f"bmm takes plain bfloat16 products, not {spec.compute} to {spec.out.dtype} with an epilogue: use blas"]
     if config.kernel == "bmm" and not has_fast_bf16():
         return ["this processor has no bfloat16 products: use blas or loop"]
-    return []
+    return _tile_reasons(config, spec) if config.kernel == "tiles" else []

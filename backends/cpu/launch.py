@@ -13,8 +13,10 @@ from multigemm.backends.cpu.bmm import BmmLaunch
 from multigemm.backends.cpu.config import Config
 from multigemm.backends.cpu.epilogue import finish, store
 from multigemm.backends.cpu.groups import Sizes, bare, is_inference, unowned, walk
+from multigemm.backends.cpu.jit import Tile, entry
 from multigemm.backends.cpu.mkl import library
 from multigemm.backends.cpu.products import product
+from multigemm.errors import LibraryError
 from multigemm.layouts import Operands
 from multigemm.spec import ProblemSpec
 
@@ -37,19 +39,20 @@ def bind_loop(ops: Operands) -> Launch:
     return launch
 
 
-def bind_blas(ops: Operands) -> Launch:
-    """Batched BLAS calls."""
-    found = library()
-    assert found is not None
-    return BlasLaunch(ops, found, bind_loop(ops))
-
-
-def bind_bmm(ops: Operands) -> Launch:
-    """torch's batched product, for 16-bit operands."""
-    return BmmLaunch(ops, bind_loop(ops))
-
-
-BINDS: dict[str, Callable[[Operands], Launch]] = {"loop": bind_loop, "blas": bind_blas, "bmm": bind_bmm}
+def binder(config: Config) -> Callable[[Operands], Launch]:
+    """How a config binds a problem; compiles tiles, so that binding does not."""
+    if config.kernel == "loop":
+        return bind_loop
+    if config.kernel == "bmm":
+        return lambda ops: BmmLaunch(ops, bind_loop(ops))
+    tile = None
+    if config.kernel == "tiles":
+        tile = Tile(config.rows, config.vectors)
+        entry(tile.rows, tile.vectors)
+    blas = library()
+    if blas is None:
+        raise LibraryError("torch's batched BLAS cannot be called by address here")
+    return lambda ops: BlasLaunch(ops, blas, bind_loop(ops), tile)
 
 
 def _guarded(bind: Callable[[Operands], Launch], ops: Operands) -> Launch:
@@ -67,5 +70,6 @@ def _guarded(bind: Callable[[Operands], Launch], ops: Operands) -> Launch:
 
 def recipe(spec: ProblemSpec, config: Config) -> Recipe:
     """The recipe of one config."""
-    bind = BINDS[config.kernel]
-    return Recipe(kernel=config.kernel, config=config, bind=lambda ops: _guarded(bind, ops))
+    bind = binder(config)
+    kernel = f"tiles_{config.rows}x{config.vectors}" if config.kernel == "tiles" else config.kernel
+    return Recipe(kernel=kernel, config=config, bind=lambda ops: _guarded(bind, ops))
