@@ -71,7 +71,8 @@ def test_a_graph_follows_live_sizes(backend: str, kind: str, index: torch.dtype)
         return torch.tensor(v, dtype=index, device="cuda")
 
     live = values(cuts[0])
-    plan = mg.plan(mg.GroupedGemmProblem(a, b, **{kind: live}), backend)
+    cut_by: dict[str, Any] = {kind: live}
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, **cut_by), backend)
     plan()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
