@@ -210,7 +210,8 @@ class _CpuClock(_Clock):
                 call()
             return (time.perf_counter() - start) * 1e6 / repeat
 
-        for _ in range(_warm_calls(mode, cost := sample() * repeat)):
+        cost = min(sample() for _ in range(2)) * repeat  # the smaller: one may have waited for another process
+        for _ in range(_warm_calls(mode, cost)):
             call()
         return sample, cost
 

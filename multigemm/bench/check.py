@@ -84,21 +84,21 @@ def reference(tensors: Tensors) -> Reference:
     biases = tensors.bias if isinstance(tensors.bias, list) else None
     with _true_float32():
         for g, (a, b) in enumerate(group_inputs(tensors)):
-            want, bound = _product(a, b, tensors.workload.dtype, tensors.workload.out_dtype)
-            if tensors.bias is not None:
-                want = want + (biases[g] if biases else tensors.bias)  # type: ignore[operator]
+            bias = biases[g] if biases is not None else tensors.bias
+            assert not isinstance(bias, list)
+            want, bound = _product(a, b, bias, tensors.workload.dtype, tensors.workload.out_dtype)
             expected.append(want)
             bounds.append(bound)
     return Reference(tensors, expected, bounds)
 
 
-def _product(a: Tensor, b: Tensor, dtype: str, out: torch.dtype) -> tuple[Tensor, Tensor]:
+def _product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: str, out: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype == "int8":
         want = (a.double() @ b.double()).to(torch.int64)
         return want, torch.zeros((), device=a.device).expand(want.shape)
     wide = torch.float64 if dtype in ("fp32", "tf32", "fp64") else torch.float32
     left, right = a.to(wide), b.to(wide)
-    want = left @ right
+    want = left @ right if bias is None else left @ right + bias
     unit = {"fp64": 2.0**-53, "tf32": 2.0**-10}.get(dtype, 2.0**-24)
     terms = 2 if dtype == "tf32" else a.shape[1] + 4
     scale = left.abs_() @ right.abs_() if left.data_ptr() != a.data_ptr() else left.abs() @ right.abs()

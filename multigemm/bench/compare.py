@@ -2,15 +2,16 @@
 
 Three questions, from the most to the least certain:
 
-1. An entry: is the median of its ratios new/old, over its workloads, above 1.04?
-2. A row: is its ratio above 1.06 plus both runs' own spread, and more than 0.6 us?
+1. An entry: is the median of its ratios new/old, over its workloads, above 1.04 (and 4 standard errors)?
+2. A row: is its ratio above 1.05 (and 5 standard deviations of all rows, and its own spread), by more
+   than 0.6 us?
 3. Everything: are all ceilings and peers slower by one and the same factor above 1.05?
 
 Every ratio is first divided by the drift of the same workload, which is the median ratio of the
-peers and ceilings that were timed interleaved with it: a machine that runs cooler or is shared
-moves them as well, and a change of our code does not. (Without three of them, the drift of the whole
-run; none if the peers' versions differ.) The ratio of a row is the smallest of its ratios at the median, the 0.2
-quantile and the best sample, because noise moves the upper quantiles and slower code moves all.
+peers and ceilings that were timed interleaved with it: a machine that runs cooler or is shared moves
+them as well, and a change of our code does not. (Without three of them, the drift of the whole run;
+none if torch's version differs.) The ratio of a row is the smallest of its ratios at the median, the
+0.2 quantile and the best sample, because noise moves the upper quantiles and slower code moves all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from multigemm.bench.results import Report, Row, Sample
 
 ENTRY_LIMIT = 1.04
-ROW_LIMIT = 1.06
+ROW_LIMIT = 1.05
 DRIFT_LIMIT = 1.05
 SLACK_US = 0.6
 MIN_CONTROLS = 3
@@ -57,6 +58,7 @@ class Comparison:
 
     changes: list[Change]
     entries: dict[str, float]
+    limits: dict[str, float]
     drift: float
     uniform: bool
     lost: list[str] = field(default_factory=list)
@@ -69,7 +71,7 @@ class Comparison:
         found += [
             f"{name}: {(ratio - 1) * 100:+.1f} % over its workloads"
             for name, ratio in self.entries.items()
-            if ratio > ENTRY_LIMIT
+            if ratio > self.limits[name]
         ]
         found += [
             f"{c.entry} on {c.case}: {c.old_us:.1f} -> {c.new_us:.1f} us, {(c.corrected - 1) * 100:+.1f} % "
@@ -102,23 +104,33 @@ def compare(old: Report, new: Report) -> Comparison:
     after = {(r.case, r.entry): r for r in new.rows}
     both = [(before[key], after[key]) for key in before if key in after and before[key].us and after[key].us]
     drift_of, drift, uniform = _drift(both, old, new)
-    changes = [_change(a, b, drift_of(a.case)) for a, b in both]
+    pairs = [(a, b, _ratio(a, b)) for a, b in both]
     ours: dict[str, list[float]] = {}
-    for change in changes:
-        if change.kind == "backend":
-            ours.setdefault(change.entry, []).append(change.corrected)
+    for a, _, ratio in pairs:
+        if a.kind == "backend":
+            ours.setdefault(a.entry, []).append(ratio / drift_of(a.case))
+    sigma = _scatter(ours)
+    changes = [_change(a, b, ratio, drift_of(a.case), sigma) for a, b, ratio in pairs]
+    entries = {name: statistics.median(ratios) for name, ratios in ours.items()}
+    limits = {name: max(ENTRY_LIMIT, 1 + 4 * 1.25 * sigma / math.sqrt(len(r))) for name, r in ours.items()}
     lost = [
         f"{b.entry} on {b.case} | {b.status}: {b.reason}"
         for key, b in after.items()
         if b.kind == "backend" and not b.us and key in before and before[key].us
     ]
     gone = sorted({f"{entry} on {case}" for case, entry in before if (case, entry) not in after})
-    return Comparison(changes, {name: statistics.median(v) for name, v in ours.items()}, drift, uniform, lost, gone)
+    return Comparison(changes, entries, limits, drift, uniform, lost, gone)
 
 
-def _change(a: Row, b: Row, drift: float) -> Change:
-    ratio = _ratio(a, b)
-    allowed = ROW_LIMIT + min(a.spread, 0.5) + min(b.spread, 0.5)
+def _scatter(ours: dict[str, list[float]]) -> float:
+    """The standard deviation of ratios about their entry's median, from the median deviation: robust
+    against the few rows that really changed."""
+    away = [abs(ratio - statistics.median(ratios)) for ratios in ours.values() for ratio in ratios if len(ratios) > 2]
+    return 1.4826 * statistics.median(away) if away else 0.0
+
+
+def _change(a: Row, b: Row, ratio: float, drift: float, sigma: float) -> Change:
+    allowed = max(ROW_LIMIT, 1 + 5 * sigma) + min(max(a.spread, b.spread), 0.5)
     return Change(a.case, a.entry, a.kind, a.us or 0.0, b.us or 0.0, ratio, ratio / drift, allowed)
 
 

@@ -101,9 +101,9 @@
   }
 
   function roof(list) {
-    const points = list.filter((r) => r.tflops > 0 && r.bytes > 0).map((r) => ({ x: r.flops / r.bytes, y: r.tflops, r }));
+    const points = list.filter((r) => r.us && r.tflops > 0 && r.bytes > 0).map((r) => ({ x: r.flops / r.bytes, y: r.tflops, r }));
     if (!points.length) { $$("roof").replaceChildren("Nothing to draw."); return; }
-    const W = 900, H = 380, L = 52, B = 34, T = 12, R = 14;
+    const narrow = window.innerWidth < 640, W = narrow ? 430 : 900, H = narrow ? 330 : 380, L = 52, B = 34, T = 12, R = 14;
     const rates = Object.values(report.rates);
     const xs = points.map((p) => p.x).concat(rates.map((r) => (r.tflops / r.tbps) * 1.3));
     const ys = points.map((p) => p.y).concat(rates.map((r) => r.tflops * 1.3));
@@ -118,10 +118,10 @@
     const svg = svgNode("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "roofline" });
     for (let e = Math.ceil(x0); e <= x1; e++) svg.append(svgNode("line", { x1: X(10 ** e), x2: X(10 ** e), y1: T, y2: H - B, stroke: "var(--line)" }), svgNode("text", { x: X(10 ** e), y: H - B + 16, "text-anchor": "middle" }, String(10 ** e)));
     for (let e = Math.ceil(y0); e <= y1; e++) svg.append(svgNode("line", { x1: L, x2: W - R, y1: Y(10 ** e), y2: Y(10 ** e), stroke: "var(--line)" }), svgNode("text", { x: L - 6, y: Y(10 ** e) + 4, "text-anchor": "end" }, String(+(10 ** e).toPrecision(3))));
-    for (const [name, rate] of Object.entries(report.rates)) {
+    for (const [index, [name, rate]] of Object.entries(report.rates).entries()) {
       const knee = rate.tflops / rate.tbps, low = Math.max(10 ** x0, 10 ** y0 / rate.tbps);
       svg.append(svgNode("polyline", { points: `${X(low)},${Y(low * rate.tbps)} ${X(knee)},${Y(rate.tflops)} ${X(10 ** x1)},${Y(rate.tflops)}`, fill: "none", stroke: "var(--ink)", "stroke-width": 1.2 }));
-      svg.append(svgNode("text", { x: W - R, y: Y(rate.tflops) - 5, "text-anchor": "end" }, `${name} ${rate.tflops.toPrecision(3)} TFLOP/s, ${rate.tbps.toPrecision(3)} TB/s`));
+      svg.append(svgNode("text", { x: W - R, y: H - B - 8 - 15 * index, "text-anchor": "end" }, `${name} ${rate.tflops.toPrecision(3)} TFLOP/s, ${rate.tbps.toPrecision(3)} TB/s`));
     }
     for (const p of points) {
       const dot = svgNode("circle", { cx: X(p.x), cy: Y(p.y), r: 4, fill: colour[p.r.entry], "fill-opacity": kind[p.r.entry] === "backend" ? 0.9 : 0.4 });

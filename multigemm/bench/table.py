@@ -129,10 +129,10 @@ def _rich(title: str, head: list[str], grid: Grid) -> str:
 
     drawn = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     for index, name in enumerate(head):
-        drawn.add_column(name, justify="left" if index == 0 else "right", overflow="fold", no_wrap=index != 0)
+        drawn.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in grid:
         drawn.add_row(*row)
     sink = io.StringIO()
-    needed = sum(max(len(row[i]) for row in [head, *grid]) + 2 for i in range(len(head)))
-    Console(file=sink, width=max(needed + 2, shutil.get_terminal_size().columns)).print(drawn)
+    needed = sum(max(len(row[i]) for row in [head, *grid]) + 3 for i in range(len(head)))
+    Console(file=sink, width=max(needed, shutil.get_terminal_size().columns)).print(drawn)
     return "\n".join(line.rstrip() for line in sink.getvalue().splitlines())

@@ -1,0 +1,136 @@
+"""Workloads: published shapes and floors, exact sums, and own shapes with clear refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from multigemm.bench import distributions, operands
+from multigemm.bench.check import group_inputs, group_outputs, reference
+from multigemm.bench.suites import SUITES, suite
+from multigemm.bench.workloads import Workload, parse_shape, with_dtype
+from multigemm.errors import InvalidSetting
+
+PUBLISHED_FLOORS = {
+    "dsv3_up_8k/balanced/bf16": 687.9,
+    "dsv3_down_8k/zipf/bf16": 363.5,
+    "dsv3_up_32k/balanced/bf16": 2498.9,
+    "mixtral_512/balanced/bf16": 319.5,
+    "mixtral_512/empty/bf16": 241.2,
+    "qwen3_32k/empty/bf16": 279.6,
+    "gptoss_8k/balanced/bf16": 401.1,
+    "gptoss_8k/empty/bf16": 353.0,
+    "decode_g64/balanced/bf16": 717.2,
+    "fine_g256/zipf/bf16": 106.3,
+    "fine_g256/empty/bf16": 83.9,
+    "wgrad_dsv3_32k/balanced/bf16/tn": 1249.4,
+    "wgrad_mixtral_16k/empty/bf16/tn": 2498.9,
+}
+
+
+def test_floors_of_an_h100_are_the_published_ones() -> None:
+    floors = {case.key: round(case.floor_us(), 1) for case in suite("moe,wgrad")}
+    assert {key: floors[key] for key in PUBLISHED_FLOORS} == PUBLISHED_FLOORS
+    assert len(suite("moe")) == 33
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_suite_has_unique_keys_and_sound_numbers(name: str) -> None:
+    cases = suite(name)
+    assert len({case.key for case in cases}) == len(cases) > 0
+    for case in cases:
+        assert case.flops > 0
+        assert case.bytes > 0
+        assert case.resident_bytes > 0
+        assert case.suite == name
+
+
+@pytest.mark.parametrize("name", distributions.DISTRIBUTIONS)
+@pytest.mark.parametrize(("groups", "total"), [(1, 7), (2, 0), (8, 513), (64, 63), (0, 0)])
+def test_sizes_sum_and_repeat(name: str, groups: int, total: int) -> None:
+    sizes = distributions.draw(name, groups, total, seed=3)
+    assert sizes.shape == (groups,)
+    assert sizes.min(initial=0) >= 0
+    assert np.array_equal(sizes, distributions.draw(name, groups, total, seed=3))
+    if name != "decode" and groups:
+        assert sizes.sum() == total
+
+
+def test_distributions_are_what_their_names_say() -> None:
+    empty = distributions.draw("empty", 32, 8192)
+    assert (empty == 0).sum() == 8
+    assert empty[0] == empty[-1] == 0
+    zipf = np.sort(distributions.draw("zipf", 32, 8192))[::-1]
+    assert zipf[0] == pytest.approx(2 * zipf[1], rel=0.01)
+    assert (distributions.draw("one-hot", 16, 99) > 0).sum() == 1
+    assert distributions.draw("decode", 4096, 0).max() == 8
+    with pytest.raises(InvalidSetting, match="known: balanced"):
+        distributions.draw("pareto", 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "extents"),
+    [
+        ("2,8,16,32", [(8, 16, 32)] * 2),
+        ("3x5x7+2x2x2", [(3, 5, 7), (2, 2, 2)]),
+        ("G=4,T=40,N=8,K=16,dist=balanced", [(10, 8, 16)] * 4),
+        ("G=4,T=40,N=8,M=16,dist=balanced,form=jagged_k", [(16, 8, 10)] * 4),
+        ("G=2,M=6,N=8,K=4,form=batched", [(6, 8, 4)] * 2),
+    ],
+)
+def test_own_shapes(text: str, extents: list[tuple[int, int, int]]) -> None:
+    assert parse_shape(text).extents == extents
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1,2,3", "a,b,c,d", "3x4", "G=2,Q=4", "G=4,T=8,N=8,K=8,dtype=fp3", "G=4,dist=odd"]
+)
+def test_unreadable_shapes_are_refused_with_a_hint(text: str) -> None:
+    with pytest.raises(InvalidSetting):
+        parse_shape(text)
+
+
+def test_unknown_suites_and_dtypes_name_the_known_ones() -> None:
+    with pytest.raises(InvalidSetting, match="moe-more"):
+        suite("moee")
+    with pytest.raises(InvalidSetting, match="bf16"):
+        with_dtype(suite("l2")[0], "fp8")
+
+
+SMALL = [
+    Workload("m", "t", groups=4, n=6, k=5, total=19, distribution="zipf"),
+    Workload("shared", "t", groups=4, n=6, k=5, total=19, shared_b=True, dtype="fp32"),
+    Workload("nt", "t", groups=3, n=6, k=5, total=9, trans_b=True, dtype="fp16"),
+    Workload("n", "t", "jagged_n", 3, m=4, k=5, total=11, distribution="empty"),
+    Workload("k", "t", "jagged_k", 3, m=4, n=6, total=11, trans_a=True, distribution="empty"),
+    Workload("batch", "t", "batched", 3, m=4, n=6, k=5, dtype="fp64"),
+    Workload("masked", "t", "masked", 3, m=8, n=6, k=5, total=9, cap=8),
+    Workload("list", "t", "per_group", 3, products=((3, 4, 5), (0, 2, 2), (7, 1, 9)), dtype="int8"),
+    Workload("one_b", "t", "per_group", 2, products=((3, 4, 5), (6, 4, 5)), shared_b=True, bias=True),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_the_reference_accepts_the_truth_and_finds_one_wrong_element(case: Workload) -> None:
+    tensors = operands.make(case, "cpu")
+    truth = reference(tensors)
+    assert "wrong answer" in truth.verdict(tensors.out)  # poisoned
+    parts = group_outputs(tensors, tensors.out)
+    biases = tensors.bias if isinstance(tensors.bias, list) else [torch.zeros(())] * len(parts)
+    for part, (a, b), bias, (m, n, k) in zip(parts, group_inputs(tensors), biases, case.extents, strict=True):
+        assert a.shape == (m, k)
+        assert b.shape == (k, n)
+        part.copy_((a.double() @ b.double() + bias).to(part.dtype))
+    assert truth.verdict(tensors.out) == ""
+    last = next(part for part in reversed(parts) if part.numel())
+    last[-1, -1] += 1 if case.dtype == "int8" else 1 + last.abs().max() * 0.1
+    assert "1 elements off" in truth.verdict(tensors.out)
+
+
+def test_tensors_repeat_and_are_never_zero() -> None:
+    first, second = (operands.make(SMALL[0], "cpu") for _ in range(2))
+    assert isinstance(first.a, torch.Tensor)
+    assert isinstance(second.a, torch.Tensor)
+    assert torch.equal(first.a, second.a)
+    assert (first.a != 0).float().mean() > 0.9

@@ -1,0 +1,115 @@
+"""The clock: order, statistics, failures, and (on a GPU) that it measures what it says."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from multigemm import timing
+from multigemm.timing import Timing, do_bench, measure, quantile
+
+CPU = torch.device("cpu")
+gpu = pytest.mark.gpu
+
+
+def test_quantiles_interpolate_as_numpy_does() -> None:
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert quantile([1.0, 2.0, 3.0, 4.0], 0.2) == pytest.approx(1.6)
+    assert quantile([7.0], 0.8) == 7.0
+    assert math.isnan(quantile([], 0.5))
+
+
+def test_a_timing_reduces_its_samples() -> None:
+    taken = Timing("x", "cold", (1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0))
+    assert (taken.median, taken.best, taken.ok) == (2.0, 1.0, True)
+    assert taken.spread == pytest.approx(1.0)
+    assert not Timing("x", "cold", error="no").ok
+    assert math.isnan(Timing("x", "cold", (1.0,)).spread)
+
+
+def test_variants_are_interleaved_and_the_order_rotates() -> None:
+    calls: list[str] = []
+    measure({name: partial(calls.append, name) for name in "abc"}, CPU, reps=3, min_reps=3, budget_ms=0.0)
+    assert calls[-9:] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+
+
+def test_a_failing_variant_is_a_result_and_the_others_go_on() -> None:
+    def fails() -> None:
+        raise ValueError("first line\nsecond line")
+
+    taken = measure({"bad": fails, "good": lambda: None}, CPU, reps=5)
+    assert taken["bad"].error == "ValueError: first line"
+    assert not taken["bad"].ok
+    assert taken["good"].ok
+    assert list(taken) == ["bad", "good"]
+
+
+def test_a_variant_that_fails_later_has_no_samples() -> None:
+    left = iter(range(6))
+    taken = measure({"tires": lambda: next(left), "good": lambda: None}, CPU, reps=20, min_reps=20)
+    assert taken["tires"].error.startswith("StopIteration")
+    assert taken["tires"].samples == ()
+    assert len(taken["good"].samples) == 20
+
+
+@pytest.mark.parametrize("mode", ["cold", "hot", "host", "do_bench"])
+def test_cpu_times_are_near_the_truth(mode: timing.Mode) -> None:
+    taken = measure({"nap": lambda: time.sleep(0.002)}, CPU, mode, reps=5, min_reps=5, budget_ms=20.0)["nap"]
+    assert 2000 <= taken.best < 20000
+
+
+def test_the_budget_bounds_the_rounds() -> None:
+    taken = measure({"nap": lambda: time.sleep(0.002)}, CPU, reps=1000, min_reps=2, budget_ms=20.0)["nap"]
+    assert 2 <= len(taken.samples) <= 12
+
+
+def test_graphs_need_a_gpu_and_modes_have_names() -> None:
+    assert "CUDA device" in measure({"x": lambda: None}, CPU, "graph")["x"].error
+    with pytest.raises(ValueError, match="known: cold"):
+        measure({"x": lambda: None}, CPU, "warm")  # type: ignore[arg-type]
+
+
+def test_do_bench_returns_milliseconds_at_quantiles_and_raises_the_failure() -> None:
+    middle, low, high = do_bench(lambda: time.sleep(0.001), CPU, rep_ms=10.0)
+    assert 1.0 <= low <= middle <= high < 50.0
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        do_bench(lambda: 1 / 0, CPU)
+
+
+def test_overhead_of_nothing_is_small() -> None:
+    assert timing.overhead(CPU)["nothing"] < 100.0
+
+
+@gpu
+def test_gpu_modes_agree_with_a_kernel_of_known_length() -> None:
+    cycles = 2_000_000
+    call = lambda: timing.cuda._sleep(cycles)  # noqa: E731
+    taken = {
+        mode: measure({"sleep": call}, "cuda", mode, reps=12)["sleep"] for mode in ("cold", "graph", "hot", "do_bench")
+    }
+    assert all(t.ok for t in taken.values()), taken
+    medians = [t.median for t in taken.values()]
+    assert max(medians) / min(medians) < 1.15
+    assert 500 < medians[0] < 4000
+    assert measure({"sleep": call}, "cuda", "host", reps=5)["sleep"].median < 200
+
+
+@gpu
+def test_cold_is_colder_than_hot() -> None:
+    x = torch.randn(4 << 20, device="cuda")  # 16 MB: lies in the L2 when hot
+    out = torch.empty_like(x)
+    call = lambda: torch.add(x, 1.0, out=out)  # noqa: E731
+    cold, hot = (measure({"add": call}, "cuda", mode)["add"].median for mode in ("graph", "hot"))
+    assert cold > 1.3 * hot
+
+
+@gpu
+def test_what_cannot_be_captured_says_so_and_the_device_lives_on() -> None:
+    x = torch.ones(8, device="cuda")
+    taken = measure({"reads": lambda: x.sum().item(), "good": lambda: x.add_(0)}, "cuda", "graph", reps=5)
+    assert taken["reads"].error
+    assert taken["good"].ok
