@@ -152,10 +152,8 @@ def give_back(tensor: Tensor, kind: Kind) -> Any:
     return cuda.as_cuda_array(tensor)  # type: ignore[no-untyped-call]
 
 
-def caller_stream(kind: Kind, device: torch.device) -> int | None:
-    """The raw stream that the caller's library is on, where that differs from torch's; else None."""
-    if kind != "cupy":
-        return None
+def cupy_stream(device: torch.device) -> int | None:
+    """The raw stream that CuPy is on, where that differs from torch's; else None."""
     stream: int = sys.modules["cupy"].cuda.get_current_stream().ptr
     return stream if stream != torch.cuda.current_stream(device).cuda_stream else None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from multigemm.arrays import caller_stream, give_back
+from multigemm.arrays import cupy_stream, give_back
 from multigemm.backend import Launch, Recipe
 from multigemm.errors import InvalidProblem, NotCapturable
 from multigemm.intake import Operand
@@ -42,8 +42,7 @@ def _launcher(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Laun
     launch = choice.recipe.bind(staged.ops)
     if staged.before:
         launch = _Sequence([*staged.before, launch])
-    stream = caller_stream(problem.kind, problem.device)
-    return launch if stream is None else _OnStream(launch, _external(stream, problem.device))
+    return launch if problem.kind != "cupy" else _OnCallerStream(launch, problem.device)
 
 
 def _external(stream: int, device: torch.device) -> torch.cuda.ExternalStream:
@@ -63,17 +62,21 @@ class _Sequence:
             step()
 
 
-class _OnStream:
-    """A launch on the stream that the caller's own array library works on."""
+class _OnCallerStream:
+    """A launch on the stream that CuPy works on at that moment, which torch need not share."""
 
-    __slots__ = ("_launch", "_stream")
+    __slots__ = ("_device", "_launch")
 
-    def __init__(self, launch: Launch, stream: torch.cuda.ExternalStream) -> None:
-        self._launch, self._stream = launch, stream
+    def __init__(self, launch: Launch, device: torch.device) -> None:
+        self._launch, self._device = launch, device
 
     def __call__(self) -> None:
-        with torch.cuda.stream(self._stream):
+        stream = cupy_stream(self._device)
+        if stream is None:
             self._launch()
+        else:
+            with torch.cuda.stream(_external(stream, self._device)):
+                self._launch()
 
 
 def _result(problem: GroupedGemmProblem, out: Operand) -> Any:

@@ -37,7 +37,6 @@ class Settings:
     emulate: bool = _doc("let the triton and numba backends run on CPU tensors in their emulators", False)
     cache: bool = _doc("read and write the on-disk cache of tunings and compiled kernels", True)
     cache_dir: Path = _doc("where that cache lives", _default_cache_dir)
-    tune: bool = _doc("measure configs at the first call of an unknown spec and keep the result", False)
     dump: Path | None = _doc("a folder that receives the PTX, SASS and source of each compiled kernel", None)
     print_config: bool = _doc("print, once per spec, which backend, kernel and config was chosen and why", False)
     lineinfo: bool = _doc("keep source lines in compiled kernels, for profilers and sanitizers", False)
