@@ -1,0 +1,213 @@
+"""Tuning: every config of every backend, checked, then timed side by side on real workloads.
+
+What is stored belongs to a class of problems (`tuning.spec_key`), not to one workload: the sizes of
+groups are known on the device alone, so that even and skewed groups share a class. A config is
+therefore judged on all workloads of its class by its regret, the factor by which it is slower than
+the fastest of all backends and configs on each; the smallest worst regret wins. Configs that fail
+stay in the record with their reasons.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
+
+import torch
+
+from multigemm import dispatch, registry
+from multigemm.bench.check import Reference, reference
+from multigemm.bench.entries import available_backends, problem
+from multigemm.bench.operands import Tensors, make, poison
+from multigemm.bench.workloads import Workload, geomean
+from multigemm.staging import staged_spec
+from multigemm.timing import Call, Timing, describe, measure
+from multigemm.tuning import Measured, device_name, spec_key
+
+KEEP_WITHIN = 1.25
+FIRST_WINS_WITHIN = 1.01
+Choice = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on the work: seconds for all, configs per backend, milliseconds per measurement."""
+
+    total_s: float = 600.0
+    configs: int = 0
+    quick_ms: float = 80.0
+    careful_ms: float = 250.0
+
+
+@dataclass
+class ClassResult:
+    """What was tried for one class: `us[choice][workload]`, the configs by choice, and the failures."""
+
+    key: str
+    us: dict[Choice, dict[str, float]] = field(default_factory=dict)
+    configs: dict[Choice, Any] = field(default_factory=dict)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def best(self) -> dict[str, float]:
+        """The fastest of all, per workload."""
+        found: dict[str, float] = {}
+        for times in self.us.values():
+            for case, us in times.items():
+                found[case] = min(us, found.get(case, us))
+        return found
+
+    def regret(self, choice: Choice) -> float:
+        """The worst factor behind the fastest; infinite for a choice that lacks a workload."""
+        best, mine = self.best(), self.us[choice]
+        return max((mine.get(case, math.inf) / us for case, us in best.items()), default=math.inf)
+
+    def winner(self, backend: str) -> Choice | None:
+        """The backend's choice of least regret; its first config unless another is clearly better."""
+        mine = sorted(choice for choice in self.us if choice[0] == backend and math.isfinite(self.regret(choice)))
+        if not mine:
+            return None
+        top = min(mine, key=self.regret)
+        first = mine[0]
+        return first if first[1] == 0 and self.regret(first) <= FIRST_WINS_WITHIN * self.regret(top) else top
+
+
+@dataclass
+class Tuner:
+    """One tuning run on one device."""
+
+    device: torch.device
+    backends: Sequence[str]
+    limits: Limits = Limits()
+    say: Callable[[str], None] = print
+    classes: dict[str, ClassResult] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+    unfinished: list[str] = field(default_factory=list)
+
+    def run(self, cases: Sequence[Workload]) -> list[Measured]:
+        """Tries everything within the limits; the measurements to keep, one per class and backend."""
+        for case in cases:
+            if time.monotonic() - self.started > self.limits.total_s:
+                self.unfinished.append(case.key)
+                continue
+            self._case(case)
+        return self.measured()
+
+    def measured(self) -> list[Measured]:
+        """The winners so far."""
+        found = []
+        for result in self.classes.values():
+            for backend in dict.fromkeys(name for name, _ in result.us):
+                choice = result.winner(backend)
+                if choice is None:
+                    continue
+                config = result.configs[choice]
+                found.append(
+                    Measured(
+                        backend,
+                        asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
+                        round(geomean(result.us[choice].values()), 2),
+                        device_name(self.device),
+                        result.key,
+                        dict(result.failures.get(backend, {})),
+                    )
+                )
+        return found
+
+    def _case(self, case: Workload) -> None:
+        tensors = make(case, self.device)
+        truth = reference(tensors)
+        key = spec_key(staged_spec(problem(tensors)))
+        result = self.classes.setdefault(key, ClassResult(key))
+        self.say(f"{case.key}  [{key}]")
+        calls, capturable = self._plans(tensors, truth, result)
+        del truth
+        for choice, us in self._times(calls, capturable).items():
+            result.us.setdefault(choice, {})[case.key] = us
+        self._tell(case, result)
+        calls.clear()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _plans(self, tensors: Tensors, truth: Reference, result: ClassResult) -> tuple[dict[Choice, Call], set[Choice]]:
+        """A checked plan for each config that can run, and which of them can be captured."""
+        calls: dict[Choice, Call] = {}
+        capturable: set[Choice] = set()
+        posed = problem(tensors)
+        spec = staged_spec(posed)
+        for name in self.backends:
+            backend = registry.get(name)
+            if reasons := backend.not_supported_reasons(spec, self.device):
+                self.say(f"  {name}: cannot: {'; '.join(reasons)}")
+                continue
+            configs = list(backend.configs(spec, self.device))
+            for index, config in enumerate(configs[: self.limits.configs or None]):
+                choice = (name, index)
+                result.configs.setdefault(choice, config)
+                try:
+                    plan = dispatch.plan(posed, name, config)
+                    poison(tensors)
+                    plan()
+                    self._synchronize()
+                    wrong = truth.verdict(tensors.out)
+                except Exception as error:  # a config's failure is part of the record
+                    wrong = describe(error)
+                if wrong:
+                    result.failures.setdefault(name, {})[str(config)] = wrong
+                    self.say(f"  {name}: {config} failed: {wrong}")
+                    self._synchronize()
+                    continue
+                calls[choice] = plan
+                if not plan.syncs:
+                    capturable.add(choice)
+        return calls, capturable
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _times(self, calls: dict[Choice, Call], capturable: set[Choice]) -> dict[Choice, float]:
+        """A quick look at all; a careful one at those near their backend's best."""
+        quick = {c: t.best for c, t in self._measure(calls, "cold", 3, self.limits.quick_ms).items() if t.ok}
+        near = {
+            c: calls[c] for c, us in quick.items() if us <= KEEP_WITHIN * min(quick[d] for d in quick if d[0] == c[0])
+        }
+        careful = {
+            c: self._typical(t) for c, t in self._measure(near, "cold", 9, self.limits.careful_ms).items() if t.ok
+        }
+        if self.device.type == "cuda":
+            graphs = {c: call for c, call in near.items() if c in capturable}
+            for choice, timing in self._measure(graphs, "graph", 9, self.limits.careful_ms).items():
+                if timing.ok:
+                    careful[choice] = min(timing.median, careful.get(choice, math.inf))
+        return {**quick, **careful}
+
+    def _typical(self, timing: Timing) -> float:
+        """The median; on a CPU, which other processes share, the quantile that they disturb less."""
+        return timing.median if self.device.type == "cuda" else timing.quantile(0.2)
+
+    def _measure(self, calls: dict[Choice, Call], mode: Any, least: int, budget_ms: float) -> dict[Choice, Timing]:
+        named = {f"{name} {index}": call for (name, index), call in calls.items()}
+        taken = measure(named, self.device, mode, min_reps=least, budget_ms=budget_ms)
+        return {choice: taken[f"{choice[0]} {choice[1]}"] for choice in calls}
+
+    def _tell(self, case: Workload, result: ClassResult) -> None:
+        for backend in dict.fromkeys(name for name, _ in result.us):
+            times = {c: us[case.key] for c, us in result.us.items() if c[0] == backend and case.key in us}
+            if times:
+                top = min(times, key=lambda choice: times[choice])
+                first = times.get((backend, 0), math.nan)
+                self.say(
+                    f"  {backend}: {times[top]:.1f} us with {result.configs[top]} "
+                    f"(first guess {first:.1f} us, {len(times)} timed, {len(result.failures.get(backend, {}))} failed)"
+                )
+
+
+def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:
+    """The backends to tune here, and why others are not."""
+    states = available_backends(device)
+    chosen = [name for name in names or states if not states.get(name, "no such backend")]
+    return chosen, {name: why for name in names or states if (why := states.get(name, "no such backend"))}

@@ -1,0 +1,72 @@
+"""`multigemm tune`: measure, show what was tried and what failed, keep the best, write it to share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from multigemm.bench import machine
+from multigemm.bench.cli import add_selection, selected
+from multigemm.bench.tune import Limits, Tuner, tunable
+from multigemm.errors import BackendUnavailable
+from multigemm.tuning import SCHEMA, Measured, table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything `multigemm tune` takes."""
+    add_selection(parser)
+    parser.add_argument("--backend", default="", help="backends, comma separated (default: all that are here)")
+    parser.add_argument("--configs", type=int, default=0, help="how many configs of each backend to try; 0: all")
+    parser.add_argument("--time-budget", type=float, default=600.0, help="seconds, after which no workload is begun")
+    parser.add_argument("--no-record", action="store_true", help="measure and show, but keep nothing")
+    parser.add_argument("--out", type=Path, default=None, help="also write the measurements to a file to share")
+    parser.add_argument("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
+    parser.add_argument("--quiet", action="store_true", help="only the summary")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Tunes; 0 if anything was measured."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    backends, absent = tunable([n.strip() for n in args.backend.split(",") if n.strip()], device)
+    for name, why in absent.items():
+        print(f"{name}: not tuned: {why}")
+    if not backends:
+        raise BackendUnavailable(args.backend or "any", "no backend that could be tuned is here: see `multigemm info`")
+    cases = selected(args)
+    tuner = Tuner(device, backends, Limits(args.time_budget, args.configs), _silent if args.quiet else _loud)
+    found = tuner.run(cases)
+    print(f"{len(found)} measurements of {len(tuner.classes)} classes of problems on {machine.device_name(device)}")
+    for case in tuner.unfinished:
+        print(f"not reached within the time budget: {case}")
+    if not args.no_record:
+        for measured in found:
+            table().record(measured)
+        print("recorded in the cache: `multigemm cache` shows it, `multigemm cache export FILE` shares it")
+    if args.out:
+        write(args.out, found, device)
+        print(f"written: {args.out}")
+    return 0 if found else 1
+
+
+def _loud(text: str) -> None:
+    print(text, flush=True)
+
+
+def _silent(text: str) -> None:
+    pass
+
+
+def write(path: Path, found: list[Measured], device: torch.device) -> None:
+    """The form of `multigemm cache export`, one entry per line, with where and when it was measured."""
+    entries = [{k: v for k, v in asdict(m).items() if k != "source"} for m in found]
+    origin = {
+        k: v for k, v in machine.describe(device).items() if k in ("date", "commit", "device", "packages", "cuda")
+    }
+    lines = ",\n  ".join(json.dumps(entry, sort_keys=True) for entry in entries)
+    head = f'{{\n "schema": {SCHEMA},\n "origin": {json.dumps(origin, sort_keys=True)},\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{head} "entries": [\n  {lines}\n ]\n}}\n')

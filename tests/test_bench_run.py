@@ -1,0 +1,298 @@
+"""The runner and the command: refusals, failures and wrong answers become rows; runs resume; files appear."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm.__main__ import main
+from multigemm.bench import plots, results, runner, table
+from multigemm.bench.check import group_inputs, group_outputs
+from multigemm.bench.entries import Entry, Prepared, Refused, backend_entries, backend_entry, ceiling_entry
+from multigemm.bench.operands import Tensors
+from multigemm.bench.peers import peer_entries
+from multigemm.bench.results import Report, Row
+from multigemm.bench.runner import Options, Runner, new_report
+from multigemm.bench.workloads import Rates, Workload, parse_shape
+from tests.bench_reports import made_up_report
+
+CPU = torch.device("cpu")
+RATES = {"bf16": Rates(1.0, 0.02), "fp32": Rates(1.0, 0.02)}
+FAST = Options(reps=4, budget_ms=4.0, rates=RATES)
+CASE = Workload("tiny", "own", groups=3, n=8, k=16, total=24, distribution="zipf")
+
+
+def loop(tensors: Tensors, spoil: bool = False) -> Prepared:
+    def call() -> None:
+        pairs = zip(group_inputs(tensors), group_outputs(tensors, tensors.out), strict=True)
+        for (a, b), out in pairs:
+            torch.mm(a, b, out=out)
+        if spoil:
+            group_outputs(tensors, tensors.out)[-1][-1, -1] += 100
+
+    return Prepared(call, tensors.out, "loop")
+
+
+def refuses(tensors: Tensors) -> Prepared:
+    raise Refused("K is 16, and this needs 17")
+
+
+def breaks(tensors: Tensors) -> Prepared:
+    raise RuntimeError("kernel exploded\nwith details")
+
+
+def writes_nothing(tensors: Tensors) -> Prepared:
+    return Prepared(lambda: None, tensors.out)
+
+
+ENTRIES = [
+    Entry("right", "backend", loop),
+    Entry("wrong", "backend", lambda t: loop(t, spoil=True)),
+    Entry("refuses", "peer", refuses),
+    Entry("breaks", "peer", breaks),
+    Entry("idle", "peer", writes_nothing),
+    ceiling_entry(),
+]
+
+
+def run(cases: list[Workload], entries: list[Entry], path: Path | None = None, options: Options = FAST) -> Report:
+    report = new_report(CPU, {"bf16"}, options, {"quack": "not installed"})
+    return Runner(entries, CPU, options, report, path).run(cases)
+
+
+def by_name(report: Report) -> dict[str, Row]:
+    return {row.entry: row for row in report.rows}
+
+
+def test_every_outcome_is_a_row_with_its_reason() -> None:
+    rows = by_name(run([CASE], ENTRIES))
+    assert list(rows) == ["right", "wrong", "refuses", "breaks", "idle", "dense"]
+    assert [rows[n].status for n in rows] == ["ok", "failed", "refused", "failed", "failed", "ok"]
+    assert "1 elements off" in rows["wrong"].reason
+    assert rows["refuses"].reason == "K is 16, and this needs 17"
+    assert rows["breaks"].reason == "RuntimeError: kernel exploded"
+    assert "instead of" in rows["idle"].reason
+    assert rows["wrong"].us is None
+
+
+def test_a_timed_row_holds_what_it_promises() -> None:
+    row = by_name(run([CASE], ENTRIES))["right"]
+    assert row.us is not None
+    assert row.eager is not None
+    assert row.eager.count >= 4
+    assert row.tflops == pytest.approx(row.flops / row.us / 1e6, rel=0.01, abs=1e-4)
+    assert row.of_floor == pytest.approx(row.floor_us / row.us, rel=0.01, abs=1e-4)
+    assert row.of_dense is not None
+    assert row.host_us is not None
+
+
+def test_a_run_resumes_where_it_was_cut(tmp_path: Path) -> None:
+    other, path = parse_shape("2,4,8,8"), tmp_path / "report.json"
+    first = run([CASE, other], ENTRIES[:1], path, Options(reps=3, budget_ms=3.0, rates=RATES, total_s=-1.0))
+    assert first.unfinished == [CASE.key, other.key]
+    kept = run([CASE], ENTRIES[:1], path)
+    again = Runner(ENTRIES[:2], CPU, FAST, results.read(path), path).run([CASE, other])
+    assert [(r.case, r.entry) for r in again.rows] == [
+        (CASE.key, "right"), (CASE.key, "wrong"), (other.key, "right"), (other.key, "wrong"),
+    ]  # fmt: skip
+    assert again.rows[0] == kept.rows[0]
+    assert again.unfinished == []
+
+
+def test_a_lost_device_is_told_apart_from_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def lost(self: Any) -> None:
+        raise RuntimeError("illegal address")
+
+    path = tmp_path / "report.json"
+    monkeypatch.setattr(runner.Runner, "_synchronize", lost)
+    with pytest.raises(runner.DeviceLost, match="context is lost"):
+        run([CASE], ENTRIES, path)
+    kept = results.read(path)
+    assert [(r.entry, r.status) for r in kept.rows] == [("right", "failed")]
+
+
+def test_the_cpu_backend_and_auto_run_what_users_run() -> None:
+    rows = by_name(run([CASE, parse_shape("3x5x7+2x2x2")], [backend_entry("cpu"), backend_entry("auto")]))
+    assert {row.status for row in rows.values()} == {"ok"}
+    assert rows["auto"].kernel.startswith("cpu: ")
+    assert rows["cpu"].whole_host_us is not None
+
+
+def test_a_backend_that_cannot_says_why() -> None:
+    row = by_name(run([CASE], [backend_entry("cupy")]))["cupy"]
+    if torch.cuda.is_available():
+        pytest.skip("cupy can run here")
+    assert row.status == "refused"
+    assert row.reason
+
+
+def test_who_is_absent_is_named_with_a_reason() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here, so less is absent")
+    entries, absent = backend_entries([], CPU)
+    assert [e.name for e in entries] == ["cpu", "auto"]
+    assert {"cupy", "triton", "numba", "cublas"} <= set(absent)
+    peers, missing = peer_entries([], CPU)
+    assert [e.name for e in peers] == ["torch_grouped", "torch_loop", "torch_bmm"]
+    assert "CUDA" in missing["cublas_grouped"]
+    assert "known: torch_grouped" in peer_entries(["torche"], CPU)[1]["torche"]
+
+
+@pytest.mark.parametrize("name", ["torch_grouped", "torch_loop", "torch_bmm"])
+@pytest.mark.parametrize(
+    "text", ["4,8,16,16", "G=4,T=32,N=16,K=16,dist=empty", "8x8x8+8x8x8", "G=3,M=8,N=16,T=32,form=jagged_k"]
+)
+def test_torch_peers_are_right_or_refuse(name: str, text: str) -> None:
+    (entry,), _ = peer_entries([name], CPU)
+    row = run([parse_shape(text)], [entry]).rows[0]
+    assert row.status in ("ok", "refused"), row.reason
+
+
+def test_the_table_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
+    report = made_up_report(suites="tutorial")
+    shown = table.text(report)
+    for part in (
+        "seed_cube_128/list/fp16",
+        "published cuBLAS",
+        "0.020480",
+        "wins",
+        "QuACK is not installed",
+        "Made-up GPU",
+    ):
+        assert part in shown
+    assert "torch_grouped: failed on 10 workload(s): wrong answer: group 0" in shown
+
+
+def test_the_table_works_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    lines = table.text(made_up_report(suites="l2")).splitlines()
+    head = next(line for line in lines if line.startswith("workload"))
+    assert head.split() == ["workload", "floor", "cupy", "triton", "torch_grouped", "torch_loop", "dense"]
+
+
+def test_plots_are_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = plots.draw(made_up_report(suites="moe"), tmp_path)
+    assert [p.name for p in drawn] == ["runtime.png", "roofline.png", "speedup.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 10_000 for p in drawn)
+
+
+def test_the_command_writes_everything_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "bench",
+        "--shape",
+        "2,8,16,16",
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
+        "--floor",
+        "1,0.02",
+        "--budget-ms",
+        "4",
+    ]
+    assert main([*words, "--quiet", "--out", str(tmp_path)]) == 0
+    names = {p.name for p in tmp_path.iterdir()}
+    assert {"report.json", "report.html"} <= names
+    raw = json.loads((tmp_path / "report.json").read_text())
+    assert raw["schema"] == results.SCHEMA
+    assert raw["machine"]["commit"]
+    assert raw["machine"]["packages"]["torch"] == torch.__version__.split("+")[0] or raw["machine"]["packages"]["torch"]
+    assert main(["bench", "compare", *[str(tmp_path / "report.json")] * 2]) == 0
+    assert "0 regressions" in capsys.readouterr().out
+    assert main(["bench", "render", str(tmp_path / "report.json")]) == 0
+
+
+def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
+    old, new = made_up_report(1), made_up_report(1)
+    for row in new.rows:
+        if row.entry == "cupy" and row.us:
+            row.us *= 1.1
+    for name, report in (("old", old), ("new", new)):
+        results.write(tmp_path / name, report)
+    assert main(["bench", "compare", str(tmp_path / "old"), str(tmp_path / "new")]) == 1
+    assert main(["bench", "compare", str(tmp_path / "new"), str(tmp_path / "old")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--suite", "moee"], "known: tutorial"),
+        (["--shape", "1,2"], "cannot be read"),
+        (["--suite", "l2", "--only", "nothing"], "no workload is left"),
+        (["--suite", "l2", "--floor", "x"], "TFLOP/s,TB/s"),
+        (["compare", "/nonexistent", "/nonexistent"], "cannot be read as a report"),
+    ],
+)
+def test_wrong_words_are_one_line_and_exit_2(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert "dsv3_up_8k/zipf/bf16" in shown
+    assert "ragged-odd:" in shown
+
+
+def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from multigemm import settings, tuning
+
+    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    settings.settings.cache_clear()
+    tuning.table.cache_clear()
+    words = [
+        "--shape",
+        "G=3,T=24,N=8,K=16",
+        "--shape",
+        "G=3,T=24,N=8,K=16,dist=empty",
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
+    ]
+    try:
+        assert main(["tune", *words, "--out", str(tmp_path / "t.json"), "--configs", "2"]) == 0
+        assert len(tuning.table().own()) == 1
+        assert main(["cache", "clear"]) == 0
+        assert main(["cache", "import", str(tmp_path / "t.json")]) == 0
+        (kept,) = tuning.table().own()
+    finally:
+        settings.settings.cache_clear()
+        tuning.table.cache_clear()
+    assert kept.backend == "cpu"
+    assert kept.us > 0
+    assert "first guess" in capsys.readouterr().out
+
+
+def test_the_winner_is_the_least_worst_over_a_class() -> None:
+    from multigemm.bench.tune import ClassResult
+
+    result = ClassResult("k", us={
+        ("x", 0): {"even": 10.0, "skewed": 30.0},
+        ("x", 1): {"even": 11.0, "skewed": 21.0},
+        ("x", 2): {"even": 9.0},
+        ("y", 0): {"even": 12.0, "skewed": 20.0},
+        ("y", 1): {"even": 11.95, "skewed": 20.0},
+    })  # fmt: skip
+    assert result.winner("x") == ("x", 1)
+    assert result.winner("y") == ("y", 0)  # within a per cent of the best: the first guess stays
+    assert result.winner("z") is None
+
+
+def test_bench_imports_no_gpu_library_and_no_optional_one() -> None:
+    code = (
+        "import sys, multigemm.bench.cli, multigemm.bench.tune_cli\n"
+        "print([m for m in ('triton', 'cupy', 'numba', 'matplotlib', 'rich', 'jinja2') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
