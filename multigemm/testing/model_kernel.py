@@ -1,0 +1,384 @@
+"""A tiled kernel in NumPy, written as a real one would be: the body that planted faults are put into.
+
+It walks tiles of BM x BN x BK through flat memory with pointers, strides and masks, clamps offsets,
+and stores through a mask, so a fault in it behaves as the same fault would on a GPU: a missing mask
+reads or overwrites a neighbour, a wrong stride lands elsewhere. Memory outside every buffer does not
+exist for it: an access beyond the storage is dropped, as if nothing had noticed.
+
+`Faults` names every place where something may be wrong; the correct kernel has none of them set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from multigemm.backend import Availability, Launch, Recipe
+from multigemm.layouts import Operands
+from multigemm.reference.dtypes import numpy_dtype, round_once, to_numpy
+from multigemm.reference.numpy_reference import activate
+from multigemm.spec import ProblemSpec
+
+Array = npt.NDArray[Any]
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The model's config."""
+
+    bm: int = 16
+    bn: int = 16
+    bk: int = 16
+
+
+class Flat:
+    """The whole storage that a tensor lies in, as one flat array, and the tensor's place in it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        size = tensor.dtype.itemsize
+        whole = storage[: storage.numel() // size * size]
+        kind = torch.int16 if tensor.dtype == torch.bfloat16 else tensor.dtype
+        data = whole.view(kind).numpy()
+        self.data: Array = data.view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else data
+        self.base = tensor.storage_offset()
+
+    def load(self, index: Index, mask: Array) -> Array:
+        inside = mask & (index >= 0) & (index < self.data.size)
+        got = self.data[np.where(inside, index, 0)]
+        return np.where(inside, got, np.zeros(1, self.data.dtype))
+
+    def store(self, index: Index, mask: Array, values: Array) -> None:
+        inside = mask & (index >= 0) & (index < self.data.size)
+        self.data[index[inside]] = values[inside]
+
+
+@dataclass(slots=True)
+class Matrix:
+    """One group's matrix: flat memory, element offset, strides."""
+
+    flat: Flat
+    base: int
+    row: int
+    col: int
+
+    def at(self, i: Index, j: Index) -> Index:
+        found: Index = self.base + i[:, None] * self.row + j[None, :] * self.col
+        return found
+
+
+@dataclass(slots=True)
+class Group:
+    """One group as a kernel sees it after its prologue."""
+
+    index: int
+    m: int
+    n: int
+    k: int
+    a: Matrix
+    b: Matrix
+    out: Matrix
+    c: Matrix | None
+    bias: Matrix | None
+
+
+Round = Callable[[Array, torch.dtype], Array]
+
+
+def _no_change(x: Any) -> Any:
+    return x
+
+
+@dataclass(slots=True)
+class Faults:
+    """Every deviation from the correct kernel; see multigemm.testing.mutants for the ones that are planted."""
+
+    mask_k_a: bool = True
+    mask_k_b: bool = True
+    mask_m_load: bool = True
+    mask_n_load: bool = True
+    mask_m_store: bool = True
+    mask_n_store: bool = True
+    k_steps: Callable[[int], int] = _no_change
+    start: Callable[[int, int], int] = lambda value, group: value
+    end: Callable[[int, int], int] = lambda value, group: value
+    clamp: bool = True
+    ignore_head: bool = False
+    group_of: dict[str, Callable[[int, int], int]] = field(default_factory=dict)
+    extent: Callable[[str, int], int] = lambda name, value: value
+    stale: bool = False
+    tiles: Callable[[list[tuple[int, int]]], list[tuple[int, int]]] = _no_change
+    index: Callable[[Index], Index] = _no_change
+    swap: str = ""
+    transpose_out: bool = False
+    epilogue: str = ""
+    reads_c_at_beta_zero: bool = False
+    round: Round = round_once
+    accumulate: torch.dtype | None = None
+    inputs: Callable[[Array], Array] = _no_change
+    zero_head: bool = True
+    zero_tail: bool = True
+    zero_when_given: bool = False
+    skip_empty_k: bool = False
+    skip_nan: bool = False
+    early_metadata: bool = False
+    adds_to_out: bool = False
+    writes_input: bool = False
+    leaves_last_group: bool = False
+    read_past_n: bool = False
+    drift: bool = False
+    split_rounds: bool = False
+    contiguous: str = ""
+    alternate: bool = False
+    valid_rows_ignored: bool = False
+    shared_bias: bool = False
+    one_bias_column: bool = False
+
+
+class ModelBackend:
+    """The model kernel behind the Backend protocol."""
+
+    def __init__(self, name: str = "model", faults: Faults | None = None, tile: Tile | None = None) -> None:
+        self._name, self.faults, self.tile = name, faults or Faults(), tile or Tile()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def availability(self) -> Availability:
+        return Availability(ok=True)
+
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        return [] if device.type == "cpu" else [f"the model runs in host memory, and the operands are on {device}"]
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
+        return (self.tile, Tile(8, 32, 8))
+
+    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
+        return Recipe("model", config, lambda ops: Kernel(ops, config, self.faults).bound())
+
+
+class Kernel:
+    """One bound problem."""
+
+    def __init__(self, ops: Operands, tile: Tile, faults: Faults) -> None:
+        self.ops, self.tile, self.f, self.spec = ops, tile, faults, ops.spec
+        self.calls = 0
+        self.flats = {id(t): Flat(t) for x in (ops.a, ops.b, ops.out, ops.c, ops.bias) for t in _tensors(x)}
+        self.remembered = self.sizes() if faults.early_metadata else None
+
+    def bound(self) -> Launch:
+        return self.launch
+
+    # --- the prologue: groups, their extents and where they lie ----------------------------------
+
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """start and end of every group along the jagged direction (or 0 and the valid rows)."""
+        ops = self.ops
+        if ops.valid_rows is not None:
+            rows = [min(max(int(r), 0), cast(Tensor, ops.a).shape[1]) for r in ops.valid_rows.tolist()]
+            if self.f.valid_rows_ignored:
+                rows = [cast(Tensor, ops.a).shape[1]] * len(rows)
+            return [0] * len(rows), rows
+        if ops.ends is None:
+            return [0] * self.spec.groups, [0] * self.spec.groups
+        ends = [int(e) for e in ops.ends.tolist()]
+        first = int(ops.ends.as_strided((1,), (1,), ops.ends.storage_offset() - 1)) if ops.head else 0
+        if self.f.ignore_head:
+            first = 0
+        starts = [first, *ends[:-1]] if ends else []
+        starts = [self.f.start(s, g) for g, s in enumerate(starts)]
+        ends = [self.f.end(e, g) for g, e in enumerate(ends)]
+        if self.f.clamp:
+            total = self.jagged_extent()
+            starts = [min(max(s, 0), total) for s in starts]
+            ends = [min(max(e, s), total) for s, e in zip(starts, ends, strict=True)]
+        return starts, ends
+
+    def jagged_extent(self) -> int:
+        a, b = cast(Tensor, self.ops.a), cast(Tensor, self.ops.b)
+        return {"m": a.shape[0], "n": b.shape[-1], "k": a.shape[-1]}[self.spec.jagged or "m"]
+
+    def matrix(self, name: str, x: Any, g: int, rows: int, cols: int) -> Matrix | None:
+        """Group g of an operand, moved by `rows` and `cols` elements; the faults may pick another group or stride."""
+        if x is None:
+            return None
+        g = self.f.group_of.get(name, lambda group, count: group)(g, self.spec.groups)
+        tensor = x[g] if isinstance(x, list) else x
+        flat = self.flats[id(tensor)]
+        row, col = tensor.stride(-2), tensor.stride(-1)
+        if self.f.contiguous == name:
+            row, col = tensor.shape[-1], 1
+        if self.f.swap == name:
+            row, col = col, row
+        group = g * tensor.stride(0) if tensor.dim() == 3 and not isinstance(x, list) else 0
+        return Matrix(flat, flat.base + group + rows * row + cols * col, row, col)
+
+    def bias_of(self, g: int, skip: int) -> Matrix | None:
+        x = self.ops.bias
+        if x is None:
+            return None
+        tensor = x[g] if isinstance(x, list) else x
+        flat = self.flats[id(tensor)]
+        group = g * tensor.stride(0) if tensor.dim() == 2 and not self.f.shared_bias else 0
+        col = 0 if self.f.one_bias_column else tensor.stride(-1)
+        return Matrix(flat, flat.base + group + skip * tensor.stride(-1), 0, col)
+
+    def group(self, g: int, start: int, end: int) -> Group:
+        ops, jagged = self.ops, self.spec.jagged
+        one = {id(x): (x[g] if isinstance(x, list) else x) for x in (ops.a, ops.b)}
+        a, b = cast(Tensor, one[id(ops.a)]), cast(Tensor, one[id(ops.b)])
+        extents = {"m": a.shape[-2], "n": b.shape[-1], "k": a.shape[-1]}
+        skip = {"m": 0, "n": 0, "k": 0}
+        if jagged:
+            extents[jagged], skip[jagged] = end - start, start
+        elif self.spec.form == "masked":
+            extents["m"] = end
+        extents = {name: self.f.extent(name, value) for name, value in extents.items()}
+        if self.spec.alpha == "zero":
+            extents["k"] = 0
+        found = [
+            self.matrix(name, x, g, skip[r], skip[c])
+            for name, x, r, c in (("a", ops.a, "m", "k"), ("b", ops.b, "k", "n"), ("out", ops.out, "m", "n"), ("c", ops.c, "m", "n"))
+        ]  # fmt: skip
+        left, right, out, c = cast("list[Matrix]", found)
+        if self.f.reads_c_at_beta_zero and c is None:
+            c = out
+        return Group(g, extents["m"], extents["n"], extents["k"], left, right, out, c, self.bias_of(g, skip["n"]))
+
+    # --- the walk ---------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        self.calls += 1
+        starts, ends = self.remembered or self.sizes()
+        if self.spec.zero_unowned or self.f.zero_when_given:
+            self.write_zeros(starts, ends)
+        walk: list[tuple[int, int]] = []
+        groups = [self.group(g, s, e) for g, (s, e) in enumerate(zip(starts, ends, strict=True))]
+        for group in groups:
+            across = -(-group.n // self.tile.bn)
+            if group.m * across > 1 << 20:
+                raise IndexError(f"group {group.index} claims {group.m} x {group.n} elements: a GPU would fault here")
+            walk += [(group.index, t) for t in range(-(-group.m // self.tile.bm) * across)]
+        acc: Array | None = None
+        for g, t in self.f.tiles(walk):
+            if self.f.leaves_last_group and g == len(groups) - 1 and g > 0:
+                continue
+            acc = self.run_tile(groups[g], t, acc)
+        if self.f.writes_input and groups:
+            groups[0].a.flat.data[groups[0].a.base - 1] = 0
+
+    def write_zeros(self, starts: list[int], ends: list[int]) -> None:
+        """What no group owns: the head and the tail of a jagged result, rows past the valid ones."""
+        out = self.ops.out
+        if isinstance(out, list) or not (self.spec.jagged in ("m", "n") or self.spec.form == "masked"):
+            return
+        if self.spec.form == "masked":
+            for g, rows in enumerate(ends):
+                if self.f.zero_tail:
+                    out[g, rows:] = 0
+            return
+        lines = out if self.spec.jagged == "m" else out.t()
+        if self.f.zero_head:
+            lines[: starts[0] if starts else 0] = 0
+        if self.f.zero_tail:
+            lines[ends[-1] if ends else 0 :] = 0
+
+    # --- one tile ---------------------------------------------------------------------------------
+
+    def run_tile(self, g: Group, t: int, before: Array | None) -> Array:
+        tile, f = self.tile, self.f
+        across = -(-g.n // tile.bn)
+        i = f.index((t // across) * tile.bm + np.arange(tile.bm, dtype=np.int64))
+        j = f.index((t % across) * tile.bn + np.arange(tile.bn, dtype=np.int64))
+        acc = self.products(g, i, j, before if f.stale else None)
+        if f.skip_empty_k and g.k == 0:
+            return acc
+        rows, cols = (i < g.m)[:, None], (j < g.n)[None, :]
+        result = f.round(self.finish(g, acc, i, j, rows & cols), self.spec.out.dtype)
+        store = (rows if f.mask_m_store else rows | True) & (cols if f.mask_n_store else cols | True)
+        index = g.out.at(i, j)
+        if f.transpose_out and tile.bm == tile.bn:
+            result = result.T
+        if f.adds_to_out:
+            result = (g.out.flat.load(index, store).astype(result.dtype) + result).astype(result.dtype)
+        g.out.flat.store(index, store, result.astype(numpy_dtype(self.spec.out.dtype)))
+        return acc
+
+    def acc_dtype(self) -> Any:
+        return {torch.float64: np.float64, torch.int32: np.int64}.get(self.spec.acc, np.float32)
+
+    def products(self, g: Group, i: Index, j: Index, before: Array | None) -> Array:
+        tile, f = self.tile, self.f
+        acc = np.zeros((tile.bm, tile.bn), self.acc_dtype()) if before is None else before.copy()
+        steps = f.k_steps(-(-g.k // tile.bk))
+        for step in range(steps):
+            kk = step * tile.bk + np.arange(tile.bk, dtype=np.int64)
+            left = (i < g.m) if f.mask_m_load else np.ones(tile.bm, bool)
+            right = (j < g.n + (1 if f.read_past_n else 0)) if f.mask_n_load else np.ones(tile.bn, bool)
+            inside = kk < g.k
+            every = np.ones(tile.bk, bool)
+            x = g.a.flat.load(g.a.at(i, kk), left[:, None] & (inside if f.mask_k_a else every)[None, :])
+            y = g.b.flat.load(g.b.at(kk, j), (inside if f.mask_k_b else every)[:, None] & right[None, :])
+            acc = self.step(acc, x, y, step, steps)
+        if self.spec.acc == torch.int32:
+            return acc.astype(np.int32).astype(np.int64)
+        return acc
+
+    def step(self, acc: Array, x: Array, y: Array, step: int, steps: int) -> Array:
+        f, kind = self.f, self.acc_dtype()
+        x, y = f.inputs(x.astype(kind)), f.inputs(y.astype(kind))
+        if f.skip_nan:
+            x, y = (np.where(x == 0, 0, x), np.where(np.isfinite(y) | (x != 0).any(), y, 0))
+            x, y = np.nan_to_num(x, nan=0.0), np.nan_to_num(y, nan=0.0)
+        with np.errstate(all="ignore"):
+            acc = (acc + (x @ y)).astype(kind)
+        if f.accumulate is not None or (f.split_rounds and step == steps // 2):
+            narrow = f.accumulate or self.spec.out.dtype
+            acc = round_once(acc, narrow).astype(kind)
+        if f.drift and self.calls % 2 == 0:
+            acc = acc * kind(1 + 2**-7)
+        return acc
+
+    def finish(self, g: Group, acc: Array, i: Index, j: Index, inside: Array) -> Array:
+        """alpha, beta, bias and the activation, in the accumulator's precision."""
+        kind, order = acc.dtype.type, self.f.epilogue
+        wide = self.spec.acc == torch.int32
+        with np.errstate(all="ignore"):
+            bias = None
+            if g.bias is not None:
+                bias = g.bias.flat.load(g.bias.at(i, j), np.broadcast_to((j < g.n)[None, :], acc.shape)).astype(kind)
+            if order == "activation first":
+                acc = activate(acc, self.spec.activation)
+            if order == "bias before alpha" and bias is not None:
+                acc = acc + bias
+            if self.spec.alpha == "any" and order != "no alpha":
+                acc = acc * kind(self.ops.alpha)
+            if g.c is not None:
+                beta = 1.0 if order == "beta is one" else self.ops.beta
+                old = g.c.flat.load(g.c.at(i, j), inside).astype(kind)
+                acc = acc + old * kind(beta)
+            if bias is not None and order not in ("bias before alpha", "no bias"):
+                acc = acc + bias
+            if wide:
+                acc = acc.astype(np.int32).astype(np.int64)
+            if order == "rounds before activation":
+                acc = round_once(acc, self.spec.out.dtype).astype(kind)
+            if order not in ("activation first", "no activation"):
+                acc = activate(acc, self.spec.activation)
+        return np.asarray(acc)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [] if x is None else list(x) if isinstance(x, list) else [x]
+
+
+__all__ = ["Faults", "Kernel", "ModelBackend", "Tile", "to_numpy"]

@@ -1,0 +1,224 @@
+"""Planted faults, and the hunt for them: proof that the suite can fail.
+
+Each mutant is the correct tiled model kernel with one thing wrong, of the kind that real kernels have
+shipped with. `hunt` draws cases, runs every oracle on them, and reports the first that sees the fault.
+A mutant that survives means that the suite is blind there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from multigemm.reference.dtypes import round_once, ulp
+from multigemm.testing import concurrency, relations
+from multigemm.testing.case import Case
+from multigemm.testing.model_kernel import Faults, ModelBackend
+from multigemm.testing.oracles import Finding, Outcome, Subject, check
+from multigemm.testing.strategies import Limits, random_case
+from multigemm.testing.world import Stand, World
+
+HUNTING = Limits(work=1 << 14, groups=20, longest=80)
+
+
+def _toward_zero(x: Any, dtype: torch.dtype) -> Any:
+    near = round_once(x, dtype)
+    if not dtype.is_floating_point:
+        return near
+    wide = near.astype(np.float64)
+    with np.errstate(all="ignore"):
+        over = np.abs(wide) > np.abs(x.astype(np.float64))
+        return np.where(over, wide - np.sign(wide) * ulp(wide, dtype), wide).astype(near.dtype)
+
+
+def _half_away(x: Any, dtype: torch.dtype) -> Any:
+    if x.dtype.kind in "iu":
+        return round_once(x, dtype)
+    with np.errstate(all="ignore"):
+        return round_once(x.astype(np.float64) * (1 + 2.0**-40), dtype)
+
+
+def _through_bfloat16(x: Any, dtype: torch.dtype) -> Any:
+    return round_once(x if x.dtype.kind in "iu" else round_once(x, torch.bfloat16).astype(np.float64), dtype)
+
+
+def _saturating(x: Any, dtype: torch.dtype) -> Any:
+    if x.dtype.kind in "iu":
+        return round_once(np.clip(x, -(2**31) + 1, 2**31 - 2), dtype)
+    return round_once(np.clip(x, -1e30, 1e30), dtype)
+
+
+def _cut_tf32(x: Any) -> Any:
+    if x.dtype != np.float32:
+        return x
+    return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _cut_bfloat16(x: Any) -> Any:
+    return x if x.dtype.kind == "i" else round_once(x.astype(np.float64), torch.bfloat16).astype(x.dtype)
+
+
+def _flush(x: Any) -> Any:
+    return x if x.dtype.kind == "i" else np.where(np.abs(x) < 2.0**-12, 0, x).astype(x.dtype)
+
+
+def _wrap16(index: Any) -> Any:
+    return np.where(index >= 64, index - 64, index)
+
+
+def _swap_first_two(walk: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return walk[1:]
+
+
+def _without_last(walk: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return walk[:-1] if len(walk) > 1 else walk
+
+
+def _renumbered(walk: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Tiles of a group numbered on from the group before."""
+    return [(g, t + (1 if g and t == 0 and len(walk) > 2 else 0)) for g, t in walk]
+
+
+MUTANTS: dict[str, Faults] = {
+    "K tail lost": Faults(k_steps=lambda steps: max(steps - 1, min(steps, 1))),
+    "last K step lost": Faults(k_steps=lambda steps: max(steps - 1, 0)),
+    "one K step too many": Faults(k_steps=lambda steps: steps + 1, mask_k_a=False, mask_k_b=False),
+    "no K mask": Faults(mask_k_a=False, mask_k_b=False),
+    "no K mask on A": Faults(mask_k_a=False),
+    "no K mask on B": Faults(mask_k_b=False),
+    "no M mask on the store": Faults(mask_m_store=False),
+    "no N mask on the store": Faults(mask_n_store=False),
+    "no masks on the store": Faults(mask_m_store=False, mask_n_store=False),
+    "wrong group's B": Faults(group_of={"b": lambda g, count: max(g - 1, 0)}),
+    "B of group 0 for all": Faults(group_of={"b": lambda g, count: 0}),
+    "wrong group's A": Faults(group_of={"a": lambda g, count: min(g + 1, count - 1)}),
+    "wrong group's C": Faults(group_of={"c": lambda g, count: max(g - 1, 0)}),
+    "results of two groups swapped": Faults(group_of={"out": lambda g, count: g ^ 1 if g ^ 1 < count else g}),
+    "start one late": Faults(start=lambda value, g: value + (g > 0)),
+    "start one early": Faults(start=lambda value, g: value - (g > 0)),
+    "end one late": Faults(end=lambda value, g: value + 1),
+    "end one early": Faults(end=lambda value, g: value - 1),
+    "first offset ignored": Faults(ignore_head=True),
+    "offsets not clamped": Faults(clamp=False),
+    "rows one short": Faults(extent=lambda name, value: max(value - (name == "m"), 0)),
+    "columns one short": Faults(extent=lambda name, value: max(value - (name == "n"), 0)),
+    "k one short": Faults(extent=lambda name, value: max(value - (name == "k"), 0)),
+    "rows rounded up to 8": Faults(extent=lambda name, value: -(-value // 8) * 8 if name == "m" else value),
+    "columns rounded up to 8": Faults(extent=lambda name, value: -(-value // 8) * 8 if name == "n" else value),
+    "k rounded down to 8": Faults(extent=lambda name, value: value // 8 * 8 if name == "k" and value > 8 else value),
+    "stale accumulator": Faults(stale=True),
+    "a tile skipped": Faults(tiles=_without_last),
+    "the first tile skipped": Faults(tiles=_swap_first_two),
+    "tiles numbered past their group": Faults(tiles=_renumbered),
+    "last group left out": Faults(leaves_last_group=True),
+    "indices wrap at 64": Faults(index=_wrap16),
+    "strides of A swapped": Faults(swap="a"),
+    "strides of B swapped": Faults(swap="b"),
+    "strides of the result swapped": Faults(swap="out"),
+    "strides of C swapped": Faults(swap="c"),
+    "A taken for contiguous": Faults(contiguous="a"),
+    "B taken for contiguous": Faults(contiguous="b"),
+    "result taken for contiguous": Faults(contiguous="out"),
+    "C taken for contiguous": Faults(contiguous="c"),
+    "tile stored transposed": Faults(transpose_out=True),
+    "beta = 0 reads C": Faults(reads_c_at_beta_zero=True),
+    "alpha forgotten": Faults(epilogue="no alpha"),
+    "beta taken for 1": Faults(epilogue="beta is one"),
+    "bias forgotten": Faults(epilogue="no bias"),
+    "bias scaled by alpha": Faults(epilogue="bias before alpha"),
+    "activation before C and bias": Faults(epilogue="activation first"),
+    "activation forgotten": Faults(epilogue="no activation"),
+    "rounded before the activation": Faults(epilogue="rounds before activation"),
+    "group 0's bias for all": Faults(shared_bias=True),
+    "one bias value for all columns": Faults(one_bias_column=True),
+    "output rounded toward zero": Faults(round=_toward_zero),
+    "ties rounded away": Faults(round=_half_away),
+    "output through bfloat16": Faults(round=_through_bfloat16),
+    "output saturates": Faults(round=_saturating),
+    "bfloat16 accumulation": Faults(accumulate=torch.bfloat16),
+    "float16 accumulation": Faults(accumulate=torch.float16),
+    "float32 accumulation of float64": Faults(accumulate=torch.float32),
+    "halves of K rounded": Faults(split_rounds=True),
+    "tf32 for float32": Faults(inputs=_cut_tf32),
+    "inputs through bfloat16": Faults(inputs=_cut_bfloat16),
+    "small inputs flushed": Faults(inputs=_flush),
+    "head rows not zeroed": Faults(zero_head=False),
+    "tail rows not zeroed": Faults(zero_tail=False),
+    "the user's other rows zeroed": Faults(zero_when_given=True),
+    "valid_rows ignored": Faults(valid_rows_ignored=True),
+    "empty K leaves the result unwritten": Faults(skip_empty_k=True),
+    "NaN skipped": Faults(skip_nan=True),
+    "sizes read when bound": Faults(early_metadata=True),
+    "adds to the old result": Faults(adds_to_out=True),
+    "writes beside an input": Faults(writes_input=True),
+    "another answer at the second call": Faults(drift=True),
+}
+
+EQUIVALENT: dict[str, tuple[Faults, str]] = {
+    "no M mask on the load": (Faults(mask_m_load=False), "rows past the group only reach results that are not stored"),
+    "no N mask on the load": (Faults(mask_n_load=False), "columns past the group only reach results that are not stored"),
+}
+"""Changes that no oracle may accuse: they cannot change a result, and here no read can trap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """The end of a hunt: which oracle saw the fault on which case; `oracle` is empty for a survivor."""
+
+    name: str
+    oracle: str
+    tried: int
+    seconds: float
+    case: Case | None = None
+    text: str = ""
+
+    @property
+    def killed(self) -> bool:
+        return bool(self.oracle)
+
+
+def examine(case: Case, subject: Subject, device: torch.device, *, deep: bool, seed: int = 0) -> Outcome:
+    """All oracles that run anywhere: values and guards always, the others where `deep`."""
+    world = World.build(case)
+    stand = Stand.build(world, device)
+    outcome = check(stand, subject)
+    if outcome.findings or not outcome.ran or not deep:
+        return outcome
+    steps: list[Callable[[], object]] = [
+        lambda: relations.relate(stand, subject, outcome, seed),
+        lambda: concurrency.changed_sizes(stand, subject, outcome, seed, captured=False),
+        lambda: concurrency.lies(stand, subject, outcome, seed),
+    ]
+    for step in steps:
+        try:
+            step()
+        except Exception as error:  # a launch that fails under an oracle is that oracle's finding
+            outcome.findings.append(Finding("exception", f"{type(error).__name__}: {error}"))
+        if outcome.findings:
+            break
+    return outcome
+
+
+def hunt(backend: Any, *, seconds: float = 60.0, limits: Limits = HUNTING, first_seed: int = 0) -> Kill:
+    """Draws cases until one oracle accuses the backend, or the time is over."""
+    subject, begin, tried = Subject(backend), time.monotonic(), 0
+    device = torch.device("cpu")
+    while time.monotonic() - begin < seconds:
+        seed = first_seed + tried
+        case = random_case(seed, limits)
+        outcome = examine(case, subject, device, deep=tried % 4 == 3, seed=seed)
+        tried += 1
+        if outcome.findings:
+            found = outcome.findings[0]
+            return Kill(subject.name, found.oracle, tried, time.monotonic() - begin, case, found.text)
+    return Kill(subject.name, "", tried, time.monotonic() - begin)
+
+
+def hunt_mutant(name: str, seconds: float = 60.0) -> Kill:
+    """The hunt for one planted fault, by its name."""
+    return hunt(ModelBackend(name, MUTANTS[name]), seconds=seconds)
