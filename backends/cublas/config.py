@@ -22,7 +22,7 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`streams` is the number of side streams of that variant, and 0 for every other."""
+    """`streams` is how many streams that variant uses, the current one among them; 0 for every other."""
 
     variant: Variant = "auto"
     streams: int = 0

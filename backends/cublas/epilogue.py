@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from multigemm.backends.cublas import nvrtc
-from multigemm.backends.cublas.kernels import ACTIVATION_CODES, CUT, CUT_THREADS, FINISH, THREADS, TYPE_CODES
+from multigemm.backends.cublas.kernels import ACTIVATION_CODES, CUT, CUT_THREADS, FINISH, SLAB, THREADS, TYPE_CODES
 from multigemm.layouts import TABLE, Operands, Strided, group_table, packed, strides_of, to_device
 from multigemm.spec import ProblemSpec
 
 ACC_COLUMNS = (17, 18, 19)
-MOST_BLOCKS, MOST_GROUP_BLOCKS, PER_THREAD = 2048, 65535, 4
+MOST_BLOCKS, MOST_GROUP_BLOCKS = 2048, 65535
+UNEVEN = 4
 JAGGED_CODES = {None: 0, "m": 1, "n": 2, "k": 3}
 
 
@@ -34,7 +35,7 @@ class _Task(ctypes.Structure):
         *((name, _Matrix) for name in ("acc", "c", "out", "bias")),
         *((name, ctypes.c_int64) for name in ("table", "ends", "valid", "groups", "first", "last", "m", "n", "k")),
         *((name, ctypes.c_double) for name in ("alpha", "beta")),
-        *((n, ctypes.c_int32) for n in ("jagged", "head", "wide_ends", "masked", "only_empty", "rows_fast")),
+        *((n, ctypes.c_int32) for n in ("jagged", "head", "wide_ends", "masked", "only_empty", "rows_fast", "lanes")),
     ]
 
 
@@ -124,11 +125,12 @@ def _list_task(ops: Operands, need: Need, task: Any) -> Tensor:
 def _grid(ops: Operands, task: Any) -> tuple[int, int]:
     """Blocks per group and groups. Skewed groups get a few times the blocks of an even one."""
     count = max(1, task.last - task.first)
-    if ops.spec.form == "per_group":
-        each = task.m * task.n
-    else:
-        each = cast(Tensor, ops.out).numel() // count * (1 if task.jagged in (0, 3) else 4)
-    return min(max(1, -(-each // (THREADS * PER_THREAD))), MOST_BLOCKS), min(count, MOST_GROUP_BLOCKS)
+    slow, fast = (task.n, task.m) if task.rows_fast else (task.m, task.n)
+    task.lanes = min(THREADS, max(32, 1 << (int(fast) - 1).bit_length())) if fast > 1 else 32
+    tiles = -(-slow // (THREADS // task.lanes)) * -(-fast // SLAB)
+    if task.jagged in (1, 2):
+        tiles = min(tiles, UNEVEN * -(-tiles // count))
+    return min(max(1, tiles), MOST_BLOCKS), min(count, MOST_GROUP_BLOCKS)
 
 
 class Cut:

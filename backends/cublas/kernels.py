@@ -24,8 +24,12 @@ TYPE_CODES = {
 ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 THREADS = 256
 CUT_THREADS = 1024
+SLAB = 4096
+"""Elements of a line that one block writes before another may take over."""
 
-FINISH = r"""
+FINISH = (
+    f"#define SLAB {SLAB}LL\n"
+    + r"""
 typedef long long i64;
 struct Matrix { i64 ptr, group, row, col; };
 struct Task {
@@ -33,7 +37,7 @@ struct Task {
     i64 table, ends, valid;
     i64 groups, first, last, m, n, k;
     double alpha, beta;
-    int jagged, head, wide_ends, masked, only_empty, rows_fast;
+    int jagged, head, wide_ends, masked, only_empty, rows_fast, lanes;
 };
 
 #if ACC == 4
@@ -145,25 +149,39 @@ extern "C" __global__ void __launch_bounds__(256) finish(const Task t) {
         if (owned && t.only_empty && k != 0) continue;
         i64 rows = r1 - r0, cols = c1 - c0;
         if (rows <= 0 || cols <= 0) continue;
-        i64 total = rows * cols, fast = t.rows_fast ? rows : cols;
-        bool use_acc = acc.ptr != 0 && k != 0;
-        for (i64 at = (i64)blockIdx.x * blockDim.x + threadIdx.x; at < total; at += (i64)gridDim.x * blockDim.x) {
-            i64 slow, rest;
-            if (total < 0x7fffffffLL) { slow = (unsigned)at / (unsigned)fast; rest = (unsigned)at % (unsigned)fast; }
-            else { slow = at / fast; rest = at % fast; }
-            i64 i = r0 + (t.rows_fast ? rest : slow), j = c0 + (t.rows_fast ? slow : rest);
-            calc v = (calc)0;
-            if (owned) {
-                if (use_acc) v = (calc)t.alpha * load<ACC>(acc.ptr, g * acc.group + i * acc.row + j * acc.col);
-                if (c.ptr) v += (calc)t.beta * load<C>(c.ptr, g * c.group + i * c.row + j * c.col);
-                if (bias.ptr) v += load<BIAS>(bias.ptr, g * bias.group + j * bias.col);
-                v = activate(v);
+        bool use_acc = acc.ptr != 0 && k != 0, use_c = c.ptr != 0, use_bias = bias.ptr != 0;
+        // Lanes run along the result's contiguous direction; the base of each line is formed once.
+        int lane = threadIdx.x & (t.lanes - 1), line = threadIdx.x / t.lanes, lines = blockDim.x / t.lanes;
+        i64 slow_end = t.rows_fast ? cols : rows, fast_end = t.rows_fast ? rows : cols;
+        i64 acc_step = t.rows_fast ? acc.row : acc.col, c_step = t.rows_fast ? c.row : c.col;
+        i64 out_step = t.rows_fast ? out.row : out.col, bias_step = t.rows_fast ? 0 : bias.col;
+        i64 slabs = (fast_end + SLAB - 1) / SLAB, slow_blocks = (slow_end + lines - 1) / lines;
+        for (i64 tile = blockIdx.x; tile < slow_blocks * slabs; tile += gridDim.x) {
+            i64 slow = (slabs == 1 ? tile : tile / slabs) * lines + line;
+            i64 begin = slabs == 1 ? 0 : (tile % slabs) * SLAB;
+            i64 end = begin + SLAB < fast_end ? begin + SLAB : fast_end;
+            if (slow >= slow_end) continue;
+            i64 i0 = r0 + (t.rows_fast ? 0 : slow), j0 = c0 + (t.rows_fast ? slow : 0);
+            i64 acc_at = g * acc.group + i0 * acc.row + j0 * acc.col, c_at = g * c.group + i0 * c.row + j0 * c.col;
+            i64 out_at = g * out.group + i0 * out.row + j0 * out.col, bias_at = g * bias.group + j0 * bias.col;
+            if (!owned) {
+                for (i64 at = begin + lane; at < end; at += t.lanes)
+                    store<OUT>(out.ptr, out_at + at * out_step, (calc)0);
+                continue;
             }
-            store<OUT>(out.ptr, g * out.group + i * out.row + j * out.col, v);
+#pragma unroll 4
+            for (i64 at = begin + lane; at < end; at += t.lanes) {
+                calc v = (calc)0;
+                if (use_acc) v = (calc)t.alpha * load<ACC>(acc.ptr, acc_at + at * acc_step);
+                if (use_c) v += (calc)t.beta * load<C>(c.ptr, c_at + at * c_step);
+                if (use_bias) v += load<BIAS>(bias.ptr, bias_at + at * bias_step);
+                store<OUT>(out.ptr, out_at + at * out_step, activate(v));
+            }
         }
     }
 }
 """
+)
 
 CUT = r"""
 typedef long long i64;

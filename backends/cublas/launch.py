@@ -148,8 +148,8 @@ def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
     direct = plain(spec) and writable(ops.out) and (spec.zero_unowned or not unknown)
     target = ops.out if direct else _scratch(ops.out, spec.acc)
     products = _products(replace(ops, a=a, b=b, out=target, c=None, bias=None), sizes)
-    variant = choose(spec, products, ops.device) if config.variant == "auto" else config.variant
-    if variant == "grouped_mm":
+    chosen = choose(spec, products, ops.device) if config.variant == "auto" else config
+    if chosen.variant == "grouped_mm":
         return bind_grouped_mm(ops, sizes.offsets)
     steps: list[Step] = [copies] if copies.pairs else []
     adds = direct and ops.c is not None
@@ -158,7 +158,7 @@ def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
     if products:
         scalars = (ops.alpha, ops.beta if adds else 0.0) if direct else (1.0, 0.0)
         written = result_type(spec) if direct else spec.acc
-        steps.append(_calls(ops, replace(config, variant=variant), products, written, scalars))
+        steps.append(_calls(ops, chosen, products, written, scalars))
     last = _last(ops, sizes, None if direct else target, unknown)
     return Steps(ops, [*steps, last] if last else steps, (a, b, target))
 

@@ -39,7 +39,10 @@ def leading(rows: int, cols: int, row: int, col: int) -> Leading | None:
     """The BLAS form of a [rows, cols] matrix with strides row and col in elements, or None.
 
     A stride of a dimension with one element means nothing and is replaced by the smallest legal one.
+    A contiguous column counts as stored by columns: int8 calls are told of K's contiguity that way.
     """
+    if cols <= 1 and row == 1 and rows > 1:
+        return Leading(False, rows)
     if cols <= 1 or col == 1:
         if rows <= 1:
             return Leading(True, max(cols, 1))

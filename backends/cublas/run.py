@@ -11,7 +11,7 @@ import torch
 
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
-from multigemm.backends.cublas.library import Call, Cublas, check, exact_math, handle
+from multigemm.backends.cublas.library import EXACT_MATH, Call, Cublas, check, exact_math, handle
 from multigemm.layouts import Operands
 
 cuda: Any = torch.cuda  # its classes carry no types
@@ -65,49 +65,63 @@ def issue(calls: Sequence[Call], blas: Any) -> None:
 
 def shares(work: Sequence[int], streams: int) -> list[list[int]]:
     """Indices per stream: the largest piece of work first, each to the stream with the least so far."""
-    heap = [(0, i) for i in range(streams)]
-    split: list[list[int]] = [[] for _ in range(streams)]
+    heap = [(0, i) for i in range(max(1, streams))]
+    split: list[list[int]] = [[] for _ in range(max(1, streams))]
     for index in sorted(range(len(work)), key=lambda i: (-work[i], i)):
         load, stream = heapq.heappop(heap)
         split[stream].append(index)
         heapq.heappush(heap, (load + work[index], stream))
-    return [share for share in split if share]
+    return split[:1] + [share for share in split[1:] if share]
+
+
+class _Lane:
+    """A side stream with its own workspace, its share of the calls and the event that ends it."""
+
+    __slots__ = ("_pointer", "_raw", "_size", "_space", "calls", "done", "stream")
+
+    def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
+        self.calls, self.stream, self.done = tuple(calls), cuda.Stream(device), cuda.Event()
+        self._space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._raw, self._size = ctypes.c_void_p(self.stream.cuda_stream), ctypes.c_size_t(WORKSPACE_BYTES)
+        self._pointer = ctypes.c_void_p(self._space.data_ptr())
+
+    def aim(self, library: Cublas, blas: Any) -> None:
+        """Turns the handle to this stream and workspace."""
+        check(library.set_stream(blas, self._raw), "cublasSetStream")
+        check(library.set_workspace(blas, self._pointer, self._size), "cublasSetWorkspace")
 
 
 class Streamed:
-    """Library calls on several streams at once, forked from the current stream and joined to it again.
+    """Library calls on the current stream and on side streams at once, forked from it and joined to it again.
 
     The current stream waits for all of them before it goes on, so operands may be freed or reused
     by whatever follows on it, exactly as after a single call.
     """
 
-    __slots__ = ("_batch", "_device", "_fork", "_lanes", "_library")
+    __slots__ = ("_batch", "_device", "_fork", "_here", "_lanes", "_library")
 
     def __init__(
         self, library: Cublas, batch: Batch, shapes: Sequence[Shape], streams: int, device: torch.device
     ) -> None:
         self._library, self._batch, self._device, self._fork = library, batch, device, cuda.Event()
-        self._lanes = []
-        for share in shares([s.m * s.n * s.k for s in shapes], streams):
-            space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-            lane = cuda.Stream(device), cuda.Event(), space, [batch.calls[i] for i in share]
-            self._lanes.append(lane)
+        split = shares([s.m * s.n * s.k for s in shapes], streams)
+        self._here = tuple(batch.calls[i] for i in split[0])
+        self._lanes = [_Lane([batch.calls[i] for i in share], device) for share in split[1:]]
 
     def __call__(self, stream: int) -> None:
-        blas, current = handle(), torch.cuda.current_stream(self._device)
+        library, blas, current = self._library, handle(), torch.cuda.current_stream(self._device)
         self._fork.record(current)
-        try:
-            with exact_math(self._library, blas):
-                for lane, done, space, calls in self._lanes:
-                    lane.wait_event(self._fork)
-                    self._aim(blas, lane, space)
-                    issue(calls, blas)
-                    done.record(lane)
-                    current.wait_event(done)
-        finally:
-            handle()  # torch aims its handle at its own current stream and workspace again
-
-    def _aim(self, blas: Any, lane: Any, space: Any) -> None:
-        check(self._library.set_stream(blas, ctypes.c_void_p(lane.cuda_stream)), "cublasSetStream")
-        pointer, size = ctypes.c_void_p(space.data_ptr()), ctypes.c_size_t(space.numel())
-        check(self._library.set_workspace(blas, pointer, size), "cublasSetWorkspace")
+        with exact_math(library, blas):
+            issue(self._here[:1], blas)
+            try:
+                for lane in self._lanes:
+                    lane.stream.wait_event(self._fork)
+                    lane.aim(library, blas)
+                    issue(lane.calls, blas)
+                    lane.done.record(lane.stream)
+            finally:
+                handle()  # torch aims its handle at its own current stream and workspace again
+            check(library.set_math_mode(blas, EXACT_MATH), "cublasSetMathMode")
+            issue(self._here[1:], blas)
+        for lane in self._lanes:
+            current.wait_event(lane.done)

@@ -1,0 +1,351 @@
+"""The cublas backend on a GPU: the traps of each library call, global switches, streams, graphs, threads."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import multigemm as mg
+from multigemm.backends.cublas.config import Config
+from multigemm.backends.cublas.library import cublas, handle
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+cuda: Any = torch.cuda
+ALL = (Config("auto"), Config("loop"), Config("batched"), Config("streams", 3), Config("grouped"), Config("grouped_mm"))
+NEEDS_SIZES = (Config("loop"), Config("batched"), Config("streams", 3), Config("grouped"))
+
+
+def _ints(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    gen = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=gen, device="cuda").to(dtype)
+
+
+def _want(a: Tensor, b: Tensor, sizes: list[int], start: int = 0) -> Tensor:
+    """The exact rows of a jagged-m problem with small integers; zeros where no group is."""
+    want = torch.zeros(a.shape[0], b.shape[-1], dtype=torch.float64, device=a.device)
+    for g, size in enumerate(sizes):
+        want[start : start + size] = a[start : start + size].double() @ b[g].double()
+        start += size
+    return want
+
+
+def _offsets(sizes: list[int], head: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(np.cumsum([head, *sizes]), dtype=dtype, device="cuda")
+
+
+@pytest.fixture(autouse=True)
+def _switches() -> Iterator[None]:
+    """torch's global switches as they were, whatever a test sets."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction
+    yield
+    matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("head", [0, 3])
+def test_every_variant_zeroes_what_no_group_owns(config: Config, where: str, head: int) -> None:
+    sizes = [5, 0, 40, 1, 90]
+    a, b = _ints(head + sum(sizes) + 7, 64), _ints(5, 64, 48, seed=1)
+    offsets = _offsets(sizes, head)
+    a[:head], a[head + sum(sizes) :] = float("nan"), float("nan")
+    given = offsets if where == "device" else offsets.tolist()
+    out = mg.grouped_gemm(a, b, offsets=given, backend="cublas", config=config)
+    assert torch.equal(out.double(), _want(a, b, sizes, head))
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("head", [0, 3])
+def test_every_variant_leaves_a_given_output_alone(config: Config, where: str, head: int) -> None:
+    sizes = [5, 0, 40, 1, 90]
+    total = head + sum(sizes)
+    a, b, out = (
+        _ints(total + 7, 64),
+        _ints(5, 64, 48, seed=1),
+        torch.full((total + 7, 48), 77.0, device="cuda").bfloat16(),
+    )
+    offsets = _offsets(sizes, head, torch.int64)
+    given = offsets if where == "device" else offsets.tolist()
+    mg.grouped_gemm(a, b, offsets=given, out=out, backend="cublas", config=config)
+    want = _want(a, b, sizes, head)
+    assert torch.equal(out[head:total].double(), want[head:total])
+    assert bool((out[:head] == 77).all())
+    assert bool((out[total:] == 77).all())
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("head", [0, 5])
+def test_weight_gradients_with_empty_groups(config: Config, where: str, head: int) -> None:
+    sizes = [9, 0, 31, 0, 1]
+    x, dy = _ints(head + 41 + 2, 64), _ints(head + 41 + 2, 40, seed=1)
+    x[:head], x[head + 41 :] = float("nan"), float("nan")
+    given = _offsets(sizes, head) if where == "device" else _offsets(sizes, head).tolist()
+    dw = mg.grouped_gemm(x.t(), dy, offsets=given, jagged="k", backend="cublas", config=config)
+    starts = np.cumsum([head, *sizes])
+    for g, (start, end) in enumerate(pairwise(starts)):
+        assert torch.equal(dw[g].double(), x[start:end].t().double() @ dy[start:end].double()), g
+
+
+@pytest.mark.parametrize("lie", [[-5, 4, 900], [60, 20, 90], [2**31 - 1] * 3, [-1, -1, -1]])
+@pytest.mark.parametrize("config", [Config("auto"), Config("loop"), Config("batched")], ids=lambda c: c.variant)
+def test_offsets_that_lie_touch_nothing_else(config: Config, lie: list[int]) -> None:
+    memory = torch.full((300, 64), 5.0, device="cuda").bfloat16()
+    a, b, out = _ints(100, 64), _ints(3, 64, 64, seed=1), memory[100:200]
+    ends = torch.tensor(lie, dtype=torch.int32, device="cuda")
+    mg.grouped_gemm(a, b, ends=ends, out=out, backend="cublas", config=config)
+    torch.cuda.synchronize()
+    assert bool((memory[:100] == 5).all())
+    assert bool((memory[200:] == 5).all())
+
+
+@pytest.mark.parametrize("groups", [1023, 1024, 1500])
+def test_more_groups_than_grouped_mm_takes(groups: int) -> None:
+    sizes = [g % 3 for g in range(groups)]
+    a, b = _ints(sum(sizes), 16), _ints(groups, 16, 8, seed=1)
+    out = mg.grouped_gemm(a, b, offsets=_offsets(sizes), backend="cublas")
+    assert torch.equal(out.double(), _want(a, b, sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8])
+def test_a_batch_above_65535(dtype: torch.dtype) -> None:
+    a, b = _ints(70001, 2, 3, dtype=dtype), _ints(70001, 3, 1, dtype=dtype, seed=1)
+    config = Config("auto") if dtype is torch.int8 else Config("batched")
+    count = 300 if dtype is torch.int8 else 70001
+    out = mg.grouped_gemm(a[:count], b[:count], backend="cublas", config=config)
+    assert torch.equal(out.double(), a[:count].double() @ b[:count].double())
+
+
+@pytest.mark.parametrize("config", [Config("loop"), Config("batched"), Config("auto")], ids=lambda c: c.variant)
+def test_more_than_two_to_the_31_elements(config: Config) -> None:
+    k, rows = 1024, 2**21 + 64
+    a, b = torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda"), _ints(2, k, 8, seed=1)
+    a[-40:] = _ints(40, k)
+    out = mg.grouped_gemm(a, b, sizes=[rows - 10, 10], backend="cublas", config=config)
+    assert torch.equal(out[-10:].double(), a[-10:].double() @ b[1].double())
+    assert torch.equal(out[-40:-10].double(), a[-40:-10].double() @ b[0].double())
+
+
+@pytest.mark.parametrize("config", [Config("auto"), *NEEDS_SIZES[:3]], ids=lambda c: c.variant)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_odd_extents_and_unaligned_bases(config: Config, shift: int) -> None:
+    sizes, store = [3, 17, 0, 30], _ints(200 * 37)
+    a = store[shift : shift + 50 * 37].view(50, 37)
+    b = _ints(4 * 37 * 31 + 1, seed=1)[shift : shift + 4 * 37 * 31].view(4, 37, 31)
+    out = mg.grouped_gemm(a, b, sizes=sizes, backend="cublas", config=config)
+    assert torch.equal(out.double(), _want(a, b, sizes))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("k", [0, 1, 8])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_narrow_products(n: int, k: int, transposed: bool) -> None:
+    b = _ints(3, n, k, seed=1).transpose(1, 2) if transposed else _ints(3, k, n, seed=1)
+    a, sizes = _ints(8, k), [1, 6, 1]
+    for config in (Config("loop"), Config("batched"), Config("auto")):
+        out = mg.grouped_gemm(a, b, sizes=sizes, backend="cublas", config=config)
+        assert torch.equal(out.double(), _want(a, b, sizes))
+
+
+def test_tf32_only_on_request() -> None:
+    a, b = torch.rand(2, 128, 256, device="cuda"), torch.rand(2, 256, 64, device="cuda")
+    exact = a.double() @ b.double()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    for config in (Config("loop"), Config("batched"), Config("grouped"), Config("streams", 2)):
+        ieee = mg.grouped_gemm(a, b, backend="cublas", config=config)
+        fast = mg.grouped_gemm(a, b, precision="tf32", backend="cublas", config=config)
+        assert (ieee.double() - exact).abs().max() < 1e-3
+        assert 1e-4 < (fast.double() - exact).abs().max() < 1e-1
+
+
+def test_the_math_mode_comes_back() -> None:
+    a, b, mode = _ints(2, 16, 16), _ints(2, 16, 16), ctypes.c_int(-1)
+    plan = mg.plan(mg.GroupedGemmProblem(a, b), backend="cublas", config=Config("loop"))
+    torch.backends.cuda.matmul.allow_tf32 = True
+    blas = handle()
+    cublas().get_math_mode(blas, ctypes.byref(mode))
+    before = mode.value
+    plan()
+    cublas().get_math_mode(blas, ctypes.byref(mode))
+    assert mode.value == before
+    assert torch.backends.cuda.matmul.allow_tf32
+
+
+def test_16_bit_partial_sums_stay_off() -> None:
+    """Sums that cancel: split K rounded to 16 bits would leave a remainder."""
+    k = 65536
+    a = torch.full((1, 8, k), 1.0, device="cuda")
+    a[..., k // 2 :] = -1.0
+    b = torch.rand(1, k // 2, 8, device="cuda").bfloat16()
+    b = torch.cat([b, b], 1)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    out = mg.grouped_gemm(a.bfloat16(), b, out_dtype=torch.float32, backend="cublas")
+    assert out.abs().max() < k * 2.0**-22 * k / 2
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+def test_a_captured_plan_follows_its_operands(config: Config) -> None:
+    sizes = [7, 0, 25, 8]
+    a, b = _ints(40, 64), _ints(4, 64, 32, seed=1)
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=sizes), backend="cublas", config=config)
+    plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = plan()
+    for seed in (3, 4):
+        a.copy_(_ints(40, 64, seed=seed))
+        graph.replay()
+        assert torch.equal(out.double(), _want(a, b, sizes))
+
+
+def test_captured_device_sizes_may_change() -> None:
+    a, b, offsets = _ints(40, 64), _ints(3, 64, 32, seed=1), _offsets([10, 20, 10])
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets), backend="cublas")
+    assert not plan.syncs
+    plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = plan()
+    for sizes in ([0, 40, 0], [1, 2, 3], [0, 0, 0]):
+        offsets.copy_(_offsets(sizes))
+        graph.replay()
+        assert torch.equal(out.double(), _want(a, b, sizes))
+
+
+@pytest.mark.parametrize("config", NEEDS_SIZES, ids=lambda c: c.variant)
+def test_a_variant_that_reads_sizes_says_so(config: Config) -> None:
+    a, b = _ints(40, 64), _ints(3, 64, 32, seed=1)
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=_offsets([10, 20, 10])), backend="cublas", config=config)
+    assert plan.syncs
+    plan()
+    graph = torch.cuda.CUDAGraph()
+    side = torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        side += 1
+        with pytest.raises(mg.NotCapturable):
+            plan()
+    graph.replay()
+    assert torch.equal(plan().double(), _want(a, b, [10, 20, 10]))
+
+
+def test_host_sizes_never_wait() -> None:
+    a, b = _ints(40, 63), _ints(3, 63, 31, seed=1)
+    for config in (Config("loop"), Config("batched"), Config("streams", 2)):
+        plan = mg.plan(
+            mg.GroupedGemmProblem(a, b, sizes=[10, 20, 10], activation="relu"), backend="cublas", config=config
+        )
+        cuda.set_sync_debug_mode("error")
+        try:
+            plan()
+        finally:
+            cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+def test_work_stays_on_the_current_stream(config: Config) -> None:
+    """Operands are filled late on a side stream; a launch elsewhere would read what was there before."""
+    a, b, sizes = torch.zeros(256, 64, device="cuda").bfloat16(), _ints(4, 64, 32, seed=1), [100, 50, 6, 100]
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=sizes), backend="cublas", config=config)
+    plan()
+    fresh, side = _ints(256, 64, seed=7), cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        cuda._sleep(20_000_000)
+        a.copy_(fresh)
+        out = plan()
+        copy = out.clone()
+    side.synchronize()
+    assert torch.equal(copy.double(), _want(fresh, b, sizes))
+
+
+def test_threads_share_nothing() -> None:
+    wrong: list[Any] = []
+
+    def work(seed: int) -> None:
+        try:
+            sizes = [seed + 1, 20, 0, 30 - seed]
+            a, b = _ints(sum(sizes), 64, seed=seed), _ints(4, 64, 32, seed=seed + 50)
+            want = _want(a, b, sizes)
+            with torch.cuda.stream(cuda.Stream()):
+                for config in (
+                    Config("loop"),
+                    Config("batched"),
+                    Config("grouped"),
+                    Config("grouped_mm"),
+                    Config("streams", 2),
+                ):
+                    for activation in (None, "relu"):
+                        if activation and config.variant.startswith("grouped"):
+                            continue
+                        got = mg.grouped_gemm(a, b, sizes=sizes, activation=activation, backend="cublas", config=config)
+                        if not torch.equal(got.double(), want.relu() if activation else want):
+                            wrong.append((seed, config, activation))
+        except Exception as error:
+            wrong.append(error)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "value", [1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8, 1 + 3 * 2.0**-8 - 2.0**-40, 3e300, -float("inf")]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float64_rounds_once(value: float, dtype: torch.dtype) -> None:
+    a, b = torch.full((1, 1, 1), value, device="cuda").double(), torch.ones(1, 1, 1, device="cuda").double()
+    a[...] = value
+    out = mg.grouped_gemm(a, b, out_dtype=dtype, backend="cublas").item()
+    bits = 7 if dtype is torch.bfloat16 else 10
+    if abs(value) > 1e300:
+        assert out == np.sign(value) * np.inf
+    else:
+        scaled = (value - 1) * 2.0**bits
+        assert out == 1 + cast(float, np.rint(scaled)) * 2.0**-bits
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_epilogue_in_one_rounding(activation: str) -> None:
+    sizes = [9, 0, 20]
+    a, b, bias, c = _ints(29, 24), _ints(3, 24, 17, seed=1), _ints(3, 17, seed=2), _ints(29, 17, seed=3)
+    out = mg.grouped_gemm(
+        a, b, sizes=sizes, c=c, alpha=0.125, beta=0.5, bias=bias, activation=activation, backend="cublas"
+    )
+    wide = 0.125 * _want(a, b, sizes) + 0.5 * c.double()
+    wide += torch.repeat_interleave(bias.double(), torch.tensor(sizes, device="cuda"), 0)
+    functions: dict[str, Any] = {
+        "relu": torch.relu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "silu": torch.nn.functional.silu,
+    }
+    want = functions[activation](wide)
+    assert (out.double() - want).abs().max() <= (want.abs() * 2.0**-8 + 1e-5).max()
+
+
+def test_int8_wraps_and_adds_c() -> None:
+    k = 140_000
+    a = torch.full((1, 4, k), -128, dtype=torch.int8, device="cuda")
+    b = torch.full((1, k, 4), -128, dtype=torch.int8, device="cuda")
+    c = torch.arange(16, dtype=torch.int32, device="cuda").view(1, 4, 4)
+    out = mg.grouped_gemm(a, b, c=c, beta=2, backend="cublas")
+    total = k * 128 * 128
+    wrapped = (total + 2**31) % 2**32 - 2**31
+    assert torch.equal(out, wrapped + 2 * c)

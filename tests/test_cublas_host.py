@@ -1,0 +1,359 @@
+"""The host side of the cublas backend: layouts, products, merging, choice and reasons; no GPU needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from cublas_model import ModelLibrary, run
+from torch import Tensor
+
+from multigemm.backends.cublas import BACKEND, calls, choose, config
+from multigemm.backends.cublas.config import Config
+from multigemm.backends.cublas.leading import Leading, Shape, leading, shape_of
+from multigemm.backends.cublas.library import NO_TRANSPOSE, TRANSPOSE
+from multigemm.backends.cublas.products import Bytes, Product, cut, even_steps, list_products, merged, packed_products
+from multigemm.backends.cublas.run import shares
+from multigemm.backends.cublas.staging import Copies, stage, writable
+from multigemm.layouts import Operands, group_table, packed
+from multigemm.problem import GroupedGemmProblem
+from multigemm.spec import ProblemSpec
+from multigemm.staging import stage as stage_problem
+from multigemm.staging import staged_spec
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+VARIANTS = ("loop", "batched", "grouped")
+
+
+def test_strides_become_leading_dimensions() -> None:
+    assert leading(3, 5, 5, 1) == Leading(True, 5)
+    assert leading(3, 5, 9, 1) == Leading(True, 9)
+    assert leading(3, 5, 1, 3) == Leading(False, 3)
+    assert leading(3, 5, 1, 1 << 33) == Leading(False, 1 << 33)
+
+
+@pytest.mark.parametrize("strides", [(5, 2), (0, 1), (4, 1), (1, 0), (1, 2), (10, 3)])
+def test_strides_that_blas_cannot_say(strides: tuple[int, int]) -> None:
+    assert leading(3, 5, *strides) is None
+
+
+def test_strides_of_single_rows_and_columns_mean_nothing() -> None:
+    assert leading(1, 5, 0, 1) == Leading(True, 5)
+    assert leading(1, 5, 0, 7) == Leading(False, 7)
+    assert leading(3, 1, 1, 0) == Leading(False, 3)
+    assert leading(3, 1, 6, 0) == Leading(True, 6)
+    assert leading(1, 1, 0, 0) == Leading(True, 1)
+
+
+def test_a_result_by_rows_swaps_the_operands() -> None:
+    rows, cols = Leading(True, 8), Leading(False, 8)
+    assert shape_of(2, 3, 4, rows, rows, rows) == Shape(NO_TRANSPOSE, NO_TRANSPOSE, 3, 2, 4, 8, 8, 8)
+    assert shape_of(2, 3, 4, cols, rows, rows)[:2] == (NO_TRANSPOSE, TRANSPOSE)
+    assert shape_of(2, 3, 4, rows, cols, cols) == Shape(TRANSPOSE, NO_TRANSPOSE, 2, 3, 4, 8, 8, 8)
+
+
+def test_offsets_that_lie_are_clamped() -> None:
+    starts, ends = cut(np.array([-4, 3, 2, 99], dtype=np.int64), 10)
+    assert starts.tolist() == [0, 3, 2]
+    assert ends.tolist() == [3, 3, 10]
+
+
+def _operands(problem: GroupedGemmProblem, out: Any) -> Operands:
+    return stage_problem(problem, staged_spec(problem), out).ops
+
+
+def _batch(ops: Operands, variant: str, products: list[Product]) -> calls.Batch:
+    library, t = cast(Any, ModelLibrary), calls.types(ops.spec, ops.spec.out.dtype, ops.alpha, 0.0)
+    size = ops.spec.compute.itemsize
+    if variant == "grouped":
+        return calls.one_for_all(library, products, t, CPU)
+    if variant == "batched":
+        return calls.one_per_shape(library, products, t, (size, size), CPU)
+    return calls.one_each(library, products, t)
+
+
+def _solve(problem: GroupedGemmProblem, out: Any, variant: str) -> list[str]:
+    """What a launch does, on the host: stage, cut, call."""
+    ops, copies = _operands(problem, out), Copies()
+    a, b = stage(ops, copies)
+    copies(0)
+    ops = replace(ops, a=a, b=b)
+    if ops.spec.form == "per_group":
+        products = list_products(group_table(ops))
+    else:
+        size = ops.spec.compute.itemsize
+        products = packed_products(packed(ops), Bytes(size, size), ops.host_offsets, ops.host_valid_rows)
+    return run(_batch(ops, variant, products)) if products else []
+
+
+def _laid(shape: tuple[int, ...], order: str, seed: int) -> Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    pad = {"row": 0, "padded": 3, "col": 0, "stepped": 0}[order]
+    if order == "col":
+        turned = (*shape[:-2], shape[-1], shape[-2])
+        return torch.randint(-9, 10, turned, generator=gen).double().transpose(-1, -2)
+    step = 2 if order == "stepped" else 1
+    wide = torch.randint(-9, 10, (*shape[:-1], (shape[-1] + pad) * step), generator=gen).double()
+    return wide[..., : shape[-1] * step : step]
+
+
+FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "jagged_m": ((11, 6), (4, 6, 5), (11, 5), {"offsets": [1, 4, 4, 9, 10]}),
+    "shared_b": ((11, 6), (6, 5), (11, 5), {"offsets": [1, 4, 4, 9, 10]}),
+    "jagged_n": ((4, 6, 5), (5, 11), (6, 11), {"offsets": [0, 3, 3, 6, 11], "jagged": "n"}),
+    "shared_a": ((6, 5), (5, 11), (6, 11), {"offsets": [0, 3, 3, 6, 9], "jagged": "n"}),
+    "jagged_k": ((6, 11), (11, 5), (4, 6, 5), {"offsets": [2, 3, 5, 7, 11], "jagged": "k"}),
+    "batched": ((3, 4, 6), (3, 6, 5), (3, 4, 5), {}),
+    "masked": ((3, 4, 6), (3, 6, 5), (3, 4, 5), {"valid_rows": [4, 0, 2]}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "orders", ["row row row", "col row row", "row col col", "padded padded padded", "stepped col row"]
+)
+def test_calls_compute_the_answer(form: str, orders: str) -> None:
+    shape_a, shape_b, shape_out, grouping = FORMS[form]
+    for variant in VARIANTS:
+        of_a, of_b, of_out = orders.split()
+        a, b, out = _laid(shape_a, of_a, 1), _laid(shape_b, of_b, 2), _laid(shape_out, of_out, 3)
+        before = out.clone()
+        problem = GroupedGemmProblem(a, b, out=out, alpha=2.0, **grouping)
+        _solve(problem, out, variant)
+        want = before.clone()
+        for g, view in enumerate(problem.groups()):
+            target = _owned(want, form, grouping, g)
+            target.copy_(2 * (view.a @ view.b))
+        assert torch.equal(out, want), (form, orders, variant)
+
+
+def _owned(out: Tensor, form: str, grouping: dict[str, Any], g: int) -> Tensor:
+    if "offsets" in grouping and form not in ("jagged_k",):
+        start, end = grouping["offsets"][g : g + 2]
+        return out[:, start:end] if grouping.get("jagged") == "n" else out[start:end]
+    return out[g, : grouping["valid_rows"][g]] if form == "masked" else out[g]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lists_of_any_shapes(variant: str) -> None:
+    dims = [(3, 4, 5), (1, 1, 1), (0, 4, 5), (3, 4, 5), (2, 0, 3), (7, 2, 1), (3, 4, 5), (4, 4, 0)]
+    a, b = (
+        [_laid((m, k), "row", i) for i, (m, n, k) in enumerate(dims)],
+        [_laid((k, n), "col", i) for i, (m, n, k) in enumerate(dims)],
+    )
+    out = [torch.full((m, n), 7.0, dtype=torch.float64) for m, n, _ in dims]
+    _solve(GroupedGemmProblem(a, b, out=out), out, variant)
+    for x, y, got, (m, n, k) in zip(a, b, out, dims, strict=True):
+        want = x @ y if k else torch.full((m, n), 7.0, dtype=torch.float64)  # K = 0 is the epilogue's work
+        assert torch.equal(got, want)
+
+
+def test_a_batch_of_one_weight_is_one_product() -> None:
+    a, b = _laid((3, 4, 6), "row", 1), _laid((6, 5), "row", 2)
+    out = torch.zeros(3, 4, 5, dtype=torch.float64)
+    problem = GroupedGemmProblem(a, b.expand(3, 6, 5), out=out)
+    assert _solve(problem, out, "loop") == ["cublasGemmEx"]
+    assert torch.equal(out, a @ b)
+
+
+def test_single_rows_of_one_weight_are_one_product() -> None:
+    a, b = _laid((3, 1, 6), "row", 1), _laid((6, 5), "row", 2)
+    out = torch.zeros(3, 1, 5, dtype=torch.float64)
+    assert _solve(GroupedGemmProblem(a, b.expand(3, 6, 5), out=out), out, "loop") == ["cublasGemmEx"]
+    assert torch.equal(out, a @ b)
+
+
+def test_groups_that_share_weights_are_one_product() -> None:
+    a, b, out = _laid((11, 6), "row", 1), _laid((6, 5), "row", 2), torch.zeros(11, 5, dtype=torch.float64)
+    assert _solve(GroupedGemmProblem(a, b, sizes=[2, 0, 4, 5], out=out), out, "loop") == ["cublasGemmEx"]
+
+
+def test_equal_groups_become_one_strided_call() -> None:
+    a, b, out = _laid((12, 6), "row", 1), _laid((3, 6, 5), "row", 2), torch.zeros(12, 5, dtype=torch.float64)
+    problem = GroupedGemmProblem(a, b, sizes=[4, 4, 4], out=out)
+    assert _solve(problem, out, "batched") == ["cublasGemmStridedBatchedEx"]
+
+
+def test_scattered_equal_products_go_by_address() -> None:
+    store = torch.zeros(100, dtype=torch.float64)
+    out = [store[at : at + 4].view(2, 2) for at in (0, 8, 40)]
+    a = [_laid((2, 3), "row", i) for i in range(3)]
+    problem = GroupedGemmProblem(a, [_laid((3, 2), "row", 9)] * 3, out=out)
+    assert _solve(problem, out, "batched") == ["cublasGemmBatchedEx"]
+    assert torch.equal(out[2], a[2] @ _laid((3, 2), "row", 9))
+
+
+def test_a_batch_above_the_grid_limit_is_split() -> None:
+    count, out = 70000, torch.zeros(70000, 1, 1, dtype=torch.float64)
+    a, b = torch.ones(count, 1, 2, dtype=torch.float64), torch.ones(count, 2, 1, dtype=torch.float64)
+    ops = _operands(GroupedGemmProblem(a, b, out=out), out)
+    batch = _batch(ops, "batched", packed_products(packed(ops), Bytes(8, 8), None, None))
+    assert [call.args[19].value for call in batch.calls] == [65535, 4465]
+
+
+def _product(m: int, at: int = 0) -> Product:
+    return Product(Shape(0, 0, 8, m, 8, 8, 8, 8), at, at, at)
+
+
+def test_merging_keeps_every_product_once() -> None:
+    products = [_product(m, at) for at, m in enumerate((4, 2, 4, 9, 2, 2))]
+    groups = merged(products)
+    assert [(shape.n, len(same)) for shape, same in groups] == [(9, 1), (4, 2), (2, 3)]
+    assert sorted(p.out for _, same in groups for p in same) == list(range(6))
+
+
+def test_even_steps_needs_equal_and_forward_distances() -> None:
+    assert even_steps([_product(1, at) for at in (8, 24, 40)]) == (16, 16, 16)
+    assert even_steps([_product(1, at) for at in (8, 24, 48)]) is None
+    assert even_steps([_product(1, at) for at in (40, 24, 8)]) is None
+    shared = [Product(_product(1).shape, 64, at, at) for at in (0, 8)]
+    assert even_steps(shared) == (0, 8, 8)
+
+
+def test_streams_share_the_work() -> None:
+    split = shares([5, 9, 1, 7, 3], 2)
+    assert sorted(i for lane in split for i in lane) == [0, 1, 2, 3, 4]
+    assert max(sum([5, 9, 1, 7, 3][i] for i in lane) for lane in split) == 13
+    assert shares([4], 3) == [[0]]
+
+
+def test_unusual_strides_are_packed_and_others_not() -> None:
+    good, bad = _laid((3, 4, 6), "row", 1), _laid((3, 6, 5), "stepped", 2)
+    ops, copies = _operands(GroupedGemmProblem(good, bad), torch.zeros(3, 4, 5, dtype=torch.float64)), Copies()
+    a, b = stage(ops, copies)
+    copies(0)
+    assert a is ops.a
+    assert torch.equal(cast(Tensor, b), bad)
+    assert [source.data_ptr() for _, source in copies.pairs] == [bad.data_ptr()]
+    assert not writable(bad)
+
+
+def test_int8_is_padded_to_words_of_four() -> None:
+    a, b = torch.randint(-128, 128, (2, 3, 7), dtype=torch.int8), torch.randint(-128, 128, (2, 7, 5), dtype=torch.int8)
+    ops, copies = _operands(GroupedGemmProblem(a, b), torch.zeros(2, 3, 5, dtype=torch.int32)), Copies()
+    wide_a, wide_b = (cast(Tensor, t) for t in stage(ops, copies))
+    copies(0)
+    assert wide_a.shape[-1] == wide_b.shape[-2] == 16
+    assert wide_b.stride(-2) == 1
+    assert torch.equal(wide_a.long() @ wide_b.long(), a.long() @ b.long())
+
+
+def test_aligned_int8_is_taken_as_it_lies() -> None:
+    a, b = torch.ones(3, 8, dtype=torch.int8), torch.ones(5, 8, dtype=torch.int8).t()
+    ops, copies = _operands(GroupedGemmProblem(a, b), torch.zeros(1, 3, 5, dtype=torch.int32)), Copies()
+    stage(ops, copies)
+    assert copies.pairs == []
+
+
+# --- which variant, and why not ------------------------------------------------------------------
+
+
+def _spec(
+    groups: int = 4, rows: int = 64, n: int = 64, k: int = 64, dtype: torch.dtype = torch.bfloat16, **more: Any
+) -> ProblemSpec:
+    extra = {"sizes": [rows] * groups} | more
+    a, b = torch.zeros(groups * rows, k, dtype=dtype), torch.zeros(groups, k, n, dtype=dtype)
+    return GroupedGemmProblem(a, b, **extra).spec
+
+
+def _sized(*rows: int, n: int = 4096, k: int = 4096) -> list[Product]:
+    return [Product(Shape(0, 0, n, m, k, n, k, n), 0, 0, 0) for m in rows]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_choice_follows_the_sizes() -> None:
+    spec = _spec()
+    assert choose.choose(spec, _sized(100), CUDA) == Config("loop")
+    assert choose.choose(spec, _sized(100, 100, 100), CUDA) == Config("batched")
+    assert choose.choose(_spec(groups=256), _sized(*range(1, 257), n=512, k=1024), CUDA) == Config("grouped_mm")
+    assert choose.choose(spec, _sized(8000, 4000, 2000, 1000, k=14336), CUDA) == Config("streams", 4)
+    assert choose.choose(_spec(dtype=torch.int8), _sized(5, 5), CUDA) == Config("loop")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_grouped_mm_says_what_it_cannot() -> None:
+    def reasons(spec: ProblemSpec) -> str:
+        return " ".join(config.grouped_mm_reasons(spec, CUDA))
+
+    assert reasons(_spec()) == ""
+    assert "bfloat16 only" in reasons(_spec(dtype=torch.float16))
+    assert "1023 groups, got 1024" in reasons(_spec(groups=1024, rows=1, n=8, k=8))
+    assert "16 bytes" in reasons(_spec(k=63))
+    assert "epilogue" in reasons(_spec(activation="relu"))
+    batch = torch.zeros(2, 8, 8, dtype=torch.bfloat16)
+    assert "not batched" in reasons(GroupedGemmProblem(batch, batch).spec)
+
+
+def test_grouped_mm_needs_a_gpu_that_has_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert "compute capability" in config.grouped_mm_reasons(_spec(), CUDA)[0]
+
+
+def test_the_grouped_call_is_kept_from_addresses_it_faults_on() -> None:
+    assert config.grouped_reasons(_spec()) == []
+    assert "16 bytes" in config.grouped_reasons(_spec(k=63))[0]
+    assert "int8" in config.grouped_reasons(_spec(dtype=torch.int8))[0]
+    assert "float32" in config.grouped_reasons(_spec(activation="silu"))[0]
+    assert config.grouped_reasons(_spec(dtype=torch.float32, activation="silu")) == []
+    columns = torch.zeros(64, 256, dtype=torch.float32)
+    by_rows = GroupedGemmProblem(torch.zeros(4, 64, 64), columns, sizes=[64] * 4, jagged="n").spec
+    assert "16 bytes" in config.grouped_reasons(by_rows)[0]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_sizes_are_read_back_only_where_a_call_needs_them() -> None:
+    aligned, odd = replace(_spec(), device_sizes=True), replace(_spec(k=63), device_sizes=True)
+    assert not config.reads_sizes(aligned, "auto", CUDA)
+    assert not config.reads_sizes(aligned, "grouped_mm", CUDA)
+    assert config.reads_sizes(aligned, "batched", CUDA)
+    assert config.reads_sizes(odd, "auto", CUDA)
+    assert not config.reads_sizes(replace(odd, alpha="zero"), "auto", CUDA)
+    assert not config.reads_sizes(replace(odd, b=replace(odd.b, shared=True)), "auto", CUDA)
+    assert not config.reads_sizes(_spec(k=63), "auto", CUDA)
+    assert not config.reads_sizes(replace(odd, form="masked"), "batched", CUDA)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_every_candidate_is_valid_and_auto_comes_first() -> None:
+    spec = _spec()
+    found = config.candidates(spec, CUDA)
+    assert found[0] == Config("auto")
+    assert {c.variant for c in found} == set(config.VARIANTS)
+    assert all(config.is_valid(c, spec, CUDA) for c in found)
+    assert config.variant_reasons(Config("streams"), spec, CUDA)
+    assert config.variant_reasons(Config("loop", 2), spec, CUDA)
+    assert "unknown" in config.variant_reasons(Config(cast(Any, "magic")), spec, CUDA)[0]
+
+
+def test_plain_products_need_no_intermediate() -> None:
+    assert config.plain(_spec())
+    assert config.plain(_spec(out_dtype=torch.float32))
+    assert not config.plain(_spec(out_dtype=torch.float16))
+    assert not config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16)))
+    assert config.result_type(_spec(activation="relu")) is torch.float32
+    assert config.result_type(_spec(dtype=torch.float64, out_dtype=torch.bfloat16)) is torch.float64
+
+
+def test_reasons_name_the_value_the_limit_and_the_remedy() -> None:
+    assert "cpu" in BACKEND.not_supported_reasons(_spec(), CPU)[0]
+    assert BACKEND.not_supported_reasons(_spec(), CUDA) == []
+    x, dy = torch.zeros(8, 16, dtype=torch.int8), torch.zeros(16, 8, dtype=torch.int8)
+    spec = GroupedGemmProblem(x, dy, sizes=[8, 8], jagged="k").spec
+    assert "multiple of 4" in BACKEND.not_supported_reasons(spec, CUDA)[0]
+
+
+def test_compute_types_say_the_precision() -> None:
+    single = _spec(dtype=torch.float32)
+    assert calls.compute_type(single) == 68
+    assert calls.compute_type(replace(single, precision="tf32")) == 77
+    assert calls.compute_type(replace(_spec(), precision="tf32")) == 68
+    assert calls.compute_type(_spec(dtype=torch.float64)) == 70
+    assert calls.compute_type(_spec(dtype=torch.int8)) == 72
