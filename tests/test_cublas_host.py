@@ -8,7 +8,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from cublas_model import ModelLibrary, run
 from torch import Tensor
 
 from multigemm.backends.cublas import BACKEND, calls, choose, config
@@ -23,6 +22,7 @@ from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import ProblemSpec
 from multigemm.staging import stage as stage_problem
 from multigemm.staging import staged_spec
+from tests.cublas_model import ModelLibrary, run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 VARIANTS = ("loop", "batched", "grouped")
