@@ -7,6 +7,7 @@ process that finds its kernels on disk never imports Numba at all, which is most
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,19 +74,18 @@ def image(config: Config, signature: Signature, capability: Capability) -> Image
     if found is not None:
         return Image.unpack(found)
     compilations.append((config, signature))
-    ptx = to_ptx(config, signature, capability)
-    made = assemble(ptx, capability)
+    made = assemble(to_ltoir(config, signature, capability), capability)
     store.put(key, made.pack())
-    _dump(config, signature, ptx, made)
+    _dump(config, signature, capability, made)
     return made
 
 
-def _dump(config: Config, signature: Signature, ptx: str, made: Image) -> None:
+def _dump(config: Config, signature: Signature, capability: Capability, made: Image) -> None:
     if settings().dump is not None:
         folder = Path(str(settings().dump))
         folder.mkdir(parents=True, exist_ok=True)
         name = f"numba-{config.kernel}-{fingerprint(config, signature)[:8]}"
-        (folder / f"{name}.ptx").write_text(f"// {config}\n// {signature}\n{ptx}")
+        (folder / f"{name}.ptx").write_text(f"// {config}\n// {signature}\n{to_ptx(config, signature, capability)}")
         (folder / f"{name}.cubin").write_bytes(made.cubin)
         (folder / f"{name}.log").write_text(made.log)
 
@@ -96,26 +96,42 @@ def kernel_function(config: Config, signature: Signature) -> Callable[..., Any]:
         from multigemm.backends.numba.simt import make_kernel
 
         return make_kernel(config, signature)  # type: ignore[no-any-return]
+    if config.kernel == "hopper":
+        from multigemm.backends.numba.hopper import make_kernel as make_hopper
+
+        return make_hopper(config, signature)  # type: ignore[no-any-return]
     raise ValueError(f"unknown kernel {config.kernel!r}")
 
 
 def to_ptx(config: Config, signature: Signature, capability: Capability) -> str:
-    """Numba's part: Python to PTX."""
-    from numba import cuda, types
+    """Numba's part, in readable form: Python to PTX."""
+    return str(_compile(config, signature, capability, "ptx"))
 
+
+def to_ltoir(config: Config, signature: Signature, capability: Capability) -> bytes:
+    """Numba's part: Python to the linker's intermediate code.
+
+    Not PTX, because the linker treats PTX as one part of a larger program and then ignores `setmaxnreg`.
+    """
+    return bytes(_compile(config, signature, capability, "ltoir"))
+
+
+def _compile(config: Config, signature: Signature, capability: Capability, output: str) -> Any:
     from multigemm.backends.numba.call import Call
+    from multigemm.backends.numba.runtime import cuda, numpy_names, types
 
     words = types.NamedUniTuple(types.int64, len(Call._fields), Call)
-    arguments = types.void(words, types.float64, types.float64)
+    more = (types.int64,) if config.kernel == "hopper" else ()
+    arguments = types.void(words, types.float64, types.float64, *more)
     major, minor = capability
     cc = (major, minor, "a") if major == 9 else (major, minor)
-    function = kernel_function(config, signature)
-    with _compiling_for(cc):
+    with numpy_names(), _compiling_for(cc):
+        function = kernel_function(config, signature)
         text, _ = cuda.compile(
-            function, arguments, device=False, abi="numba", cc=cc,
+            function, arguments, device=False, abi="numba", cc=cc, output=output,
             launch_bounds=(config.threads, 1), lineinfo=settings().lineinfo,
         )  # fmt: skip
-    return str(text)
+    return text
 
 
 @contextmanager
@@ -135,19 +151,17 @@ def _compiling_for(capability: tuple[Any, ...]) -> Iterator[None]:
         dispatcher.get_current_device = saved
 
 
-def assemble(ptx: str, capability: Capability) -> Image:
-    """The linker's part: PTX to machine code."""
+def assemble(code: bytes, capability: Capability) -> Image:
+    """The linker's part: intermediate code to machine code."""
     from cuda.bindings import nvjitlink
 
-    entry = ptx.split(".visible .entry ")[1].split("(")[0].strip()
-    options = [f"-arch={target(capability)}", "-Xptxas=-v", "-O3"]
+    options = [f"-arch={target(capability)}", "-lto", "-Xptxas=-v", "-O3"]
     if settings().lineinfo:
         options.append("-lineinfo")
     handle = nvjitlink.create(len(options), options)
     try:
         try:
-            data = ptx.encode()
-            nvjitlink.add_data(handle, nvjitlink.InputType.PTX, data, len(data), "kernel.ptx")
+            nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, code, len(code), "kernel.ltoir")
             nvjitlink.complete(handle)
         except nvjitlink.nvJitLinkError as error:
             log = _log(nvjitlink.get_error_log_size, nvjitlink.get_error_log, handle)
@@ -157,7 +171,15 @@ def assemble(ptx: str, capability: Capability) -> Image:
         log = _log(nvjitlink.get_info_log_size, nvjitlink.get_info_log, handle)
     finally:
         nvjitlink.destroy(handle)
-    return Image(entry, bytes(cubin), log)
+    return Image(_entry(log), bytes(cubin), log)
+
+
+def _entry(log: str) -> str:
+    """The name of the only kernel, as the assembler reports it."""
+    found = re.search(r"Compiling entry function '([^']+)'", log)
+    if found is None:
+        raise CompileError(f"the assembler names no kernel in its log:\n{log}")
+    return found.group(1)
 
 
 def _log(size: Callable[[int], int], read: Callable[[int, bytearray], None], handle: int) -> str:

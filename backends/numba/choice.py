@@ -4,27 +4,75 @@ from __future__ import annotations
 
 import torch
 
-from multigemm.backends.numba.config import SIMT, SIMT_EMULATED, SIMT_LARGE, Config, signature_of
+from multigemm.backends.numba.config import (
+    HOPPER,
+    HOPPER_MEDIUM,
+    HOPPER_NARROW,
+    SIMT,
+    SIMT_EMULATED,
+    SIMT_LARGE,
+    Config,
+    signature_of,
+)
+from multigemm.backends.numba.support import capability_of
 from multigemm.spec import ProblemSpec
 
 FEW_ROWS = 64
+SOME_ROWS = 128
+TMA_ALIGN = 16
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Configs that are right for this spec; the first is the heuristic's choice."""
     if device.type != "cuda":
         return [SIMT_EMULATED]
-    return _simt(spec)
+    return _hopper(spec, device) + _simt(spec)
+
+
+def rows_per_group(spec: ProblemSpec) -> int:
+    """The height of an ordinary group, as far as the host knows it."""
+    if spec.largest:
+        return spec.largest
+    if spec.form in ("jagged_n", "jagged_k", "batched", "masked"):
+        return spec.m or 0
+    return spec.total // max(spec.groups, 1)
+
+
+def hopper_obstacle(spec: ProblemSpec, device: torch.device) -> str:
+    """Why the Hopper kernel cannot run this; empty when it can."""
+    if capability_of(device)[0] != 9:
+        return f"needs compute capability 9.x, this GPU has {capability_of(device)}"
+    if spec.compute not in HALVES and not (spec.compute == torch.float32 and spec.precision == "tf32"):
+        return f"{spec.compute} with precision={spec.precision!r} does not run on these tensor cores"
+    for name, operand in (("a", spec.a), ("b", spec.b)):
+        if operand.order == "strided" or not operand.dense:
+            return f"{name} is not contiguous in one direction, which TMA needs"
+        if operand.align < TMA_ALIGN:
+            return f"{name} is aligned to {operand.align} bytes, TMA needs {TMA_ALIGN}"
+    if spec.compute == torch.float32 and (spec.a.order != "row" or spec.b.order != "col"):
+        return "tf32 operands of wgmma must be contiguous along k"
+    return ""
+
+
+def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
+    if hopper_obstacle(spec, device):
+        return []
+    rows = rows_per_group(spec)
+    if rows <= FEW_ROWS:
+        return [HOPPER_NARROW, HOPPER_MEDIUM, HOPPER]
+    return [HOPPER_MEDIUM, HOPPER, HOPPER_NARROW] if rows <= SOME_ROWS else [HOPPER, HOPPER_MEDIUM, HOPPER_NARROW]
 
 
 def _simt(spec: ProblemSpec) -> list[Config]:
     """Large tiles need a plain epilogue: others push their sums out of the registers."""
     if not signature_of(spec).plain or spec.compute == torch.float64:
         return [SIMT]
-    rows = spec.largest or spec.total // max(spec.groups, 1)
-    return [SIMT, SIMT_LARGE] if rows <= FEW_ROWS else [SIMT_LARGE, SIMT]
+    return [SIMT, SIMT_LARGE] if rows_per_group(spec) <= FEW_ROWS else [SIMT_LARGE, SIMT]
 
 
 def why(config: Config, spec: ProblemSpec) -> str:
     """A sentence for a plan's repr."""
-    return f"{config.kernel}: {spec.compute} on plain cores, {config.bm} x {config.bn} tiles"
+    if config.kernel == "simt":
+        return f"{spec.compute} on plain cores"
+    return f"{spec.compute} on tensor cores (wgmma, TMA), tiles of up to {getattr(config, 'n_max', 0)} rows"

@@ -70,8 +70,22 @@ class SimtConfig:
         return (self.bm // self.tm) * (self.bn // self.tn)
 
 
+@dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """128 columns x up to n_max rows (in steps of `step`), a ring of `stages` stages of 128 bytes of k."""
+
+    kernel: ClassVar[str] = "hopper"
+    threads: ClassVar[int] = 384
+    n_max: int = 256
+    stages: int = 4
+    step: int = 32
+
+
+HOPPER = HopperConfig()
+HOPPER_MEDIUM = HopperConfig(128, 6)
+HOPPER_NARROW = HopperConfig(64, 8)
 SIMT = SimtConfig()
 SIMT_LARGE = SimtConfig(128, 128, 8, 8, 8)
 SIMT_EMULATED = SimtConfig(8, 8, 8, 4, 4)
 
-Config = SimtConfig
+Config = SimtConfig | HopperConfig

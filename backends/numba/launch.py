@@ -22,8 +22,10 @@ from torch import Tensor
 from multigemm.backend import Bind, Launch, Recipe
 from multigemm.backends.numba.build import image
 from multigemm.backends.numba.call import Call, call_of
-from multigemm.backends.numba.config import Config, Signature, SimtConfig, signature_of
+from multigemm.backends.numba.config import Config, HopperConfig, Signature, SimtConfig, signature_of
 from multigemm.backends.numba.driver import Function
+from multigemm.backends.numba.hopper_maps import tensor_maps
+from multigemm.backends.numba.hopper_shape import COLUMNS, Layout
 from multigemm.backends.numba.support import capability_of
 from multigemm.layouts import TABLE, Operands, group_table, to_device
 from multigemm.spec import ProblemSpec
@@ -83,8 +85,30 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device, why: str = "")
         bind = _emulated(config, signature)
     else:
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        bind = _simt(config, signature, device)
+        bind = (
+            hopper(config, signature, device) if isinstance(config, HopperConfig) else _simt(config, signature, device)
+        )
     return Recipe(kernel=config.kernel, config=config, bind=bind, why=why)
+
+
+def hopper(config: HopperConfig, signature: Signature, device: torch.device) -> Bind:
+    """Tensor maps, one block per multiprocessor at most."""
+    shape = Layout(config, signature)
+    function = function_of(config, signature, device, shape.bytes)
+    processors = _multiprocessors(device)
+
+    def bind(ops: Operands) -> Launch:
+        table, host = device_table(ops)
+        call = call_of(ops, table)
+        tiles = most_tiles(call, host, config.n_max, COLUMNS)
+        grid = min(max(tiles, zeroing_blocks(call, ops.spec)), processors)
+        if grid == 0:
+            return _nothing
+        maps = to_device(tensor_maps(config, signature, call, host), ops.device)
+        launch = function.launcher(grid, config.threads, pack(call, ops.alpha, ops.beta, (maps.data_ptr(),)))
+        return keeping(launch, (ops, table, maps))
+
+    return bind
 
 
 def _simt(config: SimtConfig, signature: Signature, device: torch.device) -> Bind:

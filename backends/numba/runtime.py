@@ -10,16 +10,41 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+import numpy as np
 
 from multigemm.settings import settings
 
 if settings().emulate and "numba" not in sys.modules:
     os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
 
-from numba import cuda
-from numba.core import config as numba_config
+
+@contextmanager
+def numpy_names() -> Iterator[None]:
+    """Lends NumPy a name that numba-cuda 0.30 registers an overload for and NumPy 2.5 has dropped.
+
+    Needed while numba-cuda is imported, which it does in two parts: now, and at the first compilation.
+    """
+    if hasattr(np, "row_stack"):
+        yield
+        return
+
+    def row_stack(*args: Any, **kwargs: Any) -> Any:
+        return np.vstack(*args, **kwargs)
+
+    np.row_stack = row_stack  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del np.row_stack  # type: ignore[attr-defined]
+
+
+with numpy_names():
+    from numba import cuda, types  # noqa: F401
+    from numba.core import config as numba_config
 
 SIMULATED = bool(numba_config.ENABLE_CUDASIM)
 

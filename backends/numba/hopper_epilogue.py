@@ -1,0 +1,207 @@
+"""From accumulators to memory, for the Hopper kernel: through shared memory, so that stores are wide.
+
+A warpgroup holds 64 columns of C x n rows, each thread two neighbouring rows of one column per
+register pair. Two ways out:
+
+* `fast`: nothing but one rounding to a 16-bit type; `stmatrix` transposes into rows of 128 bytes,
+  ROWS_16 at a time, and each thread moves 16 bytes;
+* `general`: float32 rows of 256 bytes, ROWS_32 at a time, then alpha, C, bias, the activation and one
+  rounding, element by element, for any strides and alignment.
+
+Both swizzle the 16-byte chunks of a row by the row number, so that no two lanes meet in a bank.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import ir
+from numba.cuda import types
+
+from multigemm.backends.numba import ptx
+from multigemm.backends.numba.epilogue import make_finish
+from multigemm.backends.numba.memory import BYTES, storer
+from multigemm.backends.numba.ptx_asm import I32, floats, with_arity
+from multigemm.backends.numba.runtime import synchronising
+
+ROWS_16, ROWS_32 = 128, 64
+STAGING = 16384
+"""Bytes of one warpgroup's staging."""
+VOID = ir.VoidType()
+
+
+def _emit(builder, text, constraints, values):
+    function = ir.FunctionType(VOID, [value.type for value in values])
+    builder.call(ir.InlineAsm(function, text, constraints + ",~{memory}", side_effect=True), values)
+
+
+def _by_round(n, rows, emit):
+    """stage(acc, round, ...): the stores of one round of `rows` rows, chosen by a switch.
+
+    A tuple cannot be indexed by a run-time number, so each round has its own straight code.
+    """
+
+    def generate(context, builder, signature, arguments):
+        acc, which, *addresses = arguments
+        done = builder.append_basic_block("staged")
+        switch = builder.switch(which, done)
+        for number in range(-(-n // rows)):
+            block = builder.append_basic_block(f"round{number}")
+            switch.add_case(ir.Constant(ir.IntType(32), number), block)
+            with builder.goto_block(block):
+                emit(builder, acc, addresses, range(number * rows, min(n, number * rows + rows)))
+                builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return generate
+
+
+@cache
+def make_stage_16(n, kind):
+    """stage(acc, round, this lane's address): packs, transposes and stores one round of rows."""
+    text = (
+        "{{ .reg .b32 a, b, c, d; cvt.rn.{k}x2.f32 a, $2, $1; cvt.rn.{k}x2.f32 b, $4, $3; "
+        "cvt.rn.{k}x2.f32 c, $6, $5; cvt.rn.{k}x2.f32 d, $8, $7; "
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{at}], {{a, b, c, d}}; }}"
+    )
+
+    def emit(builder, acc, addresses, rows):
+        for row in rows[::16]:
+            values = [builder.extract_value(acc, row // 2 + i) for i in range(8)]
+            where = (row - rows[0]) * 128
+            _emit(builder, text.format(k=kind, at=where), "r,f,f,f,f,f,f,f,f", [addresses[0], *values])
+
+    takes = (floats(n // 2), I32, I32)
+    return with_arity(3, lambda _types: (types.void(*takes), _by_round(n, ROWS_16, emit)))
+
+
+@cache
+def make_stage_32(n):
+    """stage(acc, round, address of this lane's column, address of its column + 8)."""
+
+    def emit(builder, acc, addresses, rows):
+        for row in rows[::8]:
+            for i in range(4):
+                value = builder.extract_value(acc, row // 2 + i)
+                where = (row - rows[0] + i % 2) * 256
+                _emit(builder, f"st.shared.f32 [$0+{where}], $1;", "r,f", [addresses[i // 2], value])
+
+    takes = (floats(n // 2), I32, I32, I32)
+    return with_arity(4, lambda _types: (types.void(*takes), _by_round(n, ROWS_32, emit)))
+
+
+@synchronising
+def lane_address_16(staging, thread):
+    """Where this lane's row of each stmatrix lies: rows 0-7 or 8-15, columns of its warp."""
+    lane, warp = thread % 32, thread // 32
+    row, chunk = (lane // 16) * 8 + lane % 8, warp * 2 + (lane // 8) % 2
+    return staging + row * 128 + (chunk ^ (row % 8)) * 16
+
+
+@synchronising
+def lane_address_32(staging, thread, upper):
+    """Where this lane's first register goes: row 2 * (lane % 4), column lane / 4 (+ 8) of its warp."""
+    lane, warp = thread % 32, thread // 32
+    column = warp * 16 + lane // 4 + upper * 8
+    return staging + (lane % 4) * 512 + ((column // 4) ^ ((lane % 4) * 2)) * 16 + (column % 4) * 4
+
+
+@cache
+def make_flush_16():
+    """flush(staging, address of the first row, bytes per row, rows, columns left, thread): 16 bytes per thread."""
+
+    @synchronising
+    def flush(staging, target, pitch, rows, columns, thread):
+        chunk = thread % 8
+        for row in range(thread // 8, rows, 16):
+            source = staging + row * 128 + (chunk ^ (row % 8)) * 16
+            at = target + row * pitch + chunk * 16
+            if chunk * 8 + 8 <= columns:
+                ptx.store_global_u32x4(at, ptx.load_shared_u32x4(source))
+            else:
+                for i in range(min(columns - chunk * 8, 8)):
+                    ptx.store_global_u16(at + i * 2, ptx.load_shared_u16(source + i * 2))
+
+    return flush
+
+
+@cache
+def make_flush_32(signature):
+    """flush(...): four columns per thread, with the whole epilogue, to any strides."""
+    finish = make_finish("f32", signature.activation, signature.c, signature.bias)
+    store, size = storer(signature.out, "f32"), BYTES[signature.out]
+    wide, half = signature.out == "f32", signature.out in ("f16", "bf16")
+    pack = ptx.make_pack(signature.out if half else "f16")
+
+    @synchronising
+    def flush(staging, out, c, bias, alpha, beta, rows, columns, thread):
+        """`out` and `c` are (address of the first row and column, row stride, column stride)."""
+        out_at, out_row, out_col = out
+        c_at, c_row, c_col = c
+        bias_at, bias_col = bias
+        chunk = thread % 16
+        column = chunk * 4
+        aligned = out_col == 1 and (out_at | (out_row * size)) % (4 * size) == 0 and column + 4 <= columns
+        for row in range(thread // 16, rows, 8):
+            v = ptx.load_shared_f32x4(staging + row * 256 + (chunk ^ (((row // 2) % 4) * 2)) * 16)
+            at = c_at, row * c_row + column * c_col
+            if aligned and (wide or half):
+                x = finish(v[0], alpha, beta, at[0], at[1], bias_at, column * bias_col)
+                y = finish(v[1], alpha, beta, at[0], at[1] + c_col, bias_at, (column + 1) * bias_col)
+                z = finish(v[2], alpha, beta, at[0], at[1] + 2 * c_col, bias_at, (column + 2) * bias_col)
+                w = finish(v[3], alpha, beta, at[0], at[1] + 3 * c_col, bias_at, (column + 3) * bias_col)
+                where = out_at + (row * out_row + column) * size
+                if wide:
+                    ptx.store_global_f32x4(where, (x, y, z, w))
+                else:
+                    ptx.store_global_u32x2(where, (pack(x, y), pack(z, w)))
+            else:
+                for i in range(min(columns - column, 4)):
+                    value = v[0]
+                    if i == 1:
+                        value = v[1]
+                    elif i == 2:
+                        value = v[2]
+                    elif i == 3:
+                        value = v[3]
+                    value = finish(value, alpha, beta, at[0], at[1] + i * c_col, bias_at, (column + i) * bias_col)
+                    store(out_at, row * out_row + (column + i) * out_col, value)
+
+    return flush
+
+
+@cache
+def make_write(n, signature):
+    """write(acc, ...): one warpgroup's part of a tile, by the way that fits."""
+    plain = signature.plain and signature.out in ("f16", "bf16")
+    stage_16 = make_stage_16(n, signature.out if plain else "f16")
+    stage_32, flush_16, flush_32 = make_stage_32(n), make_flush_16(), make_flush_32(signature)
+    size, c_size = BYTES[signature.out], BYTES[signature.c or "f32"]
+
+    @synchronising
+    def write(acc, staging, barrier, out, c, bias, alpha, beta, rows, columns, thread):
+        out_at, out_row, out_col = out
+        c_at, c_row, c_col = c
+        if plain and out_col == 1 and (out_at | (out_row * size)) % 16 == 0:
+            lane_at = lane_address_16(staging, thread)
+            for number in range((rows + ROWS_16 - 1) // ROWS_16):
+                first = number * ROWS_16
+                stage_16(acc, number, lane_at)
+                ptx.named_barrier(barrier, 128)
+                target = out_at + first * out_row * size
+                flush_16(staging, target, out_row * size, min(rows - first, ROWS_16), columns, thread)
+                ptx.named_barrier(barrier, 128)
+        else:
+            lower, upper = lane_address_32(staging, thread, 0), lane_address_32(staging, thread, 1)
+            for number in range((rows + ROWS_32 - 1) // ROWS_32):
+                first = number * ROWS_32
+                stage_32(acc, number, lower, upper)
+                ptx.named_barrier(barrier, 128)
+                here = (out_at + first * out_row * size, out_row, out_col)
+                there = (c_at + first * c_row * c_size, c_row, c_col)
+                flush_32(staging, here, there, bias, alpha, beta, min(rows - first, ROWS_32), columns, thread)
+                ptx.named_barrier(barrier, 128)
+
+    return write
