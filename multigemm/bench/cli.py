@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from multigemm.bench import page, plots, results, table
+from multigemm.bench import markdown, page, plots, results, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
 from multigemm.bench.peers import peer_entries
@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair.add_argument("new", type=Path)
     again = commands.add_parser("render", help="table, PNG and HTML from a report")
     again.add_argument("report", type=Path)
+    again.add_argument("--markdown", action="store_true", help="print Markdown tables instead")
     commands.add_parser("list", help="suites and their workloads")
 
 
@@ -96,6 +97,10 @@ def main(args: argparse.Namespace) -> int:
         found = compare(results.read(args.old), results.read(args.new))
         print(found.text())
         return 1 if found.regressions else 0
+    if args.bench_command == "render" and args.markdown:
+        report = results.read(args.report)
+        print(f"{markdown.summary(report)}\n\n{markdown.details(report)}")
+        return 0
     if args.bench_command == "render":
         return finish(results.read(args.report), args.report.parent)
     if args.bench_command == "list":

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from multigemm.bench.results import Report, Row, Sample
@@ -103,14 +103,14 @@ def compare(old: Report, new: Report) -> Comparison:
     before = {(r.case, r.entry): r for r in old.rows}
     after = {(r.case, r.entry): r for r in new.rows}
     both = [(before[key], after[key]) for key in before if key in after and before[key].us and after[key].us]
-    drift_of, drift, uniform = _drift(both, old, new)
+    drift = _drift(both, old, new)
     pairs = [(a, b, _ratio(a, b)) for a, b in both]
     ours: dict[str, list[float]] = {}
     for a, _, ratio in pairs:
         if a.kind == "backend":
-            ours.setdefault(a.entry, []).append(ratio / drift_of(a.case))
+            ours.setdefault(a.entry, []).append(ratio / drift.of(a.case))
     sigma = _scatter(ours)
-    changes = [_change(a, b, ratio, drift_of(a.case), sigma) for a, b, ratio in pairs]
+    changes = [_change(a, b, ratio, drift.of(a.case), sigma, drift.discord(a.case)) for a, b, ratio in pairs]
     entries = {name: statistics.median(ratios) for name, ratios in ours.items()}
     limits = {name: max(ENTRY_LIMIT, 1 + 4 * 1.25 * sigma / math.sqrt(len(r))) for name, r in ours.items()}
     lost = [
@@ -119,7 +119,7 @@ def compare(old: Report, new: Report) -> Comparison:
         if b.kind == "backend" and not b.us and key in before and before[key].us
     ]
     gone = sorted({f"{entry} on {case}" for case, entry in before if (case, entry) not in after})
-    return Comparison(changes, entries, limits, drift, uniform, lost, gone)
+    return Comparison(changes, entries, limits, drift.whole, drift.uniform, lost, gone)
 
 
 def _scatter(ours: dict[str, list[float]]) -> float:
@@ -129,8 +129,8 @@ def _scatter(ours: dict[str, list[float]]) -> float:
     return 1.4826 * statistics.median(away) if away else 0.0
 
 
-def _change(a: Row, b: Row, ratio: float, drift: float, sigma: float) -> Change:
-    allowed = max(ROW_LIMIT, 1 + 5 * sigma) + min(max(a.spread, b.spread), 0.5)
+def _change(a: Row, b: Row, ratio: float, drift: float, sigma: float, discord: float) -> Change:
+    allowed = max(ROW_LIMIT, 1 + 5 * sigma) + max(a.spread, b.spread) + discord
     return Change(a.case, a.entry, a.kind, a.us or 0.0, b.us or 0.0, ratio, ratio / drift, allowed)
 
 
@@ -150,7 +150,28 @@ def _source(row: Row) -> Sample | None:
     return near[0] if near else None
 
 
-def _drift(both: list[tuple[Row, Row]], old: Report, new: Report) -> tuple[Callable[[str], float], float, bool]:
+@dataclass
+class Drift:
+    """How the peers and ceilings moved, per workload and in all."""
+
+    controls: dict[str, list[float]]
+    whole: float = 1.0
+    uniform: bool = False
+
+    def of(self, case: str) -> float:
+        here = self.controls.get(case, ())
+        return statistics.median(here) if len(here) >= MIN_CONTROLS else self.whole
+
+    def discord(self, case: str) -> float:
+        """How far the controls of a workload disagree: what a row may be off without our doing."""
+        here = sorted(self.controls.get(case, ()))
+        if len(here) < MIN_CONTROLS:
+            return 0.0
+        middle = statistics.median(here)
+        return statistics.median(abs(ratio - middle) for ratio in here) / middle
+
+
+def _drift(both: list[tuple[Row, Row]], old: Report, new: Report) -> Drift:
     """The drift per workload, that of the run, and whether everything moved by one factor."""
     same = old.machine.get("packages", {}).get("torch") == new.machine.get("packages", {}).get("torch")
     controls: dict[str, list[float]] = {}
@@ -159,16 +180,9 @@ def _drift(both: list[tuple[Row, Row]], old: Report, new: Report) -> tuple[Calla
             controls.setdefault(a.case, []).append(_ratio(a, b))
     every = [r for ratios in controls.values() for r in ratios]
     if len(every) < MIN_CONTROLS or not same:
-        return (lambda case: 1.0), 1.0, False
+        return Drift({})
     whole = statistics.median(every)
-    wide = _width(every)
-    uniform = whole > DRIFT_LIMIT and wide < (whole - 1.0) / 3
-
-    def of(case: str) -> float:
-        here = controls.get(case, ())
-        return statistics.median(here) if len(here) >= MIN_CONTROLS else whole
-
-    return of, whole, uniform
+    return Drift(controls, whole, whole > DRIFT_LIMIT and _width(every) < (whole - 1.0) / 3)
 
 
 def _width(values: Iterable[float]) -> float:

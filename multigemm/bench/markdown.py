@@ -1,0 +1,64 @@
+"""A report as Markdown tables, so that a README's numbers are generated and can be checked against their file."""
+
+from __future__ import annotations
+
+from multigemm.bench.results import Report, Row, by_entry
+from multigemm.bench.workloads import geomean
+
+
+def summary(report: Report) -> str:
+    """Geometric means of the fraction of the floor, per entry and distribution, and against the best peer."""
+    kinds = list(dict.fromkeys(row.distribution for row in report.rows))
+    best = best_peer(report)
+    lines = [_line(["", *kinds, "all", "timed", "of the best peer"]), _line(["---", *["---:"] * (len(kinds) + 3)])]
+    for rows in by_entry(report.rows).values():
+        cells = [_mean([r for r in rows if r.distribution == kind]) for kind in kinds]
+        against = geomean(best[r.case] / r.us for r in rows if r.us and r.case in best)
+        timed = sum(r.us is not None for r in rows)
+        lines.append(_line([_name(rows[0]), *cells, _mean(rows), str(timed), _number(against)]))
+    return "\n".join(lines)
+
+
+def details(report: Report) -> str:
+    """Microseconds per workload and entry; the fastest that is no ceiling in bold."""
+    entries = by_entry(report.rows)
+    cells = {(row.case, row.entry): row for row in report.rows}
+    lines = [_line(["workload", "floor", *entries]), _line(["---", *["---:"] * (len(entries) + 1)])]
+    for case in report.cases():
+        rows = [cells.get((case, name)) for name in entries]
+        fastest = min((r.us for r in rows if r and r.us and r.kind != "ceiling"), default=None)
+        floor = next(r.floor_us for r in rows if r)
+        lines.append(_line([case, f"{floor:.1f}", *(_time(r, fastest) for r in rows)]))
+    return "\n".join(lines)
+
+
+def best_peer(report: Report) -> dict[str, float]:
+    """The fastest peer's time per workload."""
+    found: dict[str, float] = {}
+    for row in report.timed():
+        if row.kind == "peer" and row.us:
+            found[row.case] = min(row.us, found.get(row.case, row.us))
+    return found
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _name(row: Row) -> str:
+    return f"**{row.entry}**" if row.kind == "backend" else row.entry
+
+
+def _mean(rows: list[Row]) -> str:
+    return _number(geomean(r.of_floor for r in rows if r.of_floor))
+
+
+def _number(value: float) -> str:
+    return "" if value != value else f"{value:.3f}"
+
+
+def _time(row: Row | None, fastest: float | None) -> str:
+    if row is None or row.us is None:
+        return "" if row is None else row.status
+    bold = row.us == fastest and row.kind != "ceiling"
+    return f"**{row.us:.1f}**" if bold else f"{row.us:.1f}"
