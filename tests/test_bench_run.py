@@ -235,6 +235,18 @@ def test_wrong_words_are_one_line_and_exit_2(words: list[str], hint: str, capsys
     assert hint in capsys.readouterr().err
 
 
+def test_the_regret_of_auto_is_told() -> None:
+    report = made_up_report(suites="l2")
+    for row in report.rows:
+        if row.entry == "triton":
+            row.entry = "auto"
+    worst, case, name = results.auto_regret(report)[0]
+    times = {r.entry: r.us for r in report.rows if r.case == case}
+    assert worst == pytest.approx((times["auto"] or 0) / (times["cupy"] or 1))
+    assert name == "cupy"
+    assert f"{worst:.3f} on {case} (cupy is faster)" in table.text(report)
+
+
 def test_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "list"]) == 0
     shown = capsys.readouterr().out

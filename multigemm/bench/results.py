@@ -145,6 +145,18 @@ def _row(raw: dict[str, Any]) -> Row:
     return Row(**{k: v for k, v in raw.items() if k in known})
 
 
+def auto_regret(report: Report) -> list[tuple[float, str, str]]:
+    """How far `auto` is behind the fastest single backend: (ratio, workload, that backend), worst first."""
+    rows = [row for row in report.timed() if row.kind == "backend"]
+    found = []
+    for auto in (row for row in rows if row.entry == "auto"):
+        others = [(r.us or 0.0, r.entry) for r in rows if r.case == auto.case and r.entry != "auto"]
+        if others:
+            us, name = min(others)
+            found.append(((auto.us or 0.0) / us, auto.case, name))
+    return sorted(found, reverse=True)
+
+
 def by_entry(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows by who was measured, in order of first appearance."""
     found: dict[str, list[Row]] = {}

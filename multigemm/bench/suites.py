@@ -7,12 +7,15 @@
 `decode`     a few rows per group: one step of token generation
 `small`      launch and scheduling cost rather than arithmetic
 `ragged-odd` primes and unaligned extents, where most libraries refuse or pad
+`random`     20 seeded shapes that nobody tuned: what `auto` is worth where nothing was measured
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from multigemm.bench.workloads import Workload
 from multigemm.errors import InvalidSetting
@@ -168,6 +171,21 @@ def _ragged_odd() -> list[Workload]:
     ]
 
 
+def _random() -> list[Workload]:
+    """G, T, N and K over three octaves each, mostly multiples of 64, some of 8, as models have them."""
+    draw = np.random.default_rng(20)
+    cases = []
+    for index in range(20):
+        step = 64 if index % 4 else 8
+        groups = int(draw.choice([2, 6, 12, 24, 48, 96, 160]))
+        n, k = (int(step * round(2.0 ** draw.uniform(8, 12) / step)) for _ in range(2))
+        total = int(groups * 2.0 ** draw.uniform(2, 9))
+        kind = str(draw.choice(["balanced", "zipf", "empty", "multinomial"]))
+        case = Workload(f"random_{index:02d}", "random", groups=groups, n=n, k=k, total=total, distribution=kind)
+        cases.append(replace(case, trans_b=bool(index % 3 == 2)))
+    return cases
+
+
 SUITES: dict[str, Callable[[], list[Workload]]] = {
     "tutorial": _tutorial,
     "helion-jagged": _helion,
@@ -179,6 +197,7 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "decode": _decode,
     "small": _small,
     "ragged-odd": _ragged_odd,
+    "random": _random,
 }
 
 

@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 
 from multigemm.bench import tutorial
-from multigemm.bench.results import Report, Row, by_entry
+from multigemm.bench.results import Report, Row, auto_regret, by_entry
 from multigemm.bench.workloads import geomean
 
 Grid = list[list[str]]
@@ -18,6 +18,7 @@ def text(report: Report) -> str:
     """Everything a reader needs to judge the numbers, as plain text."""
     parts = [header(report)]
     parts += [_draw(title, head, grid) for title, head, grid in _grids(report)]
+    parts.append(_auto(report))
     parts.append(tutorial.table(report))
     parts.append(_reasons(report))
     return "\n\n".join(part for part in parts if part)
@@ -94,6 +95,15 @@ def _mean(rows: list[Row]) -> str:
 def _winner(report: Report, case: str) -> str:
     rows = [r for r in report.rows if r.case == case and r.us and r.kind != "ceiling"]
     return min(rows, key=lambda r: r.us or 0.0).entry if rows else ""
+
+
+def _auto(report: Report) -> str:
+    regrets = auto_regret(report)
+    if not regrets:
+        return ""
+    lines = [f"auto over the fastest single backend: {geomean(r for r, _, _ in regrets):.3f}, and at worst"]
+    lines += [f"  {ratio:.3f} on {case} ({name} is faster)" for ratio, case, name in regrets[:3]]
+    return "\n".join(lines)
 
 
 def _reasons(report: Report) -> str:
