@@ -208,6 +208,22 @@ def random_case(seed: int, limits: Limits = Limits()) -> Case:  # noqa: B008 (fr
     return draw_case(RandomChooser(seed), limits)
 
 
+def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
+    """Other sizes, values and offsets of the same kind: same form, dtypes, layouts and epilogue.
+
+    Compiled kernels are keyed by the kind, so a campaign that draws several problems of each spends
+    its time on running rather than on compiling.
+    """
+    sizes = _structure(ch, replace(limits, forms=(kind.form,)))
+    keep = {name: sizes[name] for name in ("m", "n", "k", "lengths", "dims", "tail") if name in sizes}
+    if kind.kind == "offsets" and "head" in sizes:
+        keep["head"] = ch.choice((0, 0, 1, 3, 9))
+    whole = kind.mode in ("int", "ties", "onehot", "precise")
+    modes = [m for m in limits.modes if (m in ("int", "ties", "onehot", "precise")) == whole and m not in ("bitmask", "special")]
+    mode = kind.mode if kind.dtype == "int8" or kind.mode in ("bitmask", "special") or not modes else ch.choice(modes)
+    return legal(fit(replace(kind, **keep, mode=mode, seed=ch.integer(0, 2**31 - 1)), limits.work))
+
+
 def cases(limits: Limits = Limits()) -> SearchStrategy[Case]:  # noqa: B008 (frozen)
     """The same as a hypothesis strategy."""
     from hypothesis import strategies as st

@@ -1,0 +1,152 @@
+"""`multigemm fuzz`: cross-checks backends on generated problems, or replays stored ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from multigemm.errors import InvalidSetting
+from multigemm.fuzz.plan import Options, Tally
+from multigemm.spec import FORMS
+
+EMULATORS = ("triton", "numba")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--backends", default="", help="names, separated by commas; default: all that can run on the device")
+    parser.add_argument("--device", default="", help="cuda, cuda:1, cpu; default: cuda where there is one")
+    parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long")
+    parser.add_argument("--examples", type=int, default=0, help="stop after so many problems (default 1000 without --seconds)")
+    parser.add_argument("--forms", default="", help="only these forms, separated by commas")
+    parser.add_argument("--dtypes", default="", help="only these dtypes, separated by commas")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other problems")
+    parser.add_argument("--jobs", type=int, default=1, help="worker processes")
+    parser.add_argument("--configs", choices=("first", "all"), default="first", help="all: every config of a backend in turn")
+    parser.add_argument("--deep", type=int, default=8, help="run streams, graphs, relations, ... on one problem in so many")
+    parser.add_argument("--burst", type=int, default=0, help="problems of one kind in a row (default: 1, on a GPU 50)")
+    parser.add_argument("--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators")
+    parser.add_argument("--corpus", default="", help="a folder that receives each failure as one JSON file")
+    parser.add_argument("--replay", action="append", default=[], metavar="FILE", help="run a stored problem (or a folder of them)")
+    parser.add_argument("--json", default="", metavar="FILE", help="write the whole summary there")
+    parser.add_argument("--quiet", action="store_true", help="no progress line")
+
+
+def _split(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
+    chosen = tuple(part.strip() for part in text.split(",") if part.strip())
+    for name in chosen:
+        if known and name not in known:
+            raise InvalidSetting(f"unknown {what} {name!r}: use {', '.join(known)}")
+    return chosen
+
+
+def _emulate() -> None:
+    """The switch is an environment variable, so that worker processes inherit it."""
+    from multigemm.settings import settings
+
+    os.environ["MULTIGEMM_EMULATE"] = "1"
+    settings.cache_clear()
+
+
+def _device(asked: str, emulate: bool) -> str:
+    import torch
+
+    if asked:
+        return asked
+    return "cuda" if torch.cuda.is_available() and not emulate else "cpu"
+
+
+def _backends(asked: str, device: str) -> tuple[str, ...]:
+    from multigemm import registry
+
+    if asked:
+        chosen = _split(asked, registry.names(), "backend")
+        for name in chosen:
+            state = registry.get(name).availability()
+            if not state.ok:
+                raise InvalidSetting(f"backend {name!r} is not available: {state.reason}")
+        return chosen
+    found = []
+    for name in registry.names():
+        state = registry.get(name).availability()
+        fits = name != "cpu" if device.startswith("cuda") else name == "cpu" or state.emulated
+        if state.ok and name != "null" and (fits or name not in registry.BUILTIN):
+            found.append(name)
+    return tuple(found)
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    """The campaign that the arguments describe."""
+    from multigemm.testing.strategies import DTYPES
+
+    named = _split(args.backends, (), "backend")
+    if args.emulate or (args.device == "cpu" and any(name in EMULATORS for name in named)):
+        _emulate()
+        args.emulate = True
+    device = _device(args.device, args.emulate)
+    on_gpu = device.startswith("cuda")
+    small = {"work": 1 << 14, "groups": 40, "longest": 80} if args.emulate else {}
+    return Options(
+        backends=_backends(args.backends, device), device=device, seconds=args.seconds,
+        examples=args.examples or (0 if args.seconds else 1000), seed=args.seed, jobs=max(args.jobs, 1),
+        forms=_split(args.forms, FORMS, "form") or FORMS,  # type: ignore[arg-type]
+        dtypes=_split(args.dtypes, DTYPES, "dtype") or DTYPES,
+        configs=args.configs, deep=max(args.deep, 1), burst=args.burst or (50 if on_gpu else 1), corpus=args.corpus, **small,
+    )  # fmt: skip
+
+
+class _Progress:
+    """A line that renews itself on a terminal, or one now and then in a log."""
+
+    def __init__(self) -> None:
+        self._every, self._last = (1.0 if sys.stderr.isatty() else 15.0), time.monotonic()
+
+    def __call__(self, tally: Tally, seconds: float) -> None:
+        from multigemm.fuzz.report import progress_line
+
+        if time.monotonic() - self._last < self._every:
+            return
+        self._last = time.monotonic()
+        end = "\r" if sys.stderr.isatty() else "\n"
+        print(progress_line(tally, seconds), end=end, file=sys.stderr, flush=True)
+
+
+def replay(files: list[str], args: argparse.Namespace) -> int:
+    """Stored problems on every chosen backend; 1 if any fails."""
+    from multigemm.fuzz import corpus
+    from multigemm.testing import check_case
+
+    options, bad = options_of(args), 0
+    paths = [p for f in files for p in (sorted(Path(f).glob("*.json")) if Path(f).is_dir() else [Path(f)])]
+    for path in paths:
+        entry = corpus.load(path)
+        for name in options.backends:
+            outcome = check_case(entry.case, name, options.device, entry.config if name == entry.backend else 0)
+            state = "refused: " + "; ".join(outcome.refusals) if not outcome.ran else "right" if outcome.ok else "WRONG"
+            print(f"{entry.name}: {name}: {state}")
+            for finding in outcome.findings:
+                print(f"  {finding}")
+            bad += not outcome.ok
+    return 1 if bad else 0
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the campaign or the replay; 0 if nothing disagreed."""
+    if args.replay:
+        return replay(args.replay, args)
+    from multigemm.fuzz import campaign, report
+
+    options = options_of(args)
+    if not options.backends:
+        raise InvalidSetting(f"no backend can run on {options.device}: see `multigemm info`, or pass --emulate")
+    print(f"multigemm fuzz: {', '.join(options.backends)} on {options.device}, {options.jobs} job(s), seed {options.seed}")
+    summary = campaign.run(options, None if args.quiet else _Progress())
+    print(report.to_text(summary))
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(report.to_dict(summary), indent=1) + "\n")
+    return 1 if report.failed(summary) else 0

@@ -1,0 +1,85 @@
+"""What a campaign is asked to do, and what it counts: plain data that travels between processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from multigemm.spec import FORMS, Form
+from multigemm.testing.strategies import DTYPES, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """A campaign. `configs` is "first" or "all" (every config of a spec in turn); `deep` runs the
+    expensive oracles on one problem in so many; `burst` problems of one kind are drawn in a row, so
+    that compiled kernels are used more than once."""
+
+    backends: tuple[str, ...]
+    device: str = "cpu"
+    seconds: float = 0.0
+    examples: int = 0
+    seed: int = 0
+    jobs: int = 1
+    forms: tuple[Form, ...] = FORMS
+    dtypes: tuple[str, ...] = DTYPES
+    configs: str = "first"
+    deep: int = 8
+    burst: int = 1
+    work: int = 1 << 18
+    groups: int = 1025
+    longest: int = 300
+    corpus: str = ""
+    shrink_seconds: float = 20.0
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(work=self.work, groups=self.groups, forms=self.forms, dtypes=self.dtypes, longest=self.longest)
+
+
+@dataclass(slots=True)
+class Failure:
+    """One disagreement: the case as it was drawn, and as small as it was made."""
+
+    backend: str
+    oracle: str
+    text: str
+    case: dict[str, Any]
+    seed: int
+    config: int = 0
+    config_text: str = ""
+    shrunk: dict[str, Any] | None = None
+    file: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts that add up over workers."""
+
+    problems: int = 0
+    checks: Counter[str] = field(default_factory=Counter)
+    runs: Counter[str] = field(default_factory=Counter)
+    deep: Counter[str] = field(default_factory=Counter)
+    classes: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
+    kernels: Counter[tuple[str, str]] = field(default_factory=Counter)
+    rho: dict[tuple[str, str], tuple[float, float, int]] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        self.problems += other.problems
+        for name in ("checks", "runs", "deep", "classes", "refusals", "kernels"):
+            getattr(self, name).update(getattr(other, name))
+        for key, (peak, squares, count) in other.rho.items():
+            mine = self.rho.get(key, (0.0, 0.0, 0))
+            self.rho[key] = (max(mine[0], peak), mine[1] + squares, mine[2] + count)
+        self.failures += other.failures
+
+    def note_rho(self, backend: str, dtype: str, peak: float, rms: float) -> None:
+        """The largest rho of a problem and its root mean square, for the suspicion table."""
+        mine = self.rho.get((backend, dtype), (0.0, 0.0, 0))
+        self.rho[backend, dtype] = (max(mine[0], peak), mine[1] + rms * rms, mine[2] + 1)

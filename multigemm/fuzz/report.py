@@ -1,0 +1,121 @@
+"""A campaign in words, in a table and in JSON."""
+
+from __future__ import annotations
+
+import math
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from multigemm.fuzz.campaign import Summary
+from multigemm.fuzz.corpus import snippet
+from multigemm.fuzz.plan import Tally
+from multigemm.spec import FORMS
+from multigemm.testing.case import Case
+from multigemm.testing.strategies import DTYPES, REQUIRED
+
+GATE_FROM = 5000
+"""A campaign over everything with at least so many problems must have met every required class."""
+
+
+def missing(summary: Summary) -> list[str]:
+    """Required classes that the campaign did not meet; empty where it was narrowed by its options."""
+    options, tally = summary.options, summary.tally
+    whole = set(options.forms) == set(FORMS) and set(options.dtypes) == set(DTYPES)
+    if not whole or tally.problems < GATE_FROM:
+        return []
+    return sorted(REQUIRED - set(tally.classes))
+
+
+def failed(summary: Summary) -> bool:
+    return bool(summary.tally.failures or missing(summary))
+
+
+def progress_line(tally: Tally, seconds: float) -> str:
+    """One line for a terminal."""
+    checks = sum(tally.checks.values())
+    rate = checks / seconds if seconds else 0.0
+    per = ", ".join(f"{name} {count}" for name, count in sorted(tally.checks.items()))
+    return f"{seconds:5.0f} s  {tally.problems} problems, {rate:.0f} checks/s ({per}); {len(tally.failures)} failures"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def versions() -> dict[str, str]:
+    found = {name: _version(name) for name in ("multigemm", "torch", "triton", "numba-cuda", "cupy-cuda13x", "numpy")}
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+        found["cuda"] = str(torch.version.cuda)
+    return {"python": platform.python_version()} | {name: text for name, text in found.items() if text}
+
+
+def to_dict(summary: Summary) -> dict[str, Any]:
+    """Everything, for a file."""
+    options, tally = summary.options, summary.tally
+    checks = sum(tally.checks.values())
+    return {
+        "schema": "multigemm-fuzz-1",
+        "versions": versions(),
+        "options": {name: getattr(options, name) for name in options.__slots__},
+        "seconds": round(summary.seconds, 1),
+        "problems": tally.problems,
+        "checks": dict(sorted(tally.checks.items())),
+        "checks_per_second": round(checks / max(summary.seconds, 1e-9), 1),
+        "disagreements": len(tally.failures),
+        "guard_hits": sum(f.oracle == "guard" for f in tally.failures),
+        "crashes": summary.crashes,
+        "deep": dict(sorted(tally.deep.items())),
+        "classes": dict(sorted(tally.classes.items())),
+        "missing_classes": missing(summary),
+        "refusals": [{"backend": b, "reason": r, "count": n} for (b, r), n in tally.refusals.most_common()],
+        "kernels": [{"backend": b, "kernel": k, "count": n} for (b, k), n in tally.kernels.most_common()],
+        "rho": [
+            {"backend": b, "dtype": d, "max": round(peak, 3), "rms": round(math.sqrt(squares / max(count, 1)), 4), "problems": count}
+            for (b, d), (peak, squares, count) in sorted(tally.rho.items())
+        ],
+        "failures": [f.to_dict() for f in tally.failures],
+        "notes": summary.notes,
+    }  # fmt: skip
+
+
+def _failure_text(summary: Summary) -> list[str]:
+    lines = []
+    for failure in summary.tally.failures[:10]:
+        case = Case.from_dict(failure.shrunk or failure.case)
+        lines += ["", f"{failure.backend}: [{failure.oracle}] {failure.text[:400]}"]
+        if failure.file:
+            lines.append(f"  stored as {failure.file}")
+        code = snippet(case, failure.backend, summary.options.device, failure.config)
+        lines += ["  to repeat it:", *(f"    {line}" for line in code.splitlines())]
+    if len(summary.tally.failures) > 10:
+        lines.append(f"... and {len(summary.tally.failures) - 10} more in the JSON summary")
+    return lines
+
+
+def to_text(summary: Summary) -> str:
+    """The table that a person reads at the end."""
+    tally = summary.tally
+    lines = [progress_line(tally, summary.seconds), ""]
+    lines.append(f"{'backend':10} {'checks':>8} {'refused':>8} {'failed':>7} {'rho max':>8} {'rho rms':>8}")
+    for name in summary.options.backends:
+        refused = sum(n for (b, _), n in tally.refusals.items() if b == name)
+        bad = sum(f.backend == name for f in tally.failures)
+        rhos = [v for (b, _), v in tally.rho.items() if b == name]
+        peak = max((v[0] for v in rhos), default=0.0)
+        rms = math.sqrt(sum(v[1] for v in rhos) / max(sum(v[2] for v in rhos), 1))
+        lines.append(f"{name:10} {tally.checks[name]:8} {refused:8} {bad:7} {peak:8.2f} {rms:8.3f}")
+    lines += ["", "classes: " + ", ".join(f"{name} {n}" for name, n in sorted(tally.classes.items()) if ":" in name and name.startswith(("form", "dtype", "mode")))]  # fmt: skip
+    if tally.deep:
+        lines.append("other oracles: " + ", ".join(f"{name} {n}" for name, n in sorted(tally.deep.items())))
+    for (backend, reason), count in tally.refusals.most_common(12):
+        lines.append(f"refused {count} x {backend}: {reason[:160]}")
+    if gaps := missing(summary):
+        lines.append(f"NOT COVERED: {', '.join(gaps)}")
+    return "\n".join(lines + summary.notes + _failure_text(summary))

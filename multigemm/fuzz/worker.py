@@ -1,0 +1,168 @@
+"""One worker process of a campaign: draws, runs, judges, shrinks, and tells its parent.
+
+Where the worker is, is written to shared memory before each step, so that a kernel that ends the
+process leaves behind which problem did it. After a CUDA error the context is lost: the worker says
+what it found and leaves, and the parent starts another one behind the problem.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from multigemm.fuzz.plan import Failure, Options, Tally
+from multigemm.fuzz.shrink import shrink
+from multigemm.staging import staged_spec
+from multigemm.testing import concurrency, relations
+from multigemm.testing.case import Case, classes, dtype_name
+from multigemm.testing.oracles import Finding, Outcome, Subject, check
+from multigemm.testing.strategies import RandomChooser, random_case, redrawn
+from multigemm.testing.world import Stand, World
+
+LOST_CONTEXT = 3
+"""Exit code of a worker whose CUDA context is gone."""
+MARKS = ("illegal memory access", "misaligned address", "an illegal instruction", "unspecified launch failure",
+         "device-side assert", "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_MISALIGNED")  # fmt: skip
+
+
+def drawn(options: Options, number: int) -> Case:
+    """The case of a problem number. Bursts share a kind and differ in sizes, mode and seed."""
+    if options.burst <= 1:
+        return random_case(options.seed + number, options.limits)
+    kind = random_case(options.seed + number // options.burst, options.limits)
+    return redrawn(kind, RandomChooser((options.seed << 20) + number), options.limits)
+
+
+def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, tally: Tally) -> None:
+    """The oracles that cost more than a run: one group of them for each number."""
+    device, world = stand.device, stand.world
+    choice = number % 6
+    steps: dict[str, Any] = {
+        "relations": lambda: relations.relate(stand, subject, outcome, number),
+        "changed sizes": lambda: concurrency.changed_sizes(stand, subject, outcome, number, captured=False),
+        "lying sizes": lambda: concurrency.lies(stand, subject, outcome, number),
+    }
+    if device.type == "cuda":
+        steps["graph"] = lambda: concurrency.graph(stand, subject, outcome)
+        steps["graph with changed sizes"] = lambda: concurrency.changed_sizes(stand, subject, outcome, number, captured=True)
+        steps["side stream"] = lambda: concurrency.side_stream(stand, subject, outcome)
+    if number % 48 == 5 and not subject.backend.availability().emulated:  # emulators serve one thread
+        steps = {"threads": lambda: concurrency.threads(world, subject, outcome, device)}
+    names = list(steps)
+    name = names[choice % len(names)]
+    try:
+        if steps[name]() is not False:
+            tally.deep[name] += 1
+    except Exception as error:  # a launch that fails under an oracle is that oracle's finding
+        outcome.findings.append(Finding(name, f"{type(error).__name__}: {str(error)[:600]}"))
+
+
+def _positions(subject: Subject, stand: Stand, options: Options) -> list[int]:
+    """Which configs to run: the first, or all of them."""
+    if options.configs != "all":
+        return [0]
+    spec = staged_spec(stand.problem)
+    if subject.refusals(spec, stand.device):
+        return [0]
+    return list(range(max(1, len(subject.configs(spec, stand.device)))))
+
+
+class Worker:
+    """The loop. `place` is shared memory: [problem number, backend index, config, heartbeat in seconds]."""
+
+    def __init__(self, options: Options, pipe: Any, place: Any) -> None:
+        self.options, self.pipe, self.place = options, pipe, place
+        self.device = torch.device(options.device)
+        self.subjects: dict[tuple[str, int], Subject] = {}
+        self.tally, self.sent, self.shrunk = Tally(), time.monotonic(), 0
+
+    def subject(self, name: str, config: int) -> Subject:
+        key = (name, config)
+        if key not in self.subjects:
+            self.subjects[key] = Subject(name, config)
+        return self.subjects[key]
+
+    def run(self, first: int, deadline: float) -> None:
+        """Problems first, first + jobs, ... until the examples or the time are used up."""
+        number = first
+        while (not self.options.examples or number < self.options.examples) and time.time() < deadline:
+            self.place[0], self.place[3] = number, int(time.time())
+            self.problem(number)
+            number += self.options.jobs
+            if time.monotonic() - self.sent > 0.5:
+                self.send()
+        self.send()
+
+    def send(self) -> None:
+        self.pipe.send(self.tally)
+        self.tally, self.sent = Tally(), time.monotonic()
+
+    def problem(self, number: int) -> None:
+        """One problem on every backend."""
+        case = drawn(self.options, number)
+        world = World.build(case)
+        self.tally.problems += 1
+        self.tally.classes.update(classes(case))
+        stand = Stand.build(world, self.device)
+        for b, name in enumerate(self.options.backends):
+            for config in _positions(self.subject(name, 0), stand, self.options):
+                self.place[1], self.place[2], self.place[3] = b, config, int(time.time())
+                self.one(case, stand, name, config, number)
+
+    def one(self, case: Case, stand: Stand, name: str, config: int, number: int) -> None:
+        """One problem on one backend under one config."""
+        subject = self.subject(name, config)
+        outcome = check(stand, subject)
+        if not outcome.ran:
+            for reason in outcome.refusals:
+                self.tally.refusals[name, reason] += 1
+            return
+        if outcome.ok and number % self.options.deep == 0:
+            deep_checks(stand, subject, outcome, number // self.options.deep, self.tally)
+        self.tally.checks[name] += 1
+        self.tally.kernels[name, outcome.kernel] += 1
+        self.tally.note_rho(name, dtype_name(case.compute), outcome.rho, outcome.rho_rms)
+        if outcome.findings:
+            self.report(case, name, config, number, outcome)
+
+    def report(self, case: Case, name: str, config: int, number: int, outcome: Outcome) -> None:
+        found = outcome.findings[0]
+        failure = Failure(name, found.oracle, found.text, case.to_dict(), number, config, str(outcome.config))
+        lost = any(mark in found.text for mark in MARKS)
+        if not lost and self.shrunk < 8 and not found.oracle.startswith(("relation", "graph", "threads", "side", "changed")):
+            self.shrunk += 1
+            small = shrink(case, lambda c: self.fails(c, name, config), self.options.shrink_seconds)
+            failure.shrunk = small.to_dict()
+        self.tally.failures.append(failure)
+        if lost:
+            self.send()
+            self.pipe.close()
+            os._exit(LOST_CONTEXT)  # ordinary ends of the process would wait for the lost device
+
+    def fails(self, case: Case, name: str, config: int) -> bool:
+        """Whether a simpler case still fails; a case that cannot even be built does not."""
+        self.place[3] = int(time.time())
+        try:
+            stand = Stand.build(World.build(case), self.device)
+        except (ValueError, IndexError, RuntimeError):
+            return False
+        return bool(check(stand, self.subject(name, config)).findings)
+
+
+def main(options: Options, pipe: Any, place: Any, first: int, deadline: float) -> None:
+    """The entry point of a worker process. Sends tallies, and None when its share is done."""
+    torch.set_num_threads(1)
+    Worker(options, pipe, place).run(first, deadline)
+    pipe.send(None)
+    pipe.close()
+
+
+def trial(case: dict[str, Any], name: str, config: int, device: str) -> None:
+    """One case in a process of its own; ends with exit code 0 only if all is right."""
+    torch.set_num_threads(1)
+    stand = Stand.build(World.build(Case.from_dict(case)), torch.device(device))
+    sys.exit(1 if check(stand, Subject(name, config)).findings else 0)
