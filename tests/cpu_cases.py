@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ def spec_of(case: Case) -> ProblemSpec:
     alpha: Any = {0.0: "zero", 1.0: "one"}.get(case.alpha, "any")
     compute = OperandSpec(case.dtype)
     return ProblemSpec(
-        form=case.form,  # type: ignore[arg-type]
+        form=case.form,
         groups=len(case.sizes),
         m=case.m,
         n=case.n,
@@ -144,31 +144,35 @@ def spec_of(case: Case) -> ProblemSpec:
     )
 
 
+def pick(x: Any, g: int, dims: int = 3) -> Any:
+    """Group g's part of an operand; one with fewer dimensions serves all groups."""
+    return x if x is None or (isinstance(x, Tensor) and x.dim() < dims) else x[g]
+
+
 def groups_of(ops: Operands) -> list[tuple[Any, ...]]:
     """(a, b, out, c, bias) of each group, sliced by a plain loop of this file's own."""
     form, count = ops.spec.form, ops.spec.groups
-    pick = lambda x, g, d=3: x if x is None or (isinstance(x, Tensor) and x.dim() < d) else x[g]  # noqa: E731
     cut: list[tuple[Any, ...]] = []
     stops = [] if ops.ends is None else ops.ends.tolist()
     before = 0
     if ops.head and ops.ends is not None:
         before = int(ops.ends.as_strided((1,), (1,), ops.ends.storage_offset() - 1))
     starts = [before, *stops[:-1]]
-    a, b, out, c = (None if x is None else x for x in (ops.a, ops.b, ops.out, ops.c))
+    a, b, out, c = (cast(Any, operand) for operand in (ops.a, ops.b, ops.out, ops.c))
     for g in range(count):
         bias = pick(ops.bias, g, 2)
         if form in ("batched", "per_group"):
-            cut.append((a[g], b[g], out[g], pick(c, g), bias))  # type: ignore[index]
+            cut.append((a[g], b[g], out[g], pick(c, g), bias))
         elif form == "masked":
-            rows = slice(0, int(ops.valid_rows[g]))  # type: ignore[index]
-            cut.append((a[g][rows], b[g], out[g][rows], None if c is None else c[g][rows], bias))  # type: ignore[index]
+            rows = slice(0, int(cast(Tensor, ops.valid_rows)[g]))
+            cut.append((a[g][rows], b[g], out[g][rows], None if c is None else c[g][rows], bias))
         else:
             s = slice(starts[g], stops[g])
-            cut.append(_cut(form, a, b, out, c, bias, s, g, pick))
+            cut.append(_cut(form, a, b, out, c, bias, s, g))
     return cut
 
 
-def _cut(form: str, a: Any, b: Any, out: Any, c: Any, bias: Any, s: slice, g: int, pick: Any) -> tuple[Any, ...]:
+def _cut(form: str, a: Any, b: Any, out: Any, c: Any, bias: Any, s: slice, g: int) -> tuple[Any, ...]:
     if form == "jagged_m":
         return a[s], pick(b, g), out[s], None if c is None else c[s], bias
     if form == "jagged_n":
@@ -214,6 +218,14 @@ def _assert_close(ops: Operands, g: int, a: Tensor, b: Tensor, out: Tensor, c: A
     allowed = error + uo * (answer.abs() + error) + TINY[out.dtype]
     bad = ~((out.double() - answer).abs() <= allowed)
     assert not bad.any(), f"group {g}: {int(bad.sum())} of {bad.numel()} wrong, e.g. {out[bad][0]} for {answer[bad][0]}"
+
+
+def kernels(ops: Operands) -> list[Any]:
+    """The first config of each kernel that this spec has."""
+    first: dict[str, Any] = {}
+    for config in BACKEND.configs(ops.spec, CPU):
+        first.setdefault(config.kernel, config)
+    return list(first.values())
 
 
 def run(ops: Operands, config: Any = None) -> Operands:

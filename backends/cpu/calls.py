@@ -1,7 +1,8 @@
 """A table of products as BLAS calls, prepared once for given sizes: launching them is a short loop.
 
 Small products go into one batched call, whose threads work on different products. A large product
-is a call of its own, whose threads share it: a batch of few large products would leave threads idle.
+is a call of its own, whose threads share it: a batch of few large products would leave threads idle. Tiles
+beat the batch where products differ in shape; for equal ones BLAS prepares its kernel once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Calls:
     ) -> None:
         self._keep: list[Any] = []
         self._calls: list[Call] = []
-        if tile is not None:
+        if tile is not None and not table.uniform:
             table = self._tiles(table, tile)
         large = np.ones(table.count, bool) if batch is None else table.m * table.n * table.k >= LARGE
         if batch is not None and not large.all():
@@ -56,10 +57,8 @@ class Calls:
 
     def _batch(self, t: Table, dtype: Any) -> tuple[int, ...]:
         one, zero = self._constants(t.count, dtype)
-        columns = (t.transa, t.transb, t.m, t.n, t.k, t.lda, t.ldb, t.ldc)
-        equal = all((column == column[0]).all() for column in columns)
-        groups = np.array([1 if equal else t.count], np.int64)
-        sizes = np.array([t.count], np.int64) if equal else np.ones(t.count, np.int64)
+        groups = np.array([1 if t.uniform else t.count], np.int64)
+        sizes = np.array([t.count], np.int64) if t.uniform else np.ones(t.count, np.int64)
         order = (t.transa, t.transb, t.m, t.n, t.k, one, t.a, t.lda, t.b, t.ldb, zero, t.c, t.ldc, groups, sizes)
         self._keep.append(order)
         return tuple(x.ctypes.data for x in order)

@@ -15,12 +15,13 @@ from multigemm.spec import ProblemSpec
 Kernel = Literal["tiles", "bmm", "blas", "loop"]
 KERNELS: tuple[Kernel, ...] = ("bmm", "tiles", "blas", "loop")
 
-SMALL_PRODUCT = 1 << 20
-"""Multiply-adds of an average product below which the cost per product, not arithmetic, decides."""
+SMALL_PRODUCT = 1 << 23
+"""Multiply-adds of an average product (by its bucket) up to which tiles are the better guess."""
+SMALL_BF16 = 1 << 20
+"""The same where bfloat16 products cannot be stacked, and each call of torch's product costs its time."""
 
-TILES = ((12, 2), (8, 3), (6, 4), (14, 2))
-NARROW_TILES = ((6, 2), (4, 3), (3, 4))
-"""Tiles that fit 32 vector registers, and 16, beside one row of B and one element of A."""
+TILES = {32: ((14, 2), (12, 2), (8, 3), (6, 4), (14, 1)), 16: ((6, 2), (4, 3), (3, 4), (12, 1))}
+"""Tiles that fit the vector registers that there are, beside one row of B and one element of A."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +53,26 @@ def average_work(spec: ProblemSpec) -> float | None:
     return spec.total * first * second / max(1, spec.groups)
 
 
-def _tile_configs() -> tuple[Config, ...]:
+def _registers() -> int:
+    return 16 if lanes() == 8 else 32
+
+
+def _tile_configs(spec: ProblemSpec) -> tuple[Config, ...]:
     if missing():
         return ()
-    tiles = TILES if lanes() != 8 else NARROW_TILES
+    width = spec.m if spec.out.order == "col" else spec.n
+    narrow = width is not None and width <= lanes()
+    tiles = sorted(TILES[_registers()], key=lambda tile: tile[1] != 1) if narrow else TILES[_registers()]
     return tuple(Config("tiles", rows, vectors) for rows, vectors in tiles)
 
 
 def _order(spec: ProblemSpec) -> tuple[Config, ...]:
     """Tiles for small products; torch's batches for bfloat16 that can be stacked; BLAS for the rest."""
-    tiles, bmm, blas, loop = _tile_configs(), (Config("bmm"),), (Config("blas"),), (Config("loop"),)
+    tiles, bmm, blas, loop = _tile_configs(spec), (Config("bmm"),), (Config("blas"),), (Config("loop"),)
     work = average_work(spec)
-    small = work is not None and work <= SMALL_PRODUCT
-    if suits(spec) and not (small and spec.form in ("per_group", "jagged_k")):
+    if suits(spec) and not (work is not None and work <= SMALL_BF16 and spec.form in ("per_group", "jagged_k")):
         return bmm + blas + tiles + loop
-    return tiles + blas + bmm + loop if small else blas + tiles + bmm + loop
+    return tiles + blas + bmm + loop if work is not None and work <= SMALL_PRODUCT else blas + tiles + bmm + loop
 
 
 def candidates(spec: ProblemSpec) -> tuple[Config, ...]:
@@ -81,7 +87,7 @@ def _tile_reasons(config: Config, spec: ProblemSpec) -> list[str]:
         return [f"a tile of {config.rows} x {config.vectors} registers is empty: use at least 1 x 1"]
     if missing():
         return [missing()]
-    registers, needed = (16 if lanes() == 8 else 32), (config.rows + 1) * config.vectors + 1
+    registers, needed = _registers(), (config.rows + 1) * config.vectors + 1
     if needed > registers:
         return [
             f"a tile of {config.rows} x {config.vectors} needs {needed} of {registers} registers: use a smaller one"

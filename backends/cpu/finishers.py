@@ -39,7 +39,7 @@ def _finish_list(ops: Operands, target: list[Tensor]) -> Finisher:
 
     def run(sizes: Sizes) -> None:
         for acc, *rest in zip(target, c, bias, out, strict=True):
-            _apply(ops, acc, *rest)  # type: ignore[arg-type]
+            _apply(ops, acc, *rest)
 
     return run
 

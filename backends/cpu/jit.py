@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ def _fork() -> Callable[..., None] | None:
             continue
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         function.restype = None
-        return function  # type: ignore[no-any-return]
+        return cast(Callable[..., None], function)
     return None
 
 

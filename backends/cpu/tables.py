@@ -55,6 +55,12 @@ class Table:
     def count(self) -> int:
         return len(self.m)
 
+    @property
+    def uniform(self) -> bool:
+        """Whether all products have one shape and one layout."""
+        columns = (self.transa, self.transb, self.m, self.n, self.k, self.lda, self.ldb, self.ldc)
+        return self.count > 0 and all(bool((column == column[0]).all()) for column in columns)
+
     def take(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Table:
         """Some of the products."""
         return Table(*(np.ascontiguousarray(getattr(self, name)[rows]) for name in self.__slots__))
@@ -140,6 +146,8 @@ def merged(tables: Sequence[Table]) -> Table:
     """Several tables as one."""
     if len(tables) == 1:
         return tables[0]
-    names = Table.__slots__
-    empty = Table(*(np.zeros(0, np.uint8 if name.startswith("trans") else np.int64) for name in names))
-    return Table(*(np.concatenate([getattr(t, name) for t in tables or [empty]]) for name in names))
+    if not tables:
+        flags, longs = np.zeros(0, np.uint8), np.zeros(0, np.int64)
+        return Table(flags, flags, *[longs] * 9)
+    parts = [[getattr(table, name) for name in Table.__slots__] for table in tables]
+    return Table(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
