@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import multigemm
+from multigemm.backends.cupy import mma_shapes
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.errors import CompileError
 from multigemm.settings import settings
@@ -41,8 +42,9 @@ class Source:
 
 @lru_cache(maxsize=1)
 def headers() -> tuple[tuple[str, str], ...]:
-    """Name and text of every header, sorted."""
-    return tuple((path.name, path.read_text()) for path in sorted(SOURCES.glob("*.cuh")))
+    """Name and text of every header."""
+    written = [(path.name, path.read_text()) for path in sorted(SOURCES.glob("*.cuh"))]
+    return (*written, (mma_shapes.NAME, mma_shapes.text()))
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -60,7 +62,8 @@ def compile_source(source: Source, arch: str, *extra: str) -> tuple[bytes, str]:
     program = nvrtc.createProgram(text, source.file, [body for body, _ in included], [name for _, name in included])
     try:
         nvrtc.compileProgram(program, options)
-        cubin, log = nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+        cubin = nvrtc.getCUBIN(program) + b"\0"  # CuPy drops the last byte, as if this were text
+        log = nvrtc.getProgramLog(program)
         _dump(source, arch, text, cubin, nvrtc.getPTX(program))
     except nvrtc.NVRTCError as error:
         raise CompileError(f"{source.file} {options}: {error}\n{nvrtc.getProgramLog(program)}") from error
@@ -82,7 +85,7 @@ def _dump(source: Source, arch: str, text: str, cubin: bytes, ptx: Any) -> None:
     disassembler = shutil.which("nvdisasm") or shutil.which("nvdisasm", path="/usr/local/cuda/bin")
     if disassembler:
         text = subprocess.run(
-            [disassembler, str(folder / f"{stem}.cubin")], capture_output=True, text=True, check=True
+            [disassembler, str(folder / f"{stem}.cubin")], capture_output=True, text=True, check=False
         ).stdout
         (folder / f"{stem}.sass").write_text(text)
 

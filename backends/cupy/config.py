@@ -3,35 +3,114 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
 
 from multigemm.spec import ProblemSpec
 
+COLUMNS = 128
+"""Columns of a result that one thread block of the Hopper kernel owns."""
+MAX_GROUPS = 960
+SHARED_LIMIT = 232448
+"""Bytes of shared memory that one thread block may have on compute capability 9.0."""
+BOOKKEEPING = 16 * MAX_GROUPS + 1024 + 768
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """One way to run a problem.
 
-    `portable` takes any problem; `blocks_per_sm` is its number of resident thread blocks.
+    `portable` takes any problem; `blocks_per_sm` is its number of resident thread blocks. `hopper`
+    cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple of
+    `step`; `stages` blocks of 64 k are in flight; `cluster` thread blocks share their rows; `first`
+    marks weights as the first to leave the L2 cache.
     """
 
-    kernel: Literal["portable"] = "portable"
+    kernel: Literal["portable", "hopper"] = "portable"
     blocks_per_sm: int = 2
+    rows: int = 0
+    stages: int = 0
+    cluster: int = 1
+    step: int = 16
+    first: int = 0
+
+    def shared_bytes(self, plain: bool) -> int:
+        """Dynamic shared memory of the Hopper kernel."""
+        return self.stages * (COLUMNS + self.rows) * 128 + 2 * (8192 if plain else 9216) + BOOKKEEPING
 
 
-def is_valid(config: Config, spec: ProblemSpec) -> bool:
-    """Whether `config` runs `spec`."""
-    return 1 <= config.blocks_per_sm <= 2
+PORTABLE = Config()
+WIDE = Config("hopper", 1, rows=256, stages=4, cluster=2)
+MIDDLE = Config("hopper", 1, rows=128, stages=6, cluster=2)
+NARROW = Config("hopper", 1, rows=64, stages=8, cluster=2)
 
 
-def heuristic(spec: ProblemSpec, device: torch.device) -> Config:
-    """The best guess without measuring."""
-    return Config()
+def is_swapped(spec: ProblemSpec) -> bool:
+    """Whether the rows of the result lie on the weight side: where they are contiguous, or jagged n."""
+    return spec.form == "jagged_n" or (spec.form in ("batched", "per_group", "jagged_k") and spec.out.order == "col")
+
+
+def is_plain(spec: ProblemSpec) -> bool:
+    """Whether the result is alpha * A @ B in the operands' type, contiguous along its columns (see is_swapped)."""
+    plain = spec.c is None and spec.bias is None and spec.activation is None and spec.out.dtype == spec.compute
+    return plain and spec.out.order == ("col" if is_swapped(spec) else "row")
+
+
+def hopper_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the Hopper kernel cannot run a spec; the portable one can."""
+    reasons = []
+    if spec.compute not in (torch.float16, torch.bfloat16):
+        reasons.append(f"{spec.compute} operands")
+    for name, operand in (("a", spec.a), ("b", spec.b)):
+        if operand.order == "strided" or operand.align < 16 or not operand.dense:
+            reasons.append(
+                f"{name} is {operand.order}, aligned to {operand.align} bytes: TMA needs a contiguous direction and 16"
+            )
+    if spec.groups > MAX_GROUPS or spec.groups == 0:
+        reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
+    if spec.form == "jagged_k" and not (spec.a.order == "col" and spec.b.order == "row"):
+        reasons.append("jagged k is the contiguous direction of an operand, where a group may start at any address")
+    if spec.form == "masked" and spec.out.order == "col":
+        reasons.append("a masked result stored by columns")
+    return reasons
+
+
+def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
+    """Whether `config` runs `spec` on a device: the limits of shared memory and registers included."""
+    if config.kernel == "portable":
+        return 1 <= config.blocks_per_sm <= 2
+    fits = config.rows in (64, 128, 256) and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT and config.stages >= 2
+    shape = config.cluster in (1, 2) and config.step in (8, 16, 32, 64) and config.first in (0, 1)
+    return fits and shape and capability == (9, 0) and not hopper_reasons(spec)
+
+
+def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config:
+    """The best guess without measuring: pieces as high as the average group."""
+    for config in _order(spec):
+        if is_valid(config, spec, capability):
+            return config
+    return PORTABLE
+
+
+def _order(spec: ProblemSpec) -> list[Config]:
+    """Hopper configs by how well they fit the average number of rows per group."""
+    if spec.form in ("jagged_m", "per_group", "batched", "masked"):
+        rows = spec.total // max(spec.groups, 1)
+    else:
+        rows = 256
+    order = [NARROW, MIDDLE, WIDE] if rows <= 32 else [MIDDLE, WIDE, NARROW] if rows <= 64 else [WIDE, MIDDLE, NARROW]
+    return order
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Every shipped config that is valid for `spec`, the best guess first."""
-    first = heuristic(spec, device)
-    return [first]
+    capability = _capability(device)
+    return [c for c in (*_order(spec), PORTABLE) if is_valid(c, spec, capability)]
+
+
+@lru_cache(maxsize=None)
+def _capability(device: torch.device) -> tuple[int, int]:
+    """A device's; Hopper's where there is none to ask, so that configs can be listed on a laptop."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else (9, 0)

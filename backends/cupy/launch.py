@@ -9,7 +9,7 @@ import torch
 
 from multigemm.backend import Availability, Recipe
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import portable, support
+from multigemm.backends.cupy import hopper, portable, support
 from multigemm.backends.cupy.config import Config
 from multigemm.errors import InvalidSetting
 from multigemm.spec import ProblemSpec
@@ -34,9 +34,15 @@ class CupyBackend:
 
     def plan(self, spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
         """Compiles and loads what `spec` needs; sizes, strides and addresses come in at `bind`."""
-        if not configs.is_valid(config, spec):
+        if not configs.is_valid(config, spec, torch.cuda.get_device_capability(device)):
             raise InvalidSetting(f"{config} cannot run {spec}")
         index = device.index if device.index is not None else torch.cuda.current_device()
         sms = torch.cuda.get_device_properties(index).multi_processor_count
+        if config.kernel == "hopper":
+            function = hopper.prepare(spec, config, index)
+            return Recipe(
+                "hopper", config, partial(hopper.bind, config=config, function=function, sms=sms), "TMA and wgmma"
+            )
+        why = "; ".join(configs.hopper_reasons(spec)) or "chosen by config"
         bind = partial(portable.bind, config=config, function=portable.prepare(spec, index), sms=sms)
-        return Recipe("portable", config, bind, "any strides, alignment and size")
+        return Recipe("portable", config, bind, f"any strides, alignment and size ({why})")

@@ -1,0 +1,169 @@
+"""Binds the Hopper kernel: tensor maps, a counter for its clusters, one launch.
+
+The kernel computes C^T = W^T X^T. `W`, the weight side, gives the columns that lie contiguous in the
+result; `X` gives the rows. For jagged n, and where the result is stored by columns, A and B swap roles.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from functools import lru_cache
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multigemm.backend import Launch
+from multigemm.backends.cupy import tensor_maps
+from multigemm.backends.cupy.build import Source, load
+from multigemm.backends.cupy.config import COLUMNS, Config, is_plain, is_swapped
+from multigemm.backends.cupy.driver import allow_shared, launcher
+from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most
+from multigemm.backends.cupy.tensor_maps import Side
+from multigemm.layouts import Operands, Strided, packed, to_device
+from multigemm.spec import ProblemSpec
+
+THREADS = 384
+LAUNCH = struct.Struct("<2q4i")
+COUNTERS = 8192
+BUSY_ROWS = 208
+"""A group with this many rows keeps the tensor cores as busy as its weights keep the memory."""
+
+
+class Roles(NamedTuple):
+    """Which way round a spec is computed, and which of its sides have k contiguous."""
+
+    swapped: bool
+    x_k: bool
+    w_k: bool
+
+
+def roles(spec: ProblemSpec) -> Roles:
+    """A is the row side unless swapped."""
+    swapped, a_k, b_k = is_swapped(spec), spec.a.order == "row", spec.b.order == "col"
+    return Roles(swapped, b_k, a_k) if swapped else Roles(swapped, a_k, b_k)
+
+
+def source(spec: ProblemSpec, config: Config) -> Source:
+    """The kernel's key: dtype, layouts, whether the epilogue is plain, and the config."""
+    role, plain = roles(spec), is_plain(spec)
+    return Source(
+        "hopper.cu",
+        "hopper",
+        (
+            ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
+            ("RAGGED_K", int(spec.form == "jagged_k")), ("LISTED", int(spec.form == "per_group")),
+            ("PLAIN", int(plain)), ("ROWS", config.rows), ("STAGES", config.stages),
+            ("CLUSTER", config.cluster), ("STEP", config.step),
+        ),
+    )  # fmt: skip
+
+
+def shared_bytes(spec: ProblemSpec, config: Config) -> int:
+    """Dynamic shared memory, as hopper.cu lays it out (an upper bound for the bookkeeping)."""
+    return config.shared_bytes(is_plain(spec))
+
+
+def prepare(spec: ProblemSpec, config: Config, index: int) -> int:
+    """Compiles (or finds) and loads the kernel, and readies the device's counters."""
+    function, _ = load(source(spec, config), index)
+    allow_shared(function, shared_bytes(spec, config))
+    _counters(index)
+    return function
+
+
+@lru_cache(maxsize=None)
+def _counters(index: int) -> tuple[Tensor, deque[int]]:
+    """Zeroed pairs of integers: each bound problem owns one, and its launches leave it zero.
+
+    A pair that comes back waits behind all others before it serves again, long after its last launch.
+    """
+    memory = torch.zeros(2 * COUNTERS, dtype=torch.int32, device=torch.device("cuda", index))
+    torch.cuda.synchronize(index)
+    return memory, deque(range(COUNTERS))
+
+
+def _side(
+    view: Strided, mn_step: int, k_step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype
+) -> Side:
+    step = (mn_step if k_contiguous else k_step) * dtype.itemsize
+    stacked = groups if view.group else 1
+    return Side(view.ptr, mn, k, stacked, step, view.group * dtype.itemsize, k_contiguous, dtype)
+
+
+def _packed_maps(ops: Operands, config: Config) -> bytes:
+    """One map of the weight side; of the row side one for each box height, or one where mn is contiguous."""
+    view, role, dtype = packed(ops), roles(ops.spec), ops.spec.compute
+    a = _side(
+        view.a, view.a.row, view.a.col, view.m, view.k, view.groups, role.w_k if role.swapped else role.x_k, dtype
+    )
+    b = _side(
+        view.b, view.b.col, view.b.row, view.n, view.k, view.groups, role.x_k if role.swapped else role.w_k, dtype
+    )
+    x, w = (b, a) if role.swapped else (a, b)
+    if ops.spec.form == "jagged_k":
+        return tensor_maps.ragged(w) + tensor_maps.ragged(x) + tensor_maps.BLANK * 15
+    if not x.k_contiguous:
+        return tensor_maps.plain(w, COLUMNS) + tensor_maps.plain(x, 0) + tensor_maps.BLANK * 15
+    return tensor_maps.plain(w, COLUMNS) + b"".join(tensor_maps.plain(x, 8 * (i + 1)) for i in range(16))
+
+
+def _matrix(x: Tensor, mn_dim: int, k_contiguous: bool) -> Side:
+    stride = [s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)]
+    step = stride[mn_dim if k_contiguous else 1 - mn_dim] * x.element_size()
+    return Side(x.data_ptr(), x.shape[mn_dim], x.shape[1 - mn_dim], 1, step, 0, k_contiguous, x.dtype)
+
+
+def _listed_maps(ops: Operands, config: Config) -> Tensor:
+    """[G, 2] maps in device memory: weight side, row side; a matrix that occurs twice is encoded once."""
+    role = roles(ops.spec)
+    made: dict[Any, bytes] = {}
+
+    def one(side: Side, rows: int) -> bytes:
+        key = (side, rows)
+        if key not in made:
+            made[key] = tensor_maps.plain(side, rows)
+        return made[key]
+
+    text = bytearray()
+    for a, b in zip(ops.a, ops.b, strict=True):
+        pair = (
+            _matrix(a, 0, role.w_k if role.swapped else role.x_k),
+            _matrix(b, 1, role.x_k if role.swapped else role.w_k),
+        )
+        x, w = pair[::-1] if role.swapped else pair
+        text += one(w, COLUMNS) + one(x, tensor_maps.list_box(x.mn, config.rows, config.cluster))
+    return to_device(np.frombuffer(bytes(text), dtype=np.int64).reshape(-1, 32), ops.device)
+
+
+def bind(ops: Operands, config: Config, function: int, sms: int) -> Launch:
+    """Lays out the arguments of one problem."""
+    spec, index = ops.spec, ops.device.index or 0
+    table = table_of(ops)
+    listed = _listed_maps(ops, config) if table is not None else None
+    maps = tensor_maps.BLANK * 17 if table is not None else _packed_maps(ops, config)
+    memory, free = _counters(index)
+    slot = free.popleft()
+    swapped = roles(spec).swapped
+    options = LAUNCH.pack(
+        0 if listed is None else listed.data_ptr(), memory.data_ptr() + 8 * slot,
+        int(swapped), BUSY_ROWS, int(spec.out.align == 16), config.first,
+    )  # fmt: skip
+    across = COLUMNS * config.cluster
+    tiles = tiles_at_most(ops, *((across, config.rows) if swapped else (config.rows, across)))
+    clusters = max(1, min(2 * tiles, sms // config.cluster))  # a tile may be cut further
+    launch = launcher(
+        function,
+        [problem_bytes(ops, table), options, maps],
+        grid=clusters * config.cluster,
+        threads=THREADS,
+        shared=shared_bytes(spec, config),
+        cluster=config.cluster,
+        index=index,
+        keep=(ops, table, listed, memory),
+    )
+    finalize(launch, free.append, slot)
+    return launch

@@ -1,0 +1,150 @@
+// Which tile comes next, for clusters that take tiles from one counter.
+//
+// A tile is COLUMNS columns of the weight side by at most ROWS rows of the row side. A group of R rows
+// is cut into ceil(R / ROWS) equal pieces, rounded up to 8 rows, so that a ragged group wastes at most
+// 7 rows per piece. Groups fall into two queues: those with so many rows that arithmetic bounds them,
+// and those whose weights bound them by memory. The order mixes the queues evenly, so that at any time
+// some clusters stream weights while others keep the tensor cores busy. The last tiles of the first
+// queue are cut finer, so that all clusters finish together.
+#pragma once
+#include "groups.cuh"
+#include "ptx.cuh"
+
+constexpr int MAX_GROUPS = 960;
+constexpr int BAND = 8;                    // pieces that share a weight tile while it is in the L2 cache
+
+// What the roles of a thread block need to know of a tile. `n` = STOP: no more tiles; 0: an empty one.
+constexpr int STOP = -1;
+
+struct Tile {
+    int group, n, rows, row0;      // rows of the piece (n: rounded up to 8), first row within the group
+    // first column, extent of k, first row in the operand's own coordinates, first k there (a list: its boxes' height)
+    int col0, k_len, x_row, k_start;
+};
+
+struct Schedule {
+    int start[MAX_GROUPS], length[MAX_GROUPS];   // span of each group along the jagged extent
+    int busy[MAX_GROUPS], lean[MAX_GROUPS];      // tiles before this group in each of the queues
+    u64 warp_sum[16];
+    int busy_all, lean_all, total, tail, cuts;
+};
+
+struct Shape { int rows, cols, k; };
+
+__device__ __forceinline__ Shape group_extents(const Problem& p, int g, int swapped, int span) {
+    Shape s;
+    if (p.table) {
+        const i64* t = p.table + i64(g) * T_COLUMNS;
+        s.rows = int(__ldg(t + T_M)), s.cols = int(__ldg(t + T_N)), s.k = int(__ldg(t + T_K));
+    } else {
+        const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
+        s.rows = p.valid ? span : along_rows ? span : int(swapped ? p.n : p.m);
+        s.cols = int(swapped ? p.m : p.n);
+        s.k = p.jagged == JAG_K ? span : int(p.k);
+    }
+    if (p.table && swapped) { const int r = s.rows; s.rows = s.cols, s.cols = r; }
+    return s;
+}
+
+// Height of a group's pieces, and their number (rounding the height up can make one superfluous).
+__device__ __forceinline__ int piece_rows(int rows, int most) {
+    const int pieces = max((rows + most - 1) / most, 1);
+    return max(((rows + pieces - 1) / pieces + 7) & ~7, 8);
+}
+__device__ __forceinline__ int pieces_of(int rows, int height) { return (rows + height - 1) / height; }
+
+// All threads of the block: tile counts of all groups, and their running sums.
+__device__ __forceinline__ void build_schedule(const Problem& p, Schedule& s, int swapped, int most, int columns, int busy_rows, int clusters) {
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, warps = blockDim.x >> 5;
+    u64 carry = 0;
+    for (int base = 0; base < p.groups; base += blockDim.x) {
+        const int g = base + tid;
+        u64 mine = 0;
+        if (g < p.groups) {
+            i64 start = 0, end = 0;
+            if (p.jagged != JAG_NONE) jagged_span(p, g, start, end);
+            else if (p.valid) end = valid_rows(p, g);
+            s.start[g] = int(start), s.length[g] = int(end - start);
+            const Shape e = group_extents(p, g, swapped, int(end - start));
+            const u64 tiles = u64(pieces_of(e.rows, piece_rows(e.rows, most))) * u64((e.cols + columns - 1) / columns);
+            mine = e.rows >= busy_rows ? tiles << 32 : tiles;
+        }
+        u64 sum = mine;
+        for (int d = 1; d < 32; d <<= 1) {
+            const u64 other = __shfl_up_sync(~0u, sum, d);
+            if (lane >= d) sum += other;
+        }
+        if (lane == 31) s.warp_sum[warp] = sum;
+        __syncthreads();
+        u64 before = carry;
+        for (int w = 0; w < warps; ++w) {
+            if (w < warp) before += s.warp_sum[w];
+            carry += s.warp_sum[w];
+        }
+        before += sum - mine;
+        if (g < p.groups) s.busy[g] = int(before >> 32), s.lean[g] = int(before & 0xFFFFFFFFu);
+        __syncthreads();
+    }
+    if (tid == 0) {
+        s.busy_all = int(carry >> 32), s.lean_all = int(carry & 0xFFFFFFFFu);
+        // A last round of `rest` tiles would leave clusters idle: cut its tiles where that ends sooner.
+        const int rest = s.busy_all % clusters;
+        s.tail = 0, s.cuts = 1;
+        float best = 1.0f;
+        for (int cuts = 2; cuts <= 4; cuts *= 2) {
+            const float cost = float((rest * cuts + clusters - 1) / clusters) / float(cuts) + 0.03f * cuts;
+            if (rest > 0 && cost < best) best = cost, s.tail = rest, s.cuts = cuts;
+        }
+        s.total = s.busy_all + s.tail * (s.cuts - 1) + s.lean_all;
+    }
+    __syncthreads();
+}
+
+// The last group whose first tile is at or before `tile`.
+__device__ __forceinline__ int find_group(const int* first_tile, int groups, int tile) {
+    int low = 0, high = groups;
+    while (high - low > 1) {
+        const int mid = (low + high) >> 1;
+        if (first_tile[mid] <= tile) low = mid;
+        else high = mid;
+    }
+    return low;
+}
+
+// Rows that each block of a cluster loads at once from a list's matrix; as tensor_maps.list_box.
+__device__ __forceinline__ int list_box(int rows, int most) {
+    return CLUSTER == 1 ? piece_rows(rows, most) : (piece_rows(rows, most) / 2 + 7) & ~7;
+}
+
+__device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int t, int swapped, int most, int columns) {
+    const int lean_before = int(u64(t) * s.lean_all / s.total), lean_after = int(u64(t + 1) * s.lean_all / s.total);
+    int local, part = 0, parts = 1, group;
+    if (lean_after > lean_before) {
+        group = find_group(s.lean, p.groups, lean_before);
+        local = lean_before - s.lean[group];
+    } else {
+        int tile = t - lean_before;
+        const int cut = tile - (s.busy_all - s.tail);
+        if (cut >= 0) tile = s.busy_all - s.tail + cut / s.cuts, part = cut % s.cuts, parts = s.cuts;
+        group = find_group(s.busy, p.groups, tile);
+        local = tile - s.busy[group];
+    }
+    const Shape e = group_extents(p, group, swapped, s.length[group]);
+    const int height = piece_rows(e.rows, most), pieces = pieces_of(e.rows, height), across = (e.cols + columns - 1) / columns;
+    const int band = local / (BAND * across), rest = local - band * BAND * across, in_band = min(BAND, pieces - band * BAND);
+    const int piece = band * BAND + rest % in_band;
+    Tile r;
+    r.group = group;
+    r.row0 = piece * height, r.rows = min(height, e.rows - r.row0);
+    r.col0 = rest / in_band * columns;
+    if (parts > 1) {
+        const int step = ((r.rows + parts - 1) / parts + 7) & ~7;
+        r.row0 += part * step, r.rows = min(step, r.rows - part * step);
+    }
+    r.n = (max(r.rows, 0) + 7) & ~7;
+    const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
+    r.x_row = r.row0 + (along_rows ? s.start[group] : 0);
+    r.k_start = p.jagged == JAG_K ? s.start[group] : p.table ? list_box(e.rows, most) : 0;
+    r.k_len = p.read_ab ? e.k : 0;
+    return r;
+}

@@ -1,0 +1,89 @@
+"""Tensor maps: how the copy engine (TMA) sees an operand. Encoded on the host, when a problem is bound.
+
+Every box is 64 elements (128 bytes, the swizzle's width) along the contiguous direction. Three kinds:
+
+* an operand with k contiguous: dims (k, mn, group), boxes of 64 k by some rows of mn;
+* an operand with mn contiguous: dims (mn, k, group), boxes of 64 mn by 64 k;
+* the same for jagged k: dims (mn, k', end, wrap). A group's last block of k must end in zeros although
+  the next group's rows follow in memory, so k' counts back from the group's end: k' = FAR - left lies
+  inside the extent FAR while `left` > 0 and outside after it, where TMA fills in zeros. The address,
+  base + wrap * FAR + (k' + end) * step, is brought back by `wrap`, whose stride times FAR is
+  -FAR * step modulo 2^64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from multigemm.backends.cupy.driver import check, library
+
+FAR = 1 << 30
+EDGE = 0x7FFF0000
+TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+SWIZZLE_128B, PROMOTION_256B = 3, 3
+SIZE = 128
+BLANK = bytes(SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """An operand as its role sees it: `mn` is its row or column extent, strides in bytes."""
+
+    ptr: int
+    mn: int
+    k: int
+    groups: int
+    step: int
+    group: int
+    k_contiguous: bool
+    dtype: torch.dtype
+
+
+def encode(
+    dtype: torch.dtype, ptr: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
+    """One tensor map; raises LibraryError where the driver refuses it."""
+    rank = len(dims)
+    buffer = ctypes.create_string_buffer(SIZE + 64)
+    start = (ctypes.addressof(buffer) + 63) // 64 * 64
+    code = library().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(start), TYPES[dtype], rank, ctypes.c_void_p(ptr),
+        (ctypes.c_uint64 * rank)(*dims), (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*([1] * rank)),
+        0, SWIZZLE_128B, PROMOTION_256B, 0,
+    )  # fmt: skip
+    check(code, f"cuTensorMapEncodeTiled(dims={dims}, strides={strides}, box={box})")
+    return ctypes.string_at(start, SIZE)
+
+
+def plain(side: Side, rows: int) -> bytes:
+    """A map with boxes of `rows` of mn where k is contiguous, else of 64 mn by 64 k."""
+    if min(side.mn, side.k, side.groups) == 0:
+        return BLANK  # nothing will ever be loaded through it
+    step, group = max(side.step, 16), max(side.group, 16)
+    if side.k_contiguous:
+        return encode(side.dtype, side.ptr, (side.k, side.mn, side.groups), (step, group), (64, rows, 1))
+    return encode(side.dtype, side.ptr, (side.mn, side.k, side.groups), (step, group), (64, 64, 1))
+
+
+def ragged(side: Side) -> bytes:
+    """A map for jagged k (see the module docstring); mn is contiguous."""
+    if min(side.mn, side.k) == 0:
+        return BLANK
+    step = max(side.step, 16)
+    return encode(side.dtype, side.ptr, (side.mn, FAR, EDGE, EDGE), (step, step, 2**35 - step), (64, 64, 1, 1))
+
+
+def piece_height(rows: int, most: int) -> int:
+    """Rows of a group's pieces: as few pieces as `most` allows, equal, rounded up to 8 (schedule.cuh)."""
+    pieces = max(-(-rows // most), 1)
+    return max((-(-rows // pieces) + 7) // 8 * 8, 8)
+
+
+def list_box(rows: int, most: int, cluster: int) -> int:
+    """Rows that each block of a cluster loads at once from a list's matrix (schedule.cuh)."""
+    height = piece_height(rows, most)
+    return height if cluster == 1 else (height // 2 + 7) // 8 * 8

@@ -1,0 +1,127 @@
+"""The cupy backend on a laptop: reasons, configs and the argument block, none of which needs a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from multigemm.backends.cupy import BACKEND, hopper, mma_shapes, params, tensor_maps
+from multigemm.backends.cupy import config as configs
+from multigemm.backends.cupy.config import Config, is_valid
+from multigemm.errors import InvalidSetting
+from multigemm.layouts import Operands
+from multigemm.spec import OperandSpec, ProblemSpec
+
+GPU = torch.device("cuda", 0)
+BF16 = OperandSpec(torch.bfloat16)
+SPEC = ProblemSpec("jagged_m", 32, None, 4096, 7168, 8192, 0, BF16, BF16, BF16, compute=torch.bfloat16)
+
+
+def test_a_cpu_device_is_refused_with_the_remedy() -> None:
+    (reason,) = BACKEND.not_supported_reasons(SPEC, torch.device("cpu"))
+    assert "cpu" in reason and ".cuda()" in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"compute": torch.complex64}, "complex64"),
+        ({"out": OperandSpec(torch.int32)}, "int32"),
+        ({"out": OperandSpec(torch.uint8)}, "uint8"),
+    ],
+)
+def test_reasons_name_what_was_seen(change: dict[str, object], word: str) -> None:
+    reasons = BACKEND.not_supported_reasons(replace(SPEC, **change), GPU)  # type: ignore[arg-type]
+    assert reasons and any(word in reason for reason in reasons)
+
+
+def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -> None:
+    best = configs.heuristic(SPEC, (9, 0))
+    assert best.kernel == "hopper" and is_valid(best, SPEC, (9, 0)) and not is_valid(best, SPEC, (8, 0))
+    assert configs.heuristic(SPEC, (8, 0)).kernel == configs.heuristic(SPEC, (10, 0)).kernel == "portable"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a": replace(BF16, align=8)},
+        {"b": replace(BF16, order="strided")},
+        {"a": replace(BF16, dense=False)},
+        {"groups": configs.MAX_GROUPS + 1},
+        {"groups": 0},
+        {"form": "jagged_k"},
+        {"form": "masked", "out": replace(BF16, order="col")},
+        {"compute": torch.float64, "out": OperandSpec(torch.float64)},
+    ],
+    ids=str,
+)
+def test_what_tma_cannot_read_goes_to_the_portable_kernel_and_says_why(change: dict[str, object]) -> None:
+    spec = replace(SPEC, **change)  # type: ignore[arg-type]
+    assert configs.hopper_reasons(spec)
+    assert [c.kernel for c in configs.candidates(spec, GPU)] == ["portable"]
+
+
+def test_every_candidate_fits_into_shared_memory() -> None:
+    for config in configs.candidates(SPEC, GPU):
+        assert is_valid(config, SPEC)
+        assert config.kernel == "portable" or config.shared_bytes(True) <= configs.SHARED_LIMIT
+    assert not is_valid(Config("hopper", 1, rows=256, stages=5, cluster=2), SPEC)
+    assert not is_valid(Config("hopper", 1, rows=200, stages=3, cluster=2), SPEC)
+    assert not is_valid(Config(blocks_per_sm=3), SPEC)
+
+
+@pytest.mark.parametrize(("total", "rows"), [(256, 64), (8192, 256), (32768, 256)])
+def test_few_rows_per_group_get_narrow_pieces(total: int, rows: int) -> None:
+    assert configs.heuristic(replace(SPEC, groups=64 if total == 256 else 32, total=total)).rows == rows
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 63, 255, 256, 257, 417, 2049, 9921, 100000])
+@pytest.mark.parametrize("most", [64, 128, 256])
+def test_pieces_are_few_equal_and_waste_less_than_a_step_each(rows: int, most: int) -> None:
+    height = tensor_maps.piece_height(rows, most)
+    pieces = -(-rows // height)
+    assert height % 8 == 0 and 8 <= height <= most
+    assert pieces <= -(-rows // most) and pieces * height - rows < 8 * (pieces + 1)
+    assert 2 * tensor_maps.list_box(rows, most, 2) >= height
+    assert tensor_maps.list_box(rows, most, 1) == height
+
+
+def test_the_sides_swap_where_rows_are_contiguous_in_the_result() -> None:
+    column = replace(SPEC, form="batched", out=replace(BF16, order="col"))
+    assert hopper.roles(SPEC) == (False, True, False)
+    assert hopper.roles(column) == (True, False, True)
+    assert hopper.roles(replace(SPEC, form="jagged_n")).swapped
+    assert configs.is_plain(SPEC) and configs.is_plain(column)
+    assert not configs.is_plain(replace(SPEC, form="jagged_n"))
+    assert not configs.is_plain(replace(SPEC, activation="relu"))
+
+
+def test_the_kernels_key_knows_no_sizes() -> None:
+    grown = replace(SPEC, groups=64, n=1024, k=512, total=1 << 20)
+    assert hopper.source(SPEC, configs.WIDE) == hopper.source(grown, configs.WIDE)
+
+
+def test_the_argument_block_has_the_layout_of_the_struct() -> None:
+    a, b, out = torch.zeros(6, 4), torch.zeros(2, 4, 8), torch.zeros(6, 8)
+    spec = replace(SPEC, groups=2, compute=torch.float32, a=OperandSpec(torch.float32), out=OperandSpec(torch.float32))
+    ops = Operands(spec, a, b, out, ends=torch.tensor([2, 6]), alpha=2.0)
+    raw = params.problem_bytes(ops, None)
+    assert len(raw) == params.PROBLEM.size == 272
+    words = np.frombuffer(raw, dtype=np.int64)
+    assert words[:8].tolist() == [a.data_ptr(), 0, 4, 1, b.data_ptr(), 32, 8, 1]
+    assert np.frombuffer(raw, dtype=np.float64)[23] == 2.0 and words[25:28].tolist() == [6, 8, 4]
+    assert np.frombuffer(raw[224:], dtype=np.int32)[:3].tolist() == [2, params.JAGGED["m"], 1]
+
+
+def test_a_wrong_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(InvalidSetting, match="cannot run"):
+        BACKEND.plan(SPEC, configs.WIDE, GPU)
+
+
+def test_every_width_is_one_wgmma_instruction() -> None:
+    text = mma_shapes.text()
+    assert all(f"m64n{n}k16.f32.bf16.bf16" in text and f"m64n{n}k16.f32.f16.f16" in text for n in range(8, 257, 8))
