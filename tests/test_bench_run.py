@@ -308,3 +308,32 @@ def test_bench_imports_no_gpu_library_and_no_optional_one() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_after_a_lost_device_a_fresh_process_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[list[str]] = []
+
+    class Replaced(Exception):
+        pass
+
+    def execv(path: str, words: list[str]) -> None:
+        started.append(words)
+        raise Replaced
+
+    def run(self: Runner, cases: list[Workload]) -> Report:
+        raise runner.DeviceLost("illegal address")
+
+    words = ["bench", "--shape", "2,4,8,8", "--device", "cpu", "--floor", "1,1", "--out", str(tmp_path)]
+    monkeypatch.setattr("os.execv", execv)
+    monkeypatch.setattr(runner.Runner, "run", run)
+    monkeypatch.setattr(sys, "argv", ["multigemm", *words])
+    with pytest.raises(Replaced):
+        main(words)
+    assert started == [[sys.executable, "-m", "multigemm", *words, "--resume"]]
+
+
+def test_resuming_the_report_of_another_commit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results.write(tmp_path / "report.json", made_up_report(suites="l2"))
+    words = ["--shape", "2,4,8,8", "--device", "cpu", "--resume", "--out", str(tmp_path)]
+    assert main(["bench", *words]) == 2
+    assert "use another --out" in capsys.readouterr().err

@@ -56,12 +56,12 @@ def _deep_gemm(tensors: Tensors) -> Prepared:
 
     def call() -> object:
         deep_gemm.m_grouped_bf16_gemm_nt_contiguous(padded, weights, out, owner)
-        return _Gather(out, rows)
+        return Padded(out, rows)
 
     return Prepared(call, None, "m_grouped_bf16_gemm_nt_contiguous", why=f"rows padded to {step} beforehand")
 
 
-class _Gather:
+class Padded:
     """A padded result; `unpadded` is taken only when it is checked, never while it is timed."""
 
     def __init__(self, padded: Tensor, rows: Tensor) -> None:

@@ -20,7 +20,7 @@ from multigemm.bench import machine, results
 from multigemm.bench.check import Reference, reference
 from multigemm.bench.entries import Entry, Prepared, Refused
 from multigemm.bench.operands import Tensors, make, poison
-from multigemm.bench.peer_libraries import _Gather
+from multigemm.bench.peer_libraries import Padded
 from multigemm.bench.results import Report, Row, Sample
 from multigemm.bench.roofline import measured_rates
 from multigemm.bench.workloads import Rates, Workload
@@ -163,7 +163,7 @@ class Runner:
             self._survived(row, rows)
             return None
         answer = ready.out if ready.out is not None else returned
-        row.reason = truth.verdict(answer.unpadded() if isinstance(answer, _Gather) else answer)  # type: ignore[arg-type]
+        row.reason = truth.verdict(answer.unpadded() if isinstance(answer, Padded) else answer)  # type: ignore[arg-type]
         return None if row.reason else ready
 
     def _survived(self, row: Row, rows: dict[str, Row]) -> None:

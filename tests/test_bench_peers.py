@@ -1,0 +1,92 @@
+"""Adapters of libraries that are not installed here, against stand-ins that follow the published signatures."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from multigemm.bench.check import reference
+from multigemm.bench.entries import Refused
+from multigemm.bench.operands import make
+from multigemm.bench.peer_libraries import ENTRIES, Padded
+from multigemm.bench.workloads import Workload
+
+CASES = [
+    Workload("zipf", "t", groups=5, n=8, k=16, total=37, distribution="zipf"),
+    Workload("holes", "t", groups=8, n=4, k=8, total=19, distribution="empty"),
+    Workload("even", "t", groups=2, n=4, k=8, total=16),
+]
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        path = ".".join(parts[:end])
+        monkeypatch.setitem(sys.modules, path, types.ModuleType(path))
+    for key, value in members.items():
+        setattr(sys.modules[name], key, value)
+
+
+def by_sizes(a: Tensor, weights: list[Tensor], sizes: list[int]) -> Tensor:
+    return torch.cat([rows @ w for rows, w in zip(torch.split(a, sizes), weights, strict=True)])
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def contiguous(a: Tensor, b: Tensor, d: Tensor, m_indices: Tensor) -> None:
+        assert a.shape[0] % 4 == 0
+        for row, group in enumerate(m_indices.tolist()):
+            if group >= 0:
+                d[row] = a[row] @ b[group].T
+
+    def gemm(a: Tensor, b: Tensor, out: Tensor, cu_seqlens_m: Tensor) -> Tensor:
+        assert b.stride(-2) == 1
+        return out.copy_(by_sizes(a, list(b), torch.diff(cu_seqlens_m).tolist()))
+
+    def fbgemm(x: Tensor, w: Tensor, m_sizes: Tensor) -> Tensor:
+        return by_sizes(x, [part.T for part in w.chunk(m_sizes.numel())], m_sizes.tolist())
+
+    def matmul(a: Tensor, b: Tensor, bias: None, a_ragged_metadata: list[int]) -> Tensor:
+        return by_sizes(a, list(b), a_ragged_metadata)
+
+    module(
+        monkeypatch, "deep_gemm", m_grouped_bf16_gemm_nt_contiguous=contiguous,
+        get_mk_alignment_for_contiguous_layout=lambda: 4,
+    )  # fmt: skip
+    module(monkeypatch, "quack.gemm_interface", gemm=gemm)
+    module(monkeypatch, "fbgemm_gpu.experimental.gemm.triton_gemm.grouped_gemm", grouped_gemm=fbgemm)
+    module(monkeypatch, "triton_kernels.matmul", matmul=matmul)
+    module(monkeypatch, "triton_kernels.tensor", make_ragged_tensor_metadata=lambda sizes, rows: sizes.tolist())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_adapter_hands_over_and_takes_back_the_right_rows(
+    monkeypatch: pytest.MonkeyPatch, name: str, case: Workload
+) -> None:
+    install(monkeypatch)
+    tensors = make(case, "cpu")
+    ready = ENTRIES[name].prepare(tensors)
+    returned = ready.call()
+    got: Any = ready.out if ready.out is not None else returned
+    assert reference(tensors).verdict(got.unpadded() if isinstance(got, Padded) else got) == ""
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Workload("list", "t", "per_group", 1, products=((4, 4, 4),)),
+        Workload("fp32", "t", groups=2, n=4, k=8, total=16, dtype="fp32"),
+        Workload("shared", "t", groups=2, n=4, k=8, total=16, shared_b=True),
+        Workload("bias", "t", groups=2, n=4, k=8, total=16, bias=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_an_adapter_refuses_what_its_library_does_not_take(name: str, case: Workload) -> None:
+    with pytest.raises(Refused, match=r"take|bias"):
+        ENTRIES[name].prepare(make(case, "cpu"))
