@@ -3,7 +3,7 @@
 Three questions, from the most to the least certain:
 
 1. An entry: is the median of its ratios new/old, over its workloads, above 1.04 (on a noisy machine
-   above 4 standard errors, but never above 1.065, so that ten per cent cannot hide)?
+   above 4 standard errors, but never above 1.055, so that ten per cent cannot hide)?
 2. A row: is its ratio above 1.05 (and 5 standard deviations of all rows, and its own spread), by more
    than 0.6 us?
 3. Everything: are all ceilings and peers slower by one and the same factor above 1.05?
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from multigemm.bench.results import Report, Row, Sample
 
 ENTRY_LIMIT = 1.04
-NOISY_ENTRY_LIMIT = 1.065
+NOISY_ENTRY_LIMIT = 1.055
 ROW_LIMIT = 1.05
 DRIFT_LIMIT = 1.05
 SLACK_US = 0.6
