@@ -38,22 +38,20 @@ def grouped_gemm(*args: Any, backend: Which = "auto", config: Any = None, **kwar
 
 
 def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Any:
-    """The result of `problem`, as the caller's kind of array."""
-    _refuse_gradients(problem)
+    """The result of `problem`, as the caller's kind of array; differentiable where an input requires grad."""
+    if torch.is_grad_enabled() and problem.requires_grad:
+        return registry.integration("differentiable").solve(problem, backend, config)
     return bound.run(choose(problem, backend, config), problem)
 
 
 def plan(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Plan:
     """A plan: compiled, bound, with its output allocated; calling it only launches."""
-    _refuse_gradients(problem)
-    return Plan(choose(problem, backend, config), problem)
-
-
-def _refuse_gradients(problem: GroupedGemmProblem) -> None:
     if torch.is_grad_enabled() and problem.requires_grad:
         raise InvalidProblem(
-            "an input requires grad, and this call would lose the gradient: use torch.no_grad(), or .detach() the input"
+            "an input requires grad, and a plan has no gradient: call grouped_gemm or solve, use torch.no_grad(), or "
+            ".detach() the input"
         )
+    return Plan(choose(problem, backend, config), problem)
 
 
 def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Choice:

@@ -11,6 +11,7 @@ import difflib
 import importlib
 from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -70,6 +71,12 @@ def get(name: str) -> Backend:
     if not isinstance(found, Backend):
         return BrokenBackend(name, TypeError(f"{found!r} lacks members of the Backend protocol"))
     return found
+
+
+@cache
+def integration(name: str) -> ModuleType:
+    """A module of `multigemm.integrations`, which lies above dispatch and is loaded when dispatch first needs it."""
+    return importlib.import_module(f"multigemm.integrations.{name}")
 
 
 def reload() -> None:

@@ -1,0 +1,243 @@
+"""The gradients of a grouped GEMM are grouped GEMMs: one place says which, for every form.
+
+With `out = act(pre)`, `pre = alpha*A@B + beta*C + bias` and D the gradient of `pre`:
+
+    ==========  ==========================  ==========================
+    form        dA = alpha * D @ B^T        dB = alpha * A^T @ D
+    ==========  ==========================  ==========================
+    jagged m    jagged m                    jagged k (one group if B is shared)
+    jagged n    jagged k (one if shared)    jagged n
+    jagged k    jagged n                    jagged m
+    batched     batched                     batched
+    masked      masked                      batched, dead rows of A and D set to zero
+    per_group   per_group                   per_group
+    ==========  ==========================  ==========================
+
+Rows that no group owns are constants of the result, so nothing flows through them, whatever the
+incoming gradient holds there (NaN included). Only differentiable operations are used, so second
+derivatives follow from autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from multigemm.spec import Form
+
+Gemm = Callable[..., Any]
+Gradients = tuple[Any, Any, Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One forward call, as far as its gradients need it. Operands are lists where form is per_group.
+
+    `cut` holds the keyword arguments that cut the groups (offsets, sizes, ends or valid_rows);
+    `options` those that every GEMM of the backward pass inherits (precision, deterministic, backend).
+    """
+
+    form: Form
+    gemm: Gemm
+    a: Any
+    b: Any
+    c: Any
+    bias: Any
+    cut: Mapping[str, Any]
+    options: Mapping[str, Any]
+    alpha: float = 1.0
+    beta: float = 0.0
+    activation: str | None = None
+
+
+def gradients(call: Call, grad: Tensor, out: Tensor | None, needs: tuple[bool, ...]) -> Gradients:
+    """(dA, dB, dC, dbias) of a packed form; None where it is not needed. `out` is read for relu only."""
+    d = _through_activation(call, grad, out)
+    exact = d.to(torch.promote_types(call.a.dtype, call.b.dtype))
+    da = _da(call, exact) if needs[0] else None
+    db = _db(call, exact) if needs[1] else None
+    dc = _dc(call, d) if needs[2] else None
+    dbias = _dbias(call, d).to(call.bias.dtype) if needs[3] else None
+    return da, db, dc, dbias
+
+
+def list_gradients(call: Call, grads: list[Tensor], outs: list[Tensor], needs: tuple[bool, ...]) -> Gradients:
+    """(dA, dB, dC, dbias) of a list problem, each a list or None."""
+    ds = _through_list(call, grads, outs)
+    common = dict(alpha=call.alpha, **call.options)
+    exact = [d.to(torch.promote_types(x.dtype, y.dtype)) for d, x, y in zip(ds, call.a, call.b, strict=True)]
+    da = db = dc = dbias = None
+    if needs[0]:
+        da = call.gemm(exact, [y.T for y in call.b], out_dtype=call.a[0].dtype, **common)
+    if needs[1]:
+        db = call.gemm([x.T for x in call.a], exact, out_dtype=call.b[0].dtype, **common)
+    if needs[2]:
+        dc = [_scaled(d, call.beta).to(c.dtype) for d, c in zip(ds, call.c, strict=True)]
+    if needs[3]:
+        dbias = [_sum(d, 0).to(v.dtype) for d, v in zip(ds, call.bias, strict=True)]
+    return da, db, dc, dbias
+
+
+# --- the activation ---------------------------------------------------------------------------------
+
+
+def wide_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """The accumulator's dtype, in which a pre-activation is formed anew."""
+    return torch.float64 if torch.float64 in (a, b) else torch.float32
+
+
+def _through_activation(call: Call, grad: Tensor, out: Tensor | None) -> Tensor:
+    if call.activation is None:
+        return grad
+    if call.activation == "relu":  # its sign is that of its result
+        assert out is not None
+        return torch.ops.aten.threshold_backward(grad, out, 0)  # type: ignore[no-any-return]
+    return _slope(call.activation, grad, _pre_activation(call, call.a.dtype, call.b.dtype))
+
+
+def _through_list(call: Call, grads: list[Tensor], outs: list[Tensor]) -> list[Tensor]:
+    if call.activation is None or not grads:
+        return grads
+    if call.activation == "relu":
+        return [torch.ops.aten.threshold_backward(g, o, 0) for g, o in zip(grads, outs, strict=True)]
+    pres = _pre_activation(call, call.a[0].dtype, call.b[0].dtype)
+    return [_slope(call.activation, g, pre) for g, pre in zip(grads, pres, strict=True)]
+
+
+def _pre_activation(call: Call, a: torch.dtype, b: torch.dtype) -> Any:
+    """Formed again rather than kept: it is as large as the result, and wider."""
+    epilogue: dict[str, Any] = {"alpha": call.alpha}
+    if call.bias is not None:
+        epilogue["bias"] = call.bias
+    if call.beta != 0:
+        epilogue |= {"c": call.c, "beta": call.beta}
+    return call.gemm(call.a, call.b, out_dtype=wide_dtype(a, b), **epilogue, **call.cut, **call.options)
+
+
+def _slope(activation: str, grad: Tensor, pre: Tensor) -> Tensor:
+    grad = grad.to(pre.dtype)
+    if activation == "silu":
+        if torch.is_grad_enabled():  # aten's kernel has no derivative of its own
+            gate = torch.sigmoid(pre)
+            return grad * gate * (1 + pre * (1 - gate))
+        return torch.ops.aten.silu_backward(grad, pre)  # type: ignore[no-any-return]
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return torch.ops.aten.gelu_backward(grad, pre, approximate=approximate)  # type: ignore[no-any-return]
+
+
+# --- the operands -----------------------------------------------------------------------------------
+
+
+def _da(call: Call, d: Tensor) -> Tensor:
+    """dA = alpha * D @ B^T."""
+    a, bt = call.a, call.b.transpose(-2, -1)
+    if call.form == "jagged_m":
+        return _gemm(call, d, bt, a.dtype, call.cut)
+    if call.form == "jagged_k":
+        return _gemm(call, d, bt, a.dtype, {**call.cut, "jagged": "n"})
+    if call.form == "jagged_n":
+        return _contracted(call, d, bt, a)
+    return _gemm(call, d, bt, a.dtype, call.cut)
+
+
+def _db(call: Call, d: Tensor) -> Tensor:
+    """dB = alpha * A^T @ D."""
+    at, b = call.a.transpose(-2, -1), call.b
+    if call.form == "jagged_m":
+        return _contracted(call, at, d, b)
+    if call.form == "jagged_k":
+        return _gemm(call, at, d, b.dtype, {**call.cut, "jagged": "m"})
+    if call.form == "jagged_n":
+        return _gemm(call, at, d, b.dtype, call.cut)
+    if call.form == "masked":
+        live = _owned(call, call.a.shape[1])
+        at = torch.where(live, call.a, 0).transpose(1, 2)
+        return _gemm(call, at, torch.where(live, d, 0), b.dtype, {})
+    return _gemm(call, at, d, b.dtype, {})
+
+
+def _contracted(call: Call, x: Tensor, y: Tensor, like: Tensor) -> Tensor:
+    """x [P, T] @ y [T, Q] over the tokens of each group, or of all groups where `like` is shared by them."""
+    cut = {key: value for key, value in call.cut.items() if key != "jagged"}
+    if like.dim() == 3:
+        return _gemm(call, x, y, like.dtype, {**cut, "jagged": "k"})
+    return _gemm(call, x, y, like.dtype, {"offsets": span(cut), "jagged": "k"})[0]
+
+
+def _gemm(call: Call, x: Tensor, y: Tensor, dtype: torch.dtype, cut: Mapping[str, Any]) -> Tensor:
+    result: Tensor = call.gemm(x, y, alpha=call.alpha, out_dtype=dtype, **cut, **call.options)
+    return result
+
+
+# --- what no group owns -----------------------------------------------------------------------------
+
+
+def span(cut: Mapping[str, Any]) -> Any:
+    """Offsets [2] of all groups together: groups lie one after the other, so they own one range."""
+    for kind in ("offsets", "ends", "sizes"):
+        if (x := cut.get(kind)) is None:
+            continue
+        if not isinstance(x, Tensor):
+            return [int(x[0]), int(x[-1])]
+        if kind == "offsets":
+            return torch.cat([x[:1], x[-1:]])
+        zero = x.new_zeros(1)
+        last = x.sum(0, keepdim=True, dtype=x.dtype) if kind == "sizes" else x[-1:] if x.shape[0] else zero
+        return torch.cat([zero, last])
+    raise AssertionError("a jagged form without offsets")
+
+
+def _owned(call: Call, extent: int) -> Tensor:
+    """Which rows (jagged m: [T, 1]; masked: [G, M, 1]) or columns (jagged n: [T]) belong to a group."""
+    index = torch.arange(extent, device=call.a.device)
+    if call.form == "masked":
+        valid = torch.as_tensor(call.cut["valid_rows"], device=call.a.device)
+        live: Tensor = index < valid.unsqueeze(1)
+        return live.unsqueeze(2)
+    first, last = span(call.cut)[:2]
+    owned: Tensor = (index >= first) & (index < last)
+    return owned.unsqueeze(1) if call.form == "jagged_m" else owned
+
+
+def _owned_only(call: Call, d: Tensor) -> Tensor:
+    if call.form == "jagged_m":
+        return torch.where(_owned(call, d.shape[0]), d, 0)
+    if call.form in ("jagged_n", "masked"):
+        return torch.where(_owned(call, d.shape[1]), d, 0)
+    return d
+
+
+def _dc(call: Call, d: Tensor) -> Tensor:
+    return _owned_only(call, _scaled(d, call.beta)).to(call.c.dtype)
+
+
+def _scaled(d: Tensor, beta: float) -> Tensor:
+    """beta = 0 never reads C, so nothing flows back: exact zeros, also where D is not finite."""
+    return d * beta if beta != 0 else torch.zeros_like(d)
+
+
+def _dbias(call: Call, d: Tensor) -> Tensor:
+    """D summed over the rows that shared one bias."""
+    if call.form == "jagged_n":
+        return torch.where(_owned(call, d.shape[1]), _sum(d, 0), 0)
+    if call.form == "jagged_m":
+        return _jagged_sum(call, d)
+    total = _sum(_owned_only(call, d), 1)
+    return total if call.bias.dim() == 2 else _sum(total, 0)
+
+
+def _jagged_sum(call: Call, d: Tensor) -> Tensor:
+    """Sums over each group's rows, as a product with a row of ones: no atomics, so the same bits each time."""
+    cut = {key: value for key, value in call.cut.items() if key != "jagged"}
+    ones = d.new_ones((1, d.shape[0]))
+    sums = call.gemm(ones, d, jagged="k", out_dtype=wide_dtype(d.dtype, d.dtype), **cut, **call.options).squeeze(1)
+    total: Tensor = sums if call.bias.dim() == 2 else sums.sum(0)
+    return total
+
+
+def _sum(x: Tensor, axis: Literal[0, 1]) -> Tensor:
+    return x.sum(axis, dtype=wide_dtype(x.dtype, x.dtype))

@@ -1,0 +1,79 @@
+"""Tokens to experts and back: a sort, a gather, a weighted sum. No atomics, no host sync.
+
+Each token goes to k experts, which makes S = tokens * k pairs. A stable sort by expert puts the
+pairs of one expert next to each other; its inverse brings the results home. Both directions, and
+their gradients, are gathers, so the same call gives the same bits.
+Expert numbers at or past `experts` mean "not here": those pairs end up behind the last group, where
+a grouped GEMM reads nothing and writes zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """`order` [S] lists the pairs by expert, `inverse` undoes it, `ends` [experts] cuts the sorted pairs."""
+
+    order: Tensor
+    inverse: Tensor
+    ends: Tensor
+    top_k: int
+
+
+def route(top_k_index: Tensor, experts: int) -> Routing:
+    """The routing of `top_k_index` [tokens, k]."""
+    pairs = top_k_index.reshape(-1)
+    by_expert, order = torch.sort(pairs, stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    numbers = torch.arange(experts, device=pairs.device, dtype=pairs.dtype)
+    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+    return Routing(order, inverse, ends, top_k_index.shape[-1])
+
+
+class _Dispatch(torch.autograd.Function):
+    """Row order[s] // k of x for every pair s. The gradient of a token is the sum over its k pairs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.top_k = top_k
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        pairs = grad.index_select(0, inverse)
+        return pairs.view(pairs.shape[0] // ctx.top_k, ctx.top_k, grad.shape[1]).sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Row index[s] of x, for a permutation whose inverse is known: a gather both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def dispatch(x: Tensor, routing: Routing) -> Tensor:
+    """[tokens, H] -> [S, H], sorted by expert."""
+    rows: Tensor = _Dispatch.apply(x, routing.order, routing.inverse, routing.top_k)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def combine(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+    """[S, H] sorted by expert, and weights [tokens, k] -> [tokens, H]: each token's weighted sum."""
+    home: Tensor = _Permute.apply(y, routing.inverse, routing.order)  # type: ignore[no-untyped-call]
+    pairs = home.view(weights.shape[0], routing.top_k, y.shape[1])
+    return torch.bmm(weights.to(y.dtype).unsqueeze(1), pairs).squeeze(1)

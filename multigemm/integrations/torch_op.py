@@ -1,0 +1,194 @@
+"""`torch.ops.multigemm.grouped_gemm`: the grouped GEMM as an operator that torch can see into.
+
+With it come autograd, torch.compile without graph breaks, torch.export, autocast and CUDA graphs.
+The operator takes the keywords of `multigemm.grouped_gemm`, as tensors and plain values; it always
+returns new memory. `backend` is a name, several joined by commas, or "auto"; the gradients are
+problems of their own and choose by `grad_backend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+
+from multigemm import epilogue, forms
+from multigemm.errors import InvalidProblem
+from multigemm.integrations import op_call
+from multigemm.integrations.gradients import Call, gradients
+
+SCHEMA = (
+    "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? sizes=None, Tensor? ends=None, "
+    "Tensor? valid_rows=None, Tensor? c=None, Tensor? bias=None, *, str jagged='m', float alpha=1.0, "
+    "float beta=0.0, str? activation=None, ScalarType? out_dtype=None, str precision='ieee', "
+    "bool deterministic=True, str backend='auto', str grad_backend='auto') -> Tensor"
+)
+CUTS = ("offsets", "sizes", "ends", "valid_rows")
+_library: Any = torch.library.Library("multigemm", "DEF")  # type: ignore[no-untyped-call]
+_library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+_op: Any = torch.ops.multigemm.grouped_gemm.default
+
+
+def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
+    """The operator as a function, with the keywords of `multigemm.grouped_gemm` that a graph can hold."""
+    return _op(a, b, **keywords)  # type: ignore[no-any-return]
+
+
+# --- shapes without data ----------------------------------------------------------------------------
+
+
+def result_like(
+    a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
+    valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, *, jagged: str = "m",
+    activation: str | None = None, out_dtype: torch.dtype | None = None, beta: float = 0.0, **_: Any,
+) -> Tensor:  # fmt: skip
+    """An empty tensor of the result's shape and dtype; refuses what the operator would refuse."""
+    cuts = [x for x in (offsets, sizes, ends) if x is not None]
+    if len(cuts) > 1:
+        raise InvalidProblem("more than one of offsets, sizes and ends was given: pass exactly one of them")
+    squeezed = not cuts and valid_rows is None and a.dim() == 2 and b.dim() == 2
+    if squeezed:
+        a, b = a.unsqueeze(0), b.unsqueeze(0)
+    extents = forms.infer(a, b, jagged=jagged, grouped=bool(cuts), masked=valid_rows is not None)
+    groups = _count(extents.groups, cuts, offsets is not None)
+    shape = extents.result_shape(groups)[squeezed:]
+    compute = epilogue.compute_dtype(a.dtype, b.dtype)
+    dtype = epilogue.result_dtype(out_dtype, None, compute)
+    epilogue.check_activation(activation, compute)
+    if c is not None and tuple(c.shape) != shape:
+        raise InvalidProblem(f"c has shape {tuple(c.shape)}; it must be {shape}, the shape of the result")
+    if c is None and beta != 0:
+        raise InvalidProblem(f"beta={beta} needs c: pass it, or leave beta at 0")
+    if bias is not None:
+        wide = [(extents.n,)] if extents.form == "jagged_n" else [(extents.n,), (groups, extents.n)]
+        epilogue.check_bias_shape(bias, wide)
+    return a.new_empty(shape, dtype=dtype)
+
+
+def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
+    """The number of groups: that of a stacked operand, else as many as the cuts make."""
+    if not cuts:
+        assert groups is not None
+        return groups
+    count = cuts[0].shape[0] - head
+    if groups is not None and count != groups:
+        raise InvalidProblem(f"the operands have {groups} groups and the offsets make {count}")
+    return count
+
+
+# --- gradients --------------------------------------------------------------------------------------
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    """What the backward pass reads: the operands; C and bias only to form a pre-activation anew."""
+    a, b, *cuts, c, bias = inputs
+    options = keyword_only_inputs
+    relu = options["activation"] == "relu"
+    again = options["activation"] is not None and not relu
+    ctx.save_for_backward(a, b, *cuts, c if again else None, bias if again else None, output if relu else None)
+    ctx.options = options
+    ctx.like = [None if x is None else torch.empty_like(x, device="meta") for x in (c, bias)]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    a, b, *cuts, c, bias, out = ctx.saved_tensors
+    asked = ctx.needs_input_grad  # the dispatcher drops trailing arguments that were left at their defaults
+    needs = tuple(i < len(asked) and asked[i] for i in (0, 1, 6, 7))
+    call, squeezed = _call(ctx, a, b, cuts, c, bias)
+    if squeezed:
+        call = _unsqueezed(call)
+        grad, out = grad.unsqueeze(0), None if out is None else out.unsqueeze(0)
+    da, db, dc, dbias = gradients(call, grad, out, needs)
+    if squeezed:
+        da, db, dc = (None if x is None else x[0] for x in (da, db, dc))
+    return (da, db, None, None, None, None, dc, dbias)
+
+
+def _call(ctx: Any, a: Tensor, b: Tensor, cuts: list[Any], c: Any, bias: Any) -> tuple[Call, bool]:
+    o = ctx.options
+    cut = {name: x for name, x in zip(CUTS, cuts, strict=True) if x is not None}
+    squeezed = not cut and a.dim() == 2 and b.dim() == 2
+    jagged = bool(cut) and "valid_rows" not in cut
+    form: Any = f"jagged_{o['jagged']}" if jagged else "masked" if cut else "batched"
+    if jagged:
+        cut["jagged"] = o["jagged"]
+    call = Call(
+        form=form,
+        gemm=grouped_gemm,
+        a=a,
+        b=b,
+        c=ctx.like[0] if c is None else c,
+        bias=ctx.like[1] if bias is None else bias,
+        cut=cut,
+        options={
+            "precision": o["precision"],
+            "deterministic": o["deterministic"],
+            "backend": o["grad_backend"],
+            "grad_backend": o["grad_backend"],
+        },
+        alpha=o["alpha"],
+        beta=o["beta"],
+        activation=o["activation"],
+    )
+    return call, squeezed
+
+
+def _unsqueezed(call: Call) -> Call:
+    c = None if call.c is None else call.c.unsqueeze(0)
+    return replace(call, a=call.a.unsqueeze(0), b=call.b.unsqueeze(0), c=c)
+
+
+_general = make_autograd_impl(_op, Info(_backward, _keep))
+# A call is plain if nothing but a kernel is left to run below autograd: no mode, no transform, no wrapper.
+_Keys = torch._C.DispatchKeySet
+_PLAIN = (
+    _Keys(torch._C.DispatchKey.CPU)
+    | _Keys(torch._C.DispatchKey.CUDA)
+    | _Keys(torch._C.DispatchKey.ADInplaceOrView)
+    | _Keys(torch._C.DispatchKey.BackendSelect)
+)
+_SPECIAL = torch._C._after_autograd_keyset.raw_repr() & ~_PLAIN.raw_repr()
+
+
+def _autograd(keyset: Any, *args: Any, **options: Any) -> Any:
+    """torch's own way, with a short cut: an eager call without gradients crosses the dispatcher once."""
+    if keyset.raw_repr() & _SPECIAL or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+        return _general(keyset, *args, **options)
+    return op_call.run(*args, **options)
+
+
+# --- autocast and vmap ------------------------------------------------------------------------------
+
+_AUTOCAST = _Keys(torch._C.DispatchKey.AutocastCPU) | _Keys(torch._C.DispatchKey.AutocastCUDA)
+
+
+def _autocast(keyset: Any, a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Any:
+    """a and b in autocast's dtype, as torch does for a matmul; float32 epilogue operands may stay."""
+    dtype = torch.get_autocast_dtype(a.device.type)
+    cuts, extras = rest[:4], rest[4:]
+    extras = tuple(x if x is None or x.dtype is torch.float32 else _lower(x, dtype) for x in extras)
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return _op(_lower(a, dtype), _lower(b, dtype), *cuts, *extras, **options)
+
+
+def _lower(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
+
+
+def _vmap(info: Any, in_dims: Any, *args: Any, **options: Any) -> Any:
+    raise InvalidProblem(
+        "torch.vmap over multigemm.grouped_gemm has no meaning of its own: put the mapped dimension into the groups "
+        "(a [G, M, K] and b [G, K, N]), or loop"
+    )
+
+
+_library.impl("grouped_gemm", op_call.run, "CPU")
+_library.impl("grouped_gemm", op_call.run, "CUDA")
+_library.impl("grouped_gemm", _autograd, "Autograd", with_keyset=True)
+_library.impl("grouped_gemm", _autocast, "AutocastCPU", with_keyset=True)
+_library.impl("grouped_gemm", _autocast, "AutocastCUDA", with_keyset=True)
+torch.library.register_fake("multigemm::grouped_gemm", result_like, lib=_library)
+torch.library.register_vmap("multigemm::grouped_gemm", _vmap, lib=_library)

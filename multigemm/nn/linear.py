@@ -1,0 +1,84 @@
+"""`GroupedLinear`: G linear layers in one call, each on its own rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from multigemm import epilogue
+from multigemm.integrations.torch_op import grouped_gemm
+from multigemm.spec import ACTIVATIONS
+
+
+def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
+    """As torch.nn.Linear does for every matrix [out, in] of a stack: uniform in +-1/sqrt(in)."""
+    bound = 1 / math.sqrt(weight.shape[-1]) if weight.shape[-1] else 0.0
+    nn.init.uniform_(weight, -bound, bound)
+    if bias is not None:
+        nn.init.uniform_(bias, -bound, bound)
+
+
+class GroupedLinear(nn.Module):
+    """`y[rows of g] = act(x[rows of g] @ weight[g].T + bias[g])`, all groups in one call.
+
+    `weight` is [groups, out_features, in_features] and `bias` [groups, out_features]: a stack of what
+    `groups` modules of torch.nn.Linear hold. The rows of x are cut by one of `offsets` [groups + 1],
+    `sizes` [groups] and `ends` [groups]; rows that no group owns give zeros. An x of shape
+    [groups, rows, in_features] needs no cut.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: str | None = None,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        epilogue.one_of(activation, "activation", ACTIVATIONS, optional=True)
+        self.groups, self.in_features, self.out_features = groups, in_features, out_features
+        self.activation, self.backend = activation, backend
+        self.weight = nn.Parameter(torch.empty(groups, out_features, in_features, device=device, dtype=dtype))
+        self.bias: nn.Parameter | None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(groups, out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fresh weights, distributed like those of torch.nn.Linear."""
+        init_linear_(self.weight, self.bias)
+
+    def forward(
+        self, x: Tensor, offsets: Tensor | None = None, *, sizes: Tensor | None = None, ends: Tensor | None = None
+    ) -> Tensor:
+        """x [T, in_features] and one of the cuts -> [T, out_features]."""
+        return grouped_gemm(
+            x,
+            self.weight.transpose(1, 2),
+            offsets=offsets,
+            sizes=sizes,
+            ends=ends,
+            bias=self.bias,
+            activation=self.activation,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        parts = [
+            f"groups={self.groups}, in_features={self.in_features}, out_features={self.out_features}",
+            f"bias={self.bias is not None}",
+        ]
+        if self.activation:
+            parts.append(f"activation={self.activation!r}")
+        if self.backend != "auto":
+            parts.append(f"backend={self.backend!r}")
+        return ", ".join(parts)

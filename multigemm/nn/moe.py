@@ -1,0 +1,138 @@
+"""A mixture of experts: router, sort by expert, two grouped GEMMs, weighted sum. Dropless.
+
+Names and shapes of the weights are those of the MoE blocks of Hugging Face transformers
+(`gate.weight`, `experts.gate_up_proj`, `experts.down_proj`), so their state dicts load as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multigemm import epilogue
+from multigemm.integrations.routing import combine, dispatch, route
+from multigemm.integrations.torch_op import grouped_gemm
+from multigemm.nn.linear import init_linear_
+
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
+PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
+
+
+class Experts(nn.Module):
+    """E feed-forward networks; each token passes through its top k and gets their weighted sum.
+
+    Gated ("swiglu", "geglu"): `gate_up_proj` [E, 2*I, H] holds the gate in its first I rows.
+    Plain ("gelu", "gelu_tanh", "relu", "silu"): `up_proj` [E, I, H], the activation fused into its
+    GEMM. `down_proj` is [E, H, I]. With `bias`, each has a partner `<name>_bias`.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        epilogue.one_of(activation, "activation", (*GATED, *PLAIN))
+        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+        self.activation, self.backend = activation, backend
+        self.first = "gate_up_proj" if activation in GATED else "up_proj"
+        width = 2 * intermediate_size if activation in GATED else intermediate_size
+        for name, out, inner in ((self.first, width, hidden_size), ("down_proj", hidden_size, intermediate_size)):
+            weight = torch.empty(num_experts, out, inner, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(weight))
+            vector = nn.Parameter(torch.empty(num_experts, out, device=device, dtype=dtype)) if bias else None
+            self.register_parameter(f"{name}_bias", vector)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fresh weights, distributed like those of torch.nn.Linear."""
+        for name in (self.first, "down_proj"):
+            init_linear_(getattr(self, name), getattr(self, f"{name}_bias"))
+
+    def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """x [tokens, H], index and weights [tokens, k] -> [tokens, H]."""
+        routing = route(top_k_index, self.num_experts)
+        return combine(self.apply_sorted(dispatch(x, routing), routing.ends), top_k_weights, routing)
+
+    def apply_sorted(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """The networks alone, on rows [S, H] that are sorted by expert and cut by `ends` [E]."""
+        gated = self.activation in GATED
+        hidden = self._linear(self.first, rows, ends, None if gated else self.activation)
+        if gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            hidden = GATED[self.activation](gate) * up
+        return self._linear("down_proj", hidden, ends, None)
+
+    def _linear(self, name: str, rows: Tensor, ends: Tensor, activation: str | None) -> Tensor:
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+        return grouped_gemm(
+            rows, weight.transpose(1, 2), ends=ends, bias=bias, activation=activation, backend=self.backend
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, activation={self.activation!r}, "
+            f"bias={self.down_proj_bias is not None}"
+        )
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts layer: x [..., H] -> [..., H].
+
+    The router takes a softmax over all experts in float32, keeps the best `top_k`, and, with
+    `normalize`, scales their weights to a sum of one. No token is dropped and no expert has a
+    capacity. `router_logits` of the last call are returned too if `forward(x, return_logits=True)`,
+    for load-balancing losses.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        activation: str = "swiglu",
+        normalize: bool = True,
+        bias: bool = False,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k={top_k} must lie in 1..{num_experts}, the number of experts")
+        self.top_k, self.normalize = top_k, normalize
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
+        self.experts = Experts(
+            num_experts, hidden_size, intermediate_size,
+            activation=activation, bias=bias, backend=backend, device=device, dtype=dtype,
+        )  # fmt: skip
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits [tokens, E], index [tokens, k], weights [tokens, k]) of x [tokens, H]."""
+        logits = self.gate(x)
+        weights, index = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), self.top_k, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, index, weights
+
+    def forward(self, x: Tensor, return_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        rows = x.reshape(-1, x.shape[-1])
+        logits, index, weights = self.route(rows)
+        y = self.experts(rows, index, weights).view(x.shape)
+        return (y, logits) if return_logits else y
+
+    def extra_repr(self) -> str:
+        return f"top_k={self.top_k}, normalize={self.normalize}"
