@@ -15,9 +15,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from multigemm.fuzz import corpus, worker
+from multigemm.fuzz import worker
 from multigemm.fuzz.plan import Failure, Options, Tally
 from multigemm.fuzz.shrink import shrink
+from multigemm.testing import corpus
 from multigemm.testing.case import Case
 
 HANG_SECONDS = 240

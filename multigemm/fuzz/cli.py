@@ -117,8 +117,7 @@ class _Progress:
 
 def replay(files: list[str], args: argparse.Namespace) -> int:
     """Stored problems on every chosen backend; 1 if any fails."""
-    from multigemm.fuzz import corpus
-    from multigemm.testing import check_case
+    from multigemm.testing import check_case, corpus
 
     options, bad = options_of(args), 0
     paths = [p for f in files for p in (sorted(Path(f).glob("*.json")) if Path(f).is_dir() else [Path(f)])]

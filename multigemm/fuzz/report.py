@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from multigemm.fuzz.campaign import Summary
-from multigemm.fuzz.corpus import snippet
 from multigemm.fuzz.plan import Tally
 from multigemm.spec import FORMS
 from multigemm.testing.case import Case
+from multigemm.testing.corpus import snippet
 from multigemm.testing.strategies import DTYPES, REQUIRED
 
 GATE_FROM = 5000

@@ -43,7 +43,7 @@ def _insert(x: Operand | None, at: list[int], filler: float) -> Operand | None:
         return None
     if isinstance(x, list):
         raise TypeError("lists are handled by the caller")
-    return np.insert(x, at, int(77) if x.dtype.kind == "i" else filler, axis=0)
+    return np.insert(x, at, 77 if x.dtype.kind == "i" else filler, axis=0)
 
 
 def _grouped(case: Case) -> tuple[bool, bool, bool]:

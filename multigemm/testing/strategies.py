@@ -176,7 +176,7 @@ def _structure(ch: Chooser, limits: Limits) -> dict[str, Any]:
     return found
 
 
-def draw_case(ch: Chooser, limits: Limits = Limits()) -> Case:  # noqa: B008 (frozen)
+def draw_case(ch: Chooser, limits: Limits = Limits()) -> Case:
     """One case within the limits."""
     case = Case(**_structure(ch, limits), **_dtypes(ch, limits), a=_layout(ch), b=_layout(ch))
     mode = ch.choice(limits.modes) if case.dtype != "int8" else "int"
@@ -203,7 +203,7 @@ def legal(case: Case) -> Case:
     return replace(case, **changes)
 
 
-def random_case(seed: int, limits: Limits = Limits()) -> Case:  # noqa: B008 (frozen)
+def random_case(seed: int, limits: Limits = Limits()) -> Case:
     """The case of a seed."""
     return draw_case(RandomChooser(seed), limits)
 
@@ -224,7 +224,7 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
     return legal(fit(replace(kind, **keep, mode=mode, seed=ch.integer(0, 2**31 - 1)), limits.work))
 
 
-def cases(limits: Limits = Limits()) -> SearchStrategy[Case]:  # noqa: B008 (frozen)
+def cases(limits: Limits = Limits()) -> SearchStrategy[Case]:
     """The same as a hypothesis strategy."""
     from hypothesis import strategies as st
 

@@ -1,0 +1,236 @@
+"""The conformance suite: one body of tests for every backend, ours or yours.
+
+    python -m multigemm.testing.conformance --backend NAME
+
+A backend that passes gives right answers, or refuses with a reason, on every form, dtype, layout and
+epilogue that is drawn here; writes nothing but its result; sees sizes that change; stays inside its
+operands when sizes lie; and gives the same bits twice.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm import registry
+from multigemm.backend import Backend, Recipe
+from multigemm.spec import ACTIVATIONS, FORMS, Form
+from multigemm.staging import staged_spec
+from multigemm.testing import concurrency, corpus, relations
+from multigemm.testing.case import Case
+from multigemm.testing.oracles import Outcome, Subject, check
+from multigemm.testing.strategies import DTYPES, EMULATED, Limits, random_case
+from multigemm.testing.world import Stand, World
+
+SIZES: dict[Form, dict[str, Any]] = {
+    "per_group": {"dims": ((5, 7, 9), (0, 3, 2), (17, 1, 33), (2, 19, 0))},
+    "jagged_m": {"n": 19, "k": 21, "lengths": (7, 0, 18, 1), "head": 2, "tail": 3},
+    "jagged_n": {"m": 19, "k": 21, "lengths": (7, 0, 18, 1), "head": 2, "tail": 3},
+    "jagged_k": {"m": 19, "n": 11, "lengths": (7, 0, 18, 1), "head": 2, "tail": 3},
+    "batched": {"m": 9, "n": 10, "k": 17, "lengths": (0, 0, 0)},
+    "masked": {"m": 18, "n": 10, "k": 17, "lengths": (5, 0, 18)},
+}
+
+
+@pytest.fixture(scope="session")
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """The backend under examination; the suite is skipped where it cannot run."""
+    name = request.config.getoption("--backend")
+    backend = registry.get(name)
+    state = backend.availability()
+    if not state.ok:
+        pytest.skip(f"backend {name!r} is not available: {state.reason}")
+    return Subject(backend)
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest, subject: Subject) -> torch.device:
+    asked = request.config.getoption("--device")
+    if asked:
+        return torch.device(asked)
+    on_gpu = torch.cuda.is_available() and not subject.backend.availability().emulated
+    if on_gpu and not subject.refusals(staged_spec(World.build(case_of("jagged_m", "float32")).problem), torch.device("cuda")):
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def limits(subject: Subject) -> Limits:
+    return EMULATED if subject.backend.availability().emulated else Limits(work=1 << 16, groups=260)
+
+
+def case_of(form: Form, dtype: str, **more: Any) -> Case:
+    """A small fixed problem of a form: uneven sizes, an empty group, rows that nobody owns."""
+    if form != "per_group" and dtype == "int8":
+        more.setdefault("mode", "int")
+    return Case(form=form, dtype=dtype, **{**SIZES[form], **more})
+
+
+def examine(case: Case, subject: Subject, device: torch.device, *, must_run: bool = False) -> tuple[Stand, Outcome]:
+    """Runs a case; fails the test on any finding."""
+    stand = Stand.build(World.build(case), device)
+    outcome = check(stand, subject)
+    assert not outcome.findings, f"{case!r}\n" + "\n".join(map(str, outcome.findings))
+    if must_run:
+        assert outcome.ran, outcome.refusals
+    return stand, outcome
+
+
+def _wants_run(stand_outcome: tuple[Stand, Outcome]) -> tuple[Stand, Outcome]:
+    if not stand_outcome[1].ran:
+        pytest.skip("refused: " + "; ".join(stand_outcome[1].refusals))
+    return stand_outcome
+
+
+def test_it_has_the_five_members(subject: Subject) -> None:
+    backend = subject.backend
+    assert isinstance(backend, Backend)
+    assert isinstance(backend.name, str)
+    assert backend.name
+    state = backend.availability()
+    assert state.ok or state.reason
+
+
+def test_plan_makes_recipes_of_hashable_configs(subject: Subject, device: torch.device) -> None:
+    ran = 0
+    for form in FORMS:
+        spec = staged_spec(Stand.build(World.build(case_of(form, "float32")), device).problem)
+        if subject.refusals(spec, device):
+            continue
+        configs = subject.configs(spec, device)
+        assert len({hash(config) for config in configs}) <= len(configs)
+        recipe = subject.recipe(spec, device)
+        assert isinstance(recipe, Recipe)
+        assert recipe.kernel
+        ran += 1
+    assert ran, "the backend refuses every form in float32"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_form_and_dtype(form: Form, dtype: str, subject: Subject, device: torch.device) -> None:
+    for mode in ("int", "normal", "onehot") if dtype != "int8" else ("int",):
+        for given in (False, True):
+            _wants_run(examine(case_of(form, dtype, mode=mode, given=given, seed=3), subject, device))
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("form", FORMS)
+def test_epilogues(form: Form, activation: str | None, subject: Subject, device: torch.device) -> None:
+    extra = {"alpha": 0.5, "beta": -1.5, "c_dtype": "float32", "bias": "n", "bias_dtype": "float32"}
+    _wants_run(examine(case_of(form, "float32", mode="normal", activation=activation, **extra), subject, device))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_c_may_be_the_output(form: Form, subject: Subject, device: torch.device) -> None:
+    case = case_of(form, "float32", beta=1.0, c_dtype="float32", given=True, alias=True)
+    _wants_run(examine(case, subject, device))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_alpha_zero_reads_neither_operand(form: Form, subject: Subject, device: torch.device) -> None:
+    _wants_run(examine(case_of(form, "float32", alpha=0.0, mode="special", seed=5), subject, device))
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0), (1,), (1,) * 33, (0,) * 16 + (40,)])
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k"])
+def test_few_many_and_empty_groups(form: Form, lengths: tuple[int, ...], subject: Subject, device: torch.device) -> None:
+    examine(case_of(form, "float32", lengths=lengths), subject, device)
+
+
+@pytest.mark.parametrize("empty", ["m", "n", "k"])
+@pytest.mark.parametrize("form", ["batched", "jagged_m", "jagged_n", "jagged_k"])
+def test_extents_of_zero(form: Form, empty: str, subject: Subject, device: torch.device) -> None:
+    if empty != form[-1] or form == "batched":
+        examine(case_of(form, "float32", **{empty: 0}), subject, device)
+
+
+@pytest.mark.parametrize("index", ["int32", "int64"])
+@pytest.mark.parametrize("kind", ["offsets", "sizes", "ends"])
+@pytest.mark.parametrize("where", ["device", "host", "list"])
+def test_ways_to_say_sizes(index: str, kind: str, where: str, subject: Subject, device: torch.device) -> None:
+    head = 2 if kind == "offsets" else 0
+    examine(case_of("jagged_m", "float32", index=index, kind=kind, where=where, head=head), subject, device)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sizes_that_change_in_place(form: Form, subject: Subject, device: torch.device) -> None:
+    stand, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
+    for seed in range(3):
+        concurrency.changed_sizes(stand, subject, outcome, seed, captured=False)
+    assert not outcome.findings, "\n".join(map(str, outcome.findings))
+
+
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "masked"])
+def test_sizes_that_lie_write_nothing_outside(form: Form, subject: Subject, device: torch.device) -> None:
+    stand, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
+    for seed in range(4):
+        concurrency.lies(stand, subject, outcome, seed)
+    assert not outcome.findings, "\n".join(map(str, outcome.findings))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_relations(form: Form, subject: Subject, device: torch.device) -> None:
+    for mode in ("int", "normal"):
+        stand, outcome = _wants_run(examine(case_of(form, "float32", mode=mode), subject, device))
+        relations.relate(stand, subject, outcome, 7)
+        assert not outcome.findings, "\n".join(map(str, outcome.findings))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_threads(form: Form, subject: Subject, device: torch.device) -> None:
+    if subject.backend.availability().emulated:
+        pytest.skip("emulators serve one thread")
+    stand, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
+    concurrency.threads(stand.world, subject, outcome, device)
+    assert not outcome.findings, "\n".join(map(str, outcome.findings))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_streams_and_graphs(form: Form, subject: Subject, device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("streams and graphs need a CUDA device")
+    stand, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
+    concurrency.side_stream(stand, subject, outcome)
+    concurrency.graph(stand, subject, outcome)
+    concurrency.changed_sizes(stand, subject, outcome, 11, captured=True)
+    assert not outcome.findings, "\n".join(map(str, outcome.findings))
+
+
+@pytest.mark.parametrize("family", ["float32,float64", "bfloat16,float16", "int8"])
+@pytest.mark.parametrize("form", FORMS)
+def test_generated_problems(
+    form: Form, family: str, subject: Subject, device: torch.device, limits: Limits, request: pytest.FixtureRequest
+) -> None:
+    """Random structure; each failure prints a case that repeats it."""
+    narrowed = replace(limits, forms=(form,), dtypes=tuple(family.split(",")))
+    count = request.config.getoption("--cases") if not subject.backend.availability().emulated else 8
+    everything = request.config.getoption("--all-configs")
+    for seed in range(count):
+        case = random_case(seed, narrowed)
+        stand, outcome = examine(case, subject, device)
+        if not everything or not outcome.ran:
+            continue
+        for position in range(1, len(subject.configs(staged_spec(stand.problem), device))):
+            examine(case, Subject(subject.backend, position), device)
+
+
+def test_stored_failures(subject: Subject, device: torch.device) -> None:
+    """The faults that this library, or a peer in its history, has had."""
+    folder = Path(__file__).resolve().parents[2] / "tests" / "corpus"
+    for entry in corpus.entries(folder) if folder.is_dir() else ():
+        examine(entry.case, subject, device)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the suite with pytest, in this process."""
+    return int(pytest.main([__file__, "-p", "multigemm.testing.plugin", "-q", "-p", "no:cacheprovider", *arguments]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
