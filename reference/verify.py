@@ -96,17 +96,19 @@ def answer(problem: GroupedGemmProblem) -> Answer:
     found = Answer(problem, blocks, [])
     u = unit(accumulator(compute_dtype(problem)))
     for view in problem.groups():
+        array, index = place(problem, arrays, view)
+        number = view.index if problem.form == "per_group" else 0
+        found.owners.append((view.index, number, index))
+        if view.m == 0 or view.n == 0:
+            continue
         total = group_sum(problem, view)
         right = interval(problem, total, view.k)
-        array, index = place(problem, arrays, view)
-        number = next(i for i, each in enumerate(arrays) if each is array)
         block = blocks[number]
         array[index] = round_once(activate(total.value, problem.activation), problem.out_dtype)
         block.low[index], block.high[index] = _comparable(right.low), _comparable(right.high)
         block.free[index], block.owned[index] = right.free, True
         scale = abs(float(problem.alpha)) * u * math.sqrt(max(view.k, 1))
         block.typical[index] = scale * total.products + u * total.addends
-        found.owners.append((view.index, number, index))
     return found
 
 
@@ -205,8 +207,8 @@ def _describe(found: Answer, results: list[Array], masks: list[Array], bad: int,
     return Verdict(False, bad, total, text, group, number, at, within, got, wanted, low, high)
 
 
-def judge(found: Answer, result: Any) -> Verdict:
-    """Compares one result (an array, or a list of them) with an answer."""
+def judge(found: Answer, result: Any, *, suspicion: bool = True) -> Verdict:
+    """Compares one result (an array, or a list of them) with an answer; without `suspicion`, no rho."""
     given = list(result) if isinstance(result, list | tuple) else [result]
     raw = [to_numpy(each) for each in given]
     if found.problem.squeezed and raw and raw[0].ndim == 2:
@@ -220,6 +222,8 @@ def judge(found: Answer, result: Any) -> Verdict:
     bad = sum(int(mask.sum()) for mask in masks)
     if bad:
         return _describe(found, results, masks, bad, total)
+    if not suspicion:
+        return Verdict(True, 0, total, f"all {total} elements are right")
     dtype = found.problem.out_dtype
     rho = [_rho(block, got, dtype) for block, got in zip(found.blocks, results, strict=True)]
     peak = max((float(r.max(initial=0.0)) for r in rho), default=0.0)

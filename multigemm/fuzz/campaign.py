@@ -75,7 +75,8 @@ def _crash(crew: Crew, options: Options, how: str) -> Failure:
     case = worker.drawn(options, number)
     oracle = "hang" if how == "hang" else "crash"
     text = f"no progress for {HANG_SECONDS} s" if how == "hang" else f"the process ended with exit code {how}"
-    return Failure(options.backends[backend], oracle, text, case.to_dict(), number, config)
+    name = options.backends[backend] if backend >= 0 else ""
+    return Failure(name, oracle, text, case.to_dict(), number, max(config, 0))
 
 
 def run(options: Options, progress: Callable[[Tally, float], None] | None = None) -> Summary:
@@ -134,18 +135,31 @@ def fails_alone(case: Case, failure: Failure, device: str, seconds: float = 120.
     return process.exitcode != 0
 
 
+def _attribute(failure: Failure, options: Options) -> bool:
+    """Runs the case of a crash alone on each backend that it may have been; True once one fails."""
+    case = Case.from_dict(failure.case)
+    for name in [failure.backend] if failure.backend else options.backends:
+        failure.backend = name
+        if fails_alone(case, failure, options.device):
+            return True
+    failure.backend = failure.backend if len(options.backends) == 1 else "unknown"
+    return False
+
+
 def _shrink_crashes(summary: Summary) -> None:
-    """Makes the first few crashing cases small, each trial in a process of its own."""
+    """Finds out whose the first few crashes are, and makes them small, each trial in a process of its own."""
+    options = summary.options
     crashed = [f for f in summary.tally.failures if f.shrunk is None and f.oracle in ("crash", "hang", "exception")]
     for failure in crashed[:3]:
         case = Case.from_dict(failure.case)
-        device = summary.options.device
-        if failure.oracle == "hang" or not fails_alone(case, failure, device):
-            summary.notes.append(f"problem {failure.seed} on {failure.backend} did not fail again on its own")
+        if not _attribute(failure, options):
+            summary.notes.append(f"problem {failure.seed} ({failure.backend}) did not fail again on its own")
             continue
-        limit = min(SHRINK_ALONE_SECONDS, 3 * summary.options.shrink_seconds)
-        small = shrink(case, lambda c, f=failure: fails_alone(c, f, device), limit)  # type: ignore[misc]
+        limit = min(SHRINK_ALONE_SECONDS, 3 * options.shrink_seconds)
+        small = shrink(case, lambda c, f=failure: fails_alone(c, f, options.device), limit)  # type: ignore[misc]
         failure.shrunk = small.to_dict()
+    for failure in crashed[3:]:
+        failure.backend = failure.backend or "unknown"
 
 
 def _store(summary: Summary, folder: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,7 +19,7 @@ from multigemm.fuzz.shrink import shrink
 from multigemm.staging import staged_spec
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
-from multigemm.testing.oracles import Finding, Outcome, Subject, check
+from multigemm.testing.oracles import Finding, Outcome, Subject, check, check_all, short_text
 from multigemm.testing.strategies import RandomChooser, random_case, redrawn
 from multigemm.testing.world import Stand, World
 
@@ -108,24 +108,52 @@ class Worker:
         self.tally.problems += 1
         self.tally.classes.update(classes(case))
         stand = Stand.build(world, self.device)
-        for b, name in enumerate(self.options.backends):
-            for config in _positions(self.subject(name, 0), stand, self.options):
-                self.place[1], self.place[2], self.place[3] = b, config, int(time.time())
-                self.one(case, stand, name, config, number)
+        chosen = [
+            (name, config)
+            for name in self.options.backends
+            for config in _positions(self.subject(name, 0), stand, self.options)
+        ]
+        outcomes = self.together(case, stand, chosen, number)
+        for (name, config), outcome in zip(chosen, outcomes, strict=True):
+            self.one(case, stand, name, config, number, outcome)
 
-    def one(self, case: Case, stand: Stand, name: str, config: int, number: int) -> None:
-        """One problem on one backend under one config."""
-        subject = self.subject(name, config)
-        outcome = check(stand, subject)
+    def together(self, case: Case, stand: Stand, chosen: list[tuple[str, int]], number: int) -> list[Outcome]:
+        """All subjects at once, then one wait for the device."""
+        self.place[1], self.place[3] = -1, int(time.time())
+        try:
+            subjects = [self.subject(name, config) for name, config in chosen]
+            outcomes = check_all(stand, subjects, rho=number % 4 == 0)
+        except Exception as error:  # an asynchronous CUDA error: the parent finds out whose it was
+            failure = Failure("", "exception", short_text(error), case.to_dict(), number)
+            self.tally.failures.append(failure)
+            self.leave()
+        lost = [o for o in outcomes if o.findings and any(mark in o.findings[0].text for mark in MARKS)]
+        if lost:
+            failure = Failure("", "exception", lost[0].findings[0].text, case.to_dict(), number)
+            self.tally.failures.append(failure)
+            self.leave()
+        return outcomes
+
+    def leave(self) -> NoReturn:
+        """Ends this process, whose CUDA context is lost."""
+        self.send()
+        self.pipe.close()
+        os._exit(LOST_CONTEXT)  # an ordinary end of the process would wait for the lost device
+
+    def one(self, case: Case, stand: Stand, name: str, config: int, number: int, outcome: Outcome) -> None:
+        """Counts one outcome, and runs the expensive oracles where it is their turn."""
         if not outcome.ran:
             for reason in outcome.refusals:
                 self.tally.refusals[name, reason] += 1
             return
+        subject = self.subject(name, config)
         if outcome.ok and number % self.options.deep == 0:
+            self.place[1], self.place[2] = self.options.backends.index(name), config
             deep_checks(stand, subject, outcome, number // self.options.deep, self.tally)
         self.tally.checks[name] += 1
         self.tally.kernels[name, outcome.kernel] += 1
-        self.tally.note_rho(name, dtype_name(case.compute), outcome.rho, outcome.rho_rms)
+        if outcome.rho:
+            self.tally.note_rho(name, dtype_name(case.compute), outcome.rho, outcome.rho_rms)
         if outcome.findings:
             self.report(case, name, config, number, outcome)
 
@@ -139,9 +167,7 @@ class Worker:
             failure.shrunk = small.to_dict()
         self.tally.failures.append(failure)
         if lost:
-            self.send()
-            self.pipe.close()
-            os._exit(LOST_CONTEXT)  # ordinary ends of the process would wait for the lost device
+            self.leave()
 
     def fails(self, case: Case, name: str, config: int) -> bool:
         """Whether a simpler case still fails; a case that cannot even be built does not."""

@@ -1,6 +1,6 @@
 """When a launch happens, and beside what: streams, graphs, threads, and sizes that change or lie.
 
-These oracles take a stand that `check` has judged right, so its result is the yardstick: whatever the
+These oracles take an outcome that `check` has found right, so its result is the yardstick: whatever the
 circumstances, the same launch must give the same bits.
 """
 
@@ -20,8 +20,8 @@ from multigemm.testing.world import Stand, World, index_values
 
 
 def _compare(stand: Stand, got: torch.Tensor, name: str, outcome: Outcome) -> None:
-    assert stand.result is not None
-    bad = differing(stand.result, got, stand.world.writable)
+    assert outcome.result is not None
+    bad = differing(outcome.result, got, stand.world.writable)
     if bad:
         outcome.findings.append(Finding(name, f"{bad} bytes differ from the same launch on its own"))
 

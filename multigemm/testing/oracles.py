@@ -42,7 +42,8 @@ class Finding:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one subject and one case. `refusals` are the backend's own reasons."""
+    """What came of one subject and one case. `refusals` are the backend's own reasons; `result` is the
+    output's memory on the host after the first run."""
 
     backend: str
     refusals: list[str] = field(default_factory=list)
@@ -51,6 +52,7 @@ class Outcome:
     config: Any = None
     rho: float = 0.0
     rho_rms: float = 0.0
+    result: torch.Tensor | None = None
 
     @property
     def ran(self) -> bool:
@@ -123,17 +125,20 @@ def fetch(stand: Stand) -> torch.Tensor:
     return stand.outputs.clone() if stand.device.type == "cpu" else stand.outputs.cpu()
 
 
-def inspect(world: World, got: torch.Tensor, before: torch.Tensor, outcome: Outcome, stage_name: str = "") -> None:
+def inspect(world: World, got: torch.Tensor, before: torch.Tensor, outcome: Outcome, note: str = "", *, rho: bool = True) -> None:
     """Guard bands and values of one run; adds what it finds to the outcome."""
-    raw: Bytes = got.numpy()
-    stray = foreign_writes(raw, before.numpy(), world.writable)
-    if stray:
-        outcome.findings.append(Finding("guard", f"{stage_name}{stray} bytes were written outside the result"))
+    _guards(world, got, before, outcome, note)
     views = world.results(got)
-    verdict = judge(world.answer, views if world.case.form == "per_group" else views[0])
+    verdict = judge(world.answer, views if world.case.form == "per_group" else views[0], suspicion=rho)
     if not verdict:
-        outcome.findings.append(Finding("value", stage_name + verdict.text))
+        outcome.findings.append(Finding("value", note + verdict.text))
     outcome.rho, outcome.rho_rms = max(outcome.rho, verdict.rho), max(outcome.rho_rms, verdict.rho_rms)
+
+
+def _guards(world: World, got: torch.Tensor, before: torch.Tensor, outcome: Outcome, note: str) -> None:
+    stray = foreign_writes(got.numpy(), before.numpy(), world.writable)
+    if stray:
+        outcome.findings.append(Finding("guard", f"{note}{stray} bytes were written outside the result"))
 
 
 def differing(one: torch.Tensor, two: torch.Tensor, mask: Bytes) -> int:
@@ -142,42 +147,95 @@ def differing(one: torch.Tensor, two: torch.Tensor, mask: Bytes) -> int:
     return int(np.count_nonzero(changed.view(np.uint8))) if changed.any() else 0
 
 
-def check(stand: Stand, subject: Subject) -> Outcome:
-    """Runs one subject on one stand, twice, and judges both runs."""
-    outcome = Outcome(subject.name)
+@dataclass(slots=True)
+class Runs:
+    """Two runs of one subject, still on the device: the output's memory after each, and whether inputs changed."""
+
+    outcome: Outcome
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    touched: torch.Tensor | None = None
+
+
+def _launch_twice(stand: Stand, subject: Subject) -> Runs:
+    """Enqueues both runs without waiting for the device."""
+    runs = Runs(Outcome(subject.name))
+    outcome = runs.outcome
     try:
         outcome.refusals = subject.refusals(staged_spec(stand.problem), stand.device)
-        if outcome.ran:
-            _run_twice(stand, subject, outcome)
+        if not outcome.ran:
+            return runs
+        launch, recipe = bind(stand, subject)
+        outcome.kernel, outcome.config = recipe.kernel, recipe.config
+        for number in (0, 1):
+            stand.prefill(number)
+            launch()
+            runs.outputs.append(stand.outputs.clone())
+        runs.touched = (stand.inputs.view(torch.int64) != stand.pristine.view(torch.int64)).any()
+        stand.inputs.copy_(stand.pristine)
     except Exception as error:  # whatever a backend raises is a finding, never the end of a campaign
-        outcome.findings.append(Finding("exception", _short(error)))
-    return outcome
+        outcome.findings.append(Finding("exception", short_text(error)))
+        runs.outputs.clear()
+        runs.touched = None
+    return runs
 
 
-def _short(error: Exception) -> str:
+def short_text(error: Exception) -> str:
+    """An exception in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename.rsplit('/', 3)[-1]}:{frames[-1].lineno}" if frames else ""
-    text = str(error).strip()
-    return f"{type(error).__name__}{place}: {text[:600]}"
+    return f"{type(error).__name__}{place}: {str(error).strip()[:600]}"
 
 
-def _run_twice(stand: Stand, subject: Subject, outcome: Outcome) -> None:
-    world = stand.world
-    launch, recipe = bind(stand, subject)
-    outcome.kernel, outcome.config = recipe.kernel, recipe.config
-    runs = []
-    for number in (0, 1):
-        stand.prefill(number)
-        launch()
-        runs.append(fetch(stand))
-        inspect(world, runs[-1], world.prefills[number], outcome, "second run: " if number else "")
-    different = differing(runs[0], runs[1], world.writable)
-    if different and not outcome.findings:
-        outcome.findings.append(Finding("repeat", f"{different} bytes differ between two runs over different old contents"))
-    if not torch.equal(stand.inputs, stand.pristine):
-        outcome.findings.append(Finding("inputs", "the operands or their surroundings were written"))
-        stand.inputs.copy_(stand.pristine)
-    stand.result = runs[0]
+def _bring_home(started: list[Runs]) -> list[list[torch.Tensor]]:
+    """All outputs on the host with one copy, so that a problem waits for the device once."""
+    tensors = [t for runs in started for t in runs.outputs]
+    if not tensors:
+        return [[] for _ in started]
+    flags = torch.stack([runs.touched for runs in started if runs.touched is not None]).to(torch.uint8)
+    home = torch.cat([*tensors, flags]).cpu()
+    size, at, found = tensors[0].numel(), 0, []
+    flag = iter(home[len(tensors) * size :].tolist())
+    for runs in started:
+        found.append([home[at + i * size : at + (i + 1) * size] for i in range(len(runs.outputs))])
+        at += len(runs.outputs) * size
+        if runs.outputs and next(flag):
+            runs.outcome.findings.append(Finding("inputs", "the operands or their surroundings were written"))
+    return found
+
+
+def check_all(stand: Stand, subjects: Sequence[Subject], *, rho: bool = True) -> list[Outcome]:
+    """Runs every subject on one stand, twice, and judges all runs after waiting for the device once."""
+    started = [_launch_twice(stand, subject) for subject in subjects]
+    world, right = stand.world, list[torch.Tensor]()
+    for runs, pair in zip(started, _bring_home(started), strict=True):
+        if pair:
+            _judge_pair(world, pair, runs.outcome, right, rho)
+    return [runs.outcome for runs in started]
+
+
+def _judge_pair(world: World, pair: list[torch.Tensor], outcome: Outcome, right: list[torch.Tensor], rho: bool) -> None:
+    """Judges two runs; results that equal one already found right, bit for bit, need no second judgement."""
+    first, second = pair
+    if not rho and any(not differing(first, known, world.writable) for known in right):
+        _guards(world, first, world.prefills[0], outcome, "")
+    else:
+        inspect(world, first, world.prefills[0], outcome, rho=rho)
+        if outcome.ok:
+            right.append(first)
+    different = differing(first, second, world.writable)
+    if different:
+        note = "second run: "
+        inspect(world, second, world.prefills[1], outcome, note, rho=False)
+        text = f"{different} bytes differ between two runs over different old contents"
+        outcome.findings += [] if outcome.findings else [Finding("repeat", text)]
+    else:
+        _guards(world, second, world.prefills[1], outcome, "second run: ")
+    outcome.result = first
+
+
+def check(stand: Stand, subject: Subject) -> Outcome:
+    """Runs one subject on one stand, twice, and judges both runs."""
+    return check_all(stand, [subject])[0]
 
 
 def check_case(case: Any, backend: str | Backend, device: str | torch.device = "cpu", config: int = 0) -> Outcome:

@@ -227,7 +227,7 @@ def relate(stand: Stand, subject: Subject, outcome: Outcome, seed: int, only: st
     """Checks the relations that fit; the stand must have been judged right. Returns how many were checked."""
     world, rng, done = stand.world, np.random.default_rng(seed), 0
     case = world.case
-    if stand.result is None or case.a.zero or case.b.zero or case.c.zero:
+    if outcome.result is None or case.a.zero or case.b.zero or case.c.zero:
         return 0
     for make in RELATIONS:
         if only and make.__name__ != only:
@@ -239,12 +239,12 @@ def relate(stand: Stand, subject: Subject, outcome: Outcome, seed: int, only: st
         other = Stand.build(World.build(relation.case, relation.values), stand.device)
         second = check(other, subject)
         outcome.findings += [Finding(f"relation: {relation.name}", str(f)) for f in second.findings]
-        if second.findings or not second.ran or other.result is None:
+        if second.findings or not second.ran or second.result is None:
             continue
         same_kernel = subject.own_kernels and (second.kernel, second.config) == (outcome.kernel, outcome.config)
         if not (world.exact or (relation.same_bits and same_kernel)):
             continue
-        text = _disagreement(blocks(world, stand.result), relation.recover(blocks(other.world, other.result)), relation.factor)
+        text = _disagreement(blocks(world, outcome.result), relation.recover(blocks(other.world, second.result)), relation.factor)
         if text:
             outcome.findings.append(Finding(f"relation: {relation.name}", text))
     return done

@@ -211,7 +211,7 @@ def _writable(case: Case, place: Plot, problem: GroupedGemmProblem) -> Bytes:
 @dataclass(slots=True)
 class Stand:
     """A world on one device. `out` is where the result goes, the caller's or the library's alike;
-    `pristine` is a second copy of the inputs, and `result` the output's memory after a judged run."""
+    `pristine` is a second copy of the inputs."""
 
     world: World
     device: torch.device
@@ -220,7 +220,6 @@ class Stand:
     outputs: Tensor
     problem: GroupedGemmProblem
     pristine: Tensor
-    result: Tensor | None = None
 
     @staticmethod
     def build(world: World, device: torch.device) -> Stand:
