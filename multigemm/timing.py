@@ -88,6 +88,7 @@ def measure(
     reps: int = 100,
     min_reps: int = 10,
     budget_ms: float = 200.0,
+    watch: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
     """Times each variant; `reps` rounds at most, `min_reps` at least, about `budget_ms` for all together.
 
@@ -97,13 +98,14 @@ def measure(
     host      what the caller's thread spends per call while the device works on its own
     do_bench  as triton.testing.do_bench measures: each variant alone, a flush and one call per sample
     A variant that raises, or cannot be captured, yields a Timing with the error and no samples.
+    `watch` is told the name of each variant before it runs for the first time, and "" afterwards.
     """
     where = torch.device(device)
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown; known: {', '.join(MODES)}")
     clock = _CudaClock(where) if where.type == "cuda" else _CpuClock()
     with clock.scope():
-        return _measure(clock, variants, mode, reps, min_reps, budget_ms)
+        return _measure(clock, variants, mode, reps, min_reps, budget_ms, watch)
 
 
 def do_bench(
@@ -126,16 +128,24 @@ def overhead(device: torch.device | str) -> dict[str, float]:
 
 
 def _measure(
-    clock: _Clock, variants: Mapping[str, Call], mode: Mode, reps: int, min_reps: int, budget_ms: float
+    clock: _Clock,
+    variants: Mapping[str, Call],
+    mode: Mode,
+    reps: int,
+    min_reps: int,
+    budget_ms: float,
+    watch: Callable[[str], None],
 ) -> dict[str, Timing]:
     results: dict[str, Timing] = {}
     prepared: dict[str, Callable[[], Any]] = {}
     cost_us: dict[str, float] = {}
     for name, call in variants.items():
+        watch(name)
         try:
             prepared[name], cost_us[name] = clock.prepare(call, mode)
         except Exception as error:
             results[name] = Timing(name, mode, error=describe(error))
+    watch("")
     if mode == "do_bench":
         groups = [[name] for name in prepared]
     else:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from multigemm.__main__ import main
-from multigemm.bench import plots, results, runner, table
+from multigemm.bench import plots, results, runner, supervise, table
 from multigemm.bench.check import group_inputs, group_outputs
 from multigemm.bench.entries import Entry, Prepared, Refused, backend_entries, backend_entry, ceiling_entry
 from multigemm.bench.operands import Tensors
@@ -310,26 +310,13 @@ def test_bench_imports_no_gpu_library_and_no_optional_one() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_after_a_lost_device_a_fresh_process_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started: list[list[str]] = []
-
-    class Replaced(Exception):
-        pass
-
-    def execv(path: str, words: list[str]) -> None:
-        started.append(words)
-        raise Replaced
-
+def test_a_lost_device_ends_the_child_with_its_own_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run(self: Runner, cases: list[Workload]) -> Report:
         raise runner.DeviceLost("illegal address")
 
-    words = ["bench", "--shape", "2,4,8,8", "--device", "cpu", "--floor", "1,1", "--out", str(tmp_path)]
-    monkeypatch.setattr("os.execv", execv)
     monkeypatch.setattr(runner.Runner, "run", run)
-    monkeypatch.setattr(sys, "argv", ["multigemm", *words])
-    with pytest.raises(Replaced):
-        main(words)
-    assert started == [[sys.executable, "-m", "multigemm", *words, "--resume"]]
+    words = ["--shape", "2,4,8,8", "--device", "cpu", "--floor", "1,1", "--out", str(tmp_path)]
+    assert main(["bench", *words]) == supervise.CONTEXT_LOST
 
 
 def test_resuming_the_report_of_another_commit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

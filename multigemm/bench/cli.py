@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,9 +19,11 @@ from multigemm.bench.peers import peer_entries
 from multigemm.bench.progress import Progress
 from multigemm.bench.runner import DeviceLost, Options, Runner, new_report
 from multigemm.bench.suites import SUITES, suite
+from multigemm.bench.supervise import CONTEXT_LOST, Marker, supervise
 from multigemm.bench.workloads import DTYPES, Rates, Workload, parse_shape, with_dtype
 from multigemm.errors import InvalidSetting
 
+STRIKES = 3
 EPILOG = """
   multigemm bench --suite moe                     every backend and peer that is here
   multigemm bench --shape 64,2048,3584,1792       one's own: G, M per group, N, K
@@ -52,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("multigemm-bench"), help="folder for JSON, PNG and HTML")
     parser.add_argument("--resume", action="store_true", help="keep the rows that the folder's report already has")
     parser.add_argument("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
+    parser.add_argument("--stall", type=float, default=90.0, help="seconds without news after which a kernel hangs")
+    parser.add_argument("--marker", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--drop", default="", help=argparse.SUPPRESS)
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
     commands = parser.add_subparsers(dest="bench_command", metavar="")
     pair = commands.add_parser("compare", help="what became slower between two reports; exits 1 if anything did")
@@ -115,25 +121,54 @@ def main(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     cases = selected(args)
+    if device.type == "cuda" and args.marker is None:
+        return _supervised(args)
     entries, absent = _entries(args, device)
     options = _options(args, device, cases)
     path = args.out / "report.json"
-    report = (
-        results.read(path)
-        if args.resume and path.exists()
-        else new_report(device, {c.dtype for c in cases}, options, absent)
-    )
-    report.method["command"] = "multigemm bench " + shlex.join(a for a in sys.argv[2:] if a != "--resume")
+    kept = args.resume and path.exists()
+    report = results.read(path) if kept else new_report(device, {c.dtype for c in cases}, options, absent)
+    report.absent |= absent
+    report.method["command"] = "multigemm bench " + shlex.join(_own_words())
     _same_run(report, device, cases)
     with Progress(len(cases), quiet=args.quiet) as progress:
-        runner = Runner(entries, device, options, report, path, progress.step)
+        runner = Runner(entries, device, options, report, path, Marker(args.marker), progress.step)
         try:
             runner.run(cases)
         except DeviceLost as lost:
-            print(f"{lost}\nthe CUDA context is lost: going on in a fresh process", file=sys.stderr)
-            words = [a for a in sys.argv[1:] if a != "--resume"]
-            os.execv(sys.executable, [sys.executable, "-m", "multigemm", *words, "--resume"])
+            print(lost, file=sys.stderr)
+            return CONTEXT_LOST
     return finish(report, args.out)
+
+
+def _own_words() -> list[str]:
+    """What the user typed after `multigemm bench`, without what supervision added."""
+    words = sys.argv[2:]
+    return words[: words.index("--marker")] if "--marker" in words else words
+
+
+def _supervised(args: argparse.Namespace) -> int:
+    """The run in a child process, so that a kernel that hangs or crashes is a row."""
+    path: Path = args.out / "report.json"
+    if path.exists() and not args.resume:
+        path.unlink()
+    struck: Counter[str] = Counter()
+
+    def blame(said: dict[str, Any], reason: str) -> list[str] | None:
+        rows = [results.row(raw) for raw in said.get("rows", ())]
+        if not path.exists() or not rows:
+            print(f"the benchmark ended at {said.get('stage', 'its start')}: {reason}", file=sys.stderr)
+            return None
+        report = results.read(path)
+        for row in rows:
+            row.status, row.us, row.reason = "failed", None, f"{reason} ({said['stage']})"
+        report.rows += rows
+        results.write(path, report)
+        struck.update({row.entry for row in rows} if len(rows) == 1 else ())
+        out = [name for name, count in struck.items() if count >= STRIKES]
+        return ["--drop", ",".join(out)] if out else []
+
+    return supervise(["bench", *_own_words()], args.out / ".doing.json", args.stall, blame, args.time_budget)
 
 
 def _same_run(report: results.Report, device: torch.device, cases: list[Workload]) -> None:
@@ -154,7 +189,9 @@ def _same_run(report: results.Report, device: torch.device, cases: list[Workload
 def _entries(args: argparse.Namespace, device: torch.device) -> tuple[list[Entry], dict[str, str]]:
     backends, absent = ([], {}) if args.backend == "none" else backend_entries(_parts(args.backend), device)
     peers, missing = ([], {}) if args.peers == "none" else peer_entries(_parts(args.peers), device)
-    return [*backends, *peers, ceiling_entry()], {**absent, **missing}
+    dropped = dict.fromkeys(_parts(args.drop), f"dropped after hanging or crashing {STRIKES} times")
+    entries = [entry for entry in [*backends, *peers, ceiling_entry()] if entry.name not in dropped]
+    return entries, {**absent, **missing, **dropped}
 
 
 def _options(args: argparse.Namespace, device: torch.device, cases: list[Workload]) -> Options:

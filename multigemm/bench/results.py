@@ -133,11 +133,12 @@ def read(path: Path) -> Report:
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         seen = raw.get("schema") if isinstance(raw, dict) else None
         raise InvalidSetting(f"{path} has schema {seen}, and this version reads {SCHEMA}: measure again")
-    rows = [_row(r) for r in raw.pop("rows")]
+    rows = [row(r) for r in raw.pop("rows")]
     return Report(rows=rows, **{f.name: raw[f.name] for f in fields(Report) if f.name in raw})
 
 
-def _row(raw: dict[str, Any]) -> Row:
+def row(raw: dict[str, Any]) -> Row:
+    """A row as it was before `asdict`."""
     for name in ("eager", "graph"):
         if raw.get(name) is not None:
             raw[name] = Sample(**raw[name])

@@ -11,7 +11,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from multigemm.bench.operands import Tensors, make, poison
 from multigemm.bench.peer_libraries import Padded
 from multigemm.bench.results import Report, Row, Sample
 from multigemm.bench.roofline import measured_rates
+from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import MultigemmError
 from multigemm.timing import Mode, Timing, describe, measure, overhead
@@ -63,13 +64,16 @@ class Runner:
     options: Options
     report: Report
     path: Path | None = None
+    marker: Marker = Marker(None)
     on_case: Callable[[int, int, Workload], None] = lambda index, total, case: None
     started: float = field(default_factory=time.monotonic)
+    _rows: dict[str, Row] = field(default_factory=dict)
 
     def run(self, cases: list[Workload]) -> Report:
         """Every workload that the time budget allows; the rest is listed as unfinished."""
         done = {(row.case, row.entry) for row in self.report.rows}
         self.report.unfinished = []
+        self.save()
         for index, case in enumerate(cases):
             todo = [entry for entry in self.entries if (case.key, entry.name) not in done]
             if not todo:
@@ -94,6 +98,7 @@ class Runner:
         """The rows of one workload: made, checked, timed."""
         rows = {entry.name: self._blank(case, entry) for entry in entries}
         try:
+            self.marker.say("making tensors and reference", rows=[asdict(row) for row in rows.values()])
             self._fits(case)
             tensors = make(case, self.device)
             truth = reference(tensors)
@@ -142,6 +147,7 @@ class Runner:
     def _ready(self, entry: Entry, tensors: Tensors, truth: Reference, rows: dict[str, Row]) -> Prepared | None:
         """Prepares and checks one entry; None, with the reason in its row, if it has no right answer."""
         row = rows[entry.name]
+        self.marker.say("preparing and checking", rows=[asdict(row)])
         try:
             ready = entry.prepare(tensors)
             row.kernel, row.config, row.why, row.build_s = (
@@ -182,7 +188,7 @@ class Runner:
 
     def _time(self, ready: dict[str, Prepared], rows: dict[str, Row]) -> None:
         """Eager for all, graph for what can be captured, then hot and host where they say anything."""
-        options = self.options
+        options, self._rows = self.options, rows
         eager = self._settled({name: p.call for name, p in ready.items()}, options.style)
         for name, timing in eager.items():
             row = rows[name]
@@ -245,9 +251,20 @@ class Runner:
     ) -> dict[str, Timing]:
         if not calls:
             return {}
-        few = 4 if mode == "hot" else 9
+        options, few = self.options, 4 if mode == "hot" else 9
+
+        def watch(name: str) -> None:
+            involved = [name] if name else list(calls)
+            self.marker.say(f"timing {mode}", rows=[asdict(self._rows[n]) for n in involved])
+
         return measure(
-            calls, self.device, mode, reps=reps or self.options.reps, min_reps=few, budget_ms=self.options.budget_ms
+            calls,
+            self.device,
+            mode,
+            reps=reps or options.reps,
+            min_reps=few,
+            budget_ms=options.budget_ms,
+            watch=watch,
         )
 
     def _relate(self, rows: dict[str, Row]) -> None:

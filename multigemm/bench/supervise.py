@@ -1,0 +1,125 @@
+"""A parent that outlives what it measures.
+
+A kernel may hang, crash its process or destroy its CUDA context, and a benchmark of many kernels must
+report that as one row and go on. So on a GPU the work runs in a child process which says, in a small
+file, what it is about to do. When the child dies, or says nothing for too long, the parent kills it,
+lets `blame` record the culprit, and starts a child that carries on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+CONTEXT_LOST = 75
+FINAL_CODES = (0, 1, 2)
+RESTARTS = 40
+PROGRAM = (sys.executable, "-m", "multigemm")
+POLL_S = 0.2
+NEWS_S = 1.0
+
+
+class Marker:
+    """What the child is doing now. Without a path it does nothing, so that callers need not care."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._last: tuple[float, str] = (0.0, "")
+
+    def say(self, stage: str, **what: Any) -> None:
+        """Tells the stage; the same stage again is only written once a second."""
+        if self.path is None:
+            return
+        text = json.dumps({"stage": stage, **what})
+        now = time.monotonic()
+        if text == self._last[1] and now - self._last[0] < NEWS_S:
+            return
+        self._last = (now, text)
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(text)
+        os.replace(part, self.path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The last thing that was said; empty if nothing was."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def supervise(
+    words: Sequence[str],
+    marker: Path,
+    stall_s: float,
+    blame: Callable[[dict[str, Any], str], list[str] | None],
+    total_s: float = float("inf"),
+    program: Sequence[str] = PROGRAM,
+) -> int:
+    """Runs `multigemm WORDS --marker MARKER` to its end, restarting it with --resume; its exit code.
+
+    `blame(said, reason)` records what went wrong; it returns further words for the next child, or None
+    if going on makes no sense.
+    """
+    started = time.monotonic()
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    command = [*program, *words, "--marker", str(marker)]
+    for attempt in range(RESTARTS):
+        left = total_s - (time.monotonic() - started)
+        more = [*(["--resume"] if attempt else []), *(["--time-budget", f"{left:.1f}"] if total_s < 1e9 else [])]
+        marker.unlink(missing_ok=True)
+        reason = _run([*command, *more], marker, stall_s)
+        said = read(marker)
+        marker.unlink(missing_ok=True)
+        if isinstance(reason, int) and reason in FINAL_CODES:
+            return reason
+        if reason != CONTEXT_LOST:
+            extra = blame(said, _words(reason))
+            if extra is None:
+                return 1
+            command += extra
+        print(f"going on in a fresh process after: {_words(reason)}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _words(reason: int | str) -> str:
+    if isinstance(reason, str):
+        return reason
+    if reason == CONTEXT_LOST:
+        return "a CUDA error that no later call survives"
+    if reason < 0:
+        return f"the process died of {signal.Signals(-reason).name}"
+    return f"the process ended with code {reason}"
+
+
+def _run(command: list[str], marker: Path, stall_s: float) -> int | str:
+    """The child's exit code, or why it was killed."""
+    child = subprocess.Popen(command)
+    heard = time.monotonic()
+    last = 0
+    try:
+        while child.poll() is None:
+            time.sleep(POLL_S)
+            try:
+                stamp = marker.stat().st_mtime_ns
+            except FileNotFoundError:
+                stamp = 0
+            if stamp != last:
+                last, heard = stamp, time.monotonic()
+            if time.monotonic() - heard > stall_s:
+                child.kill()
+                child.wait()
+                return f"no answer within {stall_s:g} s"
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
+    return child.returncode
