@@ -1,9 +1,8 @@
-"""The cublas backend on a GPU: the traps of each library call, global switches, streams, graphs, threads."""
+"""The cublas backend on a GPU: the traps of each library call, global switches, epilogues."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, cast
@@ -134,7 +133,7 @@ def test_more_than_two_to_the_31_elements(config: Config) -> None:
     k, rows = 1024, 2**21 + 64
     a, b = torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda"), _ints(2, k, 8, seed=1)
     a[-40:] = _ints(40, k)
-    out = mg.grouped_gemm(a, b, sizes=[rows - 10, 10], backend="cublas", config=config)
+    out = mg.grouped_gemm(a, b, sizes=[rows - 10, 10], out_dtype=torch.float32, backend="cublas", config=config)
     assert torch.equal(out[-10:].double(), a[-10:].double() @ b[1].double())
     assert torch.equal(out[-40:-10].double(), a[-40:-10].double() @ b[0].double())
 
@@ -196,122 +195,12 @@ def test_16_bit_partial_sums_stay_off() -> None:
     assert out.abs().max() < k * 2.0**-22 * k / 2
 
 
-@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
-def test_a_captured_plan_follows_its_operands(config: Config) -> None:
-    sizes = [7, 0, 25, 8]
-    a, b = _ints(40, 64), _ints(4, 64, 32, seed=1)
-    plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=sizes), backend="cublas", config=config)
-    plan()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = plan()
-    for seed in (3, 4):
-        a.copy_(_ints(40, 64, seed=seed))
-        graph.replay()
-        assert torch.equal(out.double(), _want(a, b, sizes))
-
-
-def test_captured_device_sizes_may_change() -> None:
-    a, b, offsets = _ints(40, 64), _ints(3, 64, 32, seed=1), _offsets([10, 20, 10])
-    plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets), backend="cublas")
-    assert not plan.syncs
-    plan()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = plan()
-    for sizes in ([0, 40, 0], [1, 2, 3], [0, 0, 0]):
-        offsets.copy_(_offsets(sizes))
-        graph.replay()
-        assert torch.equal(out.double(), _want(a, b, sizes))
-
-
-@pytest.mark.parametrize("config", NEEDS_SIZES, ids=lambda c: c.variant)
-def test_a_variant_that_reads_sizes_says_so(config: Config) -> None:
-    a, b = _ints(40, 64), _ints(3, 64, 32, seed=1)
-    plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=_offsets([10, 20, 10])), backend="cublas", config=config)
-    assert plan.syncs
-    plan()
-    graph = torch.cuda.CUDAGraph()
-    side = torch.zeros(1, device="cuda")
-    with torch.cuda.graph(graph):
-        side += 1
-        with pytest.raises(mg.NotCapturable):
-            plan()
-    graph.replay()
-    assert torch.equal(plan().double(), _want(a, b, [10, 20, 10]))
-
-
-def test_host_sizes_never_wait() -> None:
-    a, b = _ints(40, 63), _ints(3, 63, 31, seed=1)
-    for config in (Config("loop"), Config("batched"), Config("streams", 2)):
-        plan = mg.plan(
-            mg.GroupedGemmProblem(a, b, sizes=[10, 20, 10], activation="relu"), backend="cublas", config=config
-        )
-        cuda.set_sync_debug_mode("error")
-        try:
-            plan()
-        finally:
-            cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
-def test_work_stays_on_the_current_stream(config: Config) -> None:
-    """Operands are filled late on a side stream; a launch elsewhere would read what was there before."""
-    a, b, sizes = torch.zeros(256, 64, device="cuda").bfloat16(), _ints(4, 64, 32, seed=1), [100, 50, 6, 100]
-    plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=sizes), backend="cublas", config=config)
-    plan()
-    fresh, side = _ints(256, 64, seed=7), cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        cuda._sleep(20_000_000)
-        a.copy_(fresh)
-        out = plan()
-        copy = out.clone()
-    side.synchronize()
-    assert torch.equal(copy.double(), _want(fresh, b, sizes))
-
-
-def test_threads_share_nothing() -> None:
-    wrong: list[Any] = []
-
-    def work(seed: int) -> None:
-        try:
-            sizes = [seed + 1, 20, 0, 30 - seed]
-            a, b = _ints(sum(sizes), 64, seed=seed), _ints(4, 64, 32, seed=seed + 50)
-            want = _want(a, b, sizes)
-            with torch.cuda.stream(cuda.Stream()):
-                for config in (
-                    Config("loop"),
-                    Config("batched"),
-                    Config("grouped"),
-                    Config("grouped_mm"),
-                    Config("streams", 2),
-                ):
-                    for activation in (None, "relu"):
-                        if activation and config.variant.startswith("grouped"):
-                            continue
-                        got = mg.grouped_gemm(a, b, sizes=sizes, activation=activation, backend="cublas", config=config)
-                        if not torch.equal(got.double(), want.relu() if activation else want):
-                            wrong.append((seed, config, activation))
-        except Exception as error:
-            wrong.append(error)
-
-    torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 @pytest.mark.parametrize(
     "value", [1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8, 1 + 3 * 2.0**-8 - 2.0**-40, 3e300, -float("inf")]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float64_rounds_once(value: float, dtype: torch.dtype) -> None:
-    a, b = torch.full((1, 1, 1), value, device="cuda").double(), torch.ones(1, 1, 1, device="cuda").double()
-    a[...] = value
+    a, b = (torch.full((1, 1, 1), v, device="cuda", dtype=torch.float64) for v in (value, 1.0))
     out = mg.grouped_gemm(a, b, out_dtype=dtype, backend="cublas").item()
     bits = 7 if dtype is torch.bfloat16 else 10
     if abs(value) > 1e300:

@@ -1,4 +1,4 @@
-"""The host side of the cublas backend: layouts, products, merging, choice and reasons; no GPU needed."""
+"""The host side of the cublas backend: layouts, packing, products and calls; no GPU needed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas import BACKEND, calls, choose, config
-from multigemm.backends.cublas.config import Config
+from multigemm.backends.cublas import calls
 from multigemm.backends.cublas.leading import Leading, Shape, leading, shape_of
 from multigemm.backends.cublas.library import NO_TRANSPOSE, TRANSPOSE
 from multigemm.backends.cublas.products import Bytes, Product, cut, even_steps, list_products, merged, packed_products
@@ -19,12 +18,11 @@ from multigemm.backends.cublas.run import shares
 from multigemm.backends.cublas.staging import Copies, stage, writable
 from multigemm.layouts import Operands, group_table, packed
 from multigemm.problem import GroupedGemmProblem
-from multigemm.spec import ProblemSpec
 from multigemm.staging import stage as stage_problem
 from multigemm.staging import staged_spec
 from tests.cublas_model import ModelLibrary, run
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 VARIANTS = ("loop", "batched", "grouped")
 
 
@@ -246,114 +244,3 @@ def test_aligned_int8_is_taken_as_it_lies() -> None:
     ops, copies = _operands(GroupedGemmProblem(a, b), torch.zeros(1, 3, 5, dtype=torch.int32)), Copies()
     stage(ops, copies)
     assert copies.pairs == []
-
-
-# --- which variant, and why not ------------------------------------------------------------------
-
-
-def _spec(
-    groups: int = 4, rows: int = 64, n: int = 64, k: int = 64, dtype: torch.dtype = torch.bfloat16, **more: Any
-) -> ProblemSpec:
-    extra = {"sizes": [rows] * groups} | more
-    a, b = torch.zeros(groups * rows, k, dtype=dtype), torch.zeros(groups, k, n, dtype=dtype)
-    return GroupedGemmProblem(a, b, **extra).spec
-
-
-def _sized(*rows: int, n: int = 4096, k: int = 4096) -> list[Product]:
-    return [Product(Shape(0, 0, n, m, k, n, k, n), 0, 0, 0) for m in rows]
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-
-
-@pytest.mark.usefixtures("hopper")
-def test_the_choice_follows_the_sizes() -> None:
-    spec = _spec()
-    assert choose.choose(spec, _sized(100), CUDA) == Config("loop")
-    assert choose.choose(spec, _sized(100, 100, 100), CUDA) == Config("batched")
-    assert choose.choose(_spec(groups=256), _sized(*range(1, 257), n=512, k=1024), CUDA) == Config("grouped_mm")
-    assert choose.choose(spec, _sized(8000, 4000, 2000, 1000, k=14336), CUDA) == Config("streams", 4)
-    assert choose.choose(_spec(dtype=torch.int8), _sized(5, 5), CUDA) == Config("loop")
-
-
-@pytest.mark.usefixtures("hopper")
-def test_grouped_mm_says_what_it_cannot() -> None:
-    def reasons(spec: ProblemSpec) -> str:
-        return " ".join(config.grouped_mm_reasons(spec, CUDA))
-
-    assert reasons(_spec()) == ""
-    assert "bfloat16 only" in reasons(_spec(dtype=torch.float16))
-    assert "1023 groups, got 1024" in reasons(_spec(groups=1024, rows=1, n=8, k=8))
-    assert "16 bytes" in reasons(_spec(k=63))
-    assert "epilogue" in reasons(_spec(activation="relu"))
-    batch = torch.zeros(2, 8, 8, dtype=torch.bfloat16)
-    assert "not batched" in reasons(GroupedGemmProblem(batch, batch).spec)
-
-
-def test_grouped_mm_needs_a_gpu_that_has_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    assert "compute capability" in config.grouped_mm_reasons(_spec(), CUDA)[0]
-
-
-def test_the_grouped_call_is_kept_from_addresses_it_faults_on() -> None:
-    assert config.grouped_reasons(_spec()) == []
-    assert "16 bytes" in config.grouped_reasons(_spec(k=63))[0]
-    assert "int8" in config.grouped_reasons(_spec(dtype=torch.int8))[0]
-    assert "float32" in config.grouped_reasons(_spec(activation="silu"))[0]
-    assert config.grouped_reasons(_spec(dtype=torch.float32, activation="silu")) == []
-    columns = torch.zeros(64, 256, dtype=torch.float32)
-    by_rows = GroupedGemmProblem(torch.zeros(4, 64, 64), columns, sizes=[64] * 4, jagged="n").spec
-    assert "16 bytes" in config.grouped_reasons(by_rows)[0]
-
-
-@pytest.mark.usefixtures("hopper")
-def test_sizes_are_read_back_only_where_a_call_needs_them() -> None:
-    aligned, odd = replace(_spec(), device_sizes=True), replace(_spec(k=63), device_sizes=True)
-    assert not config.reads_sizes(aligned, "auto", CUDA)
-    assert not config.reads_sizes(aligned, "grouped_mm", CUDA)
-    assert config.reads_sizes(aligned, "batched", CUDA)
-    assert config.reads_sizes(odd, "auto", CUDA)
-    assert not config.reads_sizes(replace(odd, alpha="zero"), "auto", CUDA)
-    assert not config.reads_sizes(replace(odd, b=replace(odd.b, shared=True)), "auto", CUDA)
-    assert not config.reads_sizes(_spec(k=63), "auto", CUDA)
-    assert not config.reads_sizes(replace(odd, form="masked"), "batched", CUDA)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_every_candidate_is_valid_and_auto_comes_first() -> None:
-    spec = _spec()
-    found = config.candidates(spec, CUDA)
-    assert found[0] == Config("auto")
-    assert {c.variant for c in found} == set(config.VARIANTS)
-    assert all(config.is_valid(c, spec, CUDA) for c in found)
-    assert config.variant_reasons(Config("streams"), spec, CUDA)
-    assert config.variant_reasons(Config("loop", 2), spec, CUDA)
-    assert "unknown" in config.variant_reasons(Config(cast(Any, "magic")), spec, CUDA)[0]
-
-
-def test_plain_products_need_no_intermediate() -> None:
-    assert config.plain(_spec())
-    assert config.plain(_spec(out_dtype=torch.float32))
-    assert not config.plain(_spec(out_dtype=torch.float16))
-    assert not config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16)))
-    assert config.result_type(_spec(activation="relu")) is torch.float32
-    assert config.result_type(_spec(dtype=torch.float64, out_dtype=torch.bfloat16)) is torch.float64
-
-
-def test_reasons_name_the_value_the_limit_and_the_remedy() -> None:
-    assert "cpu" in BACKEND.not_supported_reasons(_spec(), CPU)[0]
-    assert BACKEND.not_supported_reasons(_spec(), CUDA) == []
-    x, dy = torch.zeros(8, 16, dtype=torch.int8), torch.zeros(16, 8, dtype=torch.int8)
-    spec = GroupedGemmProblem(x, dy, sizes=[8, 8], jagged="k").spec
-    assert "multiple of 4" in BACKEND.not_supported_reasons(spec, CUDA)[0]
-
-
-def test_compute_types_say_the_precision() -> None:
-    single = _spec(dtype=torch.float32)
-    assert calls.compute_type(single) == 68
-    assert calls.compute_type(replace(single, precision="tf32")) == 77
-    assert calls.compute_type(replace(_spec(), precision="tf32")) == 68
-    assert calls.compute_type(_spec(dtype=torch.float64)) == 70
-    assert calls.compute_type(_spec(dtype=torch.int8)) == 72

@@ -19,6 +19,7 @@ import torch
 
 from multigemm.backends.cublas.config import Config, grouped_mm_reasons, grouped_reasons
 from multigemm.backends.cublas.leading import Shape
+from multigemm.backends.cublas.library import TRANSPOSE
 from multigemm.backends.cublas.products import Product
 from multigemm.spec import ProblemSpec
 
@@ -27,9 +28,12 @@ TILES = ((64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128))
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
 TENSOR_FLOPS_PER_US, TF32_FLOPS_PER_US, GROUPED_SLOWDOWN = 720e6, 350e6, 2.3
-CALL_US, LAUNCH_US = 2.6, 6.0
-LARGE_TILE_NS, SMALL_TILE_NS = 11.8, 6.3
-"""Nanoseconds per step of K for a wave of grouped_mm's 128 x 256 and 64 x 128 tiles."""
+CALL_US, LAUNCH_US = 2.2, 6.0
+LARGE_TILE = 128, 256, 11.6, 1.0
+SMALL_TILE = 64, 128, 6.0, 0.8
+"""grouped_mm's tiles: rows, columns, nanoseconds per step of K and microseconds per tile."""
+FEW_ROWS, FEW_ROWS_TRANSPOSED = 16, 1.15
+"""Products of few rows with transposed weights reach less of the memory's speed, one by one or batched."""
 SMALL_PROBLEM_US = 100.0
 """Below it a launch is bound by the host, and every further stream costs more than it gives."""
 
@@ -40,6 +44,8 @@ def choose(spec: ProblemSpec, products: Sequence[Product], device: torch.device)
     if len(shapes) < 2:
         return Config("loop")
     if len(set(shapes)) == 1:
+        if slow_to_read(shapes[0]) and not grouped_reasons(spec):
+            return Config("grouped")
         return Config("loop" if spec.compute is torch.int8 else "batched")
     separate = separately(spec, shapes)
     found = {Config("streams", 2 if separate < SMALL_PROBLEM_US else 4): separate}
@@ -64,12 +70,18 @@ def _padded(extent: int, tile: int) -> int:
     return -(-extent // tile) * tile
 
 
+def slow_to_read(s: Shape) -> bool:
+    """Whether the library reads this product's weights below the memory's speed (measured: 0.87 of it)."""
+    return s.n <= FEW_ROWS and s.op_first == TRANSPOSE
+
+
 def separately(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     """One call per product, on several streams."""
     rate, total = _rate(spec), 0.0
     for s in shapes:
         area = min(_padded(s.m, b) * _padded(s.n, a) for a, b in TILES)
-        total += max(2.0 * area * s.k / rate + CALL_US, _traffic(spec, s))
+        slower = FEW_ROWS_TRANSPOSED if slow_to_read(s) else 1.0
+        total += max(2.0 * area * s.k / rate + CALL_US, _traffic(spec, s) * slower)
     return total
 
 
@@ -77,9 +89,9 @@ def by_grouped_mm(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     """torch's grouped_mm. The result lies by rows, so a shape's n counts its rows."""
     average = max(1, spec.total // max(1, spec.groups)) if spec.jagged == "m" else shapes[0].n
     small = average <= 128 or shapes[0].m <= 128
-    rows, cols, step = (64, 128, SMALL_TILE_NS) if small else (128, 256, LARGE_TILE_NS)
-    work = sum(2 * -(-s.n // (2 * rows)) * -(-s.m // cols) * s.k for s in shapes)
-    return max(work / PROCESSORS * step / 1e3, sum(_traffic(spec, s) for s in shapes)) + LAUNCH_US
+    rows, cols, step, each = SMALL_TILE if small else LARGE_TILE
+    work = sum(2 * -(-s.n // (2 * rows)) * -(-s.m // cols) * (s.k * step / 1e3 + each) for s in shapes)
+    return max(work / PROCESSORS, sum(_traffic(spec, s) for s in shapes)) + LAUNCH_US
 
 
 def by_grouped(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:

@@ -55,7 +55,7 @@ def _from_host(ops: Operands, offsets: Ints) -> Steps:
     if ends[-1] > start:
         a = _shifted(a, 0 if jagged_m else 1, start)
         b, out = (b, _shifted(out, 0, start)) if jagged_m else (_shifted(b, 0, start), out)
-        steps.append(_Plain(GroupedMM(a, b, _ends(ops, ends - start, start), out)))
+        steps.append(GroupedMM(a, b, _ends(ops, ends - start, start), out))
     if not steps and not jagged_m:
         steps.append(Finish(ops, Need(only_empty=True)))
     if jagged_m and ops.spec.zero_unowned and (start > 0 or ends[-1] < extent):
@@ -70,25 +70,13 @@ def _ends(ops: Operands, ends: Ints, start: int) -> Tensor:
     return to_device(ends, ops.device).to(torch.int32)
 
 
-class _Plain:
-    """A grouped_mm as a step; torch takes the current stream itself."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: GroupedMM) -> None:
-        self._call = call
-
-    def __call__(self, stream: int) -> None:
-        self._call()
-
-
 def _from_device(ops: Operands) -> Steps:
     a, b, out = _views(ops)
     spec, jagged_m = ops.spec, ops.spec.jagged == "m"
     bounds = Cut(ops, a.shape[0] if jagged_m else a.shape[1])
     guarded = jagged_m and ops.head and not spec.zero_unowned
     target = _aligned_scratch(out, out.shape[:-1]) if guarded else out
-    steps: list[Step] = [bounds, _Plain(GroupedMM(a, b, bounds.ends, target))]
+    steps: list[Step] = [bounds, GroupedMM(a, b, bounds.ends, target)]
     if guarded:
         steps.append(Finish(ops, Need(acc=target)))
     elif jagged_m and spec.zero_unowned:
@@ -108,4 +96,4 @@ def _first_again(ops: Operands, a: Tensor, b: Tensor, bounds: Cut) -> list[Step]
     """Two groups, the head and the first one; the second result replaces what the full call wrote."""
     out = cast(Tensor, ops.out).detach()
     pair = _aligned_scratch(out, (2, out.shape[1]))
-    return [_Plain(GroupedMM(a, b, bounds.first_two, pair)), Copies([(out[0], pair[1])])]
+    return [GroupedMM(a, b, bounds.first_two, pair), Copies([(out[0], pair[1])])]

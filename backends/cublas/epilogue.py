@@ -10,17 +10,28 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from multigemm.backends.cublas import nvrtc
-from multigemm.backends.cublas.kernels import ACTIVATION_CODES, CUT, CUT_THREADS, FINISH, SLAB, THREADS, TYPE_CODES
+from multigemm.backends.cublas.kernels import (
+    ACTIVATION_CODES,
+    CUT,
+    CUT_THREADS,
+    FINISH,
+    SLAB,
+    TABLE_COLUMNS,
+    THREADS,
+    TYPE_CODES,
+)
 from multigemm.layouts import TABLE, Operands, Strided, group_table, packed, strides_of, to_device
 from multigemm.spec import ProblemSpec
 
 ACC_COLUMNS = (17, 18, 19)
-MOST_BLOCKS, MOST_GROUP_BLOCKS = 2048, 65535
-UNEVEN = 4
+FIRST_TILE = 20
+MOST_BLOCKS = 2112
+"""Sixteen for each of an H100's multiprocessors, two rounds of what can be resident."""
 JAGGED_CODES = {None: 0, "m": 1, "n": 2, "k": 3}
 
 
@@ -33,9 +44,10 @@ class _Task(ctypes.Structure):
 
     _fields_ = [
         *((name, _Matrix) for name in ("acc", "c", "out", "bias")),
-        *((name, ctypes.c_int64) for name in ("table", "ends", "valid", "groups", "first", "last", "m", "n", "k")),
+        *((name, ctypes.c_int64) for name in ("table", "ends", "valid", "groups", "m", "n", "k", "tiles", "per_group")),
         *((name, ctypes.c_double) for name in ("alpha", "beta")),
-        *((n, ctypes.c_int32) for n in ("jagged", "head", "wide_ends", "masked", "only_empty", "rows_fast", "lanes")),
+        *((name, ctypes.c_int32) for name in ("jagged", "head", "wide_ends", "masked", "only_empty", "rows_fast")),
+        *((name, ctypes.c_int32) for name in ("lanes", "owned", "unowned")),
     ]
 
 
@@ -58,11 +70,18 @@ class Finish:
     def __init__(self, ops: Operands, need: Need) -> None:
         task, table = _task(ops, need)
         self._kernel = nvrtc.kernel(FINISH, "finish", _defines(ops.spec, need), ops.device.index or 0)
-        self._arguments, self._grid = nvrtc.pointers(task), _grid(ops, task)
+        self._arguments, self._grid = nvrtc.pointers(task), (_blocks(task), 1)
         self._keep = (task, table, need, ops)
 
     def __call__(self, stream: int) -> None:
         self._kernel(self._grid, THREADS, self._arguments, stream)
+
+
+def _blocks(task: _Task) -> int:
+    """Few where only the edges of a packed result are written: as a rule nothing is there."""
+    edges = not task.owned and task.jagged in (1, 2)
+    tiles: int = task.tiles
+    return max(1, min(tiles, MOST_BLOCKS // 8 if edges else MOST_BLOCKS))
 
 
 def _defines(spec: ProblemSpec, need: Need) -> tuple[str, ...]:
@@ -98,39 +117,49 @@ def _task(ops: Operands, need: Need) -> tuple[Any, Tensor | None]:
     if sizes is not None:
         task.wide_ends = int(sizes.dtype is torch.int64)
         task.ends, task.valid = (0, sizes.data_ptr()) if task.masked else (sizes.data_ptr(), 0)
-    pseudo = spec.groups if task.masked else 2 if spec.jagged in ("m", "n") else 0
-    task.first = 0 if need.owned else spec.groups
-    task.last = spec.groups + (pseudo if need.unowned else 0)
+    task.owned, task.unowned = int(need.owned), int(need.unowned)
+    if spec.form != "per_group":
+        _number_tiles(task, spec)
     return task, table
 
 
+def _lanes(fast: int) -> int:
+    """Threads along a line of `fast` elements: a power of two, a warp at least."""
+    return min(THREADS, max(32, 1 << max(0, fast - 1).bit_length()))
+
+
+def _tiles(slow: Any, fast: Any, lanes: int) -> Any:
+    """Tiles of a matrix with `slow` lines of `fast` elements (numbers or arrays)."""
+    return -(-slow // (THREADS // lanes)) * -(-fast // SLAB)
+
+
+def _number_tiles(task: Any, spec: ProblemSpec) -> None:
+    slow, fast = (task.n, task.m) if task.rows_fast else (task.m, task.n)
+    task.lanes = _lanes(fast)
+    task.per_group = _tiles(slow, fast, task.lanes)
+    task.tiles = task.per_group * (1 if spec.jagged in ("m", "n") else spec.groups)
+
+
 def _list_task(ops: Operands, need: Need, task: Any) -> Tensor:
-    """Fills the fields of a list problem and returns its table on the device."""
-    host = group_table(ops)
+    """Fills the fields of a list problem and returns its table on the device, with each product's first tile."""
+    host = np.zeros((ops.spec.groups, TABLE_COLUMNS), dtype=np.int64)
+    host[:, : TABLE.COLUMNS] = group_table(ops)
     for g, acc in enumerate(need.acc or ()):
         s = strides_of(acc)
         host[g, list(ACC_COLUMNS)] = s.ptr, s.row, s.col
+    m, n = host[:, TABLE.M], host[:, TABLE.N]
+    task.rows_fast = int(host[0, TABLE.OUT_ROW] == 1 and host[0, TABLE.OUT_COL] != 1)
+    slow, fast = (n, m) if task.rows_fast else (m, n)
+    task.lanes = _lanes(int(fast.max()))
+    tiles = _tiles(slow, fast, task.lanes)
+    task.tiles, host[1:, FIRST_TILE] = tiles.sum(), np.cumsum(tiles)[:-1]
     table = to_device(host, ops.device)
     present = _Matrix(1, 0, 0, 0)
     task.table, task.out = table.data_ptr(), present
     task.acc = _matrix(None) if need.acc is None else present
     task.c = _matrix(None) if ops.c is None else present
     task.bias = _matrix(None) if ops.bias is None or need.bare else present
-    if len(host):
-        task.rows_fast = int(host[0, TABLE.OUT_ROW] == 1 and host[0, TABLE.OUT_COL] != 1)
-        task.m, task.n = host[:, TABLE.M].max(), host[:, TABLE.N].max()
     return table
-
-
-def _grid(ops: Operands, task: Any) -> tuple[int, int]:
-    """Blocks per group and groups. Skewed groups get a few times the blocks of an even one."""
-    count = max(1, task.last - task.first)
-    slow, fast = (task.n, task.m) if task.rows_fast else (task.m, task.n)
-    task.lanes = min(THREADS, max(32, 1 << (int(fast) - 1).bit_length())) if fast > 1 else 32
-    tiles = -(-slow // (THREADS // task.lanes)) * -(-fast // SLAB)
-    if task.jagged in (1, 2):
-        tiles = min(tiles, UNEVEN * -(-tiles // count))
-    return min(max(1, tiles), MOST_BLOCKS), min(count, MOST_GROUP_BLOCKS)
 
 
 class Cut:

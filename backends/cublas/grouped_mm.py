@@ -2,8 +2,8 @@
 
 The operation has no `out` argument and allocates its result, so a caller's buffer would cost a copy
 of everything: up to a tenth of the time. It asks torch for that memory like any other code, through
-the dispatcher; for the length of one call this module answers that request with the caller's
-buffer. What comes back is compared with that buffer; a torch that allocates differently is copied
+the dispatcher; for the length of one call, and in one thread, this module answers that request with
+the caller's buffer. What comes back is compared with that buffer; a torch that allocates differently is copied
 from, never trusted.
 """
 
@@ -17,39 +17,39 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 EMPTY = torch.ops.aten.empty_strided.default
+GROUPED_MM: Any = torch.ops.aten._grouped_mm.default
 ALIGNMENT = 8
 """Elements of bfloat16 in 16 bytes: what bases and strides must be multiples of."""
 
 
 class _Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands out one prepared tensor to the first request for memory of its shape."""
+    """Hands out one prepared tensor where memory of its shape is asked for."""
 
     def __init__(self, out: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._out, self._shape = out, list(out.shape)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is EMPTY and list(args[0]) == self._shape:
+        if func is EMPTY and args[0] == self._shape:
             return self._out
         return func(*args, **(kwargs or {}))
 
 
 class GroupedMM:
-    """One bound call; `out` may have any strides that are multiples of 16 bytes."""
+    """One bound call, a step of a launch; `out` may have any strides that are multiples of 16 bytes."""
 
-    __slots__ = ("_args", "_into", "_keys", "_op", "_out", "_where")
+    __slots__ = ("_args", "_call", "_into", "_keys", "_out", "_where")
 
     def __init__(self, a: Tensor, b: Tensor, ends: Tensor, out: Tensor) -> None:
         self._args = (a.detach(), b.detach(), ends, None, None)
         self._out, self._where = out.detach(), out.data_ptr()
-        self._into = _Into(self._out)
-        self._op = torch.ops.aten._grouped_mm.default
+        self._into, self._call = _Into(self._out), GROUPED_MM.redispatch
         self._keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
-    def __call__(self) -> None:
+    def __call__(self, stream: int) -> None:
         _push_mode(self._into)
         try:
-            result = self._op.redispatch(self._keys, *self._args)
+            result = self._call(self._keys, *self._args)
         finally:
             _pop_mode()
         if result.data_ptr() != self._where:

@@ -24,20 +24,22 @@ TYPE_CODES = {
 ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 THREADS = 256
 CUT_THREADS = 1024
+TABLE_COLUMNS = 21
+"""Of the table of a list: those of layouts.TABLE, the intermediate result's three, and the first tile."""
 SLAB = 4096
 """Elements of a line that one block writes before another may take over."""
 
 FINISH = (
-    f"#define SLAB {SLAB}LL\n"
+    f"#define SLAB {SLAB}LL\n#define COLUMNS {TABLE_COLUMNS}\n"
     + r"""
 typedef long long i64;
 struct Matrix { i64 ptr, group, row, col; };
 struct Task {
     Matrix acc, c, out, bias;
     i64 table, ends, valid;
-    i64 groups, first, last, m, n, k;
+    i64 groups, m, n, k, tiles, per_group;
     double alpha, beta;
-    int jagged, head, wide_ends, masked, only_empty, rows_fast, lanes;
+    int jagged, head, wide_ends, masked, only_empty, rows_fast, lanes, owned, unowned;
 };
 
 #if ACC == 4
@@ -111,72 +113,118 @@ __device__ __forceinline__ i64 start_of(const Task& t, i64 g, i64 extent) {
     return g > 0 || t.head ? clamp(end_at(t, g - 1), 0, extent) : 0;
 }
 
+// The stretch of the jagged direction that x lies in, [low, high), and the group that owns it, if any.
+struct Stretch { i64 low, high, group; bool owned; };
+
+__device__ Stretch locate(const Task& t, i64 x, i64 extent) {
+    i64 first = 0, last = t.groups;  // the first group that ends behind x
+    while (first < last) {
+        i64 middle = (first + last) / 2;
+        if (end_at(t, middle) > x) last = middle; else first = middle + 1;
+    }
+    if (first == t.groups) return {x, extent, 0, false};
+    i64 low = start_of(t, first, extent);
+    if (low <= x) return {low, clamp(end_at(t, first), low, extent), first, true};
+    return {x, low, 0, false};
+}
+
+__device__ __forceinline__ i64 tiles_of(i64 lines_there, i64 lines, i64 slabs) {
+    return (lines_there + lines - 1) / lines * slabs;
+}
+
+// Lanes run along the result's contiguous direction. A tile is a few lines of it, SLAB elements long at most;
+// tiles are numbered through all groups, so that blocks share skewed groups evenly.
 extern "C" __global__ void __launch_bounds__(256) finish(const Task t) {
-    for (i64 index = t.first + blockIdx.y; index < t.last; index += gridDim.y) {
-        bool owned = index < t.groups;
-        i64 g = owned ? index : t.masked ? index - t.groups : 0;
-        i64 r0 = 0, r1 = t.m, c0 = 0, c1 = t.n, k = t.k;
+    const int lane = threadIdx.x & (t.lanes - 1), line = threadIdx.x / t.lanes;
+    const i64 lines = blockDim.x / t.lanes, extent = t.jagged == 1 ? t.m : t.n;
+    const bool uneven = t.jagged == 1 || t.jagged == 2;
+    const bool cut_fast = uneven && (t.jagged == 1) == (t.rows_fast != 0);
+    const bool edges = uneven && !cut_fast && !t.owned;
+    i64 tiles = t.tiles, head = 0, tail = 0, head_tiles = 0;
+    if (edges) {
+        i64 slabs = ((t.rows_fast ? t.m : t.n) + SLAB - 1) / SLAB;
+        head = t.groups ? start_of(t, 0, extent) : 0;
+        tail = t.groups ? clamp(end_at(t, t.groups - 1), head, extent) : 0;
+        head_tiles = tiles_of(head, lines, slabs);
+        tiles = head_tiles + tiles_of(extent - tail, lines, slabs);
+    }
+    for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         Matrix acc = t.acc, c = t.c, out = t.out, bias = t.bias;
+        i64 rows = t.m, cols = t.n, k = t.k, g = 0, local = tile, from = 0;
         if (t.table) {
-            const i64* row = (const i64*)t.table + g * 20;
-            r1 = row[5]; c1 = row[6]; k = row[7];
+            const i64* table = (const i64*)t.table;
+            i64 last = t.groups;
+            while (last - g > 1) {
+                i64 middle = (g + last) / 2;
+                if (table[middle * COLUMNS + 20] <= tile) g = middle; else last = middle;
+            }
+            const i64* row = table + g * COLUMNS;
+            local = tile - row[20];
+            rows = row[5]; cols = row[6]; k = row[7];
             c.ptr = t.c.ptr ? row[2] : 0; c.row = row[12]; c.col = row[13];
             out.ptr = row[3]; out.row = row[14]; out.col = row[15];
             bias.ptr = t.bias.ptr ? row[4] : 0; bias.col = row[16];
             acc.ptr = t.acc.ptr ? row[17] : 0; acc.row = row[18]; acc.col = row[19];
+        } else if (!uneven) {
+            g = tile / t.per_group;
+            local = tile % t.per_group;
         }
-        if (t.jagged) {
-            i64 extent = t.jagged == 1 ? t.m : t.jagged == 2 ? t.n : t.k;
-            i64 low, high;
-            if (owned) {
-                low = start_of(t, g, extent);
-                high = clamp(end_at(t, g), low, extent);
-            } else if (index == t.groups) {
-                low = 0;
-                high = t.groups ? start_of(t, 0, extent) : 0;
-            } else {
-                high = extent;
-                low = t.groups ? clamp(end_at(t, t.groups - 1), 0, extent) : 0;
-            }
-            if (t.jagged == 1) { r0 = low; r1 = high; }
-            else if (t.jagged == 2) { c0 = low; c1 = high; }
-            else k = high - low;
+        if (t.jagged == 3) {
+            i64 low = start_of(t, g, t.k);
+            k = clamp(end_at(t, g), low, t.k) - low;
+        }
+        if (t.only_empty && k != 0) continue;
+        i64 slow_end = t.rows_fast ? cols : rows, fast_end = t.rows_fast ? rows : cols;
+        if (edges) {
+            from = tile < head_tiles ? 0 : tail;
+            local = tile < head_tiles ? tile : tile - head_tiles;
+            slow_end = tile < head_tiles ? head : extent;
+        }
+        i64 slabs = (fast_end + SLAB - 1) / SLAB;
+        i64 slow = from + local / slabs * lines + line, begin = local % slabs * SLAB;
+        i64 end = begin + SLAB < fast_end ? begin + SLAB : fast_end, valid = t.m;
+        if (slow >= slow_end) continue;
+        Stretch here = {0, fast_end, g, !edges};
+        if (cut_fast) here.high = 0;
+        else if (uneven && !edges) {
+            Stretch owner = locate(t, slow, extent);
+            here.group = owner.group;
+            here.owned = owner.owned;
         }
         if (t.masked) {
-            i64 valid = clamp(t.wide_ends ? ((const i64*)t.valid)[g] : (i64)((const int*)t.valid)[g], 0, t.m);
-            if (owned) r1 = valid; else r0 = valid;
+            valid = t.wide_ends ? ((const i64*)t.valid)[g] : (i64)((const int*)t.valid)[g];
+            if (t.rows_fast) here.high = 0; else here.owned = slow < valid;
         }
-        if (owned && t.only_empty && k != 0) continue;
-        i64 rows = r1 - r0, cols = c1 - c0;
-        if (rows <= 0 || cols <= 0) continue;
-        bool use_acc = acc.ptr != 0 && k != 0, use_c = c.ptr != 0, use_bias = bias.ptr != 0;
-        // Lanes run along the result's contiguous direction; the base of each line is formed once.
-        int lane = threadIdx.x & (t.lanes - 1), line = threadIdx.x / t.lanes, lines = blockDim.x / t.lanes;
-        i64 slow_end = t.rows_fast ? cols : rows, fast_end = t.rows_fast ? rows : cols;
-        i64 acc_step = t.rows_fast ? acc.row : acc.col, c_step = t.rows_fast ? c.row : c.col;
-        i64 out_step = t.rows_fast ? out.row : out.col, bias_step = t.rows_fast ? 0 : bias.col;
-        i64 slabs = (fast_end + SLAB - 1) / SLAB, slow_blocks = (slow_end + lines - 1) / lines;
-        for (i64 tile = blockIdx.x; tile < slow_blocks * slabs; tile += gridDim.x) {
-            i64 slow = (slabs == 1 ? tile : tile / slabs) * lines + line;
-            i64 begin = slabs == 1 ? 0 : (tile % slabs) * SLAB;
-            i64 end = begin + SLAB < fast_end ? begin + SLAB : fast_end;
-            if (slow >= slow_end) continue;
-            i64 i0 = r0 + (t.rows_fast ? 0 : slow), j0 = c0 + (t.rows_fast ? slow : 0);
-            i64 acc_at = g * acc.group + i0 * acc.row + j0 * acc.col, c_at = g * c.group + i0 * c.row + j0 * c.col;
-            i64 out_at = g * out.group + i0 * out.row + j0 * out.col, bias_at = g * bias.group + j0 * bias.col;
-            if (!owned) {
-                for (i64 at = begin + lane; at < end; at += t.lanes)
-                    store<OUT>(out.ptr, out_at + at * out_step, (calc)0);
-                continue;
-            }
+        if (here.high && !(here.owned ? t.owned : t.unowned)) continue;
+        i64 i0 = t.rows_fast ? 0 : slow, j0 = t.rows_fast ? slow : 0;
+        i64 acc_at = i0 * acc.row + j0 * acc.col, c_at = i0 * c.row + j0 * c.col;
+        i64 out_at = i0 * out.row + j0 * out.col, bias_at = here.group * bias.group + j0 * bias.col;
+        if (!t.table) {
+            acc_at += g * acc.group;
+            c_at += g * c.group;
+            out_at += g * out.group;
+        } else {
+            bias_at = j0 * bias.col;
+        }
+        const i64 acc_step = t.rows_fast ? acc.row : acc.col, c_step = t.rows_fast ? c.row : c.col;
+        const i64 out_step = t.rows_fast ? out.row : out.col, bias_step = t.rows_fast ? 0 : bias.col;
+        const bool use_acc = acc.ptr != 0 && k != 0, use_c = c.ptr != 0, use_bias = bias.ptr != 0;
 #pragma unroll 4
-            for (i64 at = begin + lane; at < end; at += t.lanes) {
-                calc v = (calc)0;
+        for (i64 at = begin + lane; at < end; at += t.lanes) {
+            if (at >= here.high) {  // who owns what changes along this line
+                if (t.masked) here = at < valid ? Stretch{0, valid, g, true} : Stretch{valid, fast_end, g, false};
+                else here = locate(t, at, extent);
+                bias_at = here.group * bias.group + j0 * bias.col;
+            }
+            if (!(here.owned ? t.owned : t.unowned)) continue;
+            calc v = (calc)0;
+            if (here.owned) {
                 if (use_acc) v = (calc)t.alpha * load<ACC>(acc.ptr, acc_at + at * acc_step);
                 if (use_c) v += (calc)t.beta * load<C>(c.ptr, c_at + at * c_step);
                 if (use_bias) v += load<BIAS>(bias.ptr, bias_at + at * bias_step);
-                store<OUT>(out.ptr, out_at + at * out_step, activate(v));
+                v = activate(v);
             }
+            store<OUT>(out.ptr, out_at + at * out_step, v);
         }
     }
 }

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from multigemm.errors import LibraryError
-
-cuda: Any = torch.cuda  # its functions carry no types
 
 NO_TRANSPOSE, TRANSPOSE = 0, 1
 REAL_TYPES = {
@@ -86,9 +84,6 @@ def soname() -> str | None:
     return None if version is None else f"libcublas.so.{version.split('.')[0]}"
 
 
-_current_handle: Callable[[], int] = cuda.current_blas_handle
-
-
 @lru_cache(maxsize=1)
 def cublas() -> Cublas:
     """The loaded library; OSError or AttributeError where torch carries none that can be called."""
@@ -106,23 +101,21 @@ def check(status: int, name: str) -> None:
 
 def handle() -> ctypes.c_void_p:
     """torch's handle for this thread and device, set by torch to its current stream and workspace."""
-    return ctypes.c_void_p(_current_handle())
+    return ctypes.c_void_p(torch._C._cuda_getCurrentBlasHandle())
 
 
-class exact_math:
-    """Within the block the handle computes what is asked; the former mode comes back at its end."""
-
-    __slots__ = ("_handle", "_library", "_mode")
-
-    def __init__(self, library: Cublas, blas_handle: ctypes.c_void_p) -> None:
-        self._library, self._handle, self._mode = library, blas_handle, ctypes.c_int()
-
-    def __enter__(self) -> None:
-        check(self._library.get_math_mode(self._handle, ctypes.byref(self._mode)), "cublasGetMathMode")
-        check(self._library.set_math_mode(self._handle, EXACT_MATH), "cublasSetMathMode")
-
-    def __exit__(self, *exc: object) -> None:
-        check(self._library.set_math_mode(self._handle, self._mode), "cublasSetMathMode")
+def issue(library: Cublas, blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
+    """Makes the calls in exact math; the first that fails raises, and the handle's mode comes back in any case."""
+    mode = ctypes.c_int()
+    check(library.get_math_mode(blas, ctypes.byref(mode)), "cublasGetMathMode")
+    check(library.set_math_mode(blas, EXACT_MATH), "cublasSetMathMode")
+    try:
+        for function, args, name in calls:
+            status = function(blas, *args)
+            if status:
+                check(status, name)
+    finally:
+        check(library.set_math_mode(blas, mode), "cublasSetMathMode")
 
 
 def scalar(compute: int, value: float) -> Any:

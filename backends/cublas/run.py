@@ -11,7 +11,7 @@ import torch
 
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
-from multigemm.backends.cublas.library import EXACT_MATH, Call, Cublas, check, exact_math, handle
+from multigemm.backends.cublas.library import Call, Cublas, check, handle, issue
 from multigemm.layouts import Operands
 
 cuda: Any = torch.cuda  # its classes carry no types
@@ -50,17 +50,7 @@ class Calls:
         self._library, self._batch, self._calls = library, batch, tuple(batch.calls)
 
     def __call__(self, stream: int) -> None:
-        blas = handle()
-        with exact_math(self._library, blas):
-            issue(self._calls, blas)
-
-
-def issue(calls: Sequence[Call], blas: Any) -> None:
-    """Makes the calls; the first that fails raises."""
-    for function, args, name in calls:
-        status = function(blas, *args)
-        if status:
-            check(status, name)
+        issue(self._library, handle(), self._calls)
 
 
 def shares(work: Sequence[int], streams: int) -> list[list[int]]:
@@ -111,17 +101,14 @@ class Streamed:
     def __call__(self, stream: int) -> None:
         library, blas, current = self._library, handle(), torch.cuda.current_stream(self._device)
         self._fork.record(current)
-        with exact_math(library, blas):
-            issue(self._here[:1], blas)
-            try:
-                for lane in self._lanes:
-                    lane.stream.wait_event(self._fork)
-                    lane.aim(library, blas)
-                    issue(lane.calls, blas)
-                    lane.done.record(lane.stream)
-            finally:
-                handle()  # torch aims its handle at its own current stream and workspace again
-            check(library.set_math_mode(blas, EXACT_MATH), "cublasSetMathMode")
-            issue(self._here[1:], blas)
+        try:
+            for lane in self._lanes:
+                lane.stream.wait_event(self._fork)
+                lane.aim(library, blas)
+                issue(library, blas, lane.calls)
+                lane.done.record(lane.stream)
+        finally:
+            blas = handle()  # torch aims its handle at its own current stream and workspace again
+        issue(library, blas, self._here)
         for lane in self._lanes:
             current.wait_event(lane.done)

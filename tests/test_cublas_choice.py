@@ -1,0 +1,237 @@
+"""Which cublas variant runs and why not, and what surrounds a library call; no GPU needed."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+from multigemm.backends.cublas import BACKEND, calls, choose, config, kernels, nvrtc
+from multigemm.backends.cublas.config import Config
+from multigemm.backends.cublas.grouped_mm import View, _Into
+from multigemm.backends.cublas.leading import Shape
+from multigemm.backends.cublas.library import EXACT_MATH, Call, issue
+from multigemm.backends.cublas.products import Product
+from multigemm.errors import CompileError, LibraryError
+from multigemm.problem import GroupedGemmProblem
+from multigemm.spec import ProblemSpec
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def _spec(
+    groups: int = 4, rows: int = 64, n: int = 64, k: int = 64, dtype: torch.dtype = torch.bfloat16, **more: Any
+) -> ProblemSpec:
+    extra = {"sizes": [rows] * groups} | more
+    a, b = torch.zeros(groups * rows, k, dtype=dtype), torch.zeros(groups, k, n, dtype=dtype)
+    return GroupedGemmProblem(a, b, **extra).spec
+
+
+def _sized(*rows: int, n: int = 4096, k: int = 4096) -> list[Product]:
+    return [Product(Shape(0, 0, n, m, k, n, k, n), 0, 0, 0) for m in rows]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_choice_follows_the_sizes() -> None:
+    spec = _spec()
+    assert choose.choose(spec, _sized(100), CUDA) == Config("loop")
+    assert choose.choose(spec, _sized(100, 100, 100), CUDA) == Config("batched")
+    assert choose.choose(_spec(groups=256), _sized(*range(1, 257), n=512, k=1024), CUDA) == Config("grouped_mm")
+    assert choose.choose(spec, _sized(8000, 4000, 2000, 1000, k=14336), CUDA) == Config("streams", 4)
+    assert choose.choose(_spec(dtype=torch.int8), _sized(5, 5), CUDA) == Config("loop")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_grouped_mm_says_what_it_cannot() -> None:
+    def reasons(spec: ProblemSpec) -> str:
+        return " ".join(config.grouped_mm_reasons(spec, CUDA))
+
+    assert reasons(_spec()) == ""
+    assert "bfloat16 only" in reasons(_spec(dtype=torch.float16))
+    assert "1023 groups, got 1024" in reasons(_spec(groups=1024, rows=1, n=8, k=8))
+    assert "16 bytes" in reasons(_spec(k=63))
+    assert "epilogue" in reasons(_spec(activation="relu"))
+    batch = torch.zeros(2, 8, 8, dtype=torch.bfloat16)
+    assert "not batched" in reasons(GroupedGemmProblem(batch, batch).spec)
+
+
+def test_grouped_mm_needs_a_gpu_that_has_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert "compute capability" in config.grouped_mm_reasons(_spec(), CUDA)[0]
+
+
+def test_the_grouped_call_is_kept_from_addresses_it_faults_on() -> None:
+    assert config.grouped_reasons(_spec()) == []
+    assert "16 bytes" in config.grouped_reasons(_spec(k=63))[0]
+    assert "int8" in config.grouped_reasons(_spec(dtype=torch.int8))[0]
+    assert "float32" in config.grouped_reasons(_spec(activation="silu"))[0]
+    assert config.grouped_reasons(_spec(dtype=torch.float32, activation="silu")) == []
+    columns = torch.zeros(64, 256, dtype=torch.float32)
+    by_rows = GroupedGemmProblem(torch.zeros(4, 64, 64), columns, sizes=[64] * 4, jagged="n").spec
+    assert "16 bytes" in config.grouped_reasons(by_rows)[0]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_sizes_are_read_back_only_where_a_call_needs_them() -> None:
+    aligned, odd = replace(_spec(), device_sizes=True), replace(_spec(k=63), device_sizes=True)
+    assert not config.reads_sizes(aligned, "auto", CUDA)
+    assert not config.reads_sizes(aligned, "grouped_mm", CUDA)
+    assert config.reads_sizes(aligned, "batched", CUDA)
+    assert config.reads_sizes(odd, "auto", CUDA)
+    assert not config.reads_sizes(replace(odd, alpha="zero"), "auto", CUDA)
+    assert not config.reads_sizes(replace(odd, b=replace(odd.b, shared=True)), "auto", CUDA)
+    assert not config.reads_sizes(_spec(k=63), "auto", CUDA)
+    assert not config.reads_sizes(replace(odd, form="masked"), "batched", CUDA)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_every_candidate_is_valid_and_auto_comes_first() -> None:
+    spec = _spec()
+    found = config.candidates(spec, CUDA)
+    assert found[0] == Config("auto")
+    assert {c.variant for c in found} == set(config.VARIANTS)
+    assert all(config.is_valid(c, spec, CUDA) for c in found)
+    assert config.variant_reasons(Config("streams"), spec, CUDA)
+    assert config.variant_reasons(Config("loop", 2), spec, CUDA)
+    assert "unknown" in config.variant_reasons(Config(cast(Any, "magic")), spec, CUDA)[0]
+
+
+def test_plain_products_need_no_intermediate() -> None:
+    assert config.plain(_spec())
+    assert config.plain(_spec(out_dtype=torch.float32))
+    assert not config.plain(_spec(out_dtype=torch.float16))
+    assert not config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16)))
+    assert config.result_type(_spec(activation="relu")) is torch.float32
+    assert config.result_type(_spec(dtype=torch.float64, out_dtype=torch.bfloat16)) is torch.float64
+
+
+def test_reasons_name_the_value_the_limit_and_the_remedy() -> None:
+    assert "cpu" in BACKEND.not_supported_reasons(_spec(), CPU)[0]
+    assert BACKEND.not_supported_reasons(_spec(), CUDA) == []
+    x, dy = torch.zeros(8, 16, dtype=torch.int8), torch.zeros(16, 8, dtype=torch.int8)
+    spec = GroupedGemmProblem(x, dy, sizes=[8, 8], jagged="k").spec
+    assert "multiple of 4" in BACKEND.not_supported_reasons(spec, CUDA)[0]
+
+
+def test_compute_types_say_the_precision() -> None:
+    single = _spec(dtype=torch.float32)
+    assert calls.compute_type(single) == 68
+    assert calls.compute_type(replace(single, precision="tf32")) == 77
+    assert calls.compute_type(replace(_spec(), precision="tf32")) == 68
+    assert calls.compute_type(_spec(dtype=torch.float64)) == 70
+    assert calls.compute_type(_spec(dtype=torch.int8)) == 72
+
+
+# --- calls, and what surrounds them --------------------------------------------------------------
+
+
+class _Handle:
+    """A library whose handle has a math mode, as the real one's."""
+
+    def __init__(self) -> None:
+        self.mode, self.seen = 3, list[int]()
+
+    def get_math_mode(self, blas: Any, to: Any) -> int:
+        to._obj.value = self.mode
+        return 0
+
+    def set_math_mode(self, blas: Any, mode: Any) -> int:
+        self.mode = getattr(mode, "value", mode)
+        return 0
+
+    def call(self, status: int) -> Call:
+        def function(*args: Any) -> int:
+            self.seen.append(self.mode)
+            return status
+
+        return Call(function, (), "cublasGemmEx")
+
+
+def test_the_mode_of_the_handle_is_lent_and_returned() -> None:
+    library = _Handle()
+    issue(cast(Any, library), ctypes.c_void_p(1), [library.call(0), library.call(0)])
+    assert library.seen == [EXACT_MATH, EXACT_MATH]
+    assert library.mode == 3
+
+
+def test_a_status_is_an_error_and_the_mode_comes_back() -> None:
+    library = _Handle()
+    with pytest.raises(LibraryError, match=r"cublasGemmEx returned NOT_SUPPORTED \(15\)"):
+        issue(cast(Any, library), ctypes.c_void_p(1), [library.call(15), library.call(0)])
+    assert library.seen == [EXACT_MATH]
+    assert library.mode == 3
+
+
+def test_grouped_mm_gets_the_callers_memory() -> None:
+    out = torch.zeros(2, 3)
+    _push_mode(_Into(out))
+    try:
+        same = torch.empty_strided((2, 3), (3, 1))
+        other = torch.empty_strided((3, 2), (2, 1))
+    finally:
+        _pop_mode()
+    assert same.data_ptr() == out.data_ptr()
+    assert other.shape == (3, 2)
+    assert torch.empty_strided((2, 3), (3, 1)).data_ptr() != out.data_ptr()
+
+
+def test_grouped_mm_sees_legal_strides_on_single_rows() -> None:
+    row = torch.zeros(1, 13)
+    assert View(True).of(row).stride() == (16, 1)
+    assert View(False).of(torch.zeros(13, 1)).stride() == (1, 16)
+    assert View(True).of(torch.zeros(4, 24)[:, :13]).stride() == (24, 1)
+
+
+def _nvrtc() -> Any:
+    for name in ("libnvrtc.so.13", "libnvrtc.so.12"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    from importlib.util import find_spec
+
+    spec = find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder).glob("*/lib/libnvrtc.so.1*")):
+            return ctypes.CDLL(str(path))
+    pytest.skip("no NVRTC is installed")
+
+
+@pytest.mark.parametrize(
+    ("acc", "out"),
+    [(torch.int32, torch.int32), (torch.float64, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+    + [(torch.float32, out) for out in (torch.float16, torch.bfloat16, torch.float64)],
+)
+def test_the_epilogue_compiles(monkeypatch: pytest.MonkeyPatch, acc: torch.dtype, out: torch.dtype) -> None:
+    library = _nvrtc()
+    monkeypatch.setattr(nvrtc, "compiler", lambda: library)
+    act = 1 if acc is torch.int32 else kernels.ACTIVATION_CODES["gelu"]
+    extra = kernels.TYPE_CODES[torch.int32 if acc is torch.int32 else torch.float16]
+    codes = {"ACC": kernels.TYPE_CODES[acc], "C": extra, "BIAS": extra, "OUT": kernels.TYPE_CODES[out], "ACT": act}
+    options = ("--gpu-architecture=sm_90", "--std=c++17", *(f"-D{k}={v}" for k, v in codes.items()))
+    assert nvrtc.compile_source(kernels.FINISH, "finish", options)[:4] == b"\x7fELF"
+
+
+def test_a_broken_kernel_shows_the_compilers_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = _nvrtc()
+    monkeypatch.setattr(nvrtc, "compiler", lambda: library)
+    assert nvrtc.compile_source(kernels.CUT, "cut", ("--gpu-architecture=sm_80",))
+    with pytest.raises(CompileError, match="undefined_name"):
+        nvrtc.compile_source("__global__ void f() { undefined_name; }", "f", ("--gpu-architecture=sm_80",))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_backend_says_why() -> None:
+    state = BACKEND.availability()
+    assert not state.ok
+    assert state.reason
