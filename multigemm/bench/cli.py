@@ -19,7 +19,7 @@ from multigemm.bench.peers import peer_entries
 from multigemm.bench.progress import Progress
 from multigemm.bench.runner import DeviceLost, Options, Runner, new_report
 from multigemm.bench.suites import SUITES, suite
-from multigemm.bench.supervise import CONTEXT_LOST, Marker, supervise
+from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.workloads import DTYPES, Rates, Workload, parse_shape, with_dtype
 from multigemm.errors import InvalidSetting
 
@@ -115,7 +115,7 @@ def main(args: argparse.Namespace) -> int:
             for case in suite(name):
                 print(f"  {case.key:44s} {case.describe()}")
         return 0
-    return _run(args)
+    return as_child(lambda: _run(args), args.marker)
 
 
 def _run(args: argparse.Namespace) -> int:

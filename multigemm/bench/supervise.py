@@ -14,11 +14,15 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from multigemm.errors import MultigemmError
+
 CONTEXT_LOST = 75
+RAISED = 76
 FINAL_CODES = (0, 1, 2)
 RESTARTS = 40
 PROGRAM = (sys.executable, "-m", "multigemm")
@@ -90,11 +94,26 @@ def supervise(
     return 1
 
 
+def as_child(work: Callable[[], int], marker: Path | None) -> int:
+    """Runs the work; in a supervised child an unexpected exception gets an exit code of its own."""
+    if marker is None:
+        return work()
+    try:
+        return work()
+    except MultigemmError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        return RAISED
+
+
 def _words(reason: int | str) -> str:
     if isinstance(reason, str):
         return reason
     if reason == CONTEXT_LOST:
         return "a CUDA error that no later call survives"
+    if reason == RAISED:
+        return "an exception that was not foreseen"
     if reason < 0:
         return f"the process died of {signal.Signals(-reason).name}"
     return f"the process ended with code {reason}"

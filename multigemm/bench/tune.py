@@ -10,10 +10,12 @@ stay in the record with their reasons.
 from __future__ import annotations
 
 import gc
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +24,14 @@ from multigemm import dispatch, registry
 from multigemm.bench.check import Reference, reference
 from multigemm.bench.entries import available_backends, problem
 from multigemm.bench.operands import Tensors, make, poison
+from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Workload, geomean
 from multigemm.staging import staged_spec
 from multigemm.timing import Call, Timing, describe, measure
 from multigemm.tuning import Measured, device_name, spec_key
 
 KEEP_WITHIN = 1.25
+STRIKES = 3
 FIRST_WINS_WITHIN = 1.01
 Choice = tuple[str, int]
 
@@ -42,13 +46,25 @@ class Limits:
     careful_ms: float = 250.0
 
 
+@dataclass(frozen=True)
+class Tried:
+    """A config as data, so that a run can be carried on by another process."""
+
+    text: str
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Any) -> Tried:
+        return cls(str(config), asdict(config) if is_dataclass(config) and not isinstance(config, type) else {})
+
+
 @dataclass
 class ClassResult:
     """What was tried for one class: `us[choice][workload]`, the configs by choice, and the failures."""
 
     key: str
     us: dict[Choice, dict[str, float]] = field(default_factory=dict)
-    configs: dict[Choice, Any] = field(default_factory=dict)
+    configs: dict[Choice, Tried] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def best(self) -> dict[str, float]:
@@ -75,6 +91,48 @@ class ClassResult:
 
 
 @dataclass
+class State:
+    """What outlives a process: finished workloads, their results, and configs that hang or crash."""
+
+    path: Path | None
+    done: list[str] = field(default_factory=list)
+    classes: dict[str, ClassResult] = field(default_factory=dict)
+    bad: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def skipped(self, backend: str, config: str) -> str:
+        """Why a config is not tried again; a backend with several such configs is left alone."""
+        bad = self.bad.get(backend, {})
+        if config in bad:
+            return bad[config]
+        return f"not tried: {len(bad)} other configs hung or crashed" if len(bad) >= STRIKES else ""
+
+    def save(self) -> None:
+        if self.path is None:
+            return
+        classes = [
+            {
+                "key": c.key,
+                "us": [[*choice, times] for choice, times in c.us.items()],
+                "configs": [[*choice, tried.text, tried.fields] for choice, tried in c.configs.items()],
+                "failures": c.failures,
+            }
+            for c in self.classes.values()
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps({"done": self.done, "classes": classes, "bad": self.bad}))
+
+    @classmethod
+    def load(cls, path: Path) -> State:
+        raw = json.loads(path.read_text())
+        classes = {}
+        for c in raw["classes"]:
+            us = {(name, index): times for name, index, times in c["us"]}
+            configs = {(name, index): Tried(text, values) for name, index, text, values in c["configs"]}
+            classes[c["key"]] = ClassResult(c["key"], us, configs, c["failures"])
+        return cls(path, raw["done"], classes, raw["bad"])
+
+
+@dataclass
 class Tuner:
     """One tuning run on one device."""
 
@@ -85,14 +143,23 @@ class Tuner:
     classes: dict[str, ClassResult] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     unfinished: list[str] = field(default_factory=list)
+    marker: Marker = Marker(None)
+    state: State = field(default_factory=lambda: State(None))
+    _current: ClassResult = field(default_factory=lambda: ClassResult(""))
 
     def run(self, cases: Sequence[Workload]) -> list[Measured]:
         """Tries everything within the limits; the measurements to keep, one per class and backend."""
+        self.classes |= self.state.classes
         for case in cases:
+            if case.key in self.state.done:
+                continue
             if time.monotonic() - self.started > self.limits.total_s:
                 self.unfinished.append(case.key)
                 continue
             self._case(case)
+            self.state.classes = self.classes
+            self.state.done.append(case.key)
+            self.state.save()
         return self.measured()
 
     def measured(self) -> list[Measured]:
@@ -103,11 +170,10 @@ class Tuner:
                 choice = result.winner(backend)
                 if choice is None:
                     continue
-                config = result.configs[choice]
                 found.append(
                     Measured(
                         backend,
-                        asdict(config) if is_dataclass(config) and not isinstance(config, type) else {},
+                        result.configs[choice].fields,
                         round(geomean(result.us[choice].values()), 2),
                         device_name(self.device),
                         result.key,
@@ -117,6 +183,7 @@ class Tuner:
         return found
 
     def _case(self, case: Workload) -> None:
+        self.marker.say("making tensors and reference", case=case.key)
         tensors = make(case, self.device)
         truth = reference(tensors)
         key = spec_key(staged_spec(problem(tensors)))
@@ -124,6 +191,7 @@ class Tuner:
         self.say(f"{case.key}  [{key}]")
         calls, capturable = self._plans(tensors, truth, result)
         del truth
+        self._current = result
         for choice, us in self._times(calls, capturable).items():
             result.us.setdefault(choice, {})[case.key] = us
         self._tell(case, result)
@@ -145,8 +213,12 @@ class Tuner:
                 continue
             configs = list(backend.configs(spec, self.device))
             for index, config in enumerate(configs[: self.limits.configs or None]):
-                choice = (name, index)
-                result.configs.setdefault(choice, config)
+                choice, tried = (name, index), Tried.of(config)
+                result.configs.setdefault(choice, tried)
+                if why := self.state.skipped(name, tried.text):
+                    result.failures.setdefault(name, {})[tried.text] = why
+                    continue
+                self.marker.say("checking", case=tensors.workload.key, backend=name, config=tried.text)
                 try:
                     plan = dispatch.plan(posed, name, config)
                     poison(tensors)
@@ -156,9 +228,9 @@ class Tuner:
                 except Exception as error:  # a config's failure is part of the record
                     wrong = describe(error)
                 if wrong:
-                    result.failures.setdefault(name, {})[str(config)] = wrong
+                    result.failures.setdefault(name, {})[tried.text] = wrong
                     self.say(f"  {name}: {config} failed: {wrong}")
-                    self._synchronize()
+                    self._synchronize()  # raises if the device is lost, which ends this process
                     continue
                 calls[choice] = plan
                 if not plan.syncs:
@@ -191,7 +263,14 @@ class Tuner:
 
     def _measure(self, calls: dict[Choice, Call], mode: Any, least: int, budget_ms: float) -> dict[Choice, Timing]:
         named = {f"{name} {index}": call for (name, index), call in calls.items()}
-        taken = measure(named, self.device, mode, min_reps=least, budget_ms=budget_ms)
+        tried = dict(zip(named, calls, strict=True))
+
+        def watch(label: str) -> None:
+            choice = tried.get(label)
+            config = self._current.configs[choice].text if choice else ""
+            self.marker.say(f"timing {mode}", backend=choice[0] if choice else "", config=config)
+
+        taken = measure(named, self.device, mode, min_reps=least, budget_ms=budget_ms, watch=watch)
         return {choice: taken[f"{choice[0]} {choice[1]}"] for choice in calls}
 
     def _tell(self, case: Workload, result: ClassResult) -> None:
@@ -201,7 +280,7 @@ class Tuner:
                 top = min(times, key=lambda choice: times[choice])
                 first = times.get((backend, 0), math.nan)
                 self.say(
-                    f"  {backend}: {times[top]:.1f} us with {result.configs[top]} "
+                    f"  {backend}: {times[top]:.1f} us with {result.configs[top].text} "
                     f"(first guess {first:.1f} us, {len(times)} timed, {len(result.failures.get(backend, {}))} failed)"
                 )
 

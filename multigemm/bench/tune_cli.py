@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from multigemm.bench import machine
 from multigemm.bench.cli import add_selection, selected
-from multigemm.bench.tune import Limits, Tuner, tunable
+from multigemm.bench.supervise import Marker, as_child, supervise
+from multigemm.bench.tune import Limits, State, Tuner, tunable
 from multigemm.errors import BackendUnavailable
 from multigemm.tuning import SCHEMA, Measured, table
 
@@ -25,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-record", action="store_true", help="measure and show, but keep nothing")
     parser.add_argument("--out", type=Path, default=None, help="also write the measurements to a file to share")
     parser.add_argument("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
+    parser.add_argument("--stall", type=float, default=90.0, help="seconds without news after which a config hangs")
+    parser.add_argument("--marker", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--quiet", action="store_true", help="only the summary")
 
 
@@ -32,13 +39,24 @@ def main(args: argparse.Namespace) -> int:
     """Tunes; 0 if anything was measured."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     backends, absent = tunable([n.strip() for n in args.backend.split(",") if n.strip()], device)
-    for name, why in absent.items():
-        print(f"{name}: not tuned: {why}")
     if not backends:
         raise BackendUnavailable(args.backend or "any", "no backend that could be tuned is here: see `multigemm info`")
     cases = selected(args)
-    tuner = Tuner(device, backends, Limits(args.time_budget, args.configs), _silent if args.quiet else _loud)
-    found = tuner.run(cases)
+    if device.type == "cuda" and args.marker is None:
+        return _supervised(args)
+    state_file = None if args.marker is None else args.marker.with_name("tuning.json")
+    state = State.load(state_file) if state_file and args.resume and state_file.exists() else State(state_file)
+    if not args.resume:
+        for name, why in absent.items():
+            print(f"{name}: not tuned: {why}")
+    limits, say = Limits(args.time_budget, args.configs), _silent if args.quiet else _loud
+    tuner = Tuner(device, backends, limits, say, marker=Marker(args.marker), state=state)
+    return as_child(lambda: _keep(tuner, tuner.run(cases), args), args.marker)
+
+
+def _keep(tuner: Tuner, found: list[Measured], args: argparse.Namespace) -> int:
+    """Shows, records and writes what was found."""
+    device = tuner.device
     print(f"{len(found)} measurements of {len(tuner.classes)} classes of problems on {machine.device_name(device)}")
     for case in tuner.unfinished:
         print(f"not reached within the time budget: {case}")
@@ -50,6 +68,25 @@ def main(args: argparse.Namespace) -> int:
         write(args.out, found, device)
         print(f"written: {args.out}")
     return 0 if found else 1
+
+
+def _supervised(args: argparse.Namespace) -> int:
+    """The work in a child process, so that a config that hangs is a failure on record."""
+    with tempfile.TemporaryDirectory(prefix="multigemm-tune-") as folder:
+        marker = Path(folder) / "doing.json"
+
+        def blame(said: dict[str, Any], reason: str) -> list[str] | None:
+            file = marker.with_name("tuning.json")
+            if not said.get("backend"):
+                print(f"tuning ended at {said.get('stage', 'its start')}: {reason}", file=sys.stderr)
+                return None
+            state = State.load(file) if file.exists() else State(file)
+            state.bad.setdefault(said["backend"], {})[said["config"]] = f"{reason} ({said['stage']})"
+            state.save()
+            return []
+
+        words = ["tune", *(sys.argv[2:])]
+        return supervise(words, marker, args.stall, blame, args.time_budget)
 
 
 def _loud(text: str) -> None:
