@@ -153,15 +153,35 @@ def test_accumulates_in_place(form: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_special_values_stay_in_their_rows_and_columns(dtype: torch.dtype, value: float) -> None:
-    for sizes in ((5, 0, 17, 1, 8), tuple([3, 1, 0, 7] * 20)):
-        for ops, config in every(Case("jagged_m", dtype, sizes=sizes, head=2, tail=2)):
+@pytest.mark.parametrize("k", [20, 33, 100])
+def test_special_values_stay_in_their_rows_and_columns(dtype: torch.dtype, value: float, k: int) -> None:
+    for sizes in ((5, 0, 17, 1, 8), tuple([3, 1, 0, 7] * 20), (40, 50, 33)):
+        for ops, config in every(Case("jagged_m", dtype, sizes=sizes, head=2, tail=2, k=k, n=40)):
             for row in (4, 0, -1):
                 ops.a[row].fill_(value)
             ops.b[2][0, 5], ops.b[1][...] = value, value
             run(ops, config)
             groups = groups_of(ops)
             for g, (a, b, out, _, _) in enumerate(groups):
+                finite = a.isfinite().all(1)[:, None] & b.isfinite().all(0)[None]
+                assert bool(out.isfinite().eq(finite).all()), f"group {g}"
+
+
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group"])
+@pytest.mark.parametrize("transposed", ["", "a", "b"])
+def test_rows_never_meet(form: str, transposed: str) -> None:
+    """A vector unit that reads K in steps may read into the next row: its infinities must not get out."""
+    case = Case(form, torch.bfloat16, sizes=(40, 50, 33), m=40, n=40, k=33, transposed=transposed)
+    for ops, config in every(case):
+        for g, (a, *_) in enumerate(groups_of(ops)):
+            a[7 + g].fill_(float("inf"))
+        for padded in (False, True):
+            if padded and isinstance(ops.a, torch.Tensor):
+                wide = torch.full((*ops.a.shape[:-1], ops.a.shape[-1] + 40), float("nan"), dtype=ops.a.dtype)
+                wide[..., : ops.a.shape[-1]] = ops.a
+                ops.a = wide[..., : ops.a.shape[-1]]
+            run(ops, config)
+            for g, (a, b, out, _, _) in enumerate(groups_of(ops)):
                 finite = a.isfinite().all(1)[:, None] & b.isfinite().all(0)[None]
                 assert bool(out.isfinite().eq(finite).all()), f"group {g}"
 
@@ -174,6 +194,7 @@ def test_activations_of_special_values(activation: str) -> None:
     run(ops)
     f = torch.nn.functional
     want = f.gelu(specials, approximate="tanh") if activation == "gelu_tanh" else getattr(f, activation)(specials)
+    want[1] = float("inf")
     torch.testing.assert_close(outs(ops)[0][0, 0], want, rtol=0, atol=0, equal_nan=True)
 
 

@@ -2,7 +2,7 @@
 
 For plain products whose result has the operands' dtype. oneDNN accumulates in float32 and rounds
 at the end, so nothing else has to be done. Rows that pad a group are copies of rows that exist, and
-what they give is dropped: a product's rows do not depend on each other, so no value can leak.
+what they give is dropped. See leaks.py for the one way in which rows of A can meet.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cpu.groups import Index, Sizes, empty_products, unowned, walk
+from multigemm.backends.cpu.leaks import Rows
 from multigemm.backends.cpu.segments import Segment, segments
 from multigemm.layouts import Operands
 
@@ -57,7 +58,8 @@ class RowGroups:
         a, b, out = (cast(Tensor, x) for x in (ops.a, ops.b, ops.out))
         if ops.spec.form == "jagged_n":
             a, b, out = b.t(), a.transpose(-1, -2), out.t()
-        self._a, self._b, self._out, self._scratch = a, b, out, _Scratch()
+        self.rows = Rows(a)
+        self._a, self._b, self._out, self._scratch = self.rows.matrix, b, out, _Scratch()
 
     def steps(self, start: Index, end: Index) -> list[Step]:
         k, n = self._b.shape[-2:]
@@ -104,9 +106,9 @@ class RowGroups:
         return [run]
 
 
-def _masked_steps(ops: Operands, end: Index) -> list[Step]:
+def _masked_steps(ops: Operands, a: Tensor, end: Index) -> list[Step]:
     """The stack as far down as the fullest group reaches; only the rows that count are kept."""
-    a, b, out = (cast(Tensor, x) for x in (ops.a, ops.b, ops.out))
+    b, out = (cast(Tensor, x) for x in (ops.b, ops.out))
     top = int(end.max(initial=0))
     if top == 0 or a.shape[-1] == 0 or b.shape[-1] == 0:
         return []
@@ -123,37 +125,42 @@ def _masked_steps(ops: Operands, end: Index) -> list[Step]:
     return [run]
 
 
-def _single_steps(ops: Operands, start: Index | None, end: Index | None) -> list[Step]:
-    return [_mm(g.a, g.b, g.out) for g in walk(ops, start, end) if g.out.numel() and g.a.shape[1]]
-
-
 class BmmLaunch:
-    """One bound problem. `slow` is the plain loop, which settles offsets that lie."""
+    """One bound problem. `slow` is the plain loop, which settles offsets that lie and rows that could meet."""
 
     def __init__(self, ops: Operands, slow: Launch) -> None:
         self._ops, self._slow, self._sizes = ops, slow, Sizes(ops)
-        self._rows = RowGroups(ops) if ops.spec.form in ("jagged_m", "jagged_n") else None
+        self._jagged = RowGroups(ops) if ops.spec.form in ("jagged_m", "jagged_n") else None
+        self._stack = Rows(cast(Tensor, ops.a)) if ops.spec.form in ("masked", "batched") else None
+        self._rows = self._jagged.rows if self._jagged else self._stack
+        self._range = (0, 0)
         self._steps: list[Step] = []
         self._zeros: list[Tensor] = []
 
     def _make(self, start: Index | None, end: Index | None) -> list[Step]:
         ops = self._ops
-        if self._rows is not None:
-            return self._rows.steps(cast(Index, start), cast(Index, end))
-        if ops.spec.form == "masked":
-            return _masked_steps(ops, cast(Index, end))
-        if ops.spec.form == "batched" and cast(Tensor, ops.a).shape[-1] and cast(Tensor, ops.out).numel():
-            return [_bmm(*(cast(Tensor, x) for x in (ops.a, ops.b, ops.out)))]
-        return _single_steps(ops, start, end)
+        if self._jagged is not None:
+            self._range = self._sizes.owned
+            return self._jagged.steps(cast(Index, start), cast(Index, end))
+        if self._stack is None:
+            return [_mm(g.a, g.b, g.out) for g in walk(ops, start, end) if g.out.numel() and g.a.shape[1]]
+        a, b, out = self._stack.matrix, cast(Tensor, ops.b), cast(Tensor, ops.out)
+        self._range = (0, a.shape[1] if end is None else int(end.max(initial=0)))
+        if end is not None:
+            return _masked_steps(ops, a, end)
+        return [_bmm(a, b, out)] if a.shape[-1] and out.numel() else []
+
+    def _rebuild(self) -> None:
+        start, end = self._sizes.start, self._sizes.end
+        self._zeros = empty_products(self._ops, start, end)
+        if self._ops.spec.zero_unowned:
+            self._zeros += unowned(self._ops, start, end)
+        self._steps = self._make(start, end)
 
     def __call__(self) -> None:
         if self._sizes.changed() and not self._sizes.lie:
-            start, end = self._sizes.start, self._sizes.end
-            self._zeros = empty_products(self._ops, start, end)
-            if self._ops.spec.zero_unowned:
-                self._zeros += unowned(self._ops, start, end)
-            self._steps = self._make(start, end)
-        if self._sizes.lie:
+            self._rebuild()
+        if self._sizes.lie or not (self._rows is None or self._rows.renew(*self._range)):
             self._slow()
             return
         for part in self._zeros:

@@ -9,6 +9,7 @@ import torch
 
 from multigemm.backends.cpu.epilogue import is_plain
 from multigemm.backends.cpu.jit import lanes, missing
+from multigemm.backends.cpu.leaks import can_be_checked
 from multigemm.backends.cpu.mkl import has_fast_bf16, library
 from multigemm.spec import ProblemSpec
 
@@ -103,6 +104,8 @@ def invalid_reasons(config: Config, spec: ProblemSpec) -> list[str]:
         return ["torch carries no batched BLAS that can be called by address here: use loop"]
     if config.kernel == "bmm" and not suits(spec):
         return [f"bmm takes plain bfloat16 products, not {spec.compute} to {spec.out.dtype} with an epilogue: use blas"]
+    if config.kernel == "bmm" and not can_be_checked(spec):
+        return [f"bmm takes a {spec.form} only if rows of A cannot meet, and A is {spec.a.order}-major: use blas"]
     if config.kernel == "bmm" and not has_fast_bf16():
         return ["this processor has no bfloat16 products: use blas or loop"]
     return _tile_reasons(config, spec) if config.kernel == "tiles" else []

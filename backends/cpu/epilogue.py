@@ -21,11 +21,18 @@ def _wrapped(value: float) -> int:
     return (int(value) + 2**31) % 2**32 - 2**31
 
 
+def _gelu(x: Tensor) -> Tensor:
+    """torch's own, but for +inf, of which its vectorized code makes a NaN on the CPU; on a GPU it gives inf."""
+    top = x == torch.inf
+    torch.ops.aten.gelu.out(x, approximate="none", out=x)
+    return x.masked_fill_(top, torch.inf)
+
+
 def _activate(x: Tensor, activation: Activation) -> Tensor:
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "relu": torch.relu_,
         "silu": lambda t: torch.ops.aten.silu_(t),
-        "gelu": lambda t: torch.ops.aten.gelu.out(t, approximate="none", out=t),
+        "gelu": _gelu,
         "gelu_tanh": lambda t: torch.ops.aten.gelu.out(t, approximate="tanh", out=t),
     }
     return functions[activation](x)
