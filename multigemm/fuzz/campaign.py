@@ -8,6 +8,7 @@ crash, and starts a new worker behind that problem. One that stands still for to
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ def _crash(crew: Crew, options: Options, how: str) -> Failure:
 
 def run(options: Options, progress: Callable[[Tally, float], None] | None = None) -> Summary:
     """Runs a campaign to its end."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # for the workers: one core each
     begin = time.time()
     deadline = begin + options.seconds if options.seconds else begin + 1e9
     total, crashes = Tally(), 0

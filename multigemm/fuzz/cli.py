@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deep", type=int, default=8, help="run streams, graphs, relations, ... on one problem in so many")
     parser.add_argument("--burst", type=int, default=0, help="problems of one kind in a row (default: 1, on a GPU 50)")
     parser.add_argument("--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators")
+    parser.add_argument("--shrink", type=float, default=20.0, metavar="SECONDS", help="time for making a failure small")
     parser.add_argument("--corpus", default="", help="a folder that receives each failure as one JSON file")
     parser.add_argument("--replay", action="append", default=[], metavar="FILE", help="run a stored problem (or a folder of them)")
     parser.add_argument("--json", default="", metavar="FILE", help="write the whole summary there")
@@ -95,7 +96,8 @@ def options_of(args: argparse.Namespace) -> Options:
         examples=args.examples or (0 if args.seconds else 1000), seed=args.seed, jobs=max(args.jobs, 1),
         forms=_split(args.forms, FORMS, "form") or FORMS,  # type: ignore[arg-type]
         dtypes=_split(args.dtypes, DTYPES, "dtype") or DTYPES,
-        configs=args.configs, deep=max(args.deep, 1), burst=args.burst or (50 if on_gpu else 1), corpus=args.corpus, **small,
+        configs=args.configs, deep=max(args.deep, 1), burst=args.burst or (50 if on_gpu else 1), corpus=args.corpus,
+        shrink_seconds=args.shrink, **small,
     )  # fmt: skip
 
 

@@ -110,6 +110,17 @@ class Case:
         return sum(m * n * max(k, 1) for m, n, k in self.sizes())
 
     @property
+    def storage(self) -> int:
+        """Elements of A, B and the result."""
+        if self.form == "per_group":
+            return sum(m * k + k * n + m * n for m, n, k in self.dims)
+        extents = {"m": self.m, "n": self.n, "k": self.k} | ({self.jagged: self.total} if self.jagged else {})
+        count = max(self.groups, 1)
+        a = extents["m"] * extents["k"] * (1 if self.jagged in ("m", "k") or self.shared else count)
+        b = extents["k"] * extents["n"] * (1 if self.jagged in ("n", "k") or self.shared else count)
+        return a + b + extents["m"] * extents["n"] * (1 if self.jagged in ("m", "n") else count)
+
+    @property
     def deepest(self) -> int:
         return max((k for _, _, k in self.sizes()), default=0)
 
@@ -165,8 +176,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def fit(case: Case, budget: int) -> Case:
-    """The same case with its largest extents halved until the work fits the budget."""
-    while case.work > budget:
+    """The same case with its largest extents halved until the work, and the memory, fit the budget."""
+    while case.work > budget or case.storage > 2 * budget:
         if case.form == "per_group":
             worst = max(range(case.groups), key=lambda g: case.dims[g][0] * case.dims[g][1] * max(case.dims[g][2], 1))
             dims = list(case.dims)
@@ -190,6 +201,8 @@ def _halve_largest(size: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def _halve_extent(case: Case, name: str, extent: int) -> Case:
+    if extent <= 1 and case.groups <= 1:
+        return replace(case, head=case.head // 2, tail=case.tail // 2, lengths=tuple(n // 2 for n in case.lengths))
     if extent <= 1:
         return replace(case, lengths=case.lengths[: case.groups // 2])
     half = {"m": case.m, "n": case.n, "k": case.k} | {name: extent // 2}
