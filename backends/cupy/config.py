@@ -107,7 +107,7 @@ def _order(spec: ProblemSpec) -> list[Config]:
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Every shipped config that is valid for `spec`, the best guess first."""
     capability = _capability(device)
-    return [c for c in (PORTABLE,) if is_valid(c, spec, capability)]
+    return [c for c in (*_order(spec), PORTABLE) if is_valid(c, spec, capability)]
 
 
 @lru_cache(maxsize=None)

@@ -17,6 +17,12 @@ constexpr int BLOCK = 64 * BK * 2;                     // 64 x 64 elements, one 
 constexpr int SLOTS = 4;                               // tiles announced ahead
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
 constexpr int STAGING_BYTES = PLAIN ? 64 * 128 : 9216; // per consumer warpgroup
+#ifndef X_HINT
+#define X_HINT EVICT_LAST
+#endif
+#ifndef DEPHASE
+#define DEPHASE 0
+#endif
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see tensor_maps.py
 
 struct Maps { TensorMap w, x[16]; };                   // x[i]: boxes of 8 * (i + 1) rows
@@ -58,13 +64,18 @@ __device__ __forceinline__ void expect_tile(Shared& s, int number) { barrier_exp
 
 __device__ __forceinline__ void announce(Shared& s, int number, const Tile& t) {
     const int slot = number % SLOTS;
-    barrier_wait(shared_address(&s.tile_empty[slot]), ((number / SLOTS) & 1) ^ 1);
-    expect_tile(s, number);
     const u32 to = shared_address(&s.tiles[slot]), full = shared_address(&s.tile_full[slot]);
+    barrier_wait(shared_address(&s.tile_empty[slot]), ((number / SLOTS) & 1) ^ 1);
+    if (CLUSTER == 1) {                              // st.async exists in clusters only
+        s.tiles[slot] = t;
+        barrier_arrive(full, 0);
+        return;
+    }
+    expect_tile(s, number);
 #pragma unroll
     for (u32 rank = 0; rank < CLUSTER; ++rank) {
         store_remote(to, full, rank, make_int4(t.group, t.n, t.rows, t.row0));
-        store_remote(to + 16, full, rank, make_int4(t.col0, t.k_len, t.x_row, t.k_start));
+        store_remote(to + 16, full, rank, make_int4(t.col0, t.k_len, t.x_row, t.extra));
     }
 }
 
@@ -75,11 +86,11 @@ __device__ __forceinline__ void load_stage(const Problem& p, const Launch& l, co
     const int wg = p.table || (l.swapped ? p.a.group : p.b.group) == 0 ? 0 : t.group;
     const int xg = p.table || p.jagged == JAG_M || p.jagged == JAG_N || (l.swapped ? p.b.group : p.a.group) == 0 ? 0 : t.group;
     const u64 w_hint = l.prefer_first ? EVICT_FIRST : EVICT_NORMAL;
-    const int box = t.k_start;                       // a list's row boxes have one height per group
+    const int box = t.extra;                       // a list's row boxes have one height per group
     barrier_expect(full, W_BYTES + (!X_K ? (t.n + 63) / 64 * BLOCK : (LISTED ? box * CLUSTER : t.n) * BK * 2));
     if (RAGGED_K) {
-        load_box(stage, w, full, col, int(FAR) - left, t.k_start + t.k_len, int(FAR), w_hint);
-        load_box(stage + BLOCK, w, full, col + 64, int(FAR) - left, t.k_start + t.k_len, int(FAR), w_hint);
+        load_box(stage, w, full, col, int(FAR) - left, t.extra + t.k_len, int(FAR), w_hint);
+        load_box(stage + BLOCK, w, full, col + 64, int(FAR) - left, t.extra + t.k_len, int(FAR), w_hint);
     } else if (W_K) {
         load_box(stage, w, full, k, col, wg, w_hint);
     } else {
@@ -90,26 +101,28 @@ __device__ __forceinline__ void load_stage(const Problem& p, const Launch& l, co
     const u16 all = (1 << CLUSTER) - 1;
     if (X_K && LISTED) {
         const TensorMap* x = l.listed + 2 * t.group + 1;
-        if (CLUSTER > 1) multicast_box(rows + rank * box * BK * 2, x, full, all, k, t.x_row + rank * box, 0, EVICT_LAST);
-        else load_box(rows, x, full, k, t.x_row, 0, EVICT_LAST);
+        if (CLUSTER > 1) multicast_box(rows + rank * box * BK * 2, x, full, all, k, t.x_row + rank * box, 0, X_HINT);
+        else load_box(rows, x, full, k, t.x_row, 0, X_HINT);
     } else if (X_K) {
         const int half = CLUSTER == 1 ? t.n : ((t.n / 2 + 7) & ~7), first = rank ? half : 0, height = rank ? t.n - half : half;
+#pragma unroll 1
         for (int at = first; at < first + height; at += 128) {
             const int h = min(128, first + height - at);
             const TensorMap* x = &maps.x[h / 8 - 1];
-            if (CLUSTER > 1) multicast_box(rows + at * BK * 2, x, full, all, k, t.x_row + at, xg, EVICT_LAST);
-            else load_box(rows + at * BK * 2, x, full, k, t.x_row + at, xg, EVICT_LAST);
+            if (CLUSTER > 1) multicast_box(rows + at * BK * 2, x, full, all, k, t.x_row + at, xg, X_HINT);
+            else load_box(rows + at * BK * 2, x, full, k, t.x_row + at, xg, X_HINT);
         }
     } else {
         const TensorMap* x = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[0];
+#pragma unroll 1
         for (int b = rank; b < (t.n + 63) / 64; b += CLUSTER) {
             const u32 to = rows + b * BLOCK;
             if (RAGGED_K) {
-                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, int(FAR) - left, t.k_start + t.k_len, int(FAR), EVICT_LAST);
-                else load_box(to, x, full, t.x_row + b * 64, int(FAR) - left, t.k_start + t.k_len, int(FAR), EVICT_LAST);
+                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), X_HINT);
+                else load_box(to, x, full, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), X_HINT);
             } else {
-                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, k, xg, EVICT_LAST);
-                else load_box(to, x, full, t.x_row + b * 64, k, xg, EVICT_LAST);
+                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, k, xg, X_HINT);
+                else load_box(to, x, full, t.x_row + b * 64, k, xg, X_HINT);
             }
         }
     }
@@ -151,10 +164,11 @@ __device__ __forceinline__ void produce(const Problem& p, const Launch& l, const
 
 // All k-blocks of a tile: four products of k = 16 per block, one block in flight while the next is awaited.
 template <int N>
-__device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int blocks, int half, float (&d)[ROWS / 2]) {
+__device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int blocks, int half, float (&d)[ROWS / 2], bool first) {
     constexpr u32 W_STEP = W_K ? 32 : 2048, X_STEP = X_K ? 32 : 2048;     // bytes from one k = 16 to the next
     const int lane = threadIdx.x & 31;
     int last = -1;
+    if (DEPHASE && first && half == 1) asm volatile("bar.sync 5, 256;" ::: "memory");
 #pragma unroll 1
     for (int kb = 0; kb < blocks; ++kb) {
         barrier_wait(shared_address(&s.full[ring.index]), ring.parity);
@@ -165,12 +179,18 @@ __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int 
         for (int k = 0; k < 4; ++k) Mma<N>::run(d, w + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
         wgmma_commit();
         wgmma_wait<1>();
+        if (DEPHASE && first && half == 0 && kb == min(DEPHASE, blocks - 1)) asm volatile("bar.arrive 5, 256;" ::: "memory");
         if (last >= 0 && lane < CLUSTER) barrier_arrive(shared_address(&s.empty[last]), lane);
         last = ring.index;
         ring.next();
     }
     wgmma_wait<0>();
     if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[last]), lane);
+}
+
+// Rows at the start of a piece that belong to the group before (see Shape::lead).
+__device__ __forceinline__ int rows_to_skip(const Problem& p, const Tile& t) {
+    return !X_K && !LISTED && !RAGGED_K && t.row0 == 0 ? t.extra : 0;
 }
 
 // Where a warpgroup's 64 columns of a tile go.
@@ -201,6 +221,7 @@ __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, c
 __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ROWS / 2]) {
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
     const float alpha = float(p.alpha);
+    const int skip = rows_to_skip(p, t);
     const Target to = target_of(p, l, t, t.col0 + i64(rank) * COLUMNS + half * 64);
     const u32 turn = staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
@@ -221,7 +242,7 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = i * 16 + (tid >> 3), chunk = tid & 7;
-                if (row < rows && chunk * 8 < to.cols)
+                if (row < rows && r0 + row >= skip && chunk * 8 < to.cols)
                     *(uint4*)(to.out + (r0 + row) * to.row_step + chunk * 16) = load_shared16(staging + row * 128 + ((chunk ^ (row & 7)) << 4));
             }
         } else {
@@ -230,7 +251,7 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
                 const int row = e >> 6, c = e & 63;
                 u16 v;
                 asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(staging + row * 128 + (((c >> 3) ^ (row & 7)) << 4) + (c & 7) * 2));
-                if (c < to.cols) *(u16*)(to.out + (r0 + row) * to.row_step + c * 2) = v;
+                if (c < to.cols && r0 + row >= skip) *(u16*)(to.out + (r0 + row) * to.row_step + c * 2) = v;
             }
         }
     }
@@ -240,6 +261,7 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
 __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ROWS / 2]) {
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
     const Group g = resolve(p, t.group, 2);
+    const int skip = rows_to_skip(p, t), lead = !X_K && !LISTED && !RAGGED_K ? t.extra : 0;
     const i64 col = t.col0 + i64(rank) * COLUMNS + half * 64;
     const int cols = int(min64((l.swapped ? g.m : g.n) - col, 64)), size = size_of(p.out_type);
     const u32 mine = staging + ((lane & 3) * 2 * PITCH + warp * 16 + (lane >> 2)) * 4;
@@ -260,8 +282,8 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
 #pragma unroll 1
         for (int e = tid; e < rows * 64; e += 128) {
             const int row = e >> 6, c = e & 63;
-            if (c < cols) {
-                const i64 r = t.row0 + r0 + row, i = l.swapped ? col + c : r, j = l.swapped ? r : col + c;
+            if (c < cols && r0 + row >= skip) {
+                const i64 r = t.row0 + r0 + row - lead, i = l.swapped ? col + c : r, j = l.swapped ? r : col + c;
                 const float v = finish<float>(p, g, i, j, load_shared(staging + (row * PITCH + c) * 4));
                 store_as<float>(g.out + (i * g.out_row + j * g.out_col) * size, p.out_type, v);
             }
@@ -272,6 +294,7 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
 
 __device__ __forceinline__ void consume(const Problem& p, const Launch& l, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
     Ring ring;
+    bool first = true;
 #pragma unroll 1
     for (int number = 0;; ++number) {
         const Tile t = take_tile(s, number, (threadIdx.x & 127) == 0);
@@ -283,7 +306,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Launch& l, Share
         for (int i = 0; i < ROWS / 2; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
         if (blocks > 0 && t.n > 0) {
             switch ((t.n + STEP - 1) / STEP) {
-#define CASE(n) case n / STEP: if constexpr (n <= ROWS) multiply<n>(s, stages, ring, blocks, half, d); break;
+#define CASE(n) case n / STEP: if constexpr (n <= ROWS) multiply<n>(s, stages, ring, blocks, half, d, first), first = false; break;
                 CASES
             }
         }

@@ -10,16 +10,22 @@
 #include "groups.cuh"
 #include "ptx.cuh"
 
+#ifndef CUTS_X
+#define CUTS_X 0
+#endif
 constexpr int MAX_GROUPS = 960;
-constexpr int BAND = 8;                    // pieces that share a weight tile while it is in the L2 cache
+#ifndef BAND_X
+#define BAND_X 8
+#endif
+constexpr int BAND = BAND_X;                    // pieces that share a weight tile while it is in the L2 cache
 
 // What the roles of a thread block need to know of a tile. `n` = STOP: no more tiles; 0: an empty one.
 constexpr int STOP = -1;
 
 struct Tile {
     int group, n, rows, row0;      // rows of the piece (n: rounded up to 8), first row within the group
-    // first column, extent of k, first row in the operand's own coordinates, first k there (a list: its boxes' height)
-    int col0, k_len, x_row, k_start;
+    int col0, k_len, x_row;        // first column, extent of k, first row in the operand's own coordinates
+    int extra;                     // jagged k: first k; a list: height of its boxes; else rows before the group (lead)
 };
 
 struct Schedule {
@@ -29,16 +35,20 @@ struct Schedule {
     int busy_all, lean_all, total, tail, cuts;
 };
 
-struct Shape { int rows, cols, k; };
+struct Shape { int rows, cols, k, lead; };
 
-__device__ __forceinline__ Shape group_extents(const Problem& p, int g, int swapped, int span) {
+// TMA takes its first coordinate in steps of 16 bytes. Where that is the jagged one, a group's tiles
+// begin up to 7 rows early, at a multiple of 8, and those `lead` rows are never stored.
+__device__ __forceinline__ Shape group_extents(const Problem& p, int g, int swapped, int start, int span) {
     Shape s;
+    s.lead = 0;
     if (p.table) {
         const i64* t = p.table + i64(g) * T_COLUMNS;
         s.rows = int(__ldg(t + T_M)), s.cols = int(__ldg(t + T_N)), s.k = int(__ldg(t + T_K));
     } else {
         const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
         s.rows = p.valid ? span : along_rows ? span : int(swapped ? p.n : p.m);
+        if (!X_K && along_rows && span > 0) s.lead = start & 7, s.rows += s.lead;
         s.cols = int(swapped ? p.m : p.n);
         s.k = p.jagged == JAG_K ? span : int(p.k);
     }
@@ -65,7 +75,7 @@ __device__ __forceinline__ void build_schedule(const Problem& p, Schedule& s, in
             if (p.jagged != JAG_NONE) jagged_span(p, g, start, end);
             else if (p.valid) end = valid_rows(p, g);
             s.start[g] = int(start), s.length[g] = int(end - start);
-            const Shape e = group_extents(p, g, swapped, int(end - start));
+            const Shape e = group_extents(p, g, swapped, int(start), int(end - start));
             const u64 tiles = u64(pieces_of(e.rows, piece_rows(e.rows, most))) * u64((e.cols + columns - 1) / columns);
             mine = e.rows >= busy_rows ? tiles << 32 : tiles;
         }
@@ -93,7 +103,7 @@ __device__ __forceinline__ void build_schedule(const Problem& p, Schedule& s, in
         float best = 1.0f;
         for (int cuts = 2; cuts <= 4; cuts *= 2) {
             const float cost = float((rest * cuts + clusters - 1) / clusters) / float(cuts) + 0.03f * cuts;
-            if (rest > 0 && cost < best) best = cost, s.tail = rest, s.cuts = cuts;
+            if (CUTS_X && rest > 0 && cost < best) best = cost, s.tail = rest, s.cuts = cuts;
         }
         s.total = s.busy_all + s.tail * (s.cuts - 1) + s.lean_all;
     }
@@ -129,7 +139,7 @@ __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int 
         group = find_group(s.busy, p.groups, tile);
         local = tile - s.busy[group];
     }
-    const Shape e = group_extents(p, group, swapped, s.length[group]);
+    const Shape e = group_extents(p, group, swapped, s.start[group], s.length[group]);
     const int height = piece_rows(e.rows, most), pieces = pieces_of(e.rows, height), across = (e.cols + columns - 1) / columns;
     const int band = local / (BAND * across), rest = local - band * BAND * across, in_band = min(BAND, pieces - band * BAND);
     const int piece = band * BAND + rest % in_band;
@@ -143,8 +153,8 @@ __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int 
     }
     r.n = (max(r.rows, 0) + 7) & ~7;
     const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
-    r.x_row = r.row0 + (along_rows ? s.start[group] : 0);
-    r.k_start = p.jagged == JAG_K ? s.start[group] : p.table ? list_box(e.rows, most) : 0;
+    r.x_row = r.row0 + (along_rows ? s.start[group] - e.lead : 0);
+    r.extra = p.jagged == JAG_K ? s.start[group] : p.table ? list_box(e.rows, most) : e.lead;
     r.k_len = p.read_ab ? e.k : 0;
     return r;
 }
