@@ -286,6 +286,23 @@ def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
     assert "first guess" in capsys.readouterr().out
 
 
+def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multigemm.bench.tune import from_reports
+
+    report = run([CASE, parse_shape("G=3,T=24,N=8,K=16,dist=empty")], [backend_entry("cpu"), backend_entry("auto")])
+    rows = [row for row in report.rows if row.entry == "cpu"]
+    results.write(tmp_path / "r.json", report)
+    (found,) = from_reports([results.read(tmp_path / "r.json")])
+    assert found.backend == "cpu"
+    assert found.device == "cpu"
+    assert found.key == rows[0].spec == rows[1].spec
+    assert dict(found.config) == rows[0].fields != {}
+    assert found.us == pytest.approx(((rows[0].us or 0) * (rows[1].us or 0)) ** 0.5, abs=0.02)
+    words = ["--no-record", "--from-report", str(tmp_path / "r.json"), "--out", str(tmp_path / "t.json")]
+    assert main(["tune", *words]) == 0
+    assert json.loads((tmp_path / "t.json").read_text())["entries"][0]["key"] == found.key
+
+
 def test_the_winner_is_the_least_worst_over_a_class() -> None:
     from multigemm.bench.tune import ClassResult
 

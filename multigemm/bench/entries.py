@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,9 @@ from multigemm import dispatch, registry
 from multigemm.bench.operands import Matrices, Tensors
 from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.problem import GroupedGemmProblem
+from multigemm.staging import staged_spec
 from multigemm.timing import Call
+from multigemm.tuning import spec_key
 
 Kind = Literal["backend", "peer", "ceiling"]
 
@@ -43,6 +45,8 @@ class Prepared:
     syncs: bool = False
     whole: Call | None = None
     build_s: float = 0.0
+    spec: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,17 @@ def backend_entry(name: str, config: Any = None, host_sizes: bool = False, label
             return dispatch.solve(problem(tensors, host_sizes), name, config)
 
         kernel = f"{plan.backend}: {plan.kernel}" if name == "auto" else plan.kernel
-        return Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
+        ready = Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
+        if name != "auto" and not host_sizes:
+            ready.spec, ready.fields = spec_key(staged_spec(posed)), as_fields(plan.config)
+        return ready
 
     return Entry(label or (f"{name}[host sizes]" if host_sizes else name), "backend", prepare)
+
+
+def as_fields(config: Any) -> dict[str, Any]:
+    """A config as the tuning table stores it."""
+    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
 
 
 def _reason(error: Exception, name: str) -> str:

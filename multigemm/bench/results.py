@@ -47,7 +47,11 @@ class Sample:
 
 @dataclass
 class Row:
-    """One entry on one workload. Times are microseconds; `us` is the better of eager and graph."""
+    """One entry on one workload. Times are microseconds; `us` is the better of eager and graph.
+
+    `spec` and `fields` (the class of the problem and the config, as the tuning table knows them) let a
+    report serve as a tuning.
+    """
 
     case: str
     name: str
@@ -81,6 +85,8 @@ class Row:
     of_floor: float | None = None
     of_dense: float | None = None
     notes: list[str] = field(default_factory=list)
+    spec: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -121,7 +127,7 @@ def dumps(report: Report) -> str:
 
 
 def _lean(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in row.items() if v is not None and v != "" and v != []}
+    return {k: v for k, v in row.items() if v is not None and v not in ("", [], {})}
 
 
 def read(path: Path) -> Report:

@@ -156,6 +156,7 @@ class Runner:
                 ready.why,
                 round(ready.build_s, 3),
             )
+            row.spec, row.fields = ready.spec, ready.fields
             if not entry.checks:
                 return ready
             poison(tensors)
@@ -201,9 +202,10 @@ class Runner:
         if self.device.type == "cuda" and "graph" in options.modes:
             self._graphs({name: p for name, p in alive.items() if not p.syncs}, rows)
         if "host" in options.modes:
-            for name, timing in self._measure({n: p.call for n, p in alive.items()}, "host", 20).items():
+            short = {n: p for n, p in alive.items() if (rows[n].us or 0) < options.hot_below_us}
+            for name, timing in self._measure({n: p.call for n, p in short.items()}, "host", 20).items():
                 rows[name].host_us = round(timing.median, 2) if timing.ok else None
-            whole = {n: p.whole for n, p in alive.items() if p.whole is not None}
+            whole = {n: p.whole for n, p in short.items() if p.whole is not None}
             for name, timing in self._measure(whole, "host", 20).items():
                 rows[name].whole_host_us = round(timing.median, 2) if timing.ok else None
         for row in rows.values():
@@ -251,7 +253,7 @@ class Runner:
     ) -> dict[str, Timing]:
         if not calls:
             return {}
-        options, few = self.options, 4 if mode == "hot" else 9
+        options, few = self.options, 4 if mode in ("hot", "host") else 9
 
         def watch(name: str) -> None:
             involved = [name] if name else list(calls)

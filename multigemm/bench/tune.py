@@ -13,8 +13,8 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ import torch
 
 from multigemm import dispatch, registry
 from multigemm.bench.check import Reference, reference
-from multigemm.bench.entries import available_backends, problem
+from multigemm.bench.entries import as_fields, available_backends, problem
 from multigemm.bench.operands import Tensors, make, poison
+from multigemm.bench.results import Report
 from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Workload, geomean
 from multigemm.staging import staged_spec
@@ -55,7 +56,7 @@ class Tried:
 
     @classmethod
     def of(cls, config: Any) -> Tried:
-        return cls(str(config), asdict(config) if is_dataclass(config) and not isinstance(config, type) else {})
+        return cls(str(config), as_fields(config))
 
 
 @dataclass
@@ -164,23 +165,7 @@ class Tuner:
 
     def measured(self) -> list[Measured]:
         """The winners so far."""
-        found = []
-        for result in self.classes.values():
-            for backend in dict.fromkeys(name for name, _ in result.us):
-                choice = result.winner(backend)
-                if choice is None:
-                    continue
-                found.append(
-                    Measured(
-                        backend,
-                        result.configs[choice].fields,
-                        round(geomean(result.us[choice].values()), 2),
-                        device_name(self.device),
-                        result.key,
-                        dict(result.failures.get(backend, {})),
-                    )
-                )
-        return found
+        return winners(self.classes.values(), device_name(self.device))
 
     def _case(self, case: Workload) -> None:
         self.marker.say("making tensors and reference", case=case.key)
@@ -290,3 +275,36 @@ def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict
     states = available_backends(device)
     chosen = [name for name in names or states if not states.get(name, "no such backend")]
     return chosen, {name: why for name in names or states if (why := states.get(name, "no such backend"))}
+
+
+def winners(classes: Iterable[ClassResult], device: str) -> list[Measured]:
+    """What to keep: the winning config of each backend in each class, with its mean time and the failures."""
+    found = []
+    for result in classes:
+        for backend in dict.fromkeys(name for name, _ in result.us):
+            choice = result.winner(backend)
+            if choice is not None:
+                us = round(geomean(result.us[choice].values()), 2)
+                failures = dict(result.failures.get(backend, {}))
+                found.append(Measured(backend, result.configs[choice].fields, us, device, result.key, failures))
+    return found
+
+
+def from_reports(reports: Sequence[Report]) -> list[Measured]:
+    """The same from reports of `multigemm bench`, which measured the config that each backend guesses first."""
+    classes: dict[tuple[str, str], ClassResult] = {}
+    for report in reports:
+        device = "cpu" if report.machine["device_type"] == "cpu" else report.machine["device"]
+        for row in report.rows:
+            if row.kind != "backend" or not row.spec:
+                continue
+            result = classes.setdefault((device, row.spec), ClassResult(row.spec))
+            if row.us is None:
+                result.failures.setdefault(row.entry, {})[row.config] = row.reason
+                continue
+            known = [c for c, tried in result.configs.items() if c[0] == row.entry and tried.fields == row.fields]
+            choice = known[0] if known else (row.entry, sum(c[0] == row.entry for c in result.configs))
+            result.configs[choice] = Tried(row.config, row.fields)
+            result.us.setdefault(choice, {})[row.case] = row.us
+    devices = dict.fromkeys(device for device, _ in classes)
+    return [m for d in devices for m in winners([c for (name, _), c in classes.items() if name == d], d)]

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from multigemm.bench import machine
+from multigemm.bench import machine, results
 from multigemm.bench.cli import add_selection, selected
 from multigemm.bench.supervise import Marker, as_child, supervise
-from multigemm.bench.tune import Limits, State, Tuner, tunable
+from multigemm.bench.tune import Limits, State, Tuner, from_reports, tunable
+from multigemm.bench.workloads import Workload
 from multigemm.errors import BackendUnavailable
 from multigemm.tuning import SCHEMA, Measured, table
 
@@ -29,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-record", action="store_true", help="measure and show, but keep nothing")
     parser.add_argument("--out", type=Path, default=None, help="also write the measurements to a file to share")
     parser.add_argument("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
+    parser.add_argument(
+        "--from-report", type=Path, action="append", default=[], help="take what `multigemm bench` has measured"
+    )
     parser.add_argument("--stall", type=float, default=90.0, help="seconds without news after which a config hangs")
     parser.add_argument("--marker", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
@@ -37,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Tunes; 0 if anything was measured."""
+    if args.from_report:
+        found = from_reports([results.read(path) for path in args.from_report])
+        return _keep(found, args, results.read(args.from_report[0]).machine)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     backends, absent = tunable([n.strip() for n in args.backend.split(",") if n.strip()], device)
     if not backends:
@@ -51,21 +58,25 @@ def main(args: argparse.Namespace) -> int:
             print(f"{name}: not tuned: {why}")
     limits, say = Limits(args.time_budget, args.configs), _silent if args.quiet else _loud
     tuner = Tuner(device, backends, limits, say, marker=Marker(args.marker), state=state)
-    return as_child(lambda: _keep(tuner, tuner.run(cases), args), args.marker)
+    return as_child(lambda: _tuned(tuner, cases, args), args.marker)
 
 
-def _keep(tuner: Tuner, found: list[Measured], args: argparse.Namespace) -> int:
-    """Shows, records and writes what was found."""
-    device = tuner.device
-    print(f"{len(found)} measurements of {len(tuner.classes)} classes of problems on {machine.device_name(device)}")
+def _tuned(tuner: Tuner, cases: list[Workload], args: argparse.Namespace) -> int:
+    found = tuner.run(cases)
     for case in tuner.unfinished:
         print(f"not reached within the time budget: {case}")
+    return _keep(found, args, machine.describe(tuner.device))
+
+
+def _keep(found: list[Measured], args: argparse.Namespace, where: dict[str, Any]) -> int:
+    """Shows, records and writes what was found."""
+    print(f"{len(found)} measurements of {len({m.key for m in found})} classes of problems on {where['device']}")
     if not args.no_record:
         for measured in found:
             table().record(measured)
         print("recorded in the cache: `multigemm cache` shows it, `multigemm cache export FILE` shares it")
     if args.out:
-        write(args.out, found, device)
+        write(args.out, found, where)
         print(f"written: {args.out}")
     return 0 if found else 1
 
@@ -97,12 +108,11 @@ def _silent(text: str) -> None:
     pass
 
 
-def write(path: Path, found: list[Measured], device: torch.device) -> None:
+def write(path: Path, found: list[Measured], where: dict[str, Any]) -> None:
     """The form of `multigemm cache export`, one entry per line, with where and when it was measured."""
     entries = [{k: v for k, v in asdict(m).items() if k != "source"} for m in found]
-    origin = {
-        k: v for k, v in machine.describe(device).items() if k in ("date", "commit", "device", "packages", "cuda")
-    }
+    kept = ("date", "commit", "device", "packages", "cuda")
+    origin = {name: where[name] for name in kept if name in where}
     lines = ",\n  ".join(json.dumps(entry, sort_keys=True) for entry in entries)
     head = f'{{\n "schema": {SCHEMA},\n "origin": {json.dumps(origin, sort_keys=True)},\n'
     path.parent.mkdir(parents=True, exist_ok=True)
