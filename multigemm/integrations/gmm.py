@@ -1,0 +1,53 @@
+"""A stand-in for the `grouped_gemm` package that MegaBlocks and Megatron call.
+
+    from multigemm.integrations import gmm as grouped_gemm
+    y = grouped_gemm.ops.gmm(x, w, batch_sizes, trans_b=True)
+
+It differs in what it accepts: every dtype, empty groups, `batch_sizes` on either device, gradients
+for both operands in every mode, and rows past the last group (zeros).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from multigemm import dispatch
+from multigemm.errors import InvalidProblem
+
+
+def gmm(
+    a: Tensor,
+    b: Tensor,
+    batch_sizes: Tensor,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    c: Tensor | None = None,
+) -> Tensor:
+    """`a` [T, K] times `b` [G, K, N] (with trans_b [G, N, K]), rows cut by `batch_sizes` -> [T, N].
+
+    With trans_a, `a` [T, M] and `b` [T, N] are cut alike and a_g^T @ b_g is formed -> [G, M, N].
+    `c` receives the result, if given.
+    """
+    if trans_a and b.dim() == 3:
+        # ops.gmm takes trans_b as its fourth parameter, backend.gmm trans_a; a stacked b decides which was meant.
+        trans_a, trans_b = False, True
+    if trans_a and trans_b:
+        raise InvalidProblem("trans_a and trans_b were given together: transpose one operand with .T instead")
+    wanted = 2 if trans_a else 3
+    if a.dim() != 2 or b.dim() != wanted or batch_sizes.dim() != 1:
+        raise InvalidProblem(
+            f"a has {a.dim()} dimensions, b {b.dim()} and batch_sizes {batch_sizes.dim()}; with trans_a={trans_a} they "
+            f"must have 2, {wanted} and 1"
+        )
+    result: Tensor
+    if trans_a:
+        result = dispatch.grouped_gemm(a.T, b, sizes=batch_sizes, jagged="k", out=c)
+    else:
+        result = dispatch.grouped_gemm(a, b.transpose(1, 2) if trans_b else b, sizes=batch_sizes, out=c)
+    return result
+
+
+ops = SimpleNamespace(gmm=gmm)
+backend = SimpleNamespace(gmm=gmm)

@@ -1,0 +1,56 @@
+"""The meaning of `jax.lax.ragged_dot` for any array with DLPack: JAX, NumPy, CuPy or torch, the same kind out.
+
+    from multigemm.integrations.ragged_dot import ragged_dot
+
+Rows past the last group are zero, which JAX leaves to the device. There is no gradient for JAX
+tracers: this runs outside of jit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+
+from multigemm import dispatch
+from multigemm.errors import InvalidProblem
+
+KNOWN = ("numpy", "cupy", "torch", "numba")
+
+
+def ragged_dot(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+) -> Any:
+    """lhs [m, k], rhs [g, k, n], group_sizes [g] -> [m, n]; row i of lhs meets the matrix of its group.
+
+    Every `precision` is honoured, since none is looser than what runs. The result has
+    `preferred_element_type`, or the type of the operands (int32 for int8).
+    """
+    if group_offset is not None:
+        raise InvalidProblem("group_offset is not supported: slice group_sizes, rhs and lhs instead")
+    result = dispatch.grouped_gemm(lhs, rhs, sizes=_index(group_sizes), out_dtype=preferred_element_type)
+    return _give_back(result, lhs)
+
+
+def _index(sizes: Any) -> Any:
+    """Group sizes as something that the core reads; other integer types than its two are converted."""
+    if isinstance(sizes, list | tuple):
+        return sizes
+    tensor = sizes if isinstance(sizes, torch.Tensor) else torch.utils.dlpack.from_dlpack(sizes)
+    if tensor.is_floating_point() or tensor.dtype is torch.bool:
+        raise InvalidProblem(f"group_sizes has dtype {tensor.dtype}; it must hold integers")
+    return tensor if tensor.dtype in (torch.int32, torch.int64) else tensor.to(torch.int64)
+
+
+def _give_back(result: Any, like: Any) -> Any:
+    """A torch result as the library of `like` knows it: by the array-API standard, without a copy."""
+    if type(like).__module__.partition(".")[0] in KNOWN or not isinstance(result, torch.Tensor):
+        return result
+    namespace = getattr(like, "__array_namespace__", None)
+    return result if namespace is None else namespace().from_dlpack(result)

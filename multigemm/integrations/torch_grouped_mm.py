@@ -1,0 +1,39 @@
+"""A stand-in for `torch.nn.functional.grouped_mm`, with the same signature and the same meaning.
+
+    from multigemm.integrations.torch_grouped_mm import grouped_mm
+
+What it does not share are the limits: any float dtype and int8 instead of a few, any strides and any
+alignment, K = 0, biases, gradients also with another `out_dtype`, and zeros where torch leaves memory
+as it was (rows at and past `offs[-1]`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+from multigemm.integrations.torch_op import grouped_gemm
+
+
+def grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Products of groups that `offs` [G] (ends, no leading 0) cuts from whatever is a matrix:
+
+    2-D x 3-D: rows of mat_a; 3-D x 2-D: columns of mat_b; 2-D x 2-D: the inner extent, which gives
+    [G, M, N]; 3-D x 3-D: one product for each pair, without `offs`.
+    """
+    ranks = (mat_a.dim(), mat_b.dim())
+    if ranks not in {(2, 2), (2, 3), (3, 2), (3, 3)}:
+        raise InvalidProblem(f"mat_a has {ranks[0]} dimensions and mat_b {ranks[1]}: each must have 2 or 3")
+    if (offs is None) != (ranks == (3, 3)):
+        need = "leave offs out" if offs is not None else "pass offs"
+        raise InvalidProblem(f"mat_a has {ranks[0]} dimensions and mat_b {ranks[1]}: {need}")
+    jagged = {(2, 3): "m", (3, 2): "n", (2, 2): "k", (3, 3): "m"}[ranks]
+    return grouped_gemm(mat_a, mat_b, ends=offs, bias=bias, out_dtype=out_dtype, jagged=jagged)

@@ -1,0 +1,119 @@
+"""Models of transformers give the same answers with `experts_implementation="multigemm"`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+experts = importlib.import_module("multigemm.integrations.transformers")
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 61,
+    "max_position_embeddings": 64, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"intermediate_size": 24, "moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            "intermediate_size": 24, "moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 2,
+            "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+        },
+    ),
+    "gpt_oss": ("GptOss", {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}  # fmt: skip
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    kind, extra = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **extra})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for parameter in model.parameters():  # expert weights may start as empty memory
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.to(dtype)
+
+
+def run(model: Any, implementation: str, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    return output.logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def close(x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Equal up to the order of the sums, on the scale of the tensor."""
+    scale = y.abs().max().item() + 1e-12
+    return (x - y).abs().max().item() <= scale * 256 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_and_backward_agree_with_eager_and_grouped_mm(name: str) -> None:
+    model, ids = build(name, torch.float64), torch.randint(3, 61, (2, 7))
+    logits, grads = run(model, "multigemm", ids)
+    for other in ("eager", "grouped_mm"):
+        if other == "grouped_mm":  # torch's own kernel does not know float64
+            model = build(name, torch.float32)
+            logits, grads = run(model, "multigemm", ids)
+        want, want_grads = run(model, other, ids)
+        assert close(logits, want, want.dtype)
+        assert want_grads.keys() <= grads.keys()
+        assert all(close(grads[n], want_grads[n], want.dtype) for n in want_grads), other
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_gives_the_tokens_of_eager(name: str) -> None:
+    model, ids = build(name).eval(), torch.randint(3, 61, (2, 5))
+    produced = []
+    for implementation in ("multigemm", "eager"):
+        model.set_experts_implementation(implementation)
+        produced.append(model.generate(ids, max_new_tokens=4, do_sample=False))
+    assert torch.equal(*produced)
+
+
+def test_bfloat16_is_as_close_to_float32_as_eager_is() -> None:
+    ids = torch.randint(3, 61, (2, 7))
+    exact = run(build("qwen3_moe"), "eager", ids)[0]
+    errors = {
+        name: (run(build("qwen3_moe", torch.bfloat16), name, ids)[0].float() - exact).abs().mean().item()
+        for name in ("eager", "multigemm")
+    }
+    assert errors["multigemm"] <= 1.5 * errors["eager"]
+
+
+def test_pairs_of_other_ranks_are_skipped() -> None:
+    """Expert numbers past the end mark pairs that another rank computes; they must not leave a trace."""
+    layer = build("mixtral").model.layers[0].mlp.experts
+    layer.config._experts_implementation_internal = "multigemm"
+    layer._is_expert_parallel = True
+    x = torch.randn(5, 32, requires_grad=True)
+    index = torch.tensor([[0, 4], [4, 4], [1, 2], [3, 4], [2, 0]])
+    weights = torch.rand(5, 2, requires_grad=True)
+    y = layer(x, index, weights)
+    y.square().sum().backward()
+    kept = weights.detach() * (index < 4)
+    layer.config._experts_implementation_internal = "eager"
+    want = layer(x.detach(), index.clamp(max=3), kept)
+    assert torch.allclose(y, want, atol=1e-5)
+    assert y[1].abs().max() == 0
+    assert x.grad is not None
+    assert weights.grad is not None
+    assert x.grad[1].abs().max() == 0
+    assert torch.isfinite(x.grad).all()
+    assert weights.grad[index == 4].abs().max() == 0
+
+
+def test_the_name_is_registered() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    assert ALL_EXPERTS_FUNCTIONS["multigemm"] is experts.experts_forward
