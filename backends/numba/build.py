@@ -96,6 +96,10 @@ def kernel_function(config: Config, signature: Signature) -> Callable[..., Any]:
         from multigemm.backends.numba.simt import make_kernel
 
         return make_kernel(config, signature)  # type: ignore[no-any-return]
+    if config.kernel == "mma":
+        from multigemm.backends.numba.mma import make_kernel as make_mma
+
+        return make_mma(config, signature)  # type: ignore[no-any-return]
     if config.kernel == "hopper":
         from multigemm.backends.numba.hopper import make_kernel as make_hopper
 
@@ -141,8 +145,9 @@ def _compiling_for(capability: tuple[Any, ...]) -> Iterator[None]:
     Its dispatcher asks the current GPU for the target of every device function, also when the kernel
     is compiled for an explicit one; without this, nothing could be compiled where there is no GPU.
     """
-    from numba.cuda import dispatcher
+    import numba.cuda.dispatcher
 
+    dispatcher: Any = numba.cuda.dispatcher
     saved = dispatcher.get_current_device
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
     try:
@@ -171,15 +176,15 @@ def assemble(code: bytes, capability: Capability) -> Image:
         log = _log(nvjitlink.get_info_log_size, nvjitlink.get_info_log, handle)
     finally:
         nvjitlink.destroy(handle)
-    return Image(_entry(log), bytes(cubin), log)
+    return Image(_entry(bytes(cubin)), bytes(cubin), log)
 
 
-def _entry(log: str) -> str:
-    """The name of the only kernel, as the assembler reports it."""
-    found = re.search(r"Compiling entry function '([^']+)'", log)
+def _entry(cubin: bytes) -> str:
+    """The name of the only kernel: only a kernel has a bank of constants for its arguments."""
+    found = re.search(rb"\.nv\.constant0\.([^\0]+)\0", cubin)
     if found is None:
-        raise CompileError(f"the assembler names no kernel in its log:\n{log}")
-    return found.group(1)
+        raise CompileError("the linker made a cubin without a kernel")
+    return found.group(1).decode()
 
 
 def _log(size: Callable[[int], int], read: Callable[[int, bytearray], None], handle: int) -> str:

@@ -8,10 +8,13 @@ from multigemm.backends.numba.config import (
     HOPPER,
     HOPPER_MEDIUM,
     HOPPER_NARROW,
+    MMA,
     SIMT,
     SIMT_EMULATED,
     SIMT_LARGE,
     Config,
+    a_inner_jagged,
+    b_inner_jagged,
     signature_of,
 )
 from multigemm.backends.numba.support import capability_of
@@ -20,6 +23,7 @@ from multigemm.spec import ProblemSpec
 FEW_ROWS = 64
 SOME_ROWS = 128
 TMA_ALIGN = 16
+MMA_MINIMUM = (8, 0)
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -27,7 +31,7 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Configs that are right for this spec; the first is the heuristic's choice."""
     if device.type != "cuda":
         return [SIMT_EMULATED]
-    return _hopper(spec, device) + _simt(spec)
+    return _hopper(spec, device) + _mma(spec, device) + _simt(spec)
 
 
 def rows_per_group(spec: ProblemSpec) -> int:
@@ -43,16 +47,35 @@ def hopper_obstacle(spec: ProblemSpec, device: torch.device) -> str:
     """Why the Hopper kernel cannot run this; empty when it can."""
     if capability_of(device)[0] != 9:
         return f"needs compute capability 9.x, this GPU has {capability_of(device)}"
-    if spec.compute not in HALVES and not (spec.compute == torch.float32 and spec.precision == "tf32"):
-        return f"{spec.compute} with precision={spec.precision!r} does not run on these tensor cores"
+    if _dtype_obstacle(spec):
+        return _dtype_obstacle(spec)
     for name, operand in (("a", spec.a), ("b", spec.b)):
         if operand.order == "strided" or not operand.dense:
             return f"{name} is not contiguous in one direction, which TMA needs"
         if operand.align < TMA_ALIGN:
             return f"{name} is aligned to {operand.align} bytes, TMA needs {TMA_ALIGN}"
+    if a_inner_jagged(spec) or b_inner_jagged(spec):
+        return "offsets cut the contiguous direction of an operand, where TMA needs aligned starts"
     if spec.compute == torch.float32 and (spec.a.order != "row" or spec.b.order != "col"):
         return "tf32 operands of wgmma must be contiguous along k"
     return ""
+
+
+def mma_obstacle(spec: ProblemSpec, device: torch.device) -> str:
+    """Why the sm_80 kernel cannot run this; empty when it can."""
+    if capability_of(device) < MMA_MINIMUM:
+        return f"needs compute capability {MMA_MINIMUM}, this GPU has {capability_of(device)}"
+    return _dtype_obstacle(spec)
+
+
+def _dtype_obstacle(spec: ProblemSpec) -> str:
+    if spec.compute in HALVES or (spec.compute == torch.float32 and spec.precision == "tf32"):
+        return ""
+    return f"{spec.compute} with precision={spec.precision!r} does not run on these tensor cores"
+
+
+def _mma(spec: ProblemSpec, device: torch.device) -> list[Config]:
+    return [] if mma_obstacle(spec, device) else [MMA]
 
 
 def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
@@ -75,4 +98,6 @@ def why(config: Config, spec: ProblemSpec) -> str:
     """A sentence for a plan's repr."""
     if config.kernel == "simt":
         return f"{spec.compute} on plain cores"
+    if config.kernel == "mma":
+        return f"{spec.compute} on tensor cores (mma.sync, cp.async)"
     return f"{spec.compute} on tensor cores (wgmma, TMA), tiles of up to {getattr(config, 'n_max', 0)} rows"

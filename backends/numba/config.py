@@ -7,12 +7,12 @@ which epilogue operands exist; never sizes, counts or strides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from multigemm.spec import ProblemSpec
+from multigemm.spec import OperandSpec, ProblemSpec
 
 NAMES = {
     torch.float16: "f16",
@@ -22,6 +22,9 @@ NAMES = {
     torch.int8: "i8",
     torch.int32: "i32",
 }
+
+VECTOR = 16
+"""Bytes of the widest copy, to which fast operands are aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,9 @@ class Signature:
     a_order: str
     b_order: str
     plain: bool = True
+    ragged_k: bool = False
+    a_aligned: bool = True
+    b_aligned: bool = True
 
 
 def signature_of(spec: ProblemSpec) -> Signature:
@@ -51,7 +57,24 @@ def signature_of(spec: ProblemSpec) -> Signature:
         a_order="col" if spec.a.order == "col" else "row",
         b_order="col" if spec.b.order == "col" else "row",
         plain=spec.alpha == "one" and spec.c is None and spec.bias is None and spec.activation is None,
+        ragged_k=spec.form == "jagged_k",
+        a_aligned=_aligned(spec.a) and not a_inner_jagged(spec),
+        b_aligned=_aligned(spec.b) and not b_inner_jagged(spec),
     )
+
+
+def a_inner_jagged(spec: ProblemSpec) -> bool:
+    """Whether a group may start anywhere inside a contiguous run of A, so at no aligned address."""
+    return spec.form == {"row": "jagged_k", "col": "jagged_m"}.get(spec.a.order)
+
+
+def b_inner_jagged(spec: ProblemSpec) -> bool:
+    """The same for B."""
+    return spec.form == {"row": "jagged_n", "col": "jagged_k"}.get(spec.b.order)
+
+
+def _aligned(operand: OperandSpec) -> bool:
+    return operand.order != "strided" and operand.align >= VECTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +94,46 @@ class SimtConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MmaConfig:
+    """Tiles of bm x bn (multiples of 64, 4 warps of 64 x 64) by mma.sync, `stages` stages of 128 bytes of k."""
+
+    kernel: ClassVar[str] = "mma"
+    threads: ClassVar[int] = 128
+    bm: int = 128
+    bn: int = 128
+    stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """128 columns x up to n_max rows (in steps of `step`), a ring of `stages` stages of 128 bytes of k."""
+    """128 columns x up to n_max rows (in steps of `step`), a ring of `stages` stages of 128 bytes of k.
+
+    `cluster` blocks work on neighbouring columns and share the rows: each loads a part for all.
+    """
 
     kernel: ClassVar[str] = "hopper"
     threads: ClassVar[int] = 384
     n_max: int = 256
     stages: int = 4
     step: int = 32
+    cluster: int = 2
 
 
 HOPPER = HopperConfig()
 HOPPER_MEDIUM = HopperConfig(128, 6)
-HOPPER_NARROW = HopperConfig(64, 8)
+HOPPER_NARROW = HopperConfig(64, 8, cluster=1)
+MMA = MmaConfig()
 SIMT = SimtConfig()
 SIMT_LARGE = SimtConfig(128, 128, 8, 8, 8)
 SIMT_EMULATED = SimtConfig(8, 8, 8, 4, 4)
 
-Config = SimtConfig | HopperConfig
+Config = SimtConfig | MmaConfig | HopperConfig
+
+
+def effective(config: Config, signature: Signature) -> Signature:
+    """The signature with all that this kernel does not look at set alike, so that it is compiled once."""
+    if isinstance(config, HopperConfig):
+        return replace(signature, a_aligned=True, b_aligned=True)
+    if isinstance(config, MmaConfig):
+        return replace(signature, ragged_k=False, plain=True)
+    return replace(signature, ragged_k=False, plain=True, a_aligned=True, b_aligned=True)

@@ -22,7 +22,7 @@ from multigemm.errors import LibraryError
 MAX_DYNAMIC_SHARED = 8
 SHARED_PER_BLOCK_DEFAULT = 48 * 1024
 BUFFER_POINTER, BUFFER_SIZE, BUFFER_END = 1, 2, 0
-PROGRAMMATIC_LAUNCH = 6
+CLUSTER_DIMENSION, PROGRAMMATIC_LAUNCH = 4, 6
 
 
 class _Attribute(ctypes.Structure):
@@ -77,19 +77,16 @@ class Function:
         check(code, "cuOccupancyMaxActiveBlocksPerMultiprocessor")
         return max(count.value, 1)
 
-    def launcher(self, grid: int, threads: int, arguments: bytes, overlap: bool = False) -> Callable[[], None]:
-        """A launch of `grid` blocks with these packed arguments, on the device's current stream.
-
-        `overlap` lets the kernel begin while its predecessor ends (it must wait by itself).
-        """
+    def launcher(self, grid: int, threads: int, arguments: bytes, cluster: int = 1) -> Callable[[], None]:
+        """A launch of `grid` blocks with these packed arguments, on the device's current stream."""
         buffer = ctypes.create_string_buffer(arguments, len(arguments))
         size = c_size_t(len(arguments))
         extra = (c_void_p * 5)(
             BUFFER_POINTER, ctypes.addressof(buffer), BUFFER_SIZE, ctypes.addressof(size), BUFFER_END
         )
-        attribute = _Attribute(PROGRAMMATIC_LAUNCH, 0, (c_int * 16)(1))
+        attribute = _Attribute(CLUSTER_DIMENSION, 0, (c_int * 16)(cluster, 1, 1))
         grid3, block3 = (c_uint * 3)(grid, 1, 1), (c_uint * 3)(threads, 1, 1)
-        config = _Config(grid3, block3, self.shared, None, ctypes.pointer(attribute), int(overlap))
+        config = _Config(grid3, block3, self.shared, None, ctypes.pointer(attribute), int(cluster > 1))
         return _bound_launch(self, config, extra, (buffer, size, attribute))
 
 

@@ -29,7 +29,16 @@ from multigemm.backends.numba import ptx
 from multigemm.backends.numba import ptx_hopper as hw
 from multigemm.backends.numba.call import JAGGED_K, JAGGED_M, JAGGED_N
 from multigemm.backends.numba.hopper_epilogue import STAGING, make_write
-from multigemm.backends.numba.hopper_shape import COLUMNS, ROW_BYTES, SLOT_BYTES, SLOTS, WEIGHT_BYTES, Layout
+from multigemm.backends.numba.hopper_shape import (
+    COLUMNS,
+    MAPS,
+    ROW_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    WEIGHT_BYTES,
+    Layout,
+    token_boxes,
+)
 from multigemm.backends.numba.memory import BYTES
 from multigemm.backends.numba.operand import make_operands
 from multigemm.backends.numba.ptx_asm import make_zeros, shared_address
@@ -37,104 +46,146 @@ from multigemm.backends.numba.runtime import kernel, synchronising
 from multigemm.backends.numba.schedule import extent, make_zero_unowned
 from multigemm.backends.numba.warp_schedule import make_warp_schedule
 
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 224
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216
 CONSUMERS = 256
 CONSUMER_WARPS = 8
 BOTH_BARRIER = 3
 MAP_BYTES = 128
 int32 = types.int32
-_tma = hw.make_tma_load(3)
+_tma, _multicast = hw.make_tma_load(3), hw.make_tma_multicast(3)
 _wait_one = hw.make_wgmma_wait(1)
 _less, _more = hw.make_setmaxnreg(PRODUCER_REGISTERS, False), hw.make_setmaxnreg(CONSUMER_REGISTERS, True)
+
+
+@cache
+def make_fill(config, signature):
+    """fill(...): loads one stage. Each block of a cluster loads its own columns, and its share of the rows for all."""
+    cluster, mask = config.cluster, (1 << config.cluster) - 1
+    a_across, b_across = signature.a_order == "col", signature.b_order == "row"
+    boxes = token_boxes(config)
+    # Four unrolled slots; a height of 0 switches a slot off.
+    first, second, third, fourth = (boxes + [0] * 4)[:4]
+
+    @synchronising
+    def load_tokens(stage, barrier, map_at, x, y, g):
+        where = (int32(x), int32(y), int32(g))
+        if cluster == 1:
+            _tma(stage, map_at, barrier, where)
+        else:
+            _multicast(stage, map_at, barrier, where, mask)
+
+    @synchronising
+    def fill(stage, barrier, maps, rank, i, j, k, a_g, b_g, height):
+        """i, j, k are coordinates in the packed operands; j is this block's first column."""
+        half = WEIGHT_BYTES // 2
+        if b_across:
+            _tma(stage, maps, barrier, (int32(j), int32(k), b_g))
+            _tma(stage + half, maps, barrier, (int32(j + 64), int32(k), b_g))
+        else:
+            _tma(stage, maps, barrier, (int32(k), int32(j), b_g))
+            _tma(stage + half, maps, barrier, (int32(k), int32(j + 64), b_g))
+        tokens, map_at = stage + WEIGHT_BYTES, maps + MAP_BYTES
+        if a_across:
+            for row in range(rank * 64, height, cluster * 64):
+                load_tokens(tokens + row * ROW_BYTES, barrier, map_at, i + row, k, a_g)
+        else:
+            share = int32(height // cluster)
+            row = int32(rank * share)
+            if first != 0 and share & first:
+                load_tokens(tokens + row * ROW_BYTES, barrier, map_at, k, i + row, a_g)
+                row = int32(row + first)
+            if second != 0 and share & second:
+                load_tokens(tokens + row * ROW_BYTES, barrier, map_at + MAP_BYTES, k, i + row, a_g)
+                row = int32(row + second)
+            if third != 0 and share & third:
+                load_tokens(tokens + row * ROW_BYTES, barrier, map_at + 2 * MAP_BYTES, k, i + row, a_g)
+                row = int32(row + third)
+            if fourth != 0 and share & fourth:
+                load_tokens(tokens + row * ROW_BYTES, barrier, map_at + 3 * MAP_BYTES, k, i + row, a_g)
+
+    return fill
 
 
 @cache
 def make_producer(config, signature):
     """produce(p, maps, base, lane): warp 0's whole life."""
     at = Layout(config, signature)
-    n_max, stages, box_rows, bk = config.n_max, config.stages, config.step, at.bk
+    stages, rows_step, bk, cluster = config.stages, config.step, at.bk, config.cluster
     full, empty, slot_full, slot_empty = at.full, at.empty, at.slot_full, at.slot_empty
-    stage_bytes, slots_at = at.stage_bytes, at.slots
-    a_across, b_across = signature.a_order == "col", signature.b_order == "row"
-    scan, locate, piece = make_warp_schedule(n_max, COLUMNS)
+    stage_bytes, slots_at, loads_64 = at.stage_bytes, at.slots, signature.a_order == "col"
+    scan, locate, piece = make_warp_schedule(config.n_max, COLUMNS * cluster)
+    fill = make_fill(config, signature)
 
     @synchronising
-    def fill(stage, barrier, a_map, b_map, i, j, k, a_k, b_k, a_g, b_g, height):
-        """Loads one stage; i, j, k are coordinates in the packed operands."""
-        for half in range(2):
-            x, y = (j + half * 64, b_k) if b_across else (b_k, j + half * 64)
-            _tma(stage + half * (WEIGHT_BYTES // 2), b_map, barrier, (int32(x), int32(y), int32(b_g)))
-        tokens = stage + WEIGHT_BYTES
-        if a_across:
-            for row in range(0, height, 64):
-                _tma(tokens + row * ROW_BYTES, a_map, barrier, (int32(i + row), int32(a_k), int32(a_g)))
-        else:
-            for row in range(0, height, box_rows):
-                _tma(tokens + row * ROW_BYTES, a_map, barrier, (int32(a_k), int32(i + row), int32(a_g)))
+    def announce(base, slot_step, height, depth, g, start, i0, j0, rows, n, k):
+        """Writes a record for the consumers; height 0 ends them."""
+        slot = slot_step & (SLOTS - 1)
+        hw.mbarrier_wait(base + slot_empty + slot * 8, ((slot_step // SLOTS) & 1) ^ 1)
+        record = base + slots_at + slot * SLOT_BYTES
+        ptx.store_shared_i64x2(record, height, depth)
+        ptx.store_shared_i64x2(record + 16, g, start)
+        ptx.store_shared_i64x2(record + 32, i0, j0)
+        ptx.store_shared_i64x2(record + 48, rows, n)
+        ptx.store_shared_i64x2(record + 64, k, 0)
+        hw.mbarrier_arrive(base + slot_full + slot * 8)
 
     @synchronising
     def produce(p, maps, base, lane):
         low, high, total = scan(p, lane)
-        step = int32(0)
+        rank = int32(0)
+        if cluster > 1:
+            rank = hw.cluster_rank()
+        stage, phase = int32(0), int32(1)
         seen = int32(-1)
         g, first, end = int32(0), int32(0), int32(0)
-        tile = int32(cuda.blockIdx.x)
         slot_step = int32(0)
-        while tile < total:
+        for tile_wide in range(cuda.blockIdx.x // cluster, total, cuda.gridDim.x // cluster):
+            tile = int32(tile_wide)
             if tile >= end:
                 g, first, end = locate(p, low, high, lane, tile)
             m, n, k, start = extent(p, g)
             i0, rows, j0 = piece(m, n, tile - first)
-            height = ((rows + int32(box_rows - 1)) // int32(box_rows)) * int32(box_rows)
-            depth = (int32(k) + int32(bk - 1)) // int32(bk)
+            j0 = int32(j0 + rank * COLUMNS)
+            height = int32(((rows + (rows_step - 1)) // rows_step) * rows_step)
+            depth = int32((k + (bk - 1)) // bk)
             if lane == 0:
-                slot = slot_step % SLOTS
-                hw.mbarrier_wait(base + slot_empty + slot * 8, ((slot_step // SLOTS) & 1) ^ 1)
-                record = base + slots_at + slot * SLOT_BYTES
-                ptx.store_shared_i64x2(record, height, depth)
-                ptx.store_shared_i64x2(record + 16, g, start)
-                ptx.store_shared_i64x2(record + 32, i0, j0)
-                ptx.store_shared_i64x2(record + 48, rows, n)
-                ptx.store_shared_i64x2(record + 64, k, 0)
-                hw.mbarrier_arrive(base + slot_full + slot * 8)
-                a_map, b_map = maps, maps + MAP_BYTES
+                announce(base, slot_step, height, depth, g, start, i0, j0, rows, n, k)
+                these = maps
                 if p.table != 0:
-                    a_map += g * (2 * MAP_BYTES)
-                    b_map += g * (2 * MAP_BYTES)
+                    these += g * (MAPS * MAP_BYTES)
                 if seen < 0 or (p.table != 0 and seen != g):
-                    hw.fence_tensormap(a_map)
-                    hw.fence_tensormap(b_map)
+                    for number in range(MAPS):
+                        hw.fence_tensormap(these + number * MAP_BYTES)
                     seen = g
-                i, j, k0 = i0, j0, int32(0)
+                i, j, at_k = i0, j0, int32(0)
                 if p.jagged == JAGGED_M:
-                    i += int32(start)
+                    i = int32(i + start)
                 elif p.jagged == JAGGED_N:
-                    j += int32(start)
+                    j = int32(j + start)
                 elif p.jagged == JAGGED_K:
-                    k0 += int32(start)
+                    at_k = int32(start)
                 a_g, b_g = int32(0), int32(0)
                 if p.a_group != 0:
                     a_g = g
                 if p.b_group != 0:
                     b_g = g
                 loaded = height
-                if a_across:
-                    loaded = ((height + 63) // 64) * 64
-                for block in range(depth):
-                    stage = step % stages
+                if loads_64:
+                    loaded = int32(((height + 63) // 64) * 64)
+                expected = int32(WEIGHT_BYTES + loaded * ROW_BYTES)
+                for _ in range(depth):
                     barrier = base + full + stage * 8
-                    hw.mbarrier_wait(base + empty + stage * 8, ((step // stages) & 1) ^ 1)
-                    hw.mbarrier_expect_tx(barrier, WEIGHT_BYTES + loaded * ROW_BYTES)
-                    at_k = k0 + block * bk
-                    fill(base + stage * stage_bytes, barrier, a_map, b_map, i, j, k0, at_k, at_k, a_g, b_g, height)
-                    step += int32(1)
-            slot_step += int32(1)
-            tile += int32(cuda.gridDim.x)
+                    hw.mbarrier_wait(base + empty + stage * 8, phase)
+                    hw.mbarrier_expect_tx(barrier, expected)
+                    fill(base + stage * stage_bytes, barrier, these, rank, i, j, at_k, a_g, b_g, height)
+                    at_k = int32(at_k + bk)
+                    stage = int32(stage + 1)
+                    if stage == stages:
+                        stage = int32(0)
+                        phase = int32(phase ^ 1)
+            slot_step = int32(slot_step + 1)
         if lane == 0:
-            slot = slot_step % SLOTS
-            hw.mbarrier_wait(base + slot_empty + slot * 8, ((slot_step // SLOTS) & 1) ^ 1)
-            ptx.store_shared_i64x2(base + slots_at + slot * SLOT_BYTES, 0, 0)
-            hw.mbarrier_arrive(base + slot_full + slot * 8)
+            announce(base, slot_step, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
     return produce
 
@@ -182,28 +233,36 @@ def make_zero_tail(config, signature):
 
 @cache
 def make_multiply(config, signature, n):
-    """multiply(base, step, depth, tail, warpgroup, thread) -> the 64 x n accumulators of this warpgroup."""
+    """multiply(base, stage, phase, depth, tail, warpgroup, thread) -> this warpgroup's 64 x n accumulators."""
     at = Layout(config, signature)
-    stages, stage_bytes, full, empty = config.stages, at.stage_bytes, at.full, at.empty
+    stages, stage_bytes, full, empty, cluster = config.stages, at.stage_bytes, at.full, at.empty, config.cluster
     a_across, b_across = signature.a_order == "col", signature.b_order == "row"
-    kind = at.kind
     zeros, result = make_zeros(n // 2), hw.make_wgmma_result(n)
-    wgmma = hw.make_wgmma(kind, n, b_across, a_across)
+    wgmma = hw.make_wgmma(at.kind, n, b_across, a_across)
     # Steps of 32 bytes of k, or of 16 rows of k, in units of 16 bytes.
     b_step, a_step = (128 if b_across else 2), (128 if a_across else 2)
     weights = hw.make_descriptor(WEIGHT_BYTES // 2, 1024)
     tokens = hw.make_descriptor(64 * ROW_BYTES, 1024)
-    zero_tail = make_zero_tail(config, signature)
+    zero_tail, ragged_k = make_zero_tail(config, signature), signature.ragged_k
 
     @synchronising
-    def multiply(base, step, depth, tail, warpgroup, thread):
+    def release(base, stage, lane):
+        """Tells the producers of all blocks that load into this one's stage that the warp is through with it."""
+        if cluster == 1:
+            if lane == 0:
+                hw.mbarrier_arrive(base + empty + stage * 8)
+        elif lane < cluster:
+            hw.mbarrier_arrive_cluster(hw.map_shared(base + empty + stage * 8, lane))
+
+    @synchronising
+    def multiply(base, stage, phase, depth, tail, warpgroup, thread):
         acc = zeros()
-        before = int32(0)
+        lane = int32(thread & 31)
+        before = int32(-1)
         for block in range(depth):
-            stage = step % stages
-            where = base + stage * stage_bytes
-            hw.mbarrier_wait(base + full + stage * 8, (step // stages) & 1)
-            if tail != 0 and block == depth - 1:
+            where = int32(base + stage * stage_bytes)
+            hw.mbarrier_wait(base + full + stage * 8, phase)
+            if ragged_k and tail != 0 and block == depth - 1:
                 zero_tail(where, tail, n, warpgroup * 128 + thread)
             b = weights(where + warpgroup * (WEIGHT_BYTES // 2))
             a = tokens(where + WEIGHT_BYTES)
@@ -214,13 +273,16 @@ def make_multiply(config, signature, n):
             acc = wgmma(acc, b + 3 * b_step, a + 3 * a_step)
             hw.wgmma_commit()
             _wait_one()
-            if block > 0 and thread % 32 == 0:
-                hw.mbarrier_arrive(base + empty + before * 8)
+            if before >= 0:
+                release(base, before, lane)
             before = stage
-            step += int32(1)
+            stage = int32(stage + 1)
+            if stage == stages:
+                stage = int32(0)
+                phase = int32(phase ^ 1)
         acc = result(acc)
-        if depth > 0 and thread % 32 == 0:
-            hw.mbarrier_arrive(base + empty + before * 8)
+        if before >= 0:
+            release(base, before, lane)
         return acc
 
     return multiply
@@ -228,13 +290,14 @@ def make_multiply(config, signature, n):
 
 @cache
 def make_tile(config, signature, n):
-    """tile(...): the main loop and the epilogue for tiles of n rows."""
+    """tile(job): the main loop and the epilogue for tiles of n rows; `make_consumer` says what a job holds."""
     multiply, write = make_multiply(config, signature, n), make_write(n, signature)
 
     @synchronising
-    def tile(base, step, depth, tail, warpgroup, thread, staging, out, c, bias, alpha, beta, rows, columns):
-        acc = multiply(base, step, depth, tail, warpgroup, thread)
-        write(acc, staging, warpgroup + 1, out, c, bias, alpha, beta, rows, columns, thread)
+    def tile(job):
+        base, stage, phase, depth, tail, group, thread, staging, out, c, bias, alpha, beta, rows, columns = job
+        acc = multiply(base, stage, phase, depth, tail, group, thread)
+        write(acc, staging, group + 1, out, c, bias, alpha, beta, rows, columns, thread)
 
     return tile
 
@@ -242,7 +305,7 @@ def make_tile(config, signature, n):
 @cache
 def make_consumer(config, signature):
     """consume(p, alpha, beta, base, warpgroup, thread): the whole life of a consumer thread."""
-    at = Layout(config, signature)
+    at, stages = Layout(config, signature), config.stages
     slot_full, slot_empty, slots_at, staging_at, bk = at.slot_full, at.slot_empty, at.slots, at.staging, at.bk
     size, c_size, bias_size = BYTES[signature.out], BYTES[signature.c or "f32"], BYTES[signature.bias or "f32"]
     _, _, operand_c, operand_out, operand_bias = make_operands(BYTES[signature.compute], size, c_size, bias_size)
@@ -250,10 +313,10 @@ def make_consumer(config, signature):
 
     @synchronising
     def consume(p, alpha, beta, base, warpgroup, thread):
-        step, slot_step = int32(0), int32(0)
+        stage, phase, slot_step = int32(0), int32(0), int32(0)
         staging = base + staging_at + warpgroup * STAGING
         while True:
-            slot = slot_step % SLOTS
+            slot = slot_step & (SLOTS - 1)
             record = base + slots_at + slot * SLOT_BYTES
             hw.mbarrier_wait(base + slot_full + slot * 8, (slot_step // SLOTS) & 1)
             height, depth = ptx.load_shared_i64x2(record)
@@ -262,7 +325,7 @@ def make_consumer(config, signature):
             rows, n = ptx.load_shared_i64x2(record + 48)
             k, _ = ptx.load_shared_i64x2(record + 64)
             hw.mbarrier_arrive(base + slot_empty + slot * 8)
-            slot_step += int32(1)
+            slot_step = int32(slot_step + 1)
             if height == 0:
                 break
             out_at, out_row, out_col = operand_out(p, g, start)
@@ -275,59 +338,47 @@ def make_consumer(config, signature):
             tail = int32(0)
             if p.jagged == JAGGED_K:
                 tail = int32(k % bk)
-            dispatch(
-                int32(height), base, step, int32(depth), tail, warpgroup, thread, staging, out, c, bias,
-                alpha, beta, int32(rows), int32(n - j),
+            job = (
+                base, stage, phase, int32(depth), tail, warpgroup, thread, staging, out, c, bias, alpha, beta,
+                int32(rows), int32(n - j),
             )  # fmt: skip
-            step += int32(depth)
+            dispatch(int32(height), job)
+            after = int32(stage + depth)
+            phase = int32(phase ^ ((after // stages) & 1))
+            stage = int32(after % stages)
 
     return consume
 
 
 @cache
 def make_dispatch(config, signature):
-    """dispatch(height, ...): the tile function of that height, found by halving."""
+    """dispatch(height, job): runs the tile function of that height, found by halving."""
 
-    def build(heights):
-        if len(heights) == 1:
-            return make_tile(config, signature, heights[0])
-        middle = len(heights) // 2
-        lower, upper, limit = build(heights[:middle]), build(heights[middle:]), heights[middle - 1]
-        if len(heights) == 2:
-            small, large = lower, upper
-
-            @synchronising
-            def choose(
-                height, base, step, depth, tail, group, thread, staging, out, c, bias, alpha, beta, rows, columns
-            ):
-                if height <= limit:
-                    small(base, step, depth, tail, group, thread, staging, out, c, bias, alpha, beta, rows, columns)
-                else:
-                    large(base, step, depth, tail, group, thread, staging, out, c, bias, alpha, beta, rows, columns)
-
-            return choose
-        if middle == 1:
-            lower = build_single(lower)
+    def leaf(height):
+        tile = make_tile(config, signature, height)
 
         @synchronising
-        def halve(height, base, step, depth, tail, group, thread, staging, out, c, bias, alpha, beta, rows, columns):
-            if height <= limit:
-                lower(height, base, step, depth, tail, group, thread, staging, out, c, bias, alpha, beta, rows, columns)
-            else:
-                upper(height, base, step, depth, tail, group, thread, staging, out, c, bias, alpha, beta, rows, columns)
-
-        return halve
-
-    def build_single(tile):
-        @synchronising
-        def only(height, base, step, depth, tail, group, thread, staging, out, c, bias, alpha, beta, rows, columns):
-            tile(base, step, depth, tail, group, thread, staging, out, c, bias, alpha, beta, rows, columns)
+        def only(_, job):
+            tile(job)
 
         return only
 
-    heights = list(range(config.step, config.n_max + 1, config.step))
-    built = build(heights)
-    return build_single(built) if len(heights) == 1 else built
+    def build(heights):
+        if len(heights) == 1:
+            return leaf(heights[0])
+        middle = len(heights) // 2
+        lower, upper, limit = build(heights[:middle]), build(heights[middle:]), heights[middle - 1]
+
+        @synchronising
+        def halve(height, job):
+            if height <= limit:
+                lower(height, job)
+            else:
+                upper(height, job)
+
+        return halve
+
+    return build(list(range(config.step, config.n_max + 1, config.step)))
 
 
 @cache
@@ -335,6 +386,7 @@ def make_kernel(config, signature):
     """The kernel for one pipeline shape and one set of dtypes and layouts."""
     at = Layout(config, signature)
     stages, full, empty, slot_full, slot_empty = config.stages, at.full, at.empty, at.slot_full, at.slot_empty
+    cluster = config.cluster
     produce, consume = make_producer(config, signature), make_consumer(config, signature)
     zero_unowned, zeroes = make_zero_unowned(signature.out, "f32"), signature.zero_unowned
     helpers = 96
@@ -346,12 +398,16 @@ def make_kernel(config, signature):
         if thread == 0:
             for stage in range(stages):
                 hw.mbarrier_init(base + full + stage * 8, 1)
-                hw.mbarrier_init(base + empty + stage * 8, CONSUMER_WARPS)
+                hw.mbarrier_init(base + empty + stage * 8, CONSUMER_WARPS * cluster)
             for slot in range(SLOTS):
                 hw.mbarrier_init(base + slot_full + slot * 8, 1)
                 hw.mbarrier_init(base + slot_empty + slot * 8, CONSUMERS)
             hw.fence_mbarrier_init()
-        cuda.syncthreads()
+        if cluster > 1:
+            hw.cluster_arrive()
+            hw.cluster_wait()
+        else:
+            cuda.syncthreads()
         hw.grid_dependency_wait()
         if thread < 128:
             _less()
@@ -362,5 +418,8 @@ def make_kernel(config, signature):
         else:
             _more()
             consume(p, types.float32(alpha), types.float32(beta), base, thread // 128 - 1, thread % 128)
+        if cluster > 1:  # a block must not end while another may still write into it
+            hw.cluster_arrive()
+            hw.cluster_wait()
 
     return hopper

@@ -114,22 +114,28 @@ def make_flush_16():
 
     @synchronising
     def flush(staging, target, pitch, rows, columns, thread):
-        chunk = thread % 8
-        for row in range(thread // 8, rows, 16):
-            source = staging + row * 128 + (chunk ^ (row % 8)) * 16
-            at = target + row * pitch + chunk * 16
-            if chunk * 8 + 8 <= columns:
+        chunk, row = thread % 8, thread // 8
+        source = staging + row * 128 + (chunk ^ (row % 8)) * 16
+        at = target + row * pitch + chunk * 16
+        if chunk * 8 + 8 <= columns:
+            for _ in range(row, rows, 16):
                 ptx.store_global_u32x4(at, ptx.load_shared_u32x4(source))
-            else:
+                source += 16 * 128
+                at += 16 * pitch
+        else:
+            for _ in range(row, rows, 16):
                 for i in range(min(columns - chunk * 8, 8)):
                     ptx.store_global_u16(at + i * 2, ptx.load_shared_u16(source + i * 2))
+                source += 16 * 128
+                at += 16 * pitch
 
     return flush
 
 
 @cache
-def make_flush_32(signature):
+def make_flush_32(signature, threads=128):
     """flush(...): four columns per thread, with the whole epilogue, to any strides."""
+    step = threads // 16
     finish = make_finish("f32", signature.activation, signature.c, signature.bias)
     store, size = storer(signature.out, "f32"), BYTES[signature.out]
     wide, half = signature.out == "f32", signature.out in ("f16", "bf16")
@@ -141,17 +147,20 @@ def make_flush_32(signature):
         out_at, out_row, out_col = out
         c_at, c_row, c_col = c
         bias_at, bias_col = bias
-        chunk = thread % 16
+        chunk, first = thread % 16, thread // 16
         column = chunk * 4
         aligned = out_col == 1 and (out_at | (out_row * size)) % (4 * size) == 0 and column + 4 <= columns
-        for row in range(thread // 16, rows, 8):
-            v = ptx.load_shared_f32x4(staging + row * 256 + (chunk ^ (((row // 2) % 4) * 2)) * 16)
-            at = c_at, row * c_row + column * c_col
+        source = staging + first * 256
+        b = column * bias_col
+        for row in range(first, rows, step):
+            v = ptx.load_shared_f32x4(source + ((chunk ^ (((row // 2) % 4) * 2)) * 16))
+            source += step * 256
+            at = row * c_row + column * c_col
             if aligned and (wide or half):
-                x = finish(v[0], alpha, beta, at[0], at[1], bias_at, column * bias_col)
-                y = finish(v[1], alpha, beta, at[0], at[1] + c_col, bias_at, (column + 1) * bias_col)
-                z = finish(v[2], alpha, beta, at[0], at[1] + 2 * c_col, bias_at, (column + 2) * bias_col)
-                w = finish(v[3], alpha, beta, at[0], at[1] + 3 * c_col, bias_at, (column + 3) * bias_col)
+                x = finish(v[0], alpha, beta, c_at, at, bias_at, b)
+                y = finish(v[1], alpha, beta, c_at, at + c_col, bias_at, b + bias_col)
+                z = finish(v[2], alpha, beta, c_at, at + 2 * c_col, bias_at, b + 2 * bias_col)
+                w = finish(v[3], alpha, beta, c_at, at + 3 * c_col, bias_at, b + 3 * bias_col)
                 where = out_at + (row * out_row + column) * size
                 if wide:
                     ptx.store_global_f32x4(where, (x, y, z, w))
@@ -166,7 +175,7 @@ def make_flush_32(signature):
                         value = v[2]
                     elif i == 3:
                         value = v[3]
-                    value = finish(value, alpha, beta, at[0], at[1] + i * c_col, bias_at, (column + i) * bias_col)
+                    value = finish(value, alpha, beta, c_at, at + i * c_col, bias_at, b + i * bias_col)
                     store(out_at, row * out_row + (column + i) * out_col, value)
 
     return flush

@@ -14,6 +14,16 @@ ALIGNMENT = 1024
 ELEMENT = {"f16": 2, "bf16": 2, "f32": 4}
 
 
+MAPS = 5
+"""Tensor maps per group: B, then A with boxes of different heights (or one, where A lies across k)."""
+
+
+def token_boxes(config: HopperConfig) -> list[int]:
+    """Heights of the boxes that any block's share of a tile is made of, largest first; at most MAPS - 1."""
+    smallest, largest = config.step // config.cluster, config.n_max // config.cluster
+    return [size for size in (256, 128, 64, 32, 16, 8) if smallest <= size <= largest]
+
+
 class Layout:
     """Byte offsets from the aligned base; `bk` elements of k fill one stage."""
 

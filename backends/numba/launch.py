@@ -22,11 +22,21 @@ from torch import Tensor
 from multigemm.backend import Bind, Launch, Recipe
 from multigemm.backends.numba.build import image
 from multigemm.backends.numba.call import Call, call_of
-from multigemm.backends.numba.config import Config, HopperConfig, Signature, SimtConfig, signature_of
+from multigemm.backends.numba.config import (
+    Config,
+    HopperConfig,
+    MmaConfig,
+    Signature,
+    SimtConfig,
+    effective,
+    signature_of,
+)
 from multigemm.backends.numba.driver import Function
 from multigemm.backends.numba.hopper_maps import tensor_maps
 from multigemm.backends.numba.hopper_shape import COLUMNS, Layout
+from multigemm.backends.numba.mma_shape import shared_bytes
 from multigemm.backends.numba.support import capability_of
+from multigemm.errors import InvalidSetting
 from multigemm.layouts import TABLE, Operands, group_table, to_device
 from multigemm.spec import ProblemSpec
 
@@ -82,16 +92,24 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device, why: str = "")
     signature = signature_of(spec)
     bind: Bind
     if device.type == "cpu":
+        if not isinstance(config, SimtConfig):
+            raise InvalidSetting(f"{config} needs tensor cores, which the simulator lacks: use a SimtConfig")
         bind = _emulated(config, signature)
     else:
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        bind = (
-            hopper(config, signature, device) if isinstance(config, HopperConfig) else _simt(config, signature, device)
-        )
+        bind = bind_for(config, signature, device)
     return Recipe(kernel=config.kernel, config=config, bind=bind, why=why)
 
 
-def hopper(config: HopperConfig, signature: Signature, device: torch.device) -> Bind:
+def bind_for(config: Config, signature: Signature, device: torch.device) -> Bind:
+    """The bind of a config on a GPU."""
+    signature = effective(config, signature)
+    if isinstance(config, HopperConfig):
+        return _hopper(config, signature, device)
+    return _tiled(config, signature, device, shared_bytes(config) if isinstance(config, MmaConfig) else 0)
+
+
+def _hopper(config: HopperConfig, signature: Signature, device: torch.device) -> Bind:
     """Tensor maps, one block per multiprocessor at most."""
     shape = Layout(config, signature)
     function = function_of(config, signature, device, shape.bytes)
@@ -100,19 +118,23 @@ def hopper(config: HopperConfig, signature: Signature, device: torch.device) -> 
     def bind(ops: Operands) -> Launch:
         table, host = device_table(ops)
         call = call_of(ops, table)
-        tiles = most_tiles(call, host, config.n_max, COLUMNS)
-        grid = min(max(tiles, zeroing_blocks(call, ops.spec)), processors)
+        tiles = most_tiles(call, host, config.n_max, COLUMNS * config.cluster) * config.cluster
+        blocks = min(max(tiles, zeroing_blocks(call, ops.spec)), processors)
+        grid = -(-blocks // config.cluster) * config.cluster
         if grid == 0:
             return _nothing
         maps = to_device(tensor_maps(config, signature, call, host), ops.device)
-        launch = function.launcher(grid, config.threads, pack(call, ops.alpha, ops.beta, (maps.data_ptr(),)))
+        launch = function.launcher(
+            grid, config.threads, pack(call, ops.alpha, ops.beta, (maps.data_ptr(),)), config.cluster
+        )
         return keeping(launch, (ops, table, maps))
 
     return bind
 
 
-def _simt(config: SimtConfig, signature: Signature, device: torch.device) -> Bind:
-    function = function_of(config, signature, device, 0)
+def _tiled(config: SimtConfig | MmaConfig, signature: Signature, device: torch.device, shared: int) -> Bind:
+    """As many blocks as fit on the device; each walks the tiles in strides."""
+    function = function_of(config, signature, device, shared)
     resident = function.blocks_per_multiprocessor(config.threads) * _multiprocessors(device)
 
     def bind(ops: Operands) -> Launch:

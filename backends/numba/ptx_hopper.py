@@ -27,6 +27,13 @@ mbarrier_wait = instruction(
     None, I32, I32,
 )  # fmt: skip
 """(barrier, parity): returns when that phase has ended."""
+mbarrier_arrive_cluster = instruction("mbarrier.arrive.shared::cluster.b64 _, [$0];", None, I32)
+"""The same for a barrier of any block of the cluster, at an address from `map_shared`."""
+map_shared = instruction("mapa.shared::cluster.u32 $0, $1, $2;", I32, I32, I32, effects=False)
+"""(shared address, rank) -> the address of the same place in that block of the cluster."""
+cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", I32, effects=False)
+cluster_arrive = instruction("barrier.cluster.arrive.release.aligned;")
+cluster_wait = instruction("barrier.cluster.wait.acquire.aligned;")
 fence_mbarrier_init = instruction("fence.mbarrier_init.release.cluster;")
 fence_async = instruction("fence.proxy.async.shared::cta;")
 """Between ordinary stores to shared memory and the tensor cores or TMA reading it."""
@@ -49,10 +56,23 @@ def make_setmaxnreg(count, more):
 def make_tma_load(rank):
     """load(shared, map, barrier, coordinates[rank]): one box, counted in bytes on the barrier."""
     text = (
-        f"cp.async.bulk.tensor.{rank}d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         f"[$0], [$1, {{{registers(3, rank)}}}], [$2];"
-    ).replace("shared::cta.global", "shared::cluster.global")
+    )
     return instruction(text, None, I32, I64, I32, words(rank))
+
+
+@cache
+def make_tma_multicast(rank):
+    """load(shared, map, barrier, coordinates[rank], mask): the same box into every block of the mask.
+
+    Each of them receives it at the same shared address and counts the bytes on its own barrier.
+    """
+    text = (
+        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        f"[$0], [$1, {{{registers(3, rank)}}}], [$2], ${3 + rank};"
+    )
+    return instruction(text, None, I32, I64, I32, words(rank), types.int16)
 
 
 @cache

@@ -35,18 +35,21 @@ def numpy_names() -> Iterator[None]:
     def row_stack(*args: Any, **kwargs: Any) -> Any:
         return np.vstack(*args, **kwargs)
 
-    np.row_stack = row_stack  # type: ignore[attr-defined]
+    names: Any = np
+    names.row_stack = row_stack
     try:
         yield
     finally:
-        del np.row_stack  # type: ignore[attr-defined]
+        del names.row_stack
 
 
 with numpy_names():
-    from numba import cuda, types  # noqa: F401
-    from numba.core import config as numba_config
+    import numba.cuda
+    import numba.core.config
 
-SIMULATED = bool(numba_config.ENABLE_CUDASIM)
+cuda: Any = numba.cuda
+types: Any = numba.types
+SIMULATED = bool(getattr(numba.core.config, "ENABLE_CUDASIM", 0))
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,9 +66,10 @@ def device(function: F) -> F:
 def synchronising(function: F) -> F:
     """A device function that uses `cuda.syncthreads` and the like."""
     options = {} if SIMULATED else {"forceinline": True}
-    return cuda.jit(device=True, **options)(function)  # type: ignore[no-any-return]
+    made: F = cuda.jit(device=True, **options)(function)
+    return made
 
 
 def kernel(function: F) -> F:
     """A kernel: left plain for our own compile path, decorated for the simulator."""
-    return cuda.jit(function) if SIMULATED else function  # type: ignore[no-any-return]
+    return cuda.jit(function) if SIMULATED else function

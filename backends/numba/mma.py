@@ -1,0 +1,135 @@
+"""The tensor-core kernel for sm_80 and later: cp.async, ldmatrix, mma.sync.
+
+A block of four warps computes 128 x 128 tiles of C, each warp 64 x 64 of them in 128 registers per
+thread, over stages of 128 bytes of k. While a stage is multiplied, the next ones are on their way.
+The sums leave through shared memory, so that stores are wide and the epilogue is that of every kernel.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+
+from multigemm.backends.numba import ptx
+from multigemm.backends.numba.hopper_epilogue import make_flush_32
+from multigemm.backends.numba.memory import BYTES
+from multigemm.backends.numba.mma_fragments import make_copy, make_fragments, make_warp_stage, make_warp_step
+from multigemm.backends.numba.mma_shape import ALIGNMENT, KEPT_ROWS, ROW_BYTES, SIZE, THREADS
+from multigemm.backends.numba.operand import make_operands
+from multigemm.backends.numba.ptx_asm import make_zeros, shared_address
+from multigemm.backends.numba.runtime import kernel, synchronising
+from multigemm.backends.numba.schedule import extent, make_schedule, make_zero_unowned
+
+STAGING = KEPT_ROWS * KEPT_ROWS * 4
+int32 = types.int32
+
+
+@cache
+def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
+    """loop(base, a, b, rows, columns, k, thread) -> the warp's accumulators."""
+    bm, bn, stages = config.bm, config.bn, config.stages
+    size = SIZE[kind]
+    bk, b_at = ROW_BYTES // size, bm * ROW_BYTES
+    stage_bytes, ahead = (bm + bn) * ROW_BYTES, stages - 1
+    copy_a, a_lies_across = make_copy(kind, bm, THREADS, a_across, a_aligned)
+    copy_b, b_lies_across = make_copy(kind, bn, THREADS, b_across, b_aligned)
+    load_a, load_b = make_fragments(a_lies_across, True, bm), make_fragments(b_lies_across, False, bn)
+    warp_step, zeros = make_warp_step(kind), make_zeros(KEPT_ROWS * KEPT_ROWS // 32)
+    wait = ptx.make_cp_async_wait(stages - 2)
+
+    @synchronising
+    def loop(base, a, b, rows, columns, k, thread):
+        a_base, a_row, a_col = a
+        b_base, b_row, b_col = b
+        lane, warp = thread & 31, thread >> 5
+        first_row, first_column = (warp >> 1) * KEPT_ROWS, (warp & 1) * KEPT_ROWS
+        acc = zeros()
+        blocks = int32((k + (bk - 1)) // bk)
+        for block in range(ahead):
+            if block < blocks:
+                where = base + block * stage_bytes
+                copy_a(where, a_base, a_row, a_col, rows, k, block * bk, thread)
+                copy_b(where + b_at, b_base, b_col, b_row, columns, k, block * bk, thread)
+            ptx.cp_async_commit()
+        stage, filled = int32(0), int32(ahead)
+        for block in range(blocks):
+            wait()
+            cuda.syncthreads()
+            if block + ahead < blocks:
+                where = base + filled * stage_bytes
+                k0 = (block + ahead) * bk
+                copy_a(where, a_base, a_row, a_col, rows, k, k0, thread)
+                copy_b(where + b_at, b_base, b_col, b_row, columns, k, k0, thread)
+            ptx.cp_async_commit()
+            tile = int32(base + stage * stage_bytes)
+            for step in range(4):
+                left = load_a(tile, step, first_row, lane)
+                right = load_b(tile + b_at, step, first_column, lane)
+                acc = warp_step(acc, left, right)
+            stage, filled = int32(stage + 1), int32(filled + 1)
+            if stage == stages:
+                stage = int32(0)
+            if filled == stages:
+                filled = int32(0)
+        cuda.syncthreads()
+        return acc
+
+    return loop
+
+
+@cache
+def make_kernel(config, signature):
+    """The kernel for one tile shape and one set of dtypes and layouts."""
+    bm, bn = config.bm, config.bn
+    kind = "tf32" if signature.compute == "f32" else signature.compute
+    in_size, out_size = BYTES[signature.compute], BYTES[signature.out]
+    c_size, bias_size = BYTES[signature.c or "f32"], BYTES[signature.bias or "f32"]
+    operand_a, operand_b, operand_c, operand_out, operand_bias = make_operands(in_size, out_size, c_size, bias_size)
+    main_loop = make_main_loop(
+        config, kind, signature.a_order == "col", signature.b_order == "row", signature.a_aligned, signature.b_aligned
+    )
+    scan, locate, tile_in_group = make_schedule(bm, bn, THREADS)
+    zero_unowned, zeroes = make_zero_unowned(signature.out, "f32"), signature.zero_unowned
+    stage, flush = make_warp_stage(), make_flush_32(signature, 32)
+    prefix_words = THREADS + 1
+
+    @kernel
+    def mma(p, alpha, beta):
+        prefix = cuda.shared.array(prefix_words, np.int64)
+        base = (shared_address(cuda.shared.array(0, np.uint8)) + int32(ALIGNMENT - 1)) & int32(-ALIGNMENT)
+        thread = int32(cuda.threadIdx.x)
+        lane, warp = thread & 31, thread >> 5
+        staging = int32(base + warp * STAGING)
+        lane_at = int32(staging + (lane >> 2) * 256 + (lane & 3) * 8)
+        twist = int32(((lane >> 3) & 3) * 32)
+        total = scan(p, prefix, thread)
+        for tile in range(cuda.blockIdx.x, total, cuda.gridDim.x):
+            g, number = locate(p, prefix, tile)
+            m, n, k, start = extent(p, g)
+            ti, tj = tile_in_group(m, n, number)
+            i0, j0 = ti * bm, tj * bn
+            a, a_row, a_col = operand_a(p, g, start)
+            b, b_row, b_col = operand_b(p, g, start)
+            left = a + i0 * a_row * in_size, a_row, a_col
+            right = b + j0 * b_col * in_size, b_row, b_col
+            acc = main_loop(base, left, right, m - i0, n - j0, k, thread)
+            i, j = i0 + (warp >> 1) * KEPT_ROWS, j0 + (warp & 1) * KEPT_ROWS
+            rows, columns = min(m - i, KEPT_ROWS), n - j
+            stage(acc, lane_at, twist)
+            cuda.syncwarp()
+            out, out_row, out_col = operand_out(p, g, start)
+            c, c_row, c_col = operand_c(p, g, start)
+            bias, bias_col = operand_bias(p, g, start)
+            here = out + (i * out_row + j * out_col) * out_size, out_row, out_col
+            there = c + (i * c_row + j * c_col) * c_size, c_row, c_col
+            vector = bias + j * bias_col * bias_size, bias_col
+            flush(staging, here, there, vector, types.float32(alpha), types.float32(beta), rows, columns, lane)
+            cuda.syncthreads()
+        if zeroes:
+            zero_unowned(p, cuda.blockIdx.x * THREADS + thread, cuda.gridDim.x * THREADS, types.float32(0))
+
+    return mma

@@ -1,0 +1,185 @@
+"""Operand tiles of the sm_80 kernel in shared memory: how they get in, and into registers.
+
+Two layouts, both in 16-byte chunks that are swizzled by the row number:
+
+* along:  one row per row of the operand's own dimension (m or n), 128 bytes of k in each;
+* across: one row per k, the tile's `width` elements of the own dimension in each (16-bit types only,
+  `ldmatrix.trans` turns them).
+
+Two ways in: `cp.async`, 16 bytes at a time, where the operand is aligned; or element by element, for
+any strides and alignment, always into the layout "along".
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+from llvmlite import ir
+from numba.cuda import types
+
+from multigemm.backends.numba import ptx
+from multigemm.backends.numba.mma_shape import KEPT_ROWS, ROW_BYTES, SIZE
+from multigemm.backends.numba.ptx_asm import floats, instruction, with_arity, words
+from multigemm.backends.numba.runtime import synchronising
+
+int32 = types.int32
+_ld4, _ld4t = ptx.make_ldmatrix(4), ptx.make_ldmatrix(4, True)
+_load_u16 = instruction("ld.global.u16 $0, [$1];", types.int16, types.int64)
+_load_u32 = instruction("ld.global.u32 $0, [$1];", types.int32, types.int64)
+
+
+@cache
+def make_copy_along(size, width, threads):
+    """copy(stage, base, outer stride, k stride, outer, depth, k0, thread): rows of 128 bytes of k, asynchronously."""
+    per_chunk = 16 // size
+
+    @synchronising
+    def copy(stage, base, outer_stride, k_stride, outer, depth, k0, thread):
+        chunk = thread % 8
+        k = k0 + chunk * per_chunk
+        left = min(max(depth - k, 0), per_chunk) * size
+        for row in range(thread // 8, width, threads // 8):
+            count, source = int32(0), base
+            if row < outer and left > 0:
+                count, source = int32(left), base + (row * outer_stride + k) * size
+            ptx.cp_async_16(stage + row * ROW_BYTES + (chunk ^ (row & 7)) * 16, source, count)
+
+    return copy
+
+
+@cache
+def make_copy_across(size, width, threads):
+    """The same for an operand whose own dimension is contiguous: one row per k."""
+    per_chunk, chunks, depth_rows = 16 // size, width * size // 16, ROW_BYTES // size
+
+    @synchronising
+    def copy(stage, base, outer_stride, k_stride, outer, depth, k0, thread):
+        chunk = thread % chunks
+        first = chunk * per_chunk
+        left = min(max(outer - first, 0), per_chunk) * size
+        for row in range(thread // chunks, depth_rows, threads // chunks):
+            count, source = int32(0), base
+            if k0 + row < depth and left > 0:
+                count, source = int32(left), base + ((k0 + row) * k_stride + first) * size
+            ptx.cp_async_16(stage + row * (width * size) + (chunk ^ (row & 7)) * 16, source, count)
+
+    return copy
+
+
+@cache
+def make_gather(size, width, threads, across):
+    """The same element by element; neighbouring threads go along the direction that is likely contiguous."""
+    depth_rows = ROW_BYTES // size
+
+    @synchronising
+    def copy(stage, base, outer_stride, k_stride, outer, depth, k0, thread):
+        for index in range(thread, width * depth_rows, threads):
+            row, k = index // depth_rows, index % depth_rows
+            if across:
+                row, k = index % width, index // width
+            byte = k * size
+            where = int32(stage + row * ROW_BYTES + ((byte // 16) ^ (row & 7)) * 16 + byte % 16)
+            inside = row < outer and k0 + k < depth
+            source = base + (row * outer_stride + (k0 + k) * k_stride) * size
+            if size == 2:
+                half = types.int16(0)
+                if inside:
+                    half = _load_u16(source)
+                ptx.store_shared_u16(where, half)
+            else:
+                word = int32(0)
+                if inside:
+                    word = _load_u32(source)
+                ptx.store_shared_u32(where, word)
+
+    return copy
+
+
+def make_copy(kind, width, threads, across, aligned):
+    """The way in for one operand, and whether its tile lies across."""
+    size = SIZE[kind]
+    if not aligned or (across and size != 2):
+        return make_gather(size, width, threads, across), False
+    return (make_copy_across if across else make_copy_along)(size, width, threads), across
+
+
+@cache
+def make_fragments(across, left, width):
+    """load(tile, step, first, lane) -> 16 words: KEPT_ROWS rows of the own dimension x 32 bytes of k of a warp.
+
+    `left` is A, whose four matrices go m before k; B's go k before n.
+    """
+    pitch = width * 2
+
+    @synchronising
+    def load(tile, step, first, lane):
+        inner, low, high = lane & 7, (lane >> 3) & 1, lane >> 4
+        own, k = (low, high) if left else (high, low)
+        if across:
+            row = step * 16 + k * 8 + inner
+            at = tile + row * pitch
+            c = (first >> 3) + own
+            return (
+                _ld4t(at + ((c ^ inner) << 4)) + _ld4t(at + (((c + 2) ^ inner) << 4))
+                + _ld4t(at + (((c + 4) ^ inner) << 4)) + _ld4t(at + (((c + 6) ^ inner) << 4))
+            )  # fmt: skip
+        at = tile + (first + own * 8 + inner) * ROW_BYTES + (((2 * step + k) ^ inner) << 4)
+        return _ld4(at) + _ld4(at + 16 * ROW_BYTES) + _ld4(at + 32 * ROW_BYTES) + _ld4(at + 48 * ROW_BYTES)
+
+    return load
+
+
+@cache
+def make_warp_step(kind):
+    """step(acc[128], a[16], b[16]) -> acc: a warp's 64 x 64 products over 32 bytes of k, 32 mma in a row."""
+    rows, columns = KEPT_ROWS // 16, KEPT_ROWS // 8
+    shape, _, _ = ptx.MMA[kind]
+    text = f"mma.sync.aligned.{shape} {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
+    constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
+    single, word = ir.FloatType(), ir.IntType(32)
+    result = ir.LiteralStructType([single] * 4)
+    function = ir.FunctionType(result, [word] * 6 + [single] * 4)
+
+    def generate(context, builder, signature, arguments):
+        acc, a, b = arguments
+        call = ir.InlineAsm(function, text, constraints, side_effect=False)
+        a = [builder.extract_value(a, i) for i in range(rows * 4)]
+        b = [builder.extract_value(b, i) for i in range(columns * 2)]
+        for i in range(rows):
+            for j in range(columns):
+                first = (i * columns + j) * 4
+                sums = [builder.extract_value(acc, first + x) for x in range(4)]
+                out = builder.call(call, [*a[4 * i : 4 * i + 4], *b[2 * j : 2 * j + 2], *sums])
+                for x in range(4):
+                    acc = builder.insert_value(acc, builder.extract_value(out, x), first + x)
+        return acc
+
+    takes = (floats(rows * columns * 4), words(rows * 4), words(columns * 2))
+    return with_arity(3, lambda _types: (takes[0](*takes), generate))
+
+
+@cache
+def make_warp_stage():
+    """stage(acc[128], address of this lane's first element, twist): float32 rows of 256 bytes.
+
+    `twist` is the swizzle of the lane's rows in bytes; they are 8 apart, so it is the same for all.
+    """
+    rows, columns = KEPT_ROWS // 16, KEPT_ROWS // 8
+    word = ir.IntType(32)
+    emit = ir.FunctionType(ir.VoidType(), [word, ir.FloatType(), ir.FloatType()])
+
+    def generate(context, builder, signature, arguments):
+        acc, base, twist = arguments
+        for j in range(columns):
+            where = builder.add(base, builder.xor(twist, ir.Constant(word, j * 32)))
+            for i, half in product(range(rows), range(2)):
+                first = (i * columns + j) * 4 + half * 2
+                pair = [builder.extract_value(acc, first), builder.extract_value(acc, first + 1)]
+                text = f"st.shared.v2.f32 [$0+{(i * 16 + half * 8) * 256}], {{$1, $2}};"
+                builder.call(ir.InlineAsm(emit, text, "r,f,f,~{memory}", side_effect=True), [where, *pair])
+        return context.get_dummy_value()
+
+    takes = (floats(rows * columns * 4), types.int32, types.int32)
+    return with_arity(3, lambda _types: (types.void(*takes), generate))
