@@ -1,0 +1,65 @@
+"""Keeps the measured tables of Markdown pages equal to the reports that they come from.
+
+A page holds, on lines of their own,
+
+    <!-- bench PATH/report.json summary -->
+    <!-- end bench -->
+
+and `python -m multigemm.bench.embed README.md docs/benchmarks.md` fills in what lies between them
+(PATH is relative to the page's repository). `--check` only says whether it would change anything.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from multigemm.bench import markdown, results, table, tutorial
+from multigemm.bench.results import Report
+
+BLOCK = re.compile(r"(<!-- bench (\S+) (\w+) -->\n).*?(<!-- end bench -->)", re.DOTALL)
+
+
+def _origin(report: Report) -> str:
+    m = report.machine
+    versions = ", ".join(f"{name} {version}" for name, version in m["packages"].items() if name != "numpy")
+    return f"{m['device']}, {m['date'][:10]}, {versions}; `{report.method['command']}`"
+
+
+VIEWS = {
+    "summary": lambda report: f"{_origin(report)}\n\n{markdown.summary(report)}",
+    "details": markdown.details,
+    "tutorial": lambda report: f"```\n{tutorial.table(report)}\n```",
+    "header": lambda report: f"```\n{table.header(report)}\n```",
+}
+
+
+def filled(text: str, root: Path) -> str:
+    """The page with every block drawn anew."""
+
+    def draw(match: re.Match[str]) -> str:
+        report = results.read(root / match[2])
+        return f"{match[1]}{VIEWS[match[3]](report)}\n{match[4]}"
+
+    return BLOCK.sub(draw, text)
+
+
+def main(words: list[str]) -> int:
+    """Rewrites the named pages; with --check, 1 if one differs from its reports."""
+    check = "--check" in words
+    stale = []
+    for name in (word for word in words if word != "--check"):
+        page = Path(name)
+        before = page.read_text()
+        after = filled(before, Path.cwd())
+        if after != before:
+            stale.append(name)
+            if not check:
+                page.write_text(after)
+    print("\n".join(f"{'stale' if check else 'rewritten'}: {name}" for name in stale) or "nothing to do")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""Published numbers come from kept reports: pages, reports and shipped tunings agree with each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from multigemm.bench import embed, results
+from multigemm.tuning import SCHEMA, Measured
+from tests.bench_reports import made_up_report
+
+ROOT = Path(__file__).parents[1]
+PAGES = [page for page in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md") if page.exists()]
+REPORTS = sorted((ROOT / "benchmarks" / "results").glob("*/report.json"))
+TUNED = sorted((ROOT / "multigemm" / "tuned").glob("*.json"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_in_pages_are_those_of_the_kept_reports(page: Path) -> None:
+    text = page.read_text()
+    assert embed.filled(text, ROOT) == text, "run: python -m multigemm.bench.embed README.md docs/benchmarks.md"
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.parent.name)
+def test_kept_reports_are_whole(path: Path) -> None:
+    report = results.read(path)
+    assert report.timed()
+    assert report.machine["commit"]
+    assert report.method["command"].startswith("multigemm bench")
+    assert all(row.reason for row in report.rows if row.us is None)
+    assert str(Path.home()) not in path.read_text()
+    assert path.with_name("report.html").exists()
+
+
+@pytest.mark.parametrize("path", TUNED, ids=lambda path: path.name)
+def test_shipped_tunings_can_be_read_and_say_where_they_come_from(path: Path) -> None:
+    raw = json.loads(path.read_text())
+    assert raw["schema"] == SCHEMA
+    assert raw["origin"]["commit"]
+    entries = [Measured(**entry) for entry in raw["entries"]]
+    assert len({(m.device, m.key, m.backend) for m in entries}) == len(entries) > 0
+    assert all(m.us > 0 for m in entries)
+
+
+def test_a_block_is_filled_and_a_stale_page_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.write(tmp_path / "r.json", made_up_report(suites="tutorial"))
+    blocks = [f"<!-- bench r.json {view} -->\nold\n<!-- end bench -->" for view in embed.VIEWS]
+    (tmp_path / "page.md").write_text("before\n" + "\n".join(blocks) + "\nafter\n")
+    monkeypatch.chdir(tmp_path)
+    assert embed.main(["--check", "page.md"]) == 1
+    assert embed.main(["page.md"]) == 0
+    text = (tmp_path / "page.md").read_text()
+    assert text.startswith("before\n<!-- bench r.json summary -->\nMade-up GPU, 2026-11-20")
+    assert "| **cupy** |" in text
+    assert "published cuBLAS" in text
+    assert "old" not in text
+    assert text.endswith("after\n")
+    assert embed.main(["--check", "page.md"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
