@@ -48,7 +48,7 @@ def test_a_block_is_filled_and_a_stale_page_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results.write(tmp_path / "r.json", made_up_report(suites="tutorial"))
-    blocks = [f"<!-- bench r.json {view} -->\nold\n<!-- end bench -->" for view in embed.VIEWS]
+    blocks = [f"<!-- bench r.json {view} -->\nformer text\n<!-- end bench -->" for view in embed.VIEWS]
     (tmp_path / "page.md").write_text("before\n" + "\n".join(blocks) + "\nafter\n")
     monkeypatch.chdir(tmp_path)
     assert embed.main(["--check", "page.md"]) == 1
@@ -57,7 +57,7 @@ def test_a_block_is_filled_and_a_stale_page_is_found(
     assert text.startswith("before\n<!-- bench r.json summary -->\nMade-up GPU, 2026-11-20")
     assert "| **cupy** |" in text
     assert "published cuBLAS" in text
-    assert "old" not in text
+    assert "former text" not in text
     assert text.endswith("after\n")
     assert embed.main(["--check", "page.md"]) == 0
     assert "nothing to do" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from multigemm.bench import markdown, results, table, tutorial
@@ -27,7 +28,7 @@ def _origin(report: Report) -> str:
     return f"{m['device']}, {m['date'][:10]}, {versions}; `{report.method['command']}`"
 
 
-VIEWS = {
+VIEWS: dict[str, Callable[[Report], str]] = {
     "summary": lambda report: f"{_origin(report)}\n\n{markdown.summary(report)}",
     "details": markdown.details,
     "tutorial": lambda report: f"```\n{tutorial.table(report)}\n```",
