@@ -45,13 +45,16 @@ class Region:
 
     def view(self, arena: Tensor) -> Tensor:
         """The tensor over an arena on any device."""
-        typed = arena.view(self.dtype)
-        return typed.as_strided(self.shape, self.strides, self.offset // self.dtype.itemsize)
+        return self._over(arena.view(self.dtype))
 
     def bits(self, arena: Tensor) -> Tensor:
         """The same elements as integers of the same width."""
-        size = self.dtype.itemsize
-        return arena.view(_SIGNED[size]).as_strided(self.shape, self.strides, self.offset // size)
+        return self._over(arena.view(_SIGNED[self.dtype.itemsize]))
+
+    def _over(self, typed: Tensor) -> Tensor:
+        # as_strided counts from the start of the storage, and the arena may be a slice of a larger one
+        first = typed.storage_offset() + self.offset // self.dtype.itemsize
+        return typed.as_strided(self.shape, self.strides, first)
 
     def distinct(self, arena: Tensor) -> Tensor:
         """The view with each stride-0 direction cut to its first element, so that it can be written."""
