@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from multigemm.bench import results
 from multigemm.bench.supervise import Marker, read, supervise
 
 CHILD = """
@@ -84,3 +87,56 @@ def test_a_marker_without_a_path_is_silent_and_one_with_a_path_is_whole(tmp_path
     assert read(tmp_path / "m") == {"stage": "one", "rows": [1]}
     assert read(tmp_path / "absent") == {}
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+SLEEPER = """
+import time
+import torch
+from multigemm.backend import Availability, Recipe
+
+class Sleeper:
+    name = "sleeper"
+    def availability(self): return Availability(ok=True)
+    def not_supported_reasons(self, spec, device): return []
+    def configs(self, spec, device): return []
+    def plan(self, spec, config, device): return Recipe("sleep", None, lambda ops: lambda: time.sleep(600))
+
+BACKEND = Sleeper()
+"""
+
+
+@pytest.mark.slow
+def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "sleeper-1.dist-info").mkdir(parents=True)
+    (site / "sleeper.py").write_text(SLEEPER)
+    (site / "sleeper-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: sleeper\nVersion: 1\n")
+    (site / "sleeper-1.dist-info" / "entry_points.txt").write_text("[multigemm.backends]\nsleeper = sleeper:BACKEND\n")
+    root = Path(__file__).parents[1]
+    environment = dict(os.environ) | {"PYTHONPATH": f"{site}{os.pathsep}{root}"}
+    words = [
+        "bench",
+        "--shape",
+        "2,8,8,8",
+        "--device",
+        "cpu",
+        "--isolate",
+        "--stall",
+        "12",
+        "--backend",
+        "sleeper,cpu",
+        "--peers",
+        "none",
+        "--floor",
+        "1,1",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "multigemm", *words, "--out", str(tmp_path / "out")],
+        env=environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = {row.entry: row for row in results.read(tmp_path / "out" / "report.json").rows}
+    assert rows["sleeper"].status == "failed"
+    assert rows["sleeper"].reason == "no answer within 12 s (preparing and checking)"
+    assert rows["cpu"].status == rows["dense"].status == "ok"
+    assert "going on in a fresh process after: no answer within 12 s" in done.stderr

@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="keep the rows that the folder's report already has")
     parser.add_argument("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
     parser.add_argument("--stall", type=float, default=90.0, help="seconds without news after which a kernel hangs")
+    parser.add_argument("--isolate", action="store_true", help="work in a child process on a CPU as well")
     parser.add_argument("--marker", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--drop", default="", help=argparse.SUPPRESS)
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
@@ -121,7 +122,7 @@ def main(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     cases = selected(args)
-    if device.type == "cuda" and args.marker is None:
+    if (device.type == "cuda" or args.isolate) and args.marker is None:
         return _supervised(args)
     entries, absent = _entries(args, device)
     options = _options(args, device, cases)
