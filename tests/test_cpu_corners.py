@@ -167,23 +167,40 @@ def test_special_values_stay_in_their_rows_and_columns(dtype: torch.dtype, value
                 assert bool(out.isfinite().eq(finite).all()), f"group {g}"
 
 
+def _among_nans(x: torch.Tensor) -> torch.Tensor:
+    """The same matrix as part of a larger one that holds NaN everywhere else."""
+    rows, cols = x.shape[-2:]
+    column_major = x.stride(-2) == 1
+    shape = (*x.shape[:-2], cols, rows + 40) if column_major else (*x.shape[:-1], cols + 40)
+    wide = torch.full(shape, float("nan"), dtype=x.dtype)
+    part = wide[..., :rows].transpose(-1, -2) if column_major else wide[..., :cols]
+    return part.copy_(x)
+
+
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group"])
-@pytest.mark.parametrize("transposed", ["", "a", "b"])
-def test_rows_never_meet(form: str, transposed: str) -> None:
+@pytest.mark.parametrize("transposed", ["", "a", "b", "ab", "o"])
+def test_rows_and_columns_never_meet(form: str, transposed: str) -> None:
     """A vector unit that reads K in steps may read into the next row: its infinities must not get out."""
-    case = Case(form, torch.bfloat16, sizes=(40, 50, 33), m=40, n=40, k=33, transposed=transposed)
-    for ops, config in every(case):
-        for g, (a, *_) in enumerate(groups_of(ops)):
-            a[7 + g].fill_(float("inf"))
-        for padded in (False, True):
-            if padded and isinstance(ops.a, torch.Tensor):
-                wide = torch.full((*ops.a.shape[:-1], ops.a.shape[-1] + 40), float("nan"), dtype=ops.a.dtype)
-                wide[..., : ops.a.shape[-1]] = ops.a
-                ops.a = wide[..., : ops.a.shape[-1]]
+    for shared in (False, True) if form in ("jagged_m", "jagged_n") else (False,):
+        sizes = (40, 50, 33)
+        case = Case(form, torch.bfloat16, sizes=sizes, m=40, n=40, k=33, transposed=transposed, shared=shared)
+        for ops, config in every(case):
+            for g, (a, *_) in enumerate(groups_of(ops)):
+                a[7 + g].fill_(float("inf"))
             run(ops, config)
-            for g, (a, b, out, _, _) in enumerate(groups_of(ops)):
-                finite = a.isfinite().all(1)[:, None] & b.isfinite().all(0)[None]
-                assert bool(out.isfinite().eq(finite).all()), f"group {g}"
+            _assert_finite_where_due(ops)
+        for ops, config in every(case):
+            for name in ("a", "b"):
+                x = getattr(ops, name)
+                setattr(ops, name, [_among_nans(y) for y in x] if isinstance(x, list) else _among_nans(x))
+            run(ops, config)
+            _assert_finite_where_due(ops)
+
+
+def _assert_finite_where_due(ops: Operands) -> None:
+    for g, (a, b, out, _, _) in enumerate(groups_of(ops)):
+        finite = a.isfinite().all(1)[:, None] & b.isfinite().all(0)[None]
+        assert bool(out.isfinite().eq(finite).all()), f"group {g}"
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])

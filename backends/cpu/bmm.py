@@ -16,7 +16,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cpu.groups import Index, Sizes, empty_products, unowned, walk
-from multigemm.backends.cpu.leaks import Rows
+from multigemm.backends.cpu.leaks import Rows, reads_on
 from multigemm.backends.cpu.segments import Segment, segments
 from multigemm.layouts import Operands
 
@@ -36,12 +36,18 @@ class _Scratch:
         return self._buffers[name][:size].view(shape)
 
 
-def _mm(a: Tensor, b: Tensor, out: Tensor) -> Step:
-    return lambda: torch.mm(a, b, out=out)
+def _step(a: Tensor, b: Tensor, out: Tensor) -> Step:
+    """One product. torch swaps the operands of a column-major `out`, and then B's columns could meet."""
+    multiply = torch.bmm if a.dim() == 3 else torch.mm
+    if not reads_on(a) or out.stride(-1) == 1:
+        return lambda: multiply(a, b, out=out)
+    product = torch.empty(out.shape, dtype=out.dtype, device="cpu")
 
+    def run() -> None:
+        multiply(a, b, out=product)
+        out.copy_(product)
 
-def _bmm(a: Tensor, b: Tensor, out: Tensor) -> Step:
-    return lambda: torch.bmm(a, b, out=out)
+    return run
 
 
 def _stack(matrix: Tensor, lo: int, count: int, height: int) -> Tensor:
@@ -67,7 +73,7 @@ class RowGroups:
             return []
         if self._b.dim() == 2:
             lo, hi = int(start[0]), int(end[-1])
-            return [_mm(self._a[lo:hi], self._b, self._out[lo:hi])] if hi > lo else []
+            return [_step(self._a[lo:hi], self._b, self._out[lo:hi])] if hi > lo else []
         made: list[Step] = []
         for segment in segments(end - start, k, n):
             made += self._segment(segment, start, end)
@@ -76,10 +82,10 @@ class RowGroups:
     def _segment(self, s: Segment, start: Index, end: Index) -> list[Step]:
         lo, hi, count = int(start[s.first]), int(end[s.last - 1]), s.last - s.first
         if count == 1:
-            return [_mm(self._a[lo:hi], self._b[s.first], self._out[lo:hi])]
+            return [_step(self._a[lo:hi], self._b[s.first], self._out[lo:hi])]
         if s.even:
             a, out = (_stack(x, lo, count, s.height) for x in (self._a, self._out))
-            return [_bmm(a, self._b[s.first : s.last], out)]
+            return [_step(a, self._b[s.first : s.last], out)]
         return self._padded(s, start[s.first : s.last], end[s.first : s.last])
 
     def _padded(self, s: Segment, start: Index, end: Index) -> list[Step]:
@@ -113,7 +119,7 @@ def _masked_steps(ops: Operands, a: Tensor, end: Index) -> list[Step]:
     if top == 0 or a.shape[-1] == 0 or b.shape[-1] == 0:
         return []
     if (end == top).all():
-        return [_bmm(a[:, :top], b, out[:, :top])]
+        return [_step(a[:, :top], b, out[:, :top])]
     product = torch.empty((a.shape[0], top, b.shape[-1]), dtype=out.dtype, device="cpu")
     kept = [(out[g, :rows], product[g, :rows]) for g, rows in enumerate(end.tolist()) if rows]
 
@@ -143,12 +149,12 @@ class BmmLaunch:
             self._range = self._sizes.owned
             return self._jagged.steps(cast(Index, start), cast(Index, end))
         if self._stack is None:
-            return [_mm(g.a, g.b, g.out) for g in walk(ops, start, end) if g.out.numel() and g.a.shape[1]]
+            return [_step(g.a, g.b, g.out) for g in walk(ops, start, end) if g.out.numel() and g.a.shape[1]]
         a, b, out = self._stack.matrix, cast(Tensor, ops.b), cast(Tensor, ops.out)
         self._range = (0, a.shape[1] if end is None else int(end.max(initial=0)))
         if end is not None:
             return _masked_steps(ops, a, end)
-        return [_bmm(a, b, out)] if a.shape[-1] and out.numel() else []
+        return [_step(a, b, out)] if a.shape[-1] and out.numel() else []
 
     def _rebuild(self) -> None:
         start, end = self._sizes.start, self._sizes.end

@@ -105,7 +105,7 @@ def invalid_reasons(config: Config, spec: ProblemSpec) -> list[str]:
     if config.kernel == "bmm" and not suits(spec):
         return [f"bmm takes plain bfloat16 products, not {spec.compute} to {spec.out.dtype} with an epilogue: use blas"]
     if config.kernel == "bmm" and not can_be_checked(spec):
-        return [f"bmm takes a {spec.form} only if rows of A cannot meet, and A is {spec.a.order}-major: use blas"]
+        return [f"bmm takes {spec.form} only if rows of A cannot meet, not K = {spec.k} and A {spec.a.order}: use blas"]
     if config.kernel == "bmm" and not has_fast_bf16():
         return ["this processor has no bfloat16 products: use blas or loop"]
     return _tile_reasons(config, spec) if config.kernel == "tiles" else []

@@ -7,7 +7,7 @@ the last row of A, and a column-major A is rearranged first, so neither can leak
 
 So where K asks for it, A is made contiguous if it is not, and looked through before the product, in
 the few columns that the row above may read; a launch that finds something there is computed by the
-plain loop instead. Forms whose K differs from group to group take this path only if A is column-major.
+plain loop instead. Forms whose K differs from group to group are taken only if A is column-major.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ _MAGNITUDE, _INFINITY = 0x7FFF, 0x7F80
 def can_be_checked(spec: ProblemSpec) -> bool:
     """Whether the form is one whose rows are looked through, or needs no look."""
     if spec.form == "jagged_k":
-        return spec.a.order == "col"
-    if spec.form == "per_group":
-        return spec.k is not None and (spec.k % STEP == 0 or (spec.a.order == "col" and spec.k > 1))
-    return True
+        return spec.a.order == "col" and spec.out.order == "row"
+    return spec.form != "per_group" or (spec.k is not None and spec.k % STEP == 0)
+
+
+def reads_on(a: Tensor) -> bool:
+    """Whether the last step over K is not full."""
+    return a.shape[-1] % STEP != 0
 
 
 def finite_heads(a: Tensor) -> bool:
@@ -41,7 +44,7 @@ class Rows:
     """A as torch's product may read it: itself, or a contiguous copy that is renewed at each launch."""
 
     def __init__(self, a: Tensor) -> None:
-        self._given, self._reads_on = a, a.shape[-1] % STEP != 0
+        self._given, self._reads_on = a, reads_on(a)
         column_major = a.stride(-2) == 1
         copied = self._reads_on and not a.is_contiguous() and not column_major
         self.matrix = torch.empty(a.shape, dtype=a.dtype, device="cpu") if copied else a
