@@ -1,0 +1,311 @@
+"""One small kernel for each instruction of the Numba PTX layer, its inputs, and what NumPy says of them.
+
+`CASES` serves two tests: without a GPU each kernel has to compile to the instruction it is named
+after; with one it has to produce NumPy's values. All arrays are flat; 16-bit floats travel as uint16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from multigemm.backends.numba.runtime import cuda, numpy_names, types
+
+with numpy_names():
+    from multigemm.backends.numba import ptx
+    from multigemm.backends.numba import ptx_hopper as hw
+    from multigemm.backends.numba.ptx_asm import make_zeros, shared_address
+
+Arrays = list[np.ndarray[Any, Any]]
+int32 = types.int32
+HALF = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass
+class Case:
+    """`arrays` go to the kernel in order, the last is its output.
+
+    With `by_address` the first goes as an int64 that holds its address; with `tensor_map` as the
+    address of a map of it (for a store: of the last).
+    """
+
+    kernel: Callable[..., None]
+    arrays: Arrays
+    expected: np.ndarray[Any, Any]
+    opcode: str
+    threads: int = 32
+    hopper: bool = False
+    by_address: bool = False
+    tensor_map: dict[str, Any] = field(default_factory=dict)
+
+
+def integers(shape: tuple[int, ...], low: int = -4, high: int = 5) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(sum(shape)).integers(low, high, shape).astype(np.float32)
+
+
+def bits(values: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+    """A float array as the words that the hardware sees."""
+    if kind == "tf32":
+        return values.astype(np.float32).view(np.uint32)
+    return values.astype(HALF[kind]).view(np.uint16)
+
+
+def mma_case(kind: str) -> Case:
+    """Rows of 8 words each: 16 halves of k, or 8 tf32."""
+    mma, zeros, k = ptx.make_mma(kind), make_zeros(4), 8 if kind == "tf32" else 16
+
+    def kernel(a: Any, b: Any, out: Any) -> None:
+        lane = cuda.threadIdx.x
+        row, quad = lane // 4, lane % 4
+        at, below = row * 8 + quad, (row + 8) * 8 + quad
+        acc = mma(zeros(), (a[at], a[below], a[at + 4], a[below + 4]), (b[at], b[at + 4]))
+        out[row * 8 + quad * 2], out[row * 8 + quad * 2 + 1] = acc[0], acc[1]
+        out[(row + 8) * 8 + quad * 2], out[(row + 8) * 8 + quad * 2 + 1] = acc[2], acc[3]
+
+    a, b = integers((16, k)), integers((8, k))
+    words = [bits(x, kind).reshape(-1).view(np.int32) for x in (a, b)]
+    out = np.zeros(128, np.float32)
+    return Case(kernel, [*words, out], (a @ b.T).reshape(-1), "mma.sync.aligned.m16n8k")
+
+
+def matrix_words(matrix: np.ndarray[Any, Any], transposed: bool) -> np.ndarray[Any, Any]:
+    """[lane] words of an 8 x 8 matrix of 16-bit elements, as ldmatrix hands them out."""
+    m = (matrix.T if transposed else matrix).astype(np.uint32)
+    return np.array([m[lane // 4, lane % 4 * 2] | m[lane // 4, lane % 4 * 2 + 1] << 16 for lane in range(32)])
+
+
+def ldmatrix_case(transposed: bool) -> Case:
+    load = ptx.make_ldmatrix(4, transposed)
+
+    def kernel(source: Any, out: Any) -> None:
+        tile = cuda.shared.array(256, np.uint16)
+        lane = cuda.threadIdx.x
+        for i in range(lane, 256, 32):
+            tile[i] = source[i]
+        cuda.syncwarp()
+        words = load(shared_address(tile) + lane * 16)
+        for i in range(4):
+            out[i * 32 + lane] = words[i]
+
+    source = np.arange(256, dtype=np.uint16)
+    expected = np.concatenate([matrix_words(m, transposed) for m in source.reshape(4, 8, 8)])
+    out = np.zeros(128, np.int32)
+    return Case(kernel, [source, out], expected.astype(np.int32), "ldmatrix.sync.aligned.m8n8.x4")
+
+
+def stmatrix_case(transposed: bool) -> Case:
+    store = ptx.make_stmatrix(4, transposed)
+
+    def kernel(source: Any, out: Any) -> None:
+        tile = cuda.shared.array(256, np.uint16)
+        lane = cuda.threadIdx.x
+        words = int32(source[lane]), int32(source[32 + lane]), int32(source[64 + lane]), int32(source[96 + lane])
+        store(shared_address(tile) + lane * 16, words)
+        cuda.syncwarp()
+        for i in range(lane, 256, 32):
+            out[i] = tile[i]
+
+    wanted = np.arange(256, dtype=np.uint16)
+    source = np.concatenate([matrix_words(m, transposed) for m in wanted.reshape(4, 8, 8)]).astype(np.int32)
+    return Case(
+        kernel, [source, np.zeros(256, np.uint16)], wanted, "stmatrix.sync.aligned.m8n8.x4", hopper=True
+    )  # fmt: skip
+
+
+def cp_async_case() -> Case:
+    wait = ptx.make_cp_async_wait(0)
+
+    def kernel(address: Any, out: Any) -> None:
+        tile = cuda.shared.array(128, np.uint32)
+        lane = cuda.threadIdx.x
+        ptx.cp_async_16(shared_address(tile) + lane * 16, address[0] + lane * 16, min(lane, 16))
+        ptx.cp_async_commit()
+        wait()
+        cuda.syncwarp()
+        for i in range(4):
+            out[lane * 4 + i] = tile[lane * 4 + i]
+
+    raw = np.random.default_rng(1).integers(1, 255, 512).astype(np.uint8)
+    keep = np.arange(512) % 16 < np.minimum(np.arange(512) // 16, 16)
+    expected = np.where(keep, raw, 0).astype(np.uint8).view(np.uint32)
+    return Case(kernel, [raw, np.zeros(128, np.uint32)], expected, "cp.async.cg.shared.global", by_address=True)
+
+
+def pack_case(kind: str) -> Case:
+    pack = ptx.make_pack(kind)
+
+    def kernel(source: Any, out: Any) -> None:
+        lane = cuda.threadIdx.x
+        out[lane] = pack(source[2 * lane], source[2 * lane + 1])
+
+    source = np.random.default_rng(2).normal(size=64).astype(np.float32)
+    return Case(kernel, [source, np.zeros(32, np.int32)], bits(source, kind).view(np.int32), f"cvt.rn.{kind}x2.f32")
+
+
+def elect_case() -> Case:
+    def kernel(out: Any) -> None:
+        cuda.atomic.add(out, 0, hw.elect())
+
+    return Case(kernel, [np.zeros(1, np.int32)], np.ones(1, np.int32), "elect.sync", hopper=True)
+
+
+def swizzled(row: Any, byte: Any) -> Any:
+    """Where byte `byte` of a 128-byte row goes under the 128-byte swizzle."""
+    return row * 128 + ((byte // 16) ^ (row % 8)) * 16 + byte % 16
+
+
+def swizzle(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Rows of 128 bytes in the order in which TMA lays them down."""
+    raw = np.ascontiguousarray(matrix).view(np.uint8).reshape(-1, 128)
+    row, byte = np.indices(raw.shape)
+    out = np.empty(raw.size, np.uint8)
+    out[swizzled(row, byte)] = raw
+    return out
+
+
+def operand(values: np.ndarray[Any, Any], kind: str, transposed: bool) -> np.ndarray[Any, Any]:
+    """[own, k] as shared memory holds it: along k, or boxes of 64 elements x k."""
+    words = bits(values, kind)
+    if not transposed:
+        return swizzle(words)
+    boxes = [words[first : first + 64].T for first in range(0, len(words), 64)]
+    padded = [np.pad(box, ((0, 0), (0, 64 - box.shape[1]))) for box in boxes]
+    return np.concatenate([swizzle(box) for box in padded])
+
+
+def wgmma_case(kind: str, n: int, a_transposed: bool = False, b_transposed: bool = False) -> Case:
+    k = 32 if kind == "tf32" else 64
+    wgmma, zeros = hw.make_wgmma(kind, n, a_transposed, b_transposed), make_zeros(n // 2)
+    result = hw.make_wgmma_result(n)
+    a_descriptor, b_descriptor = hw.make_descriptor(8192, 1024), hw.make_descriptor(8192, 1024)
+    a_step, b_step = (128 if a_transposed else 2), (128 if b_transposed else 2)
+    b_at = 8192
+
+    def kernel(a: Any, b: Any, out: Any) -> None:
+        dynamic = cuda.shared.array(0, np.uint8)
+        start = shared_address(dynamic)
+        base = (start + 1023) & ~1023
+        thread = cuda.threadIdx.x
+        for i in range(thread, a.size, 128):
+            dynamic[base - start + i] = a[i]
+        for i in range(thread, b.size, 128):
+            dynamic[base - start + b_at + i] = b[i]
+        hw.fence_async()
+        cuda.syncthreads()
+        left, right = a_descriptor(base), b_descriptor(base + b_at)
+        acc = zeros()
+        hw.wgmma_fence()
+        acc = wgmma(acc, left, right)
+        acc = wgmma(acc, left + a_step, right + b_step)
+        acc = wgmma(acc, left + 2 * a_step, right + 2 * b_step)
+        acc = wgmma(acc, left + 3 * a_step, right + 3 * b_step)
+        hw.wgmma_commit()
+        acc = result(acc)
+        row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+        for i in range(n // 8):
+            for j in range(4):
+                out[(row + j // 2 * 8) * n + i * 8 + column + j % 2] = acc[i * 4 + j]
+
+    a, b = integers((64, k)), integers((n, k))
+    arrays = [operand(a, kind, a_transposed), operand(b, kind, b_transposed), np.zeros(64 * n, np.float32)]
+    return Case(kernel, arrays, (a @ b.T).reshape(-1), f"wgmma.mma_async.sync.aligned.m64n{n}k", 128, True)
+
+
+def tma_load_case() -> Case:
+    load = hw.make_tma_load(3)
+
+    def kernel(address: Any, out: Any) -> None:
+        dynamic = cuda.shared.array(0, np.uint8)
+        start = shared_address(dynamic)
+        base = (start + 1023) & ~1023
+        lane = cuda.threadIdx.x
+        barrier = base + 8192
+        if lane == 0:
+            hw.fence_tensormap(address[0])
+            hw.mbarrier_init(barrier, 1)
+            hw.fence_mbarrier_init()
+            hw.mbarrier_expect_tx(barrier, 8192)
+            load(base, address[0], barrier, (int32(8), int32(20), int32(1)))
+        cuda.syncwarp()
+        hw.mbarrier_wait(barrier, 0)
+        for i in range(lane, 8192, 32):
+            out[i] = dynamic[base - start + i]
+
+    source = bits(integers((2, 50, 96), -100, 100), "bf16")
+    box = np.zeros((64, 64), np.uint16)
+    box[:30] = source[1, 20:50, 8:72]
+    described = {"name": "bf16", "size": 2, "extents": (96, 50, 2), "strides": (96, 4800), "box": (64, 64)}
+    return Case(
+        kernel, [source.reshape(-1), np.zeros(8192, np.uint8)], swizzle(box), "cp.async.bulk.tensor.3d.shared",
+        hopper=True, tensor_map=described,
+    )  # fmt: skip
+
+
+def tma_store_case() -> Case:
+    store, wait = hw.make_tma_store(3), hw.make_bulk_wait(0, False)
+
+    def kernel(address: Any, source: Any, out: Any) -> None:
+        dynamic = cuda.shared.array(0, np.uint8)
+        start = shared_address(dynamic)
+        base = (start + 1023) & ~1023
+        lane = cuda.threadIdx.x
+        for i in range(lane, 8192, 32):
+            dynamic[base - start + i] = source[i]
+        hw.fence_async()
+        cuda.syncwarp()
+        if lane == 0:
+            hw.fence_tensormap(address[0])
+            store(base, address[0], (int32(0), int32(0), int32(0)))
+            hw.bulk_commit()
+            wait()
+
+    box = bits(integers((64, 64), -100, 100), "bf16")
+    described = {"name": "bf16", "size": 2, "extents": (64, 40, 1), "strides": (64, 2560), "box": (64, 64)}
+    return Case(
+        kernel, [np.zeros(0, np.uint16), swizzle(box), np.zeros(40 * 64, np.uint16)], box[:40].reshape(-1),
+        "cp.async.bulk.tensor.3d.global", hopper=True, tensor_map=described,
+    )  # fmt: skip
+
+
+def barrier_case() -> Case:
+    less, more = hw.make_setmaxnreg(24, False), hw.make_setmaxnreg(104, True)
+
+    def kernel(out: Any) -> None:
+        tile = cuda.shared.array(4, np.int64)
+        barrier = shared_address(tile)
+        thread = cuda.threadIdx.x
+        if thread == 0:
+            hw.mbarrier_init(barrier, 128)
+            tile[1] = 0
+        cuda.syncthreads()
+        if thread < 128:
+            less()
+            if thread == 5:
+                tile[1] = 42
+            ptx.named_barrier(1, 128)
+            hw.mbarrier_arrive(barrier)
+        else:
+            more()
+            hw.mbarrier_wait(barrier, 0)
+            out[thread - 128] = tile[1]
+
+    return Case(kernel, [np.zeros(128, np.int64)], np.full(128, 42), "setmaxnreg.inc", 256, True)
+
+
+def cases() -> dict[str, Case]:
+    """Every instruction family by name."""
+    found = {f"mma {kind}": mma_case(kind) for kind in ("f16", "bf16", "tf32")}
+    for turned in (False, True):
+        found[f"ldmatrix trans={turned}"] = ldmatrix_case(turned)
+        found[f"stmatrix trans={turned}"] = stmatrix_case(turned)
+    found |= {"cp.async": cp_async_case(), "elect": elect_case(), "barriers, setmaxnreg": barrier_case()}
+    found |= {f"pack {kind}": pack_case(kind) for kind in HALF}
+    found |= {"TMA load": tma_load_case(), "TMA store": tma_store_case()}
+    found |= {f"wgmma bf16 n={n}": wgmma_case("bf16", n) for n in (8, 64, 96, 256)}
+    found |= {"wgmma tf32": wgmma_case("tf32", 32), "wgmma f16 a turned": wgmma_case("f16", 64, True, False)}
+    found |= {"wgmma bf16 both turned": wgmma_case("bf16", 192, True, True)}
+    return found
