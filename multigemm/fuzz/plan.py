@@ -13,8 +13,9 @@ from multigemm.testing.strategies import DTYPES, Limits
 @dataclass(frozen=True, slots=True)
 class Options:
     """A campaign. `configs` is "first" or "all" (every config of a spec in turn); `deep` runs the
-    expensive oracles on one problem in so many; `burst` problems of one kind are drawn in a row, so
-    that compiled kernels are used more than once."""
+    expensive oracles on one problem in so many. `kinds` draws all problems from so many kinds (form,
+    dtypes, layouts, epilogue; 0: without limit), `burst` of one in a row, so that compiled kernels are
+    used more than once."""
 
     backends: tuple[str, ...]
     device: str = "cpu"
@@ -26,7 +27,8 @@ class Options:
     dtypes: tuple[str, ...] = DTYPES
     configs: str = "first"
     deep: int = 8
-    burst: int = 1
+    kinds: int = 0
+    burst: int = 25
     work: int = 1 << 18
     groups: int = 1025
     longest: int = 300

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +21,7 @@ from multigemm.staging import staged_spec
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
 from multigemm.testing.oracles import Finding, Outcome, Subject, check, check_all, short_text
-from multigemm.testing.strategies import RandomChooser, random_case, redrawn
+from multigemm.testing.strategies import RandomChooser, kinds, random_case, redrawn
 from multigemm.testing.world import Stand, World
 
 LOST_CONTEXT = 3
@@ -29,12 +30,23 @@ MARKS = ("illegal memory access", "misaligned address", "an illegal instruction"
          "device-side assert", "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_MISALIGNED")  # fmt: skip
 
 
+@lru_cache(maxsize=2)
+def _kinds(options: Options) -> list[Case]:
+    return kinds(options.limits, options.kinds, options.seed)
+
+
 def drawn(options: Options, number: int) -> Case:
-    """The case of a problem number. Bursts share a kind and differ in sizes, mode and seed."""
-    if options.burst <= 1:
+    """The case of a problem number.
+
+    With `kinds`, every worker walks through the same kinds from a start of its own, `burst` problems of
+    one after the other, so that each kernel is compiled about once and by whoever comes first.
+    """
+    if not options.kinds:
         return random_case(options.seed + number, options.limits)
-    kind = random_case(options.seed + number // options.burst, options.limits)
-    return redrawn(kind, RandomChooser((options.seed << 20) + number), options.limits)
+    pool = _kinds(options)
+    turn, crew = number // options.jobs // options.burst, number % options.jobs
+    kind = pool[(crew * len(pool) // options.jobs + turn) % len(pool)]
+    return redrawn(kind, RandomChooser((options.seed << 24) + number), options.limits)
 
 
 def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, tally: Tally) -> None:

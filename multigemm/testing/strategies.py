@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from multigemm.spec import ACTIVATIONS, FORMS, Form
-from multigemm.testing.case import Case, Layout, fit
+from multigemm.testing.case import Case, Layout, classes, fit
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -222,6 +222,32 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
     modes = [m for m in limits.modes if (m in ("int", "ties", "onehot", "precise")) == whole and m not in ("bitmask", "special")]
     mode = kind.mode if kind.dtype == "int8" or kind.mode in ("bitmask", "special") or not modes else ch.choice(modes)
     return legal(fit(replace(kind, **keep, mode=mode, seed=ch.integer(0, 2**31 - 1)), limits.work))
+
+
+def _pairs(case: Case) -> set[tuple[str, str]]:
+    """Pairs of what a compiled kernel may depend on: form, dtypes, layouts, epilogue."""
+    traits = [name for name in classes(case) if not name.startswith(("odd:", "zero:", "empty:", "groups:", "long:", "mode:"))]
+    traits += [f"result:{case.result_dtype}", f"sides:{case.a.order}{case.b.order}"]
+    if case.dtype == "int8" or case.mode in ("bitmask", "special"):
+        traits.append(f"mode:{case.mode}")
+    return {(x, y) for x in traits for y in traits if x <= y}
+
+
+def kinds(limits: Limits, count: int, seed: int = 0) -> list[Case]:
+    """`count` cases that together show as many pairs of traits as a greedy choice can find.
+
+    Sizes and values are to be drawn anew with `redrawn`: a campaign over a fixed set of kinds compiles
+    each kernel once and then spends its time on running.
+    """
+    pool = [random_case(seed + i, limits) for i in range(max(600, 8 * count))]
+    traits = [_pairs(case) for case in pool]
+    seen: set[tuple[str, str]] = set()
+    chosen: list[int] = []
+    for _ in range(count):
+        best = max((i for i in range(len(pool)) if i not in chosen), key=lambda i: len(traits[i] - seen))
+        chosen.append(best)
+        seen |= traits[best]
+    return [pool[i] for i in chosen]
 
 
 def cases(limits: Limits = Limits()) -> SearchStrategy[Case]:
