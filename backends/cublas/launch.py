@@ -69,6 +69,8 @@ def _why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
     copied = [name for name, o in (("a", spec.a), ("b", spec.b)) if o.order == "strided" or not o.dense]
     if copied:
         parts.append(f"packed copy of {' and '.join(copied)}: no leading dimension expresses the strides")
+    if spec.compute is torch.int8 and not (spec.a.order == "row" and spec.b.order == "col"):
+        parts.append("packed copies with K contiguous: the only int8 products that cuBLAS takes at any extent")
     return "; ".join(parts)
 
 

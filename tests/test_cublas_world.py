@@ -1,0 +1,93 @@
+"""The cublas backend from problem to result without a GPU: cuts, layouts, and the epilogue's own source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm.backends.cublas import kernels
+from multigemm.backends.cublas.config import Config
+from multigemm.problem import GroupedGemmProblem
+from multigemm.staging import stage, staged_spec
+from multigemm.testing import Case, Limits, Stand, Subject, World, check, random_case
+from multigemm.testing.strategies import legal
+from tests.cublas_world import HostCublas, HostKernel, install
+
+TYPES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"c_dtype": "float32", "bias_dtype": "bfloat16", "out_dtype": "bfloat16", "activation": "gelu"},
+    "float64": {"c_dtype": "float64", "bias_dtype": "float32", "out_dtype": "float16", "activation": None},
+    "int8": {"c_dtype": "int32", "bias_dtype": "int32", "out_dtype": "", "activation": "relu"},
+    "float32": {"c_dtype": "", "bias_dtype": "", "out_dtype": "", "activation": None},
+}
+LIMITS = Limits(work=1 << 14, longest=70, groups=40)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("epilogue")
+
+
+def _case(seed: int, types: str) -> Case:
+    """A random case with the types of one compiled epilogue, so that few are compiled."""
+    case = random_case(seed, LIMITS)
+    fixed, full = TYPES[types] | {"dtype": types, "dtype_b": "", "precision": "ieee", "mode": "int"}, types != "float32"
+    bias = "" if not full else "n" if case.form in ("jagged_n", "per_group") else "gn"
+    alias = case.alias and fixed["c_dtype"] == (fixed["out_dtype"] or types)
+    return legal(replace(case, **fixed, alpha=2, beta=3 if full else 0, bias=bias, alias=alias))
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("variant", ["loop", "batched"])
+def test_random_problems(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, variant: str) -> None:
+    install(monkeypatch, folder)
+    subject, ran = Subject(HostCublas(variant)), 0
+    for seed in range(24):
+        case = _case(seed, types)
+        outcome = check(Stand.build(World.build(case), torch.device("cpu")), subject)
+        assert outcome.ok, (case, [str(f) for f in outcome.findings])
+        ran += outcome.ran
+    assert ran >= 14
+
+
+def _breaks(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, old: str, new: str) -> bool:
+    """Whether random problems notice a change of the epilogue's source."""
+    assert old in kernels.FINISH
+    init = HostKernel.__init__
+
+    def broken(self: HostKernel, source: str, *rest: Any) -> None:
+        init(self, source.replace(old, new), *rest)
+
+    monkeypatch.setattr(HostKernel, "__init__", broken)
+    install(monkeypatch, folder)
+    subject = Subject(HostCublas("loop"))
+    stands = (Stand.build(World.build(_case(seed, types)), torch.device("cpu")) for seed in range(24))
+    return any(not check(stand, subject).ok for stand in stands)
+
+
+@pytest.mark.parametrize(
+    ("types", "old", "new"),
+    [
+        ("float32", "head_tiles = tiles_of(head, lines, slabs);", "head_tiles = 0;"),
+        ("bfloat16", "first = middle + 1", "first = middle + 2"),
+        ("bfloat16", "&& k != 0, use_c", ", use_c"),
+    ],
+)
+def test_a_broken_epilogue_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, old: str, new: str
+) -> None:
+    assert _breaks(monkeypatch, folder, types, old, new)
+
+
+@pytest.mark.parametrize("value", [1 + 2.0**-8 + 2.0**-40, 1 + 3 * 2.0**-8 - 2.0**-40, 1 + 2.0**-8, 3e300])
+def test_float64_rounds_once(monkeypatch: pytest.MonkeyPatch, folder: Path, value: float) -> None:
+    install(monkeypatch, folder)
+    a, b = (torch.full((1, 1, 1), v, dtype=torch.float64) for v in (value, 1.0))
+    problem, out = GroupedGemmProblem(a, b, out_dtype=torch.bfloat16), torch.zeros(1, 1, 1, dtype=torch.bfloat16)
+    spec = staged_spec(problem)
+    HostCublas("loop").plan(spec, Config("loop"), out.device).bind(stage(problem, spec, out).ops)()
+    want = 1 + round((value - 1) * 128) / 128 if value < 1e300 else float("inf")
+    assert out.item() == want
