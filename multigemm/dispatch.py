@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from multigemm import bound, registry, tuning
+from multigemm import bound, registry, tracing, tuning
 from multigemm.backend import Availability
 from multigemm.bound import Choice, Plan
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidProblem, InvalidSetting
@@ -34,6 +34,8 @@ _lock = threading.RLock()
 
 def grouped_gemm(*args: Any, backend: Which = "auto", config: Any = None, **kwargs: Any) -> Any:
     """`solve(GroupedGemmProblem(*args, **kwargs), backend, config)`: many matrix products in one call."""
+    if torch.compiler.is_compiling():  # a graph holds the torch operator, not this code
+        return tracing.grouped_gemm(*args, backend=backend, config=config, **kwargs)
     return solve(GroupedGemmProblem(*args, **kwargs), backend, config)
 
 

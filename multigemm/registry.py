@@ -73,7 +73,6 @@ def get(name: str) -> Backend:
     return found
 
 
-@cache
 def integration(name: str) -> ModuleType:
     """A module of `multigemm.integrations`, which lies above dispatch and is loaded when dispatch first needs it."""
     return importlib.import_module(f"multigemm.integrations.{name}")

@@ -1,0 +1,41 @@
+"""`multigemm.grouped_gemm` inside torch.compile: a graph holds the torch operator, not our Python.
+
+Problems, choices and plans look at addresses, which a trace does not have. So while torch traces, a
+call turns into `torch.ops.multigemm.grouped_gemm` here, and the choice is made when the graph runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+
+
+def _register() -> None:
+    """Loads the module above that registers the operator."""
+    importlib.import_module("multigemm.integrations.torch_op")
+
+
+# Dynamo cannot trace an import, so it is told to run this; torch.compiler.assume_constant_result would load Dynamo.
+_register._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def grouped_gemm(
+    a: Any, b: Any, *, backend: Any = "auto", config: Any = None, out: Any = None, check: str = "host", **keywords: Any
+) -> Tensor:
+    """The call as an operator; refuses what a graph cannot hold."""
+    if isinstance(a, list | tuple) or isinstance(b, list | tuple) or out is not None or config is not None:
+        raise InvalidProblem(
+            "lists, out= and config= cannot be compiled: pass packed tensors, or keep the call out of torch.compile"
+        )
+    _register()
+    for name in ("offsets", "sizes", "ends", "valid_rows"):
+        if isinstance(keywords.get(name), list | tuple):
+            keywords[name] = torch.tensor(keywords[name], device=a.device)
+    names = backend if isinstance(backend, str) else ",".join(backend)
+    result: Tensor = torch.ops.multigemm.grouped_gemm(a, b, backend=names, **keywords)
+    return result

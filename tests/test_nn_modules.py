@@ -1,0 +1,116 @@
+"""The modules compute what a loop over torch.nn.Linear computes, and hold their weights the way users know."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import multigemm as mg
+from multigemm.integrations.routing import combine, dispatch, route
+from multigemm.nn import Experts, GroupedLinear, MoE
+
+
+def test_grouped_linear_is_a_stack_of_linears() -> None:
+    layers = [nn.Linear(5, 4) for _ in range(3)]
+    grouped = GroupedLinear(3, 5, 4)
+    assert {k: tuple(v.shape) for k, v in grouped.state_dict().items()} == {"weight": (3, 4, 5), "bias": (3, 4)}
+    stacked = {name: torch.stack([x.state_dict()[name] for x in layers]) for name in ("weight", "bias")}
+    grouped.load_state_dict(stacked)
+    x = torch.randn(9, 5, requires_grad=True)
+    parts = torch.split(x, [2, 0, 7])
+    want = torch.cat([layer(part) for layer, part in zip(layers, parts, strict=True)])
+    for cut in ({"sizes": [2, 0, 7]}, {"ends": [2, 2, 9]}, {"offsets": [0, 2, 2, 9]}):
+        got = grouped(x, **{k: torch.tensor(v) for k, v in cut.items()})
+        torch.testing.assert_close(got, want)
+    got_grads = torch.autograd.grad(got.square().sum(), (x, grouped.weight, grouped.bias))
+    want_grads = torch.autograd.grad(want.square().sum(), (x, *(p for y in layers for p in y.parameters())))
+    torch.testing.assert_close(got_grads[0], want_grads[0])
+    torch.testing.assert_close(got_grads[1], torch.stack(want_grads[1::2]))
+    torch.testing.assert_close(got_grads[2], torch.stack(want_grads[2::2]))
+    assert grouped(torch.randn(3, 6, 5)).shape == (3, 6, 4)
+
+
+def test_repr_init_and_refusals() -> None:
+    layer = GroupedLinear(3, 16, 4, bias=False, activation="gelu", backend="cpu", dtype=torch.bfloat16)
+    assert "groups=3, in_features=16, out_features=4, bias=False, activation='gelu', backend='cpu'" in repr(layer)
+    assert layer.weight.dtype is torch.bfloat16
+    assert list(layer.state_dict()) == ["weight"]
+    assert 0.2 < layer.weight.abs().max() <= 0.25  # 1 / sqrt(16), as torch.nn.Linear
+    with pytest.raises(mg.InvalidProblem, match="did you mean 'gelu'"):
+        GroupedLinear(3, 5, 4, activation="gelo")
+    with pytest.raises(mg.InvalidProblem, match="did you mean 'swiglu'"):
+        Experts(4, 8, 6, activation="swigl")
+    with pytest.raises(ValueError, match="top_k=5"):
+        MoE(8, 6, 4, 5)
+    assert "num_experts=4, hidden_size=8, intermediate_size=6, activation='swiglu'" in repr(MoE(8, 6, 4))
+    meta = MoE(8, 6, 4, device="meta")
+    assert all(p.device.type == "meta" for p in meta.parameters())
+
+
+def loop(moe: MoE, x: Tensor) -> Tensor:
+    """The same layer as a loop over experts."""
+    e = moe.experts
+    _, index, weights = moe.route(x)
+    y = torch.zeros_like(x)
+    act: Any = {"swiglu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "relu": F.relu, "silu": F.silu}[e.activation]
+    for g in range(e.num_experts):
+        token, k = torch.where(index == g)
+        bias = getattr(e, f"{e.first}_bias")
+        hidden = F.linear(x[token], getattr(e, e.first)[g], None if bias is None else bias[g])
+        if e.activation in ("swiglu", "geglu"):
+            gate, up = hidden.chunk(2, -1)
+            hidden = act(gate) * up
+        else:
+            hidden = act(hidden)
+        out = F.linear(hidden, e.down_proj[g], None if e.down_proj_bias is None else e.down_proj_bias[g])
+        y = y.index_add(0, token, out * weights[token, k, None].to(out.dtype))
+    return y
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "gelu", "relu", "silu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_moe_is_the_loop_over_experts(activation: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    moe = MoE(8, 6, 5, 2, activation=activation, bias=bias, dtype=torch.float64)
+    with torch.no_grad():
+        moe.gate.weight[3] -= 100  # nobody asks the fourth expert
+    x = torch.rand(7, 8, dtype=torch.float64, requires_grad=True)
+    got, want = moe(x), loop(moe, x)
+    torch.testing.assert_close(got, want)
+    inputs = [x, *moe.parameters()]
+    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (got, want)]
+    for g, w in zip(*grads, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-5, atol=1e-6)  # the router works in float32
+    assert torch.equal(grads[0][-1][3], torch.zeros_like(grads[0][-1][3]))
+
+
+def test_moe_keeps_shapes_returns_logits_and_repeats_its_bits() -> None:
+    moe = MoE(8, 6, 4, 3, normalize=False)
+    x = torch.randn(2, 5, 8)
+    y, logits = moe(x, return_logits=True)
+    assert y.shape == x.shape
+    assert logits.shape == (10, 4)
+    assert all(torch.equal(moe(x), y) for _ in range(3))
+    assert moe(torch.randn(0, 8)).shape == (0, 8)
+    assert copy.deepcopy(moe)(x).equal(y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert moe.experts(x.view(-1, 8), *moe.route(x.view(-1, 8))[1:]).dtype is torch.bfloat16
+
+
+def test_routing_undoes_itself() -> None:
+    index = torch.tensor([[2, 0], [2, 9], [0, 2], [1, 2]])  # 9: some other rank's expert
+    routing = route(index, 4)
+    assert routing.ends.tolist() == [2, 3, 7, 7]
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
+    rows = dispatch(x, routing)
+    assert torch.equal(rows[:2], x[[0, 2]])
+    assert torch.equal(rows[2], x[3])
+    torch.testing.assert_close(combine(rows, weights, routing), x * weights.sum(1, keepdim=True))
+    assert torch.autograd.gradcheck(lambda x, w: combine(dispatch(x, routing) ** 2, w, routing), (x, weights))
+    assert torch.autograd.gradgradcheck(lambda x, w: combine(dispatch(x, routing) ** 2, w, routing), (x, weights))
