@@ -184,6 +184,15 @@ def test_scattered_equal_products_go_by_address() -> None:
     assert torch.equal(out[2], a[2] @ _laid((3, 2), "row", 9))
 
 
+def test_unaligned_scattered_products_go_one_by_one() -> None:
+    store = torch.zeros(100, dtype=torch.float64)
+    out = [store[at : at + 4].view(2, 2) for at in (0, 9, 40)]
+    a = [_laid((2, 3), "row", i) for i in range(3)]
+    problem = GroupedGemmProblem(a, [_laid((3, 2), "row", 9)] * 3, out=out)
+    assert _solve(problem, out, "batched") == ["cublasGemmEx"] * 3
+    assert torch.equal(out[1], a[1] @ _laid((3, 2), "row", 9))
+
+
 def test_a_batch_above_the_grid_limit_is_split() -> None:
     count, out = 70000, torch.zeros(70000, 1, 1, dtype=torch.float64)
     a, b = torch.ones(count, 1, 2, dtype=torch.float64), torch.ones(count, 2, 1, dtype=torch.float64)

@@ -29,6 +29,7 @@ from multigemm.backends.cublas.products import Product, even_steps, merged
 from multigemm.layouts import to_device
 from multigemm.spec import ProblemSpec
 
+ADDRESS_ALIGNMENT = 16
 LARGEST_BATCH = 65535
 """More products than this go in several calls: a grid's third extent, which some kernels use, ends there."""
 
@@ -106,7 +107,7 @@ def _batched(
     library: Cublas, same: list[Product], t: Types, size: tuple[int, int], device: torch.device, into: Batch
 ) -> None:
     steps = even_steps(same)
-    if len(same) == 1:
+    if len(same) == 1 or (steps is None and not aligned(same)):
         into.calls += one_each(library, same, t).calls
     elif steps is not None:
         strides = steps[0] // size[0], steps[1] // size[0], steps[2] // size[1]
@@ -119,6 +120,15 @@ def _batched(
         at = [tables.data_ptr() + i * row for i in range(3)]
         args = _operands(Product(same[0].shape, *at), t, None) + _tail(t, len(same))
         into.calls.append(Call(library.pointers, args, "cublasGemmBatchedEx"))
+
+
+def aligned(products: Sequence[Product]) -> bool:
+    """Whether every address is one that a call by addresses may be given.
+
+    The library cannot see addresses that lie on the device; it takes them to be as aligned as the
+    leading dimensions let it hope, and faults on others.
+    """
+    return not any((p.first | p.second | p.out) % ADDRESS_ALIGNMENT for p in products)
 
 
 def _addresses(products: Sequence[Product], device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ TILES = ((64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128))
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
 TENSOR_FLOPS_PER_US, TF32_FLOPS_PER_US, GROUPED_SLOWDOWN = 720e6, 350e6, 2.3
-CALL_US, LAUNCH_US = 2.2, 6.0
+CALL_US, LAUNCH_US, MEMBER_US = 2.2, 6.0, 0.15
 LARGE_TILE = 128, 256, 11.6, 1.0
 SMALL_TILE = 64, 128, 6.0, 0.8
 """grouped_mm's tiles: rows, columns, nanoseconds per step of K and microseconds per tile."""
@@ -97,5 +97,5 @@ def by_grouped_mm(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
 def by_grouped(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     """cublasGemmGroupedBatchedEx."""
     rate = _rate(spec) / (GROUPED_SLOWDOWN if spec.compute.itemsize == 2 else 1.2)
-    work = sum(2.0 * _padded(s.m, 128) * _padded(s.n, 128) * s.k for s in shapes) / rate
-    return max(work, sum(_traffic(spec, s) for s in shapes)) + LAUNCH_US
+    work = sum(2.0 * _padded(s.m, 128) * _padded(s.n, 64) * s.k for s in shapes) / rate
+    return max(work, sum(_traffic(spec, s) for s in shapes)) + LAUNCH_US + MEMBER_US * len(shapes)

@@ -166,9 +166,12 @@ def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
 
 
 def _scratch(out: Side, dtype: torch.dtype) -> Side:
+    """Memory for an intermediate result, each line of it on an address that every call may write to."""
     if isinstance(out, list):
-        return [torch.empty(t.shape, dtype=dtype, device=t.device) for t in out]
-    return torch.empty(out.shape, dtype=dtype, device=out.device)
+        return [cast(Tensor, _scratch(t, dtype)) for t in out]
+    step = library_calls.ADDRESS_ALIGNMENT // dtype.itemsize
+    width = -(-out.shape[-1] // step) * step
+    return torch.empty((*out.shape[:-1], width), dtype=dtype, device=out.device)[..., : out.shape[-1]]
 
 
 def _same(c: Side | None, out: Side) -> bool:
