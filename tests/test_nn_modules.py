@@ -27,6 +27,7 @@ def test_grouped_linear_is_a_stack_of_linears() -> None:
     for cut in ({"sizes": [2, 0, 7]}, {"ends": [2, 2, 9]}, {"offsets": [0, 2, 2, 9]}):
         got = grouped(x, **{k: torch.tensor(v) for k, v in cut.items()})
         torch.testing.assert_close(got, want)
+    assert grouped.bias is not None
     got_grads = torch.autograd.grad(got.square().sum(), (x, grouped.weight, grouped.bias))
     want_grads = torch.autograd.grad(want.square().sum(), (x, *(p for y in layers for p in y.parameters())))
     torch.testing.assert_close(got_grads[0], want_grads[0])
@@ -54,7 +55,7 @@ def test_repr_init_and_refusals() -> None:
 
 def loop(moe: MoE, x: Tensor) -> Tensor:
     """The same layer as a loop over experts."""
-    e = moe.experts
+    e: Any = moe.experts
     _, index, weights = moe.route(x)
     y = torch.zeros_like(x)
     act: Any = {"swiglu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "relu": F.relu, "silu": F.silu}[e.activation]

@@ -29,7 +29,8 @@ def test_fifty_token_counts_need_two_graphs() -> None:
     weight = torch.randn(3, 8, 5, requires_grad=True)
 
     def layer(x: Tensor, ends: Tensor) -> Tensor:
-        return mg.grouped_gemm(x, weight, ends=ends, activation="silu", backend=["cupy", "cpu"]) * 2
+        y: Tensor = mg.grouped_gemm(x, weight, ends=ends, activation="silu", backend=["cupy", "cpu"])
+        return y * 2
 
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
     for _ in range(52):

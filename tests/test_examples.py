@@ -1,0 +1,45 @@
+"""Every example runs, quickly, and shows what it promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHOWS = {
+    "jagged_batch.py": ["8 products in one call", "chosen:", "gradient (the empty sentence's is exactly 0)"],
+    "moe_training.py": ["one network", "columns: inputs that each expert got", "times smaller"],
+    "transformers_switch.py": ["logits: largest difference", "generated tokens equal: True", "one training step"],
+    "own_backend/run.py": ["null, padded", "one padded bmm", "there is no epilogue here"],
+}
+LIMIT = 60
+
+
+def test_no_example_is_forgotten() -> None:
+    scripts = {str(p.relative_to(ROOT / "examples")) for p in (ROOT / "examples").rglob("*.py")}
+    assert scripts == {*SHOWS, "own_backend/multigemm_padded.py"}
+
+
+@pytest.mark.parametrize("script", SHOWS)
+def test_example(script: str) -> None:
+    if "transformers" in script and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: pip install transformers")
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, f"examples/{script}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"},
+        timeout=4 * LIMIT,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for words in SHOWS[script]:
+        assert words in done.stdout, done.stdout[-2000:]
+    assert time.perf_counter() - start < LIMIT
