@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 import torch
@@ -82,7 +82,7 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
     if config.kernel == "portable":
         return 1 <= config.blocks_per_sm <= 2
     fits = config.rows in (64, 128, 256) and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT and config.stages >= 2
-    shape = config.cluster in (1, 2) and config.step in (8, 16, 32, 64) and config.first in (0, 1)
+    shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64) and config.first in (0, 1)
     return fits and shape and capability == (9, 0) and not hopper_reasons(spec)
 
 
@@ -110,7 +110,7 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     return [c for c in (*_order(spec), PORTABLE) if is_valid(c, spec, capability)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _capability(device: torch.device) -> tuple[int, int]:
     """A device's; Hopper's where there is none to ask, so that configs can be listed on a laptop."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else (9, 0)

@@ -17,6 +17,7 @@ from multigemm.errors import LibraryError
 
 SUCCESS, NO_CONTEXT = 0, 201
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -76,6 +77,20 @@ def allow_shared(function: int, size: int) -> None:
     )
 
 
+@cache
+def resident_clusters(function: int, cluster: int, threads: int, shared: int) -> int:
+    """How many clusters a device holds at once: a processor group may not divide into whole clusters."""
+    attribute = LaunchAttribute(id=CLUSTER_DIMENSION, dim=(cluster, 1, 1))
+    config = LaunchConfig(grid=(cluster, 1, 1), block=(threads, 1, 1), shared=shared)
+    config.attributes, config.attribute_count = ctypes.addressof(attribute), 1
+    count = ctypes.c_int()
+    check(
+        library().cuOccupancyMaxActiveClusters(ctypes.byref(count), ctypes.c_void_p(function), ctypes.byref(config)),
+        "cuOccupancyMaxActiveClusters",
+    )
+    return count.value
+
+
 def launcher(
     function: int,
     arguments: Sequence[bytes],
@@ -84,20 +99,34 @@ def launcher(
     threads: int,
     shared: int = 0,
     cluster: int = 1,
+    overlap: bool = False,
     index: int,
     keep: Any = None,
 ) -> Callable[[], None]:
-    """A closure that launches `function` on the device's current stream; `keep` lives as long as it."""
+    """A closure that launches `function` on the device's current stream; `keep` lives as long as it.
+
+    `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early.
+    """
     buffers = [_aligned(argument) for argument in arguments]
     pointers = (ctypes.c_void_p * len(buffers))(*(address for _, address in buffers))
-    attribute = LaunchAttribute(id=CLUSTER_DIMENSION, dim=(cluster, 1, 1))
+    attributes = (LaunchAttribute * 2)()
     config = LaunchConfig(grid=(grid, 1, 1), block=(threads, 1, 1), shared=shared)
+    config.attributes = ctypes.addressof(attributes)
     if cluster > 1:
-        config.attributes, config.attribute_count = ctypes.addressof(attribute), 1
+        attributes[0].id, attributes[0].dim[0], attributes[0].dim[1], attributes[0].dim[2] = (
+            CLUSTER_DIMENSION,
+            cluster,
+            1,
+            1,
+        )
+        config.attribute_count = 1
+    if overlap:
+        attributes[config.attribute_count].id, attributes[config.attribute_count].dim[0] = PROGRAMMATIC, 1
+        config.attribute_count += 1
     call, reference, handle = library().cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(function)
     stream_of: Any = torch._C._cuda_getCurrentRawStream
     current: Any = torch._C._cuda_getDevice
-    alive = (buffers, attribute, keep)
+    alive = (buffers, attributes, keep)
 
     def launch(_alive: Any = alive) -> None:
         config.stream = stream_of(index)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -20,7 +20,7 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy import tensor_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, is_plain, is_swapped
-from multigemm.backends.cupy.driver import allow_shared, launcher
+from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most
 from multigemm.backends.cupy.tensor_maps import Side
 from multigemm.layouts import Operands, Strided, packed, to_device
@@ -75,7 +75,7 @@ def prepare(spec: ProblemSpec, config: Config, index: int) -> int:
     return function
 
 
-@lru_cache(maxsize=None)
+@cache
 def _counters(index: int) -> tuple[Tensor, deque[int]]:
     """Zeroed pairs of integers: each bound problem owns one, and its launches leave it zero.
 
@@ -139,7 +139,7 @@ def _listed_maps(ops: Operands, config: Config) -> Tensor:
     return to_device(np.frombuffer(bytes(text), dtype=np.int64).reshape(-1, 32), ops.device)
 
 
-def bind(ops: Operands, config: Config, function: int, sms: int) -> Launch:
+def bind(ops: Operands, config: Config, function: int) -> Launch:
     """Lays out the arguments of one problem."""
     spec, index = ops.spec, ops.device.index or 0
     table = table_of(ops)
@@ -154,14 +154,16 @@ def bind(ops: Operands, config: Config, function: int, sms: int) -> Launch:
     )  # fmt: skip
     across = COLUMNS * config.cluster
     tiles = tiles_at_most(ops, *((across, config.rows) if swapped else (config.rows, across)))
-    clusters = max(1, min(2 * tiles, sms // config.cluster))  # a tile may be cut further
+    shared = shared_bytes(spec, config)
+    clusters = max(1, min(tiles, resident_clusters(function, config.cluster, THREADS, shared)))
     launch = launcher(
         function,
         [problem_bytes(ops, table), options, maps],
         grid=clusters * config.cluster,
         threads=THREADS,
-        shared=shared_bytes(spec, config),
+        shared=shared,
         cluster=config.cluster,
+        overlap=True,
         index=index,
         keep=(ops, table, listed, memory),
     )

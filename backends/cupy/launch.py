@@ -40,9 +40,7 @@ class CupyBackend:
         sms = torch.cuda.get_device_properties(index).multi_processor_count
         if config.kernel == "hopper":
             function = hopper.prepare(spec, config, index)
-            return Recipe(
-                "hopper", config, partial(hopper.bind, config=config, function=function, sms=sms), "TMA and wgmma"
-            )
+            return Recipe("hopper", config, partial(hopper.bind, config=config, function=function), "TMA and wgmma")
         why = "; ".join(configs.hopper_reasons(spec)) or "chosen by config"
         bind = partial(portable.bind, config=config, function=portable.prepare(spec, index), sms=sms)
         return Recipe("portable", config, bind, f"any strides, alignment and size ({why})")

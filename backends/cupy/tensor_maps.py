@@ -86,4 +86,4 @@ def piece_height(rows: int, most: int) -> int:
 def list_box(rows: int, most: int, cluster: int) -> int:
     """Rows that each block of a cluster loads at once from a list's matrix (schedule.cuh)."""
     height = piece_height(rows, most)
-    return height if cluster == 1 else (height // 2 + 7) // 8 * 8
+    return -(-height // (8 * cluster)) * 8

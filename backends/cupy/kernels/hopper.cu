@@ -17,12 +17,6 @@ constexpr int BLOCK = 64 * BK * 2;                     // 64 x 64 elements, one 
 constexpr int SLOTS = 4;                               // tiles announced ahead
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
 constexpr int STAGING_BYTES = PLAIN ? 64 * 128 : 9216; // per consumer warpgroup
-#ifndef X_HINT
-#define X_HINT EVICT_LAST
-#endif
-#ifndef DEPHASE
-#define DEPHASE 0
-#endif
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see tensor_maps.py
 
 struct Maps { TensorMap w, x[16]; };                   // x[i]: boxes of 8 * (i + 1) rows
@@ -101,16 +95,16 @@ __device__ __forceinline__ void load_stage(const Problem& p, const Launch& l, co
     const u16 all = (1 << CLUSTER) - 1;
     if (X_K && LISTED) {
         const TensorMap* x = l.listed + 2 * t.group + 1;
-        if (CLUSTER > 1) multicast_box(rows + rank * box * BK * 2, x, full, all, k, t.x_row + rank * box, 0, X_HINT);
-        else load_box(rows, x, full, k, t.x_row, 0, X_HINT);
+        if (CLUSTER > 1) multicast_box(rows + rank * box * BK * 2, x, full, all, k, t.x_row + rank * box, 0, EVICT_LAST);
+        else load_box(rows, x, full, k, t.x_row, 0, EVICT_LAST);
     } else if (X_K) {
-        const int half = CLUSTER == 1 ? t.n : ((t.n / 2 + 7) & ~7), first = rank ? half : 0, height = rank ? t.n - half : half;
+        const int part = (t.n / 8 + CLUSTER - 1) / CLUSTER * 8, first = rank * part, height = min(part, t.n - first);
 #pragma unroll 1
         for (int at = first; at < first + height; at += 128) {
             const int h = min(128, first + height - at);
             const TensorMap* x = &maps.x[h / 8 - 1];
-            if (CLUSTER > 1) multicast_box(rows + at * BK * 2, x, full, all, k, t.x_row + at, xg, X_HINT);
-            else load_box(rows + at * BK * 2, x, full, k, t.x_row + at, xg, X_HINT);
+            if (CLUSTER > 1) multicast_box(rows + at * BK * 2, x, full, all, k, t.x_row + at, xg, EVICT_LAST);
+            else load_box(rows + at * BK * 2, x, full, k, t.x_row + at, xg, EVICT_LAST);
         }
     } else {
         const TensorMap* x = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[0];
@@ -118,11 +112,11 @@ __device__ __forceinline__ void load_stage(const Problem& p, const Launch& l, co
         for (int b = rank; b < (t.n + 63) / 64; b += CLUSTER) {
             const u32 to = rows + b * BLOCK;
             if (RAGGED_K) {
-                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), X_HINT);
-                else load_box(to, x, full, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), X_HINT);
+                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), EVICT_LAST);
+                else load_box(to, x, full, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), EVICT_LAST);
             } else {
-                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, k, xg, X_HINT);
-                else load_box(to, x, full, t.x_row + b * 64, k, xg, X_HINT);
+                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, k, xg, EVICT_LAST);
+                else load_box(to, x, full, t.x_row + b * 64, k, xg, EVICT_LAST);
             }
         }
     }
@@ -133,6 +127,7 @@ __device__ __forceinline__ int k_blocks(const Tile& t) { return (t.k_len + BK - 
 // One thread per block. The leader's also takes tiles from the counter and announces them.
 __device__ __forceinline__ void produce(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
     const int clusters = gridDim.x / CLUSTER;
+    const bool one_each = rank == 0 && s.schedule.total <= clusters;       // then nobody needs the counter
     Ring ring;
     int next = blockIdx.x / CLUSTER;
     for (int number = 0;; ++number) {
@@ -148,19 +143,25 @@ __device__ __forceinline__ void produce(const Problem& p, const Launch& l, const
         if (t.n == STOP) break;
         const int blocks = t.n > 0 ? k_blocks(t) : 0;
         if (LISTED && blocks > 0) refresh_map(l.listed + 2 * t.group), refresh_map(l.listed + 2 * t.group + 1);
-        if (blocks == 0 && rank == 0) next = clusters + atomicAdd(l.counter, 1);
+        if (one_each) next = s.schedule.total;
+        else if (blocks == 0 && rank == 0) next = clusters + atomicAdd(l.counter, 1);
         for (int kb = 0; kb < blocks; ++kb, ring.next()) {
-            if (rank == 0 && kb == max(blocks - 4, 0)) next = clusters + atomicAdd(l.counter, 1);  // asked early, used late
+            if (rank == 0 && !one_each && kb == max(blocks - 4, 0)) next = clusters + atomicAdd(l.counter, 1);  // asked early, used late
             barrier_wait(shared_address(&s.empty[ring.index]), ring.parity ^ 1);
             load_stage(p, l, maps, t, rank, stages + ring.index * STAGE_BYTES, shared_address(&s.full[ring.index]), kb);
         }
     }
     // The last cluster to stop leaves the counter as it found it, for the next launch.
-    if (rank == 0) {
+    if (rank == 0 && !one_each) {
         __threadfence();
         if (atomicAdd(l.counter + 1, 1) == clusters - 1) l.counter[0] = 0, l.counter[1] = 0;
     }
 }
+
+// The second warpgroup starts its first tile a little after the first one, and keeps that distance:
+// so one of them multiplies while the other stores its results.
+__device__ __forceinline__ void let_follow() { asm volatile("bar.arrive 5, 256;" ::: "memory"); }
+__device__ __forceinline__ void follow() { asm volatile("bar.sync 5, 256;" ::: "memory"); }
 
 // All k-blocks of a tile: four products of k = 16 per block, one block in flight while the next is awaited.
 template <int N>
@@ -168,7 +169,7 @@ __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int 
     constexpr u32 W_STEP = W_K ? 32 : 2048, X_STEP = X_K ? 32 : 2048;     // bytes from one k = 16 to the next
     const int lane = threadIdx.x & 31;
     int last = -1;
-    if (DEPHASE && first && half == 1) asm volatile("bar.sync 5, 256;" ::: "memory");
+    if (first && half == 1) follow();
 #pragma unroll 1
     for (int kb = 0; kb < blocks; ++kb) {
         barrier_wait(shared_address(&s.full[ring.index]), ring.parity);
@@ -179,7 +180,7 @@ __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int 
         for (int k = 0; k < 4; ++k) Mma<N>::run(d, w + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
         wgmma_commit();
         wgmma_wait<1>();
-        if (DEPHASE && first && half == 0 && kb == min(DEPHASE, blocks - 1)) asm volatile("bar.arrive 5, 256;" ::: "memory");
+        if (first && half == 0 && kb == min(1, blocks - 1)) let_follow();
         if (last >= 0 && lane < CLUSTER) barrier_arrive(shared_address(&s.empty[last]), lane);
         last = ring.index;
         ring.next();
@@ -216,6 +217,14 @@ __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, c
     return r;
 }
 
+// The first `count` of eight 16-bit values, at the ragged right edge of a result.
+__device__ __forceinline__ void store_first(char* at, uint4 v, int count) {
+    const u32 word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 7; ++i)
+        if (i < count) *(u16*)(at + 2 * i) = u16(word[i >> 1] >> (16 * (i & 1)));
+}
+
 #if PLAIN
 // alpha * acc in the operands' type: 64 rows at a time turn in shared memory and leave as 16-byte pieces.
 __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ROWS / 2]) {
@@ -242,8 +251,12 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = i * 16 + (tid >> 3), chunk = tid & 7;
-                if (row < rows && r0 + row >= skip && chunk * 8 < to.cols)
-                    *(uint4*)(to.out + (r0 + row) * to.row_step + chunk * 16) = load_shared16(staging + row * 128 + ((chunk ^ (row & 7)) << 4));
+                if (row < rows && r0 + row >= skip && chunk * 8 < to.cols) {
+                    const uint4 v = load_shared16(staging + row * 128 + ((chunk ^ (row & 7)) << 4));
+                    char* at = to.out + (r0 + row) * to.row_step + chunk * 16;
+                    if (chunk * 8 + 8 <= to.cols) *(uint4*)at = v;
+                    else store_first(at, v, to.cols - chunk * 8);
+                }
             }
         } else {
 #pragma unroll 1
@@ -334,7 +347,13 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
         }
         barrier_init_fence();
     }
-    if (rank == 0) build_schedule(p, s.schedule, l.swapped, ROWS, COLUMNS * CLUSTER, l.busy_rows, gridDim.x / CLUSTER);
+    else if (threadIdx.x == 32 && !LISTED) {
+        prefetch_map(&maps.w);
+        if (!X_K) prefetch_map(&maps.x[0]);
+    }
+    start_next_launch();
+    wait_for_last_launch();
+    if (rank == 0) build_schedule(p, s.schedule, l.swapped, ROWS, COLUMNS * CLUSTER, l.busy_rows);
     if (CLUSTER > 1) cluster_sync();
     else __syncthreads();
 

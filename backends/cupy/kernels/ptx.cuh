@@ -92,6 +92,11 @@ __device__ __forceinline__ u64 smem_descriptor(u32 address, u32 leading, u32 str
     return (1ull << 62) | (u64(stride >> 4) << 32) | (u64(leading >> 4) << 16) | ((address & 0x3FFFF) >> 4);
 }
 
+// ---- programmatic launches: set up while the launch before still runs, then wait until it is over ----
+
+__device__ __forceinline__ void start_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_last_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- registers, named barriers, matrix stores ----
 
 template <int N> __device__ __forceinline__ void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }

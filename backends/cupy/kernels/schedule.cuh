@@ -4,20 +4,13 @@
 // is cut into ceil(R / ROWS) equal pieces, rounded up to 8 rows, so that a ragged group wastes at most
 // 7 rows per piece. Groups fall into two queues: those with so many rows that arithmetic bounds them,
 // and those whose weights bound them by memory. The order mixes the queues evenly, so that at any time
-// some clusters stream weights while others keep the tensor cores busy. The last tiles of the first
-// queue are cut finer, so that all clusters finish together.
+// some clusters stream weights while others keep the tensor cores busy.
 #pragma once
 #include "groups.cuh"
 #include "ptx.cuh"
 
-#ifndef CUTS_X
-#define CUTS_X 0
-#endif
-constexpr int MAX_GROUPS = 960;
-#ifndef BAND_X
-#define BAND_X 8
-#endif
-constexpr int BAND = BAND_X;                    // pieces that share a weight tile while it is in the L2 cache
+constexpr int MAX_GROUPS = 960;           // as config.MAX_GROUPS
+constexpr int BAND = 8;                    // pieces that share a weight tile while it is in the L2 cache
 
 // What the roles of a thread block need to know of a tile. `n` = STOP: no more tiles; 0: an empty one.
 constexpr int STOP = -1;
@@ -32,7 +25,7 @@ struct Schedule {
     int start[MAX_GROUPS], length[MAX_GROUPS];   // span of each group along the jagged extent
     int busy[MAX_GROUPS], lean[MAX_GROUPS];      // tiles before this group in each of the queues
     u64 warp_sum[16];
-    int busy_all, lean_all, total, tail, cuts;
+    int busy_all, lean_all, total;
 };
 
 struct Shape { int rows, cols, k, lead; };
@@ -63,51 +56,54 @@ __device__ __forceinline__ int piece_rows(int rows, int most) {
 }
 __device__ __forceinline__ int pieces_of(int rows, int height) { return (rows + height - 1) / height; }
 
-// All threads of the block: tile counts of all groups, and their running sums.
-__device__ __forceinline__ void build_schedule(const Problem& p, Schedule& s, int swapped, int most, int columns, int busy_rows, int clusters) {
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, warps = blockDim.x >> 5;
-    u64 carry = 0;
-    for (int base = 0; base < p.groups; base += blockDim.x) {
-        const int g = base + tid;
-        u64 mine = 0;
-        if (g < p.groups) {
-            i64 start = 0, end = 0;
-            if (p.jagged != JAG_NONE) jagged_span(p, g, start, end);
-            else if (p.valid) end = valid_rows(p, g);
-            s.start[g] = int(start), s.length[g] = int(end - start);
-            const Shape e = group_extents(p, g, swapped, int(start), int(end - start));
-            const u64 tiles = u64(pieces_of(e.rows, piece_rows(e.rows, most))) * u64((e.cols + columns - 1) / columns);
-            mine = e.rows >= busy_rows ? tiles << 32 : tiles;
-        }
-        u64 sum = mine;
-        for (int d = 1; d < 32; d <<= 1) {
-            const u64 other = __shfl_up_sync(~0u, sum, d);
-            if (lane >= d) sum += other;
-        }
-        if (lane == 31) s.warp_sum[warp] = sum;
-        __syncthreads();
-        u64 before = carry;
-        for (int w = 0; w < warps; ++w) {
-            if (w < warp) before += s.warp_sum[w];
-            carry += s.warp_sum[w];
-        }
-        before += sum - mine;
-        if (g < p.groups) s.busy[g] = int(before >> 32), s.lean[g] = int(before & 0xFFFFFFFFu);
-        __syncthreads();
+// Tiles of group g, in the upper half for the busy queue, in the lower half for the lean one.
+__device__ __forceinline__ u64 count_tiles(const Problem& p, Schedule& s, int g, int swapped, int most, int columns, int busy_rows) {
+    i64 start = 0, end = 0;
+    if (p.jagged != JAG_NONE) jagged_span(p, g, start, end);
+    else if (p.valid) end = valid_rows(p, g);
+    s.start[g] = int(start), s.length[g] = int(end - start);
+    const Shape e = group_extents(p, g, swapped, int(start), int(end - start));
+    const u64 tiles = u64(pieces_of(e.rows, piece_rows(e.rows, most))) * u64((e.cols + columns - 1) / columns);
+    return e.rows >= busy_rows ? tiles << 32 : tiles;
+}
+
+__device__ __forceinline__ u64 warp_running_sum(u64 mine) {
+    u64 sum = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        const u64 other = __shfl_up_sync(~0u, sum, d);
+        if ((threadIdx.x & 31) >= d) sum += other;
     }
-    if (tid == 0) {
-        s.busy_all = int(carry >> 32), s.lean_all = int(carry & 0xFFFFFFFFu);
-        // A last round of `rest` tiles would leave clusters idle: cut its tiles where that ends sooner.
-        const int rest = s.busy_all % clusters;
-        s.tail = 0, s.cuts = 1;
-        float best = 1.0f;
-        for (int cuts = 2; cuts <= 4; cuts *= 2) {
-            const float cost = float((rest * cuts + clusters - 1) / clusters) / float(cuts) + 0.03f * cuts;
-            if (CUTS_X && rest > 0 && cost < best) best = cost, s.tail = rest, s.cuts = cuts;
+    return sum;
+}
+
+// All threads of the block: tile counts of all groups, and their running sums. The caller synchronises.
+__device__ __forceinline__ void build_schedule(const Problem& p, Schedule& s, int swapped, int most, int columns, int busy_rows) {
+    const int tid = threadIdx.x, warp = tid >> 5, warps = blockDim.x >> 5;
+    u64 all = 0;
+    if (p.groups <= 32) {                       // one warp does it alone
+        if (warp != 0) return;
+        const u64 mine = tid < p.groups ? count_tiles(p, s, tid, swapped, most, columns, busy_rows) : 0;
+        const u64 sum = warp_running_sum(mine), before = sum - mine;
+        s.busy[tid] = int(before >> 32), s.lean[tid] = int(before & 0xFFFFFFFFu);
+        all = __shfl_sync(~0u, sum, 31);
+    } else {
+        for (int base = 0; base < p.groups; base += blockDim.x) {
+            const int g = base + tid;
+            const u64 mine = g < p.groups ? count_tiles(p, s, g, swapped, most, columns, busy_rows) : 0;
+            const u64 sum = warp_running_sum(mine);
+            if ((tid & 31) == 31) s.warp_sum[warp] = sum;
+            __syncthreads();
+            u64 before = all + sum - mine;
+            for (int w = 0; w < warps; ++w) {
+                if (w < warp) before += s.warp_sum[w];
+                all += s.warp_sum[w];
+            }
+            if (g < p.groups) s.busy[g] = int(before >> 32), s.lean[g] = int(before & 0xFFFFFFFFu);
+            __syncthreads();
         }
-        s.total = s.busy_all + s.tail * (s.cuts - 1) + s.lean_all;
     }
-    __syncthreads();
+    if (tid == 0) s.busy_all = int(all >> 32), s.lean_all = int(all & 0xFFFFFFFFu), s.total = s.busy_all + s.lean_all;
 }
 
 // The last group whose first tile is at or before `tile`.
@@ -123,21 +119,18 @@ __device__ __forceinline__ int find_group(const int* first_tile, int groups, int
 
 // Rows that each block of a cluster loads at once from a list's matrix; as tensor_maps.list_box.
 __device__ __forceinline__ int list_box(int rows, int most) {
-    return CLUSTER == 1 ? piece_rows(rows, most) : (piece_rows(rows, most) / 2 + 7) & ~7;
+    return (piece_rows(rows, most) / 8 + CLUSTER - 1) / CLUSTER * 8;
 }
 
 __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int t, int swapped, int most, int columns) {
     const int lean_before = int(u64(t) * s.lean_all / s.total), lean_after = int(u64(t + 1) * s.lean_all / s.total);
-    int local, part = 0, parts = 1, group;
+    int local, group;
     if (lean_after > lean_before) {
         group = find_group(s.lean, p.groups, lean_before);
         local = lean_before - s.lean[group];
     } else {
-        int tile = t - lean_before;
-        const int cut = tile - (s.busy_all - s.tail);
-        if (cut >= 0) tile = s.busy_all - s.tail + cut / s.cuts, part = cut % s.cuts, parts = s.cuts;
-        group = find_group(s.busy, p.groups, tile);
-        local = tile - s.busy[group];
+        group = find_group(s.busy, p.groups, t - lean_before);
+        local = t - lean_before - s.busy[group];
     }
     const Shape e = group_extents(p, group, swapped, s.start[group], s.length[group]);
     const int height = piece_rows(e.rows, most), pieces = pieces_of(e.rows, height), across = (e.cols + columns - 1) / columns;
@@ -147,10 +140,6 @@ __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int 
     r.group = group;
     r.row0 = piece * height, r.rows = min(height, e.rows - r.row0);
     r.col0 = rest / in_band * columns;
-    if (parts > 1) {
-        const int step = ((r.rows + parts - 1) / parts + 7) & ~7;
-        r.row0 += part * step, r.rows = min(step, r.rows - part * step);
-    }
     r.n = (max(r.rows, 0) + 7) & ~7;
     const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
     r.x_row = r.row0 + (along_rows ? s.start[group] - e.lead : 0);
