@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multigemm.integrations.routing_op import weighted_sum
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -48,22 +50,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (inverse,) = ctx.saved_tensors
-        pairs = grad.index_select(0, inverse)
-        return pairs.view(pairs.shape[0] // ctx.top_k, ctx.top_k, grad.shape[1]).sum(1), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    """Row index[s] of x, for a permutation whose inverse is known: a gather both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+        return weighted_sum(grad, ctx.saved_tensors[0], None, ctx.top_k), None, None, None
 
 
 def dispatch(x: Tensor, routing: Routing) -> Tensor:
@@ -74,6 +61,4 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
 
 def combine(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:
     """[S, H] sorted by expert, and weights [tokens, k] -> [tokens, H]: each token's weighted sum."""
-    home: Tensor = _Permute.apply(y, routing.inverse, routing.order)  # type: ignore[no-untyped-call]
-    pairs = home.view(weights.shape[0], routing.top_k, y.shape[1])
-    return torch.bmm(weights.to(y.dtype).unsqueeze(1), pairs).squeeze(1)
+    return weighted_sum(y, routing.inverse, weights, routing.top_k)

@@ -1,0 +1,78 @@
+"""The torch operator on a GPU: gradients, graphs, compilation, and the routing's own kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import multigemm as mg
+from multigemm.integrations import grouped_gemm
+from multigemm.integrations.routing import combine, dispatch, route
+from multigemm.nn import MoE
+from tests.torch_op_cases import FORMS, bias_shapes, operands, result_shape
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forward_and_gradients_are_those_of_the_cpu(form: str) -> None:
+    a, b, cut = operands(form)
+    bias = torch.linspace(-1, 1, bias_shapes(form)[-1][-1], dtype=torch.float64).expand(bias_shapes(form)[-1])
+    inputs = [a, b, torch.ones(result_shape(form), dtype=torch.float64), bias]
+    results = []
+    for device in ("cpu", "cuda"):
+        x, y, c, v = (t.detach().to(device).requires_grad_() for t in inputs)
+        there = {k: t.to(device) if isinstance(t, Tensor) else t for k, t in cut.items()}
+        out = grouped_gemm(x, y, c=c, bias=v, beta=0.5, activation="silu", **there)
+        results.append([out, *torch.autograd.grad(out.sum(), (x, y, c, v))])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got.cpu(), want)
+
+
+def test_opcheck_on_the_device() -> None:
+    a, b = torch.randn(7, 8, device="cuda", requires_grad=True), torch.randn(3, 8, 4, device="cuda", requires_grad=True)
+    ends = torch.tensor([2, 2, 6], device="cuda")
+    torch.library.opcheck(torch.ops.multigemm.grouped_gemm.default, (a, b, None, None, ends), {"activation": "gelu"})
+
+
+def test_a_graph_follows_new_tokens_and_new_ends() -> None:
+    a = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(4, 32, 48, device="cuda", dtype=torch.bfloat16)
+    ends = torch.tensor([10, 10, 30, 64], device="cuda", dtype=torch.int32)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        grouped_gemm(a, b, ends=ends)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = grouped_gemm(a, b, ends=ends)
+    a.normal_()
+    ends.copy_(torch.tensor([0, 50, 50, 60]))
+    graph.replay()
+    assert mg.verify(mg.GroupedGemmProblem(a, b, ends=ends), out).ok
+
+
+def test_a_moe_layer_compiles_with_cuda_graphs() -> None:
+    torch.manual_seed(0)
+    moe = MoE(64, 32, 4, 2, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(moe, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        x = torch.randn(33, 64, device="cuda", dtype=torch.bfloat16)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x).clone(), moe(x), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_routing_kernels_are_the_plain_routing(dtype: torch.dtype) -> None:
+    index = torch.topk(torch.randn(50, 9), 3)[1]
+    x, weights = torch.randn(50, 2100, dtype=dtype), torch.rand(50, 3)
+    results = []
+    for device in ("cpu", "cuda"):
+        routing = route(index.to(device), 8)
+        leaves = [t.detach().to(device).requires_grad_() for t in (x, weights)]
+        out = combine(dispatch(leaves[0], routing) * 2, leaves[1], routing)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got.cpu(), want, **tolerance)
