@@ -32,6 +32,8 @@ def specify(problem: GroupedGemmProblem, groups: int, compute: torch.dtype) -> P
     """The spec of a problem whose operands, grouping and epilogue are set."""
     source = problem.grouping or problem.valid_rows
     index = None if source is None else source.index
+    if problem.grouping is not None and problem.grouping.live is not None and problem.grouping.kind == "sizes":
+        index = torch.int64  # staging sums live sizes into int64 ends, whatever their own type
     on_device = source is not None and source.live is not None and problem.device.type != "cpu"
     alpha = "one" if problem.alpha == 1 else "zero" if problem.alpha == 0 else "any"
     bias = problem.each("bias")
