@@ -94,7 +94,9 @@ def answer(problem: GroupedGemmProblem) -> Answer:
     arrays = blank(problem)
     blocks = [_empty_block(array) for array in arrays]
     found = Answer(problem, blocks, [])
-    u = unit(accumulator(compute_dtype(problem)))
+    compute = compute_dtype(problem)
+    u = unit(accumulator(compute))
+    ordinary = 2.0**-11 if compute == torch.float32 and problem.precision == "tf32" else u
     for view in problem.groups():
         array, index = place(problem, arrays, view)
         number = view.index if problem.form == "per_group" else 0
@@ -107,7 +109,7 @@ def answer(problem: GroupedGemmProblem) -> Answer:
         array[index] = round_once(activate(total.value, problem.activation), problem.out_dtype)
         block.low[index], block.high[index] = _comparable(right.low), _comparable(right.high)
         block.free[index], block.owned[index] = right.free, True
-        scale = abs(float(problem.alpha)) * u * math.sqrt(max(view.k, 1))
+        scale = abs(float(problem.alpha)) * ordinary * math.sqrt(max(view.k, 1))
         block.typical[index] = scale * total.products + u * total.addends
     return found
 

@@ -26,9 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", default="", help="only these dtypes, separated by commas")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other problems")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
-    parser.add_argument("--configs", choices=("first", "all"), default="first", help="all: every config of a backend in turn")
+    parser.add_argument(
+        "--configs", choices=("first", "all", "pinned"), default="first",
+        help="first: the backend's own choice; all: every config in turn; pinned: another one for each kind",
+    )  # fmt: skip
     parser.add_argument("--deep", type=int, default=8, help="run streams, graphs, relations, ... on one problem in so many")
     parser.add_argument("--kinds", type=int, default=-1, help="draw from so many kinds, to compile less (default: 0 for no limit; 100 on a GPU)")
+    parser.add_argument("--work", type=int, default=1 << 17, help="multiply-adds of a problem at most")
     parser.add_argument("--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators")
     parser.add_argument("--shrink", type=float, default=20.0, metavar="SECONDS", help="time for making a failure small")
     parser.add_argument("--corpus", default="", help="a folder that receives each failure as one JSON file")
@@ -90,7 +94,7 @@ def options_of(args: argparse.Namespace) -> Options:
         args.emulate = True
     device = _device(args.device, args.emulate)
     on_gpu = device.startswith("cuda")
-    small = {"work": 1 << 14, "groups": 40, "longest": 80} if args.emulate else {}
+    small = {"work": 1 << 14, "groups": 40, "longest": 80} if args.emulate else {"work": args.work}
     return Options(
         backends=_backends(args.backends, device), device=device, seconds=args.seconds,
         examples=args.examples or (0 if args.seconds else 1000), seed=args.seed, jobs=max(args.jobs, 1),

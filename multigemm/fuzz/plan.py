@@ -12,7 +12,8 @@ from multigemm.testing.strategies import DTYPES, Limits
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A campaign. `configs` is "first" or "all" (every config of a spec in turn); `deep` runs the
+    """A campaign. `configs` is "first", "all" (every config of a spec in turn) or "pinned"
+    (one for each kind, so that all come up); `deep` runs the
     expensive oracles on one problem in so many. `kinds` draws all problems from so many kinds (form,
     dtypes, layouts, epilogue; 0: without limit), `burst` of one in a row, so that compiled kernels are
     used more than once."""
@@ -70,11 +71,12 @@ class Tally:
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
     kernels: Counter[tuple[str, str]] = field(default_factory=Counter)
     rho: dict[tuple[str, str], tuple[float, float, int]] = field(default_factory=dict)
+    spent: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
         self.problems += other.problems
-        for name in ("checks", "runs", "deep", "classes", "refusals", "kernels"):
+        for name in ("checks", "runs", "deep", "classes", "refusals", "kernels", "spent"):
             getattr(self, name).update(getattr(other, name))
         for key, (peak, squares, count) in other.rho.items():
             mine = self.rho.get(key, (0.0, 0.0, 0))

@@ -43,10 +43,16 @@ def drawn(options: Options, number: int) -> Case:
     """
     if not options.kinds:
         return random_case(options.seed + number, options.limits)
-    pool = _kinds(options)
-    turn, crew = number // options.jobs // options.burst, number % options.jobs
-    kind = pool[(crew * len(pool) // options.jobs + turn) % len(pool)]
+    kind = _kinds(options)[kind_of(options, number)]
     return redrawn(kind, RandomChooser((options.seed << 24) + number), options.limits)
+
+
+def kind_of(options: Options, number: int) -> int:
+    """Which of the kinds a problem number belongs to; 0 where there is no limit on them."""
+    if not options.kinds:
+        return 0
+    turn, crew = number // options.jobs // options.burst, number % options.jobs
+    return (crew * options.kinds // options.jobs + turn) % options.kinds
 
 
 def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, tally: Tally) -> None:
@@ -73,8 +79,10 @@ def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, t
         outcome.findings.append(Finding(name, f"{type(error).__name__}: {str(error)[:600]}"))
 
 
-def _positions(subject: Subject, stand: Stand, options: Options) -> list[int]:
-    """Which configs to run: the first, or all of them."""
+def _positions(subject: Subject, stand: Stand, options: Options, kind: int) -> list[int]:
+    """Which configs to run: the first, all of them, or one that goes with the kind of problem."""
+    if options.configs == "pinned":
+        return [kind]
     if options.configs != "all":
         return [0]
     spec = staged_spec(stand.problem)
@@ -95,7 +103,7 @@ class Worker:
     def subject(self, name: str, config: int) -> Subject:
         key = (name, config)
         if key not in self.subjects:
-            self.subjects[key] = Subject(name, config)
+            self.subjects[key] = Subject(name, config, pin=self.options.configs == "pinned")
         return self.subjects[key]
 
     def run(self, first: int, deadline: float) -> None:
@@ -115,26 +123,30 @@ class Worker:
 
     def problem(self, number: int) -> None:
         """One problem on every backend."""
+        begin = time.perf_counter()
         case = drawn(self.options, number)
-        world = World.build(case)
+        stand = Stand.build(World.build(case), self.device)
         self.tally.problems += 1
         self.tally.classes.update(classes(case))
-        stand = Stand.build(world, self.device)
+        built, kind = time.perf_counter(), kind_of(self.options, number)
         chosen = [
             (name, config)
             for name in self.options.backends
-            for config in _positions(self.subject(name, 0), stand, self.options)
+            for config in _positions(self.subject(name, 0), stand, self.options, kind)
         ]
         outcomes = self.together(case, stand, chosen, number)
+        checked = time.perf_counter()
         for (name, config), outcome in zip(chosen, outcomes, strict=True):
             self.one(case, stand, name, config, number, outcome)
+        ended = time.perf_counter()
+        self.tally.spent.update({"build": built - begin, "check": checked - built, "deep": ended - checked})
 
     def together(self, case: Case, stand: Stand, chosen: list[tuple[str, int]], number: int) -> list[Outcome]:
         """All subjects at once, then one wait for the device."""
         self.place[1], self.place[3] = -1, int(time.time())
         try:
             subjects = [self.subject(name, config) for name, config in chosen]
-            outcomes = check_all(stand, subjects, rho=number % 4 == 0)
+            outcomes = check_all(stand, subjects, rho=number % 8 == 0, spent=self.tally.spent)
         except Exception as error:  # an asynchronous CUDA error: the parent finds out whose it was
             failure = Failure("", "exception", short_text(error), case.to_dict(), number)
             self.tally.failures.append(failure)

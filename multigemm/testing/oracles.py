@@ -12,7 +12,9 @@ and planted faults are judged by the same code as our own. `check` runs one subj
 
 from __future__ import annotations
 
+import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,11 +70,14 @@ LIBRARIES = ("cpu", "cublas")
 
 
 class Subject:
-    """A backend under test. `config` picks one of its configs by position, modulo their number."""
+    """A backend under test. `config` picks one of its configs by position, modulo their number; with
+    `pin`, the first one picked is kept for every later spec that it is valid for, so that problems of one
+    kind share their compiled kernels."""
 
-    def __init__(self, backend: str | Backend, config: int = 0) -> None:
+    def __init__(self, backend: str | Backend, config: int = 0, *, pin: bool = False) -> None:
         self.backend: Backend = registry.get(backend) if isinstance(backend, str) else backend
-        self.config = config
+        self.config, self.pin = config, pin
+        self._pinned: Any = None
         self._recipes: dict[Any, Recipe] = {}
 
     @property
@@ -99,6 +104,9 @@ class Subject:
         if key not in self._recipes:
             configs = self.configs(spec, device)
             config = configs[self.config % len(configs)] if configs else None
+            if self.pin:
+                config = self._pinned if self._pinned in configs else config
+                self._pinned = self._pinned or config
             if len(self._recipes) > 2000:
                 self._recipes.clear()
             self._recipes[key] = self.backend.plan(spec, config, device)
@@ -203,13 +211,27 @@ def _bring_home(started: list[Runs]) -> list[list[torch.Tensor]]:
     return found
 
 
-def check_all(stand: Stand, subjects: Sequence[Subject], *, rho: bool = True) -> list[Outcome]:
-    """Runs every subject on one stand, twice, and judges all runs after waiting for the device once."""
-    started = [_launch_twice(stand, subject) for subject in subjects]
-    world, right = stand.world, list[torch.Tensor]()
-    for runs, pair in zip(started, _bring_home(started), strict=True):
+def check_all(
+    stand: Stand, subjects: Sequence[Subject], *, rho: bool = True, spent: Counter[str] | None = None
+) -> list[Outcome]:
+    """Runs every subject on one stand, twice, and judges all runs after waiting for the device once.
+
+    `spent` receives the seconds of each step."""
+    times = Counter[str]() if spent is None else spent
+    started = []
+    for subject in subjects:
+        begin = time.perf_counter()
+        started.append(_launch_twice(stand, subject))
+        times[f"launch {subject.name}"] += time.perf_counter() - begin  # type: ignore[assignment]
+    begin = time.perf_counter()
+    pairs = _bring_home(started)
+    times["wait"] += time.perf_counter() - begin  # type: ignore[assignment]
+    begin = time.perf_counter()
+    right: list[torch.Tensor] = []
+    for runs, pair in zip(started, pairs, strict=True):
         if pair:
-            _judge_pair(world, pair, runs.outcome, right, rho)
+            _judge_pair(stand.world, pair, runs.outcome, right, rho)
+    times["judge"] += time.perf_counter() - begin  # type: ignore[assignment]
     return [runs.outcome for runs in started]
 
 

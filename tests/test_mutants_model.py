@@ -1,0 +1,49 @@
+"""The suite can fail: every planted fault is seen, and the unplanted kernel is never accused."""
+
+import os
+
+import pytest
+import torch
+
+from multigemm.testing.model_kernel import ModelBackend
+from multigemm.testing.mutants import EQUIVALENT, HUNTING, MUTANTS, examine, hunt, hunt_mutant
+from multigemm.testing.oracles import Subject, check_all
+from multigemm.testing.strategies import random_case
+from multigemm.testing.world import Stand, World
+
+UNPLANTED = int(os.environ.get("UNPLANTED_PROBLEMS", "1200"))
+
+
+def test_there_are_enough_of_them():
+    assert len(MUTANTS) >= 40
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_each_planted_fault_is_seen(name):
+    kill = hunt_mutant(name, seconds=60)
+    assert kill.killed, f"{name} survived {kill.tried} problems"
+
+
+def test_the_unplanted_kernel_is_accepted():
+    subject, device = Subject(ModelBackend()), torch.device("cpu")
+    for seed in range(UNPLANTED):
+        outcome = examine(random_case(seed, HUNTING), subject, device, deep=seed % 8 == 0, seed=seed)
+        assert outcome.ok, f"seed {seed}: {outcome.findings}"
+
+
+@pytest.mark.parametrize("name", EQUIVALENT)
+def test_harmless_changes_are_not_accused(name):
+    faults, _ = EQUIVALENT[name]
+    kill = hunt(ModelBackend(name, faults), seconds=2)
+    assert not kill.killed, kill.text
+
+
+def test_each_backend_of_a_batch_is_judged_by_its_own_result():
+    """Outputs come home in one copy; a view into it once read the first backend's result for all."""
+    case = random_case(8, HUNTING)
+    stand = Stand.build(World.build(case), torch.device("cpu"))
+    faulty = ModelBackend("faulty", MUTANTS["columns one short"])
+    for rho in (True, False):
+        right, wrong, also_right = check_all(stand, [Subject(ModelBackend()), Subject(faulty), Subject(ModelBackend())], rho=rho)
+        assert right.ok and also_right.ok
+        assert not wrong.ok
