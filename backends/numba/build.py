@@ -125,7 +125,7 @@ def _compile(config: Config, signature: Signature, capability: Capability, outpu
     from multigemm.backends.numba.runtime import cuda, numpy_names, types
 
     words = types.NamedUniTuple(types.int64, len(Call._fields), Call)
-    more = (types.int64,) if config.kernel == "hopper" else ()
+    more = (types.int64, types.int64) if config.kernel == "hopper" else ()
     arguments = types.void(words, types.float64, types.float64, *more)
     major, minor = capability
     cc = (major, minor, "a") if major == 9 else (major, minor)

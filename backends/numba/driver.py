@@ -77,17 +77,26 @@ class Function:
         check(code, "cuOccupancyMaxActiveBlocksPerMultiprocessor")
         return max(count.value, 1)
 
-    def launcher(self, grid: int, threads: int, arguments: bytes, cluster: int = 1) -> Callable[[], None]:
-        """A launch of `grid` blocks with these packed arguments, on the device's current stream."""
+    def launcher(
+        self, grid: int, threads: int, arguments: bytes, cluster: int = 1, overlap: bool = False
+    ) -> Callable[[], None]:
+        """A launch of `grid` blocks with these packed arguments, on the device's current stream.
+
+        `overlap`: the kernel waits by itself for its predecessor (griddepcontrol), so it may be started early.
+        """
         buffer = ctypes.create_string_buffer(arguments, len(arguments))
         size = c_size_t(len(arguments))
         extra = (c_void_p * 5)(
             BUFFER_POINTER, ctypes.addressof(buffer), BUFFER_SIZE, ctypes.addressof(size), BUFFER_END
         )
-        attribute = _Attribute(CLUSTER_DIMENSION, 0, (c_int * 16)(cluster, 1, 1))
+        attributes = (_Attribute * 2)(
+            _Attribute(PROGRAMMATIC_LAUNCH, 0, (c_int * 16)(1)),
+            _Attribute(CLUSTER_DIMENSION, 0, (c_int * 16)(cluster, 1, 1)),
+        )
+        first, count = (0 if overlap else 1), int(overlap) + int(cluster > 1)
         grid3, block3 = (c_uint * 3)(grid, 1, 1), (c_uint * 3)(threads, 1, 1)
-        config = _Config(grid3, block3, self.shared, None, ctypes.pointer(attribute), int(cluster > 1))
-        return _bound_launch(self, config, extra, (buffer, size, attribute))
+        config = _Config(grid3, block3, self.shared, None, ctypes.pointer(attributes[first]), count)
+        return _bound_launch(self, config, extra, (buffer, size, attributes))
 
 
 def _bound_launch(function: Function, config: _Config, extra: Any, alive: Any) -> Callable[[], None]:

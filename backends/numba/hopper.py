@@ -35,6 +35,7 @@ from multigemm.backends.numba.hopper_shape import (
     ROW_BYTES,
     SLOT_BYTES,
     SLOTS,
+    TURNS,
     WEIGHT_BYTES,
     Layout,
     token_boxes,
@@ -44,7 +45,7 @@ from multigemm.backends.numba.operand import make_operands
 from multigemm.backends.numba.ptx_asm import make_zeros, shared_address
 from multigemm.backends.numba.runtime import kernel, synchronising
 from multigemm.backends.numba.schedule import extent, make_zero_unowned
-from multigemm.backends.numba.warp_schedule import make_warp_schedule
+from multigemm.backends.numba.warp_schedule import ALL, make_warp_schedule
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216
 CONSUMERS = 256
@@ -107,14 +108,59 @@ def make_fill(config, signature):
 
 
 @cache
+def make_turns(config, signature):
+    """(take, finish): which tile comes next. First come, first served, since ragged tiles take unequal times.
+
+    The first block of each cluster draws a ticket from a counter in global memory when it starts a
+    tile, and hands the next tile number to every block of the cluster when it has loaded it. Which
+    block computes a tile never changes the tile's bits.
+    """
+    at, cluster = Layout(config, signature), config.cluster
+    turn, turn_full, turn_empty = at.turn, at.turn_full, at.turn_empty
+
+    @synchronising
+    def take(base, lane, rank, step, mine, shared):
+        """The next tile, in all lanes."""
+        tile = mine
+        if not shared:
+            tile = int32(0x7FFFFFFF)
+        elif cluster == 1:
+            tile = cuda.shfl_sync(ALL, mine, 0)
+        else:
+            slot, phase = int32(step & (TURNS - 1)), int32((step // TURNS) & 1)
+            if lane == 0:
+                if rank == 0:
+                    hw.mbarrier_wait(base + turn_empty + slot * 8, phase ^ 1)
+                hw.mbarrier_expect_tx(base + turn_full + slot * 8, 4)
+                if rank == 0:
+                    for other in range(cluster):
+                        where = hw.map_shared(base + turn + slot * 4, other)
+                        hw.store_async(where, mine, hw.map_shared(base + turn_full + slot * 8, other))
+                hw.mbarrier_wait(base + turn_full + slot * 8, phase)
+                tile = ptx.load_shared_u32(base + turn + slot * 4)
+                hw.mbarrier_arrive_cluster(hw.map_shared(base + turn_empty + slot * 8, 0))
+            tile = cuda.shfl_sync(ALL, tile, 0)
+        return tile
+
+    @synchronising
+    def finish(counters, clusters):
+        """The last cluster to end leaves both counters at 0, for the next launch."""
+        if ptx.atomic_add(counters + 4, 1) == clusters - 1:
+            ptx.store_global_u32(counters, 0)
+            ptx.store_global_u32(counters + 4, 0)
+
+    return take, finish
+
+
+@cache
 def make_producer(config, signature):
-    """produce(p, maps, base, lane): warp 0's whole life."""
+    """produce(p, maps, counters, base, lane): warp 0's whole life."""
     at = Layout(config, signature)
     stages, rows_step, bk, cluster = config.stages, config.step, at.bk, config.cluster
     full, empty, slot_full, slot_empty = at.full, at.empty, at.slot_full, at.slot_empty
     stage_bytes, slots_at, loads_64 = at.stage_bytes, at.slots, signature.a_order == "col"
     scan, locate, piece = make_warp_schedule(config.n_max, COLUMNS * cluster)
-    fill = make_fill(config, signature)
+    fill, take, finish = make_fill(config, signature), *make_turns(config, signature)
 
     @synchronising
     def announce(base, slot_step, height, depth, g, start, i0, j0, rows, n, k):
@@ -130,7 +176,7 @@ def make_producer(config, signature):
         hw.mbarrier_arrive(base + slot_full + slot * 8)
 
     @synchronising
-    def produce(p, maps, base, lane):
+    def produce(p, maps, counters, base, lane):
         low, high, total = scan(p, lane)
         rank = int32(0)
         if cluster > 1:
@@ -139,8 +185,12 @@ def make_producer(config, signature):
         seen = int32(-1)
         g, first, end = int32(0), int32(0), int32(0)
         slot_step = int32(0)
-        for tile_wide in range(cuda.blockIdx.x // cluster, total, cuda.gridDim.x // cluster):
-            tile = int32(tile_wide)
+        tile = int32(cuda.blockIdx.x // cluster)
+        clusters = int32(cuda.gridDim.x // cluster)
+        while tile < total:
+            ticket = int32(0)
+            if total > clusters and lane == 0 and rank == 0:
+                ticket = ptx.atomic_add(counters, 1)
             if tile >= end:
                 g, first, end = locate(p, low, high, lane, tile)
             m, n, k, start = extent(p, g)
@@ -183,7 +233,10 @@ def make_producer(config, signature):
                     if stage == stages:
                         stage = int32(0)
                         phase = int32(phase ^ 1)
+            tile = take(base, lane, rank, slot_step, int32(ticket + clusters), total > clusters)
             slot_step = int32(slot_step + 1)
+        if lane == 0 and rank == 0 and total > clusters:
+            finish(counters, clusters)
         if lane == 0:
             announce(base, slot_step, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
@@ -386,13 +439,13 @@ def make_kernel(config, signature):
     """The kernel for one pipeline shape and one set of dtypes and layouts."""
     at = Layout(config, signature)
     stages, full, empty, slot_full, slot_empty = config.stages, at.full, at.empty, at.slot_full, at.slot_empty
-    cluster = config.cluster
+    cluster, turn_full, turn_empty = config.cluster, at.turn_full, at.turn_empty
     produce, consume = make_producer(config, signature), make_consumer(config, signature)
     zero_unowned, zeroes = make_zero_unowned(signature.out, "f32"), signature.zero_unowned
     helpers = 96
 
     @kernel
-    def hopper(p, alpha, beta, maps):
+    def hopper(p, alpha, beta, maps, counters):
         base = (shared_address(cuda.shared.array(0, np.uint8)) + int32(1023)) & int32(~1023)
         thread = int32(cuda.threadIdx.x)
         if thread == 0:
@@ -402,6 +455,9 @@ def make_kernel(config, signature):
             for slot in range(SLOTS):
                 hw.mbarrier_init(base + slot_full + slot * 8, 1)
                 hw.mbarrier_init(base + slot_empty + slot * 8, CONSUMERS)
+            for slot in range(TURNS):
+                hw.mbarrier_init(base + turn_full + slot * 8, 1)
+                hw.mbarrier_init(base + turn_empty + slot * 8, cluster)
             hw.fence_mbarrier_init()
         if cluster > 1:
             hw.cluster_arrive()
@@ -412,7 +468,7 @@ def make_kernel(config, signature):
         if thread < 128:
             _less()
             if thread < 32:
-                produce(p, maps, base, thread)
+                produce(p, maps, counters, base, thread)
             elif zeroes:
                 zero_unowned(p, cuda.blockIdx.x * helpers + thread - 32, cuda.gridDim.x * helpers, types.float32(0))
         else:

@@ -11,6 +11,8 @@ STAGING_BYTES = 2 * 16384
 SLOTS = 4
 SLOT_BYTES = 80
 ALIGNMENT = 1024
+TURNS = 2
+"""Tile numbers that may be on their way from the first block of a cluster to the others."""
 ELEMENT = {"f16": 2, "bf16": 2, "f32": 4}
 
 
@@ -37,7 +39,10 @@ class Layout:
         self.empty = self.full + config.stages * 8
         self.slot_full = self.empty + config.stages * 8
         self.slot_empty = self.slot_full + SLOTS * 8
-        self.end = self.slot_empty + SLOTS * 8
+        self.turn = self.slot_empty + SLOTS * 8
+        self.turn_full = self.turn + TURNS * 4
+        self.turn_empty = self.turn_full + TURNS * 8
+        self.end = self.turn_empty + TURNS * 8
 
     @property
     def bytes(self) -> int:

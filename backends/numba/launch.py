@@ -41,6 +41,7 @@ from multigemm.layouts import TABLE, Operands, group_table, to_device
 from multigemm.spec import ProblemSpec
 
 SIMULATOR_SWITCH_SECONDS = 2e-5
+OVERLAP = False
 
 
 def list_table(ops: Operands) -> npt.NDArray[np.int64]:
@@ -124,10 +125,10 @@ def _hopper(config: HopperConfig, signature: Signature, device: torch.device) ->
         if grid == 0:
             return _nothing
         maps = to_device(tensor_maps(config, signature, call, host), ops.device)
-        launch = function.launcher(
-            grid, config.threads, pack(call, ops.alpha, ops.beta, (maps.data_ptr(),)), config.cluster
-        )
-        return keeping(launch, (ops, table, maps))
+        counters = torch.zeros(2, dtype=torch.int32, device=ops.device)
+        arguments = pack(call, ops.alpha, ops.beta, (maps.data_ptr(), counters.data_ptr()))
+        launch = function.launcher(grid, config.threads, arguments, config.cluster, OVERLAP)
+        return keeping(launch, (ops, table, maps, counters))
 
     return bind
 

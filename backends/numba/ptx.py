@@ -79,11 +79,14 @@ store_shared_u16 = instruction("st.shared.u16 [$0], $1;", None, I32, types.int16
 store_shared_u32 = instruction("st.shared.u32 [$0], $1;", None, I32, I32)
 store_shared_u32x4 = instruction("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", None, I32, words(4))
 store_shared_i64x2 = instruction("st.shared.v2.s64 [$0], {$1, $2};", None, I32, I64, I64)
+store_global_u32 = instruction("st.global.u32 [$0], $1;", None, I64, I32)
 store_global_u32x4 = instruction("st.global.v4.u32 [$0], {$1, $2, $3, $4};", None, I64, words(4))
 store_global_u32x2 = instruction("st.global.v2.u32 [$0], {$1, $2};", None, I64, words(2))
 store_global_f32x4 = instruction("st.global.v4.f32 [$0], {$1, $2, $3, $4};", None, I64, floats(4))
 load_shared_u16 = instruction("ld.shared.u16 $0, [$1];", types.int16, I32)
 store_global_u16 = instruction("st.global.u16 [$0], $1;", None, I64, types.int16)
 
+atomic_add = instruction("atom.global.add.u32 $0, [$1], $2;", I32, I64, I32)
+"""(global address, word) -> the old value."""
 named_barrier = instruction("bar.sync $0, $1;", None, I32, I32)
 """(barrier 1 to 15, threads): a rendezvous of part of a block."""

@@ -31,6 +31,10 @@ mbarrier_arrive_cluster = instruction("mbarrier.arrive.shared::cluster.b64 _, [$
 """The same for a barrier of any block of the cluster, at an address from `map_shared`."""
 map_shared = instruction("mapa.shared::cluster.u32 $0, $1, $2;", I32, I32, I32, effects=False)
 """(shared address, rank) -> the address of the same place in that block of the cluster."""
+store_async = instruction(
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [$0], $1, [$2];", None, I32, I32, I32
+)
+"""(shared address, word, barrier), both in one block of the cluster: stores, and counts 4 bytes on the barrier."""
 cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", I32, effects=False)
 cluster_arrive = instruction("barrier.cluster.arrive.release.aligned;")
 cluster_wait = instruction("barrier.cluster.wait.acquire.aligned;")

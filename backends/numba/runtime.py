@@ -44,8 +44,8 @@ def numpy_names() -> Iterator[None]:
 
 
 with numpy_names():
-    import numba.cuda
     import numba.core.config
+    import numba.cuda
 
 cuda: Any = numba.cuda
 types: Any = numba.types

@@ -1,0 +1,103 @@
+"""What the Numba backend compiles, seen without a GPU: instructions, registers, spills, and when it compiles at all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
+
+from multigemm.settings import settings
+
+if settings().emulate:
+    pytest.skip("Numba runs as a simulator in this process", allow_module_level=True)
+
+from multigemm.backends.numba import build
+from multigemm.backends.numba.config import (
+    HOPPER,
+    HOPPER_MEDIUM,
+    HOPPER_NARROW,
+    MMA,
+    SIMT,
+    SIMT_LARGE,
+    Config,
+    Signature,
+)
+from multigemm.backends.numba.hopper_maps import tensor_maps
+from multigemm.backends.numba.hopper_shape import MAPS, Layout, token_boxes
+from multigemm.backends.numba.mma_shape import shared_bytes
+
+PLAIN = Signature("bf16", "bf16", None, None, None, False, "row", "row")
+HOPPER_GPU = (9, 0)
+SHARED_LIMIT = 227 * 1024
+SPILL_LIMIT = 256
+"""Bytes. What is spilled lies in the producer and in epilogues, never between two wgmma."""
+
+
+def number(pattern: str, log: str) -> int:
+    found = re.search(pattern, log)
+    assert found, log
+    return int(found.group(1))
+
+
+@pytest.mark.parametrize("config", [SIMT, SIMT_LARGE, MMA, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER], ids=str)
+def test_shipped_config_fits_the_registers(config: Config) -> None:
+    image = build.assemble(build.to_ltoir(config, PLAIN, HOPPER_GPU), HOPPER_GPU)
+    assert number(r"Used (\d+) registers", image.log) * config.threads <= 65536
+    assert number(r"(\d+) bytes spill stores", image.log) <= SPILL_LIMIT
+    assert "setmaxnreg' ignored" not in image.log
+    assert "serialized" not in image.log, "wgmma must overlap"
+    assert image.entry.encode() in image.cubin
+
+
+def test_tensor_core_kernels_use_tensor_cores() -> None:
+    wide = build.to_ptx(HOPPER_NARROW, PLAIN, HOPPER_GPU)
+    for opcode in (
+        "wgmma.mma_async.sync.aligned.m64n64k16",
+        "cp.async.bulk.tensor.3d",
+        "setmaxnreg.inc",
+        "mbarrier.try_wait",
+    ):
+        assert opcode in wide
+    old = build.to_ptx(MMA, PLAIN, (8, 0))
+    assert ".target sm_80" in old
+    for opcode in ("mma.sync.aligned.m16n8k16.row.col.f32.bf16", "ldmatrix.sync.aligned.m8n8.x4.trans", "cp.async.cg"):
+        assert opcode in old
+
+
+@pytest.mark.parametrize("config", [HOPPER, HOPPER_MEDIUM, HOPPER_NARROW], ids=str)
+def test_shared_memory_holds_the_pipeline(config: Config) -> None:
+    layout = Layout(config, PLAIN)
+    assert layout.bytes <= SHARED_LIMIT
+    assert layout.stage_bytes % 1024 == 0
+    assert len(token_boxes(config)) < MAPS
+    assert sum(token_boxes(config)) >= config.n_max // config.cluster, "every height must be a sum of boxes"
+
+
+def test_mma_leaves_room_for_two_blocks() -> None:
+    assert 2 * (shared_bytes(MMA) + 2048) <= SHARED_LIMIT
+
+
+def test_a_kernel_is_compiled_once_and_then_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path))
+    settings.cache_clear()
+    try:
+        before = len(build.compilations)
+        first = build.image(SIMT, PLAIN, HOPPER_GPU)
+        again = build.image(SIMT, PLAIN, HOPPER_GPU)
+        assert len(build.compilations) == before + 1
+        assert again == first
+        build.image(SIMT, PLAIN, (8, 0))
+        assert len(build.compilations) == before + 2, "another target is another kernel"
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()
+
+
+def test_products_without_terms_need_no_tensor_map() -> None:
+    from multigemm.backends.numba.call import Call
+
+    empty = Call(*([0] * len(Call._fields)))
+    assert not tensor_maps(HOPPER, PLAIN, empty, None).any()
