@@ -122,7 +122,7 @@ def spec_of(case: Case) -> ProblemSpec:
     """A spec with the fields that a CPU launch may read."""
     assert case.form in FORMS
     alpha: Any = {0.0: "zero", 1.0: "one"}.get(case.alpha, "any")
-    compute = OperandSpec(case.dtype)
+    a, b, out = ("col" if name in case.transposed else "row" for name in "abo")
     return ProblemSpec(
         form=case.form,
         groups=len(case.sizes),
@@ -131,9 +131,9 @@ def spec_of(case: Case) -> ProblemSpec:
         k=case.k,
         total=sum(case.sizes),
         largest=0,
-        a=compute,
-        b=compute,
-        out=OperandSpec(case.target),
+        a=OperandSpec(case.dtype, a),  # type: ignore[arg-type]
+        b=OperandSpec(case.dtype, b),  # type: ignore[arg-type]
+        out=OperandSpec(case.target, out),  # type: ignore[arg-type]
         c=OperandSpec(case.c_dtype or case.target) if case.beta else None,
         bias=(case.bias_dtype or case.target) if case.bias else None,
         compute=case.dtype,

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from multigemm.backends.cpu.groups import Index
 
 CAPS = (8, 16, 32, 64, 128, 256)
-SINGLE_US, BATCH_US, GATHER_US = 14.0, 10.0, 8.0
-FLOP_PER_US = 1.2e6
-SINGLE_BYTES_PER_US, BATCH_BYTES_PER_US, COPY_BYTES_PER_US = 25e3, 36e3, 8e3
+SINGLE_US, BATCH_US, GATHER_US = 24.0, 10.0, 8.0
+FLOP_PER_US = 2e6
+SINGLE_BYTES_PER_US, BATCH_BYTES_PER_US, COPY_BYTES_PER_US = 25e3, 36e3, 10e3
 """Measured on two cores of a server processor; only their proportions matter, to within a factor."""
 
 
