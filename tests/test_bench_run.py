@@ -176,6 +176,13 @@ def test_the_table_works_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     assert head.split() == ["workload", "floor", "cupy", "triton", "torch_grouped", "torch_loop", "dense"]
 
 
+def test_brackets_in_names_are_shown() -> None:
+    report = made_up_report(suites="l2")
+    for row in report.rows:
+        row.entry = row.entry.replace("triton", "cublas[host sizes]")
+    assert "cublas[host sizes]" in table.text(report)
+
+
 def test_plots_are_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawn = plots.draw(made_up_report(suites="moe"), tmp_path)

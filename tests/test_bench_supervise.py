@@ -114,22 +114,8 @@ def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Pat
     (site / "sleeper-1.dist-info" / "entry_points.txt").write_text("[multigemm.backends]\nsleeper = sleeper:BACKEND\n")
     root = Path(__file__).parents[1]
     environment = dict(os.environ) | {"PYTHONPATH": f"{site}{os.pathsep}{root}"}
-    words = [
-        "bench",
-        "--shape",
-        "2,8,8,8",
-        "--device",
-        "cpu",
-        "--isolate",
-        "--stall",
-        "12",
-        "--backend",
-        "sleeper,cpu",
-        "--peers",
-        "none",
-        "--floor",
-        "1,1",
-    ]
+    words = ["bench", "--shape", "2,8,8,8", "--device", "cpu", "--isolate", "--stall", "12"]
+    words += ["--backend", "sleeper,cpu", "--peers", "none", "--floor", "1,1"]
     done = subprocess.run(
         [sys.executable, "-m", "multigemm", *words, "--out", str(tmp_path / "out")],
         env=environment, capture_output=True, text=True, timeout=200, check=False,

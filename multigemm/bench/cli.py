@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--floor", default="", help="TFLOP/s,TB/s to use as ceilings instead of measuring them")
     parser.add_argument("--out", type=Path, default=Path("multigemm-bench"), help="folder for JSON, PNG and HTML")
+    parser.add_argument("--json-only", action="store_true", help="write no page and no plots (render draws them)")
+    parser.add_argument("--commit", default="", help="what to call the code where there is no git")
     parser.add_argument("--resume", action="store_true", help="keep the rows that the folder's report already has")
     parser.add_argument("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
     parser.add_argument("--stall", type=float, default=90.0, help="seconds without news after which a kernel hangs")
@@ -130,8 +132,10 @@ def _run(args: argparse.Namespace) -> int:
     kept = args.resume and path.exists()
     report = results.read(path) if kept else new_report(device, {c.dtype for c in cases}, options, absent)
     report.absent |= absent
+    if args.commit:
+        report.machine["commit"] = args.commit
     report.method["command"] = "multigemm bench " + shlex.join(_own_words())
-    _same_run(report, device, cases)
+    _same_run(report, device, cases, args.commit)
     with Progress(len(cases), quiet=args.quiet) as progress:
         runner = Runner(entries, device, options, report, path, Marker(args.marker), progress.step)
         try:
@@ -139,6 +143,9 @@ def _run(args: argparse.Namespace) -> int:
         except DeviceLost as lost:
             print(lost, file=sys.stderr)
             return CONTEXT_LOST
+    if args.json_only:
+        print(table.text(report))
+        return 0 if report.timed() else 1
     return finish(report, args.out)
 
 
@@ -172,11 +179,11 @@ def _supervised(args: argparse.Namespace) -> int:
     return supervise(["bench", *_own_words()], args.out / ".doing.json", args.stall, blame, args.time_budget)
 
 
-def _same_run(report: results.Report, device: torch.device, cases: list[Workload]) -> None:
+def _same_run(report: results.Report, device: torch.device, cases: list[Workload], commit: str) -> None:
     """Rows of another commit or machine must not end up in one file."""
     from multigemm.bench import machine
 
-    for name, now in (("commit", machine.commit()), ("device", machine.device_name(device))):
+    for name, now in (("commit", commit or machine.commit()), ("device", machine.device_name(device))):
         if report.machine[name] != now:
             raise InvalidSetting(
                 f"--resume: the report is of {name} {report.machine[name]}, this is {now}: use another --out"

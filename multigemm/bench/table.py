@@ -133,15 +133,16 @@ def _plain(title: str, head: list[str], grid: Grid) -> str:
 
 
 def _rich(title: str, head: list[str], grid: Grid) -> str:
+    from rich import markup
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
     drawn = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     for index, name in enumerate(head):
-        drawn.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+        drawn.add_column(markup.escape(name), justify="left" if index == 0 else "right", no_wrap=True)
     for row in grid:
-        drawn.add_row(*row)
+        drawn.add_row(*(markup.escape(cell) for cell in row))
     sink = io.StringIO()
     needed = sum(max(len(row[i]) for row in [head, *grid]) + 3 for i in range(len(head)))
     Console(file=sink, width=max(needed, shutil.get_terminal_size().columns)).print(drawn)
