@@ -11,7 +11,7 @@ from multigemm.testing.oracles import Subject, check_all
 from multigemm.testing.strategies import random_case
 from multigemm.testing.world import Stand, World
 
-UNPLANTED = int(os.environ.get("UNPLANTED_PROBLEMS", "1200"))
+UNPLANTED = int(os.environ.get("UNPLANTED_PROBLEMS", "300"))
 
 
 def test_there_are_enough_of_them():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,11 +72,13 @@ LIBRARIES = ("cpu", "cublas")
 class Subject:
     """A backend under test. `config` picks one of its configs by position, modulo their number; with
     `pin`, the first one picked is kept for every later spec that it is valid for, so that problems of one
-    kind share their compiled kernels."""
+    kind share their compiled kernels. `adapt` may change a config before it is planned."""
 
-    def __init__(self, backend: str | Backend, config: int = 0, *, pin: bool = False) -> None:
+    def __init__(
+        self, backend: str | Backend, config: int = 0, *, pin: bool = False, adapt: Callable[[Any], Any] | None = None
+    ) -> None:
         self.backend: Backend = registry.get(backend) if isinstance(backend, str) else backend
-        self.config, self.pin = config, pin
+        self.config, self.pin, self.adapt = config, pin, adapt
         self._pinned: Any = None
         self._recipes: dict[Any, Recipe] = {}
 
@@ -107,6 +109,8 @@ class Subject:
             if self.pin:
                 config = self._pinned if self._pinned in configs else config
                 self._pinned = self._pinned or config
+            if self.adapt is not None:
+                config = self.adapt(config)
             if len(self._recipes) > 2000:
                 self._recipes.clear()
             self._recipes[key] = self.backend.plan(spec, config, device)

@@ -23,8 +23,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -146,6 +147,12 @@ BROKEN = ("CompilationError", "CompileError", "SyntaxError", "NameError", "Typin
           "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
 
 
+def small_tiles(config: Any) -> Any:
+    """The same config with the smallest tiles, so that small problems have several in each direction."""
+    names = {"block_m", "block_n", "block_k"} & {f.name for f in fields(config)} if is_dataclass(config) else set()
+    return replace(config, **dict.fromkeys(names, 16)) if names else config
+
+
 def hunt_here(backend: str, device: str, seconds: float, stored: Path) -> dict[str, str]:
     """Runs in the mutant's own process: stored failures, then random cases, until something is seen."""
     import torch
@@ -156,14 +163,16 @@ def hunt_here(backend: str, device: str, seconds: float, stored: Path) -> dict[s
     from multigemm.testing.strategies import EMULATED, Limits, random_case
 
     torch.set_num_threads(1)
-    subject, place, begin = Subject(backend), torch.device(device), time.monotonic()
+    place, begin = torch.device(device), time.monotonic()
+    subjects = [Subject(backend, adapt=small_tiles if place.type == "cpu" else None), Subject(backend, 1), Subject(backend)]
     limits = replace(EMULATED, work=1 << 13) if place.type == "cpu" else Limits(work=1 << 16)
     cases = [e.case for e in corpus.entries(stored)] if stored.is_dir() else []
-    cases = [c for c in cases if place.type != "cpu" or (c.work < 20_000 and c.groups < 40)]
+    random.Random(1).shuffle(cases)
+    cases = [c for c in cases if place.type != "cpu" or (c.work < 20_000 and c.groups < 400)]
     number = -len(cases)
     while time.monotonic() - begin < seconds:
         case = random_case(number, limits) if number >= 0 else cases[number]
-        outcome = examine(case, subject, place, deep=number % 3 == 0, seed=abs(number))
+        outcome = examine(case, subjects[number % len(subjects)], place, deep=number % 3 == 0, seed=abs(number))
         if outcome.findings:
             found = outcome.findings[0]
             broken = found.oracle == "exception" and any(word in found.text for word in BROKEN)
