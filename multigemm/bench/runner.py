@@ -202,7 +202,8 @@ class Runner:
         if self.device.type == "cuda" and "graph" in options.modes:
             self._graphs({name: p for name, p in alive.items() if not p.syncs}, rows)
         if "host" in options.modes:
-            short = {n: p for n, p in alive.items() if (rows[n].us or 0) < options.hot_below_us}
+            everything = self.device.type == "cpu"  # nothing queues up there, so each call costs what it takes
+            short = {n: p for n, p in alive.items() if everything or (rows[n].us or 0) < options.hot_below_us}
             for name, timing in self._measure({n: p.call for n, p in short.items()}, "host", 20).items():
                 rows[name].host_us = round(timing.median, 2) if timing.ok else None
             whole = {n: p.whole for n, p in short.items() if p.whole is not None}
