@@ -39,16 +39,16 @@ class Calls:
             table = self._tiles(table, tile)
         large = np.ones(table.count, bool) if batch is None else table.m * table.n * table.k >= LARGE
         if batch is not None and not large.all():
-            self._calls.append((batch, self._batch(table.take(~large), dtype)))
+            self._calls.append((batch, self._batch(table.keep(~large), dtype)))
         if large.any():
-            self._calls += [(gemm, arguments) for arguments in self._single(table.take(large), dtype)]
+            self._calls += [(gemm, arguments) for arguments in self._single(table.keep(large), dtype)]
 
     def _tiles(self, table: Table, tile: Tile) -> Table:
         """Takes the small products that tiles can read; the rest of the table is for BLAS."""
         small = TileCalls.fits(table) & (table.m * table.n * table.k < LARGE)
         if small.any():
-            self._calls.append((TileCalls(table.take(small), tile), ()))
-        return table.take(~small)
+            self._calls.append((TileCalls(table.keep(small), tile), ()))
+        return table.keep(~small)
 
     def _constants(self, count: int, dtype: Any) -> tuple[Any, Any]:
         constants = np.ones(count, dtype), np.zeros(count, dtype)

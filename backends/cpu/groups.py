@@ -159,6 +159,10 @@ def unowned(ops: Operands, start: Index | None, end: Index | None) -> list[Tenso
     if form not in ("jagged_m", "jagged_n"):
         return []
     flat = cast(Tensor, out) if form == "jagged_m" else cast(Tensor, out).t()
+    first, last = cast(Index, start), cast(Index, end)
+    if not len(first) or bool((first[1:] == last[:-1]).all()):
+        lo, hi = (int(first[0]), int(last[-1])) if len(first) else (0, 0)
+        return [part for part in (flat[:lo], flat[hi:]) if part.shape[0]]
     edges = np.zeros(flat.shape[0] + 1, np.int64)
     np.add.at(edges, cast(Index, start), 1)
     np.add.at(edges, cast(Index, end), -1)

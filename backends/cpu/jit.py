@@ -137,13 +137,14 @@ class TileCalls:
 
     def __init__(self, table: Table, tile: Tile) -> None:
         work = table.m * table.n * table.k
-        t = table.take(np.argsort(-work, kind="stable"))
+        t, order = table, np.argsort(-work, kind="stable")
         straight = t.transb == ord("N")
-        one = np.ones(t.count, np.int64)
-        row, col = np.where(straight, t.ldb, one), np.where(straight, one, t.ldb)
-        self._columns = (t.n, t.m, t.k, t.b, t.a, t.c, row, col, t.lda, t.ldc)
+        row, col = np.where(straight, t.ldb, 1), np.where(straight, 1, t.ldb)
+        columns = np.stack((t.n, t.m, t.k, t.b, t.a, t.c, row, col, t.lda, t.ldc))
+        self._columns = np.ascontiguousarray(columns[:, order])
         self._counter = np.zeros(1, np.int64)
-        addresses = (x.ctypes.data for x in self._columns)
+        step = self._columns.strides[0]
+        addresses = (self._columns.ctypes.data + i * step for i in range(len(self._columns)))
         self._arguments = np.array([self._counter.ctypes.data, t.count, *addresses], np.int64)
         self._address, self._entry = self._arguments.ctypes.data, entry(tile.rows, tile.vectors)
         self._most = max(1, int(work.sum()) // THREAD_WORK)

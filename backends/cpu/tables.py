@@ -61,6 +61,10 @@ class Table:
         columns = (self.transa, self.transb, self.m, self.n, self.k, self.lda, self.ldb, self.ldc)
         return self.count > 0 and all(bool((column == column[0]).all()) for column in columns)
 
+    def keep(self, chosen: npt.NDArray[np.bool_]) -> Table:
+        """The products that a mask names, without a copy if it names all of them."""
+        return self if chosen.all() else self.take(chosen)
+
     def take(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Table:
         """Some of the products."""
         return Table(*(np.ascontiguousarray(getattr(self, name)[rows]) for name in self.__slots__))
@@ -75,7 +79,7 @@ def _swapped(a: tuple[bool, Index, Index], b: tuple[bool, Index, Index], c: tupl
     other = _T if c[0] else _N
     flags = [np.full(len(m), flag if row_major else other, np.uint8) for row_major, _, _ in (a, b)]
     table = Table(flags[0], flags[1], m, n, k, a[1], a[2], b[1], b[2], c[1], c[2])
-    return table.take((m > 0) & (n > 0) & (k > 0))
+    return table.keep((m > 0) & (n > 0) & (k > 0))
 
 
 def _operand(s: Strided, rows: int, cols: int, size: int, at_row: Index | int, at_col: Index | int,
