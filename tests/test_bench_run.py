@@ -348,3 +348,24 @@ def test_resuming_the_report_of_another_commit_is_refused(tmp_path: Path, capsys
     words = ["--shape", "2,4,8,8", "--device", "cpu", "--resume", "--out", str(tmp_path)]
     assert main(["bench", *words]) == 2
     assert "use another --out" in capsys.readouterr().err
+
+
+def test_the_quick_timer_checks_times_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from multigemm.bench import quick
+
+    words = [
+        "--device",
+        "cpu",
+        "--shape",
+        "G=3,T=24,N=8,K=16,dist=zipf",
+        "--budget-ms",
+        "4",
+        "--json",
+        str(tmp_path / "q"),
+    ]
+    assert quick.main([*words, "--backend", "cpu", "--peer"]) == 0
+    raw = json.loads((tmp_path / "q").read_text())
+    assert {row["variant"] for row in raw["rows"]} == {"cpu", "torch"}
+    assert raw["means"]["cpu"]["zipf"] > 0
+    assert quick.main([*words, "--backend", "nothing"]) == 1
+    assert "ModuleNotFoundError" in capsys.readouterr().out
