@@ -303,7 +303,7 @@ def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.backend == "cpu"
     assert found.device == "cpu"
     assert found.key == rows[0].spec == rows[1].spec
-    assert dict(found.config) == rows[0].fields != {}
+    assert found.config == {}  # the backend keeps its own first guess
     assert found.us == pytest.approx(((rows[0].us or 0) * (rows[1].us or 0)) ** 0.5, abs=0.02)
     words = ["--no-record", "--from-report", str(tmp_path / "r.json"), "--out", str(tmp_path / "t.json")]
     assert main(["tune", *words]) == 0

@@ -291,7 +291,11 @@ def winners(classes: Iterable[ClassResult], device: str) -> list[Measured]:
 
 
 def from_reports(reports: Sequence[Report]) -> list[Measured]:
-    """The same from reports of `multigemm bench`, which measured the config that each backend guesses first."""
+    """The same from reports of `multigemm bench`, which measured each backend with its first guess.
+
+    No config is stored, so that the table decides between backends, and each backend's heuristic, which
+    may have learnt since, between its configs.
+    """
     classes: dict[tuple[str, str], ClassResult] = {}
     for report in reports:
         device = "cpu" if report.machine["device_type"] == "cpu" else report.machine["device"]
@@ -302,9 +306,7 @@ def from_reports(reports: Sequence[Report]) -> list[Measured]:
             if row.us is None:
                 result.failures.setdefault(row.entry, {})[row.config] = row.reason
                 continue
-            known = [c for c, tried in result.configs.items() if c[0] == row.entry and tried.fields == row.fields]
-            choice = known[0] if known else (row.entry, sum(c[0] == row.entry for c in result.configs))
-            result.configs[choice] = Tried(row.config, row.fields)
-            result.us.setdefault(choice, {})[row.case] = row.us
+            result.configs[row.entry, 0] = Tried(row.config, {})
+            result.us.setdefault((row.entry, 0), {})[row.case] = row.us
     devices = dict.fromkeys(device for device, _ in classes)
     return [m for d in devices for m in winners([c for (name, _), c in classes.items() if name == d], d)]
