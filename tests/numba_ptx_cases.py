@@ -4,6 +4,7 @@
 after; with one it has to produce NumPy's values. All arrays are flat; 16-bit floats travel as uint16.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from collections.abc import Callable

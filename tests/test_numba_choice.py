@@ -1,0 +1,114 @@
+"""Which kernel the Numba backend picks, and why not a faster one: pure Python, no GPU, no Numba."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multigemm.backend import Backend
+from multigemm.backends.numba import BACKEND, choice, support
+from multigemm.backends.numba.config import HopperConfig, MmaConfig, SimtConfig, effective, signature_of
+from multigemm.spec import OperandSpec, ProblemSpec
+
+GPU = torch.device("cuda", 0)
+BF16 = OperandSpec(torch.bfloat16)
+
+
+def spec(**changes: object) -> ProblemSpec:
+    base = ProblemSpec(
+        "jagged_m", 8, None, 1024, 512, 4096, 0, BF16, BF16, BF16, compute=torch.bfloat16, index=torch.int32
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (choice, support):
+        monkeypatch.setattr(module, "capability_of", lambda _device: (9, 0))
+
+
+def kernels(problem: ProblemSpec) -> list[str]:
+    return [config.kernel for config in choice.candidates(problem, GPU)]
+
+
+def test_is_a_backend_and_imports_nothing_heavy() -> None:
+    assert isinstance(BACKEND, Backend)
+    program = (
+        "import sys, multigemm.backends.numba; print([m for m in ('numba', 'llvmlite') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_aligned_halves_go_to_wgmma_first_and_always_have_plain_cores_last() -> None:
+    found = kernels(spec())
+    assert found[0] == "hopper"
+    assert found[-1] == "simt"
+    assert "mma" in found
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"a": replace(BF16, align=8)}, "aligned to 8 bytes"),
+        ({"b": replace(BF16, order="strided")}, "not contiguous"),
+        ({"a": replace(BF16, dense=False)}, "not contiguous"),
+        ({"a": replace(BF16, order="col")}, "offsets cut"),
+        ({"form": "jagged_n"}, "offsets cut"),
+        ({"form": "jagged_k"}, "offsets cut"),
+        ({"compute": torch.float32}, "does not run on these tensor cores"),
+        ({"compute": torch.float32, "precision": "tf32"}, "contiguous along k"),
+    ],
+)
+def test_obstacles_are_named(changes: dict[str, object], part: str) -> None:
+    problem = spec(**changes)
+    assert part in choice.hopper_obstacle(problem, GPU)
+    assert "hopper" not in kernels(problem)
+    assert kernels(problem)[-1] == "simt"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_weight_gradients_and_tf32_reach_wgmma_where_they_can() -> None:
+    assert kernels(spec(form="jagged_k", a=replace(BF16, order="col")))[0] == "hopper"
+    single = replace(BF16, dtype=torch.float32)
+    problem = spec(compute=torch.float32, precision="tf32", a=single, b=replace(single, order="col"))
+    assert kernels(problem)[0] == "hopper"
+
+
+def test_older_gpus_get_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (choice, support):
+        monkeypatch.setattr(module, "capability_of", lambda _device: (8, 0))
+    assert kernels(spec())[0] == "mma"
+    for module in (choice, support):
+        monkeypatch.setattr(module, "capability_of", lambda _device: (7, 5))
+    assert set(kernels(spec(compute=torch.float16))) == {"simt"}
+    assert "bfloat16 needs" in support.not_supported_reasons(spec(), GPU)[0]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_few_rows_get_short_tiles() -> None:
+    tall, short = choice.candidates(spec(), GPU)[0], choice.candidates(spec(total=64), GPU)[0]
+    assert isinstance(tall, HopperConfig)
+    assert isinstance(short, HopperConfig)
+    assert short.n_max < tall.n_max
+
+
+def test_facts_that_a_kernel_ignores_do_not_compile_it_twice() -> None:
+    one, two = signature_of(spec()), signature_of(spec(form="jagged_k", a=replace(BF16, align=2)))
+    assert effective(SimtConfig(), one) == replace(effective(SimtConfig(), two), zero_unowned=one.zero_unowned)
+    assert effective(MmaConfig(), one) != effective(MmaConfig(), two)
+    assert effective(HopperConfig(), one).a_aligned
+
+
+def test_the_cpu_is_refused_with_a_remedy() -> None:
+    from multigemm.settings import settings
+
+    if settings().emulate:
+        pytest.skip("this process emulates")
+    assert "MULTIGEMM_EMULATE=1" in support.not_supported_reasons(spec(), torch.device("cpu"))[0]

@@ -1,0 +1,104 @@
+"""The Numba backend on a GPU: every shipped config, the contract of a launch, compilations counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import multigemm as mg
+
+pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
+pytestmark = pytest.mark.gpu
+
+from numba_cases import DTYPES, Maker, cases, operands  # noqa: E402
+from numba_contract import checks  # noqa: E402
+
+from multigemm.backends.numba import BACKEND, build  # noqa: E402
+from multigemm.backends.numba.config import HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, MMA, SIMT, SIMT_LARGE  # noqa: E402
+
+CONFIGS = (SIMT, SIMT_LARGE, MMA, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)
+DEVICE = "cuda"
+SCALE = 8
+"""Extents become multiples of 8, so that rows are aligned; offsets do not."""
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_config_where_it_is_offered(config: Any) -> None:
+    ran = 0
+    for title, problem in cases(DEVICE, ("bfloat16",), SCALE):
+        if config not in BACKEND.configs(problem.spec, torch.device(DEVICE, 0)):
+            continue
+        verdict = mg.verify(problem, mg.solve(problem, backend="numba", config=config))
+        assert verdict, f"{title}: {verdict}"
+        ran += 1
+    assert ran or torch.cuda.get_device_capability()[0] != 9
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_default_config_of_every_dtype(dtype: str) -> None:
+    for title, problem in cases(DEVICE, (dtype,)):
+        verdict = mg.verify(problem, mg.solve(problem, backend="numba"))
+        assert verdict, f"{title}: {verdict}"
+
+
+@pytest.mark.parametrize("config", [None, SIMT], ids=str)
+def test_contract(config: Any) -> None:
+    wrong = [f"{title} {check}" for title, check in checks(DEVICE, ("bfloat16",), 8, config) if not check[1]]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_new_token_and_group_counts_compile_nothing() -> None:
+    draw = torch.Generator().manual_seed(4)
+
+    def problem(groups: int, total: int) -> mg.GroupedGemmProblem:
+        cuts = torch.randint(0, total + 1, (groups - 1,), generator=draw).sort().values
+        offsets = torch.cat([torch.tensor([0]), cuts, torch.tensor([total])]).int().to(DEVICE)
+        a = torch.randn(total, 64, device=DEVICE, dtype=torch.bfloat16)
+        b = torch.randn(groups, 64, 256, device=DEVICE, dtype=torch.bfloat16)
+        return mg.GroupedGemmProblem(a, b, offsets=offsets)
+
+    for config in (SIMT, MMA, HOPPER_NARROW):
+        mg.solve(problem(3, 100), backend="numba", config=config)
+        before = len(build.compilations)
+        for _ in range(67):
+            groups = int(torch.randint(1, 80, (), generator=draw))
+            total = int(torch.randint(groups, 3000, (), generator=draw))
+            mg.solve(problem(groups, total), backend="numba", config=config)
+        assert len(build.compilations) == before
+    torch.cuda.synchronize()
+
+
+def test_graph_sees_new_offsets_and_operands() -> None:
+    make = Maker(1, torch.bfloat16, DEVICE, "row")
+    a, b, grouping = operands("jagged_m", make, 8)
+    problem = mg.GroupedGemmProblem(a, b, **grouping)
+    plan = mg.plan(problem, backend="numba")
+    plan()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = plan()
+    for shift in (1, 5, 0):
+        grouping["offsets"][1:-1] += shift
+        a.copy_(make.matrix(*a.shape))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert mg.verify(problem, out)
+    launches = [out.clone() for _ in range(3) if graph.replay() is None]
+    assert all(torch.equal(x, launches[0]) for x in launches)
+
+
+def test_groups_beyond_one_scan() -> None:
+    """More groups than 32 x 32 take the scheduler through several scans."""
+    groups = 2500
+    sizes = torch.randint(0, 6, (groups,), generator=torch.Generator().manual_seed(8))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).int().to(DEVICE)
+    a = torch.randint(-3, 4, (int(sizes.sum()), 64), device=DEVICE).bfloat16()
+    b = torch.randint(-3, 4, (groups, 64, 136), device=DEVICE).bfloat16()
+    problem = mg.GroupedGemmProblem(a, b, offsets=offsets)
+    wanted = torch.bmm(a[:, None].float(), b.float()[torch.repeat_interleave(torch.arange(groups), sizes).to(DEVICE)])
+    for config in BACKEND.configs(problem.spec, torch.device(DEVICE, 0)):
+        got = mg.solve(problem, backend="numba", config=config)
+        assert torch.equal(got.float(), wanted[:, 0].bfloat16().float()), config
