@@ -134,7 +134,7 @@ def _run(args: argparse.Namespace) -> int:
     report.absent |= absent
     if args.commit:
         report.machine["commit"] = args.commit
-    report.method["command"] = "multigemm bench " + shlex.join(_own_words())
+    report.method["command"] = _repeatable()
     _same_run(report, device, cases, args.commit)
     with Progress(len(cases), quiet=args.quiet) as progress:
         runner = Runner(entries, device, options, report, path, Marker(args.marker), progress.step)
@@ -153,6 +153,18 @@ def _own_words() -> list[str]:
     """What the user typed after `multigemm bench`, without what supervision added."""
     words = sys.argv[2:]
     return words[: words.index("--marker")] if "--marker" in words else words
+
+
+def _repeatable() -> str:
+    """The command as a reader would repeat it: without this machine's paths."""
+    words = iter(_own_words())
+    kept = []
+    for word in words:
+        if word in ("--out", "--commit", "--stall"):
+            next(words, None)
+        elif word not in ("--resume", "--json-only", "--quiet"):
+            kept.append(word)
+    return shlex.join(["multigemm", "bench", *kept])
 
 
 def _supervised(args: argparse.Namespace) -> int:

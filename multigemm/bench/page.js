@@ -25,7 +25,7 @@
     whole_host_us: ["Host per whole call (us)", false, (v) => v.toFixed(1)],
   };
   const entries = unique("entry");
-  const palette = ["#2f6fde", "#d9822b", "#2a9d62", "#b3423f", "#7d5bbf", "#8a6d3b", "#c75a9b", "#5f6b7a", "#a3a329", "#2aa5b5"];
+  const palette = ["#2f6fde", "#d9822b", "#2a9d62", "#b3423f", "#7d5bbf", "#8a6d3b", "#c75a9b", "#5f6b7a", "#a3a329", "#2aa5b5", "#e0599a", "#4b4bb5", "#6fae3f", "#b58a2a"];
   const colour = Object.fromEntries(entries.map((name, i) => [name, palette[i % palette.length]]));
   const kind = Object.fromEntries(rows.map((r) => [r.entry, r.kind]));
   const state = { off: { suite: new Set(), dtype: new Set(), distribution: new Set(), entry: new Set() }, metric: "us", find: "", sort: null, down: false };

@@ -10,7 +10,22 @@ from multigemm.bench.results import Report, Row, by_entry
 from multigemm.bench.workloads import geomean
 
 EXTRA = "plots need matplotlib: pip install 'multigemm[report]'"
-COLOURS = ("#2f6fde", "#d9822b", "#2a9d62", "#b3423f", "#7d5bbf", "#8a6d3b", "#c75a9b", "#5f6b7a", "#a3a329", "#2aa5b5")
+COLOURS = (
+    "#2f6fde",
+    "#d9822b",
+    "#2a9d62",
+    "#b3423f",
+    "#7d5bbf",
+    "#8a6d3b",
+    "#c75a9b",
+    "#5f6b7a",
+    "#a3a329",
+    "#2aa5b5",
+    "#e0599a",
+    "#4b4bb5",
+    "#6fae3f",
+    "#b58a2a",
+)
 
 
 def missing() -> str:
@@ -118,7 +133,7 @@ def speedups(report: Report, path: Path) -> Path | None:
     axes.axhline(1.0, color="black", lw=1)
     axes.set_xticks(range(len(kinds)), kinds)
     axes.set(ylabel="best peer's time / ours", title="Speed-up over the best peer, case by case (geometric means)")
-    axes.legend(fontsize=7, ncols=2, frameon=False)
+    axes.legend(fontsize=7, ncols=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.07))
     return _finish(figure, path, report)
 
 
