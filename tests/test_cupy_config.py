@@ -47,12 +47,9 @@ def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -
 @pytest.mark.parametrize(
     "change",
     [
-        {"a": replace(BF16, align=8)},
-        {"b": replace(BF16, order="strided")},
-        {"a": replace(BF16, dense=False)},
         {"groups": configs.MAX_GROUPS + 1},
         {"groups": 0},
-        {"form": "jagged_k"},
+        {"form": "per_group", "a": replace(BF16, align=8)},
         {"form": "masked", "out": replace(BF16, order="col")},
         {"compute": torch.float64, "out": OperandSpec(torch.float64)},
     ],
@@ -61,16 +58,35 @@ def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -
 def test_what_tma_cannot_read_goes_to_the_portable_kernel_and_says_why(change: dict[str, object]) -> None:
     spec = replace(SPEC, **change)  # type: ignore[arg-type]
     assert configs.hopper_reasons(spec)
-    assert [c.kernel for c in configs.candidates(spec, GPU)] == ["portable"]
+    assert {c.kernel for c in configs.candidates(spec, GPU)} == {"portable"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a": replace(BF16, align=8)},
+        {"b": replace(BF16, order="strided")},
+        {"a": replace(BF16, dense=False)},
+        {"form": "jagged_k"},
+    ],
+    ids=str,
+)
+def test_large_unreadable_operands_are_copied_and_small_ones_are_not(change: dict[str, object]) -> None:
+    spec = replace(SPEC, **change)  # type: ignore[arg-type]
+    copied = configs.packed_spec(spec)
+    assert configs.hopper_reasons(spec) and not configs.hopper_reasons(copied)
+    assert configs.heuristic(spec).kernel == "packed"
+    assert configs.heuristic(replace(spec, total=64, n=64, k=64)).kernel == "portable"
+    assert configs.packed_spec(copied) == copied and configs.packed_reasons(SPEC)
 
 
 def test_every_candidate_fits_into_shared_memory() -> None:
     for config in configs.candidates(SPEC, GPU):
         assert is_valid(config, SPEC)
         assert config.kernel == "portable" or config.shared_bytes(True) <= configs.SHARED_LIMIT
-    assert not is_valid(Config("hopper", 1, rows=256, stages=5, cluster=2), SPEC)
-    assert not is_valid(Config("hopper", 1, rows=200, stages=3, cluster=2), SPEC)
-    assert not is_valid(Config(blocks_per_sm=3), SPEC)
+    assert not is_valid(Config("hopper", rows=256, stages=5, cluster=2), SPEC)
+    assert not is_valid(Config("hopper", rows=200, stages=3, cluster=2), SPEC)
+    assert not is_valid(Config(blocks_per_sm=4), SPEC)
 
 
 @pytest.mark.parametrize(("total", "rows"), [(256, 64), (8192, 256), (32768, 256)])

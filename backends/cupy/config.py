@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 import torch
 
-from multigemm.spec import ProblemSpec
+from multigemm.spec import OperandSpec, Order, ProblemSpec
 
 COLUMNS = 128
 """Columns of a result that one thread block of the Hopper kernel owns."""
@@ -22,14 +22,16 @@ BOOKKEEPING = 16 * MAX_GROUPS + 1024 + 768
 class Config:
     """One way to run a problem.
 
-    `portable` takes any problem; `blocks_per_sm` is its number of resident thread blocks. `hopper`
+    `portable` takes any problem, in tiles of `tile` squared, with `blocks_per_sm` resident blocks. `hopper`
     cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple of
     `step`; `stages` blocks of 64 k are in flight; `cluster` thread blocks share their rows; `first`
-    marks weights as the first to leave the L2 cache.
+    marks weights as the first to leave the L2 cache. `packed` copies the operands that TMA cannot read
+    and then runs `hopper` on the copies.
     """
 
-    kernel: Literal["portable", "hopper"] = "portable"
+    kernel: Literal["portable", "hopper", "packed"] = "portable"
     blocks_per_sm: int = 2
+    tile: int = 128
     rows: int = 0
     stages: int = 0
     cluster: int = 1
@@ -41,10 +43,18 @@ class Config:
         return self.stages * (COLUMNS + self.rows) * 128 + 2 * (8192 if plain else 9216) + BOOKKEEPING
 
 
-PORTABLE = Config()
-WIDE = Config("hopper", 1, rows=256, stages=4, cluster=2)
-MIDDLE = Config("hopper", 1, rows=128, stages=6, cluster=2)
-NARROW = Config("hopper", 1, rows=64, stages=8, cluster=2)
+PORTABLE = Config(blocks_per_sm=1)
+SMALL = Config(blocks_per_sm=3, tile=64)
+WIDE = Config("hopper", rows=256, stages=4, cluster=2)
+MIDDLE = Config("hopper", rows=128, stages=6, cluster=2)
+NARROW = Config("hopper", rows=64, stages=8, cluster=2)
+SINGLE = Config("hopper", rows=128, stages=6, cluster=1)
+SLIM = Config("hopper", rows=64, stages=8, cluster=1)
+
+SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
+"""Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
+WORTH_COPYING = 1 << 31
+"""Products (rows x columns x k) from which a copy costs less than the portable kernel."""
 
 
 def is_swapped(spec: ProblemSpec) -> bool:
@@ -77,37 +87,69 @@ def hopper_reasons(spec: ProblemSpec) -> list[str]:
     return reasons
 
 
+def packed_spec(spec: ProblemSpec) -> ProblemSpec:
+    """The spec after the operands that TMA cannot read have been copied."""
+    a, b = (_packed(spec, spec.a, "col"), _packed(spec, spec.b, "row"))
+    return spec if (a, b) == (spec.a, spec.b) else replace(spec, a=a, b=b)
+
+
+def _packed(spec: ProblemSpec, operand: OperandSpec, ragged: Order) -> OperandSpec:
+    order: Order = ragged if spec.form == "jagged_k" else "row" if operand.order == "strided" else operand.order
+    readable = operand.align == 16 and operand.dense and operand.order == order
+    return operand if readable else replace(operand, order=order, align=16, dense=True)
+
+
+def packed_reasons(spec: ProblemSpec) -> list[str]:
+    """Why copying first does not help a spec."""
+    copied = packed_spec(spec)
+    reasons = hopper_reasons(copied)
+    if spec.form == "per_group":
+        reasons.append("a list: its matrices are not copied")
+    if copied is spec:
+        reasons.append("nothing needs copying")
+    if any(old.wide and old != new for old, new in ((spec.a, copied.a), (spec.b, copied.b))):
+        reasons.append("an operand of 2^31 elements or more is not copied")
+    return reasons
+
+
 def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
     """Whether `config` runs `spec` on a device: the limits of shared memory and registers included."""
     if config.kernel == "portable":
-        return 1 <= config.blocks_per_sm <= 2
+        return 1 <= config.blocks_per_sm <= 3 and config.tile in (64, 128)
     fits = config.rows in (64, 128, 256) and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT and config.stages >= 2
     shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64) and config.first in (0, 1)
-    return fits and shape and capability == (9, 0) and not hopper_reasons(spec)
+    reasons = packed_reasons(spec) if config.kernel == "packed" else hopper_reasons(spec)
+    return fits and shape and capability == (9, 0) and not reasons
 
 
 def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config:
-    """The best guess without measuring: pieces as high as the average group."""
-    for config in _order(spec):
-        if is_valid(config, spec, capability):
-            return config
-    return PORTABLE
+    """The best guess without measuring: the first valid one of `_order`."""
+    return next(c for c in _order(spec) if is_valid(c, spec, capability))
 
 
 def _order(spec: ProblemSpec) -> list[Config]:
-    """Hopper configs by how well they fit the average number of rows per group."""
-    if spec.form in ("jagged_m", "per_group", "batched", "masked"):
-        rows = spec.total // max(spec.groups, 1)
-    else:
-        rows = 256
-    order = [NARROW, MIDDLE, WIDE] if rows <= 32 else [MIDDLE, WIDE, NARROW] if rows <= 64 else [WIDE, MIDDLE, NARROW]
-    return order
+    """All configs, the best guess first: pieces as high as the average group; copies only where they pay."""
+    fast = _hopper_order(spec)
+    copied = replace(fast[0], kernel="packed")
+    work = spec.total * (spec.n or 256) * (spec.k or 256)
+    if work >= WORTH_COPYING:
+        return [*fast, copied, PORTABLE, SMALL]
+    return [*fast, SMALL, PORTABLE, copied] if spec.total <= SMALL_ROWS else [*fast, PORTABLE, SMALL, copied]
+
+
+def _hopper_order(spec: ProblemSpec) -> list[Config]:
+    if spec.total <= SMALL_ROWS and (spec.n or 0) <= SMALL_COLUMNS and spec.form != "jagged_k":
+        return [SINGLE, SLIM, WIDE] if spec.form == "per_group" or spec.total > 1024 else [SLIM, SINGLE, WIDE]
+    rows = spec.total // max(spec.groups, 1) if spec.form not in ("jagged_n", "jagged_k") else 256
+    if rows <= 32:
+        return [NARROW, MIDDLE, WIDE]
+    return [MIDDLE, WIDE, NARROW] if rows <= 64 else [WIDE, MIDDLE, NARROW]
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Every shipped config that is valid for `spec`, the best guess first."""
     capability = _capability(device)
-    return [c for c in (*_order(spec), PORTABLE) if is_valid(c, spec, capability)]
+    return [c for c in _order(spec) if is_valid(c, spec, capability)]
 
 
 @cache

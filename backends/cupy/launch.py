@@ -9,7 +9,7 @@ import torch
 
 from multigemm.backend import Availability, Recipe
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import hopper, portable, support
+from multigemm.backends.cupy import hopper, packing, portable, support
 from multigemm.backends.cupy.config import Config
 from multigemm.errors import InvalidSetting
 from multigemm.spec import ProblemSpec
@@ -41,6 +41,11 @@ class CupyBackend:
         if config.kernel == "hopper":
             function = hopper.prepare(spec, config, index)
             return Recipe("hopper", config, partial(hopper.bind, config=config, function=function), "TMA and wgmma")
+        if config.kernel == "packed":
+            functions = packing.prepare(spec, config, index)
+            why = "; ".join(configs.hopper_reasons(spec))
+            bind = partial(packing.bind, config=config, functions=functions, sms=sms)
+            return Recipe("packed+hopper", config, bind, f"operands are copied first: {why}")
         why = "; ".join(configs.hopper_reasons(spec)) or "chosen by config"
-        bind = partial(portable.bind, config=config, function=portable.prepare(spec, index), sms=sms)
+        bind = partial(portable.bind, config=config, function=portable.prepare(spec, config, index), sms=sms)
         return Recipe("portable", config, bind, f"any strides, alignment and size ({why})")

@@ -1,9 +1,9 @@
 // The kernel that is right everywhere: any form, strides, alignment, size and dtype, on sm_80 and later.
 //
 // KIND picks the arithmetic (16-bit and tf32 on tensor cores through mma.sync; fp32, fp64 and int8 on
-// the ordinary cores); A_K and B_K say whether k is the contiguous direction of A and of B. Thread
-// blocks stay resident and take tiles in turn; each tile loads k-blocks through registers into two
-// shared-memory buffers, so the loads of one block overlap the products of the block before.
+// the ordinary cores); A_K and B_K say whether k is the contiguous direction of A and of B; TILE is the
+// side of a tensor-core tile, 128, or 64 for small problems. Thread blocks stay resident and take tiles
+// in turn. A ring of STAGES k-blocks in shared memory lets loads run ahead of the products.
 #include "epilogue.cuh"
 #include "tile_load.cuh"
 
@@ -17,30 +17,32 @@
 #if KIND == KIND_F16 || KIND == KIND_BF16
 typedef u16 Element;
 typedef float Acc;
-constexpr int BM = 128, BN = 128, BK = 32;
+constexpr int BM = TILE, BN = TILE, BK = TILE == 64 ? 64 : 32, STAGES = 4;
 #elif KIND == KIND_TF32
 typedef float Element;
 typedef float Acc;
-constexpr int BM = 128, BN = 128, BK = 16;
+constexpr int BM = TILE, BN = TILE, BK = TILE == 64 ? 32 : 16, STAGES = 4;
 #elif KIND == KIND_F32
 typedef float Element;
 typedef float Acc;
-constexpr int BM = 128, BN = 128, BK = 16;
+constexpr int BM = 128, BN = 128, BK = 16, STAGES = 2;
 #elif KIND == KIND_F64
 typedef double Element;
 typedef double Acc;
-constexpr int BM = 64, BN = 64, BK = 16;
+constexpr int BM = 64, BN = 64, BK = 16, STAGES = 2;
 #else
 typedef signed char Element;
 typedef int Acc;
-constexpr int BM = 64, BN = 64, BK = 64;
+constexpr int BM = 64, BN = 64, BK = 64, STAGES = 2;
 #endif
-constexpr int THREADS = 256;
 constexpr bool TENSOR_CORES = KIND <= KIND_TF32;
+constexpr int THREADS = TENSOR_CORES && TILE == 64 ? 128 : 256;
+constexpr int RESIDENT = THREADS == 128 ? 3 : BM == 128 ? 1 : 2;       // thread blocks per multiprocessor; more would spill
 
 #if KIND <= KIND_TF32
-// Each warp owns 64 x 32 of the 128 x 128 tile: 4 x 4 products of m16n8. Pitches are padded so that
-// eight rows of 16 bytes fall into different banks.
+// Each warp owns half of the tile's rows and 32 of its columns: MI x 4 products of m16n8. Pitches are
+// padded so that eight rows of 16 bytes fall into different banks.
+constexpr int MI = BM / 32;
 constexpr int PAD = 16 / sizeof(Element);
 constexpr int A_PITCH = A_K ? BK + (KIND == KIND_TF32 ? 4 : PAD) : BM + 8, B_PITCH = B_K ? BK + (KIND == KIND_TF32 ? 4 : PAD) : BN + 8;
 constexpr int A_TILE = (A_K ? BM : BK) * A_PITCH, B_TILE = (B_K ? BN : BK) * B_PITCH;
@@ -70,19 +72,19 @@ __device__ __forceinline__ u32 tf32(Element x) {
 }
 
 struct Compute {
-    float acc[4][4][4];
+    float acc[MI][4][4];
 
     __device__ __forceinline__ void step(const Element* a, const Element* b) {
-        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m0 = (warp & 1) * 64, n0 = (warp >> 1) * 32;
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m0 = (warp & 1) * (BM / 2), n0 = (warp >> 1) * 32;
 #if KIND == KIND_TF32
         const int row = lane >> 2, col = lane & 3;
 #define A_AT(m, k) tf32(A_K ? a[(m) * A_PITCH + (k)] : a[(k) * A_PITCH + (m)])
 #define B_AT(n, k) tf32(B_K ? b[(n) * B_PITCH + (k)] : b[(k) * B_PITCH + (n)])
 #pragma unroll
         for (int k = 0; k < BK; k += 8) {
-            u32 fa[4][4], fb[4][2];
+            u32 fa[MI][4], fb[4][2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < MI; ++i)
 #pragma unroll
                 for (int q = 0; q < 4; ++q) fa[i][q] = A_AT(m0 + i * 16 + row + (q & 1) * 8, k + col + (q >> 1) * 4);
 #pragma unroll
@@ -90,7 +92,7 @@ struct Compute {
 #pragma unroll
                 for (int q = 0; q < 2; ++q) fb[j][q] = B_AT(n0 + j * 8 + row, k + col + q * 4);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < MI; ++i)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) mma(acc[i][j], fa[i], fb[j]);
         }
@@ -98,9 +100,9 @@ struct Compute {
         const int half = lane >> 3, row = lane & 7;   // which of ldmatrix's four matrices, and its row
 #pragma unroll
         for (int k = 0; k < BK; k += 16) {
-            u32 fa[4][4], fb[2][4];
+            u32 fa[MI][4], fb[2][4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < MI; ++i) {
                 const int m = m0 + i * 16;
                 ldmatrix(fa[i], A_K ? a + (m + (half & 1) * 8 + row) * A_PITCH + k + (half >> 1) * 8
                                     : a + (k + (half >> 1) * 8 + row) * A_PITCH + m + (half & 1) * 8, !A_K);
@@ -112,7 +114,7 @@ struct Compute {
                                     : b + (k + (half & 1) * 8 + row) * B_PITCH + n + (half >> 1) * 8, !B_K);
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < MI; ++i)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) mma(acc[i][j], fa[i], fb[j >> 1] + (j & 1) * 2);
         }
@@ -121,23 +123,48 @@ struct Compute {
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int e = 0; e < 64; ++e) ((float*)acc)[e] = 0.0f;
+        for (int e = 0; e < MI * 16; ++e) ((float*)acc)[e] = 0.0f;
+    }
+
+    // alpha * acc in 16 bits and rows of even addresses: pairs leave straight from the registers.
+    __device__ __forceinline__ bool finish_plain(const Problem& p, const Group& g, i64 i0, i64 j0) const {
+        const bool plain = !g.c && !g.bias && p.activation == IDENTITY && (p.out_type == F16 || p.out_type == BF16) && g.out_col == 1;
+        if (!plain || ((u64(g.out) | u64(g.out_row * 2)) & 3)) return false;
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        const float alpha = p.read_ab ? float(p.alpha) : 0.0f;
+        const i64 row = i0 + (warp & 1) * (BM / 2) + (lane >> 2), col = j0 + (warp >> 1) * 32 + (lane & 3) * 2;
+#pragma unroll
+        for (int i = 0; i < MI; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const i64 r = row + i * 16 + h * 8, c = col + j * 8;
+                    if (r >= g.m || c >= g.n) continue;
+                    const float low = acc[i][j][h * 2] * alpha, high = acc[i][j][h * 2 + 1] * alpha;
+                    const u32 pair = p.out_type == BF16 ? pack_bf16(low, high) : pack_f16(low, high);
+                    char* at = g.out + (r * g.out_row + c) * 2;
+                    if (c + 1 < g.n) *(u32*)at = pair;
+                    else *(u16*)at = u16(pair);
+                }
+        return true;
     }
 
     // 16 x 32 at a time through the warp's own piece of shared memory.
     __device__ __forceinline__ void finish(const Problem& p, const Group& g, char* shared, i64 i0, i64 j0) {
+        if (finish_plain(p, g, i0, j0)) return;
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         constexpr int PITCH = 36;
         float* staged = (float*)shared + warp * 16 * PITCH;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < MI; ++i) {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
                     *(float2*)(staged + ((lane >> 2) + h * 8) * PITCH + j * 8 + (lane & 3) * 2) = make_float2(acc[i][j][h * 2], acc[i][j][h * 2 + 1]);
             __syncwarp();
-            emit<float>(p, g, staged, 16, 32, PITCH, i0 + (warp & 1) * 64 + i * 16, j0 + (warp >> 1) * 32);
+            emit<float>(p, g, staged, 16, 32, PITCH, i0 + (warp & 1) * (BM / 2) + i * 16, j0 + (warp >> 1) * 32);
             __syncwarp();
         }
     }
@@ -191,10 +218,10 @@ struct Compute {
 };
 #endif
 
-// Enough for two pipeline stages, and for the staging of results after them.
+// Enough for the ring, and for the staging of results after it. As portable.shared_bytes.
 constexpr int STAGE_BYTES = (A_TILE + B_TILE) * (int)sizeof(Element);
-constexpr int STAGING_BYTES = TENSOR_CORES ? 8 * 16 * 36 * 4 : 16 * (BN + 4) * (int)sizeof(Acc);
-constexpr int SHARED_BYTES = 2 * STAGE_BYTES > STAGING_BYTES ? 2 * STAGE_BYTES : STAGING_BYTES;
+constexpr int STAGING_BYTES = TENSOR_CORES ? THREADS / 32 * 16 * 36 * 4 : 16 * (BN + 4) * (int)sizeof(Acc);
+static_assert(SHARED >= STAGES * STAGE_BYTES && SHARED >= STAGING_BYTES, "shared memory of the launch");
 
 // Tiles in bands of 8 rows, so that resident blocks share operand tiles in the L2 cache.
 __device__ __forceinline__ void tile_position(i64 local, i64 tiles_m, i64 tiles_n, i64& tm, i64& tn) {
@@ -202,44 +229,72 @@ __device__ __forceinline__ void tile_position(i64 local, i64 tiles_m, i64 tiles_
     tm = band * 8 + rest % height, tn = rest / height;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) portable(const __grid_constant__ Problem p) {
-    __shared__ alignas(16) char shared[SHARED_BYTES];
-    Element* const stages = (Element*)shared;
+// Both operands of one k-block on their way into a stage: by cp.async at once, or through registers.
+struct Loader {
+    TileLoad<Element, BM, BK, A_K, THREADS> la;
+    TileLoad<Element, BN, BK, B_K, THREADS> lb;
+    const char *a, *b;
+    i64 m_left, n_left;
+    int a_width, b_width;
+
+    __device__ __forceinline__ void begin(const Group& g, i64 i0, i64 j0) {
+        a = g.a + i0 * g.a_row * i64(sizeof(Element)), b = g.b + j0 * g.b_col * i64(sizeof(Element));
+        m_left = g.m - i0, n_left = g.n - j0;
+        a_width = access_width<Element>(a, A_K ? g.a_col : g.a_row, A_K ? g.a_row : g.a_col, A_K ? g.k : g.m);
+        b_width = access_width<Element>(b, B_K ? g.b_row : g.b_col, B_K ? g.b_col : g.b_row, B_K ? g.k : g.n);
+    }
+    __device__ __forceinline__ void load(const Group& g, i64 k0, Element* stage) {
+        const char *at = a + k0 * g.a_col * i64(sizeof(Element)), *bt = b + k0 * g.b_row * i64(sizeof(Element));
+        if (TENSOR_CORES && a_width == 16) la.template start<A_PITCH>(stage, at, g.a_row, g.a_col, m_left, g.k - k0);
+        else la.load(at, g.a_row, g.a_col, m_left, g.k - k0, a_width);
+        if (TENSOR_CORES && b_width == 16) lb.template start<B_PITCH>(stage + A_TILE, bt, g.b_col, g.b_row, n_left, g.k - k0);
+        else lb.load(bt, g.b_col, g.b_row, n_left, g.k - k0, b_width);
+    }
+    __device__ __forceinline__ void store(Element* stage) const {
+        if (!TENSOR_CORES) {
+            la.template store_k_major<A_PITCH>(stage), lb.template store_k_major<B_PITCH>(stage + A_TILE);
+            return;
+        }
+        if (a_width != 16) la.template store<A_PITCH>(stage);
+        if (b_width != 16) lb.template store<B_PITCH>(stage + A_TILE);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) portable(const __grid_constant__ Problem p) {
+    extern __shared__ __align__(16) char shared[];
+    Element* const ring = (Element*)shared;
     TileWalk<BM, BN> walk;
     int group = -1, last_group = -1;
     i64 local;
-    Group g;
+    __shared__ Group g;                              // too much for registers that every thread would hold
     Compute work;
+    Loader loader;
     for (i64 tile = blockIdx.x; walk.find(p, tile, group, local); tile += gridDim.x) {
-        if (group != last_group) g = resolve(p, group, sizeof(Element)), last_group = group;
-        i64 tm, tn;
-        tile_position(local, ceil_div(g.m, BM), ceil_div(g.n, BN), tm, tn);
-        const i64 i0 = tm * BM, j0 = tn * BN;
-        const char* a = g.a + i0 * g.a_row * i64(sizeof(Element));
-        const char* b = g.b + j0 * g.b_col * i64(sizeof(Element));
-        const int a_width = access_width<Element>(a, A_K ? g.a_col : g.a_row, A_K ? g.a_row : g.a_col, A_K ? g.k : g.m);
-        const int b_width = access_width<Element>(b, B_K ? g.b_row : g.b_col, B_K ? g.b_col : g.b_row, B_K ? g.k : g.n);
-        TileLoad<Element, BM, BK, A_K, THREADS> la;
-        TileLoad<Element, BN, BK, B_K, THREADS> lb;
-        const i64 blocks = ceil_div(g.k, BK);
-        work.clear();
-        for (i64 kb = -1; kb < blocks; ++kb) {      // one step ahead: load block kb + 1, multiply block kb
-            const i64 next = kb + 1, k0 = next * BK;
-            if (next < blocks) {
-                la.load(a + k0 * g.a_col * i64(sizeof(Element)), g.a_row, g.a_col, g.m - i0, g.k - k0, a_width);
-                lb.load(b + k0 * g.b_row * i64(sizeof(Element)), g.b_col, g.b_row, g.n - j0, g.k - k0, b_width);
-            }
-            if (kb >= 0) work.step(stages + (kb & 1) * (A_TILE + B_TILE), stages + (kb & 1) * (A_TILE + B_TILE) + A_TILE);
-            if (next < blocks) {
-                Element* to = stages + (next & 1) * (A_TILE + B_TILE);
-                if (TENSOR_CORES) {
-                    la.template store<A_PITCH>(to), lb.template store<B_PITCH>(to + A_TILE);
-                } else {
-                    la.template store_k_major<A_PITCH>(to), lb.template store_k_major<B_PITCH>(to + A_TILE);
-                }
-            }
+        if (group != last_group) {
+            if (threadIdx.x == 0) g = resolve(p, group, sizeof(Element));
+            last_group = group;
             __syncthreads();
         }
+        i64 tm, tn;
+        tile_position(local, ceil_div(g.m, BM), ceil_div(g.n, BN), tm, tn);
+        const i64 i0 = tm * BM, j0 = tn * BN, blocks = ceil_div(g.k, BK);
+        loader.begin(g, i0, j0);
+        work.clear();
+        // Step kb multiplies block kb while block kb + STAGES - 1 is loaded; the first steps only load.
+        for (i64 kb = 1 - STAGES; kb < blocks; ++kb) {
+            const i64 next = kb + STAGES - 1;
+            Element* to = ring + next % STAGES * (A_TILE + B_TILE);
+            if (kb >= 0) {
+                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+                __syncthreads();                     // block kb is there for all, block kb - 1 is done with
+            }
+            if (next < blocks) loader.load(g, next * BK, to);
+            asm volatile("cp.async.commit_group;" ::: "memory");
+            if (kb >= 0) work.step(ring + kb % STAGES * (A_TILE + B_TILE), ring + kb % STAGES * (A_TILE + B_TILE) + A_TILE);
+            if (next < blocks) loader.store(to);
+        }
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();
         work.finish(p, g, shared, i0, j0);
         __syncthreads();
     }

@@ -1,7 +1,7 @@
-// Global to shared memory for any strides and any alignment, through registers.
+// Global to shared memory for any strides and any alignment.
 //
 // A tile is MN x BK elements; CONTIG_K says which of its directions is taken to be contiguous in
-// memory. Rows that are contiguous and aligned travel as 16, 8 or 4 bytes at a time; everything else,
+// memory. Rows that are contiguous and aligned travel as 16 bytes by cp.async, or as 8 or 4 through registers; all else,
 // and every edge, element by element under a mask. What is masked is zero, for both operands, so a
 // neighbour's NaN is never multiplied.
 #pragma once
@@ -21,6 +21,20 @@ struct TileLoad {
     static constexpr int ALONG = CONTIG_K ? BK : MN;
     static constexpr int CHUNKS = MN * BK / V / THREADS;
     static_assert(MN * BK % (V * THREADS) == 0, "a tile is a whole number of chunks per thread");
+
+    // Straight from global to shared memory, where 16-byte accesses are allowed; bytes past the edge
+    // arrive as zeros. Nothing passes through registers, so blocks far ahead cost none.
+    template <int PITCH>
+    __device__ __forceinline__ void start(T* tile, const char* base, i64 mn_stride, i64 k_stride, i64 mn_left, i64 k_left) const {
+        const i64 pitch = CONTIG_K ? mn_stride : k_stride, along_left = CONTIG_K ? k_left : mn_left, across_left = CONTIG_K ? mn_left : k_left;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const i64 left = across(c) < across_left ? along_left - along(c) : 0;
+            const int bytes = int(min64(max64(left, 0), V)) * int(sizeof(T));
+            const T* from = bytes > 0 ? (const T*)base + across(c) * pitch + along(c) : (const T*)base;
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(tile + across(c) * PITCH + along(c))), "l"(from), "r"(bytes) : "memory");
+        }
+    }
 
     union Chunk { uint4 q; uint2 h[2]; u32 w[4]; T e[V]; };
     Chunk chunk[CHUNKS];
