@@ -2,8 +2,8 @@
 
 An eager call should cost little more on the host than a launch. All that is checked and chosen for a
 call follows from metadata (shapes, strides, dtypes, alignment, keywords), so it is done once and
-remembered as a `Route`: allocate, bind, launch. Values are another matter: offsets on the CPU are
-read and checked on every call, like everywhere else.
+remembered as a `Route`: allocate, bind, launch. On a GPU even what was bound is remembered, by address.
+Values are another matter: offsets on the CPU are read and checked on every call, like everywhere else.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ import torch
 from torch import Tensor
 
 from multigemm import bound, dispatch, tuning
+from multigemm.backend import Launch
 from multigemm.grouping import Kind, make_grouping, make_valid_rows
+from multigemm.integrations import bound_calls
 from multigemm.layouts import Operands
 from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import ProblemSpec
 
 ROUTES_KEPT = 4096
+KEEPING = ("cuda",)
+"""Where launches are kept for the next call: on a CPU binding is cheap, and its workspaces cannot be told."""
 _routes: dict[Any, Route | None] = {}
+launches = bound_calls.Launches()
+_empty = torch.empty
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Route:
     """How every call with one set of metadata runs."""
 
@@ -39,6 +45,7 @@ class Route:
     masked: bool
     total: int
     checked: bool
+    repeats: bool
 
 
 def names(backend: str) -> Any:
@@ -46,8 +53,12 @@ def names(backend: str) -> Any:
     return backend.split(",") if "," in backend else backend
 
 
-def _geometry(x: Tensor | None) -> Any:
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.device)
+def _geometry(x: Tensor) -> Any:
+    return (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
+
+
+def _index(x: Tensor) -> Any:
+    return (x.dtype, x.shape, x.stride(), x.get_device())
 
 
 def run(
@@ -55,11 +66,12 @@ def run(
     valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """The operator on real tensors."""
+    at_a, at_b = a.data_ptr(), b.data_ptr()
     key = (
-        a.dtype, a.shape, a.stride(), a.data_ptr() & 15, a.device,
-        b.dtype, b.shape, b.stride(), b.data_ptr() & 15, b.device,
+        a.dtype, a.shape, a.stride(), at_a & 15, a.get_device(),
+        b.dtype, b.shape, b.stride(), at_b & 15, b.get_device(),
         offsets is None or _index(offsets), sizes is None or _index(sizes), ends is None or _index(ends),
-        valid_rows is None or _index(valid_rows), _geometry(c), bias is None or _geometry(bias),
+        valid_rows is None or _index(valid_rows), c is None or _geometry(c), bias is None or _geometry(bias),
         tuple(options.items()), tuning.table().generation,
     )  # fmt: skip
     route = _routes.get(key)
@@ -67,20 +79,29 @@ def run(
         if key not in _routes:
             return _first(key, a, b, offsets, sizes, ends, valid_rows, c, bias, options)
         return _whole_way(a, b, offsets, sizes, ends, valid_rows, c, bias, options)[0]
-    return _run(route, a, b, offsets, ends, valid_rows, c, bias)
-
-
-def _index(x: Tensor) -> Any:
-    return (x.dtype, x.shape, x.stride(), x.device)
-
-
-def _run(
-    route: Route, a: Tensor, b: Tensor, offsets: Tensor | None, ends: Tensor | None, valid_rows: Tensor | None,
-    c: Tensor | None, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    out = torch.empty(route.shape, dtype=route.dtype, device=route.device)
+    out = _empty(route.shape, dtype=route.dtype, device=route.device)
     if route.checked:
         _check(route, offsets, ends, valid_rows)
+    if not route.repeats:
+        _bind(route, a, b, offsets, ends, valid_rows, c, bias, out)()
+        return out
+    cut = offsets if offsets is not None else ends if ends is not None else valid_rows
+    where = (
+        route, at_a, at_b, out.data_ptr(), 0 if cut is None else cut.data_ptr(),
+        0 if c is None else c.data_ptr(), 0 if bias is None else bias.data_ptr(),
+    )  # fmt: skip
+    launch = launches.get(where)
+    if launch is None or bound_calls.capturing(route.device):
+        _fresh(where, a, b, offsets, ends, valid_rows, c, bias, out)
+    else:
+        launch()
+    return out
+
+
+def _bind(
+    route: Route, a: Any, b: Any, offsets: Tensor | None, ends: Tensor | None, valid_rows: Tensor | None,
+    c: Tensor | None, bias: Tensor | None, out: Any,
+) -> Launch:  # fmt: skip
     ops = Operands(
         route.spec,
         a,
@@ -95,8 +116,21 @@ def _run(
         beta=route.beta,
         device=route.device,
     )
-    route.choice.recipe.bind(ops)()
-    return out
+    return route.choice.recipe.bind(ops)
+
+
+def _fresh(where: tuple[Any, ...], *tensors: Tensor | None) -> None:
+    """A call at new addresses. What it binds is kept for the next call there, if that costs little memory."""
+    route: Route = where[0]
+    keep = not bound_calls.capturing(route.device) and all(x is None or x.numel() for x in tensors)
+    if not keep:
+        _bind(route, *tensors)()
+        return
+    borrowed = [bound_calls.borrow(x) for x in tensors]
+    before = bound_calls.owned(route.device)
+    launch = _bind(route, *borrowed)
+    launches.keep(where, launch, bound_calls.owned(route.device) - before)
+    launch()
 
 
 def _check(route: Route, offsets: Tensor | None, ends: Tensor | None, valid_rows: Tensor | None) -> None:
@@ -115,7 +149,7 @@ def _first(
     """The first call of its kind: validated and chosen in full, and remembered if it can be repeated directly."""
     out, problem, choice = _whole_way(a, b, offsets, sizes, ends, valid_rows, c, bias, options)
     if len(_routes) >= ROUTES_KEPT:
-        _routes.clear()
+        forget()
     _routes[key] = _route(problem, choice)
     return out
 
@@ -155,9 +189,11 @@ def _route(problem: GroupedGemmProblem, choice: bound.Choice) -> Route | None:
         masked=valid is not None,
         total=0 if grouping is None else problem.extents.along(problem.form[-1]),
         checked=problem.device.type == "cpu" and (grouping is not None or valid is not None),
+        repeats=problem.device.type in KEEPING,
     )
 
 
 def forget() -> None:
-    """Drops all routes; for tests that change which backends exist."""
+    """Drops all routes and launches; for tests that change which backends exist."""
     _routes.clear()
+    launches.clear()

@@ -55,7 +55,7 @@ def _sum(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Ten
 
 def _sum_cuda(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
     kernels: Any = _kernels()
-    return (kernels.weighted_sum if kernels else _sum)(rows, index, weights, top_k)  # type: ignore[no-any-return]
+    return (kernels.weighted_sum if kernels else _sum)(rows, index, weights, top_k)
 
 
 def _sum_backward(grad: Tensor, rows: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def _sum_backward(grad: Tensor, rows: Tensor, index: Tensor, weights: Tensor) ->
 def _sum_backward_cuda(grad: Tensor, rows: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     kernels: Any = _kernels()
     chosen = kernels.weighted_sum_backward if kernels else _sum_backward
-    return chosen(grad, rows, index, weights)  # type: ignore[no-any-return]
+    return chosen(grad, rows, index, weights)
 
 
 def _like(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Tensor:

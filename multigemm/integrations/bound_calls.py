@@ -1,0 +1,84 @@
+"""Launches that an eager call may repeat: what was bound for the same addresses need not be bound again.
+
+Binding (tensor maps, argument blocks) costs more on the host than launching. In a loop, eager calls
+meet the same memory again and again, since torch's allocator hands out the same blocks. A launch
+that is kept must not keep memory alive, so it is bound to tensors that merely point at the
+caller's: valid whenever a call comes with those very addresses, because then the memory lives.
+
+Sharing a launch between calls is safe although launches own workspaces: the result is fresh memory
+of the current stream's pool, so calls with one result address are ordered by one stream. Under
+capture nothing is kept or taken, since a graph may outlive any cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multigemm.backend import Launch
+
+KEPT = 512
+WORKSPACE = 64 << 20
+"""Launches that are kept may own this many bytes of device memory together."""
+
+
+class _Memory:
+    """Memory that someone else owns, as the array interface describes it."""
+
+    def __init__(self, x: Tensor) -> None:
+        size = x.element_size()
+        interface = {
+            "shape": tuple(x.shape),
+            "strides": tuple(s * size for s in x.stride()),
+            "typestr": np.dtype(f"i{size}").str,
+            "data": (x.data_ptr(), False),
+            "version": 3,
+        }
+        setattr(self, "__cuda_array_interface__" if x.is_cuda else "__array_interface__", interface)
+
+
+def borrow(x: Tensor | None) -> Tensor | None:
+    """A tensor over the memory of `x` that does not keep it alive."""
+    if x is None:
+        return None
+    memory = _Memory(x)
+    bits = torch.as_tensor(memory, device=x.device) if x.is_cuda else torch.from_numpy(np.asarray(memory))
+    return bits.view(x.dtype)
+
+
+class Launches:
+    """What was bound, by addresses; one for all calls, so that its size has one bound."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Launch] = {}
+        self._bytes = 0
+
+    def get(self, key: Any) -> Launch | None:
+        """The launch that was bound to these addresses, if it was kept."""
+        return self._kept.get(key)
+
+    def keep(self, key: Any, launch: Launch, workspace: int) -> None:
+        """Keeps a launch that owns `workspace` bytes; starts anew when there are too many."""
+        if len(self._kept) >= KEPT or self._bytes + workspace > WORKSPACE:
+            self.clear()
+        if workspace <= WORKSPACE // 16:
+            self._kept[key] = launch
+            self._bytes += workspace
+
+    def clear(self) -> None:
+        """Forgets everything; launches that still run on the device are ordered before what reuses their memory."""
+        self._kept.clear()
+        self._bytes = 0
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def owned(device: torch.device) -> int:
+    """Bytes that live tensors hold on a GPU, to tell what a bind has allocated."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
