@@ -11,21 +11,9 @@ from multigemm.bench.workloads import geomean
 
 EXTRA = "plots need matplotlib: pip install 'multigemm[report]'"
 COLOURS = (
-    "#2f6fde",
-    "#d9822b",
-    "#2a9d62",
-    "#b3423f",
-    "#7d5bbf",
-    "#8a6d3b",
-    "#c75a9b",
-    "#5f6b7a",
-    "#a3a329",
-    "#2aa5b5",
-    "#e0599a",
-    "#4b4bb5",
-    "#6fae3f",
-    "#b58a2a",
-)
+    "#2f6fde", "#d9822b", "#2a9d62", "#b3423f", "#7d5bbf", "#8a6d3b", "#c75a9b",
+    "#5f6b7a", "#a3a329", "#2aa5b5", "#e0599a", "#4b4bb5", "#6fae3f", "#b58a2a",
+)  # fmt: skip
 
 
 def missing() -> str:

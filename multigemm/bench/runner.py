@@ -291,14 +291,20 @@ class Runner:
 def new_report(device: torch.device, dtypes: Iterable[str], options: Options, absent: dict[str, str]) -> Report:
     """An empty report with the machine, the method and the measured ceilings."""
     names = set(dtypes)
-    rates = options.rates or measured_rates(device, names)
+    measured = {} if options.rates and device.type == "cpu" else measured_rates(device, names)
+    rates = options.rates or measured
     method = {
         "style": options.style,
         "reps": options.reps,
         "budget_ms": options.budget_ms,
         "flush": "256 MB written before each call" if device.type == "cuda" else "none (CPU)",
         "rates": "given" if options.rates else "measured in this run",
+        "measured_rates": _as_numbers(measured),
         "overhead_us": {name: round(us, 3) for name, us in overhead(device).items()},
     }
-    ceilings = {name: {"tflops": round(rates[name].tflops, 4), "tbps": round(rates[name].tbps, 4)} for name in names}
-    return Report(machine.describe(device), method, ceilings, absent=absent)
+    used = _as_numbers({name: rates[name] for name in names})
+    return Report(machine.describe(device), method, used, absent=absent)
+
+
+def _as_numbers(rates: dict[str, Rates]) -> dict[str, dict[str, float]]:
+    return {name: {"tflops": round(rate.tflops, 4), "tbps": round(rate.tbps, 4)} for name, rate in rates.items()}

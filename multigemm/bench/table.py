@@ -33,7 +33,9 @@ def header(report: Report) -> str:
         if "sm_clock_mhz" in clocks
         else ""
     )
-    rates = ", ".join(f"{name} {r['tflops']:g} TFLOP/s, {r['tbps']:g} TB/s" for name, r in report.rates.items())
+    rates = _rates(report.rates)
+    if how["rates"] == "given" and how.get("measured_rates"):
+        rates += f"; measured in this run: {_rates(how['measured_rates'])}"
     packages = ", ".join(f"{k} {v}" for k, v in m.get("packages", {}).items())
     return "\n".join(
         [
@@ -44,6 +46,10 @@ def header(report: Report) -> str:
             f"the better of eager and CUDA graph; clock overhead {how['overhead_us']} us, not subtracted",
         ]
     )
+
+
+def _rates(rates: dict[str, dict[str, float]]) -> str:
+    return ", ".join(f"{name} {r['tflops']:g} TFLOP/s, {r['tbps']:g} TB/s" for name, r in rates.items())
 
 
 def _grids(report: Report) -> list[tuple[str, list[str], Grid]]:
