@@ -35,7 +35,7 @@ class NumbaBackend:
     def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
         from multigemm.backends.numba.launch import plan
 
-        return plan(spec, config, device, why(config, spec))
+        return plan(spec, config, device, why(config, spec, device))
 
 
 BACKEND = NumbaBackend()

@@ -13,6 +13,8 @@ from multigemm.backends.numba.config import (
     SIMT_EMULATED,
     SIMT_LARGE,
     Config,
+    HopperConfig,
+    MmaConfig,
     a_inner_jagged,
     b_inner_jagged,
     signature_of,
@@ -94,10 +96,12 @@ def _simt(spec: ProblemSpec) -> list[Config]:
     return [SIMT, SIMT_LARGE] if rows_per_group(spec) <= FEW_ROWS else [SIMT_LARGE, SIMT]
 
 
-def why(config: Config, spec: ProblemSpec) -> str:
-    """A sentence for a plan's repr."""
-    if config.kernel == "simt":
-        return f"{spec.compute} on plain cores"
-    if config.kernel == "mma":
-        return f"{spec.compute} on tensor cores (mma.sync, cp.async)"
-    return f"{spec.compute} on tensor cores (wgmma, TMA), tiles of up to {getattr(config, 'n_max', 0)} rows"
+def why(config: Config, spec: ProblemSpec, device: torch.device) -> str:
+    """A sentence for a plan's repr: what runs, and what keeps a faster kernel from it."""
+    if isinstance(config, HopperConfig):
+        return f"{spec.compute} on tensor cores (wgmma, TMA), tiles of up to {config.n_max} rows"
+    kind = "tensor cores (mma.sync, cp.async)" if isinstance(config, MmaConfig) else "plain cores"
+    if device.type != "cuda":
+        return f"{spec.compute} on plain cores, simulated"
+    obstacle = hopper_obstacle(spec, device) or "not chosen"
+    return f"{spec.compute} on {kind}; wgmma: {obstacle}"

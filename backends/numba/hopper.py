@@ -64,8 +64,7 @@ def make_fill(config, signature):
     cluster, mask = config.cluster, (1 << config.cluster) - 1
     a_across, b_across = signature.a_order == "col", signature.b_order == "row"
     boxes = token_boxes(config)
-    # Four unrolled slots; a height of 0 switches a slot off.
-    first, second, third, fourth = (boxes + [0] * 4)[:4]
+    largest, smallest = boxes[0], boxes[-1]
 
     @synchronising
     def load_tokens(stage, barrier, map_at, x, y, g):
@@ -90,19 +89,15 @@ def make_fill(config, signature):
             for row in range(rank * 64, height, cluster * 64):
                 load_tokens(tokens + row * ROW_BYTES, barrier, map_at, i + row, k, a_g)
         else:
+            # The share of this block is a sum of box heights, one map each, the largest first.
             share = int32(height // cluster)
-            row = int32(rank * share)
-            if first != 0 and share & first:
-                load_tokens(tokens + row * ROW_BYTES, barrier, map_at, k, i + row, a_g)
-                row = int32(row + first)
-            if second != 0 and share & second:
-                load_tokens(tokens + row * ROW_BYTES, barrier, map_at + MAP_BYTES, k, i + row, a_g)
-                row = int32(row + second)
-            if third != 0 and share & third:
-                load_tokens(tokens + row * ROW_BYTES, barrier, map_at + 2 * MAP_BYTES, k, i + row, a_g)
-                row = int32(row + third)
-            if fourth != 0 and share & fourth:
-                load_tokens(tokens + row * ROW_BYTES, barrier, map_at + 3 * MAP_BYTES, k, i + row, a_g)
+            row, size = int32(rank * share), int32(largest)
+            while size >= smallest:
+                if share & size:
+                    load_tokens(tokens + row * ROW_BYTES, barrier, map_at, k, i + row, a_g)
+                    row = int32(row + size)
+                size = int32(size >> 1)
+                map_at += MAP_BYTES
 
     return fill
 
@@ -153,6 +148,21 @@ def make_turns(config, signature):
 
 
 @cache
+def make_order(regions):
+    """order(number, total): the tile that is taken as the `number`-th, from `regions` stretches in turn."""
+
+    @synchronising
+    def order(number, total):
+        if regions == 1:
+            return number
+        each, longer = total // int32(regions), total % int32(regions)
+        region = number % int32(regions)
+        return int32(region * each + min(region, longer) + number // int32(regions))
+
+    return order
+
+
+@cache
 def make_producer(config, signature):
     """produce(p, maps, counters, base, lane): warp 0's whole life."""
     at = Layout(config, signature)
@@ -160,7 +170,9 @@ def make_producer(config, signature):
     full, empty, slot_full, slot_empty = at.full, at.empty, at.slot_full, at.slot_empty
     stage_bytes, slots_at, loads_64 = at.stage_bytes, at.slots, signature.a_order == "col"
     scan, locate, piece = make_warp_schedule(config.n_max, COLUMNS * cluster)
-    fill, take, finish = make_fill(config, signature), *make_turns(config, signature)
+    fill, order = make_fill(config, signature), make_order(config.regions)
+    take, finish = make_turns(config, signature)
+    used_maps = 2 if loads_64 else 1 + len(token_boxes(config))
 
     @synchronising
     def announce(base, slot_step, height, depth, g, start, i0, j0, rows, n, k):
@@ -185,13 +197,14 @@ def make_producer(config, signature):
         seen = int32(-1)
         g, first, end = int32(0), int32(0), int32(0)
         slot_step = int32(0)
-        tile = int32(cuda.blockIdx.x // cluster)
+        turn = int32(cuda.blockIdx.x // cluster)
         clusters = int32(cuda.gridDim.x // cluster)
-        while tile < total:
+        while turn < total:
+            tile = order(turn, total)
             ticket = int32(0)
             if total > clusters and lane == 0 and rank == 0:
                 ticket = ptx.atomic_add(counters, 1)
-            if tile >= end:
+            if tile < first or tile >= end:
                 g, first, end = locate(p, low, high, lane, tile)
             m, n, k, start = extent(p, g)
             i0, rows, j0 = piece(m, n, tile - first)
@@ -204,7 +217,7 @@ def make_producer(config, signature):
                 if p.table != 0:
                     these += g * (MAPS * MAP_BYTES)
                 if seen < 0 or (p.table != 0 and seen != g):
-                    for number in range(MAPS):
+                    for number in range(used_maps):
                         hw.fence_tensormap(these + number * MAP_BYTES)
                     seen = g
                 i, j, at_k = i0, j0, int32(0)
@@ -233,7 +246,7 @@ def make_producer(config, signature):
                     if stage == stages:
                         stage = int32(0)
                         phase = int32(phase ^ 1)
-            tile = take(base, lane, rank, slot_step, int32(ticket + clusters), total > clusters)
+            turn = take(base, lane, rank, slot_step, int32(ticket + clusters), total > clusters)
             slot_step = int32(slot_step + 1)
         if lane == 0 and rank == 0 and total > clusters:
             finish(counters, clusters)

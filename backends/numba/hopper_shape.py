@@ -16,7 +16,7 @@ TURNS = 2
 ELEMENT = {"f16": 2, "bf16": 2, "f32": 4}
 
 
-MAPS = 5
+MAPS = 6
 """Tensor maps per group: B, then A with boxes of different heights (or one, where A lies across k)."""
 
 

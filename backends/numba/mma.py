@@ -3,6 +3,7 @@
 A block of four warps computes 128 x 128 tiles of C, each warp 64 x 64 of them in 128 registers per
 thread, over stages of 128 bytes of k. While a stage is multiplied, the next ones are on their way.
 The sums leave through shared memory, so that stores are wide and the epilogue is that of every kernel.
+Each warp walks the schedule for itself, with shuffles alone, which saves a small problem its barriers.
 """
 
 # mypy: ignore-errors
@@ -22,7 +23,8 @@ from multigemm.backends.numba.mma_shape import ALIGNMENT, KEPT_ROWS, ROW_BYTES, 
 from multigemm.backends.numba.operand import make_operands
 from multigemm.backends.numba.ptx_asm import make_zeros, shared_address
 from multigemm.backends.numba.runtime import kernel, synchronising
-from multigemm.backends.numba.schedule import extent, make_schedule, make_zero_unowned
+from multigemm.backends.numba.schedule import extent, make_zero_unowned
+from multigemm.backends.numba.warp_schedule import make_warp_schedule
 
 STAGING = KEPT_ROWS * KEPT_ROWS * 4
 int32 = types.int32
@@ -66,10 +68,15 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
                 copy_b(where + b_at, b_base, b_col, b_row, columns, k, k0, thread)
             ptx.cp_async_commit()
             tile = int32(base + stage * stage_bytes)
-            for step in range(4):
-                left = load_a(tile, step, first_row, lane)
-                right = load_b(tile + b_at, step, first_column, lane)
-                acc = warp_step(acc, left, right)
+            # One step of fragments is loaded ahead of the products that need them.
+            a0, b0 = load_a(tile, 0, first_row, lane), load_b(tile + b_at, 0, first_column, lane)
+            a1, b1 = load_a(tile, 1, first_row, lane), load_b(tile + b_at, 1, first_column, lane)
+            acc = warp_step(acc, a0, b0)
+            a0, b0 = load_a(tile, 2, first_row, lane), load_b(tile + b_at, 2, first_column, lane)
+            acc = warp_step(acc, a1, b1)
+            a1, b1 = load_a(tile, 3, first_row, lane), load_b(tile + b_at, 3, first_column, lane)
+            acc = warp_step(acc, a0, b0)
+            acc = warp_step(acc, a1, b1)
             stage, filled = int32(stage + 1), int32(filled + 1)
             if stage == stages:
                 stage = int32(0)
@@ -92,33 +99,31 @@ def make_kernel(config, signature):
     main_loop = make_main_loop(
         config, kind, signature.a_order == "col", signature.b_order == "row", signature.a_aligned, signature.b_aligned
     )
-    scan, locate, tile_in_group = make_schedule(bm, bn, THREADS)
+    scan, locate, piece = make_warp_schedule(bm, bn)
     zero_unowned, zeroes = make_zero_unowned(signature.out, "f32"), signature.zero_unowned
     stage, flush = make_warp_stage(), make_flush_32(signature, 32)
-    prefix_words = THREADS + 1
 
     @kernel
     def mma(p, alpha, beta):
-        prefix = cuda.shared.array(prefix_words, np.int64)
         base = (shared_address(cuda.shared.array(0, np.uint8)) + int32(ALIGNMENT - 1)) & int32(-ALIGNMENT)
         thread = int32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
         staging = int32(base + warp * STAGING)
         lane_at = int32(staging + (lane >> 2) * 256 + (lane & 3) * 8)
         twist = int32(((lane >> 3) & 3) * 32)
-        total = scan(p, prefix, thread)
+        low, high, total = scan(p, lane)
         for tile in range(cuda.blockIdx.x, total, cuda.gridDim.x):
-            g, number = locate(p, prefix, tile)
+            g, first, _ = locate(p, low, high, lane, int32(tile))
             m, n, k, start = extent(p, g)
-            ti, tj = tile_in_group(m, n, number)
-            i0, j0 = ti * bm, tj * bn
+            i0, height, j0 = piece(m, n, int32(tile) - first)
             a, a_row, a_col = operand_a(p, g, start)
             b, b_row, b_col = operand_b(p, g, start)
             left = a + i0 * a_row * in_size, a_row, a_col
             right = b + j0 * b_col * in_size, b_row, b_col
-            acc = main_loop(base, left, right, m - i0, n - j0, k, thread)
-            i, j = i0 + (warp >> 1) * KEPT_ROWS, j0 + (warp & 1) * KEPT_ROWS
-            rows, columns = min(m - i, KEPT_ROWS), n - j
+            acc = main_loop(base, left, right, height, n - j0, k, thread)
+            above = (warp >> 1) * KEPT_ROWS
+            i, j = i0 + above, j0 + (warp & 1) * KEPT_ROWS
+            rows, columns = min(height - above, KEPT_ROWS), n - j
             stage(acc, lane_at, twist)
             cuda.syncwarp()
             out, out_row, out_col = operand_out(p, g, start)

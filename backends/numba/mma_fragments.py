@@ -33,18 +33,21 @@ _load_u32 = instruction("ld.global.u32 $0, [$1];", types.int32, types.int64)
 @cache
 def make_copy_along(size, width, threads):
     """copy(stage, base, outer stride, k stride, outer, depth, k0, thread): rows of 128 bytes of k, asynchronously."""
-    per_chunk = 16 // size
+    per_chunk, pass_rows = 16 // size, threads // 8
+    passes = width // pass_rows
 
     @synchronising
     def copy(stage, base, outer_stride, k_stride, outer, depth, k0, thread):
-        chunk = thread % 8
+        chunk, row = thread & 7, thread >> 3
         k = k0 + chunk * per_chunk
-        left = min(max(depth - k, 0), per_chunk) * size
-        for row in range(thread // 8, width, threads // 8):
-            count, source = int32(0), base
-            if row < outer and left > 0:
-                count, source = int32(left), base + (row * outer_stride + k) * size
-            ptx.cp_async_16(stage + row * ROW_BYTES + (chunk ^ (row & 7)) * 16, source, count)
+        left = int32(min(max(depth - k, 0), per_chunk) * size)
+        source, pitch = base + (row * outer_stride + k) * size, pass_rows * size * outer_stride
+        target, rows = int32(stage + row * ROW_BYTES + (chunk ^ (row & 7)) * 16), int32(outer - row)
+        for _ in range(passes):
+            # Nothing is read where the count is 0, so the address may lie anywhere.
+            ptx.cp_async_16(target, source, left if rows > 0 else int32(0))
+            target, rows = int32(target + pass_rows * ROW_BYTES), int32(rows - pass_rows)
+            source += pitch
 
     return copy
 
@@ -53,17 +56,20 @@ def make_copy_along(size, width, threads):
 def make_copy_across(size, width, threads):
     """The same for an operand whose own dimension is contiguous: one row per k."""
     per_chunk, chunks, depth_rows = 16 // size, width * size // 16, ROW_BYTES // size
+    pass_rows = threads // chunks
+    passes = depth_rows // pass_rows
 
     @synchronising
     def copy(stage, base, outer_stride, k_stride, outer, depth, k0, thread):
-        chunk = thread % chunks
-        first = chunk * per_chunk
-        left = min(max(outer - first, 0), per_chunk) * size
-        for row in range(thread // chunks, depth_rows, threads // chunks):
-            count, source = int32(0), base
-            if k0 + row < depth and left > 0:
-                count, source = int32(left), base + ((k0 + row) * k_stride + first) * size
-            ptx.cp_async_16(stage + row * (width * size) + (chunk ^ (row & 7)) * 16, source, count)
+        chunk, row = thread % int32(chunks), thread // int32(chunks)
+        left = int32(min(max(outer - chunk * per_chunk, 0), per_chunk) * size)
+        source, pitch = base + ((k0 + row) * k_stride + chunk * per_chunk) * size, pass_rows * size * k_stride
+        target = int32(stage + row * (width * size) + (chunk ^ (row & 7)) * 16)
+        rows = int32(min(depth - k0, depth_rows) - row)
+        for _ in range(passes):
+            ptx.cp_async_16(target, source, left if rows > 0 else int32(0))
+            target, rows = int32(target + pass_rows * width * size), int32(rows - pass_rows)
+            source += pitch
 
     return copy
 
