@@ -184,7 +184,7 @@ def place(problem: GroupedGemmProblem, blocks: list[Array], view: GroupView) -> 
     return blocks[0], view.where
 
 
-def expected(problem: GroupedGemmProblem) -> Array | list[Array]:
+def expected(problem: GroupedGemmProblem) -> Any:
     """The answer in the output's dtype: one array, or a list of them for a list problem.
 
     Elements that no group owns are 0, or what the user's `out` holds now. For `c is out` call this

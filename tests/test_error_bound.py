@@ -4,6 +4,8 @@ The models are written here in plain NumPy: orders of summation, fused multiply-
 that align a block of products to the largest exponent and truncate (see the bound's docstring).
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -17,18 +19,18 @@ F32 = np.float32
 M, N = 12, 10
 
 
-def sequential(a, b):
+def sequential(a: Any, b: Any) -> Any:
     acc = np.zeros((len(a), b.shape[1]), F32)
     for k in range(a.shape[1]):
         acc = (acc + a[:, k, None] * b[None, k]).astype(F32)
     return acc
 
 
-def backwards(a, b):
+def backwards(a: Any, b: Any) -> Any:
     return sequential(a[:, ::-1], b[::-1])
 
 
-def pairwise(a, b):
+def pairwise(a: Any, b: Any) -> Any:
     terms = (a[:, :, None] * b[None]).astype(F32)
     while terms.shape[1] > 1:
         if terms.shape[1] % 2:
@@ -37,7 +39,7 @@ def pairwise(a, b):
     return terms.sum(axis=1, dtype=F32)
 
 
-def fused(a, b):
+def fused(a: Any, b: Any) -> Any:
     """Multiply-add with one rounding: float64 holds the product and the sum of 24-bit numbers well enough."""
     acc = np.zeros((len(a), b.shape[1]))
     for k in range(a.shape[1]):
@@ -45,19 +47,19 @@ def fused(a, b):
     return acc.astype(F32)
 
 
-def split_k(a, b):
+def split_k(a: Any, b: Any) -> Any:
     parts = np.array_split(np.arange(a.shape[1]), 4)
     return np.sum([sequential(a[:, p], b[p]) for p in parts], axis=0, dtype=F32)
 
 
-def cut(values, quantum):
+def cut(values: Any, quantum: Any) -> Any:
     return np.trunc(values / quantum) * quantum
 
 
-def tensor_core(block, extra):
+def tensor_core(block: Any, extra: Any) -> Any:
     """Aligns block + 1 addends to the largest exponent, truncates at 2^-(23+extra), then the sum to float32."""
 
-    def run(a, b):
+    def run(a: Any, b: Any) -> Any:
         acc = np.zeros((len(a), b.shape[1]))
         for k in range(0, a.shape[1], block):
             terms = a[:, k : k + block, None].astype(np.float64) * b[None, k : k + block]
@@ -82,7 +84,7 @@ RIGHT = {
 RIGHT_TENSOR_CORES = {f"core {b}+{n}": tensor_core(b, n) for b, n in ((4, 0), (8, 1), (16, 2), (2, 0))}
 
 
-def data(kind, k, dtype, seed=0):
+def data(kind: Any, k: Any, dtype: Any, seed: Any = 0) -> Any:
     rng = np.random.default_rng(seed)
     a, b = rng.standard_normal((M, k)), rng.standard_normal((k, N))
     if kind == "uniform":
@@ -97,19 +99,19 @@ def data(kind, k, dtype, seed=0):
     return (dtypes.round_once(x, dtype) for x in (a, b))
 
 
-def ask(a, b, dtype, out_dtype=None, **more):
+def ask(a: Any, b: Any, dtype: Any, out_dtype: Any = None, **more: Any) -> Any:
     p = GroupedGemmProblem(dtypes.to_torch(a)[None], dtypes.to_torch(b)[None], out_dtype=out_dtype or dtype, **more)
     return p, answer(p)
 
 
-def rounded(acc, dtype):
+def rounded(acc: Any, dtype: Any) -> Any:
     return dtypes.round_once(np.asarray(acc, np.float64)[None], dtype)
 
 
 @pytest.mark.parametrize("kind", ["normal", "uniform", "cancelling", "powers", "swamped"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("k", [1, 16, 100, 1024])
-def test_right_kernels_are_never_accused(kind, dtype, k):
+def test_right_kernels_are_never_accused(kind: Any, dtype: Any, k: Any) -> None:
     a, b = data(kind, k, dtype)
     models = RIGHT if dtype == torch.float32 else RIGHT | RIGHT_TENSOR_CORES
     for out_dtype in {dtype, torch.float32}:
@@ -121,7 +123,7 @@ def test_right_kernels_are_never_accused(kind, dtype, k):
 
 @pytest.mark.parametrize("act", ["relu", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_right_epilogues_are_never_accused(act, dtype):
+def test_right_epilogues_are_never_accused(act: Any, dtype: Any) -> None:
     rng = np.random.default_rng(5)
     a, b = data("normal", 40, dtype)
     c, bias = (dtypes.round_once(rng.standard_normal(s) * 3, dtype) for s in ((1, M, N), (N,)))
@@ -133,18 +135,18 @@ def test_right_epilogues_are_never_accused(act, dtype):
         assert verdict, verdict.text
 
 
-def test_float64_kernels_are_never_accused():
+def test_float64_kernels_are_never_accused() -> None:
     rng = np.random.default_rng(1)
     for k in (1, 7, 300):
         a, b = rng.standard_normal((M, k)) * 10.0 ** rng.integers(-8, 8, (M, 1)), rng.standard_normal((k, N))
         _, right = ask(a, b, torch.float64)
         assert judge(right, (a @ b)[None])
-        assert judge(right, sum(a[:, i, None] * b[None, i] for i in range(k))[None])
+        assert judge(right, np.sum([a[:, i, None] * b[None, i] for i in range(k)], axis=0)[None])
         assert not judge(right, (a.astype(F32) @ b.astype(F32)).astype(np.float64)[None])
 
 
-def low_precision(dtype):
-    def run(a, b):
+def low_precision(dtype: Any) -> Any:
+    def run(a: Any, b: Any) -> Any:
         acc = np.zeros((len(a), b.shape[1]))
         for k in range(a.shape[1]):
             acc = dtypes.round_once(acc + a[:, k, None].astype(np.float64) * b[None, k], dtype).astype(np.float64)
@@ -153,12 +155,12 @@ def low_precision(dtype):
     return run
 
 
-def lost_k(a, b):
+def lost_k(a: Any, b: Any) -> Any:
     return sequential(a[:, :-1], b[:-1])
 
 
-def rounded_halves(dtype):
-    def run(a, b):
+def rounded_halves(dtype: Any) -> Any:
+    def run(a: Any, b: Any) -> Any:
         half = a.shape[1] // 2
         parts = [sequential(a[:, s], b[s]) for s in (slice(0, half), slice(half, None))]
         return sum(dtypes.round_once(p.astype(np.float64), dtype).astype(np.float64) for p in parts)
@@ -166,7 +168,7 @@ def rounded_halves(dtype):
     return run
 
 
-def as_tf32(a, b):
+def as_tf32(a: Any, b: Any) -> Any:
     keep = [(x.view(np.uint32) & np.uint32(0xFFFFE000)).view(F32) for x in (a, np.ascontiguousarray(b))]
     return sequential(*keep)
 
@@ -183,14 +185,14 @@ def as_tf32(a, b):
         (as_tf32, torch.float32, torch.float32),
     ],
 )
-def test_wrong_arithmetic_is_seen(wrong, dtype, out_dtype):
+def test_wrong_arithmetic_is_seen(wrong: Any, dtype: Any, out_dtype: Any) -> None:
     a, b = data("normal", 64, dtype)
     _, right = ask(a, b, dtype, out_dtype)
     assert not judge(right, rounded(wrong(a.astype(F32), b.astype(F32)), out_dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_toward_zero_and_twice_are_seen(dtype):
+def test_rounding_toward_zero_and_twice_are_seen(dtype: Any) -> None:
     a, b = data("normal", 64, dtype)
     problem, right = ask(a, b, dtype)
     exact = a.astype(np.float64) @ b.astype(np.float64)
@@ -201,7 +203,7 @@ def test_rounding_toward_zero_and_twice_are_seen(dtype):
     assert judge(right, rounded(exact, dtype)) and problem.out_dtype == dtype
 
 
-def test_whole_numbers_are_judged_bit_for_bit():
+def test_whole_numbers_are_judged_bit_for_bit() -> None:
     rng = np.random.default_rng(3)
     a, b = rng.integers(-15, 16, (M, 64)).astype(F32), rng.integers(-15, 16, (64, N)).astype(F32)
     p = GroupedGemmProblem(torch.from_numpy(a)[None].bfloat16(), torch.from_numpy(b)[None].bfloat16())
@@ -214,7 +216,7 @@ def test_whole_numbers_are_judged_bit_for_bit():
     assert not judge(right, away)
 
 
-def test_tf32_is_allowed_its_inputs_only_where_asked():
+def test_tf32_is_allowed_its_inputs_only_where_asked() -> None:
     a, b = data("normal", 64, torch.float32)
     got = rounded(as_tf32(a, b), torch.float32)
     assert not judge(ask(a, b, torch.float32)[1], got)
@@ -222,7 +224,7 @@ def test_tf32_is_allowed_its_inputs_only_where_asked():
     assert not judge(ask(a, b, torch.float32, precision="tf32")[1], rounded(lost_k(a, b), torch.float32))
 
 
-def test_overflow_that_the_order_decides_is_not_judged():
+def test_overflow_that_the_order_decides_is_not_judged() -> None:
     a, b = np.array([[3e38, 3e38, -3e38]], F32), np.ones((3, 1), F32)
     _, right = ask(a, b, torch.float32)
     assert right.blocks[0].free.all() and judge(right, np.array([[[np.inf]]], F32))
@@ -230,7 +232,7 @@ def test_overflow_that_the_order_decides_is_not_judged():
     assert not sure.blocks[0].free.any()
 
 
-def test_the_coefficients_are_the_derived_ones():
+def test_the_coefficients_are_the_derived_ones() -> None:
     u = 2.0**-24
     assert sum_coefficient(torch.float32, False, 100) == pytest.approx(100 * u / (1 - 100 * u))
     assert sum_coefficient(torch.bfloat16, False, 100) == pytest.approx(400 * u / (1 - 400 * u))
@@ -241,15 +243,18 @@ def test_the_coefficients_are_the_derived_ones():
 
 
 @pytest.mark.parametrize("name", sorted(MINIMUM))
-def test_the_valleys_are_where_the_activations_are_smallest(name):
+def test_the_valleys_are_where_the_activations_are_smallest(name: Any) -> None:
     x = np.linspace(-3, 0, 300_001)
     assert abs(x[activate(x, name).argmin()] - MINIMUM[name]) < 2e-5
-    fall, rise = activate(np.linspace(-30, MINIMUM[name], 999), name), activate(np.linspace(MINIMUM[name], 30, 999), name)
+    fall, rise = (
+        activate(np.linspace(-30, MINIMUM[name], 999), name),
+        activate(np.linspace(MINIMUM[name], 30, 999), name),
+    )
     assert (np.diff(fall) <= 0).all() and (np.diff(rise) >= 0).all()
 
 
 @pytest.mark.parametrize("name", sorted(MINIMUM))
-def test_an_interval_over_the_valley_holds_its_floor(name):
+def test_an_interval_over_the_valley_holds_its_floor(name: Any) -> None:
     a = np.full((1, 4), MINIMUM[name] / 4, F32)
     _, right = ask(a, np.ones((4, 1), F32), torch.float32, activation=name)
     assert judge(right, activate(np.full((1, 1, 1), MINIMUM[name]), name).astype(F32))

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +17,14 @@ from multigemm.reference import dtypes, expected, verify
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def values(shape, dtype, seed):
+def values(shape: Any, dtype: Any, seed: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.int8:
         return torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def packed(form, dtype, seed=0):
+def packed(form: Any, dtype: Any, seed: Any = 0) -> Any:
     """A small problem of each form, with empty groups, a late start and an early end."""
     offsets = {"offsets": torch.tensor([1, 3, 3, 8])}
     if form == "jagged_m":
@@ -40,7 +41,7 @@ def packed(form, dtype, seed=0):
     return [values((g, 3), dtype, seed) for g in (2, 0, 3)], [values((3, n), dtype, seed) for n in (1, 4, 2)], {}
 
 
-def exact_sum(view, problem):
+def exact_sum(view: Any, problem: Any) -> Any:
     """alpha * a @ b + beta * c + bias in rational arithmetic."""
     rows = []
     for i in range(view.m):
@@ -59,7 +60,7 @@ def exact_sum(view, problem):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("form", ["per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "masked"])
-def test_forms_and_epilogue_against_rationals(form, dtype):
+def test_forms_and_epilogue_against_rationals(form: Any, dtype: Any) -> None:
     a, b, grouping = packed(form, dtype)
     plain = GroupedGemmProblem(a, b, **grouping)
     c = [values(s, dtype, 7) for s in plain.out_shape] if form == "per_group" else values(plain.out_shape, dtype, 7)
@@ -78,8 +79,10 @@ def test_forms_and_epilogue_against_rationals(form, dtype):
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10_000), beta=st.sampled_from([0, 1, -3, 2**31 - 1]), alpha=st.sampled_from([0, 1, -2, 70_000]))
-def test_int8_wraps_like_a_machine(seed, alpha, beta):
+@given(
+    seed=st.integers(0, 10_000), beta=st.sampled_from([0, 1, -3, 2**31 - 1]), alpha=st.sampled_from([0, 1, -2, 70_000])
+)
+def test_int8_wraps_like_a_machine(seed: Any, alpha: Any, beta: Any) -> None:
     a, b = values((1, 3, 6), torch.int8, seed), values((1, 6, 2), torch.int8, seed + 1)
     c = torch.randint(-(2**31), 2**31, (1, 3, 2), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
     bias = torch.tensor([2**31 - 1, -5], dtype=torch.int32)
@@ -96,7 +99,7 @@ SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -2.0, math.inf, -math.inf, math.nan])
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.lists(SPECIAL, min_size=18, max_size=18))
-def test_nan_and_infinities_spread_as_ieee_says(data):
+def test_nan_and_infinities_spread_as_ieee_says(data: Any) -> None:
     a, b = np.array(data[:9]).reshape(3, 3), np.array(data[9:]).reshape(3, 3)
     with np.errstate(invalid="ignore"):
         wanted = (a[:, :, None] * b[None]).sum(axis=1)
@@ -106,10 +109,10 @@ def test_nan_and_infinities_spread_as_ieee_says(data):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "silu"])
-def test_activations_are_torchs(name, dtype):
+def test_activations_are_torchs(name: Any, dtype: Any) -> None:
     ends = torch.tensor([0.0, 1e30, -1e30, torch.inf, -torch.inf, torch.nan])
     x = torch.cat([torch.linspace(-12, 12, 601), ends]).to(dtype)
-    torchs = {
+    torchs: Any = {
         "relu": functional.relu,
         "gelu": functional.gelu,
         "gelu_tanh": lambda t: functional.gelu(t, approximate="tanh"),
@@ -124,13 +127,13 @@ def test_activations_are_torchs(name, dtype):
     np.testing.assert_allclose(expected(problem).ravel(), torchs(x.double()).numpy(), rtol=1e-6, atol=1e-12)
 
 
-def test_float64_is_better_than_float64():
+def test_float64_is_better_than_float64() -> None:
     a = np.array([[1e16, 1.0, -1e16, 2.0**-30]])
     b = np.ones((4, 1))
     assert expected(GroupedGemmProblem(a, b))[0, 0] == 1.0 + 2.0**-30 or np.finfo(np.longdouble).nmant <= 52
 
 
-def test_unowned_rows_keep_the_users_content():
+def test_unowned_rows_keep_the_users_content() -> None:
     out = torch.full((9, 5), 7.0)
     a, b, grouping = packed("jagged_m", torch.float32)
     got = expected(GroupedGemmProblem(a, b, **grouping, out=out))
@@ -138,19 +141,19 @@ def test_unowned_rows_keep_the_users_content():
     assert (out == 7).all(), "the reference must not write the user's memory"
 
 
-def test_beta_zero_never_looks_at_c_and_alpha_zero_never_at_a():
+def test_beta_zero_never_looks_at_c_and_alpha_zero_never_at_a() -> None:
     nan = torch.full((1, 2, 2), torch.nan)
     assert (expected(GroupedGemmProblem(torch.ones(1, 2, 2), torch.ones(1, 2, 2), c=nan)) == 2).all()
     assert (expected(GroupedGemmProblem(nan, nan, alpha=0.0)) == 0).all()
 
 
-def test_no_groups_no_rows_no_columns():
+def test_no_groups_no_rows_no_columns() -> None:
     assert expected(GroupedGemmProblem([], [])) == []
     assert expected(GroupedGemmProblem(torch.zeros(0, 2, 3), torch.zeros(0, 3, 4))).shape == (0, 2, 4)
     assert expected(GroupedGemmProblem(torch.zeros(2, 0), torch.zeros(0, 3))).tolist() == [[0] * 3] * 2
 
 
-def test_two_matrices_give_a_matrix():
+def test_two_matrices_give_a_matrix() -> None:
     x = torch.randn(3, 4)
     problem = GroupedGemmProblem(x, x.t())
     assert expected(problem).shape == (3, 3)

@@ -1,5 +1,7 @@
 """A verdict names the group, the place and the numbers, and says what kind of fault it is."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,18 +10,18 @@ import multigemm.reference as reference
 from multigemm.problem import GroupedGemmProblem
 
 
-def jagged(**more):
+def jagged(**more: Any) -> Any:
     a, b = torch.randint(-3, 4, (8, 4)).float(), torch.randint(-3, 4, (3, 4, 5)).float()
     return GroupedGemmProblem(a, b, offsets=[1, 3, 3, 7], **more)
 
 
-def test_a_right_answer_is_right():
+def test_a_right_answer_is_right() -> None:
     problem = jagged()
     verdict = reference.verify(problem, reference.expected(problem))
     assert verdict and verdict.ok and verdict.bad == 0 and verdict.total == 40 and "40" in str(verdict)
 
 
-def test_the_worst_element_is_told():
+def test_the_worst_element_is_told() -> None:
     problem = jagged()
     result = reference.expected(problem)
     result[4, 2] += 1
@@ -32,8 +34,9 @@ def test_the_worst_element_is_told():
 
 
 @pytest.mark.parametrize("form", ["jagged_k", "batched", "masked"])
-def test_stacked_results_are_told_by_group_too(form):
-    grouping = {"jagged_k": {"offsets": [0, 3, 5], "jagged": "k"}, "masked": {"valid_rows": [1, 4]}, "batched": {}}[form]
+def test_stacked_results_are_told_by_group_too(form: Any) -> None:
+    cuts: dict[str, Any] = {"jagged_k": {"offsets": [0, 3, 5], "jagged": "k"}, "masked": {"valid_rows": [1, 4]}}
+    grouping = cuts.get(form, {})
     shapes = ((4, 5), (5, 3)) if form == "jagged_k" else ((2, 4, 5), (2, 5, 3))
     problem = GroupedGemmProblem(*(torch.ones(s) for s in shapes), **grouping)
     result = reference.expected(problem)
@@ -42,7 +45,7 @@ def test_stacked_results_are_told_by_group_too(form):
     assert (verdict.group, verdict.within) == (1, (3, 2)) and "NaN" in verdict.text
 
 
-def test_lists_name_the_matrix():
+def test_lists_name_the_matrix() -> None:
     problem = GroupedGemmProblem([torch.ones(2, 3), torch.ones(1, 3)], [torch.ones(3, 2), torch.ones(3, 4)])
     result = reference.expected(problem)
     result[1][0, 3] = 0
@@ -50,7 +53,7 @@ def test_lists_name_the_matrix():
     assert verdict.group == 1 and verdict.array == 1 and verdict.coordinate == (0, 3) and "output 1" in verdict.text
 
 
-def test_rows_that_no_group_owns_are_judged():
+def test_rows_that_no_group_owns_are_judged() -> None:
     problem = jagged()
     result = reference.expected(problem)
     result[0, 0] = 1
@@ -58,7 +61,7 @@ def test_rows_that_no_group_owns_are_judged():
     assert verdict.group is None and "no group owns" in verdict.text and "zero" in verdict.text
 
 
-def test_a_users_out_must_keep_its_other_rows():
+def test_a_users_out_must_keep_its_other_rows() -> None:
     out = torch.full((8, 5), 3.0)
     problem = jagged(out=out)
     before = reference.answer(problem)
@@ -67,7 +70,7 @@ def test_a_users_out_must_keep_its_other_rows():
     assert not verdict and verdict.bad >= 20
 
 
-def test_wrong_shapes_dtypes_and_counts_are_said():
+def test_wrong_shapes_dtypes_and_counts_are_said() -> None:
     problem = jagged()
     result = reference.expected(problem)
     assert "shape" in reference.verify(problem, result[1:]).text
@@ -75,7 +78,7 @@ def test_wrong_shapes_dtypes_and_counts_are_said():
     assert "arrays" in reference.verify(problem, [result, result]).text
 
 
-def test_rho_tells_ordinary_errors_from_large_ones():
+def test_rho_tells_ordinary_errors_from_large_ones() -> None:
     a, b = torch.randn(1, 20, 64), torch.randn(1, 64, 20)
     problem = GroupedGemmProblem(a, b)
     exact = reference.expected(problem)
