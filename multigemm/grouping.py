@@ -33,7 +33,7 @@ class Grouping(NamedTuple):
     host: Int64s | None = None
 
     @property
-    def index(self) -> torch.dtype:
+    def index_dtype(self) -> torch.dtype:
         """The integer type that a kernel reads (sums of live sizes are formed in int64)."""
         return torch.int64 if self.live is None else self.live.dtype
 

@@ -31,7 +31,7 @@ def _geometry(x: Any) -> Any:
 def specify(problem: GroupedGemmProblem, groups: int, compute: torch.dtype) -> ProblemSpec:
     """The spec of a problem whose operands, grouping and epilogue are set."""
     source = problem.grouping or problem.valid_rows
-    index = None if source is None else source.index
+    index = None if source is None else source.index_dtype
     if problem.grouping is not None and problem.grouping.live is not None and problem.grouping.kind == "sizes":
         index = torch.int64  # staging sums live sizes into int64 ends, whatever their own type
     on_device = source is not None and source.live is not None and problem.device.type != "cpu"
