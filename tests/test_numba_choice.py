@@ -37,9 +37,7 @@ def kernels(problem: ProblemSpec) -> list[str]:
 
 def test_is_a_backend_and_imports_nothing_heavy() -> None:
     assert isinstance(BACKEND, Backend)
-    program = (
-        "import sys, multigemm.backends.numba; print([m for m in ('numba', 'llvmlite') if m in sys.modules])"
-    )
+    program = "import sys, multigemm.backends.numba; print([m for m in ('numba', 'llvmlite') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -97,6 +95,17 @@ def test_few_rows_get_short_tiles() -> None:
     assert isinstance(tall, HopperConfig)
     assert isinstance(short, HopperConfig)
     assert short.n_max < tall.n_max
+
+
+@pytest.mark.usefixtures("hopper")
+def test_small_problems_are_cut_finer_and_narrow_ones_need_no_cluster() -> None:
+    few = choice.candidates(spec(form="batched", groups=4, m=512, n=512, total=2048, largest=512), GPU)[0]
+    many = choice.candidates(spec(form="batched", groups=64, m=512, n=512, total=32768, largest=512), GPU)[0]
+    assert isinstance(few, HopperConfig)
+    assert isinstance(many, HopperConfig)
+    assert few.n_max < many.n_max
+    narrow = choice.candidates(spec(n=128), GPU)
+    assert all(config.cluster == 1 for config in narrow if isinstance(config, HopperConfig))
 
 
 def test_facts_that_a_kernel_ignores_do_not_compile_it_twice() -> None:

@@ -24,11 +24,16 @@ SCALE = 8
 """Extents become multiples of 8, so that rows are aligned; offsets do not."""
 
 
+def size_of(config: Any) -> tuple[str, int]:
+    """What makes a config, but for the cluster, which narrow problems do without."""
+    return config.kernel, getattr(config, "n_max", getattr(config, "bm", 0))
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_config_where_it_is_offered(config: Any) -> None:
     ran = 0
     for title, problem in cases(DEVICE, ("bfloat16",), SCALE):
-        if config not in BACKEND.configs(problem.spec, torch.device(DEVICE, 0)):
+        if size_of(config) not in map(size_of, BACKEND.configs(problem.spec, torch.device(DEVICE, 0))):
             continue
         verdict = mg.verify(problem, mg.solve(problem, backend="numba", config=config))
         assert verdict, f"{title}: {verdict}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from multigemm.backends.numba.config import (
@@ -19,6 +21,7 @@ from multigemm.backends.numba.config import (
     b_inner_jagged,
     signature_of,
 )
+from multigemm.backends.numba.hopper_shape import COLUMNS
 from multigemm.backends.numba.support import capability_of
 from multigemm.spec import ProblemSpec
 
@@ -26,6 +29,8 @@ FEW_ROWS = 64
 SOME_ROWS = 128
 TMA_ALIGN = 16
 MMA_MINIMUM = (8, 0)
+MULTIPROCESSORS = 128
+"""Of an ordinary Hopper GPU (they have 114 to 132)."""
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -81,12 +86,24 @@ def _mma(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 
 def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
+    """The tallest tile that groups fill and that leaves no multiprocessor idle comes first."""
     if hopper_obstacle(spec, device):
         return []
+    sizes = [HOPPER, HOPPER_MEDIUM, HOPPER_NARROW]
     rows = rows_per_group(spec)
-    if rows <= FEW_ROWS:
-        return [HOPPER_NARROW, HOPPER_MEDIUM, HOPPER]
-    return [HOPPER_MEDIUM, HOPPER, HOPPER_NARROW] if rows <= SOME_ROWS else [HOPPER, HOPPER_MEDIUM, HOPPER_NARROW]
+    first = 0 if rows > SOME_ROWS else 1 if rows > FEW_ROWS else 2
+    while first < 2 and _tiles(spec, rows, sizes[first].n_max) < MULTIPROCESSORS:
+        first += 1
+    order = [sizes[first], *sizes[:first], *sizes[first + 1 :]]
+    if spec.n is not None and spec.n <= COLUMNS:
+        order = [replace(config, cluster=1) for config in order]
+    return list(order)
+
+
+def _tiles(spec: ProblemSpec, rows: int, n_max: int) -> int:
+    """About how many blocks have work, if groups are alike (and square, where the width differs by group)."""
+    columns = spec.n if spec.n is not None else rows
+    return spec.groups * -(-max(rows, 1) // n_max) * -(-max(columns, 1) // COLUMNS)
 
 
 def _simt(spec: ProblemSpec) -> list[Config]:
