@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
@@ -101,3 +102,26 @@ def test_products_without_terms_need_no_tensor_map() -> None:
 
     empty = Call(*([0] * len(Call._fields)))
     assert not tensor_maps(HOPPER, PLAIN, empty, None).any()
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (8, 300), (257, 256), (417, 1000), (5000, 640), (256, 128)])
+@pytest.mark.parametrize(("n_max", "columns"), [(256, 256), (64, 128), (128, 128)])
+def test_pieces_cover_a_group_once(m: int, n: int, n_max: int, columns: int) -> None:
+    from multigemm.backends.numba.warp_schedule import make_warp_schedule
+
+    piece = make_warp_schedule(n_max, columns)[2].py_func
+    tiles = -(-m // n_max) * -(-n // columns)
+    seen = [tuple(int(x) for x in piece(np.int32(m), np.int32(n), np.int32(number))) for number in range(tiles)]
+    assert len(set(seen)) == tiles
+    assert sum(rows for _, rows, first in seen if first == 0) == m
+    assert {first for _, _, first in seen} == set(range(0, n, columns))
+    assert all(0 < rows <= n_max and row % 8 == 0 for row, rows, _ in seen)
+
+
+@pytest.mark.parametrize("regions", [1, 2, 4])
+@pytest.mark.parametrize("total", [1, 3, 4, 7, 132, 1001])
+def test_every_tile_is_taken_once(regions: int, total: int) -> None:
+    from multigemm.backends.numba.hopper_producer import make_order
+
+    order = make_order(regions).py_func
+    assert sorted(int(order(np.int32(i), np.int32(total))) for i in range(total)) == list(range(total))

@@ -72,9 +72,9 @@ def most_tiles(call: Call, table: npt.NDArray[np.int64] | None, bm: int, bn: int
     return call.groups * rows * columns
 
 
-def zeroing_blocks(call: Call, spec: ProblemSpec) -> int:
+def zeroing_blocks(call: Call, signature: Signature) -> int:
     """Blocks that are worth starting for rows that no group owns (none, where the caller owns them)."""
-    return -(-call.m * max(call.n, 1) * max(call.groups, 1) // 4096) if spec.zero_unowned else 0
+    return -(-call.m * max(call.n, 1) * max(call.groups, 1) // 4096) if signature.zero_unowned else 0
 
 
 def pack(call: Call, alpha: float, beta: float, more: tuple[int, ...] = ()) -> bytes:
@@ -120,7 +120,7 @@ def _hopper(config: HopperConfig, signature: Signature, device: torch.device) ->
         table, host = device_table(ops)
         call = call_of(ops, table)
         tiles = most_tiles(call, host, config.n_max, COLUMNS * config.cluster) * config.cluster
-        blocks = min(max(tiles, zeroing_blocks(call, ops.spec)), processors)
+        blocks = min(max(tiles, zeroing_blocks(call, signature)), processors)
         grid = -(-blocks // config.cluster) * config.cluster
         if grid == 0:
             return _nothing
@@ -141,7 +141,7 @@ def _tiled(config: SimtConfig | MmaConfig, signature: Signature, device: torch.d
     def bind(ops: Operands) -> Launch:
         table, host = device_table(ops)
         call = call_of(ops, table)
-        tiles = max(most_tiles(call, host, config.bm, config.bn), zeroing_blocks(call, ops.spec))
+        tiles = max(most_tiles(call, host, config.bm, config.bn), zeroing_blocks(call, signature))
         if tiles == 0:
             return _nothing
         grid = min(tiles, resident)
