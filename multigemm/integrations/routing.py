@@ -62,3 +62,22 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
 def combine(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:
     """[S, H] sorted by expert, and weights [tokens, k] -> [tokens, H]: each token's weighted sum."""
     return weighted_sum(y, routing.inverse, weights, routing.top_k)
+
+
+class _Permute(torch.autograd.Function):
+    """Row index[s] of x, for a permutation whose inverse is known: a gather both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """The rows of x in another order; `inverse` undoes it."""
+    rows: Tensor = _Permute.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return rows

@@ -1,4 +1,7 @@
-"""Modules that multiply by many matrices at once: a grouped linear layer, experts, a mixture of experts."""
+"""Modules that multiply by many matrices at once: a grouped linear layer, experts, a mixture of experts.
+
+`multigemm.nn.parallel` spreads experts over the ranks of a mesh; it needs torch.distributed.
+"""
 
 from multigemm.nn.linear import GroupedLinear
 from multigemm.nn.moe import Experts, MoE

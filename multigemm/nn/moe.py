@@ -7,6 +7,7 @@ Names and shapes of the weights are those of the MoE blocks of Hugging Face tran
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,13 @@ from multigemm.nn.linear import init_linear_
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
 PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
+
+
+def local(parameter: Any) -> Tensor | None:
+    """This rank's part of a parameter that is spread over a mesh; any other as it is."""
+    to_local = getattr(parameter, "to_local", None)
+    part: Tensor | None = parameter if to_local is None else to_local()
+    return part
 
 
 class Experts(nn.Module):
@@ -45,6 +53,8 @@ class Experts(nn.Module):
         epilogue.one_of(activation, "activation", (*GATED, *PLAIN))
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.activation, self.backend = activation, backend
+        self.mesh: Any = None
+        self.chunks = 1
         self.first = "gate_up_proj" if activation in GATED else "up_proj"
         width = 2 * intermediate_size if activation in GATED else intermediate_size
         for name, out, inner in ((self.first, width, hidden_size), ("down_proj", hidden_size, intermediate_size)):
@@ -60,7 +70,9 @@ class Experts(nn.Module):
             init_linear_(getattr(self, name), getattr(self, f"{name}_bias"))
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """x [tokens, H], index and weights [tokens, k] -> [tokens, H]."""
+        """x [tokens, H], index and weights [tokens, k] -> [tokens, H]; over a mesh, every rank calls it."""
+        if self.mesh is not None:
+            return self._spread(x, top_k_index, top_k_weights)
         routing = route(top_k_index, self.num_experts)
         return combine(self.apply_sorted(dispatch(x, routing), routing.ends), top_k_weights, routing)
 
@@ -73,8 +85,14 @@ class Experts(nn.Module):
             hidden = GATED[self.activation](gate) * up
         return self._linear("down_proj", hidden, ends, None)
 
+    def _spread(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        from multigemm.integrations.expert_parallel import run_experts  # torch.distributed is optional in torch
+
+        return run_experts(x, index, weights, self.num_experts, self.apply_sorted, self.mesh, self.chunks)
+
     def _linear(self, name: str, rows: Tensor, ends: Tensor, activation: str | None) -> Tensor:
-        weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+        weight, bias = (local(getattr(self, key)) for key in (name, f"{name}_bias"))
+        assert weight is not None
         return grouped_gemm(
             rows, weight.transpose(1, 2), ends=ends, bias=bias, activation=activation, backend=self.backend
         )

@@ -1,0 +1,112 @@
+"""One rank of the expert-parallel tests: `python -m tests.expert_parallel_worker RANK RANKS FILE SCENARIO`.
+
+Every rank also computes the whole layer on all tokens by itself, and compares.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+import multigemm as mg
+from multigemm.nn import MoE
+from multigemm.nn.parallel import ExpertParallel
+
+EXPERTS, WIDTH, HIDDEN, TOP = 8, 6, 5, 2
+TIMEOUT = 20
+
+
+def layers(chunks: int, activation: str = "swiglu") -> tuple[MoE, MoE]:
+    """(the layer spread over all ranks, the same layer whole)."""
+    torch.manual_seed(0)
+    whole = MoE(WIDTH, HIDDEN, EXPERTS, TOP, activation=activation, bias=True, dtype=torch.float64)
+    spread = MoE(WIDTH, HIDDEN, EXPERTS, TOP, activation=activation, bias=True, dtype=torch.float64)
+    spread.load_state_dict(whole.state_dict())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    parallelize_module(spread, mesh["ep"], {"experts": ExpertParallel(chunks=chunks)})
+    return spread, whole
+
+
+def tokens_of(ranks: int, kind: str) -> list[Tensor]:
+    """Every rank's tokens: uneven, some ranks without any, or all alike so that one expert gets everything."""
+    make = torch.Generator().manual_seed(1)
+    counts = [3 + 4 * r for r in range(ranks)]
+    if kind == "empty":
+        counts = [0] * (ranks - 1) + [9]
+    if kind == "one":
+        return [torch.ones(c, WIDTH, dtype=torch.float64) for c in counts]
+    return [torch.randn(c, WIDTH, generator=make, dtype=torch.float64) for c in counts]
+
+
+def compare(kind: str, chunks: int, activation: str = "swiglu") -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    spread, whole = layers(chunks, activation)
+    parts = tokens_of(ranks, kind)
+    mine = parts[rank].clone().requires_grad_()
+    everything = torch.cat(parts).requires_grad_()
+    got, want = spread(mine), whole(everything)
+    first = sum(len(p) for p in parts[:rank])
+    rows = slice(first, first + len(mine))
+    torch.testing.assert_close(got, want[rows])
+    names = [n for n, _ in whole.experts.named_parameters()]
+    got_grads = torch.autograd.grad(got.square().sum(), [mine, *spread.experts.parameters(), spread.gate.weight])
+    want_grads = torch.autograd.grad(want.square().sum(), [everything, *whole.experts.parameters(), whole.gate.weight])
+    torch.testing.assert_close(got_grads[0], want_grads[0][rows])
+    each = EXPERTS // ranks
+    for name, g, w in zip(names, got_grads[1:-1], want_grads[1:-1], strict=True):
+        here: Any = g
+        torch.testing.assert_close(here.to_local(), w[rank * each : (rank + 1) * each], msg=f"gradient of {name}")
+    router = got_grads[-1].clone()
+    dist.all_reduce(router)
+    torch.testing.assert_close(router, want_grads[-1])
+
+
+def agree() -> None:
+    for kind, chunks in (("uneven", 1), ("uneven", 3), ("empty", 1), ("empty", 2), ("one", 1)):
+        compare(kind, chunks)
+    compare("uneven", 1, "gelu")
+
+
+def refuse() -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    odd = MoE(WIDTH, HIDDEN, dist.get_world_size() + 1, 1)
+    for module, words in ((odd, "spread evenly"), (torch.nn.Linear(2, 2), "applied to Linear")):
+        with pytest.raises(mg.InvalidProblem, match=words):
+            parallelize_module(module, mesh, ExpertParallel())
+
+
+def die() -> None:
+    """The last rank leaves without a word in the middle of the work; the others must end with an error."""
+    spread, _ = layers(1)
+    x = tokens_of(dist.get_world_size(), "uneven")[dist.get_rank()]
+    spread(x)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(7)
+    try:
+        for _ in range(3):
+            spread(x)
+    except mg.LibraryError as error:
+        print(f"ended: {error}", flush=True)
+        os._exit(3)
+
+
+if __name__ == "__main__":
+    rank, ranks, path, scenario = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
+    )
+    {"agree": agree, "refuse": refuse, "die": die}[scenario]()
+    dist.barrier()
+    dist.destroy_process_group()
+    print("fine", flush=True)
