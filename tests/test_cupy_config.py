@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from multigemm.backends.cupy import BACKEND, hopper, mma_shapes, params, tensor_maps
+import multigemm as mg
+from multigemm.backends.cupy import BACKEND, driver, hopper, mma_shapes, packing, params, tensor_maps
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.errors import InvalidSetting
 from multigemm.layouts import Operands
 from multigemm.spec import OperandSpec, ProblemSpec
+from multigemm.staging import allocate, stage, staged_spec
 
 GPU = torch.device("cuda", 0)
 BF16 = OperandSpec(torch.bfloat16)
@@ -141,3 +147,83 @@ def test_a_wrong_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_width_is_one_wgmma_instruction() -> None:
     text = mma_shapes.text()
     assert all(f"m64n{n}k16.f32.bf16.bf16" in text and f"m64n{n}k16.f32.f16.f16" in text for n in range(8, 257, 8))
+
+
+class FakeDriver:
+    """Answers every driver call with success and counts the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*args: Any) -> int:
+            self.calls.append(name)
+            if name == "cuOccupancyMaxActiveClusters":
+                args[0]._obj.value = 66
+            return 0
+
+        return call
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """Binding and launching on CPU tensors, as far as the driver's door."""
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    monkeypatch.setattr(tensor_maps, "library", lambda: fake)
+    counters = (torch.zeros(8, dtype=torch.int32), deque(range(3)))
+    monkeypatch.setattr(hopper, "_counters", lambda index: counters)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    hopper._packed_maps.cache_clear()
+    driver.resident_clusters.cache_clear()
+    return fake
+
+
+def operands(form: str) -> Operands:
+    """One small problem of a form on the CPU."""
+    x = torch.zeros(48, 64, dtype=torch.bfloat16)
+    w = torch.zeros(3, 64, 128, dtype=torch.bfloat16)
+    ends = torch.tensor([8, 24, 48])
+    problem = {
+        "jagged_m": lambda: mg.GroupedGemmProblem(x, w, ends=ends),
+        "jagged_n": lambda: mg.GroupedGemmProblem(w.mT.contiguous(), x.T.contiguous(), ends=ends, jagged="n"),
+        "jagged_k": lambda: mg.GroupedGemmProblem(x.T, torch.zeros_like(x), ends=ends, jagged="k"),
+        "batched": lambda: mg.GroupedGemmProblem(torch.zeros(3, 16, 64, dtype=torch.bfloat16), w),
+        "per_group": lambda: mg.GroupedGemmProblem([x, x[:8]], [w[0], w[0]]),
+        "odd": lambda: mg.GroupedGemmProblem(torch.zeros(48, 63, dtype=torch.bfloat16), w[:, :63], ends=ends),
+    }[form]()
+    return stage(problem, staged_spec(problem), allocate(problem)).ops
+
+
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "per_group"])
+def test_a_bound_problem_launches_with_one_driver_call(form: str, fake: FakeDriver) -> None:
+    ops = operands(form)
+    launch = hopper.bind(ops, configs.WIDE, 1)
+    before = len(fake.calls)
+    launch()
+    launch()
+    assert fake.calls[before:] == ["cuLaunchKernelEx"] * 2
+    fake.calls.clear()
+    hopper.bind(ops, configs.WIDE, 1)
+    if form != "per_group":
+        assert "cuTensorMapEncodeTiled" not in fake.calls, "the same addresses need no new tensor maps"
+
+
+def test_counters_come_back_and_may_run_out(fake: FakeDriver) -> None:
+    launches = [hopper.bind(operands("batched"), configs.WIDE, 1) for _ in range(5)]
+    _, free = hopper._counters(0)
+    assert not free
+    launches.clear()
+    gc.collect()
+    assert sorted(free) == [0, 1, 2]
+
+
+def test_an_odd_operand_is_copied_before_each_launch(fake: FakeDriver) -> None:
+    ops = operands("odd")
+    assert configs.packed_reasons(ops.spec) == []
+    launch = packing.bind(ops, configs.WIDE, (1, 2), 132)
+    before = len(fake.calls)
+    launch()
+    copies = sum(getattr(configs.packed_spec(ops.spec), side) != getattr(ops.spec, side) for side in "ab")
+    assert fake.calls[before:] == ["cuLaunchKernelEx"] * (copies + 1) and copies >= 1

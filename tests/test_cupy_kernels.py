@@ -16,15 +16,16 @@ import torch
 pytest.importorskip("cupy", reason="the package cupy is not installed", exc_type=ImportError)
 
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import hopper, mma_shapes, portable
-from multigemm.backends.cupy.build import Source, architecture, compile_source, headers
+from multigemm.backends.cupy import hopper, packing, portable
+from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
-from multigemm.spec import OperandSpec, ProblemSpec
+from multigemm.spec import OperandSpec, Order, ProblemSpec
 
 REGISTERS_PER_SM = 65536
+SHARED_ON_SM80 = 166912
 
 
-def spec(dtype: torch.dtype = torch.bfloat16, a: str = "row", b: str = "row", **changes: object) -> ProblemSpec:
+def spec(dtype: torch.dtype = torch.bfloat16, a: Order = "row", b: Order = "row", **changes: object) -> ProblemSpec:
     """A jagged-m problem of one dtype and two layouts."""
     operand = OperandSpec(dtype)
     out = OperandSpec(torch.int32 if dtype == torch.int8 else dtype)
@@ -52,6 +53,19 @@ def report(source: Source, arch: str) -> tuple[int, int]:
     return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
 
 
+@cache
+def ptx_of(source: Source, arch: str) -> str:
+    """The PTX text of a kernel."""
+    from cupy.cuda import nvrtc
+
+    names = [(name.encode(), body.encode()) for name, body in headers()]
+    text = (SOURCES / source.file).read_text()
+    program = nvrtc.createProgram(text, source.file, [body for _, body in names], [name for name, _ in names])
+    nvrtc.compileProgram(program, source.options(arch))
+    ptx = nvrtc.getPTX(program)
+    return ptx.decode() if isinstance(ptx, bytes) else str(ptx)
+
+
 KINDS = [
     (torch.float16, "ieee"), (torch.bfloat16, "ieee"), (torch.float32, "tf32"),
     (torch.float32, "ieee"), (torch.float64, "ieee"), (torch.int8, "ieee"),
@@ -60,12 +74,29 @@ KINDS = [
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS, ids=lambda x: str(x).removeprefix("torch."))
 @pytest.mark.parametrize(
-    ("a", "b", "arch"), [("row", "row", "sm_80"), ("col", "col", "sm_90a"), ("row", "col", "sm_100")]
+    ("a", "b", "arch", "config"),
+    [
+        ("row", "row", "sm_80", configs.PORTABLE),
+        ("col", "col", "sm_90a", configs.SMALL),
+        ("row", "col", "sm_100", configs.PORTABLE),
+    ],
+    ids=["NN", "TT", "NT"],
 )
-def test_portable_kernel_compiles_without_spills(dtype: torch.dtype, precision: str, a: str, b: str, arch: str) -> None:
-    registers, spilled = report(portable.source(spec(dtype, a, b, precision=precision)), arch)
+def test_portable_kernel_compiles_without_spills(
+    dtype: torch.dtype, precision: str, a: Order, b: Order, arch: str, config: Config
+) -> None:
+    problem = spec(dtype, a, b, precision=precision)
+    registers, spilled = report(portable.source(problem, config), arch)
+    kind = portable.kind_of(problem)
+    side = portable.side_of(kind, config)
     assert spilled == 0
-    assert registers * portable.THREADS <= REGISTERS_PER_SM
+    assert registers * portable.threads_of(kind, side) <= REGISTERS_PER_SM
+    assert portable.shared_bytes(kind, side) <= SHARED_ON_SM80
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+def test_copying_kernel_compiles_without_spills(arch: str) -> None:
+    assert report(packing.SOURCE, arch)[1] == 0
 
 
 PLAIN = [
@@ -84,9 +115,12 @@ def test_hopper_kernel_does_not_spill_in_its_consumers(problem: ProblemSpec, con
     assert spilled <= 64, "a few words in the producer thread are harmless; an accumulator in memory is not"
 
 
-def test_every_width_is_one_wgmma_instruction() -> None:
-    text = mma_shapes.text()
-    assert sorted(int(n) for n in set(re.findall(r"m64n(\d+)k16", text))) == list(range(8, 257, 8))
+def test_the_main_loop_is_wgmma_for_every_width_of_the_config() -> None:
+    """Read in PTX, which NVRTC gives without a disassembler: 4 instructions of k = 16 per width."""
+    source = hopper.source(spec(), configs.NARROW)
+    widths = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", ptx_of(source, "sm_90a"))
+    assert {n: widths.count(n) for n in widths} == {"16": 4, "32": 4, "48": 4, "64": 4}
+    assert "setmaxnreg" in ptx_of(source, "sm_90a") and "multicast::cluster" in ptx_of(source, "sm_90a")
 
 
 def test_headers_are_complete_and_the_architecture_has_its_suffix() -> None:

@@ -24,9 +24,8 @@ class Config:
 
     `portable` takes any problem, in tiles of `tile` squared, with `blocks_per_sm` resident blocks. `hopper`
     cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple of
-    `step`; `stages` blocks of 64 k are in flight; `cluster` thread blocks share their rows; `first`
-    marks weights as the first to leave the L2 cache. `packed` copies the operands that TMA cannot read
-    and then runs `hopper` on the copies.
+    `step`; `stages` blocks of 64 k are in flight; `cluster` thread blocks share their rows. `packed`
+    copies the operands that TMA cannot read and then runs `hopper` on the copies.
     """
 
     kernel: Literal["portable", "hopper", "packed"] = "portable"
@@ -36,7 +35,6 @@ class Config:
     stages: int = 0
     cluster: int = 1
     step: int = 16
-    first: int = 0
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel."""
@@ -117,7 +115,7 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
     if config.kernel == "portable":
         return 1 <= config.blocks_per_sm <= 3 and config.tile in (64, 128)
     fits = config.rows in (64, 128, 256) and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT and config.stages >= 2
-    shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64) and config.first in (0, 1)
+    shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
     reasons = packed_reasons(spec) if config.kernel == "packed" else hopper_reasons(spec)
     return fits and shape and capability == (9, 0) and not reasons
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -29,6 +29,9 @@ from multigemm.spec import ProblemSpec
 THREADS = 384
 LAUNCH = struct.Struct("<2q4i")
 COUNTERS = 8192
+KEPT_BYTES = 40 << 20
+"""A row side up to this size stays in the L2 cache until all columns are done; a larger one would only
+push the weights out, for this launch and the next."""
 BUSY_ROWS = 208
 """A group with this many rows keeps the tensor cores as busy as its weights keep the memory."""
 
@@ -86,6 +89,15 @@ def _counters(index: int) -> tuple[Tensor, deque[int]]:
     return memory, deque(range(COUNTERS))
 
 
+def _counter(index: int) -> tuple[Tensor, int | None]:
+    """A zeroed pair and its place in the pool; beyond the pool, memory of its own."""
+    memory, free = _counters(index)
+    if not free:
+        return torch.zeros(2, dtype=torch.int32, device=memory.device), None
+    slot = free.popleft()
+    return memory[2 * slot : 2 * slot + 2], slot
+
+
 def _side(
     view: Strided, mn_step: int, k_step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype
 ) -> Side:
@@ -94,17 +106,22 @@ def _side(
     return Side(view.ptr, mn, k, stacked, step, view.group * dtype.itemsize, k_contiguous, dtype)
 
 
-def _packed_maps(ops: Operands, config: Config) -> bytes:
-    """One map of the weight side; of the row side one for each box height, or one where mn is contiguous."""
+def _sides(ops: Operands) -> tuple[Side, Side]:
+    """The row side and the weight side of a packed form."""
     view, role, dtype = packed(ops), roles(ops.spec), ops.spec.compute
-    a = _side(
-        view.a, view.a.row, view.a.col, view.m, view.k, view.groups, role.w_k if role.swapped else role.x_k, dtype
-    )
-    b = _side(
-        view.b, view.b.col, view.b.row, view.n, view.k, view.groups, role.x_k if role.swapped else role.w_k, dtype
-    )
-    x, w = (b, a) if role.swapped else (a, b)
-    if ops.spec.form == "jagged_k":
+    a_k, b_k = (role.w_k, role.x_k) if role.swapped else (role.x_k, role.w_k)
+    a = _side(view.a, view.a.row, view.a.col, view.m, view.k, view.groups, a_k, dtype)
+    b = _side(view.b, view.b.col, view.b.row, view.n, view.k, view.groups, b_k, dtype)
+    return (b, a) if role.swapped else (a, b)
+
+
+@lru_cache(maxsize=1024)
+def _packed_maps(x: Side, w: Side, ragged: bool) -> bytes:
+    """One map of the weight side; of the row side one for each box height, or one where mn is contiguous.
+
+    Remembered: a call that meets the same addresses again, as an allocator makes it likely, encodes nothing.
+    """
+    if ragged:
         return tensor_maps.ragged(w) + tensor_maps.ragged(x) + tensor_maps.BLANK * 15
     if not x.k_contiguous:
         return tensor_maps.plain(w, COLUMNS) + tensor_maps.plain(x, 0) + tensor_maps.BLANK * 15
@@ -136,21 +153,24 @@ def _listed_maps(ops: Operands, config: Config) -> Tensor:
         )
         x, w = pair[::-1] if role.swapped else pair
         text += one(w, COLUMNS) + one(x, tensor_maps.list_box(x.mn, config.rows, config.cluster))
-    return to_device(np.frombuffer(bytes(text), dtype=np.int64).reshape(-1, 32), ops.device)
+    return to_device(np.frombuffer(text, dtype=np.int64).reshape(-1, 32), ops.device)
 
 
 def bind(ops: Operands, config: Config, function: int) -> Launch:
     """Lays out the arguments of one problem."""
     spec, index = ops.spec, ops.device.index or 0
-    table = table_of(ops)
-    listed = _listed_maps(ops, config) if table is not None else None
-    maps = tensor_maps.BLANK * 17 if table is not None else _packed_maps(ops, config)
-    memory, free = _counters(index)
-    slot = free.popleft()
+    table, listed, maps, keep_rows = table_of(ops), None, tensor_maps.BLANK * 17, False
+    if table is not None:
+        listed = _listed_maps(ops, config)
+    else:
+        x, w = _sides(ops)
+        maps = _packed_maps(x, w, spec.form == "jagged_k")
+        keep_rows = x.groups * x.mn * x.k * x.dtype.itemsize <= KEPT_BYTES
+    counter, slot = _counter(index)
     swapped = roles(spec).swapped
     options = LAUNCH.pack(
-        0 if listed is None else listed.data_ptr(), memory.data_ptr() + 8 * slot,
-        int(swapped), BUSY_ROWS, int(spec.out.align == 16), config.first,
+        0 if listed is None else listed.data_ptr(), counter.data_ptr(),
+        int(swapped), BUSY_ROWS, int(spec.out.align == 16), int(keep_rows),
     )  # fmt: skip
     across = COLUMNS * config.cluster
     tiles = tiles_at_most(ops, *((across, config.rows) if swapped else (config.rows, across)))
@@ -165,7 +185,8 @@ def bind(ops: Operands, config: Config, function: int) -> Launch:
         cluster=config.cluster,
         overlap=True,
         index=index,
-        keep=(ops, table, listed, memory),
+        keep=(ops, table, listed, counter),
     )
-    finalize(launch, free.append, slot)
+    if slot is not None:
+        finalize(launch, _counters(index)[1].append, slot)
     return launch

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,17 +47,24 @@ def encode(
     dtype: torch.dtype, ptr: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> bytes:
     """One tensor map; raises LibraryError where the driver refuses it."""
-    rank = len(dims)
+    sizes, steps, boxes, ones = _arrays(len(dims))
+    sizes[:], steps[:], boxes[:] = dims, strides, box
     buffer = ctypes.create_string_buffer(SIZE + 64)
     start = (ctypes.addressof(buffer) + 63) // 64 * 64
     code = library().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(start), TYPES[dtype], rank, ctypes.c_void_p(ptr),
-        (ctypes.c_uint64 * rank)(*dims), (ctypes.c_uint64 * (rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*([1] * rank)),
+        ctypes.c_void_p(start), TYPES[dtype], len(dims), ctypes.c_void_p(ptr), sizes, steps, boxes, ones,
         0, SWIZZLE_128B, PROMOTION_256B, 0,
     )  # fmt: skip
-    check(code, f"cuTensorMapEncodeTiled(dims={dims}, strides={strides}, box={box})")
+    if code:
+        check(code, f"cuTensorMapEncodeTiled(dims={dims}, strides={strides}, box={box})")
     return ctypes.string_at(start, SIZE)
+
+
+def _arrays(rank: int) -> tuple[Any, Any, Any, Any]:
+    return (
+        (ctypes.c_uint64 * rank)(), (ctypes.c_uint64 * (rank - 1))(),
+        (ctypes.c_uint32 * rank)(), (ctypes.c_uint32 * rank)(*([1] * rank)),
+    )  # fmt: skip
 
 
 def plain(side: Side, rows: int) -> bytes:

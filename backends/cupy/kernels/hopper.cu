@@ -24,7 +24,7 @@ struct Maps { TensorMap w, x[16]; };                   // x[i]: boxes of 8 * (i 
 struct Launch {
     const TensorMap* listed;    // per group: weight side, row side
     int* counter;               // next tile, finished clusters
-    int swapped, busy_rows, vector_out, prefer_first;
+    int swapped, busy_rows, vector_out, keep_rows;   // keep_rows: the row side should stay in the L2 cache
 };
 
 struct Shared {
@@ -79,32 +79,32 @@ __device__ __forceinline__ void load_stage(const Problem& p, const Launch& l, co
     const int col = t.col0 + rank * COLUMNS, k = kb * BK, left = t.k_len - k;
     const int wg = p.table || (l.swapped ? p.a.group : p.b.group) == 0 ? 0 : t.group;
     const int xg = p.table || p.jagged == JAG_M || p.jagged == JAG_N || (l.swapped ? p.b.group : p.a.group) == 0 ? 0 : t.group;
-    const u64 w_hint = l.prefer_first ? EVICT_FIRST : EVICT_NORMAL;
+    const u64 x_hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
     const int box = t.extra;                       // a list's row boxes have one height per group
     barrier_expect(full, W_BYTES + (!X_K ? (t.n + 63) / 64 * BLOCK : (LISTED ? box * CLUSTER : t.n) * BK * 2));
     if (RAGGED_K) {
-        load_box(stage, w, full, col, int(FAR) - left, t.extra + t.k_len, int(FAR), w_hint);
-        load_box(stage + BLOCK, w, full, col + 64, int(FAR) - left, t.extra + t.k_len, int(FAR), w_hint);
+        load_box(stage, w, full, col, int(FAR) - left, t.extra + t.k_len, int(FAR), EVICT_NORMAL);
+        load_box(stage + BLOCK, w, full, col + 64, int(FAR) - left, t.extra + t.k_len, int(FAR), EVICT_NORMAL);
     } else if (W_K) {
-        load_box(stage, w, full, k, col, wg, w_hint);
+        load_box(stage, w, full, k, col, wg, EVICT_NORMAL);
     } else {
-        load_box(stage, w, full, col, k, wg, w_hint);
-        load_box(stage + BLOCK, w, full, col + 64, k, wg, w_hint);
+        load_box(stage, w, full, col, k, wg, EVICT_NORMAL);
+        load_box(stage + BLOCK, w, full, col + 64, k, wg, EVICT_NORMAL);
     }
     const u32 rows = stage + W_BYTES;
     const u16 all = (1 << CLUSTER) - 1;
     if (X_K && LISTED) {
         const TensorMap* x = l.listed + 2 * t.group + 1;
-        if (CLUSTER > 1) multicast_box(rows + rank * box * BK * 2, x, full, all, k, t.x_row + rank * box, 0, EVICT_LAST);
-        else load_box(rows, x, full, k, t.x_row, 0, EVICT_LAST);
+        if (CLUSTER > 1) multicast_box(rows + rank * box * BK * 2, x, full, all, k, t.x_row + rank * box, 0, x_hint);
+        else load_box(rows, x, full, k, t.x_row, 0, x_hint);
     } else if (X_K) {
         const int part = (t.n / 8 + CLUSTER - 1) / CLUSTER * 8, first = rank * part, height = min(part, t.n - first);
 #pragma unroll 1
         for (int at = first; at < first + height; at += 128) {
             const int h = min(128, first + height - at);
             const TensorMap* x = &maps.x[h / 8 - 1];
-            if (CLUSTER > 1) multicast_box(rows + at * BK * 2, x, full, all, k, t.x_row + at, xg, EVICT_LAST);
-            else load_box(rows + at * BK * 2, x, full, k, t.x_row + at, xg, EVICT_LAST);
+            if (CLUSTER > 1) multicast_box(rows + at * BK * 2, x, full, all, k, t.x_row + at, xg, x_hint);
+            else load_box(rows + at * BK * 2, x, full, k, t.x_row + at, xg, x_hint);
         }
     } else {
         const TensorMap* x = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[0];
@@ -112,11 +112,11 @@ __device__ __forceinline__ void load_stage(const Problem& p, const Launch& l, co
         for (int b = rank; b < (t.n + 63) / 64; b += CLUSTER) {
             const u32 to = rows + b * BLOCK;
             if (RAGGED_K) {
-                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), EVICT_LAST);
-                else load_box(to, x, full, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), EVICT_LAST);
+                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), x_hint);
+                else load_box(to, x, full, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), x_hint);
             } else {
-                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, k, xg, EVICT_LAST);
-                else load_box(to, x, full, t.x_row + b * 64, k, xg, EVICT_LAST);
+                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, k, xg, x_hint);
+                else load_box(to, x, full, t.x_row + b * 64, k, xg, x_hint);
             }
         }
     }
@@ -347,9 +347,9 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
         }
         barrier_init_fence();
     }
-    else if (threadIdx.x == 32 && !LISTED) {
-        prefetch_map(&maps.w);
-        if (!X_K) prefetch_map(&maps.x[0]);
+    else if (threadIdx.x >= 32 && threadIdx.x < 48 && !LISTED) {
+        prefetch_map(&maps.x[X_K ? threadIdx.x - 32 : 0]);
+        if (threadIdx.x == 32) prefetch_map(&maps.w);
     }
     start_next_launch();
     wait_for_last_launch();

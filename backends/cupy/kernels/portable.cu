@@ -37,7 +37,7 @@ constexpr int BM = 64, BN = 64, BK = 64, STAGES = 2;
 #endif
 constexpr bool TENSOR_CORES = KIND <= KIND_TF32;
 constexpr int THREADS = TENSOR_CORES && TILE == 64 ? 128 : 256;
-constexpr int RESIDENT = THREADS == 128 ? 3 : BM == 128 ? 1 : 2;       // thread blocks per multiprocessor; more would spill
+constexpr int RESIDENT = THREADS == 128 ? 3 : KIND == KIND_I8 ? 2 : 1;       // thread blocks per multiprocessor; more would spill
 
 #if KIND <= KIND_TF32
 // Each warp owns half of the tile's rows and 32 of its columns: MI x 4 products of m16n8. Pitches are
@@ -225,6 +225,12 @@ static_assert(SHARED >= STAGES * STAGE_BYTES && SHARED >= STAGING_BYTES, "shared
 
 // Tiles in bands of 8 rows, so that resident blocks share operand tiles in the L2 cache.
 __device__ __forceinline__ void tile_position(i64 local, i64 tiles_m, i64 tiles_n, i64& tm, i64& tn) {
+    if (tiles_m * tiles_n < (i64(1) << 31) / 8) {     // the usual case, with divisions of 32 bits
+        const u32 across = u32(tiles_n), band = u32(local) / (8 * across), rest = u32(local) - band * 8 * across;
+        const u32 height = min(8u, u32(tiles_m) - band * 8);
+        tm = band * 8 + rest % height, tn = rest / height;
+        return;
+    }
     const i64 band = local / (8 * tiles_n), height = min64(8, tiles_m - band * 8), rest = local - band * 8 * tiles_n;
     tm = band * 8 + rest % height, tn = rest / height;
 }
@@ -233,30 +239,31 @@ __device__ __forceinline__ void tile_position(i64 local, i64 tiles_m, i64 tiles_
 struct Loader {
     TileLoad<Element, BM, BK, A_K, THREADS> la;
     TileLoad<Element, BN, BK, B_K, THREADS> lb;
-    const char *a, *b;
-    i64 m_left, n_left;
-    int a_width, b_width;
+    const char *a, *b;               // the next k-block's first elements
+    i64 a_step, b_step;              // bytes from one k-block to the next
+    i64 left;                        // k that remains
 
     __device__ __forceinline__ void begin(const Group& g, i64 i0, i64 j0) {
         a = g.a + i0 * g.a_row * i64(sizeof(Element)), b = g.b + j0 * g.b_col * i64(sizeof(Element));
-        m_left = g.m - i0, n_left = g.n - j0;
-        a_width = access_width<Element>(a, A_K ? g.a_col : g.a_row, A_K ? g.a_row : g.a_col, A_K ? g.k : g.m);
-        b_width = access_width<Element>(b, B_K ? g.b_row : g.b_col, B_K ? g.b_col : g.b_row, B_K ? g.k : g.n);
+        a_step = g.a_col * i64(BK * sizeof(Element)), b_step = g.b_row * i64(BK * sizeof(Element)), left = g.k;
+        la.begin(a, g.a_row, g.a_col, g.m - i0, g.k);
+        lb.begin(b, g.b_col, g.b_row, g.n - j0, g.k);
     }
-    __device__ __forceinline__ void load(const Group& g, i64 k0, Element* stage) {
-        const char *at = a + k0 * g.a_col * i64(sizeof(Element)), *bt = b + k0 * g.b_row * i64(sizeof(Element));
-        if (TENSOR_CORES && a_width == 16) la.template start<A_PITCH>(stage, at, g.a_row, g.a_col, m_left, g.k - k0);
-        else la.load(at, g.a_row, g.a_col, m_left, g.k - k0, a_width);
-        if (TENSOR_CORES && b_width == 16) lb.template start<B_PITCH>(stage + A_TILE, bt, g.b_col, g.b_row, n_left, g.k - k0);
-        else lb.load(bt, g.b_col, g.b_row, n_left, g.k - k0, b_width);
+    __device__ __forceinline__ void load(const Group& g, Element* stage) {
+        const int k_left = int(min64(left, BK));
+        if (TENSOR_CORES && la.width == 16) la.template start<A_PITCH>(stage, a, k_left);
+        else la.load(a, A_K ? g.a_col : g.a_row, k_left);
+        if (TENSOR_CORES && lb.width == 16) lb.template start<B_PITCH>(stage + A_TILE, b, k_left);
+        else lb.load(b, B_K ? g.b_row : g.b_col, k_left);
+        a += a_step, b += b_step, left -= BK;
     }
     __device__ __forceinline__ void store(Element* stage) const {
         if (!TENSOR_CORES) {
             la.template store_k_major<A_PITCH>(stage), lb.template store_k_major<B_PITCH>(stage + A_TILE);
             return;
         }
-        if (a_width != 16) la.template store<A_PITCH>(stage);
-        if (b_width != 16) lb.template store<B_PITCH>(stage + A_TILE);
+        if (la.width != 16) la.template store<A_PITCH>(stage);
+        if (lb.width != 16) lb.template store<B_PITCH>(stage + A_TILE);
     }
 };
 
@@ -277,20 +284,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) portable(const _
         }
         i64 tm, tn;
         tile_position(local, ceil_div(g.m, BM), ceil_div(g.n, BN), tm, tn);
-        const i64 i0 = tm * BM, j0 = tn * BN, blocks = ceil_div(g.k, BK);
+        const i64 i0 = tm * BM, j0 = tn * BN;
+        const int blocks = int(ceil_div(g.k, BK));
         loader.begin(g, i0, j0);
         work.clear();
         // Step kb multiplies block kb while block kb + STAGES - 1 is loaded; the first steps only load.
-        for (i64 kb = 1 - STAGES; kb < blocks; ++kb) {
-            const i64 next = kb + STAGES - 1;
-            Element* to = ring + next % STAGES * (A_TILE + B_TILE);
+        for (int kb = 1 - STAGES; kb < blocks; ++kb) {
+            const int next = kb + STAGES - 1;
+            Element *to = ring + next % STAGES * (A_TILE + B_TILE), *at = ring + kb % STAGES * (A_TILE + B_TILE);
             if (kb >= 0) {
                 asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
                 __syncthreads();                     // block kb is there for all, block kb - 1 is done with
             }
-            if (next < blocks) loader.load(g, next * BK, to);
+            if (next < blocks) loader.load(g, to);
             asm volatile("cp.async.commit_group;" ::: "memory");
-            if (kb >= 0) work.step(ring + kb % STAGES * (A_TILE + B_TILE), ring + kb % STAGES * (A_TILE + B_TILE) + A_TILE);
+            if (kb >= 0) work.step(at, at + A_TILE);
             if (next < blocks) loader.store(to);
         }
         asm volatile("cp.async.wait_group 0;" ::: "memory");

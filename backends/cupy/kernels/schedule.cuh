@@ -123,7 +123,9 @@ __device__ __forceinline__ int list_box(int rows, int most) {
 }
 
 __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int t, int swapped, int most, int columns) {
-    const int lean_before = int(u64(t) * s.lean_all / s.total), lean_after = int(u64(t + 1) * s.lean_all / s.total);
+    const bool mixed = s.busy_all > 0 && s.lean_all > 0;                 // else spare the divisions
+    const int lean_before = mixed ? int(u64(t) * s.lean_all / s.total) : s.lean_all ? t : 0;
+    const int lean_after = mixed ? int(u64(t + 1) * s.lean_all / s.total) : s.lean_all ? t + 1 : 0;
     int local, group;
     if (lean_after > lean_before) {
         group = find_group(s.lean, p.groups, lean_before);

@@ -22,20 +22,6 @@ struct TileLoad {
     static constexpr int CHUNKS = MN * BK / V / THREADS;
     static_assert(MN * BK % (V * THREADS) == 0, "a tile is a whole number of chunks per thread");
 
-    // Straight from global to shared memory, where 16-byte accesses are allowed; bytes past the edge
-    // arrive as zeros. Nothing passes through registers, so blocks far ahead cost none.
-    template <int PITCH>
-    __device__ __forceinline__ void start(T* tile, const char* base, i64 mn_stride, i64 k_stride, i64 mn_left, i64 k_left) const {
-        const i64 pitch = CONTIG_K ? mn_stride : k_stride, along_left = CONTIG_K ? k_left : mn_left, across_left = CONTIG_K ? mn_left : k_left;
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            const i64 left = across(c) < across_left ? along_left - along(c) : 0;
-            const int bytes = int(min64(max64(left, 0), V)) * int(sizeof(T));
-            const T* from = bytes > 0 ? (const T*)base + across(c) * pitch + along(c) : (const T*)base;
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(tile + across(c) * PITCH + along(c))), "l"(from), "r"(bytes) : "memory");
-        }
-    }
-
     union Chunk { uint4 q; uint2 h[2]; u32 w[4]; T e[V]; };
     Chunk chunk[CHUNKS];
 
@@ -43,26 +29,54 @@ struct TileLoad {
     static __device__ __forceinline__ int along(int c) { return ((threadIdx.x + c * THREADS) % (ALONG / V)) * V; }
     static __device__ __forceinline__ int across(int c) { return (threadIdx.x + c * THREADS) / (ALONG / V); }
 
-    // `base` points at the tile's first element; `mn_left`, `k_left` say how many are owned.
-    __device__ __forceinline__ void load(const char* base, i64 mn_stride, i64 k_stride, i64 mn_left, i64 k_left, int width) {
+    i64 offset[CHUNKS];      // bytes from the k-block's base to each chunk
+    int owned[CHUNKS];       // of its elements, how many lie inside along mn (all V or none where k is contiguous)
+    int width;
+
+    // Once per tile: what does not change from one k-block to the next.
+    __device__ __forceinline__ void begin(const char* base, i64 mn_stride, i64 k_stride, i64 mn_left, i64 k) {
         const i64 step = CONTIG_K ? k_stride : mn_stride, pitch = CONTIG_K ? mn_stride : k_stride;
-        const i64 along_left = CONTIG_K ? k_left : mn_left, across_left = CONTIG_K ? mn_left : k_left;
+        width = access_width<T>(base, step, pitch, CONTIG_K ? k : mn_left);
+        const int left = int(min64(mn_left, MN));
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
+            offset[c] = (across(c) * pitch + along(c) * step) * i64(sizeof(T));
+            owned[c] = CONTIG_K ? (across(c) < left ? V : 0) : max(min(left - along(c), V), 0);
+        }
+    }
+    // Elements of chunk c that exist in a block with k_left of k.
+    __device__ __forceinline__ int count(int c, int k_left) const {
+        return CONTIG_K ? min(owned[c], max(k_left - along(c), 0)) : across(c) < k_left ? owned[c] : 0;
+    }
+
+    // Straight from global to shared memory, where 16-byte accesses are allowed; bytes past the edge
+    // arrive as zeros. Nothing passes through registers, so blocks far ahead cost none.
+    template <int PITCH> __device__ __forceinline__ void start(T* tile, const char* base, int k_left) const {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const int bytes = count(c, k_left) * int(sizeof(T));
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(tile + across(c) * PITCH + along(c))), "l"(bytes ? base + offset[c] : base), "r"(bytes) : "memory");
+        }
+    }
+
+    // Into registers, as wide as the alignment allows; `step` is the stride along the contiguous direction.
+    __device__ __forceinline__ void load(const char* base, i64 step, int k_left) {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            const int left = count(c, k_left);
+            const char* from = base + offset[c];
             chunk[c].q = make_uint4(0, 0, 0, 0);
-            const i64 left = across(c) < across_left ? along_left - along(c) : 0;
-            const T* from = (const T*)base + across(c) * pitch + along(c) * step;
-            if (left >= V && width >= 16) {
+            if (left == V && width == 16) {
                 chunk[c].q = __ldg((const uint4*)from);
-            } else if (left >= V && width >= 8) {
+            } else if (left == V && width == 8) {
                 chunk[c].h[0] = __ldg((const uint2*)from), chunk[c].h[1] = __ldg((const uint2*)from + 1);
-            } else if (left >= V && width >= 4) {
+            } else if (left == V && width == 4) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) chunk[c].w[i] = __ldg((const u32*)from + i);
             } else if (left > 0) {
 #pragma unroll
                 for (int i = 0; i < V; ++i)
-                    if (i < left) chunk[c].e[i] = from[i * step];
+                    if (i < left) chunk[c].e[i] = *(const T*)(from + i * step * i64(sizeof(T)));
             }
         }
     }

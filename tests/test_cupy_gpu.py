@@ -1,0 +1,96 @@
+"""The cupy backend on a GPU: every kernel on every form, sizes that change under a graph, no recompilation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import multigemm as mg
+from multigemm.backends.cupy import config as configs
+from multigemm.staging import staged_spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+Make = Callable[[], mg.GroupedGemmProblem]
+OFFSETS = [3, 103, 103, 220, 300]
+
+
+def r(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def cut() -> torch.Tensor:
+    return torch.tensor(OFFSETS, device="cuda")
+
+
+FORMS: dict[str, Make] = {
+    "jagged_m": lambda: mg.GroupedGemmProblem(r(304, 136), r(4, 136, 264), offsets=cut()),
+    "jagged_m, weights by columns": lambda: mg.GroupedGemmProblem(r(304, 136), r(4, 264, 136).mT, offsets=cut()),
+    "jagged_m, rows by columns": lambda: mg.GroupedGemmProblem(r(136, 304).T, r(4, 136, 264), offsets=cut()),
+    "jagged_m, one B": lambda: mg.GroupedGemmProblem(r(304, 136), r(136, 264), offsets=cut()),
+    "jagged_n": lambda: mg.GroupedGemmProblem(r(4, 72, 136), r(136, 304), offsets=cut(), jagged="n"),
+    "jagged_k": lambda: mg.GroupedGemmProblem(r(304, 264).T, r(304, 136), offsets=cut(), jagged="k"),
+    "batched": lambda: mg.GroupedGemmProblem(r(3, 300, 136), r(3, 136, 264)),
+    "masked": lambda: mg.GroupedGemmProblem(
+        r(3, 300, 136), r(3, 136, 264), valid_rows=torch.tensor([0, 300, 77], device="cuda")
+    ),
+    "list": lambda: mg.GroupedGemmProblem([r(300, 64), r(5, 128), r(0, 8)], [r(64, 264), r(128, 8), r(8, 16)]),
+    "odd strides": lambda: mg.GroupedGemmProblem(r(304, 137), r(4, 137, 263), offsets=cut()),
+    "any epilogue": lambda: mg.GroupedGemmProblem(
+        r(304, 136), r(4, 136, 264), offsets=cut(), alpha=0.5, beta=2.0, c=r(304, 264), bias=r(4, 264),
+        activation="gelu", out_dtype=torch.float32,
+    ),
+    "float64": lambda: mg.GroupedGemmProblem(r(2, 70, 50, dtype=torch.float64), r(2, 50, 90, dtype=torch.float64)),
+    "tf32": lambda: mg.GroupedGemmProblem(
+        r(2, 150, 50, dtype=torch.float32), r(2, 50, 190, dtype=torch.float32), precision="tf32"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_config_gives_the_right_answer_twice(name: str) -> None:
+    problem = FORMS[name]()
+    for config in configs.candidates(staged_spec(problem), problem.device):
+        plan = mg.plan(problem, backend="cupy", config=config)
+        first = [x.clone() for x in _arrays(plan())]
+        assert mg.verify(problem, plan()), (config, str(mg.verify(problem, plan())))
+        assert all(torch.equal(x, y) for x, y in zip(first, _arrays(plan()), strict=True)), config
+
+
+def _arrays(result: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(result) if isinstance(result, list) else [result]
+
+
+def test_a_graph_sees_new_sizes() -> None:
+    offsets = cut()
+    problem = mg.GroupedGemmProblem(r(304, 136), r(4, 136, 264), offsets=offsets)
+    plan = mg.plan(problem, backend="cupy")
+    plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = plan()
+    for seed in range(20):
+        rng = random.Random(seed)
+        offsets.copy_(torch.tensor(sorted(rng.randint(0, 304) for _ in range(5))))
+        graph.replay()
+        assert mg.verify(problem, out), seed
+
+
+def test_random_sizes_compile_nothing() -> None:
+    from multigemm.backends.cupy.build import counts
+
+    weights = {groups: r(groups, 136, 264) for groups in range(2, 7)}
+    mg.solve(mg.GroupedGemmProblem(r(9000, 136), weights[2], sizes=torch.tensor([1, 2])), "cupy")
+    before = None
+    for seed in range(60):
+        rng = random.Random(seed)
+        groups = rng.randint(2, 6)
+        sizes = torch.tensor([rng.randint(2000, 3000) for _ in range(groups)])
+        mg.solve(mg.GroupedGemmProblem(r(int(sizes.sum()), 136), weights[groups], sizes=sizes), "cupy")
+        before = before or counts["loaded"]
+    assert counts["loaded"] == before
