@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -42,6 +43,7 @@ from multigemm.spec import ProblemSpec
 
 SIMULATOR_SWITCH_SECONDS = 2e-5
 OVERLAP = False
+ZEROS_PER_BLOCK = 16384
 
 
 def list_table(ops: Operands) -> npt.NDArray[np.int64]:
@@ -74,7 +76,9 @@ def most_tiles(call: Call, table: npt.NDArray[np.int64] | None, bm: int, bn: int
 
 def zeroing_blocks(call: Call, signature: Signature) -> int:
     """Blocks that are worth starting for rows that no group owns (none, where the caller owns them)."""
-    return -(-call.m * max(call.n, 1) * max(call.groups, 1) // 4096) if signature.zero_unowned else 0
+    if not signature.zero_unowned:
+        return 0
+    return -(-call.m * call.n * (call.groups if call.valid else 1) // ZEROS_PER_BLOCK)
 
 
 def pack(call: Call, alpha: float, beta: float, more: tuple[int, ...] = ()) -> bytes:
@@ -164,7 +168,7 @@ def _emulated(config: SimtConfig, signature: Signature) -> Bind:
         grid = max(1, min(tiles, 2))
 
         def launch() -> None:
-            with _quick_switches():
+            with _simulating():
                 kernel[grid, config.threads](call, ops.alpha, ops.beta)
 
         return keeping(launch, host)
@@ -173,12 +177,18 @@ def _emulated(config: SimtConfig, signature: Signature) -> Bind:
 
 
 @contextmanager
-def _quick_switches() -> Iterator[None]:
-    """The simulator's manager polls its threads in a busy loop and holds them up for a whole switch interval."""
+def _simulating() -> Iterator[None]:
+    """Makes the simulator quick and quiet.
+
+    Its manager polls its threads in a busy loop and holds them up for a whole switch interval each
+    time; and NumPy scalars warn of the NaN and infinities that a GPU computes silently.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(SIMULATOR_SWITCH_SECONDS)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
     finally:
         sys.setswitchinterval(before)
 
