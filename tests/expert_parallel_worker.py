@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import multigemm as mg
 from multigemm.nn import MoE
 from multigemm.nn.parallel import ExpertParallel
+from tests import dtensor_cases
 
 EXPERTS, WIDTH, HIDDEN, TOP = 8, 6, 5, 2
 TIMEOUT = 20
@@ -106,7 +107,7 @@ if __name__ == "__main__":
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
     )
-    {"agree": agree, "refuse": refuse, "die": die}[scenario]()
+    {"agree": agree, "refuse": refuse, "die": die, "dtensor": dtensor_cases.main}[scenario]()
     dist.barrier()
     dist.destroy_process_group()
     print("fine", flush=True)

@@ -16,6 +16,7 @@ SHOWS = {
     "jagged_batch.py": ["8 products in one call", "chosen:", "gradient (the empty sentence's is exactly 0)"],
     "moe_training.py": ["one network", "columns: inputs that each expert got", "times smaller"],
     "transformers_switch.py": ["logits: largest difference", "generated tokens equal: True", "one training step"],
+    "expert_parallel.py": ["rank 0 of 2", "rank 1 of 2", "loss"],
     "own_backend/run.py": ["null, padded", "one padded bmm", "there is no epilogue here"],
 }
 LIMIT = 60
@@ -31,12 +32,13 @@ def test_example(script: str) -> None:
     if "transformers" in script and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed: pip install transformers")
     start = time.perf_counter()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, f"examples/{script}"],
+        [sys.executable, *(torchrun if script == "expert_parallel.py" else []), f"examples/{script}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         timeout=4 * LIMIT,
     )
     assert done.returncode == 0, done.stderr[-2000:]

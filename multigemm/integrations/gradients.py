@@ -193,14 +193,21 @@ def span(cut: Mapping[str, Any]) -> Any:
 
 def _owned(call: Call, extent: int) -> Tensor:
     """Which rows (jagged m: [T, 1]; masked: [G, M, 1]) or columns (jagged n: [T]) belong to a group."""
-    index = torch.arange(extent, device=call.a.device)
     if call.form == "masked":
         valid = torch.as_tensor(call.cut["valid_rows"], device=call.a.device)
-        live: Tensor = index < valid.unsqueeze(1)
+        live: Tensor = _numbers(extent, valid, call.a.device) < valid.unsqueeze(1)
         return live.unsqueeze(2)
     first, last = span(call.cut)[:2]
+    index = _numbers(extent, first, call.a.device)
     owned: Tensor = (index >= first) & (index < last)
     return owned.unsqueeze(1) if call.form == "jagged_m" else owned
+
+
+def _numbers(extent: int, like: Any, device: torch.device) -> Tensor:
+    """0, 1, 2, ... as the kind of tensor that `like` is: a plain one does not mix with a DTensor."""
+    if not isinstance(like, Tensor) or type(like) is Tensor:
+        return torch.arange(extent, device=device)
+    return like.new_ones(extent).cumsum(0) - 1
 
 
 def _owned_only(call: Call, d: Tensor) -> Tensor:

@@ -29,12 +29,12 @@ SCHEMA = (
 CUTS = ("offsets", "sizes", "ends", "valid_rows")
 _library: Any = torch.library.Library("multigemm", "DEF")  # type: ignore[no-untyped-call]
 _library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-_op: Any = torch.ops.multigemm.grouped_gemm.default
+overload: Any = torch.ops.multigemm.grouped_gemm.default
 
 
 def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
     """The operator as a function, with the keywords of `multigemm.grouped_gemm` that a graph can hold."""
-    return _op(a, b, **keywords)  # type: ignore[no-any-return]
+    return overload(a, b, **keywords)  # type: ignore[no-any-return]
 
 
 # --- shapes without data ----------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def _unsqueezed(call: Call) -> Call:
     return replace(call, a=call.a.unsqueeze(0), b=call.b.unsqueeze(0), c=c)
 
 
-_general = make_autograd_impl(_op, Info(_backward, _keep))
+_general = make_autograd_impl(overload, Info(_backward, _keep))
 # A call is plain if nothing but a kernel is left to run below autograd: no mode, no transform, no wrapper.
 _Keys = torch._C.DispatchKeySet
 _PLAIN = (
@@ -171,7 +171,7 @@ def _autocast(keyset: Any, a: Tensor, b: Tensor, *rest: Any, **options: Any) -> 
     cuts, extras = rest[:4], rest[4:]
     extras = tuple(x if x is None or x.dtype is torch.float32 else _lower(x, dtype) for x in extras)
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-        return _op(_lower(a, dtype), _lower(b, dtype), *cuts, *extras, **options)
+        return overload(_lower(a, dtype), _lower(b, dtype), *cuts, *extras, **options)
 
 
 def _lower(x: Tensor, dtype: torch.dtype) -> Tensor:
