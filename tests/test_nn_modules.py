@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multigemm as mg
+from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import Experts, GroupedLinear, MoE
 
@@ -115,3 +116,15 @@ def test_routing_undoes_itself() -> None:
     torch.testing.assert_close(combine(rows, weights, routing), x * weights.sum(1, keepdim=True))
     assert torch.autograd.gradcheck(lambda x, w: combine(dispatch(x, routing) ** 2, w, routing), (x, weights))
     assert torch.autograd.gradgradcheck(lambda x, w: combine(dispatch(x, routing) ** 2, w, routing), (x, weights))
+
+
+@pytest.mark.parametrize(("gate", "plain"), [(swiglu, F.silu), (geglu, F.gelu)])
+def test_gates(gate: Any, plain: Any) -> None:
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(gate(x), plain(x[:, :3]) * x[:, 3:])
+    assert torch.autograd.gradcheck(gate, x)
+    assert torch.autograd.gradgradcheck(gate, x)
+    torch.library.opcheck(torch.ops.multigemm.gated.default, (x.float().detach().requires_grad_(), gate is geglu))
+    half = torch.randn(50, 64, dtype=torch.bfloat16)
+    exact = plain(half[:, :32].double()) * half[:, 32:].double()
+    assert torch.equal(gate(half), exact.to(torch.bfloat16)) or (gate(half) - exact).abs().max() < 0.05

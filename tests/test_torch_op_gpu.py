@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import multigemm as mg
 from multigemm.integrations import grouped_gemm
+from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import MoE
 from tests.torch_op_cases import FORMS, bias_shapes, operands, result_shape
@@ -73,6 +76,20 @@ def test_the_routing_kernels_are_the_plain_routing(dtype: torch.dtype) -> None:
         leaves = [t.detach().to(device).requires_grad_() for t in (x, weights)]
         out = combine(dispatch(leaves[0], routing) * 2, leaves[1], routing)
         results.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("gate", [swiglu, geglu])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_gate_kernels_are_the_plain_gates(dtype: torch.dtype, gate: Any) -> None:
+    x = (torch.randn(37, 2 * 1100) * 3).to(dtype)
+    results = []
+    for device in ("cpu", "cuda"):
+        leaf = x.detach().to(device).requires_grad_()
+        out = gate(leaf)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), leaf)])
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)

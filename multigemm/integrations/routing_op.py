@@ -28,9 +28,15 @@ def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int
 
 
 @cache
+def triton_is_here() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
 def _kernels() -> Any:
     """The Triton kernels, or None where Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
+    if not triton_is_here():
         return None
     from multigemm.integrations import routing_kernels
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from multigemm.integrations.gate_op import swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
 
 NAME = "multigemm"
+SILU = (type(ACT2FN["silu"]),)
 
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -27,13 +30,22 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     routing = route(top_k_index, experts.num_experts)
     rows = dispatch(hidden_states, routing)
     hidden = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, routing.ends)
-    hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    hidden = _activated(experts, hidden)
     rows = _linear(experts, "down_proj", hidden, routing.ends)
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
     if getattr(experts, "_is_expert_parallel", False):  # pairs that another rank computes
         top_k_weights = top_k_weights.masked_fill(top_k_index >= experts.num_experts, 0)
     return combine(rows, top_k_weights, routing).to(hidden_states.dtype)
+
+
+def _activated(experts: Any, hidden: Tensor) -> Tensor:
+    """The model's own gate, or, where that is SwiGLU in transformers' default layout, ours: one pass, one rounding."""
+    if not experts.has_gate:
+        return experts.act_fn(hidden)  # type: ignore[no-any-return]
+    if type(experts)._apply_gate is _default_apply_gate and type(experts.act_fn) in SILU:
+        return swiglu(hidden)
+    return experts._apply_gate(hidden)  # type: ignore[no-any-return]
 
 
 def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:

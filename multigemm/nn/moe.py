@@ -10,15 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multigemm import epilogue
+from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.nn.linear import init_linear_
 
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
 PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
 
 
@@ -81,8 +81,7 @@ class Experts(nn.Module):
         gated = self.activation in GATED
         hidden = self._linear(self.first, rows, ends, None if gated else self.activation)
         if gated:
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = GATED[self.activation](gate) * up
+            hidden = GATED[self.activation](hidden)
         return self._linear("down_proj", hidden, ends, None)
 
     def _spread(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
