@@ -37,5 +37,12 @@ def grouped_gemm(
         if isinstance(keywords.get(name), list | tuple):
             keywords[name] = torch.tensor(keywords[name], device=a.device)
     names = backend if isinstance(backend, str) else ",".join(backend)
-    result: Tensor = torch.ops.multigemm.grouped_gemm(a, b, backend=names, **keywords)
+    if torch.is_autocast_enabled(a.device.type):  # the operator obeys autocast, a problem means what it says
+        with torch.autocast(a.device.type, enabled=False):
+            return _operator(a, b, backend=names, **keywords)
+    return _operator(a, b, backend=names, **keywords)
+
+
+def _operator(*args: Any, **keywords: Any) -> Tensor:
+    result: Tensor = torch.ops.multigemm.grouped_gemm(*args, **keywords)
     return result

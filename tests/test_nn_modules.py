@@ -105,9 +105,10 @@ def test_moe_keeps_shapes_returns_logits_and_repeats_its_bits() -> None:
 
 
 def test_routing_undoes_itself() -> None:
-    index = torch.tensor([[2, 0], [2, 9], [0, 2], [1, 2]])  # 9: some other rank's expert
+    index = torch.tensor([[2, 0], [2, 9], [0, 2], [1, -1]])  # 9 and -1: nobody's here
     routing = route(index, 4)
-    assert routing.ends.tolist() == [2, 3, 7, 7]
+    assert routing.ends.tolist() == [2, 3, 6, 6]
+    assert route(index, 1 << 16).ends[[0, 9, -1]].tolist() == [2, 7, 7]
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
     rows = dispatch(x, routing)

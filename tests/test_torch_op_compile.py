@@ -83,6 +83,19 @@ def test_inductor_gives_the_same() -> None:
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x, ends), layer(x, ends))
 
 
+def test_autocast_does_not_change_a_problem() -> None:
+    x, w, sizes = torch.randn(4, 8), torch.randn(3, 8, 5), torch.tensor([1, 2, 1])
+
+    def call(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y: Tensor = mg.grouped_gemm(x, w, sizes=sizes)
+            return y
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert compiled(x).dtype is call(x).dtype is torch.float32
+    assert torch.equal(compiled(x), call(x))
+
+
 def test_what_no_graph_can_hold_is_refused() -> None:
     x, w = torch.randn(4, 8), torch.randn(3, 8, 5)
     compiled = torch.compile(mg.grouped_gemm, fullgraph=True, backend="aot_eager")
