@@ -21,6 +21,7 @@ from multigemm.backends.numba.config import (
     HOPPER_MEDIUM,
     HOPPER_NARROW,
     MMA,
+    MMA_SMALL,
     SIMT,
     SIMT_LARGE,
     Config,
@@ -43,7 +44,7 @@ def number(pattern: str, log: str) -> int:
     return int(found.group(1))
 
 
-@pytest.mark.parametrize("config", [SIMT, SIMT_LARGE, MMA, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER], ids=str)
+@pytest.mark.parametrize("config", [SIMT, SIMT_LARGE, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER], ids=str)
 def test_shipped_config_fits_the_registers(config: Config) -> None:
     image = build.assemble(build.to_ltoir(config, PLAIN, HOPPER_GPU), HOPPER_GPU)
     assert number(r"Used (\d+) registers", image.log) * config.threads <= 65536

@@ -16,9 +16,9 @@ from numba_cases import DTYPES, Maker, cases, operands  # noqa: E402
 from numba_contract import checks  # noqa: E402
 
 from multigemm.backends.numba import BACKEND, build  # noqa: E402
-from multigemm.backends.numba.config import HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, MMA, SIMT, SIMT_LARGE  # noqa: E402
+from multigemm.backends.numba.config import HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, MMA, MMA_SMALL, SIMT, SIMT_LARGE  # noqa: E402
 
-CONFIGS = (SIMT, SIMT_LARGE, MMA, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)
+CONFIGS = (SIMT, SIMT_LARGE, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)
 DEVICE = "cuda"
 SCALE = 8
 """Extents become multiples of 8, so that rows are aligned; offsets do not."""
@@ -64,7 +64,7 @@ def test_new_token_and_group_counts_compile_nothing() -> None:
         b = torch.randn(groups, 64, 256, device=DEVICE, dtype=torch.bfloat16)
         return mg.GroupedGemmProblem(a, b, offsets=offsets)
 
-    for config in (SIMT, MMA, HOPPER_NARROW):
+    for config in (SIMT, MMA_SMALL, HOPPER_NARROW):
         mg.solve(problem(3, 100), backend="numba", config=config)
         before = len(build.compilations)
         for _ in range(67):

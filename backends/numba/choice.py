@@ -11,6 +11,7 @@ from multigemm.backends.numba.config import (
     HOPPER_MEDIUM,
     HOPPER_NARROW,
     MMA,
+    MMA_SMALL,
     SIMT,
     SIMT_EMULATED,
     SIMT_LARGE,
@@ -82,7 +83,11 @@ def _dtype_obstacle(spec: ProblemSpec) -> str:
 
 
 def _mma(spec: ProblemSpec, device: torch.device) -> list[Config]:
-    return [] if mma_obstacle(spec, device) else [MMA]
+    if mma_obstacle(spec, device):
+        return []
+    rows = rows_per_group(spec)
+    small = rows <= FEW_ROWS or _tiles(spec, rows, MMA.bm) < MULTIPROCESSORS
+    return [MMA_SMALL, MMA] if small else [MMA, MMA_SMALL]
 
 
 def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:

@@ -95,7 +95,7 @@ class SimtConfig:
 
 @dataclass(frozen=True, slots=True)
 class MmaConfig:
-    """Tiles of bm x bn (multiples of 64, 4 warps of 64 x 64) by mma.sync, `stages` stages of 128 bytes of k."""
+    """Tiles of bm x bn by mma.sync, `stages` stages of 128 bytes of k; bn is 64 or 128."""
 
     kernel: ClassVar[str] = "mma"
     threads: ClassVar[int] = 128
@@ -126,6 +126,7 @@ HOPPER = HopperConfig()
 HOPPER_MEDIUM = HopperConfig(128, 6)
 HOPPER_NARROW = HopperConfig(64, 8, cluster=1)
 MMA = MmaConfig()
+MMA_SMALL = MmaConfig(64, 64, 4)
 SIMT = SimtConfig()
 SIMT_LARGE = SimtConfig(128, 128, 8, 8, 8)
 SIMT_EMULATED = SimtConfig(8, 8, 8, 4, 4)

@@ -1,7 +1,8 @@
 """The tensor-core kernel for sm_80 and later: cp.async, ldmatrix, mma.sync.
 
-A block of four warps computes 128 x 128 tiles of C, each warp 64 x 64 of them in 128 registers per
-thread, over stages of 128 bytes of k. While a stage is multiplied, the next ones are on their way.
+A block of four warps computes a tile of C, 128 x 128 in the large config, of which each warp keeps
+64 x 64 in 128 registers per thread, over stages of 128 bytes of k. While one is multiplied, the next
+are on their way.
 The sums leave through shared memory, so that stores are wide and the epilogue is that of every kernel.
 Each warp walks the schedule for itself, with shuffles alone, which saves a small problem its barriers.
 """
@@ -19,14 +20,13 @@ from multigemm.backends.numba import ptx
 from multigemm.backends.numba.hopper_epilogue import make_flush_32
 from multigemm.backends.numba.memory import BYTES
 from multigemm.backends.numba.mma_fragments import make_copy, make_fragments, make_warp_stage, make_warp_step
-from multigemm.backends.numba.mma_shape import ALIGNMENT, KEPT_ROWS, ROW_BYTES, SIZE, THREADS
+from multigemm.backends.numba.mma_shape import ALIGNMENT, KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS, kept_rows
 from multigemm.backends.numba.operand import make_operands
 from multigemm.backends.numba.ptx_asm import make_zeros, shared_address
 from multigemm.backends.numba.runtime import kernel, synchronising
 from multigemm.backends.numba.schedule import extent, make_zero_unowned
 from multigemm.backends.numba.warp_schedule import make_warp_schedule
 
-STAGING = KEPT_ROWS * KEPT_ROWS * 4
 int32 = types.int32
 
 
@@ -39,8 +39,10 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
     stage_bytes, ahead = (bm + bn) * ROW_BYTES, stages - 1
     copy_a, a_lies_across = make_copy(kind, bm, THREADS, a_across, a_aligned)
     copy_b, b_lies_across = make_copy(kind, bn, THREADS, b_across, b_aligned)
-    load_a, load_b = make_fragments(a_lies_across, True, bm), make_fragments(b_lies_across, False, bn)
-    warp_step, zeros = make_warp_step(kind), make_zeros(KEPT_ROWS * KEPT_ROWS // 32)
+    kept, across_warps = kept_rows(config), bn // KEPT_COLUMNS
+    load_a = make_fragments(a_lies_across, True, bm, kept)
+    load_b = make_fragments(b_lies_across, False, bn, KEPT_COLUMNS)
+    warp_step, zeros = make_warp_step(kind, kept), make_zeros(kept * KEPT_COLUMNS // 32)
     wait = ptx.make_cp_async_wait(stages - 2)
 
     @synchronising
@@ -48,7 +50,8 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
         a_base, a_row, a_col = a
         b_base, b_row, b_col = b
         lane, warp = thread & 31, thread >> 5
-        first_row, first_column = (warp >> 1) * KEPT_ROWS, (warp & 1) * KEPT_ROWS
+        first_row = int32(warp // int32(across_warps) * kept)
+        first_column = int32(warp % int32(across_warps) * KEPT_COLUMNS)
         acc = zeros()
         blocks = int32((k + (bk - 1)) // bk)
         for block in range(ahead):
@@ -101,14 +104,16 @@ def make_kernel(config, signature):
     )
     scan, locate, piece = make_warp_schedule(bm, bn)
     zero_unowned, zeroes = make_zero_unowned(signature.out, "f32"), signature.zero_unowned
-    stage, flush = make_warp_stage(), make_flush_32(signature, 32)
+    stage, flush = make_warp_stage(kept_rows(config)), make_flush_32(signature, 32)
+    kept, across_warps = kept_rows(config), bn // KEPT_COLUMNS
+    staging_bytes = kept * KEPT_COLUMNS * 4
 
     @kernel
     def mma(p, alpha, beta):
         base = (shared_address(cuda.shared.array(0, np.uint8)) + int32(ALIGNMENT - 1)) & int32(-ALIGNMENT)
         thread = int32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
-        staging = int32(base + warp * STAGING)
+        staging = int32(base + warp * staging_bytes)
         lane_at = int32(staging + (lane >> 2) * 256 + (lane & 3) * 8)
         twist = int32(((lane >> 3) & 3) * 32)
         low, high, total = scan(p, lane)
@@ -121,9 +126,9 @@ def make_kernel(config, signature):
             left = a + i0 * a_row * in_size, a_row, a_col
             right = b + j0 * b_col * in_size, b_row, b_col
             acc = main_loop(base, left, right, height, n - j0, k, thread)
-            above = (warp >> 1) * KEPT_ROWS
-            i, j = i0 + above, j0 + (warp & 1) * KEPT_ROWS
-            rows, columns = min(height - above, KEPT_ROWS), n - j
+            above = warp // int32(across_warps) * kept
+            i, j = i0 + above, j0 + warp % int32(across_warps) * KEPT_COLUMNS
+            rows, columns = min(height - above, kept), n - j
             stage(acc, lane_at, twist)
             cuda.syncwarp()
             out, out_row, out_col = operand_out(p, g, start)

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba.cuda import types
 
 from multigemm.backends.numba import ptx
-from multigemm.backends.numba.mma_shape import KEPT_ROWS, ROW_BYTES, SIZE
+from multigemm.backends.numba.mma_shape import KEPT_COLUMNS, ROW_BYTES, SIZE
 from multigemm.backends.numba.ptx_asm import floats, instruction, with_arity, words
 from multigemm.backends.numba.runtime import synchronising
 
@@ -112,35 +112,38 @@ def make_copy(kind, width, threads, across, aligned):
 
 
 @cache
-def make_fragments(across, left, width):
-    """load(tile, step, first, lane) -> 16 words: KEPT_ROWS rows of the own dimension x 32 bytes of k of a warp.
+def make_fragments(across, left, width, rows):
+    """load(tile, step, first, lane) -> a warp's words: `rows` (16, 32, 64) of the own dimension x 32 bytes of k.
 
     `left` is A, whose four matrices go m before k; B's go k before n.
     """
     pitch = width * 2
 
     @synchronising
-    def load(tile, step, first, lane):
+    def sixteen(tile, step, first, lane):
+        """The words of 16 rows."""
         inner, low, high = lane & 7, (lane >> 3) & 1, lane >> 4
         own, k = (low, high) if left else (high, low)
         if across:
-            row = step * 16 + k * 8 + inner
-            at = tile + row * pitch
-            c = (first >> 3) + own
-            return (
-                _ld4t(at + ((c ^ inner) << 4)) + _ld4t(at + (((c + 2) ^ inner) << 4))
-                + _ld4t(at + (((c + 4) ^ inner) << 4)) + _ld4t(at + (((c + 6) ^ inner) << 4))
-            )  # fmt: skip
-        at = tile + (first + own * 8 + inner) * ROW_BYTES + (((2 * step + k) ^ inner) << 4)
-        return _ld4(at) + _ld4(at + 16 * ROW_BYTES) + _ld4(at + 32 * ROW_BYTES) + _ld4(at + 48 * ROW_BYTES)
+            chunk = (first >> 3) + own
+            return _ld4t(tile + (step * 16 + k * 8 + inner) * pitch + ((chunk ^ inner) << 4))
+        return _ld4(tile + (first + own * 8 + inner) * ROW_BYTES + (((2 * step + k) ^ inner) << 4))
 
-    return load
+    @synchronising
+    def thirty_two(tile, step, first, lane):
+        return sixteen(tile, step, first, lane) + sixteen(tile, step, first + 16, lane)
+
+    @synchronising
+    def sixty_four(tile, step, first, lane):
+        return thirty_two(tile, step, first, lane) + thirty_two(tile, step, first + 32, lane)
+
+    return {16: sixteen, 32: thirty_two, 64: sixty_four}[rows]
 
 
 @cache
-def make_warp_step(kind):
-    """step(acc[128], a[16], b[16]) -> acc: a warp's 64 x 64 products over 32 bytes of k, 32 mma in a row."""
-    rows, columns = KEPT_ROWS // 16, KEPT_ROWS // 8
+def make_warp_step(kind, kept):
+    """step(acc, a, b) -> acc: a warp's kept x 64 products over 32 bytes of k, all its mma in a row."""
+    rows, columns = kept // 16, KEPT_COLUMNS // 8
     shape, _, _ = ptx.MMA[kind]
     text = f"mma.sync.aligned.{shape} {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
     constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
@@ -153,13 +156,12 @@ def make_warp_step(kind):
         call = ir.InlineAsm(function, text, constraints, side_effect=False)
         a = [builder.extract_value(a, i) for i in range(rows * 4)]
         b = [builder.extract_value(b, i) for i in range(columns * 2)]
-        for i in range(rows):
-            for j in range(columns):
-                first = (i * columns + j) * 4
-                sums = [builder.extract_value(acc, first + x) for x in range(4)]
-                out = builder.call(call, [*a[4 * i : 4 * i + 4], *b[2 * j : 2 * j + 2], *sums])
-                for x in range(4):
-                    acc = builder.insert_value(acc, builder.extract_value(out, x), first + x)
+        for i, j in product(range(rows), range(columns)):
+            first = (i * columns + j) * 4
+            sums = [builder.extract_value(acc, first + x) for x in range(4)]
+            out = builder.call(call, [*a[4 * i : 4 * i + 4], *b[2 * j : 2 * j + 2], *sums])
+            for x in range(4):
+                acc = builder.insert_value(acc, builder.extract_value(out, x), first + x)
         return acc
 
     takes = (floats(rows * columns * 4), words(rows * 4), words(columns * 2))
@@ -167,12 +169,12 @@ def make_warp_step(kind):
 
 
 @cache
-def make_warp_stage():
-    """stage(acc[128], address of this lane's first element, twist): float32 rows of 256 bytes.
+def make_warp_stage(kept):
+    """stage(acc, address of this lane's first element, twist): float32 rows of 256 bytes.
 
     `twist` is the swizzle of the lane's rows in bytes; they are 8 apart, so it is the same for all.
     """
-    rows, columns = KEPT_ROWS // 16, KEPT_ROWS // 8
+    rows, columns = kept // 16, KEPT_COLUMNS // 8
     word = ir.IntType(32)
     emit = ir.FunctionType(ir.VoidType(), [word, ir.FloatType(), ir.FloatType()])
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 from multigemm.backends.numba.config import MmaConfig
 
 ROW_BYTES = 128
-KEPT_ROWS = 64
-"""Rows, and columns, of C that a warp keeps in registers."""
+KEPT_COLUMNS = 64
+"""Columns of C that a warp keeps in registers; `kept_rows` says how many rows."""
 WARPS = 4
 THREADS = WARPS * 32
 SIZE = {"f16": 2, "bf16": 2, "tf32": 4}
 ALIGNMENT = 128
 
 
+def kept_rows(config: MmaConfig) -> int:
+    """Rows of C that a warp keeps: the warps first share the columns, then the rows."""
+    return config.bm * (config.bn // KEPT_COLUMNS) // WARPS
+
+
 def shared_bytes(config: MmaConfig) -> int:
     """The stages, which the epilogue reuses; and what aligning their base may cost."""
-    staging = WARPS * KEPT_ROWS * KEPT_ROWS * 4
+    staging = WARPS * kept_rows(config) * KEPT_COLUMNS * 4
     return max(config.stages * (config.bm + config.bn) * ROW_BYTES, staging) + ALIGNMENT - 16
