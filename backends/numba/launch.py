@@ -128,11 +128,13 @@ def _hopper(config: HopperConfig, signature: Signature, device: torch.device) ->
         grid = -(-blocks // config.cluster) * config.cluster
         if grid == 0:
             return _nothing
-        maps = to_device(tensor_maps(config, signature, call, host), ops.device)
-        counters = torch.zeros(2, dtype=torch.int32, device=ops.device)
-        arguments = pack(call, ops.alpha, ops.beta, (maps.data_ptr(), counters.data_ptr()))
+        maps = tensor_maps(config, signature, call, host)
+        # One upload: the maps, and a word for the two counters of the scheduler, which start at 0.
+        workspace = to_device(np.append(maps, np.int64(0)), ops.device)
+        at = workspace.data_ptr()
+        arguments = pack(call, ops.alpha, ops.beta, (at, at + maps.nbytes))
         launch = function.launcher(grid, config.threads, arguments, config.cluster, OVERLAP)
-        return keeping(launch, (ops, table, maps, counters))
+        return keeping(launch, (ops, table, workspace))
 
     return bind
 
