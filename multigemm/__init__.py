@@ -29,6 +29,7 @@ _HOME = {
     "MultigemmError": "errors",
     "InvalidProblem": "errors",
     "InvalidSetting": "errors",
+    "UnknownBackend": "errors",
     "BackendUnsupported": "errors",
     "BackendUnavailable": "errors",
     "NotCapturable": "errors",
@@ -47,6 +48,7 @@ __all__ = [
     "NotCapturable",
     "Plan",
     "ProblemSpec",
+    "UnknownBackend",
     "Verdict",
     "__version__",
     "expected",
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
         LibraryError,
         MultigemmError,
         NotCapturable,
+        UnknownBackend,
     )
     from multigemm.problem import GroupedGemmProblem
     from multigemm.reference.numpy_reference import expected

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from multigemm import __version__
 from multigemm.errors import MultigemmError
@@ -28,9 +29,16 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage, which `--help` tells."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def _overview() -> argparse.ArgumentParser:
     lines = "\n".join(f"  {name:8} {text}" for name, (text, _) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="multigemm",
         usage="multigemm COMMAND [options]",
         description="Grouped GEMM on CUDA: one problem, interchangeable backends, one verified answer.",
@@ -54,17 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     text, where = COMMANDS[name]
     try:
         module = importlib.import_module(f"multigemm.{where}")
-        parser = argparse.ArgumentParser(prog=f"multigemm {name}", description=text)
+        parser = Parser(prog=f"multigemm {name}", description=text)
         module.add_arguments(parser)
         code: int = module.main(parser.parse_args(rest))
-    except MultigemmError as error:
-        print(f"multigemm {name}: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         sys.stderr.close()
         return 141
+    except (MultigemmError, OSError) as error:  # OSError: a file that the user named, or the folder of the cache
+        print(f"multigemm {name}: {str(error).replace(chr(10), ';')}", file=sys.stderr)
+        return 2
     return code
 
 

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 import torch.utils.dlpack
 from torch import Tensor
+from torch.nn import Parameter
 
 from multigemm.errors import InvalidProblem
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 Kind = Literal["torch", "numpy", "cupy", "numba"]
 Step = Callable[[], object]
 
@@ -45,25 +47,64 @@ def adopt(x: Any, name: str) -> Adopted:
     root = type(x).__module__.partition(".")[0]
     if root == "cupy" and hasattr(x, "__cuda_array_interface__"):
         return _adopt_cupy(x, name)
-    if hasattr(x, "__cuda_array_interface__"):
-        kind: Kind = "numba" if root.startswith("numba") else "torch"
-        return Adopted(torch.as_tensor(x, device="cuda"), kind, x)
-    if hasattr(x, "__dlpack__"):
-        return Adopted(_checked_tensor(torch.utils.dlpack.from_dlpack(x), name), "torch", x)
+    foreign = not isinstance(x, type)  # a class has the members of its instances
+    if foreign and hasattr(x, "__cuda_array_interface__"):
+        return Adopted(_from_cuda(x, name), "numba" if root.startswith("numba") else "torch", x)
+    if foreign and hasattr(x, "__dlpack__"):
+        return Adopted(_checked_tensor(_from_dlpack(x, name), name), "torch", x)
     raise InvalidProblem(
         f"{name} is a {type(x).__name__}, not an array: pass a torch tensor, a NumPy, CuPy or Numba device array, "
         "or anything with __dlpack__ or __cuda_array_interface__"
     )
 
 
+def _from_cuda(x: Any, name: str) -> Tensor:
+    try:
+        return torch.as_tensor(x, device="cuda")
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        if isinstance(error, RuntimeError | AssertionError) and torch.cuda.is_available():
+            raise  # of the device, not of the array
+        why = "torch sees no CUDA device here" if not torch.cuda.is_available() else str(error)
+        raise InvalidProblem(
+            f"{name} is a {type(x).__name__} with __cuda_array_interface__, which torch cannot take ({why}): "
+            "pass a torch tensor"
+        ) from error
+
+
+def _from_dlpack(x: Any, name: str) -> Tensor:
+    try:
+        return torch.utils.dlpack.from_dlpack(x)
+    except Exception as error:  # the exporter is foreign code, and its failure is about this array
+        raise InvalidProblem(
+            f"{name} is a {type(x).__name__} whose __dlpack__ torch cannot take ({type(error).__name__}: {error}): "
+            "pass a torch tensor"
+        ) from error
+
+
 def _checked_tensor(x: Tensor, name: str) -> Tensor:
     if x.layout is not torch.strided:
         raise InvalidProblem(f"{name} has layout {x.layout}; grouped GEMM takes dense tensors: call .to_dense()")
-    if x.device.type not in ("cpu", "cuda"):
+    if not (x.is_cpu or x.is_cuda):
         raise InvalidProblem(f"{name} is on {x.device}; multigemm runs on cpu and cuda: move it there")
     if x.is_neg() or x.is_conj():
         raise InvalidProblem(f"{name} is a lazily negated or conjugated view: call .resolve_neg() or .resolve_conj()")
+    if x.is_nested:
+        raise InvalidProblem(f"{name} is a nested tensor: pass its matrices as a list, or .values() with .offsets()")
+    if _is_wrapped(x) or (type(x) is not Tensor and type(x) is not Parameter and not _has_memory(x)):
+        raise InvalidProblem(
+            f"{name} is a {type(x).__name__} without memory of its own (under vmap, a fake or a distributed tensor): "
+            "pass the plain tensor, or call torch.ops.multigemm.grouped_gemm"
+        )
     return x
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Whether the elements of a tensor subclass lie where it says; those of a wrapper lie elsewhere or nowhere."""
+    try:
+        storage = x.untyped_storage()
+        return x.numel() == 0 or (storage.device == x.device and storage.data_ptr() != 0)
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 class _Memory:
@@ -78,7 +119,9 @@ def _adopt_numpy(x: np.ndarray, name: str) -> Adopted:
         raise InvalidProblem(
             f"{name} has dtype {x.dtype} in foreign byte order: call .astype(x.dtype.newbyteorder('='))"
         )
-    if any(s < 0 for s in x.strides) or any(s % x.itemsize for s in x.strides):
+    if isinstance(x, np.ma.MaskedArray):
+        raise InvalidProblem(f"{name} is a masked array, and a product knows no mask: call .filled(0)")
+    if any(s < 0 or (x.itemsize and s % x.itemsize) for s in x.strides):
         mirror = _from_numpy(np.array(x, order="C"), name)
         view = _as_numpy(mirror)
         return Adopted(mirror, "numpy", x, lambda: np.copyto(view, x))
@@ -108,10 +151,12 @@ def _as_numpy(tensor: Tensor) -> np.ndarray:
 def _adopt_cupy(x: Any, name: str) -> Adopted:
     import cupy
 
+    device = torch.device("cuda", x.device.id)  # without the index, torch would copy to the current device
+
     def tensor_over(array: Any) -> Tensor:
         if array.dtype.name == "bfloat16":
-            return torch.as_tensor(array.view(cupy.int16), device="cuda").view(torch.bfloat16)
-        return torch.as_tensor(array, device="cuda")
+            return torch.as_tensor(array.view(cupy.int16), device=device).view(torch.bfloat16)
+        return torch.as_tensor(array, device=device)
 
     if not any(s < 0 for s in x.strides):
         return Adopted(tensor_over(x), "cupy", x)
@@ -164,7 +209,7 @@ def dtype_of(x: Any, name: str) -> torch.dtype:
         return x
     try:
         text = x if isinstance(x, str) else np.dtype(x).name
-    except TypeError:
+    except (TypeError, ValueError):
         text = str(x)
     found = getattr(torch, text.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):

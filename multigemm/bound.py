@@ -88,6 +88,22 @@ def _result(problem: GroupedGemmProblem, out: Operand) -> Any:
     return give_back(out[0] if problem.squeezed else out, problem.kind)
 
 
+def checked(problem: Any) -> GroupedGemmProblem:
+    """What was passed as a problem, if it is one."""
+    if not isinstance(problem, GroupedGemmProblem):
+        raise InvalidProblem(f"problem is a {type(problem).__name__}: pass GroupedGemmProblem(a, b, ...)")
+    return problem
+
+
+def refuse_gradients(problem: GroupedGemmProblem) -> None:
+    """A plan writes into memory and nothing else: what would need a gradient is not for it."""
+    if torch.is_grad_enabled() and problem.requires_grad:
+        raise InvalidProblem(
+            "an input requires grad, and a plan has no gradient: call grouped_gemm or solve, use torch.no_grad(), or "
+            ".detach() the input"
+        )
+
+
 def run(choice: Choice, problem: GroupedGemmProblem) -> Any:
     """One call: allocate, bind, launch."""
     out = allocate(problem)
@@ -112,10 +128,15 @@ class Plan:
         return self._result
 
     def run(self, problem: GroupedGemmProblem) -> Any:
-        """Solves another problem of the same spec, with an output of its own."""
+        """Solves another problem of the same spec on the same device, with an output of its own."""
+        if checked(problem).device != self.problem.device:
+            raise InvalidProblem(
+                f"this plan is for {self.problem.device} and the problem is on {problem.device}: make a plan for it"
+            )
         if problem.spec != self.problem.spec:
             seen = _difference(problem.spec, self.problem.spec)
             raise InvalidProblem(f"this plan is for another spec: {seen}; make a plan for this problem")
+        refuse_gradients(problem)
         return run(self._choice, problem)
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from multigemm.settings import settings
@@ -55,6 +56,7 @@ class DiskCache:
         """Stores a value; False where the folder cannot be written (a cache is a help, not a duty)."""
         if not settings().cache:
             return False
+        name = ""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.folder, prefix=f".{key}.")
@@ -62,17 +64,23 @@ class DiskCache:
                 file.write(MAGIC + hashlib.sha256(value).digest() + value)
             os.replace(name, self.path(key, suffix))
         except OSError:
+            if name:  # a full disk must not fill up with halves as well
+                Path(name).unlink(missing_ok=True)
             return False
         return True
 
     def entries(self) -> list[Path]:
-        """All entries, oldest first."""
-        found = [p for p in self.folder.glob("*") if not p.name.startswith(".")]
-        return sorted(found, key=lambda p: p.stat().st_mtime)
+        """All entries, oldest first; one that another process removes meanwhile is left out."""
+        found = []
+        for path in self.folder.glob("*"):
+            with suppress(FileNotFoundError):
+                if not path.name.startswith("."):
+                    found.append((path.stat().st_mtime, path))
+        return [path for _, path in sorted(found)]
 
     def clear(self) -> int:
-        """Removes all entries and says how many there were."""
+        """Removes all entries, and what broken-off writers left; says how many entries there were."""
         found = self.entries()
-        for path in found:
+        for path in (*found, *self.folder.glob(".*")):
             path.unlink(missing_ok=True)
         return len(found)

@@ -19,8 +19,8 @@ import torch
 
 from multigemm import bound, registry, tracing, tuning
 from multigemm.backend import Availability
-from multigemm.bound import Choice, Plan
-from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidProblem, InvalidSetting
+from multigemm.bound import Choice, Plan, checked
+from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting, UnknownBackend
 from multigemm.problem import GroupedGemmProblem
 from multigemm.settings import settings
 from multigemm.spec import ProblemSpec
@@ -41,27 +41,26 @@ def grouped_gemm(*args: Any, backend: Which = "auto", config: Any = None, **kwar
 
 def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Any:
     """The result of `problem`, as the caller's kind of array; differentiable where an input requires grad."""
-    if torch.is_grad_enabled() and problem.requires_grad:
+    if checked(problem).requires_grad and torch.is_grad_enabled():
         return registry.integration("differentiable").solve(problem, backend, config)
     return bound.run(choose(problem, backend, config), problem)
 
 
 def plan(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Plan:
     """A plan: compiled, bound, with its output allocated; calling it only launches."""
-    if torch.is_grad_enabled() and problem.requires_grad:
-        raise InvalidProblem(
-            "an input requires grad, and a plan has no gradient: call grouped_gemm or solve, use torch.no_grad(), or "
-            ".detach() the input"
-        )
+    bound.refuse_gradients(checked(problem))
     return Plan(choose(problem, backend, config), problem)
 
 
 def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Choice:
     """The backend and recipe for a problem; remembered by spec, so that a new token count costs nothing."""
     spec = staged_spec(problem)
-    which = backend if isinstance(backend, str) else tuple(backend)
-    key = (spec, problem.device, which, _hashable(config), tuning.table().generation)
-    found = _choices.get(key)
+    which = backend if isinstance(backend, str) else _names(backend)
+    try:
+        key = (spec, problem.device, which, _hashable(config), tuning.table().generation)
+        found = _choices.get(key)
+    except TypeError:
+        raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
         with _lock:
             found = _choices.get(key) or _choose(spec, problem.device, which, config)
@@ -71,8 +70,21 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
     return found
 
 
+def _names(backend: Any) -> tuple[str, ...]:
+    """Several names; raises UnknownBackend for anything that is none."""
+    try:
+        names = tuple(backend)
+    except TypeError:
+        names = (backend,)
+    if not names:
+        raise UnknownBackend("backend=[] names no backend: pass a name, several names, or 'auto'")
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise UnknownBackend(f"backend holds {wrong[0]!r}, which is no name: pass a name, several names, or 'auto'")
+    return names
+
+
 def _hashable(config: Any) -> Any:
-    return tuple(sorted(config.items())) if isinstance(config, Mapping) else config
+    return frozenset(config.items()) if isinstance(config, Mapping) else config
 
 
 def _choose(spec: ProblemSpec, device: torch.device, which: Which, config: Any) -> Choice:
@@ -88,12 +100,9 @@ def _choose(spec: ProblemSpec, device: torch.device, which: Which, config: Any) 
 
 
 def _choose_named(spec: ProblemSpec, device: torch.device, names: list[str], config: Any) -> Choice:
-    if not names:
-        raise InvalidSetting("backend=[] names no backend: pass a name, several names, or 'auto'")
     reasons: dict[str, list[str]] = {}
     for name in names:
-        backend = registry.get(name)
-        state = backend.availability()
+        backend, state = registry.get(name), registry.state(name)
         if not state.ok:
             if len(names) == 1:
                 raise BackendUnavailable(name, _unavailable_text(state))
@@ -140,7 +149,7 @@ def _coerce(explicit: Any, valid: Sequence[Any]) -> Any:
     known = {f.name for f in fields(kind)}
     if wrong := set(explicit) - known:
         raise InvalidSetting(
-            f"config has no field {sorted(wrong)[0]!r}; {kind.__name__} has {', '.join(sorted(known))}"
+            f"config has no field {min(wrong, key=str)!r}; {kind.__name__} has {', '.join(sorted(known))}"
         )
     return kind(**{**_as_dict(valid[0]), **explicit})
 
@@ -165,8 +174,7 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Candidate]:
     times = _times(spec, device)
     found = []
     for name in registry.names():
-        backend = registry.get(name)
-        state = backend.availability()
+        backend, state = registry.get(name), registry.state(name)
         reasons = tuple(backend.not_supported_reasons(spec, device)) if state.ok else ()
         us, source = times.get(name, (None, ""))
         found.append(Candidate(name, state, reasons, us, source))
@@ -184,6 +192,9 @@ def _times(spec: ProblemSpec, device: torch.device) -> dict[str, tuple[float | N
 
 def _choose_auto(spec: ProblemSpec, device: torch.device, config: Any) -> Choice:
     allowed = settings().backend
+    if unknown := [name for name in allowed if name not in registry.names()]:
+        known = ", ".join(registry.names())
+        raise UnknownBackend(f"MULTIGEMM_BACKEND holds {unknown[0]!r}, which is no backend; known: {known}")
     found = candidates(spec, device)
     able = [c for c in found if c.can and not c.availability.emulated and c.name != "null"]
     if allowed:
@@ -197,9 +208,17 @@ def _choose_auto(spec: ProblemSpec, device: torch.device, config: Any) -> Choice
         syncing.append(choice)
     if syncing:
         return syncing[0]
-    raise BackendUnsupported(
-        {c.name: list(c.reasons) or [_unavailable_text(c.availability) or "not chosen by auto"] for c in found}
-    )
+    raise BackendUnsupported({c.name: _why_not(c, allowed) for c in found})
+
+
+def _why_not(c: Candidate, allowed: Sequence[str]) -> list[str]:
+    """Why auto did not take a candidate."""
+    if not c.can:
+        return list(c.reasons) or [_unavailable_text(c.availability)]
+    if c.name == "null" or c.availability.emulated:
+        what = "computes nothing" if c.name == "null" else "is emulated here"
+        return [f"{what}, and auto passes over it: ask for it by name"]
+    return [f"MULTIGEMM_BACKEND allows {', '.join(allowed)} only"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +258,7 @@ def _state_text(c: Candidate) -> str:
 
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
     """Why `solve(problem, backend, config)` would run what it runs."""
-    spec = staged_spec(problem)
+    spec = staged_spec(checked(problem))
     steps = [
         f"{name} is cast to {spec.compute}" for name in "ab" if getattr(problem.spec, name).dtype is not spec.compute
     ]
@@ -275,5 +294,5 @@ class BackendInfo:
 
 def list_backends() -> list[BackendInfo]:
     """What is here, what is missing, how to get it."""
-    states = ((name, registry.get(name).availability()) for name in registry.names())
+    states = ((name, registry.state(name)) for name in registry.names())
     return [BackendInfo(name, s.ok, s.version, s.reason, s.install, s.emulated) for name, s in states]

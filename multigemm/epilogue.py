@@ -48,7 +48,11 @@ def scalar(x: Any, name: str, compute: torch.dtype) -> float:
         return x
     if isinstance(x, Tensor | bool) or not isinstance(x, numbers.Real):
         raise InvalidProblem(f"{name}={x!r} is a {type(x).__name__}; it must be a real number on the host")
-    value = float(x)
+    try:
+        value = float(x)
+    except OverflowError:
+        kind = type(x).__name__
+        raise InvalidProblem(f"{name} is a {kind} beyond the range of float64: scale the operands") from None
     if compute is torch.int8 and not (math.isfinite(value) and value.is_integer() and -(2**31) <= value < 2**31):
         raise InvalidProblem(f"{name}={value} with int8 operands; it must be a whole number that int32 holds")
     return value
@@ -56,7 +60,7 @@ def scalar(x: Any, name: str, compute: torch.dtype) -> float:
 
 def one_of(x: Any, name: str, allowed: Sequence[str], optional: bool = False) -> Any:
     """A word out of a list, with the nearest one in the error."""
-    if x in allowed or (optional and x is None):
+    if (isinstance(x, str) and x in allowed) or (optional and x is None):
         return x
     near = difflib.get_close_matches(str(x), allowed, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, allowed))}"

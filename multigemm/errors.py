@@ -22,6 +22,10 @@ class InvalidSetting(MultigemmError, ValueError):
     """A MULTIGEMM_* variable, a config or a command-line value that cannot be read."""
 
 
+class UnknownBackend(InvalidProblem, InvalidSetting):
+    """A backend that does not exist, asked for in a call or in a setting; the text names the nearest one."""
+
+
 class BackendUnsupported(MultigemmError):
     """No asked backend runs this problem here. `reasons` maps each backend's name to its reasons."""
 

@@ -49,10 +49,12 @@ ALLOWED = {
 
 def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool) -> Extents:
     """The form and its extents; raises InvalidProblem with the shapes seen and the shapes wanted."""
-    if jagged not in JAGGED:
+    if not isinstance(jagged, str) or jagged not in JAGGED:
         raise InvalidProblem(f"jagged={jagged!r} is not a direction: use 'm', 'n' or 'k'")
     if masked and grouped:
         raise InvalidProblem("valid_rows and offsets were given together: the masked form has no offsets")
+    if jagged != "m" and not grouped:
+        raise InvalidProblem(f"jagged={jagged!r} without a cut: pass offsets, sizes or ends, or leave jagged out")
     form: Form = "masked" if masked else JAGGED[jagged] if grouped else "batched"
     x, y = a.shape, b.shape
     if (len(x), len(y)) not in ALLOWED[form]:

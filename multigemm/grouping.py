@@ -69,7 +69,7 @@ def read_index_array(x: Any, name: str, device: torch.device) -> tuple[Tensor | 
         raise InvalidProblem(
             f"{name} is on {tensor.device}, the operands are on {device}: move it there or to the host"
         )
-    if isinstance(x, str | bytes):
+    if isinstance(x, str | bytes | bytearray):
         raise InvalidProblem(f"{name} is text; it must be integers")
     return None, _read_list(x, name)
 
@@ -82,13 +82,19 @@ def _length(live: Tensor | None, host: Int64s | None) -> int:
 
 
 def _read_list(x: Sequence[Any], name: str) -> Int64s:
+    if isinstance(x, memoryview) and x.ndim != 1:
+        raise InvalidProblem(f"{name} has {x.ndim} dimensions; it must be a vector")
     try:
-        if any(isinstance(v, bool | np.bool_) for v in x):
+        if any(_is_bool(v) for v in x):
             raise TypeError
         return np.array([operator.index(v) for v in x], dtype=np.int64)
     except (TypeError, OverflowError):
-        bad = next((v for v in x if isinstance(v, bool | np.bool_) or not hasattr(v, "__index__")), x)
+        bad = next((v for v in x if _is_bool(v) or not hasattr(v, "__index__")), x)
         raise InvalidProblem(f"{name} holds {bad!r}; it must hold integers that fit in 64 bits") from None
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool | np.bool_) or (isinstance(x, Tensor) and x.dtype is torch.bool)
 
 
 def make_grouping(

@@ -22,31 +22,31 @@ def is_list(x: Any) -> bool:
 
 
 class Intake:
-    """Adopts the arrays of one problem and remembers what has to be refreshed before each launch."""
+    """Adopts the arrays of one problem and remembers the mirrors, which are refreshed before each launch."""
 
-    __slots__ = ("device", "kind", "refreshes")
+    __slots__ = ("device", "kind", "mirrors")
 
     def __init__(self) -> None:
         self.kind: Kind = "torch"
         self.device = torch.device("cpu")
-        self.refreshes: list[Step] = []
+        self.mirrors: dict[str, Adopted] = {}
 
     def first(self, x: Any, name: str) -> Tensor:
         """The operand that decides device and library."""
         got = adopt(x, name)
         self.kind, self.device = got.kind, got.tensor.device
-        return self._keep(got)
+        return self._keep(got, name)
 
     def operand(self, x: Any, name: str) -> Tensor:
         """A further operand, which must come from the same library and device."""
         got = self._same_device(adopt(x, name), name)
         if got.kind != self.kind:
             raise InvalidProblem(f"{name} is a {got.kind} array and a is a {self.kind} array: pass one kind of array")
-        return self._keep(got)
+        return self._keep(got, name)
 
     def extra(self, x: Any, name: str) -> Tensor:
         """bias or c: any library, the same device."""
-        return self._keep(self._same_device(adopt(x, name), name))
+        return self._keep(self._same_device(adopt(x, name), name), name)
 
     def result(self, x: Any, name: str) -> Tensor:
         """An output: it must be writable, directly."""
@@ -57,16 +57,29 @@ class Intake:
             raise InvalidProblem(
                 f"{name} has a negative or odd stride, which no kernel writes through: pass another view"
             )
+        if torch.is_grad_enabled() and got.tensor.requires_grad:
+            raise InvalidProblem(
+                f"{name} requires grad, and a result in the caller's memory has no gradient: pass {name}.detach(), or "
+                "leave out away"
+            )
         return got.tensor
+
+    def forget(self, name: str) -> None:
+        """Drops the mirrors of an operand, or of the matrices of a list, that no launch will read."""
+        self.mirrors = {k: v for k, v in self.mirrors.items() if k.partition("[")[0] != name}
+
+    def refreshes(self) -> list[Step]:
+        """What must run before each launch."""
+        return [mirror.refresh for mirror in self.mirrors.values() if mirror.refresh is not None]
 
     def _same_device(self, got: Adopted, name: str) -> Adopted:
         if got.tensor.device != self.device:
             raise InvalidProblem(f"{name} is on {got.tensor.device} and a is on {self.device}: move it to one device")
         return got
 
-    def _keep(self, got: Adopted) -> Tensor:
+    def _keep(self, got: Adopted, name: str) -> Tensor:
         if got.refresh is not None:
-            self.refreshes.append(got.refresh)
+            self.mirrors[name] = got
         return got.tensor
 
 

@@ -6,9 +6,9 @@ not. Every question is a linear equation in bounded integers, answered without t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -67,34 +67,89 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _footprint(x: Tensor) -> tuple[int, int]:
-    """First byte and one past the last byte of a tensor whose strides are not negative."""
-    last = sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))
-    start = x.data_ptr()
-    return start, start + (last + 1) * x.element_size()
+class _Place(NamedTuple):
+    """Where the elements of a tensor or array lie, in bytes."""
+
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    size: int
+
+    @property
+    def empty(self) -> bool:
+        return 0 in self.shape
 
 
-def _shadow(x: Tensor) -> Any:
+def _place(x: Any) -> _Place:
+    """The place of a tensor, or of a NumPy or CuPy array, whose strides may be negative."""
+    if isinstance(x, Tensor):
+        size, first = x.element_size(), x.data_ptr()
+        strides = tuple(s * size for s in x.stride())
+    else:
+        interface = x.__array_interface__ if isinstance(x, np.ndarray) else x.__cuda_array_interface__
+        size, first, strides = x.itemsize, interface["data"][0], tuple(x.strides)
+    reach = [s * (n - 1) for s, n in zip(strides, x.shape, strict=True)]
+    low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    return _Place(first + low, first + high + size, tuple(x.shape), strides, first, size)
+
+
+def _shadow(x: _Place) -> Any:
     """A NumPy array at the same addresses, never read: the exact overlap test needs only its geometry."""
-    size = x.element_size()
     interface = {
-        "version": 3,
-        "shape": tuple(x.shape),
-        "strides": tuple(s * size for s in x.stride()),
-        "typestr": f"|V{size}",
-        "data": (x.data_ptr(), True),
-    }
-    return np.asarray(_Memory(interface, x))
+        "version": 3, "shape": x.shape, "strides": x.strides, "typestr": f"|V{x.size}", "data": (x.first, True),
+    }  # fmt: skip
+    return np.asarray(_Memory(interface, None))
+
+
+def _meet(x: _Place, y: _Place) -> bool:
+    if x.end <= y.start or y.end <= x.start or x.empty or y.empty:
+        return False
+    apart = _apart_as_rectangles(x, y)
+    return bool(np.shares_memory(_shadow(x), _shadow(y))) if apart is None else not apart
+
+
+def _apart_as_rectangles(x: _Place, y: _Place) -> bool | None:
+    """For two blocks of one row-major matrix, as results often are: rows or columns apart? None: something else."""
+    if len(x.shape) != 2 or len(y.shape) != 2 or x.strides != y.strides or x.size != y.size:
+        return None
+    pitch, step = x.strides
+    row, col = divmod(y.first - x.first, pitch) if pitch > 0 else (0, 0)
+    widths = x.shape[1] * step, y.shape[1] * step
+    if step != x.size or max(widths) > pitch:
+        return None
+    # y starts `row` rows below and `col` bytes right of x; its columns may run over into the next row
+    if col + widths[1] > pitch:
+        return None
+    return col >= widths[0] or row >= x.shape[0] or -row >= y.shape[0]
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
     """Whether `x` and `y` have a byte in common."""
-    if x.numel() == 0 or y.numel() == 0 or x.device != y.device:
-        return False
-    (x0, x1), (y0, y1) = _footprint(x), _footprint(y)
-    if x1 <= y0 or y1 <= x0:
-        return False
-    return bool(np.shares_memory(_shadow(x), _shadow(y)))
+    return x.device == y.device and _meet(_place(x), _place(y))
+
+
+def meetings(outs: Sequence[Tensor], others: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """The pairs (i, j) for which outs[i] shares a byte with others[j]; only neighbours in memory are compared.
+
+    All of them lie on one device. Operands that are given many times over are compared once.
+    """
+    groups: tuple[list[_Place], list[_Place]] = [_place(x) for x in outs], [_place(x) for x in others]
+    twins: dict[_Place, list[int]] = {}
+    for j, place in enumerate(groups[1]):
+        twins.setdefault(place, []).append(j)
+    spans = [(p.start, p.end, 0, i) for i, p in enumerate(groups[0]) if not p.empty]
+    spans += [(p.start, p.end, 1, js[0]) for p, js in twins.items() if not p.empty]
+    near: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
+    for start, end, side, at in sorted(spans):
+        other = near[1 - side]
+        other[:] = [s for s in other if s[0] > start]
+        for _, to in other:
+            i, j = (at, to) if side == 0 else (to, at)
+            if _meet(groups[0][i], groups[1][j]):
+                yield from ((i, twin) for twin in twins[groups[1][j]])
+        near[side].append((end, at))
 
 
 def same_view(x: Tensor, y: Tensor) -> bool:
@@ -110,12 +165,12 @@ def same_view(x: Tensor, y: Tensor) -> bool:
 
 def first_shared_pair(tensors: Iterable[Tensor]) -> tuple[int, int] | None:
     """Two positions whose tensors share an element, or None; only neighbours in memory are compared."""
-    spans = sorted((*_footprint(t), i, t) for i, t in enumerate(tensors) if t.numel())
-    open_spans: list[tuple[int, int, Tensor]] = []
-    for start, end, i, tensor in spans:
-        open_spans = [(e, j, other) for e, j, other in open_spans if e > start]
-        for _, j, other in open_spans:
-            if share_memory(tensor, other):
+    places = [(_place(t), i) for i, t in enumerate(tensors)]
+    near: list[tuple[_Place, int]] = []
+    for place, i in sorted((p, i) for p, i in places if not p.empty):
+        near = [(other, j) for other, j in near if other.end > place.start]
+        for other, j in near:
+            if _meet(place, other):
                 return min(i, j), max(i, j)
-        open_spans.append((end, i, tensor))
+        near.append((place, i))
     return None

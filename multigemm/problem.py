@@ -69,11 +69,11 @@ class GroupedGemmProblem:
         deterministic: bool = True,
         check: str = "host",
     ) -> None:
-        if check != "host":
+        if not isinstance(check, str) or check != "host":
             epilogue.one_of(check, "check", ("host", "full"))
         if activation is not None:
             epilogue.one_of(activation, "activation", ACTIVATIONS)
-        if precision != "ieee":
+        if not isinstance(precision, str) or precision != "ieee":
             epilogue.one_of(precision, "precision", PRECISIONS)
         if not isinstance(deterministic, bool):
             raise InvalidProblem(f"deterministic={deterministic!r} must be True or False")
@@ -96,7 +96,7 @@ class GroupedGemmProblem:
         else:
             self._take_tensors(intake, a, b, jagged, grouped, valid_rows is not None)
             groups = self._take_groups(offsets, sizes, ends, valid_rows, grouped, check == "full")
-        self.kind, self.device, self.refreshes = intake.kind, intake.device, intake.refreshes
+        self.kind, self.device = intake.kind, intake.device
         inputs = common_dtype(self.a, "a"), common_dtype(self.b, "b")
         compute = epilogue.compute_dtype(*inputs)
         self.alpha = epilogue.scalar(alpha, "alpha", compute)
@@ -108,8 +108,9 @@ class GroupedGemmProblem:
             self._take_c(intake, c, (*inputs, compute), compute)
         if bias is not None:
             self._take_bias(intake, bias, (*inputs, compute), compute, groups)
+        self.refreshes = intake.refreshes() if intake.mirrors else []
         if out is not None:
-            self._check_overlap()
+            self._check_overlap(intake)
         self.spec = specify(self, groups, compute)
 
     # --- operands -------------------------------------------------------------------------------
@@ -194,7 +195,10 @@ class GroupedGemmProblem:
         given = self._like_result(intake.extra, c, "c")
         if not is_list(given) or given:
             epilogue.check_extra_dtype(common_dtype(given, "c"), "c", inputs, self.out_dtype, compute)
-        self.c = given if self.beta != 0 else None
+        if self.beta != 0:
+            self.c = given
+        else:
+            intake.forget("c")
 
     def _take_bias(
         self, intake: Intake, bias: Any, inputs: Sequence[torch.dtype], compute: torch.dtype, groups: int
@@ -225,8 +229,8 @@ class GroupedGemmProblem:
             epilogue.check_bias_shape(vector, [(n,)])
         return vectors
 
-    def _check_overlap(self) -> None:
-        """The output must not meet itself, an input or the bias; being the very `c` is allowed."""
+    def _check_overlap(self, intake: Intake) -> None:
+        """The output must not meet itself or anything that is read; being the very `c` is allowed."""
         outs = self.each("out")
         for g, x in enumerate(outs):
             if overlap.overlaps_itself(x):
@@ -235,13 +239,19 @@ class GroupedGemmProblem:
             raise InvalidProblem(
                 f"out[{pair[0]}] and out[{pair[1]}] share an element: each result needs its own memory"
             )
-        for name in ("a", "b", "bias", "c"):
-            for i, x in enumerate(self.each(name)):
-                for g, y in enumerate(outs):
-                    if overlap.share_memory(x, y) and not (name == "c" and g == i and overlap.same_view(x, y)):
-                        raise InvalidProblem(
-                            f"out{self._at(g)} shares memory with {name}{self._at(i)}: pass another out"
-                        )
+        places = [(name, i) for name in ("a", "b", "bias", "c") for i in range(len(self.each(name)))]
+        read: list[Any] = [x for name in ("a", "b", "bias", "c") for x in self.each(name)]
+        for g, i in overlap.meetings(outs, read):
+            name, at = places[i]
+            if not (name == "c" and g == at and overlap.same_view(read[i], outs[g])):
+                raise InvalidProblem(f"out{self._at(g)} shares memory with {name}{self._at(at)}: pass another out")
+        others: dict[str, Any] = {name: mirror.given for name, mirror in intake.mirrors.items()}
+        if self.grouping is not None and self.grouping.live is not None:
+            others[self.grouping.kind] = self.grouping.live
+        if self.valid_rows is not None and self.valid_rows.live is not None:
+            others["valid_rows"] = self.valid_rows.live
+        for g, i in overlap.meetings(outs, list(others.values())):
+            raise InvalidProblem(f"out{self._at(g)} shares memory with {list(others)[i]}: pass another out")
 
     def _at(self, g: int) -> str:
         return f"[{g}]" if self.form == "per_group" else ""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from multigemm.backend import Availability, Backend
-from multigemm.errors import BackendUnavailable, InvalidSetting
+from multigemm.errors import BackendUnavailable, MultigemmError, UnknownBackend
 from multigemm.spec import ProblemSpec
 
 BUILTIN = ("cupy", "triton", "numba", "cublas", "cpu", "null")
@@ -56,11 +56,11 @@ def names() -> tuple[str, ...]:
 
 @cache
 def get(name: str) -> Backend:
-    """The backend called `name`; raises InvalidSetting with the nearest name if there is none."""
+    """The backend called `name`; raises UnknownBackend with the nearest name if there is none."""
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names())}"
-        raise InvalidSetting(f"unknown backend {name!r}: {hint}")
+        raise UnknownBackend(f"unknown backend {name!r}: {hint}")
     try:
         if name in BUILTIN:
             found = importlib.import_module(f"multigemm.backends.{name}").BACKEND
@@ -68,9 +68,19 @@ def get(name: str) -> Backend:
             found = _entry_points()[name].load()
     except Exception as error:  # any failure of a foreign import becomes this backend's reason
         return BrokenBackend(name, error)
-    if not isinstance(found, Backend):
-        return BrokenBackend(name, TypeError(f"{found!r} lacks members of the Backend protocol"))
+    if isinstance(found, type) or not isinstance(found, Backend):  # a class has the members, unbound
+        return BrokenBackend(name, TypeError(f"{found!r} lacks members of the Backend protocol: give an instance"))
     return found
+
+
+def state(name: str) -> Availability:
+    """Whether a backend is available; a failure to say so becomes its reason, and the others go on."""
+    try:
+        return get(name).availability()
+    except MultigemmError:
+        raise
+    except Exception as error:  # foreign code, like its import
+        return Availability(ok=False, reason=f"its availability() failed: {type(error).__name__}: {error}")
 
 
 def integration(name: str) -> ModuleType:

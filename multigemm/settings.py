@@ -20,7 +20,10 @@ PREFIX = "MULTIGEMM_"
 
 
 def _default_cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multigemm"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multigemm"
+    except RuntimeError:  # a user without a home, as in some containers: nothing can be kept, and nothing is
+        return Path(os.devnull) / "multigemm"
 
 
 def _doc(text: str, default: Any) -> Any:
@@ -59,7 +62,10 @@ def _parse(name: str, kind: str, text: str) -> Any:
         return known[text.lower()]
     if "tuple" in kind:
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InvalidSetting(f"{name}={text!r} has no such home directory: write the path in full") from error
 
 
 def parse(environ: Mapping[str, str]) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,12 +11,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from multigemm.problem import GroupedGemmProblem
 
-SHOWN_GROUPS = 64
-
 
 def tensor_text(x: Tensor) -> str:
-    """An expression that makes a tensor of the same geometry."""
+    """An expression that makes a tensor of the same geometry and alignment."""
     where = "" if x.device.type == "cpu" else f", device={str(x.device)!r}"
+    shift = x.data_ptr() % 16 // x.element_size() if x.numel() else 0
+    if shift:
+        last = sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))
+        memory = f"torch.empty({shift + last + 1}, dtype={x.dtype}{where})"
+        return f"{memory}.as_strided({tuple(x.shape)}, {x.stride()}, {shift})"
     if x.is_contiguous():
         return f"torch.empty({tuple(x.shape)}, dtype={x.dtype}{where})"
     return f"torch.empty_strided({tuple(x.shape)}, {x.stride()}, dtype={x.dtype}{where})"
@@ -28,6 +32,17 @@ def operand_text(x: Any, squeeze: bool = False) -> str:
     return "[" + ", ".join(tensor_text(t) for t in x) + "]"
 
 
+def _index_text(x: Tensor) -> str:
+    """Sizes that are followed in place: their values where they can be read at once, else zeros."""
+    if x.device.type == "cpu":
+        return f"torch.tensor({x.tolist()}, dtype={x.dtype})"
+    return f"torch.zeros({x.shape[0]}, dtype={x.dtype}, device={str(x.device)!r})"
+
+
+def _number_text(x: Any) -> str:
+    return f"float('{x!r}')" if isinstance(x, float) and not math.isfinite(x) else repr(x)
+
+
 def _grouping_text(problem: GroupedGemmProblem) -> list[str]:
     parts = []
     if problem.grouping is not None:
@@ -35,12 +50,12 @@ def _grouping_text(problem: GroupedGemmProblem) -> list[str]:
         if host is not None:
             parts.append(f"offsets={host.tolist()}")
         elif live is not None:
-            parts.append(f"{problem.grouping.kind}={tensor_text(live)}")
+            parts.append(f"{problem.grouping.kind}={_index_text(live)}")
         if problem.form != "jagged_m":
             parts.append(f"jagged={problem.form[-1]!r}")
     if problem.valid_rows is not None:
         host, live = problem.valid_rows.host, problem.valid_rows.live
-        parts.append(f"valid_rows={np.diff(host).tolist() if host is not None else tensor_text(live)}")  # type: ignore[arg-type]
+        parts.append(f"valid_rows={np.diff(host).tolist() if host is not None else _index_text(live)}")  # type: ignore[arg-type]
     return parts
 
 
@@ -56,9 +71,8 @@ def problem_text(problem: GroupedGemmProblem) -> str:
         if x is not None:
             parts.append(f"{name}={operand_text(x, problem.squeezed and name != 'bias')}")
     plain = {"alpha": 1.0, "beta": 0.0, "activation": None, "precision": "ieee", "deterministic": True}
-    parts += [
-        f"{name}={getattr(problem, name)!r}" for name, default in plain.items() if getattr(problem, name) != default
-    ]
+    values = {name: getattr(problem, name) for name in plain}
+    parts += [f"{name}={_number_text(x)}" for name, x in values.items() if x != plain[name]]
     if problem.out is None:
         parts.append(f"out_dtype={problem.out_dtype}")
     return f"GroupedGemmProblem({', '.join(parts)})"

@@ -64,6 +64,7 @@ class TuningTable:
         self._cache = cache or DiskCache("tuning")
         self._shipped = {self._place(m): m for m in _shipped()}
         self._own: dict[str, Measured | None] = {}
+        self._complete = False
         self.generation = 0
 
     @staticmethod
@@ -78,8 +79,7 @@ class TuningTable:
         return self._own[place] or self._shipped.get(place)
 
     def _read(self, place: str) -> Measured | None:
-        raw = self._cache.get(fingerprint(SCHEMA, place), ".json")
-        return None if raw is None else _decode(json.loads(raw), "own cache")
+        return _from_cache(self._cache.get(fingerprint(SCHEMA, place), ".json"))
 
     def record(self, measured: Measured) -> None:
         """Keeps a measurement, in this process and on disk."""
@@ -89,9 +89,9 @@ class TuningTable:
         self.generation += 1
 
     def own(self) -> list[Measured]:
-        """Everything in the user's cache."""
+        """Everything in the user's cache that this version can read."""
         raws = (self._cache.get(p.stem, ".json") for p in self._cache.entries() if p.suffix == ".json")
-        return [_decode(json.loads(raw), "own cache") for raw in raws if raw is not None]
+        return [m for raw in raws if (m := _from_cache(raw)) is not None]
 
     def clear(self) -> int:
         """Forgets the user's measurements; the shipped ones stay."""
@@ -102,7 +102,12 @@ class TuningTable:
     def neighbours(self, spec: ProblemSpec, device: torch.device) -> list[Measured]:
         """All backends' measurements of the nearest class that was measured, or an empty list."""
         want, name = spec_key(spec).split(), device_name(device)
-        known = [m for m in (*self._shipped.values(), *filter(None, self._own.values())) if m.device == name]
+        if not self._complete:
+            for m in self.own():
+                self._own.setdefault(self._place(m), m)
+            self._complete = True
+        places = {**self._shipped, **{place: m for place, m in list(self._own.items()) if m is not None}}
+        known = [m for m in places.values() if m.device == name]
         scored = [(d, m) for m in known if (d := _distance(want, m.key.split())) is not None]
         nearest = min((d for d, _ in scored), default=None)
         return [m for d, m in scored if d == nearest]
@@ -110,7 +115,7 @@ class TuningTable:
 
 def _distance(x: list[str], y: list[str]) -> float | None:
     """How far two classes are apart in octaves; None where form, dtypes or layouts differ."""
-    if len(x) != len(y) or x[0] != y[0] or x[6:] != y[6:]:
+    if len(x) < 6 or len(x) != len(y) or x[0] != y[0] or x[6:] != y[6:]:
         return None
     total = 0.0
     for p, q in zip(x[1:6], y[1:6], strict=True):
@@ -125,8 +130,32 @@ def _encode(m: Measured) -> dict[str, Any]:
     return {"schema": SCHEMA, **{k: v for k, v in asdict(m).items() if k != "source"}}
 
 
-def _decode(raw: Mapping[str, Any], source: str) -> Measured:
-    return Measured(**{k: v for k, v in raw.items() if k != "schema"}, source=source)
+def decode(raw: Any, source: str) -> Measured:
+    """A measurement out of JSON; raises ValueError for one that is damaged or of another schema."""
+    if not isinstance(raw, Mapping) or raw.get("schema", SCHEMA) != SCHEMA:
+        raise ValueError(f"{str(raw)[:80]} is no measurement of schema {SCHEMA}")
+    try:
+        m = Measured(**{"source": source, **{k: v for k, v in raw.items() if k != "schema"}})
+    except TypeError as error:
+        raise ValueError(f"a measurement has other fields: {error}") from error
+    texts = all(isinstance(x, str) for x in (m.backend, m.device, m.key, m.source))
+    maps = isinstance(m.config, Mapping) and isinstance(m.failures, Mapping)
+    if not (texts and maps and type(m.us) in (int, float) and m.us >= 0 and _is_key(m.key)):
+        raise ValueError(f"{str(raw)[:200]} is no measurement")
+    return m
+
+
+def _is_key(key: str) -> bool:
+    """Whether the extents of a class are numbers, or "*" for any, so that classes can be compared."""
+    return all(p[1:].isdecimal() or p[1:] == "*" for p in key.split()[1:6])
+
+
+def _from_cache(raw: bytes | None) -> Measured | None:
+    """An entry that cannot be read is as good as none: it will be measured again."""
+    try:
+        return None if raw is None else decode(json.loads(raw), "own cache")
+    except ValueError:
+        return None
 
 
 def _shipped() -> Iterable[Measured]:
@@ -136,7 +165,7 @@ def _shipped() -> Iterable[Measured]:
     for path in sorted(folder.iterdir(), key=lambda p: p.name):
         if path.name.endswith(".json"):
             for raw in json.loads(path.read_text())["entries"]:
-                yield _decode(raw, f"shipped {path.name}")
+                yield decode(raw, f"shipped {path.name}")
 
 
 @lru_cache(maxsize=1)

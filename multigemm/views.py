@@ -62,6 +62,8 @@ def sizes(problem: GroupedGemmProblem) -> list[tuple[int, int, int]]:
 
 def groups(problem: GroupedGemmProblem) -> Iterator[GroupView]:
     """Every product, one after the other."""
+    for refresh in problem.refreshes:
+        refresh()
     a, b, c, bias = (_on_host(x) for x in (problem.a, problem.b, problem.c, problem.bias))
     cuts = bounds(problem) if problem.grouping is not None else [(0, 0)] * problem.spec.groups
     for g, (m, n, k) in enumerate(sizes(problem)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from multigemm.cache import DiskCache
 from multigemm.errors import InvalidSetting
 from multigemm.settings import settings
-from multigemm.tuning import SCHEMA, Measured, table
+from multigemm.tuning import SCHEMA, decode, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,9 +61,9 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     try:
         raw = json.loads(Path(args.file).read_text())
-        entries = [Measured(**entry) for entry in raw["entries"]]
         if raw["schema"] != SCHEMA:
             raise InvalidSetting(f"{args.file} has schema {raw['schema']}; this version reads schema {SCHEMA}")
+        entries = [decode(entry, "") for entry in raw["entries"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidSetting(f"{args.file} is not an exported cache: {error}") from error
     for entry in entries:

@@ -8,6 +8,7 @@ import torch
 
 from multigemm.errors import InvalidSetting
 from multigemm.problem import GroupedGemmProblem
+from multigemm.spec import INPUT_DTYPES
 
 FORMS = ("jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group")
 
@@ -22,7 +23,6 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", help="float16, bfloat16, float32, float64 or int8")
     parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
     parser.add_argument("--activation", default=None, help="relu, gelu, gelu_tanh or silu")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the values")
 
 
 def default_device(text: str = "") -> torch.device:
@@ -32,33 +32,38 @@ def default_device(text: str = "") -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise InvalidSetting(f"--device {name!r} is not a device: use cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidSetting("--device cuda, but there is no CUDA device here: use --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidSetting(f"--device {name!r} is not a device of multigemm: use cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidSetting(f"--device {name}, but there are {torch.cuda.device_count()} CUDA devices here: use cpu")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _sizes(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        sizes = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         raise InvalidSetting(f"--sizes {text!r} is not a comma-separated list of whole numbers") from None
+    if min(sizes, default=0) < 0:
+        raise InvalidSetting(f"--sizes {text!r} holds {min(sizes)}: a size cannot be negative")
+    return sizes
 
 
 def problem_from(args: argparse.Namespace) -> GroupedGemmProblem:
-    """The problem that the options describe, with random values."""
+    """The problem that the options describe, over memory that nobody has written."""
     device, sizes = default_device(args.device), _sizes(args.sizes)
     for name in ("m", "n", "k"):
         if getattr(args, name) < 0:
             raise InvalidSetting(f"--{name} {getattr(args, name)}: an extent cannot be negative")
     dtype = getattr(torch, args.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    if dtype not in INPUT_DTYPES:
         raise InvalidSetting(f"--dtype {args.dtype!r} is unknown: use float16, bfloat16, float32, float64 or int8")
-    generator = torch.Generator().manual_seed(args.seed)
 
     def make(*shape: int) -> torch.Tensor:
-        if dtype is torch.int8:
-            return torch.randint(-8, 9, shape, generator=generator).to(dtype).to(device)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        try:
+            return torch.empty(shape, dtype=dtype, device=device)
+        except (RuntimeError, TypeError) as error:  # TypeError: an extent beyond 64 bits
+            raise InvalidSetting(f"an operand of shape {shape} does not fit into the memory of {device}") from error
 
     m, n, k, groups, total = args.m, args.n, args.k, len(sizes), sum(sizes)
     extra = {"activation": args.activation}

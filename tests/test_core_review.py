@@ -1,0 +1,249 @@
+"""Odd input at every door of the core: refused by name, and never by a traceback from below."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+import multigemm as mg
+from multigemm.overlap import meetings
+
+A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
+CUT = [0, 2, 5, 10]
+
+
+def refuse(match: str, call: Callable[[], object]) -> None:
+    with pytest.raises(mg.InvalidProblem, match=match):
+        call()
+
+
+class Foreign:
+    """An array of a library whose interface fails."""
+
+    def __init__(self, **members: Any) -> None:
+        self.__dict__.update(members)
+
+
+class FailingDlpack:
+    def __dlpack__(self, **_: Any) -> Any:
+        raise BufferError("it is read-only")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def _on_no_device() -> Foreign:
+    return Foreign(__cuda_array_interface__={"shape": (10, 4), "typestr": "<f4", "data": (4096, False), "version": 3})
+
+
+@pytest.mark.parametrize(
+    ("x", "match"),
+    [
+        (FailingDlpack(), "BufferError: it is read-only"),
+        (Foreign(__dlpack__=None), "whose __dlpack__ torch cannot take"),
+        (torch.Tensor, "not an array"),
+        (np.ma.masked_array(A.numpy(), mask=True), "masked array"),
+        (np.zeros((10, 4), "V0"), "torch cannot hold"),
+    ],
+)
+def test_arrays_that_are_none_for_a_product(x: Any, match: str) -> None:
+    refuse(match, lambda: mg.GroupedGemmProblem(x, B, offsets=CUT))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors() -> None:
+    refuse("is a nested tensor", lambda: mg.grouped_gemm(torch.nested.nested_tensor([A, A]), B, offsets=CUT))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
+def test_a_device_array_without_a_device() -> None:
+    refuse("torch sees no CUDA device here", lambda: mg.GroupedGemmProblem(_on_no_device(), B, offsets=CUT))
+
+
+def test_tensors_without_memory() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(10, 4)
+    refuse("FakeTensor without memory", lambda: mg.grouped_gemm(fake, B, offsets=CUT))
+    refuse("under vmap", lambda: torch.vmap(lambda x: mg.grouped_gemm(x, B, offsets=CUT))(A.expand(2, 10, 4)))
+
+
+@pytest.mark.parametrize("alpha", [10**400, Fraction(10**400)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_numbers_beyond_float64(alpha: Any, dtype: torch.dtype) -> None:
+    refuse(
+        "alpha is a .* beyond the range", lambda: mg.grouped_gemm(A.to(dtype), B.to(dtype), offsets=CUT, alpha=alpha)
+    )
+
+
+@pytest.mark.parametrize("word", ["activation", "precision", "check", "jagged"])
+@pytest.mark.parametrize("x", [np.array([1, 2]), ["m"], {}, 3, b"relu"])
+def test_words_that_are_no_text(word: str, x: Any) -> None:
+    keywords: Any = {word: x}
+    refuse(f"{word}=", lambda: mg.GroupedGemmProblem(A, B, offsets=CUT, **keywords))
+
+
+def test_a_direction_needs_a_cut() -> None:
+    refuse("jagged='k' without a cut", lambda: mg.grouped_gemm(A, torch.ones(4, 5), jagged="k"))
+    refuse("jagged='n' without", lambda: mg.grouped_gemm(B, B.mT, jagged="n", valid_rows=[1, 1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "match"),
+    [
+        (memoryview(bytes(32)).cast("q", [2, 2]), "2 dimensions"),
+        (bytearray(CUT), "is text"),
+        ([torch.tensor(False), 2, 5, 10], r"holds tensor\(False\)"),
+        (np.ma.masked_array(np.array(CUT), mask=False), "masked array"),
+    ],
+)
+def test_offsets_of_other_kinds(offsets: Any, match: str) -> None:
+    refuse(match, lambda: mg.GroupedGemmProblem(A, B, offsets=offsets))
+
+
+@pytest.mark.parametrize("x", [torch.ones(1), {}, ("f4", (2,)), object])
+def test_out_dtypes_that_are_none(x: Any) -> None:
+    refuse("is not a dtype", lambda: mg.GroupedGemmProblem(A, B, offsets=CUT, out_dtype=x))
+
+
+# --- outputs ----------------------------------------------------------------------------------------
+
+
+def test_out_that_requires_grad_is_refused() -> None:
+    out = torch.zeros(10, 5, requires_grad=True)
+    refuse("out requires grad", lambda: mg.grouped_gemm(A, B, offsets=CUT, out=out))
+    assert not out.any()
+    with torch.no_grad():
+        assert mg.grouped_gemm(A, B, offsets=CUT, out=out) is out
+    assert out.eq(4).all()
+
+
+def test_out_must_not_lie_over_sizes_that_are_followed() -> None:
+    memory = torch.zeros(90)
+    cut = memory.view(torch.int32)[:4]
+    cut.copy_(torch.tensor(CUT))
+    refuse("out shares memory with offsets", lambda: mg.grouped_gemm(A, B, offsets=cut, out=memory[:50].view(10, 5)))
+    rows = memory.view(torch.int32)[:3]
+    stack = torch.ones(3, 6, 4)
+    refuse(
+        "out shares memory with valid_rows",
+        lambda: mg.grouped_gemm(stack, B, valid_rows=rows, out=memory.view(3, 6, 5)),
+    )
+    assert cut.tolist() == CUT
+
+
+def test_out_must_not_lie_over_an_array_that_is_mirrored() -> None:
+    memory = np.ones(100, np.float32)
+    a, out = memory[:40].reshape(10, 4)[::-1], memory[30:80].reshape(10, 5)
+    refuse("out shares memory with a", lambda: mg.grouped_gemm(a, B.numpy(), offsets=CUT, out=out))
+    assert mg.grouped_gemm(A.numpy(), B.numpy(), offsets=CUT, c=out[::-1], out=out) is out  # beta=0 reads no c
+    refuse("with c", lambda: mg.grouped_gemm(A.numpy(), B.numpy(), offsets=CUT, c=out[::-1], out=out, beta=1.0))
+
+
+def test_many_outputs_are_compared_in_reasonable_time() -> None:
+    count = 400
+    mats = [torch.ones(4, 4) for _ in range(count)]
+    outs = list(torch.ones(4, 4 * count).tensor_split(count, 1))
+    start = time.perf_counter()
+    mg.GroupedGemmProblem(mats, mats, out=outs, c=outs, beta=1.0)
+    mg.GroupedGemmProblem(mats, [torch.ones(4, 4)] * count, out=[x.clone() for x in mats])
+    assert time.perf_counter() - start < 2  # it took 8 s when each output met each input
+
+
+def test_one_c_for_two_outputs_in_place() -> None:
+    c = [torch.ones(10, 10), torch.ones(10, 10)]
+    refuse(
+        r"out\[0\] shares memory with c\[1\]", lambda: mg.grouped_gemm([A] * 2, [A.T] * 2, c=[c[0]] * 2, out=c, beta=1)
+    )
+
+
+MEMORY = torch.zeros(400)
+BLOCKS = st.builds(
+    lambda rows, cols, pitch, at: MEMORY.as_strided((rows, cols), (pitch, 1), at),
+    st.integers(0, 5), st.integers(0, 6), st.sampled_from([7, 8, 8, 8]), st.integers(0, 40),
+)  # fmt: skip
+
+
+def _cells(x: torch.Tensor) -> set[int]:
+    first = (x.data_ptr() - MEMORY.data_ptr()) // 4
+    return {first + i * x.stride(0) + j for i, j in product(range(x.shape[0]), range(x.shape[1]))}
+
+
+@given(st.lists(BLOCKS, max_size=5), st.lists(BLOCKS, max_size=5))
+def test_meetings_are_exact_for_blocks_of_one_matrix(outs: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    want = {(i, j) for i, x in enumerate(outs) for j, y in enumerate(others) if _cells(x) & _cells(y)}
+    assert set(meetings(outs, others)) == want
+
+
+# --- plans and choice -------------------------------------------------------------------------------
+
+
+def test_a_plan_does_not_lose_a_gradient_of_another_problem() -> None:
+    plan = mg.plan(mg.GroupedGemmProblem(A, B, offsets=CUT))
+    other = mg.GroupedGemmProblem(A.clone().requires_grad_(), B, offsets=CUT)
+    refuse("a plan has no gradient", lambda: plan.run(other))
+
+
+def test_a_plan_is_for_one_device() -> None:
+    plan, other = (mg.plan(mg.GroupedGemmProblem(A, B, offsets=CUT)), mg.GroupedGemmProblem(A, B, offsets=CUT))
+    other.device = torch.device("cuda", 1)
+    refuse("this plan is for cpu and the problem is on cuda:1", lambda: plan.run(other))
+
+
+@pytest.mark.parametrize("call", [mg.solve, mg.plan, mg.explain])
+@pytest.mark.parametrize("x", [None, A, "text"])
+def test_what_is_no_problem(call: Any, x: Any) -> None:
+    refuse("problem is a", lambda: call(x))
+    refuse("problem is a", lambda: mg.plan(mg.GroupedGemmProblem(A, B, offsets=CUT)).run(x))
+
+
+@pytest.mark.parametrize("name", [None, 5, [], [1], [["cpu"]], b"cpu", "cpuu", "", ["nope", "cpu"], torch.ones(1)])
+def test_backends_that_do_not_exist_are_bad_input_and_bad_settings(name: Any) -> None:
+    with pytest.raises(mg.UnknownBackend) as caught:
+        mg.grouped_gemm(A, B, offsets=CUT, backend=name)
+    assert isinstance(caught.value, mg.InvalidProblem)
+    assert isinstance(caught.value, mg.InvalidSetting)
+
+
+@pytest.mark.parametrize("config", [[1], {"kernel": ["x"]}, {1: 2, "a": 3}, 3, "x", {"kernel": "nonsense"}])
+def test_configs_of_a_wrong_kind(config: Any) -> None:
+    with pytest.raises(mg.InvalidSetting, match=r"config|Config"):
+        mg.grouped_gemm(A, B, offsets=CUT, backend="cpu", config=config)
+
+
+# --- text and views ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        mg.GroupedGemmProblem(A, B, offsets=CUT, alpha=float("nan")),
+        mg.GroupedGemmProblem(A, B, offsets=CUT, alpha=float("-inf"), c=torch.ones(10, 5), beta=float("inf")),
+        mg.GroupedGemmProblem(A, B, offsets=torch.tensor(CUT)),
+        mg.GroupedGemmProblem(A, B, ends=torch.tensor([2, 9, 5, 9, 10, 9], dtype=torch.int32)[::2]),
+        mg.GroupedGemmProblem(torch.ones(3, 2, 4), B, valid_rows=torch.tensor([0, 2, 1])),
+        mg.GroupedGemmProblem(torch.ones(41)[1:].view(10, 4), B, offsets=CUT),
+        mg.GroupedGemmProblem([torch.ones(49)[3:].view(2, 23)[:, :4]], [torch.ones(14)[2:].view(4, 3)[:, :2]]),
+    ],
+)  # fmt: skip
+def test_repr_can_be_pasted_back_whatever_it_holds(problem: mg.GroupedGemmProblem) -> None:
+    again = eval(f"mg.{problem!r}", {"mg": mg, "torch": torch})
+    assert again.spec == problem.spec
+    assert repr(again) == repr(problem)
+
+
+def test_views_of_mirrored_arrays_are_fresh() -> None:
+    a = np.ones((10, 4))
+    problem = mg.GroupedGemmProblem(a[::-1], np.ones((3, 4, 5)), offsets=CUT)
+    a[...] = 2
+    assert (mg.expected(problem) == 8).all()
+    assert mg.verify(problem, mg.solve(problem)).ok
