@@ -29,12 +29,18 @@ _context = mp.get_context("spawn")
 
 @dataclass(slots=True)
 class Crew:
-    """One worker process and what the parent knows of it."""
+    """One worker process and what the parent knows of it.
+
+    After an end whose cause is open, `first` runs again with one backend at a time from `alone_from`
+    on; `suspect` is the failure to be recorded if none of them fails alone.
+    """
 
     process: Any
     pipe: Any
     place: Any
     first: int
+    alone_from: int = -1
+    suspect: Failure | None = None
     done: bool = False
 
 
@@ -49,13 +55,13 @@ class Summary:
     notes: list[str] = field(default_factory=list)
 
 
-def _start(options: Options, first: int, deadline: float) -> Crew:
+def _start(options: Options, first: int, deadline: float, alone_from: int = -1, suspect: Failure | None = None) -> Crew:
     parent, child = _context.Pipe(duplex=False)
-    place = _context.Array("q", [first, 0, 0, int(time.time())], lock=False)
-    process = _context.Process(target=worker.main, args=(options, child, place, first, deadline), daemon=True)
+    place = _context.Array("q", [first, -1, 0, int(time.time()), -1], lock=False)
+    process = _context.Process(target=worker.main, args=(options, child, place, first, deadline, alone_from), daemon=True)
     process.start()
     child.close()
-    return Crew(process, parent, place, first)
+    return Crew(process, parent, place, first, alone_from, suspect)
 
 
 def _drain(crew: Crew, total: Tally) -> bool:
@@ -73,11 +79,10 @@ def _drain(crew: Crew, total: Tally) -> bool:
 
 def _crash(crew: Crew, options: Options, how: str) -> Failure:
     number, backend, config = (int(crew.place[i]) for i in range(3))
-    case = worker.drawn(options, number)
     oracle = "hang" if how == "hang" else "crash"
     text = f"no progress for {HANG_SECONDS} s" if how == "hang" else f"the process ended with exit code {how}"
-    name = options.backends[backend] if backend >= 0 else ""
-    return Failure(name, oracle, text, case.to_dict(), number, max(config, 0))
+    name = options.backends[backend] if backend >= 0 else "unknown"
+    return Failure(name, oracle, text, worker.drawn(options, number).to_dict(), number, max(config, 0))
 
 
 def run(options: Options, progress: Callable[[Tally, float], None] | None = None) -> Summary:
@@ -110,18 +115,21 @@ def run(options: Options, progress: Callable[[Tally, float], None] | None = None
 
 
 def _end(crew: Crew, options: Options, total: Tally, hung: bool, deadline: float) -> tuple[Crew | None, bool]:
-    """Settles a worker whose pipe is closed or that hangs; the replacement, and whether it crashed."""
+    """Settles a worker whose pipe is closed or that hangs; its replacement, and whether it was killed."""
     if hung:
         crew.process.kill()
     crew.process.join(30)
+    number, together = int(crew.place[0]), int(crew.place[1]) < 0
+    if crew.suspect is not None and (crew.done or number != crew.first):
+        total.failures.append(crew.suspect)  # nobody failed alone
     if crew.done:
         return None, False
-    code = crew.process.exitcode
-    if hung or code != worker.LOST_CONTEXT:
-        total.failures.append(_crash(crew, options, "hang" if hung else str(code)))
-    following = int(crew.place[0]) + options.jobs
-    over = time.time() >= deadline or (options.examples and following >= options.examples)
-    return (None if over else _start(options, following, deadline)), True
+    failure = _crash(crew, options, "hang" if hung else str(crew.process.exitcode))
+    if together:
+        return _start(options, number, deadline, 0, failure), True
+    if hung or crew.process.exitcode != worker.LOST_CONTEXT:
+        total.failures.append(failure)  # a lost context has reported itself
+    return _start(options, number, deadline, int(crew.place[4]) + 1), True
 
 
 def fails_alone(case: Case, failure: Failure, device: str, seconds: float = 120.0) -> bool:
@@ -138,31 +146,18 @@ def fails_alone(case: Case, failure: Failure, device: str, seconds: float = 120.
     return process.exitcode != 0
 
 
-def _attribute(failure: Failure, options: Options) -> bool:
-    """Runs the case of a crash alone on each backend that it may have been; True once one fails."""
-    case = Case.from_dict(failure.case)
-    for name in [failure.backend] if failure.backend else options.backends:
-        failure.backend = name
-        if fails_alone(case, failure, options.device):
-            return True
-    failure.backend = failure.backend if len(options.backends) == 1 else "unknown"
-    return False
-
-
 def _shrink_crashes(summary: Summary) -> None:
-    """Finds out whose the first few crashes are, and makes them small, each trial in a process of its own."""
+    """Makes the first few crashing cases small, each trial in a process of its own."""
     options = summary.options
     crashed = [f for f in summary.tally.failures if f.shrunk is None and f.oracle in ("crash", "hang", "exception")]
-    for failure in crashed[:3]:
+    for failure in [f for f in crashed if f.backend in options.backends][:2]:
         case = Case.from_dict(failure.case)
-        if not _attribute(failure, options):
-            summary.notes.append(f"problem {failure.seed} ({failure.backend}) did not fail again on its own")
+        if failure.oracle == "hang" or not fails_alone(case, failure, options.device):
+            summary.notes.append(f"problem {failure.seed} ({failure.backend}) was not made smaller: it did not fail again on its own")
             continue
         limit = min(SHRINK_ALONE_SECONDS, 3 * options.shrink_seconds)
         small = shrink(case, lambda c, f=failure: fails_alone(c, f, options.device), limit)  # type: ignore[misc]
         failure.shrunk = small.to_dict()
-    for failure in crashed[3:]:
-        failure.backend = failure.backend or "unknown"
 
 
 def _store(summary: Summary, folder: Path) -> None:

@@ -20,7 +20,7 @@ from multigemm.fuzz.shrink import shrink
 from multigemm.staging import staged_spec
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
-from multigemm.testing.oracles import Finding, Outcome, Subject, check, check_all, short_text
+from multigemm.testing.oracles import Finding, Outcome, Subject, check, check_all
 from multigemm.testing.strategies import RandomChooser, kinds, random_case, redrawn
 from multigemm.testing.world import Stand, World
 
@@ -91,14 +91,20 @@ def _positions(subject: Subject, stand: Stand, options: Options, kind: int) -> l
     return list(range(max(1, len(subject.configs(spec, stand.device)))))
 
 
+def is_lost(outcome: Outcome) -> bool:
+    """Whether a finding says that the CUDA context is gone."""
+    return any(mark in finding.text for finding in outcome.findings for mark in MARKS)
+
+
 class Worker:
-    """The loop. `place` is shared memory: [problem number, backend index, config, heartbeat in seconds]."""
+    """The loop. `place` is shared memory: [problem number, the backend that runs alone or -1, its config,
+    heartbeat in seconds, its position among what the problem is run on]."""
 
     def __init__(self, options: Options, pipe: Any, place: Any) -> None:
         self.options, self.pipe, self.place = options, pipe, place
         self.device = torch.device(options.device)
         self.subjects: dict[tuple[str, int], Subject] = {}
-        self.tally, self.sent, self.shrunk = Tally(), time.monotonic(), 0
+        self.tally, self.shrunk = Tally(), 0
 
     def subject(self, name: str, config: int) -> Subject:
         key = (name, config)
@@ -106,61 +112,71 @@ class Worker:
             self.subjects[key] = Subject(name, config, pin=self.options.configs == "pinned")
         return self.subjects[key]
 
-    def run(self, first: int, deadline: float) -> None:
-        """Problems first, first + jobs, ... until the examples or the time are used up."""
+    def run(self, first: int, deadline: float, alone_from: int) -> None:
+        """Problems first, first + jobs, ... until the examples or the time are used up.
+
+        With `alone_from` >= 0 the first problem has ended a process before: its backends run one by one,
+        from that position on, so that the next end names its cause.
+        """
         number = first
-        while (not self.options.examples or number < self.options.examples) and time.time() < deadline:
-            self.place[0], self.place[3] = number, int(time.time())
-            self.problem(number)
-            number += self.options.jobs
-            if time.monotonic() - self.sent > 0.5:
-                self.send()
-        self.send()
+        while (not self.options.examples or number < self.options.examples) and (time.time() < deadline or alone_from >= 0):
+            self.place[0], self.place[1], self.place[3] = number, -1, int(time.time())
+            self.problem(number, alone_from)
+            self.send()
+            number, alone_from = number + self.options.jobs, -1
 
     def send(self) -> None:
+        """After every problem, so that the end of this process loses no result."""
         self.pipe.send(self.tally)
-        self.tally, self.sent = Tally(), time.monotonic()
+        self.tally = Tally()
 
-    def problem(self, number: int) -> None:
+    def problem(self, number: int, alone_from: int = -1) -> None:
         """One problem on every backend."""
         begin = time.perf_counter()
         case = drawn(self.options, number)
         stand = Stand.build(World.build(case), self.device)
-        self.tally.problems += 1
-        self.tally.classes.update(classes(case))
+        self.tally.problems += alone_from <= 0
+        self.tally.classes.update(classes(case) if alone_from <= 0 else ())
         built, kind = time.perf_counter(), kind_of(self.options, number)
         chosen = [
             (name, config)
             for name in self.options.backends
             for config in _positions(self.subject(name, 0), stand, self.options, kind)
         ]
-        outcomes = self.together(case, stand, chosen, number)
+        if alone_from >= 0:
+            self.one_by_one(case, stand, chosen, number, alone_from)
+            return
+        outcomes = self.together(stand, chosen, number)
         checked = time.perf_counter()
         for (name, config), outcome in zip(chosen, outcomes, strict=True):
             self.one(case, stand, name, config, number, outcome)
         ended = time.perf_counter()
-        self.tally.spent.update({"build": built - begin, "check": checked - built, "deep": ended - checked})
+        self.tally.spent.update({"build": built - begin, "check": checked - built, "deep": ended - checked})  # type: ignore[dict-item]
 
-    def together(self, case: Case, stand: Stand, chosen: list[tuple[str, int]], number: int) -> list[Outcome]:
-        """All subjects at once, then one wait for the device."""
-        self.place[1], self.place[3] = -1, int(time.time())
+    def together(self, stand: Stand, chosen: list[tuple[str, int]], number: int) -> list[Outcome]:
+        """All subjects at once, then one wait for the device. A lost device ends the process: whose fault
+        it was comes out when the problem runs again, one backend at a time."""
         try:
             subjects = [self.subject(name, config) for name, config in chosen]
             outcomes = check_all(stand, subjects, rho=number % 8 == 0, spent=self.tally.spent)
-        except Exception as error:  # an asynchronous CUDA error: the parent finds out whose it was
-            failure = Failure("", "exception", short_text(error), case.to_dict(), number)
-            self.tally.failures.append(failure)
+        except Exception:  # an asynchronous CUDA error cannot be traced to one of them here
             self.leave()
-        lost = [o for o in outcomes if o.findings and any(mark in o.findings[0].text for mark in MARKS)]
-        if lost:
-            failure = Failure("", "exception", lost[0].findings[0].text, case.to_dict(), number)
-            self.tally.failures.append(failure)
+        if any(is_lost(outcome) for outcome in outcomes):
             self.leave()
         return outcomes
 
+    def one_by_one(self, case: Case, stand: Stand, chosen: list[tuple[str, int]], number: int, alone_from: int) -> None:
+        """The backends from a position on, each on its own, each result sent before the next begins."""
+        for position, (name, config) in enumerate(chosen):
+            if position < alone_from:
+                continue
+            self.place[1], self.place[2], self.place[3] = self.options.backends.index(name), config, int(time.time())
+            self.place[4] = position
+            self.one(case, stand, name, config, number, check(stand, self.subject(name, config)))
+            self.send()
+
     def leave(self) -> NoReturn:
         """Ends this process, whose CUDA context is lost."""
-        self.send()
         self.pipe.close()
         os._exit(LOST_CONTEXT)  # an ordinary end of the process would wait for the lost device
 
@@ -172,7 +188,6 @@ class Worker:
             return
         subject = self.subject(name, config)
         if outcome.ok and number % self.options.deep == 0:
-            self.place[1], self.place[2] = self.options.backends.index(name), config
             deep_checks(stand, subject, outcome, number // self.options.deep, self.tally)
         self.tally.checks[name] += 1
         self.tally.kernels[name, outcome.kernel] += 1
@@ -184,13 +199,14 @@ class Worker:
     def report(self, case: Case, name: str, config: int, number: int, outcome: Outcome) -> None:
         found = outcome.findings[0]
         failure = Failure(name, found.oracle, found.text, case.to_dict(), number, config, str(outcome.config))
-        lost = any(mark in found.text for mark in MARKS)
+        lost = is_lost(outcome)
         if not lost and self.shrunk < 8 and not found.oracle.startswith(("relation", "graph", "threads", "side", "changed")):
             self.shrunk += 1
             small = shrink(case, lambda c: self.fails(c, name, config), self.options.shrink_seconds)
             failure.shrunk = small.to_dict()
         self.tally.failures.append(failure)
         if lost:
+            self.send()
             self.leave()
 
     def fails(self, case: Case, name: str, config: int) -> bool:
@@ -203,10 +219,10 @@ class Worker:
         return bool(check(stand, self.subject(name, config)).findings)
 
 
-def main(options: Options, pipe: Any, place: Any, first: int, deadline: float) -> None:
+def main(options: Options, pipe: Any, place: Any, first: int, deadline: float, alone_from: int) -> None:
     """The entry point of a worker process. Sends tallies, and None when its share is done."""
     torch.set_num_threads(1)
-    Worker(options, pipe, place).run(first, deadline)
+    Worker(options, pipe, place).run(first, deadline, alone_from)
     pipe.send(None)
     pipe.close()
 

@@ -179,7 +179,7 @@ def fit(case: Case, budget: int) -> Case:
     """The same case with its largest extents halved until the work, and the memory, fit the budget."""
     while case.work > budget or case.storage > 2 * budget:
         if case.form == "per_group":
-            worst = max(range(case.groups), key=lambda g: case.dims[g][0] * case.dims[g][1] * max(case.dims[g][2], 1))
+            worst = max(range(case.groups), key=lambda g: _size(*case.dims[g]))
             dims = list(case.dims)
             dims[worst] = _halve_largest(dims[worst])
             case = replace(case, dims=tuple(dims))
@@ -192,6 +192,10 @@ def fit(case: Case, budget: int) -> Case:
         else:
             case = _halve_extent(case, widest, extents[widest])
     return case
+
+
+def _size(m: int, n: int, k: int) -> int:
+    return m * n * k + m * k + k * n + m * n
 
 
 def _halve_largest(size: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "int8")
+DISTINCT = ("onehot", "bitmask", "precise", "cancel")
+"""Modes that need distinct rows and columns, so no zero strides."""
 EDGES = (0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 COUNTS = (1, 2, 15, 16, 17)
 MANY = (255, 256, 257, 1023, 1024, 1025)
@@ -197,8 +199,7 @@ def legal(case: Case) -> Case:
         changes |= {"m": 0, "n": 0, "k": 0}
     if case.compute.is_floating_point and case.precision == "tf32" and case.dtype != "float32":
         changes["precision"] = "ieee"
-    if case.mode in ("onehot", "bitmask", "precise", "cancel"):
-        # these modes need distinct rows and columns
+    if case.mode in DISTINCT:
         changes |= {"a": replace(case.a, zero=""), "b": replace(case.b, zero="")}
     return replace(case, **changes)
 
@@ -220,6 +221,8 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
         keep["head"] = ch.choice((0, 0, 1, 3, 9))
     whole = kind.mode in ("int", "ties", "onehot", "precise")
     modes = [m for m in limits.modes if (m in ("int", "ties", "onehot", "precise")) == whole and m not in ("bitmask", "special")]
+    if kind.a.zero or kind.b.zero:
+        modes = [m for m in modes if m not in DISTINCT]
     mode = kind.mode if kind.dtype == "int8" or kind.mode in ("bitmask", "special") or not modes else ch.choice(modes)
     return legal(fit(replace(kind, **keep, mode=mode, seed=ch.integer(0, 2**31 - 1)), limits.work))
 

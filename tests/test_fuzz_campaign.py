@@ -1,0 +1,175 @@
+"""The fuzzer as a user runs it: finds, shrinks, stores, replays; and survives workers that die."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from multigemm.fuzz.plan import Failure, Options, Tally
+from multigemm.fuzz.report import missing, progress_line, to_dict, to_text
+from multigemm.fuzz.campaign import Summary
+from multigemm.fuzz.shrink import shrink, simpler
+from multigemm.fuzz.worker import drawn, kind_of
+from multigemm.testing import Case, Layout, random_case
+from multigemm.testing.case import fit
+
+ROOT = Path(__file__).parents[1]
+FAULTY = """
+import ctypes
+from multigemm.testing.model_kernel import Faults, Kernel, ModelBackend
+from multigemm.backend import Recipe
+
+class Crashing(ModelBackend):
+    def plan(self, spec, config, device):
+        def bind(ops):
+            def launch():
+                if spec.form == "batched" and ops.a.shape[-1] > 10:
+                    ctypes.string_at(0)
+                Kernel(ops, config, self.faults).launch()
+            return launch
+        return Recipe("crashing", config, bind)
+
+crashing = Crashing("crashing")
+faulty = ModelBackend("faulty", Faults(mask_n_store=False))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    (tmp_path / "multigemm_planted.py").write_text(FAULTY)
+    info = tmp_path / "multigemm_planted-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: multigemm-planted\nVersion: 1.0\n")
+    points = "".join(f"{n} = multigemm_planted:{n}\n" for n in ("crashing", "faulty"))
+    (info / "entry_points.txt").write_text(f"[multigemm.backends]\n{points}")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+
+def fuzz(environment, *arguments):
+    command = [sys.executable, "-W", "ignore", "-m", "multigemm", "fuzz", "--device", "cpu", "--quiet", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT)
+
+
+def test_a_fault_is_found_shrunk_stored_and_repeated(environment, tmp_path):
+    summary, stored = tmp_path / "s.json", tmp_path / "stored"
+    done = fuzz(environment, "--backends", "faulty", "--examples", "10", "--corpus", str(stored), "--json", str(summary),
+                "--shrink", "4")  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    data = json.loads(summary.read_text())
+    assert data["problems"] == 10
+    assert data["disagreements"] == len(data["failures"]) > 0
+    assert data["guard_hits"] > 0
+    small = min((Case.from_dict(f["shrunk"]) for f in data["failures"] if f["shrunk"]), key=lambda c: c.work)
+    assert small.work <= 16 and small.activation is None
+    code = re.search(r"to repeat it:\n((?:    .*\n)+)", done.stdout).group(1)
+    script = "\n".join(line[4:] for line in code.splitlines())
+    again = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert "[guard]" in again.stdout, again.stderr
+    replayed = fuzz(environment, "--backends", "faulty,cpu", "--replay", str(stored))
+    assert replayed.returncode == 1
+    assert "faulty: WRONG" in replayed.stdout and "cpu: right" in replayed.stdout
+
+
+def test_a_worker_that_is_killed_loses_nothing(environment, tmp_path):
+    """Two backends, one of which ends its process on some problems: all other results are there."""
+    summary = tmp_path / "s.json"
+    done = fuzz(environment, "--backends", "cpu,crashing", "--examples", "6", "--jobs", "2", "--forms", "batched,jagged_m",
+                "--dtypes", "float32", "--json", str(summary), "--shrink", "3")  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    data = json.loads(summary.read_text())
+    crashes = [f for f in data["failures"] if f["oracle"] == "crash"]
+    assert len(crashes) > 0
+    assert {(f["oracle"], f["backend"]) for f in data["failures"]} == {("crash", "crashing")}
+    assert data["problems"] == data["checks"]["cpu"] == 6
+    assert data["checks"]["crashing"] == 6 - len(crashes)
+    small = Case.from_dict(next(f["shrunk"] for f in crashes if f["shrunk"]))
+    assert small.form == "batched" and small.k >= 11
+
+
+def test_a_campaign_over_everything_on_the_host(environment, tmp_path):
+    """Every form and dtype on the cpu backend, against the reference."""
+    summary = tmp_path / "s.json"
+    done = fuzz(environment, "--backends", "cpu", "--examples", "500", "--jobs", "2", "--seed", "5", "--work", "30000",
+                "--json", str(summary))  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    data = json.loads(summary.read_text())
+    assert data["checks"]["cpu"] == 500 and data["disagreements"] == 0 and data["crashes"] == 0
+    for form in ("per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "masked"):
+        assert data["classes"][f"form:{form}"] > 35
+    for dtype in ("float16", "bfloat16", "float32", "float64", "int8"):
+        assert data["classes"][f"dtype:{dtype}"] > 35
+    assert data["deep"]["relations"] > 5 and data["deep"]["lying sizes"] > 1
+
+
+@pytest.mark.parametrize("name", ["triton", "numba"])
+def test_an_emulated_campaign(name, environment, tmp_path):
+    summary = tmp_path / "s.json"
+    done = fuzz(environment, "--backends", name, "--seconds", "12", "--jobs", "1", "--json", str(summary), "--emulate")
+    if "not available" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert json.loads(summary.read_text())["checks"][name] >= 3
+
+
+def test_bad_options_are_one_line_and_exit_code_two(environment):
+    for arguments, text in (
+        (("--backends", "tritn"), "unknown backend 'tritn'"),
+        (("--forms", "jaged"), "unknown form"),
+        (("--replay", "/no/such.json", "--backends", "cpu"), "no stored problem"),
+    ):
+        done = fuzz(environment, *arguments)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert text in done.stderr and "Traceback" not in done.stderr
+
+
+def test_shrinking_keeps_only_what_matters():
+    case = Case(form="jagged_m", dtype="float16", n=65, k=33, lengths=(17, 0, 40, 3), head=2, tail=9, bias="gn",
+                bias_dtype="float32", activation="silu", given=True, mode="normal", a=Layout("col", 3, 1), out=Layout("row", 7))  # fmt: skip
+    small = shrink(case, lambda c: any(n > 8 for n in c.lengths) and c.k > 4, seconds=20)
+    assert small.k == 5 and sorted(small.lengths)[-1] == 9 and len(small.lengths) == 1
+    assert (small.activation, small.bias, small.given, small.head, small.tail) == (None, "", False, 0, 0)
+    assert small.a == Layout() and small.mode == "int"
+
+
+def test_every_proposal_is_a_legal_case():
+    from multigemm.testing import World
+
+    for seed in (3, 17, 41):
+        for candidate in list(simpler(fit(random_case(seed), 4000)))[:40]:
+            World.build(candidate)
+
+
+def test_workers_share_the_kinds_and_never_a_problem():
+    options = Options(("cpu",), kinds=12, burst=3, jobs=4, seed=9)
+    cases = [drawn(options, number) for number in range(48)]
+    assert len({repr(c) for c in cases}) == 48
+    assert {kind_of(options, number) for number in range(4)} == {0, 3, 6, 9}
+    assert kind_of(options, 0) == kind_of(options, 4) == kind_of(options, 8) != kind_of(options, 12)
+    assert drawn(options, 5) == drawn(options, 5)
+
+
+def test_the_gate_names_what_was_never_drawn():
+    options = Options(("cpu",))
+    tally = Tally(problems=6000)
+    tally.classes["form:jagged_m"] = 6000
+    summary = Summary(options, tally, 1.0)
+    assert "form:masked" in missing(summary) and "form:jagged_m" not in missing(summary)
+    assert "NOT COVERED" in to_text(summary)
+    assert not missing(Summary(Options(("cpu",), forms=("masked",)), tally, 1.0))
+
+
+def test_the_report_counts_and_speaks():
+    tally = Tally(problems=3)
+    tally.checks["cpu"] = 3
+    tally.refusals["cpu", "too wide"] = 2
+    tally.note_rho("cpu", "float32", 3.0, 1.0)
+    tally.failures.append(Failure("cpu", "value", "wrong", Case(dims=()).to_dict(), 1))
+    more = Tally()
+    more.add(tally)
+    text = to_text(Summary(Options(("cpu",)), more, 2.0))
+    assert "refused 2 x cpu: too wide" in text and "check_case(case" in text and "1 failures" in progress_line(more, 2.0)
+    assert to_dict(Summary(Options(("cpu",)), more, 2.0))["rho"][0]["max"] == 3.0

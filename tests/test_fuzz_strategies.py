@@ -1,0 +1,126 @@
+"""What is drawn: every class, legal, bounded, repeatable; and where it lies in memory."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, target
+from hypothesis import strategies as st
+
+from multigemm.spec import FORMS
+from multigemm.staging import stage, staged_spec
+from multigemm.testing import EMULATED, Case, Layout, Limits, Stand, Subject, World, cases, check, classes, random_case
+from multigemm.testing.memory import Arena, foreign_writes
+from multigemm.testing.strategies import REQUIRED, RandomChooser, kinds, redrawn
+
+SMALL = Limits(work=1 << 12, groups=20, longest=40)
+
+
+def test_every_class_is_drawn():
+    """The generator cannot quietly stop making one."""
+    seen = Counter(name for seed in range(4000) for name in classes(random_case(seed)))
+    assert not REQUIRED - set(seen)
+    rare = {name: seen[name] for name in REQUIRED if seen[name] < 8}
+    assert not rare
+
+
+def test_unaligned_sizes_are_the_rule():
+    drawn = [random_case(seed) for seed in range(500)]
+    odd = sum(any(e % 8 for size in case.sizes() for e in size) for case in drawn)
+    assert odd > 350
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("limits", [Limits(), Limits(work=30_000), Limits(work=500), EMULATED, SMALL])
+def test_limits_hold(limits):
+    for seed in range(1500):
+        case = random_case(seed, limits)
+        assert case.work <= limits.work
+        assert case.storage <= 2 * limits.work
+        assert case.form in limits.forms and case.dtype in limits.dtypes
+
+
+def test_a_case_survives_json_and_its_own_repr():
+    for seed in range(200):
+        case = random_case(seed)
+        assert Case.from_dict(__import__("json").loads(case.to_json())) == case
+        assert eval(repr(case), {"Case": Case, "Layout": Layout}) == case  # noqa: S307
+    with pytest.raises(ValueError, match="no field 'colour'"):
+        Case.from_dict({"colour": 1})
+
+
+def test_a_kind_keeps_what_kernels_are_compiled_for():
+    for seed in range(60):
+        kind = random_case(seed)
+        for number in range(4):
+            other = redrawn(kind, RandomChooser(number), Limits())
+            for name in ("form", "dtype", "out_dtype", "activation", "a", "b", "out", "given", "precision", "bias", "kind"):
+                assert getattr(other, name) == getattr(kind, name)
+
+
+def test_kinds_cover_pairs_better_than_chance():
+    def covered(found):
+        return {(x, y) for case in found for x in classes(case) for y in classes(case)}
+
+    assert len(covered(kinds(Limits(), 30))) > len(covered([random_case(seed) for seed in range(30)]))
+
+
+def test_the_same_seed_gives_the_same_bytes():
+    one, two = World.build(random_case(11)), World.build(random_case(11))
+    assert torch.equal(one.inputs, two.inputs)
+    assert all(torch.equal(x, y) for x, y in zip(one.prefills, two.prefills, strict=True))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases(SMALL))
+def test_the_cpu_backend_on_drawn_cases(case):
+    outcome = check(Stand.build(World.build(case), torch.device("cpu")), Subject("cpu"))
+    target(min(outcome.rho, 50.0), label="rho")
+    assert outcome.ok, outcome.findings
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 100_000))
+def test_nobody_elses_memory_is_poison(seed):
+    """A and B are surrounded by NaN (floats), and their elements are what was drawn."""
+    world = World.build(random_case(seed, SMALL))
+    place = world.place
+    named = [place.a, place.b, place.bias, place.index, None if world.case.alias else place.c]
+    regions = [r for x in named if x is not None for r in (x if isinstance(x, list) else [x])]
+    outside, clean = np.ones(world.inputs.numel(), bool), place.inputs.poisoned()
+    for region in regions:
+        mark = torch.zeros_like(world.inputs)
+        expand = region.bits(mark)
+        if 0 in region.strides and expand.numel():
+            expand = expand.as_strided([1 if s == 0 else n for n, s in zip(region.shape, region.strides, strict=True)],
+                                       region.strides, expand.storage_offset())  # fmt: skip
+        expand.fill_(-1)
+        outside &= (mark == 0).numpy()
+    np.testing.assert_array_equal(world.inputs.numpy()[outside], clean.numpy()[outside])
+
+
+@pytest.mark.parametrize("index", ["int32", "int64"])
+@pytest.mark.parametrize("kind", ["offsets", "sizes", "ends"])
+@pytest.mark.parametrize("form", [f for f in FORMS if f.startswith("jagged")])
+def test_the_spec_names_the_type_of_the_ends_that_kernels_get(form, kind, index):
+    """A kernel compiled for int32 ends once read the int64 sums of live int32 sizes."""
+    case = Case(form=form, dtype="float32", m=3, n=3, k=3, lengths=(2, 0, 5), kind=kind, index=index)
+    stand = Stand.build(World.build(case), torch.device("cpu"))
+    spec = staged_spec(stand.problem)
+    ops = stage(stand.problem, spec, stand.out).ops
+    assert ops.ends is not None
+    assert ops.ends.dtype == spec.index
+
+
+def test_foreign_writes_are_counted_to_the_byte():
+    arena = Arena()
+    region = arena.add(torch.float16, (3, 5), Layout("row", pad=2, shift=1))
+    before, mask = arena.poisoned(), torch.zeros_like(arena.poisoned())
+    region.bits(mask).fill_(-1)
+    after = before.clone()
+    region.view(after).fill_(1.0)
+    assert foreign_writes(after.numpy(), before.numpy(), mask.numpy()) == 0
+    after[region.offset - 1] = 7
+    after[region.offset + 5 * 2] = 9
+    assert foreign_writes(after.numpy(), before.numpy(), mask.numpy()) == 2
