@@ -12,10 +12,13 @@ import torch
 
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
+from multigemm.backends.numba.support import compiler_obstacle
 from multigemm.settings import settings
 
 if settings().emulate:
     pytest.skip("Numba runs as a simulator in this process", allow_module_level=True)
+if compiler_obstacle():
+    pytest.skip(compiler_obstacle(), allow_module_level=True)
 
 from numba_ptx_cases import Case, cases
 

@@ -35,6 +35,19 @@ def _missing() -> list[str]:
 
 
 @cache
+def compiler_obstacle() -> str:
+    """Why nothing can be compiled here: Numba needs NVVM and the linker, which wheels or a CUDA toolkit bring."""
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    for name in ("nvvm", "nvJitLink"):
+        try:
+            load_nvidia_dynamic_lib(name)
+        except DynamicLibNotFoundError:
+            return f"lib{name} is missing: pip install 'numba-cuda[cu13]', or install a CUDA toolkit"
+    return ""
+
+
+@cache
 def _availability(emulate: bool) -> Availability:
     missing = _missing()
     if missing:
@@ -53,7 +66,7 @@ def _availability(emulate: bool) -> Availability:
     if not torch.cuda.is_available():
         why = "torch sees no CUDA device; set MULTIGEMM_EMULATE=1 to run on CPU tensors in numba's simulator"
         return Availability(False, why, version=found)
-    return Availability(True, version=found)
+    return Availability(not compiler_obstacle(), compiler_obstacle(), version=found)
 
 
 def availability() -> Availability:
