@@ -251,7 +251,7 @@ def test_the_regret_of_auto_is_told() -> None:
     times = {r.entry: r.us for r in report.rows if r.case == case}
     assert worst == pytest.approx((times["auto"] or 0) / (times["cupy"] or 1))
     assert name == "cupy"
-    assert f"{worst:.3f} on {case} (cupy is faster)" in table.text(report)
+    assert f"{worst:.3f} on {case} (fastest: cupy)" in table.text(report)
 
 
 def test_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:

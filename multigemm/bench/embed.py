@@ -2,11 +2,11 @@
 
 A page holds, on lines of their own,
 
-    <!-- bench PATH/report.json summary -->
+    <!-- bench PATH/report.json summary moe -->
     <!-- end bench -->
 
 and `python -m multigemm.bench.embed README.md docs/benchmarks.md` fills in what lies between them
-(PATH is relative to the page's repository). `--check` only says whether it would change anything.
+(PATH is relative to the page's repository; the suites, comma separated, may be left out). `--check` only says whether it would change anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from multigemm.bench import markdown, results, table, tutorial
 from multigemm.bench.results import Report
 
-BLOCK = re.compile(r"(<!-- bench (\S+) (\w+) -->\n).*?(<!-- end bench -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- bench (\S+) (\w+)(?: (\S+))? -->\n).*?(<!-- end bench -->)", re.DOTALL)
 
 
 def _origin(report: Report) -> str:
@@ -41,7 +41,9 @@ def filled(text: str, root: Path) -> str:
 
     def draw(match: re.Match[str]) -> str:
         report = results.read(root / match[2])
-        return f"{match[1]}{VIEWS[match[3]](report)}\n{match[4]}"
+        if match[4]:
+            report.rows = [row for row in report.rows if row.suite in match[4].split(",")]
+        return f"{match[1]}{VIEWS[match[3]](report)}\n{match[5]}"
 
     return BLOCK.sub(draw, text)
 

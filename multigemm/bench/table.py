@@ -99,7 +99,7 @@ def _mean(rows: list[Row]) -> str:
 
 
 def _winner(report: Report, case: str) -> str:
-    rows = [r for r in report.rows if r.case == case and r.us and r.kind != "ceiling"]
+    rows = [r for r in report.rows if r.case == case and r.us and r.kind != "ceiling" and r.entry != "auto"]
     return min(rows, key=lambda r: r.us or 0.0).entry if rows else ""
 
 
@@ -108,7 +108,7 @@ def _auto(report: Report) -> str:
     if not regrets:
         return ""
     lines = [f"auto over the fastest single backend: {geomean(r for r, _, _ in regrets):.3f}, and at worst"]
-    lines += [f"  {ratio:.3f} on {case} ({name} is faster)" for ratio, case, name in regrets[:3]]
+    lines += [f"  {ratio:.3f} on {case} (fastest: {name})" for ratio, case, name in regrets[:3]]
     return "\n".join(lines)
 
 
