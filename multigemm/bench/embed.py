@@ -5,8 +5,9 @@ A page holds, on lines of their own,
     <!-- bench PATH/report.json summary moe -->
     <!-- end bench -->
 
-and `python -m multigemm.bench.embed README.md docs/benchmarks.md` fills in what lies between them
-(PATH is relative to the page's repository; the suites, comma separated, may be left out). `--check` only says whether it would change anything.
+and `python -m multigemm.bench.embed README.md docs/benchmarks.md` fills in what lies between them.
+PATH is relative to the page's repository; the suites, comma separated, may be left out. `--check`
+only says whether it would change anything.
 """
 
 from __future__ import annotations
