@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from multigemm.nn import MoE
 
-KINDS, WIDTH, HIDDEN, STEPS, BATCH = 4, 16, 24, 300, 256
+KINDS, WIDTH, HIDDEN, STEPS, BATCH = 4, 16, 24, 250, 256
 
 
 def batch(rules: Tensor, make: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

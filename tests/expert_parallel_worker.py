@@ -72,9 +72,12 @@ def compare(kind: str, chunks: int, activation: str = "swiglu") -> None:
 
 
 def agree() -> None:
-    for kind, chunks in (("uneven", 1), ("uneven", 3), ("empty", 1), ("empty", 2), ("one", 1)):
+    for kind, chunks in (("uneven", 1), ("empty", 2), ("one", 1)):
         compare(kind, chunks)
-    compare("uneven", 1, "gelu")
+    if dist.get_world_size() == 2:  # the rest with fewer processes
+        compare("uneven", 3)
+        compare("uneven", 1, "gelu")
+        refuse()
 
 
 def refuse() -> None:
@@ -107,7 +110,7 @@ if __name__ == "__main__":
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
     )
-    {"agree": agree, "refuse": refuse, "die": die, "dtensor": dtensor_cases.main}[scenario]()
+    {"agree": agree, "die": die, "dtensor": dtensor_cases.main}[scenario]()
     dist.barrier()
     dist.destroy_process_group()
     print("fine", flush=True)
