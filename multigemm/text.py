@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def tensor_text(x: Tensor) -> str:
         last = sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))
         memory = f"torch.empty({shift + last + 1}, dtype={x.dtype}{where})"
         return f"{memory}.as_strided({tuple(x.shape)}, {x.stride()}, {shift})"
-    if x.is_contiguous():
+    if x.is_contiguous() and (x.numel() or x.stride() == torch.empty(x.shape, device="meta").stride()):
         return f"torch.empty({tuple(x.shape)}, dtype={x.dtype}{where})"
     return f"torch.empty_strided({tuple(x.shape)}, {x.stride()}, dtype={x.dtype}{where})"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,15 @@ def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["explain", "--sizes", "x"], "--sizes 'x'"),
         (["explain", "--sizes", "3,-1"], "size"),
+        (["explain", "--sizes=-5"], "cannot be negative"),
+        (["explain", "--sizes", "99999999999999"], "does not fit into the memory"),
+        (["explain", "--k", "99999999999999999999"], "does not fit into the memory"),
         (["explain", "--k", "-4"], "cannot be negative"),
+        (["explain", "--dtype", "quint8"], "--dtype 'quint8'"),
+        (["explain", "--device", "mps"], "--device 'mps'"),
+        (["explain", "--device", "cuda:99"], "CUDA devices here"),
+        (["cache", "export", "no-such-folder/x.json"], "no-such-folder"),
+        (["cache", "export", "."], "directory"),
         (["explain", "--dtype", "half9"], "--dtype 'half9'"),
         (["explain", "--device", "nowhere"], "--device 'nowhere'"),
         (["explain", "--backend", "cpuu"], "did you mean 'cpu'"),
@@ -66,7 +75,37 @@ def test_errors_are_one_line_and_exit_code_2(words: list[str], match: str, capsy
     assert main([*words, *extra]) == 2
     text = capsys.readouterr().err
     assert match in text
-    assert "Traceback" not in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["explain", "--form", "nope"], ["info", "--jsonn"], ["--nope"], ["explain", "x"]])
+def test_words_that_no_option_takes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(words)
+    assert done.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"us": "fast"},
+        {"us": float("nan")},
+        {"key": "jagged_m gx m* n48 k96 t128 float32/row float32/row float32/row ieee"},
+        {"key": 3},
+        {"config": []},
+        {"schema": 99},
+        {"more": 1},
+    ],
+)
+def test_measurements_that_are_none_are_not_imported(
+    entry: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"backend": "cpu", "config": {}, "us": 3.0, "device": "cpu", "key": "jagged_m g2"}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"schema": 1, "entries": [{**good, **entry}]}))
+    assert main(["cache", "import", str(path)]) == 2
+    assert "is not an exported cache" in capsys.readouterr().err
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -232,6 +232,7 @@ def test_configs_of_a_wrong_kind(config: Any) -> None:
         mg.GroupedGemmProblem(A, B, ends=torch.tensor([2, 9, 5, 9, 10, 9], dtype=torch.int32)[::2]),
         mg.GroupedGemmProblem(torch.ones(3, 2, 4), B, valid_rows=torch.tensor([0, 2, 1])),
         mg.GroupedGemmProblem(torch.ones(41)[1:].view(10, 4), B, offsets=CUT),
+        mg.GroupedGemmProblem(torch.ones(0, 4, 6)[:, :, :3], torch.ones(0, 5, 3).mT),
         mg.GroupedGemmProblem([torch.ones(49)[3:].view(2, 23)[:, :4]], [torch.ones(14)[2:].view(4, 3)[:, :2]]),
     ],
 )  # fmt: skip

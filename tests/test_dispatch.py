@@ -145,6 +145,21 @@ def test_settings_restrict_auto(install: Callable[..., None], monkeypatch: pytes
     assert mg.plan(problem()).backend == "third"
 
 
+def test_settings_that_name_no_backend(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    install(Fake("first", 1), Fake("null"), Fake("slowly", here=Availability(True, emulated=True)))
+    monkeypatch.setenv("MULTIGEMM_BACKEND", "first,secnd")
+    settings.cache_clear()
+    with pytest.raises(mg.UnknownBackend, match="MULTIGEMM_BACKEND holds 'secnd'"):
+        mg.plan(problem())
+    monkeypatch.setenv("MULTIGEMM_BACKEND", "null,slowly")
+    settings.cache_clear()
+    with pytest.raises(mg.BackendUnsupported) as caught:
+        mg.plan(problem())
+    assert caught.value.reasons["first"] == ["MULTIGEMM_BACKEND allows null, slowly only"]
+    assert "computes nothing" in caught.value.reasons["null"][0]
+    assert "is emulated here" in caught.value.reasons["slowly"][0]
+
+
 def test_choices_are_remembered_by_spec(install: Callable[..., None]) -> None:
     fake = Fake("only")
     install(fake)
@@ -186,11 +201,17 @@ def test_a_broken_import_is_a_reason_and_the_rest_goes_on(monkeypatch: pytest.Mo
             raise ImportError("libfoo.so.9 is missing")
 
     registry.reload()
-    monkeypatch.setattr(registry, "_entry_points", lambda: {"broken": Point(), "odd": replace_point()})
+    monkeypatch.setattr(
+        registry,
+        "_entry_points",
+        lambda: {"broken": Point(), "odd": give(object()), "kind": give(Fake), "mute": give(Mute("mute"))},
+    )
     try:
         by_name = {i.name: i for i in mg.list_backends()}
         assert "libfoo.so.9 is missing" in by_name["broken"].reason
         assert "lacks members" in by_name["odd"].reason
+        assert "give an instance" in by_name["kind"].reason
+        assert "ZeroDivisionError: as it is" in by_name["mute"].reason
         assert by_name["cpu"].available
         with pytest.raises(mg.BackendUnavailable, match="libfoo"):
             mg.solve(problem(), "broken")
@@ -199,12 +220,15 @@ def test_a_broken_import_is_a_reason_and_the_rest_goes_on(monkeypatch: pytest.Mo
         registry.reload()
 
 
-def replace_point() -> Any:
-    class Point:
-        name = "odd"
+class Mute(Fake):
+    def availability(self) -> Availability:
+        raise ZeroDivisionError("as it is")
 
+
+def give(x: Any) -> Any:
+    class Point:
         def load(self) -> Any:
-            return object()
+            return x
 
     return Point()
 

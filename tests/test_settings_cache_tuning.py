@@ -133,6 +133,53 @@ def test_neighbours_are_of_the_same_kind(tmp_path: Path) -> None:
     assert table.neighbours(other, cpu) == []
 
 
+@pytest.mark.parametrize("raw", [b"", b"[1]", b'{"schema": 2}', b'{"schema": 1, "us": 3}', b"\xff"])
+def test_entries_that_this_version_cannot_read_are_as_good_as_none(tmp_path: Path, raw: bytes) -> None:
+    cache = DiskCache("t", tmp_path)
+    spec, cpu = _spec(1000), torch.device("cpu")
+    cache.put(fingerprint(tuning.SCHEMA, f"cpu|{spec_key(spec)}|cpu"), raw, ".json")
+    cache.put("foreign", raw, ".json")
+    table = TuningTable(cache)
+    assert table.find("cpu", spec, cpu) is None
+    assert table.own() == table.neighbours(spec, cpu) == []
+
+
+def test_neighbours_on_disk_are_found_by_a_new_process(tmp_path: Path) -> None:
+    TuningTable(DiskCache("t", tmp_path)).record(Measured("cpu", {}, 5.0, "cpu", spec_key(_spec(1024))))
+    assert [m.us for m in TuningTable(DiskCache("t", tmp_path)).neighbours(_spec(8192), torch.device("cpu"))] == [5.0]
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    cache = DiskCache("x", tmp_path)
+    monkeypatch.setattr(os, "replace", full)
+    assert not cache.put("k", b"value")
+    assert list(cache.folder.iterdir()) == []
+
+
+def test_clear_removes_what_a_broken_off_writer_left(tmp_path: Path) -> None:
+    cache = DiskCache("x", tmp_path)
+    cache.put("k", b"value")
+    (cache.folder / ".k.half").write_bytes(b"v")
+    assert cache.clear() == 1
+    assert list(cache.folder.iterdir()) == []
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    root = Settings().cache_dir
+    assert not DiskCache("x", root).put("k", b"v")
+    assert DiskCache("x", root).get("k") is None
+    with pytest.raises(mg.InvalidSetting, match="no such home"):
+        parse({"MULTIGEMM_CACHE_DIR": "~nobody-of-this-name/x"})
+
+
 def test_shipped_files_are_read_and_name_real_configs() -> None:
     for measured in TuningTable()._shipped.values():
         assert measured.us > 0
