@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import multigemm as mg
+from multigemm.integrations.expert_parallel import group_of
 from multigemm.nn import MoE
 from multigemm.nn.parallel import ExpertParallel
 from tests import dtensor_cases
@@ -26,13 +27,18 @@ EXPERTS, WIDTH, HIDDEN, TOP = 8, 6, 5, 2
 TIMEOUT = 20
 
 
-def layers(chunks: int, activation: str = "swiglu") -> tuple[MoE, MoE]:
-    """(the layer spread over all ranks, the same layer whole)."""
+def mesh_of(replicas: int) -> Any:
+    """A mesh of `replicas` data-parallel copies, each spread over the rest of the ranks."""
+    shape = (replicas, dist.get_world_size() // replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+
+
+def layers(mesh: Any, chunks: int, activation: str = "swiglu") -> tuple[MoE, MoE]:
+    """(the layer spread over the ranks of `mesh`, the same layer whole)."""
     torch.manual_seed(0)
     whole = MoE(WIDTH, HIDDEN, EXPERTS, TOP, activation=activation, bias=True, dtype=torch.float64)
     spread = MoE(WIDTH, HIDDEN, EXPERTS, TOP, activation=activation, bias=True, dtype=torch.float64)
     spread.load_state_dict(whole.state_dict())
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     parallelize_module(spread, mesh["ep"], {"experts": ExpertParallel(chunks=chunks)})
     return spread, whole
 
@@ -48,10 +54,12 @@ def tokens_of(ranks: int, kind: str) -> list[Tensor]:
     return [torch.randn(c, WIDTH, generator=make, dtype=torch.float64) for c in counts]
 
 
-def compare(kind: str, chunks: int, activation: str = "swiglu") -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    spread, whole = layers(chunks, activation)
-    parts = tokens_of(ranks, kind)
+def compare(kind: str, chunks: int, activation: str = "swiglu", replicas: int = 1) -> None:
+    mesh = mesh_of(replicas)
+    spread, whole = layers(mesh, chunks, activation)
+    ranks, rank = mesh["ep"].size(), mesh["ep"].get_local_rank()
+    copy = mesh["dp"].get_local_rank()
+    parts = tokens_of(dist.get_world_size(), kind)[copy * ranks : (copy + 1) * ranks]
     mine = parts[rank].clone().requires_grad_()
     everything = torch.cat(parts).requires_grad_()
     got, want = spread(mine), whole(everything)
@@ -67,13 +75,15 @@ def compare(kind: str, chunks: int, activation: str = "swiglu") -> None:
         here: Any = g
         torch.testing.assert_close(here.to_local(), w[rank * each : (rank + 1) * each], msg=f"gradient of {name}")
     router = got_grads[-1].clone()
-    dist.all_reduce(router)
+    dist.all_reduce(router, group=mesh["ep"].get_group())
     torch.testing.assert_close(router, want_grads[-1])
 
 
 def agree() -> None:
     for kind, chunks in (("uneven", 1), ("empty", 2), ("one", 1)):
         compare(kind, chunks)
+    if dist.get_world_size() == 4:
+        compare("uneven", 1, replicas=2)
     if dist.get_world_size() == 2:  # the rest with fewer processes
         compare("uneven", 3)
         compare("uneven", 1, "gelu")
@@ -82,16 +92,18 @@ def agree() -> None:
 
 def refuse() -> None:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    both, mesh = mesh_of(1), mesh_of(1)["ep"]
     odd = MoE(WIDTH, HIDDEN, dist.get_world_size() + 1, 1)
     for module, words in ((odd, "spread evenly"), (torch.nn.Linear(2, 2), "applied to Linear")):
         with pytest.raises(mg.InvalidProblem, match=words):
             parallelize_module(module, mesh, ExpertParallel())
+    with pytest.raises(mg.InvalidProblem, match="spread over one of them"):
+        group_of(both)
 
 
 def die() -> None:
     """The last rank leaves without a word in the middle of the work; the others must end with an error."""
-    spread, _ = layers(1)
+    spread, _ = layers(mesh_of(1), 1)
     x = tokens_of(dist.get_world_size(), "uneven")[dist.get_rank()]
     spread(x)
     if dist.get_rank() == dist.get_world_size() - 1:
