@@ -11,9 +11,13 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from multigemm.backends.numba.config import NAMES, signature_of
 from multigemm.layouts import Operands, Packed, Strided, packed
+from multigemm.spec import ProblemSpec
 
 JAGGED_M, JAGGED_N, JAGGED_K = 1, 2, 3
+KIND = {"f16": 1, "bf16": 2, "f32": 3, "f64": 4, "i8": 5, "i32": 6}
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 _JAGGED = {None: 0, "m": JAGGED_M, "n": JAGGED_N, "k": JAGGED_K}
 
 
@@ -50,6 +54,15 @@ class Call(NamedTuple):
     bias: int
     bias_group: int
     bias_col: int
+    out_kind: int
+    out_size: int
+    c_kind: int
+    c_size: int
+    bias_kind: int
+    bias_size: int
+    activation: int
+    plain: int
+    zeroes: int
 
 
 _ABSENT = Strided(0, 0, 0, 0)
@@ -73,5 +86,20 @@ def call_of(ops: Operands, table: Tensor | None = None) -> Call:
         0 if ops.valid_rows is None else ops.valid_rows.data_ptr(), _wide(ops.valid_rows),
         0 if table is None else table.data_ptr(),
         *view.a, *view.b, *view.out, *(view.c or _ABSENT),
-        bias.ptr, bias.group, bias.col,
+        bias.ptr, bias.group, bias.col, *_style(ops.spec),
     )  # fmt: skip
+
+
+def _style(spec: ProblemSpec) -> tuple[int, ...]:
+    """The epilogue as numbers: kinds and sizes of out, C and bias; activation; whether it only rounds; zeroing."""
+    c = None if spec.c is None else spec.c.dtype
+    pairs = [(0, 0) if x is None else (KIND[NAMES[x]], x.itemsize) for x in (spec.out.dtype, c, spec.bias)]
+    facts = signature_of(spec)
+    return (
+        *pairs[0],
+        *pairs[1],
+        *pairs[2],
+        ACTIVATIONS.index(spec.activation),
+        int(facts.plain),
+        int(facts.zero_unowned),
+    )

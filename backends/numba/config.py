@@ -136,8 +136,12 @@ Config = SimtConfig | MmaConfig | HopperConfig
 
 def effective(config: Config, signature: Signature) -> Signature:
     """The signature with all that this kernel does not look at set alike, so that it is compiled once."""
+    if isinstance(config, SimtConfig):
+        return replace(signature, ragged_k=False, plain=True, a_aligned=True, b_aligned=True)
+    # The tensor-core kernels decide on the epilogue at run time.
+    signature = replace(
+        signature, out=signature.compute, c=None, bias=None, activation=None, zero_unowned=True, plain=True
+    )
     if isinstance(config, HopperConfig):
         return replace(signature, a_aligned=True, b_aligned=True)
-    if isinstance(config, MmaConfig):
-        return replace(signature, ragged_k=False, plain=True)
-    return replace(signature, ragged_k=False, plain=True, a_aligned=True, b_aligned=True)
+    return replace(signature, ragged_k=False)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from multigemm.backends.numba.memory import caster, loader, wrap_int32
+from multigemm.backends.numba.call import ACTIVATIONS, KIND
+from multigemm.backends.numba.memory import caster, loader, storer, wrap_int32
 from multigemm.backends.numba.runtime import SIMULATED, device
 
 if SIMULATED:
@@ -22,6 +23,8 @@ if SIMULATED:
 else:
     _exp = math.exp
 
+F16, BF16, F32 = KIND["f16"], KIND["bf16"], KIND["f32"]
+RELU, GELU, GELU_TANH, SILU = (ACTIVATIONS.index(name) for name in ("relu", "gelu", "gelu_tanh", "silu"))
 ROOT_HALF = math.sqrt(0.5)
 GELU_SCALE = math.sqrt(2.0 / math.pi)
 GELU_CUBE = 0.044715
@@ -78,3 +81,67 @@ def make_finish(acc, activation, c_name, bias_name):
         return act(wrap_int32(value)) if acc == "i32" else act(value)
 
     return finish
+
+
+@cache
+def make_any_finish():
+    """finish(value, alpha, beta, activation, c_kind, c, c_at, bias_kind, bias, bias_at), all decided at run time.
+
+    For float32 accumulators. One compiled kernel so serves every epilogue; the tensor-core kernels,
+    which take seconds to compile, use it, and the one with the fewest instructions per element, `make_finish`.
+    """
+    half, brain, single, double = loader("f16"), loader("bf16"), loader("f32"), loader("f64")
+    cast = caster("f32")
+    relu, gelu = make_activation("relu", "f32"), make_activation("gelu", "f32")
+    gelu_tanh, silu = make_activation("gelu_tanh", "f32"), make_activation("silu", "f32")
+
+    @device
+    def load_any(address, index, kind):
+        value = cast(0)
+        if kind == F16:
+            value = half(address, index)
+        elif kind == BF16:
+            value = brain(address, index)
+        elif kind == F32:
+            value = single(address, index)
+        else:
+            value = cast(double(address, index))
+        return value
+
+    @device
+    def finish(value, alpha, beta, activation, c_kind, c, c_at, bias_kind, bias, bias_at):
+        value = alpha * value
+        if c_kind != 0:
+            value += beta * load_any(c, c_at, c_kind)
+        if bias_kind != 0:
+            value += load_any(bias, bias_at, bias_kind)
+        if activation == RELU:
+            value = relu(value)
+        elif activation == GELU:
+            value = gelu(value)
+        elif activation == GELU_TANH:
+            value = gelu_tanh(value)
+        elif activation == SILU:
+            value = silu(value)
+        return value
+
+    return finish
+
+
+@cache
+def make_any_store():
+    """store(address, index, value, kind): a float32 with one rounding to the type that `kind` numbers."""
+    half, brain, single, double = (storer(name, "f32") for name in ("f16", "bf16", "f32", "f64"))
+
+    @device
+    def store(address, index, value, kind):
+        if kind == F16:
+            half(address, index, value)
+        elif kind == BF16:
+            brain(address, index, value)
+        elif kind == F32:
+            single(address, index, value)
+        else:
+            double(address, index, value)
+
+    return store

@@ -46,7 +46,7 @@ def make_kernel(config, signature):
     stages, full, empty, slot_full, slot_empty = config.stages, at.full, at.empty, at.slot_full, at.slot_empty
     cluster, turn_full, turn_empty = config.cluster, at.turn_full, at.turn_empty
     produce, consume = make_producer(config, signature), make_consumer(config, signature)
-    zero_unowned, zeroes = make_zero_unowned(signature.out, "f32"), signature.zero_unowned
+    zero_unowned = make_zero_unowned()
     helpers = 96
 
     @kernel
@@ -76,8 +76,8 @@ def make_kernel(config, signature):
             _less()
             if thread < 32:
                 produce(p, maps, counters, base, thread)
-            elif zeroes:
-                zero_unowned(p, cuda.blockIdx.x * helpers + thread - 32, cuda.gridDim.x * helpers, types.float32(0))
+            elif p.zeroes != 0:
+                zero_unowned(p, cuda.blockIdx.x * helpers + thread - 32, cuda.gridDim.x * helpers)
         else:
             _more()
             consume(p, types.float32(alpha), types.float32(beta), base, thread // 128 - 1, thread % 128)

@@ -14,7 +14,7 @@ from numba.cuda import types
 from multigemm.backends.numba import ptx
 from multigemm.backends.numba import ptx_hopper as hw
 from multigemm.backends.numba.call import JAGGED_K
-from multigemm.backends.numba.hopper_epilogue import STAGING, make_write
+from multigemm.backends.numba.hopper_epilogue import STAGING, make_write, style_of
 from multigemm.backends.numba.hopper_shape import COLUMNS, ROW_BYTES, SLOT_BYTES, SLOTS, WEIGHT_BYTES, Layout
 from multigemm.backends.numba.memory import BYTES
 from multigemm.backends.numba.operand import make_operands
@@ -128,13 +128,13 @@ def make_multiply(config, signature, n):
 @cache
 def make_tile(config, signature, n):
     """tile(job): the main loop and the epilogue for tiles of n rows; `make_consumer` says what a job holds."""
-    multiply, write = make_multiply(config, signature, n), make_write(n, signature)
+    multiply, write = make_multiply(config, signature, n), make_write(n, signature.compute)
 
     @synchronising
     def tile(job):
-        base, stage, phase, depth, tail, group, thread, staging, out, c, bias, alpha, beta, rows, columns = job
+        base, stage, phase, depth, tail, group, thread, staging, out, c, bias, style, alpha, beta, rows, columns = job
         acc = multiply(base, stage, phase, depth, tail, group, thread)
-        write(acc, staging, group + 1, out, c, bias, alpha, beta, rows, columns, thread)
+        write(acc, staging, group + 1, out, c, bias, style, alpha, beta, rows, columns, thread)
 
     return tile
 
@@ -175,8 +175,7 @@ def make_consumer(config, signature):
     """consume(p, alpha, beta, base, warpgroup, thread): the whole life of a consumer thread."""
     at, stages = Layout(config, signature), config.stages
     slot_full, slot_empty, slots_at, staging_at, bk = at.slot_full, at.slot_empty, at.slots, at.staging, at.bk
-    size, c_size, bias_size = BYTES[signature.out], BYTES[signature.c or "f32"], BYTES[signature.bias or "f32"]
-    _, _, operand_c, operand_out, operand_bias = make_operands(BYTES[signature.compute], size, c_size, bias_size)
+    _, _, operand_c, operand_out, operand_bias = make_operands(BYTES[signature.compute])
     dispatch = make_dispatch(config, signature)
 
     @synchronising
@@ -200,14 +199,15 @@ def make_consumer(config, signature):
             c_at, c_row, c_col = operand_c(p, g, start)
             bias_at, bias_col = operand_bias(p, g, start)
             j = j0 + warpgroup * 64
-            out = out_at + (i0 * out_row + j * out_col) * size, out_row, out_col
-            c = c_at + (i0 * c_row + j * c_col) * c_size, c_row, c_col
-            bias = bias_at + j * bias_col * bias_size, bias_col
+            out = out_at + (i0 * out_row + j * out_col) * p.out_size, out_row, out_col
+            c = c_at + (i0 * c_row + j * c_col) * p.c_size, c_row, c_col
+            bias = bias_at + j * bias_col * p.bias_size, bias_col
             tail = int32(0)
             if p.jagged == JAGGED_K:
                 tail = int32(k % bk)
             job = (
-                base, stage, phase, int32(depth), tail, warpgroup, thread, staging, out, c, bias, alpha, beta,
+                base, stage, phase, int32(depth), tail, warpgroup, thread, staging, out, c, bias,
+                style_of(p), alpha, beta,
                 int32(rows), int32(n - j),
             )  # fmt: skip
             dispatch(int32(height), job)

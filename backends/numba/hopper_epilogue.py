@@ -20,8 +20,8 @@ from llvmlite import ir
 from numba.cuda import types
 
 from multigemm.backends.numba import ptx
-from multigemm.backends.numba.epilogue import make_finish
-from multigemm.backends.numba.memory import BYTES, storer
+from multigemm.backends.numba.call import KIND
+from multigemm.backends.numba.epilogue import BF16, F16, F32, make_any_finish, make_any_store
 from multigemm.backends.numba.ptx_asm import I32, floats, with_arity
 from multigemm.backends.numba.runtime import synchronising
 
@@ -133,74 +133,73 @@ def make_flush_16():
 
 
 @cache
-def make_flush_32(signature, threads=128):
-    """flush(...): four columns per thread, with the whole epilogue, to any strides."""
+def make_flush_32(threads=128):
+    """flush(...): four columns per thread, with the whole epilogue, to any type and strides."""
+    finish, store = make_any_finish(), make_any_store()
     step = threads // 16
-    finish = make_finish("f32", signature.activation, signature.c, signature.bias)
-    store, size = storer(signature.out, "f32"), BYTES[signature.out]
-    wide, half = signature.out == "f32", signature.out in ("f16", "bf16")
-    pack = ptx.make_pack(signature.out if half else "f16")
+    pack_half, pack_brain = ptx.make_pack("f16"), ptx.make_pack("bf16")
 
     @synchronising
-    def flush(staging, out, c, bias, alpha, beta, rows, columns, thread):
-        """`out` and `c` are (address of the first row and column, row stride, column stride)."""
+    def flush(staging, out, c, bias, style, alpha, beta, rows, columns, thread, above):
+        """`out` and `c` are (address, row stride, column stride); `above` rows of C lie before the first."""
         out_at, out_row, out_col = out
         c_at, c_row, c_col = c
         bias_at, bias_col = bias
+        kind, size, c_kind, bias_kind, activation, plain = style
         chunk, first = thread % 16, thread // 16
         column = chunk * 4
-        aligned = out_col == 1 and (out_at | (out_row * size)) % (4 * size) == 0 and column + 4 <= columns
-        source = staging + first * 256
-        b = column * bias_col
+        count = min(max(columns - column, 0), 4)
+        wide = out_col == 1 and count == 4 and ((out_at | (out_row * size)) & (4 * size - 1)) == 0
         for row in range(first, rows, step):
-            v = ptx.load_shared_f32x4(source + ((chunk ^ (((row // 2) % 4) * 2)) * 16))
-            source += step * 256
-            at = row * c_row + column * c_col
-            if aligned and (wide or half):
-                x = finish(v[0], alpha, beta, c_at, at, bias_at, b)
-                y = finish(v[1], alpha, beta, c_at, at + c_col, bias_at, b + bias_col)
-                z = finish(v[2], alpha, beta, c_at, at + 2 * c_col, bias_at, b + 2 * bias_col)
-                w = finish(v[3], alpha, beta, c_at, at + 3 * c_col, bias_at, b + 3 * bias_col)
-                where = out_at + (row * out_row + column) * size
-                if wide:
-                    ptx.store_global_f32x4(where, (x, y, z, w))
-                else:
-                    ptx.store_global_u32x2(where, (pack(x, y), pack(z, w)))
+            cell = staging + row * 256 + (chunk ^ (((row // 2) % 4) * 2)) * 16
+            if plain == 0:
+                for i in range(count):
+                    value = ptx.load_shared_f32(cell + i * 4)
+                    at, b = (above + row) * c_row + (column + i) * c_col, (column + i) * bias_col
+                    value = finish(value, alpha, beta, activation, c_kind, c_at, at, bias_kind, bias_at, b)
+                    ptx.store_shared_f32(cell + i * 4, value)
+            where = out_at + (row * out_row + column) * size
+            if wide and kind == F32:
+                ptx.store_global_f32x4(where, ptx.load_shared_f32x4(cell))
+            elif wide and kind == F16:
+                v = ptx.load_shared_f32x4(cell)
+                ptx.store_global_u32x2(where, (pack_half(v[0], v[1]), pack_half(v[2], v[3])))
+            elif wide and kind == BF16:
+                v = ptx.load_shared_f32x4(cell)
+                ptx.store_global_u32x2(where, (pack_brain(v[0], v[1]), pack_brain(v[2], v[3])))
             else:
-                for i in range(min(columns - column, 4)):
-                    value = v[0]
-                    if i == 1:
-                        value = v[1]
-                    elif i == 2:
-                        value = v[2]
-                    elif i == 3:
-                        value = v[3]
-                    value = finish(value, alpha, beta, c_at, at + i * c_col, bias_at, b + i * bias_col)
-                    store(out_at, row * out_row + (column + i) * out_col, value)
+                for i in range(count):
+                    store(out_at, row * out_row + (column + i) * out_col, ptx.load_shared_f32(cell + i * 4), kind)
 
     return flush
 
 
+@synchronising
+def style_of(p):
+    """What `flush` has to know of the epilogue."""
+    return p.out_kind, p.out_size, p.c_kind, p.bias_kind, p.activation, p.plain
+
+
 @cache
-def make_write(n, signature):
-    """write(acc, ...): one warpgroup's part of a tile, by the way that fits."""
-    plain = signature.plain and signature.out in ("f16", "bf16")
-    stage_16 = make_stage_16(n, signature.out if plain else "f16")
-    stage_32, flush_16, flush_32 = make_stage_32(n), make_flush_16(), make_flush_32(signature)
-    size, c_size = BYTES[signature.out], BYTES[signature.c or "f32"]
+def make_write(n, kind):
+    """write(acc, ...): one warpgroup's part of a tile, by the way that fits; `kind` is the operands' type."""
+    fast_kind = KIND[kind] if kind in ("f16", "bf16") else -1
+    stage_16 = make_stage_16(n, kind if fast_kind > 0 else "f16")
+    stage_32, flush_16, flush_32 = make_stage_32(n), make_flush_16(), make_flush_32()
 
     @synchronising
-    def write(acc, staging, barrier, out, c, bias, alpha, beta, rows, columns, thread):
+    def write(acc, staging, barrier, out, c, bias, style, alpha, beta, rows, columns, thread):
         out_at, out_row, out_col = out
         c_at, c_row, c_col = c
-        if plain and out_col == 1 and (out_at | (out_row * size)) % 16 == 0:
+        fast = style[5] != 0 and style[0] == fast_kind and out_col == 1
+        if fast and ((out_at | (out_row * 2)) & 15) == 0:
             lane_at = lane_address_16(staging, thread)
             for number in range((rows + ROWS_16 - 1) // ROWS_16):
                 first = number * ROWS_16
                 stage_16(acc, number, lane_at)
                 ptx.named_barrier(barrier, 128)
-                target = out_at + first * out_row * size
-                flush_16(staging, target, out_row * size, min(rows - first, ROWS_16), columns, thread)
+                target = out_at + first * out_row * 2
+                flush_16(staging, target, out_row * 2, min(rows - first, ROWS_16), columns, thread)
                 ptx.named_barrier(barrier, 128)
         else:
             lower, upper = lane_address_32(staging, thread, 0), lane_address_32(staging, thread, 1)
@@ -208,9 +207,11 @@ def make_write(n, signature):
                 first = number * ROWS_32
                 stage_32(acc, number, lower, upper)
                 ptx.named_barrier(barrier, 128)
-                here = (out_at + first * out_row * size, out_row, out_col)
-                there = (c_at + first * c_row * c_size, c_row, c_col)
-                flush_32(staging, here, there, bias, alpha, beta, min(rows - first, ROWS_32), columns, thread)
+                here = (out_at + first * out_row * style[1], out_row, out_col)
+                there = (c_at, c_row, c_col)
+                flush_32(
+                    staging, here, there, bias, style, alpha, beta, min(rows - first, ROWS_32), columns, thread, first
+                )
                 ptx.named_barrier(barrier, 128)
 
     return write

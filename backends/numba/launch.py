@@ -74,9 +74,9 @@ def most_tiles(call: Call, table: npt.NDArray[np.int64] | None, bm: int, bn: int
     return call.groups * rows * columns
 
 
-def zeroing_blocks(call: Call, signature: Signature) -> int:
+def zeroing_blocks(call: Call) -> int:
     """Blocks that are worth starting for rows that no group owns (none, where the caller owns them)."""
-    if not signature.zero_unowned:
+    if not call.zeroes:
         return 0
     return -(-call.m * call.n * (call.groups if call.valid else 1) // ZEROS_PER_BLOCK)
 
@@ -124,7 +124,7 @@ def _hopper(config: HopperConfig, signature: Signature, device: torch.device) ->
         table, host = device_table(ops)
         call = call_of(ops, table)
         tiles = most_tiles(call, host, config.n_max, COLUMNS * config.cluster) * config.cluster
-        blocks = min(max(tiles, zeroing_blocks(call, signature)), processors)
+        blocks = min(max(tiles, zeroing_blocks(call)), processors)
         grid = -(-blocks // config.cluster) * config.cluster
         if grid == 0:
             return _nothing
@@ -147,7 +147,7 @@ def _tiled(config: SimtConfig | MmaConfig, signature: Signature, device: torch.d
     def bind(ops: Operands) -> Launch:
         table, host = device_table(ops)
         call = call_of(ops, table)
-        tiles = max(most_tiles(call, host, config.bm, config.bn), zeroing_blocks(call, signature))
+        tiles = max(most_tiles(call, host, config.bm, config.bn), zeroing_blocks(call))
         if tiles == 0:
             return _nothing
         grid = min(tiles, resident)

@@ -17,7 +17,7 @@ from numba import cuda
 from numba.cuda import types
 
 from multigemm.backends.numba import ptx
-from multigemm.backends.numba.hopper_epilogue import make_flush_32
+from multigemm.backends.numba.hopper_epilogue import make_flush_32, style_of
 from multigemm.backends.numba.memory import BYTES
 from multigemm.backends.numba.mma_fragments import make_copy, make_fragments, make_warp_stage, make_warp_step
 from multigemm.backends.numba.mma_shape import ALIGNMENT, KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS, kept_rows
@@ -96,15 +96,14 @@ def make_kernel(config, signature):
     """The kernel for one tile shape and one set of dtypes and layouts."""
     bm, bn = config.bm, config.bn
     kind = "tf32" if signature.compute == "f32" else signature.compute
-    in_size, out_size = BYTES[signature.compute], BYTES[signature.out]
-    c_size, bias_size = BYTES[signature.c or "f32"], BYTES[signature.bias or "f32"]
-    operand_a, operand_b, operand_c, operand_out, operand_bias = make_operands(in_size, out_size, c_size, bias_size)
+    in_size = BYTES[signature.compute]
+    operand_a, operand_b, operand_c, operand_out, operand_bias = make_operands(in_size)
     main_loop = make_main_loop(
         config, kind, signature.a_order == "col", signature.b_order == "row", signature.a_aligned, signature.b_aligned
     )
     scan, locate, piece = make_warp_schedule(bm, bn)
-    zero_unowned, zeroes = make_zero_unowned(signature.out, "f32"), signature.zero_unowned
-    stage, flush = make_warp_stage(kept_rows(config)), make_flush_32(signature, 32)
+    zero_unowned = make_zero_unowned()
+    stage, flush = make_warp_stage(kept_rows(config)), make_flush_32(32)
     kept, across_warps = kept_rows(config), bn // KEPT_COLUMNS
     staging_bytes = kept * KEPT_COLUMNS * 4
 
@@ -134,12 +133,15 @@ def make_kernel(config, signature):
             out, out_row, out_col = operand_out(p, g, start)
             c, c_row, c_col = operand_c(p, g, start)
             bias, bias_col = operand_bias(p, g, start)
-            here = out + (i * out_row + j * out_col) * out_size, out_row, out_col
-            there = c + (i * c_row + j * c_col) * c_size, c_row, c_col
-            vector = bias + j * bias_col * bias_size, bias_col
-            flush(staging, here, there, vector, types.float32(alpha), types.float32(beta), rows, columns, lane)
+            here = out + (i * out_row + j * out_col) * p.out_size, out_row, out_col
+            there = c + (i * c_row + j * c_col) * p.c_size, c_row, c_col
+            vector = bias + j * bias_col * p.bias_size, bias_col
+            style = style_of(p)
+            flush(
+                staging, here, there, vector, style, types.float32(alpha), types.float32(beta), rows, columns, lane, 0
+            )
             cuda.syncthreads()
-        if zeroes:
-            zero_unowned(p, cuda.blockIdx.x * THREADS + thread, cuda.gridDim.x * THREADS, types.float32(0))
+        if p.zeroes != 0:
+            zero_unowned(p, cuda.blockIdx.x * THREADS + thread, cuda.gridDim.x * THREADS)
 
     return mma

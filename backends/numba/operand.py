@@ -18,7 +18,7 @@ BIAS_COL = int(TABLE.BIAS_COL)
 
 
 @cache
-def make_operands(in_size, out_size, c_size, bias_size):
+def make_operands(in_size):
     """Device functions (group, start) -> base address and strides of A, B, C, out and bias."""
 
     @device
@@ -56,11 +56,11 @@ def make_operands(in_size, out_size, c_size, bias_size):
 
     @device
     def operand_c(p, g, start):
-        return operand(p, g, start, 2, C, C_ROW, c_size)
+        return operand(p, g, start, 2, C, C_ROW, p.c_size)
 
     @device
     def operand_out(p, g, start):
-        return operand(p, g, start, 3, OUT, OUT_ROW, out_size)
+        return operand(p, g, start, 3, OUT, OUT_ROW, p.out_size)
 
     @device
     def operand_bias(p, g, start):
@@ -72,7 +72,7 @@ def make_operands(in_size, out_size, c_size, bias_size):
             offset = g * p.bias_group
             if p.jagged == JAGGED_N:
                 offset += start * col
-            base += offset * bias_size
+            base += offset * p.bias_size
         return base, col
 
     return operand_a, operand_b, operand_c, operand_out, operand_bias

@@ -71,6 +71,7 @@ def make_cp_async_wait(pending):
 
 
 load_shared_u32 = instruction("ld.shared.u32 $0, [$1];", I32, I32)
+load_shared_f32 = instruction("ld.shared.f32 $0, [$1];", F32, I32)
 load_shared_f32x4 = instruction("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", floats(4), I32)
 load_shared_u32x4 = instruction("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", words(4), I32)
 load_shared_i64x2 = instruction("ld.shared.v2.s64 {$0, $1}, [$2];", types.UniTuple(types.int64, 2), I32)

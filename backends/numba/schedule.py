@@ -15,7 +15,7 @@ from functools import cache
 from numba import cuda
 
 from multigemm.backends.numba.call import JAGGED_K, JAGGED_M, JAGGED_N
-from multigemm.backends.numba.memory import BYTES, loader, storer
+from multigemm.backends.numba.memory import caster, loader, storer
 from multigemm.backends.numba.runtime import device, synchronising
 from multigemm.layouts import TABLE
 
@@ -162,17 +162,25 @@ def make_schedule(bm, bn, threads):
 
 
 @cache
-def make_zero_unowned(name, source):
-    """zero(p, worker, workers): writes 0 to the elements of out that no group owns."""
-    store, size = storer(name, source), BYTES[name]
+def make_zero_unowned():
+    """zero(p, worker, workers): writes 0 to the elements of out that no group owns, whatever their type."""
+    store_2, store_4, store_8 = storer("f16", "f32"), storer("f32", "f32"), storer("f64", "f32")
+    zero = caster("f32")(0)
 
     @device
-    def zero_box(base, rows, columns, row_stride, col_stride, worker, workers, zero):
+    def zero_box(base, rows, columns, row_stride, col_stride, size, worker, workers):
         for index in range(worker, rows * columns, workers):
-            store(base, (index // columns) * row_stride + (index % columns) * col_stride, zero)
+            at = (index // columns) * row_stride + (index % columns) * col_stride
+            if size == 2:
+                store_2(base, at, zero)
+            elif size == 4:
+                store_4(base, at, zero)
+            else:
+                store_8(base, at, zero)
 
     @device
-    def zero_unowned(p, worker, workers, zero):
+    def zero_unowned(p, worker, workers):
+        size = p.out_size
         if p.jagged == JAGGED_M or p.jagged == JAGGED_N:
             total = jagged_total(p)
             head, tail = total, total
@@ -182,13 +190,13 @@ def make_zero_unowned(name, source):
                 tail = clamp(load_index(p.ends, p.ends_wide, p.groups - 1), last, total)
             step = p.out_row if p.jagged == JAGGED_M else p.out_col
             rows, columns = (head, p.n) if p.jagged == JAGGED_M else (p.m, head)
-            zero_box(p.out, rows, columns, p.out_row, p.out_col, worker, workers, zero)
+            zero_box(p.out, rows, columns, p.out_row, p.out_col, size, worker, workers)
             rows, columns = (total - tail, p.n) if p.jagged == JAGGED_M else (p.m, total - tail)
-            zero_box(p.out + tail * step * size, rows, columns, p.out_row, p.out_col, worker, workers, zero)
+            zero_box(p.out + tail * step * size, rows, columns, p.out_row, p.out_col, size, worker, workers)
         elif p.valid != 0:
             for g in range(p.groups):
                 m, n, _, _ = extent(p, g)
                 base = p.out + (g * p.out_group + m * p.out_row) * size
-                zero_box(base, p.m - m, n, p.out_row, p.out_col, worker, workers, zero)
+                zero_box(base, p.m - m, n, p.out_row, p.out_col, size, worker, workers)
 
     return zero_unowned

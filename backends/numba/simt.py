@@ -33,10 +33,8 @@ def make_kernel(config, signature):
     load, store = loader(signature.compute), storer(signature.out, acc)
     finish = make_finish(acc, signature.activation, signature.c, signature.bias)
     scan, locate, tile_in_group = make_schedule(bm, bn, threads)
-    zero_unowned = make_zero_unowned(signature.out, acc)
-    operand_a, operand_b, operand_c, operand_out, operand_bias = make_operands(
-        BYTES[signature.compute], BYTES[signature.out], BYTES[signature.c or "f32"], BYTES[signature.bias or "f32"]
-    )
+    zero_unowned = make_zero_unowned()
+    operand_a, operand_b, operand_c, operand_out, operand_bias = make_operands(in_bytes)
     zeroes, zero = signature.zero_unowned, 0 if acc == "i32" else 0.0
     # One row more than the tile keeps a transposed store off a single shared-memory bank.
     pad = 0 if SIMULATED else 1
@@ -101,6 +99,6 @@ def make_kernel(config, signature):
                         value = finish(sums[x * tn + y], scale, keep, c, at, bias, j * bias_col)
                         store(out, i * out_row + j * out_col, value)
         if zeroes:
-            zero_unowned(p, block * threads + thread, blocks * threads, cast(zero))
+            zero_unowned(p, block * threads + thread, blocks * threads)
 
     return simt
