@@ -107,7 +107,7 @@ def _has_memory(x: Tensor) -> bool:
         return False
 
 
-class _Memory:
+class Memory:
     """A buffer described by the array interface, for views that NumPy would not give (writable, foreign)."""
 
     def __init__(self, interface: dict[str, Any], owner: Any) -> None:
@@ -133,7 +133,7 @@ def _from_numpy(x: np.ndarray, name: str) -> Tensor:
         return _from_numpy(x.view(np.int16), name).view(torch.bfloat16)
     if not x.flags.writeable:  # torch has no read-only tensors; whether x may be written is checked by the problem
         interface = {**x.__array_interface__, "data": (x.__array_interface__["data"][0], False)}
-        x = np.asarray(_Memory(interface, x))
+        x = np.asarray(Memory(interface, x))
     try:
         return torch.from_numpy(x)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a backend is: five members. And what it gives back: a `Plan`, ready to run.
+"""What a backend is: five members. And what it gives back: a `Recipe`, ready to bind.
 
 A backend never raises to say no: `not_supported_reasons` says it beforehand, in words that hold the
 value seen, the limit and the remedy. `supports` is `not reasons`, so there is one truth.

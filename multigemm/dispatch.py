@@ -244,6 +244,8 @@ class Explanation:
             lines.append(f"{mark} {c.name:8} {_state_text(c)}")
         if self.chosen:
             lines.append(f"chosen: {self.chosen}, {self.kernel}, {self.config}: {self.why}")
+        else:
+            lines.append(f"chosen: none, {self.why.splitlines()[0]}")
         return "\n".join(lines)
 
 

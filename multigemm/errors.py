@@ -8,6 +8,7 @@ Anything else that escapes from multigemm is a bug and is meant to be loud.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class MultigemmError(Exception):
@@ -34,6 +35,9 @@ class BackendUnsupported(MultigemmError):
         lines = [f"{name}: {'; '.join(why)}" for name, why in self.reasons.items()]
         super().__init__("no asked backend supports this problem\n  " + "\n  ".join(lines))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reasons,)  # made anew from what made it: worker processes hand exceptions on
+
 
 class BackendUnavailable(MultigemmError):
     """The backend that was asked for cannot run on this machine: not installed, or no GPU."""
@@ -41,6 +45,9 @@ class BackendUnavailable(MultigemmError):
     def __init__(self, name: str, reason: str) -> None:
         self.backend, self.reason = name, reason
         super().__init__(f"backend {name!r} is not available: {reason}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.backend, self.reason)
 
 
 class NotCapturable(MultigemmError):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from multigemm.arrays import _Memory
+from multigemm.arrays import Memory
 
 
 def overlaps_itself(x: Tensor) -> bool:
@@ -100,7 +100,7 @@ def _shadow(x: _Place) -> Any:
     interface = {
         "version": 3, "shape": x.shape, "strides": x.strides, "typestr": f"|V{x.size}", "data": (x.first, True),
     }  # fmt: skip
-    return np.asarray(_Memory(interface, None))
+    return np.asarray(Memory(interface, None))
 
 
 def _meet(x: _Place, y: _Place) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from fractions import Fraction
@@ -218,6 +219,22 @@ def test_backends_that_do_not_exist_are_bad_input_and_bad_settings(name: Any) ->
 def test_configs_of_a_wrong_kind(config: Any) -> None:
     with pytest.raises(mg.InvalidSetting, match=r"config|Config"):
         mg.grouped_gemm(A, B, offsets=CUT, backend="cpu", config=config)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        mg.BackendUnsupported({"x": ["K is 3", "N is 4"]}),
+        mg.BackendUnavailable("x", "no GPU"),
+        mg.UnknownBackend("unknown backend 'y'"),
+        mg.InvalidProblem("a is bad"),
+    ],
+)
+def test_exceptions_travel_between_processes(error: mg.MultigemmError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
 
 
 # --- text and views ---------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ def test_a_name_never_hands_over(install: Callable[..., None]) -> None:
     )
     with pytest.raises(mg.BackendUnavailable, match="pip install gone"):
         mg.solve(problem(), "gone")
+    assert "chosen: none, backend 'gone' is not available: no GPU" in str(mg.explain(problem(), "gone"))
     with pytest.raises(mg.BackendUnsupported, match="picky: why"):
         mg.solve(problem(), "picky")
 

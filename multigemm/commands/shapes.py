@@ -8,9 +8,7 @@ import torch
 
 from multigemm.errors import InvalidSetting
 from multigemm.problem import GroupedGemmProblem
-from multigemm.spec import INPUT_DTYPES
-
-FORMS = ("jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group")
+from multigemm.spec import FORMS, INPUT_DTYPES
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
