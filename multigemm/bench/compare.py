@@ -47,7 +47,8 @@ class Change:
 
     @property
     def slower(self) -> bool:
-        return self.corrected > self.allowed and self.new_us - self.old_us * self.ratio / self.corrected > SLACK_US
+        expected = self.old_us * self.ratio / self.corrected
+        return self.ratio > 1 and self.corrected > self.allowed and self.new_us - expected > SLACK_US
 
     @property
     def faster(self) -> bool:
@@ -133,8 +134,15 @@ def _scatter(ours: dict[str, list[float]]) -> float:
 
 
 def _change(a: Row, b: Row, ratio: float, drift: float, sigma: float, discord: float) -> Change:
-    allowed = max(ROW_LIMIT, 1 + 5 * sigma) + max(a.spread, b.spread) + discord
+    allowed = max(ROW_LIMIT, 1 + 5 * sigma) + max(a.spread, b.spread) + discord + max(_restless(a), _restless(b))
     return Change(a.case, a.entry, a.kind, a.us or 0.0, b.us or 0.0, ratio, ratio / drift, allowed)
+
+
+def _restless(row: Row) -> float:
+    """The width of the middle 60 per cent of the samples, where it is out of the ordinary."""
+    sample = _source(row)
+    width = (sample.q80 - sample.q20) / sample.median if sample is not None else 0.0
+    return width if width > 0.2 else 0.0
 
 
 def _ratio(a: Row, b: Row) -> float:
