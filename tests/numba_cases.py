@@ -28,6 +28,7 @@ DTYPES = {
     "int8": torch.int8,
 }
 FORMS = ("per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "masked")
+LAYOUTS = ("row", "col", "strided")
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 
 
@@ -90,13 +91,15 @@ def epilogue(problem: mg.GroupedGemmProblem, make: Maker, activation: str | None
     return {"alpha": 2.0, "beta": -1.0, "c": c, "bias": bias, "activation": activation}
 
 
-def cases(device: str, dtypes: Any = DTYPES, scale: int = 1) -> Iterator[tuple[str, mg.GroupedGemmProblem]]:
+def cases(
+    device: str, dtypes: Any = DTYPES, scale: int = 1, forms: Any = FORMS, layouts: Any = LAYOUTS
+) -> Iterator[tuple[str, mg.GroupedGemmProblem]]:
     """Every form with every dtype, in turn over layouts, epilogues and output dtypes."""
     seed = 0
-    for form in FORMS:
+    for form in forms:
         for name in dtypes:
             dtype = DTYPES[name]
-            for layout in ("row", "col", "strided"):
+            for layout in layouts:
                 seed += 1
                 make = Maker(seed, dtype, device, layout)
                 a, b, grouping = operands(form, make, scale)

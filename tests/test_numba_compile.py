@@ -28,13 +28,14 @@ from multigemm.backends.numba.config import (
     SIMT,
     SIMT_LARGE,
     Config,
+    HopperConfig,
     Signature,
 )
 from multigemm.backends.numba.hopper_maps import tensor_maps
 from multigemm.backends.numba.hopper_shape import MAPS, Layout, token_boxes
 from multigemm.backends.numba.mma_shape import shared_bytes
 
-PLAIN = Signature("bf16", "bf16", None, None, None, False, "row", "row")
+PLAIN = Signature("bf16", "bf16", None, None, None, True, "row", "row")
 HOPPER_GPU = (9, 0)
 SHARED_LIMIT = 227 * 1024
 SPILL_LIMIT = 256
@@ -73,7 +74,7 @@ def test_tensor_core_kernels_use_tensor_cores() -> None:
 
 
 @pytest.mark.parametrize("config", [HOPPER, HOPPER_MEDIUM, HOPPER_NARROW], ids=str)
-def test_shared_memory_holds_the_pipeline(config: Config) -> None:
+def test_shared_memory_holds_the_pipeline(config: HopperConfig) -> None:
     layout = Layout(config, PLAIN)
     assert layout.bytes <= SHARED_LIMIT
     assert layout.stage_bytes % 1024 == 0

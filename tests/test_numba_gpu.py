@@ -29,28 +29,43 @@ def size_of(config: Any) -> tuple[str, int]:
     return config.kernel, getattr(config, "n_max", getattr(config, "bm", 0))
 
 
+def offered(config: Any, problem: mg.GroupedGemmProblem) -> bool:
+    return size_of(config) in map(size_of, BACKEND.configs(problem.spec, torch.device(DEVICE, 0)))
+
+
+def check(title: str, problem: mg.GroupedGemmProblem, config: Any) -> None:
+    verdict = mg.verify(problem, mg.solve(problem, backend="numba", config=config))
+    assert verdict, f"{title} {config}: {verdict}"
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_config_where_it_is_offered(config: Any) -> None:
-    ran = 0
-    for title, problem in cases(DEVICE, ("bfloat16",), SCALE):
-        if size_of(config) not in map(size_of, BACKEND.configs(problem.spec, torch.device(DEVICE, 0))):
-            continue
-        verdict = mg.verify(problem, mg.solve(problem, backend="numba", config=config))
-        assert verdict, f"{title}: {verdict}"
-        ran += 1
-    assert ran or torch.cuda.get_device_capability()[0] != 9
+    few = [case for case in cases(DEVICE, ("bfloat16",), SCALE, layouts=("row",)) if offered(config, case[1])]
+    for title, problem in few:
+        check(title, problem, config)
+    assert few or torch.cuda.get_device_capability()[0] != 9
+
+
+def test_both_majors_and_ragged_k_on_wgmma() -> None:
+    make = Maker(3, torch.bfloat16, DEVICE, "row")
+    a, b = make.matrix(200, 96).T, make.matrix(200, 136)
+    offsets = torch.tensor([3, 3, 70, 71, 140, 197], dtype=torch.int32, device=DEVICE)
+    problems = {"wgrad": mg.GroupedGemmProblem(a, b, offsets=offsets, jagged="k")}
+    turned, weights = make.matrix(200, 64), make.matrix(5, 136, 64).transpose(1, 2)
+    problems["weights along k"] = mg.GroupedGemmProblem(turned, weights, offsets=offsets, activation="gelu")
+    for title, problem in problems.items():
+        if offered(HOPPER_NARROW, problem):
+            check(title, problem, HOPPER_NARROW)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_default_config_of_every_dtype(dtype: str) -> None:
-    for title, problem in cases(DEVICE, (dtype,)):
-        verdict = mg.verify(problem, mg.solve(problem, backend="numba"))
-        assert verdict, f"{title}: {verdict}"
+    for title, problem in cases(DEVICE, (dtype,), forms=("per_group", "jagged_m", "jagged_k"), layouts=("col",)):
+        check(title, problem, None)
 
 
-@pytest.mark.parametrize("config", [None, SIMT], ids=str)
-def test_contract(config: Any) -> None:
-    wrong = [f"{title} {check}" for title, check in checks(DEVICE, ("bfloat16",), 8, config) if not check[1]]
+def test_contract() -> None:
+    wrong = [f"{title} {found}" for title, found in checks(DEVICE, ("bfloat16",), 8) if not found[1]]
     assert not wrong, "\n".join(wrong)
 
 
