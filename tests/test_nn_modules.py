@@ -26,6 +26,7 @@ def test_grouped_linear_is_a_stack_of_linears() -> None:
     parts = torch.split(x, [2, 0, 7])
     want = torch.cat([layer(part) for layer, part in zip(layers, parts, strict=True)])
     for cut in ({"sizes": [2, 0, 7]}, {"ends": [2, 2, 9]}, {"offsets": [0, 2, 2, 9]}):
+        torch.testing.assert_close(grouped(x, **cut), want)
         got = grouped(x, **{k: torch.tensor(v) for k, v in cut.items()})
         torch.testing.assert_close(got, want)
     assert grouped.bias is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,20 @@ from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.spec import ACTIVATIONS
 
 
+Cut = Tensor | Sequence[int] | None
+
+
 def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
     """As torch.nn.Linear does for every matrix [out, in] of a stack: uniform in +-1/sqrt(in)."""
     bound = 1 / math.sqrt(weight.shape[-1]) if weight.shape[-1] else 0.0
     nn.init.uniform_(weight, -bound, bound)
     if bias is not None:
         nn.init.uniform_(bias, -bound, bound)
+
+
+def _on(x: Tensor, cut: Cut) -> Tensor | None:
+    """A cut as a tensor on the device of `x`."""
+    return cut if cut is None else torch.as_tensor(cut, device=x.device)
 
 
 class GroupedLinear(nn.Module):
@@ -57,16 +66,14 @@ class GroupedLinear(nn.Module):
         """Fresh weights, distributed like those of torch.nn.Linear."""
         init_linear_(self.weight, self.bias)
 
-    def forward(
-        self, x: Tensor, offsets: Tensor | None = None, *, sizes: Tensor | None = None, ends: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, offsets: Cut = None, *, sizes: Cut = None, ends: Cut = None) -> Tensor:
         """x [T, in_features] and one of the cuts -> [T, out_features]."""
         return grouped_gemm(
             x,
             self.weight.transpose(1, 2),
-            offsets=offsets,
-            sizes=sizes,
-            ends=ends,
+            offsets=_on(x, offsets),
+            sizes=_on(x, sizes),
+            ends=_on(x, ends),
             bias=self.bias,
             activation=self.activation,
             backend=self.backend,
