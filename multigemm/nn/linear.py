@@ -12,7 +12,6 @@ from multigemm import epilogue
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.spec import ACTIVATIONS
 
-
 Cut = Tensor | Sequence[int] | None
 
 
