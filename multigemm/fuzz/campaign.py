@@ -125,10 +125,12 @@ def _end(crew: Crew, options: Options, total: Tally, hung: bool, deadline: float
     if crew.done:
         return None, False
     failure = _crash(crew, options, "hang" if hung else str(crew.process.exitcode))
-    if together:
+    if together and not (crew.alone_from >= 0 and number == crew.first):
         return _start(options, number, deadline, 0, failure), True
     if hung or crew.process.exitcode != worker.LOST_CONTEXT:
         total.failures.append(failure)  # a lost context has reported itself
+    if together:  # it ended before any backend ran: the problem itself cannot be made
+        return _start(options, number + options.jobs, deadline), True
     return _start(options, number, deadline, int(crew.place[4]) + 1), True
 
 

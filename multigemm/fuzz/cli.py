@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--deep", type=int, default=8, help="run streams, graphs, relations, ... on one problem in so many")
     parser.add_argument("--kinds", type=int, default=-1, help="draw from so many kinds, to compile less (default: 0 for no limit; 100 on a GPU)")
+    parser.add_argument("--burst", type=int, default=25, help="problems of one kind in a row")
     parser.add_argument("--work", type=int, default=1 << 17, help="multiply-adds of a problem at most")
     parser.add_argument("--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators")
     parser.add_argument("--shrink", type=float, default=20.0, metavar="SECONDS", help="time for making a failure small")
@@ -100,7 +101,7 @@ def options_of(args: argparse.Namespace) -> Options:
         examples=args.examples or (0 if args.seconds else 1000), seed=args.seed, jobs=max(args.jobs, 1),
         forms=_split(args.forms, FORMS, "form") or FORMS,  # type: ignore[arg-type]
         dtypes=_split(args.dtypes, DTYPES, "dtype") or DTYPES,
-        configs=args.configs, deep=max(args.deep, 1), kinds=args.kinds if args.kinds >= 0 else (100 if on_gpu else 0), corpus=args.corpus,
+        configs=args.configs, deep=max(args.deep, 1), burst=max(args.burst, 1), kinds=args.kinds if args.kinds >= 0 else (100 if on_gpu else 0), corpus=args.corpus,
         shrink_seconds=args.shrink, **small,
     )  # fmt: skip
 

@@ -109,7 +109,10 @@ class Worker:
     def subject(self, name: str, config: int) -> Subject:
         key = (name, config)
         if key not in self.subjects:
-            self.subjects[key] = Subject(name, config, pin=self.options.configs == "pinned")
+            self.subjects[key] = Subject(name, config)
+            if self.options.configs == "pinned" and self.options.kinds:
+                stand = Stand.build(World.build(_kinds(self.options)[config]), self.device)
+                self.subjects[key].pin(staged_spec(stand.problem), self.device)
         return self.subjects[key]
 
     def run(self, first: int, deadline: float, alone_from: int) -> None:

@@ -42,7 +42,8 @@ class Case:
 
     per_group uses `dims` alone; batched takes its number of groups from `lengths`. dtypes go by name.
     `given` passes an `out=`, `alias` makes it the very `c`. `index` is int32 or int64; `where` is
-    "list", "host" or "device".
+    "list", "host" or "device". `aligned` says that extents and strides were rounded so that fast
+    kernels accept them.
     """
 
     form: Form = "jagged_m"
@@ -69,6 +70,7 @@ class Case:
     precision: str = "ieee"
     given: bool = False
     alias: bool = False
+    aligned: bool = False
     mode: str = "int"
     seed: int = 0
     a: Layout = field(default=PLAIN)
@@ -216,6 +218,27 @@ def _halve_extent(case: Case, name: str, extent: int) -> Case:
     return replace(case, m=half["m"], n=half["n"], k=half["k"], lengths=lengths)
 
 
+def align(case: Case) -> Case:
+    """The same case as fast kernels like it: extents in 16s, dense rows on 16-byte boundaries; jagged
+    lengths stay as they are."""
+
+    def even(extent: int) -> int:
+        return extent // 16 * 16 or min(extent, 1) * 16
+
+    sides = {
+        name: replace(layout, pad=layout.pad // 16 * 16, shift=16 if layout.shift >= 4 else 0, step=1, zero="")
+        for name in ("a", "b", "c", "out")
+        for layout in [getattr(case, name)]
+    }
+    found = replace(
+        case, aligned=True, m=even(case.m), n=even(case.n), k=even(case.k),
+        dims=tuple((m, even(n), even(k)) for m, n, k in case.dims), **sides,
+    )  # fmt: skip
+    if found.form == "masked":
+        return replace(found, lengths=tuple(min(length, found.m) for length in found.lengths))
+    return replace(found, tail=found.tail + -found.total % 16) if found.jagged in ("n", "k") else found
+
+
 def _layout_classes(name: str, layout: Layout) -> set[str]:
     found = {f"{name}:{layout.order}"}
     for word, present in (("padded", layout.pad), ("shifted", layout.shift), ("stepped", layout.step > 1)):
@@ -243,7 +266,7 @@ def classes(case: Case) -> set[str]:
     found |= _layout_classes("a", case.a) | _layout_classes("b", case.b)
     found |= _layout_classes("out", case.out) if case.given else {"out:own"}
     flags = {
-        "head": case.head, "tail": case.tail, "shared": case.shared, "alias": case.alias,
+        "aligned": case.aligned, "head": case.head, "tail": case.tail, "shared": case.shared, "alias": case.alias,
         "mixed": case.dtype_b and case.dtype_b != case.dtype, "tf32": case.precision == "tf32",
         "beta": case.beta, "alpha:zero": case.alpha == 0, "alpha:any": case.alpha not in (0, 1),
         "wider out": case.out_dtype and case.result_dtype != case.compute,

@@ -70,15 +70,13 @@ LIBRARIES = ("cpu", "cublas")
 
 
 class Subject:
-    """A backend under test. `config` picks one of its configs by position, modulo their number; with
-    `pin`, the first one picked is kept for every later spec that it is valid for, so that problems of one
-    kind share their compiled kernels. `adapt` may change a config before it is planned."""
+    """A backend under test. `config` picks one of its configs by position, modulo their number. After
+    `pin` that config is kept for every spec that it is valid for, so that problems of one kind share
+    their compiled kernels. `adapt` may change a config before it is planned."""
 
-    def __init__(
-        self, backend: str | Backend, config: int = 0, *, pin: bool = False, adapt: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, backend: str | Backend, config: int = 0, *, adapt: Callable[[Any], Any] | None = None) -> None:
         self.backend: Backend = registry.get(backend) if isinstance(backend, str) else backend
-        self.config, self.pin, self.adapt = config, pin, adapt
+        self.config, self.adapt = config, adapt
         self._pinned: Any = None
         self._recipes: dict[Any, Recipe] = {}
 
@@ -100,15 +98,19 @@ class Subject:
             return [f"unavailable: {state.reason}"]
         return list(self.backend.not_supported_reasons(spec, device))
 
+    def pin(self, spec: ProblemSpec, device: torch.device) -> None:
+        """Keeps the config that goes with `spec` for all that follow."""
+        configs = [] if self.refusals(spec, device) else self.configs(spec, device)
+        self._pinned = configs[self.config % len(configs)] if configs else None
+
     def recipe(self, spec: ProblemSpec, device: torch.device) -> Recipe:
         """The recipe for a spec under the chosen config; made once."""
         key = (spec, device, self.config)
         if key not in self._recipes:
             configs = self.configs(spec, device)
             config = configs[self.config % len(configs)] if configs else None
-            if self.pin:
-                config = self._pinned if self._pinned in configs else config
-                self._pinned = self._pinned or config
+            if self._pinned is not None and configs:
+                config = self._pinned if self._pinned in configs else configs[0]
             if self.adapt is not None:
                 config = self.adapt(config)
             if len(self._recipes) > 2000:

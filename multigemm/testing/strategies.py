@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from multigemm.spec import ACTIVATIONS, FORMS, Form
-from multigemm.testing.case import Case, Layout, classes, fit
+from multigemm.testing.case import Case, Layout, align, classes, fit
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -187,7 +187,16 @@ def draw_case(ch: Chooser, limits: Limits = Limits()) -> Case:
     case = _output(ch, _epilogue(ch, case))
     if case.beta and not case.alias:
         case = replace(case, c=_layout(ch))
-    return legal(fit(case, limits.work))
+    return settled(replace(case, aligned=ch.integer(0, 4) == 0), limits)
+
+
+def settled(case: Case, limits: Limits) -> Case:
+    """Within the limits, legal, and aligned where that was drawn and fits."""
+    case = legal(fit(case, limits.work))
+    if not case.aligned:
+        return case
+    even = legal(align(case))
+    return even if even.work <= limits.work and even.storage <= 2 * limits.work else replace(case, aligned=False)
 
 
 def legal(case: Case) -> Case:
@@ -224,7 +233,7 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
     if kind.a.zero or kind.b.zero:
         modes = [m for m in modes if m not in DISTINCT]
     mode = kind.mode if kind.dtype == "int8" or kind.mode in ("bitmask", "special") or not modes else ch.choice(modes)
-    return legal(fit(replace(kind, **keep, mode=mode, seed=ch.integer(0, 2**31 - 1)), limits.work))
+    return settled(replace(kind, **keep, mode=mode, seed=ch.integer(0, 2**31 - 1)), limits)
 
 
 def _pairs(case: Case) -> set[tuple[str, str]]:
@@ -242,11 +251,18 @@ def kinds(limits: Limits, count: int, seed: int = 0) -> list[Case]:
     Sizes and values are to be drawn anew with `redrawn`: a campaign over a fixed set of kinds compiles
     each kernel once and then spends its time on running.
     """
-    pool = [random_case(seed + i, limits) for i in range(max(600, 8 * count))]
+    pool = [random_case(seed + i, limits) for i in range(max(1200, 12 * count))]
+    fast = [case for case in pool if case.aligned and case.dtype in ("float16", "bfloat16") and not case.dtype_b]
+    first = _cover(fast, count // 3)
+    return first + _cover([case for case in pool if case not in first], count - len(first))
+
+
+def _cover(pool: list[Case], count: int) -> list[Case]:
+    """Greedily the cases that show the most new pairs of traits."""
     traits = [_pairs(case) for case in pool]
     seen: set[tuple[str, str]] = set()
     chosen: list[int] = []
-    for _ in range(count):
+    for _ in range(min(count, len(pool))):
         best = max((i for i in range(len(pool)) if i not in chosen), key=lambda i: len(traits[i] - seen))
         chosen.append(best)
         seen |= traits[best]
@@ -286,6 +302,6 @@ REQUIRED = frozenset(
     | {f"{word}:{name}" for word in ("zero", "odd") for name in "mnk"}
     | {"empty:some", "empty:all", "head", "tail", "shared", "alias", "mixed", "tf32", "beta", "alpha:zero", "alpha:any",
        "wider out", "bias:n", "bias:gn", "index:int32", "index:int64", "where:list", "where:host", "where:device",
-       "kind:offsets", "kind:sizes", "kind:ends"}
+       "kind:offsets", "kind:sizes", "kind:ends", "aligned"}
 )  # fmt: skip
 """Classes that a campaign over everything must have met; see multigemm.testing.case.classes."""

@@ -1,0 +1,100 @@
+"""compute-sanitizer over chosen problems, one command for each backend:
+
+    python -m multigemm.testing.sanitize --backend cupy
+    python -m multigemm.testing.sanitize --backend triton --tools memcheck,racecheck --problems 8
+
+Value oracles cannot see a read outside an allocation whose result is thrown away, nor a race that
+happens to end well. memcheck runs without torch's caching allocator and with padding behind every
+allocation, so that a neighbour is never hit by accident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+OPTIONS = {"memcheck": ("--padding", "4096"), "initcheck": ("--track-unused-memory", "no")}
+PROBLEMS = 20
+
+
+def command(tool: str, backend: str, problems: int, kinds: int, work: int) -> list[str]:
+    """The sanitizer with this module's own process inside it."""
+    inner = [sys.executable, "-W", "ignore", "-m", "multigemm.testing.sanitize", "--inside", backend]
+    inner += ["--problems", str(problems), "--kinds", str(kinds), "--work", str(work)]
+    return ["compute-sanitizer", "--tool", tool, *OPTIONS.get(tool, ()), "--error-exitcode", "9", "--print-limit", "5", *inner]
+
+
+def inside(backend: str, problems: int, kinds: int, work: int) -> int:
+    """Runs the problems; the values are judged as well."""
+    import torch
+
+    from multigemm.staging import staged_spec
+    from multigemm.testing.oracles import Subject, check
+    from multigemm.testing.strategies import Limits
+    from multigemm.testing.strategies import kinds as kinds_of
+    from multigemm.testing.world import Stand, World
+
+    torch.set_num_threads(1)
+    device, bad, ran = torch.device("cuda"), 0, 0
+    for position, case in enumerate(kinds_of(Limits(work=work), kinds)[:problems]):
+        stand = Stand.build(World.build(case), device)
+        subject = Subject(backend, position)
+        if not subject.refusals(staged_spec(stand.problem), device):
+            subject.pin(staged_spec(stand.problem), device)
+        outcome = check(stand, subject)
+        ran += outcome.ran
+        bad += not outcome.ok
+        for finding in outcome.findings:
+            print(f"{case!r}: {finding}")
+    print(f"{backend}: {ran} problems ran, {bad} wrong", flush=True)
+    return 1 if bad else 0
+
+
+def run(backend: str, tool: str, problems: int, kinds: int, work: int, seconds: float) -> tuple[str, str]:
+    """The verdict of one tool ("clean", "FINDINGS", "wrong values", "timeout") and the end of its output."""
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command(tool, backend, problems, kinds, work), env=environment, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired as error:
+        text = (error.stdout or b"").decode(errors="replace")
+        return "timeout", text[-1500:]
+    state = {0: "clean", 9: "FINDINGS", 1: "wrong values"}.get(done.returncode, f"exit code {done.returncode}")
+    return state, (done.stdout + done.stderr)[-2500:]
+
+
+def main(arguments: list[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="compute-sanitizer over chosen problems of one backend")
+    parser.add_argument("--backend", default="")
+    parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--problems", type=int, default=PROBLEMS)
+    parser.add_argument("--kinds", type=int, default=36)
+    parser.add_argument("--work", type=int, default=65536)
+    parser.add_argument("--seconds", type=float, default=900.0, help="limit for each tool")
+    args = parser.parse_args(arguments)
+    if args.inside:
+        return inside(args.inside, args.problems, args.kinds, args.work)
+    if shutil.which("compute-sanitizer") is None:
+        print("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    bad = 0
+    for tool in args.tools.split(","):
+        begin = time.monotonic()
+        state, text = run(args.backend, tool, args.problems, args.kinds, args.work, args.seconds)
+        print(f"{args.backend}: {tool}: {state} ({time.monotonic() - begin:.0f} s)", flush=True)
+        lines = [line for line in text.splitlines() if "========= ERROR SUMMARY" in line or "problems ran" in line]
+        print("\n".join(lines[-2:] if state == "clean" else text.splitlines()[-25:]), flush=True)
+        bad += state != "clean"
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
