@@ -104,7 +104,8 @@ PLAIN = [
     pytest.param(spec(a="col", b="row", form="jagged_k"), configs.WIDE, id="jagged_k"),
     pytest.param(spec(torch.float16, b="col"), configs.MIDDLE, id="middle"),
     pytest.param(spec(b="col", form="per_group"), configs.NARROW, id="list-narrow"),
-    pytest.param(spec(activation="silu"), configs.WIDE, id="any-epilogue"),
+    pytest.param(spec(), configs.TALLER, id="tall"),
+    pytest.param(spec(activation="silu"), configs.TALLER, id="any-epilogue"),
 ]
 
 

@@ -24,8 +24,9 @@ class Config:
 
     `portable` takes any problem, in tiles of `tile` squared, with `blocks_per_sm` resident blocks. `hopper`
     cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple of
-    `step`; `stages` blocks of 64 k are in flight; `cluster` thread blocks share their rows. `packed`
-    copies the operands that TMA cannot read and then runs `hopper` on the copies.
+    `step`; `stages` blocks of 64 k are in flight; `cluster` thread blocks share their rows; `tall`
+    gives twice the columns to tiles of few rows. `packed` copies the operands that TMA cannot read and
+    then runs `hopper` on the copies.
     """
 
     kernel: Literal["portable", "hopper", "packed"] = "portable"
@@ -35,6 +36,7 @@ class Config:
     stages: int = 0
     cluster: int = 1
     step: int = 16
+    tall: bool = False
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel."""
@@ -44,6 +46,7 @@ class Config:
 PORTABLE = Config(blocks_per_sm=1)
 SMALL = Config(blocks_per_sm=3, tile=64)
 WIDE = Config("hopper", rows=256, stages=4, cluster=2)
+TALLER = Config("hopper", rows=256, stages=4, cluster=2, tall=True)
 MIDDLE = Config("hopper", rows=128, stages=6, cluster=2)
 NARROW = Config("hopper", rows=64, stages=8, cluster=2)
 SINGLE = Config("hopper", rows=128, stages=6, cluster=1)
@@ -115,7 +118,7 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
     if config.kernel == "portable":
         return 1 <= config.blocks_per_sm <= 3 and config.tile in (64, 128)
     fits = config.rows in (64, 128, 256) and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT and config.stages >= 2
-    shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
+    shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64) and (not config.tall or config.rows == 256)
     reasons = packed_reasons(spec) if config.kernel == "packed" else hopper_reasons(spec)
     return fits and shape and capability == (9, 0) and not reasons
 
@@ -141,7 +144,7 @@ def _hopper_order(spec: ProblemSpec) -> list[Config]:
     rows = spec.total // max(spec.groups, 1) if spec.form not in ("jagged_n", "jagged_k") else 256
     if rows <= 32:
         return [NARROW, MIDDLE, WIDE]
-    return [MIDDLE, WIDE, NARROW] if rows <= 64 else [WIDE, MIDDLE, NARROW]
+    return [MIDDLE, WIDE, TALLER, NARROW] if rows <= 64 else [WIDE, TALLER, MIDDLE, NARROW]
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:

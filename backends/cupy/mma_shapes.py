@@ -12,14 +12,14 @@ WIDTHS = range(8, 257, 8)
 HEAD = """// Written by mma_shapes.py: d += W x X for 64 columns, N rows and k = 16, both operands in shared memory.
 #pragma once
 #include "ptx.cuh"
-template <int N> struct Mma;
+template <int N, int FIRST> struct Mma;   // FIRST: the accumulator's first register
 """
 
 
 def _one(n: int) -> str:
     count = n // 2
     registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    operands = ", ".join(f'"+f"(d[FIRST + {i}])' for i in range(count))
     kind = "{}.{}"
     lines = []
     for bf16, name in ((1, kind.format("bf16", "bf16")), (0, kind.format("f16", "f16"))):
@@ -31,7 +31,7 @@ def _one(n: int) -> str:
     lines.append("#endif")
     body = "\n".join(lines)
     return (
-        f"template <> struct Mma<{n}> {{\n"
+        f"template <int FIRST> struct Mma<{n}, FIRST> {{\n"
         f"    static __device__ __forceinline__ void run(float (&d)[ROWS / 2], u64 w, u64 x) {{\n{body}\n"
         f'                     : {operands}\n                     : "l"(w), "l"(x), "n"(1 - W_K), "n"(1 - X_K));\n'
         "    }\n};\n"

@@ -6,7 +6,7 @@
 //
 // Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction of the row side, of the weight
 // side), RAGGED_K (the jagged extent is k), LISTED (a tensor map per group), PLAIN (the result is
-// alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n).
+// alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), TALL (see is_tall).
 #include "epilogue.cuh"
 #include "mma.cuh"
 #include "schedule.cuh"
@@ -34,6 +34,7 @@ struct Shared {
 };
 // Stages (1024-byte aligned), staging of results, and the struct above.
 constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + CONSUMERS * STAGING_BYTES + (int)sizeof(Shared) + 1024;
+static_assert(!TALL || ROWS == 256, "a tall tile and its rows fill the same stage");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a thread block may have");
 
 struct Ring {                   // position in the ring of stages: index and parity
@@ -73,25 +74,33 @@ __device__ __forceinline__ void announce(Shared& s, int number, const Tile& t) {
     }
 }
 
+// Tall tiles (see is_tall) have 256 columns per block instead of 128.
+__device__ __forceinline__ bool is_tall(const Tile& t) { return TALL && (t.col0 & 1); }
+__device__ __forceinline__ int columns_of(const Tile& t) { return is_tall(t) ? 2 * COLUMNS : COLUMNS; }
+__device__ __forceinline__ i64 first_column(const Tile& t, u32 rank, int half) {
+    return (t.col0 & ~1) + i64(rank) * columns_of(t) + half * (columns_of(t) / 2);
+}
+
 // Fills one stage: this block's weights, and its part of the rows, which goes to all of the cluster.
 __device__ __forceinline__ void load_stage(const Problem& p, const Launch& l, const Maps& maps, const Tile& t, u32 rank, u32 stage, u32 full, int kb) {
     const TensorMap* w = LISTED ? l.listed + 2 * t.group : &maps.w;
-    const int col = t.col0 + rank * COLUMNS, k = kb * BK, left = t.k_len - k;
+    const int col = int(first_column(t, rank, 0)), blocks = columns_of(t) / 64, k = kb * BK, left = t.k_len - k;
     const int wg = p.table || (l.swapped ? p.a.group : p.b.group) == 0 ? 0 : t.group;
     const int xg = p.table || p.jagged == JAG_M || p.jagged == JAG_N || (l.swapped ? p.b.group : p.a.group) == 0 ? 0 : t.group;
     const u64 x_hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
     const int box = t.extra;                       // a list's row boxes have one height per group
-    barrier_expect(full, W_BYTES + (!X_K ? (t.n + 63) / 64 * BLOCK : (LISTED ? box * CLUSTER : t.n) * BK * 2));
-    if (RAGGED_K) {
-        load_box(stage, w, full, col, int(FAR) - left, t.extra + t.k_len, int(FAR), EVICT_NORMAL);
-        load_box(stage + BLOCK, w, full, col + 64, int(FAR) - left, t.extra + t.k_len, int(FAR), EVICT_NORMAL);
-    } else if (W_K) {
-        load_box(stage, w, full, k, col, wg, EVICT_NORMAL);
+    barrier_expect(full, blocks * BLOCK + (!X_K ? (t.n + 63) / 64 * BLOCK : (LISTED ? box * CLUSTER : t.n) * BK * 2));
+    if (W_K) {
+#pragma unroll 1
+        for (int i = 0; i < blocks; i += 2) load_box(stage + i * BLOCK, w, full, k, col + i * 64, wg, EVICT_NORMAL);
     } else {
-        load_box(stage, w, full, col, k, wg, EVICT_NORMAL);
-        load_box(stage + BLOCK, w, full, col + 64, k, wg, EVICT_NORMAL);
+#pragma unroll 1
+        for (int i = 0; i < blocks; ++i) {
+            if (RAGGED_K) load_box(stage + i * BLOCK, w, full, col + i * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), EVICT_NORMAL);
+            else load_box(stage + i * BLOCK, w, full, col + i * 64, k, wg, EVICT_NORMAL);
+        }
     }
-    const u32 rows = stage + W_BYTES;
+    const u32 rows = stage + blocks * BLOCK;
     const u16 all = (1 << CLUSTER) - 1;
     if (X_K && LISTED) {
         const TensorMap* x = l.listed + 2 * t.group + 1;
@@ -164,7 +173,8 @@ __device__ __forceinline__ void let_follow() { asm volatile("bar.arrive 5, 256;"
 __device__ __forceinline__ void follow() { asm volatile("bar.sync 5, 256;" ::: "memory"); }
 
 // All k-blocks of a tile: four products of k = 16 per block, one block in flight while the next is awaited.
-template <int N>
+// TWICE: a tall tile, whose second 64 columns per warpgroup accumulate in the upper half of `d`.
+template <int N, bool TWICE>
 __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int blocks, int half, float (&d)[ROWS / 2], bool first) {
     constexpr u32 W_STEP = W_K ? 32 : 2048, X_STEP = X_K ? 32 : 2048;     // bytes from one k = 16 to the next
     const int lane = threadIdx.x & 31;
@@ -174,10 +184,15 @@ __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int 
     for (int kb = 0; kb < blocks; ++kb) {
         barrier_wait(shared_address(&s.full[ring.index]), ring.parity);
         const u32 stage = stages + ring.index * STAGE_BYTES;
-        const u64 w = smem_descriptor(stage + half * BLOCK, BLOCK, 1024), x = smem_descriptor(stage + W_BYTES, BLOCK, 1024);
+        constexpr int BLOCKS = TWICE ? 2 : 1;
+        const u64 w = smem_descriptor(stage + half * BLOCKS * BLOCK, BLOCK, 1024);
+        const u64 x = smem_descriptor(stage + CONSUMERS * BLOCKS * BLOCK, BLOCK, 1024);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) Mma<N>::run(d, w + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
+        for (int k = 0; k < 4; ++k) {
+            Mma<N, 0>::run(d, w + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
+            if constexpr (TWICE) Mma<N, ROWS / 4>::run(d, w + (BLOCK >> 4) + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
+        }
         wgmma_commit();
         wgmma_wait<1>();
         if (first && half == 0 && kb == min(1, blocks - 1)) let_follow();
@@ -231,18 +246,20 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
     const float alpha = float(p.alpha);
     const int skip = rows_to_skip(p, t);
-    const Target to = target_of(p, l, t, t.col0 + i64(rank) * COLUMNS + half * 64);
+    const i64 col = first_column(t, rank, half);
     const u32 turn = staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
-    for (int r0 = 0; r0 < ROWS; r0 += 64) {
-        if (r0 >= t.rows) break;
+    for (int q = 0; q < ROWS / 64; ++q) {           // 32 registers each: 64 rows of 64 columns
+        const int r0 = (is_tall(t) ? q % (ROWS / 128 + !TALL) : q) * 64, right = is_tall(t) && q >= ROWS / 128 ? 64 : 0;
+        if (r0 >= t.rows) continue;
+        const Target to = target_of(p, l, t, col + right);
         warpgroup_sync(half);                       // the staging of the round before has been read
 #pragma unroll
         for (int j = 0; j < 4; ++j) {               // 16 rows each
-            const float* v = d + (r0 / 8 + j * 2) * 4;
+            const float* v = d + q * 32 + j * 8;
             u32 pair[4];
 #pragma unroll
-            for (int q = 0; q < 4; ++q) pair[q] = BFLOAT ? pack_bf16(v[q * 2] * alpha, v[q * 2 + 1] * alpha) : pack_f16(v[q * 2] * alpha, v[q * 2 + 1] * alpha);
+            for (int i = 0; i < 4; ++i) pair[i] = BFLOAT ? pack_bf16(v[i * 2] * alpha, v[i * 2 + 1] * alpha) : pack_f16(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
             store_transposed(turn + j * 16 * 128, pair[0], pair[1], pair[2], pair[3]);
         }
         warpgroup_sync(half);
@@ -275,19 +292,22 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
     const Group g = resolve(p, t.group, 2);
     const int skip = rows_to_skip(p, t), lead = !X_K && !LISTED && !RAGGED_K ? t.extra : 0;
-    const i64 col = t.col0 + i64(rank) * COLUMNS + half * 64;
-    const int cols = int(min64((l.swapped ? g.m : g.n) - col, 64)), size = size_of(p.out_type);
+    const int size = size_of(p.out_type);
     const u32 mine = staging + ((lane & 3) * 2 * PITCH + warp * 16 + (lane >> 2)) * 4;
 #pragma unroll 1
-    for (int r0 = 0; r0 < t.rows; r0 += 32) {
+    for (int q = 0; q < ROWS / 32; ++q) {           // 16 registers each: 32 rows of 64 columns
+        const int r0 = (is_tall(t) ? q % (ROWS / 64) : q) * 32;
+        const i64 col = first_column(t, rank, half) + (is_tall(t) && q >= ROWS / 64 ? 64 : 0);
+        const int cols = int(min64((l.swapped ? g.m : g.n) - col, 64));
+        if (r0 >= t.rows) continue;
         warpgroup_sync(half);
 #pragma unroll
         for (int c = 0; c < ROWS / 32; ++c) {
-            if (r0 == c * 32) {
+            if (q == c) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
 #pragma unroll
-                    for (int q = 0; q < 4; ++q) store_shared(mine + ((j * 8 + (q & 1)) * PITCH + (q >> 1) * 8) * 4, d[(c * 4 + j) * 4 + q]);
+                    for (int i = 0; i < 4; ++i) store_shared(mine + ((j * 8 + (i & 1)) * PITCH + (i >> 1) * 8) * 4, d[(c * 4 + j) * 4 + i]);
             }
         }
         warpgroup_sync(half);
@@ -318,10 +338,20 @@ __device__ __forceinline__ void consume(const Problem& p, const Launch& l, Share
 #pragma unroll
         for (int i = 0; i < ROWS / 2; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
         if (blocks > 0 && t.n > 0) {
-            switch ((t.n + STEP - 1) / STEP) {
-#define CASE(n) case n / STEP: if constexpr (n <= ROWS) multiply<n>(s, stages, ring, blocks, half, d, first), first = false; break;
-                CASES
+            if (is_tall(t)) {
+                switch ((t.n + STEP - 1) / STEP) {
+#define CASE(n) case n / STEP: if constexpr (TALL && n <= ROWS / 2) multiply<n, true>(s, stages, ring, blocks, half, d, first); break;
+                    CASES
+#undef CASE
+                }
+            } else {
+                switch ((t.n + STEP - 1) / STEP) {
+#define CASE(n) case n / STEP: if constexpr (n <= ROWS) multiply<n, false>(s, stages, ring, blocks, half, d, first); break;
+                    CASES
+#undef CASE
+                }
             }
+            first = false;
         }
         finish_tile(p, l, t, rank, half, staging, d);
     }

@@ -17,7 +17,7 @@ constexpr int STOP = -1;
 
 struct Tile {
     int group, n, rows, row0;      // rows of the piece (n: rounded up to 8), first row within the group
-    int col0, k_len, x_row;        // first column, extent of k, first row in the operand's own coordinates
+    int col0, k_len, x_row;        // first column (+ 1 if tall), extent of k, first row in the operand's own coordinates
     int extra;                     // jagged k: first k; a list: height of its boxes; else rows before the group (lead)
 };
 
@@ -56,6 +56,11 @@ __device__ __forceinline__ int piece_rows(int rows, int most) {
 }
 __device__ __forceinline__ int pieces_of(int rows, int height) { return (rows + height - 1) / height; }
 
+// Groups of few rows take twice the columns per tile: half as many tiles read their rows again.
+__device__ __forceinline__ bool is_tall(const Shape& e, int most, int columns) {
+    return TALL && e.cols > columns && piece_rows(e.rows, most) <= most / 2;
+}
+
 // Tiles of group g, in the upper half for the busy queue, in the lower half for the lean one.
 __device__ __forceinline__ u64 count_tiles(const Problem& p, Schedule& s, int g, int swapped, int most, int columns, int busy_rows) {
     i64 start = 0, end = 0;
@@ -63,6 +68,7 @@ __device__ __forceinline__ u64 count_tiles(const Problem& p, Schedule& s, int g,
     else if (p.valid) end = valid_rows(p, g);
     s.start[g] = int(start), s.length[g] = int(end - start);
     const Shape e = group_extents(p, g, swapped, int(start), int(end - start));
+    if (is_tall(e, most, columns)) columns *= 2;
     const u64 tiles = u64(pieces_of(e.rows, piece_rows(e.rows, most))) * u64((e.cols + columns - 1) / columns);
     return e.rows >= busy_rows ? tiles << 32 : tiles;
 }
@@ -135,13 +141,15 @@ __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int 
         local = t - lean_before - s.busy[group];
     }
     const Shape e = group_extents(p, group, swapped, s.start[group], s.length[group]);
+    const bool tall = is_tall(e, most, columns);
+    if (tall) columns *= 2;
     const int height = piece_rows(e.rows, most), pieces = pieces_of(e.rows, height), across = (e.cols + columns - 1) / columns;
     const int band = local / (BAND * across), rest = local - band * BAND * across, in_band = min(BAND, pieces - band * BAND);
     const int piece = band * BAND + rest % in_band;
     Tile r;
     r.group = group;
     r.row0 = piece * height, r.rows = min(height, e.rows - r.row0);
-    r.col0 = rest / in_band * columns;
+    r.col0 = rest / in_band * columns | int(tall);
     r.n = (max(r.rows, 0) + 7) & ~7;
     const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
     r.x_row = r.row0 + (along_rows ? s.start[group] - e.lead : 0);
