@@ -6,7 +6,7 @@ not. Every question is a linear equation in bounded integers, answered without t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -130,14 +130,34 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
     return x.device == y.device and _meet(_place(x), _place(y))
 
 
+def _span(x: Any) -> tuple[int, int]:
+    """First byte and one past the last byte; meaningless for an empty tensor."""
+    if not isinstance(x, Tensor):
+        return _place(x)[:2]
+    first, last = x.data_ptr(), 1
+    for stride, extent in zip(x.stride(), x.shape):
+        last += stride * (extent - 1)
+    return first, first + last * x.element_size()
+
+
+def _near_by(outs: Sequence[Tensor], others: Sequence[Any]) -> list[int]:
+    """Positions of the others that lie between the first and the last byte of all outputs."""
+    spans = [_span(x) for x in outs if x.numel()]
+    low, high = min((s for s, _ in spans), default=0), max((e for _, e in spans), default=0)
+    return [j for j, (start, end) in enumerate(map(_span, others)) if start < high and end > low]
+
+
 def meetings(outs: Sequence[Tensor], others: Sequence[Any]) -> Iterator[tuple[int, int]]:
     """The pairs (i, j) for which outs[i] shares a byte with others[j]; only neighbours in memory are compared.
 
     All of them lie on one device. Operands that are given many times over are compared once.
     """
-    groups: tuple[list[_Place], list[_Place]] = [_place(x) for x in outs], [_place(x) for x in others]
+    near_by = _near_by(outs, others)
+    if not near_by:  # the rule, and on the path of a call with `out`
+        return
+    groups = [_place(x) for x in outs], {j: _place(others[j]) for j in near_by}
     twins: dict[_Place, list[int]] = {}
-    for j, place in enumerate(groups[1]):
+    for j, place in groups[1].items():
         twins.setdefault(place, []).append(j)
     spans = [(p.start, p.end, 0, i) for i, p in enumerate(groups[0]) if not p.empty]
     spans += [(p.start, p.end, 1, js[0]) for p, js in twins.items() if not p.empty]
@@ -163,8 +183,10 @@ def same_view(x: Tensor, y: Tensor) -> bool:
     )
 
 
-def first_shared_pair(tensors: Iterable[Tensor]) -> tuple[int, int] | None:
+def first_shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     """Two positions whose tensors share an element, or None; only neighbours in memory are compared."""
+    if len(tensors) < 2:
+        return None
     places = [(_place(t), i) for i, t in enumerate(tensors)]
     near: list[tuple[_Place, int]] = []
     for place, i in sorted((p, i) for p, i in places if not p.empty):

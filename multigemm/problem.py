@@ -239,19 +239,22 @@ class GroupedGemmProblem:
             raise InvalidProblem(
                 f"out[{pair[0]}] and out[{pair[1]}] share an element: each result needs its own memory"
             )
-        places = [(name, i) for name in ("a", "b", "bias", "c") for i in range(len(self.each(name)))]
-        read: list[Any] = [x for name in ("a", "b", "bias", "c") for x in self.each(name)]
-        for g, i in overlap.meetings(outs, read):
-            name, at = places[i]
-            if not (name == "c" and g == at and overlap.same_view(read[i], outs[g])):
-                raise InvalidProblem(f"out{self._at(g)} shares memory with {name}{self._at(at)}: pass another out")
-        others: dict[str, Any] = {name: mirror.given for name, mirror in intake.mirrors.items()}
+        read = self._read(intake)
+        for g, i in overlap.meetings(outs, [x for _, x in read]):
+            name, x = read[i]
+            if not (isinstance(x, Tensor) and name == f"c{self._at(g)}" and overlap.same_view(x, outs[g])):
+                raise InvalidProblem(f"out{self._at(g)} shares memory with {name}: pass another out")
+
+    def _read(self, intake: Intake) -> list[tuple[str, Any]]:
+        """Everything that a launch reads, by name."""
+        names = ("a", "b", "bias", "c")
+        read: list[tuple[str, Any]] = [(f"{n}{self._at(i)}", x) for n in names for i, x in enumerate(self.each(n))]
+        read += [(name, mirror.given) for name, mirror in intake.mirrors.items()]
         if self.grouping is not None and self.grouping.live is not None:
-            others[self.grouping.kind] = self.grouping.live
+            read.append((self.grouping.kind, self.grouping.live))
         if self.valid_rows is not None and self.valid_rows.live is not None:
-            others["valid_rows"] = self.valid_rows.live
-        for g, i in overlap.meetings(outs, list(others.values())):
-            raise InvalidProblem(f"out{self._at(g)} shares memory with {list(others)[i]}: pass another out")
+            read.append(("valid_rows", self.valid_rows.live))
+        return read
 
     def _at(self, g: int) -> str:
         return f"[{g}]" if self.form == "per_group" else ""
