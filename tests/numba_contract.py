@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +16,7 @@ from torch import Tensor
 import multigemm as mg
 from multigemm.backends.numba import BACKEND
 from multigemm.staging import stage, staged_spec
-
-sys.path.insert(0, str(Path(__file__).parent))
-from numba_cases import DTYPES, Maker, guarded, operands
+from tests.numba_cases import DTYPES, Maker, guarded, operands
 
 Check = tuple[str, bool, str]
 NAN = float("nan")

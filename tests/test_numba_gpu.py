@@ -12,11 +12,10 @@ import multigemm as mg
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 pytestmark = pytest.mark.gpu
 
-from numba_cases import DTYPES, Maker, cases, operands  # noqa: E402
-from numba_contract import checks  # noqa: E402
-
 from multigemm.backends.numba import BACKEND, build  # noqa: E402
 from multigemm.backends.numba.config import HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, MMA, MMA_SMALL, SIMT, SIMT_LARGE  # noqa: E402
+from tests.numba_cases import DTYPES, Maker, cases, operands  # noqa: E402
+from tests.numba_contract import checks  # noqa: E402
 
 CONFIGS = (SIMT, SIMT_LARGE, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)
 DEVICE = "cuda"

@@ -20,10 +20,9 @@ if settings().emulate:
 if compiler_obstacle():
     pytest.skip(compiler_obstacle(), allow_module_level=True)
 
-from numba_ptx_cases import Case, cases
-
 from multigemm.backends.numba import build
 from multigemm.backends.numba.runtime import cuda, numpy_names, types
+from tests.numba_ptx_cases import Case, cases
 
 ALL = cases()
 SHARED = 44 * 1024
