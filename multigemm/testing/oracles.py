@@ -24,6 +24,7 @@ import torch
 
 from multigemm import registry
 from multigemm.backend import Backend, Launch, Recipe
+from multigemm.errors import InvalidSetting
 from multigemm.reference import judge
 from multigemm.spec import ProblemSpec
 from multigemm.staging import stage, staged_spec
@@ -111,12 +112,18 @@ class Subject:
             config = configs[self.config % len(configs)] if configs else None
             if self._pinned is not None and configs:
                 config = self._pinned if self._pinned in configs else configs[0]
-            if self.adapt is not None:
-                config = self.adapt(config)
             if len(self._recipes) > 2000:
                 self._recipes.clear()
-            self._recipes[key] = self.backend.plan(spec, config, device)
+            self._recipes[key] = self._plan(spec, config, device)
         return self._recipes[key]
+
+    def _plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
+        if self.adapt is not None:
+            try:
+                return self.backend.plan(spec, self.adapt(config), device)
+            except InvalidSetting:  # the adapted config is not valid for this spec: the given one is
+                pass
+        return self.backend.plan(spec, config, device)
 
 
 def bind(stand: Stand, subject: Subject) -> tuple[Launch, Recipe]:

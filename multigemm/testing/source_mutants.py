@@ -94,10 +94,18 @@ def code_lines(path: Path) -> Iterator[tuple[int, str]]:
         yield number, line.split("  #")[0]
 
 
-def sites(backend: str) -> list[Site]:
+def snapshot(folder: Path) -> Path:
+    """A copy of the package, so that edits made meanwhile cannot mix with the mutants."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.json")
+    for name in ("multigemm", "backends", "reference"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
+    return folder
+
+
+def sites(backend: str, root: Path = ROOT) -> list[Site]:
     """Every change that the operators offer for a backend's kernels."""
     found = []
-    paths = [p for pattern in FILES[backend] for p in sorted(ROOT.glob(pattern))]
+    paths = [p for pattern in FILES[backend] for p in sorted(root.glob(pattern))]
     for path in paths:
         for number, line in code_lines(path):
             for name, pattern, new in OPERATORS:
@@ -107,26 +115,25 @@ def sites(backend: str) -> list[Site]:
                         text = match.group(0).replace("min", "max")
                     after = line[: match.start()] + text + line[match.end() :]
                     if after != line:
-                        found.append(Site(str(path.relative_to(ROOT)), number, name, line, after))
+                        found.append(Site(str(path.relative_to(root)), number, name, line, after))
     return found
 
 
-def plant(site: Site, folder: Path) -> None:
+def plant(site: Site, folder: Path, root: Path) -> None:
     """A copy of the package with the change in it."""
-    ignore = shutil.ignore_patterns("__pycache__", "*.json")
     for name in ("multigemm", "backends", "reference"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
+        shutil.copytree(root / name, folder / name, symlinks=True)
     target = folder / site.file
     lines = target.read_text().splitlines()
     lines[site.line - 1] = site.after
     target.write_text("\n".join(lines) + "\n")
 
 
-def run_one(site: Site, backend: str, device: str, seconds: float) -> Fate:
+def run_one(site: Site, backend: str, device: str, seconds: float, root: Path) -> Fate:
     """Plants one mutant and hunts it in a process of its own."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plant(site, folder)
+        plant(site, folder, root)
         environment = {**os.environ, "PYTHONPATH": name, "MULTIGEMM_CACHE": "0", "TRITON_CACHE_DIR": f"{name}/triton",
                        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
         command = [sys.executable, "-W", "ignore", "-m", "multigemm.testing.source_mutants", "--hunt", backend, device]
@@ -150,7 +157,7 @@ BROKEN = ("CompilationError", "CompileError", "SyntaxError", "NameError", "Typin
 def small_tiles(config: Any) -> Any:
     """The same config with the smallest tiles, so that small problems have several in each direction."""
     names = {"block_m", "block_n", "block_k"} & {f.name for f in fields(config)} if is_dataclass(config) else set()
-    return replace(config, **dict.fromkeys(names, 16)) if names else config
+    return replace(config, **{name: 32 if name == "block_k" else 16 for name in names}) if names else config
 
 
 def hunt_here(backend: str, device: str, seconds: float, stored: Path) -> dict[str, str]:
@@ -182,18 +189,25 @@ def hunt_here(backend: str, device: str, seconds: float, stored: Path) -> dict[s
 
 
 def campaign(backend: str, device: str, count: int, jobs: int, seconds: float, seed: int) -> list[Fate]:
-    """Hunts a sample of a backend's mutants; prints each fate as it is known."""
-    chosen = sites(backend)
-    random.Random(seed).shuffle(chosen)
+    """Hunts a sample of a backend's mutants; prints each fate as it is known. The unchanged sources come
+    first: if they are accused, the hunt proves nothing."""
     fates: list[Fate] = []
+    with tempfile.TemporaryDirectory() as name:
+        root = snapshot(Path(name))
+        chosen = sites(backend, root)
+        unchanged = replace(chosen[0], operator="nothing", after=chosen[0].before)
+        random.Random(seed).shuffle(chosen)
 
-    def one(site: Site) -> None:
-        fate = run_one(site, backend, device, seconds)
-        fates.append(fate)
-        print(f"{fate.state:9} {fate.seconds:5.1f} s  {fate.oracle:12} {site}", flush=True)
+        def one(site: Site) -> None:
+            fate = run_one(site, backend, device, seconds, root)
+            fates.append(fate)
+            print(f"{fate.state:9} {fate.seconds:5.1f} s  {fate.oracle:12} {site}", flush=True)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, chosen[:count]))
+        baseline = run_one(unchanged, backend, device, seconds, root)
+        if baseline.state != "survived":
+            raise SystemExit(f"the unchanged kernels are accused: [{baseline.oracle}] {baseline.text}")
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(one, chosen[:count]))
     return fates
 
 
