@@ -46,7 +46,7 @@ def check(*operands: Any, **options: Any) -> Any:
 
 
 OFFSETS = torch.tensor([2, 5, 5, 70, 100, 101])
-FORMS = {
+FORMS: dict[str, Any] = {
     "jagged_m": lambda d: ((draw(d, 110, 37), draw(d, 5, 37, 70)), {"offsets": OFFSETS}),
     "shared": lambda d: ((draw(d, 110, 37), draw(d, 37, 20)), {"offsets": OFFSETS}),
     "jagged_n": lambda d: ((draw(d, 40, 37), draw(d, 37, 110)), {"offsets": OFFSETS, "jagged": "n"}),

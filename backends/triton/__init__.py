@@ -33,15 +33,24 @@ class TritonBackend:
     def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Config]:
         if device.type == "cpu":
             return configs_of.emulated()
-        return configs_of.candidates(spec)
+        found = configs_of.candidates(spec, torch.cuda.get_device_capability(device))
+        properties = torch.cuda.get_device_properties(device)
+        limit = getattr(properties, "shared_memory_per_block_optin", configs_of.SHARED_LIMIT)
+        return [config for config in found if configs_of.shared_memory(config, spec) <= limit]
 
     def plan(self, spec: ProblemSpec, config: Config | None, device: torch.device) -> Recipe:
         from multigemm.backends.triton.launch import plan_pointer
 
+        why = "given" if config else "heuristic"
         chosen = config or self.configs(spec, device)[0]
         if problem := configs_of.problem_with(chosen, spec):
             raise InvalidSetting(f"{chosen} cannot run this problem: {problem}")
-        return plan_pointer(spec, chosen, device, "given" if config else "heuristic")
+        if chosen.kernel == "hopper":
+            from multigemm.backends.triton.hopper_launch import plan_hopper
+
+            plain = configs_of.pointer_candidates(spec)[0]
+            return plan_hopper(spec, chosen, device, why, lambda: plan_pointer(spec, plain, device, "strides"))
+        return plan_pointer(spec, chosen, device, why)
 
 
 BACKEND = TritonBackend()

@@ -22,6 +22,8 @@ from multigemm.errors import CompileError
 from multigemm.settings import settings
 
 CACHE = DiskCache("triton")
+DEVICE_CODE = ("epilogue.py", "kernels.py", "packing.py", "schedule_device.py")
+HOPPER_CODE = ("hopper.py", "hopper_store.py", "hopper_tiles.py")
 compilations = 0
 """How many kernels this process compiled (not: loaded from disk). Tests count it."""
 
@@ -62,11 +64,11 @@ def triton_version() -> str:
         return ""
 
 
-@lru_cache(maxsize=1)
-def source_fingerprint() -> str:
-    """Changes with any file of this folder: the kernels import one another."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return fingerprint(*(file.read_bytes() for file in files))
+@lru_cache(maxsize=2)
+def source_fingerprint(gluon: bool) -> str:
+    """Changes with any file of device code that such a kernel may use: they import one another."""
+    names = (*DEVICE_CODE, *HOPPER_CODE) if gluon else DEVICE_CODE
+    return fingerprint(*((Path(__file__).parent / name).read_bytes() for name in names))
 
 
 def _ast_source(source: KernelSource) -> Any:
@@ -139,7 +141,7 @@ def _dump(source: KernelSource, key: str, asm: Mapping[str, Any]) -> None:
 @cache
 def cubin(source: KernelSource, capability: int) -> Cubin:
     """The kernel's machine code: from this process, from disk, or compiled now."""
-    key = fingerprint(triton_version(), source_fingerprint(), source, capability)
+    key = fingerprint(triton_version(), source_fingerprint(source.gluon), source, capability)
     stored = CACHE.get(key, ".cubin")
     if stored is not None and settings().dump is None:
         head, _, code = stored.partition(b"\n")

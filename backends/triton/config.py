@@ -12,16 +12,23 @@ from typing import Literal
 
 import torch
 
-from multigemm.spec import ProblemSpec
+from multigemm.spec import OperandSpec, ProblemSpec
 
 SHARED_LIMIT = 227 * 1024
+STRIP = 64
+"""Rows of one wgmma: the granule of the Hopper kernel's tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid."""
+    """`programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid.
 
-    kernel: Literal["pointer"] = "pointer"
+    `pack` (hopper): operands that are first copied into aligned rows.
+    `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free: in
+    the order of the groups, by size, or from both ends of the list by size.
+    """
+
+    kernel: Literal["pointer", "hopper"] = "pointer"
     block_m: int = 128
     block_n: int = 128
     block_k: int = 64
@@ -29,6 +36,8 @@ class Config:
     stages: int = 3
     width: int = 8
     programs: int = 1
+    pack: tuple[str, ...] = ()
+    order: Literal["dealt", "drawn", "sorted", "mixed"] = "drawn"
 
 
 def _pow2(value: int, low: int, high: int) -> int:
@@ -61,8 +70,77 @@ def accumulator_registers(config: Config, spec: ProblemSpec) -> int:
     return config.block_m * config.block_n * spec.acc.itemsize // 4 // (32 * config.warps)
 
 
+def mappable(operand: OperandSpec) -> bool:
+    """Whether a tensor map can describe the operand as it lies."""
+    return operand.align >= 16 and operand.dense and operand.order != "strided"
+
+
+def consumers(config: Config) -> int:
+    """Warpgroups that multiply in the Hopper kernel."""
+    return 3 if config.block_m == 3 * STRIP else 2
+
+
+def tiles_per_consumer(config: Config) -> int:
+    """Strips that one consumer holds at once."""
+    return config.block_m // STRIP // consumers(config)
+
+
+def part_of(config: Config, spec: ProblemSpec) -> int:
+    """Columns that one part of the epilogue takes: what the staging buffer holds, 256 bytes a row."""
+    return min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
+
+
+def hopper_shared(config: Config, spec: ProblemSpec) -> int:
+    """Shared memory of the warp-specialised kernel: the ring, and a strip of output per consumer."""
+    ring = config.stages * (config.block_m + config.block_n) * 64 * spec.compute.itemsize
+    return ring + consumers(config) * STRIP * part_of(config, spec) * spec.out.dtype.itemsize + 1024
+
+
+def shared_memory(config: Config, spec: ProblemSpec) -> int:
+    """Bytes of shared memory that a program of this config needs, at most."""
+    return hopper_shared(config, spec) if config.kernel == "hopper" else shared_bytes(config, spec)
+
+
+def hopper_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why the warp-specialised kernel cannot run this spec with this config, or ''."""
+    if spec.form == "per_group":
+        return "lists of matrices have no whole-operand tensor map; kernel='pointer' takes them"
+    if spec.compute not in (torch.float16, torch.bfloat16):
+        return f"{spec.compute} products: kernel='hopper' multiplies 16-bit floats, kernel='pointer' the rest"
+    for name, x in (("a", spec.a), ("b", spec.b)):
+        if not mappable(x) and name not in config.pack:
+            seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"
+            return f"{seen}: tensor maps need rows of unit stride, 16-byte aligned; pack it"
+    if config.pack and spec.form == "jagged_n":
+        return "jagged columns are not packed; kernel='pointer' takes them as they are"
+    if spec.form == "jagged_k" and (spec.a.order, spec.b.order) != ("col", "row") and set(config.pack) != {"a", "b"}:
+        return (
+            f"jagged k runs along {spec.a.order}/{spec.b.order} operands; bounded maps need a as 'col' and b as 'row'"
+        )
+    if spec.form in ("batched", "masked") and spec.a.order == "col" and "a" not in config.pack:
+        return "a stack of column-major a has no two-dimensional map; kernel='pointer' takes it"
+    if config.block_m not in (128, 192, 256) or config.block_n not in (64, 128, 256) or config.block_k != 64:
+        return (
+            f"tile {config.block_m}x{config.block_n}x{config.block_k}: the kernel takes 128|192|256 x 64|128|256 x 64"
+        )
+    heavy_end = spec.c is not None or spec.activation == "gelu"
+    columns = config.block_n * tiles_per_consumer(config)
+    plain_end = (
+        spec.c is None and spec.activation in (None, "relu") and spec.out.order == "row" and spec.out.align == 16
+    )
+    if consumers(config) == 3 and not (plain_end and spec.form != "jagged_n"):
+        return "three consumers leave registers for a plain epilogue and an aligned row-major output only"
+    if columns > (128 if heavy_end else 256):
+        return f"tile {config.block_m}x{config.block_n} does not fit the registers of two warpgroups"
+    if hopper_shared(config, spec) > SHARED_LIMIT:
+        return f"{hopper_shared(config, spec)} bytes of shared memory exceed {SHARED_LIMIT}; use fewer stages"
+    return ""
+
+
 def problem_with(config: Config, spec: ProblemSpec) -> str:
     """Why this config cannot run this spec, or ''."""
+    if config.kernel == "hopper":
+        return hopper_problem(config, spec)
     for name in ("block_m", "block_n", "block_k"):
         block = getattr(config, name)
         if block < 16 or block & (block - 1):
@@ -87,12 +165,18 @@ def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
     big = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3, programs=2)
     mid = Config(block_m=128, block_n=64, block_k=64, warps=4, stages=4, programs=3)
     low = Config(block_m=64, block_n=128, block_k=64, warps=4, stages=4, programs=3)
-    wide = Config(block_m=128, block_n=256, block_k=64, warps=8, stages=3, programs=1)
-    if rows <= 96:
-        return [low, big, mid]
-    if spec.form == "per_group":
-        return [mid, big, low, wide]
-    return [big, wide, mid, low]
+    if heavy(spec):
+        low = replace(low, block_k=32)
+        return [replace(low, warps=8), replace(low, block_n=64)]
+    if rows <= 96 or spec.form == "per_group":
+        return [mid, low, big] if spec.form == "per_group" else [low, big, mid]
+    return [big, mid, low]
+
+
+def heavy(spec: ProblemSpec) -> bool:
+    """Element-wise addresses or a C to read take the registers that a large tile would need."""
+    aligned = min(spec.a.align, spec.b.align, spec.out.align) == 16 and spec.form != "jagged_n"
+    return not aligned or spec.c is not None
 
 
 def _thirty_two_bit(spec: ProblemSpec) -> list[Config]:
@@ -119,9 +203,33 @@ def emulated() -> list[Config]:
     return [Config(block_m=64, block_n=64, block_k=64, warps=4, stages=1, width=2, programs=3)]
 
 
-def candidates(spec: ProblemSpec) -> list[Config]:
-    """Valid configs for a spec, the best guess first."""
+def hopper_candidates(spec: ProblemSpec) -> list[Config]:
+    """Configs of the warp-specialised kernel, the best guess first; empty where it cannot run."""
+    large = Config("hopper", block_m=192, block_n=256, stages=3, warps=4)
+    wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4)
+    tall = Config("hopper", block_m=256, block_n=128, stages=4, warps=4)
+    flat = Config("hopper", block_m=128, block_n=128, stages=5, warps=4)
+    pack = tuple(name for name, x in (("a", spec.a), ("b", spec.b)) if not mappable(x))
+    ranked = (large, tall, wide, flat) if (spec.n or 256) > 128 else (tall, flat)
+    found = [replace(config, pack=pack) for config in ranked]
+    return [config for config in found if not problem_with(config, spec)]
+
+
+def pointer_candidates(spec: ProblemSpec) -> list[Config]:
+    """Valid configs of the pointer kernel, the best guess first."""
     size = spec.compute.itemsize
     by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: _thirty_two_bit(spec)}
     found = by_size.get(size, _sixty_four_bit)()
     return [config for config in found if not problem_with(config, spec)]
+
+
+def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
+    """Valid configs for a spec on a device, the best guess first."""
+    fast = hopper_candidates(spec) if capability[0] == 9 and worth_a_ring(spec) else []
+    return [*fast, *pointer_candidates(spec)]
+
+
+def worth_a_ring(spec: ProblemSpec) -> bool:
+    """Big enough for a persistent grid and a launch that lists the tiles first."""
+    rows = spec.total if spec.form != "jagged_k" else spec.m or 1
+    return rows * (spec.n or 1) > 2**18

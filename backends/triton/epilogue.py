@@ -61,11 +61,11 @@ def narrow(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 def finish(acc, alpha_bits, beta_bits, c_ptrs, c_mask, bias_ptrs, bias_mask, out_dtype: tl.constexpr,
            HAS_ALPHA: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
            INTERPRETED: tl.constexpr = False):  # fmt: skip
-    """The whole epilogue of one tile; beta = 0 (no C) never reads C."""
+    """The whole epilogue of one tile; beta = 0 (no C) never reads C. bias_ptrs is a row (or a column)."""
     if HAS_ALPHA:
         acc = acc * scalar_of(alpha_bits, acc.dtype)
     if HAS_C:
         acc += scalar_of(beta_bits, acc.dtype) * tl.load(c_ptrs, mask=c_mask, other=0).to(acc.dtype)
     if HAS_BIAS:
-        acc += tl.load(bias_ptrs, mask=bias_mask, other=0).to(acc.dtype)[None, :]
+        acc += tl.load(bias_ptrs, mask=bias_mask, other=0).to(acc.dtype)
     return narrow(activate(acc, ACTIVATION), out_dtype, INTERPRETED)

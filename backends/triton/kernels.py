@@ -61,8 +61,7 @@ def operand(table, g, like, POINTER: tl.constexpr, STRIDE: tl.constexpr, BYTES: 
 
 
 @triton.jit
-def write_zeros(out, group_stride, row, col, rows, columns, first_row, first_column,
-                BM: tl.constexpr, BN: tl.constexpr, ORDER: tl.constexpr):  # fmt: skip
+def write_zeros(out, row, col, rows, columns, first_row, first_column, BM: tl.constexpr, BN: tl.constexpr):
     """Zeros in out[first_row:rows, first_column:columns], shared out among the programs."""
     across = (columns - first_column + BN - 1) // BN
     down = (rows - first_row + BM - 1) // BM
@@ -74,6 +73,44 @@ def write_zeros(out, group_stride, row, col, rows, columns, first_row, first_col
 
 
 @triton.jit
+def write_outside(out, ends, m, n, groups, head, out_group, out_row, out_col,
+                  FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Zeros before the first group and behind the last one."""
+    length = m if FORM == "jagged_m" else n
+    low = tl.load(ends - 1, mask=groups * head > 0, other=0).to(tl.int64)
+    high = tl.load(ends + groups - 1, mask=groups > 0, other=0).to(tl.int64)
+    low = tl.minimum(tl.maximum(low, 0), length).to(tl.int32)
+    high = tl.minimum(tl.maximum(high, 0), length).to(tl.int32)
+    if FORM == "jagged_m":
+        write_zeros(out, out_row, out_col, low, n, 0, 0, BM, BN)
+        write_zeros(out, out_row, out_col, m, n, high, 0, BM, BN)
+    else:
+        write_zeros(out, out_row, out_col, m, low, 0, 0, BM, BN)
+        write_zeros(out, out_row, out_col, m, n, 0, high, BM, BN)
+
+
+@triton.jit
+def zero_kernel(out, ends, m, n, groups, head, out_group, out_row, out_col,
+                FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """What no group owns, as a launch of its own: for kernels that only write what groups own."""
+    if FORM == "masked":
+        across = (n + BN - 1) // BN
+        per_group = ((m + BM - 1) // BM) * across
+        for tile in range(tl.program_id(0), groups * per_group, tl.num_programs(0)):
+            g = tile // per_group
+            valid = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
+            i = tile % per_group // across * BM + tl.arange(0, BM)
+            j = tile % across * BN + tl.arange(0, BN)
+            outside = (i >= valid) & (i < m)
+            ptrs = (
+                out + g.to(tl.int64) * out_group + i[:, None].to(tl.int64) * out_row + j[None, :].to(tl.int64) * out_col
+            )
+            tl.store(ptrs, tl.zeros((BM, BN), out.dtype.element_ty), mask=outside[:, None] & (j < n)[None, :])
+    else:
+        write_outside(out, ends, m, n, groups, head, out_group, out_row, out_col, FORM, BM, BN)
+
+
+@triton.jit
 def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
                    m, n, k, groups, head,
                    a_group, a_row, a_col, b_group, b_row, b_col, c_group, c_row, c_col,
@@ -81,9 +118,9 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
                    FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
                    STAGES: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, OUT_ORDER: tl.constexpr,
                    A_BYTES: tl.constexpr, B_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr, WIDE: tl.constexpr,
-                   EVEN_K: tl.constexpr, MULTIPLE: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr,
-                   ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, ZERO: tl.constexpr,
-                   INTERPRETED: tl.constexpr):  # fmt: skip
+                   EVEN_K: tl.constexpr, MULTIPLE: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr,
+                   ALPHA: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
+                   ZERO: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups."""
     UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
     per_group = ((m + BM - 1) // BM) * ((n + BN - 1) // BN)
@@ -190,8 +227,9 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
                 bias_c = tl.load(row_of + 16)
             else:
                 bias_base, bias_c = bias + wide_g * bias_group, bias_col
-            bias_ptrs = bias_base + (skip_n + col0 + j).to(tl.int64) * bias_c
-        result = finish(acc, alpha_bits, beta_bits, c_ptrs, owned, bias_ptrs, j < cols_left, out.dtype.element_ty,
+            bias_ptrs = bias_base + (skip_n + col0 + j).to(tl.int64)[None, :] * bias_c
+        in_columns = (j < cols_left)[None, :]
+        result = finish(acc, alpha_bits, beta_bits, c_ptrs, owned, bias_ptrs, in_columns, out.dtype.element_ty,
                         ALPHA == "any", HAS_C, HAS_BIAS, ACTIVATION, INTERPRETED)  # fmt: skip
         out_ptrs = corner(out_base, skip_m + row0, out_r, skip_n + col0, out_c, OUT_ORDER) + offsets(
             i, out_r, j, out_c, OUT_ORDER, WIDE)  # fmt: skip
@@ -202,14 +240,4 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
 
     # 5. what no group owns, where the output is the library's own
     if ZERO and (FORM == "jagged_m" or FORM == "jagged_n"):
-        length = m if FORM == "jagged_m" else n
-        low = tl.load(ends - 1, mask=groups * head > 0, other=0).to(tl.int64)
-        high = tl.load(ends + groups - 1, mask=groups > 0, other=0).to(tl.int64)
-        low = tl.minimum(tl.maximum(low, 0), length).to(tl.int32)
-        high = tl.minimum(tl.maximum(high, 0), length).to(tl.int32)
-        if FORM == "jagged_m":
-            write_zeros(out, out_group, out_row, out_col, low, n, 0, 0, BM, BN, OUT_ORDER)
-            write_zeros(out, out_group, out_row, out_col, m, n, high, 0, BM, BN, OUT_ORDER)
-        else:
-            write_zeros(out, out_group, out_row, out_col, m, low, 0, 0, BM, BN, OUT_ORDER)
-            write_zeros(out, out_group, out_row, out_col, m, n, 0, high, BM, BN, OUT_ORDER)
+        write_outside(out, ends, m, n, groups, head, out_group, out_row, out_col, FORM, BM, BN)

@@ -152,6 +152,28 @@ def prefix_source(spec: ProblemSpec, config: Config) -> KernelSource:
     )
 
 
+ZERO_NAMES = ("m", "n", "groups", "head", "out_group", "out_row", "out_col")
+
+
+def zero_source(spec: ProblemSpec) -> KernelSource:
+    """The kernel that zeroes what no group owns, for kernels that only write what groups own."""
+    types = _types(spec)
+    return KernelSource(
+        module="multigemm.backends.triton.kernels",
+        name="zero_kernel",
+        signature=tuple((name, types[name]) for name in ("out", "ends", *ZERO_NAMES)),
+        constants=(("FORM", spec.form), ("BM", 32), ("BN", 128)),
+    )
+
+
+def zero_launcher(ops: Operands, code: Cubin, index: int) -> Callable[[], None]:
+    """A launch of that kernel for one problem."""
+    from multigemm.backends.triton.driver import launcher
+
+    values = {**_addresses(ops, None, None), **scalars(ops, packed(ops))}
+    return launcher(code, index, processors(index), [values[name] for name in ("out", "ends", *ZERO_NAMES)], (ops,))
+
+
 def bound_on_tiles(ops: Operands, shape: Packed | None, config: Config) -> int:
     """At most this many tiles, without knowing device sizes."""
     if shape is None:

@@ -1,0 +1,298 @@
+# mypy: ignore-errors
+"""The warp-specialised kernel for sm_90: one warp loads by TMA, two or three warpgroups multiply by wgmma.
+
+A tile is up to MOST strips of 64 rows by BN columns, so that a ragged group pays for whole strips
+and not for whole tiles. The strips are shared out among the consumers, which run apart from each
+other within the depth of the ring: while one writes its strip, the others keep the tensor cores
+busy. Without multicast the way from the L2 to the SMs is what limits large tiles, so the largest
+tile that the registers hold (192 x 256, three consumers) is the best where groups are tall.
+Bounded ("ragged") tensor maps zero what lies behind a group's end along K on both operands, and
+cut stores at a group's last row, in hardware.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from multigemm.backends.triton.hopper_store import write
+from multigemm.backends.triton.hopper_tiles import publish, take, tile_of
+
+# Triton 3.6 calls it otherwise than later versions
+fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+STRIP = gl.constexpr(64)
+BILLION = gl.constexpr(1 << 30)
+
+
+@gluon.jit
+def load_strip(desc, row, k0, k_start, k_length, barrier, smem, pred, FORM: gl.constexpr, ORDER: gl.constexpr):
+    """One 64 x 64 strip of A."""
+    if FORM == "k":
+        at = [BILLION, k_start + k_length, BILLION - k_length + k0, row]
+        fetch(desc, at, barrier, smem.reshape([1, 1, STRIP, 64]), pred)
+    elif ORDER == "row":
+        fetch(desc, [row, k0], barrier, smem, pred)
+    else:
+        fetch(desc, [k0, row], barrier, smem, pred)
+
+
+@gluon.jit
+def load_piece(desc, g, col, k0, k_start, k_length, barrier, smem, FORM: gl.constexpr, ORDER: gl.constexpr,
+               PIECE: gl.constexpr):  # fmt: skip
+    """One 64 x PIECE block of B."""
+    if FORM == "k":
+        at = [BILLION, k_start + k_length, BILLION - k_length + k0, col]
+        fetch(desc, at, barrier, smem.reshape([1, 1, 64, PIECE]))
+    elif ORDER == "row":
+        fetch(desc, [g, k0, col], barrier, smem.reshape([1, 64, PIECE]))
+    else:
+        fetch(desc, [g, col, k0], barrier, smem.reshape([1, PIECE, 64]))
+
+
+@gluon.jit
+def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step,
+            FORM: gl.constexpr, BN: gl.constexpr, PIECE: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr,
+            WIDTH: gl.constexpr, ORDER: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
+    """The loading warp: picks the tiles, and keeps STAGES blocks of A and B in flight across tile borders.
+
+    Tiles of jagged groups differ in cost, so they are drawn from a counter unless ORDER is "dealt".
+    """
+    a_smem, b_smem, full, empty = ring
+    stage = 0
+    phase = 1
+    slot = 0
+    turn = 0
+    A_BYTES: gl.constexpr = STRIP * 64 * a_smem.dtype.primitive_bitwidth // 8
+    B_BYTES: gl.constexpr = BN * 64 * a_smem.dtype.primitive_bitwidth // 8
+    tile = gl.program_id(0)
+    while tile < total:
+        g, row, rows, col, low, k_start, k_length = tile_of(
+            tile, total, records, ends, extents, tiles_n, FORM, BN, MOST, WIDTH, ORDER)  # fmt: skip
+        publish(mail, slot, turn, g, row, rows, col, low, k_length)
+        slot ^= 1
+        if slot == 0:
+            turn ^= 1
+        if ORDER == "dealt":
+            tile += gl.num_programs(0)
+        else:
+            tile = gl.atomic_add(records + 1, 1)
+        strips = (rows + STRIP - 1) // STRIP
+        at = g * a_rows + row
+        for k0 in range(0, k_length, 64):
+            mbarrier.wait(empty.index(stage), phase)
+            barrier = full.index(stage)
+            for count in gl.static_range(1, MOST + 1):
+                mbarrier.expect(barrier, B_BYTES + count * A_BYTES, pred=strips == count)
+            for strip in gl.static_range(MOST):
+                if MOST == 4:
+                    # consumer 0 holds the upper half of the strips, consumer 1 the lower half
+                    skip = strip % 2 + strip // 2 * ((strips + 1) // 2)
+                    wanted = strips > (strip % 2) * 2 + strip // 2
+                else:
+                    skip = strip
+                    wanted = strips > strip
+                load_strip(descs[0], at + skip * STRIP, k0, k_start, k_length, barrier,
+                           a_smem.index(stage * MOST + strip), wanted, FORM, A_ORDER)  # fmt: skip
+            for piece in gl.static_range(BN // PIECE):
+                load_piece(descs[1], g * b_step, col + piece * PIECE, k0, k_start, k_length, barrier,
+                           b_smem.index(stage * (BN // PIECE) + piece), FORM, B_ORDER, PIECE)  # fmt: skip
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+    nothing = total * 0
+    publish(mail, slot, turn, nothing, nothing, nothing, nothing, nothing, nothing)
+
+
+@gluon.jit
+def oriented(smem, TURN: gl.constexpr):
+    """A block of shared memory as the matrix that it holds, or as its transpose."""
+    if TURN:
+        return smem.permute((1, 0))
+    else:
+        return smem
+
+
+@gluon.jit
+def multiply(ring, stage, phase, k_length, first, STRIPS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
+             MOST: gl.constexpr, STAGES: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
+    """The products over all of K: of one strip, of two strips, or of one strip with two pieces of columns.
+
+    A block is handed back one step late, once the tensor cores have read it.
+    """
+    a_smem, b_smem, full, empty = ring
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
+    zeros = gl.zeros([STRIP, PIECE], gl.float32, layout)
+    acc0 = warpgroup_mma_init(zeros)
+    acc1 = warpgroup_mma_init(zeros)
+    # a value of its own: Triton would take `before = stage` for a name that the loop does not change
+    before = (stage + STAGES - 1) % STAGES
+    for k0 in range(0, k_length, 64):
+        mbarrier.wait(full.index(stage), phase)
+        a = oriented(a_smem.index(stage * MOST + first), A_ORDER == "col")
+        b = oriented(b_smem.index(stage * PIECES), B_ORDER == "col")
+        acc0 = warpgroup_mma(a, b, acc0, is_async=True)
+        if STRIPS * PIECES == 2:
+            a = oriented(a_smem.index(stage * MOST + first + STRIPS - 1), A_ORDER == "col")
+            b = oriented(b_smem.index(stage * PIECES + PIECES - 1), B_ORDER == "col")
+            acc1 = warpgroup_mma(a, b, acc1, is_async=True)
+            acc0, acc1 = warpgroup_mma_wait(num_outstanding=2, deps=[acc0, acc1])
+            acc0 = warpgroup_mma_init(acc0)
+            acc1 = warpgroup_mma_init(acc1)
+        else:
+            acc0 = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=[acc0]))
+        mbarrier.arrive(empty.index(before), pred=k0 > 0)
+        before = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    if STRIPS * PIECES == 2:
+        sum0, sum1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0, acc1])
+    else:
+        sum0 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0])
+        sum1 = sum0
+    mbarrier.arrive(empty.index(before), pred=k_length > 0)
+    return sum0, sum1, stage, phase
+
+
+@gluon.jit
+def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out_desc, ring, staging, mail, tensors, strides, n,
+            BN: gl.constexpr, PIECE: gl.constexpr, PART: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr,
+            A_ORDER: gl.constexpr, B_ORDER: gl.constexpr, STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr,
+            ALPHA: gl.constexpr, ACTIVATION: gl.constexpr):  # fmt: skip
+    """One warpgroup: its share of each tile's strips."""
+    stage = 0
+    phase = 0
+    slot = 0
+    turn = 0
+    FIRST: gl.constexpr = WHICH * (MOST // CONSUMERS)
+    g, row, rows, col, low, k_length = take(mail, slot, turn)
+    while rows > 0:
+        strips = (rows + STRIP - 1) // STRIP
+        bound = row + rows
+        if MOST == 4:
+            above = (strips + 1) // 2 * WHICH
+            mine = (strips + 1 - WHICH) // 2
+        else:
+            above = strips * 0 + WHICH
+            mine = gl.where(strips > WHICH, 1, 0)
+        row += above * STRIP
+        rows -= above * STRIP
+        if MOST == 4 and mine == 2:
+            acc0, acc1, stage, phase = multiply(
+                ring, stage, phase, k_length, FIRST, 2, 1, PIECE, MOST, STAGES, A_ORDER, B_ORDER)  # fmt: skip
+            write(acc0, out_desc, staging, tensors, strides, g, row, rows, low, bound, col, n,
+                  PART, STORE, C, BIAS, ALPHA, ACTIVATION)  # fmt: skip
+            write(acc1, out_desc, staging, tensors, strides, g, row + STRIP, rows - STRIP, low, bound, col, n,
+                  PART, STORE, C, BIAS, ALPHA, ACTIVATION)  # fmt: skip
+        elif mine == 1:
+            acc0, acc1, stage, phase = multiply(
+                ring, stage, phase, k_length, FIRST, 1, BN // PIECE, PIECE, MOST, STAGES, A_ORDER,
+                B_ORDER)  # fmt: skip
+            write(acc0, out_desc, staging, tensors, strides, g, row, rows, low, bound, col, n,
+                  PART, STORE, C, BIAS, ALPHA, ACTIVATION)  # fmt: skip
+            if BN > PIECE:
+                write(acc1, out_desc, staging, tensors, strides, g, row, rows, low, bound, col + PIECE, n,
+                      PART, STORE, C, BIAS, ALPHA, ACTIVATION)  # fmt: skip
+        else:
+            for _ in range(0, k_length, 64):
+                mbarrier.wait(full_of(ring).index(stage), phase)
+                mbarrier.arrive(empty_of(ring).index(stage))
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+        slot ^= 1
+        if slot == 0:
+            turn ^= 1
+        g, row, rows, col, low, k_length = take(mail, slot, turn)
+    if STORE == "tma":
+        tma.store_wait(0)
+
+
+@gluon.jit
+def full_of(ring):
+    return ring[2]
+
+
+@gluon.jit
+def empty_of(ring):
+    return ring[3]
+
+
+@gluon.jit
+def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """NUMBER barriers that each wait for ARRIVALS."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(NUMBER):
+        mbarrier.init(made.index(s), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def hopper_kernel(
+    a_desc, b_desc, out_desc, c, out, bias, records, ends, m, n, k, groups, head, a_rows, b_step, out_rows,
+    c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
+    FORM: gl.constexpr, BN: gl.constexpr, PIECE: gl.constexpr, PART: gl.constexpr, MOST: gl.constexpr,
+    STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
+    STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr,
+    CONSUMERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Roles: CONSUMERS warpgroups multiply and write, one more warp loads."""
+    dtype: gl.constexpr = a_desc.dtype
+    out_type: gl.constexpr = out.dtype.element_ty
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
+    staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES * MOST, STRIP, 64], swizzled)
+    COUNT: gl.constexpr = STAGES * (BN // PIECE)
+    b_smem = gl.allocate_shared_memory(dtype, [COUNT, 64, PIECE] if B_ORDER == "row" else [COUNT, PIECE, 64], swizzled)
+    held: gl.constexpr = [CONSUMERS, STRIP, PART] if STORE == "tma" else [CONSUMERS, 8, 64]
+    staging = gl.allocate_shared_memory(out_type, held, staged)
+    tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    mail = (tickets, barriers(2, 1), barriers(2, CONSUMERS))
+    tiles_n = (n + BN - 1) // BN
+    if FORM == "rows":
+        total = gl.load(records) * tiles_n
+    else:
+        total = groups * ((m + MOST * STRIP - 1) // (MOST * STRIP)) * tiles_n
+    if ALPHA == "zero":
+        k = k * 0
+    extents = (m, n, k, groups, head)
+    tensors = (c, out, bias)
+    strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
+               alpha_bits, beta_bits, out_rows)  # fmt: skip
+    if CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (consume, (0, CONSUMERS, out_desc, ring, staging.index(0), mail, tensors, strides, n, BN, PIECE, PART,
+                           MOST, STAGES, A_ORDER, B_ORDER, STORE, C, BIAS, ALPHA, ACTIVATION)),
+                (consume, (1, CONSUMERS, out_desc, ring, staging.index(1), mail, tensors, strides, n, BN, PIECE, PART,
+                           MOST, STAGES, A_ORDER, B_ORDER, STORE, C, BIAS, ALPHA, ACTIVATION)),
+                (consume, (2, CONSUMERS, out_desc, ring, staging.index(2), mail, tensors, strides, n, BN, PIECE, PART,
+                           MOST, STAGES, A_ORDER, B_ORDER, STORE, C, BIAS, ALPHA, ACTIVATION)),
+                (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
+                           BN, PIECE, MOST, STAGES, WIDTH, ORDER, A_ORDER, B_ORDER)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (0, CONSUMERS, out_desc, ring, staging.index(0), mail, tensors, strides, n, BN, PIECE, PART,
+                           MOST, STAGES, A_ORDER, B_ORDER, STORE, C, BIAS, ALPHA, ACTIVATION)),
+                (consume, (1, CONSUMERS, out_desc, ring, staging.index(1), mail, tensors, strides, n, BN, PIECE, PART,
+                           MOST, STAGES, A_ORDER, B_ORDER, STORE, C, BIAS, ALPHA, ACTIVATION)),
+                (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
+                           BN, PIECE, MOST, STAGES, WIDTH, ORDER, A_ORDER, B_ORDER)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

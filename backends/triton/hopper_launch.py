@@ -1,0 +1,185 @@
+"""spec + config -> Recipe for the warp-specialised kernel: its maps, its records, its launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from multigemm.backend import Launch, Recipe
+from multigemm.backends.triton.compile import Cubin, cubin
+from multigemm.backends.triton.config import STRIP, Config, part_of
+from multigemm.backends.triton.driver import launcher
+from multigemm.backends.triton.hopper_forms import (
+    aligned_stride,
+    boxes,
+    canonical,
+    canonical_shape,
+    cut_of,
+    fits,
+    listed,
+    packed_spec,
+    start_multiple,
+    store_of,
+)
+from multigemm.backends.triton.hopper_sources import (
+    EXTENTS,
+    RECORD_ROWS,
+    STRIDES,
+    hopper_source,
+    records_source,
+)
+from multigemm.backends.triton.launch import (
+    bits_of,
+    group_sizes,
+    is_empty,
+    nothing,
+    processors,
+    zero_launcher,
+    zero_source,
+)
+from multigemm.backends.triton.packing_launch import pack_source, packed_operands
+from multigemm.backends.triton.tensormap import encode, encode_ragged
+from multigemm.layouts import Operands, Packed
+from multigemm.schedule import most_tiles, tiles_of
+from multigemm.spec import ProblemSpec
+
+
+def maps(spec: ProblemSpec, config: Config, shape: Packed) -> list[bytes]:
+    """The three tensor maps; an operand without elements borrows the output's address, unread."""
+    a, b, out, box = shape.a, shape.b, shape.out, boxes(spec, config)
+    a_at, b_at = a.ptr or out.ptr, b.ptr or out.ptr
+    if spec.form == "jagged_k":
+        first = encode_ragged(a_at, spec.a.dtype, shape.m, a.col or aligned_stride(shape.m), (64, 64))
+        second = encode_ragged(b_at, spec.b.dtype, shape.n, b.row or aligned_stride(shape.n), box["b_desc"][2:])
+    else:
+        rows = shape.m if not a.group else a.group // max(1, a.row) * (shape.groups - 1) + shape.m
+        if spec.a.order == "row":
+            first = encode(a_at, spec.a.dtype, (rows, shape.k), (a.row or aligned_stride(shape.k), 1), (64, 64))
+        else:
+            first = encode(a_at, spec.a.dtype, (shape.k, shape.m), (a.col or aligned_stride(shape.m), 1), (64, 64))
+        groups = shape.groups if b.group else 1
+        inner, outer, line = (shape.n, shape.k, b.row) if spec.b.order == "row" else (shape.k, shape.n, b.col)
+        line = line or aligned_stride(inner)
+        second = encode(b_at, spec.b.dtype, (groups, outer, inner), (b.group or line, line, 1), box["b_desc"])
+    if store_of(spec) != "tma":
+        return [first, second, bytes(128)]
+    third = encode_ragged(
+        out.ptr, spec.out.dtype, shape.n, out.row or aligned_stride(shape.n), (STRIP, part_of(config, spec))
+    )
+    return [first, second, third]
+
+
+def _numbers(ops: Operands, spec: ProblemSpec, shape: Packed) -> dict[str, int]:
+    names = dict.fromkeys((*EXTENTS, *STRIDES), 0)
+    names |= {"m": shape.m, "n": shape.n, "k": shape.k, "groups": shape.groups, "head": int(ops.head)}
+    names |= {"alpha_bits": bits_of(ops.alpha, spec), "beta_bits": bits_of(ops.beta, spec)}
+    names["a_rows"] = shape.a.group // max(1, shape.a.row)
+    names["b_step"] = int(shape.b.group != 0)
+    names["out_rows"] = shape.out.group // max(1, shape.out.row) if store_of(spec) == "tma" else 0
+    out, c, bias = shape.out, shape.c, shape.bias
+    names |= {"out_group": out.group, "out_row": out.row, "out_col": out.col}
+    if c is not None:
+        names |= {"c_group": c.group, "c_row": c.row, "c_col": c.col}
+    if bias is not None:
+        names |= {"bias_group": bias.group, "bias_col": bias.col}
+    return names
+
+
+@dataclass
+class _Binding:
+    """One problem on its way to launches."""
+
+    ops: Operands
+    spec: ProblemSpec
+    shape: Packed
+    config: Config
+    kernels: dict[str, Cubin]
+
+    @property
+    def index(self) -> int:
+        return self.ops.device.index if self.ops.device.index is not None else torch.cuda.current_device()
+
+    @property
+    def ends(self) -> int:
+        sizes = group_sizes(self.ops)
+        return 0 if sizes is None else sizes.data_ptr()
+
+    @property
+    def tile_rows(self) -> int:
+        """At most this many rows of tiles, without knowing device sizes."""
+        shape, block = self.shape, self.config.block_m
+        if self.spec.form != "jagged_m":
+            return shape.groups * tiles_of(shape.m, block)
+        # a start that is rounded down can cost one more tile per group
+        slack = shape.groups if start_multiple(self.spec) > 1 else 0
+        return most_tiles(shape.m, shape.groups, block) + slack
+
+    @property
+    def programs(self) -> int:
+        tiles = self.tile_rows * tiles_of(self.shape.n, self.config.block_n)
+        return min(max(1, tiles), processors(self.index))
+
+    def records(self) -> tuple[Tensor, list[Callable[[], None]]]:
+        """The list of tile rows (or of groups), and the launch that writes it; nothing where none is needed."""
+        if not listed(self.spec, self.config):
+            return torch.empty(0, dtype=torch.int32), []
+        entries = self.tile_rows if cut_of(self.spec) == "rows" else self.shape.groups
+        records = torch.empty(8 * (1 + entries), dtype=torch.int32, device=self.ops.device)
+        extent = self.shape.m if cut_of(self.spec) == "rows" else self.shape.k
+        values = [records.data_ptr(), self.ends, extent, self.shape.groups, int(self.ops.head), self.programs]
+        grid = max(1, tiles_of(entries, RECORD_ROWS))
+        return records, [launcher(self.kernels["records"], self.index, grid, values, (self.ops, records))]
+
+    def main(self, records: Tensor) -> Callable[[], None]:
+        """The launch of the kernel itself."""
+        ops, numbers = self.ops, _numbers(self.ops, self.spec, self.shape)
+        arguments: list[int | bytes] = []
+        for part, box in zip(
+            maps(self.spec, self.config, self.shape), boxes(self.spec, self.config).values(), strict=True
+        ):
+            # a descriptor's extents and strides travel beside its map; the kernel reads neither
+            arguments += [part, *[0] * (2 * len(box))]
+        arguments += [x.data_ptr() if isinstance(x, Tensor) else 0 for x in (ops.c, ops.out, ops.bias, records)]
+        arguments += [self.ends, *(numbers[name] for name in (*EXTENTS, *STRIDES))]
+        return launcher(self.kernels["main"], self.index, self.programs, arguments, (ops, records))
+
+
+def _bind(
+    ops: Operands, given: ProblemSpec, config: Config, kernels: dict[str, Cubin], instead: Callable[[], Recipe]
+) -> Launch:
+    if is_empty(ops):
+        return nothing
+    shape, copies = packed_operands(ops, config, kernels)
+    binding = _Binding(ops, canonical(packed_spec(given, config)), canonical_shape(shape), config, kernels)
+    if not fits(binding.spec, binding.shape):
+        return instead().bind(ops)
+    records, listing = binding.records()
+    launches = [*copies, *listing, binding.main(records)]
+    if "zeros" in kernels:
+        launches.append(zero_launcher(ops, kernels["zeros"], binding.index))
+    return launches[0] if len(launches) == 1 else partial(_all, launches)
+
+
+def _all(launches: list[Callable[[], None]]) -> None:
+    for launch in launches:
+        launch()
+
+
+def plan_hopper(
+    spec: ProblemSpec, config: Config, device: torch.device, why: str, instead: Callable[[], Recipe]
+) -> Recipe:
+    """Compiles (or loads) the kernels; `instead` plans the pointer kernel for strides that no map expresses."""
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = 10 * major + minor
+    kernels = {"main": cubin(hopper_source(spec, config), capability)}
+    for name in config.pack:
+        kernels[f"pack {name}"] = cubin(pack_source(getattr(spec, name), name, spec), capability)
+    if listed(canonical(packed_spec(spec, config)), config):
+        kernels["records"] = cubin(records_source(spec, config), capability)
+    if cut_of(canonical(spec)) == "rows" and spec.zero_unowned:
+        kernels["zeros"] = cubin(zero_source(spec), capability)
+    return Recipe("hopper", config, lambda ops: _bind(ops, spec, config, kernels, instead), why)

@@ -1,0 +1,93 @@
+"""The warp-specialised kernel and its helper as sources to compile: classes of a spec, never extents."""
+
+from __future__ import annotations
+
+import torch
+
+from multigemm.backends.triton.compile import KernelSource
+from multigemm.backends.triton.config import STRIP, Config, consumers, part_of
+from multigemm.backends.triton.hopper_forms import (
+    boxes,
+    canonical,
+    cut_of,
+    listed,
+    packed_spec,
+    piece_of,
+    start_multiple,
+    store_of,
+)
+from multigemm.backends.triton.launch import TYPES
+from multigemm.spec import ProblemSpec
+
+EXTENTS = ("m", "n", "k", "groups", "head", "a_rows", "b_step", "out_rows")
+STRIDES = ("c_group", "c_row", "c_col", "out_group", "out_row", "out_col", "bias_group", "bias_col",
+           "alpha_bits", "beta_bits")  # fmt: skip
+RECORD_ROWS = 32
+RECORD_STEP = 512
+
+
+def _layout(rank: int, size: int) -> str:
+    return f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={8 * size}, rank={rank})"
+
+
+def _descriptor(dtype: torch.dtype, box: tuple[int, ...]) -> str:
+    return f"tensordesc<{TYPES[dtype]}[{', '.join(map(str, box))}],{_layout(len(box), dtype.itemsize)}>"
+
+
+def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
+    """The kernel for a spec; classes only, no extents."""
+    spec = canonical(packed_spec(given, config))
+    box = boxes(spec, config)
+    out_dtype = spec.out.dtype
+    signature = {
+        "a_desc": _descriptor(spec.a.dtype, box["a_desc"]),
+        "b_desc": _descriptor(spec.b.dtype, box["b_desc"]),
+        "out_desc": _descriptor(out_dtype, box["out_desc"]),
+        "c": "*" + TYPES[spec.c.dtype if spec.c else out_dtype],
+        "out": "*" + TYPES[out_dtype],
+        "bias": "*" + TYPES[spec.bias or out_dtype],
+        "records": "*i32",
+        "ends": "*" + TYPES[spec.index or torch.int32],
+        **dict.fromkeys(EXTENTS, "i32"),
+        **dict.fromkeys(STRIDES, "i64"),
+    }
+    constants = {
+        "FORM": cut_of(spec),
+        "BN": config.block_n,
+        "PIECE": piece_of(config),
+        "PART": part_of(config, spec),
+        "MOST": config.block_m // STRIP,
+        "STAGES": config.stages,
+        "WIDTH": config.width,
+        "ORDER": config.order if listed(spec, config) else "dealt",
+        "A_ORDER": spec.a.order,
+        "B_ORDER": spec.b.order,
+        "STORE": store_of(spec),
+        "C": spec.c.order if spec.c else None,
+        "BIAS": None if spec.bias is None else "down" if given.form == "jagged_n" else "across",
+        "ALPHA": spec.alpha,
+        "ACTIVATION": spec.activation,
+        "CONSUMERS": consumers(config),
+        "CONSUMER_REGISTERS": 232 if consumers(config) == 2 else 160,
+        "PRODUCER_REGISTERS": 40 if consumers(config) == 2 else 32,
+    }
+    return KernelSource("multigemm.backends.triton.hopper", "hopper_kernel", tuple(signature.items()),
+                        tuple(constants.items()), gluon=True)  # fmt: skip
+
+
+def records_source(given: ProblemSpec, config: Config) -> KernelSource:
+    """The small kernel that lists the tile rows of jagged groups."""
+    spec = canonical(packed_spec(given, config))
+    signature = {"records": "*i32", "ends": "*" + TYPES[spec.index or torch.int32],
+                 **dict.fromkeys(("m", "groups", "head", "programs"), "i32")}  # fmt: skip
+    constants = {
+        "KIND": "masked" if spec.form == "masked" else cut_of(spec),
+        "STRIP": STRIP,
+        "MOST": config.block_m // STRIP,
+        "ALIGN": start_multiple(spec),
+        "SORT": config.order in ("sorted", "mixed"),
+        "ROWS": RECORD_ROWS,
+        "STEP": RECORD_STEP,
+    }
+    return KernelSource("multigemm.backends.triton.schedule_device", "write_records", tuple(signature.items()),
+                        tuple(constants.items()))  # fmt: skip

@@ -1,0 +1,99 @@
+# mypy: ignore-errors
+"""Which tile next: the loading warp decides, and hands each tile to the consumers through shared memory.
+
+The sizes of groups stay on the device. The loading warp decodes a tile index once, well ahead of
+its use; the consumers only read eight words and never wait for the L2.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+STRIP = gl.constexpr(64)
+RECORD = gl.constexpr(8)
+
+
+@gluon.jit
+def place_in(local, tiles_m, tiles_n, WIDTH: gl.constexpr):
+    """(tile_m, tile_n) inside a group (see multigemm.schedule.place)."""
+    band = WIDTH * tiles_n
+    first = local // band * WIDTH
+    height = gl.minimum(tiles_m - first, WIDTH)
+    inside = local % band
+    return first + inside % height, inside // height
+
+
+@gluon.jit
+def tile_of(
+    tile, total, records, ends, extents, tiles_n,
+    FORM: gl.constexpr, BN: gl.constexpr, MOST: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr,
+):  # fmt: skip
+    """(group, first row, rows, first column, first row to write, k start, k length) of a tile."""
+    m, _, k, _, head = extents
+    if ORDER == "mixed":
+        tile = gl.where(tile % 2 == 0, tile // 2, total - 1 - tile // 2)
+    if FORM == "rows":
+        entry = records + RECORD + tile // tiles_n * RECORD
+        g = gl.load(entry)
+        first = gl.load(entry + 1)
+        count = gl.load(entry + 2)
+        each = gl.load(entry + 3)
+        start = gl.load(entry + 4)
+        end = gl.load(entry + 5)
+        tm, tn = place_in(tile - first * tiles_n, count, tiles_n, WIDTH)
+        row = start + tm * each * STRIP
+        rows = gl.minimum(each * STRIP, end - row)
+        return g, row, rows, tn * BN, gl.load(entry + 6), g * 0, k
+    else:
+        down = (m + MOST * STRIP - 1) // (MOST * STRIP)
+        g = tile // (down * tiles_n)
+        tm, tn = place_in(tile - g * (down * tiles_n), down, tiles_n, WIDTH)
+        row = tm * (MOST * STRIP)
+        rows = gl.minimum(MOST * STRIP, m - row)
+        if FORM == "k":
+            if ORDER != "dealt":
+                g = gl.load(records + RECORD + g * RECORD)
+            start = gl.load(ends + g - 1, mask=g + head > 0, other=0).to(gl.int64)
+            end = gl.load(ends + g).to(gl.int64)
+            start = gl.minimum(gl.maximum(start, 0), k)
+            end = gl.minimum(gl.maximum(end, start), k)
+            return g, row, rows, tn * BN, row, start.to(gl.int32), (end - start).to(gl.int32)
+        else:
+            return g, row, rows, tn * BN, row, g * 0, k
+
+
+@gluon.jit
+def publish(mail, slot, turn, g, row, rows, col, low, k_length):
+    """Hands a tile to the consumers; rows = 0 ends their loops."""
+    tickets, issued, taken = mail
+    mbarrier.wait(taken.index(slot), turn ^ 1)
+    one: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    lane = gl.arange(0, 8, one)
+    words = gl.where(lane == 3, col, gl.where(lane == 4, low, k_length))
+    words = gl.where(lane == 0, g, gl.where(lane == 1, row, gl.where(lane == 2, rows, words)))
+    tickets.index(slot).store(words)
+    mbarrier.arrive(issued.index(slot))
+
+
+@gluon.jit
+def word(words, lane, at: gl.constexpr):
+    """One of eight words that every thread holds."""
+    return gl.sum(gl.where(lane == at, words, 0), 0)
+
+
+@gluon.jit
+def take(mail, slot, turn):
+    """The next tile, as `publish` wrote it."""
+    tickets, issued, taken = mail
+    mbarrier.wait(issued.index(slot), turn)
+    four: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    lane = gl.arange(0, 8, four)
+    words = tickets.index(slot).load(four)
+    mbarrier.arrive(taken.index(slot))
+    g = word(words, lane, 0)
+    row = word(words, lane, 1)
+    rows = word(words, lane, 2)
+    col = word(words, lane, 3)
+    low = word(words, lane, 4)
+    k_length = word(words, lane, 5)
+    return g, row, rows, col, low, k_length

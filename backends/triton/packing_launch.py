@@ -1,0 +1,68 @@
+"""Binds the copies that bring operands into aligned rows before the fast kernel reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from multigemm.backends.triton.compile import Cubin, KernelSource
+from multigemm.backends.triton.config import Config
+from multigemm.backends.triton.hopper_forms import aligned_stride
+from multigemm.backends.triton.launch import TYPES
+from multigemm.layouts import Operands, Packed, Strided, packed
+from multigemm.schedule import tiles_of
+from multigemm.spec import OperandSpec, ProblemSpec
+
+
+def pack_source(operand: OperandSpec, name: str, spec: ProblemSpec) -> KernelSource:
+    """The copy of one operand into aligned rows."""
+    turned = name == "a" and spec.form == "jagged_k"
+    along = operand.order == ("col" if turned else "row")
+    types = "*" + TYPES[operand.dtype]
+    numbers = {**dict.fromkeys(("rows", "columns"), "i32"),
+               **dict.fromkeys(("group", "row", "col", "target_group", "target_row"), "i64")}  # fmt: skip
+    return KernelSource("multigemm.backends.triton.packing", "pack_kernel",
+                        tuple({"source": types, "target": types, **numbers}.items()),
+                        (("BM", 32), ("BN", 128), ("ALONG_ROWS", along)),
+                        (("target", 16), ("target_group", 8), ("target_row", 8)))  # fmt: skip
+
+
+def _pack_one(source: Strided, groups: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device,
+              code: Cubin) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
+    from multigemm.backends.triton.driver import launcher
+
+    line = aligned_stride(columns)
+    target = torch.empty((groups, rows, line), dtype=dtype, device=device)
+    values = [source.ptr, target.data_ptr(), rows, columns, source.group, source.row, source.col, rows * line, line]
+    blocks = groups * tiles_of(rows, 32) * tiles_of(columns, 128)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return target, launcher(code, index, max(1, blocks), values, (target,))
+
+
+def packed_operands(
+    ops: Operands, config: Config, kernels: dict[str, Cubin]
+) -> tuple[Packed, list[Callable[[], None]]]:
+    """Addresses as the kernel will see them, and the copies that have to run first.
+
+    jagged k's a is copied as its transpose, whose rows follow the jagged direction.
+    """
+    shape = packed(ops)
+    copies: list[Callable[[], None]] = []
+    for name in config.pack:
+        x: Strided = getattr(shape, name)
+        groups = shape.groups if x.group else 1
+        rows, columns = (shape.m, shape.k) if name == "a" else (shape.k, shape.n)
+        turned = name == "a" and ops.spec.form == "jagged_k"
+        if turned:
+            rows, columns, x = columns, rows, Strided(x.ptr, x.group, x.col, x.row)
+        dtype = getattr(ops.spec, name).dtype
+        target, copy = _pack_one(x, groups, rows, columns, dtype, ops.device, kernels[f"pack {name}"])
+        line = target.stride(1)
+        row, col = (1, line) if turned else (line, 1)
+        moved = Strided(target.data_ptr(), rows * line if groups > 1 else 0, row, col)
+        shape = replace(shape, a=moved) if name == "a" else replace(shape, b=moved)
+        copies.append(copy)
+    return shape, copies

@@ -1,0 +1,130 @@
+"""The classes of problems that the shipped configs are compiled for ahead of time, to see what they cost.
+
+    python -m multigemm.backends.triton.shipped 80 90 100        (--quick: a few classes)
+
+compiles every kernel of every class for those compute capabilities (no GPU is needed) and prints
+registers, stack bytes (spills) and shared memory. A stack frame in a shipped kernel is a bug: the
+config is then too large for its class.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from multigemm.backends.triton.compile import KernelSource, cubin
+from multigemm.backends.triton.config import hopper_candidates, pointer_candidates
+from multigemm.backends.triton.hopper_forms import cut_of
+from multigemm.backends.triton.hopper_sources import hopper_source, records_source
+from multigemm.backends.triton.inspect import usage
+from multigemm.backends.triton.launch import pointer_source, prefix_source, zero_source
+from multigemm.backends.triton.packing_launch import pack_source
+from multigemm.spec import Form, OperandSpec, ProblemSpec
+
+
+@dataclass(frozen=True)
+class Report:
+    """One compiled kernel."""
+
+    kernel: str
+    problem: str
+    capability: int
+    registers: int
+    stack: int
+    shared: int
+
+
+def _spec(form: Form, dtype: torch.dtype, rows: int = 256, align: int = 16) -> ProblemSpec:
+    out = torch.int32 if dtype == torch.int8 else dtype
+    extent = 1024 if align == 16 else 1023
+    a = OperandSpec(dtype, "col" if form == "jagged_k" else "row", align)
+    return ProblemSpec(
+        form=form,
+        groups=8,
+        m=None if form in ("per_group", "jagged_m") else extent,
+        n=None if form in ("per_group", "jagged_n") else extent,
+        k=None if form in ("per_group", "jagged_k") else extent,
+        total=8 * rows,
+        largest=0,
+        a=a,
+        b=OperandSpec(dtype, "row", align),
+        out=OperandSpec(out, "row", align),
+        compute=dtype,
+        index=None if form in ("per_group", "batched") else torch.int32,
+    )
+
+
+def specs() -> Iterator[tuple[str, ProblemSpec]]:
+    """Every dtype, every form, both ends of alignment and of the epilogue."""
+    bf16, f32 = torch.bfloat16, torch.float32
+    for form in ("jagged_m", "per_group", "jagged_k", "masked", "jagged_n", "batched"):
+        yield f"{form} bf16", _spec(form, bf16)
+        yield f"{form} bf16 unaligned", _spec(form, bf16, align=2)
+    yield "jagged_m bf16 thin", _spec("jagged_m", bf16, rows=8)
+    for dtype in (torch.float16, f32, torch.float64, torch.int8):
+        yield f"jagged_m {dtype}", _spec("jagged_m", dtype)
+        yield f"jagged_m {dtype} unaligned", _spec("jagged_m", dtype, align=dtype.itemsize)
+    yield "jagged_m tf32", replace(_spec("jagged_m", f32), precision="tf32")
+    full = replace(_spec("jagged_m", bf16), bias=bf16, activation="gelu", alpha="any")
+    yield "jagged_m bf16 bias gelu", full
+    yield "jagged_m bf16 C bias gelu", replace(full, c=OperandSpec(f32))
+
+
+def _few(spec: ProblemSpec) -> bool:
+    return spec.compute == torch.bfloat16 and spec.a.align == 16
+
+
+def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple[str, KernelSource]]:
+    """The kernels that this spec may run: at most `most` configs of each kind."""
+    multiple = 16 if spec.a.align == 16 else 1
+    for config in pointer_candidates(spec)[:most]:
+        yield f"pointer {config}", pointer_source(spec, config, multiple)
+    if capability == 90:
+        for config in hopper_candidates(spec)[:most]:
+            for name in config.pack:
+                yield f"pack {name}", pack_source(getattr(spec, name), name, spec)
+            yield f"hopper {config}", hopper_source(spec, config)
+            if cut_of(spec) == "rows" and spec.form == "jagged_m" and _few(spec):
+                yield "records", records_source(spec, config)
+    if spec.form == "jagged_m" and _few(spec):
+        yield "prefix", prefix_source(spec, pointer_candidates(spec)[0])
+        yield "zeros", zero_source(spec)
+
+
+def reports(capability: int, most: int = 2, only: Sequence[str] = ()) -> Iterator[Report]:
+    """Compiles (or loads) all of them, or those of the named problems."""
+    for problem, spec in specs():
+        if only and problem not in only:
+            continue
+        for kernel, source in sources(spec, capability, most):
+            code = cubin(source, capability)
+            seen = usage(code.code)
+            yield Report(kernel, problem, capability, seen.registers, seen.stack, code.shared)
+
+
+QUICK = (
+    "jagged_m bf16",
+    "jagged_m bf16 unaligned",
+    "per_group bf16",
+    "jagged_k bf16",
+    "jagged_n bf16",
+    "jagged_m torch.float32",
+    "jagged_m torch.float64",
+    "jagged_m torch.int8",
+    "jagged_m bf16 C bias gelu",
+)
+
+
+def main(arguments: list[str]) -> None:
+    quick = "--quick" in arguments
+    for capability in [int(word) for word in arguments if not word.startswith("-")] or [90]:
+        for report in reports(capability, most=1 if quick else 2, only=QUICK if quick else ()):
+            print(json.dumps(asdict(report)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

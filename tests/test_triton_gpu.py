@@ -1,0 +1,128 @@
+"""The Triton backend on a GPU: configs forced in turn, graphs, streams, compilations."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import multigemm as mg
+from multigemm.backends.triton import BACKEND
+from multigemm.backends.triton import compile as compiled
+from multigemm.staging import staged_spec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+SIZES = [5, 0, 70, 1, 130, 300, 640, 64]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype).cuda()
+
+
+def problem(form: str, n: int = 136, k: int = 104, **options: Any) -> mg.GroupedGemmProblem:
+    groups, rows, m = len(SIZES), sum(SIZES) + 14, 328
+    offsets = (torch.tensor([0, *SIZES]).cumsum(0) + 3).to(torch.int32).cuda()
+    valid = torch.tensor([min(m, s) for s in SIZES], dtype=torch.int32).cuda()
+    makers: dict[str, Any] = {
+        "jagged_m": lambda: ((draw(rows, k), draw(groups, k, n)), {"offsets": offsets}),
+        "jagged_m_nt": lambda: ((draw(rows, k), draw(groups, n, k).transpose(1, 2)), {"offsets": offsets}),
+        "jagged_n": lambda: ((draw(m, k), draw(k, rows)), {"offsets": offsets, "jagged": "n"}),
+        "jagged_k": lambda: ((draw(rows, m).T, draw(rows, n)), {"offsets": offsets, "jagged": "k"}),
+        "batched": lambda: ((draw(groups, m, k), draw(groups, k, n)), {}),
+        "masked": lambda: ((draw(groups, m, k), draw(groups, k, n)), {"valid_rows": valid}),
+        "per_group": lambda: (([draw(s, k) for s in SIZES], [draw(k, n + 8 * i) for i in range(groups)]), {}),
+    }
+    (a, b), given = makers[form]()
+    return mg.GroupedGemmProblem(a, b, **given, **options)
+
+
+def tensor(operand: Any) -> torch.Tensor:
+    assert isinstance(operand, torch.Tensor)
+    return operand
+
+
+def offsets_of(given: mg.GroupedGemmProblem) -> torch.Tensor:
+    assert given.grouping is not None
+    return tensor(given.grouping.live)
+
+
+FORMS = ["jagged_m", "jagged_m_nt", "jagged_n", "jagged_k", "batched", "masked", "per_group"]
+
+
+@pytest.mark.parametrize("extents", [(136, 104), (135, 103)], ids=["aligned", "odd"])
+@pytest.mark.parametrize("form", FORMS)
+def test_configs_of_every_form(form: str, extents: tuple[int, int]) -> None:
+    given = problem(form, *extents)
+    spec = staged_spec(given)
+    configs = BACKEND.configs(spec, given.device)
+    assert configs
+    turn = FORMS.index(form)  # the forms take turns through the configs, so that each runs and few compile
+    for config in {configs[0], configs[turn % len(configs)], configs[-1]}:
+        verdict = mg.verify(given, mg.solve(given, backend="triton", config=config))
+        assert verdict, f"{config}: {verdict}"
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+def test_epilogues_of_every_config(activation: str | None) -> None:
+    rows = sum(SIZES) + 14
+    given = problem("jagged_m", alpha=-0.5, beta=2.0, c=draw(rows, 136), bias=draw(len(SIZES), 136),
+                    activation=activation, out_dtype=torch.float32)  # fmt: skip
+    for config in BACKEND.configs(staged_spec(given), given.device)[:2]:
+        verdict = mg.verify(given, mg.solve(given, backend="triton", config=config))
+        assert verdict, f"{config}: {verdict}"
+
+
+def test_a_graph_sees_new_sizes_and_new_values() -> None:
+    given = problem("jagged_m", n=512, k=512)
+    for config in BACKEND.configs(staged_spec(given), given.device):
+        plan = mg.plan(given, backend="triton", config=config)
+        plan()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = plan()
+        offsets_of(given).copy_(torch.tensor([0, 0, 500, 501, 501, 640, 900, 1000, 1200], dtype=torch.int32))
+        tensor(given.a).mul_(2)
+        graph.replay()
+        assert mg.verify(given, out)
+
+
+def test_new_token_counts_and_group_counts_compile_nothing() -> None:
+    def run(groups: int, rows: int) -> None:
+        offsets = torch.linspace(0, rows, groups + 1).to(torch.int32).cuda()
+        mg.grouped_gemm(draw(rows, 128), draw(groups, 128, 256), offsets=offsets, backend="triton")
+
+    for rows in (64, 700, 20000):
+        run(4, rows)
+    before = compiled.compilations
+    for step in range(20):
+        run(1 + 37 * step % 60, 300 + 977 * step % 15000)
+    assert compiled.compilations == before
+
+
+def test_the_current_stream_is_used() -> None:
+    given = problem("jagged_m")
+    plan = mg.plan(given, backend="triton")
+    cuda: Any = torch.cuda
+    side = cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        cuda._sleep(20_000_000)
+        tensor(given.a).mul_(2)
+        out = plan()
+    side.synchronize()
+    assert mg.verify(given, out)
+
+
+def test_a_plan_costs_the_host_little() -> None:
+    plan = mg.plan(problem("jagged_m"), backend="triton")
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(50):
+            plan()
+        best = min(best, (time.perf_counter() - start) / 50)
+    assert best < 30e-6
