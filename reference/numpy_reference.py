@@ -56,8 +56,12 @@ def _special_spread(a: Array, b: Array) -> Array:
 
     nan = np.isnan(a).any(axis=1, keepdims=True) | np.isnan(b).any(axis=0, keepdims=True)
     nan |= meets(np.isinf(a), b == 0) | meets(a == 0, np.isinf(b))
-    plus = meets(a == np.inf, b > 0) | meets(a == -np.inf, b < 0) | meets(a > 0, b == np.inf) | meets(a < 0, b == -np.inf)
-    minus = meets(a == np.inf, b < 0) | meets(a == -np.inf, b > 0) | meets(a > 0, b == -np.inf) | meets(a < 0, b == np.inf)
+    plus = (
+        meets(a == np.inf, b > 0) | meets(a == -np.inf, b < 0) | meets(a > 0, b == np.inf) | meets(a < 0, b == -np.inf)
+    )
+    minus = (
+        meets(a == np.inf, b < 0) | meets(a == -np.inf, b > 0) | meets(a > 0, b == -np.inf) | meets(a < 0, b == np.inf)
+    )
     spread = np.where(plus, np.inf, 0.0)
     spread[minus] = -np.inf
     spread[nan | (plus & minus)] = np.nan

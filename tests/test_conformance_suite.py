@@ -44,7 +44,9 @@ def test_the_example_of_the_documentation_conforms(tmp_path):
         env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT,
     )  # fmt: skip
     assert "'loop'" in listed.stdout, listed.stderr
-    done = run_suite(environment, "loop", "--device", "cpu", "--cases", "10", "-k", "jagged_m or members or plan or say")
+    done = run_suite(
+        environment, "loop", "--device", "cpu", "--cases", "10", "-k", "jagged_m or members or plan or say"
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     passed, skipped = (int(re.search(rf"(\d+) {word}", done.stdout).group(1)) for word in ("passed", "skipped"))
     assert passed >= 25

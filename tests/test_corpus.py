@@ -38,7 +38,9 @@ def test_gpu_backends(name, part):
     """The silent faults of history; `multigemm fuzz --replay tests/corpus` runs all of them."""
     if not registry.get(name).availability().ok:
         pytest.skip(registry.get(name).availability().reason)
-    chosen = [e for e in ENTRIES if e.name.startswith(("tail-rows", "masked", "empty-expert", "k-", "helion-uncovered"))]
+    chosen = [
+        e for e in ENTRIES if e.name.startswith(("tail-rows", "masked", "empty-expert", "k-", "helion-uncovered"))
+    ]
     for entry in chosen[part::3]:
         outcome = check_case(entry.case, name, "cuda")
         assert outcome.ok, f"{entry.name}: {entry.why}: {outcome.findings}"
@@ -68,7 +70,9 @@ print("RAN", ran)
 def test_emulated_backends(name):
     environment = {**os.environ, "MULTIGEMM_EMULATE": "1"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, name, str(FOLDER), str(EMULATED_WORK)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[1])
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[1]
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     if "UNAVAILABLE" in done.stdout:
         pytest.skip(done.stdout)

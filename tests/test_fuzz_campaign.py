@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from multigemm.fuzz.campaign import Summary
 from multigemm.fuzz.plan import Failure, Options, Tally
 from multigemm.fuzz.report import missing, progress_line, to_dict, to_text
-from multigemm.fuzz.campaign import Summary
 from multigemm.fuzz.shrink import shrink, simpler
 from multigemm.fuzz.worker import drawn, kind_of
 from multigemm.testing import Case, Layout, random_case
@@ -67,7 +67,9 @@ def test_a_fault_is_found_shrunk_stored_and_repeated(environment, tmp_path):
     assert small.work <= 16 and small.activation is None
     code = re.search(r"to repeat it:\n((?:    .*\n)+)", done.stdout).group(1)
     script = "\n".join(line[4:] for line in code.splitlines())
-    again = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    again = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
     assert "[guard]" in again.stdout, again.stderr
     replayed = fuzz(environment, "--backends", "faulty,cpu", "--replay", str(stored))
     assert replayed.returncode == 1
@@ -171,5 +173,7 @@ def test_the_report_counts_and_speaks():
     more = Tally()
     more.add(tally)
     text = to_text(Summary(Options(("cpu",)), more, 2.0))
-    assert "refused 2 x cpu: too wide" in text and "check_case(case" in text and "1 failures" in progress_line(more, 2.0)
+    assert (
+        "refused 2 x cpu: too wide" in text and "check_case(case" in text and "1 failures" in progress_line(more, 2.0)
+    )
     assert to_dict(Summary(Options(("cpu",)), more, 2.0))["rho"][0]["max"] == 3.0

@@ -45,7 +45,7 @@ def test_a_case_survives_json_and_its_own_repr():
     for seed in range(200):
         case = random_case(seed)
         assert Case.from_dict(__import__("json").loads(case.to_json())) == case
-        assert eval(repr(case), {"Case": Case, "Layout": Layout}) == case  # noqa: S307
+        assert eval(repr(case), {"Case": Case, "Layout": Layout}) == case
     with pytest.raises(ValueError, match="no field 'colour'"):
         Case.from_dict({"colour": 1})
 
@@ -55,7 +55,19 @@ def test_a_kind_keeps_what_kernels_are_compiled_for():
         kind = random_case(seed)
         for number in range(4):
             other = redrawn(kind, RandomChooser(number), Limits())
-            for name in ("form", "dtype", "out_dtype", "activation", "a", "b", "out", "given", "precision", "bias", "kind"):
+            for name in (
+                "form",
+                "dtype",
+                "out_dtype",
+                "activation",
+                "a",
+                "b",
+                "out",
+                "given",
+                "precision",
+                "bias",
+                "kind",
+            ):
                 assert getattr(other, name) == getattr(kind, name)
 
 

@@ -44,6 +44,8 @@ def test_each_backend_of_a_batch_is_judged_by_its_own_result():
     stand = Stand.build(World.build(case), torch.device("cpu"))
     faulty = ModelBackend("faulty", MUTANTS["columns one short"])
     for rho in (True, False):
-        right, wrong, also_right = check_all(stand, [Subject(ModelBackend()), Subject(faulty), Subject(ModelBackend())], rho=rho)
+        right, wrong, also_right = check_all(
+            stand, [Subject(ModelBackend()), Subject(faulty), Subject(ModelBackend())], rho=rho
+        )
         assert right.ok and also_right.ok
         assert not wrong.ok

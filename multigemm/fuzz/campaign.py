@@ -58,7 +58,9 @@ class Summary:
 def _start(options: Options, first: int, deadline: float, alone_from: int = -1, suspect: Failure | None = None) -> Crew:
     parent, child = _context.Pipe(duplex=False)
     place = _context.Array("q", [first, -1, 0, int(time.time()), -1], lock=False)
-    process = _context.Process(target=worker.main, args=(options, child, place, first, deadline, alone_from), daemon=True)
+    process = _context.Process(
+        target=worker.main, args=(options, child, place, first, deadline, alone_from), daemon=True
+    )
     process.start()
     child.close()
     return Crew(process, parent, place, first, alone_from, suspect)
@@ -155,7 +157,9 @@ def _shrink_crashes(summary: Summary) -> None:
     for failure in [f for f in crashed if f.backend in options.backends][:2]:
         case = Case.from_dict(failure.case)
         if failure.oracle == "hang" or not fails_alone(case, failure, options.device):
-            summary.notes.append(f"problem {failure.seed} ({failure.backend}) was not made smaller: it did not fail again on its own")
+            summary.notes.append(
+                f"problem {failure.seed} ({failure.backend}) was not made smaller: it did not fail again on its own"
+            )
             continue
         limit = min(SHRINK_ALONE_SECONDS, 3 * options.shrink_seconds)
         small = shrink(case, lambda c, f=failure: fails_alone(c, f, options.device), limit)  # type: ignore[misc]

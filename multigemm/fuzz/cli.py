@@ -18,10 +18,14 @@ EMULATORS = ("triton", "numba")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--backends", default="", help="names, separated by commas; default: all that can run on the device")
+    parser.add_argument(
+        "--backends", default="", help="names, separated by commas; default: all that can run on the device"
+    )
     parser.add_argument("--device", default="", help="cuda, cuda:1, cpu; default: cuda where there is one")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long")
-    parser.add_argument("--examples", type=int, default=0, help="stop after so many problems (default 1000 without --seconds)")
+    parser.add_argument(
+        "--examples", type=int, default=0, help="stop after so many problems (default 1000 without --seconds)"
+    )
     parser.add_argument("--forms", default="", help="only these forms, separated by commas")
     parser.add_argument("--dtypes", default="", help="only these dtypes, separated by commas")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other problems")
@@ -30,14 +34,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--configs", choices=("first", "all", "pinned"), default="first",
         help="first: the backend's own choice; all: every config in turn; pinned: another one for each kind",
     )  # fmt: skip
-    parser.add_argument("--deep", type=int, default=8, help="run streams, graphs, relations, ... on one problem in so many")
-    parser.add_argument("--kinds", type=int, default=-1, help="draw from so many kinds, to compile less (default: 0 for no limit; 100 on a GPU)")
+    parser.add_argument(
+        "--deep", type=int, default=8, help="run streams, graphs, relations, ... on one problem in so many"
+    )
+    parser.add_argument(
+        "--kinds",
+        type=int,
+        default=-1,
+        help="draw from so many kinds, to compile less (default: 0 for no limit; 100 on a GPU)",
+    )
     parser.add_argument("--burst", type=int, default=25, help="problems of one kind in a row")
     parser.add_argument("--work", type=int, default=1 << 17, help="multiply-adds of a problem at most")
-    parser.add_argument("--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators")
+    parser.add_argument(
+        "--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators"
+    )
     parser.add_argument("--shrink", type=float, default=20.0, metavar="SECONDS", help="time for making a failure small")
     parser.add_argument("--corpus", default="", help="a folder that receives each failure as one JSON file")
-    parser.add_argument("--replay", action="append", default=[], metavar="FILE", help="run a stored problem (or a folder of them)")
+    parser.add_argument(
+        "--replay", action="append", default=[], metavar="FILE", help="run a stored problem (or a folder of them)"
+    )
     parser.add_argument("--json", default="", metavar="FILE", help="write the whole summary there")
     parser.add_argument("--quiet", action="store_true", help="no progress line")
 
@@ -149,7 +164,9 @@ def main(args: argparse.Namespace) -> int:
     options = options_of(args)
     if not options.backends:
         raise InvalidSetting(f"no backend can run on {options.device}: see `multigemm info`, or pass --emulate")
-    print(f"multigemm fuzz: {', '.join(options.backends)} on {options.device}, {options.jobs} job(s), seed {options.seed}")
+    print(
+        f"multigemm fuzz: {', '.join(options.backends)} on {options.device}, {options.jobs} job(s), seed {options.seed}"
+    )
     summary = campaign.run(options, None if args.quiet else _Progress())
     print(report.to_text(summary))
     if args.json:

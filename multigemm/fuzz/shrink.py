@@ -65,7 +65,19 @@ def _plainer(case: Case) -> Iterator[Case]:
         yield replace(case, bias="", bias_dtype="")
     if case.given and not case.alias:
         yield replace(case, given=False, out=PLAIN)
-    for name in ("activation", "out_dtype", "dtype_b", "head", "tail", "shared", "where", "index", "kind", "precision", "alpha"):
+    for name in (
+        "activation",
+        "out_dtype",
+        "dtype_b",
+        "head",
+        "tail",
+        "shared",
+        "where",
+        "index",
+        "kind",
+        "precision",
+        "alpha",
+    ):
         if getattr(case, name) != SIMPLE[name] and not (name == "kind" and case.head):
             yield replace(case, **{name: SIMPLE[name]})
     for name in ("a", "b", "c", "out"):

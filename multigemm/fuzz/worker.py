@@ -66,7 +66,9 @@ def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, t
     }
     if device.type == "cuda":
         steps["graph"] = lambda: concurrency.graph(stand, subject, outcome)
-        steps["graph with changed sizes"] = lambda: concurrency.changed_sizes(stand, subject, outcome, number, captured=True)
+        steps["graph with changed sizes"] = lambda: concurrency.changed_sizes(
+            stand, subject, outcome, number, captured=True
+        )
         steps["side stream"] = lambda: concurrency.side_stream(stand, subject, outcome)
     if number % 48 == 5 and not subject.backend.availability().emulated:  # emulators serve one thread
         steps = {"threads": lambda: concurrency.threads(world, subject, outcome, device)}
@@ -122,7 +124,9 @@ class Worker:
         from that position on, so that the next end names its cause.
         """
         number = first
-        while (not self.options.examples or number < self.options.examples) and (time.time() < deadline or alone_from >= 0):
+        while (not self.options.examples or number < self.options.examples) and (
+            time.time() < deadline or alone_from >= 0
+        ):
             self.place[0], self.place[1], self.place[3] = number, -1, int(time.time())
             self.problem(number, alone_from)
             self.send()
@@ -203,7 +207,11 @@ class Worker:
         found = outcome.findings[0]
         failure = Failure(name, found.oracle, found.text, case.to_dict(), number, config, str(outcome.config))
         lost = is_lost(outcome)
-        if not lost and self.shrunk < 8 and not found.oracle.startswith(("relation", "graph", "threads", "side", "changed")):
+        if (
+            not lost
+            and self.shrunk < 8
+            and not found.oracle.startswith(("relation", "graph", "threads", "side", "changed"))
+        ):
             self.shrunk += 1
             small = shrink(case, lambda c: self.fails(c, name, config), self.options.shrink_seconds)
             failure.shrunk = small.to_dict()

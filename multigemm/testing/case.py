@@ -161,7 +161,8 @@ class Case:
 
     def __repr__(self) -> str:
         shown = (
-            (name, Layout(**value) if name in ("a", "b", "c", "out") else value) for name, value in self.to_dict().items()
+            (name, Layout(**value) if name in ("a", "b", "c", "out") else value)
+            for name, value in self.to_dict().items()
         )
         return f"Case({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
@@ -262,7 +263,9 @@ def _size_classes(case: Case) -> set[str]:
 
 def classes(case: Case) -> set[str]:
     """The kinds of situation that a case stands for; campaigns count them and demand them."""
-    found = {f"form:{case.form}", f"dtype:{case.dtype}", f"mode:{case.mode}", f"act:{case.activation}"} | _size_classes(case)
+    found = {f"form:{case.form}", f"dtype:{case.dtype}", f"mode:{case.mode}", f"act:{case.activation}"} | _size_classes(
+        case
+    )
     found |= _layout_classes("a", case.a) | _layout_classes("b", case.b)
     found |= _layout_classes("out", case.out) if case.given else {"out:own"}
     flags = {

@@ -136,7 +136,9 @@ def lies(stand: Stand, subject: Subject, outcome: Outcome, seed: int) -> bool:
     return True
 
 
-def threads(world: World, subject: Subject, outcome: Outcome, device: torch.device, count: int = 4, times: int = 5) -> None:
+def threads(
+    world: World, subject: Subject, outcome: Outcome, device: torch.device, count: int = 4, times: int = 5
+) -> None:
     """Several threads, each with operands and a stream of its own, from the first call on."""
     problems: list[str] = []
 

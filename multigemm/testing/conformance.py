@@ -54,7 +54,9 @@ def device(request: pytest.FixtureRequest, subject: Subject) -> torch.device:
     if asked:
         return torch.device(asked)
     on_gpu = torch.cuda.is_available() and not subject.backend.availability().emulated
-    if on_gpu and not subject.refusals(staged_spec(World.build(case_of("jagged_m", "float32")).problem), torch.device("cuda")):
+    if on_gpu and not subject.refusals(
+        staged_spec(World.build(case_of("jagged_m", "float32")).problem), torch.device("cuda")
+    ):
         return torch.device("cuda")
     return torch.device("cpu")
 
@@ -139,7 +141,9 @@ def test_alpha_zero_reads_neither_operand(form: Form, subject: Subject, device: 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0), (1,), (1,) * 33, (0,) * 16 + (40,)])
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k"])
-def test_few_many_and_empty_groups(form: Form, lengths: tuple[int, ...], subject: Subject, device: torch.device) -> None:
+def test_few_many_and_empty_groups(
+    form: Form, lengths: tuple[int, ...], subject: Subject, device: torch.device
+) -> None:
     examine(case_of(form, "float32", lengths=lengths), subject, device)
 
 

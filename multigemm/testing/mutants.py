@@ -161,7 +161,10 @@ MUTANTS: dict[str, Faults] = {
 
 EQUIVALENT: dict[str, tuple[Faults, str]] = {
     "no M mask on the load": (Faults(mask_m_load=False), "rows past the group only reach results that are not stored"),
-    "no N mask on the load": (Faults(mask_n_load=False), "columns past the group only reach results that are not stored"),
+    "no N mask on the load": (
+        Faults(mask_n_load=False),
+        "columns past the group only reach results that are not stored",
+    ),
 }
 """Changes that no oracle may accuse: they cannot change a result, and here no read can trap."""
 

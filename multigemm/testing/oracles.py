@@ -146,7 +146,9 @@ def fetch(stand: Stand) -> torch.Tensor:
     return stand.outputs.clone() if stand.device.type == "cpu" else stand.outputs.cpu()
 
 
-def inspect(world: World, got: torch.Tensor, before: torch.Tensor, outcome: Outcome, note: str = "", *, rho: bool = True) -> None:
+def inspect(
+    world: World, got: torch.Tensor, before: torch.Tensor, outcome: Outcome, note: str = "", *, rho: bool = True
+) -> None:
     """Guard bands and values of one run; adds what it finds to the outcome."""
     _guards(world, got, before, outcome, note)
     views = world.results(got)

@@ -105,7 +105,10 @@ def permuted(world: World, rng: np.random.Generator) -> Relation | None:
     if case.form == "jagged_n" and bias is not None:
         bias = bias[index]
     moved_values = Values(
-        move(values.a, axes[0], grouped[0]), move(values.b, axes[1], grouped[1]), move(values.c, axes[2], grouped[2]), bias
+        move(values.a, axes[0], grouped[0]),
+        move(values.b, axes[1], grouped[1]),
+        move(values.c, axes[2], grouped[2]),
+        bias,
     )
     moved = replace(case, lengths=tuple(case.lengths[g] for g in order))
     return Relation("permuted groups", moved, moved_values, recover)
@@ -244,8 +247,9 @@ def relate(stand: Stand, subject: Subject, outcome: Outcome, seed: int, only: st
         same_kernel = subject.own_kernels and (second.kernel, second.config) == (outcome.kernel, outcome.config)
         if not (world.exact or (relation.same_bits and same_kernel)):
             continue
-        text = _disagreement(blocks(world, outcome.result), relation.recover(blocks(other.world, second.result)), relation.factor)
+        text = _disagreement(
+            blocks(world, outcome.result), relation.recover(blocks(other.world, second.result)), relation.factor
+        )
         if text:
             outcome.findings.append(Finding(f"relation: {relation.name}", text))
     return done
-

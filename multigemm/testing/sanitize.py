@@ -26,7 +26,17 @@ def command(tool: str, backend: str, problems: int, kinds: int, work: int) -> li
     """The sanitizer with this module's own process inside it."""
     inner = [sys.executable, "-W", "ignore", "-m", "multigemm.testing.sanitize", "--inside", backend]
     inner += ["--problems", str(problems), "--kinds", str(kinds), "--work", str(work)]
-    return ["compute-sanitizer", "--tool", tool, *OPTIONS.get(tool, ()), "--error-exitcode", "9", "--print-limit", "5", *inner]
+    return [
+        "compute-sanitizer",
+        "--tool",
+        tool,
+        *OPTIONS.get(tool, ()),
+        "--error-exitcode",
+        "9",
+        "--print-limit",
+        "5",
+        *inner,
+    ]
 
 
 def inside(backend: str, problems: int, kinds: int, work: int) -> int:
@@ -57,10 +67,19 @@ def inside(backend: str, problems: int, kinds: int, work: int) -> int:
 
 def run(backend: str, tool: str, problems: int, kinds: int, work: int, seconds: float) -> tuple[str, str]:
     """The verdict of one tool ("clean", "FINDINGS", "wrong values", "timeout") and the end of its output."""
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     try:
         done = subprocess.run(
-            command(tool, backend, problems, kinds, work), env=environment, capture_output=True, text=True, timeout=seconds
+            command(tool, backend, problems, kinds, work),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired as error:
         text = (error.stdout or b"").decode(errors="replace")

@@ -32,7 +32,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "triton": ("backends/triton/kernels.py", "backends/triton/schedule_device.py", "backends/triton/epilogue.py"),
     "cupy": ("backends/cupy/kernels/*.cu", "backends/cupy/kernels/*.cuh"),
-    "numba": ("backends/numba/simt.py", "backends/numba/schedule.py", "backends/numba/epilogue.py", "backends/numba/memory.py"),
+    "numba": (
+        "backends/numba/simt.py",
+        "backends/numba/schedule.py",
+        "backends/numba/epilogue.py",
+        "backends/numba/memory.py",
+    ),
 }
 
 OPERATORS: tuple[tuple[str, str, str], ...] = (
@@ -88,7 +93,20 @@ def code_lines(path: Path) -> Iterator[tuple[int, str]]:
         if quotes == 1:
             inside = not inside
         text = line.strip()
-        skipped = ("#", "//", "*", "/*", "import", "from", "@", "def ", "assert", "static_assert", "__global__", "template")
+        skipped = (
+            "#",
+            "//",
+            "*",
+            "/*",
+            "import",
+            "from",
+            "@",
+            "def ",
+            "assert",
+            "static_assert",
+            "__global__",
+            "template",
+        )
         if inside or quotes or not text or text.startswith(skipped) or "constexpr" in text:
             continue
         yield number, line.split("  #")[0]
@@ -140,7 +158,9 @@ def run_one(site: Site, backend: str, device: str, seconds: float, root: Path) -
         command += [str(seconds), str(ROOT / "tests" / "corpus")]
         begin = time.monotonic()
         try:
-            done = subprocess.run(command, cwd=name, env=environment, capture_output=True, text=True, timeout=3 * seconds + 60)
+            done = subprocess.run(
+                command, cwd=name, env=environment, capture_output=True, text=True, timeout=3 * seconds + 60
+            )
         except subprocess.TimeoutExpired:
             return Fate(site, "killed", "hang", time.monotonic() - begin)
     spent = time.monotonic() - begin
@@ -171,7 +191,11 @@ def hunt_here(backend: str, device: str, seconds: float, stored: Path) -> dict[s
 
     torch.set_num_threads(1)
     place, begin = torch.device(device), time.monotonic()
-    subjects = [Subject(backend, adapt=small_tiles if place.type == "cpu" else None), Subject(backend, 1), Subject(backend)]
+    subjects = [
+        Subject(backend, adapt=small_tiles if place.type == "cpu" else None),
+        Subject(backend, 1),
+        Subject(backend),
+    ]
     limits = replace(EMULATED, work=1 << 13) if place.type == "cpu" else Limits(work=1 << 16)
     cases = [e.case for e in corpus.entries(stored)] if stored.is_dir() else []
     random.Random(1).shuffle(cases)

@@ -229,7 +229,11 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
     if kind.kind == "offsets" and "head" in sizes:
         keep["head"] = ch.choice((0, 0, 1, 3, 9))
     whole = kind.mode in ("int", "ties", "onehot", "precise")
-    modes = [m for m in limits.modes if (m in ("int", "ties", "onehot", "precise")) == whole and m not in ("bitmask", "special")]
+    modes = [
+        m
+        for m in limits.modes
+        if (m in ("int", "ties", "onehot", "precise")) == whole and m not in ("bitmask", "special")
+    ]
     if kind.a.zero or kind.b.zero:
         modes = [m for m in modes if m not in DISTINCT]
     mode = kind.mode if kind.dtype == "int8" or kind.mode in ("bitmask", "special") or not modes else ch.choice(modes)
@@ -238,7 +242,9 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
 
 def _pairs(case: Case) -> set[tuple[str, str]]:
     """Pairs of what a compiled kernel may depend on: form, dtypes, layouts, epilogue."""
-    traits = [name for name in classes(case) if not name.startswith(("odd:", "zero:", "empty:", "groups:", "long:", "mode:"))]
+    traits = [
+        name for name in classes(case) if not name.startswith(("odd:", "zero:", "empty:", "groups:", "long:", "mode:"))
+    ]
     traits += [f"result:{case.result_dtype}", f"sides:{case.a.order}{case.b.order}"]
     if case.dtype == "int8" or case.mode in ("bitmask", "special"):
         traits.append(f"mode:{case.mode}")

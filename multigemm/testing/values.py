@@ -163,7 +163,9 @@ def _addend(case: Case, rng: np.random.Generator, shape: tuple[int, ...], dtype:
     return _signed(rng, shape, min(2 ** LAST_BIT[dtype], 2000) - 1)
 
 
-def _pair(case: Case, rng: np.random.Generator, a: tuple[int, ...], b: tuple[int, ...], high: int) -> tuple[Array, Array]:
+def _pair(
+    case: Case, rng: np.random.Generator, a: tuple[int, ...], b: tuple[int, ...], high: int
+) -> tuple[Array, Array]:
     if case.compute == torch.int8:
         low, top = (-128, 127) if rng.integers(2) else (-9, 9)
         return rng.integers(low, top, a, endpoint=True), rng.integers(low, top, b, endpoint=True)

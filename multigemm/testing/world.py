@@ -191,7 +191,9 @@ class World:
     @property
     def exact(self) -> bool:
         """Whether every element has one right value, so that any two right runs agree bit for bit."""
-        return all(bool(((b.low == b.high) | ~b.owned).all() and not (b.free & b.owned).any()) for b in self.answer.blocks)
+        return all(
+            bool(((b.low == b.high) | ~b.owned).all() and not (b.free & b.owned).any()) for b in self.answer.blocks
+        )
 
 
 def _writable(case: Case, place: Plot, problem: GroupedGemmProblem) -> Bytes:
