@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import BACKEND, driver, hopper, mma_shapes, packing, params, tensor_maps
+from multigemm.backends.cupy import BACKEND, driver, hopper, mma_shapes, packing, params, portable, tensor_maps
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.errors import InvalidSetting
@@ -130,7 +130,7 @@ def test_the_argument_block_has_the_layout_of_the_struct() -> None:
     a, b, out = torch.zeros(6, 4), torch.zeros(2, 4, 8), torch.zeros(6, 8)
     spec = replace(SPEC, groups=2, compute=torch.float32, a=OperandSpec(torch.float32), out=OperandSpec(torch.float32))
     ops = Operands(spec, a, b, out, ends=torch.tensor([2, 6]), alpha=2.0)
-    raw = params.problem_bytes(ops, None)
+    raw = params.problem_bytes(ops, None, params.view_of(ops))
     assert len(raw) == params.PROBLEM.size == 272
     words = np.frombuffer(raw, dtype=np.int64)
     assert words[:8].tolist() == [a.data_ptr(), 0, 4, 1, b.data_ptr(), 32, 8, 1]
@@ -208,6 +208,14 @@ def test_a_bound_problem_launches_with_one_driver_call(form: str, fake: FakeDriv
     hopper.bind(ops, configs.WIDE, 1)
     if form != "per_group":
         assert "cuTensorMapEncodeTiled" not in fake.calls, "the same addresses need no new tensor maps"
+
+
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "per_group", "odd"])
+@pytest.mark.parametrize("config", [configs.PORTABLE, configs.SMALL], ids=["large", "small"])
+def test_the_portable_kernel_binds_every_form(form: str, config: Config, fake: FakeDriver) -> None:
+    launch = portable.bind(operands(form), config, 1, 132)
+    launch()
+    assert fake.calls == ["cuLaunchKernelEx"]
 
 
 def test_counters_come_back_and_may_run_out(fake: FakeDriver) -> None:

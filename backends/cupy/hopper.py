@@ -21,9 +21,9 @@ from multigemm.backends.cupy import tensor_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, is_plain, is_swapped
 from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
-from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most
+from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.tensor_maps import Side
-from multigemm.layouts import Operands, Strided, packed, to_device
+from multigemm.layouts import Operands, Packed, Strided, to_device
 from multigemm.spec import ProblemSpec
 
 THREADS = 384
@@ -106,9 +106,8 @@ def _side(
     return Side(view.ptr, mn, k, stacked, step, view.group * dtype.itemsize, k_contiguous, dtype)
 
 
-def _sides(ops: Operands) -> tuple[Side, Side]:
+def _sides(view: Packed, role: Roles, dtype: torch.dtype) -> tuple[Side, Side]:
     """The row side and the weight side of a packed form."""
-    view, role, dtype = packed(ops), roles(ops.spec), ops.spec.compute
     a_k, b_k = (role.w_k, role.x_k) if role.swapped else (role.x_k, role.w_k)
     a = _side(view.a, view.a.row, view.a.col, view.m, view.k, view.groups, a_k, dtype)
     b = _side(view.b, view.b.col, view.b.row, view.n, view.k, view.groups, b_k, dtype)
@@ -160,25 +159,25 @@ def bind(ops: Operands, config: Config, function: int) -> Launch:
     """Lays out the arguments of one problem."""
     spec, index = ops.spec, ops.device.index or 0
     table, listed, maps, keep_rows = table_of(ops), None, tensor_maps.BLANK * 17, False
+    view, role = view_of(ops), roles(spec)
     if table is not None:
         listed = _listed_maps(ops, config)
     else:
-        x, w = _sides(ops)
+        x, w = _sides(view, role, spec.compute)
         maps = _packed_maps(x, w, spec.form == "jagged_k")
         keep_rows = x.groups * x.mn * x.k * x.dtype.itemsize <= KEPT_BYTES
     counter, slot = _counter(index)
-    swapped = roles(spec).swapped
     options = LAUNCH.pack(
         0 if listed is None else listed.data_ptr(), counter.data_ptr(),
-        int(swapped), BUSY_ROWS, int(spec.out.align == 16), int(keep_rows),
+        int(role.swapped), BUSY_ROWS, int(spec.out.align == 16), int(keep_rows),
     )  # fmt: skip
     across = COLUMNS * config.cluster
-    tiles = tiles_at_most(ops, *((across, config.rows) if swapped else (config.rows, across)))
+    tiles = tiles_at_most(ops, view, *((across, config.rows) if role.swapped else (config.rows, across)))
     shared = shared_bytes(spec, config)
     clusters = max(1, min(tiles, resident_clusters(function, config.cluster, THREADS, shared)))
     launch = launcher(
         function,
-        [problem_bytes(ops, table), options, maps],
+        [problem_bytes(ops, table, view), options, maps],
         grid=clusters * config.cluster,
         threads=THREADS,
         shared=shared,

@@ -7,7 +7,6 @@ never cause a compilation.
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +26,16 @@ def table_of(ops: Operands) -> Tensor | None:
     return to_device(group_table(ops), ops.device) if ops.spec.form == "per_group" else None
 
 
-def problem_bytes(ops: Operands, table: Tensor | None) -> bytes:
+def view_of(ops: Operands) -> Packed:
+    """The packed formula; for a list, whose matrices are in its table, an empty one."""
+    if ops.spec.form == "per_group":
+        return Packed(ops.spec.groups, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
+    return packed(ops)
+
+
+def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> bytes:
     """The argument of every kernel."""
     spec = ops.spec
-    view = packed(ops) if table is None else Packed(spec.groups, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
     pointers = [0 if t is None else t.data_ptr() for t in (ops.ends, ops.valid_rows, table)]
     strided = [*view.a, *view.b, *view.out, *(view.c or ABSENT), *(view.bias or ABSENT)]
     return PROBLEM.pack(
@@ -49,11 +54,10 @@ def _c_type(spec: ProblemSpec) -> torch.dtype | None:
     return None if spec.c is None else spec.c.dtype
 
 
-def tiles_at_most(ops: Operands, rows: int, cols: int) -> int:
+def tiles_at_most(ops: Operands, view: Packed, rows: int, cols: int) -> int:
     """An upper bound of the number of tiles, known without reading any size from the device."""
     if ops.spec.form == "per_group":
         return sum(-(-a.shape[0] // rows) * -(-b.shape[1] // cols) for a, b in zip(ops.a, ops.b, strict=True))
-    view: Any = packed(ops)
     jagged, groups = view.jagged, view.groups
     down = -(-view.m // rows) + groups if jagged == "m" else -(-view.m // rows) * (1 if jagged == "n" else groups)
     across = -(-view.n // cols) + (groups if jagged == "n" else 0)

@@ -8,7 +8,7 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.driver import allow_shared, launcher
-from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most
+from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.layouts import Operands
 from multigemm.spec import ProblemSpec
 
@@ -54,14 +54,14 @@ def source(spec: ProblemSpec, config: Config) -> Source:
 
 def bind(ops: Operands, config: Config, function: int, sms: int) -> Launch:
     """Lays out the arguments of one problem."""
-    table, kind = table_of(ops), kind_of(ops.spec)
+    table, view, kind = table_of(ops), view_of(ops), kind_of(ops.spec)
     side = side_of(kind, config)
-    tiles = tiles_at_most(ops, side, side)
+    tiles = tiles_at_most(ops, view, side, side)
     zeroes = ops.spec.zero_unowned and ops.spec.form in ("jagged_m", "jagged_n", "masked")
     grid = max(1, sms if zeroes else 1, min(tiles, sms * config.blocks_per_sm))
     return launcher(
         function,
-        [problem_bytes(ops, table)],
+        [problem_bytes(ops, table, view)],
         grid=grid,
         threads=threads_of(kind, side),
         shared=shared_bytes(kind, side),
