@@ -93,7 +93,7 @@ def _checked_tensor(x: Tensor, name: str) -> Tensor:
     if _is_wrapped(x) or (type(x) is not Tensor and type(x) is not Parameter and not _has_memory(x)):
         raise InvalidProblem(
             f"{name} is a {type(x).__name__} without memory of its own (under vmap, a fake or a distributed tensor): "
-            "pass the plain tensor, or call torch.ops.multigemm.grouped_gemm"
+            "pass the plain tensor, outside the transform"
         )
     return x
 
