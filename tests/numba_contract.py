@@ -5,11 +5,13 @@ Run in the simulator by `test_numba_simulator.py` and on a GPU by `test_numba_gp
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from tests.numba_cases import DTYPES, Maker, guarded, operands
 
 Check = tuple[str, bool, str]
 NAN = float("nan")
+ONE, TWO = np.float32(1), np.float32(2)
+NAMED = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 
 
 def both(device: str, dtype: str, form: str, scale: int, config: Any) -> Iterator[Check]:
@@ -117,7 +121,38 @@ def checks(device: str, dtypes: Any, scale: int = 1, config: Any = None) -> Iter
                 yield f"{several.__name__} {dtype}", check
 
 
+def epilogues() -> Iterator[tuple[str, Check]]:
+    """The epilogue that is decided at run time, of the tensor-core kernels, against the compiled-in one."""
+    from multigemm.backends.numba.call import ACTIVATIONS, KIND
+    from multigemm.backends.numba.epilogue import make_any_finish, make_any_store, make_finish
+    from multigemm.backends.numba.memory import loader, storer
+
+    memory = torch.randn(16, dtype=torch.float64)
+    kinds: tuple[str | None, ...] = (None, "f16", "bf16", "f32", "f64")
+    for activation, c, bias in itertools.product(ACTIVATIONS, kinds, kinds[:4]):
+        arrays = [memory.to(NAMED[name or "f32"]) for name in (c, bias)]
+        addresses = [x.data_ptr() for x in arrays]
+        fixed, chosen = make_finish("f32", activation, c, bias), make_any_finish()
+        same = True
+        for i, value in enumerate(np.array((0.5, -3.0, 40.0), np.float32)):
+            want = fixed(value, TWO, -ONE, addresses[0], i, addresses[1], i + 1)
+            number = ACTIVATIONS.index(activation)
+            codes = KIND[c] if c else 0, KIND[bias] if bias else 0
+            got = chosen(value, TWO, -ONE, number, codes[0], addresses[0], i, codes[1], addresses[1], i + 1)
+            same = same and float(want) == float(got)
+        yield f"{activation} {c} {bias}", ("epilogue", same, "" if same else "differs")
+    for name in kinds[1:]:
+        assert name
+        one, two = (torch.zeros(4, dtype=NAMED[name]) for _ in range(2))
+        storer(name, "f32")(one.data_ptr(), 2, 1.2345678)
+        make_any_store()(two.data_ptr(), 2, 1.2345678, KIND[name])
+        same = torch.equal(one, two) and float(loader(name)(one.data_ptr(), 2)) != 0
+        yield f"store {name}", ("epilogue", same, "" if same else "differs")
+
+
 def main() -> None:
+    for title, (what, ok, text) in epilogues():
+        print(json.dumps({"what": what, "title": title, "ok": ok, "text": text}))
     for title, (what, ok, text) in checks("cpu", ("float32", "bfloat16")):
         print(json.dumps({"what": what, "title": title, "ok": ok, "text": text}))
 

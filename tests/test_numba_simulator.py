@@ -43,7 +43,9 @@ def test_simulator_is_fast_enough_to_be_used() -> None:
     assert last["count"] / last["seconds"] > MINIMUM_RATE
 
 
-@pytest.mark.parametrize("what", ["guards", "owned", "offsets that lie", "no operands read", "in place", "rebinding"])
+@pytest.mark.parametrize(
+    "what", ["epilogue", "guards", "owned", "offsets that lie", "no operands read", "in place", "rebinding"]
+)
 def test_contract(what: str) -> None:
     lines = [line for line in run("numba_contract.py") if line["what"] == what]
     assert lines, f"nothing checked {what}"

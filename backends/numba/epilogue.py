@@ -103,7 +103,7 @@ def make_any_finish():
         elif kind == BF16:
             value = brain(address, index)
         elif kind == F32:
-            value = single(address, index)
+            value = cast(single(address, index))
         else:
             value = cast(double(address, index))
         return value
