@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multigemm.fuzz.campaign import Summary
-from multigemm.fuzz.plan import Failure, Options, Tally
+from multigemm.fuzz.plan import Failure, Options, Summary, Tally
 from multigemm.fuzz.report import missing, progress_line, to_dict, to_text
 from multigemm.fuzz.shrink import shrink, simpler
 from multigemm.fuzz.worker import drawn, kind_of

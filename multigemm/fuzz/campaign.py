@@ -11,13 +11,13 @@ import multiprocessing as mp
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from multigemm.fuzz import worker
-from multigemm.fuzz.plan import Failure, Options, Tally
+from multigemm.fuzz.plan import Failure, Options, Summary, Tally
 from multigemm.fuzz.shrink import shrink
 from multigemm.testing import corpus
 from multigemm.testing.case import Case
@@ -42,17 +42,6 @@ class Crew:
     alone_from: int = -1
     suspect: Failure | None = None
     done: bool = False
-
-
-@dataclass(slots=True)
-class Summary:
-    """The end of a campaign."""
-
-    options: Options
-    tally: Tally
-    seconds: float
-    crashes: int = 0
-    notes: list[str] = field(default_factory=list)
 
 
 def _start(options: Options, first: int, deadline: float, alone_from: int = -1, suspect: Failure | None = None) -> Crew:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from multigemm.errors import InvalidSetting
-from multigemm.fuzz.plan import Options, Tally
+from multigemm.fuzz.plan import Options, Summary, Tally
 from multigemm.spec import FORMS
 
 EMULATORS = ("triton", "numba")
@@ -122,19 +122,35 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 class _Progress:
-    """A line that renews itself on a terminal, or one now and then in a log."""
+    """A line that renews itself on a terminal, or one now and then in a log; and the summary so far, so that
+    a campaign that is cut off leaves its counts behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options, quiet: bool, target: str) -> None:
+        self._options, self._quiet, self._target = options, quiet, target
         self._every, self._last = (1.0 if sys.stderr.isatty() else 15.0), time.monotonic()
+        self._saved = time.monotonic()
 
     def __call__(self, tally: Tally, seconds: float) -> None:
         from multigemm.fuzz.report import progress_line
 
-        if time.monotonic() - self._last < self._every:
+        if self._target and time.monotonic() - self._saved > 10:
+            self._saved = time.monotonic()
+            _write_json(Summary(self._options, tally, seconds, notes=["unfinished"]), self._target)
+        if self._quiet or time.monotonic() - self._last < self._every:
             return
         self._last = time.monotonic()
         end = "\r" if sys.stderr.isatty() else "\n"
         print(progress_line(tally, seconds), end=end, file=sys.stderr, flush=True)
+
+
+def _write_json(summary: Summary, target: str) -> None:
+    from multigemm.fuzz.report import to_dict
+
+    path = Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(to_dict(summary), indent=1) + "\n")
+    part.replace(path)
 
 
 def replay(files: list[str], args: argparse.Namespace) -> int:
@@ -167,9 +183,8 @@ def main(args: argparse.Namespace) -> int:
     print(
         f"multigemm fuzz: {', '.join(options.backends)} on {options.device}, {options.jobs} job(s), seed {options.seed}"
     )
-    summary = campaign.run(options, None if args.quiet else _Progress())
+    summary = campaign.run(options, _Progress(options, args.quiet, args.json))
     print(report.to_text(summary))
     if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(report.to_dict(summary), indent=1) + "\n")
+        _write_json(summary, args.json)
     return 1 if report.failed(summary) else 0

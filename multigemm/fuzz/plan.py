@@ -87,3 +87,14 @@ class Tally:
         """The largest rho of a problem and its root mean square, for the suspicion table."""
         mine = self.rho.get((backend, dtype), (0.0, 0.0, 0))
         self.rho[backend, dtype] = (max(mine[0], peak), mine[1] + rms * rms, mine[2] + 1)
+
+
+@dataclass(slots=True)
+class Summary:
+    """The end of a campaign."""
+
+    options: Options
+    tally: Tally
+    seconds: float
+    crashes: int = 0
+    notes: list[str] = field(default_factory=list)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from multigemm.fuzz.campaign import Summary
-from multigemm.fuzz.plan import Tally
+from multigemm.fuzz.plan import Summary, Tally
 from multigemm.spec import FORMS
 from multigemm.testing.case import Case
 from multigemm.testing.corpus import snippet
