@@ -105,6 +105,8 @@ def hopper_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the warp-specialised kernel cannot run this spec with this config, or ''."""
     if spec.form == "per_group":
         return "lists of matrices have no whole-operand tensor map; kernel='pointer' takes them"
+    if 0 in (spec.m, spec.n, spec.k) or spec.total > 2**30:
+        return f"m={spec.m} n={spec.n} k={spec.k} T<={spec.total}: tensor maps need 1 to 2^30 rows and columns"
     if spec.compute not in (torch.float16, torch.bfloat16):
         return f"{spec.compute} products: kernel='hopper' multiplies 16-bit floats, kernel='pointer' the rest"
     for name, x in (("a", spec.a), ("b", spec.b)):
