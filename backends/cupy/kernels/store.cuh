@@ -1,0 +1,124 @@
+// The way out: accumulators turn in shared memory, from columns per thread to rows of the result.
+#pragma once
+#include "pipeline.cuh"
+
+// Rows at the start of a piece that belong to the group before (see Shape::lead).
+__device__ __forceinline__ int rows_to_skip(const Problem& p, const Tile& t) {
+    return !X_K && !LISTED && !RAGGED_K && t.row0 == 0 ? t.extra : 0;
+}
+
+// Where a warpgroup's 64 columns of a tile go.
+struct Target {
+    char* out;          // first row of the piece, first column
+    i64 row_step;       // bytes
+    int cols;           // columns left, at most 64
+};
+
+__device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, const Tile& t, i64 col) {
+    Target r;
+    i64 cols;
+    if (LISTED) {
+        const i64* g = p.table + i64(t.group) * T_COLUMNS;
+        r.out = (char*)__ldg(g + T_OUT), r.row_step = __ldg(g + (l.swapped ? T_OUT_COL : T_OUT_ROW)) * 2, cols = __ldg(g + (l.swapped ? T_M : T_N));
+        r.out += t.row0 * r.row_step;
+    } else {
+        r.row_step = (l.swapped ? p.out.col : p.out.row) * 2, cols = l.swapped ? p.m : p.n;
+        const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
+        r.out = p.out.ptr + i64(t.group) * p.out.group * 2 + i64(along_rows ? t.x_row : t.row0) * r.row_step;
+    }
+    r.out += col * 2, r.cols = int(min64(cols - col, 64));
+    return r;
+}
+
+// The first `count` of eight 16-bit values, at the ragged right edge of a result.
+__device__ __forceinline__ void store_first(char* at, uint4 v, int count) {
+    const u32 word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 7; ++i)
+        if (i < count) *(u16*)(at + 2 * i) = u16(word[i >> 1] >> (16 * (i & 1)));
+}
+
+#if PLAIN
+// alpha * acc in the operands' type: 64 rows at a time turn in shared memory and leave as 16-byte pieces.
+__device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ROWS / 2]) {
+    const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
+    const float alpha = float(p.alpha);
+    const int skip = rows_to_skip(p, t);
+    const i64 col = first_column(t, rank, half);
+    const u32 turn = staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int q = 0; q < ROWS / 64; ++q) {           // 32 registers each: 64 rows of 64 columns
+        const int r0 = (is_tall(t) ? q % (ROWS / 128 + !TALL) : q) * 64, right = is_tall(t) && q >= ROWS / 128 ? 64 : 0;
+        if (r0 >= t.rows) continue;
+        const Target to = target_of(p, l, t, col + right);
+        warpgroup_sync(half);                       // the staging of the round before has been read
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {               // 16 rows each
+            const float* v = d + q * 32 + j * 8;
+            u32 pair[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) pair[i] = BFLOAT ? pack_bf16(v[i * 2] * alpha, v[i * 2 + 1] * alpha) : pack_f16(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
+            store_transposed(turn + j * 16 * 128, pair[0], pair[1], pair[2], pair[3]);
+        }
+        warpgroup_sync(half);
+        const int rows = min(t.rows - r0, 64);
+        if (l.vector_out) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = i * 16 + (tid >> 3), chunk = tid & 7;
+                if (row < rows && r0 + row >= skip && chunk * 8 < to.cols) {
+                    const uint4 v = load_shared16(staging + row * 128 + ((chunk ^ (row & 7)) << 4));
+                    char* at = to.out + (r0 + row) * to.row_step + chunk * 16;
+                    if (chunk * 8 + 8 <= to.cols) *(uint4*)at = v;
+                    else store_first(at, v, to.cols - chunk * 8);
+                }
+            }
+        } else {
+#pragma unroll 1
+            for (int e = tid; e < rows * 64; e += 128) {
+                const int row = e >> 6, c = e & 63;
+                u16 v;
+                asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(staging + row * 128 + (((c >> 3) ^ (row & 7)) << 4) + (c & 7) * 2));
+                if (c < to.cols && r0 + row >= skip) *(u16*)(to.out + (r0 + row) * to.row_step + c * 2) = v;
+            }
+        }
+    }
+}
+#else
+// Any epilogue: 32 rows at a time in float32, then element by element with lanes along the columns.
+__device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ROWS / 2]) {
+    const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
+    const Group g = resolve(p, t.group, 2);
+    const int skip = rows_to_skip(p, t), lead = !X_K && !LISTED && !RAGGED_K ? t.extra : 0;
+    const int size = size_of(p.out_type);
+    const u32 mine = staging + ((lane & 3) * 2 * PITCH + warp * 16 + (lane >> 2)) * 4;
+#pragma unroll 1
+    for (int q = 0; q < ROWS / 32; ++q) {           // 16 registers each: 32 rows of 64 columns
+        const int r0 = (is_tall(t) ? q % (ROWS / 64) : q) * 32;
+        const i64 col = first_column(t, rank, half) + (is_tall(t) && q >= ROWS / 64 ? 64 : 0);
+        const int cols = int(min64((l.swapped ? g.m : g.n) - col, 64));
+        if (r0 >= t.rows) continue;
+        warpgroup_sync(half);
+#pragma unroll
+        for (int c = 0; c < ROWS / 32; ++c) {
+            if (q == c) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) store_shared(mine + ((j * 8 + (i & 1)) * PITCH + (i >> 1) * 8) * 4, d[(c * 4 + j) * 4 + i]);
+            }
+        }
+        warpgroup_sync(half);
+        const int rows = min(t.rows - r0, 32);
+#pragma unroll 1
+        for (int e = tid; e < rows * 64; e += 128) {
+            const int row = e >> 6, c = e & 63;
+            if (c < cols && r0 + row >= skip) {
+                const i64 r = t.row0 + r0 + row - lead, i = l.swapped ? col + c : r, j = l.swapped ? r : col + c;
+                const float v = finish<float>(p, g, i, j, load_shared(staging + (row * PITCH + c) * 4));
+                store_as<float>(g.out + (i * g.out_row + j * g.out_col) * size, p.out_type, v);
+            }
+        }
+    }
+}
+#endif
