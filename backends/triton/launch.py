@@ -17,6 +17,7 @@ from torch import Tensor
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.compile import Cubin, KernelSource, cubin
 from multigemm.backends.triton.config import Config
+from multigemm.errors import InvalidProblem
 from multigemm.layouts import Operands, Packed, group_table, packed, to_device
 from multigemm.schedule import most_tiles, tiles_of
 from multigemm.spec import OperandSpec, ProblemSpec
@@ -206,7 +207,10 @@ def scalars(ops: Operands, shape: Packed | None) -> dict[str, int]:
 
 def group_sizes(ops: Operands) -> Tensor | None:
     """The device array that the scheduler reads: ends, or the valid rows of the masked form."""
-    return ops.valid_rows if ops.spec.form == "masked" else ops.ends
+    sizes = ops.valid_rows if ops.spec.form == "masked" else ops.ends
+    if sizes is not None and sizes.dtype != ops.spec.index:
+        raise InvalidProblem(f"sizes are {sizes.dtype}, the kernel was compiled for {ops.spec.index}")
+    return sizes
 
 
 @cache
