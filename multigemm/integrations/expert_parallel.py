@@ -23,6 +23,7 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem, LibraryError
 from multigemm.integrations.routing import Routing, combine, dispatch, permute, route
+from multigemm.integrations.tensor_parallel import enter, leave
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """(rows [S, H] sorted by local expert, ends [experts here]) -> rows [S, H']."""
@@ -39,16 +40,19 @@ class Sent:
     received: list[int]
 
 
-def group_of(mesh: Any) -> dist.ProcessGroup:
-    """The process group of a one-dimensional DeviceMesh, or the group itself."""
+def groups_of(mesh: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """(the ranks that the experts are spread over, the ranks that hold slices of each, or None) of a DeviceMesh.
+
+    A mesh of one dimension, or a process group, spreads experts; the second dimension of a mesh slices them.
+    """
     if isinstance(mesh, dist.ProcessGroup):
-        return mesh
-    if mesh.ndim != 1:
+        return mesh, None
+    if mesh.ndim > 2:
         raise InvalidProblem(
-            f"the mesh has dimensions {mesh.mesh_dim_names}; experts are spread over one of them: pass mesh['name']"
+            f"the mesh has dimensions {mesh.mesh_dim_names}; experts are spread over one of them, and sliced over a "
+            "second if there is one: pass mesh['name'] or mesh['name', 'name']"
         )
-    group: dist.ProcessGroup = mesh.get_group()
-    return group
+    return mesh.get_group(0), mesh.get_group(1) if mesh.ndim == 2 else None
 
 
 def experts_here(experts: int, group: dist.ProcessGroup) -> int:
@@ -65,10 +69,13 @@ def run_experts(
     """This rank's tokens x [tokens, H] through all `experts`; every rank of the mesh must call it.
 
     `compute` runs on the rows that reach this rank's experts. Ranks may have different numbers of
-    tokens, none included; `chunks` must be the same on all of them.
+    tokens, none included; `chunks` must be the same on all of them. Ranks that hold slices of the same
+    experts (the mesh's second dimension) pass the same tokens, and `compute` gives partial sums.
     """
-    group = group_of(mesh)
+    group, slices = groups_of(mesh)
     here = experts_here(experts, group)
+    if slices is not None:
+        x, top_k_weights = enter(x, slices), enter(top_k_weights, slices)
     pieces = [p.tensor_split(chunks) for p in (x, top_k_index, top_k_weights)]
     with _explained(group):
         under_way = [_send(part, index, experts, here, group) for part, index in zip(*pieces[:2], strict=True)]
@@ -77,7 +84,8 @@ def run_experts(
             combine(rows, weights, piece.routing)
             for rows, weights, piece in zip(results, pieces[2], under_way, strict=True)
         ]
-    return torch.cat(home) if chunks > 1 else home[0]
+        result = torch.cat(home) if chunks > 1 else home[0]
+        return result if slices is None else leave(result, slices)
 
 
 def _send(x: Tensor, index: Tensor, experts: int, here: int, group: dist.ProcessGroup) -> Sent:

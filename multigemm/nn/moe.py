@@ -89,9 +89,19 @@ class Experts(nn.Module):
 
         return run_experts(x, index, weights, self.num_experts, self.apply_sorted, self.mesh, self.chunks)
 
+    def _share(self, bias: Tensor) -> Tensor:
+        """Of a bias that is added to the sum of all slices: what this slice adds."""
+        from multigemm.integrations.expert_parallel import groups_of
+        from multigemm.integrations.tensor_parallel import share
+
+        slices = groups_of(self.mesh)[1]
+        return bias if slices is None else share(bias, slices.size())
+
     def _linear(self, name: str, rows: Tensor, ends: Tensor, activation: str | None) -> Tensor:
         weight, bias = (local(getattr(self, key)) for key in (name, f"{name}_bias"))
         assert weight is not None
+        if bias is not None and name == "down_proj" and self.mesh is not None:
+            bias = self._share(bias)
         return grouped_gemm(
             rows, weight.transpose(1, 2), ends=ends, bias=bias, activation=activation, backend=self.backend
         )

@@ -1,10 +1,12 @@
 """`ExpertParallel`: experts spread over the ranks of a mesh, the way `parallelize_module` applies styles.
 
-    parallelize_module(model, mesh["ep"], {"layers.0.moe.experts": ExpertParallel(chunks=2)})
+    parallelize_module(model, mesh["ep"], {"layers.0.moe": ExpertParallel(chunks=2)})
+    parallelize_module(model, mesh["ep", "tp"], {"layers.0.moe": ExpertParallel()})
 
-The weights become DTensors, sharded by expert, so optimizers and checkpoints see what they know. Each
-rank passes its own tokens. Weights outside of the experts stay as they are: where ranks hold different
-tokens, their gradients are to be averaged by data parallelism, as without experts.
+The weights become DTensors, sharded by expert, so optimizers and checkpoints see what they know; on a
+mesh of two dimensions the second slices each expert's intermediate features. Each rank passes its own
+tokens, ranks along the second dimension the same ones. Weights outside of the experts stay as they are:
+where ranks hold different tokens, their gradients are to be averaged by data parallelism.
 """
 
 from __future__ import annotations
@@ -12,16 +14,17 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from multigemm.errors import InvalidProblem
-from multigemm.integrations.expert_parallel import experts_here, group_of
-from multigemm.nn.moe import Experts, MoE
+from multigemm.integrations.expert_parallel import experts_here, groups_of
+from multigemm.nn.moe import GATED, Experts, MoE
 
 
 class ExpertParallel(ParallelStyle):
-    """Spreads an `Experts` (or the experts of a `MoE`) over a one-dimensional mesh.
+    """Spreads an `Experts` (or the experts of a `MoE`) over a mesh of one or two dimensions.
 
     `chunks` cuts each rank's tokens in pieces whose rows travel while others are multiplied.
     """
@@ -38,10 +41,26 @@ class ExpertParallel(ParallelStyle):
             raise InvalidProblem(
                 f"ExpertParallel was applied to {type(module).__name__}; it spreads multigemm.nn.Experts and MoE"
             )
-        experts_here(experts.num_experts, group_of(device_mesh))
+        group, slices = groups_of(device_mesh)
+        experts_here(experts.num_experts, group)
+        if slices is not None and experts.intermediate_size % slices.size():
+            raise InvalidProblem(
+                f"{experts.intermediate_size} intermediate features cannot be sliced evenly over {slices.size()} ranks"
+            )
         for name, parameter in list(experts.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):
-                spread = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
+                places = [Shard(0), _slice(experts, name)][: device_mesh.ndim]
+                spread = distribute_tensor(parameter.detach(), device_mesh, places)
                 experts.register_parameter(name, nn.Parameter(spread, parameter.requires_grad))
         experts.mesh, experts.chunks = device_mesh, self.chunks
         return module
+
+
+def _slice(experts: Experts, name: str) -> Any:
+    """How the second mesh dimension lies over a weight: along the intermediate features, wherever they are.
+
+    A gated weight holds them twice, gate above up; each rank needs the same slice of both halves.
+    """
+    if name.startswith("down_proj"):
+        return Replicate() if name.endswith("_bias") else Shard(2)
+    return _StridedShard(1, split_factor=2) if experts.activation in GATED else Shard(1)
