@@ -40,6 +40,9 @@ FILES = {
     ),
 }
 
+GPU_ONLY = ("group_rows", "weight_class", "write_records", "zero_kernel")
+"""Functions of these files that an emulator never calls."""
+
 OPERATORS: tuple[tuple[str, str, str], ...] = (
     ("wider comparison", r"(?<=[\w)\]] )<(?= [\w(])", "<="),
     ("narrower comparison", r"(?<=[\w)\]] )<=(?= [\w(])", "<"),
@@ -85,10 +88,15 @@ class Fate:
     text: str = ""
 
 
-def code_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that may be changed: no comments, docstrings, imports, signatures or compile-time constants."""
-    inside = False
+def code_lines(path: Path, skip: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
+    """Lines that may be changed: no comments, docstrings, imports, signatures or compile-time constants, and
+    nothing in the functions named by `skip`."""
+    inside, function = False, ""
     for number, line in enumerate(path.read_text().splitlines(), 1):
+        if header := re.match(r"def (\w+)\(", line):
+            function = header.group(1)
+        if function in skip:
+            continue
         quotes = line.count('"""')
         if quotes == 1:
             inside = not inside
@@ -120,12 +128,12 @@ def snapshot(folder: Path) -> Path:
     return folder
 
 
-def sites(backend: str, root: Path = ROOT) -> list[Site]:
+def sites(backend: str, root: Path = ROOT, skip: tuple[str, ...] = ()) -> list[Site]:
     """Every change that the operators offer for a backend's kernels."""
     found = []
     paths = [p for pattern in FILES[backend] for p in sorted(root.glob(pattern))]
     for path in paths:
-        for number, line in code_lines(path):
+        for number, line in code_lines(path, skip):
             for name, pattern, new in OPERATORS:
                 for match in re.finditer(pattern, line):
                     text = match.expand(new)
@@ -218,7 +226,7 @@ def campaign(backend: str, device: str, count: int, jobs: int, seconds: float, s
     fates: list[Fate] = []
     with tempfile.TemporaryDirectory() as name:
         root = snapshot(Path(name))
-        chosen = sites(backend, root)
+        chosen = sites(backend, root, GPU_ONLY if device == "cpu" else ())
         unchanged = replace(chosen[0], operator="nothing", after=chosen[0].before)
         random.Random(seed).shuffle(chosen)
 

@@ -1,0 +1,81 @@
+"""Faults planted in the real kernels' sources: how they are made, and that the oracles see them in emulation."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from multigemm.testing import source_mutants as sm
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return sm.snapshot(tmp_path_factory.mktemp("snapshot"))
+
+
+@pytest.mark.parametrize("backend", sorted(sm.FILES))
+def test_operators_find_places_in_every_backend(backend):
+    found = sm.sites(backend)
+    assert len(found) > 50
+    assert len({site.operator for site in found}) >= 8
+    assert all(site.before != site.after for site in found)
+
+
+def test_comments_docstrings_and_signatures_are_left_alone(tmp_path):
+    file = tmp_path / "kernel.py"
+    head = '"""a < b"""\n# a < b\ndef f(a, b):\n    """\n    a < b\n    """\n'
+    file.write_text(head + "    return a < b  # a < b\ndef g(a):\n    return a < 1\n")
+    assert list(sm.code_lines(file)) == [(7, "    return a < b"), (9, "    return a < 1")]
+    assert [number for number, _ in sm.code_lines(file, ("g",))] == [7]
+
+
+def test_one_line_is_changed(root, tmp_path):
+    site = next(s for s in sm.sites("triton", root) if s.operator == "wider comparison")
+    sm.plant(site, tmp_path, root)
+    before = (root / site.file).read_text().splitlines()
+    after = (tmp_path / site.file).read_text().splitlines()
+    assert [i + 1 for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y] == [site.line]
+    assert (tmp_path / "multigemm" / "backends").is_symlink()
+    shutil.rmtree(tmp_path / "multigemm")
+
+
+CHOSEN = {
+    "the K mask of A": ("mask conjunct lost", "x = tl.load(a_ptrs", "k_left"),
+    "the mask of the stored rows": ("wider comparison", "owned = (i < rows_left)", "i <="),
+    "the last step of K": ("rounded down", "(gk + BK - 1) // BK", "(gk) // BK"),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_planted_faults_of_the_triton_kernel_are_seen(name, root, monkeypatch):
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
+    operator, line, mark = CHOSEN[name]
+    offered = [
+        s
+        for s in sm.sites("triton", root)
+        if s.operator == operator and line in s.before and mark in f"{s.before}{s.after}"
+    ]
+    if operator == "mask conjunct lost":
+        offered = [s for s in offered if "k_left" not in s.after]
+    assert offered, "the kernel has no such place any more: choose another"
+    fate = sm.run_one(offered[0], "triton", "cpu", 45.0, root)
+    if fate.state == "stillborn" and "unavailable" in fate.text:
+        pytest.skip(fate.text)
+    assert fate.state == "killed", fate
+
+
+def test_the_unchanged_kernel_survives(root, monkeypatch):
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
+    site = sm.sites("triton", root)[0]
+    fate = sm.run_one(sm.replace(site, after=site.before), "triton", "cpu", 5.0, root)
+    assert fate.state == "survived", fate
+
+
+def test_the_rate_leaves_out_what_does_not_compile():
+    site = sm.Site("f", 1, "o", "a", "b")
+    fates = [sm.Fate(site, state) for state in ("killed", "killed", "killed", "survived", "stillborn")]
+    assert sm.summary("triton", fates) == "triton: 3 of 4 killed (75 %), 1 did not compile"
+
+
+def test_the_folder_is_the_packages():
+    assert (sm.ROOT / "multigemm").is_dir() and (sm.ROOT / "backends").is_dir() and isinstance(sm.ROOT, Path)
