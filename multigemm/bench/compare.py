@@ -29,6 +29,7 @@ NOISY_ENTRY_LIMIT = 1.055
 ROW_LIMIT = 1.05
 DRIFT_LIMIT = 1.05
 SLACK_US = 0.6
+UNSOUND = 0.25
 MIN_CONTROLS = 3
 
 
@@ -174,12 +175,14 @@ class Drift:
         return statistics.median(here) if len(here) >= MIN_CONTROLS else self.whole
 
     def discord(self, case: str) -> float:
-        """How far the controls of a workload disagree: what a row may be off without our doing."""
+        """What a row may be off without our doing: how far the controls of a workload disagree, and how far
+        they moved where that is so far that the machine was plainly busy with something else."""
         here = sorted(self.controls.get(case, ()))
         if len(here) < MIN_CONTROLS:
             return 0.0
         middle = statistics.median(here)
-        return statistics.median(abs(ratio - middle) for ratio in here) / middle
+        moved = max(middle, 1 / middle) - 1
+        return statistics.median(abs(ratio - middle) for ratio in here) / middle + (moved if moved > UNSOUND else 0.0)
 
 
 def _drift(both: list[tuple[Row, Row]], old: Report, new: Report) -> Drift:
