@@ -29,7 +29,7 @@ def compiled(capability: int, folder: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_shipped_kernels_compile_without_spills(capability: int, tmp_path: Any) -> None:
     reports = compiled(capability, tmp_path)
-    assert len(reports) >= 10
+    assert len(reports) >= (16 if capability == 90 else 5)
     spilled = [r for r in reports if r["stack"]]
     assert not spilled
     assert all(0 < r["registers"] <= 255 for r in reports)
