@@ -55,8 +55,8 @@ def fuzz(environment, *arguments):
 
 def test_a_fault_is_found_shrunk_stored_and_repeated(environment, tmp_path):
     summary, stored = tmp_path / "s.json", tmp_path / "stored"
-    done = fuzz(environment, "--backends", "faulty", "--examples", "10", "--corpus", str(stored), "--json", str(summary),
-                "--shrink", "4")  # fmt: skip
+    asked = ["--backends", "faulty", "--examples", "10", "--corpus", str(stored), "--json", str(summary)]
+    done = fuzz(environment, *asked, "--shrink", "4")
     assert done.returncode == 1, done.stderr
     data = json.loads(summary.read_text())
     assert data["problems"] == 10
@@ -78,8 +78,8 @@ def test_a_fault_is_found_shrunk_stored_and_repeated(environment, tmp_path):
 def test_a_worker_that_is_killed_loses_nothing(environment, tmp_path):
     """Two backends, one of which ends its process on some problems: all other results are there."""
     summary = tmp_path / "s.json"
-    done = fuzz(environment, "--backends", "cpu,crashing", "--examples", "6", "--jobs", "2", "--forms", "batched,jagged_m",
-                "--dtypes", "float32", "--json", str(summary), "--shrink", "3")  # fmt: skip
+    asked = ["--backends", "cpu,crashing", "--examples", "6", "--jobs", "2", "--forms", "batched,jagged_m"]
+    done = fuzz(environment, *asked, "--dtypes", "float32", "--json", str(summary), "--shrink", "3")
     assert done.returncode == 1, done.stderr
     data = json.loads(summary.read_text())
     crashes = [f for f in data["failures"] if f["oracle"] == "crash"]
@@ -129,7 +129,8 @@ def test_bad_options_are_one_line_and_exit_code_two(environment):
 
 def test_shrinking_keeps_only_what_matters():
     case = Case(form="jagged_m", dtype="float16", n=65, k=33, lengths=(17, 0, 40, 3), head=2, tail=9, bias="gn",
-                bias_dtype="float32", activation="silu", given=True, mode="normal", a=Layout("col", 3, 1), out=Layout("row", 7))  # fmt: skip
+                bias_dtype="float32", activation="silu", given=True, mode="normal", a=Layout("col", 3, 1),
+                out=Layout("row", 7))  # fmt: skip
     small = shrink(case, lambda c: any(n > 8 for n in c.lengths) and c.k > 4, seconds=20)
     assert small.k == 5 and sorted(small.lengths)[-1] == 9 and len(small.lengths) == 1
     assert (small.activation, small.bias, small.given, small.head, small.tail) == (None, "", False, 0, 0)

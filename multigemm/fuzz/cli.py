@@ -116,7 +116,8 @@ def options_of(args: argparse.Namespace) -> Options:
         examples=args.examples or (0 if args.seconds else 1000), seed=args.seed, jobs=max(args.jobs, 1),
         forms=_split(args.forms, FORMS, "form") or FORMS,  # type: ignore[arg-type]
         dtypes=_split(args.dtypes, DTYPES, "dtype") or DTYPES,
-        configs=args.configs, deep=max(args.deep, 1), burst=max(args.burst, 1), kinds=args.kinds if args.kinds >= 0 else (100 if on_gpu else 0), corpus=args.corpus,
+        configs=args.configs, deep=max(args.deep, 1), burst=max(args.burst, 1), corpus=args.corpus,
+        kinds=args.kinds if args.kinds >= 0 else (100 if on_gpu else 0),
         shrink_seconds=args.shrink, **small,
     )  # fmt: skip
 

@@ -40,6 +40,10 @@ def progress_line(tally: Tally, seconds: float) -> str:
     return f"{seconds:5.0f} s  {tally.problems} problems, {rate:.0f} checks/s ({per}); {len(tally.failures)} failures"
 
 
+def _rms(squares: float, count: int) -> float:
+    return math.sqrt(squares / max(count, 1))
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -76,8 +80,8 @@ def to_dict(summary: Summary) -> dict[str, Any]:
         "refusals": [{"backend": b, "reason": r, "count": n} for (b, r), n in tally.refusals.most_common()],
         "kernels": [{"backend": b, "kernel": k, "count": n} for (b, k), n in tally.kernels.most_common()],
         "rho": [
-            {"backend": b, "dtype": d, "max": round(peak, 3), "rms": round(math.sqrt(squares / max(count, 1)), 4), "problems": count}
-            for (b, d), (peak, squares, count) in sorted(tally.rho.items())
+            {"backend": b, "dtype": d, "max": round(peak, 3), "rms": round(_rms(squares, n), 4), "problems": n}
+            for (b, d), (peak, squares, n) in sorted(tally.rho.items())
         ],
         "failures": [f.to_dict() for f in tally.failures],
         "notes": summary.notes,
@@ -109,9 +113,10 @@ def to_text(summary: Summary) -> str:
         bad = sum(f.backend == name for f in tally.failures)
         rhos = [v for (b, _), v in tally.rho.items() if b == name]
         peak = max((v[0] for v in rhos), default=0.0)
-        rms = math.sqrt(sum(v[1] for v in rhos) / max(sum(v[2] for v in rhos), 1))
+        rms = _rms(sum(v[1] for v in rhos), sum(v[2] for v in rhos))
         lines.append(f"{name:10} {tally.checks[name]:8} {refused:8} {bad:7} {peak:8.2f} {rms:8.3f}")
-    lines += ["", "classes: " + ", ".join(f"{name} {n}" for name, n in sorted(tally.classes.items()) if ":" in name and name.startswith(("form", "dtype", "mode")))]  # fmt: skip
+    shown = [(name, n) for name, n in sorted(tally.classes.items()) if name.startswith(("form:", "dtype:", "mode:"))]
+    lines += ["", "classes: " + ", ".join(f"{name} {n}" for name, n in shown)]
     if tally.deep:
         lines.append("other oracles: " + ", ".join(f"{name} {n}" for name, n in sorted(tally.deep.items())))
     for (backend, reason), count in tally.refusals.most_common(12):

@@ -21,6 +21,26 @@ SIMPLE: dict[str, Any] = {
 }
 
 
+PLAINER = (
+    "activation",
+    "out_dtype",
+    "dtype_b",
+    "head",
+    "tail",
+    "shared",
+    "where",
+    "index",
+    "kind",
+    "precision",
+    "alpha",
+)
+
+
+def _changed(case: Case, name: str, value: Any) -> Case:
+    changes: dict[str, Any] = {name: value}
+    return replace(case, **changes)
+
+
 def _smaller(value: int) -> list[int]:
     return sorted({v for v in (0, 1, 2, value // 2, value - 1) if 0 <= v < value})
 
@@ -33,7 +53,7 @@ def _fewer_groups(case: Case) -> Iterator[Case]:
     while step >= 1:
         for begin in range(0, count, step):
             if count > step:
-                yield replace(case, **{name: items[:begin] + items[begin + step :]})
+                yield _changed(case, name, items[:begin] + items[begin + step :])
         step //= 2 if step > 1 or count <= 64 else step + 1
 
 
@@ -43,7 +63,7 @@ def _smaller_sizes(case: Case) -> Iterator[Case]:
             if case.form == "masked" and name == "m":
                 yield replace(case, m=value, lengths=tuple(min(n, value) for n in case.lengths))
             else:
-                yield replace(case, **{name: value})
+                yield _changed(case, name, value)
     if case.form == "batched":
         return
     for g, length in enumerate(case.lengths[:16]):
@@ -53,7 +73,7 @@ def _smaller_sizes(case: Case) -> Iterator[Case]:
         for axis in range(3):
             for value in _smaller(size[axis]):
                 smaller = tuple(value if i == axis else e for i, e in enumerate(size))
-                yield replace(case, dims=(*case.dims[:g], smaller, *case.dims[g + 1 :]))  # type: ignore[arg-type]
+                yield _changed(case, "dims", (*case.dims[:g], smaller, *case.dims[g + 1 :]))
 
 
 def _plainer(case: Case) -> Iterator[Case]:
@@ -65,28 +85,16 @@ def _plainer(case: Case) -> Iterator[Case]:
         yield replace(case, bias="", bias_dtype="")
     if case.given and not case.alias:
         yield replace(case, given=False, out=PLAIN)
-    for name in (
-        "activation",
-        "out_dtype",
-        "dtype_b",
-        "head",
-        "tail",
-        "shared",
-        "where",
-        "index",
-        "kind",
-        "precision",
-        "alpha",
-    ):
+    for name in PLAINER:
         if getattr(case, name) != SIMPLE[name] and not (name == "kind" and case.head):
-            yield replace(case, **{name: SIMPLE[name]})
+            yield _changed(case, name, SIMPLE[name])
     for name in ("a", "b", "c", "out"):
         layout = getattr(case, name)
         if layout != PLAIN and not (case.alias and name in ("c", "out")):
-            yield replace(case, **{name: PLAIN})
+            yield _changed(case, name, PLAIN)
             for part in ("order", "pad", "shift", "step", "zero"):
                 if getattr(layout, part) != getattr(PLAIN, part):
-                    yield replace(case, **{name: replace(layout, **{part: getattr(PLAIN, part)})})
+                    yield _changed(case, name, replace(layout, **{part: getattr(PLAIN, part)}))
     if case.mode != "int" and not case.bias and not case.beta:
         yield replace(case, mode="int", alpha=float(round(case.alpha)))
 

@@ -27,7 +27,8 @@ from multigemm.testing.world import Stand, World
 LOST_CONTEXT = 3
 """Exit code of a worker whose CUDA context is gone."""
 MARKS = ("illegal memory access", "misaligned address", "an illegal instruction", "unspecified launch failure",
-         "device-side assert", "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_MISALIGNED")  # fmt: skip
+         "device-side assert", "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED",
+         "CUDA_ERROR_MISALIGNED")  # fmt: skip
 
 
 @lru_cache(maxsize=2)
@@ -160,7 +161,7 @@ class Worker:
         for (name, config), outcome in zip(chosen, outcomes, strict=True):
             self.one(case, stand, name, config, number, outcome)
         ended = time.perf_counter()
-        self.tally.spent.update({"build": built - begin, "check": checked - built, "deep": ended - checked})  # type: ignore[dict-item]
+        self.tally.spent.update({"build": built - begin, "check": checked - built, "deep": ended - checked})
 
     def together(self, stand: Stand, chosen: list[tuple[str, int]], number: int) -> list[Outcome]:
         """All subjects at once, then one wait for the device. A lost device ends the process: whose fault

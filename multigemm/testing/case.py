@@ -17,7 +17,8 @@ import torch
 from multigemm.spec import Form
 
 MODES = (
-    "int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled", "precise", "tiny",
+    "int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled", "precise",
+    "tiny",
 )  # fmt: skip
 """How values are drawn; see multigemm.testing.values."""
 

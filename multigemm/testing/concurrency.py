@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,9 @@ def side_stream(stand: Stand, subject: Subject, outcome: Outcome) -> None:
     stand.prefill(1)
     stand.inputs.fill_(0x7F)
     torch.cuda.synchronize(stand.device)
-    stream = torch.cuda.Stream(stand.device)
+    stream = torch.cuda.Stream(stand.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(400_000)
+        torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]
         stand.inputs.copy_(stand.pristine)
         launch()
         late = stand.outputs.clone()
@@ -54,9 +55,7 @@ def recut(case: Case, seed: int) -> Case | None:
         cuts[0] = 0
     if not case.jagged or case.groups == 0:
         return None
-    return replace(
-        case, lengths=tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False)), head=cuts[0], tail=total - cuts[-1]
-    )
+    return replace(case, lengths=tuple(b - a for a, b in pairwise(cuts)), head=cuts[0], tail=total - cuts[-1])
 
 
 def changed_sizes(stand: Stand, subject: Subject, outcome: Outcome, seed: int, *, captured: bool) -> bool:
@@ -147,7 +146,7 @@ def threads(
             mine = Outcome(subject.name)
             stand = Stand.build(world, device)
             if device.type == "cuda":
-                with torch.cuda.stream(torch.cuda.Stream(device)):
+                with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
                     _repeat(stand, mine)
             else:
                 _repeat(stand, mine)

@@ -207,11 +207,10 @@ class Kernel:
         a, b = cast(Tensor, self.ops.a), cast(Tensor, self.ops.b)
         return {"m": a.shape[0], "n": b.shape[-1], "k": a.shape[-1]}[self.spec.jagged or "m"]
 
-    def matrix(self, name: str, x: Any, g: int, rows: int, cols: int) -> Matrix | None:
+    def matrix(self, name: str, x: Any, g: int, rows: int, cols: int) -> Matrix:
         """Group g of an operand, moved by `rows` and `cols` elements; the faults may pick another group or stride."""
-        if x is None:
-            return None
-        g = self.f.group_of.get(name, lambda group, count: group)(g, self.spec.groups)
+        if name in self.f.group_of:
+            g = self.f.group_of[name](g, self.spec.groups)
         tensor = x[g] if isinstance(x, list) else x
         flat = self.flats[id(tensor)]
         row, col = tensor.stride(-2), tensor.stride(-1)
@@ -226,16 +225,15 @@ class Kernel:
         x = self.ops.bias
         if x is None:
             return None
-        tensor = x[g] if isinstance(x, list) else x
+        tensor: Tensor = x[g] if isinstance(x, list) else x
         flat = self.flats[id(tensor)]
         group = g * tensor.stride(0) if tensor.dim() == 2 and not self.f.shared_bias else 0
-        col = 0 if self.f.one_bias_column else tensor.stride(-1)
-        return Matrix(flat, flat.base + group + skip * tensor.stride(-1), 0, col)
+        col = 0 if self.f.one_bias_column else int(tensor.stride(-1))
+        return Matrix(flat, int(flat.base + group + skip * tensor.stride(-1)), 0, col)
 
     def group(self, g: int, start: int, end: int) -> Group:
         ops, jagged = self.ops, self.spec.jagged
-        one = {id(x): (x[g] if isinstance(x, list) else x) for x in (ops.a, ops.b)}
-        a, b = cast(Tensor, one[id(ops.a)]), cast(Tensor, one[id(ops.b)])
+        a, b = (x[g] if isinstance(x, list) else x for x in (ops.a, ops.b))
         extents = {"m": a.shape[-2], "n": b.shape[-1], "k": a.shape[-1]}
         skip = {"m": 0, "n": 0, "k": 0}
         if jagged:
@@ -245,11 +243,10 @@ class Kernel:
         extents = {name: self.f.extent(name, value) for name, value in extents.items()}
         if self.spec.alpha == "zero":
             extents["k"] = 0
-        found = [
-            self.matrix(name, x, g, skip[r], skip[c])
-            for name, x, r, c in (("a", ops.a, "m", "k"), ("b", ops.b, "k", "n"), ("out", ops.out, "m", "n"), ("c", ops.c, "m", "n"))
-        ]  # fmt: skip
-        left, right, out, c = cast("list[Matrix]", found)
+        left = self.matrix("a", ops.a, g, skip["m"], skip["k"])
+        right = self.matrix("b", ops.b, g, skip["k"], skip["n"])
+        out = self.matrix("out", ops.out, g, skip["m"], skip["n"])
+        c = None if ops.c is None else self.matrix("c", ops.c, g, skip["m"], skip["n"])
         if self.f.reads_c_at_beta_zero and c is None:
             c = out
         return Group(g, extents["m"], extents["n"], extents["k"], left, right, out, c, self.bias_of(g, skip["n"]))

@@ -125,11 +125,11 @@ def split(world: World, rng: np.random.Generator) -> Relation | None:
     lengths = (*case.lengths[:g], first, case.lengths[g] - first, *case.lengths[g + 1 :])
     a, b, bias = values.a, values.b, values.bias
     if not case.shared and case.form == "jagged_m":
-        b = np.insert(b, g, b[g], axis=0)  # type: ignore[arg-type]
+        b = np.insert(b, g, b[g], axis=0)
     if not case.shared and case.form == "jagged_n":
-        a = np.insert(a, g, a[g], axis=0)  # type: ignore[arg-type]
+        a = np.insert(a, g, a[g], axis=0)
     if case.bias == "gn" and bias is not None:
-        bias = np.insert(bias, g, bias[g], axis=0)  # type: ignore[arg-type]
+        bias = np.insert(bias, g, bias[g], axis=0)
     axis = 0 if case.form == "jagged_m" else 1
 
     def recover(y: Blocks) -> Blocks:

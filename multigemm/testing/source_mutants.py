@@ -178,8 +178,8 @@ def run_one(site: Site, backend: str, device: str, seconds: float, root: Path) -
     return Fate(site, data["state"], data["oracle"], spent, data["text"])
 
 
-BROKEN = ("CompilationError", "CompileError", "SyntaxError", "NameError", "TypingError", "CompileException", "IndentationError",
-          "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
+BROKEN = ("CompilationError", "CompileError", "SyntaxError", "NameError", "TypingError", "CompileException",
+          "IndentationError", "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
 
 
 def small_tiles(config: Any) -> Any:

@@ -225,15 +225,12 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
     its time on running rather than on compiling.
     """
     sizes = _structure(ch, replace(limits, forms=(kind.form,)))
-    keep = {name: sizes[name] for name in ("m", "n", "k", "lengths", "dims", "tail") if name in sizes}
+    keep: dict[str, Any] = {name: sizes[name] for name in ("m", "n", "k", "lengths", "dims", "tail") if name in sizes}
     if kind.kind == "offsets" and "head" in sizes:
         keep["head"] = ch.choice((0, 0, 1, 3, 9))
     whole = kind.mode in ("int", "ties", "onehot", "precise")
-    modes = [
-        m
-        for m in limits.modes
-        if (m in ("int", "ties", "onehot", "precise")) == whole and m not in ("bitmask", "special")
-    ]
+    alike = [m for m in limits.modes if (m in ("int", "ties", "onehot", "precise")) == whole]
+    modes = [m for m in alike if m not in ("bitmask", "special")]
     if kind.a.zero or kind.b.zero:
         modes = [m for m in modes if m not in DISTINCT]
     mode = kind.mode if kind.dtype == "int8" or kind.mode in ("bitmask", "special") or not modes else ch.choice(modes)
@@ -302,8 +299,9 @@ REQUIRED = frozenset(
     | {f"dtype:{dtype}" for dtype in DTYPES}
     | {f"mode:{mode}" for mode in FLOAT_MODES}
     | {f"act:{act}" for act in (None, *ACTIVATIONS)}
-    | {f"{side}:{kind}" for side in "ab" for kind in ("row", "col", "padded", "shifted", "stepped", "zero-g", "zero-r", "zero-c")}
-    | {f"out:{kind}" for kind in ("row", "col", "padded", "shifted", "stepped", "own")}
+    | {f"{side}:{kind}" for side in ("a", "b", "out") for kind in ("row", "col", "padded", "shifted", "stepped")}
+    | {f"{side}:zero-{direction}" for side in "ab" for direction in "grc"}
+    | {"out:own"}
     | {f"groups:{word}" for word in ("none", "one", "few", "many")}
     | {f"{word}:{name}" for word in ("zero", "odd") for name in "mnk"}
     | {"empty:some", "empty:all", "head", "tail", "shared", "alias", "mixed", "tf32", "beta", "alpha:zero", "alpha:any",

@@ -72,7 +72,7 @@ def amplitude(case: Case, rng: np.random.Generator) -> int:
     if case.result_dtype == torch.float16:
         cap = min(cap, max(1, math.isqrt(int(30000 / math.sqrt(max(case.deepest, 1))))))
     if case.mode == "ties":
-        return cap
+        return int(cap)
     return int(rng.integers(1, cap, endpoint=True)) if rng.integers(2) else min(cap, int(rng.integers(2, 12)))
 
 
@@ -92,7 +92,7 @@ def _onehot(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 def _bitmask(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     """Row i holds consecutive powers of two in one window of k, so that its sum has every bit once."""
-    *front, rows, depth = shape
+    rows, depth = shape[-2:]
     width = min(LAST_BIT[case.result_dtype], LAST_BIT[as_dtype(case.dtype)] + 9, 20)
     windows = max(1, -(-depth // width))
     window = (np.arange(rows) + int(rng.integers(windows))) % windows
@@ -108,7 +108,8 @@ def _precise(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Ar
         bits = 30
     top = 2**bits - 1
     low = 2 ** (bits - 2)
-    return (rng.integers(low, top, shape) | 1) * rng.choice((-1, 1), shape).astype(np.float64)
+    odd: Array = rng.integers(low, top, shape) | 1
+    return np.asarray(odd * rng.choice((-1.0, 1.0), shape))
 
 
 def _specials(rng: np.random.Generator, values: Array) -> Array:
@@ -135,12 +136,14 @@ def _matrix(case: Case, rng: np.random.Generator, shape: tuple[int, ...], left: 
     if mode == "uniform":
         return rng.random(shape)
     if mode == "pow2":
-        return np.ldexp(rng.choice((-1.0, 1.0), shape), rng.integers(-6, 7, shape))
+        return np.asarray(np.ldexp(rng.choice((-1.0, 1.0), shape), rng.integers(-6, 7, shape)))
     values = rng.standard_normal(shape)
     if mode == "special":
         return _specials(rng, values)
     if mode == "rowscaled":
-        scale = np.ldexp(1.0, rng.integers(-5, 6, (*shape[:-2], shape[-2], 1) if left else (*shape[:-2], 1, shape[-1])))
+        scale: Array = np.ldexp(
+            1.0, rng.integers(-5, 6, (*shape[:-2], shape[-2], 1) if left else (*shape[:-2], 1, shape[-1]))
+        )
         return values * scale
     if mode == "tiny":
         return values * (2.0**-14 if "float16" in (case.dtype, case.dtype_b) else 2.0**-50)
@@ -180,7 +183,8 @@ def draw_values(case: Case) -> Values:
     rng = np.random.default_rng(case.seed)
     shape = shapes(case)
     high = amplitude(case, rng) if case.mode in ("int", "ties") and case.compute != torch.int8 else 1
-    c = bias = None
+    c: Operand | None = None
+    bias: Operand | None = None
     c_dtype = as_dtype(case.c_dtype) if case.c_dtype else None
     bias_dtype = as_dtype(case.bias_dtype) if case.bias_dtype else None
     if case.form == "per_group":

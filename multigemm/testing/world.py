@@ -73,7 +73,7 @@ def index_values(case: Case) -> list[int]:
     lengths = list(case.lengths)
     if case.form == "masked" or case.kind == "sizes":
         return lengths
-    offsets = np.cumsum([case.head, *lengths]).tolist()
+    offsets: list[int] = np.cumsum([case.head, *lengths]).tolist()
     return offsets if case.kind == "offsets" else offsets[1:]
 
 
