@@ -148,6 +148,16 @@ def _as_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+class _RawStream:
+    """A stream handle in the protocol that CuPy takes foreign streams by."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
 def _adopt_cupy(x: Any, name: str) -> Adopted:
     import cupy
 
@@ -163,7 +173,7 @@ def _adopt_cupy(x: Any, name: str) -> Adopted:
     mirror = cupy.ascontiguousarray(x)
 
     def refresh() -> None:
-        with cupy.cuda.ExternalStream(torch.cuda.current_stream(x.device.id).cuda_stream):
+        with cupy.cuda.Stream.from_external(_RawStream(torch.cuda.current_stream(x.device.id).cuda_stream)):
             cupy.copyto(mirror, x)
 
     return Adopted(tensor_over(mirror), "cupy", x, refresh)
