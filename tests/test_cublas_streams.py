@@ -123,6 +123,7 @@ def test_threads_share_nothing() -> None:
             sizes = [seed + 1, 20, 0, 30 - seed]
             a, b = _ints(sum(sizes), 64, seed=seed), _ints(4, 64, 32, seed=seed + 50)
             want = _want(a, b, sizes)
+            torch.cuda.synchronize()  # the operands were filled on another stream
             with torch.cuda.stream(cuda.Stream()):
                 for config in (
                     Config("loop"),
