@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from multigemm import tuning
 from multigemm.bench import embed, results
+from multigemm.bench.entries import problem
+from multigemm.bench.operands import make
+from multigemm.bench.suites import suite
+from multigemm.cache import DiskCache
+from multigemm.staging import staged_spec
 from multigemm.tuning import SCHEMA, Measured
 from tests.bench_reports import made_up_report
 
@@ -61,3 +69,20 @@ def test_a_block_is_filled_and_a_stale_page_is_found(
     assert text.endswith("after\n")
     assert embed.main(["--check", "page.md"]) == 0
     assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", TUNED, ids=lambda path: path.name)
+def test_shipped_tunings_are_found_by_the_problems_they_were_measured_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [Measured(**entry) for entry in json.loads(path.read_text())["entries"]]
+    monkeypatch.setattr(tuning, "device_name", lambda device: entries[0].device)
+    table = tuning.TuningTable(DiskCache("nothing", Path("/nonexistent")))
+    for case in suite("small"):
+        spec = staged_spec(problem(make(case, "cpu")))
+        fastest = min((m for m in entries if m.key == tuning.spec_key(spec)), key=lambda m: m.us)
+        found = table.find(fastest.backend, spec, torch.device("cpu"))
+        assert found is not None, case.key
+        assert (found.us, found.source) == (fastest.us, f"shipped {path.name}")
+        near = table.neighbours(replace(spec, groups=4 * spec.groups), torch.device("cpu"))
+        assert {m.backend for m in near} >= {fastest.backend}
