@@ -52,7 +52,8 @@ def test_cupy_work_runs_on_the_stream_of_cupy() -> None:
     torch.cuda.synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         late = cupy.zeros((20, 16), cupy.float16)
-        torch.cuda._sleep(1)
+        sleep: Any = torch.cuda._sleep
+        sleep(1)
         late[...] = cupy.asarray(a)
         got = mg.grouped_gemm(late, cupy.asarray(b), offsets=[0, 5, 5, 18])
         stream.synchronize()
