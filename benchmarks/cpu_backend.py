@@ -101,7 +101,7 @@ def operands(shape: Shape, dtype: torch.dtype) -> Operands:
 def peers(shape: Shape, ops: Operands) -> dict[str, Callable[[], object]]:
     """torch's own ways, with all that can be prepared beforehand prepared."""
     a, b, ends = ops.a, ops.b, ops.ends
-    assert isinstance(a, Tensor) and isinstance(b, Tensor) and ends is not None  # noqa: PT018
+    assert isinstance(a, Tensor) and isinstance(b, Tensor) and ends is not None
     out = torch.empty_like(ops.out)  # type: ignore[arg-type]
     sizes = shape.sizes()
     views = list(zip(a.split(sizes), b, out.split(sizes), strict=True))
