@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,3 +133,79 @@ def test_every_tile_is_taken_once(regions: int, total: int) -> None:
 
     order = make_order(regions).py_func
     assert sorted(int(order(np.int32(i), np.int32(total))) for i in range(total)) == list(range(total))
+
+
+def test_relu_sees_the_sum_that_int32_keeps() -> None:
+    """Numba adds int32 in 64 bits: the sign must be taken after the sum has wrapped, so from 32 bits."""
+    from multigemm.backends.numba.epilogue import make_finish
+    from multigemm.backends.numba.memory import loader, storer
+    from multigemm.backends.numba.runtime import cuda, numpy_names, types
+
+    finish, load, store = make_finish("i32", "relu", "i32", "i32"), loader("i32"), storer("i32", "i32")
+
+    def kernel(at: int, alpha: int, beta: int) -> None:
+        store(at, 0, finish(load(at, 1), types.int32(alpha), types.int32(beta), at, 2, at, 3))
+
+    words = types.void(types.int64, types.int64, types.int64)
+    with numpy_names(), build._compiling_for((8, 0)):
+        text, _ = cuda.compile(kernel, words, device=False, abi="numba", cc=(8, 0))
+    assert re.search(r"(max|setp\.\w+)\.s32", text), text
+    assert not re.search(r"(max|setp\.\w+)\.s64", text), text
+
+
+@pytest.mark.parametrize(
+    ("a_order", "b_order", "compute"), [("col", "row", "bf16"), ("row", "col", "f16"), ("row", "col", "f32")]
+)
+@pytest.mark.parametrize("valid", [1, 7, 8, 31])
+def test_the_tail_of_ragged_k_is_cleared_and_nothing_else(
+    a_order: str, b_order: str, compute: str, valid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs the device function in Python, over a model of the swizzled stage."""
+    from multigemm.backends.numba import hopper_consumer
+    from multigemm.backends.numba.hopper_shape import COLUMNS, ROW_BYTES, WEIGHT_BYTES
+
+    cleared: list[int] = []
+    height, size = 96, 4 if compute == "f32" else 2
+    bk = ROW_BYTES // size
+    signature = replace(PLAIN, compute=compute, a_order=a_order, b_order=b_order, ragged_k=True)
+    zero_tail = hopper_consumer.make_zero_tail.__wrapped__(HOPPER, signature)
+
+    def clear(at: int, width: int) -> None:
+        cleared.extend(range(int(at), int(at) + width))
+
+    class Stores:
+        store_shared_u32x4 = staticmethod(lambda at, _zeros: clear(at, 16))
+        store_shared_u16 = staticmethod(lambda at, _zero: clear(at, 2))
+        store_shared_u32 = staticmethod(lambda at, _zero: clear(at, 4))
+        named_barrier = staticmethod(lambda _barrier, _threads: None)
+
+    class Fences:
+        fence_async = staticmethod(lambda: None)
+
+    monkeypatch.setattr(hopper_consumer, "ptx", Stores)
+    monkeypatch.setattr(hopper_consumer, "hw", Fences)
+    run = plain(zero_tail)
+    for thread in range(hopper_consumer.CONSUMERS):
+        run(0, np.int32(valid), height, np.int32(thread))
+
+    def tail(start: int, across: bool, extent: int) -> set[int]:
+        """The bytes of k >= valid, by where TMA lays element (own, k) down."""
+        own, k, byte = np.meshgrid(np.arange(extent), np.arange(valid, bk), np.arange(size), indexing="ij")
+        inside = ((k * size + byte) ^ ((own & 7) << 4)) + own * ROW_BYTES
+        turned = ((own % 64 * size + byte) ^ ((k & 7) << 4)) + (own // 64 * bk + k) * ROW_BYTES
+        return set((start + (turned if across else inside)).ravel().tolist())
+
+    wanted = tail(0, b_order == "row", COLUMNS)
+    wanted |= tail(WEIGHT_BYTES, a_order == "col", -(-height // 64) * 64 if a_order == "col" else height)
+    assert set(cleared) == wanted
+    assert len(cleared) == len(wanted), "no byte is cleared twice"
+
+
+def plain(function: Any) -> Any:
+    """A device function as plain Python, with the device functions in its closure made plain too."""
+    made = function.py_func
+    cells = tuple(
+        CellType(plain(cell.cell_contents)) if hasattr(cell.cell_contents, "py_func") else cell
+        for cell in made.__closure__ or ()
+    )
+    return FunctionType(made.__code__, made.__globals__, made.__name__, made.__defaults__, cells)

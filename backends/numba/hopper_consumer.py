@@ -35,22 +35,22 @@ def make_zero_tail(config, signature):
 
     @synchronising
     def clear_rows(start, boxes, valid, thread):
-        """Boxes of bk rows (k) x 128 bytes."""
-        chunks = (bk - valid) * 8
-        for index in range(thread, boxes * chunks, CONSUMERS):
-            box, chunk = index // chunks, index % chunks
-            ptx.store_shared_u32x4(start + box * bk * ROW_BYTES + valid * ROW_BYTES + chunk * 16, (0, 0, 0, 0))
+        """Boxes of bk rows (k) x 128 bytes: 8 threads clear a row."""
+        for box in range(boxes):
+            first = int32(start + box * (bk * ROW_BYTES) + (thread & 7) * 16)
+            for row in range(int32(valid + (thread >> 3)), int32(bk), int32(CONSUMERS // 8)):
+                ptx.store_shared_u32x4(first + row * ROW_BYTES, (0, 0, 0, 0))
 
     @synchronising
     def clear_columns(start, rows, valid, thread):
-        """Rows of 128 bytes of k, their 16-byte chunks swizzled."""
-        for index in range(thread, rows * (bk - valid), CONSUMERS):
-            row, byte = index // (bk - valid), (valid + index % (bk - valid)) * size
-            where = start + row * ROW_BYTES + ((byte // 16) ^ (row % 8)) * 16 + byte % 16
-            if size == 2:
-                ptx.store_shared_u16(where, 0)
-            else:
-                ptx.store_shared_u32(where, 0)
+        """Rows of 128 bytes of k, their 16-byte chunks swizzled: a thread clears the end of a row."""
+        for row in range(int32(thread), int32(rows), int32(CONSUMERS)):
+            first, twist = int32(start + row * ROW_BYTES), int32((row & 7) << 4)
+            for byte in range(int32(valid * size), int32(ROW_BYTES), int32(size)):
+                if size == 2:
+                    ptx.store_shared_u16(first + (byte ^ twist), 0)
+                else:
+                    ptx.store_shared_u32(first + (byte ^ twist), 0)
 
     @synchronising
     def zero_tail(stage, valid, height, thread):

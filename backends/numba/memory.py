@@ -181,4 +181,5 @@ else:
 
     @device
     def wrap_int32(value):
-        return value
+        """Numba adds int32 in 64 bits; what looks at the sign next must see the 32 that are kept."""
+        return types.int32(value)
