@@ -159,19 +159,23 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
 def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
     rows, columns = typical_rows(spec), typical_columns(spec)
     if rows * columns <= 160 * 160:
-        small = Config(block_m=32, block_n=64, block_k=128, warps=4, stages=2, programs=0)
-        return [small, replace(small, block_m=64), replace(small, block_n=32), replace(small, block_m=16, block_k=64)]
+        deep = 4 if (spec.k or 0) > 512 else 2
+        small = Config(block_m=32, block_n=32, block_k=128, warps=4, stages=deep, programs=0)
+        return [small, replace(small, block_n=64), replace(small, block_m=16, block_n=64)]
     if rows <= 32:
         thin = Config(block_m=_pow2(rows, 16, 32), block_n=128, block_k=64, warps=4, stages=5, programs=2)
         return [thin, replace(thin, block_n=64, stages=6, programs=3), replace(thin, block_k=128, stages=3)]
     big = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3, programs=2)
     mid = Config(block_m=128, block_n=64, block_k=64, warps=4, stages=4, programs=3)
-    low = Config(block_m=64, block_n=128, block_k=64, warps=4, stages=4, programs=3)
+    low = Config(block_m=64, block_n=128, block_k=64, warps=4, stages=4, programs=2)
     if heavy(spec):
         low = replace(low, block_k=32)
         return [replace(low, warps=8), replace(low, block_n=64)]
-    if rows <= 96 or spec.form == "per_group":
-        return [mid, low, big] if spec.form == "per_group" else [low, big, mid]
+    if spec.form == "per_group":
+        square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, programs=0)
+        return [square, low, mid] if rows <= 300 else [low, mid, big]
+    if rows <= 96:
+        return [low, big, mid]
     return [big, mid, low]
 
 
@@ -205,6 +209,18 @@ def emulated() -> list[Config]:
     return [Config(block_m=64, block_n=64, block_k=64, warps=4, stages=1, width=2, programs=3)]
 
 
+def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
+    """The order that measurements on an H100 support (docs/triton-tuning.md), by rows per group."""
+    rows = typical_rows(spec)
+    if spec.form != "jagged_n" and (spec.n or 256) <= 128:
+        return tall, flat
+    if spec.form == "jagged_k" or rows <= 32 or (rows >= 1024 and (spec.k or 0) <= 4096):
+        return large, wide, tall, flat
+    if 512 <= rows < 1024:
+        return wide, tall, large, flat
+    return tall, wide, large, flat
+
+
 def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     """Configs of the warp-specialised kernel, the best guess first; empty where it cannot run."""
     large = Config("hopper", block_m=192, block_n=256, stages=3, warps=4)
@@ -212,7 +228,7 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     tall = Config("hopper", block_m=256, block_n=128, stages=4, warps=4)
     flat = Config("hopper", block_m=128, block_n=128, stages=5, warps=4)
     pack = tuple(name for name, x in (("a", spec.a), ("b", spec.b)) if not mappable(x))
-    ranked = (large, tall, wide, flat) if (spec.n or 256) > 128 else (tall, flat)
+    ranked = _ranked(spec, large, wide, tall, flat)
     found = [replace(config, pack=pack) for config in ranked]
     return [config for config in found if not problem_with(config, spec)]
 

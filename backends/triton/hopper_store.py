@@ -86,12 +86,12 @@ def store_bounded(result, out_desc, staging, end, at, col):
 
 @gluon.jit
 def store_plain(result, out, strides, g, row, rows, low, col, n, STORE: gl.constexpr):
-    """Element by element, for outputs that no tensor map can express."""
+    """Element by element, neighbouring lanes at neighbouring addresses, for outputs that no map can express."""
     COLUMNS: gl.constexpr = result.shape[1]
     if STORE == "row":
-        blocked: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // COLUMNS, COLUMNS // 8], [4, 1], [1, 0])
+        blocked: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     else:
-        blocked: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+        blocked: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
     result = gl.convert_layout(result, blocked)
     i = gl.arange(0, STRIP, gl.SliceLayout(1, blocked))
     j = gl.arange(0, COLUMNS, gl.SliceLayout(0, blocked))
