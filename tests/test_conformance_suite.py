@@ -5,13 +5,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from multigemm.spec import FORMS
 from multigemm.testing import conformance
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.mutants import MUTANTS
 from multigemm.testing.oracles import Subject
+from multigemm.testing.strategies import DTYPES
 
 ROOT = Path(__file__).parents[1]
 FAULT = """
@@ -36,7 +39,7 @@ def run_suite(environment: dict[str, str], name: str, *arguments: str) -> subpro
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT)
 
 
-def test_the_example_of_the_documentation_conforms(tmp_path):
+def test_the_example_of_the_documentation_conforms(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-backend.md").read_text(), re.DOTALL)
     environment = install(tmp_path, "loop", blocks[0])
     listed = subprocess.run(
@@ -48,35 +51,35 @@ def test_the_example_of_the_documentation_conforms(tmp_path):
         environment, "loop", "--device", "cpu", "--cases", "10", "-k", "jagged_m or members or plan or say"
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    passed, skipped = (int(re.search(rf"(\d+) {word}", done.stdout).group(1)) for word in ("passed", "skipped"))
+    passed, skipped = (int(re.findall(rf"(\d+) {word}", done.stdout)[0]) for word in ("passed", "skipped"))
     assert passed >= 25
     assert skipped >= 1, "the example refuses activations and other dtypes with a reason"
 
 
-def test_a_faulty_backend_does_not_conform(tmp_path):
+def test_a_faulty_backend_does_not_conform(tmp_path: Path) -> None:
     environment = install(tmp_path, "planted", FAULT)
     done = run_suite(environment, "planted", "--device", "cpu", "--cases", "2", "-x", "-k", "jagged_m")
     assert done.returncode == 1
     assert "no group owns" in done.stdout
 
 
-def test_an_unknown_backend_is_said(tmp_path):
+def test_an_unknown_backend_is_said(tmp_path: Path) -> None:
     done = run_suite({**os.environ, "PYTHONPATH": str(ROOT)}, "tritn", "-k", "members")
     assert done.returncode != 0
     assert "did you mean 'triton'" in done.stdout
 
 
-@pytest.mark.parametrize("form", conformance.FORMS)
-def test_cases_of_the_suite_accept_the_model(form):
+@pytest.mark.parametrize("form", FORMS)
+def test_cases_of_the_suite_accept_the_model(form: Any) -> None:
     import torch
 
     subject, device = Subject(ModelBackend()), torch.device("cpu")
-    for dtype in conformance.DTYPES:
+    for dtype in DTYPES:
         conformance.examine(conformance.case_of(form, dtype, seed=3), subject, device, must_run=True)
 
 
 @pytest.mark.parametrize("name", ["no M mask on the store", "wrong group's B", "head rows not zeroed"])
-def test_cases_of_the_suite_see_faults(name):
+def test_cases_of_the_suite_see_faults(name: str) -> None:
     import torch
 
     subject, device = Subject(ModelBackend(name, MUTANTS[name])), torch.device("cpu")
@@ -84,6 +87,6 @@ def test_cases_of_the_suite_see_faults(name):
         conformance.examine(conformance.case_of("jagged_m", "float32", mode="normal"), subject, device)
 
 
-def test_the_cpu_backend_conforms():
+def test_the_cpu_backend_conforms() -> None:
     done = run_suite(dict(os.environ), "cpu", "--device", "cpu", "--cases", "6", "-x")
     assert done.returncode == 0, done.stdout[-3000:]

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,13 +19,13 @@ EMULATED_WORK = 12_000
 """Multiply-adds of a stored problem that an emulator may be asked to do in the ordinary tests."""
 
 
-def test_the_corpus_is_there():
+def test_the_corpus_is_there() -> None:
     assert len(ENTRIES) >= 50
     assert all(entry.why and entry.source for entry in ENTRIES)
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
-def test_host_backends(entry):
+def test_host_backends(entry: corpus.Entry) -> None:
     for backend in ("cpu", ModelBackend()):
         outcome = check_case(entry.case, backend)
         assert outcome.ran, outcome.refusals
@@ -34,7 +35,7 @@ def test_host_backends(entry):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [n for n in registry.BUILTIN if n not in ("cpu", "null")])
 @pytest.mark.parametrize("part", range(3))
-def test_gpu_backends(name, part):
+def test_gpu_backends(name: str, part: int) -> None:
     """The silent faults of history; `multigemm fuzz --replay tests/corpus` runs all of them."""
     if not registry.get(name).availability().ok:
         pytest.skip(registry.get(name).availability().reason)
@@ -49,6 +50,7 @@ def test_gpu_backends(name, part):
 SCRIPT = """
 import sys
 from pathlib import Path
+from typing import Any
 from multigemm import registry
 from multigemm.testing import check_case, corpus
 state = registry.get(sys.argv[1]).availability()
@@ -67,7 +69,7 @@ print("RAN", ran)
 
 
 @pytest.mark.parametrize("name", ["triton", "numba"])
-def test_emulated_backends(name):
+def test_emulated_backends(name: str) -> None:
     environment = {**os.environ, "MULTIGEMM_EMULATE": "1"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, name, str(FOLDER), str(EMULATED_WORK)]
     done = subprocess.run(
@@ -79,7 +81,7 @@ def test_emulated_backends(name):
     assert int(done.stdout.split()[-1]) >= 15
 
 
-def test_a_file_that_is_no_problem_is_refused(tmp_path):
+def test_a_file_that_is_no_problem_is_refused(tmp_path: Path) -> None:
     bad = tmp_path / "x.json"
     for text in ("{", '{"case": {"colour": 1}}', "{}"):
         bad.write_text(text)
@@ -87,11 +89,11 @@ def test_a_file_that_is_no_problem_is_refused(tmp_path):
             corpus.load(bad)
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path):
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     case = Case(form="per_group", dtype="float16", dims=((1, 2, 3),))
     path = corpus.save(tmp_path, {"case": case.to_dict(), "backend": "cpu", "oracle": "value", "why": "w", "config": 2})
     entry = corpus.load(path)
     assert (entry.case, entry.backend, entry.oracle, entry.config) == (case, "cpu", "value", 2)
-    namespace = {}
+    namespace: dict[str, Any] = {}
     exec(corpus.snippet(case, "cpu", "cpu"), namespace)
     assert namespace["case"] == case

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,9 @@ from multigemm.testing.model_kernel import Faults, Kernel, ModelBackend
 from multigemm.backend import Recipe
 
 class Crashing(ModelBackend):
-    def plan(self, spec, config, device):
-        def bind(ops):
-            def launch():
+    def plan(self: Any, spec: Any, config: Any, device: Any) -> Any:
+        def bind(ops: Any) -> Any:
+            def launch() -> Any:
                 if spec.form == "batched" and ops.a.shape[-1] > 10:
                     ctypes.string_at(0)
                 Kernel(ops, config, self.faults).launch()
@@ -38,7 +39,7 @@ faulty = ModelBackend("faulty", Faults(mask_n_store=False))
 
 
 @pytest.fixture
-def environment(tmp_path):
+def environment(tmp_path: Path) -> Any:
     (tmp_path / "multigemm_planted.py").write_text(FAULTY)
     info = tmp_path / "multigemm_planted-1.0.dist-info"
     info.mkdir()
@@ -48,12 +49,12 @@ def environment(tmp_path):
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
 
 
-def fuzz(environment, *arguments):
+def fuzz(environment: dict[str, str], *arguments: Any) -> Any:
     command = [sys.executable, "-W", "ignore", "-m", "multigemm", "fuzz", "--device", "cpu", "--quiet", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT)
 
 
-def test_a_fault_is_found_shrunk_stored_and_repeated(environment, tmp_path):
+def test_a_fault_is_found_shrunk_stored_and_repeated(environment: dict[str, str], tmp_path: Path) -> None:
     summary, stored = tmp_path / "s.json", tmp_path / "stored"
     asked = ["--backends", "faulty", "--examples", "10", "--corpus", str(stored), "--json", str(summary)]
     done = fuzz(environment, *asked, "--shrink", "4")
@@ -64,7 +65,7 @@ def test_a_fault_is_found_shrunk_stored_and_repeated(environment, tmp_path):
     assert data["guard_hits"] > 0
     small = min((Case.from_dict(f["shrunk"]) for f in data["failures"] if f["shrunk"]), key=lambda c: c.work)
     assert small.work <= 16 and small.activation is None
-    code = re.search(r"to repeat it:\n((?:    .*\n)+)", done.stdout).group(1)
+    code = re.findall(r"to repeat it:\n((?:    .*\n)+)", done.stdout)[0]
     script = "\n".join(line[4:] for line in code.splitlines())
     again = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT
@@ -75,7 +76,7 @@ def test_a_fault_is_found_shrunk_stored_and_repeated(environment, tmp_path):
     assert "faulty: WRONG" in replayed.stdout and "cpu: right" in replayed.stdout
 
 
-def test_a_worker_that_is_killed_loses_nothing(environment, tmp_path):
+def test_a_worker_that_is_killed_loses_nothing(environment: dict[str, str], tmp_path: Path) -> None:
     """Two backends, one of which ends its process on some problems: all other results are there."""
     summary = tmp_path / "s.json"
     asked = ["--backends", "cpu,crashing", "--examples", "6", "--jobs", "2", "--forms", "batched,jagged_m"]
@@ -91,7 +92,7 @@ def test_a_worker_that_is_killed_loses_nothing(environment, tmp_path):
     assert small.form == "batched" and small.k >= 11
 
 
-def test_a_campaign_over_everything_on_the_host(environment, tmp_path):
+def test_a_campaign_over_everything_on_the_host(environment: dict[str, str], tmp_path: Path) -> None:
     """Every form and dtype on the cpu backend, against the reference."""
     summary = tmp_path / "s.json"
     done = fuzz(environment, "--backends", "cpu", "--examples", "500", "--jobs", "2", "--seed", "5", "--work", "30000",
@@ -107,7 +108,7 @@ def test_a_campaign_over_everything_on_the_host(environment, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["triton", "numba"])
-def test_an_emulated_campaign(name, environment, tmp_path):
+def test_an_emulated_campaign(name: str, environment: dict[str, str], tmp_path: Path) -> None:
     summary = tmp_path / "s.json"
     done = fuzz(environment, "--backends", name, "--seconds", "12", "--jobs", "1", "--json", str(summary), "--emulate")
     if "not available" in done.stderr:
@@ -116,7 +117,7 @@ def test_an_emulated_campaign(name, environment, tmp_path):
     assert json.loads(summary.read_text())["checks"][name] >= 3
 
 
-def test_bad_options_are_one_line_and_exit_code_two(environment):
+def test_bad_options_are_one_line_and_exit_code_two(environment: dict[str, str]) -> None:
     for arguments, text in (
         (("--backends", "tritn"), "unknown backend 'tritn'"),
         (("--forms", "jaged"), "unknown form"),
@@ -127,7 +128,7 @@ def test_bad_options_are_one_line_and_exit_code_two(environment):
         assert text in done.stderr and "Traceback" not in done.stderr
 
 
-def test_shrinking_keeps_only_what_matters():
+def test_shrinking_keeps_only_what_matters() -> None:
     case = Case(form="jagged_m", dtype="float16", n=65, k=33, lengths=(17, 0, 40, 3), head=2, tail=9, bias="gn",
                 bias_dtype="float32", activation="silu", given=True, mode="normal", a=Layout("col", 3, 1),
                 out=Layout("row", 7))  # fmt: skip
@@ -137,7 +138,7 @@ def test_shrinking_keeps_only_what_matters():
     assert small.a == Layout() and small.mode == "int"
 
 
-def test_every_proposal_is_a_legal_case():
+def test_every_proposal_is_a_legal_case() -> None:
     from multigemm.testing import World
 
     for seed in (3, 17, 41):
@@ -145,7 +146,7 @@ def test_every_proposal_is_a_legal_case():
             World.build(candidate)
 
 
-def test_workers_share_the_kinds_and_never_a_problem():
+def test_workers_share_the_kinds_and_never_a_problem() -> None:
     options = Options(("cpu",), kinds=12, burst=3, jobs=4, seed=9)
     cases = [drawn(options, number) for number in range(48)]
     assert len({repr(c) for c in cases}) == 48
@@ -154,7 +155,7 @@ def test_workers_share_the_kinds_and_never_a_problem():
     assert drawn(options, 5) == drawn(options, 5)
 
 
-def test_the_gate_names_what_was_never_drawn():
+def test_the_gate_names_what_was_never_drawn() -> None:
     options = Options(("cpu",))
     tally = Tally(problems=6000)
     tally.classes["form:jagged_m"] = 6000
@@ -164,7 +165,7 @@ def test_the_gate_names_what_was_never_drawn():
     assert not missing(Summary(Options(("cpu",), forms=("masked",)), tally, 1.0))
 
 
-def test_the_report_counts_and_speaks():
+def test_the_report_counts_and_speaks() -> None:
     tally = Tally(problems=3)
     tally.checks["cpu"] = 3
     tally.refusals["cpu", "too wide"] = 2

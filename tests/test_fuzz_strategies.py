@@ -1,6 +1,7 @@
 """What is drawn: every class, legal, bounded, repeatable; and where it lies in memory."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from multigemm.testing.strategies import REQUIRED, RandomChooser, kinds, redrawn
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
 
 
-def test_every_class_is_drawn():
+def test_every_class_is_drawn() -> None:
     """The generator cannot quietly stop making one."""
     seen = Counter(name for seed in range(4000) for name in classes(random_case(seed)))
     assert not REQUIRED - set(seen)
@@ -25,7 +26,7 @@ def test_every_class_is_drawn():
     assert not rare
 
 
-def test_unaligned_sizes_are_the_rule():
+def test_unaligned_sizes_are_the_rule() -> None:
     drawn = [random_case(seed) for seed in range(500)]
     odd = sum(any(e % 8 for size in case.sizes() for e in size) for case in drawn)
     assert odd > 350
@@ -33,7 +34,7 @@ def test_unaligned_sizes_are_the_rule():
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("limits", [Limits(), Limits(work=30_000), Limits(work=500), EMULATED, SMALL])
-def test_limits_hold(limits):
+def test_limits_hold(limits: Limits) -> None:
     for seed in range(1500):
         case = random_case(seed, limits)
         assert case.work <= limits.work
@@ -41,7 +42,7 @@ def test_limits_hold(limits):
         assert case.form in limits.forms and case.dtype in limits.dtypes
 
 
-def test_a_case_survives_json_and_its_own_repr():
+def test_a_case_survives_json_and_its_own_repr() -> None:
     for seed in range(200):
         case = random_case(seed)
         assert Case.from_dict(__import__("json").loads(case.to_json())) == case
@@ -50,7 +51,7 @@ def test_a_case_survives_json_and_its_own_repr():
         Case.from_dict({"colour": 1})
 
 
-def test_a_kind_keeps_what_kernels_are_compiled_for():
+def test_a_kind_keeps_what_kernels_are_compiled_for() -> None:
     for seed in range(60):
         kind = random_case(seed)
         for number in range(4):
@@ -71,14 +72,14 @@ def test_a_kind_keeps_what_kernels_are_compiled_for():
                 assert getattr(other, name) == getattr(kind, name)
 
 
-def test_kinds_cover_pairs_better_than_chance():
-    def covered(found):
+def test_kinds_cover_pairs_better_than_chance() -> None:
+    def covered(found: Any) -> Any:
         return {(x, y) for case in found for x in classes(case) for y in classes(case)}
 
     assert len(covered(kinds(Limits(), 30))) > len(covered([random_case(seed) for seed in range(30)]))
 
 
-def test_the_same_seed_gives_the_same_bytes():
+def test_the_same_seed_gives_the_same_bytes() -> None:
     one, two = World.build(random_case(11)), World.build(random_case(11))
     assert torch.equal(one.inputs, two.inputs)
     assert all(torch.equal(x, y) for x, y in zip(one.prefills, two.prefills, strict=True))
@@ -86,7 +87,7 @@ def test_the_same_seed_gives_the_same_bytes():
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases(SMALL))
-def test_the_cpu_backend_on_drawn_cases(case):
+def test_the_cpu_backend_on_drawn_cases(case: Case) -> None:
     outcome = check(Stand.build(World.build(case), torch.device("cpu")), Subject("cpu"))
     target(min(outcome.rho, 50.0), label="rho")
     assert outcome.ok, outcome.findings
@@ -94,7 +95,7 @@ def test_the_cpu_backend_on_drawn_cases(case):
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 100_000))
-def test_nobody_elses_memory_is_poison(seed):
+def test_nobody_elses_memory_is_poison(seed: int) -> None:
     """A and B are surrounded by NaN (floats), and their elements are what was drawn."""
     world = World.build(random_case(seed, SMALL))
     place = world.place
@@ -115,7 +116,7 @@ def test_nobody_elses_memory_is_poison(seed):
 @pytest.mark.parametrize("index", ["int32", "int64"])
 @pytest.mark.parametrize("kind", ["offsets", "sizes", "ends"])
 @pytest.mark.parametrize("form", [f for f in FORMS if f.startswith("jagged")])
-def test_the_spec_names_the_type_of_the_ends_that_kernels_get(form, kind, index):
+def test_the_spec_names_the_type_of_the_ends_that_kernels_get(form: Any, kind: str, index: str) -> None:
     """A kernel compiled for int32 ends once read the int64 sums of live int32 sizes."""
     case = Case(form=form, dtype="float32", m=3, n=3, k=3, lengths=(2, 0, 5), kind=kind, index=index)
     stand = Stand.build(World.build(case), torch.device("cpu"))
@@ -125,7 +126,7 @@ def test_the_spec_names_the_type_of_the_ends_that_kernels_get(form, kind, index)
     assert ops.ends.dtype == spec.index
 
 
-def test_foreign_writes_are_counted_to_the_byte():
+def test_foreign_writes_are_counted_to_the_byte() -> None:
     arena = Arena()
     region = arena.add(torch.float16, (3, 5), Layout("row", pad=2, shift=1))
     before, mask = arena.poisoned(), torch.zeros_like(arena.poisoned())

@@ -14,17 +14,17 @@ from multigemm.testing.world import Stand, World
 UNPLANTED = int(os.environ.get("UNPLANTED_PROBLEMS", "300"))
 
 
-def test_there_are_enough_of_them():
+def test_there_are_enough_of_them() -> None:
     assert len(MUTANTS) >= 40
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_each_planted_fault_is_seen(name):
+def test_each_planted_fault_is_seen(name: str) -> None:
     kill = hunt_mutant(name, seconds=60)
     assert kill.killed, f"{name} survived {kill.tried} problems"
 
 
-def test_the_unplanted_kernel_is_accepted():
+def test_the_unplanted_kernel_is_accepted() -> None:
     subject, device = Subject(ModelBackend()), torch.device("cpu")
     for seed in range(UNPLANTED):
         outcome = examine(random_case(seed, HUNTING), subject, device, deep=seed % 8 == 0, seed=seed)
@@ -32,13 +32,13 @@ def test_the_unplanted_kernel_is_accepted():
 
 
 @pytest.mark.parametrize("name", EQUIVALENT)
-def test_harmless_changes_are_not_accused(name):
+def test_harmless_changes_are_not_accused(name: str) -> None:
     faults, _ = EQUIVALENT[name]
     kill = hunt(ModelBackend(name, faults), seconds=2)
     assert not kill.killed, kill.text
 
 
-def test_each_backend_of_a_batch_is_judged_by_its_own_result():
+def test_each_backend_of_a_batch_is_judged_by_its_own_result() -> None:
     """Outputs come home in one copy; a view into it once read the first backend's result for all."""
     case = random_case(8, HUNTING)
     stand = Stand.build(World.build(case), torch.device("cpu"))

@@ -18,7 +18,7 @@ import sys
 import time
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-OPTIONS = {"memcheck": ("--padding", "4096"), "initcheck": ("--track-unused-memory", "no")}
+OPTIONS = {"memcheck": ("--padding", "4096")}
 PROBLEMS = 20
 
 

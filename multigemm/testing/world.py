@@ -36,6 +36,11 @@ class Plot:
     out: Regions
 
 
+def bias_layout(case: Case) -> Layout:
+    """A bias lies as its neighbours do: shifted like A, padded like B, and with a stride where A's shift is odd."""
+    return Layout(pad=case.b.pad, shift=case.a.shift, step=2 if case.a.shift % 2 else case.b.step)
+
+
 def _lay(arena: Arena, dtype: torch.dtype, shape: Any, layout: Layout, case: Case) -> Regions:
     if case.form == "per_group":
         gap = 4096 if case.groups <= 16 else 512
@@ -61,7 +66,7 @@ def plot(case: Case, shape: Shapes) -> Plot:
     if case.c_dtype:
         c = out if case.alias else _lay(inputs, as_dtype(case.c_dtype), shape.out, case.c, case)
     if case.bias:
-        bias = _lay(inputs, as_dtype(case.bias_dtype), shape.bias, replace(PLAIN, shift=case.a.shift), case)
+        bias = _lay(inputs, as_dtype(case.bias_dtype), shape.bias, bias_layout(case), case)
     vector = _index_shape(case)
     if vector is not None:
         index = inputs.add(as_dtype(case.index), vector, replace(PLAIN, shift=case.b.shift % 3))
