@@ -11,7 +11,6 @@ In Numba's simulator the same names read and write host memory through ctypes.
 from __future__ import annotations
 
 import ctypes
-import struct
 from functools import cache
 
 import numpy as np
@@ -101,9 +100,6 @@ if SIMULATED:
 
     def wrap_int32(value):
         return _wrap(value)
-
-    def float_bits(value):
-        return struct.unpack("<i", struct.pack("<f", float(value)))[0]
 
 else:
     _LLVM = {"f16": ir.HalfType(), "bf16": ir.IntType(16), "f32": ir.FloatType(), "f64": ir.DoubleType(),
