@@ -29,9 +29,8 @@ from multigemm.spec import ProblemSpec
 THREADS = 384
 LAUNCH = struct.Struct("<2q4i")
 COUNTERS = 8192
-KEPT_BYTES = 40 << 20
-"""A row side up to this size stays in the L2 cache until all columns are done; a larger one would only
-push the weights out, for this launch and the next."""
+READERS = 2
+"""Rows that more tiles than this read again and again are asked to stay in the L2 cache."""
 BUSY_ROWS = 208
 """A group with this many rows keeps the tensor cores as busy as its weights keep the memory."""
 
@@ -165,7 +164,7 @@ def bind(ops: Operands, config: Config, function: int) -> Launch:
     else:
         x, w = _sides(view, role, spec.compute)
         maps = _packed_maps(x, w, spec.form == "jagged_k")
-        keep_rows = x.groups * x.mn * x.k * x.dtype.itemsize <= KEPT_BYTES
+        keep_rows = w.mn > READERS * COLUMNS * config.cluster
     counter, slot = _counter(index)
     options = LAUNCH.pack(
         0 if listed is None else listed.data_ptr(), counter.data_ptr(),
