@@ -1,0 +1,85 @@
+"""What may be chosen for a spec: valid, ranked, refused with words. No GPU, no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multigemm.backends.triton import BACKEND, Config
+from multigemm.backends.triton.config import candidates, emulated, hopper_candidates, pointer_candidates, problem_with
+from multigemm.backends.triton.hopper_forms import canonical, cut_of, store_of
+from multigemm.backends.triton.shipped import specs
+from multigemm.errors import InvalidSetting
+
+SPECS = dict(specs())
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_candidates_are_valid_distinct_and_never_none(name: str, capability: tuple[int, int]) -> None:
+    found = candidates(SPECS[name], capability)
+    assert found
+    assert len(set(found)) == len(found)
+    assert all(problem_with(config, SPECS[name]) == "" for config in found)
+    assert any(config.kernel == "pointer" for config in found)
+    assert capability == (9, 0) or all(config.kernel == "pointer" for config in found)
+
+
+def test_the_measured_ranking() -> None:
+    spec = SPECS["jagged_m bf16"]
+    sizes = {16: 192, 64: 256, 256: 256, 512: 128, 2048: 192}
+    for rows, block_m in sizes.items():
+        best = hopper_candidates(replace(spec, total=8 * rows))[0]
+        assert best.block_m == block_m, rows
+
+
+def test_unaligned_operands_are_packed_and_jagged_columns_are_not() -> None:
+    assert hopper_candidates(SPECS["jagged_m bf16 unaligned"])[0].pack == ("a", "b")
+    assert hopper_candidates(SPECS["jagged_n bf16 unaligned"]) == []
+    assert hopper_candidates(SPECS["per_group bf16"]) == []
+
+
+def test_a_heavy_epilogue_gets_a_smaller_tile() -> None:
+    spec = SPECS["jagged_m bf16 C bias gelu"]
+    assert all(config.block_m * config.block_n <= 128 * 128 for config in hopper_candidates(spec))
+    assert all(config.block_n <= 128 and config.block_m <= 64 for config in pointer_candidates(spec))
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        (Config(block_m=48), "power of two"),
+        (Config(block_m=256, block_n=256, block_k=128, stages=4), "shared memory"),
+        (Config(block_m=128, block_n=256, block_k=32, warps=4, stages=2), "registers"),
+        (Config("hopper", block_m=64, block_n=128, stages=2), "tile"),
+        (Config("hopper", block_m=256, block_n=256, stages=1), "registers"),
+        (Config("hopper", block_m=256, block_n=128, stages=8), "shared memory"),
+    ],
+)
+def test_bad_configs_are_refused_with_the_reason(config: Config, word: str) -> None:
+    spec = SPECS["jagged_m bf16"]
+    assert word in problem_with(config, spec)
+    with pytest.raises(InvalidSetting, match=word):
+        BACKEND.plan(spec, config, torch.device("cpu"))
+
+
+def test_zero_extents_and_other_dtypes_stay_on_the_pointer_kernel() -> None:
+    spec = SPECS["jagged_m bf16"]
+    assert hopper_candidates(replace(spec, k=0)) == []
+    assert hopper_candidates(SPECS["jagged_m torch.float64"]) == []
+
+
+def test_jagged_columns_are_jagged_rows_of_the_transposed_problem() -> None:
+    spec = SPECS["jagged_n bf16"]
+    turned = canonical(spec)
+    assert (turned.form, turned.m, turned.n, turned.k) == ("jagged_m", None, spec.m, spec.k)
+    assert (turned.a.order, turned.b.order, turned.out.order) == ("col", "col", "col")
+    assert cut_of(turned) == "rows"
+    assert store_of(turned) == "col"
+
+
+def test_the_interpreter_gets_one_small_config() -> None:
+    assert len(emulated()) == 1
+    assert all(problem_with(emulated()[0], spec) == "" for name, spec in SPECS.items() if "float64" not in name)
