@@ -51,3 +51,30 @@ def test_contract(what: str) -> None:
     assert lines, f"nothing checked {what}"
     wrong = [f"{line['title']}: {line['text']}" for line in lines if not line["ok"]]
     assert not wrong, "\n".join(wrong)
+
+
+def test_threads_share_one_array() -> None:
+    """Two threads that ask for a shared array at the same time must not each get their own."""
+    program = """
+import threading
+from multigemm.backends.numba import runtime
+from numba.cuda.simulator.kernelapi import FakeCUDAShared
+import time, numpy as np
+made = []
+real = np.empty
+def empty(*a, **k):
+    time.sleep(0.05)
+    return real(*a, **k)
+np.empty = empty
+shared = FakeCUDAShared(0)
+def ask():
+    made.append(shared.array(4, np.float32))
+threads = [threading.Thread(target=ask) for _ in range(4)]
+[t.start() for t in threads]; [t.join() for t in threads]
+print(len({id(x) for x in made}))
+"""
+    environ = {**os.environ, "MULTIGEMM_EMULATE": "1", "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "1"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ from multigemm.layouts import TABLE, Operands, group_table, to_device
 from multigemm.spec import ProblemSpec
 
 SIMULATOR_SWITCH_SECONDS = 2e-5
+_one_at_a_time = threading.Lock()
+"""The simulator runs one kernel at a time, and the switch interval belongs to the whole process."""
 OVERLAP = False
 ZEROS_PER_BLOCK = 16384
 
@@ -170,7 +173,7 @@ def _emulated(config: SimtConfig, signature: Signature) -> Bind:
         grid = max(1, min(tiles, 2))
 
         def launch() -> None:
-            with _simulating():
+            with _one_at_a_time, _simulating():
                 kernel[grid, config.threads](call, ops.alpha, ops.beta)
 
         return keeping(launch, host)

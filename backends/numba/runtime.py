@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -50,6 +51,46 @@ with numpy_names():
 cuda: Any = numba.cuda
 types: Any = numba.types
 SIMULATED = bool(getattr(numba.core.config, "ENABLE_CUDASIM", 0))
+
+
+class _Allocations(dict[Any, Any]):
+    """The simulator's shared arrays by source line, allocated once however many threads ask together.
+
+    It looks an array up and stores a new one where there is none, in two steps: between them two
+    threads could each make their own. Here the lock is taken by the first step and kept until the second.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._lock.acquire()
+        if key not in self:
+            return default
+        self._lock.release()
+        return self[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._lock.release()
+
+
+def _share_safely() -> None:
+    import numba.cuda.simulator.kernelapi
+
+    simulated: Any = numba.cuda.simulator.kernelapi.FakeCUDAShared
+    original = simulated.__init__
+
+    def initialise(self: Any, size: int) -> None:
+        original(self, size)
+        self._allocations = _Allocations()
+
+    simulated.__init__ = initialise
+
+
+if SIMULATED:
+    _share_safely()
 
 F = TypeVar("F", bound=Callable[..., Any])
 
