@@ -24,9 +24,9 @@ from multigemm.testing.model_kernel import Faults, Kernel, ModelBackend
 from multigemm.backend import Recipe
 
 class Crashing(ModelBackend):
-    def plan(self: Any, spec: Any, config: Any, device: Any) -> Any:
-        def bind(ops: Any) -> Any:
-            def launch() -> Any:
+    def plan(self, spec, config, device):
+        def bind(ops):
+            def launch():
                 if spec.form == "batched" and ops.a.shape[-1] > 10:
                     ctypes.string_at(0)
                 Kernel(ops, config, self.faults).launch()
