@@ -175,7 +175,6 @@ def _worst(found: Answer, results: list[Array], masks: list[Array]) -> tuple[int
             continue
         with np.errstate(all="ignore"):
             outside = np.maximum(block.low - got, got - block.high).astype(np.float64)
-            outside /= np.maximum(np.abs(_comparable(block.expected)), 1e-300)
         outside = np.where(bad, np.where(np.isfinite(outside), outside, np.inf), -1.0)
         at = int(outside.argmax())
         if float(outside.flat[at]) > best:
