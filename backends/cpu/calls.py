@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from multigemm.backends.cpu.jit import Tile, TileCalls
 from multigemm.backends.cpu.mkl import Library
@@ -38,6 +39,8 @@ class Calls:
         if tile is not None and not table.uniform:
             table = self._tiles(table, tile)
         large = np.ones(table.count, bool) if batch is None else table.m * table.n * table.k >= LARGE
+        if batch is not None and table.uniform and table.count >= 2 * torch.get_num_threads():
+            large[:] = False  # equal products enough for every thread: none waits for another
         if batch is not None and not large.all():
             self._calls.append((batch, self._batch(table.keep(~large), dtype)))
         if large.any():
