@@ -10,37 +10,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import multigemm as mg
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.library import cublas, handle
+from tests.cublas_gpu_cases import ALL, NEEDS_SIZES, exact_rows, ints, offsets_of
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-cuda: Any = torch.cuda
-ALL = (Config("auto"), Config("loop"), Config("batched"), Config("streams", 3), Config("grouped"), Config("grouped_mm"))
-NEEDS_SIZES = (Config("loop"), Config("batched"), Config("streams", 3), Config("grouped"))
-
-
-def _ints(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    gen = torch.Generator("cuda").manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=gen, device="cuda").to(dtype)
-
-
-def _want(a: Tensor, b: Tensor, sizes: list[int], start: int = 0) -> Tensor:
-    """The exact rows of a jagged-m problem with small integers; zeros where no group is."""
-    want = torch.zeros(a.shape[0], b.shape[-1], dtype=torch.float64, device=a.device)
-    for g, size in enumerate(sizes):
-        want[start : start + size] = a[start : start + size].double() @ b[g].double()
-        start += size
-    return want
-
-
-def _offsets(sizes: list[int], head: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor(np.cumsum([head, *sizes]), dtype=dtype, device="cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -57,12 +36,12 @@ def _switches() -> Iterator[None]:
 @pytest.mark.parametrize("head", [0, 3])
 def test_every_variant_zeroes_what_no_group_owns(config: Config, where: str, head: int) -> None:
     sizes = [5, 0, 40, 1, 90]
-    a, b = _ints(head + sum(sizes) + 7, 64), _ints(5, 64, 48, seed=1)
-    offsets = _offsets(sizes, head)
+    a, b = ints(head + sum(sizes) + 7, 64), ints(5, 64, 48, seed=1)
+    offsets = offsets_of(sizes, head)
     a[:head], a[head + sum(sizes) :] = float("nan"), float("nan")
     given = offsets if where == "device" else offsets.tolist()
     out = mg.grouped_gemm(a, b, offsets=given, backend="cublas", config=config)
-    assert torch.equal(out.double(), _want(a, b, sizes, head))
+    assert torch.equal(out.double(), exact_rows(a, b, sizes, head))
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
@@ -72,14 +51,14 @@ def test_every_variant_leaves_a_given_output_alone(config: Config, where: str, h
     sizes = [5, 0, 40, 1, 90]
     total = head + sum(sizes)
     a, b, out = (
-        _ints(total + 7, 64),
-        _ints(5, 64, 48, seed=1),
+        ints(total + 7, 64),
+        ints(5, 64, 48, seed=1),
         torch.full((total + 7, 48), 77.0, device="cuda").bfloat16(),
     )
-    offsets = _offsets(sizes, head, torch.int64)
+    offsets = offsets_of(sizes, head, torch.int64)
     given = offsets if where == "device" else offsets.tolist()
     mg.grouped_gemm(a, b, offsets=given, out=out, backend="cublas", config=config)
-    want = _want(a, b, sizes, head)
+    want = exact_rows(a, b, sizes, head)
     assert torch.equal(out[head:total].double(), want[head:total])
     assert bool((out[:head] == 77).all())
     assert bool((out[total:] == 77).all())
@@ -90,9 +69,9 @@ def test_every_variant_leaves_a_given_output_alone(config: Config, where: str, h
 @pytest.mark.parametrize("head", [0, 5])
 def test_weight_gradients_with_empty_groups(config: Config, where: str, head: int) -> None:
     sizes = [9, 0, 31, 0, 1]
-    x, dy = _ints(head + 41 + 2, 64), _ints(head + 41 + 2, 40, seed=1)
+    x, dy = ints(head + 41 + 2, 64), ints(head + 41 + 2, 40, seed=1)
     x[:head], x[head + 41 :] = float("nan"), float("nan")
-    given = _offsets(sizes, head) if where == "device" else _offsets(sizes, head).tolist()
+    given = offsets_of(sizes, head) if where == "device" else offsets_of(sizes, head).tolist()
     dw = mg.grouped_gemm(x.t(), dy, offsets=given, jagged="k", backend="cublas", config=config)
     starts = np.cumsum([head, *sizes])
     for g, (start, end) in enumerate(pairwise(starts)):
@@ -103,7 +82,7 @@ def test_weight_gradients_with_empty_groups(config: Config, where: str, head: in
 @pytest.mark.parametrize("config", [Config("auto"), Config("loop"), Config("batched")], ids=lambda c: c.variant)
 def test_offsets_that_lie_touch_nothing_else(config: Config, lie: list[int]) -> None:
     memory = torch.full((300, 64), 5.0, device="cuda").bfloat16()
-    a, b, out = _ints(100, 64), _ints(3, 64, 64, seed=1), memory[100:200]
+    a, b, out = ints(100, 64), ints(3, 64, 64, seed=1), memory[100:200]
     ends = torch.tensor(lie, dtype=torch.int32, device="cuda")
     mg.grouped_gemm(a, b, ends=ends, out=out, backend="cublas", config=config)
     torch.cuda.synchronize()
@@ -114,14 +93,14 @@ def test_offsets_that_lie_touch_nothing_else(config: Config, lie: list[int]) -> 
 @pytest.mark.parametrize("groups", [1023, 1024, 1500])
 def test_more_groups_than_grouped_mm_takes(groups: int) -> None:
     sizes = [g % 3 for g in range(groups)]
-    a, b = _ints(sum(sizes), 16), _ints(groups, 16, 8, seed=1)
-    out = mg.grouped_gemm(a, b, offsets=_offsets(sizes), backend="cublas")
-    assert torch.equal(out.double(), _want(a, b, sizes))
+    a, b = ints(sum(sizes), 16), ints(groups, 16, 8, seed=1)
+    out = mg.grouped_gemm(a, b, offsets=offsets_of(sizes), backend="cublas")
+    assert torch.equal(out.double(), exact_rows(a, b, sizes))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8])
 def test_a_batch_above_65535(dtype: torch.dtype) -> None:
-    a, b = _ints(70001, 2, 3, dtype=dtype), _ints(70001, 3, 1, dtype=dtype, seed=1)
+    a, b = ints(70001, 2, 3, dtype=dtype), ints(70001, 3, 1, dtype=dtype, seed=1)
     config = Config("auto") if dtype is torch.int8 else Config("batched")
     count = 300 if dtype is torch.int8 else 70001
     out = mg.grouped_gemm(a[:count], b[:count], backend="cublas", config=config)
@@ -131,8 +110,8 @@ def test_a_batch_above_65535(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("config", [Config("loop"), Config("batched"), Config("auto")], ids=lambda c: c.variant)
 def test_more_than_two_to_the_31_elements(config: Config) -> None:
     k, rows = 1024, 2**21 + 64
-    a, b = torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda"), _ints(2, k, 8, seed=1)
-    a[-40:] = _ints(40, k)
+    a, b = torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda"), ints(2, k, 8, seed=1)
+    a[-40:] = ints(40, k)
     out = mg.grouped_gemm(a, b, sizes=[rows - 10, 10], out_dtype=torch.float32, backend="cublas", config=config)
     assert torch.equal(out[-10:].double(), a[-10:].double() @ b[1].double())
     assert torch.equal(out[-40:-10].double(), a[-40:-10].double() @ b[0].double())
@@ -141,22 +120,22 @@ def test_more_than_two_to_the_31_elements(config: Config) -> None:
 @pytest.mark.parametrize("config", [Config("auto"), *NEEDS_SIZES[:3]], ids=lambda c: c.variant)
 @pytest.mark.parametrize("shift", [0, 1])
 def test_odd_extents_and_unaligned_bases(config: Config, shift: int) -> None:
-    sizes, store = [3, 17, 0, 30], _ints(200 * 37)
+    sizes, store = [3, 17, 0, 30], ints(200 * 37)
     a = store[shift : shift + 50 * 37].view(50, 37)
-    b = _ints(4 * 37 * 31 + 1, seed=1)[shift : shift + 4 * 37 * 31].view(4, 37, 31)
+    b = ints(4 * 37 * 31 + 1, seed=1)[shift : shift + 4 * 37 * 31].view(4, 37, 31)
     out = mg.grouped_gemm(a, b, sizes=sizes, backend="cublas", config=config)
-    assert torch.equal(out.double(), _want(a, b, sizes))
+    assert torch.equal(out.double(), exact_rows(a, b, sizes))
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("k", [0, 1, 8])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_narrow_products(n: int, k: int, transposed: bool) -> None:
-    b = _ints(3, n, k, seed=1).transpose(1, 2) if transposed else _ints(3, k, n, seed=1)
-    a, sizes = _ints(8, k), [1, 6, 1]
+    b = ints(3, n, k, seed=1).transpose(1, 2) if transposed else ints(3, k, n, seed=1)
+    a, sizes = ints(8, k), [1, 6, 1]
     for config in (Config("loop"), Config("batched"), Config("auto")):
         out = mg.grouped_gemm(a, b, sizes=sizes, backend="cublas", config=config)
-        assert torch.equal(out.double(), _want(a, b, sizes))
+        assert torch.equal(out.double(), exact_rows(a, b, sizes))
 
 
 def test_tf32_only_on_request() -> None:
@@ -171,7 +150,7 @@ def test_tf32_only_on_request() -> None:
 
 
 def test_the_math_mode_comes_back() -> None:
-    a, b, mode = _ints(2, 16, 16), _ints(2, 16, 16), ctypes.c_int(-1)
+    a, b, mode = ints(2, 16, 16), ints(2, 16, 16), ctypes.c_int(-1)
     plan = mg.plan(mg.GroupedGemmProblem(a, b), backend="cublas", config=Config("loop"))
     torch.backends.cuda.matmul.allow_tf32 = True
     blas = handle()
@@ -213,11 +192,11 @@ def test_float64_rounds_once(value: float, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
 def test_epilogue_in_one_rounding(activation: str) -> None:
     sizes = [9, 0, 20]
-    a, b, bias, c = _ints(29, 24), _ints(3, 24, 17, seed=1), _ints(3, 17, seed=2), _ints(29, 17, seed=3)
+    a, b, bias, c = ints(29, 24), ints(3, 24, 17, seed=1), ints(3, 17, seed=2), ints(29, 17, seed=3)
     out = mg.grouped_gemm(
         a, b, sizes=sizes, c=c, alpha=0.125, beta=0.5, bias=bias, activation=activation, backend="cublas"
     )
-    wide = 0.125 * _want(a, b, sizes) + 0.5 * c.double()
+    wide = 0.125 * exact_rows(a, b, sizes) + 0.5 * c.double()
     wide += torch.repeat_interleave(bias.double(), torch.tensor(sizes, device="cuda"), 0)
     functions: dict[str, Any] = {
         "relu": torch.relu,

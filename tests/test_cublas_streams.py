@@ -5,58 +5,36 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import multigemm as mg
 from multigemm.backends.cublas.config import Config
+from tests.cublas_gpu_cases import ALL, NEEDS_SIZES, cuda, exact_rows, ints, offsets_of
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-cuda: Any = torch.cuda
-ALL = (Config("auto"), Config("loop"), Config("batched"), Config("streams", 3), Config("grouped"), Config("grouped_mm"))
-NEEDS_SIZES = (Config("loop"), Config("batched"), Config("streams", 3), Config("grouped"))
-
-
-def _ints(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    gen = torch.Generator("cuda").manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=gen, device="cuda").to(dtype)
-
-
-def _want(a: Tensor, b: Tensor, sizes: list[int], start: int = 0) -> Tensor:
-    """The exact rows of a jagged-m problem with small integers; zeros where no group is."""
-    want = torch.zeros(a.shape[0], b.shape[-1], dtype=torch.float64, device=a.device)
-    for g, size in enumerate(sizes):
-        want[start : start + size] = a[start : start + size].double() @ b[g].double()
-        start += size
-    return want
-
-
-def _offsets(sizes: list[int], head: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor(np.cumsum([head, *sizes]), dtype=dtype, device="cuda")
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
 def test_a_captured_plan_follows_its_operands(config: Config) -> None:
     sizes = [7, 0, 25, 8]
-    a, b = _ints(40, 64), _ints(4, 64, 32, seed=1)
+    a, b = ints(40, 64), ints(4, 64, 32, seed=1)
     plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=sizes), backend="cublas", config=config)
     plan()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = plan()
     for seed in (3, 4):
-        a.copy_(_ints(40, 64, seed=seed))
+        a.copy_(ints(40, 64, seed=seed))
         graph.replay()
-        assert torch.equal(out.double(), _want(a, b, sizes))
+        assert torch.equal(out.double(), exact_rows(a, b, sizes))
 
 
 def test_captured_device_sizes_may_change() -> None:
-    a, b, offsets = _ints(40, 64), _ints(3, 64, 32, seed=1), _offsets([10, 20, 10])
+    a, b, offsets = ints(40, 64), ints(3, 64, 32, seed=1), offsets_of([10, 20, 10])
     plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets), backend="cublas")
     assert not plan.syncs
     plan()
@@ -64,15 +42,15 @@ def test_captured_device_sizes_may_change() -> None:
     with torch.cuda.graph(graph):
         out = plan()
     for sizes in ([0, 40, 0], [1, 2, 3], [0, 0, 0]):
-        offsets.copy_(_offsets(sizes))
+        offsets.copy_(offsets_of(sizes))
         graph.replay()
-        assert torch.equal(out.double(), _want(a, b, sizes))
+        assert torch.equal(out.double(), exact_rows(a, b, sizes))
 
 
 @pytest.mark.parametrize("config", NEEDS_SIZES, ids=lambda c: c.variant)
 def test_a_variant_that_reads_sizes_says_so(config: Config) -> None:
-    a, b = _ints(40, 64), _ints(3, 64, 32, seed=1)
-    plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=_offsets([10, 20, 10])), backend="cublas", config=config)
+    a, b = ints(40, 64), ints(3, 64, 32, seed=1)
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets_of([10, 20, 10])), backend="cublas", config=config)
     assert plan.syncs
     plan()
     graph = torch.cuda.CUDAGraph()
@@ -82,11 +60,11 @@ def test_a_variant_that_reads_sizes_says_so(config: Config) -> None:
         with pytest.raises(mg.NotCapturable):
             plan()
     graph.replay()
-    assert torch.equal(plan().double(), _want(a, b, [10, 20, 10]))
+    assert torch.equal(plan().double(), exact_rows(a, b, [10, 20, 10]))
 
 
 def test_host_sizes_never_wait() -> None:
-    a, b = _ints(40, 63), _ints(3, 63, 31, seed=1)
+    a, b = ints(40, 63), ints(3, 63, 31, seed=1)
     for config in (Config("loop"), Config("batched"), Config("streams", 2)):
         plan = mg.plan(
             mg.GroupedGemmProblem(a, b, sizes=[10, 20, 10], activation="relu"), backend="cublas", config=config
@@ -101,10 +79,10 @@ def test_host_sizes_never_wait() -> None:
 @pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
 def test_work_stays_on_the_current_stream(config: Config) -> None:
     """Operands are filled late on a side stream; a launch elsewhere would read what was there before."""
-    a, b, sizes = torch.zeros(256, 64, device="cuda").bfloat16(), _ints(4, 64, 32, seed=1), [100, 50, 6, 100]
+    a, b, sizes = torch.zeros(256, 64, device="cuda").bfloat16(), ints(4, 64, 32, seed=1), [100, 50, 6, 100]
     plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=sizes), backend="cublas", config=config)
     plan()
-    fresh, side = _ints(256, 64, seed=7), cuda.Stream()
+    fresh, side = ints(256, 64, seed=7), cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         cuda._sleep(20_000_000)
@@ -112,7 +90,7 @@ def test_work_stays_on_the_current_stream(config: Config) -> None:
         out = plan()
         copy = out.clone()
     side.synchronize()
-    assert torch.equal(copy.double(), _want(fresh, b, sizes))
+    assert torch.equal(copy.double(), exact_rows(fresh, b, sizes))
 
 
 def test_threads_share_nothing() -> None:
@@ -121,8 +99,8 @@ def test_threads_share_nothing() -> None:
     def work(seed: int) -> None:
         try:
             sizes = [seed + 1, 20, 0, 30 - seed]
-            a, b = _ints(sum(sizes), 64, seed=seed), _ints(4, 64, 32, seed=seed + 50)
-            want = _want(a, b, sizes)
+            a, b = ints(sum(sizes), 64, seed=seed), ints(4, 64, 32, seed=seed + 50)
+            want = exact_rows(a, b, sizes)
             torch.cuda.synchronize()  # the operands were filled on another stream
             with torch.cuda.stream(cuda.Stream()):
                 for config in (
