@@ -16,7 +16,7 @@ from multigemm.arrays import cupy_stream, give_back
 from multigemm.backend import Launch, Recipe
 from multigemm.errors import InvalidProblem, NotCapturable
 from multigemm.intake import Operand
-from multigemm.problem import GroupedGemmProblem
+from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.spec import ProblemSpec
 from multigemm.staging import allocate, stage
 
@@ -86,13 +86,6 @@ def _result(problem: GroupedGemmProblem, out: Operand) -> Any:
     if not isinstance(out, torch.Tensor):
         return [give_back(x, problem.kind) for x in out]
     return give_back(out[0] if problem.squeezed else out, problem.kind)
-
-
-def checked(problem: Any) -> GroupedGemmProblem:
-    """What was passed as a problem, if it is one."""
-    if not isinstance(problem, GroupedGemmProblem):
-        raise InvalidProblem(f"problem is a {type(problem).__name__}: pass GroupedGemmProblem(a, b, ...)")
-    return problem
 
 
 def refuse_gradients(problem: GroupedGemmProblem) -> None:

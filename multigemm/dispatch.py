@@ -19,9 +19,9 @@ import torch
 
 from multigemm import bound, registry, tracing, tuning
 from multigemm.backend import Availability
-from multigemm.bound import Choice, Plan, checked
+from multigemm.bound import Choice, Plan
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting, UnknownBackend
-from multigemm.problem import GroupedGemmProblem
+from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.settings import settings
 from multigemm.spec import ProblemSpec
 from multigemm.staging import staged_spec

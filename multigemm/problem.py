@@ -306,3 +306,10 @@ class GroupedGemmProblem:
         from multigemm.text import problem_text
 
         return problem_text(self)
+
+
+def checked(problem: Any) -> GroupedGemmProblem:
+    """What was passed as a problem, if it is one."""
+    if not isinstance(problem, GroupedGemmProblem):
+        raise InvalidProblem(f"problem is a {type(problem).__name__}: pass GroupedGemmProblem(a, b, ...)")
+    return problem

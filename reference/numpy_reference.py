@@ -13,15 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from multigemm.problem import GroupedGemmProblem, GroupView, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, widen
-
-if TYPE_CHECKING:
-    from multigemm.problem import GroupedGemmProblem, GroupView
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ def expected(problem: GroupedGemmProblem) -> Any:
     Elements that no group owns are 0, or what the user's `out` holds now. For `c is out` call this
     before the problem runs.
     """
-    blocks = blank(problem)
+    blocks = blank(checked(problem))
     for view in problem.groups():
         value = activate(group_sum(problem, view).value, problem.activation)
         array, index = place(problem, blocks, view)

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
 from multigemm.reference.error_bound import accumulator, interval
 from multigemm.reference.numpy_reference import activate, blank, compute_dtype, group_sum, place
-
-if TYPE_CHECKING:
-    from multigemm.problem import GroupedGemmProblem
 
 
 @dataclass(slots=True)
@@ -234,4 +232,4 @@ def judge(found: Answer, result: Any, *, suspicion: bool = True) -> Verdict:
 
 def verify(problem: GroupedGemmProblem, result: Any) -> Verdict:
     """Whether `result` is a right answer to `problem`; if not, where and by how much."""
-    return judge(answer(problem), result)
+    return judge(answer(checked(problem)), result)

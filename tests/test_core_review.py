@@ -200,7 +200,7 @@ def test_a_plan_is_for_one_device() -> None:
     refuse("this plan is for cpu and the problem is on cuda:1", lambda: plan.run(other))
 
 
-@pytest.mark.parametrize("call", [mg.solve, mg.plan, mg.explain])
+@pytest.mark.parametrize("call", [mg.solve, mg.plan, mg.explain, mg.expected, lambda x: mg.verify(x, A)])
 @pytest.mark.parametrize("x", [None, A, "text"])
 def test_what_is_no_problem(call: Any, x: Any) -> None:
     refuse("problem is a", lambda: call(x))
