@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import BACKEND, driver, hopper, mma_shapes, packing, params, portable, tensor_maps
+from multigemm.backends.cupy import BACKEND, driver, hopper, mma_shapes, packing, params, portable, small, tensor_maps
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.errors import InvalidSetting
@@ -64,7 +64,8 @@ def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -
 def test_what_tma_cannot_read_goes_to_the_portable_kernel_and_says_why(change: dict[str, object]) -> None:
     spec = replace(SPEC, **change)  # type: ignore[arg-type]
     assert configs.hopper_reasons(spec)
-    assert {c.kernel for c in configs.candidates(spec, GPU)} == {"portable"}
+    assert configs.heuristic(spec).kernel == "portable"
+    assert {c.kernel for c in configs.candidates(spec, GPU)} <= {"portable", "small"}
 
 
 @pytest.mark.parametrize(
@@ -216,6 +217,30 @@ def test_the_portable_kernel_binds_every_form(form: str, config: Config, fake: F
     launch = portable.bind(operands(form), config, 1, 132)
     launch()
     assert fake.calls == ["cuLaunchKernelEx"]
+
+
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "per_group"])
+@pytest.mark.parametrize("config", [configs.CUBE, configs.CUBE64], ids=["32", "64"])
+def test_the_small_kernel_binds_every_form(
+    form: str, config: Config, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    ops = operands(form)
+    reasons = configs.small_reasons(ops.spec)
+    if form == "jagged_n":
+        assert any("any address" in reason for reason in reasons)
+        return
+    assert not reasons and is_valid(config, ops.spec)
+    small.bind(ops, config, 1)()
+    assert fake.calls == ["cuLaunchKernelEx"]
+
+
+def test_a_lists_groups_become_the_small_kernels_argument() -> None:
+    raw, tiles = small._listed(operands("per_group"), 32)
+    assert len(raw) == small.LISTED.size and tiles == 2 * 4 + 1 * 4
+    numbers = np.frombuffer(raw[: 5 * small.LIST * 4], dtype=np.int32).reshape(5, small.LIST)
+    assert numbers[:, 0].tolist() == [0, 4, 48, 128, 64] and numbers[:, 1].tolist() == [8, 4, 8, 128, 64]
+    assert (numbers[0, 2:] == small.NEVER).all()
 
 
 def test_counters_come_back_and_may_run_out(fake: FakeDriver) -> None:

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("cupy", reason="the package cupy is not installed", exc_type=ImportError)
 
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import hopper, packing, portable
+from multigemm.backends.cupy import hopper, packing, portable, small
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
 from multigemm.spec import OperandSpec, Order, ProblemSpec
@@ -97,6 +97,23 @@ def test_portable_kernel_compiles_without_spills(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 def test_copying_kernel_compiles_without_spills(arch: str) -> None:
     assert report(packing.SOURCE, arch)[1] == 0
+
+
+@pytest.mark.parametrize("config", [configs.CUBE, configs.CUBE64], ids=["32", "64"])
+@pytest.mark.parametrize(
+    ("problem", "arch"),
+    [
+        (spec(), "sm_90a"),
+        (spec(torch.float16, b="col", form="per_group"), "sm_80"),
+        (spec(a="col", form="jagged_k"), "sm_100"),
+        (spec(form="batched", activation="silu"), "sm_90a"),
+    ],
+    ids=["jagged_m", "list", "jagged_k", "any-epilogue"],
+)
+def test_small_kernel_compiles_without_spills(problem: ProblemSpec, arch: str, config: Config) -> None:
+    registers, spilled = report(small.source(problem, config), arch)
+    assert spilled == 0 and registers <= 168
+    assert small.shared_bytes(problem, config) <= SHARED_ON_SM80
 
 
 PLAIN = [

@@ -26,10 +26,10 @@ class Config:
     cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple of
     `step`; `stages` blocks of 64 k are in flight; `cluster` thread blocks share their rows; `tall`
     gives twice the columns to tiles of few rows. `packed` copies the operands that TMA cannot read and
-    then runs `hopper` on the copies.
+    then runs `hopper` on the copies. `small` gives each tile of `tile` squared a thread block of its own.
     """
 
-    kernel: Literal["portable", "hopper", "packed"] = "portable"
+    kernel: Literal["portable", "hopper", "packed", "small"] = "portable"
     blocks_per_sm: int = 2
     tile: int = 128
     rows: int = 0
@@ -52,6 +52,13 @@ SINGLE = Config("hopper", rows=128, stages=6, cluster=1)
 SLIM = Config("hopper", rows=64, stages=8, cluster=1)
 TALLER = replace(WIDE, tall=True)
 """Right, but slower than WIDE wherever it was measured (docs/cupy-hopper.md): kept for other chips, not offered."""
+
+CUBE = Config("small", tile=32)
+CUBE64 = Config("small", tile=64)
+LIST = 16
+"""Groups of a list that the small kernel takes as an argument."""
+CUBE_ROWS = 8192
+"""Rows from which tiles this small only lose."""
 
 SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
 """Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
@@ -89,6 +96,22 @@ def hopper_reasons(spec: ProblemSpec) -> list[str]:
     return reasons
 
 
+def small_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the small kernel cannot run a spec."""
+    reasons = [] if spec.compute in (torch.float16, torch.bfloat16) else [f"{spec.compute} operands"]
+    for name, operand in (("a", spec.a), ("b", spec.b)):
+        if operand.order == "strided" or operand.align < 16:
+            reasons.append(f"{name} is {operand.order}, aligned to {operand.align} bytes: 16-byte copies need 16")
+    inner = {"jagged_m": spec.a.order == "col", "jagged_n": spec.b.order == "row"}.get(spec.form, False)
+    if inner or (spec.form == "jagged_k" and not (spec.a.order == "col" and spec.b.order == "row")):
+        reasons.append("the jagged direction is contiguous in an operand, where a group may start at any address")
+    if spec.form == "per_group" and (spec.groups > LIST or not is_plain(spec) or is_swapped(spec)):
+        reasons.append(f"a list of more than {LIST} groups, or with an epilogue or a result by columns")
+    if spec.groups == 0 or spec.total > CUBE_ROWS or spec.groups > CUBE_ROWS or max(spec.m or 0, spec.n or 0) > 1 << 20:
+        reasons.append("no groups, or too many rows or columns")
+    return reasons
+
+
 def packed_spec(spec: ProblemSpec) -> ProblemSpec:
     """The spec after the operands that TMA cannot read have been copied."""
     a, b = (_packed(spec, spec.a, "col"), _packed(spec, spec.b, "row"))
@@ -118,6 +141,8 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
     """Whether `config` runs `spec` on a device: the limits of shared memory and registers included."""
     if config.kernel == "portable":
         return 1 <= config.blocks_per_sm <= 3 and config.tile in (64, 128)
+    if config.kernel == "small":
+        return config.tile in (32, 64) and not small_reasons(spec)
     fits = config.rows in (64, 128, 256) and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT and config.stages >= 2
     shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64) and (not config.tall or config.rows == 256)
     reasons = packed_reasons(spec) if config.kernel == "packed" else hopper_reasons(spec)
@@ -131,6 +156,10 @@ def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config
 
 def _order(spec: ProblemSpec) -> list[Config]:
     """All configs, the best guess first: pieces as high as the average group; copies only where they pay."""
+    return [*_larger(spec), CUBE, CUBE64]
+
+
+def _larger(spec: ProblemSpec) -> list[Config]:
     fast = _hopper_order(spec)
     copied = replace(fast[0], kernel="packed")
     work = spec.total * (spec.n or 256) * (spec.k or 256)

@@ -95,7 +95,7 @@ def launcher(
     function: int,
     arguments: Sequence[bytes],
     *,
-    grid: int,
+    grid: int | tuple[int, int, int],
     threads: int,
     shared: int = 0,
     cluster: int = 1,
@@ -110,7 +110,7 @@ def launcher(
     buffers = [_aligned(argument) for argument in arguments]
     pointers = (ctypes.c_void_p * len(buffers))(*(address for _, address in buffers))
     attributes = (LaunchAttribute * 2)()
-    config = LaunchConfig(grid=(grid, 1, 1), block=(threads, 1, 1), shared=shared)
+    config = LaunchConfig(grid=(grid, 1, 1) if isinstance(grid, int) else grid, block=(threads, 1, 1), shared=shared)
     config.attributes = ctypes.addressof(attributes)
     if cluster > 1:
         attributes[0].id, attributes[0].dim[0], attributes[0].dim[1], attributes[0].dim[2] = (

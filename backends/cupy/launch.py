@@ -9,7 +9,7 @@ import torch
 
 from multigemm.backend import Availability, Recipe
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import hopper, packing, portable, support
+from multigemm.backends.cupy import hopper, packing, portable, small, support
 from multigemm.backends.cupy.config import Config
 from multigemm.errors import InvalidSetting
 from multigemm.spec import ProblemSpec
@@ -46,6 +46,9 @@ class CupyBackend:
             why = "; ".join(configs.hopper_reasons(spec))
             bind = partial(packing.bind, config=config, functions=functions, sms=sms)
             return Recipe("packed+hopper", config, bind, f"operands are copied first: {why}")
+        if config.kernel == "small":
+            bind = partial(small.bind, config=config, function=small.prepare(spec, config, index))
+            return Recipe("small", config, bind, "one thread block per tile, without a schedule")
         why = "; ".join(configs.hopper_reasons(spec)) or "chosen by config"
         bind = partial(portable.bind, config=config, function=portable.prepare(spec, config, index), sms=sms)
         return Recipe("portable", config, bind, f"any strides, alignment and size ({why})")

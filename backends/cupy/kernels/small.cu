@@ -1,0 +1,261 @@
+// Small problems of 16-bit operands: one thread block per tile, and nothing that takes time besides.
+//
+// A small product is a chain of latencies: launch, one trip to memory, a few products, one trip back. So
+// there is no schedule, no counter, no tensor map and no division; all of k (up to STAGES blocks of 64) is
+// asked for at once by cp.async, and results leave straight from the registers. sm_80 and later.
+//
+// Compile-time choices: BFLOAT, A_K and B_K (is k the contiguous direction), TILE_M, TILE_N, LISTED (a
+// list's groups come as an argument), PLAIN (alpha * acc in the operands' type, rows contiguous).
+#include "epilogue.cuh"
+
+constexpr int BM = TILE_M, BN = TILE_N, BK = 64, STAGES = 4, THREADS = 128;
+constexpr int MI = BM / 32, NJ = BN / 16;      // products of m16n8 per warp; the warps lie 2 x 2
+constexpr int A_PITCH = (A_K ? BK : BM) + 8, B_PITCH = (B_K ? BK : BN) + 8;
+constexpr int A_TILE = (A_K ? BM : BK) * A_PITCH, B_TILE = (B_K ? BN : BK) * B_PITCH;
+constexpr int RING_BYTES = STAGES * (A_TILE + B_TILE) * 2;
+constexpr int STAGED_PITCH = BN / 2 + 4;
+static_assert(SHARED >= RING_BYTES && SHARED >= 4 * 16 * STAGED_PITCH * 4, "shared memory of the launch");
+
+constexpr int LIST = 16;                       // as small.LIST
+struct Listed {                                // a list's groups: everything that a plain product needs
+    int first[LIST];                           // number of the first tile; past the last group: never reached
+    int across[LIST];                          // tiles side by side
+    int m[LIST], n[LIST], k[LIST];
+    u64 a[LIST], b[LIST], out[LIST];
+    i64 a_pitch[LIST], b_pitch[LIST], out_pitch[LIST];   // bytes
+};
+
+struct Tile {
+    const char *a, *b;          // first elements of the group
+    i64 a_pitch, b_pitch;       // bytes between lines of the contiguous direction
+    int m, n, k, i0, j0, group;
+};
+
+__device__ __forceinline__ void ldmatrix(u32 (&r)[4], const u16* p, bool transposed) {
+    if (transposed)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
+}
+
+__device__ __forceinline__ void mma(float (&d)[4], const u32* a, const u32* b) {
+#if BFLOAT
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// One k-block of an operand: what lies outside arrives as zeros.
+template <int MN, bool CONTIG_K, int PITCH>
+__device__ __forceinline__ void load(u32 to, const char* base, i64 pitch, int mn_left, int k0, int k_left) {
+    constexpr int LINE = (CONTIG_K ? BK : MN) / 8;
+#pragma unroll
+    for (int c = 0; c < MN * BK / 8 / THREADS; ++c) {
+        const int chunk = threadIdx.x + c * THREADS, across = chunk / LINE, along = chunk % LINE * 8;
+        const int left = CONTIG_K ? (across < mn_left ? k_left - along : 0) : (across < k_left ? mn_left - along : 0);
+        const int bytes = min(max(left, 0), 8) * 2;
+        const char* from = CONTIG_K ? base + across * pitch + (k0 + along) * 2 : base + (k0 + across) * pitch + along * 2;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + (across * PITCH + along) * 2), "l"(bytes ? from : base), "r"(bytes) : "memory");
+    }
+}
+
+__device__ __forceinline__ void load_stage(const Tile& t, u32 ring, int kb) {
+    const u32 stage = ring + kb % STAGES * (A_TILE + B_TILE) * 2;
+    const int k0 = kb * BK, left = t.k - k0;
+    load<BM, A_K, A_PITCH>(stage, t.a, t.a_pitch, t.m - t.i0, k0, left);
+    load<BN, B_K, B_PITCH>(stage + A_TILE * 2, t.b, t.b_pitch, t.n - t.j0, k0, left);
+}
+
+__device__ __forceinline__ void multiply(const u16* a, const u16* b, float (&acc)[MI][NJ][4]) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m0 = (warp & 1) * (BM / 2), n0 = (warp >> 1) * (BN / 2);
+    const int part = lane >> 3, row = lane & 7;
+#pragma unroll
+    for (int k = 0; k < BK; k += 16) {
+        u32 fa[MI][4], fb[NJ / 2][4];
+#pragma unroll
+        for (int i = 0; i < MI; ++i) {
+            const int m = m0 + i * 16;
+            ldmatrix(fa[i], A_K ? a + (m + (part & 1) * 8 + row) * A_PITCH + k + (part >> 1) * 8
+                                : a + (k + (part >> 1) * 8 + row) * A_PITCH + m + (part & 1) * 8, !A_K);
+        }
+#pragma unroll
+        for (int j = 0; j < NJ / 2; ++j) {
+            const int n = n0 + j * 16;
+            ldmatrix(fb[j], B_K ? b + (n + (part >> 1) * 8 + row) * B_PITCH + k + (part & 1) * 8
+                                : b + (k + (part & 1) * 8 + row) * B_PITCH + n + (part >> 1) * 8, !B_K);
+        }
+#pragma unroll
+        for (int i = 0; i < MI; ++i)
+#pragma unroll
+            for (int j = 0; j < NJ; ++j) mma(acc[i][j], fa[i], fb[j >> 1] + (j & 1) * 2);
+    }
+}
+
+// The group of tile number `number` along the jagged direction, and its first row or column there.
+// A warp looks at 32 groups at a time. False past the last tile.
+__device__ __forceinline__ bool find_jagged(const Problem& p, int number, int side, int& group, int& start, int& end, int& at) {
+    const int lane = threadIdx.x & 31;
+    int before = 0;
+    for (int first = 0; first < p.groups; first += 32) {
+        i64 low = 0, high = 0;
+        if (first + lane < p.groups) jagged_span(p, first + lane, low, high);
+        const int mine = (int(high - low) + side - 1) / side;
+        int upto = mine;
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            const int other = __shfl_up_sync(~0u, upto, d);
+            if (lane >= d) upto += other;
+        }
+        const u32 reached = __ballot_sync(~0u, number < before + upto);
+        if (reached) {
+            const int who = __ffs(reached) - 1;
+            group = first + who;
+            start = __shfl_sync(~0u, int(low), who), end = __shfl_sync(~0u, int(high), who);
+            at = (number - before - __shfl_sync(~0u, upto - mine, who)) * side;
+            return true;
+        }
+        before += __shfl_sync(~0u, upto, 31);
+    }
+    return false;
+}
+
+__device__ __forceinline__ void wait_for_last_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Fills in a tile and where its group's results start; false if this block has none.
+#if LISTED
+__device__ __forceinline__ bool find_tile(const Problem& p, const Listed& l, Tile& t, char*& out, i64& out_pitch) {
+    int g = -1;
+#pragma unroll
+    for (int i = 0; i < LIST; ++i) g += int(blockIdx.x) >= l.first[i];
+    const int local = blockIdx.x - l.first[g], across = l.across[g], down = local / across;
+    t.group = g, t.m = l.m[g], t.n = l.n[g], t.k = p.read_ab ? l.k[g] : 0, t.i0 = down * BM, t.j0 = (local - down * across) * BN;
+    t.a = (const char*)l.a[g], t.b = (const char*)l.b[g], t.a_pitch = l.a_pitch[g], t.b_pitch = l.b_pitch[g];
+    out = (char*)l.out[g], out_pitch = l.out_pitch[g];
+    wait_for_last_launch();
+    return true;
+}
+#else
+__device__ __forceinline__ bool find_tile(const Problem& p, Tile& t, char*& out, i64& out_pitch) {
+    int start = 0, end = 0;
+    wait_for_last_launch();
+    t.m = int(p.m), t.n = int(p.n), t.k = int(p.k);
+    i64 sm = 0, sn = 0, sk = 0;
+    if (p.jagged == JAG_M || p.jagged == JAG_N) {
+        const bool rows = p.jagged == JAG_M;
+        if (!find_jagged(p, blockIdx.y, rows ? BM : BN, t.group, start, end, rows ? t.i0 : t.j0)) return false;
+        (rows ? t.j0 : t.i0) = blockIdx.x * (rows ? BN : BM);
+        (rows ? t.m : t.n) = end - start, (rows ? sm : sn) = start;
+    } else {
+        t.group = blockIdx.z, t.i0 = blockIdx.y * BM, t.j0 = blockIdx.x * BN;
+        if (p.jagged == JAG_K) {
+            i64 low, high;
+            jagged_span(p, t.group, low, high);
+            t.k = int(high - low), sk = low;
+        } else if (p.valid) {
+            t.m = int(valid_rows(p, t.group));
+            if (t.i0 >= t.m) return false;
+        }
+    }
+    if (!p.read_ab) t.k = 0;
+    const i64 g = t.group;
+    t.a = p.a.ptr + (g * p.a.group + sm * p.a.row + sk * p.a.col) * 2;
+    t.b = p.b.ptr + (g * p.b.group + sk * p.b.row + sn * p.b.col) * 2;
+    t.a_pitch = (A_K ? p.a.row : p.a.col) * 2, t.b_pitch = (B_K ? p.b.col : p.b.row) * 2;
+    out = p.out.ptr + (g * p.out.group + sm * p.out.row + sn * p.out.col) * size_of(p.out_type), out_pitch = p.out.row * 2;
+    return true;
+}
+#endif
+
+__device__ __forceinline__ void store_plain(const Problem& p, const Tile& t, char* out, i64 pitch, const float (&acc)[MI][NJ][4]) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int row = t.i0 + (warp & 1) * (BM / 2) + (lane >> 2), col = t.j0 + (warp >> 1) * (BN / 2) + (lane & 3) * 2;
+    const float alpha = float(p.alpha);
+#pragma unroll
+    for (int i = 0; i < MI; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int r = row + i * 16 + h * 8;
+            char* line = out + r * pitch + col * 2;
+#pragma unroll
+            for (int j = 0; j < NJ; ++j) {
+                const int left = r < t.m ? t.n - col - j * 8 : 0;
+                const float low = acc[i][j][h * 2] * alpha, high = acc[i][j][h * 2 + 1] * alpha;
+                const u32 pair = BFLOAT ? pack_bf16(low, high) : pack_f16(low, high);
+                if (left > 1) *(u32*)(line + j * 16) = pair;
+                else if (left == 1) *(u16*)(line + j * 16) = u16(pair);
+            }
+        }
+}
+
+// Any other epilogue: 16 rows at a time through the warp's own piece of shared memory.
+__device__ __forceinline__ void store_any(const Problem& p, const Tile& t, char* shared, const float (&acc)[MI][NJ][4]) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    float* staged = (float*)shared + warp * 16 * STAGED_PITCH;
+    const Group g = resolve(p, t.group, 2);
+    __syncthreads();                            // the ring is done with
+#pragma unroll
+    for (int i = 0; i < MI; ++i) {
+#pragma unroll
+        for (int j = 0; j < NJ; ++j)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                *(float2*)(staged + ((lane >> 2) + h * 8) * STAGED_PITCH + j * 8 + (lane & 3) * 2) = make_float2(acc[i][j][h * 2], acc[i][j][h * 2 + 1]);
+        __syncwarp();
+        emit<float>(p, g, staged, 16, BN / 2, STAGED_PITCH, t.i0 + (warp & 1) * (BM / 2) + i * 16, t.j0 + (warp >> 1) * (BN / 2));
+        __syncwarp();
+    }
+}
+
+#if LISTED
+extern "C" __global__ void __launch_bounds__(THREADS) small(const __grid_constant__ Problem p, const __grid_constant__ Listed l) {
+#else
+extern "C" __global__ void __launch_bounds__(THREADS) small(const __grid_constant__ Problem p) {
+#endif
+    extern __shared__ __align__(16) char shared[];
+    const u32 ring = shared_address(shared);
+    Tile t;
+    char* out;
+    i64 out_pitch;
+#if LISTED
+    const bool mine = find_tile(p, l, t, out, out_pitch);
+#else
+    const bool mine = find_tile(p, t, out, out_pitch);
+#endif
+    if (mine) {
+        t.a += A_K ? t.i0 * t.a_pitch : i64(t.i0) * 2;
+        t.b += B_K ? t.j0 * t.b_pitch : i64(t.j0) * 2;
+        const int blocks = (t.k + BK - 1) / BK;
+#pragma unroll
+        for (int kb = 0; kb < STAGES; ++kb) {
+            if (kb < blocks) load_stage(t, ring, kb);
+            asm volatile("cp.async.commit_group;" ::: "memory");
+        }
+        float acc[MI][NJ][4];
+#pragma unroll
+        for (int e = 0; e < MI * NJ * 4; ++e) ((float*)acc)[e] = 0.0f;
+        for (int kb = 0; kb < blocks; ++kb) {
+            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+            __syncthreads();                    // block kb is there for all
+            const u16* stage = (const u16*)shared + kb % STAGES * (A_TILE + B_TILE);
+            multiply(stage, stage + A_TILE, acc);
+            if (kb + STAGES < blocks) {
+                __syncthreads();                // and done with by all
+                load_stage(t, ring, kb + STAGES);
+            }
+            asm volatile("cp.async.commit_group;" ::: "memory");
+        }
+        if (PLAIN) store_plain(p, t, out, out_pitch, acc);
+        else store_any(p, t, shared, acc);
+    }
+    if (p.zero_unowned) {
+        const i64 blocks = i64(gridDim.x) * gridDim.y * gridDim.z, block = blockIdx.x + i64(gridDim.x) * (blockIdx.y + i64(gridDim.y) * blockIdx.z);
+        zero_unowned(p, block * (THREADS / 32) + threadIdx.x / 32, blocks * (THREADS / 32));
+    }
+}

@@ -1,0 +1,110 @@
+"""Binds the kernel for small problems: one thread block per tile, the grid laid out so that no block searches long."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from multigemm.backend import Launch
+from multigemm.backends.cupy.build import Source, load
+from multigemm.backends.cupy.config import LIST, Config, is_plain, is_swapped
+from multigemm.backends.cupy.driver import allow_shared, launcher
+from multigemm.backends.cupy.params import problem_bytes, view_of
+from multigemm.layouts import Operands, Packed, strides_of
+from multigemm.spec import ProblemSpec
+
+THREADS, BLOCK_K, STAGES = 128, 64, 4
+LISTED = struct.Struct(f"<{5 * LIST}i{6 * LIST}q")
+NEVER = 0x7FFFFFFF
+HOPPER = (9, 0)
+
+
+def _plain(spec: ProblemSpec) -> bool:
+    """Whether pairs of results leave from the registers."""
+    return is_plain(spec) and not is_swapped(spec) and spec.out.align >= 4
+
+
+def shared_bytes(spec: ProblemSpec, config: Config) -> int:
+    """The ring of k-blocks, as small.cu lays it out."""
+    a_k, b_k, side = spec.a.order != "col", spec.b.order == "col", config.tile
+    a = side * (BLOCK_K + 8) if a_k else BLOCK_K * (side + 8)
+    b = side * (BLOCK_K + 8) if b_k else BLOCK_K * (side + 8)
+    return 2 * STAGES * (a + b)
+
+
+def source(spec: ProblemSpec, config: Config) -> Source:
+    """The kernel's key: dtype, layouts, tile, where groups come from and whether the epilogue is plain."""
+    defines = (
+        ("BFLOAT", int(spec.compute == torch.bfloat16)), ("A_K", int(spec.a.order != "col")),
+        ("B_K", int(spec.b.order == "col")), ("TILE_M", config.tile), ("TILE_N", config.tile),
+        ("LISTED", int(spec.form == "per_group")), ("PLAIN", int(_plain(spec))),
+        ("SHARED", shared_bytes(spec, config)),
+    )  # fmt: skip
+    return Source("small.cu", "small", defines)
+
+
+def prepare(spec: ProblemSpec, config: Config, index: int) -> int:
+    """Compiles (or finds) and loads the kernel of a spec."""
+    function = load(source(spec, config), index)[0]
+    allow_shared(function, shared_bytes(spec, config))
+    return function
+
+
+def _listed(ops: Operands, side: int) -> tuple[bytes, int]:
+    """A list's groups as the kernel's second argument, and the number of tiles."""
+    spec, tiles = ops.spec, 0
+    columns: list[list[int]] = [[] for _ in range(11)]
+    for a, b, out in zip(ops.a, ops.b, ops.out, strict=True):
+        across, down = -(-b.shape[1] // side), -(-a.shape[0] // side)
+        views = [strides_of(x) for x in (a, b, out)]
+        pitches = (
+            views[0].col if spec.a.order == "col" else views[0].row,
+            views[1].col if spec.b.order == "col" else views[1].row,
+            views[2].row,
+        )
+        row = (tiles, max(across, 1), a.shape[0], b.shape[1], a.shape[1], *(v.ptr for v in views))
+        for column, value in zip(columns, (*row, *(2 * pitch for pitch in pitches)), strict=True):
+            column.append(value)
+        tiles += across * down
+    missing = LIST - len(columns[0])
+    padded = [column + [NEVER if c == 0 else 0] * missing for c, column in enumerate(columns)]
+    return LISTED.pack(*(value for column in padded for value in column)), tiles
+
+
+def _grid(ops: Operands, view: Packed, side: int) -> tuple[int, int, int]:
+    """Tiles across, down and groups; along a jagged direction as many as any offsets could need."""
+    down, across = -(-view.m // side), -(-view.n // side)
+    if view.jagged == "m":
+        return max(across, 1), max(down + view.groups, 1), 1
+    if view.jagged == "n":
+        return max(down, 1), max(across + view.groups, 1), 1
+    return max(across, 1), max(down, 1), max(view.groups, 1)
+
+
+def bind(ops: Operands, config: Config, function: int) -> Launch:
+    """Lays out the arguments of one problem."""
+    view = view_of(ops)
+    arguments = [problem_bytes(ops, None, view)]
+    if ops.spec.form == "per_group":
+        listed, tiles = _listed(ops, config.tile)
+        arguments.append(listed)
+        if tiles == 0:
+            return _nothing
+        grid = (tiles, 1, 1)
+    else:
+        grid = _grid(ops, view, config.tile)
+    return launcher(
+        function,
+        arguments,
+        grid=grid,
+        threads=THREADS,
+        shared=shared_bytes(ops.spec, config),
+        overlap=torch.cuda.get_device_capability(ops.device) >= HOPPER,
+        index=ops.device.index or 0,
+        keep=ops,
+    )
+
+
+def _nothing() -> None:
+    """What a list without a single element of a result launches."""
