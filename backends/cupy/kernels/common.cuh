@@ -91,4 +91,15 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     return y;
 }
 
+// 16 bytes from `bytes` (0 to 15) past the start of `low`, of which `high` is the continuation.
+__device__ __forceinline__ uint4 shifted(uint4 low, uint4 high, int bytes) {
+    u32 w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < 6; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+    const u32 bits = (bytes & 3) * 8;
+    return make_uint4(__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits), __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }

@@ -38,6 +38,21 @@ __device__ __forceinline__ void store_first(char* at, uint4 v, int count) {
         if (i < count) *(u16*)(at + 2 * i) = u16(word[i >> 1] >> (16 * (i & 1)));
 }
 
+// Piece `piece` of the nine aligned 16-byte pieces that a row of 64 results can touch, from a swizzled row.
+__device__ __forceinline__ void store_shifted(char* line, u32 row, int swizzle, int piece, int cols) {
+    const int first = piece * 8 - int((u64(line) & 15) >> 1), from = max(first, 0), to = min(first + 8, cols), chunk = first >> 3;
+    if (from == first && to == first + 8) {
+        const uint4 low = load_shared16(row + ((chunk ^ swizzle) << 4)), high = load_shared16(row + (((chunk + 1 & 7) ^ swizzle) << 4));
+        *(uint4*)(line + first * 2) = shifted(low, high, (first & 7) * 2);
+        return;
+    }
+    for (int c = from; c < to; ++c) {
+        u16 v;
+        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(row + (((c >> 3) ^ swizzle) << 4) + (c & 7) * 2));
+        *(u16*)(line + c * 2) = v;
+    }
+}
+
 #if PLAIN
 // alpha * acc in the operands' type: 64 rows at a time turn in shared memory and leave as 16-byte pieces.
 __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ROWS / 2]) {
@@ -75,11 +90,9 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
             }
         } else {
 #pragma unroll 1
-            for (int e = tid; e < rows * 64; e += 128) {
-                const int row = e >> 6, c = e & 63;
-                u16 v;
-                asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(staging + row * 128 + (((c >> 3) ^ (row & 7)) << 4) + (c & 7) * 2));
-                if (c < to.cols && r0 + row >= skip) *(u16*)(to.out + (r0 + row) * to.row_step + c * 2) = v;
+            for (int e = tid; e < rows * 9; e += 128) {   // rows of any address: aligned pieces, shifted into place
+                const int row = e / 9;
+                if (r0 + row >= skip) store_shifted(to.out + (r0 + row) * to.row_step, staging + row * 128, row & 7, e % 9, to.cols);
             }
         }
     }
