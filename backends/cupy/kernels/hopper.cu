@@ -7,8 +7,7 @@
 // Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction of the row side, of the weight
 // side), RAGGED_K (the jagged extent is k), LISTED (a tensor map per group), PLAIN (the result is
 // alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), TALL (see is_tall).
-#include "mma.cuh"
-#include "store.cuh"
+#include "consume.cuh"
 
 // One thread per block. The leader's also takes tiles from the counter and announces them.
 __device__ __forceinline__ void produce(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
@@ -41,75 +40,6 @@ __device__ __forceinline__ void produce(const Problem& p, const Launch& l, const
     if (rank == 0 && !one_each) {
         __threadfence();
         if (atomicAdd(l.counter + 1, 1) == clusters - 1) l.counter[0] = 0, l.counter[1] = 0;
-    }
-}
-
-// The second warpgroup starts its first tile a little after the first one, and keeps that distance:
-// so one of them multiplies while the other stores its results.
-__device__ __forceinline__ void let_follow() { asm volatile("bar.arrive 5, 256;" ::: "memory"); }
-__device__ __forceinline__ void follow() { asm volatile("bar.sync 5, 256;" ::: "memory"); }
-
-// All k-blocks of a tile: four products of k = 16 per block, one block in flight while the next is awaited.
-// TWICE: a tall tile, whose second 64 columns per warpgroup accumulate in the upper half of `d`.
-template <int N, bool TWICE>
-__device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int blocks, int half, float (&d)[ROWS / 2], bool first) {
-    constexpr u32 W_STEP = W_K ? 32 : 2048, X_STEP = X_K ? 32 : 2048;     // bytes from one k = 16 to the next
-    const int lane = threadIdx.x & 31;
-    int last = -1;
-    if (first && half == 1) follow();
-#pragma unroll 1
-    for (int kb = 0; kb < blocks; ++kb) {
-        barrier_wait(shared_address(&s.full[ring.index]), ring.parity);
-        const u32 stage = stages + ring.index * STAGE_BYTES;
-        constexpr int BLOCKS = TWICE ? 2 : 1;
-        const u64 w = smem_descriptor(stage + half * BLOCKS * BLOCK, BLOCK, 1024);
-        const u64 x = smem_descriptor(stage + CONSUMERS * BLOCKS * BLOCK, BLOCK, 1024);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            Mma<N, 0>::run(d, w + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
-            if constexpr (TWICE) Mma<N, ROWS / 4>::run(d, w + (BLOCK >> 4) + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (first && half == 0 && kb == min(1, blocks - 1)) let_follow();
-        if (last >= 0 && lane < CLUSTER) barrier_arrive(shared_address(&s.empty[last]), lane);
-        last = ring.index;
-        ring.next();
-    }
-    wgmma_wait<0>();
-    if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[last]), lane);
-}
-
-__device__ __forceinline__ void consume(const Problem& p, const Launch& l, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
-    Ring ring;
-    bool first = true;
-#pragma unroll 1
-    for (int number = 0;; ++number) {
-        const Tile t = take_tile(s, number, (threadIdx.x & 127) == 0);
-        if (t.n == STOP) break;
-        const int blocks = k_blocks(t);
-        // Defined anew for each tile: otherwise the compiler would keep the last tile's values alive.
-        float d[ROWS / 2];
-#pragma unroll
-        for (int i = 0; i < ROWS / 2; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
-        if (blocks > 0 && t.n > 0) {
-            if (is_tall(t)) {
-                switch ((t.n + STEP - 1) / STEP) {
-#define CASE(n) case n / STEP: if constexpr (TALL && n <= ROWS / 2) multiply<n, true>(s, stages, ring, blocks, half, d, first); break;
-                    CASES
-#undef CASE
-                }
-            } else {
-                switch ((t.n + STEP - 1) / STEP) {
-#define CASE(n) case n / STEP: if constexpr (n <= ROWS) multiply<n, false>(s, stages, ring, blocks, half, d, first); break;
-                    CASES
-#undef CASE
-                }
-            }
-            first = false;
-        }
-        finish_tile(p, l, t, rank, half, staging, d);
     }
 }
 
