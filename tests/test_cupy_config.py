@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,18 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import BACKEND, driver, hopper, mma_shapes, packing, params, portable, small, tensor_maps
+from multigemm.backends.cupy import (
+    BACKEND,
+    direct,
+    driver,
+    hopper,
+    mma_shapes,
+    packing,
+    params,
+    portable,
+    small,
+    tensor_maps,
+)
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.errors import InvalidSetting
@@ -55,7 +67,6 @@ def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -
     [
         {"groups": configs.MAX_GROUPS + 1},
         {"groups": 0},
-        {"form": "per_group", "a": replace(BF16, align=8)},
         {"form": "masked", "out": replace(BF16, order="col")},
         {"compute": torch.float64, "out": OperandSpec(torch.float64)},
     ],
@@ -75,6 +86,7 @@ def test_what_tma_cannot_read_goes_to_the_portable_kernel_and_says_why(change: d
         {"b": replace(BF16, order="strided")},
         {"a": replace(BF16, dense=False)},
         {"form": "jagged_k"},
+        {"form": "per_group", "a": replace(BF16, align=8)},
     ],
     ids=str,
 )
@@ -183,8 +195,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 def operands(form: str) -> Operands:
     """One small problem of a form on the CPU."""
-    x = torch.zeros(48, 64, dtype=torch.bfloat16)
-    w = torch.zeros(3, 64, 128, dtype=torch.bfloat16)
+    half = partial(torch.zeros, dtype=torch.bfloat16)
+    x, w = half(48, 64), half(3, 64, 128)
     ends = torch.tensor([8, 24, 48])
     problem = {
         "jagged_m": lambda: mg.GroupedGemmProblem(x, w, ends=ends),
@@ -192,6 +204,8 @@ def operands(form: str) -> Operands:
         "jagged_k": lambda: mg.GroupedGemmProblem(x.T, torch.zeros_like(x), ends=ends, jagged="k"),
         "batched": lambda: mg.GroupedGemmProblem(torch.zeros(3, 16, 64, dtype=torch.bfloat16), w),
         "per_group": lambda: mg.GroupedGemmProblem([x, x[:8]], [w[0], w[0]]),
+        "odd list": lambda: mg.GroupedGemmProblem([half(48, 63), half(8, 61)], [half(63, 101), half(61, 128)]),
+        "odd weights": lambda: mg.GroupedGemmProblem(x, w[:, :, 1:], ends=ends),
         "odd": lambda: mg.GroupedGemmProblem(torch.zeros(48, 63, dtype=torch.bfloat16), w[:, :63], ends=ends),
     }[form]()
     return stage(problem, staged_spec(problem), allocate(problem)).ops
@@ -252,11 +266,50 @@ def test_counters_come_back_and_may_run_out(fake: FakeDriver) -> None:
     assert sorted(free) == [0, 1, 2]
 
 
-def test_an_odd_operand_is_copied_before_each_launch(fake: FakeDriver) -> None:
-    ops = operands("odd")
+@pytest.mark.parametrize("form", ["odd", "odd list"])
+def test_odd_operands_are_copied_by_one_launch_before_each_product(form: str, fake: FakeDriver) -> None:
+    ops = operands(form)
     assert configs.packed_reasons(ops.spec) == []
     launch = packing.bind(ops, configs.WIDE, (1, 2), 132)
     before = len(fake.calls)
     launch()
-    copies = sum(getattr(configs.packed_spec(ops.spec), side) != getattr(ops.spec, side) for side in "ab")
-    assert fake.calls[before:] == ["cuLaunchKernelEx"] * (copies + 1) and copies >= 1
+    assert fake.calls[before:] == ["cuLaunchKernelEx"] * 2
+
+
+def test_copies_are_laid_out_one_after_the_other(fake: FakeDriver) -> None:
+    ops = operands("odd list")
+    copied, _ = packing.with_copies(ops, configs.packed_spec(ops.spec), 1, 132)
+    for given, copy in zip([*ops.a, *ops.b], [*copied.a, *copied.b], strict=True):
+        assert copy.shape == given.shape and copy.stride(0) % 8 == 0 and copy.stride(1) == 1
+        assert copy.stride(0) - given.shape[1] < 8 and copy.data_ptr() % 16 == 0
+    copies = packing._Copies()
+    copies.add(torch.zeros(3, 70, 300, dtype=torch.bfloat16), BF16)
+    copies.add(torch.zeros(300, 70, dtype=torch.bfloat16).T, BF16)
+    first, second = (packing.COPY.unpack(record) for record in copies.records)
+    assert first[-1] == 0 and second[-1] == 3 * 3 * 2 and copies.units == second[-1] + 2 * 5
+
+
+@pytest.mark.parametrize("form", ["odd list", "odd weights"])
+@pytest.mark.parametrize("config", [configs.DIRECT, configs.DIRECT_MIDDLE, configs.DIRECT_NARROW], ids=str)
+def test_the_direct_kernel_copies_rows_at_most(form: str, config: Config, fake: FakeDriver) -> None:
+    ops = operands(form)
+    assert is_valid(config, ops.spec), configs.direct_reasons(ops.spec)
+    launch = direct.bind(ops, config, (1, 2), 132)
+    fake.calls.clear()
+    launch()
+    assert fake.calls == ["cuLaunchKernelEx"] * (1 if form == "odd weights" else 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({}, "nothing needs shifting"),
+        ({"form": "jagged_k", "b": replace(BF16, align=2)}, "jagged k"),
+        ({"b": replace(BF16, order="strided")}, "strided"),
+        ({"b": replace(BF16, align=2), "a": replace(BF16, align=2, wide=True)}, "not copied"),
+    ],
+    ids=str,
+)
+def test_the_direct_kernel_says_what_it_cannot_do(change: dict[str, object], word: str) -> None:
+    reasons = configs.direct_reasons(replace(SPEC, **change))  # type: ignore[arg-type]
+    assert any(word in reason for reason in reasons)

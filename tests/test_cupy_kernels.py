@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("cupy", reason="the package cupy is not installed", exc_type=ImportError)
 
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import hopper, packing, portable, small
+from multigemm.backends.cupy import direct, hopper, packing, portable, small
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
 from multigemm.spec import OperandSpec, Order, ProblemSpec
@@ -131,6 +131,21 @@ def test_hopper_kernel_does_not_spill_in_its_consumers(problem: ProblemSpec, con
     registers, spilled = report(hopper.source(problem, config), "sm_90a")
     assert registers * hopper.THREADS <= REGISTERS_PER_SM
     assert spilled <= 64, "a few words in the producer thread are harmless; an accumulator in memory is not"
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (spec(b="row"), configs.DIRECT),
+        (spec(torch.float16, b="col", form="per_group"), configs.DIRECT_MIDDLE),
+        (spec(activation="silu"), configs.DIRECT_NARROW),
+    ],
+    ids=["jagged_m", "list", "any-epilogue"],
+)
+def test_direct_kernel_does_not_spill(problem: ProblemSpec, config: Config) -> None:
+    odd = replace(problem, b=replace(problem.b, align=2))
+    registers, spilled = report(direct.source(odd, config), "sm_90a")
+    assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled <= 64
 
 
 def test_the_main_loop_is_wgmma_for_every_width_of_the_config() -> None:

@@ -15,6 +15,8 @@ COLUMNS = 128
 MAX_GROUPS = 960
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one thread block may have on compute capability 9.0."""
+RAW_BYTES = 2 * COLUMNS * 144 + 32
+"""The slots of the direct kernel that hold weights as they lie in memory."""
 BOOKKEEPING = 16 * MAX_GROUPS + 1024 + 768
 
 
@@ -26,10 +28,11 @@ class Config:
     cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple of
     `step`; `stages` blocks of 64 k are in flight; `cluster` thread blocks share their rows; `tall`
     gives twice the columns to tiles of few rows. `packed` copies the operands that TMA cannot read and
-    then runs `hopper` on the copies. `small` gives each tile of `tile` squared a thread block of its own.
+    then runs `hopper` on the copies. `direct` copies the rows at most and shifts
+    the weights into place itself. `small` gives each tile of `tile` squared a thread block of its own.
     """
 
-    kernel: Literal["portable", "hopper", "packed", "small"] = "portable"
+    kernel: Literal["portable", "hopper", "packed", "direct", "small"] = "portable"
     blocks_per_sm: int = 2
     tile: int = 128
     rows: int = 0
@@ -40,7 +43,8 @@ class Config:
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel."""
-        return self.stages * (COLUMNS + self.rows) * 128 + 2 * (8192 if plain else 9216) + BOOKKEEPING
+        raw = RAW_BYTES if self.kernel == "direct" else 0
+        return self.stages * (COLUMNS + self.rows) * 128 + 2 * (8192 if plain else 9216) + BOOKKEEPING + raw
 
 
 PORTABLE = Config(blocks_per_sm=1)
@@ -53,6 +57,9 @@ SLIM = Config("hopper", rows=64, stages=8, cluster=1)
 TALLER = replace(WIDE, tall=True)
 """Right, but slower than WIDE wherever it was measured (docs/cupy-hopper.md): kept for other chips, not offered."""
 
+DIRECT = Config("direct", rows=256, stages=3, cluster=2)
+DIRECT_MIDDLE = Config("direct", rows=128, stages=4, cluster=2)
+DIRECT_NARROW = Config("direct", rows=64, stages=6, cluster=2)
 CUBE = Config("small", tile=32)
 CUBE64 = Config("small", tile=64)
 LIST = 16
@@ -128,12 +135,31 @@ def packed_reasons(spec: ProblemSpec) -> list[str]:
     """Why copying first does not help a spec."""
     copied = packed_spec(spec)
     reasons = hopper_reasons(copied)
-    if spec.form == "per_group":
-        reasons.append("a list: its matrices are not copied")
     if copied is spec:
         reasons.append("nothing needs copying")
     if any(old.wide and old != new for old, new in ((spec.a, copied.a), (spec.b, copied.b))):
         reasons.append("an operand of 2^31 elements or more is not copied")
+    return reasons
+
+
+def direct_spec(spec: ProblemSpec) -> ProblemSpec:
+    """The spec after the rows have been copied, where TMA cannot read them; the weights stay."""
+    rows = "b" if is_swapped(spec) else "a"
+    return replace(spec, **{rows: getattr(packed_spec(spec), rows)})
+
+
+def direct_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the kernel that shifts its weights cannot, or need not, run a spec."""
+    weights, rows = ("a", "b") if is_swapped(spec) else ("b", "a")
+    given, copied = getattr(spec, weights), direct_spec(spec)
+    readable = replace(given, align=16, dense=True)
+    reasons = hopper_reasons(replace(copied, **{weights: readable}))
+    if given == readable:
+        reasons.append("nothing needs shifting")
+    if spec.form == "jagged_k":
+        reasons.append("jagged k: both operands are copied")
+    if getattr(spec, rows).wide and getattr(spec, rows) != getattr(copied, rows):
+        reasons.append("rows of 2^31 elements or more are not copied")
     return reasons
 
 
@@ -145,7 +171,8 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
         return config.tile in (32, 64) and not small_reasons(spec)
     fits = config.rows in (64, 128, 256) and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT and config.stages >= 2
     shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64) and (not config.tall or config.rows == 256)
-    reasons = packed_reasons(spec) if config.kernel == "packed" else hopper_reasons(spec)
+    check = {"packed": packed_reasons, "direct": direct_reasons}.get(config.kernel, hopper_reasons)
+    reasons = check(spec)
     return fits and shape and capability == (9, 0) and not reasons
 
 
@@ -156,7 +183,7 @@ def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config
 
 def _order(spec: ProblemSpec) -> list[Config]:
     """All configs, the best guess first: pieces as high as the average group; copies only where they pay."""
-    return [*_larger(spec), CUBE, CUBE64]
+    return [*_larger(spec), DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64]
 
 
 def _larger(spec: ProblemSpec) -> list[Config]:

@@ -9,7 +9,7 @@ import torch
 
 from multigemm.backend import Availability, Recipe
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import hopper, packing, portable, small, support
+from multigemm.backends.cupy import direct, hopper, packing, portable, small, support
 from multigemm.backends.cupy.config import Config
 from multigemm.errors import InvalidSetting
 from multigemm.spec import ProblemSpec
@@ -41,11 +41,14 @@ class CupyBackend:
         if config.kernel == "hopper":
             function = hopper.prepare(spec, config, index)
             return Recipe("hopper", config, partial(hopper.bind, config=config, function=function), "TMA and wgmma")
-        if config.kernel == "packed":
-            functions = packing.prepare(spec, config, index)
-            why = "; ".join(configs.hopper_reasons(spec))
-            bind = partial(packing.bind, config=config, functions=functions, sms=sms)
-            return Recipe("packed+hopper", config, bind, f"operands are copied first: {why}")
+        if config.kernel in ("packed", "direct"):
+            room = packing if config.kernel == "packed" else direct
+            bind = partial(room.bind, config=config, functions=room.prepare(spec, config, index), sms=sms)
+            name, what = {
+                "packed": ("packed+hopper", "operands are copied first"),
+                "direct": ("direct", "weights are shifted into place as they are read"),
+            }[config.kernel]
+            return Recipe(name, config, bind, f"{what}: {'; '.join(configs.hopper_reasons(spec))}")
         if config.kernel == "small":
             bind = partial(small.bind, config=config, function=small.prepare(spec, config, index))
             return Recipe("small", config, bind, "one thread block per tile, without a schedule")

@@ -1,4 +1,4 @@
-// Copies a 16-bit operand that TMA cannot read into one that it can: rows of `pitch` elements, a multiple
+// Copies 16-bit operands that TMA cannot read into ones that it can, all in one launch: rows of `pitch` elements, a multiple
 // of 8, contiguous in the direction that the main kernel wants. Costs one more pass over the operand.
 //
 // Where source and copy are contiguous in the same direction, each lane reads aligned words and shifts
@@ -12,6 +12,13 @@ struct Copy {
     i64 groups, outer, inner;                    // the copy: [groups, outer, inner], inner contiguous
     i64 from_group, from_outer, from_inner;      // strides in elements
     i64 to_group, to_outer;
+    i64 first;                                   // units of work in the copies before it
+};
+
+struct Job {
+    const Copy* listed;                          // a list's copies, else null and `two` holds them
+    u32 count, units;
+    Copy two[2];
 };
 
 constexpr int SIDE = 64, THREADS = 256, LINES = THREADS / 32;
@@ -27,70 +34,86 @@ __device__ __forceinline__ uint4 read8(const u16* from) {
     return make_uint4(__funnelshift_r(w[0], w[1], 16), __funnelshift_r(w[1], w[2], 16), __funnelshift_r(w[2], w[3], 16), __funnelshift_r(w[3], w[4], 16));
 }
 
-constexpr int AHEAD = 4;        // rows per warp and step, so that their loads overlap
+constexpr int AHEAD = 4, BAND = AHEAD * LINES, PIECE = 256;      // a unit of work: BAND rows by PIECE elements
 
-// Rows as they are: a warp takes 256 elements of AHEAD rows at a time. The first and the last eight of a
+// Rows as they are: a warp takes AHEAD rows, so that their loads overlap. The first and the last eight of a
 // row are read one by one, for a word there could reach past the operand.
-__device__ __forceinline__ void straight(const Copy& c) {
+__device__ __forceinline__ void straight(const Copy& c, u32 unit) {
     const int lane = threadIdx.x & 31;
-    const i64 warp = i64(blockIdx.x) * LINES + (threadIdx.x >> 5), warps = i64(gridDim.x) * LINES;
-    const i64 pieces = ceil_div(c.inner, 256), bands = ceil_div(c.outer, AHEAD);
-    for (i64 t = warp; t < c.groups * bands * pieces; t += warps) {
-        const i64 piece = t % pieces, band = t / pieces % bands, g = t / pieces / bands, j = piece * 256 + lane * 8;
-        uint4 v[AHEAD];
+    const u32 pieces = u32(ceil_div(c.inner, PIECE)), bands = u32(ceil_div(c.outer, BAND));
+    const u32 piece = unit % pieces, band = unit / pieces % bands, g = unit / pieces / bands;
+    const i64 j = i64(piece) * PIECE + lane * 8, first = i64(band) * BAND + (threadIdx.x >> 5) * AHEAD;
+    uint4 v[AHEAD];
 #pragma unroll
-        for (int r = 0; r < AHEAD; ++r) {
-            const i64 row = band * AHEAD + r;
-            const u16* from = c.from + g * c.from_group + row * c.from_outer + j;
-            v[r] = make_uint4(0, 0, 0, 0);
-            if (row >= c.outer || j >= c.inner) continue;
-            if (j > 0 && j + 9 <= c.inner) {
-                v[r] = read8(from);
-            } else {
-                u32 w[4] = {0, 0, 0, 0};
+    for (int r = 0; r < AHEAD; ++r) {
+        const i64 row = first + r;
+        const u16* from = c.from + g * c.from_group + row * c.from_outer + j;
+        v[r] = make_uint4(0, 0, 0, 0);
+        if (row >= c.outer || j >= c.inner) continue;
+        if (j > 0 && j + 9 <= c.inner) {
+            v[r] = read8(from);
+        } else {
+            u32 w[4] = {0, 0, 0, 0};
 #pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    if (j + i < c.inner) w[i >> 1] |= u32(from[i]) << (16 * (i & 1));
-                v[r] = make_uint4(w[0], w[1], w[2], w[3]);
-            }
+            for (int i = 0; i < 8; ++i)
+                if (j + i < c.inner) w[i >> 1] |= u32(from[i]) << (16 * (i & 1));
+            v[r] = make_uint4(w[0], w[1], w[2], w[3]);
         }
+    }
 #pragma unroll
-        for (int r = 0; r < AHEAD; ++r) {
-            const i64 row = band * AHEAD + r;
-            if (row < c.outer && j < c.inner) *(uint4*)(c.to + g * c.to_group + row * c.to_outer + j) = v[r];
-        }
+    for (int r = 0; r < AHEAD; ++r) {
+        const i64 row = first + r;
+        if (row < c.outer && j < c.inner) *(uint4*)(c.to + g * c.to_group + row * c.to_outer + j) = v[r];
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ Copy c) {
-    if (c.from_inner == 1) return straight(c);
+// A tile of SIDE x SIDE through shared memory, for sources that are contiguous in the other direction, or in none.
+__device__ __forceinline__ void turn(const Copy& c, u32 unit) {
     __shared__ u16 tile[SIDE][SIDE + 2];
     const int lane = threadIdx.x & 31, line = threadIdx.x >> 5;
-    const i64 across = ceil_div(c.inner, SIDE), down = ceil_div(c.outer, SIDE);
-    const bool turned = c.from_inner != 1 && c.from_outer == 1;     // the source is contiguous along `outer`
-    for (i64 t = blockIdx.x; t < across * down * c.groups; t += gridDim.x) {
-        const i64 g = t / (across * down), i0 = t / across % down * SIDE, j0 = t % across * SIDE;
-        const u16* from = c.from + g * c.from_group;
-        u16* to = c.to + g * c.to_group;
-        u16 v[SIDE / LINES * 2];
+    const u32 across = u32(ceil_div(c.inner, SIDE)), down = u32(ceil_div(c.outer, SIDE));
+    const bool turned = c.from_outer == 1;                      // the source is contiguous along `outer`
+    const i64 g = unit / (across * down), i0 = i64(unit / across % down) * SIDE, j0 = i64(unit % across) * SIDE;
+    const u16* from = c.from + g * c.from_group;
+    u16* to = c.to + g * c.to_group;
+    u16 v[SIDE / LINES * 2];
 #pragma unroll
-        for (int n = 0; n < SIDE / LINES * 2; ++n) {                // all loads first: they overlap
-            const int along = lane + (n & 1) * 32, at = line + (n >> 1) * LINES, i = turned ? along : at, j = turned ? at : along;
-            v[n] = 0;
-            if (i0 + i < c.outer && j0 + j < c.inner) v[n] = from[(i0 + i) * c.from_outer + (j0 + j) * c.from_inner];
-        }
+    for (int n = 0; n < SIDE / LINES * 2; ++n) {                // all loads first: they overlap
+        const int along = lane + (n & 1) * 32, at = line + (n >> 1) * LINES, i = turned ? along : at, j = turned ? at : along;
+        v[n] = 0;
+        if (i0 + i < c.outer && j0 + j < c.inner) v[n] = from[(i0 + i) * c.from_outer + (j0 + j) * c.from_inner];
+    }
+    __syncthreads();                                            // the tile before has been read
 #pragma unroll
-        for (int n = 0; n < SIDE / LINES * 2; ++n) {
-            const int along = lane + (n & 1) * 32, at = line + (n >> 1) * LINES;
-            tile[turned ? along : at][turned ? at : along] = v[n];
-        }
-        __syncthreads();
+    for (int n = 0; n < SIDE / LINES * 2; ++n) {
+        const int along = lane + (n & 1) * 32, at = line + (n >> 1) * LINES;
+        tile[turned ? along : at][turned ? at : along] = v[n];
+    }
+    __syncthreads();
 #pragma unroll
-        for (int n = 0; n < SIDE / LINES; ++n) {                    // two neighbours per lane; the pitch is padded
-            const int i = line + n * LINES, j = lane * 2;
-            if (i0 + i < c.outer && j0 + j < c.inner)
-                *(u32*)(to + (i0 + i) * c.to_outer + j0 + j) = u32(tile[i][j]) | u32(tile[i][j + 1]) << 16;
-        }
-        __syncthreads();
+    for (int n = 0; n < SIDE / LINES; ++n) {                    // two neighbours per lane; the pitch is padded
+        const int i = line + n * LINES, j = lane * 2;
+        if (i0 + i < c.outer && j0 + j < c.inner)
+            *(u32*)(to + (i0 + i) * c.to_outer + j0 + j) = u32(tile[i][j]) | u32(tile[i][j + 1]) << 16;
+    }
+}
+
+// The last copy whose first unit is at or before `unit`.
+__device__ __forceinline__ Copy find_copy(const Job& job, u32 unit) {
+    if (!job.listed) return job.count > 1 && unit >= job.two[1].first ? job.two[1] : job.two[0];
+    u32 low = 0, high = job.count;
+    while (high - low > 1) {
+        const u32 middle = (low + high) >> 1;
+        if (__ldg(&job.listed[middle].first) <= unit) low = middle;
+        else high = middle;
+    }
+    return job.listed[low];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ Job job) {
+    for (u32 unit = blockIdx.x; unit < job.units; unit += gridDim.x) {
+        const Copy c = find_copy(job, unit);
+        if (c.from_inner == 1) straight(c, unit - u32(c.first));
+        else turn(c, unit - u32(c.first));
     }
 }

@@ -10,6 +10,9 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive_here(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 // Arrives at the same barrier of thread block `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
     asm volatile("{\n.reg .b32 remote;\n"
