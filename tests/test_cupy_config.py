@@ -18,6 +18,7 @@ from multigemm.backends.cupy import (
     BACKEND,
     direct,
     driver,
+    family,
     hopper,
     mma_shapes,
     packing,
@@ -313,3 +314,27 @@ def test_the_direct_kernel_copies_rows_at_most(form: str, config: Config, fake: 
 def test_the_direct_kernel_says_what_it_cannot_do(change: dict[str, object], word: str) -> None:
     reasons = configs.direct_reasons(replace(SPEC, **change))  # type: ignore[arg-type]
     assert any(word in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"form": "per_group"}, {"n": 128, "k": 256}, {"b": replace(BF16, align=2)}], ids=str
+)
+def test_a_layouts_family_holds_every_choice_for_other_counts(change: dict[str, object]) -> None:
+    spec = replace(SPEC, **change)  # type: ignore[arg-type]
+    members = family.members(spec, (9, 0))
+    for total in (0, 1, 37, 300, 2048, 5000, 1 << 17):
+        for groups in (1, 3, 40, 700):
+            bucket = 1 << (total - 1).bit_length() if total else 0
+            assert configs.heuristic(replace(spec, total=bucket, groups=groups)) in members
+
+
+def test_a_family_is_prepared_whole_and_errors_come_out() -> None:
+    seen: list[Config] = []
+    family.prepare_all((configs.WIDE, configs.SMALL), seen.append)
+    assert set(seen) == {configs.WIDE, configs.SMALL}
+
+    def fails(config: Config) -> None:
+        raise InvalidSetting("no")
+
+    with pytest.raises(InvalidSetting):
+        family.prepare_all((configs.WIDE,), fails)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
-from multigemm.backend import Availability, Recipe
+from multigemm.backend import Availability, Launch, Recipe
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import direct, hopper, packing, portable, small, support
+from multigemm.backends.cupy import direct, family, hopper, packing, portable, small, support
 from multigemm.backends.cupy.config import Config
 from multigemm.errors import InvalidSetting
+from multigemm.layouts import Operands
 from multigemm.spec import ProblemSpec
+
+ROOMS: dict[str, Any] = {"hopper": hopper, "packed": packing, "direct": direct, "small": small, "portable": portable}
+SPREADS = ("packed", "direct", "portable")
+"""Kernels whose grid follows the number of processors."""
 
 
 class CupyBackend:
@@ -37,21 +43,34 @@ class CupyBackend:
         if not configs.is_valid(config, spec, torch.cuda.get_device_capability(device)):
             raise InvalidSetting(f"{config} cannot run {spec}")
         index = device.index if device.index is not None else torch.cuda.current_device()
-        sms = torch.cuda.get_device_properties(index).multi_processor_count
-        if config.kernel == "hopper":
-            function = hopper.prepare(spec, config, index)
-            return Recipe("hopper", config, partial(hopper.bind, config=config, function=function), "TMA and wgmma")
-        if config.kernel in ("packed", "direct"):
-            room = packing if config.kernel == "packed" else direct
-            bind = partial(room.bind, config=config, functions=room.prepare(spec, config, index), sms=sms)
-            name, what = {
-                "packed": ("packed+hopper", "operands are copied first"),
-                "direct": ("direct", "weights are shifted into place as they are read"),
-            }[config.kernel]
-            return Recipe(name, config, bind, f"{what}: {'; '.join(configs.hopper_reasons(spec))}")
-        if config.kernel == "small":
-            bind = partial(small.bind, config=config, function=small.prepare(spec, config, index))
-            return Recipe("small", config, bind, "one thread block per tile, without a schedule")
-        why = "; ".join(configs.hopper_reasons(spec)) or "chosen by config"
-        bind = partial(portable.bind, config=config, function=portable.prepare(spec, config, index), sms=sms)
-        return Recipe("portable", config, bind, f"any strides, alignment and size ({why})")
+        capability = torch.cuda.get_device_capability(device)
+        if config == configs.heuristic(spec, capability):
+            family.prepare_all(family.members(spec, capability), partial(_prepare, spec, index=index))
+        known = [config, _prepare(spec, config, index=index)]
+        if config.kernel in SPREADS:
+            known.append(torch.cuda.get_device_properties(index).multi_processor_count)
+        name, room = "packed+hopper" if config.kernel == "packed" else config.kernel, ROOMS[config.kernel]
+
+        def bind(ops: Operands) -> Launch:
+            launch: Launch = room.bind(ops, *known)
+            return launch
+
+        return Recipe(name, config, bind, _why(spec, config))
+
+
+def _prepare(spec: ProblemSpec, config: Config, *, index: int) -> Any:
+    """Compiles (or finds) and loads the kernels of a config."""
+    with torch.cuda.device(index):  # a thread of its own has no current device yet
+        return ROOMS[config.kernel].prepare(spec, config, index)
+
+
+def _why(spec: ProblemSpec, config: Config) -> str:
+    """What the kernel is good for, and why not the fastest one."""
+    obstacle = "; ".join(configs.hopper_reasons(spec)) or "chosen by config"
+    return {
+        "hopper": "TMA and wgmma",
+        "packed": f"operands are copied first: {obstacle}",
+        "direct": f"weights are shifted into place as they are read: {obstacle}",
+        "small": "one thread block per tile, without a schedule",
+        "portable": f"any strides, alignment and size ({obstacle})",
+    }[config.kernel]
