@@ -107,8 +107,8 @@ def launcher(
 
     `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early.
     """
-    buffers = [_aligned(argument) for argument in arguments]
-    pointers = (ctypes.c_void_p * len(buffers))(*(address for _, address in buffers))
+    buffer, addresses = _laid_out(arguments)
+    pointers = (ctypes.c_void_p * len(addresses))(*addresses)
     attributes = (LaunchAttribute * 2)()
     config = LaunchConfig(grid=(grid, 1, 1) if isinstance(grid, int) else grid, block=(threads, 1, 1), shared=shared)
     config.attributes = ctypes.addressof(attributes)
@@ -126,7 +126,7 @@ def launcher(
     call, reference, handle = library().cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(function)
     stream_of: Any = torch._C._cuda_getCurrentRawStream
     current: Any = torch._C._cuda_getDevice
-    alive = (buffers, attributes, keep)
+    alive = (buffer, attributes, keep)
 
     def launch(_alive: Any = alive) -> None:
         config.stream = stream_of(index)
@@ -141,12 +141,17 @@ def launcher(
     return launch
 
 
-def _aligned(argument: bytes) -> tuple[Any, int]:
-    """A copy of `argument` at a 64-byte boundary, as tensor maps demand, and its address."""
-    buffer = ctypes.create_string_buffer(len(argument) + 64)
-    address = (ctypes.addressof(buffer) + 63) // 64 * 64
-    ctypes.memmove(address, argument, len(argument))
-    return buffer, address
+def _laid_out(arguments: Sequence[bytes]) -> tuple[Any, list[int]]:
+    """One copy of all arguments, each at a 64-byte boundary, as tensor maps demand; and their addresses."""
+    text, offsets = bytearray(), []
+    for argument in arguments:
+        offsets.append(len(text))
+        text += argument
+        text += bytes(-len(argument) % 64)
+    buffer = (ctypes.c_char * (len(text) + 64))()
+    start = (ctypes.addressof(buffer) + 63) // 64 * 64
+    ctypes.memmove(start, bytes(text), len(text))
+    return buffer, [start + offset for offset in offsets]
 
 
 def _retry(code: int, index: int, call: Callable[[], int]) -> None:

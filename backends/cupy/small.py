@@ -11,7 +11,7 @@ from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import LIST, Config, is_plain, is_swapped
 from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.params import problem_bytes, view_of
-from multigemm.layouts import Operands, Packed, strides_of
+from multigemm.layouts import Operands, Packed
 from multigemm.spec import ProblemSpec
 
 THREADS, BLOCK_K, STAGES = 128, 64, 4
@@ -53,23 +53,16 @@ def prepare(spec: ProblemSpec, config: Config, index: int) -> int:
 
 def _listed(ops: Operands, side: int) -> tuple[bytes, int]:
     """A list's groups as the kernel's second argument, and the number of tiles."""
-    spec, tiles = ops.spec, 0
-    columns: list[list[int]] = [[] for _ in range(11)]
+    a_line, b_line, tiles = int(ops.spec.a.order == "col"), int(ops.spec.b.order == "col"), 0
+    rows: list[tuple[int, ...]] = []
     for a, b, out in zip(ops.a, ops.b, ops.out, strict=True):
-        across, down = -(-b.shape[1] // side), -(-a.shape[0] // side)
-        views = [strides_of(x) for x in (a, b, out)]
-        pitches = (
-            views[0].col if spec.a.order == "col" else views[0].row,
-            views[1].col if spec.b.order == "col" else views[1].row,
-            views[2].row,
-        )
-        row = (tiles, max(across, 1), a.shape[0], b.shape[1], a.shape[1], *(v.ptr for v in views))
-        for column, value in zip(columns, (*row, *(2 * pitch for pitch in pitches)), strict=True):
-            column.append(value)
+        (m, k), n = a.shape, b.shape[1]
+        across, down = -(-n // side), -(-m // side)
+        pitches = (2 * a.stride(a_line), 2 * b.stride(b_line), 2 * out.stride(0))  # never multiplied where there is one line
+        rows.append((tiles, max(across, 1), m, n, k, a.data_ptr(), b.data_ptr(), out.data_ptr(), *pitches))
         tiles += across * down
-    missing = LIST - len(columns[0])
-    padded = [column + [NEVER if c == 0 else 0] * missing for c, column in enumerate(columns)]
-    return LISTED.pack(*(value for column in padded for value in column)), tiles
+    rows += [(NEVER, 1, *[0] * 9)] * (LIST - len(rows))
+    return LISTED.pack(*(value for column in zip(*rows, strict=True) for value in column)), tiles
 
 
 def _grid(ops: Operands, view: Packed, side: int) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -67,8 +68,12 @@ def _arrays(rank: int) -> tuple[Any, Any, Any, Any]:
     )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
 def plain(side: Side, rows: int) -> bytes:
-    """A map with boxes of `rows` of mn where k is contiguous, else of 64 mn by 64 k."""
+    """A map with boxes of `rows` of mn where k is contiguous, else of 64 mn by 64 k.
+
+    Remembered: an allocator hands out the same addresses again, so a loop of calls encodes few maps.
+    """
     if min(side.mn, side.k, side.groups) == 0:
         return BLANK  # nothing will ever be loaded through it
     step, group = max(side.step, 16), max(side.group, 16)
