@@ -58,7 +58,7 @@ def _listed(ops: Operands, side: int) -> tuple[bytes, int]:
     for a, b, out in zip(ops.a, ops.b, ops.out, strict=True):
         (m, k), n = a.shape, b.shape[1]
         across, down = -(-n // side), -(-m // side)
-        pitches = (2 * a.stride(a_line), 2 * b.stride(b_line), 2 * out.stride(0))  # never multiplied where there is one line
+        pitches = (2 * a.stride(a_line), 2 * b.stride(b_line), 2 * out.stride(0))  # a single line's goes unused
         rows.append((tiles, max(across, 1), m, n, k, a.data_ptr(), b.data_ptr(), out.data_ptr(), *pitches))
         tiles += across * down
     rows += [(NEVER, 1, *[0] * 9)] * (LIST - len(rows))
