@@ -62,6 +62,8 @@ DIRECT_MIDDLE = Config("direct", rows=128, stages=4, cluster=2)
 DIRECT_NARROW = Config("direct", rows=64, stages=6, cluster=2)
 CUBE = Config("small", tile=32)
 CUBE64 = Config("small", tile=64)
+ONE_WAVE = 160
+"""Tiles of the small kernel that run at once, with room for the rounding of totals to powers of two."""
 LIST = 16
 """Groups of a list that the small kernel takes as an argument."""
 CUBE_ROWS = 8192
@@ -183,7 +185,21 @@ def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config
 
 def _order(spec: ProblemSpec) -> list[Config]:
     """All configs, the best guess first: pieces as high as the average group; copies only where they pay."""
-    return [*_larger(spec), DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64]
+    small, large = _small_order(spec), _larger(spec)
+    return [*small, *large, *(c for c in (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64) if c not in small)]
+
+
+def _small_order(spec: ProblemSpec) -> list[Config]:
+    """The small kernel where one wave of its tiles is enough and k is short, the larger tile for the longer k."""
+    rows = spec.total if spec.form not in ("jagged_n", "jagged_k") else (spec.m or 0) * spec.groups
+    cols = spec.total if spec.form == "jagged_n" else spec.n
+    k = spec.total // max(spec.groups, 1) if spec.form == "jagged_k" else spec.k
+    if not rows or not cols or k is None or small_reasons(spec):
+        return []
+    tiles = {c: (rows // c.tile + spec.groups) * -(-cols // c.tile) for c in (CUBE, CUBE64)}
+    if tiles[CUBE] <= ONE_WAVE and k <= 512:
+        return [CUBE, CUBE64]
+    return [CUBE64, CUBE] if tiles[CUBE64] <= ONE_WAVE and k <= 256 else []
 
 
 def _larger(spec: ProblemSpec) -> list[Config]:

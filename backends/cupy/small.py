@@ -21,8 +21,8 @@ HOPPER = (9, 0)
 
 
 def _plain(spec: ProblemSpec) -> bool:
-    """Whether pairs of results leave from the registers."""
-    return is_plain(spec) and not is_swapped(spec) and spec.out.align >= 4
+    """Whether results leave straight from the registers."""
+    return is_plain(spec) and not is_swapped(spec)
 
 
 def shared_bytes(spec: ProblemSpec, config: Config) -> int:
@@ -39,6 +39,7 @@ def source(spec: ProblemSpec, config: Config) -> Source:
         ("BFLOAT", int(spec.compute == torch.bfloat16)), ("A_K", int(spec.a.order != "col")),
         ("B_K", int(spec.b.order == "col")), ("TILE_M", config.tile), ("TILE_N", config.tile),
         ("LISTED", int(spec.form == "per_group")), ("PLAIN", int(_plain(spec))),
+        ("PAIRS", int(spec.out.align >= 4)),
         ("SHARED", shared_bytes(spec, config)),
     )  # fmt: skip
     return Source("small.cu", "small", defines)

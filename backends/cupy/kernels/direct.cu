@@ -1,15 +1,15 @@
 // The Hopper kernel for weights that TMA cannot read: odd leading dimensions, addresses that are no
 // multiple of 16 bytes.
 //
-// The rows come by TMA, as in hopper.cu. A line of the weights comes as a bulk copy of the aligned bytes
-// round it into a raw slot, and two warps shift it into the swizzled stage that wgmma reads. So weights
+// The rows come by TMA, as in hopper.cu. The aligned bytes round a line of the weights come by cp.async
+// into a raw slot, and two warps shift it into the swizzled stage that wgmma reads. So weights
 // are read once, where copying them first would read, write and read them again.
 //
 // Compile-time choices as in hopper.cu, with RAGGED_K and TALL 0.
 #include "consume.cuh"
 
 constexpr int RAW_SLOTS = 2, LINES = W_K ? COLUMNS : BK, LINE = W_K ? BK : COLUMNS;   // lines of a stage, elements in a line
-constexpr int RAW_PITCH = LINE * 2 + 16, RAW_BYTES = LINES * RAW_PITCH;
+constexpr int PIECES = LINE / 8 + 1, RAW_PITCH = PIECES * 16, RAW_BYTES = LINES * RAW_PITCH;
 constexpr int FETCH = 1, SHIFT = 2, SHIFT_WARPS = 2;        // warps of the third warpgroup; warp 0 loads the rows
 
 struct Raw { u64 full[RAW_SLOTS], empty[RAW_SLOTS]; };
@@ -41,8 +41,12 @@ __device__ __forceinline__ Weights weights_of(const Problem& p, const Launch& l,
     return w;
 }
 
-__device__ __forceinline__ void copy_bytes(u32 to, u64 from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+__device__ __forceinline__ void copy16(u32 to, u64 from, bool inside, u64 anywhere) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(inside ? from : anywhere), "r"(inside ? 16 : 0) : "memory");
+}
+// Arrives at a barrier once all copies that this thread has asked for are there.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 struct RawRing {
@@ -63,28 +67,22 @@ __device__ __forceinline__ void fetch(const Problem& p, const Launch& l, Shared&
         const int blocks = t.n > 0 ? k_blocks(t) : 0;
         if (blocks == 0) continue;
         const Weights w = weights_of(p, l, t, rank);
-        const u64 end = (w.end + 15) & ~15ull;
+        const u64 start = w.end & ~15ull, end = (w.end + 15) & ~15ull;      // `start`: an address that copies nothing
         for (int kb = 0; kb < blocks; ++kb, ring.next()) {
             const int lines = min(W_K ? w.cols : t.k_len - kb * BK, LINES);
             const u64 first = w.at + (W_K ? u64(kb) * BK * 2 : u64(kb) * BK * w.pitch);
             const u32 full = shared_address(&raw.full[ring.index]), to = slots + ring.index * RAW_BYTES;
             barrier_wait(shared_address(&raw.empty[ring.index]), ring.parity ^ 1);
-            u32 bytes[LINES / 32], all = 0;
-#pragma unroll
-            for (int i = 0; i < LINES / 32; ++i) {
-                const int line = lane + i * 32;
-                const u64 from = (first + line * w.pitch) & ~15ull;
-                bytes[i] = line < lines && from < end ? u32(min(u64(RAW_PITCH), end - from)) : 0;
-                all += bytes[i];
+#pragma unroll 8
+            for (int i = 0; i < LINES * PIECES / 32; ++i) {
+                const int item = lane + i * 32, line = item / PIECES, piece = item % PIECES;
+                const u64 from = ((first + line * w.pitch) & ~15ull) + piece * 16;
+                copy16(to + item * 16, from, line < lines && from < end, start);
             }
-            barrier_expect(full, all);
-#pragma unroll
-            for (int i = 0; i < LINES / 32; ++i) {
-                const int line = lane + i * 32;
-                if (bytes[i]) copy_bytes(to + line * RAW_PITCH, (first + line * w.pitch) & ~15ull, bytes[i], full);
-            }
+            arrive_after_copies(full);
         }
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 __device__ __forceinline__ void store_shared16(u32 address, uint4 v) {
@@ -123,7 +121,7 @@ __device__ __forceinline__ void shift(const Problem& p, const Launch& l, Shared&
                 const int item = tid + i * THREADS_HERE, line = item / CHUNKS, chunk = item % CHUNKS;
                 const u32 at = slot + line * RAW_PITCH + chunk * 16;
                 uint4 v = shifted(load_shared16(at), load_shared16(at + 16), (start + line * u32(w.pitch)) & 15);
-                v = first_of(v, W_K ? left - chunk * 8 : line < left ? 8 : 0);
+                if (left < BK) v = first_of(v, W_K ? left - chunk * 8 : line < left ? 8 : 0);
                 const u32 to = W_K ? line * 128 + ((chunk ^ (line & 7)) << 4) : (chunk >> 3) * BLOCK + line * 128 + (((chunk & 7) ^ (line & 7)) << 4);
                 store_shared16(stage + to, v);
             }

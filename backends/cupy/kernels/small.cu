@@ -5,7 +5,8 @@
 // asked for at once by cp.async, and results leave straight from the registers. sm_80 and later.
 //
 // Compile-time choices: BFLOAT, A_K and B_K (is k the contiguous direction), TILE_M, TILE_N, LISTED (a
-// list's groups come as an argument), PLAIN (alpha * acc in the operands' type, rows contiguous).
+// list's groups come as an argument), PLAIN (alpha * acc in the operands' type, rows contiguous), PAIRS (of
+// results, at addresses that are multiples of 4).
 #include "epilogue.cuh"
 
 constexpr int BM = TILE_M, BN = TILE_N, BK = 64, STAGES = 4, THREADS = 128;
@@ -29,6 +30,7 @@ struct Tile {
     const char *a, *b;          // first elements of the group
     i64 a_pitch, b_pitch;       // bytes between lines of the contiguous direction
     int m, n, k, i0, j0, group;
+    int first, last;            // rows that count; the others are not stored, or zeroed
 };
 
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], const u16* p, bool transposed) {
@@ -94,7 +96,7 @@ __device__ __forceinline__ void multiply(const u16* a, const u16* b, float (&acc
 }
 
 // The group of tile number `number` along the jagged direction, and its first row or column there.
-// A warp looks at 32 groups at a time. False past the last tile.
+// A warp looks at 32 groups at a time. False past the last tile; `at` is then the number of tiles.
 __device__ __forceinline__ bool find_jagged(const Problem& p, int number, int side, int& group, int& start, int& end, int& at) {
     const int lane = threadIdx.x & 31;
     int before = 0;
@@ -118,7 +120,15 @@ __device__ __forceinline__ bool find_jagged(const Problem& p, int number, int si
         }
         before += __shfl_sync(~0u, upto, 31);
     }
+    at = before;
     return false;
+}
+
+// Rows or columns before the first group and after the last one, by the blocks that have no tile: there is
+// always one, for the grid has room for a part of a tile more per group than `tiles` can be.
+__device__ __forceinline__ void zero_ends(const Problem& p, int tiles) {
+    const i64 block = i64(blockIdx.y - tiles) * gridDim.x + blockIdx.x, blocks = i64(gridDim.y - tiles) * gridDim.x;
+    zero_unowned(p, block * (THREADS / 32) + threadIdx.x / 32, blocks * (THREADS / 32));
 }
 
 __device__ __forceinline__ void wait_for_last_launch() {
@@ -138,6 +148,7 @@ __device__ __forceinline__ bool find_tile(const Problem& p, const Listed& l, Til
     t.group = g, t.m = l.m[g], t.n = l.n[g], t.k = p.read_ab ? l.k[g] : 0, t.i0 = down * BM, t.j0 = (local - down * across) * BN;
     t.a = (const char*)l.a[g], t.b = (const char*)l.b[g], t.a_pitch = l.a_pitch[g], t.b_pitch = l.b_pitch[g];
     out = (char*)l.out[g], out_pitch = l.out_pitch[g];
+    t.first = 0, t.last = t.m;
     wait_for_last_launch();
     return true;
 }
@@ -147,20 +158,31 @@ __device__ __forceinline__ bool find_tile(const Problem& p, Tile& t, char*& out,
     wait_for_last_launch();
     t.m = int(p.m), t.n = int(p.n), t.k = int(p.k);
     i64 sm = 0, sn = 0, sk = 0;
-    if (p.jagged == JAG_M || p.jagged == JAG_N) {
+    if (PLAIN && p.jagged == JAG_M && p.b.group == 0) {       // one B for all: where groups meet does not matter
+        i64 first, last, unused;
+        jagged_span(p, 0, first, unused), jagged_span(p, p.groups - 1, unused, last);
+        t.group = 0, t.i0 = blockIdx.y * BM, t.j0 = blockIdx.x * BN, t.first = int(first), t.last = int(last);
+        if (t.i0 >= t.m) return false;
+    } else if (p.jagged == JAG_M || p.jagged == JAG_N) {
         const bool rows = p.jagged == JAG_M;
-        if (!find_jagged(p, blockIdx.y, rows ? BM : BN, t.group, start, end, rows ? t.i0 : t.j0)) return false;
+        int at;
+        if (!find_jagged(p, blockIdx.y, rows ? BM : BN, t.group, start, end, at)) {
+            if (p.zero_unowned) zero_ends(p, at);
+            return false;
+        }
+        (rows ? t.i0 : t.j0) = at;
         (rows ? t.j0 : t.i0) = blockIdx.x * (rows ? BN : BM);
         (rows ? t.m : t.n) = end - start, (rows ? sm : sn) = start;
+        t.first = 0, t.last = t.m;
     } else {
-        t.group = blockIdx.z, t.i0 = blockIdx.y * BM, t.j0 = blockIdx.x * BN;
+        t.group = blockIdx.z, t.i0 = blockIdx.y * BM, t.j0 = blockIdx.x * BN, t.first = 0, t.last = t.m;
         if (p.jagged == JAG_K) {
             i64 low, high;
             jagged_span(p, t.group, low, high);
             t.k = int(high - low), sk = low;
         } else if (p.valid) {
-            t.m = int(valid_rows(p, t.group));
-            if (t.i0 >= t.m) return false;
+            t.last = int(valid_rows(p, t.group));
+            if (t.i0 >= t.last) t.k = 0;
         }
     }
     if (!p.read_ab) t.k = 0;
@@ -182,14 +204,19 @@ __device__ __forceinline__ void store_plain(const Problem& p, const Tile& t, cha
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int r = row + i * 16 + h * 8;
+            const bool counts = r >= t.first && r < t.last;
             char* line = out + r * pitch + col * 2;
 #pragma unroll
             for (int j = 0; j < NJ; ++j) {
-                const int left = r < t.m ? t.n - col - j * 8 : 0;
-                const float low = acc[i][j][h * 2] * alpha, high = acc[i][j][h * 2 + 1] * alpha;
+                const int left = r < t.m && (counts || p.zero_unowned) ? t.n - col - j * 8 : 0;
+                const float low = counts ? acc[i][j][h * 2] * alpha : 0.0f, high = counts ? acc[i][j][h * 2 + 1] * alpha : 0.0f;
                 const u32 pair = BFLOAT ? pack_bf16(low, high) : pack_f16(low, high);
-                if (left > 1) *(u32*)(line + j * 16) = pair;
-                else if (left == 1) *(u16*)(line + j * 16) = u16(pair);
+                if (PAIRS && left > 1) {
+                    *(u32*)(line + j * 16) = pair;
+                } else {
+                    if (left > 0) *(u16*)(line + j * 16) = u16(pair);
+                    if (left > 1) *(u16*)(line + j * 16 + 2) = u16(pair >> 16);
+                }
             }
         }
 }
@@ -213,10 +240,18 @@ __device__ __forceinline__ void store_any(const Problem& p, const Tile& t, char*
     }
 }
 
+// The part of a tile past the rows of a mask that count.
+__device__ __forceinline__ void zero_rows(const Problem& p, const Tile& t) {
+    const int from = max(t.i0, t.last), rows = min(t.i0 + BM, t.m) - from, size = size_of(p.out_type);
+    if (!p.zero_unowned || rows <= 0) return;
+    char* const at = p.out.ptr + (i64(t.group) * p.out.group + from * p.out.row + t.j0 * p.out.col) * size;
+    zero_block(at, rows, min(BN, t.n - t.j0), p.out.row, p.out.col, size, threadIdx.x / 32, THREADS / 32);
+}
+
 #if LISTED
-extern "C" __global__ void __launch_bounds__(THREADS) small(const __grid_constant__ Problem p, const __grid_constant__ Listed l) {
+extern "C" __global__ void __launch_bounds__(THREADS, BM == 32 ? 6 : 3) small(const __grid_constant__ Problem p, const __grid_constant__ Listed l) {
 #else
-extern "C" __global__ void __launch_bounds__(THREADS) small(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BM == 32 ? 6 : 3) small(const __grid_constant__ Problem p) {
 #endif
     extern __shared__ __align__(16) char shared[];
     const u32 ring = shared_address(shared);
@@ -252,10 +287,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) small(const __grid_constan
             asm volatile("cp.async.commit_group;" ::: "memory");
         }
         if (PLAIN) store_plain(p, t, out, out_pitch, acc);
-        else store_any(p, t, shared, acc);
-    }
-    if (p.zero_unowned) {
-        const i64 blocks = i64(gridDim.x) * gridDim.y * gridDim.z, block = blockIdx.x + i64(gridDim.x) * (blockIdx.y + i64(gridDim.y) * blockIdx.z);
-        zero_unowned(p, block * (THREADS / 32) + threadIdx.x / 32, blocks * (THREADS / 32));
+        else store_any(p, t, shared, acc), zero_rows(p, t);
     }
 }
