@@ -126,15 +126,6 @@ def test_pieces_cover_a_group_once(m: int, n: int, n_max: int, columns: int) -> 
     assert all(0 < rows <= n_max and row % 8 == 0 for row, rows, _ in seen)
 
 
-@pytest.mark.parametrize("regions", [1, 2, 4])
-@pytest.mark.parametrize("total", [1, 3, 4, 7, 132, 1001])
-def test_every_tile_is_taken_once(regions: int, total: int) -> None:
-    from multigemm.backends.numba.hopper_producer import make_order
-
-    order = make_order(regions).py_func
-    assert sorted(int(order(np.int32(i), np.int32(total))) for i in range(total)) == list(range(total))
-
-
 def test_relu_sees_the_sum_that_int32_keeps() -> None:
     """Numba adds int32 in 64 bits: the sign must be taken after the sum has wrapped, so from 32 bits."""
     from multigemm.backends.numba.epilogue import make_finish

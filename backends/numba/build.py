@@ -23,6 +23,8 @@ from multigemm.errors import CompileError
 from multigemm.settings import settings
 
 Capability = tuple[int, int]
+OVERLAP_MINIMUM = (9, 0)
+"""Where a kernel can be started before the one in front of it has ended, and wait for it by itself."""
 COMPILERS = ("numba-cuda", "llvmlite", "nvidia-nvjitlink", "cuda-bindings")
 compilations: list[tuple[Config, Signature]] = []
 """What this process has compiled, in order; tests count it."""
@@ -90,7 +92,7 @@ def _dump(config: Config, signature: Signature, capability: Capability, made: Im
         (folder / f"{name}.log").write_text(made.log)
 
 
-def kernel_function(config: Config, signature: Signature) -> Callable[..., Any]:
+def kernel_function(config: Config, signature: Signature, capability: Capability) -> Callable[..., Any]:
     """The Python function of a kernel; imports Numba."""
     if config.kernel == "simt":
         from multigemm.backends.numba.simt import make_kernel
@@ -99,7 +101,7 @@ def kernel_function(config: Config, signature: Signature) -> Callable[..., Any]:
     if config.kernel == "mma":
         from multigemm.backends.numba.mma import make_kernel as make_mma
 
-        return make_mma(config, signature)  # type: ignore[no-any-return]
+        return make_mma(config, signature, capability >= OVERLAP_MINIMUM)  # type: ignore[no-any-return]
     if config.kernel == "hopper":
         from multigemm.backends.numba.hopper import make_kernel as make_hopper
 
@@ -130,7 +132,7 @@ def _compile(config: Config, signature: Signature, capability: Capability, outpu
     major, minor = capability
     cc = (major, minor, "a") if major == 9 else (major, minor)
     with numpy_names(), _compiling_for(cc):
-        function = kernel_function(config, signature)
+        function = kernel_function(config, signature, capability)
         text, _ = cuda.compile(
             function, arguments, device=False, abi="numba", cc=cc, output=output,
             launch_bounds=(config.threads, 1), lineinfo=settings().lineinfo,

@@ -14,7 +14,7 @@ from numba.cuda import types
 from multigemm.backends.numba import ptx
 from multigemm.backends.numba import ptx_hopper as hw
 from multigemm.backends.numba.call import JAGGED_K
-from multigemm.backends.numba.hopper_epilogue import STAGING, make_write, style_of
+from multigemm.backends.numba.hopper_epilogue import STAGING, make_write
 from multigemm.backends.numba.hopper_shape import COLUMNS, ROW_BYTES, SLOT_BYTES, SLOTS, WEIGHT_BYTES, Layout
 from multigemm.backends.numba.memory import BYTES
 from multigemm.backends.numba.operand import make_operands
@@ -69,30 +69,63 @@ def make_zero_tail(config, signature):
 
 
 @cache
-def make_multiply(config, signature, n):
-    """multiply(base, stage, phase, depth, tail, warpgroup, thread) -> this warpgroup's 64 x n accumulators."""
-    at = Layout(config, signature)
-    stages, stage_bytes, full, empty, cluster = config.stages, at.stage_bytes, at.full, at.empty, config.cluster
-    a_across, b_across = signature.a_order == "col", signature.b_order == "row"
-    zeros, result = make_zeros(n // 2), hw.make_wgmma_result(n)
-    wgmma = hw.make_wgmma(at.kind, n, b_across, a_across)
-    # Steps of 32 bytes of k, or of 16 rows of k, in units of 16 bytes.
-    b_step, a_step = (128 if b_across else 2), (128 if a_across else 2)
-    weights = hw.make_descriptor(WEIGHT_BYTES // 2, 1024)
-    tokens = hw.make_descriptor(64 * ROW_BYTES, 1024)
-    zero_tail, ragged_k = make_zero_tail(config, signature), signature.ragged_k
+def make_release(config, signature):
+    """release(base, stage, lane): tells all blocks that load into a stage that this warp is through with it."""
+    empty, cluster = Layout(config, signature).empty, config.cluster
 
     @synchronising
     def release(base, stage, lane):
-        """Tells the producers of all blocks that load into this one's stage that the warp is through with it."""
         if cluster == 1:
             if lane == 0:
                 hw.mbarrier_arrive(base + empty + stage * 8)
         elif lane < cluster:
             hw.mbarrier_arrive_cluster(hw.map_shared(base + empty + stage * 8, lane))
 
+    return release
+
+
+@cache
+def make_targets(signature):
+    """(target, others): where out, and where C and bias of this warpgroup's part of a tile lie, and their strides."""
+    _, _, operand_c, operand_out, operand_bias = make_operands(BYTES[signature.compute])
+
     @synchronising
-    def multiply(base, stage, phase, depth, tail, warpgroup, thread):
+    def target(p, g, start, i0, j):
+        at, row, col = operand_out(p, g, start)
+        return at + (i0 * row + j * col) * p.out_size, row, col
+
+    @synchronising
+    def others(p, g, start, i0, j):
+        at, row, col = operand_c(p, g, start)
+        bias_at, bias_col = operand_bias(p, g, start)
+        return (at + (i0 * row + j * col) * p.c_size, row, col), (bias_at + j * bias_col * p.bias_size, bias_col)
+
+    return target, others
+
+
+@cache
+def make_multiply(config, signature, n):
+    """multiply(p, tile, base, stage, phase, warpgroup, thread) -> (64 x n sums, where they go).
+
+    The sums fill the beginning of as many registers as the largest n takes, so that one epilogue
+    serves every n. Where they go is worked out while the last products are under way.
+    """
+    at = Layout(config, signature)
+    stages, stage_bytes, full, most = config.stages, at.stage_bytes, at.full, config.n_max // 2
+    a_across, b_across = signature.a_order == "col", signature.b_order == "row"
+    zeros = make_zeros(n // 2, within=most)
+    wgmma = hw.make_wgmma(at.kind, n, b_across, a_across, within=most)
+    result, release = hw.make_wgmma_result(n, within=most), make_release(config, signature)
+    # Steps of 32 bytes of k, or of 16 rows of k, in units of 16 bytes.
+    b_step, a_step = (128 if b_across else 2), (128 if a_across else 2)
+    weights = hw.make_descriptor(WEIGHT_BYTES // 2, 1024)
+    tokens = hw.make_descriptor(64 * ROW_BYTES, 1024)
+    zero_tail, ragged_k = make_zero_tail(config, signature), signature.ragged_k
+    target, _ = make_targets(signature)
+
+    @synchronising
+    def multiply(p, tile, base, stage, phase, warpgroup, thread):
+        depth, tail, g, start, i0, j = tile
         acc = zeros()
         lane = int32(thread & 31)
         before = int32(-1)
@@ -117,55 +150,43 @@ def make_multiply(config, signature, n):
             if stage == stages:
                 stage = int32(0)
                 phase = int32(phase ^ 1)
+        out = target(p, g, start, i0, j)
         acc = result(acc)
         if before >= 0:
             release(base, before, lane)
-        return acc
+        return acc, out
 
     return multiply
 
 
 @cache
-def make_tile(config, signature, n):
-    """tile(job): the main loop and the epilogue for tiles of n rows; `make_consumer` says what a job holds."""
-    multiply, write = make_multiply(config, signature, n), make_write(n, signature.compute)
-
-    @synchronising
-    def tile(job):
-        base, stage, phase, depth, tail, group, thread, staging, out, c, bias, style, alpha, beta, rows, columns = job
-        acc = multiply(base, stage, phase, depth, tail, group, thread)
-        write(acc, staging, group + 1, out, c, bias, style, alpha, beta, rows, columns, thread)
-
-    return tile
-
-
-@cache
 def make_dispatch(config, signature):
-    """dispatch(height, job): runs the tile function of that height, found by halving."""
-
-    def leaf(height):
-        tile = make_tile(config, signature, height)
-
-        @synchronising
-        def only(_, job):
-            tile(job)
-
-        return only
+    """dispatch(height, ...): `multiply` for tiles of that height, found by halving."""
 
     def build(heights):
         if len(heights) == 1:
-            return leaf(heights[0])
+            return make_leaf(heights[0])
         middle = len(heights) // 2
         lower, upper, limit = build(heights[:middle]), build(heights[middle:]), heights[middle - 1]
 
         @synchronising
-        def halve(height, job):
+        def halve(height, p, tile, base, stage, phase, warpgroup, thread):
             if height <= limit:
-                lower(height, job)
+                found = lower(height, p, tile, base, stage, phase, warpgroup, thread)
             else:
-                upper(height, job)
+                found = upper(height, p, tile, base, stage, phase, warpgroup, thread)
+            return found
 
         return halve
+
+    def make_leaf(n):
+        multiply = make_multiply(config, signature, n)
+
+        @synchronising
+        def leaf(_, p, tile, base, stage, phase, warpgroup, thread):
+            return multiply(p, tile, base, stage, phase, warpgroup, thread)
+
+        return leaf
 
     return build(list(range(config.step, config.n_max + 1, config.step)))
 
@@ -175,8 +196,8 @@ def make_consumer(config, signature):
     """consume(p, alpha, beta, base, warpgroup, thread): the whole life of a consumer thread."""
     at, stages = Layout(config, signature), config.stages
     slot_full, slot_empty, slots_at, staging_at, bk = at.slot_full, at.slot_empty, at.slots, at.staging, at.bk
-    _, _, operand_c, operand_out, operand_bias = make_operands(BYTES[signature.compute])
     dispatch = make_dispatch(config, signature)
+    write = make_write(config.n_max, signature.compute, make_targets(signature)[1])
 
     @synchronising
     def consume(p, alpha, beta, base, warpgroup, thread):
@@ -195,22 +216,13 @@ def make_consumer(config, signature):
             slot_step = int32(slot_step + 1)
             if height == 0:
                 break
-            out_at, out_row, out_col = operand_out(p, g, start)
-            c_at, c_row, c_col = operand_c(p, g, start)
-            bias_at, bias_col = operand_bias(p, g, start)
-            j = j0 + warpgroup * 64
-            out = out_at + (i0 * out_row + j * out_col) * p.out_size, out_row, out_col
-            c = c_at + (i0 * c_row + j * c_col) * p.c_size, c_row, c_col
-            bias = bias_at + j * bias_col * p.bias_size, bias_col
             tail = int32(0)
             if p.jagged == JAGGED_K:
                 tail = int32(k % bk)
-            job = (
-                base, stage, phase, int32(depth), tail, warpgroup, thread, staging, out, c, bias,
-                style_of(p), alpha, beta,
-                int32(rows), int32(n - j),
-            )  # fmt: skip
-            dispatch(int32(height), job)
+            tile = int32(depth), tail, g, start, i0, j0 + warpgroup * 64
+            acc, out = dispatch(int32(height), p, tile, base, stage, phase, warpgroup, thread)
+            columns = int32(n - j0) - int32(warpgroup * 64)
+            write(acc, staging, warpgroup + 1, p, tile, out, alpha, beta, int32(rows), columns, thread)
             after = int32(stage + depth)
             phase = int32(phase ^ ((after // stages) & 1))
             stage = int32(after % stages)

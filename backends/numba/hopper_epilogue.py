@@ -28,7 +28,10 @@ from multigemm.backends.numba.runtime import synchronising
 ROWS_16, ROWS_32 = 128, 64
 STAGING = 16384
 """Bytes of one warpgroup's staging."""
+PASS_ROWS = 16
+"""Rows of 128 bytes that the 128 threads of a warpgroup move at once."""
 VOID = ir.VoidType()
+int32 = types.int32
 
 
 def _emit(builder, text, constraints, values):
@@ -111,23 +114,39 @@ def lane_address_32(staging, thread, upper):
 @cache
 def make_flush_16():
     """flush(staging, address of the first row, bytes per row, rows, columns left, thread): 16 bytes per thread."""
+    load, store = ptx.load_shared_u32x4, ptx.store_global_u32x4
+    down = PASS_ROWS * 128
+
+    @synchronising
+    def four_passes(at, step, source):
+        """Four rows of this thread: all loads first, so that they wait together."""
+        v0, v1, v2, v3 = load(source), load(source + down), load(source + 2 * down), load(source + 3 * down)
+        store(at, v0)
+        store(at + step, v1)
+        store(at + 2 * step, v2)
+        store(at + 3 * step, v3)
 
     @synchronising
     def flush(staging, target, pitch, rows, columns, thread):
-        chunk, row = thread % 8, thread // 8
-        source = staging + row * 128 + (chunk ^ (row % 8)) * 16
-        at = target + row * pitch + chunk * 16
+        chunk, row = int32(thread & 7), int32(thread >> 3)
+        source = int32(staging + row * 128 + (chunk ^ (row & 7)) * 16)
+        at, step = target + row * pitch + chunk * 16, PASS_ROWS * pitch
+        left = int32((rows - row + int32(PASS_ROWS - 1)) // int32(PASS_ROWS))
         if chunk * 8 + 8 <= columns:
-            for _ in range(row, rows, 16):
-                ptx.store_global_u32x4(at, ptx.load_shared_u32x4(source))
-                source += 16 * 128
-                at += 16 * pitch
+            while left >= 4:
+                four_passes(at, step, source)
+                left, source = int32(left - 4), int32(source + 4 * down)
+                at += 4 * step
+            while left > 0:
+                store(at, load(source))
+                left, source = int32(left - 1), int32(source + down)
+                at += step
         else:
-            for _ in range(row, rows, 16):
+            while left > 0:
                 for i in range(min(columns - chunk * 8, 8)):
                     ptx.store_global_u16(at + i * 2, ptx.load_shared_u16(source + i * 2))
-                source += 16 * 128
-                at += 16 * pitch
+                left, source = int32(left - 1), int32(source + down)
+                at += step
 
     return flush
 
@@ -181,37 +200,48 @@ def style_of(p):
 
 
 @cache
-def make_write(n, kind):
-    """write(acc, ...): one warpgroup's part of a tile, by the way that fits; `kind` is the operands' type."""
+def make_write(n, kind, others):
+    """write(acc, ...): one warpgroup's part of a tile, by the way that fits; `kind` is the operands' type.
+
+    `others` tells where C and bias lie, which only the general way has to know.
+    """
     fast_kind = KIND[kind] if kind in ("f16", "bf16") else -1
     stage_16 = make_stage_16(n, kind if fast_kind > 0 else "f16")
     stage_32, flush_16, flush_32 = make_stage_32(n), make_flush_16(), make_flush_32()
 
     @synchronising
-    def write(acc, staging, barrier, out, c, bias, style, alpha, beta, rows, columns, thread):
+    def write_fast(acc, staging, barrier, out, rows, columns, thread):
+        out_at, out_row, _ = out
+        lane_at = lane_address_16(staging, thread)
+        for number in range((rows + int32(ROWS_16 - 1)) // int32(ROWS_16)):
+            first = int32(number * ROWS_16)
+            stage_16(acc, int32(number), lane_at)
+            ptx.named_barrier(barrier, 128)
+            target = out_at + first * out_row * 2
+            flush_16(staging, target, out_row * 2, min(rows - first, int32(ROWS_16)), columns, thread)
+            ptx.named_barrier(barrier, 128)
+
+    @synchronising
+    def write_any(acc, staging, barrier, p, tile, out, alpha, beta, rows, columns, thread):
+        _, _, g, start, i0, j = tile
         out_at, out_row, out_col = out
-        c_at, c_row, c_col = c
-        fast = style[5] != 0 and style[0] == fast_kind and out_col == 1
+        c, bias = others(p, g, start, i0, j)
+        lower, upper = lane_address_32(staging, thread, 0), lane_address_32(staging, thread, 1)
+        for number in range((rows + int32(ROWS_32 - 1)) // int32(ROWS_32)):
+            first = int32(number * ROWS_32)
+            stage_32(acc, int32(number), lower, upper)
+            ptx.named_barrier(barrier, 128)
+            here, height = (out_at + first * out_row * p.out_size, out_row, out_col), min(rows - first, ROWS_32)
+            flush_32(staging, here, c, bias, style_of(p), alpha, beta, height, columns, thread, first)
+            ptx.named_barrier(barrier, 128)
+
+    @synchronising
+    def write(acc, staging, barrier, p, tile, out, alpha, beta, rows, columns, thread):
+        out_at, out_row, out_col = out
+        fast = p.plain != 0 and p.out_kind == fast_kind and out_col == 1
         if fast and ((out_at | (out_row * 2)) & 15) == 0:
-            lane_at = lane_address_16(staging, thread)
-            for number in range((rows + ROWS_16 - 1) // ROWS_16):
-                first = number * ROWS_16
-                stage_16(acc, number, lane_at)
-                ptx.named_barrier(barrier, 128)
-                target = out_at + first * out_row * 2
-                flush_16(staging, target, out_row * 2, min(rows - first, ROWS_16), columns, thread)
-                ptx.named_barrier(barrier, 128)
+            write_fast(acc, staging, barrier, out, rows, columns, thread)
         else:
-            lower, upper = lane_address_32(staging, thread, 0), lane_address_32(staging, thread, 1)
-            for number in range((rows + ROWS_32 - 1) // ROWS_32):
-                first = number * ROWS_32
-                stage_32(acc, number, lower, upper)
-                ptx.named_barrier(barrier, 128)
-                here = (out_at + first * out_row * style[1], out_row, out_col)
-                there = (c_at, c_row, c_col)
-                flush_32(
-                    staging, here, there, bias, style, alpha, beta, min(rows - first, ROWS_32), columns, thread, first
-                )
-                ptx.named_barrier(barrier, 128)
+            write_any(acc, staging, barrier, p, tile, out, alpha, beta, rows, columns, thread)
 
     return write

@@ -125,21 +125,6 @@ def make_turns(config, signature):
 
 
 @cache
-def make_order(regions):
-    """order(number, total): the tile that is taken as the `number`-th, from `regions` stretches in turn."""
-
-    @synchronising
-    def order(number, total):
-        if regions == 1:
-            return number
-        each, longer = total // int32(regions), total % int32(regions)
-        region = number % int32(regions)
-        return int32(region * each + min(region, longer) + number // int32(regions))
-
-    return order
-
-
-@cache
 def make_producer(config, signature):
     """produce(p, maps, counters, base, lane): warp 0's whole life."""
     at = Layout(config, signature)
@@ -147,7 +132,7 @@ def make_producer(config, signature):
     full, empty, slot_full, slot_empty = at.full, at.empty, at.slot_full, at.slot_empty
     stage_bytes, slots_at, loads_64 = at.stage_bytes, at.slots, signature.a_order == "col"
     scan, locate, piece = make_warp_schedule(config.n_max, COLUMNS * cluster)
-    fill, order = make_fill(config, signature), make_order(config.regions)
+    fill = make_fill(config, signature)
     take, finish = make_turns(config, signature)
     used_maps = 2 if loads_64 else 1 + len(token_boxes(config))
 
@@ -177,14 +162,13 @@ def make_producer(config, signature):
         turn = int32(cuda.blockIdx.x // cluster)
         clusters = int32(cuda.gridDim.x // cluster)
         while turn < total:
-            tile = order(turn, total)
             ticket = int32(0)
             if total > clusters and lane == 0 and rank == 0:
                 ticket = ptx.atomic_add(counters, 1)
-            if tile < first or tile >= end:
-                g, first, end = locate(p, low, high, lane, tile)
+            if turn < first or turn >= end:
+                g, first, end = locate(p, low, high, lane, turn)
             m, n, k, start = extent(p, g)
-            i0, rows, j0 = piece(m, n, tile - first)
+            i0, rows, j0 = piece(m, n, int32(turn - first))
             j0 = int32(j0 + rank * COLUMNS)
             height = int32(((rows + (rows_step - 1)) // rows_step) * rows_step)
             depth = int32((k + (bk - 1)) // bk)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Bind, Launch, Recipe
-from multigemm.backends.numba.build import image
+from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
 from multigemm.backends.numba.call import Call, call_of
 from multigemm.backends.numba.config import (
     Config,
@@ -145,6 +145,7 @@ def _hopper(config: HopperConfig, signature: Signature, device: torch.device) ->
 def _tiled(config: SimtConfig | MmaConfig, signature: Signature, device: torch.device, shared: int) -> Bind:
     """As many blocks as fit on the device; each walks the tiles in strides."""
     function = function_of(config, signature, device, shared)
+    overlap = OVERLAP and isinstance(config, MmaConfig) and capability_of(device) >= OVERLAP_MINIMUM
     resident = function.blocks_per_multiprocessor(config.threads) * _multiprocessors(device)
 
     def bind(ops: Operands) -> Launch:
@@ -154,7 +155,7 @@ def _tiled(config: SimtConfig | MmaConfig, signature: Signature, device: torch.d
         if tiles == 0:
             return _nothing
         grid = min(tiles, resident)
-        launch = function.launcher(grid, config.threads, pack(call, ops.alpha, ops.beta))
+        launch = function.launcher(grid, config.threads, pack(call, ops.alpha, ops.beta), overlap=overlap)
         return keeping(launch, (ops, table))
 
     return bind

@@ -17,9 +17,17 @@ from numba import cuda
 from numba.cuda import types
 
 from multigemm.backends.numba import ptx
+from multigemm.backends.numba import ptx_hopper as hw
+from multigemm.backends.numba.call import KIND
 from multigemm.backends.numba.hopper_epilogue import make_flush_32, style_of
 from multigemm.backends.numba.memory import BYTES
-from multigemm.backends.numba.mma_fragments import make_copy, make_fragments, make_warp_stage, make_warp_step
+from multigemm.backends.numba.mma_fragments import (
+    make_copy,
+    make_fragments,
+    make_warp_stage,
+    make_warp_step,
+    make_warp_store,
+)
 from multigemm.backends.numba.mma_shape import ALIGNMENT, KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS, kept_rows
 from multigemm.backends.numba.operand import make_operands
 from multigemm.backends.numba.ptx_asm import make_zeros, shared_address
@@ -27,6 +35,9 @@ from multigemm.backends.numba.runtime import kernel, synchronising
 from multigemm.backends.numba.schedule import extent, make_zero_unowned
 from multigemm.backends.numba.warp_schedule import make_warp_schedule
 
+DIRECT_ROWS = 16
+"""Of a warp's share; a higher one is stored by way of shared memory."""
+NONE = -1
 int32 = types.int32
 
 
@@ -92,8 +103,8 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
 
 
 @cache
-def make_kernel(config, signature):
-    """The kernel for one tile shape and one set of dtypes and layouts."""
+def make_kernel(config, signature, overlap):
+    """The kernel for one tile shape and one set of dtypes and layouts; `overlap`: it waits for its predecessor."""
     bm, bn = config.bm, config.bn
     kind = "tf32" if signature.compute == "f32" else signature.compute
     in_size = BYTES[signature.compute]
@@ -106,6 +117,8 @@ def make_kernel(config, signature):
     stage, flush = make_warp_stage(kept_rows(config)), make_flush_32(32)
     kept, across_warps = kept_rows(config), bn // KEPT_COLUMNS
     staging_bytes = kept * KEPT_COLUMNS * 4
+    direct_kind = KIND[kind] if kind in ("f16", "bf16") and kept <= DIRECT_ROWS else NONE
+    store = make_warp_store(kind if direct_kind != NONE else "bf16", kept)
 
     @kernel
     def mma(p, alpha, beta):
@@ -115,11 +128,14 @@ def make_kernel(config, signature):
         staging = int32(base + warp * staging_bytes)
         lane_at = int32(staging + (lane >> 2) * 256 + (lane & 3) * 8)
         twist = int32(((lane >> 3) & 3) * 32)
+        if overlap:
+            hw.grid_dependents_launch()
+            hw.grid_dependency_wait()
         low, high, total = scan(p, lane)
         for tile in range(cuda.blockIdx.x, total, cuda.gridDim.x):
             g, first, _ = locate(p, low, high, lane, int32(tile))
             m, n, k, start = extent(p, g)
-            i0, height, j0 = piece(m, n, int32(tile) - first)
+            i0, height, j0 = piece(m, n, int32(int32(tile) - first))
             a, a_row, a_col = operand_a(p, g, start)
             b, b_row, b_col = operand_b(p, g, start)
             left = a + i0 * a_row * in_size, a_row, a_col
@@ -128,18 +144,28 @@ def make_kernel(config, signature):
             above = warp // int32(across_warps) * kept
             i, j = i0 + above, j0 + warp % int32(across_warps) * KEPT_COLUMNS
             rows, columns = min(height - above, kept), n - j
-            stage(acc, lane_at, twist)
-            cuda.syncwarp()
             out, out_row, out_col = operand_out(p, g, start)
-            c, c_row, c_col = operand_c(p, g, start)
-            bias, bias_col = operand_bias(p, g, start)
-            here = out + (i * out_row + j * out_col) * p.out_size, out_row, out_col
-            there = c + (i * c_row + j * c_col) * p.c_size, c_row, c_col
-            vector = bias + j * bias_col * p.bias_size, bias_col
-            style = style_of(p)
-            flush(
-                staging, here, there, vector, style, types.float32(alpha), types.float32(beta), rows, columns, lane, 0
+            out = out + (i * out_row + j * out_col) * p.out_size
+            pitch = out_row * 2
+            whole = (
+                p.plain != 0 and p.out_kind == direct_kind and out_col == 1 and ((out | pitch | (columns * 2)) & 3) == 0
             )
+            if whole:
+                row, column = int32(lane >> 2), int32((lane & 3) * 2)
+                here = out + row * pitch + column * 2
+                store(acc, here, pitch * 8, int32(int32(rows) - row), int32(int32(columns) - column))
+            else:
+                stage(acc, lane_at, twist)
+                cuda.syncwarp()
+                c, c_row, c_col = operand_c(p, g, start)
+                bias, bias_col = operand_bias(p, g, start)
+                here = out, out_row, out_col
+                there = c + (i * c_row + j * c_col) * p.c_size, c_row, c_col
+                vector = bias + j * bias_col * p.bias_size, bias_col
+                flush(
+                    staging, here, there, vector, style_of(p), types.float32(alpha), types.float32(beta), rows, columns,
+                    lane, 0,
+                )  # fmt: skip
             cuda.syncthreads()
         if p.zeroes != 0:
             zero_unowned(p, cuda.blockIdx.x * THREADS + thread, cuda.gridDim.x * THREADS)

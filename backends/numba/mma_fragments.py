@@ -191,3 +191,34 @@ def make_warp_stage(kept):
 
     takes = (floats(rows * columns * 4), types.int32, types.int32)
     return with_arity(3, lambda _types: (types.void(*takes), generate))
+
+
+@cache
+def make_warp_store(kind, kept):
+    """store(acc, address, bytes per 8 rows, rows, columns): rounds and stores from the registers, a pair at a time.
+
+    For tiles so small that the way through shared memory takes longer than narrow stores do. All but
+    the sums are this lane's: where its first pair goes, and how many rows and columns are left from there.
+    """
+    rows, columns = kept // 16, KEPT_COLUMNS // 8
+    text = (
+        "{{ .reg .pred p; .reg .b32 v; setp.gt.s32 p, $1, {row}; setp.gt.and.s32 p, $2, {column}, p; "
+        "cvt.rn.{kind}x2.f32 v, $4, $3; @p st.global.b32 [$0+{at}], v; }}"
+    )
+    word, long, single = ir.IntType(32), ir.IntType(64), ir.FloatType()
+    function = ir.FunctionType(ir.VoidType(), [long, word, word, single, single])
+
+    def generate(context, builder, signature, arguments):
+        acc, address, pitch, down, right = arguments
+        for half, j in product(range(rows * 2), range(columns)):
+            if half > 0 and j == 0:
+                address = builder.add(address, pitch)
+            first = ((half // 2) * columns + j) * 4 + (half % 2) * 2
+            pair = [builder.extract_value(acc, first + x) for x in range(2)]
+            line = text.format(row=half * 8, column=j * 8, kind=kind, at=j * 16)
+            call = ir.InlineAsm(function, line, "l,r,r,f,f,~{memory}", side_effect=True)
+            builder.call(call, [address, down, right, *pair])
+        return context.get_dummy_value()
+
+    takes = (floats(rows * columns * 4), types.int64, types.int64, types.int32, types.int32)
+    return with_arity(5, lambda _types: (types.void(*takes), generate))

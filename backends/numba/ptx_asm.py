@@ -58,17 +58,22 @@ def _call(context, builder, text, result, outputs, constraints, values, effects)
     return [builder.extract_value(out, i) for i in range(len(kinds))]
 
 
-def _pack(context, builder, kind, registers):
+def _pack(context, builder, kind, registers, whole=None):
+    """The registers as one value of this kind; as the beginning of `whole`, where that is given."""
     if not isinstance(kind, types.UniTuple):
         return registers[0]
-    packed = ir.Constant(context.get_value_type(kind), ir.Undefined)
+    packed = ir.Constant(context.get_value_type(kind), ir.Undefined) if whole is None else whole
     for i, register in enumerate(registers):
         packed = builder.insert_value(packed, register, i)
     return packed
 
 
-def instruction(text, returns=None, *takes, effects=True, memory=None, inout=False):
-    """A device function that is this PTX. `memory`: it may touch memory (default: as `effects`)."""
+def instruction(text, returns=None, *takes, effects=True, memory=None, inout=False, within=None):
+    """A device function that is this PTX. `memory`: it may touch memory (default: as `effects`).
+
+    `within` (with `inout`): the accumulator is the beginning of a fragment of that many registers,
+    which the function takes and returns whole.
+    """
     result = types.void if returns is None else returns
     outputs = [] if returns is None else _scalars(returns)
     inputs = [scalar for kind in takes for scalar in _scalars(kind)]
@@ -77,15 +82,18 @@ def instruction(text, returns=None, *takes, effects=True, memory=None, inout=Fal
     parts += [str(i) if i < tied else CONSTRAINT[kind] for i, kind in enumerate(inputs)]
     parts += [MEMORY] if (effects if memory is None else memory) else []
     constraints = ",".join(parts)
+    seen = (types.UniTuple(takes[0].dtype, within), *takes[1:]) if within else takes
 
     def generate(context, builder, signature, arguments):
         values = []
         for kind, argument in zip(takes, arguments, strict=True):
             values += _flatten(builder, kind, argument)
         registers = _call(context, builder, text, result, outputs, constraints, values, effects)
-        return _pack(context, builder, returns, registers) if outputs else context.get_dummy_value()
+        if not outputs:
+            return context.get_dummy_value()
+        return _pack(context, builder, returns, registers, arguments[0] if within else None)
 
-    return with_arity(len(takes), lambda _types: (result(*takes), generate))
+    return with_arity(len(takes), lambda _types: ((seen[0] if within else result)(*seen), generate))
 
 
 def with_arity(count, build):
@@ -111,15 +119,16 @@ def registers(first, count):
     return ", ".join(f"${i}" for i in range(first, first + count))
 
 
-def make_zeros(count, kind=types.float32):
-    """zeros() -> a tuple of `count` zeros.
+def make_zeros(count, kind=types.float32, within=None):
+    """zeros() -> a tuple of `count` zeros, followed by undefined registers up to `within`.
 
     A literal of that length trips an assertion in Numba's peephole pass; an intrinsic does not.
     """
-    fragment = types.UniTuple(kind, count)
+    fragment = types.UniTuple(kind, within or count)
 
     def generate(context, builder, signature, arguments):
-        return ir.Constant(context.get_value_type(fragment), None)
+        zero = ir.Constant(context.get_value_type(kind), None)
+        return _pack(context, builder, fragment, [zero] * count)
 
     return with_arity(0, lambda _types: (fragment(), generate))
 

@@ -101,8 +101,10 @@ WGMMA = {"f16": ("f16", 16), "bf16": ("bf16", 16), "tf32": ("tf32", 8)}
 
 
 @cache
-def make_wgmma(kind, n, a_transposed=False, b_transposed=False):
+def make_wgmma(kind, n, a_transposed=False, b_transposed=False, within=None):
     """wgmma(acc[n/2], a, b) -> acc: m64 x n x 32 bytes of k, both operands by descriptor.
+
+    `within`: acc is the beginning of that many registers, so that loops of different n can share what follows.
 
     Transposed means that the operand's own dimension (not k) is contiguous; 16-bit types only.
     Between `wgmma_fence` and `wgmma_commit`; acc may be read after `make_wgmma_wait`.
@@ -117,7 +119,7 @@ def make_wgmma(kind, n, a_transposed=False, b_transposed=False):
         f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{name}.{name} {{{registers(0, count)}}}, "
         f"${2 * count}, ${2 * count + 1}, p, 1, 1{transposes}; }}"
     )
-    return instruction(text, floats(count), floats(count), I64, I64, inout=True)
+    return instruction(text, floats(count), floats(count), I64, I64, inout=True, within=within)
 
 
 wgmma_fence = instruction("wgmma.fence.sync.aligned;")
@@ -130,9 +132,10 @@ def make_wgmma_wait(pending):
 
 
 @cache
-def make_wgmma_result(n):
+def make_wgmma_result(n, within=None):
     """result(acc) -> acc, once all wgmma of this warpgroup are done; ties the reads to the wait."""
-    return instruction("wgmma.wait_group.sync.aligned 0;", floats(n // 2), floats(n // 2), inout=True)
+    kind = floats(n // 2)
+    return instruction("wgmma.wait_group.sync.aligned 0;", kind, kind, inout=True, within=within)
 
 
 SWIZZLE_128 = 1 << 62

@@ -169,14 +169,24 @@ def make_zero_unowned():
 
     @device
     def zero_box(base, rows, columns, row_stride, col_stride, size, worker, workers):
-        for index in range(worker, rows * columns, workers):
-            at = (index // columns) * row_stride + (index % columns) * col_stride
+        if columns <= 0:
+            return
+        # Divided once: the next element of this worker is `down` rows and `right` columns on.
+        row, column = worker // columns, worker % columns
+        down, right = workers // columns, workers % columns
+        while row < rows:
+            at = row * row_stride + column * col_stride
             if size == 2:
                 store_2(base, at, zero)
             elif size == 4:
                 store_4(base, at, zero)
             else:
                 store_8(base, at, zero)
+            row += down
+            column += right
+            if column >= columns:
+                column -= columns
+                row += 1
 
     @device
     def zero_unowned(p, worker, workers):

@@ -22,7 +22,9 @@ from multigemm.backends.numba.schedule import BAND, equal_groups, extent
 ALL = 0xFFFFFFFF
 LANES = 32
 ROUND = 8
-int32 = types.int32
+int32, uint32 = types.int32, types.uint32
+"""Everything here fits 32 bits, and is wrapped at each step: Numba widens sums to 64 bits, and one
+64-bit division takes as long as the rest of a small tile's schedule."""
 
 
 @synchronising
@@ -31,7 +33,7 @@ def inclusive_scan(value, lane):
     for step in range(5):
         other = cuda.shfl_up_sync(ALL, value, 1 << step)
         if lane >= (1 << step):
-            value += other
+            value = int32(value + other)
     return value
 
 
@@ -39,7 +41,7 @@ def inclusive_scan(value, lane):
 def owner_of(low, high, number):
     """The lane whose [low, high) holds `number`, or -1."""
     mask = cuda.ballot_sync(ALL, low <= number and number < high)
-    return int32(cuda.ffs(mask)) - int32(1)
+    return int32(int32(cuda.ffs(mask)) - int32(1))
 
 
 @cache
@@ -48,7 +50,9 @@ def make_warp_schedule(n_max, columns):
 
     @synchronising
     def count_of(m, n):
-        return ((int32(m) + int32(n_max - 1)) // int32(n_max)) * ((int32(n) + int32(columns - 1)) // int32(columns))
+        down = uint32(uint32(m) + uint32(n_max - 1)) // uint32(n_max)
+        across = uint32(uint32(n) + uint32(columns - 1)) // uint32(columns)
+        return int32(down * across)
 
     @synchronising
     def count(p, g):
@@ -56,58 +60,72 @@ def make_warp_schedule(n_max, columns):
         return count_of(m, n)
 
     @synchronising
+    def run_of(p):
+        """Groups that one lane counts."""
+        return int32(uint32(uint32(p.groups) + uint32(LANES - 1)) // uint32(LANES))
+
+    @synchronising
     def scan(p, lane):
         """(tiles before this lane's run, tiles up to its end, all tiles)."""
         if equal_groups(p):
-            total = int32(p.groups) * count_of(p.m, p.n)
+            total = int32(int32(p.groups) * count_of(p.m, p.n))
             return int32(0), total, total
-        run = (int32(p.groups) + int32(LANES - 1)) // int32(LANES)
+        run = run_of(p)
+        first = int32(lane * run)
+        last = min(int32(first + run), int32(p.groups))
         mine = int32(0)
-        for g in range(lane * run, min(lane * run + run, int32(p.groups))):
-            mine += count(p, g)
+        for g in range(first, last):
+            mine = int32(mine + count(p, g))
         high = inclusive_scan(mine, lane)
-        return high - mine, high, cuda.shfl_sync(ALL, high, 31)
+        return int32(high - mine), high, cuda.shfl_sync(ALL, high, 31)
 
     @synchronising
     def locate(p, low, high, lane, tile):
         """(group, its first tile, its last tile + 1); `low`, `high` come from `scan`."""
         if equal_groups(p):
             each = count_of(p.m, p.n)
-            g = tile // each
-            return g, g * each, g * each + each
-        run = (int32(p.groups) + int32(LANES - 1)) // int32(LANES)
+            g = int32(uint32(tile) // uint32(each))
+            return g, int32(g * each), int32(g * each + each)
+        run = run_of(p)
         owner = owner_of(low, high, tile)
-        g = owner * run
+        g = int32(owner * run)
         before = cuda.shfl_sync(ALL, low, owner)
         if run == 1:
             return g, before, cuda.shfl_sync(ALL, high, owner)
-        last = min(g + run, int32(p.groups))
+        last = min(int32(g + run), int32(p.groups))
         owner = int32(-1)
         first, end = before, before
         while owner < 0:
             mine = int32(0)
             if g + lane < last:
-                mine = count(p, g + lane)
-            to = before + inclusive_scan(mine, lane)
-            owner = owner_of(to - mine, to, tile)
+                mine = count(p, int32(g + lane))
+            to = int32(before + inclusive_scan(mine, lane))
+            owner = owner_of(int32(to - mine), to, tile)
             if owner >= 0:
-                first, end = cuda.shfl_sync(ALL, to - mine, owner), cuda.shfl_sync(ALL, to, owner)
-                g += owner
+                first, end = cuda.shfl_sync(ALL, int32(to - mine), owner), cuda.shfl_sync(ALL, to, owner)
+                g = int32(g + owner)
             else:
                 before = cuda.shfl_sync(ALL, to, 31)
-                g += int32(LANES)
+                g = int32(g + LANES)
         return g, first, end
 
     @synchronising
     def piece(m, n, number):
         """(first row, rows, first column) of tile `number` of a group: rows fastest, in bands."""
-        pieces = (int32(m) + int32(n_max - 1)) // int32(n_max)
-        height = (((int32(m) + pieces - 1) // pieces + int32(ROUND - 1)) // int32(ROUND)) * int32(ROUND)
-        across = (int32(n) + int32(columns - 1)) // int32(columns)
-        band = number // (int32(BAND) * across)
-        inside = min(int32(BAND), pieces - band * int32(BAND))
-        rest = number - band * int32(BAND) * across
-        first = (band * int32(BAND) + rest % inside) * height
-        return first, min(height, int32(m) - first), (rest // inside) * int32(columns)
+        m, number = int32(m), int32(number)
+        if m <= n_max:
+            return int32(0), m, int32(number * columns)
+        pieces = uint32(uint32(m) + uint32(n_max - 1)) // uint32(n_max)
+        even = uint32(uint32(m) + uint32(pieces) - uint32(1)) // uint32(pieces)
+        height = int32(uint32(uint32(even) + uint32(ROUND - 1)) // uint32(ROUND) * uint32(ROUND))
+        across = uint32(uint32(n) + uint32(columns - 1)) // uint32(columns)
+        band = int32(0)
+        if pieces > BAND:
+            band = int32(uint32(number) // uint32(uint32(BAND) * uint32(across)))
+        inside = min(int32(BAND), int32(int32(pieces) - band * BAND))
+        rest = int32(number - band * BAND * int32(across))
+        column = int32(uint32(rest) // uint32(inside))
+        first = int32((band * BAND + rest - column * inside) * height)
+        return first, min(height, int32(m - first)), int32(column * columns)
 
     return scan, locate, piece
