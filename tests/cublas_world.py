@@ -35,7 +35,7 @@ using namespace std;
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 struct Place { int x, y, z; };
 static Place blockIdx, threadIdx, gridDim, blockDim;
 static float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }

@@ -30,6 +30,8 @@ from multigemm.spec import ProblemSpec
 
 ACC_COLUMNS = (17, 18, 19)
 FIRST_TILE = 20
+EIGHT = 8
+"""Elements that a thread of the kernel takes at once where they lie in aligned words."""
 MOST_BLOCKS = 2112
 """Sixteen for each of an H100's multiprocessors, two rounds of what can be resident."""
 JAGGED_CODES = {None: 0, "m": 1, "n": 2, "k": 3}
@@ -124,8 +126,8 @@ def _task(ops: Operands, need: Need) -> tuple[Any, Tensor | None]:
 
 
 def _lanes(fast: int) -> int:
-    """Threads along a line of `fast` elements: a power of two, a warp at least."""
-    return min(THREADS, max(32, 1 << max(0, fast - 1).bit_length()))
+    """Threads along a line of `fast` elements, eight for each: a power of two, a warp at least."""
+    return min(THREADS, max(32, 1 << max(0, -(-fast // EIGHT) - 1).bit_length()))
 
 
 def _tiles(slow: Any, fast: Any, lanes: int) -> Any:

@@ -46,22 +46,51 @@ struct Task {
 typedef int calc;
 #elif ACC == 3 || C == 3 || BIAS == 3
 typedef double calc;
+#define RESIDENT 2
 #else
 typedef float calc;
 #endif
+#ifndef RESIDENT  // blocks on a multiprocessor: many loads in flight, but no spilled registers
+#define RESIDENT 4
+#endif
+
+__device__ __forceinline__ calc of_half(unsigned short half) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));
+    return (calc)wide;
+}
+
+template <int TYPE> __device__ __forceinline__ calc of_16_bits(unsigned short bits) {
+    if constexpr (TYPE == 0) return of_half(bits); else return (calc)__uint_as_float((unsigned)bits << 16);
+}
 
 template <int TYPE> __device__ __forceinline__ calc load(i64 base, i64 at) {
-    if constexpr (TYPE == 0) {
-        float wide;
-        unsigned short half = ((const unsigned short*)base)[at];
-        asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));
-        return (calc)wide;
-    }
-    if constexpr (TYPE == 1) return (calc)__uint_as_float((unsigned)((const unsigned short*)base)[at] << 16);
+    if constexpr (TYPE <= 1) return of_16_bits<TYPE>(((const unsigned short*)base)[at]);
     if constexpr (TYPE == 2) return (calc)((const float*)base)[at];
     if constexpr (TYPE == 3) return (calc)((const double*)base)[at];
     if constexpr (TYPE == 4) return (calc)((const int*)base)[at];
     if constexpr (TYPE == 5) return (calc)((const signed char*)base)[at];
+}
+
+// Eight elements that follow each other; those of 16 and 32 bits come in words of 16 bytes, which must be aligned.
+struct alignas(16) Words { unsigned word[4]; };
+
+template <int TYPE> __device__ __forceinline__ void load_eight(i64 base, i64 at, calc* values) {
+    if constexpr (TYPE <= 1) {
+        Words packed = *(const Words*)(base + at * 2);
+#pragma unroll
+        for (int i = 0; i < 8; i++) values[i] = of_16_bits<TYPE>((unsigned short)(packed.word[i / 2] >> (i % 2 * 16)));
+    } else if constexpr (TYPE == 2 || TYPE == 4) {
+        Words packed[2] = {((const Words*)(base + at * 4))[0], ((const Words*)(base + at * 4))[1]};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            unsigned bits = packed[i / 4].word[i % 4];
+            if constexpr (TYPE == 2) values[i] = (calc)__uint_as_float(bits); else values[i] = (calc)(int)bits;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) values[i] = load<TYPE>(base, at + i);
+    }
 }
 
 // A float that rounds on to 16 bits as the double itself would: truncated, with the lost part kept as a last odd bit.
@@ -72,21 +101,44 @@ __device__ __forceinline__ float narrow(double value) {
 }
 __device__ __forceinline__ float narrow(int value) { return (float)value; }
 
-template <int TYPE> __device__ __forceinline__ void store(i64 base, i64 at, calc value) {
+template <int TYPE> __device__ __forceinline__ unsigned to_16_bits(calc value) {
     if constexpr (TYPE == 0) {
         unsigned short half;
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(narrow(value)));
-        ((unsigned short*)base)[at] = half;
+        return half;
     }
-    if constexpr (TYPE == 1) {
-        float wide = narrow(value);
-        unsigned bits = __float_as_uint(wide);
-        unsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-        ((unsigned short*)base)[at] = (unsigned short)(wide != wide ? 0x7fffu : rounded);
-    }
+    float wide = narrow(value);
+    unsigned bits = __float_as_uint(wide);
+    return wide != wide ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+template <int TYPE> __device__ __forceinline__ void store(i64 base, i64 at, calc value) {
+    if constexpr (TYPE <= 1) ((unsigned short*)base)[at] = (unsigned short)to_16_bits<TYPE>(value);
     if constexpr (TYPE == 2) ((float*)base)[at] = (float)value;
     if constexpr (TYPE == 3) ((double*)base)[at] = (double)value;
     if constexpr (TYPE == 4) ((int*)base)[at] = (int)value;
+}
+
+template <int TYPE> __device__ __forceinline__ void store_eight(i64 base, i64 at, const calc* values) {
+    if constexpr (TYPE <= 1) {
+        Words packed;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            packed.word[i] = to_16_bits<TYPE>(values[2 * i]) | to_16_bits<TYPE>(values[2 * i + 1]) << 16;
+        *(Words*)(base + at * 2) = packed;
+    } else if constexpr (TYPE == 2 || TYPE == 4) {
+        Words packed[2];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if constexpr (TYPE == 2) packed[i / 4].word[i % 4] = __float_as_uint((float)values[i]);
+            else packed[i / 4].word[i % 4] = (unsigned)(int)values[i];
+        }
+        ((Words*)(base + at * 4))[0] = packed[0];
+        ((Words*)(base + at * 4))[1] = packed[1];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) store<TYPE>(base, at + i, values[i]);
+    }
 }
 
 __device__ __forceinline__ calc activate(calc v) {
@@ -132,9 +184,15 @@ __device__ __forceinline__ i64 tiles_of(i64 lines_there, i64 lines, i64 slabs) {
     return (lines_there + lines - 1) / lines * slabs;
 }
 
+// Whether eight elements from here on, and all that follow in steps of eight, are whole aligned words (if any).
+template <int TYPE> __device__ __forceinline__ bool aligned(i64 base, i64 at) {
+    constexpr int size = TYPE <= 1 ? 2 : TYPE == 2 || TYPE == 4 ? 4 : 16;
+    return (base + at * size) % 16 == 0 || size == 16;
+}
+
 // Lanes run along the result's contiguous direction. A tile is a few lines of it, SLAB elements long at most;
 // tiles are numbered through all groups, so that blocks share skewed groups evenly.
-extern "C" __global__ void __launch_bounds__(256) finish(const Task t) {
+extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t) {
     const int lane = threadIdx.x & (t.lanes - 1), line = threadIdx.x / t.lanes;
     const i64 lines = blockDim.x / t.lanes, extent = t.jagged == 1 ? t.m : t.n;
     const bool uneven = t.jagged == 1 || t.jagged == 2;
@@ -209,6 +267,28 @@ extern "C" __global__ void __launch_bounds__(256) finish(const Task t) {
         const i64 acc_step = t.rows_fast ? acc.row : acc.col, c_step = t.rows_fast ? c.row : c.col;
         const i64 out_step = t.rows_fast ? out.row : out.col, bias_step = t.rows_fast ? 0 : bias.col;
         const bool use_acc = acc.ptr != 0 && k != 0, use_c = c.ptr != 0, use_bias = bias.ptr != 0;
+        const calc alpha = (calc)t.alpha, beta = (calc)t.beta;
+        if (here.high >= end && out_step == 1 && (!use_acc || acc_step == 1) && (!use_c || c_step == 1)
+            && aligned<OUT>(out.ptr, out_at) && (!use_acc || aligned<ACC>(acc.ptr, acc_at))
+            && (!use_c || aligned<C>(c.ptr, c_at))) {
+            i64 last = begin + (end - begin) / 8 * 8;
+            for (i64 at = begin + lane * 8; at < last; at += t.lanes * 8) {
+                calc v[8] = {}, more[8];
+                if (here.owned) {
+                    if (use_acc) load_eight<ACC>(acc.ptr, acc_at + at, v);
+                    if (use_c) load_eight<C>(c.ptr, c_at + at, more);
+#pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        v[i] = use_acc ? alpha * v[i] : (calc)0;
+                        if (use_c) v[i] += beta * more[i];
+                        if (use_bias) v[i] += load<BIAS>(bias.ptr, bias_at + (at + i) * bias_step);
+                        v[i] = activate(v[i]);
+                    }
+                }
+                store_eight<OUT>(out.ptr, out_at + at, v);
+            }
+            begin = last;
+        }
 #pragma unroll 4
         for (i64 at = begin + lane; at < end; at += t.lanes) {
             if (at >= here.high) {  // who owns what changes along this line
@@ -219,8 +299,8 @@ extern "C" __global__ void __launch_bounds__(256) finish(const Task t) {
             if (!(here.owned ? t.owned : t.unowned)) continue;
             calc v = (calc)0;
             if (here.owned) {
-                if (use_acc) v = (calc)t.alpha * load<ACC>(acc.ptr, acc_at + at * acc_step);
-                if (use_c) v += (calc)t.beta * load<C>(c.ptr, c_at + at * c_step);
+                if (use_acc) v = alpha * load<ACC>(acc.ptr, acc_at + at * acc_step);
+                if (use_c) v += beta * load<C>(c.ptr, c_at + at * c_step);
                 if (use_bias) v += load<BIAS>(bias.ptr, bias_at + at * bias_step);
                 v = activate(v);
             }
