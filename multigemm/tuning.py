@@ -3,7 +3,9 @@
 An entry belongs to (device, spec class, backend) and keeps the best config, its time, and why other
 configs failed. Entries come from the files that ship with the package and from the user's own
 cache, which wins. The spec class holds exact N and K but only buckets of M and G, so that token
-counts that were never measured still find their neighbours.
+counts that were never measured still find their neighbours. Where the sizes lie is part of the
+class: a library that needs them on the host is another choice where it has them there. Kernels that
+read them on the device do not care, so that their times on the device stand in for host sizes too.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -22,7 +24,9 @@ from multigemm.cache import DiskCache, fingerprint
 from multigemm.classify import bucket
 from multigemm.spec import OperandSpec, ProblemSpec
 
-SCHEMA = 1
+SCHEMA = 2
+ON_DEVICE = "device-sizes"
+ON_HOST = "host-sizes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,14 @@ def spec_key(spec: ProblemSpec) -> str:
     """The class of a spec as readable text; equal texts share measurements."""
     extents = f"m{spec.m or '*'} n{spec.n or '*'} k{spec.k or '*'}"
     operands = f"{_operand_key(spec.a)} {_operand_key(spec.b)} {_operand_key(spec.out)}"
-    return f"{spec.form} g{bucket(spec.groups)} {extents} t{spec.total} {operands} {spec.precision}"
+    where = ON_DEVICE if spec.device_sizes else ON_HOST
+    return f"{spec.form} g{bucket(spec.groups)} {extents} t{spec.total} {operands} {spec.precision} {where}"
+
+
+def _stand_ins(spec: ProblemSpec) -> list[str]:
+    """The classes whose measurements hold for a spec, the best first."""
+    own = spec_key(spec)
+    return [own] if spec.device_sizes else [own, spec_key(replace(spec, device_sizes=True))]
 
 
 class TuningTable:
@@ -72,11 +83,14 @@ class TuningTable:
         return f"{m.device}|{m.key}|{m.backend}"
 
     def find(self, backend: str, spec: ProblemSpec, device: torch.device) -> Measured | None:
-        """The measurement for exactly this class, the user's own first."""
-        place = f"{device_name(device)}|{spec_key(spec)}|{backend}"
-        if place not in self._own:
-            self._own[place] = self._read(place)
-        return self._own[place] or self._shipped.get(place)
+        """The measurement for this class, the user's own first."""
+        for key in _stand_ins(spec):
+            place = f"{device_name(device)}|{key}|{backend}"
+            if place not in self._own:
+                self._own[place] = self._read(place)
+            if found := self._own[place] or self._shipped.get(place):
+                return found
+        return None
 
     def _read(self, place: str) -> Measured | None:
         return _from_cache(self._cache.get(fingerprint(SCHEMA, place), ".json"))
@@ -110,12 +124,16 @@ class TuningTable:
         known = [m for m in places.values() if m.device == name]
         scored = [(d, m) for m in known if (d := _distance(want, m.key.split())) is not None]
         nearest = min((d for d, _ in scored), default=None)
-        return [m for d, m in scored if d == nearest]
+        found: dict[str, Measured] = {}
+        for d, m in sorted(scored, key=lambda x: x[1].key.split()[-1] == want[-1]):
+            if d == nearest:
+                found[m.backend] = m
+        return list(found.values())
 
 
 def _distance(x: list[str], y: list[str]) -> float | None:
-    """How far two classes are apart in octaves; None where form, dtypes or layouts differ."""
-    if len(x) < 6 or len(x) != len(y) or x[0] != y[0] or x[6:] != y[6:]:
+    """How far class y is from x in octaves; None where form, dtypes or layouts differ, or y's sizes lie on the host."""
+    if len(x) < 7 or len(x) != len(y) or x[0] != y[0] or x[6:-1] != y[6:-1] or y[-1] not in (x[-1], ON_DEVICE):
         return None
     total = 0.0
     for p, q in zip(x[1:6], y[1:6], strict=True):

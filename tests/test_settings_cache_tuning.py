@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,19 @@ def test_entries_that_this_version_cannot_read_are_as_good_as_none(tmp_path: Pat
     table = TuningTable(cache)
     assert table.find("cpu", spec, cpu) is None
     assert table.own() == table.neighbours(spec, cpu) == []
+
+
+def test_times_with_sizes_on_the_device_stand_in_for_sizes_on_the_host(tmp_path: Path) -> None:
+    table, cpu = TuningTable(DiskCache("t", tmp_path)), torch.device("cpu")
+    host = replace(_spec(1000), device_sizes=False)
+    device = replace(host, device_sizes=True)
+    table.record(Measured("cpu", {}, 5.0, "cpu", spec_key(device)))
+    table.record(Measured("null", {}, 9.0, "cpu", spec_key(device)))
+    table.record(Measured("null", {}, 2.0, "cpu", spec_key(host)))
+    assert [table.find(name, device, cpu).us for name in ("cpu", "null")] == [5.0, 9.0]  # type: ignore[union-attr]
+    assert [table.find(name, host, cpu).us for name in ("cpu", "null")] == [5.0, 2.0]  # type: ignore[union-attr]
+    near = [{m.backend: m.us for m in table.neighbours(replace(x, groups=64), cpu)} for x in (device, host)]
+    assert near == [{"cpu": 5.0, "null": 9.0}, {"cpu": 5.0, "null": 2.0}]
 
 
 def test_neighbours_on_disk_are_found_by_a_new_process(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from multigemm.timing import Call
 from multigemm.tuning import spec_key
 
 Kind = Literal["backend", "peer", "ceiling"]
+HOST_SIZES = "[host sizes]"
 
 
 class Refused(Exception):
@@ -92,11 +93,11 @@ def backend_entry(name: str, config: Any = None, host_sizes: bool = False, label
 
         kernel = f"{plan.backend}: {plan.kernel}" if name == "auto" else plan.kernel
         ready = Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
-        if name != "auto" and not host_sizes:
+        if name != "auto":
             ready.spec, ready.fields = spec_key(staged_spec(posed)), as_fields(plan.config)
         return ready
 
-    return Entry(label or (f"{name}[host sizes]" if host_sizes else name), "backend", prepare)
+    return Entry(label or (name + HOST_SIZES if host_sizes else name), "backend", prepare)
 
 
 def as_fields(config: Any) -> dict[str, Any]:

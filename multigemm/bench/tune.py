@@ -22,7 +22,7 @@ import torch
 
 from multigemm import dispatch, registry
 from multigemm.bench.check import Reference, reference
-from multigemm.bench.entries import as_fields, available_backends, problem
+from multigemm.bench.entries import HOST_SIZES, as_fields, available_backends, problem
 from multigemm.bench.operands import Tensors, make, poison
 from multigemm.bench.results import Report
 from multigemm.bench.supervise import Marker
@@ -303,10 +303,11 @@ def from_reports(reports: Sequence[Report]) -> list[Measured]:
             if row.kind != "backend" or not row.spec:
                 continue
             result = classes.setdefault((device, row.spec), ClassResult(row.spec))
+            backend = row.entry.removesuffix(HOST_SIZES)
             if row.us is None:
-                result.failures.setdefault(row.entry, {})[row.config] = row.reason
+                result.failures.setdefault(backend, {})[row.config] = row.reason
                 continue
-            result.configs[row.entry, 0] = Tried(row.config, {})
-            result.us.setdefault((row.entry, 0), {})[row.case] = row.us
+            result.configs[backend, 0] = Tried(row.config, {})
+            result.us.setdefault((backend, 0), {})[row.case] = row.us
     devices = dict.fromkeys(device for device, _ in classes)
     return [m for d in devices for m in winners([c for (name, _), c in classes.items() if name == d], d)]
