@@ -222,11 +222,11 @@ def _hopper_order(spec: ProblemSpec) -> list[Config]:
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Every shipped config that is valid for `spec`, the best guess first."""
-    capability = _capability(device)
+    capability = capability_of(device)
     return [c for c in _order(spec) if is_valid(c, spec, capability)]
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
     """A device's; Hopper's where there is none to ask, so that configs can be listed on a laptop."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else (9, 0)

@@ -41,8 +41,9 @@ __device__ __forceinline__ Weights weights_of(const Problem& p, const Launch& l,
     return w;
 }
 
-__device__ __forceinline__ void copy16(u32 to, u64 from, bool inside, u64 anywhere) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(inside ? from : anywhere), "r"(inside ? 16 : 0) : "memory");
+// 16 bytes, of which the first `bytes` are read and the others become zero.
+__device__ __forceinline__ void copy16(u32 to, u64 from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 // Arrives at a barrier once all copies that this thread has asked for are there.
 __device__ __forceinline__ void arrive_after_copies(u32 barrier) {
@@ -67,7 +68,6 @@ __device__ __forceinline__ void fetch(const Problem& p, const Launch& l, Shared&
         const int blocks = t.n > 0 ? k_blocks(t) : 0;
         if (blocks == 0) continue;
         const Weights w = weights_of(p, l, t, rank);
-        const u64 start = w.end & ~15ull, end = (w.end + 15) & ~15ull;      // `start`: an address that copies nothing
         for (int kb = 0; kb < blocks; ++kb, ring.next()) {
             const int lines = min(W_K ? w.cols : t.k_len - kb * BK, LINES);
             const u64 first = w.at + (W_K ? u64(kb) * BK * 2 : u64(kb) * BK * w.pitch);
@@ -77,7 +77,8 @@ __device__ __forceinline__ void fetch(const Problem& p, const Launch& l, Shared&
             for (int i = 0; i < LINES * PIECES / 32; ++i) {
                 const int item = lane + i * 32, line = item / PIECES, piece = item % PIECES;
                 const u64 from = ((first + line * w.pitch) & ~15ull) + piece * 16;
-                copy16(to + item * 16, from, line < lines && from < end, start);
+                const u32 bytes = line < lines && from < w.end ? u32(min(w.end - from, u64(16))) : 0;
+                copy16(to + item * 16, bytes ? from : w.end & ~15ull, bytes);
             }
             arrive_after_copies(full);
         }

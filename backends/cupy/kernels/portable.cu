@@ -250,7 +250,7 @@ struct Loader {
         lb.begin(b, g.b_col, g.b_row, g.n - j0, g.k);
     }
     __device__ __forceinline__ void load(const Group& g, Element* stage) {
-        const int k_left = int(min64(left, BK));
+        const int k_left = int(min64(left, 2 * BK));
         if (TENSOR_CORES && la.width == 16) la.template start<A_PITCH>(stage, a, k_left);
         else la.load(a, A_K ? g.a_col : g.a_row, k_left);
         if (TENSOR_CORES && lb.width == 16) lb.template start<B_PITCH>(stage + A_TILE, b, k_left);

@@ -1,18 +1,18 @@
 // Global to shared memory for any strides and any alignment.
 //
 // A tile is MN x BK elements; CONTIG_K says which of its directions is taken to be contiguous in
-// memory. Rows that are contiguous and aligned travel as 16 bytes by cp.async, or as 8 or 4 through registers; all else,
-// and every edge, element by element under a mask. What is masked is zero, for both operands, so a
+// memory. Rows that are contiguous and aligned travel as 16 bytes by cp.async; at any other address as the two aligned
+// 16 bytes round them, shifted into place in registers; all else, and every edge, element by element under a mask. What is masked is zero, for both operands, so a
 // neighbour's NaN is never multiplied.
 #pragma once
 #include "common.cuh"
 
-// The widest access (bytes) that an operand allows; 0 where only single elements will do.
+// 16 where rows are contiguous and aligned, 1 where they are contiguous, 0 where only single elements will do.
 template <class T>
 __device__ __forceinline__ int access_width(const char* base, i64 contiguous_stride, i64 other_stride, i64 extent) {
     if (contiguous_stride != 1 && extent > 1) return 0;
     const u64 bits = u64(base) | u64(other_stride * i64(sizeof(T)));
-    return (bits & 15) == 0 ? 16 : (bits & 7) == 0 ? 8 : (bits & 3) == 0 ? 4 : 0;
+    return (bits & 15) == 0 ? 16 : 1;
 }
 
 template <class T, int MN, int BK, bool CONTIG_K, int THREADS>
@@ -22,7 +22,7 @@ struct TileLoad {
     static constexpr int CHUNKS = MN * BK / V / THREADS;
     static_assert(MN * BK % (V * THREADS) == 0, "a tile is a whole number of chunks per thread");
 
-    union Chunk { uint4 q; uint2 h[2]; u32 w[4]; T e[V]; };
+    union Chunk { uint4 q; T e[V]; };
     Chunk chunk[CHUNKS];
 
     // First element along the contiguous direction, and position along the other, of chunk c.
@@ -32,12 +32,14 @@ struct TileLoad {
     i64 offset[CHUNKS];      // bytes from the k-block's base to each chunk
     int owned[CHUNKS];       // of its elements, how many lie inside along mn (all V or none where k is contiguous)
     int width;
+    int line;                // where mn is contiguous: elements that are left of a line, as far as two tiles
 
     // Once per tile: what does not change from one k-block to the next.
     __device__ __forceinline__ void begin(const char* base, i64 mn_stride, i64 k_stride, i64 mn_left, i64 k) {
         const i64 step = CONTIG_K ? k_stride : mn_stride, pitch = CONTIG_K ? mn_stride : k_stride;
         width = access_width<T>(base, step, pitch, CONTIG_K ? k : mn_left);
         const int left = int(min64(mn_left, MN));
+        line = int(min64(mn_left, 2 * MN));
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             offset[c] = (across(c) * pitch + along(c) * step) * i64(sizeof(T));
@@ -59,21 +61,29 @@ struct TileLoad {
         }
     }
 
-    // Into registers, as wide as the alignment allows; `step` is the stride along the contiguous direction.
+    // Into registers; `step` is the stride along the contiguous direction, `k_left` counts as far as two blocks.
+    // What is shifted lies well before the end of its line, so the bytes after it belong to the operand too.
     __device__ __forceinline__ void load(const char* base, i64 step, int k_left) {
+        uint4 next[CHUNKS];
+        bool whole[CHUNKS];
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
-            const int left = count(c, k_left);
             const char* from = base + offset[c];
+            whole[c] = count(c, k_left) == V && (width == 16 || (width == 1 && (CONTIG_K ? k_left : line) - along(c) >= 2 * V));
             chunk[c].q = make_uint4(0, 0, 0, 0);
-            if (left == V && width == 16) {
-                chunk[c].q = __ldg((const uint4*)from);
-            } else if (left == V && width == 8) {
-                chunk[c].h[0] = __ldg((const uint2*)from), chunk[c].h[1] = __ldg((const uint2*)from + 1);
-            } else if (left == V && width == 4) {
+            if (whole[c]) {
+                const uint4* words = (const uint4*)(u64(from) & ~15ull);
+                chunk[c].q = __ldg(words);
+                if (width == 1) next[c] = __ldg(words + (u64(from) & 15 ? 1 : 0));
+            }
+        }
 #pragma unroll
-                for (int i = 0; i < 4; ++i) chunk[c].w[i] = __ldg((const u32*)from + i);
-            } else if (left > 0) {
+        for (int c = 0; c < CHUNKS; ++c) {
+            const char* from = base + offset[c];
+            if (whole[c]) {
+                if (width == 1) chunk[c].q = shifted(chunk[c].q, next[c], int(u64(from) & 15));
+            } else {
+                const int left = count(c, k_left);
 #pragma unroll
                 for (int i = 0; i < V; ++i)
                     if (i < left) chunk[c].e[i] = *(const T*)(from + i * step * i64(sizeof(T)));
