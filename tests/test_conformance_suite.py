@@ -13,8 +13,8 @@ from multigemm.spec import FORMS
 from multigemm.testing import conformance
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.mutants import MUTANTS
-from multigemm.testing.oracles import Subject
 from multigemm.testing.strategies import DTYPES
+from multigemm.testing.subject import Subject
 
 ROOT = Path(__file__).parents[1]
 FAULT = """

@@ -7,8 +7,9 @@ import torch
 
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.mutants import EQUIVALENT, HUNTING, MUTANTS, examine, hunt, hunt_mutant
-from multigemm.testing.oracles import Subject, check_all
+from multigemm.testing.oracles import check_all
 from multigemm.testing.strategies import random_case
+from multigemm.testing.subject import Subject
 from multigemm.testing.world import Stand, World
 
 UNPLANTED = int(os.environ.get("UNPLANTED_PROBLEMS", "300"))

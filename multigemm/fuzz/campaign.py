@@ -68,12 +68,13 @@ def _drain(crew: Crew, total: Tally) -> bool:
     return True
 
 
-def _crash(crew: Crew, options: Options, how: str) -> Failure:
+def _crash(crew: Crew, options: Options, total: Tally, how: str) -> Failure:
     number, backend, config = (int(crew.place[i]) for i in range(3))
     oracle = "hang" if how == "hang" else "crash"
     text = f"no progress for {HANG_SECONDS} s" if how == "hang" else f"the process ended with exit code {how}"
     name = options.backends[backend] if backend >= 0 else "unknown"
-    return Failure(name, oracle, text, worker.drawn(options, number).to_dict(), number, max(config, 0))
+    chosen = total.assigned.get((name, config), "")
+    return Failure(name, oracle, text, worker.drawn(options, number).to_dict(), number, max(config, 0), chosen)
 
 
 def run(options: Options, progress: Callable[[Tally, float], None] | None = None) -> Summary:
@@ -115,7 +116,7 @@ def _end(crew: Crew, options: Options, total: Tally, hung: bool, deadline: float
         total.failures.append(crew.suspect)  # nobody failed alone
     if crew.done:
         return None, False
-    failure = _crash(crew, options, "hang" if hung else str(crew.process.exitcode))
+    failure = _crash(crew, options, total, "hang" if hung else str(crew.process.exitcode))
     if together and not (crew.alone_from >= 0 and number == crew.first):
         return _start(options, number, deadline, 0, failure), True
     if hung or crew.process.exitcode != worker.LOST_CONTEXT:
@@ -128,7 +129,7 @@ def _end(crew: Crew, options: Options, total: Tally, hung: bool, deadline: float
 def fails_alone(case: Case, failure: Failure, device: str, seconds: float = 120.0) -> bool:
     """Whether a case ends a process of its own with anything but success."""
     process = _context.Process(
-        target=worker.trial, args=(case.to_dict(), failure.backend, failure.config, device), daemon=True
+        target=worker.trial, args=(case.to_dict(), failure.backend, failure.repeat, device), daemon=True
     )
     process.start()
     process.join(seconds)
@@ -164,6 +165,6 @@ def _store(summary: Summary, folder: Path) -> None:
         stored.add(kind)
         data = {
             "case": failure.shrunk or failure.case, "backend": failure.backend, "oracle": failure.oracle,
-            "config": failure.config, "why": failure.text[:500], "source": f"campaign, problem {failure.seed}",
+            "config": failure.repeat, "why": failure.text[:500], "source": f"campaign, problem {failure.seed}",
         }  # fmt: skip
         failure.file = str(corpus.save(folder, data))

@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=-1,
         help="draw from so many kinds, to compile less (default: 0 for no limit; 100 on a GPU)",
     )
+    parser.add_argument("--turns", type=int, default=1, help="with --configs pinned: so many configs for each kind")
+    parser.add_argument(
+        "--large",
+        type=int,
+        default=-1,
+        help="one problem in so many is 16 times larger (default: 0 for none; 8 on a GPU)",
+    )
     parser.add_argument("--burst", type=int, default=25, help="problems of one kind in a row")
     parser.add_argument("--work", type=int, default=1 << 17, help="multiply-adds of a problem at most")
     parser.add_argument(
@@ -117,7 +124,8 @@ def options_of(args: argparse.Namespace) -> Options:
         forms=_split(args.forms, FORMS, "form") or FORMS,  # type: ignore[arg-type]
         dtypes=_split(args.dtypes, DTYPES, "dtype") or DTYPES,
         configs=args.configs, deep=max(args.deep, 1), burst=max(args.burst, 1), corpus=args.corpus,
-        kinds=args.kinds if args.kinds >= 0 else (100 if on_gpu else 0),
+        kinds=args.kinds if args.kinds >= 0 else (100 if on_gpu else 0), turns=max(args.turns, 1),
+        large=args.large if args.large >= 0 else (8 if on_gpu else 0),
         shrink_seconds=args.shrink, **small,
     )  # fmt: skip
 

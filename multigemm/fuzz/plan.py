@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from multigemm.spec import FORMS, Form
@@ -12,11 +12,11 @@ from multigemm.testing.strategies import DTYPES, Limits
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A campaign. `configs` is "first", "all" (every config of a spec in turn) or "pinned"
-    (one for each kind, so that all come up); `deep` runs the
+    """A campaign. `configs` is "first", "all" (every config of a spec in turn) or "pinned" (in each lap
+    over the kinds one for each, `turns` different ones at most, so that all come up); `deep` runs the
     expensive oracles on one problem in so many. `kinds` draws all problems from so many kinds (form,
     dtypes, layouts, epilogue; 0: without limit), `burst` of one in a row, so that compiled kernels are
-    used more than once."""
+    used more than once. One problem in `large` may have 16 times the work (0: none)."""
 
     backends: tuple[str, ...]
     device: str = "cpu"
@@ -29,7 +29,9 @@ class Options:
     configs: str = "first"
     deep: int = 8
     kinds: int = 0
+    turns: int = 1
     burst: int = 25
+    large: int = 0
     work: int = 1 << 18
     groups: int = 1025
     longest: int = 300
@@ -39,6 +41,11 @@ class Options:
     @property
     def limits(self) -> Limits:
         return Limits(work=self.work, groups=self.groups, forms=self.forms, dtypes=self.dtypes, longest=self.longest)
+
+    def limits_of(self, number: int) -> Limits:
+        """The limits of one problem, by its number."""
+        large = self.large and number // self.jobs % self.large == self.large - 1
+        return replace(self.limits, work=16 * self.work) if large else self.limits
 
 
 @dataclass(slots=True)
@@ -55,13 +62,19 @@ class Failure:
     shrunk: dict[str, Any] | None = None
     file: str = ""
 
+    @property
+    def repeat(self) -> int | str:
+        """What repeats the choice of the config: its text where that is known."""
+        return self.config_text or self.config
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts that add up over workers."""
+    """Counts that add up over workers. `configs` counts the checks of each backend and config; one that
+    was assigned to a kind and never ran keeps its zero. `assigned` names the config of a slot."""
 
     problems: int = 0
     checks: Counter[str] = field(default_factory=Counter)
@@ -70,14 +83,17 @@ class Tally:
     classes: Counter[str] = field(default_factory=Counter)
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
     kernels: Counter[tuple[str, str]] = field(default_factory=Counter)
+    configs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    assigned: dict[tuple[str, int], str] = field(default_factory=dict)
     rho: dict[tuple[str, str], tuple[float, float, int]] = field(default_factory=dict)
     spent: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
         self.problems += other.problems
-        for name in ("checks", "runs", "deep", "classes", "refusals", "kernels", "spent"):
+        for name in ("checks", "runs", "deep", "classes", "refusals", "kernels", "configs", "spent"):
             getattr(self, name).update(getattr(other, name))
+        self.assigned.update(other.assigned)
         for key, (peak, squares, count) in other.rho.items():
             mine = self.rho.get(key, (0.0, 0.0, 0))
             self.rho[key] = (max(mine[0], peak), mine[1] + squares, mine[2] + count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -28,8 +29,15 @@ def missing(summary: Summary) -> list[str]:
     return sorted(REQUIRED - set(tally.classes))
 
 
+def idle(summary: Summary) -> list[str]:
+    """Configs that a kind was to run under and that never ran, in a campaign long enough to reach them."""
+    if summary.tally.problems < GATE_FROM:
+        return []
+    return sorted(f"{name} {config}" for (name, config), count in summary.tally.configs.items() if not count)
+
+
 def failed(summary: Summary) -> bool:
-    return bool(summary.tally.failures or missing(summary))
+    return bool(summary.tally.failures or missing(summary) or idle(summary))
 
 
 def progress_line(tally: Tally, seconds: float) -> str:
@@ -79,6 +87,8 @@ def to_dict(summary: Summary) -> dict[str, Any]:
         "missing_classes": missing(summary),
         "refusals": [{"backend": b, "reason": r, "count": n} for (b, r), n in tally.refusals.most_common()],
         "kernels": [{"backend": b, "kernel": k, "count": n} for (b, k), n in tally.kernels.most_common()],
+        "configs": [{"backend": b, "config": c, "count": n} for (b, c), n in sorted(tally.configs.items())],
+        "idle_configs": idle(summary),
         "rho": [
             {"backend": b, "dtype": d, "max": round(peak, 3), "rms": round(_rms(squares, n), 4), "problems": n}
             for (b, d), (peak, squares, n) in sorted(tally.rho.items())
@@ -96,7 +106,7 @@ def _failure_text(summary: Summary) -> list[str]:
         lines += ["", f"{failure.backend}: [{failure.oracle}] {failure.text[:400]}"]
         if failure.file:
             lines.append(f"  stored as {failure.file}")
-        code = snippet(case, failure.backend, summary.options.device, failure.config)
+        code = snippet(case, failure.backend, summary.options.device, failure.repeat)
         lines += ["  to repeat it:", *(f"    {line}" for line in code.splitlines())]
     if len(summary.tally.failures) > 10:
         lines.append(f"... and {len(summary.tally.failures) - 10} more in the JSON summary")
@@ -119,8 +129,15 @@ def to_text(summary: Summary) -> str:
     lines += ["", "classes: " + ", ".join(f"{name} {n}" for name, n in shown)]
     if tally.deep:
         lines.append("other oracles: " + ", ".join(f"{name} {n}" for name, n in sorted(tally.deep.items())))
+    for name in summary.options.backends:
+        ran = Counter({kernel: n for (b, kernel), n in tally.kernels.items() if b == name})
+        count = sum(1 for (b, _), n in tally.configs.items() if b == name and n)
+        kernels = ", ".join(f"{kernel} {n}" for kernel, n in ran.most_common())
+        lines.append(f"{name} under {count} configs: {kernels}")
     for (backend, reason), count in tally.refusals.most_common(12):
         lines.append(f"refused {count} x {backend}: {reason[:160]}")
     if gaps := missing(summary):
         lines.append(f"NOT COVERED: {', '.join(gaps)}")
+    if unused := idle(summary):
+        lines.append(f"NEVER RUN: {', '.join(unused)}")
     return "\n".join(lines + summary.notes + _failure_text(summary))

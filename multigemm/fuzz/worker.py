@@ -15,13 +15,15 @@ from typing import Any, NoReturn
 
 import torch
 
+from multigemm.fuzz.choice import assigned
 from multigemm.fuzz.plan import Failure, Options, Tally
 from multigemm.fuzz.shrink import shrink
 from multigemm.staging import staged_spec
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
-from multigemm.testing.oracles import Finding, Outcome, Subject, check, check_all
+from multigemm.testing.oracles import Finding, Outcome, check, check_all
 from multigemm.testing.strategies import RandomChooser, kinds, random_case, redrawn
+from multigemm.testing.subject import Subject
 from multigemm.testing.world import Stand, World
 
 LOST_CONTEXT = 3
@@ -43,9 +45,9 @@ def drawn(options: Options, number: int) -> Case:
     one after the other, so that each kernel is compiled about once and by whoever comes first.
     """
     if not options.kinds:
-        return random_case(options.seed + number, options.limits)
+        return random_case(options.seed + number, options.limits_of(number))
     kind = _kinds(options)[kind_of(options, number)]
-    return redrawn(kind, RandomChooser((options.seed << 24) + number), options.limits)
+    return redrawn(kind, RandomChooser((options.seed << 24) + number), options.limits_of(number))
 
 
 def kind_of(options: Options, number: int) -> int:
@@ -54,6 +56,27 @@ def kind_of(options: Options, number: int) -> int:
         return 0
     turn, crew = number // options.jobs // options.burst, number % options.jobs
     return (crew * options.kinds // options.jobs + turn) % options.kinds
+
+
+def slot_of(options: Options, number: int) -> int:
+    """The kind of a problem number, and which of the kind's configs it runs under."""
+    lap = number // options.jobs // options.burst // max(options.kinds, 1)
+    return kind_of(options, number) * options.turns + lap % options.turns
+
+
+@lru_cache(maxsize=16)
+def _assigned(options: Options, name: str) -> list[list[Any]]:
+    return assigned(_kinds(options), Subject(name), torch.device(options.device), options.turns)
+
+
+def subject_of(options: Options, name: str, config: int) -> Subject:
+    """The backend under the config of a position or, in a campaign with pinned ones, of a slot."""
+    if options.configs != "pinned" or not options.kinds:
+        return Subject(name, config)
+    subject, configs = Subject(name), _assigned(options, name)[config // options.turns]
+    if configs:
+        subject.pin(configs[config % options.turns % len(configs)])
+    return subject
 
 
 def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, tally: Tally) -> None:
@@ -84,10 +107,10 @@ def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, t
         outcome.findings.append(Finding(name, f"{type(error).__name__}: {str(error)[:600]}"))
 
 
-def _positions(subject: Subject, stand: Stand, options: Options, kind: int) -> list[int]:
+def _positions(subject: Subject, stand: Stand, options: Options, slot: int) -> list[int]:
     """Which configs to run: the first, all of them, or one that goes with the kind of problem."""
     if options.configs == "pinned":
-        return [kind]
+        return [slot]
     if options.configs != "all":
         return [0]
     spec = staged_spec(stand.problem)
@@ -114,11 +137,19 @@ class Worker:
     def subject(self, name: str, config: int) -> Subject:
         key = (name, config)
         if key not in self.subjects:
-            self.subjects[key] = Subject(name, config)
-            if self.options.configs == "pinned" and self.options.kinds:
-                stand = Stand.build(World.build(_kinds(self.options)[config]), self.device)
-                self.subjects[key].pin(staged_spec(stand.problem), self.device)
+            self.subjects[key] = subject_of(self.options, name, config)
         return self.subjects[key]
+
+    def announce(self) -> None:
+        """Tells which configs the kinds are to run under, so that one that never runs is noticed."""
+        if self.options.configs != "pinned" or not self.options.kinds:
+            return
+        for name in self.options.backends:
+            for kind, configs in enumerate(_assigned(self.options, name)):
+                for turn in range(self.options.turns if configs else 0):
+                    text = str(configs[turn % len(configs)])
+                    self.tally.assigned[name, kind * self.options.turns + turn] = text
+                    self.tally.configs[name, text] += 0
 
     def run(self, first: int, deadline: float, alone_from: int) -> None:
         """Problems first, first + jobs, ... until the examples or the time are used up.
@@ -127,6 +158,7 @@ class Worker:
         from that position on, so that the next end names its cause.
         """
         number = first
+        self.announce()
         while (not self.options.examples or number < self.options.examples) and (
             time.time() < deadline or alone_from >= 0
         ):
@@ -147,11 +179,11 @@ class Worker:
         stand = Stand.build(World.build(case), self.device)
         self.tally.problems += alone_from <= 0
         self.tally.classes.update(classes(case) if alone_from <= 0 else ())
-        built, kind = time.perf_counter(), kind_of(self.options, number)
+        built, slot = time.perf_counter(), slot_of(self.options, number)
         chosen = [
             (name, config)
             for name in self.options.backends
-            for config in _positions(self.subject(name, 0), stand, self.options, kind)
+            for config in _positions(self.subject(name, 0), stand, self.options, slot)
         ]
         if alone_from >= 0:
             self.one_by_one(case, stand, chosen, number, alone_from)
@@ -201,14 +233,17 @@ class Worker:
             deep_checks(stand, subject, outcome, number // self.options.deep, self.tally)
         self.tally.checks[name] += 1
         self.tally.kernels[name, outcome.kernel] += 1
+        self.tally.configs[name, str(outcome.config)] += 1
         if outcome.rho:
             self.tally.note_rho(name, dtype_name(case.compute), outcome.rho, outcome.rho_rms)
         if outcome.findings:
-            self.report(case, name, config, number, outcome)
+            shipped = map(str, subject.shipped(staged_spec(stand.problem), self.device))
+            chosen = str(outcome.config)
+            self.report(case, name, config, number, outcome, chosen if chosen in shipped else "")
 
-    def report(self, case: Case, name: str, config: int, number: int, outcome: Outcome) -> None:
+    def report(self, case: Case, name: str, config: int, number: int, outcome: Outcome, chosen: str) -> None:
         found = outcome.findings[0]
-        failure = Failure(name, found.oracle, found.text, case.to_dict(), number, config, str(outcome.config))
+        failure = Failure(name, found.oracle, found.text, case.to_dict(), number, config, chosen)
         lost = is_lost(outcome)
         if (
             not lost
@@ -241,7 +276,7 @@ def main(options: Options, pipe: Any, place: Any, first: int, deadline: float, a
     pipe.close()
 
 
-def trial(case: dict[str, Any], name: str, config: int, device: str) -> None:
+def trial(case: dict[str, Any], name: str, config: int | str, device: str) -> None:
     """One case in a process of its own; ends with exit code 0 only if all is right."""
     torch.set_num_threads(1)
     stand = Stand.build(World.build(Case.from_dict(case)), torch.device(device))

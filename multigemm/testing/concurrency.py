@@ -16,7 +16,8 @@ import torch
 
 from multigemm.testing.case import Case
 from multigemm.testing.memory import foreign_writes
-from multigemm.testing.oracles import Finding, Outcome, Subject, bind, differing, fetch, inspect
+from multigemm.testing.oracles import Finding, Outcome, bind, differing, fetch, inspect
+from multigemm.testing.subject import Subject
 from multigemm.testing.world import Stand, World, index_values
 
 

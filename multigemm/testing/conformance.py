@@ -23,8 +23,9 @@ from multigemm.spec import ACTIVATIONS, FORMS, Form
 from multigemm.staging import staged_spec
 from multigemm.testing import concurrency, corpus, relations
 from multigemm.testing.case import Case
-from multigemm.testing.oracles import Outcome, Subject, check
+from multigemm.testing.oracles import Outcome, check
 from multigemm.testing.strategies import DTYPES, EMULATED, Limits, random_case
+from multigemm.testing.subject import Subject
 from multigemm.testing.world import Stand, World
 
 SIZES: dict[Form, dict[str, Any]] = {

@@ -23,7 +23,7 @@ class Entry:
     source: str = ""
     backend: str = ""
     oracle: str = ""
-    config: int = 0
+    config: int | str = 0
 
 
 def load(path: Path) -> Entry:
@@ -34,7 +34,7 @@ def load(path: Path) -> Entry:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidSetting(f"{path} is no stored problem: {type(error).__name__}: {error}") from error
     known = {name: data.get(name, "") for name in ("why", "source", "backend", "oracle")}
-    return Entry(path.stem, case, **known, config=int(data.get("config", 0)))
+    return Entry(path.stem, case, **known, config=data.get("config", 0))
 
 
 def entries(folder: Path) -> Iterator[Entry]:
@@ -53,9 +53,9 @@ def save(folder: Path, data: dict[str, Any]) -> Path:
     return path
 
 
-def snippet(case: Case, backend: str, device: str, config: int = 0) -> str:
+def snippet(case: Case, backend: str, device: str, config: int | str = 0) -> str:
     """A few lines of Python that repeat a failure."""
-    extra = f", config={config}" if config else ""
+    extra = f", config={config!r}" if config else ""
     return (
         "from multigemm.testing import Case, Layout, check_case\n"
         f"case = {case!r}\n"

@@ -19,8 +19,9 @@ from multigemm.reference.dtypes import round_once, ulp
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case
 from multigemm.testing.model_kernel import Faults, ModelBackend
-from multigemm.testing.oracles import Finding, Outcome, Subject, check
+from multigemm.testing.oracles import Finding, Outcome, check
 from multigemm.testing.strategies import Limits, random_case
+from multigemm.testing.subject import Subject
 from multigemm.testing.world import Stand, World
 
 HUNTING = Limits(work=1 << 14, groups=20, longest=80)

@@ -1,7 +1,6 @@
 """What a run must satisfy, beyond its values: nothing else written, nothing left unwritten, twice the same.
 
-A `Subject` is a backend under test, asked through the protocol alone, so that third parties' backends
-and planted faults are judged by the same code as our own. `check` runs one subject on one stand:
+`check` runs one subject on one stand:
 
 1. the output's memory holds poison; run; every byte outside the result is unchanged, every element is
    in the interval that the reference allows (bit for bit where the sums are exact);
@@ -15,20 +14,18 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from multigemm import registry
 from multigemm.backend import Backend, Launch, Recipe
-from multigemm.errors import InvalidSetting
 from multigemm.reference import judge
-from multigemm.spec import ProblemSpec
 from multigemm.staging import stage, staged_spec
 from multigemm.testing.memory import Bytes, foreign_writes
+from multigemm.testing.subject import Subject
 from multigemm.testing.world import Stand, World
 
 
@@ -64,66 +61,6 @@ class Outcome:
     @property
     def ok(self) -> bool:
         return not self.findings
-
-
-LIBRARIES = ("cpu", "cublas")
-"""Backends whose kernels a vendor's library picks by shape, so that a row's bits may depend on its neighbours."""
-
-
-class Subject:
-    """A backend under test. `config` picks one of its configs by position, modulo their number. After
-    `pin` that config is kept for every spec that it is valid for, so that problems of one kind share
-    their compiled kernels. `adapt` may change a config before it is planned."""
-
-    def __init__(self, backend: str | Backend, config: int = 0, *, adapt: Callable[[Any], Any] | None = None) -> None:
-        self.backend: Backend = registry.get(backend) if isinstance(backend, str) else backend
-        self.config, self.adapt = config, adapt
-        self._pinned: Any = None
-        self._recipes: dict[Any, Recipe] = {}
-
-    @property
-    def name(self) -> str:
-        return self.backend.name
-
-    @property
-    def own_kernels(self) -> bool:
-        """Whether equal kernel and config promise equal arithmetic for an element."""
-        return self.name not in LIBRARIES
-
-    def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
-        return self.backend.configs(spec, device)
-
-    def refusals(self, spec: ProblemSpec, device: torch.device) -> list[str]:
-        state = self.backend.availability()
-        if not state.ok:
-            return [f"unavailable: {state.reason}"]
-        return list(self.backend.not_supported_reasons(spec, device))
-
-    def pin(self, spec: ProblemSpec, device: torch.device) -> None:
-        """Keeps the config that goes with `spec` for all that follow."""
-        configs = [] if self.refusals(spec, device) else self.configs(spec, device)
-        self._pinned = configs[self.config % len(configs)] if configs else None
-
-    def recipe(self, spec: ProblemSpec, device: torch.device) -> Recipe:
-        """The recipe for a spec under the chosen config; made once."""
-        key = (spec, device, self.config)
-        if key not in self._recipes:
-            configs = self.configs(spec, device)
-            config = configs[self.config % len(configs)] if configs else None
-            if self._pinned is not None and configs:
-                config = self._pinned if self._pinned in configs else configs[0]
-            if len(self._recipes) > 2000:
-                self._recipes.clear()
-            self._recipes[key] = self._plan(spec, config, device)
-        return self._recipes[key]
-
-    def _plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
-        if self.adapt is not None:
-            try:
-                return self.backend.plan(spec, self.adapt(config), device)
-            except InvalidSetting:  # the adapted config is not valid for this spec: the given one is
-                pass
-        return self.backend.plan(spec, config, device)
 
 
 def bind(stand: Stand, subject: Subject) -> tuple[Launch, Recipe]:
@@ -275,6 +212,6 @@ def check(stand: Stand, subject: Subject) -> Outcome:
     return check_all(stand, [subject])[0]
 
 
-def check_case(case: Any, backend: str | Backend, device: str | torch.device = "cpu", config: int = 0) -> Outcome:
+def check_case(case: Any, backend: str | Backend, device: str | torch.device = "cpu", config: int | str = 0) -> Outcome:
     """One case on one backend: what a saved failure calls to repeat itself."""
     return check(Stand.build(World.build(case), torch.device(device)), Subject(backend, config))

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from multigemm.testing.case import Case, Layout
-from multigemm.testing.oracles import Finding, Outcome, Subject, check
+from multigemm.testing.oracles import Finding, Outcome, check
+from multigemm.testing.subject import Subject
 from multigemm.testing.values import Array, Operand, Values
 from multigemm.testing.world import Stand, World
 

@@ -44,9 +44,10 @@ def inside(backend: str, problems: int, kinds: int, work: int) -> int:
     import torch
 
     from multigemm.staging import staged_spec
-    from multigemm.testing.oracles import Subject, check
+    from multigemm.testing.oracles import check
     from multigemm.testing.strategies import Limits
     from multigemm.testing.strategies import kinds as kinds_of
+    from multigemm.testing.subject import Subject
     from multigemm.testing.world import Stand, World
 
     torch.set_num_threads(1)
@@ -54,8 +55,10 @@ def inside(backend: str, problems: int, kinds: int, work: int) -> int:
     for position, case in enumerate(kinds_of(Limits(work=work), kinds)[:problems]):
         stand = Stand.build(World.build(case), device)
         subject = Subject(backend, position)
-        if not subject.refusals(staged_spec(stand.problem), device):
-            subject.pin(staged_spec(stand.problem), device)
+        spec = staged_spec(stand.problem)
+        if not subject.refusals(spec, device):
+            shipped = subject.shipped(spec, device)
+            subject.pin(shipped[position % len(shipped)])
         outcome = check(stand, subject)
         ran += outcome.ran
         bad += not outcome.ok

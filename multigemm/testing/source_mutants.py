@@ -216,8 +216,8 @@ def hunt_here(backend: str, device: str, seconds: float, stored: Path) -> dict[s
 
     from multigemm.testing import corpus
     from multigemm.testing.mutants import examine
-    from multigemm.testing.oracles import Subject
     from multigemm.testing.strategies import EMULATED, Limits, random_case
+    from multigemm.testing.subject import Subject
 
     torch.set_num_threads(1)
     place, begin = torch.device(device), time.monotonic()

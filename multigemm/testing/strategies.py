@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from multigemm.spec import ACTIVATIONS, FORMS, Form
-from multigemm.testing.case import Case, Layout, align, classes, fit
+from multigemm.testing.case import PLAIN, Case, Layout, align, classes, fit
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -249,15 +249,28 @@ def _pairs(case: Case) -> set[tuple[str, str]]:
 
 
 def kinds(limits: Limits, count: int, seed: int = 0) -> list[Case]:
-    """`count` cases that together show as many pairs of traits as a greedy choice can find.
+    """`count` cases: the plainest of each form first, then those that together show as many pairs of traits
+    as a greedy choice can find.
 
     Sizes and values are to be drawn anew with `redrawn`: a campaign over a fixed set of kinds compiles
     each kernel once and then spends its time on running.
     """
     pool = [random_case(seed + i, limits) for i in range(max(1200, 12 * count))]
     fast = [case for case in pool if case.aligned and case.dtype in ("float16", "bfloat16") and not case.dtype_b]
-    first = _cover(fast, count // 3)
+    first = [*plain_kinds(limits)[: count // 4], *_cover(fast, count // 3)]
     return first + _cover([case for case in pool if case not in first], count - len(first))
+
+
+def plain_kinds(limits: Limits) -> list[Case]:
+    """What users run most: 16-bit floats without an epilogue, laid out as fast kernels like them."""
+    found = []
+    for dtype, order, mode in (("bfloat16", "row", "int"), ("float16", "col", "normal")):
+        for form in limits.forms if dtype in limits.dtypes else ():
+            a, b = (Layout("col"), PLAIN) if form == "jagged_k" else (PLAIN, Layout(order))
+            sizes = {"dims": ((16, 16, 16),)} if form == "per_group" else {"m": 16, "n": 16, "k": 16, "lengths": (16,)}
+            case = Case(form=form, dtype=dtype, mode=mode, aligned=True, a=a, b=b, **sizes)
+            found.append(legal(case))
+    return found
 
 
 def _cover(pool: list[Case], count: int) -> list[Case]:

@@ -82,6 +82,12 @@ def index_values(case: Case) -> list[int]:
     return offsets if case.kind == "offsets" else offsets[1:]
 
 
+def write_index(case: Case, place: Plot, inputs: Tensor) -> None:
+    """Puts the offsets, sizes, ends or valid rows into their region."""
+    if place.index is not None:
+        place.index.view(inputs).copy_(torch.tensor(index_values(case), dtype=torch.int64))
+
+
 def _each(regions: Regions) -> list[Region]:
     return regions if isinstance(regions, list) else [regions]
 
@@ -142,8 +148,9 @@ def make_problem(case: Case, place: Plot, inputs: Tensor, outputs: Tensor) -> Gr
     }  # fmt: skip
     if place.index is not None:
         live = place.index.view(inputs)
-        chosen: Any = {"device": live, "host": live.cpu().clone(), "list": None}[case.where]
-        more["valid_rows" if case.form == "masked" else case.kind] = index_values(case) if chosen is None else chosen
+        plain = index_values(case)
+        chosen = {"device": live, "host": torch.tensor(plain, dtype=live.dtype), "list": plain}[case.where]
+        more["valid_rows" if case.form == "masked" else case.kind] = chosen
     if case.jagged:
         more["jagged"] = case.jagged
     if case.compute == torch.int8:
@@ -180,8 +187,7 @@ class World:
                 _write(prefill, place.c, values.c)
         else:
             _write(inputs, place.c, values.c)
-        if place.index is not None:
-            place.index.view(inputs).copy_(torch.tensor(index_values(case), dtype=torch.int64))
+        write_index(case, place, inputs)
         problem = make_problem(case, place, inputs, prefills[0])
         right = answer(problem)
         if case.given:
@@ -230,9 +236,9 @@ class Stand:
 
     @staticmethod
     def build(world: World, device: torch.device) -> Stand:
-        """Copies a world to a device."""
-        pristine = world.inputs.to(device)
-        first, second = (prefill.to(device) for prefill in world.prefills)
+        """Copies a world to a device, in one piece."""
+        parts = [world.inputs, *world.prefills]
+        pristine, first, second = torch.cat(parts).to(device).split_with_sizes([part.numel() for part in parts])
         inputs, outputs = pristine.clone(), first.clone()
         problem = make_problem(world.case, world.place, inputs, outputs)
         return Stand(world, device, inputs, (first, second), outputs, problem, pristine)
