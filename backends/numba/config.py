@@ -109,6 +109,8 @@ class HopperConfig:
     """128 columns x up to n_max rows (in steps of `step`), a ring of `stages` stages of 128 bytes of k.
 
     `cluster` blocks work on neighbouring columns and share the rows: each loads a part for all.
+    Tiles are taken from `regions` (a power of 2) places of their list at once, so that groups that wait
+    for memory and groups that wait for the tensor cores run side by side.
     """
 
     kernel: ClassVar[str] = "hopper"
@@ -117,6 +119,7 @@ class HopperConfig:
     stages: int = 4
     step: int = 16
     cluster: int = 2
+    regions: int = 1
 
 
 HOPPER = HopperConfig()

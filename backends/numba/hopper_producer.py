@@ -31,6 +31,7 @@ from multigemm.backends.numba.schedule import extent
 from multigemm.backends.numba.warp_schedule import ALL, make_warp_schedule
 
 MAP_BYTES = 128
+B_MAP = 1
 int32 = types.int32
 _tma, _multicast = hw.make_tma_load(3), hw.make_tma_multicast(3)
 
@@ -125,6 +126,52 @@ def make_turns(config, signature):
 
 
 @cache
+def make_order(regions):
+    """order(number, total): the tile that is taken as the `number`-th, from `regions` stretches in turn."""
+    shift = regions.bit_length() - 1
+
+    @synchronising
+    def order(number, total):
+        if regions == 1:
+            return number
+        each, longer = int32(total >> shift), int32(total & int32(regions - 1))
+        region = int32(number & int32(regions - 1))
+        return int32(int32(region * each) + min(region, longer) + (number >> shift))
+
+    return order
+
+
+@cache
+def make_acquire(config, signature):
+    """acquire(these, height, fenced) -> the tensor maps that this thread may use by now, as bits.
+
+    A map in global memory is fenced before its first use; each fence takes a while, so those of boxes
+    that no tile needs are left out. A's maps are numbered by the heights of their boxes.
+    """
+    boxes, cluster = token_boxes(config), config.cluster
+    across = signature.a_order == "col"
+    largest, smallest = boxes[0], boxes[0] if across else boxes[-1]
+
+    @synchronising
+    def acquire(these, height, fenced):
+        needed = int32(largest | B_MAP)
+        if not across:
+            needed = int32(int32(height // cluster) | B_MAP)
+        missing = int32(needed & ~fenced)
+        if missing & B_MAP:
+            hw.fence_tensormap(these)
+        at, size = these + MAP_BYTES, int32(largest)
+        while missing > B_MAP and size >= smallest:
+            if missing & size:
+                hw.fence_tensormap(at)
+            size = int32(size >> 1)
+            at += MAP_BYTES
+        return int32(fenced | needed)
+
+    return acquire
+
+
+@cache
 def make_producer(config, signature):
     """produce(p, maps, counters, base, lane): warp 0's whole life."""
     at = Layout(config, signature)
@@ -134,7 +181,7 @@ def make_producer(config, signature):
     scan, locate, piece = make_warp_schedule(config.n_max, COLUMNS * cluster)
     fill = make_fill(config, signature)
     take, finish = make_turns(config, signature)
-    used_maps = 2 if loads_64 else 1 + len(token_boxes(config))
+    acquire, order = make_acquire(config, signature), make_order(config.regions)
 
     @synchronising
     def announce(base, slot_step, height, depth, g, start, i0, j0, rows, n, k):
@@ -156,7 +203,7 @@ def make_producer(config, signature):
         if cluster > 1:
             rank = hw.cluster_rank()
         stage, phase = int32(0), int32(1)
-        seen = int32(-1)
+        seen, fenced = int32(-1), int32(0)
         g, first, end = int32(0), int32(0), int32(0)
         slot_step = int32(0)
         turn = int32(cuda.blockIdx.x // cluster)
@@ -165,10 +212,11 @@ def make_producer(config, signature):
             ticket = int32(0)
             if total > clusters and lane == 0 and rank == 0:
                 ticket = ptx.atomic_add(counters, 1)
-            if turn < first or turn >= end:
-                g, first, end = locate(p, low, high, lane, turn)
+            tile = order(turn, total)
+            if tile < first or tile >= end:
+                g, first, end = locate(p, low, high, lane, tile)
             m, n, k, start = extent(p, g)
-            i0, rows, j0 = piece(m, n, int32(turn - first))
+            i0, rows, j0 = piece(m, n, int32(tile - first))
             j0 = int32(j0 + rank * COLUMNS)
             height = int32(((rows + (rows_step - 1)) // rows_step) * rows_step)
             depth = int32((k + (bk - 1)) // bk)
@@ -177,10 +225,9 @@ def make_producer(config, signature):
                 these = maps
                 if p.table != 0:
                     these += g * (MAPS * MAP_BYTES)
-                if seen < 0 or (p.table != 0 and seen != g):
-                    for number in range(used_maps):
-                        hw.fence_tensormap(these + number * MAP_BYTES)
-                    seen = g
+                if p.table != 0 and seen != g:
+                    fenced, seen = int32(0), g
+                fenced = acquire(these, height, fenced)
                 i, j, at_k = i0, j0, int32(0)
                 if p.jagged == JAGGED_M:
                     i = int32(i + start)
