@@ -30,14 +30,21 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Journey:
+    """How many rows of one piece go to and come from each rank, and which local expert each arriving row is for."""
+
+    sent: list[int]
+    received: list[int]
+    local: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Sent:
     """One piece of the tokens under way: what came here, and how to send results home."""
 
     routing: Routing
     rows: Tensor
-    local: Tensor
-    sent: list[int]
-    received: list[int]
+    way: Journey
 
 
 def groups_of(mesh: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
@@ -78,7 +85,12 @@ def run_experts(
         x, top_k_weights = enter(x, slices), enter(top_k_weights, slices)
     pieces = [p.tensor_split(chunks) for p in (x, top_k_index, top_k_weights)]
     with _explained(group):
-        under_way = [_send(part, index, experts, here, group) for part, index in zip(*pieces[:2], strict=True)]
+        routings = [route(index, experts) for index in pieces[1]]
+        plans = _exchange_counts(routings, here, group)
+        under_way = [
+            _send(part, routing, plan, experts, group)
+            for part, routing, plan in zip(pieces[0], routings, plans, strict=True)
+        ]
         results = [_send_home(piece, compute, here, group) for piece in under_way]
         home = [
             combine(rows, weights, piece.routing)
@@ -88,19 +100,27 @@ def run_experts(
         return result if slices is None else leave(result, slices)
 
 
-def _send(x: Tensor, index: Tensor, experts: int, here: int, group: dist.ProcessGroup) -> Sent:
-    routing = route(index, experts)
-    counts = routing.ends.diff(prepend=routing.ends.new_zeros(1)).to(torch.int64)
-    arriving = collectives.all_to_all_single(counts, None, None, group).view(group.size(), here)
-    # the one wait for the device: how many rows go to and come from each rank
-    splits = torch.stack([counts.view(group.size(), here).sum(1), arriving.sum(1)]).tolist()
+def _exchange_counts(routings: list[Routing], here: int, group: dist.ProcessGroup) -> list[Journey]:
+    """Tells all ranks the row counts of all pieces at once: one collective, and one wait for the device."""
+    ranks = group.size()
+    ends = torch.stack([routing.ends for routing in routings]).to(torch.int64)
+    counts = ends.diff(dim=1, prepend=ends.new_zeros(len(routings), 1)).view(-1, ranks, here)
+    by_rank = counts.transpose(0, 1).contiguous()  # [rank, piece, expert]
+    arriving = collectives.all_to_all_single(by_rank, None, None, group).view_as(by_rank)
+    sent, received = torch.stack([by_rank.sum(2), arriving.sum(2)]).transpose(1, 2).tolist()  # the wait
+    experts = torch.arange(here, device=ends.device).repeat(ranks)
+    return [
+        Journey(out, back, experts.repeat_interleave(arriving[:, piece].reshape(-1), output_size=sum(back)))
+        for piece, (out, back) in enumerate(zip(sent, received, strict=True))
+    ]
+
+
+def _send(x: Tensor, routing: Routing, way: Journey, experts: int, group: dist.ProcessGroup) -> Sent:
     rows = dispatch(x, routing)
-    if sum(splits[0]) != rows.shape[0]:
+    if sum(way.sent) != rows.shape[0]:
         raise InvalidProblem(f"an expert number lies outside of 0..{experts - 1}")
-    received = collectives.all_to_all_single_autograd(rows, splits[1], splits[0], group)
-    local = torch.arange(here, device=x.device).repeat(group.size())
-    local = local.repeat_interleave(arriving.reshape(-1), output_size=sum(splits[1]))
-    return Sent(routing, received, local, splits[0], splits[1])
+    received = collectives.all_to_all_single_autograd(rows, way.received, way.sent, group)
+    return Sent(routing, received, way)
 
 
 def _send_home(piece: Sent, compute: Compute, here: int, group: dist.ProcessGroup) -> Tensor:
@@ -108,10 +128,10 @@ def _send_home(piece: Sent, compute: Compute, here: int, group: dist.ProcessGrou
 
     The first operation on `piece.rows` waits for them; nothing waits here for what is sent back.
     """
-    sorting = route(piece.local.unsqueeze(1), here)
+    sorting = route(piece.way.local.unsqueeze(1), here)
     results = compute(permute(piece.rows, sorting.order, sorting.inverse), sorting.ends)
     back = permute(results, sorting.inverse, sorting.order)
-    return collectives.all_to_all_single_autograd(back, piece.sent, piece.received, group)
+    return collectives.all_to_all_single_autograd(back, piece.way.sent, piece.way.received, group)
 
 
 @contextmanager
