@@ -40,6 +40,15 @@ FORMS: dict[str, Make] = {
         r(3, 300, 136), r(3, 136, 264), valid_rows=torch.tensor([0, 300, 77], device="cuda")
     ),
     "list": lambda: mg.GroupedGemmProblem([r(300, 64), r(5, 128), r(0, 8)], [r(64, 264), r(128, 8), r(8, 16)]),
+    "list, odd rows in the result": lambda: mg.GroupedGemmProblem(
+        [r(172, 8), r(31, 72)], [r(8, 256), r(72, 40)], out=[r(172, 259)[:, :256], r(31, 41)[:, :40]]
+    ),
+    "odd list": lambda: mg.GroupedGemmProblem([r(300, 65), r(5, 127), r(0, 8)], [r(65, 263), r(127, 7), r(8, 16)]),
+    "odd weights by columns": lambda: mg.GroupedGemmProblem(r(304, 136), r(4, 264, 137)[..., 1:].mT, offsets=cut()),
+    "jagged_n, odd": lambda: mg.GroupedGemmProblem(r(4, 71, 135), r(135, 303), offsets=cut(), jagged="n"),
+    "masked, any epilogue": lambda: mg.GroupedGemmProblem(
+        r(3, 300, 136), r(3, 136, 264), valid_rows=torch.tensor([0, 300, 77], device="cuda"), bias=r(264), activation="relu"
+    ),
     "odd strides": lambda: mg.GroupedGemmProblem(r(304, 137), r(4, 137, 263), offsets=cut()),
     "any epilogue": lambda: mg.GroupedGemmProblem(
         r(304, 136), r(4, 136, 264), offsets=cut(), alpha=0.5, beta=2.0, c=r(304, 264), bias=r(4, 264),

@@ -14,7 +14,7 @@ from multigemm.backends.cupy.params import problem_bytes, view_of
 from multigemm.layouts import Operands, Packed
 from multigemm.spec import ProblemSpec
 
-THREADS, BLOCK_K, STAGES = 128, 64, 4
+BLOCK_K, STAGES = 64, 4
 LISTED = struct.Struct(f"<{5 * LIST}i{6 * LIST}q")
 NEVER = 0x7FFFFFFF
 HOPPER = (9, 0)
@@ -92,7 +92,7 @@ def bind(ops: Operands, config: Config, function: int) -> Launch:
         function,
         arguments,
         grid=grid,
-        threads=THREADS,
+        threads=4 * config.tile,
         shared=shared_bytes(ops.spec, config),
         overlap=torch.cuda.get_device_capability(ops.device) >= HOPPER,
         index=ops.device.index or 0,

@@ -9,13 +9,13 @@
 // results, at addresses that are multiples of 4).
 #include "epilogue.cuh"
 
-constexpr int BM = TILE_M, BN = TILE_N, BK = 64, STAGES = 4, THREADS = 128;
-constexpr int MI = BM / 32, NJ = BN / 16;      // products of m16n8 per warp; the warps lie 2 x 2
+constexpr int BM = TILE_M, BN = TILE_N, BK = 64, STAGES = 4, WARPS_N = BN / 16, THREADS = WARPS_N * 64;
+constexpr int COLS = BN / WARPS_N, MI = BM / 32, NJ = COLS / 8;      // columns, and products of m16n8, of each of 2 x WARPS_N warps
 constexpr int A_PITCH = (A_K ? BK : BM) + 8, B_PITCH = (B_K ? BK : BN) + 8;
 constexpr int A_TILE = (A_K ? BM : BK) * A_PITCH, B_TILE = (B_K ? BN : BK) * B_PITCH;
 constexpr int RING_BYTES = STAGES * (A_TILE + B_TILE) * 2;
-constexpr int STAGED_PITCH = BN / 2 + 4;
-static_assert(SHARED >= RING_BYTES && SHARED >= 4 * 16 * STAGED_PITCH * 4, "shared memory of the launch");
+constexpr int STAGED_PITCH = COLS + 4;
+static_assert(SHARED >= RING_BYTES && SHARED >= THREADS / 32 * 16 * STAGED_PITCH * 4, "shared memory of the launch");
 
 constexpr int LIST = 16;                       // as small.LIST
 struct Listed {                                // a list's groups: everything that a plain product needs
@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_stage(const Tile& t, u32 ring, int kb) {
 }
 
 __device__ __forceinline__ void multiply(const u16* a, const u16* b, float (&acc)[MI][NJ][4]) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m0 = (warp & 1) * (BM / 2), n0 = (warp >> 1) * (BN / 2);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m0 = (warp & 1) * (BM / 2), n0 = (warp >> 1) * COLS;
     const int part = lane >> 3, row = lane & 7;
 #pragma unroll
     for (int k = 0; k < BK; k += 16) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ bool find_tile(const Problem& p, Tile& t, char*& out,
 
 __device__ __forceinline__ void store_plain(const Problem& p, const Tile& t, char* out, i64 pitch, const float (&acc)[MI][NJ][4]) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int row = t.i0 + (warp & 1) * (BM / 2) + (lane >> 2), col = t.j0 + (warp >> 1) * (BN / 2) + (lane & 3) * 2;
+    const int row = t.i0 + (warp & 1) * (BM / 2) + (lane >> 2), col = t.j0 + (warp >> 1) * COLS + (lane & 3) * 2;
     const float alpha = float(p.alpha);
 #pragma unroll
     for (int i = 0; i < MI; ++i)
@@ -235,7 +235,7 @@ __device__ __forceinline__ void store_any(const Problem& p, const Tile& t, char*
             for (int h = 0; h < 2; ++h)
                 *(float2*)(staged + ((lane >> 2) + h * 8) * STAGED_PITCH + j * 8 + (lane & 3) * 2) = make_float2(acc[i][j][h * 2], acc[i][j][h * 2 + 1]);
         __syncwarp();
-        emit<float>(p, g, staged, 16, BN / 2, STAGED_PITCH, t.i0 + (warp & 1) * (BM / 2) + i * 16, t.j0 + (warp >> 1) * (BN / 2));
+        emit<float>(p, g, staged, 16, COLS, STAGED_PITCH, t.i0 + (warp & 1) * (BM / 2) + i * 16, t.j0 + (warp >> 1) * COLS);
         __syncwarp();
     }
 }
