@@ -12,7 +12,7 @@ import multigemm as mg
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 pytestmark = pytest.mark.gpu
 
-from multigemm.backends.numba import BACKEND, build  # noqa: E402
+from multigemm.backends.numba import BACKEND, build, launch  # noqa: E402
 from multigemm.backends.numba.config import HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, MMA, MMA_SMALL, SIMT, SIMT_LARGE  # noqa: E402
 from tests.numba_cases import DTYPES, Maker, cases, operands  # noqa: E402
 from tests.numba_contract import checks  # noqa: E402
@@ -123,3 +123,39 @@ def test_groups_beyond_one_scan() -> None:
     for config in BACKEND.configs(problem.spec, torch.device(DEVICE, 0)):
         got = mg.solve(problem, backend="numba", config=config)
         assert torch.equal(got.float(), wanted[:, 0].bfloat16().float()), config
+
+
+@pytest.mark.parametrize("config", [MMA_SMALL, MMA, HOPPER_NARROW, HOPPER_MEDIUM], ids=str)
+@pytest.mark.parametrize("form", ["batched", "list", "jagged"])
+def test_launches_that_overlap_keep_their_order(config: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product reads what the one before it wrote, and new sizes; with a rest between them, and without."""
+    monkeypatch.setattr(launch, "OVERLAP", True)
+    make = Maker(9, torch.bfloat16, DEVICE, "row")
+    weights, start = make.matrix(3, 128, 128) / 12, make.matrix(3, 128, 128)
+    ends = torch.tensor([128, 256, 384], dtype=torch.int32, device=DEVICE)
+    there, back = torch.empty_like(start), torch.empty_like(start)
+
+    def problem(source: torch.Tensor, out: torch.Tensor) -> mg.GroupedGemmProblem:
+        if form == "list":
+            return mg.GroupedGemmProblem(list(source), list(weights), out=list(out))
+        if form == "batched":
+            return mg.GroupedGemmProblem(source, weights, out=out)
+        return mg.GroupedGemmProblem(source.view(384, 128), weights, ends=ends, out=out.view(384, 128))
+
+    plans = [mg.plan(problem(*pair), backend="numba", config=config) for pair in ((back, there), (there, back))]
+
+    def run(rest: bool) -> torch.Tensor:
+        back.copy_(start)
+        for step in range(60):
+            plans[step % 2]()
+            if step % 7 == 0:
+                ends[:2] += 8 if step % 2 else -8
+            if rest:
+                torch.cuda.synchronize()
+        ends.copy_(torch.tensor([128, 256, 384]))
+        torch.cuda.synchronize()
+        return back.clone()
+
+    wanted = run(rest=True)
+    assert wanted.any()
+    assert all(torch.equal(run(rest=False), wanted) for _ in range(5))

@@ -69,9 +69,10 @@ def make_kernel(config, signature):
             hw.cluster_wait()
         else:
             cuda.syncthreads()
-        # Set up by now, before the kernel in front of this one has ended; nothing of its was read yet.
+        # Set up by now, maybe before the kernel in front of this one has ended; nothing of its was read yet.
         hw.grid_dependents_launch()
-        hw.grid_dependency_wait()
+        if thread >= 32:
+            hw.grid_dependency_wait()
         if thread < 128:
             _less()
             if thread < 32:

@@ -198,6 +198,9 @@ def make_producer(config, signature):
 
     @synchronising
     def produce(p, maps, counters, base, lane):
+        # The host has written the table of a list; sizes, counters and operands may be a predecessor's.
+        if (p.ends | p.valid) != 0:
+            hw.grid_dependency_wait()
         low, high, total = scan(p, lane)
         rank = int32(0)
         if cluster > 1:
@@ -208,6 +211,8 @@ def make_producer(config, signature):
         slot_step = int32(0)
         turn = int32(cuda.blockIdx.x // cluster)
         clusters = int32(cuda.gridDim.x // cluster)
+        if total > clusters:
+            hw.grid_dependency_wait()
         while turn < total:
             ticket = int32(0)
             if total > clusters and lane == 0 and rank == 0:
@@ -244,6 +249,7 @@ def make_producer(config, signature):
                 if loads_64:
                     loaded = int32(((height + 63) // 64) * 64)
                 expected = int32(WEIGHT_BYTES + loaded * ROW_BYTES)
+                hw.grid_dependency_wait()
                 for _ in range(depth):
                     barrier = base + full + stage * 8
                     hw.mbarrier_wait(base + empty + stage * 8, phase)

@@ -5,6 +5,9 @@ A block of four warps computes a tile of C, 128 x 128 in the large config, of wh
 are on their way.
 The sums leave through shared memory, so that stores are wide and the epilogue is that of every kernel.
 Each warp walks the schedule for itself, with shuffles alone, which saves a small problem its barriers.
+
+On Hopper the kernel may be started before its predecessor has ended. What a predecessor cannot have
+written (the table of a list, which the host fills when it binds) is read at once, all else after the wait.
 """
 
 # mypy: ignore-errors
@@ -130,7 +133,8 @@ def make_kernel(config, signature, overlap):
         twist = int32(((lane >> 3) & 3) * 32)
         if overlap:
             hw.grid_dependents_launch()
-            hw.grid_dependency_wait()
+            if (p.ends | p.valid) != 0:
+                hw.grid_dependency_wait()
         low, high, total = scan(p, lane)
         for tile in range(cuda.blockIdx.x, total, cuda.gridDim.x):
             g, first, _ = locate(p, low, high, lane, int32(tile))
@@ -140,6 +144,8 @@ def make_kernel(config, signature, overlap):
             b, b_row, b_col = operand_b(p, g, start)
             left = a + i0 * a_row * in_size, a_row, a_col
             right = b + j0 * b_col * in_size, b_row, b_col
+            if overlap:
+                hw.grid_dependency_wait()
             acc = main_loop(base, left, right, height, n - j0, k, thread)
             above = warp // int32(across_warps) * kept
             i, j = i0 + above, j0 + warp % int32(across_warps) * KEPT_COLUMNS
@@ -167,6 +173,9 @@ def make_kernel(config, signature, overlap):
                     lane, 0,
                 )  # fmt: skip
             cuda.syncthreads()
+        if overlap:
+            # Also without a tile: whoever waits for this kernel relies on all before it having ended too.
+            hw.grid_dependency_wait()
         if p.zeroes != 0:
             zero_unowned(p, cuda.blockIdx.x * THREADS + thread, cuda.gridDim.x * THREADS)
 
