@@ -22,6 +22,10 @@ Bind = Callable[[Operands], Launch]
 """Fixes addresses, sizes and launch arguments of one problem; allocates its workspace, if any."""
 
 
+Tell = Callable[[Operands], str]
+"""Says in words what `bind` would run for these sizes. Reads no memory of the device and waits for nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Availability:
     """Whether a backend can run on this machine; if not, why, and the command that installs it."""
@@ -40,7 +44,8 @@ class Recipe:
     `bind` is called for each problem; the launch that it returns writes every owned element of
     `ops.out`, and zeroes the unowned ones if `spec.zero_unowned`. It must not keep state that two
     bound problems share, must launch on the current stream, and must see operands changed in place.
-    `syncs` says that binding or launching reads sizes back from the device.
+    `syncs` says that binding or launching reads sizes back from the device. `tell` is for a recipe
+    that decides at bind, by sizes that no spec holds.
     """
 
     kernel: str
@@ -48,6 +53,7 @@ class Recipe:
     bind: Bind
     why: str = ""
     syncs: bool = False
+    tell: Tell | None = None
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from multigemm.errors import InvalidProblem, NotCapturable
 from multigemm.intake import Operand
 from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.spec import ProblemSpec
-from multigemm.staging import allocate, stage
+from multigemm.staging import allocate, outline, stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,13 @@ class Choice:
     recipe: Recipe
     spec: ProblemSpec
     why: str
+
+
+def reasons(choice: Choice, problem: GroupedGemmProblem) -> str:
+    """Why this backend, why this config, and what it comes to for the sizes of this problem."""
+    recipe = choice.recipe
+    told = recipe.tell(outline(problem, choice.spec)) if recipe.tell is not None else ""
+    return "; ".join(filter(None, (choice.why, recipe.why, told)))
 
 
 def _launcher(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Launch:
@@ -159,8 +166,8 @@ class Plan:
 
     @property
     def why(self) -> str:
-        """Why this backend and this config."""
-        return "; ".join(filter(None, (self._choice.why, self._choice.recipe.why)))
+        """Why this backend and this config, and what it runs for these sizes."""
+        return reasons(self._choice, self.problem)
 
     def __repr__(self) -> str:
         syncs = ", syncs" if self.syncs else ""

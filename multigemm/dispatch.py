@@ -270,14 +270,13 @@ def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = 
         choice = choose(problem, backend, config)
     except (BackendUnsupported, BackendUnavailable) as error:
         return Explanation(spec, tuple(candidates(spec, problem.device)), None, "", None, str(error), tuple(steps))
-    why = "; ".join(filter(None, (choice.why, choice.recipe.why)))
     return Explanation(
         spec,
         tuple(candidates(spec, problem.device)),
         choice.backend,
         choice.recipe.kernel,
         choice.recipe.config,
-        why,
+        bound.reasons(choice, problem),
         tuple(steps),
     )
 

@@ -112,11 +112,34 @@ def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand) -> Stage
     return Staged(ops, before)
 
 
+def outline(problem: GroupedGemmProblem, spec: ProblemSpec) -> Operands:
+    """Operands to reason about: extents, strides and host sizes as `stage` gives them, without memory for a result."""
+    grouping, valid, out = problem.grouping, problem.valid_rows, problem.out
+    if out is None:
+        out = _fresh(problem, torch.device("meta"))
+    a, b = (_outlined(x, spec.compute) for x in (problem.a, problem.b))
+    return Operands(
+        spec, a, b, out, problem.c, problem.bias, alpha=problem.alpha, beta=problem.beta, device=problem.device,
+        host_offsets=None if grouping is None else grouping.host,
+        host_valid_rows=None if valid is None or valid.host is None else np.diff(valid.host),
+    )  # fmt: skip
+
+
+def _outlined(x: Operand, dtype: torch.dtype) -> Operand:
+    if not isinstance(x, Tensor):
+        return [_outlined(t, dtype) for t in x]  # type: ignore[misc]
+    return x if x.dtype is dtype else torch.empty_like(x, dtype=dtype, device="meta")
+
+
 def allocate(problem: GroupedGemmProblem) -> Operand:
     """The problem's own `out`, or fresh memory for the result."""
     if problem.out is not None:
         return problem.out
-    dtype, device = problem.out_dtype, problem.device
+    return _fresh(problem, problem.device)
+
+
+def _fresh(problem: GroupedGemmProblem, device: torch.device) -> Operand:
+    dtype = problem.out_dtype
     if problem.form != "per_group":
         return torch.empty(problem.out_shape, dtype=dtype, device=device)
     return [torch.empty(shape, dtype=dtype, device=device) for shape in problem.out_shape]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from multigemm.backends.cublas import BACKEND, calls, choose, config, kernels, nvrtc
+from multigemm.backends.cublas import BACKEND, calls, choose, config, elements, kernels, launch, nvrtc
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import View, _Into
 from multigemm.backends.cublas.leading import Shape
@@ -20,6 +20,7 @@ from multigemm.backends.cublas.products import Product
 from multigemm.errors import CompileError, LibraryError
 from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import ProblemSpec
+from multigemm.staging import outline, staged_spec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -49,6 +50,34 @@ def test_the_choice_follows_the_sizes() -> None:
     assert choose.choose(_spec(groups=256), _sized(*range(1, 257), n=512, k=1024), CUDA) == Config("grouped_mm")
     assert choose.choose(spec, _sized(8000, 4000, 2000, 1000, k=14336), CUDA) == Config("streams", 4)
     assert choose.choose(_spec(dtype=torch.int8), _sized(5, 5), CUDA) == Config("loop")
+
+
+def _told(problem: GroupedGemmProblem, variant: Any = "auto") -> str:
+    ops = replace(outline(problem, staged_spec(problem)), device=CUDA)
+    tell = launch.plan(ops.spec, Config(variant), CUDA).tell
+    return "" if tell is None else tell(ops)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_bound_variant_is_told() -> None:
+    a, b = torch.zeros(1200, 64, dtype=torch.bfloat16), torch.zeros(3, 64, 64, dtype=torch.bfloat16)
+    even = GroupedGemmProblem(a, b, sizes=[400, 400, 400])
+    assert "'batched', streams=0) for 3 products" in _told(even)
+    assert "for 2 products" in _told(GroupedGemmProblem(a, b, sizes=[1000, 0, 200]))
+    assert "for 1 products" in _told(GroupedGemmProblem(a[:, ::2], b[:, ::2], sizes=[0, 0, 200]))
+    assert _told(even, "loop") == ""
+    assert "nothing" in _told(GroupedGemmProblem(a[:0], b, sizes=[0, 0, 0]))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_sizes_on_the_device_are_told() -> None:
+    a, b = torch.zeros(1200, 64, dtype=torch.bfloat16), torch.zeros(3, 64, 64, dtype=torch.bfloat16)
+    problem = GroupedGemmProblem(a, b, sizes=[400, 400, 400])
+    spec = replace(problem.spec, device_sizes=True)
+    live = replace(outline(problem, spec), device=CUDA, host_offsets=None)
+    assert "on the device" in cast(Any, launch.plan(spec, Config("auto"), CUDA).tell)(live)
+    halves = replace(spec, compute=torch.float16)
+    assert "at each launch" in cast(Any, launch.plan(halves, Config("auto"), CUDA).tell)(replace(live, spec=halves))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -215,9 +244,9 @@ def _nvrtc() -> Any:
 def test_the_epilogue_compiles(monkeypatch: pytest.MonkeyPatch, acc: torch.dtype, out: torch.dtype) -> None:
     library = _nvrtc()
     monkeypatch.setattr(nvrtc, "compiler", lambda: library)
-    act = 1 if acc is torch.int32 else kernels.ACTIVATION_CODES["gelu"]
-    extra = kernels.TYPE_CODES[torch.int32 if acc is torch.int32 else torch.float16]
-    codes = {"ACC": kernels.TYPE_CODES[acc], "C": extra, "BIAS": extra, "OUT": kernels.TYPE_CODES[out], "ACT": act}
+    act = 1 if acc is torch.int32 else elements.ACTIVATION_CODES["gelu"]
+    extra = elements.TYPE_CODES[torch.int32 if acc is torch.int32 else torch.float16]
+    codes = {"ACC": elements.TYPE_CODES[acc], "C": extra, "BIAS": extra, "OUT": elements.TYPE_CODES[out], "ACT": act}
     options = ("--gpu-architecture=sm_90", "--std=c++17", *(f"-D{k}={v}" for k, v in codes.items()))
     assert nvrtc.compile_source(kernels.FINISH, "finish", options)[:4] == b"\x7fELF"
 

@@ -52,7 +52,13 @@ class Fake:
             assert isinstance(ops.out, torch.Tensor)
             return partial(ops.out.fill_, self.number)
 
-        return Recipe("fill", config, bind, syncs=self.syncs)
+        def tell(ops: Operands) -> str:
+            assert isinstance(ops.out, torch.Tensor)
+            assert ops.out.is_meta
+            assert ops.host_offsets is not None
+            return f"fills {ops.host_offsets[-1]} rows"
+
+        return Recipe("fill", config, bind, syncs=self.syncs, tell=tell)
 
 
 @pytest.fixture
@@ -91,6 +97,14 @@ def test_auto_takes_the_first_that_can(install: Callable[..., None]) -> None:
     text = str(mg.explain(problem()))
     for part in ("unavailable: no GPU; install with: pip install gone", "cannot: K is 3", "emulated", "chosen: able"):
         assert part in text
+
+
+def test_the_sizes_decide_what_is_told(install: Callable[..., None]) -> None:
+    install(Fake("able"))
+    assert mg.explain(problem(4)).why.endswith("fills 4 rows")
+    assert mg.plan(problem(6)).why.endswith("fills 6 rows")
+    mixed = mg.GroupedGemmProblem(torch.ones(5, 3).half(), torch.ones(3, 2).bfloat16(), offsets=[0, 5])
+    assert "fills 5 rows" in str(mg.explain(mixed))
 
 
 def test_a_name_never_hands_over(install: Callable[..., None]) -> None:

@@ -32,7 +32,7 @@ from multigemm.backends.cublas.epilogue import Finish, Need
 from multigemm.backends.cublas.library import Cublas, cublas
 from multigemm.backends.cublas.products import Bytes, Ints, Product, cut, list_products, packed_products
 from multigemm.backends.cublas.run import Calls, Steps, Streamed
-from multigemm.backends.cublas.staging import Copies, Side, stage, writable
+from multigemm.backends.cublas.staging import Copies, Side, expressible, stage, writable
 from multigemm.errors import BackendUnsupported, NotCapturable
 from multigemm.layouts import Operands, group_table, packed
 from multigemm.spec import ProblemSpec
@@ -55,7 +55,22 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
         raise BackendUnsupported({f"cublas ({config.variant})": reasons})
     syncs = reads_sizes(spec, config.variant, device)
     bind = partial(_bind, config=config, syncs=syncs)
-    return Recipe(f"cublas.{config.variant}", config, bind, _why(spec, config, syncs), syncs)
+    tell = partial(_tell, config=config, syncs=syncs) if config.variant == "auto" else None
+    return Recipe(f"cublas.{config.variant}", config, bind, _why(spec, config, syncs), syncs, tell)
+
+
+def _tell(ops: Operands, config: Config, syncs: bool) -> str:
+    """Which variant the sizes lead to."""
+    if syncs and _missing(ops):
+        return "the variant is chosen at each launch, by the sizes that it reads"
+    if ops.device.type != "cuda" or ops.spec.alpha == "zero" or _nothing(ops):
+        return "nothing to multiply"
+    sizes = Sizes(ops.host_offsets, ops.host_valid_rows)
+    if _sizes_stay(ops, config, sizes):
+        return "bound: grouped_mm, with the sizes on the device"
+    a, b, out = (expressible(x) for x in (ops.a, ops.b, ops.out))
+    products = _products(replace(ops, a=a, b=b, out=out, c=None, bias=None), sizes)
+    return f"bound: {choose(ops.spec, products, ops.device)} for {len(products)} products"
 
 
 def _why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
@@ -75,15 +90,24 @@ def _why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
 
 
 def _bind(ops: Operands, config: Config, syncs: bool) -> Launch:
-    missing = (ops.spec.jagged and ops.host_offsets is None) or (
-        ops.spec.form == "masked" and ops.host_valid_rows is None
-    )
-    if syncs and missing:
+    if syncs and _missing(ops):
         return SizesLater(ops, config)
     if ops.device.type != "cuda":
         return _no_groups  # an empty list has no operands, hence no device
     with torch.cuda.device(ops.device):
         return _bound(ops, config, Sizes(ops.host_offsets, ops.host_valid_rows))
+
+
+def _missing(ops: Operands) -> bool:
+    """Whether the host does not know the sizes."""
+    return bool(ops.spec.jagged and ops.host_offsets is None) or (
+        ops.spec.form == "masked" and ops.host_valid_rows is None
+    )
+
+
+def _sizes_stay(ops: Operands, config: Config, sizes: Sizes) -> bool:
+    """Whether grouped_mm can take sizes that only the device knows."""
+    return config.variant == "auto" and sizes.offsets is None and not grouped_mm_reasons(ops.spec, ops.device)
 
 
 def _no_groups() -> None:
@@ -125,7 +149,7 @@ def _bound(ops: Operands, config: Config, sizes: Sizes) -> Steps:
         return Steps(ops, [Finish(ops, Need(unowned=spec.zero_unowned))])
     if config.variant == "grouped_mm":
         return bind_grouped_mm(ops, sizes.offsets)
-    if config.variant == "auto" and sizes.offsets is None and not grouped_mm_reasons(spec, ops.device):
+    if _sizes_stay(ops, config, sizes):
         return bind_grouped_mm(ops, None)
     return _general(ops, config, sizes)
 

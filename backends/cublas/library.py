@@ -104,18 +104,34 @@ def handle() -> ctypes.c_void_p:
     return ctypes.c_void_p(torch._C._cuda_getCurrentBlasHandle())
 
 
-def issue(library: Cublas, blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
-    """Makes the calls in exact math; the first that fails raises, and the handle's mode comes back in any case."""
+def begin(library: Cublas, blas: ctypes.c_void_p) -> ctypes.c_int:
+    """Puts the handle into exact math and returns the mode that it had."""
     mode = ctypes.c_int()
     check(library.get_math_mode(blas, ctypes.byref(mode)), "cublasGetMathMode")
     check(library.set_math_mode(blas, EXACT_MATH), "cublasSetMathMode")
+    return mode
+
+
+def end(library: Cublas, blas: ctypes.c_void_p, mode: ctypes.c_int) -> None:
+    """Gives the handle back the mode that `begin` found."""
+    check(library.set_math_mode(blas, mode), "cublasSetMathMode")
+
+
+def make(blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
+    """Makes the calls; the first that fails raises."""
+    for function, args, name in calls:
+        status = function(blas, *args)
+        if status:
+            check(status, name)
+
+
+def issue(library: Cublas, blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
+    """Makes the calls in exact math; the handle's mode comes back in any case."""
+    mode = begin(library, blas)
     try:
-        for function, args, name in calls:
-            status = function(blas, *args)
-            if status:
-                check(status, name)
+        make(blas, calls)
     finally:
-        check(library.set_math_mode(blas, mode), "cublasSetMathMode")
+        end(library, blas, mode)
 
 
 def scalar(compute: int, value: float) -> Any:

@@ -19,7 +19,8 @@ INVALID_CONTEXT = 201
 
 
 @lru_cache(maxsize=1)
-def _driver() -> Any:
+def driver() -> Any:
+    """The driver's entry points."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -30,10 +31,11 @@ def compiler() -> Any:
     return ctypes.CDLL(f"libnvrtc.so.{major}")
 
 
-def _checked(status: int, name: str) -> None:
+def driver_checked(status: int, name: str) -> None:
+    """A driver status other than success raises, with the call and the driver's own words."""
     if status:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(text))
+        driver().cuGetErrorString(status, ctypes.byref(text))
         raise LibraryError(f"{name} returned {status}: {(text.value or b'unknown').decode()}")
 
 
@@ -76,8 +78,8 @@ def _cubin(source: str, name: str, options: tuple[str, ...]) -> bytes:
 def use_context(device: int) -> None:
     """Makes the device's primary context this thread's: a new thread has none until something asks."""
     context = ctypes.c_void_p()
-    _checked(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
-    _checked(_driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+    driver_checked(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    driver_checked(driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
 class Kernel:
@@ -88,10 +90,10 @@ class Kernel:
         image = _cubin(source, name, options)
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         use_context(device)
-        _checked(_driver().cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
-        got = _driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode())
-        _checked(got, "cuModuleGetFunction")
-        self._launch = _driver().cuLaunchKernel
+        driver_checked(driver().cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
+        got = driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode())
+        driver_checked(got, "cuModuleGetFunction")
+        self._launch = driver().cuLaunchKernel
 
     def __call__(self, grid: tuple[int, int], threads: int, arguments: Any, stream: int) -> None:
         """Launches on a raw stream; `arguments` is a ctypes array of pointers to the arguments."""
@@ -100,7 +102,7 @@ class Kernel:
         if status == INVALID_CONTEXT:
             use_context(self._device)
             status = self._launch(*full)
-        _checked(status, f"launch of {self.name}")
+        driver_checked(status, f"launch of {self.name}")
 
 
 def pointers(*values: Any) -> Any:

@@ -11,10 +11,12 @@ import torch
 
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
-from multigemm.backends.cublas.library import Call, Cublas, check, handle, issue
+from multigemm.backends.cublas.library import Call, Cublas, begin, check, end, handle, issue, make
+from multigemm.backends.cublas.nvrtc import INVALID_CONTEXT, driver, driver_checked, use_context
 from multigemm.layouts import Operands
 
 cuda: Any = torch.cuda  # its classes carry no types
+WITHOUT_TIMING = 2
 WORKSPACE_BYTES = 32 << 20
 """Per side stream; what cuBLAS asks for on Hopper. A shared one would let split sums of two streams mix."""
 
@@ -64,21 +66,50 @@ def shares(work: Sequence[int], streams: int) -> list[list[int]]:
     return split[:1] + [share for share in split[1:] if share]
 
 
+class _Event:
+    """A driver event without timing; torch's own would pass through more of Python at each record and wait."""
+
+    __slots__ = ("_device", "_raw")
+
+    def __init__(self, device: torch.device) -> None:
+        self._raw, self._device = ctypes.c_void_p(), device.index or 0
+        use_context(self._device)
+        driver_checked(driver().cuEventCreate(ctypes.byref(self._raw), WITHOUT_TIMING), "cuEventCreate")
+
+    def record(self, stream: ctypes.c_void_p) -> None:
+        status = driver().cuEventRecord(self._raw, stream)
+        if status == INVALID_CONTEXT:
+            use_context(self._device)
+            status = driver().cuEventRecord(self._raw, stream)
+        driver_checked(status, "cuEventRecord")
+
+    def hold(self, stream: ctypes.c_void_p) -> None:
+        """Whatever is enqueued on `stream` from now on waits for what the event recorded."""
+        driver_checked(driver().cuStreamWaitEvent(stream, self._raw, 0), "cuStreamWaitEvent")
+
+    def __del__(self) -> None:
+        if self._raw:
+            driver().cuEventDestroy_v2(self._raw)
+
+
 class _Lane:
     """A side stream with its own workspace, its share of the calls and the event that ends it."""
 
-    __slots__ = ("_pointer", "_raw", "_size", "_space", "calls", "done", "stream")
+    __slots__ = ("_pointer", "_size", "_space", "_stream", "calls", "done", "raw")
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
-        self.calls, self.stream, self.done = tuple(calls), cuda.Stream(device), cuda.Event()
+        self.calls, self._stream, self.done = tuple(calls), cuda.Stream(device), _Event(device)
         self._space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._raw, self._size = ctypes.c_void_p(self.stream.cuda_stream), ctypes.c_size_t(WORKSPACE_BYTES)
+        self.raw, self._size = ctypes.c_void_p(self._stream.cuda_stream), ctypes.c_size_t(WORKSPACE_BYTES)
         self._pointer = ctypes.c_void_p(self._space.data_ptr())
 
-    def aim(self, library: Cublas, blas: Any) -> None:
-        """Turns the handle to this stream and workspace."""
-        check(library.set_stream(blas, self._raw), "cublasSetStream")
+    def run(self, library: Cublas, blas: ctypes.c_void_p, after: _Event) -> None:
+        """Turns the handle to this stream and workspace, and makes the calls behind `after`."""
+        after.hold(self.raw)
+        check(library.set_stream(blas, self.raw), "cublasSetStream")
         check(library.set_workspace(blas, self._pointer, self._size), "cublasSetWorkspace")
+        make(blas, self.calls)
+        self.done.record(self.raw)
 
 
 class Streamed:
@@ -88,27 +119,26 @@ class Streamed:
     by whatever follows on it, exactly as after a single call.
     """
 
-    __slots__ = ("_batch", "_device", "_fork", "_here", "_lanes", "_library")
+    __slots__ = ("_batch", "_fork", "_here", "_lanes", "_library")
 
     def __init__(
         self, library: Cublas, batch: Batch, shapes: Sequence[Shape], streams: int, device: torch.device
     ) -> None:
-        self._library, self._batch, self._device, self._fork = library, batch, device, cuda.Event()
+        self._library, self._batch, self._fork = library, batch, _Event(device)
         split = shares([s.m * s.n * s.k for s in shapes], streams)
         self._here = tuple(batch.calls[i] for i in split[0])
         self._lanes = [_Lane([batch.calls[i] for i in share], device) for share in split[1:]]
 
     def __call__(self, stream: int) -> None:
-        library, blas, current = self._library, handle(), torch.cuda.current_stream(self._device)
+        library, blas, current = self._library, handle(), ctypes.c_void_p(stream)
         self._fork.record(current)
+        mode = begin(library, blas)
         try:
             for lane in self._lanes:
-                lane.stream.wait_event(self._fork)
-                lane.aim(library, blas)
-                issue(library, blas, lane.calls)
-                lane.done.record(lane.stream)
+                lane.run(library, blas, self._fork)
         finally:
             blas = handle()  # torch aims its handle at its own current stream and workspace again
+            end(library, blas, mode)
         issue(library, blas, self._here)
         for lane in self._lanes:
-            current.wait_event(lane.done)
+            lane.done.hold(current)

@@ -43,6 +43,13 @@ def writable(out: Side) -> bool:
     return all(readable(t) for t in out) if isinstance(out, list) else readable(out)
 
 
+def expressible(side: Side) -> Side:
+    """The shape of `side`, with strides that BLAS can read: what a copy would have."""
+    if isinstance(side, list):
+        return [cast(Tensor, expressible(t)) for t in side]
+    return side if readable(side) else torch.empty(side.shape, dtype=side.dtype, device="meta")
+
+
 def stage(ops: Operands, copies: Copies) -> tuple[Side, Side]:
     """a and b as BLAS reads them; whatever has to be copied for that is added to `copies`."""
     if ops.spec.compute is torch.int8:
