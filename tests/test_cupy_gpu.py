@@ -47,7 +47,8 @@ FORMS: dict[str, Make] = {
     "odd weights by columns": lambda: mg.GroupedGemmProblem(r(304, 136), r(4, 264, 137)[..., 1:].mT, offsets=cut()),
     "jagged_n, odd": lambda: mg.GroupedGemmProblem(r(4, 71, 135), r(135, 303), offsets=cut(), jagged="n"),
     "masked, any epilogue": lambda: mg.GroupedGemmProblem(
-        r(3, 300, 136), r(3, 136, 264), valid_rows=torch.tensor([0, 300, 77], device="cuda"), bias=r(264), activation="relu"
+        r(3, 300, 136), r(3, 136, 264), valid_rows=torch.tensor([0, 300, 77], device="cuda"), bias=r(264),
+        activation="relu",
     ),
     "odd strides": lambda: mg.GroupedGemmProblem(r(304, 137), r(4, 137, 263), offsets=cut()),
     "any epilogue": lambda: mg.GroupedGemmProblem(
