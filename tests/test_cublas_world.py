@@ -13,8 +13,9 @@ from multigemm.backends.cublas import kernels
 from multigemm.backends.cublas.config import Config
 from multigemm.problem import GroupedGemmProblem
 from multigemm.staging import stage, staged_spec
-from multigemm.testing import Case, Limits, Stand, Subject, World, check, random_case
+from multigemm.testing import Case, Limits, Stand, World, check, random_case
 from multigemm.testing.strategies import legal
+from multigemm.testing.subject import Subject
 from tests.cublas_world import HostCublas, HostKernel, install
 
 TYPES: dict[str, dict[str, Any]] = {
@@ -74,6 +75,9 @@ def _breaks(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, old: str,
         ("float32", "head_tiles = tiles_of(head, lines, slabs);", "head_tiles = 0;"),
         ("bfloat16", "first = middle + 1", "first = middle + 2"),
         ("bfloat16", "&& k != 0, use_c", ", use_c"),
+        ("bfloat16", "if (use_c) v[i] += beta * more[i];", ""),
+        ("float32", "            begin = last;", "            begin = last + 1;"),
+        ("float32", "here.high >= end && out_step", "out_step"),
     ],
 )
 def test_a_broken_epilogue_is_noticed(
