@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from multigemm.fuzz.choice import assigned
 from multigemm.fuzz.plan import Failure, Options, Tally
 from multigemm.fuzz.shrink import shrink
 from multigemm.staging import staged_spec
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
+from multigemm.testing.choice import assigned
 from multigemm.testing.oracles import Finding, Outcome, check, check_all
 from multigemm.testing.strategies import RandomChooser, kinds, random_case, redrawn
 from multigemm.testing.subject import Subject

@@ -16,10 +16,12 @@ import shutil
 import subprocess
 import sys
 import time
+from typing import TypeVar
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OPTIONS = {"memcheck": ("--padding", "4096")}
 PROBLEMS = 20
+T = TypeVar("T")
 
 
 def command(tool: str, backend: str, problems: int, kinds: int, work: int) -> list[str]:
@@ -39,11 +41,17 @@ def command(tool: str, backend: str, problems: int, kinds: int, work: int) -> li
     ]
 
 
+def spread(items: list[T], count: int) -> list[T]:
+    """The same items, those far from each other first."""
+    step = next(s for s in (7, 11, 13, 17) if count % s)  # without a common divisor
+    return [items[i * step % count] for i in range(count)]
+
+
 def inside(backend: str, problems: int, kinds: int, work: int) -> int:
     """Runs the problems; the values are judged as well."""
     import torch
 
-    from multigemm.staging import staged_spec
+    from multigemm.testing.choice import assigned
     from multigemm.testing.oracles import check
     from multigemm.testing.strategies import Limits
     from multigemm.testing.strategies import kinds as kinds_of
@@ -51,20 +59,19 @@ def inside(backend: str, problems: int, kinds: int, work: int) -> int:
     from multigemm.testing.world import Stand, World
 
     torch.set_num_threads(1)
-    device, bad, ran = torch.device("cuda"), 0, 0
-    for position, case in enumerate(kinds_of(Limits(work=work), kinds)[:problems]):
-        stand = Stand.build(World.build(case), device)
-        subject = Subject(backend, position)
-        spec = staged_spec(stand.problem)
-        if not subject.refusals(spec, device):
-            shipped = subject.shipped(spec, device)
-            subject.pin(shipped[position % len(shipped)])
-        outcome = check(stand, subject)
+    device, bad, ran, configs = torch.device("cuda"), 0, 0, set()
+    every = kinds_of(Limits(work=work), kinds)
+    chosen = list(zip(every, assigned(every, Subject(backend), device, 1), strict=True))
+    for case, wanted in [pair for pair in spread(chosen, kinds) if pair[1]][:problems]:
+        subject = Subject(backend)
+        subject.pin(wanted[0])
+        outcome = check(Stand.build(World.build(case), device), subject)
         ran += outcome.ran
+        configs.add(outcome.config)
         bad += not outcome.ok
         for finding in outcome.findings:
             print(f"{case!r}: {finding}")
-    print(f"{backend}: {ran} problems ran, {bad} wrong", flush=True)
+    print(f"{backend}: {ran} problems ran under {len(configs)} configs, {bad} wrong", flush=True)
     return 1 if bad else 0
 
 
@@ -98,7 +105,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--problems", type=int, default=PROBLEMS)
-    parser.add_argument("--kinds", type=int, default=36)
+    parser.add_argument("--kinds", type=int, default=54)
     parser.add_argument("--work", type=int, default=65536)
     parser.add_argument("--seconds", type=float, default=900.0, help="limit for each tool")
     args = parser.parse_args(arguments)
