@@ -1,0 +1,184 @@
+"""Where small faults can be planted in the real kernels' sources: operators, places, copies.
+
+A fault is one place of one kernel file changed: a comparison widened, an off-by-one, a dropped
+conjunct of a mask, a row stride in place of a column stride, a lost K step.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FILES: dict[str, dict[str, tuple[str, ...]]] = {
+    "triton": {
+        "kernels.py": ("pointer",), "schedule_device.py": ("pointer", "hopper"), "epilogue.py": ("pointer", "hopper"),
+        "hopper.py": ("hopper",), "hopper_store.py": ("hopper",), "hopper_tiles.py": ("hopper",),
+        "packing.py": ("hopper",),
+    },
+    "cupy": {
+        "portable.cu": ("portable",), "small.cu": ("small",), "direct.cu": ("direct",), "hopper.cu": ("hopper",),
+        "pack.cu": ("packed",), "tile_load.cuh": ("portable",), "epilogue.cuh": ("portable", "small", "hopper"),
+        "groups.cuh": ("portable", "hopper"), "common.cuh": ("portable", "hopper"),
+        "schedule.cuh": ("hopper", "direct"),
+        "pipeline.cuh": ("hopper", "direct"), "store.cuh": ("hopper", "direct"), "mma.cuh": ("hopper", "direct"),
+        "consume.cuh": ("hopper", "direct"),
+        "ptx.cuh": ("hopper",),
+    },
+    "numba": {
+        "simt.py": ("simt",), "schedule.py": ("simt", "mma"), "epilogue.py": ("simt",), "memory.py": ("simt",),
+        "mma.py": ("mma",), "mma_fragments.py": ("mma",), "hopper.py": ("hopper",), "hopper_consumer.py": ("hopper",),
+        "hopper_producer.py": ("hopper",), "hopper_epilogue.py": ("hopper", "mma"), "warp_schedule.py": ("hopper",),
+    },
+}  # fmt: skip
+"""The files that kernels are made of, and the kernels that a fault in each can reach."""
+
+EMULATED = ("pointer", "simt")
+"""Kernels that run without a GPU."""
+
+GPU_ONLY = ("group_rows", "weight_class", "write_records", "zero_kernel")
+"""Functions of these files that an emulator never calls."""
+
+OPERATORS: tuple[tuple[str, str, str], ...] = (
+    ("wider comparison", r"(?<=[\w)\]] )<(?= [\w(])", "<="),
+    ("narrower comparison", r"(?<=[\w)\]] )<=(?= [\w(])", "<"),
+    ("reversed comparison", r"(?<=[\w)\]] )>(?= [\w(])", "<"),
+    ("minus one lost", r"(?<=[\w)\]]) - 1\b", ""),
+    ("plus one lost", r"(?<=[\w)\]]) \+ 1\b", ""),
+    ("sum made a difference", r"(?<=[\w)\]]) \+ (?=[\w(])", " - "),
+    ("difference made a sum", r"(?<=[\w)\]]) - (?=[\w(])", " + "),
+    ("product lost", r"(?<=[\w)\]]) \* \w+\b(?!\()", ""),
+    ("mask conjunct lost", r" & \([^()]*\)(\[[^\]]*\])?", ""),
+    ("condition lost", r"(?<=[\w)\]]) && [^&|();]+(?=[;)])", ""),
+    ("row stride for column stride", r"\b(\w+)_row\b", r"\1_col"),
+    ("column stride for row stride", r"\b(\w+)_col\b", r"\1_row"),
+    ("minimum made maximum", r"\bminimum\b|\bmin\b(?=\()", "max_of"),
+    ("rounded down", r" \+ B[MNK] - 1\)", ")"),
+    ("accumulation lost", r"(?<=\w) \+= ", " = "),
+    ("zero for one", r"\b0\b(?=[,)\]])", "1"),
+)
+
+
+EQUIVALENT: tuple[tuple[str, str, str], ...] = (
+    (r"sum|one lost|difference", r"(count|across|down|per_group|rows|columns) = .*(BM|BN|end - start)",
+     "more tiles than there are: the extra ones lie outside their group and store nothing"),
+    (r"wider", r"[xy] = tl\.load\([ab]_ptrs", "a row or column past the group is loaded, and its result is not stored"),
+    (r"zero for one", r"mask=.*other=0", "lanes that the mask leaves out are left out of the result as well"),
+    (r"wider|narrower", r"if rows_left > 0", "a tile without rows adds zeros to nothing"),
+)  # fmt: skip
+"""What a survivor may be without blame: (operator, line before the change, reason)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One change: the file, the line (from 1), what it was and what it becomes."""
+
+    file: str
+    line: int
+    operator: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line} {self.operator}: {self.before.strip()}  ->  {self.after.strip()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of a mutant: "killed", "stillborn" (does not compile), "survived", or "equivalent" (it
+    survived, and `text` says why no oracle could see it)."""
+
+    site: Site
+    state: str
+    oracle: str = ""
+    seconds: float = 0.0
+    text: str = ""
+
+
+def code_lines(path: Path, skip: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
+    """Lines that may be changed: no comments, docstrings, imports, signatures or compile-time constants, and
+    nothing in the functions named by `skip`."""
+    inside, function = False, ""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if header := re.match(r"def (\w+)\(", line):
+            function = header.group(1)
+        if function in skip:
+            continue
+        quotes = line.count('"""')
+        if quotes == 1:
+            inside = not inside
+        text = line.strip()
+        skipped = (
+            "#",
+            "//",
+            "*",
+            "/*",
+            "import",
+            "from",
+            "@",
+            "def ",
+            "assert",
+            "static_assert",
+            "__global__",
+            "template",
+        )
+        if inside or quotes or not text or text.startswith(skipped) or "constexpr" in text:
+            continue
+        yield number, line.split("  #")[0]
+
+
+def snapshot(folder: Path) -> Path:
+    """A copy of the backends, so that edits made meanwhile cannot mix with the mutants."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.json")
+    shutil.copytree(ROOT / "backends", folder / "backends", ignore=ignore)
+    return folder
+
+
+def kernels_of(site: Site, backend: str) -> tuple[str, ...]:
+    """The kernels that a fault can reach."""
+    return FILES[backend][Path(site.file).name]
+
+
+def sites(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Site]:
+    """Every change that the operators offer for a backend's kernels; `emulated`: that runs without a GPU."""
+    found: list[Site] = []
+    for path in sorted((root / "backends" / backend).rglob("*")):
+        reached = FILES[backend].get(path.name, ())
+        if not reached or (emulated and not set(reached) & set(EMULATED)):
+            continue
+        for number, line in code_lines(path, GPU_ONLY if emulated else ()):
+            found += _changes(str(path.relative_to(root)), number, line)
+    return found
+
+
+def _changes(file: str, number: int, line: str) -> Iterator[Site]:
+    for name, pattern, new in OPERATORS:
+        for match in re.finditer(pattern, line):
+            text = match.expand(new)
+            if text == "max_of":
+                text = match.group(0).replace("min", "max")
+            after = line[: match.start()] + text + line[match.end() :]
+            if after != line:
+                yield Site(file, number, name, line, after)
+
+
+def plant(site: Site, folder: Path, root: Path) -> None:
+    """A copy of one backend with the change in it, as `folder/<backend>`."""
+    backend = Path(site.file).parts[1]
+    shutil.copytree(root / "backends" / backend, folder / backend)
+    target = folder / Path(*Path(site.file).parts[1:])
+    lines = target.read_text().splitlines()
+    lines[site.line - 1] = site.after
+    target.write_text("\n".join(lines) + "\n")
+
+
+def excuse(site: Site) -> str:
+    """Why a survivor is no fault; empty if nobody has said so."""
+    for operator, line, reason in EQUIVALENT:
+        if re.search(operator, site.operator) and re.search(line, site.before):
+            return reason
+    return ""
