@@ -120,6 +120,7 @@ class HopperConfig:
     step: int = 16
     cluster: int = 2
     regions: int = 1
+    apart: bool = False
 
 
 HOPPER = HopperConfig()
