@@ -8,7 +8,10 @@
 // Compile-time choices as in hopper.cu, with RAGGED_K and TALL 0.
 #include "consume.cuh"
 
-constexpr int RAW_SLOTS = 2, LINES = W_K ? COLUMNS : BK, LINE = W_K ? BK : COLUMNS;   // lines of a stage, elements in a line
+#ifndef RAW
+#define RAW 2
+#endif
+constexpr int RAW_SLOTS = RAW, LINES = W_K ? COLUMNS : BK, LINE = W_K ? BK : COLUMNS;   // lines of a stage, elements in a line
 constexpr int PIECES = LINE / 8 + 1, RAW_PITCH = PIECES * 16, RAW_BYTES = LINES * RAW_PITCH;
 constexpr int FETCH = 1, SHIFT = 2, SHIFT_WARPS = 2;        // warps of the third warpgroup; warp 0 loads the rows
 
@@ -58,6 +61,33 @@ struct RawRing {
     }
 };
 
+// One piece of a line; unless all are known to be INSIDE, only as far as the line exists and the operand reaches.
+template <bool INSIDE>
+__device__ __forceinline__ void copy_piece(const Weights& w, u64 line_at, bool exists, int piece, u32 to) {
+    const u64 from = (line_at & ~15ull) + piece * 16;
+    if (INSIDE) {
+        copy16(to, from, 16);
+    } else {
+        const u32 bytes = exists && from < w.end ? u32(min(w.end - from, u64(16))) : 0;
+        copy16(to, bytes ? from : w.end & ~15ull, bytes);
+    }
+}
+
+// All lines of a stage: a few lines at a time, each by as many lanes as it has pieces, then the odd last pieces.
+template <bool INSIDE>
+__device__ __forceinline__ void copy_lines(const Weights& w, u64 first, int lines, u32 to) {
+    constexpr int ABREAST = 32 / (PIECES - 1);
+    const int lane = threadIdx.x & 31, piece = lane % (PIECES - 1), mine = lane / (PIECES - 1);
+    u64 at = first + mine * w.pitch;
+#pragma unroll (INSIDE ? 4 : 1)
+    for (int line = mine; line < LINES; line += ABREAST, at += ABREAST * w.pitch)
+        copy_piece<INSIDE>(w, at, line < lines, piece, to + line * RAW_PITCH + piece * 16);
+    at = first + lane * w.pitch;
+#pragma unroll 1
+    for (int line = lane; line < LINES; line += 32, at += 32 * w.pitch)
+        copy_piece<INSIDE>(w, at, line < lines, PIECES - 1, to + line * RAW_PITCH + (PIECES - 1) * 16);
+}
+
 // One warp: asks for the lines of every stage, as far ahead as there are raw slots.
 __device__ __forceinline__ void fetch(const Problem& p, const Launch& l, Shared& s, Raw& raw, u32 slots, u32 rank) {
     const int lane = threadIdx.x & 31;
@@ -73,13 +103,9 @@ __device__ __forceinline__ void fetch(const Problem& p, const Launch& l, Shared&
             const u64 first = w.at + (W_K ? u64(kb) * BK * 2 : u64(kb) * BK * w.pitch);
             const u32 full = shared_address(&raw.full[ring.index]), to = slots + ring.index * RAW_BYTES;
             barrier_wait(shared_address(&raw.empty[ring.index]), ring.parity ^ 1);
-#pragma unroll 8
-            for (int i = 0; i < LINES * PIECES / 32; ++i) {
-                const int item = lane + i * 32, line = item / PIECES, piece = item % PIECES;
-                const u64 from = ((first + line * w.pitch) & ~15ull) + piece * 16;
-                const u32 bytes = line < lines && from < w.end ? u32(min(w.end - from, u64(16))) : 0;
-                copy16(to + item * 16, bytes ? from : w.end & ~15ull, bytes);
-            }
+            const bool inside = lines == LINES && ((first + (LINES - 1) * w.pitch) & ~15ull) + RAW_PITCH <= w.end;
+            if (inside) copy_lines<true>(w, first, lines, to);
+            else copy_lines<false>(w, first, lines, to);
             arrive_after_copies(full);
         }
     }
@@ -229,7 +255,7 @@ direct(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
     else __syncthreads();
 
     if (warpgroup == CONSUMERS) {
-        registers_down<56>();
+        registers_down<72>();
         if (threadIdx.x == CONSUMERS * 128) produce(p, l, maps, s, stages, rank);
         else if (warp >= CONSUMERS * 4 + SHIFT) shift(p, l, s, raw, slots, stages, rank);
         else if (warp == CONSUMERS * 4 + FETCH) {
@@ -238,7 +264,7 @@ direct(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
         }
         __syncwarp();
     } else {
-        registers_up<224>();
+        registers_up<216>();
         consume(p, l, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
     }
     if (CLUSTER > 1) cluster_sync();      // a block must not leave while others still arrive at its barriers
