@@ -27,11 +27,13 @@ PROCESSORS = 132
 TILES = ((64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128))
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
-TENSOR_FLOPS_PER_US, TF32_FLOPS_PER_US, GROUPED_SLOWDOWN = 720e6, 350e6, 2.3
-CALL_US, LAUNCH_US, MEMBER_US = 2.2, 6.0, 0.15
-LARGE_TILE = 128, 256, 11.6, 1.0
-SMALL_TILE = 64, 128, 6.0, 0.8
-"""grouped_mm's tiles: rows, columns, nanoseconds per step of K and microseconds per tile."""
+TENSOR_FLOPS_PER_US, TF32_FLOPS_PER_US = 720e6, 350e6
+CALL_US, GROUPED_MM_US, GROUPED_US, MEMBER_US = 2.2, 12.0, 8.5, 0.02
+"""What a call on a stream costs beyond its work; what the two grouped launches cost on nothing, and one per product."""
+LARGE_TILE = 128, 256, 11.6, 11.6, 1.0
+SMALL_TILE = 64, 128, 6.0, 3.5, 0.8
+"""grouped_mm's tiles: rows, columns, nanoseconds per step of K among others and alone, microseconds per tile."""
+GROUPED_TILE, GROUPED_TILE_US, GROUPED_SLOWDOWN = (128, 64), 1.5, 2.3
 FEW_ROWS, FEW_ROWS_TRANSPOSED = 16, 1.15
 """Products of few rows with transposed weights reach less of the memory's speed, one by one or batched."""
 SMALL_PROBLEM_US = 100.0
@@ -89,13 +91,19 @@ def by_grouped_mm(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     """torch's grouped_mm. The result lies by rows, so a shape's n counts its rows."""
     average = max(1, spec.total // max(1, spec.groups)) if spec.jagged == "m" else shapes[0].n
     small = average <= 128 or shapes[0].m <= 128
-    rows, cols, step, each = SMALL_TILE if small else LARGE_TILE
+    rows, cols, step, alone, each = SMALL_TILE if small else LARGE_TILE
     work = sum(2 * -(-s.n // (2 * rows)) * -(-s.m // cols) * (s.k * step / 1e3 + each) for s in shapes)
-    return max(work / PROCESSORS, sum(_traffic(spec, s) for s in shapes)) + LAUNCH_US
+    longest = max(s.k for s in shapes) * alone / 1e3 + each
+    return max(work / PROCESSORS, longest, sum(_traffic(spec, s) for s in shapes)) + GROUPED_MM_US
 
 
 def by_grouped(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     """cublasGemmGroupedBatchedEx."""
     rate = _rate(spec) / (GROUPED_SLOWDOWN if spec.compute.itemsize == 2 else 1.2)
-    work = sum(2.0 * _padded(s.m, 128) * _padded(s.n, 64) * s.k for s in shapes) / rate
-    return max(work, sum(_traffic(spec, s) for s in shapes)) + LAUNCH_US + MEMBER_US * len(shapes)
+    cols, rows = GROUPED_TILE
+    step = 2.0 * cols * rows * PROCESSORS / rate
+    work = sum(-(-s.m // cols) * -(-s.n // rows) * (s.k * step + GROUPED_TILE_US) for s in shapes)
+    longest = max(s.k for s in shapes) * step + GROUPED_TILE_US
+    traffic = 0.95 * sum(_traffic(spec, s) for s in shapes)
+    together = ((work / PROCESSORS) ** 4 + traffic**4) ** 0.25  # neither hides the other wholly
+    return max(together, longest) + GROUPED_US + MEMBER_US * len(shapes)
