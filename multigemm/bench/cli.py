@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from multigemm.bench import markdown, page, plots, results, table
+from multigemm import fleet as places
+from multigemm.bench import fleet, markdown, page, plots, results, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
 from multigemm.bench.peers import peer_entries
@@ -56,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json-only", action="store_true", help="write no page and no plots (render draws them)")
     parser.add_argument("--commit", default="", help="what to call the code where there is no git")
     parser.add_argument("--resume", action="store_true", help="keep the rows that the folder's report already has")
-    parser.add_argument("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
+    parser.add_argument(
+        "--device", default="", help="cuda:1, cpu (default: all GPUs of the host; under torchrun, this rank's share)"
+    )
+    parser.add_argument("--share", default="", help="i/n: only every n-th workload from the i-th on")
     parser.add_argument("--stall", type=float, default=90.0, help="seconds without news after which a kernel hangs")
     parser.add_argument("--isolate", action="store_true", help="work in a child process on a CPU as well")
     parser.add_argument("--marker", type=Path, default=None, help=argparse.SUPPRESS)
@@ -118,12 +122,31 @@ def main(args: argparse.Namespace) -> int:
             for case in suite(name):
                 print(f"  {case.key:44s} {case.describe()}")
         return 0
+    place = places.here()
+    if devices := fleet.shared(args, place):
+        cases = [case.key for case in selected(args)]
+        return fleet.run(_own_words(), args.out, cases, devices, place, lambda report: _whole(report, args))
     return as_child(lambda: _run(args), args.marker)
+
+
+def _whole(report: results.Report, args: argparse.Namespace) -> int:
+    """The report of all devices, written as that of one would be."""
+    report.method["command"] = _repeatable()
+    args.out.mkdir(parents=True, exist_ok=True)
+    results.write(args.out / "report.json", report)
+    return _tell(report, args)
+
+
+def _tell(report: results.Report, args: argparse.Namespace) -> int:
+    if not args.json_only:
+        return finish(report, args.out)
+    print(table.text(report))
+    return 0 if report.timed() else 1
 
 
 def _run(args: argparse.Namespace) -> int:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    cases = selected(args)
+    cases = selected(args)[fleet.part(args.share)]
     if (device.type == "cuda" or args.isolate) and args.marker is None:
         return _supervised(args)
     entries, absent = _entries(args, device)
@@ -143,10 +166,7 @@ def _run(args: argparse.Namespace) -> int:
         except DeviceLost as lost:
             print(lost, file=sys.stderr)
             return CONTEXT_LOST
-    if args.json_only:
-        print(table.text(report))
-        return 0 if report.timed() else 1
-    return finish(report, args.out)
+    return _tell(report, args)
 
 
 def _own_words() -> list[str]:

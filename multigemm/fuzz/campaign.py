@@ -48,7 +48,7 @@ def _start(options: Options, first: int, deadline: float, alone_from: int = -1, 
     parent, child = _context.Pipe(duplex=False)
     place = _context.Array("q", [first, -1, 0, int(time.time()), -1], lock=False)
     process = _context.Process(
-        target=worker.main, args=(options, child, place, first, deadline, alone_from), daemon=True
+        target=worker.main, args=(options.at(first), child, place, first, deadline, alone_from), daemon=True
     )
     process.start()
     child.close()
@@ -146,13 +146,14 @@ def _shrink_crashes(summary: Summary) -> None:
     crashed = [f for f in summary.tally.failures if f.shrunk is None and f.oracle in ("crash", "hang", "exception")]
     for failure in [f for f in crashed if f.backend in options.backends][:2]:
         case = Case.from_dict(failure.case)
-        if failure.oracle == "hang" or not fails_alone(case, failure, options.device):
+        device = options.at(failure.seed).device
+        if failure.oracle == "hang" or not fails_alone(case, failure, device):
             summary.notes.append(
                 f"problem {failure.seed} ({failure.backend}) was not made smaller: it did not fail again on its own"
             )
             continue
         limit = min(SHRINK_ALONE_SECONDS, 3 * options.shrink_seconds)
-        small = shrink(case, lambda c, f=failure: fails_alone(c, f, options.device), limit)  # type: ignore[misc]
+        small = shrink(case, lambda c, f=failure, d=device: fails_alone(c, f, d), limit)  # type: ignore[misc]
         failure.shrunk = small.to_dict()
 
 

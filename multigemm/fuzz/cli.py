@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backends", default="", help="names, separated by commas; default: all that can run on the device"
     )
-    parser.add_argument("--device", default="", help="cuda, cuda:1, cpu; default: cuda where there is one")
+    parser.add_argument(
+        "--device", default="", help="cuda:1, cpu; default: all GPUs of the host; under torchrun, this rank's share"
+    )
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long")
     parser.add_argument(
         "--examples", type=int, default=0, help="stop after so many problems (default 1000 without --seconds)"
@@ -117,7 +119,7 @@ def options_of(args: argparse.Namespace) -> Options:
         args.emulate = True
     device = _device(args.device, args.emulate)
     on_gpu = device.startswith("cuda")
-    small = {"work": 1 << 14, "groups": 40, "longest": 80} if args.emulate else {"work": args.work}
+    small = {"work": 1 << 13, "groups": 24, "longest": 80} if args.emulate else {"work": args.work}
     return Options(
         backends=_backends(args.backends, device), device=device, seconds=args.seconds,
         examples=args.examples or (0 if args.seconds else 1000), seed=args.seed, jobs=max(args.jobs, 1),
@@ -184,15 +186,22 @@ def main(args: argparse.Namespace) -> int:
     """Runs the campaign or the replay; 0 if nothing disagreed."""
     if args.replay:
         return replay(args.replay, args)
-    from multigemm.fuzz import campaign, report
+    from multigemm import fleet as places
+    from multigemm.fuzz import fleet, report
 
-    options = options_of(args)
+    place, options = places.here(), options_of(args)
     if not options.backends:
         raise InvalidSetting(f"no backend can run on {options.device}: see `multigemm info`, or pass --emulate")
+    mine = fleet.of_rank(options, place)
+    rank = f", rank {place.rank} of {place.ranks}" if place.ranks > 1 else ""
     print(
-        f"multigemm fuzz: {', '.join(options.backends)} on {options.device}, {options.jobs} job(s), seed {options.seed}"
-    )
-    summary = campaign.run(options, _Progress(options, args.quiet, args.json))
+        f"multigemm fuzz: {', '.join(mine.backends)} on {', '.join(mine.devices)}, {mine.jobs} job(s), "
+        f"seed {mine.seed}{rank}", flush=True,
+    )  # fmt: skip
+    saved = args.json if place.ranks == 1 else ""  # the whole is written at the end
+    summary = fleet.run(options, place, _Progress(mine, args.quiet or place.rank > 0, saved))
+    if summary is None:
+        return 0  # rank 0 tells, and fails where any rank found something
     print(report.to_text(summary))
     if args.json:
         _write_json(summary, args.json)

@@ -16,10 +16,12 @@ class Options:
     over the kinds one for each, `turns` different ones at most, so that all come up); `deep` runs the
     expensive oracles on one problem in so many. `kinds` draws all problems from so many kinds (form,
     dtypes, layouts, epilogue; 0: without limit), `burst` of one in a row, so that compiled kernels are
-    used more than once. One problem in `large` may have 16 times the work (0: none)."""
+    used more than once. One problem in `large` may have 16 times the work (0: none). Workers take
+    `devices` in turn, or all `device` where none is named."""
 
     backends: tuple[str, ...]
     device: str = "cpu"
+    devices: tuple[str, ...] = ()
     seconds: float = 0.0
     examples: int = 0
     seed: int = 0
@@ -41,6 +43,10 @@ class Options:
     @property
     def limits(self) -> Limits:
         return Limits(work=self.work, groups=self.groups, forms=self.forms, dtypes=self.dtypes, longest=self.longest)
+
+    def at(self, number: int) -> Options:
+        """The campaign as the worker of a problem number sees it: on its own device."""
+        return replace(self, device=self.devices[number % self.jobs % len(self.devices)]) if self.devices else self
 
     def limits_of(self, number: int) -> Limits:
         """The limits of one problem, by its number."""

@@ -1,0 +1,80 @@
+"""One benchmark on many GPUs and hosts: each device times every n-th workload alone, and one report holds all.
+
+Ceilings are measured on each device (unless --floor names them), so that rows are fractions of what their own
+device reaches. What is timed at the same moment on neighbouring GPUs shares the host: use --device for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from multigemm import fleet
+from multigemm.bench import results
+from multigemm.bench.supervise import PROGRAM
+from multigemm.errors import InvalidSetting
+
+
+def shared(args: argparse.Namespace, place: fleet.Place) -> tuple[str, ...]:
+    """The devices that a run is to be spread over; empty for a run on one, or a part of a run."""
+    if args.share or args.marker is not None:
+        return ()
+    devices = place.devices(args.device)
+    return devices if len(devices) * place.ranks > 1 else ()
+
+
+def part(text: str) -> slice:
+    """`--share i/n`: every n-th workload from the i-th on."""
+    try:
+        first, step = (int(word) for word in text.split("/")) if text else (0, 1)
+    except ValueError:
+        first, step = -1, 0
+    if not 0 <= first < step:
+        raise InvalidSetting(f"--share {text!r}: write i/n with i from 0 to n-1, as in 0/2")
+    return slice(first, None, step)
+
+
+def run(
+    words: Sequence[str], out: Path, cases: Sequence[str], devices: Sequence[str], place: fleet.Place,
+    finish: Callable[[results.Report], int],
+) -> int:  # fmt: skip
+    """Starts a part on each device of this rank, waits for them; rank 0 writes the whole report."""
+    parts = len(devices) * place.ranks
+    mine = [index for index in range(place.rank * len(devices), (place.rank + 1) * len(devices)) if index < len(cases)]
+    with fleet.joined(place):
+        running = {index: _start(words, out, devices[index % len(devices)], f"{index}/{parts}") for index in mine}
+        for index, process in running.items():
+            if code := process.wait():
+                print(f"the part on {devices[index % len(devices)]} ended with code {code}", file=sys.stderr)
+        paths = [_folder(out, f"{index}/{parts}") / "report.json" for index in mine]
+        found = fleet.gather(place, [results.read(path) for path in paths if path.exists()])
+    if place.rank:
+        return 0
+    reports = [report for of_rank in found for report in of_rank]
+    if not reports:
+        return 1
+    return finish(merge(reports, cases))
+
+
+def merge(reports: Sequence[results.Report], cases: Sequence[str]) -> results.Report:
+    """One report: the first one's head, everybody's rows in the order of the workloads."""
+    whole = reports[0]
+    places = {case: index for index, case in enumerate(cases)}
+    whole.rows = sorted((row for report in reports for row in report.rows), key=lambda row: places[row.case])
+    whole.unfinished = [case for report in reports for case in report.unfinished]
+    whole.machine["devices"] = [report.machine["device"] for report in reports]
+    return whole
+
+
+def _folder(out: Path, share: str) -> Path:
+    return out / f"part-{share.replace('/', '-of-')}"
+
+
+def _start(words: Sequence[str], out: Path, device: str, share: str) -> subprocess.Popen[bytes]:
+    command = [*PROGRAM, "bench", *words, "--device", device, "--share", share, "--out", str(_folder(out, share))]
+    alone = {name: value for name, value in os.environ.items() if name not in fleet.VARIABLES}
+    return subprocess.Popen([*command, "--json-only", "--quiet"], env=alone, stdout=subprocess.DEVNULL)

@@ -1,0 +1,77 @@
+"""Many GPUs and many hosts for one campaign or benchmark: whose part is whose, and one result at the end.
+
+A command uses every GPU of its host unless it is told one. Under `torchrun`, each process is a rank: ranks
+of one host share its GPUs, every rank works on a part of its own, and rank 0 gets all results, over gloo,
+so that no common file system is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from multigemm.errors import InvalidSetting
+
+T = TypeVar("T")
+LONGEST = timedelta(days=7)
+"""How long rank 0 waits for the slowest rank; torchrun ends all of them when one dies."""
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among those that torchrun started; alone without it."""
+
+    rank: int = 0
+    ranks: int = 1
+    local: int = 0
+    locals: int = 1
+
+    def devices(self, asked: str) -> tuple[str, ...]:
+        """The devices for this process: the one that was asked for, else its share of the host's GPUs."""
+        if asked not in ("", "cuda"):
+            return (asked,)
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            return (asked or "cpu",)
+        mine = range(count)[self.local :: self.locals] or [self.local % count]
+        return tuple(f"cuda:{index}" for index in mine)
+
+
+def here() -> Place:
+    """What torchrun says about this process; raises InvalidSetting where it says only a part."""
+    said = {name: os.environ.get(name, "") for name in VARIABLES}
+    if not any(said.values()):
+        return Place()
+    if missing := [name for name, value in said.items() if not value.isdecimal()]:
+        raise InvalidSetting(f"{missing[0]}={said[missing[0]]!r} is no number: start through torchrun, or unset {said}")
+    return Place(*(int(said[name]) for name in VARIABLES))
+
+
+@contextmanager
+def joined(place: Place) -> Iterator[None]:
+    """The ranks know each other inside; nothing to do for one alone."""
+    if place.ranks == 1:
+        yield
+        return
+    dist.init_process_group("gloo", timeout=LONGEST)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def gather(place: Place, mine: T) -> list[T]:
+    """Every rank's result on rank 0, in the order of ranks; an empty list on the others."""
+    if place.ranks == 1:
+        return [mine]
+    found: list[T | None] | None = [None] * place.ranks if place.rank == 0 else None
+    dist.gather_object(mine, found)
+    return [x for x in found or [] if x is not None]
