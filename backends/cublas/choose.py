@@ -105,5 +105,5 @@ def by_grouped(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     work = sum(-(-s.m // cols) * -(-s.n // rows) * (s.k * step + GROUPED_TILE_US) for s in shapes)
     longest = max(s.k for s in shapes) * step + GROUPED_TILE_US
     traffic = 0.95 * sum(_traffic(spec, s) for s in shapes)
-    together = ((work / PROCESSORS) ** 4 + traffic**4) ** 0.25  # neither hides the other wholly
+    together: float = ((work / PROCESSORS) ** 4 + traffic**4) ** 0.25  # neither hides the other wholly
     return max(together, longest) + GROUPED_US + MEMBER_US * len(shapes)

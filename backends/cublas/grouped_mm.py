@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 EMPTY = torch.ops.aten.empty_strided.default
 GROUPED_MM: Any = torch.ops.aten._grouped_mm.default
+_push: Any = torch._C._push_on_torch_dispatch_stack
+_pop: Any = torch._C._pop_torch_dispatch_stack
 ALIGNMENT = 8
 """Elements of bfloat16 in 16 bytes: what bases and strides must be multiples of."""
 
@@ -28,6 +30,11 @@ class _Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, out: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._out, self._shape = out, list(out.shape)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No compiler traces a bound launch, and torch's guard against it would be run at each of them."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is EMPTY and args[0] == self._shape:
@@ -43,15 +50,15 @@ class GroupedMM:
     def __init__(self, a: Tensor, b: Tensor, ends: Tensor, out: Tensor) -> None:
         self._args = (a.detach(), b.detach(), ends, None, None)
         self._out, self._where = out.detach(), out.data_ptr()
-        self._into, self._call = _Into(self._out), GROUPED_MM.redispatch
+        self._into, self._call = _Into(self._out), GROUPED_MM._handle.redispatch_boxed
         self._keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
     def __call__(self, stream: int) -> None:
-        _push_mode(self._into)
+        _push(self._into)
         try:
             result = self._call(self._keys, *self._args)
         finally:
-            _pop_mode()
+            _pop(None)
         if result.data_ptr() != self._where:
             self._out.copy_(result)
 
