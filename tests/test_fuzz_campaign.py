@@ -20,7 +20,8 @@ from multigemm.testing.case import fit
 ROOT = Path(__file__).parents[1]
 FAULTY = """
 import ctypes
-from multigemm.testing.model_kernel import Faults, Kernel, ModelBackend
+from multigemm.testing.model_kernel import Kernel, ModelBackend
+from multigemm.testing.model_parts import Faults
 from multigemm.backend import Recipe
 
 class Crashing(ModelBackend):

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from multigemm.spec import FORMS
 from multigemm.staging import stage, staged_spec
 from multigemm.testing import EMULATED, Case, Layout, Limits, Stand, Subject, World, cases, check, classes, random_case
+from multigemm.testing.kinds import kinds, redrawn
 from multigemm.testing.memory import Arena, foreign_writes
-from multigemm.testing.strategies import REQUIRED, RandomChooser, kinds, redrawn
+from multigemm.testing.strategies import REQUIRED, RandomChooser
 
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
 

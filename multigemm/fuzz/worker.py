@@ -21,8 +21,9 @@ from multigemm.staging import staged_spec
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
 from multigemm.testing.choice import assigned
+from multigemm.testing.kinds import kinds, redrawn
 from multigemm.testing.oracles import Finding, Outcome, check, check_all
-from multigemm.testing.strategies import RandomChooser, kinds, random_case, redrawn
+from multigemm.testing.strategies import RandomChooser, random_case
 from multigemm.testing.subject import Subject
 from multigemm.testing.world import Stand, World
 

@@ -18,7 +18,8 @@ import torch
 from multigemm.reference.dtypes import round_once, ulp
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case
-from multigemm.testing.model_kernel import Faults, ModelBackend
+from multigemm.testing.model_kernel import ModelBackend
+from multigemm.testing.model_parts import Faults
 from multigemm.testing.oracles import Finding, Outcome, check
 from multigemm.testing.strategies import Limits, random_case
 from multigemm.testing.subject import Subject

@@ -162,8 +162,9 @@ def hunt_on_gpu(hunt: Hunt, place: Any, site: Site, say: Callable[[str], None]) 
     has to be compiled, and a problem costs little."""
     from multigemm.staging import staged_spec
     from multigemm.testing import concurrency
+    from multigemm.testing.kinds import redrawn
     from multigemm.testing.oracles import check
-    from multigemm.testing.strategies import Limits, RandomChooser, redrawn
+    from multigemm.testing.strategies import Limits, RandomChooser
     from multigemm.testing.subject import Subject
     from multigemm.testing.world import Stand, World
 
@@ -208,7 +209,8 @@ BURST = 30
 def _reaching(hunt: Hunt, place: Any, site: Site) -> list[tuple[Any, Any]]:
     """Kinds and configs that run the changed code, in an order of the site's own."""
     from multigemm.testing.choice import spec_of
-    from multigemm.testing.strategies import Limits, kinds
+    from multigemm.testing.kinds import kinds
+    from multigemm.testing.strategies import Limits
     from multigemm.testing.subject import Subject
 
     subject, wanted, found = Subject(hunt.backend), kernels_of(site, hunt.backend), []

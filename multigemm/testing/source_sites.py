@@ -69,6 +69,8 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     (r"wider", r"[xy] = tl\.load\([ab]_ptrs", "a row or column past the group is loaded, and its result is not stored"),
     (r"zero for one", r"mask=.*other=0", "lanes that the mask leaves out are left out of the result as well"),
     (r"wider|narrower", r"if rows_left > 0", "a tile without rows adds zeros to nothing"),
+    (r"wider", r"while distance < threads", "one more round, in which no thread takes part"),
+    (r"product lost", r"zero_unowned\(p, block \* threads", "the same elements are zeroed more than once"),
 )  # fmt: skip
 """What a survivor may be without blame: (operator, line before the change, reason)."""
 
