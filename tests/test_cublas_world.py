@@ -12,7 +12,7 @@ import torch
 from multigemm.backends.cublas import kernels
 from multigemm.backends.cublas.config import Config
 from multigemm.problem import GroupedGemmProblem
-from multigemm.staging import stage, staged_spec
+from multigemm.staging import allocate, stage, staged_spec
 from multigemm.testing import Case, Limits, Stand, World, check, random_case
 from multigemm.testing.strategies import legal
 from multigemm.testing.subject import Subject
@@ -95,3 +95,23 @@ def test_float64_rounds_once(monkeypatch: pytest.MonkeyPatch, folder: Path, valu
     HostCublas("loop").plan(spec, Config("loop"), out.device).bind(stage(problem, spec, out).ops)()
     want = 1 + round((value - 1) * 128) / 128 if value < 1e300 else float("inf")
     assert out.item() == want
+
+
+@pytest.mark.parametrize("n", [4096, 5003])
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_lines_longer_than_a_slab(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, n: int, by_rows: bool, shift: int
+) -> None:
+    install(monkeypatch, folder)
+    gen = torch.Generator().manual_seed(n)
+    a, b, bias = (torch.randint(-4, 5, s, generator=gen).bfloat16() for s in ((5, 2), (2, 2, n), (2, n)))
+    memory = torch.full((5 * n + 2,), 7.0).bfloat16()
+    out = memory[shift : shift + 5 * n].view((5, n) if by_rows else (n, 5))
+    problem = GroupedGemmProblem(a, b, sizes=[3, 2], bias=bias, activation="relu", out=out if by_rows else out.t())
+    spec = staged_spec(problem)
+    HostCublas("loop").plan(spec, Config("loop"), out.device).bind(stage(problem, spec, allocate(problem)).ops)()
+    want = torch.cat([a[:3].double() @ b[0].double() + bias[0], a[3:].double() @ b[1].double() + bias[1]]).relu()
+    assert torch.equal(problem.given_out.double(), want)
+    assert memory[:shift].eq(7).all()
+    assert memory[shift + 5 * n :].eq(7).all()
