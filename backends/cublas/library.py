@@ -18,6 +18,8 @@ import torch
 
 from multigemm.errors import LibraryError
 
+NO_LOAD = getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW
+"""A library is found only where torch has loaded it already: never a second copy."""
 NO_TRANSPOSE, TRANSPOSE = 0, 1
 REAL_TYPES = {
     torch.float32: 0,
@@ -59,7 +61,7 @@ class Cublas:
     """The entry points that this backend uses; a missing one raises AttributeError at construction."""
 
     def __init__(self, path: str) -> None:
-        library = ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW)
+        library = ctypes.CDLL(path, mode=NO_LOAD)
         self.gemm: Status = library.cublasGemmEx_64
         self.strided: Status = library.cublasGemmStridedBatchedEx_64
         self.pointers: Status = library.cublasGemmBatchedEx_64
@@ -78,10 +80,23 @@ class Cublas:
         return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def soname() -> str | None:
+def soname(library: str = "cublas") -> str | None:
     """The file name under which torch's dynamic cuBLAS is loaded, or None for a torch without CUDA."""
     version = torch.version.cuda
-    return None if version is None else f"libcublas.so.{version.split('.')[0]}"
+    return None if version is None else f"lib{library}.so.{version.split('.')[0]}"
+
+
+GROUPED_LAYOUT = "cublasLtGroupedMatrixLayoutCreate"
+
+
+def grouped_matmul() -> str:
+    """Whether the cuBLASLt that torch has loaded can multiply groups (experimental since cuBLAS 13.2), in words."""
+    name = soname("cublasLt")
+    try:
+        library = ctypes.CDLL(name or "", mode=NO_LOAD)
+    except OSError:
+        return "cuBLASLt is not loaded"
+    return f"cuBLASLt {'has' if hasattr(library, GROUPED_LAYOUT) else 'lacks'} grouped matmul"
 
 
 @lru_cache(maxsize=1)

@@ -19,14 +19,14 @@ def availability() -> Availability:
     if not torch.cuda.is_available():
         return Availability(False, "torch sees no CUDA GPU", "")
     from multigemm.backends.cublas import nvrtc
-    from multigemm.backends.cublas.library import cublas
+    from multigemm.backends.cublas.library import cublas, grouped_matmul
 
     try:
         version = cublas().version()
         nvrtc.compiler()
     except (OSError, AttributeError) as error:
         return Availability(False, f"torch's cuBLAS or NVRTC cannot be called: {error}", install)
-    return Availability(True, version=f"cuBLAS {version}, torch {torch.__version__}")
+    return Availability(True, version=f"cuBLAS {version}, torch {torch.__version__}; {grouped_matmul()}")
 
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
