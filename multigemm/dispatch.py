@@ -2,7 +2,7 @@
 
 The rule of choice. A name means that backend and no other: if it cannot, it says why. A list means
 the first that can. "auto" means, of all that can, the fastest by measurement (for this class of
-problems on this device, or for the nearest class that was measured), else the first in the
+problems on this device, or by the classes around it that were measured), else the first in the
 registry's order; emulated ones, the null backend, and plans that must read sizes back from the
 device while another need not, are passed over.
 """
@@ -24,7 +24,7 @@ from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSett
 from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.settings import settings
 from multigemm.spec import ProblemSpec
-from multigemm.staging import staged_spec
+from multigemm.staging import equal_sizes, staged_spec
 
 Which = str | Sequence[str]
 CHOICES_KEPT = 4096
@@ -57,13 +57,14 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
     spec = staged_spec(problem)
     which = backend if isinstance(backend, str) else _names(backend)
     try:
-        key = (spec, problem.device, which, _hashable(config), tuning.table().generation)
+        equal = equal_sizes(problem)
+        key = (spec, equal, problem.device, which, _hashable(config), tuning.table().generation)
         found = _choices.get(key)
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
         with _lock:
-            found = _choices.get(key) or _choose(spec, problem.device, which, config)
+            found = _choices.get(key) or _choose(spec, problem.device, which, config, equal)
             if len(_choices) >= CHOICES_KEPT:
                 _choices.clear()
             _choices[key] = found
@@ -87,11 +88,11 @@ def _hashable(config: Any) -> Any:
     return frozenset(config.items()) if isinstance(config, Mapping) else config
 
 
-def _choose(spec: ProblemSpec, device: torch.device, which: Which, config: Any) -> Choice:
+def _choose(spec: ProblemSpec, device: torch.device, which: Which, config: Any, equal: bool) -> Choice:
     if which == "auto":
-        choice = _choose_auto(spec, device, config)
+        choice = _choose_auto(spec, device, config, equal)
     else:
-        choice = _choose_named(spec, device, [which] if isinstance(which, str) else list(which), config)
+        choice = _choose_named(spec, device, [which] if isinstance(which, str) else list(which), config, equal)
     if settings().print_config:
         print(
             f"multigemm: {choice.backend} {choice.recipe.kernel} {choice.recipe.config} ({choice.why})", file=sys.stderr
@@ -99,7 +100,7 @@ def _choose(spec: ProblemSpec, device: torch.device, which: Which, config: Any) 
     return choice
 
 
-def _choose_named(spec: ProblemSpec, device: torch.device, names: list[str], config: Any) -> Choice:
+def _choose_named(spec: ProblemSpec, device: torch.device, names: list[str], config: Any, equal: bool) -> Choice:
     reasons: dict[str, list[str]] = {}
     for name in names:
         backend, state = registry.get(name), registry.state(name)
@@ -111,7 +112,7 @@ def _choose_named(spec: ProblemSpec, device: torch.device, names: list[str], con
         reasons[name] = backend.not_supported_reasons(spec, device)
         if not reasons[name]:
             why = "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can"
-            return _recipe(name, spec, device, config, why)
+            return _recipe(name, spec, device, config, why, equal)
     raise BackendUnsupported(reasons)
 
 
@@ -119,18 +120,18 @@ def _unavailable_text(state: Availability) -> str:
     return f"{state.reason}; install with: {state.install}" if state.install else state.reason
 
 
-def _recipe(name: str, spec: ProblemSpec, device: torch.device, config: Any, why: str) -> Choice:
+def _recipe(name: str, spec: ProblemSpec, device: torch.device, config: Any, why: str, equal: bool) -> Choice:
     backend = registry.get(name)
-    chosen, source = _config(name, spec, device, config)
+    chosen, source = _config(name, spec, device, config, equal)
     return Choice(name, backend.plan(spec, chosen, device), spec, f"{why}; config {source}")
 
 
-def _config(name: str, spec: ProblemSpec, device: torch.device, explicit: Any) -> tuple[Any, str]:
+def _config(name: str, spec: ProblemSpec, device: torch.device, explicit: Any, equal: bool) -> tuple[Any, str]:
     """The ladder: explicit > measured > heuristic. A measured config that is no longer valid is passed over."""
     valid = registry.get(name).configs(spec, device)
     if explicit is not None:
         return _coerce(explicit, valid), "given"
-    measured = tuning.table().find(name, spec, device)
+    measured = tuning.table().find(name, spec, device, equal)
     if measured is not None:
         match = [c for c in valid if is_dataclass(c) and _as_dict(c) == dict(measured.config)]
         if match:
@@ -156,12 +157,13 @@ def _coerce(explicit: Any, valid: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend's answer to one spec."""
+    """One backend's answer to one spec, and how many times slower than the fastest it was measured or is expected."""
 
     name: str
     availability: Availability
     reasons: tuple[str, ...]
     us: float | None = None
+    slowness: float | None = None
     source: str = ""
 
     @property
@@ -169,46 +171,55 @@ class Candidate:
         return self.availability.ok and not self.reasons
 
 
-def candidates(spec: ProblemSpec, device: torch.device) -> list[Candidate]:
+def candidates(spec: ProblemSpec, device: torch.device, equal: bool = False) -> list[Candidate]:
     """Every backend with its reasons and its measured time, in the order in which auto would try them."""
-    times = _times(spec, device)
+    known = _knowledge(spec, device, equal)
     found = []
     for name in registry.names():
         backend, state = registry.get(name), registry.state(name)
         reasons = tuple(backend.not_supported_reasons(spec, device)) if state.ok else ()
-        us, source = times.get(name, (None, ""))
-        found.append(Candidate(name, state, reasons, us, source))
-    return sorted(found, key=lambda c: (c.us is None, c.us or 0.0))
+        found.append(Candidate(name, state, reasons, *known.get(name, (None, None, ""))))
+    return sorted(found, key=lambda c: (c.slowness is None, c.slowness or 0.0))
 
 
-def _times(spec: ProblemSpec, device: torch.device) -> dict[str, tuple[float | None, str]]:
-    """Measured times of this class, or, where nothing was measured, of the nearest class (all of one class)."""
+def _knowledge(
+    spec: ProblemSpec, device: torch.device, equal: bool
+) -> dict[str, tuple[float | None, float | None, str]]:
+    """Per backend the measured time of this class and how it compares; where the class was not measured, what
+    the classes around it let one expect."""
     table = tuning.table()
-    exact = {name: m for name in registry.names() if (m := table.find(name, spec, device)) is not None}
+    exact = {name: m for name in registry.names() if (m := table.find(name, spec, device, equal)) is not None}
     if len(exact) > 1:
-        return {name: (m.us, m.source) for name, m in exact.items()}
-    return {m.backend: (m.us, f"nearest measured: {m.key}") for m in table.neighbours(spec, device)}
+        best = min(m.us for m in exact.values()) or 1.0
+        return {name: (m.us, m.us / best, m.source) for name, m in exact.items()}
+    return {e.backend: (None, e.slowness, e.source) for e in table.estimates(spec, device, equal)}
 
 
-def _choose_auto(spec: ProblemSpec, device: torch.device, config: Any) -> Choice:
+def _choose_auto(spec: ProblemSpec, device: torch.device, config: Any, equal: bool) -> Choice:
     allowed = settings().backend
     if unknown := [name for name in allowed if name not in registry.names()]:
         known = ", ".join(registry.names())
         raise UnknownBackend(f"MULTIGEMM_BACKEND holds {unknown[0]!r}, which is no backend; known: {known}")
-    found = candidates(spec, device)
+    found = candidates(spec, device, equal)
     able = [c for c in found if c.can and not c.availability.emulated and c.name != "null"]
     if allowed:
         able = sorted((c for c in able if c.name in allowed), key=lambda c: allowed.index(c.name))
     syncing: list[Choice] = []
     for c in able:
-        why = f"fastest measured, {c.us:.1f} us ({c.source})" if c.us is not None else "first in order that can"
-        choice = _recipe(c.name, spec, device, config, why)
+        choice = _recipe(c.name, spec, device, config, _why(c), equal)
         if not choice.recipe.syncs:
             return choice
         syncing.append(choice)
     if syncing:
         return syncing[0]
     raise BackendUnsupported({c.name: _why_not(c, allowed) for c in found})
+
+
+def _why(c: Candidate) -> str:
+    """Why auto takes a candidate."""
+    if c.us is not None:
+        return f"fastest measured, {c.us:.1f} us ({c.source})"
+    return f"expected to be fastest ({c.source})" if c.slowness is not None else "first in order that can"
 
 
 def _why_not(c: Candidate, allowed: Sequence[str]) -> list[str]:
@@ -255,12 +266,14 @@ def _state_text(c: Candidate) -> str:
     if c.reasons:
         return f"cannot: {'; '.join(c.reasons)}"
     note = " (emulated: only when named)" if c.availability.emulated else ""
-    return f"can{note}" + (f", {c.us:.1f} us ({c.source})" if c.us is not None else "")
+    if c.us is not None:
+        return f"can{note}, {c.us:.1f} us ({c.source})"
+    return f"can{note}" + (f", about {c.slowness:.2f} x the fastest ({c.source})" if c.slowness is not None else "")
 
 
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
     """Why `solve(problem, backend, config)` would run what it runs."""
-    spec = staged_spec(checked(problem))
+    spec, equal = staged_spec(checked(problem)), equal_sizes(problem)
     steps = [
         f"{name} is cast to {spec.compute}" for name in "ab" if getattr(problem.spec, name).dtype is not spec.compute
     ]
@@ -269,10 +282,12 @@ def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = 
     try:
         choice = choose(problem, backend, config)
     except (BackendUnsupported, BackendUnavailable) as error:
-        return Explanation(spec, tuple(candidates(spec, problem.device)), None, "", None, str(error), tuple(steps))
+        return Explanation(
+            spec, tuple(candidates(spec, problem.device, equal)), None, "", None, str(error), tuple(steps)
+        )
     return Explanation(
         spec,
-        tuple(candidates(spec, problem.device)),
+        tuple(candidates(spec, problem.device, equal)),
         choice.backend,
         choice.recipe.kernel,
         choice.recipe.config,

@@ -37,6 +37,16 @@ class Grouping(NamedTuple):
         """The integer type that a kernel reads (sums of live sizes are formed in int64)."""
         return torch.int64 if self.live is None else self.live.dtype
 
+    @property
+    def equal(self) -> bool:
+        """Whether the host knows that all groups have one size."""
+        if self.host is None or len(self.host) < 2:
+            return False
+        step = self.host[1] - self.host[0]
+        if self.host[-1] - self.host[0] != step * self.groups:
+            return False
+        return bool((np.diff(self.host) == step).all())
+
     def read(self) -> Int64s:
         """Offsets [G+1] on the host, not clamped; waits for the device if they live there."""
         if self.host is not None:

@@ -39,6 +39,12 @@ def staged_spec(problem: GroupedGemmProblem) -> ProblemSpec:
     return replace(spec, a=_cast_spec(problem.a, spec.a, spec.compute), b=_cast_spec(problem.b, spec.b, spec.compute))
 
 
+def equal_sizes(problem: GroupedGemmProblem) -> bool:
+    """Whether sizes that lie on the host are all the same: there a library can treat the groups as one batch."""
+    grouping = problem.grouping or problem.valid_rows
+    return grouping is not None and grouping.equal
+
+
 def _cast_spec(x: Operand, given: OperandSpec, dtype: torch.dtype) -> OperandSpec:
     if given.dtype is dtype:
         return given

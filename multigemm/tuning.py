@@ -4,14 +4,14 @@ An entry belongs to (device, spec class, backend) and keeps the best config, its
 configs failed. Entries come from the files that ship with the package and from the user's own
 cache, which wins. The spec class holds exact N and K but only buckets of M and G, so that token
 counts that were never measured still find their neighbours. Where the sizes lie is part of the
-class: a library that needs them on the host is another choice where it has them there. Kernels that
-read them on the device do not care, so that their times on the device stand in for host sizes too.
+class, and whether the host sees that they are all equal: a library that needs them on the host is
+another choice where it has them there, and a batch of equal groups its best case. Kernels that read
+sizes on the device do not care, so that their times on the device stand in for host sizes too.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -22,11 +22,13 @@ import torch
 
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.classify import bucket
+from multigemm.nearest import Estimate, estimates
 from multigemm.spec import OperandSpec, ProblemSpec
 
 SCHEMA = 2
 ON_DEVICE = "device-sizes"
 ON_HOST = "host-sizes"
+EQUAL = "equal-sizes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +56,23 @@ def _operand_key(x: OperandSpec) -> str:
 
 
 @lru_cache(maxsize=4096)
-def spec_key(spec: ProblemSpec) -> str:
-    """The class of a spec as readable text; equal texts share measurements."""
+def spec_key(spec: ProblemSpec, equal: bool = False) -> str:
+    """The class of a spec as readable text; equal texts share measurements.
+
+    `equal` says that the host knows all groups to have one size.
+    """
     extents = f"m{spec.m or '*'} n{spec.n or '*'} k{spec.k or '*'}"
     operands = f"{_operand_key(spec.a)} {_operand_key(spec.b)} {_operand_key(spec.out)}"
-    where = ON_DEVICE if spec.device_sizes else ON_HOST
+    where = ON_DEVICE if spec.device_sizes else EQUAL if equal else ON_HOST
     return f"{spec.form} g{bucket(spec.groups)} {extents} t{spec.total} {operands} {spec.precision} {where}"
 
 
-def _stand_ins(spec: ProblemSpec) -> list[str]:
+def _stand_ins(spec: ProblemSpec, equal: bool) -> list[str]:
     """The classes whose measurements hold for a spec, the best first."""
-    own = spec_key(spec)
-    return [own] if spec.device_sizes else [own, spec_key(replace(spec, device_sizes=True))]
+    own = [spec_key(spec, equal)]
+    if equal and not spec.device_sizes:
+        own.append(spec_key(spec))
+    return own if spec.device_sizes else [*own, spec_key(replace(spec, device_sizes=True))]
 
 
 class TuningTable:
@@ -82,9 +89,9 @@ class TuningTable:
     def _place(m: Measured) -> str:
         return f"{m.device}|{m.key}|{m.backend}"
 
-    def find(self, backend: str, spec: ProblemSpec, device: torch.device) -> Measured | None:
+    def find(self, backend: str, spec: ProblemSpec, device: torch.device, equal: bool = False) -> Measured | None:
         """The measurement for this class, the user's own first."""
-        for key in _stand_ins(spec):
+        for key in _stand_ins(spec, equal):
             place = f"{device_name(device)}|{key}|{backend}"
             if place not in self._own:
                 self._own[place] = self._read(place)
@@ -113,35 +120,24 @@ class TuningTable:
         self.generation += 1
         return self._cache.clear()
 
-    def neighbours(self, spec: ProblemSpec, device: torch.device) -> list[Measured]:
-        """All backends' measurements of the nearest class that was measured, or an empty list."""
-        want, name = spec_key(spec).split(), device_name(device)
+    def estimates(self, spec: ProblemSpec, device: torch.device, equal: bool = False) -> list[Estimate]:
+        """What the nearest classes that were measured let one expect of each backend; empty if there are none."""
+        name = device_name(device)
         if not self._complete:
             for m in self.own():
                 self._own.setdefault(self._place(m), m)
             self._complete = True
         places = {**self._shipped, **{place: m for place, m in list(self._own.items()) if m is not None}}
-        known = [m for m in places.values() if m.device == name]
-        scored = [(d, m) for m in known if (d := _distance(want, m.key.split())) is not None]
-        nearest = min((d for d, _ in scored), default=None)
-        found: dict[str, Measured] = {}
-        for d, m in sorted(scored, key=lambda x: x[1].key.split()[-1] == want[-1]):
-            if d == nearest:
-                found[m.backend] = m
-        return list(found.values())
+        kinds = [_where(key) for key in _stand_ins(spec, equal)]
+        usable = [m for m in places.values() if m.device == name and m.us > 0 and _where(m.key) in kinds]
+        known: dict[str, dict[str, float]] = {}
+        for m in sorted(usable, key=lambda m: -kinds.index(_where(m.key))):
+            known.setdefault(m.key.rsplit(" ", 1)[0] + f" {kinds[0]}", {})[m.backend] = m.us
+        return estimates(spec_key(spec, equal), known)
 
 
-def _distance(x: list[str], y: list[str]) -> float | None:
-    """How far class y is from x in octaves; None where form, dtypes or layouts differ, or y's sizes lie on the host."""
-    if len(x) < 7 or len(x) != len(y) or x[0] != y[0] or x[6:-1] != y[6:-1] or y[-1] not in (x[-1], ON_DEVICE):
-        return None
-    total = 0.0
-    for p, q in zip(x[1:6], y[1:6], strict=True):
-        if (p[1:] == "*") != (q[1:] == "*"):
-            return None
-        if p != q:
-            total += abs(math.log2(max(int(p[1:]), 1)) - math.log2(max(int(q[1:]), 1)))
-    return total
+def _where(key: str) -> str:
+    return key.rsplit(" ", 1)[-1]
 
 
 def _encode(m: Measured) -> dict[str, Any]:

@@ -84,5 +84,5 @@ def test_shipped_tunings_are_found_by_the_problems_they_were_measured_on(
         found = table.find(fastest.backend, spec, torch.device("cpu"))
         assert found is not None, case.key
         assert (found.us, found.source) == (fastest.us, f"shipped {path.name}")
-        near = table.neighbours(replace(spec, groups=4 * spec.groups), torch.device("cpu"))
-        assert {m.backend for m in near} >= {fastest.backend}
+        near = table.estimates(replace(spec, groups=4 * spec.groups), torch.device("cpu"))
+        assert {e.backend for e in near} >= {fastest.backend}

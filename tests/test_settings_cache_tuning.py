@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import torch
 import multigemm as mg
 from multigemm import tuning
 from multigemm.cache import DiskCache, fingerprint
+from multigemm.nearest import distance, place_of
 from multigemm.settings import Settings, parse
+from multigemm.staging import equal_sizes
 from multigemm.tuning import Measured, TuningTable, spec_key
 
 
@@ -124,14 +127,22 @@ def test_a_measurement_of_a_vanished_config_is_passed_over() -> None:
     tuning.table.cache_clear()
 
 
-def test_neighbours_are_of_the_same_kind(tmp_path: Path) -> None:
+def _record(table: TuningTable, key: str, **us: float) -> None:
+    for name, time in us.items():
+        table.record(Measured(name, {}, time, "cpu", key))
+
+
+def test_a_class_that_was_not_measured_is_judged_by_those_around_it(tmp_path: Path) -> None:
     table, cpu = TuningTable(DiskCache("t", tmp_path)), torch.device("cpu")
-    for rows, us in ((1024, 1.0), (16384, 2.0)):
-        table.record(Measured("cpu", {}, us, "cpu", spec_key(_spec(rows))))
-    assert [m.us for m in table.neighbours(_spec(8192), cpu)] == [2.0]
-    assert [m.us for m in table.neighbours(_spec(512, 4), cpu)] == [1.0]
-    other = mg.GroupedGemmProblem(torch.ones(2, 4, 16), torch.ones(2, 16, 8)).spec
-    assert table.neighbours(other, cpu) == []
+    _record(table, spec_key(_spec(1024)), cpu=2.0, null=1.0)
+    _record(table, spec_key(_spec(65536)), cpu=50.0, null=100.0)
+    large, small = (
+        {e.backend: e.slowness for e in table.estimates(spec, cpu)} for spec in (_spec(32768), _spec(512, 4))
+    )
+    assert large["cpu"] < 1.2 < 1.8 < large["null"] < 2.0
+    assert small["null"] < 1.2 < 1.8 < small["cpu"] < 2.0
+    other = mg.GroupedGemmProblem(torch.ones(1024, 16).double(), torch.ones(2, 16, 8).double(), sizes=[512] * 2).spec
+    assert table.estimates(other, cpu) == []
 
 
 @pytest.mark.parametrize("raw", [b"", b"[1]", b'{"schema": 2}', b'{"schema": 1, "us": 3}', b"\xff"])
@@ -142,25 +153,66 @@ def test_entries_that_this_version_cannot_read_are_as_good_as_none(tmp_path: Pat
     cache.put("foreign", raw, ".json")
     table = TuningTable(cache)
     assert table.find("cpu", spec, cpu) is None
-    assert table.own() == table.neighbours(spec, cpu) == []
+    assert table.own() == table.estimates(spec, cpu) == []
 
 
 def test_times_with_sizes_on_the_device_stand_in_for_sizes_on_the_host(tmp_path: Path) -> None:
     table, cpu = TuningTable(DiskCache("t", tmp_path)), torch.device("cpu")
     host = replace(_spec(1000), device_sizes=False)
     device = replace(host, device_sizes=True)
-    table.record(Measured("cpu", {}, 5.0, "cpu", spec_key(device)))
-    table.record(Measured("null", {}, 9.0, "cpu", spec_key(device)))
-    table.record(Measured("null", {}, 2.0, "cpu", spec_key(host)))
-    assert [table.find(name, device, cpu).us for name in ("cpu", "null")] == [5.0, 9.0]  # type: ignore[union-attr]
-    assert [table.find(name, host, cpu).us for name in ("cpu", "null")] == [5.0, 2.0]  # type: ignore[union-attr]
-    near = [{m.backend: m.us for m in table.neighbours(replace(x, groups=64), cpu)} for x in (device, host)]
-    assert near == [{"cpu": 5.0, "null": 9.0}, {"cpu": 5.0, "null": 2.0}]
+    _record(table, spec_key(device), cpu=5.0, null=10.0)
+    _record(table, spec_key(host), null=2.5)
+    _record(table, spec_key(host, equal=True), null=1.0)
+    kinds = ((device, False), (host, False), (host, True))
+    exact = [[table.find(name, spec, cpu, equal).us for name in ("cpu", "null")] for spec, equal in kinds]  # type: ignore[union-attr]
+    assert exact == [[5.0, 10.0], [5.0, 2.5], [5.0, 1.0]]
+    near = [
+        {e.backend: round(e.slowness, 6) for e in table.estimates(replace(spec, groups=64), cpu, equal)}
+        for spec, equal in kinds
+    ]
+    assert near == [{"cpu": 1.0, "null": 2.0}, {"cpu": 2.0, "null": 1.0}, {"cpu": 5.0, "null": 1.0}]
 
 
-def test_neighbours_on_disk_are_found_by_a_new_process(tmp_path: Path) -> None:
-    TuningTable(DiskCache("t", tmp_path)).record(Measured("cpu", {}, 5.0, "cpu", spec_key(_spec(1024))))
-    assert [m.us for m in TuningTable(DiskCache("t", tmp_path)).neighbours(_spec(8192), torch.device("cpu"))] == [5.0]
+def test_measured_classes_on_disk_are_found_by_a_new_process(tmp_path: Path) -> None:
+    _record(TuningTable(DiskCache("t", tmp_path)), spec_key(_spec(1024)), cpu=5.0, null=6.0)
+    found = TuningTable(DiskCache("t", tmp_path)).estimates(_spec(8192), torch.device("cpu"))
+    assert {e.backend: round(e.slowness, 6) for e in found} == {"cpu": 1.0, "null": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("words", "equal"),
+    [
+        ({"sizes": [4, 4]}, True),
+        ({"sizes": [3, 5]}, False),
+        ({"sizes": [2, 4]}, False),
+        ({"offsets": [1, 4, 7]}, True),
+        ({"sizes": [0, 0]}, True),
+        ({"sizes": torch.tensor([4, 4])}, False),
+    ],
+)
+def test_the_host_sees_whether_its_sizes_are_equal(words: dict[str, object], equal: bool) -> None:
+    posed = mg.GroupedGemmProblem(torch.ones(8, 16), torch.ones(2, 16, 4), **words)  # type: ignore[arg-type]
+    assert equal_sizes(posed) is equal
+
+
+def test_keys_are_points_with_distances() -> None:
+    near, far = (place_of(spec_key(_spec(rows))) for rows in (1000, 4000))
+    assert near is not None
+    assert far is not None
+    assert near.extents == (512, 8, 16, 2)
+    assert distance(near, near) == 0.0
+    assert distance(near, far) == 2.0
+    assert distance(near, replace(near, precision="tf32")) is None
+    assert distance(near, replace(near, form="jagged_k")) is None
+    assert distance(near, replace(near, form="masked")) == 3.0
+    assert place_of("jagged_m g2") is None
+    ragged = place_of("per_group g3 m* n* k* t64 float32/row2 float32/col/shared float32/row ieee host-sizes")
+    assert ragged is not None
+    assert ragged.operands[1].shared
+    assert ragged.operands[0].align == 2
+    assert distance(near, ragged) == pytest.approx(
+        3.0 + 3.0 + 1.0 + 1.0 + 1.0 + abs(math.log2(512 / (64 / 3))) + 0.5 * math.log2(1.5)
+    )
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from multigemm import fleet as places
-from multigemm.bench import fleet, markdown, page, plots, results, table
+from multigemm.bench import fleet, machine, markdown, page, plots, results, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
 from multigemm.bench.peers import peer_entries
@@ -208,13 +208,12 @@ def _supervised(args: argparse.Namespace) -> int:
         out = [name for name, count in struck.items() if count >= STRIKES]
         return ["--drop", ",".join(out)] if out else []
 
-    return supervise(["bench", *_own_words()], args.out / ".doing.json", args.stall, blame, args.time_budget)
+    named = [] if args.commit else ["--commit", machine.commit()]  # a fresh child may find another one checked out
+    return supervise(["bench", *_own_words(), *named], args.out / ".doing.json", args.stall, blame, args.time_budget)
 
 
 def _same_run(report: results.Report, device: torch.device, cases: list[Workload], commit: str) -> None:
     """Rows of another commit or machine must not end up in one file."""
-    from multigemm.bench import machine
-
     for name, now in (("commit", commit or machine.commit()), ("device", machine.device_name(device))):
         if report.machine[name] != now:
             raise InvalidSetting(

@@ -16,14 +16,14 @@ import torch
 
 from multigemm import dispatch, registry
 from multigemm.bench.operands import Matrices, Tensors
+from multigemm.bench.results import AUTO, HOST_SIZES
 from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.problem import GroupedGemmProblem
-from multigemm.staging import staged_spec
+from multigemm.staging import equal_sizes, staged_spec
 from multigemm.timing import Call
 from multigemm.tuning import spec_key
 
 Kind = Literal["backend", "peer", "ceiling"]
-HOST_SIZES = "[host sizes]"
 
 
 class Refused(Exception):
@@ -91,10 +91,10 @@ def backend_entry(name: str, config: Any = None, host_sizes: bool = False, label
         def whole() -> object:
             return dispatch.solve(problem(tensors, host_sizes), name, config)
 
-        kernel = f"{plan.backend}: {plan.kernel}" if name == "auto" else plan.kernel
+        kernel = f"{plan.backend}: {plan.kernel}" if name == AUTO else plan.kernel
         ready = Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
-        if name != "auto":
-            ready.spec, ready.fields = spec_key(staged_spec(posed)), as_fields(plan.config)
+        if name != AUTO:
+            ready.spec, ready.fields = spec_key(staged_spec(posed), equal_sizes(posed)), as_fields(plan.config)
         return ready
 
     return Entry(label or (name + HOST_SIZES if host_sizes else name), "backend", prepare)
@@ -130,10 +130,11 @@ def available_backends(device: torch.device) -> dict[str, str]:
 def backend_entries(names: list[str], device: torch.device) -> tuple[list[Entry], dict[str, str]]:
     """Entries for the named backends (all that are here, and "auto", if none is named), and who is absent."""
     states = available_backends(device)
-    chosen = names or [*[n for n, why in states.items() if not why], "auto"]
+    chosen = names or [*[n for n, why in states.items() if not why], AUTO]
     entries = [backend_entry(name) for name in chosen if not states.get(name)]
     if "cublas" in chosen and not states.get("cublas") and device.type == "cuda":
-        entries.append(backend_entry("cublas", host_sizes=True))
+        knowing = [name for name in ("cublas", AUTO) if name in chosen]  # the others never look at host sizes
+        entries += [backend_entry(name, host_sizes=True) for name in knowing]
     absent = {name: why for name, why in states.items() if why and (name in chosen or not names)}
     return entries, absent
 

@@ -18,6 +18,8 @@ from multigemm.errors import InvalidSetting
 from multigemm.timing import Timing
 
 SCHEMA = 1
+AUTO = "auto"
+HOST_SIZES = "[host sizes]"
 Status = Literal["ok", "refused", "failed", "skipped"]
 
 
@@ -153,14 +155,22 @@ def row(raw: dict[str, Any]) -> Row:
 
 
 def auto_regret(report: Report) -> list[tuple[float, str, str]]:
-    """How far `auto` is behind the fastest single backend: (ratio, workload, that backend), worst first."""
+    """How far `auto` is behind the fastest single backend that knew as much: (ratio, workload, that backend).
+
+    Worst first. With sizes on the device, entries that had them on the host do not count.
+    """
     rows = [row for row in report.timed() if row.kind == "backend"]
     found = []
-    for auto in (row for row in rows if row.entry == "auto"):
-        others = [(r.us or 0.0, r.entry) for r in rows if r.case == auto.case and r.entry != "auto"]
+    for auto in (row for row in rows if row.entry.startswith(AUTO)):
+        on_host = auto.entry.endswith(HOST_SIZES)
+        others = [
+            (r.us or 0.0, r.entry)
+            for r in rows
+            if r.case == auto.case and not r.entry.startswith(AUTO) and (on_host or not r.entry.endswith(HOST_SIZES))
+        ]
         if others:
             us, name = min(others)
-            found.append(((auto.us or 0.0) / us, auto.case, name))
+            found.append(((auto.us or 0.0) / us, auto.case + (f" {HOST_SIZES}" if on_host else ""), name))
     return sorted(found, reverse=True)
 
 

@@ -7,7 +7,8 @@
 `decode`     a few rows per group: one step of token generation
 `small`      launch and scheduling cost rather than arithmetic
 `ragged-odd` primes and unaligned extents, where most libraries refuse or pad
-`random`     20 seeded shapes that nobody tuned: what `auto` is worth where nothing was measured
+`spread`     50 seeded shapes over all forms and layouts: tuned, so that `auto` has neighbours for every shape
+`random`     20 other shapes, which nobody tunes: what `auto` is worth where nothing was measured
 """
 
 from __future__ import annotations
@@ -171,6 +172,41 @@ def _ragged_odd() -> list[Workload]:
     ]
 
 
+def _spread_out() -> list[Workload]:
+    """Extents over many octaves, in the proportion in which the forms are used; at most a TFLOP and a GiB each."""
+    draw = np.random.default_rng(50)
+    forms = ["jagged_m"] * 5 + ["jagged_k", "jagged_n", "masked", "batched", "per_group"]
+    cases = []
+    while len(cases) < 50:
+        index = len(cases)
+        form = forms[index % len(forms)]
+        groups = int(2 ** draw.integers(1, 9))
+        rows = int(2.0 ** draw.uniform(1, 11))
+        n, k = (int(64 * max(1, round(2.0 ** draw.uniform(6.5, 13) / 64))) for _ in range(2))
+        if max(groups * rows * n * k / 5e11, groups * (n * k + rows * (n + k)) / 2**29) < 1:
+            cases.append(_placed(f"spread_{index:02d}", form, groups, rows, n, k, index))
+    return cases
+
+
+def _placed(name: str, form: str, groups: int, rows: int, n: int, k: int, index: int) -> Workload:
+    """One of `spread`: `rows` is the extent of a group along the jagged direction, or M."""
+    turn = index // 10
+    kind = ("balanced", "zipf", "empty", "multinomial", "uniform")[turn]
+    case = Workload(name, "spread", groups=groups, n=n, k=k, total=groups * rows, distribution=kind)
+    if form == "per_group":
+        unequal = [(max(1, rows >> (g % 3)) if turn % 2 else rows, n, k) for g in range(groups)]
+        return replace(case, form="per_group", products=tuple(unequal), distribution="list", total=0)
+    if form == "jagged_k":
+        return replace(case, form="jagged_k", m=n, n=k, k=0, trans_a=True)
+    if form == "jagged_n":
+        return replace(case, form="jagged_n", m=n, n=0)
+    if form == "masked":
+        return replace(case, form="masked", m=rows, total=groups * rows // 2, cap=rows)
+    if form == "batched":
+        return replace(case, form="batched", m=rows, total=0, distribution="balanced", trans_b=bool(turn % 2))
+    return replace(case, trans_b=bool((index + turn) % 2))
+
+
 def _random() -> list[Workload]:
     """G, T, N and K over three octaves each, mostly multiples of 64, some of 8, as models have them."""
     draw = np.random.default_rng(20)
@@ -197,6 +233,7 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "decode": _decode,
     "small": _small,
     "ragged-odd": _ragged_odd,
+    "spread": _spread_out,
     "random": _random,
 }
 

@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 
 from multigemm.bench import tutorial
-from multigemm.bench.results import Report, Row, auto_regret, by_entry
+from multigemm.bench.results import AUTO, Report, Row, auto_regret, by_entry
 from multigemm.bench.workloads import geomean
 
 Grid = list[list[str]]
@@ -99,7 +99,7 @@ def _mean(rows: list[Row]) -> str:
 
 
 def _winner(report: Report, case: str) -> str:
-    rows = [r for r in report.rows if r.case == case and r.us and r.kind != "ceiling" and r.entry != "auto"]
+    rows = [r for r in report.rows if r.case == case and r.us and r.kind != "ceiling" and not r.entry.startswith(AUTO)]
     return min(rows, key=lambda r: r.us or 0.0).entry if rows else ""
 
 

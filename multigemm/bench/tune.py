@@ -22,12 +22,12 @@ import torch
 
 from multigemm import dispatch, registry
 from multigemm.bench.check import Reference, reference
-from multigemm.bench.entries import HOST_SIZES, as_fields, available_backends, problem
+from multigemm.bench.entries import as_fields, available_backends, problem
 from multigemm.bench.operands import Tensors, make, poison
-from multigemm.bench.results import Report
+from multigemm.bench.results import HOST_SIZES, Report, Row
 from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Workload, geomean
-from multigemm.staging import staged_spec
+from multigemm.staging import equal_sizes, staged_spec
 from multigemm.timing import Call, Timing, describe, measure
 from multigemm.tuning import Measured, device_name, spec_key
 
@@ -171,7 +171,8 @@ class Tuner:
         self.marker.say("making tensors and reference", case=case.key)
         tensors = make(case, self.device)
         truth = reference(tensors)
-        key = spec_key(staged_spec(problem(tensors)))
+        posed = problem(tensors)
+        key = spec_key(staged_spec(posed), equal_sizes(posed))
         result = self.classes.setdefault(key, ClassResult(key))
         self.say(f"{case.key}  [{key}]")
         calls, capturable = self._plans(tensors, truth, result)
@@ -299,10 +300,8 @@ def from_reports(reports: Sequence[Report]) -> list[Measured]:
     classes: dict[tuple[str, str], ClassResult] = {}
     for report in reports:
         device = "cpu" if report.machine["device_type"] == "cpu" else report.machine["device"]
-        for row in report.rows:
-            if row.kind != "backend" or not row.spec:
-                continue
-            result = classes.setdefault((device, row.spec), ClassResult(row.spec))
+        for row, spec in _class_rows(report):
+            result = classes.setdefault((device, spec), ClassResult(spec))
             backend = row.entry.removesuffix(HOST_SIZES)
             if row.us is None:
                 result.failures.setdefault(backend, {})[row.config] = row.reason
@@ -311,3 +310,22 @@ def from_reports(reports: Sequence[Report]) -> list[Measured]:
             result.us.setdefault((backend, 0), {})[row.case] = row.us
     devices = dict.fromkeys(device for device, _ in classes)
     return [m for d in devices for m in winners([c for (name, _), c in classes.items() if name == d], d)]
+
+
+def _class_rows(report: Report) -> list[tuple[Row, str]]:
+    """Rows of backends with the class that each is about.
+
+    Where a backend was measured with host sizes too, the others' rows count for that class as well: they
+    never look at host sizes, and only times of the same workloads can be compared.
+    """
+    rows = [row for row in report.rows if row.kind == "backend" and row.spec]
+    found = [(row, row.spec) for row in rows]
+    knowing = [row for row in rows if row.entry.endswith(HOST_SIZES)]
+    for special in knowing:
+        own = {row.entry.removesuffix(HOST_SIZES) for row in knowing if row.case == special.case}
+        found += [
+            (row, special.spec)
+            for row in rows
+            if row.case == special.case and not (row.entry.endswith(HOST_SIZES) or row.entry in own)
+        ]
+    return found
