@@ -69,6 +69,8 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     (r"wider", r"[xy] = tl\.load\([ab]_ptrs", "a row or column past the group is loaded, and its result is not stored"),
     (r"zero for one", r"mask=.*other=0", "lanes that the mask leaves out are left out of the result as well"),
     (r"wider|narrower", r"if rows_left > 0", "a tile without rows adds zeros to nothing"),
+    (r"zero for one", r"rows = tl.minimum\(tl.maximum\(rows, 0\), m\)", "one tile for no rows, which stores nothing"),
+    (r"mask conjunct lost", r"\(back != x\) & \(x == x\)", "a NaN whose last bit is set is a NaN"),
     (r"wider", r"while distance < threads", "one more round, in which no thread takes part"),
     (r"product lost", r"zero_unowned\(p, block \* threads", "the same elements are zeroed more than once"),
 )  # fmt: skip
