@@ -30,7 +30,7 @@ def _cubes(name: str, suite: str, sizes: Sequence[int], dtype: str) -> Workload:
 
 
 def _tutorial() -> list[Workload]:
-    cases = []
+    cases: list[Workload] = []
     for dtype in ("fp16", "bf16"):
         cases += [_cubes(f"seed_cube_{n}", "tutorial", [n] * 4, dtype) for n in (128, 256, 512, 1024)]
         cases.append(_cubes("seed_mixed", "tutorial", [1024, 512, 256, 128], dtype))
@@ -88,7 +88,7 @@ def _moe() -> list[Workload]:
         ("decode_g64", 64, 4096, 4096, 256),
         ("fine_g256", 256, 1024, 512, 16384),
     ]
-    cases = []
+    cases: list[Workload] = []
     for name, groups, k, n, total in shapes:
         cap = 8 if name == "decode_g64" else 0
         cases += _spread(Workload(name, "moe", groups=groups, n=n, k=k, total=total, cap=cap))
@@ -176,7 +176,7 @@ def _spread_out() -> list[Workload]:
     """Extents over many octaves, in the proportion in which the forms are used; at most a TFLOP and a GiB each."""
     draw = np.random.default_rng(50)
     forms = ["jagged_m"] * 5 + ["jagged_k", "jagged_n", "masked", "batched", "per_group"]
-    cases = []
+    cases: list[Workload] = []
     while len(cases) < 50:
         index = len(cases)
         form = forms[index % len(forms)]
@@ -210,7 +210,7 @@ def _placed(name: str, form: str, groups: int, rows: int, n: int, k: int, index:
 def _random() -> list[Workload]:
     """G, T, N and K over three octaves each, mostly multiples of 64, some of 8, as models have them."""
     draw = np.random.default_rng(20)
-    cases = []
+    cases: list[Workload] = []
     for index in range(20):
         step = 64 if index % 4 else 8
         groups = int(draw.choice([2, 6, 12, 24, 48, 96, 160]))
