@@ -38,8 +38,8 @@ BROKEN = ("CompilationError", "CompileError", "SyntaxError", "NameError", "Typin
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of a mutant: "killed", "stillborn" (does not compile), "survived", or "equivalent" (it
-    survived, and `text` says why no oracle could see it)."""
+    """What became of a mutant: "killed", "stillborn" (does not compile), "survived", "equivalent" (it
+    survived, and `text` says why no oracle could see it), or "failed" (its process could not hunt)."""
 
     site: Site
     state: str
@@ -79,7 +79,9 @@ def run_one(site: Site, hunt: Hunt, root: Path) -> Fate:
         process.join()
     spent = time.monotonic() - begin
     if data is None:
-        return Fate(site, "killed", "hang" if hung else "crash", spent)
+        if not hung and process.exitcode == 1:  # an exception outside the hunt: nothing was learnt
+            return Fate(site, "failed", "", spent)
+        return Fate(site, "killed", "hang" if hung else "crash", spent, f"exit code {process.exitcode}")
     reason = excuse(site) if data["state"] == "survived" else ""
     if reason:
         return Fate(site, "equivalent", "", spent, reason)
@@ -113,7 +115,10 @@ def _inside(site: Site, hunt: Hunt, folder: str, pipe: Any) -> None:
         del sys.modules[name]
     multigemm.backends.__path__ = [folder, *multigemm.backends.__path__]
     place = torch.device(hunt.device)
-    found = hunt_emulated(hunt, place) if hunt.emulated else hunt_on_gpu(hunt, place, site, pipe.send)
+    try:
+        found = hunt_emulated(hunt, place) if hunt.emulated else hunt_on_gpu(hunt, place, site, pipe.send)
+    except Exception as error:  # a lost device shows wherever the host waits for it next
+        found = {"state": "killed", "oracle": "exception", "text": f"{type(error).__name__}: {error}"[:300]}
     pipe.send(found)
     pipe.close()
     os._exit(0)  # a mutant may have left a context in which an ordinary end waits for ever
@@ -259,11 +264,12 @@ def campaign(hunt: Hunt, count: int, jobs: int, seed: int, limit: float = 1e9) -
 
 
 def summary(backend: str, fates: list[Fate]) -> str:
-    states = ("killed", "stillborn", "survived", "equivalent")
+    states = ("killed", "stillborn", "survived", "equivalent", "failed")
     count = {state: sum(f.state == state for f in fates) for state in states}
     alive = count["killed"] + count["survived"]
     rate = 100 * count["killed"] / alive if alive else 0.0
     rest = f"{count['equivalent']} are equivalent, {count['stillborn']} did not compile"
+    rest += f", {count['failed']} were not hunted" if count["failed"] else ""
     return f"{backend}: {count['killed']} of {alive} killed ({rate:.0f} %), {rest}"
 
 
