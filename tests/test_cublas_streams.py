@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm.backends.cublas import direct
 from multigemm.backends.cublas.config import Config
 from tests.cublas_gpu_cases import ALL, NEEDS_SIZES, cuda, exact_rows, ints, offsets_of
 
@@ -45,6 +46,27 @@ def test_captured_device_sizes_may_change() -> None:
         offsets.copy_(offsets_of(sizes))
         graph.replay()
         assert torch.equal(out.double(), exact_rows(a, b, sizes))
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_rows_before_the_first_group_may_come_and_go(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
+    """Into a given output, which keeps every row that no group owns, in one graph for all offsets."""
+    monkeypatch.setattr(direct, "LARGEST_COPY", 10**9 if copies else 0)
+    a, b, offsets = ints(40, 64), ints(3, 64, 32, seed=1), offsets_of([10, 20, 10])
+    out = torch.empty(40, 32, device="cuda").bfloat16()
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets, out=out), backend="cublas")
+    plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan()
+    for head, sizes in ((0, [0, 30, 0]), (7, [5, 20, 8]), (0, [12, 0, 28]), (40, [0, 0, 0])):
+        offsets.copy_(offsets_of(sizes, head))
+        out.fill_(77)
+        graph.replay()
+        end = head + sum(sizes)
+        assert torch.equal(out[head:end].double(), exact_rows(a, b, sizes, head)[head:end])
+        assert bool((out[:head] == 77).all())
+        assert bool((out[end:] == 77).all())
 
 
 @pytest.mark.parametrize("config", NEEDS_SIZES, ids=lambda c: c.variant)

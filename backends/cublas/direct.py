@@ -2,7 +2,7 @@
 
 grouped_mm knows no start: its first group begins at 0. Host offsets shift the operands instead.
 Device offsets that have a head need care. For jagged m the first group also multiplies the head's
-rows, and the epilogue then zeroes them (or keeps them out of the caller's buffer). For jagged k the
+rows, and the epilogue then zeroes them, or they are kept out of the caller's buffer. For jagged k the
 first product is wrong by the head's share and is computed again, as the second of two groups.
 """
 
@@ -23,6 +23,8 @@ from multigemm.backends.cublas.staging import Copies
 from multigemm.layouts import Operands, to_device
 
 Step = Callable[[int], None]
+LARGEST_COPY = 8 << 20
+"""Elements; copying more takes longer than a call without rows."""
 
 
 def bind_grouped_mm(ops: Operands, offsets: Ints | None) -> Steps:
@@ -73,16 +75,29 @@ def _ends(ops: Operands, ends: Ints, start: int) -> Tensor:
 def _from_device(ops: Operands) -> Steps:
     a, b, out = _views(ops)
     spec, jagged_m = ops.spec, ops.spec.jagged == "m"
+    if jagged_m and ops.head and not spec.zero_unowned:
+        return _guarded(ops, a, b, out)
     bounds = Cut(ops, a.shape[0] if jagged_m else a.shape[1])
-    guarded = jagged_m and ops.head and not spec.zero_unowned
-    target = _aligned_scratch(out, out.shape[:-1]) if guarded else out
-    steps: list[Step] = [bounds, GroupedMM(a, b, bounds.ends, target)]
-    if guarded:
-        steps.append(Finish(ops, Need(acc=target)))
-    elif jagged_m and spec.zero_unowned:
+    steps: list[Step] = [bounds, GroupedMM(a, b, bounds.ends, out)]
+    if jagged_m and spec.zero_unowned:
         steps.append(Finish(ops, Need(owned=False, unowned=True)))
     elif ops.head:
         steps += _first_again(ops, a, b, bounds)
+    return Steps(ops, steps, bounds)
+
+
+def _guarded(ops: Operands, a: Tensor, b: Tensor, out: Tensor) -> Steps:
+    """Keeps the caller's rows before the first group, which only the device can count, and which may be none.
+
+    A small result is written aside and its owned rows copied. For a large one the device decides
+    between two calls: in place if there are no such rows, else aside; the other call finds no rows at all.
+    """
+    target, apart = _aligned_scratch(out, out.shape[:-1]), out.numel() > LARGEST_COPY
+    bounds = Cut(ops, a.shape[0], apart)
+    steps: list[Step] = [bounds, GroupedMM(a, b, bounds.ends, out if apart else target)]
+    if bounds.aside is not None:
+        steps.append(GroupedMM(a, b, bounds.aside, target))
+    steps.append(Finish(ops, Need(acc=target, only_headed=apart)))
     return Steps(ops, steps, (bounds, target))
 
 

@@ -41,19 +41,23 @@ class _Task(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table", "ends", "valid", "groups", "m", "n", "k", "tiles", "per_group")),
         *((name, ctypes.c_double) for name in ("alpha", "beta")),
         *((name, ctypes.c_int32) for name in ("jagged", "head", "wide_ends", "masked", "only_empty", "rows_fast")),
-        *((name, ctypes.c_int32) for name in ("lanes", "owned", "unowned")),
+        *((name, ctypes.c_int32) for name in ("lanes", "owned", "unowned", "only_headed")),
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Which elements to write, and out of what. `bare` leaves bias and activation out: c alone, scaled by 1."""
+    """Which elements to write, and out of what. `bare` leaves bias and activation out: c alone, scaled by 1.
+
+    `only_headed`: nothing at all unless there are rows before the first group.
+    """
 
     acc: Tensor | list[Tensor] | None = None
     owned: bool = True
     only_empty: bool = False
     unowned: bool = False
     bare: bool = False
+    only_headed: bool = False
 
 
 class Finish:
@@ -111,7 +115,7 @@ def _task(ops: Operands, need: Need) -> tuple[Any, Tensor | None]:
     if sizes is not None:
         task.wide_ends = int(sizes.dtype is torch.int64)
         task.ends, task.valid = (0, sizes.data_ptr()) if task.masked else (sizes.data_ptr(), 0)
-    task.owned, task.unowned = int(need.owned), int(need.unowned)
+    task.owned, task.unowned, task.only_headed = int(need.owned), int(need.unowned), int(need.only_headed)
     if spec.form != "per_group":
         _number_tiles(task, spec)
     return task, table
@@ -157,16 +161,18 @@ def _list_task(ops: Operands, need: Need, task: Any) -> Tensor:
 
 
 class Cut:
-    """Turns the device's offsets into ends for grouped_mm; `ends` and `first_two` are where they land."""
+    """Turns the device's offsets into ends for grouped_mm: `ends`, `first_two`, and with `apart` also `aside`."""
 
-    __slots__ = ("_arguments", "_keep", "_kernel", "ends", "first_two")
+    __slots__ = ("_arguments", "_keep", "_kernel", "aside", "ends", "first_two")
 
-    def __init__(self, ops: Operands, extent: int) -> None:
+    def __init__(self, ops: Operands, extent: int, apart: bool = False) -> None:
         given = cast(Tensor, ops.ends)
         self.ends = torch.empty(ops.spec.groups, dtype=torch.int32, device=ops.device)
         self.first_two = torch.empty(2, dtype=torch.int32, device=ops.device)
+        self.aside = torch.empty_like(self.ends) if apart else None
         values = (
             *(ctypes.c_void_p(t.data_ptr()) for t in (given, self.ends, self.first_two)),
+            ctypes.c_void_p(None if self.aside is None else self.aside.data_ptr()),
             ctypes.c_int(ops.spec.groups), ctypes.c_int64(extent),
             ctypes.c_int(given.dtype is torch.int64), ctypes.c_int(ops.head),
         )  # fmt: skip

@@ -4,7 +4,9 @@
 and writes act(alpha*acc + beta*c + bias) to every owned element, and zeros to the unowned ones if
 asked. With no intermediate it also lays c under a product that the library then adds to.
 `cut` turns offsets that may lie into ends that torch's grouped_mm can be trusted with: int32,
-between 0 and T, never falling.
+between 0 and T, never falling. Where the caller's rows before the first group must be kept, it
+deals them out to one of two calls: to the one that writes in place if there are no such rows, else
+to the one that writes aside; the other call gets empty groups.
 
 Element types are compiled in; extents, strides and addresses are arguments.
 """
@@ -30,7 +32,7 @@ struct Task {
     i64 table, ends, valid;
     i64 groups, m, n, k, tiles, per_group;
     double alpha, beta;
-    int jagged, head, wide_ends, masked, only_empty, rows_fast, lanes, owned, unowned;
+    int jagged, head, wide_ends, masked, only_empty, rows_fast, lanes, owned, unowned, only_headed;
 };
 """
     + ELEMENTS
@@ -72,6 +74,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
     const bool uneven = t.jagged == 1 || t.jagged == 2;
     const bool cut_fast = uneven && (t.jagged == 1) == (t.rows_fast != 0);
     const bool edges = uneven && !cut_fast && !t.owned;
+    if (t.only_headed && start_of(t, 0, extent) == 0) return;
     i64 tiles = t.tiles, head = 0, tail = 0, head_tiles = 0;
     if (edges) {
         i64 slabs = ((t.rows_fast ? t.m : t.n) + SLAB - 1) / SLAB;
@@ -188,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
 CUT = r"""
 typedef long long i64;
 extern "C" __global__ void __launch_bounds__(1024) cut(
-    const void* ends, int* result, int* first_two, int groups, i64 extent, int wide, int head) {
+    const void* ends, int* result, int* first_two, int* aside, int groups, i64 extent, int wide, int head) {
     __shared__ int scan[2][1024];
     int g = threadIdx.x, now = 0;
     auto read = [&](int at) {
@@ -203,7 +206,9 @@ extern "C" __global__ void __launch_bounds__(1024) cut(
         now ^= 1;
         __syncthreads();
     }
-    if (g < groups) result[g] = scan[now][g];
-    if (first_two && g == 0) { first_two[0] = start; first_two[1] = scan[now][0]; }
+    bool apart = aside && start > 0;
+    if (g < groups) result[g] = apart ? 0 : scan[now][g];
+    if (g < groups && aside) aside[g] = apart ? scan[now][g] : 0;
+    if (g == 0) { first_two[0] = start; first_two[1] = scan[now][0]; }
 }
 """
