@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import multigemm as mg
 from multigemm.backends.cupy import (
     BACKEND,
+    build,
     direct,
     driver,
     family,
@@ -354,3 +357,26 @@ def test_a_family_is_prepared_whole_and_errors_come_out() -> None:
 
     with pytest.raises(InvalidSetting):
         family.prepare_all((configs.WIDE,), fails)
+
+
+def test_threads_that_load_a_kernel_at_once_get_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(4)
+    loads: list[str] = []
+
+    def compiled(source: build.Source, arch: str) -> bytes:
+        together.wait(10)  # all are past the first look
+        return b""
+
+    def loaded(cubin: bytes, entry: str, index: int) -> tuple[int, object]:
+        loads.append(entry)
+        return len(loads), object()
+
+    monkeypatch.setattr(build, "_loaded", {})
+    monkeypatch.setattr(build, "_architecture_of", lambda index: "sm_90a")
+    monkeypatch.setattr(build, "cubin_of", compiled)
+    monkeypatch.setattr(build, "_load", loaded)
+    source = build.Source("portable.cu", "portable", ())
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: build.load(source, 0), range(4)))
+    assert loads == ["portable"]
+    assert len({id(module) for _, module in found}) == 1

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import multigemm
@@ -111,16 +112,38 @@ def _version() -> str:
     return str(getattr(multigemm, "__version__", ""))
 
 
-@cache
+_loaded: dict[tuple[Source, int], tuple[int, Any]] = {}
+_loading = Lock()
+
+
 def load(source: Source, index: int) -> tuple[int, Any]:
-    """A kernel's handle on a device, and the module that owns it."""
+    """A kernel's handle on a device, and the module that owns it: one module for all threads, for good.
+
+    A second module of the same kernel would be unloaded, and handles of it that were given away would be void.
+    """
+    found = _loaded.get((source, index))
+    if found is None:
+        cubin = cubin_of(source, _architecture_of(index))  # outside of the lock: kernels compile side by side
+        with _loading:
+            found = _loaded.get((source, index)) or _load(cubin, source.entry, index)
+            _loaded[source, index] = found
+    return found
+
+
+@cache
+def _architecture_of(index: int) -> str:
     import cupy
 
-    device: Any = cupy.cuda.Device(index)
-    capability = device.compute_capability
-    with device:
-        module = cupy.cuda.function.Module()
-        module.load(cubin_of(source, architecture((int(capability[:-1]), int(capability[-1])))))
-        function = module.get_function(source.entry)
+    capability = cupy.cuda.Device(index).compute_capability
+    return architecture((int(capability[:-1]), int(capability[-1])))
+
+
+def _load(cubin: bytes, entry: str, index: int) -> tuple[int, Any]:
+    import cupy
+
+    with cupy.cuda.Device(index):
+        module: Any = cupy.cuda.function.Module()
+        module.load(cubin)
+        function = module.get_function(entry)
     counts["loaded"] += 1
     return int(function.ptr), module

@@ -92,7 +92,7 @@ def changed_sizes(stand: Stand, subject: Subject, outcome: Outcome, seed: int, *
 def _capture(launch: Any, device: torch.device) -> Any:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
-    with torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph):
         launch()
     return graph.replay
 
