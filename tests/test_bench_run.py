@@ -15,10 +15,11 @@ from multigemm.__main__ import main
 from multigemm.bench import plots, results, runner, supervise, table
 from multigemm.bench.check import group_inputs, group_outputs
 from multigemm.bench.entries import Entry, Prepared, Refused, backend_entries, backend_entry, ceiling_entry
+from multigemm.bench.method import Options, new_report
 from multigemm.bench.operands import Tensors
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.results import Report, Row
-from multigemm.bench.runner import Options, Runner, new_report
+from multigemm.bench.runner import Runner
 from multigemm.bench.workloads import Rates, Workload, parse_shape
 from tests.bench_reports import made_up_report
 
@@ -294,7 +295,7 @@ def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
 
 
 def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from multigemm.bench.tune import from_reports
+    from multigemm.bench.tried import from_reports
 
     report = run([CASE, parse_shape("G=3,T=24,N=8,K=16,dist=empty")], [backend_entry("cpu"), backend_entry("auto")])
     rows = [row for row in report.rows if row.entry == "cpu"]
@@ -311,7 +312,7 @@ def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_winner_is_the_least_worst_over_a_class() -> None:
-    from multigemm.bench.tune import ClassResult
+    from multigemm.bench.tried import ClassResult
 
     result = ClassResult("k", us={
         ("x", 0): {"even": 10.0, "skewed": 30.0},

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from multigemm import timing
+from multigemm.clocks import cuda
 from multigemm.timing import Timing, do_bench, measure, quantile
 
 CPU = torch.device("cpu")
@@ -87,7 +88,7 @@ def test_overhead_of_nothing_is_small() -> None:
 @gpu
 def test_gpu_modes_agree_with_a_kernel_of_known_length() -> None:
     cycles = 2_000_000
-    call = lambda: timing.cuda._sleep(cycles)  # noqa: E731
+    call = lambda: cuda._sleep(cycles)  # noqa: E731
     taken = {
         mode: measure({"sleep": call}, "cuda", mode, reps=12)["sleep"] for mode in ("cold", "graph", "hot", "do_bench")
     }

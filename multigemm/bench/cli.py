@@ -16,9 +16,10 @@ from multigemm import fleet as places
 from multigemm.bench import fleet, machine, markdown, page, plots, results, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
+from multigemm.bench.method import Options, new_report
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.progress import Progress
-from multigemm.bench.runner import DeviceLost, Options, Runner, new_report
+from multigemm.bench.runner import DeviceLost, Runner
 from multigemm.bench.suites import SUITES, suite
 from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.workloads import DTYPES, Rates, Workload, parse_shape, with_dtype

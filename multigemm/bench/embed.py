@@ -32,6 +32,7 @@ def _origin(report: Report) -> str:
 VIEWS: dict[str, Callable[[Report], str]] = {
     "summary": lambda report: f"{_origin(report)}\n\n{markdown.summary(report)}",
     "details": markdown.details,
+    "auto": markdown.auto,
     "tutorial": lambda report: f"```\n{tutorial.table(report)}\n```",
     "header": lambda report: f"```\n{table.header(report)}\n```",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multigemm.bench.results import Report, Row, by_entry
+from multigemm.bench.results import HOST_SIZES, Report, Row, auto_regret, by_entry
 from multigemm.bench.workloads import geomean
 
 
@@ -29,6 +29,26 @@ def details(report: Report) -> str:
         fastest = min((r.us for r in rows if r and r.us and r.kind != "ceiling"), default=None)
         floor = next(r.floor_us for r in rows if r)
         lines.append(_line([case, f"{floor:.1f}", *(_time(r, fastest) for r in rows)]))
+    return "\n".join(lines)
+
+
+def auto(report: Report) -> str:
+    """How far `auto` is behind the fastest single backend, per suite and place of the sizes, and where it is worst."""
+    suites = {row.case: row.suite for row in report.rows}
+    found: dict[tuple[str, str], list[tuple[float, str, str]]] = {}
+    for ratio, place, name in auto_regret(report):
+        case = place.removesuffix(HOST_SIZES).strip()
+        sizes = "host" if place.endswith(HOST_SIZES) else "device"
+        found.setdefault((suites[case], sizes), []).append((ratio, case, name))
+    lines = [
+        _line(["suite", "sizes on", "workloads", "mean", "worst", "where"]),
+        _line(["---"] * 2 + ["---:"] * 3 + ["---"]),
+    ]
+    for (suite, sizes), regrets in sorted(found.items(), key=lambda item: list(suites.values()).index(item[0][0])):
+        ratio, case, name = regrets[0]
+        mean = _number(geomean(r for r, _, _ in regrets))
+        where = f"{case}: {name} is faster" if ratio > 1 else ""
+        lines.append(_line([suite, sizes, str(len(regrets)), mean, _number(ratio), where]))
     return "\n".join(lines)
 
 

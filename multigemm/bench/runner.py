@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,14 +19,14 @@ import torch
 from multigemm.bench import machine, results
 from multigemm.bench.check import Reference, reference
 from multigemm.bench.entries import Entry, Prepared, Refused
+from multigemm.bench.method import Options
 from multigemm.bench.operands import Tensors, make, poison
 from multigemm.bench.peer_libraries import Padded
 from multigemm.bench.results import Report, Row, Sample
-from multigemm.bench.roofline import measured_rates
 from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import MultigemmError
-from multigemm.timing import Mode, Timing, describe, measure, overhead
+from multigemm.timing import Mode, Timing, describe, measure
 
 RESTLESS = 0.15
 SECOND_LOOKS = 2
@@ -40,19 +40,6 @@ def unrest(timing: Timing) -> float:
 
 class DeviceLost(MultigemmError):
     """A CUDA error that no later call in this process survives."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to measure. `budget_ms` is per workload and mode, for all entries together."""
-
-    reps: int = 100
-    budget_ms: float = 400.0
-    total_s: float = math.inf
-    style: Mode = "cold"
-    modes: tuple[Mode, ...] = ("graph", "hot", "host")
-    hot_below_us: float = 300.0
-    rates: dict[str, Rates] | None = None
 
 
 @dataclass
@@ -286,25 +273,3 @@ class Runner:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def new_report(device: torch.device, dtypes: Iterable[str], options: Options, absent: dict[str, str]) -> Report:
-    """An empty report with the machine, the method and the measured ceilings."""
-    names = set(dtypes)
-    measured = {} if options.rates and device.type == "cpu" else measured_rates(device, names)
-    rates = options.rates or measured
-    method = {
-        "style": options.style,
-        "reps": options.reps,
-        "budget_ms": options.budget_ms,
-        "flush": "256 MB written before each call" if device.type == "cuda" else "none (CPU)",
-        "rates": "given" if options.rates else "measured in this run",
-        "measured_rates": _as_numbers(measured),
-        "overhead_us": {name: round(us, 3) for name, us in overhead(device).items()},
-    }
-    used = _as_numbers({name: rates[name] for name in names})
-    return Report(machine.describe(device), method, used, absent=absent)
-
-
-def _as_numbers(rates: dict[str, Rates]) -> dict[str, dict[str, float]]:
-    return {name: {"tflops": round(rate.tflops, 4), "tbps": round(rate.tbps, 4)} for name, rate in rates.items()}

@@ -21,6 +21,7 @@ import numpy as np
 from multigemm.bench.workloads import Workload
 from multigemm.errors import InvalidSetting
 
+UNTUNED = "random"
 UNEVEN = ("balanced", "zipf", "empty")
 
 
@@ -217,7 +218,7 @@ def _random() -> list[Workload]:
         n, k = (int(step * round(2.0 ** draw.uniform(8, 12) / step)) for _ in range(2))
         total = int(groups * 2.0 ** draw.uniform(2, 9))
         kind = str(draw.choice(["balanced", "zipf", "empty", "multinomial"]))
-        case = Workload(f"random_{index:02d}", "random", groups=groups, n=n, k=k, total=total, distribution=kind)
+        case = Workload(f"random_{index:02d}", UNTUNED, groups=groups, n=n, k=k, total=total, distribution=kind)
         cases.append(replace(case, trans_b=bool(index % 3 == 2)))
     return cases
 
@@ -234,7 +235,7 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "small": _small,
     "ragged-odd": _ragged_odd,
     "spread": _spread_out,
-    "random": _random,
+    UNTUNED: _random,
 }
 
 

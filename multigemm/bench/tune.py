@@ -10,31 +10,26 @@ stay in the record with their reasons.
 from __future__ import annotations
 
 import gc
-import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from multigemm import dispatch, registry
 from multigemm.bench.check import Reference, reference
-from multigemm.bench.entries import as_fields, available_backends, problem
+from multigemm.bench.entries import available_backends, problem
 from multigemm.bench.operands import Tensors, make, poison
-from multigemm.bench.results import HOST_SIZES, Report, Row
 from multigemm.bench.supervise import Marker
-from multigemm.bench.workloads import Workload, geomean
+from multigemm.bench.tried import Choice, ClassResult, State, Tried, winners
+from multigemm.bench.workloads import Workload
 from multigemm.staging import equal_sizes, staged_spec
 from multigemm.timing import Call, Timing, describe, measure
 from multigemm.tuning import Measured, device_name, spec_key
 
 KEEP_WITHIN = 1.25
-STRIKES = 3
-FIRST_WINS_WITHIN = 1.01
-Choice = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -45,92 +40,6 @@ class Limits:
     configs: int = 0
     quick_ms: float = 80.0
     careful_ms: float = 250.0
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A config as data, so that a run can be carried on by another process."""
-
-    text: str
-    fields: dict[str, Any]
-
-    @classmethod
-    def of(cls, config: Any) -> Tried:
-        return cls(str(config), as_fields(config))
-
-
-@dataclass
-class ClassResult:
-    """What was tried for one class: `us[choice][workload]`, the configs by choice, and the failures."""
-
-    key: str
-    us: dict[Choice, dict[str, float]] = field(default_factory=dict)
-    configs: dict[Choice, Tried] = field(default_factory=dict)
-    failures: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def best(self) -> dict[str, float]:
-        """The fastest of all, per workload."""
-        found: dict[str, float] = {}
-        for times in self.us.values():
-            for case, us in times.items():
-                found[case] = min(us, found.get(case, us))
-        return found
-
-    def regret(self, choice: Choice) -> float:
-        """The worst factor behind the fastest; infinite for a choice that lacks a workload."""
-        best, mine = self.best(), self.us[choice]
-        return max((mine.get(case, math.inf) / us for case, us in best.items()), default=math.inf)
-
-    def winner(self, backend: str) -> Choice | None:
-        """The backend's choice of least regret; its first config unless another is clearly better."""
-        mine = sorted(choice for choice in self.us if choice[0] == backend and math.isfinite(self.regret(choice)))
-        if not mine:
-            return None
-        top = min(mine, key=self.regret)
-        first = mine[0]
-        return first if first[1] == 0 and self.regret(first) <= FIRST_WINS_WITHIN * self.regret(top) else top
-
-
-@dataclass
-class State:
-    """What outlives a process: finished workloads, their results, and configs that hang or crash."""
-
-    path: Path | None
-    done: list[str] = field(default_factory=list)
-    classes: dict[str, ClassResult] = field(default_factory=dict)
-    bad: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def skipped(self, backend: str, config: str) -> str:
-        """Why a config is not tried again; a backend with several such configs is left alone."""
-        bad = self.bad.get(backend, {})
-        if config in bad:
-            return bad[config]
-        return f"not tried: {len(bad)} other configs hung or crashed" if len(bad) >= STRIKES else ""
-
-    def save(self) -> None:
-        if self.path is None:
-            return
-        classes = [
-            {
-                "key": c.key,
-                "us": [[*choice, times] for choice, times in c.us.items()],
-                "configs": [[*choice, tried.text, tried.fields] for choice, tried in c.configs.items()],
-                "failures": c.failures,
-            }
-            for c in self.classes.values()
-        ]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({"done": self.done, "classes": classes, "bad": self.bad}))
-
-    @classmethod
-    def load(cls, path: Path) -> State:
-        raw = json.loads(path.read_text())
-        classes = {}
-        for c in raw["classes"]:
-            us = {(name, index): times for name, index, times in c["us"]}
-            configs = {(name, index): Tried(text, values) for name, index, text, values in c["configs"]}
-            classes[c["key"]] = ClassResult(c["key"], us, configs, c["failures"])
-        return cls(path, raw["done"], classes, raw["bad"])
 
 
 @dataclass
@@ -276,56 +185,3 @@ def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict
     states = available_backends(device)
     chosen = [name for name in names or states if not states.get(name, "no such backend")]
     return chosen, {name: why for name in names or states if (why := states.get(name, "no such backend"))}
-
-
-def winners(classes: Iterable[ClassResult], device: str) -> list[Measured]:
-    """What to keep: the winning config of each backend in each class, with its mean time and the failures."""
-    found = []
-    for result in classes:
-        for backend in dict.fromkeys(name for name, _ in result.us):
-            choice = result.winner(backend)
-            if choice is not None:
-                us = round(geomean(result.us[choice].values()), 2)
-                failures = dict(result.failures.get(backend, {}))
-                found.append(Measured(backend, result.configs[choice].fields, us, device, result.key, failures))
-    return found
-
-
-def from_reports(reports: Sequence[Report]) -> list[Measured]:
-    """The same from reports of `multigemm bench`, which measured each backend with its first guess.
-
-    No config is stored, so that the table decides between backends, and each backend's heuristic, which
-    may have learnt since, between its configs.
-    """
-    classes: dict[tuple[str, str], ClassResult] = {}
-    for report in reports:
-        device = "cpu" if report.machine["device_type"] == "cpu" else report.machine["device"]
-        for row, spec in _class_rows(report):
-            result = classes.setdefault((device, spec), ClassResult(spec))
-            backend = row.entry.removesuffix(HOST_SIZES)
-            if row.us is None:
-                result.failures.setdefault(backend, {})[row.config] = row.reason
-                continue
-            result.configs[backend, 0] = Tried(row.config, {})
-            result.us.setdefault((backend, 0), {})[row.case] = row.us
-    devices = dict.fromkeys(device for device, _ in classes)
-    return [m for d in devices for m in winners([c for (name, _), c in classes.items() if name == d], d)]
-
-
-def _class_rows(report: Report) -> list[tuple[Row, str]]:
-    """Rows of backends with the class that each is about.
-
-    Where a backend was measured with host sizes too, the others' rows count for that class as well: they
-    never look at host sizes, and only times of the same workloads can be compared.
-    """
-    rows = [row for row in report.rows if row.kind == "backend" and row.spec]
-    found = [(row, row.spec) for row in rows]
-    knowing = [row for row in rows if row.entry.endswith(HOST_SIZES)]
-    for special in knowing:
-        own = {row.entry.removesuffix(HOST_SIZES) for row in knowing if row.case == special.case}
-        found += [
-            (row, special.spec)
-            for row in rows
-            if row.case == special.case and not (row.entry.endswith(HOST_SIZES) or row.entry in own)
-        ]
-    return found

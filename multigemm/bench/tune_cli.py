@@ -15,7 +15,8 @@ import torch
 from multigemm.bench import machine, results
 from multigemm.bench.cli import add_selection, selected
 from multigemm.bench.supervise import Marker, as_child, supervise
-from multigemm.bench.tune import Limits, State, Tuner, from_reports, tunable
+from multigemm.bench.tried import State, from_reports
+from multigemm.bench.tune import Limits, Tuner, tunable
 from multigemm.bench.workloads import Workload
 from multigemm.errors import BackendUnavailable
 from multigemm.tuning import SCHEMA, Measured, table

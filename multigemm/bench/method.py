@@ -1,0 +1,50 @@
+"""How a run measures, and the head of its report: what a reader must know before the first row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from multigemm.bench import machine
+from multigemm.bench.results import Report
+from multigemm.bench.roofline import measured_rates
+from multigemm.bench.workloads import Rates
+from multigemm.timing import Mode, overhead
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure. `budget_ms` is per workload and mode, for all entries together."""
+
+    reps: int = 100
+    budget_ms: float = 400.0
+    total_s: float = math.inf
+    style: Mode = "cold"
+    modes: tuple[Mode, ...] = ("graph", "hot", "host")
+    hot_below_us: float = 300.0
+    rates: dict[str, Rates] | None = None
+
+
+def new_report(device: torch.device, dtypes: Iterable[str], options: Options, absent: dict[str, str]) -> Report:
+    """An empty report with the machine, the method and the measured ceilings."""
+    names = set(dtypes)
+    measured = {} if options.rates and device.type == "cpu" else measured_rates(device, names)
+    rates = options.rates or measured
+    method = {
+        "style": options.style,
+        "reps": options.reps,
+        "budget_ms": options.budget_ms,
+        "flush": "256 MB written before each call" if device.type == "cuda" else "none (CPU)",
+        "rates": "given" if options.rates else "measured in this run",
+        "measured_rates": _as_numbers(measured),
+        "overhead_us": {name: round(us, 3) for name, us in overhead(device).items()},
+    }
+    used = _as_numbers({name: rates[name] for name in names})
+    return Report(machine.describe(device), method, used, absent=absent)
+
+
+def _as_numbers(rates: dict[str, Rates]) -> dict[str, dict[str, float]]:
+    return {name: {"tflops": round(rate.tflops, 4), "tbps": round(rate.tbps, 4)} for name, rate in rates.items()}

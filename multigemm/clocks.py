@@ -1,0 +1,143 @@
+"""What turns a call into samples: the clock of a GPU and that of a CPU.
+
+`timing.measure` decides what is sampled and when; here is how one sample is taken and read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+Mode = Literal["cold", "graph", "hot", "host", "do_bench"]
+Call = Callable[[], object]
+cuda: Any = torch.cuda  # parts of torch.cuda carry no types
+
+FLUSH_BYTES = 256 << 20
+HOT_CALLS = 20
+HOST_CALLS = 20
+WARMUP_MS = 25.0
+
+
+def _warm_calls(mode: Mode, cost_us: float) -> int:
+    """do_bench warms up for a time, the other modes for a few calls."""
+    return int(WARMUP_MS * 1e3 / max(cost_us, 1.0)) if mode == "do_bench" else 0
+
+
+class Clock:
+    """What differs between a GPU and a CPU: how a call becomes a sample, and how a sample is read."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
+        """Warms up; returns the sampler and the rough cost of one sample in microseconds."""
+        raise NotImplementedError
+
+    def read(self, sample: Any, mode: Mode) -> float:
+        raise NotImplementedError
+
+
+class CpuClock(Clock):
+    """perf_counter. There is no flush: a CPU's caches are large, shared and not ours to empty."""
+
+    def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
+        if mode == "graph":
+            raise RuntimeError("CUDA graphs need a CUDA device")
+        call()
+        repeat = HOT_CALLS if mode == "hot" else 1
+
+        def sample() -> float:
+            start = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            return (time.perf_counter() - start) * 1e6 / repeat
+
+        cost = min(sample() for _ in range(2)) * repeat  # the smaller: one may have waited for another process
+        for _ in range(_warm_calls(mode, cost)):
+            call()
+        return sample, cost
+
+    def read(self, sample: Any, mode: Mode) -> float:
+        return float(sample)
+
+
+class CudaClock(Clock):
+    """CUDA events on the current stream of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._flush: torch.Tensor | None = None
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device)
+
+    def flush(self) -> None:
+        if self._flush is None:
+            self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
+        self._flush.zero_()
+
+    def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize(self.device)
+        if mode == "host":
+            return lambda: self._host(call), HOST_CALLS * self._host(call)
+        repeat = HOT_CALLS if mode == "hot" else 1
+        run = capture(call, self.device, repeat).replay if mode in ("graph", "hot") else call
+        cold = mode != "hot"
+
+        def sample() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+            start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            if cold:
+                self.flush()
+            start.record()
+            run()
+            end.record()
+            return start, end
+
+        begin = time.perf_counter()
+        for _ in range(3):
+            last = sample()
+        last[1].synchronize()
+        cost = (time.perf_counter() - begin) * 1e6 / 3
+        for _ in range(_warm_calls(mode, cost)):
+            call()
+        return sample, cost
+
+    def _host(self, call: Call) -> float:
+        """The device is idle at the start and its queue is far from full, so only the host is seen."""
+        torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        spent = (time.perf_counter() - begin) * 1e6 / HOST_CALLS
+        torch.cuda.synchronize(self.device)
+        return spent
+
+    def read(self, sample: Any, mode: Mode) -> float:
+        if mode == "host":
+            return float(sample)
+        start, end = sample
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / (HOT_CALLS if mode == "hot" else 1)
+
+
+def capture(call: Call, device: torch.device | str, repeat: int = 1) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `repeat` calls, after the warm-up on a side stream that capture demands."""
+    stream = cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeat):
+            call()
+    graph.replay()
+    torch.cuda.synchronize(device)
+    return graph
