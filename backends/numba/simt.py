@@ -39,17 +39,30 @@ def make_kernel(config, signature):
     # One row more than the tile keeps a transposed store off a single shared-memory bank.
     pad = 0 if SIMULATED else 1
     a_pitch, b_pitch = bm + pad, bn + pad
+    a_count, b_count = bm * bk // threads, bn * bk // threads
     a_words, b_words, prefix_words = bk * a_pitch, bk * b_pitch, threads + 1
 
     @device
-    def fetch(tile, base, outer_stride, k_stride, outer, depth, k0, pitch, height, down, thread):
-        """Copies [height, bk] of an operand, transposed to [bk, height]; 0 outside outer x depth."""
-        for index in range(thread, height * bk, threads):
-            i, j = (index % height, index // height) if down else (index // bk, index % bk)
+    def place(index, height, down):
+        """(row of the operand's own dimension, k) of the `index`-th element of a tile."""
+        return (index % height, index // height) if down else (index // bk, index % bk)
+
+    @device
+    def fetch(held, count, base, outer_stride, k_stride, outer, depth, k0, height, down, thread):
+        """Reads this thread's part of [height, bk] of an operand; 0 outside outer x depth."""
+        for x in range(count):
+            i, j = place(thread + x * threads, height, down)
             value = cast(0)
             if i < outer and k0 + j < depth:
                 value = cast(load(base, i * outer_stride + (k0 + j) * k_stride))
-            tile[j * pitch + i] = value
+            held[x] = value
+
+    @device
+    def put(tile, held, count, pitch, height, down, thread):
+        """Writes it to shared memory, transposed to [bk, height]."""
+        for x in range(count):
+            i, j = place(thread + x * threads, height, down)
+            tile[j * pitch + i] = held[x]
 
     @kernel
     def simt(p, alpha, beta):
@@ -63,6 +76,8 @@ def make_kernel(config, signature):
         sums = cuda.local.array(products, acc_type)
         left = cuda.local.array(tm, acc_type)
         right = cuda.local.array(tn, acc_type)
+        held_a = cuda.local.array(a_count, acc_type)
+        held_b = cuda.local.array(b_count, acc_type)
         for tile in range(block, total, blocks):
             g, number = locate(p, prefix, tile)
             m, n, k, start = extent(p, g)
@@ -74,11 +89,16 @@ def make_kernel(config, signature):
             b += j0 * b_col * in_bytes
             for x in range(products):
                 sums[x] = zero
+            fetch(held_a, a_count, a, a_row, a_col, m - i0, k, 0, bm, a_down, thread)
+            fetch(held_b, b_count, b, b_col, b_row, n - j0, k, 0, bn, b_down, thread)
             for k0 in range(0, k, bk):
                 cuda.syncthreads()
-                fetch(a_tile, a, a_row, a_col, m - i0, k, k0, a_pitch, bm, a_down, thread)
-                fetch(b_tile, b, b_col, b_row, n - j0, k, k0, b_pitch, bn, b_down, thread)
+                put(a_tile, held_a, a_count, a_pitch, bm, a_down, thread)
+                put(b_tile, held_b, b_count, b_pitch, bn, b_down, thread)
                 cuda.syncthreads()
+                # The next part is on its way while this one is multiplied; past k nothing is read.
+                fetch(held_a, a_count, a, a_row, a_col, m - i0, k, k0 + bk, bm, a_down, thread)
+                fetch(held_b, b_count, b, b_col, b_row, n - j0, k, k0 + bk, bn, b_down, thread)
                 for kk in range(bk):
                     for x in range(tm):
                         left[x] = a_tile[kk * a_pitch + row + x * rows]
