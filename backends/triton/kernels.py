@@ -120,14 +120,15 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
                    A_BYTES: tl.constexpr, B_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr, WIDE: tl.constexpr,
                    EVEN_K: tl.constexpr, MULTIPLE: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr,
                    ALPHA: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-                   ZERO: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+                   ZERO: tl.constexpr, CHUNK: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
     """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups."""
     UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
     per_group = ((m + BM - 1) // BM) * ((n + BN - 1) // BN)
     if UNIFORM:
         total = groups * per_group
     else:
-        found, stride = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N)
+        found, stride = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N,
+                               CHUNK)  # fmt: skip
         total = tl.max(found, 0)
 
     for tile in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -135,7 +136,7 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
             g = tile // per_group
             first = g * per_group
         else:
-            g, first = locate(tile, found, stride, prefix, groups)
+            g, first = locate(tile, found, stride, prefix, groups, CHUNK)
 
         # 1. the group's extents, and where it starts along the jagged direction
         gm, gn, gk = m, n, k

@@ -23,6 +23,8 @@ from multigemm.schedule import most_tiles, tiles_of
 from multigemm.spec import OperandSpec, ProblemSpec
 
 CHUNK = 256
+FEW = 32
+"""Groups that the scheduler counts at once; up to FEW of them inside each warp, without a barrier."""
 PREFIX_STEP = 1024
 TYPES = {
     torch.float16: "fp16",
@@ -95,7 +97,12 @@ def extents_multiple(ops: Operands) -> int:
     return 16 if all(x % 16 == 0 for x in shapes) else 1
 
 
-def constants(spec: ProblemSpec, config: Config, multiple: int = 1) -> dict[str, Any]:
+def chunks(spec: ProblemSpec, config: Config) -> tuple[int, ...]:
+    """The numbers of groups at once that kernels are compiled for: both for problems of any small size."""
+    return (CHUNK, FEW) if config.programs == 0 and not uniform(spec) else (CHUNK,)
+
+
+def constants(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int = CHUNK) -> dict[str, Any]:
     """The constexpr arguments of the pointer kernel; `multiple` speaks of the extents of lists."""
     return {
         "FORM": spec.form,
@@ -120,16 +127,17 @@ def constants(spec: ProblemSpec, config: Config, multiple: int = 1) -> dict[str,
         "PRECISION": "tf32" if spec.precision == "tf32" else "ieee",
         "ACC": ACCUMULATORS[spec.acc],
         "ZERO": spec.zero_unowned,
+        "CHUNK": chunk,
         "INTERPRETED": False,
     }
 
 
-def pointer_source(spec: ProblemSpec, config: Config, multiple: int = 1) -> KernelSource:
+def pointer_source(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int = CHUNK) -> KernelSource:
     return KernelSource(
         module="multigemm.backends.triton.kernels",
         name="pointer_kernel",
         signature=tuple(_types(spec).items()),
-        constants=tuple(constants(spec, config, multiple).items()),
+        constants=tuple(constants(spec, config, multiple, chunk).items()),
         divisibility=_hints(spec),
         warps=config.warps,
         stages=config.stages,
@@ -283,7 +291,11 @@ def plan_pointer(spec: ProblemSpec, config: Config, device: torch.device, why: s
     major, minor = torch.cuda.get_device_capability(device)
 
     def kernels(multiple: int) -> Cubin:
-        return cubin(pointer_source(spec, config, multiple), 10 * major + minor)
+        found = {
+            chunk: cubin(pointer_source(spec, config, multiple, chunk), 10 * major + minor)
+            for chunk in chunks(spec, config)
+        }
+        return found[FEW if spec.groups <= FEW and FEW in found else CHUNK]
 
     kernels(16 if spec.form == "per_group" and spec.a.align == spec.b.align == 16 else 1)
     count = None if uniform(spec) else cubin(prefix_source(spec, config), 10 * major + minor)

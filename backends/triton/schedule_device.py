@@ -4,12 +4,12 @@
 `multigemm.schedule` is the host model of the same walk. No program walks all groups one by one: up
 to CHUNK groups are counted at once by a vector prefix sum; beyond that a small kernel writes the
 prefix sums first, and each lookup is two vector steps (CHUNK pivots, then the groups between two).
+With CHUNK = 32 every warp counts for itself, without a word through shared memory.
 """
 
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(256)
 FAR = tl.constexpr(2147483647)
 
 
@@ -50,7 +50,7 @@ def tiles_in(g, ok, ends, table, m, n, groups, head,
 @triton.jit
 def pivots(prefix, ends, table, m, n, groups, head,
            FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
-           TABLE_M: tl.constexpr, TABLE_N: tl.constexpr):  # fmt: skip
+           TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """CHUNK inclusive tile counts: of every group if they fit, else of every `stride`-th one."""
     lane = tl.arange(0, CHUNK)
     stride = (groups + CHUNK - 1) // CHUNK
@@ -63,7 +63,7 @@ def pivots(prefix, ends, table, m, n, groups, head,
 
 
 @triton.jit
-def locate(tile, found, stride, prefix, groups):
+def locate(tile, found, stride, prefix, groups, CHUNK: tl.constexpr):
     """(group, the group's first tile) of a tile index below the total."""
     lane = tl.arange(0, CHUNK)
     below = found <= tile
