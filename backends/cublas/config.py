@@ -128,5 +128,5 @@ def is_valid(config: Config, spec: ProblemSpec, device: torch.device) -> bool:
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """All configs that can run this spec, the best guess first."""
     every = [Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"),
-             Config("streams", 4), Config("loop")]  # fmt: skip
+             Config("streams", 4), Config("streams", 2), Config("loop")]  # fmt: skip
     return [config for config in every if is_valid(config, spec, device)]
