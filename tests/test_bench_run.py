@@ -20,6 +20,9 @@ from multigemm.bench.operands import Tensors
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.results import Report, Row
 from multigemm.bench.runner import Runner
+from multigemm.bench.suites import UNTUNED
+from multigemm.bench.tried import ClassResult, from_reports
+from multigemm.bench.tune import Limits, Tuner
 from multigemm.bench.workloads import Rates, Workload, parse_shape
 from tests.bench_reports import made_up_report
 
@@ -294,9 +297,26 @@ def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
     assert "first guess" in capsys.readouterr().out
 
 
-def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from multigemm.bench.tried import from_reports
+def test_sizes_on_the_host_are_a_class_of_their_own() -> None:
+    cases = [parse_shape("G=3,T=24,N=8,K=16"), parse_shape("G=3,T=24,N=8,K=16,dist=empty")]
+    tuner = Tuner(torch.device("cpu"), ["cpu"], Limits(configs=1, quick_ms=1.0, careful_ms=1.0), lambda text: None)
+    tuner.host_sizes = True
+    assert [m.key.split()[-1] for m in tuner.run(cases)] == ["equal-sizes", "host-sizes"]
 
+
+def test_rows_of_kernels_that_never_look_at_host_sizes_count_for_them_too() -> None:
+    report = run([CASE], [backend_entry("cpu"), backend_entry("cpu", host_sizes=True)])
+    (device, special) = report.rows
+    device.entry, device.us, special.us = "other", 5.0, 4.0
+    device.spec = device.spec.replace("host-sizes", "device-sizes")
+    kept = {(m.backend, m.key.split()[-1]): m.us for m in from_reports([report])}
+    where = special.spec.split()[-1]
+    assert kept == {("other", "device-sizes"): 5.0, ("other", where): 5.0, ("cpu", where): 4.0}
+    device.suite = special.suite = UNTUNED
+    assert from_reports([report]) == []
+
+
+def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = run([CASE, parse_shape("G=3,T=24,N=8,K=16,dist=empty")], [backend_entry("cpu"), backend_entry("auto")])
     rows = [row for row in report.rows if row.entry == "cpu"]
     results.write(tmp_path / "r.json", report)
@@ -312,8 +332,6 @@ def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_winner_is_the_least_worst_over_a_class() -> None:
-    from multigemm.bench.tried import ClassResult
-
     result = ClassResult("k", us={
         ("x", 0): {"even": 10.0, "skewed": 30.0},
         ("x", 1): {"even": 11.0, "skewed": 21.0},

@@ -25,6 +25,7 @@ from multigemm.bench.operands import Tensors, make, poison
 from multigemm.bench.supervise import Marker
 from multigemm.bench.tried import Choice, ClassResult, State, Tried, winners
 from multigemm.bench.workloads import Workload
+from multigemm.problem import GroupedGemmProblem
 from multigemm.staging import equal_sizes, staged_spec
 from multigemm.timing import Call, Timing, describe, measure
 from multigemm.tuning import Measured, device_name, spec_key
@@ -55,6 +56,7 @@ class Tuner:
     unfinished: list[str] = field(default_factory=list)
     marker: Marker = Marker(None)
     state: State = field(default_factory=lambda: State(None))
+    host_sizes: bool = False
     _current: ClassResult = field(default_factory=lambda: ClassResult(""))
 
     def run(self, cases: Sequence[Workload]) -> list[Measured]:
@@ -80,11 +82,11 @@ class Tuner:
         self.marker.say("making tensors and reference", case=case.key)
         tensors = make(case, self.device)
         truth = reference(tensors)
-        posed = problem(tensors)
+        posed = problem(tensors, self.host_sizes and tensors.offsets is not None)
         key = spec_key(staged_spec(posed), equal_sizes(posed))
         result = self.classes.setdefault(key, ClassResult(key))
         self.say(f"{case.key}  [{key}]")
-        calls, capturable = self._plans(tensors, truth, result)
+        calls, capturable = self._plans(posed, tensors, truth, result)
         del truth
         self._current = result
         for choice, us in self._times(calls, capturable).items():
@@ -95,11 +97,12 @@ class Tuner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _plans(self, tensors: Tensors, truth: Reference, result: ClassResult) -> tuple[dict[Choice, Call], set[Choice]]:
+    def _plans(
+        self, posed: GroupedGemmProblem, tensors: Tensors, truth: Reference, result: ClassResult
+    ) -> tuple[dict[Choice, Call], set[Choice]]:
         """A checked plan for each config that can run, and which of them can be captured."""
         calls: dict[Choice, Call] = {}
         capturable: set[Choice] = set()
-        posed = problem(tensors)
         spec = staged_spec(posed)
         for name in self.backends:
             backend = registry.get(name)

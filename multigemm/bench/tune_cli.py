@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="", help="backends, comma separated (default: all that are here)")
     parser.add_argument("--configs", type=int, default=0, help="how many configs of each backend to try; 0: all")
     parser.add_argument("--time-budget", type=float, default=600.0, help="seconds, after which no workload is begun")
+    parser.add_argument(
+        "--host-sizes",
+        action="store_true",
+        help="leave offsets on the host, where a library may do better",
+    )
     parser.add_argument("--no-record", action="store_true", help="measure and show, but keep nothing")
     parser.add_argument("--out", type=Path, default=None, help="also write the measurements to a file to share")
     parser.add_argument("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
@@ -58,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
         for name, why in absent.items():
             print(f"{name}: not tuned: {why}")
     limits, say = Limits(args.time_budget, args.configs), _silent if args.quiet else _loud
-    tuner = Tuner(device, backends, limits, say, marker=Marker(args.marker), state=state)
+    tuner = Tuner(device, backends, limits, say, marker=Marker(args.marker), state=state, host_sizes=args.host_sizes)
     return as_child(lambda: _tuned(tuner, cases, args), args.marker)
 
 
