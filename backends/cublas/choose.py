@@ -89,7 +89,7 @@ def separately(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
 
 def by_grouped_mm(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     """torch's grouped_mm. The result lies by rows, so a shape's n counts its rows."""
-    average = max(1, spec.total // max(1, spec.groups)) if spec.jagged == "m" else shapes[0].n
+    average = sum(s.n for s in shapes) // spec.groups if spec.jagged == "m" else shapes[0].n
     small = average <= 128 or shapes[0].m <= 128
     rows, cols, step, alone, each = SMALL_TILE if small else LARGE_TILE
     work = sum(2 * -(-s.n // (2 * rows)) * -(-s.m // cols) * (s.k * step / 1e3 + each) for s in shapes)
