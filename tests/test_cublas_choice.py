@@ -48,7 +48,7 @@ def test_the_choice_follows_the_sizes() -> None:
     assert choose.choose(spec, _sized(100), CUDA) == Config("loop")
     assert choose.choose(spec, _sized(100, 100, 100), CUDA) == Config("batched")
     assert choose.choose(_spec(groups=256), _sized(*range(1, 257), n=512, k=1024), CUDA) == Config("grouped_mm")
-    assert choose.choose(spec, _sized(8000, 4000, 2000, 1000, k=14336), CUDA) == Config("streams", 4)
+    assert choose.choose(spec, _sized(200, 100, 50, 20, n=14336), CUDA) == Config("streams", 4)
     assert choose.choose(_spec(dtype=torch.int8), _sized(5, 5), CUDA) == Config("loop")
 
 
