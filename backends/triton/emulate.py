@@ -17,6 +17,7 @@ from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.launch import (
     CHUNK,
     EXTENTS,
+    FEW,
     STRIDES,
     bound_on_tiles,
     constants,
@@ -68,7 +69,8 @@ def bind_emulated(ops: Operands, config: Config) -> Launch:
     spec = ops.spec
     shape = None if spec.form == "per_group" else packed(ops)
     tensors, numbers = _tensors(ops), scalars(ops, shape)
-    options = {**constants(spec, config), "INTERPRETED": True}
+    few = FEW if spec.groups <= FEW else CHUNK
+    options = {**constants(spec, config, chunk=few), "INTERPRETED": True}
     options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
     grid = (programs(bound_on_tiles(ops, shape, config), config, 1),)
     arguments = [*tensors.values(), *(numbers[name] for name in (*EXTENTS, *STRIDES))]

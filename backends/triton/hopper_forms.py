@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from multigemm.backends.triton.config import STRIP, Config, consumers, part_of
 from multigemm.layouts import Packed, Strided
-from multigemm.spec import OperandSpec, ProblemSpec
+from multigemm.spec import OperandSpec, Order, ProblemSpec
 
 TURNED = {"row": "col", "col": "row", "strided": "strided"}
 
@@ -21,12 +21,18 @@ def _turn(operand: OperandSpec) -> OperandSpec:
     return replace(operand, order=cast(Any, TURNED[operand.order]))
 
 
+def packed_order(spec: ProblemSpec, name: str) -> Order:
+    """How a copied operand lies: as before where the kernel takes that, which makes the copy a straight one."""
+    if spec.form == "jagged_k":
+        return "col" if name == "a" else "row"
+    return "col" if name == "b" and spec.b.order == "col" else "row"
+
+
 def packed_spec(spec: ProblemSpec, config: Config) -> ProblemSpec:
-    """The spec that the kernel sees once operands were packed: aligned rows, of the transpose for jagged k's a."""
+    """The spec that the kernel sees once operands were packed: aligned rows, or columns."""
     changes: dict[str, Any] = {}
     for name in config.pack:
-        order = "col" if name == "a" and spec.form == "jagged_k" else "row"
-        changes[name] = replace(getattr(spec, name), align=16, dense=True, order=order)
+        changes[name] = replace(getattr(spec, name), align=16, dense=True, order=packed_order(spec, name))
     return replace(spec, **changes)
 
 

@@ -10,23 +10,25 @@ from torch import Tensor
 
 from multigemm.backends.triton.compile import Cubin, KernelSource
 from multigemm.backends.triton.config import Config
-from multigemm.backends.triton.hopper_forms import aligned_stride
+from multigemm.backends.triton.hopper_forms import aligned_stride, packed_order
 from multigemm.backends.triton.launch import TYPES
 from multigemm.layouts import Operands, Packed, Strided, packed
 from multigemm.schedule import tiles_of
 from multigemm.spec import OperandSpec, ProblemSpec
 
+BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
+
 
 def pack_source(operand: OperandSpec, name: str, spec: ProblemSpec) -> KernelSource:
     """The copy of one operand into aligned rows."""
-    turned = name == "a" and spec.form == "jagged_k"
-    along = operand.order == ("col" if turned else "row")
+    order = packed_order(spec, name)
+    along = "none" if operand.order == "strided" else "row" if operand.order == order else "col"
     types = "*" + TYPES[operand.dtype]
     numbers = {**dict.fromkeys(("rows", "columns"), "i32"),
                **dict.fromkeys(("group", "row", "col", "target_group", "target_row"), "i64")}  # fmt: skip
     return KernelSource("multigemm.backends.triton.packing", "pack_kernel",
                         tuple({"source": types, "target": types, **numbers}.items()),
-                        (("BM", 32), ("BN", 128), ("ALONG_ROWS", along)),
+                        (("BM", BLOCK_ROWS), ("BN", BLOCK_COLUMNS), ("ALONG", along)),
                         (("target", 16), ("target_group", 8), ("target_row", 8)))  # fmt: skip
 
 
@@ -37,7 +39,7 @@ def _pack_one(source: Strided, groups: int, rows: int, columns: int, dtype: torc
     line = aligned_stride(columns)
     target = torch.empty((groups, rows, line), dtype=dtype, device=device)
     values = [source.ptr, target.data_ptr(), rows, columns, source.group, source.row, source.col, rows * line, line]
-    blocks = groups * tiles_of(rows, 32) * tiles_of(columns, 128)
+    blocks = groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS)
     index = device.index if device.index is not None else torch.cuda.current_device()
     return target, launcher(code, index, max(1, blocks), values, (target,))
 
@@ -47,7 +49,7 @@ def packed_operands(
 ) -> tuple[Packed, list[Callable[[], None]]]:
     """Addresses as the kernel will see them, and the copies that have to run first.
 
-    jagged k's a is copied as its transpose, whose rows follow the jagged direction.
+    An operand that the kernel wants as "col" is copied as its transpose, row by row.
     """
     shape = packed(ops)
     copies: list[Callable[[], None]] = []
@@ -55,7 +57,7 @@ def packed_operands(
         x: Strided = getattr(shape, name)
         groups = shape.groups if x.group else 1
         rows, columns = (shape.m, shape.k) if name == "a" else (shape.k, shape.n)
-        turned = name == "a" and ops.spec.form == "jagged_k"
+        turned = packed_order(ops.spec, name) == "col"
         if turned:
             rows, columns, x = columns, rows, Strided(x.ptr, x.group, x.col, x.row)
         dtype = getattr(ops.spec, name).dtype
