@@ -30,7 +30,8 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "ptx.cuh": ("hopper",),
     },
     "numba": {
-        "simt.py": ("simt",), "schedule.py": ("simt", "mma"), "epilogue.py": ("simt",), "memory.py": ("simt",),
+        "simt.py": ("simt",), "schedule.py": ("simt", "mma"), "epilogue.py": ("simt", "mma"),
+        "memory.py": ("simt",),
         "mma.py": ("mma",), "mma_fragments.py": ("mma",), "hopper.py": ("hopper",), "hopper_consumer.py": ("hopper",),
         "hopper_producer.py": ("hopper",), "hopper_epilogue.py": ("hopper", "mma"), "warp_schedule.py": ("hopper",),
     },
@@ -40,7 +41,10 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
 EMULATED = ("pointer", "simt")
 """Kernels that run without a GPU."""
 
-GPU_ONLY = ("group_rows", "weight_class", "write_records", "zero_kernel")
+BEHIND = {"memory.py": "else:"}
+"""Files that hold kernel source from such a line on only; before it stands what emulation has in its place."""
+
+GPU_ONLY = ("group_rows", "weight_class", "write_records", "zero_kernel", "make_any_finish")
 """Functions of these files that an emulator never calls."""
 
 OPERATORS: tuple[tuple[str, str, str], ...] = (
@@ -71,6 +75,7 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     (r"wider|narrower", r"if rows_left > 0", "a tile without rows adds zeros to nothing"),
     (r"zero for one", r"rows = tl.minimum\(tl.maximum\(rows, 0\), m\)", "one tile for no rows, which stores nothing"),
     (r"mask conjunct lost", r"\(back != x\) & \(x == x\)", "a NaN whose last bit is set is a NaN"),
+    (r"zero for one", r"value = cast\(0\)$", "every branch behind it sets the value"),
     (r"wider", r"while distance < threads", "one more round, in which no thread takes part"),
     (r"product lost", r"zero_unowned\(p, block \* threads", "the same elements are zeroed more than once"),
 )  # fmt: skip
@@ -107,7 +112,11 @@ def code_lines(path: Path, skip: tuple[str, ...] = ()) -> Iterator[tuple[int, st
     """Lines that may be changed: no comments, docstrings, imports, signatures or compile-time constants, and
     nothing in the functions named by `skip`."""
     inside, function = False, ""
+    begun = path.name not in BEHIND
     for number, line in enumerate(path.read_text().splitlines(), 1):
+        begun = begun or line == BEHIND[path.name]
+        if not begun:
+            continue
         if header := re.match(r"def (\w+)\(", line):
             function = header.group(1)
         if function in skip:
@@ -152,7 +161,7 @@ def sites(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Si
     found: list[Site] = []
     for path in sorted((root / "backends" / backend).rglob("*")):
         reached = FILES[backend].get(path.name, ())
-        if not reached or (emulated and not set(reached) & set(EMULATED)):
+        if not reached or (emulated and (path.name in BEHIND or not set(reached) & set(EMULATED))):
             continue
         for number, line in code_lines(path, GPU_ONLY if emulated else ()):
             found += _changes(str(path.relative_to(root)), number, line)
