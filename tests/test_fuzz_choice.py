@@ -1,0 +1,102 @@
+"""Which configs a campaign runs: all that a backend ships, also those that it would keep for larger problems."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm.errors import InvalidSetting
+from multigemm.fuzz.plan import Options, Summary, Tally
+from multigemm.fuzz.report import GATE_FROM, failed, idle, to_text
+from multigemm.fuzz.worker import Worker, slot_of
+from multigemm.spec import ProblemSpec
+from multigemm.testing import Case, Limits, Subject, check_case
+from multigemm.testing.choice import assigned, spec_of
+from multigemm.testing.corpus import snippet
+from multigemm.testing.kinds import kinds
+from multigemm.testing.model_kernel import ModelBackend
+from multigemm.testing.model_parts import Faults, Tile
+from multigemm.testing.subject import kind_of
+
+CPU = torch.device("cpu")
+LARGE, SMALL = Tile(32, 32, 16), Tile(8, 8, 8)
+
+
+class Choosy(ModelBackend):
+    """Large tiles for large problems only, and another one that only bfloat16 has."""
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
+        more = [Tile(16, 8, 8)] if spec.compute == torch.bfloat16 else []
+        return [*([LARGE] if spec.total > 2000 else []), SMALL, *more]
+
+
+def test_small_problems_know_the_configs_of_large_ones() -> None:
+    subject = Subject(Choosy("choosy"))
+    spec = spec_of(Case(form="jagged_m", n=4, k=4, lengths=(3, 2)), CPU)
+    assert list(subject.configs(spec, CPU)) == [SMALL]
+    assert subject.shipped(spec, CPU) == [SMALL, LARGE]
+    assert subject.shipped(spec_of(Case(form="jagged_m", n=4, k=4, lengths=()), CPU), CPU) == [SMALL]
+
+
+def test_sizes_are_no_part_of_a_kind() -> None:
+    one, two, empty = (spec_of(Case(n=n, k=7, lengths=(5, 6)), CPU) for n in (4, 12, 0))
+    assert kind_of(one) == kind_of(two) != kind_of(empty)
+
+
+def test_every_config_is_assigned_and_evenly() -> None:
+    found = assigned(kinds(Limits(work=4000), 16), Subject(Choosy("choosy")), CPU, 1)
+    used = Counter(config for configs in found for config in configs)
+    assert set(used) == {LARGE, SMALL, Tile(16, 8, 8)}
+    assert max(used.values()) - min(used.values()) <= 8
+
+
+def test_a_pinned_config_runs_where_it_is_valid_and_another_elsewhere() -> None:
+    subject = Subject(Choosy("choosy"))
+    subject.pin(Tile(16, 8, 8))
+    narrow = spec_of(Case(dtype="bfloat16", n=4, k=4, lengths=(3,)), CPU)
+    assert subject.recipe(narrow, CPU).config == Tile(16, 8, 8)
+    assert subject.recipe(spec_of(Case(dtype="float32", n=4, k=4, lengths=(3,)), CPU), CPU).config == SMALL
+
+
+def test_a_config_is_found_again_by_its_text() -> None:
+    case = Case(form="jagged_m", n=4, k=4, lengths=(3, 2))
+    faulty = Choosy("choosy", Faults(mask_n_store=False))
+    outcome = check_case(case, faulty, config=str(LARGE))
+    assert outcome.config == LARGE and not outcome.ok
+    assert f"config={str(LARGE)!r}" in snippet(case, "choosy", "cpu", str(LARGE))
+    found = check_case(case, faulty, config="Tile(bm=1)").findings
+    assert any(InvalidSetting.__name__ in str(finding) for finding in found)
+
+
+class _Pipe:
+    def __init__(self) -> None:
+        self.total = Tally()
+
+    def send(self, tally: Tally) -> None:
+        self.total.add(tally)
+
+
+def test_a_campaign_counts_every_config_and_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multigemm import registry
+
+    monkeypatch.setattr(registry, "get", lambda name: Choosy(name))
+    options = Options(("choosy",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, examples=12, deep=50)
+    pipe = _Pipe()
+    Worker(options, pipe, [0] * 5).run(0, 1e18, -1)
+    assert not pipe.total.failures
+    assert sum(pipe.total.configs.values()) == pipe.total.checks["choosy"] == 12
+    assert {text for name, text in pipe.total.configs} >= {str(LARGE), str(SMALL)}
+    assert [slot_of(options, number) for number in (0, 4, 8)] == [0, 1, 0]
+    assert all(pipe.total.configs["choosy", text] for text in pipe.total.assigned.values())
+
+
+def test_a_config_that_never_ran_fails_the_campaign() -> None:
+    tally = Tally(problems=GATE_FROM)
+    tally.configs.update({("choosy", "LARGE"): 0, ("choosy", "SMALL"): 7})
+    summary = Summary(Options(("choosy",), forms=("masked",)), tally, 1.0)
+    assert idle(summary) == ["choosy LARGE"] and failed(summary)
+    assert "NEVER RUN: choosy LARGE" in to_text(summary)
+    tally.problems = 10
+    assert not idle(summary)
