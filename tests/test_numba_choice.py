@@ -91,7 +91,7 @@ def test_older_gpus_get_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_few_rows_get_short_tiles() -> None:
-    tall, short = choice.candidates(spec(), GPU)[0], choice.candidates(spec(total=64), GPU)[0]
+    tall, short = choice.candidates(spec(), GPU)[0], choice.candidates(spec(total=64, k=4096), GPU)[0]
     assert isinstance(tall, HopperConfig)
     assert isinstance(short, HopperConfig)
     assert short.n_max < tall.n_max
@@ -106,6 +106,16 @@ def test_small_problems_are_cut_finer_and_narrow_ones_need_no_cluster() -> None:
     assert few.n_max < many.n_max
     narrow = choice.candidates(spec(n=128), GPU)
     assert all(config.cluster == 1 for config in narrow if isinstance(config, HopperConfig))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_problems_that_are_over_at_once_do_without_tma() -> None:
+    cubes = spec(form="per_group", groups=4, n=None, k=None, total=512, largest=128)
+    assert kernels(cubes)[0] == "mma"
+    assert kernels(replace(cubes, total=4096, largest=1024))[0] == "hopper"
+    batched = spec(form="batched", groups=4, m=128, n=128, k=128, total=512, largest=128)
+    assert kernels(batched)[0] == "mma"
+    assert kernels(replace(batched, k=8192))[0] == "hopper"
 
 
 def test_facts_that_a_kernel_ignores_do_not_compile_it_twice() -> None:

@@ -133,15 +133,6 @@ def test_pieces_cover_a_group_once(m: int, n: int, n_max: int, columns: int) -> 
     assert all(0 < rows <= n_max and row % 8 == 0 for row, rows, _ in seen)
 
 
-@pytest.mark.parametrize("regions", [1, 2, 8])
-@pytest.mark.parametrize("total", [1, 3, 8, 132, 1001])
-def test_every_tile_is_taken_once(regions: int, total: int) -> None:
-    from multigemm.backends.numba.hopper_producer import make_order
-
-    order = make_order(regions).py_func
-    assert sorted(int(order(np.int32(i), np.int32(total))) for i in range(total)) == list(range(total))
-
-
 @pytest.mark.parametrize("config", [HOPPER, HOPPER_MEDIUM, HOPPER_NARROW], ids=str)
 @pytest.mark.parametrize("a_order", ["row", "col"])
 def test_every_tensor_map_is_fenced_once_before_it_is_used(

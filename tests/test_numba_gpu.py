@@ -12,7 +12,7 @@ import multigemm as mg
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 pytestmark = pytest.mark.gpu
 
-from multigemm.backends.numba import BACKEND, build, launch  # noqa: E402
+from multigemm.backends.numba import BACKEND, build  # noqa: E402
 from multigemm.backends.numba.config import HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, MMA, MMA_SMALL, SIMT, SIMT_LARGE  # noqa: E402
 from tests.numba_cases import DTYPES, Maker, cases, operands  # noqa: E402
 from tests.numba_contract import checks  # noqa: E402
@@ -127,9 +127,8 @@ def test_groups_beyond_one_scan() -> None:
 
 @pytest.mark.parametrize("config", [MMA_SMALL, MMA, HOPPER_NARROW, HOPPER_MEDIUM], ids=str)
 @pytest.mark.parametrize("form", ["batched", "list", "jagged"])
-def test_launches_that_overlap_keep_their_order(config: Any, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_that_overlap_keep_their_order(config: Any, form: str) -> None:
     """Each product reads what the one before it wrote, and new sizes; with a rest between them, and without."""
-    monkeypatch.setattr(launch, "OVERLAP", True)
     make = Maker(9, torch.bfloat16, DEVICE, "row")
     weights, start = make.matrix(3, 128, 128) / 12, make.matrix(3, 128, 128)
     ends = torch.tensor([128, 256, 384], dtype=torch.int32, device=DEVICE)

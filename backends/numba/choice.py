@@ -28,6 +28,8 @@ from multigemm.spec import ProblemSpec
 
 FEW_ROWS = 64
 SOME_ROWS = 128
+SHALLOW = 512
+"""The k up to which small problems are better off without TMA and wgmma."""
 TMA_ALIGN = 16
 MMA_MINIMUM = (8, 0)
 MULTIPROCESSORS = 128
@@ -39,7 +41,15 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Configs that are right for this spec; the first is the heuristic's choice."""
     if device.type != "cuda":
         return [SIMT_EMULATED]
-    return _hopper(spec, device) + _mma(spec, device) + _simt(spec)
+    hopper, mma = _hopper(spec, device), _mma(spec, device)
+    return (mma + hopper if mma and _is_small(spec) else hopper + mma) + _simt(spec)
+
+
+def _is_small(spec: ProblemSpec) -> bool:
+    """Whether all is over so soon that the time to begin counts most, which is shorter without TMA."""
+    k = spec.k if spec.k is not None else rows_per_group(spec)
+    tiles = spec.groups * -(-_columns(spec) // MMA_SMALL.bn) * -(-max(rows_per_group(spec), 1) // MMA_SMALL.bm)
+    return spec.form != "jagged_k" and tiles <= MULTIPROCESSORS and k <= SHALLOW
 
 
 def rows_per_group(spec: ProblemSpec) -> int:
@@ -96,7 +106,7 @@ def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
         return []
     sizes = [HOPPER, HOPPER_MEDIUM, HOPPER_NARROW]
     rows = rows_per_group(spec)
-    first = 0 if rows > SOME_ROWS else 1 if rows > FEW_ROWS else 2
+    first = 0 if rows > SOME_ROWS else 1
     while first < 2 and _tiles(spec, rows, sizes[first].n_max) < MULTIPROCESSORS:
         first += 1
     order = [sizes[first], *sizes[:first], *sizes[first + 1 :]]
@@ -107,8 +117,11 @@ def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 def _tiles(spec: ProblemSpec, rows: int, n_max: int) -> int:
     """About how many blocks have work, if groups are alike (and square, where the width differs by group)."""
-    columns = spec.n if spec.n is not None else rows
-    return spec.groups * -(-max(rows, 1) // n_max) * -(-max(columns, 1) // COLUMNS)
+    return spec.groups * -(-max(rows, 1) // n_max) * -(-_columns(spec) // COLUMNS)
+
+
+def _columns(spec: ProblemSpec) -> int:
+    return max(spec.n if spec.n is not None else rows_per_group(spec), 1)
 
 
 def _simt(spec: ProblemSpec) -> list[Config]:

@@ -109,22 +109,18 @@ class HopperConfig:
     """128 columns x up to n_max rows (in steps of `step`), a ring of `stages` stages of 128 bytes of k.
 
     `cluster` blocks work on neighbouring columns and share the rows: each loads a part for all.
-    Tiles are taken from `regions` (a power of 2) places of their list at once, so that groups that wait
-    for memory and groups that wait for the tensor cores run side by side.
     """
 
     kernel: ClassVar[str] = "hopper"
     threads: ClassVar[int] = 384
     n_max: int = 256
     stages: int = 4
-    step: int = 16
+    step: int = 32
     cluster: int = 2
-    regions: int = 1
-    apart: bool = False
 
 
 HOPPER = HopperConfig()
-HOPPER_MEDIUM = HopperConfig(128, 6)
+HOPPER_MEDIUM = HopperConfig(128, 6, 16, cluster=1)
 HOPPER_NARROW = HopperConfig(64, 8, 8, cluster=1)
 MMA = MmaConfig()
 MMA_SMALL = MmaConfig(64, 64, 4)

@@ -22,7 +22,7 @@ from multigemm.backends.numba.ptx_asm import make_zeros
 from multigemm.backends.numba.runtime import synchronising
 
 CONSUMERS = 256
-BOTH_BARRIER, APART_BARRIER = 3, 4
+BOTH_BARRIER = 3
 int32 = types.int32
 _wait_one = hw.make_wgmma_wait(1)
 
@@ -109,10 +109,6 @@ def make_multiply(config, signature, n):
 
     The sums fill the beginning of as many registers as the largest n takes, so that one epilogue
     serves every n. Where they go is worked out while the last products are under way.
-
-    In deep tiles (`apart`) the second warpgroup begins one block of k after the first, so that each
-    has the tensor cores for itself while the other stores. No deeper than the ring, the first
-    could arrive at the barrier twice before the second has come to it.
     """
     at = Layout(config, signature)
     stages, stage_bytes, full, most = config.stages, at.stage_bytes, at.full, config.n_max // 2
@@ -126,22 +122,16 @@ def make_multiply(config, signature, n):
     tokens = hw.make_descriptor(64 * ROW_BYTES, 1024)
     zero_tail, ragged_k = make_zero_tail(config, signature), signature.ragged_k
     target, _ = make_targets(signature)
-    apart = config.apart
 
     @synchronising
     def multiply(p, tile, base, stage, phase, warpgroup, thread):
         depth, tail, g, start, i0, j = tile
         acc = zeros()
-        staggered = apart and depth > stages
-        if staggered and warpgroup == 1:
-            ptx.named_barrier(APART_BARRIER, CONSUMERS)
         lane = int32(thread & 31)
         before = int32(-1)
         for block in range(depth):
             where = int32(base + stage * stage_bytes)
             hw.mbarrier_wait(base + full + stage * 8, phase)
-            if staggered and block == 1 and warpgroup == 0:
-                ptx.named_arrive(APART_BARRIER, CONSUMERS)
             if ragged_k and tail != 0 and block == depth - 1:
                 zero_tail(where, tail, n, warpgroup * 128 + thread)
             b = weights(where + warpgroup * (WEIGHT_BYTES // 2))

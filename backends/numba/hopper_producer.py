@@ -126,22 +126,6 @@ def make_turns(config, signature):
 
 
 @cache
-def make_order(regions):
-    """order(number, total): the tile that is taken as the `number`-th, from `regions` stretches in turn."""
-    shift = regions.bit_length() - 1
-
-    @synchronising
-    def order(number, total):
-        if regions == 1:
-            return number
-        each, longer = int32(total >> shift), int32(total & int32(regions - 1))
-        region = int32(number & int32(regions - 1))
-        return int32(int32(region * each) + min(region, longer) + (number >> shift))
-
-    return order
-
-
-@cache
 def make_acquire(config, signature):
     """acquire(these, height, fenced) -> the tensor maps that this thread may use by now, as bits.
 
@@ -181,7 +165,7 @@ def make_producer(config, signature):
     scan, locate, piece = make_warp_schedule(config.n_max, COLUMNS * cluster)
     fill = make_fill(config, signature)
     take, finish = make_turns(config, signature)
-    acquire, order = make_acquire(config, signature), make_order(config.regions)
+    acquire = make_acquire(config, signature)
 
     @synchronising
     def announce(base, slot_step, height, depth, g, start, i0, j0, rows, n, k):
@@ -217,11 +201,10 @@ def make_producer(config, signature):
             ticket = int32(0)
             if total > clusters and lane == 0 and rank == 0:
                 ticket = ptx.atomic_add(counters, 1)
-            tile = order(turn, total)
-            if tile < first or tile >= end:
-                g, first, end = locate(p, low, high, lane, tile)
+            if turn < first or turn >= end:
+                g, first, end = locate(p, low, high, lane, turn)
             m, n, k, start = extent(p, g)
-            i0, rows, j0 = piece(m, n, int32(tile - first))
+            i0, rows, j0 = piece(m, n, int32(turn - first))
             j0 = int32(j0 + rank * COLUMNS)
             height = int32(((rows + (rows_step - 1)) // rows_step) * rows_step)
             depth = int32((k + (bk - 1)) // bk)

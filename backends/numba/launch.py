@@ -45,7 +45,6 @@ from multigemm.spec import ProblemSpec
 SIMULATOR_SWITCH_SECONDS = 2e-5
 _one_at_a_time = threading.Lock()
 """The simulator runs one kernel at a time, and the switch interval belongs to the whole process."""
-OVERLAP = False
 ZEROS_PER_BLOCK = 16384
 
 
@@ -136,7 +135,7 @@ def _hopper(config: HopperConfig, signature: Signature, device: torch.device) ->
         workspace = to_device(np.append(maps, np.int64(0)), ops.device)
         at = workspace.data_ptr()
         arguments = pack(call, ops.alpha, ops.beta, (at, at + maps.nbytes))
-        launch = function.launcher(grid, config.threads, arguments, config.cluster, OVERLAP)
+        launch = function.launcher(grid, config.threads, arguments, config.cluster, overlap=True)
         return keeping(launch, (ops, table, workspace))
 
     return bind
@@ -145,7 +144,7 @@ def _hopper(config: HopperConfig, signature: Signature, device: torch.device) ->
 def _tiled(config: SimtConfig | MmaConfig, signature: Signature, device: torch.device, shared: int) -> Bind:
     """As many blocks as fit on the device; each walks the tiles in strides."""
     function = function_of(config, signature, device, shared)
-    overlap = OVERLAP and isinstance(config, MmaConfig) and capability_of(device) >= OVERLAP_MINIMUM
+    overlap = isinstance(config, MmaConfig) and capability_of(device) >= OVERLAP_MINIMUM
     resident = function.blocks_per_multiprocessor(config.threads) * _multiprocessors(device)
 
     def bind(ops: Operands) -> Launch:

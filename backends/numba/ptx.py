@@ -91,5 +91,3 @@ atomic_add = instruction("atom.global.add.u32 $0, [$1], $2;", I32, I64, I32)
 """(global address, word) -> the old value."""
 named_barrier = instruction("bar.sync $0, $1;", None, I32, I32)
 """(barrier 1 to 15, threads): a rendezvous of part of a block."""
-named_arrive = instruction("bar.arrive $0, $1;", None, I32, I32)
-"""Is counted at such a rendezvous, but does not wait for the others."""
