@@ -119,6 +119,21 @@ def test_one_wave_of_small_tiles_takes_the_small_kernel(change: dict[str, object
     assert (best.kernel, best.tile) == kernel
 
 
+@pytest.mark.parametrize(("groups", "kernel"), [(8, "packed"), (32, "direct"), (256, "direct")])
+def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, kernel: str) -> None:
+    odd = replace(SPEC, groups=groups, a=replace(BF16, align=2), b=replace(BF16, align=2))
+    assert configs.heuristic(odd).kernel == kernel
+    assert configs.heuristic(replace(odd, b=BF16)).kernel == "packed", "only the rows are odd: they are copied anyway"
+
+
+def test_one_b_for_all_groups_needs_no_tile_per_group(fake: FakeDriver) -> None:
+    x, w = torch.zeros(70, 64, dtype=torch.bfloat16), torch.zeros(64, 100, dtype=torch.bfloat16)
+    problem = mg.GroupedGemmProblem(x, w, ends=torch.tensor([8, 24, 70]))
+    view = params.view_of(stage(problem, staged_spec(problem), allocate(problem)).ops)
+    assert small._grid(view, 32, True) == (4, 3, 1)
+    assert small._grid(view, 32, False) == (4, 6, 1)
+
+
 def test_every_candidate_fits_into_shared_memory() -> None:
     for config in configs.candidates(SPEC, GPU):
         assert is_valid(config, SPEC)

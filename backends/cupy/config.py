@@ -71,8 +71,10 @@ CUBE_ROWS = 8192
 
 SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
 """Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
-WORTH_COPYING = 1 << 31
+WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the portable kernel."""
+FEW_ROWS = 512
+"""Rows per group up to which weights are shifted as they are read; more rows repay a copy of the weights."""
 
 
 def is_swapped(spec: ProblemSpec) -> bool:
@@ -186,7 +188,8 @@ def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config
 def _order(spec: ProblemSpec) -> list[Config]:
     """All configs, the best guess first: pieces as high as the average group; copies only where they pay."""
     small, large = _small_order(spec), _larger(spec)
-    return [*small, *large, *(c for c in (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64) if c not in small)]
+    rest = (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64)
+    return [*small, *large, *(c for c in rest if c not in small and c not in large)]
 
 
 def _small_order(spec: ProblemSpec) -> list[Config]:
@@ -207,7 +210,8 @@ def _larger(spec: ProblemSpec) -> list[Config]:
     copied = replace(fast[0], kernel="packed")
     work = spec.total * (spec.n or 256) * (spec.k or 256)
     if work >= WORTH_COPYING:
-        return [*fast, copied, PORTABLE, SMALL]
+        few = spec.total // max(spec.groups, 1) <= FEW_ROWS
+        return [*fast, *((DIRECT, copied) if few else (copied, DIRECT)), PORTABLE, SMALL]
     return [*fast, SMALL, PORTABLE, copied] if spec.total <= SMALL_ROWS else [*fast, PORTABLE, SMALL, copied]
 
 

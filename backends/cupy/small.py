@@ -66,9 +66,13 @@ def _listed(ops: Operands, side: int) -> tuple[bytes, int]:
     return LISTED.pack(*(value for column in zip(*rows, strict=True) for value in column)), tiles
 
 
-def _grid(ops: Operands, view: Packed, side: int) -> tuple[int, int, int]:
+def _grid(view: Packed, side: int, plain: bool) -> tuple[int, int, int]:
     """Tiles across, down and groups; along a jagged direction as many as any offsets could need."""
     down, across = -(-view.m // side), -(-view.n // side)
+    if (
+        view.jagged == "m" and plain and view.b.group == 0
+    ):  # one B for all: the kernel cuts rows as if there were no groups
+        return max(across, 1), max(down, 1), 1
     if view.jagged == "m":
         return max(across, 1), max(down + view.groups, 1), 1
     if view.jagged == "n":
@@ -87,7 +91,7 @@ def bind(ops: Operands, config: Config, function: int) -> Launch:
             return _nothing
         grid = (tiles, 1, 1)
     else:
-        grid = _grid(ops, view, config.tile)
+        grid = _grid(view, config.tile, _plain(ops.spec))
     return launcher(
         function,
         arguments,

@@ -8,10 +8,7 @@
 // Compile-time choices as in hopper.cu, with RAGGED_K and TALL 0.
 #include "consume.cuh"
 
-#ifndef RAW
-#define RAW 2
-#endif
-constexpr int RAW_SLOTS = RAW, LINES = W_K ? COLUMNS : BK, LINE = W_K ? BK : COLUMNS;   // lines of a stage, elements in a line
+constexpr int RAW_SLOTS = 2, LINES = W_K ? COLUMNS : BK, LINE = W_K ? BK : COLUMNS;   // lines of a stage, elements in a line
 constexpr int PIECES = LINE / 8 + 1, RAW_PITCH = PIECES * 16, RAW_BYTES = LINES * RAW_PITCH;
 constexpr int FETCH = 1, SHIFT = 2, SHIFT_WARPS = 2;        // warps of the third warpgroup; warp 0 loads the rows
 
