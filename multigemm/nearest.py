@@ -17,8 +17,9 @@ from functools import lru_cache
 LIKE_ROWS = ("jagged_m", "masked", "batched", "per_group")
 HALF = ("float16", "bfloat16")
 WORDS = 11
-NEAREST = 4
-OTHER_FORM, OTHER_ALIGNMENT, OTHER_ORDER, OTHER_SHARING, OTHER_HALF, UNKNOWN_EXTENT = 3.0, 3.0, 1.0, 1.0, 0.25, 1.0
+NEAREST = 8
+OTHER_FORM, OTHER_ALIGNMENT, OTHER_SIZES, OTHER_ORDER, OTHER_SHARING = 3.0, 3.0, 2.0, 1.0, 1.0
+OTHER_HALF, UNKNOWN_EXTENT = 0.25, 1.0
 OCTAVES = (1.0, 0.5, 0.5, 0.5)
 
 
@@ -82,7 +83,7 @@ def distance(x: Place, y: Place) -> float | None:
         return None
     if x.form != y.form and not (x.form in LIKE_ROWS and y.form in LIKE_ROWS):
         return None
-    far = OTHER_FORM if x.form != y.form else 0.0
+    far = OTHER_FORM * (x.form != y.form) + OTHER_SIZES * (x.sizes != y.sizes)
     far += sum(map(_other_layout, x.operands, y.operands))
     return far + sum(w * _octaves(p, q) for w, p, q in zip(OCTAVES, x.extents, y.extents, strict=True))
 

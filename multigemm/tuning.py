@@ -130,10 +130,13 @@ class TuningTable:
         places = {**self._shipped, **{place: m for place, m in list(self._own.items()) if m is not None}}
         kinds = [_where(key) for key in _stand_ins(spec, equal)]
         usable = [m for m in places.values() if m.device == name and m.us > 0 and _where(m.key) in kinds]
-        known: dict[str, dict[str, float]] = {}
-        for m in sorted(usable, key=lambda m: -kinds.index(_where(m.key))):
-            known.setdefault(m.key.rsplit(" ", 1)[0] + f" {kinds[0]}", {})[m.backend] = m.us
-        return estimates(spec_key(spec, equal), known)
+        known: dict[str, tuple[str, dict[str, float]]] = {}
+        for m in sorted(
+            usable, key=lambda m: -kinds.index(_where(m.key))
+        ):  # the best stand-ins last, so that they stay
+            before = known.get(m.key.rsplit(" ", 1)[0], ("", {}))[1]
+            known[m.key.rsplit(" ", 1)[0]] = m.key, {**before, m.backend: m.us}
+        return estimates(spec_key(spec, equal), dict(known.values()))
 
 
 def _where(key: str) -> str:

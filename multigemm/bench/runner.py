@@ -190,10 +190,12 @@ class Runner:
         if self.device.type == "cuda" and "graph" in options.modes:
             self._graphs({name: p for name, p in alive.items() if not p.syncs}, rows)
         if "host" in options.modes:
-            everything = self.device.type == "cpu"  # nothing queues up there, so each call costs what it takes
-            short = {n: p for n, p in alive.items() if everything or (rows[n].us or 0) < options.hot_below_us}
-            for name, timing in self._measure({n: p.call for n, p in short.items()}, "host", 20).items():
+            on_cpu = self.device.type == "cpu"  # nothing queues up there: the call has cost the host its eager time
+            short = {n: p for n, p in alive.items() if on_cpu or (rows[n].us or 0) < options.hot_below_us}
+            for name, timing in self._measure({n: p.call for n, p in short.items() if not on_cpu}, "host", 20).items():
                 rows[name].host_us = round(timing.median, 2) if timing.ok else None
+            for row in (rows[name] for name in short if on_cpu):
+                row.host_us = round(row.eager.median, 2) if row.eager else None
             whole = {n: p.whole for n, p in short.items() if p.whole is not None}
             for name, timing in self._measure(whole, "host", 20).items():
                 rows[name].whole_host_us = round(timing.median, 2) if timing.ok else None
