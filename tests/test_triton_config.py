@@ -9,9 +9,10 @@ import torch
 
 from multigemm.backends.triton import BACKEND, Config
 from multigemm.backends.triton.config import candidates, emulated, hopper_candidates, pointer_candidates, problem_with
-from multigemm.backends.triton.hopper_forms import canonical, cut_of, store_of
+from multigemm.backends.triton.hopper_forms import canonical, cut_of, packed_spec, store_of
 from multigemm.backends.triton.shipped import specs
 from multigemm.errors import InvalidSetting
+from multigemm.spec import Form, Order
 
 SPECS = dict(specs())
 
@@ -35,10 +36,32 @@ def test_the_measured_ranking() -> None:
         assert best.block_m == block_m, rows
 
 
-def test_unaligned_operands_are_packed_and_jagged_columns_are_not() -> None:
+def test_unaligned_operands_are_packed_and_lists_are_not() -> None:
     assert hopper_candidates(SPECS["jagged_m bf16 unaligned"])[0].pack == ("a", "b")
-    assert hopper_candidates(SPECS["jagged_n bf16 unaligned"]) == []
+    assert hopper_candidates(SPECS["jagged_n bf16 unaligned"])[0].pack == ("a", "b")
     assert hopper_candidates(SPECS["per_group bf16"]) == []
+
+
+@pytest.mark.parametrize(
+    ("form", "orders", "copied"),
+    [
+        ("jagged_m", ("row", "row"), ("row", "row")),
+        ("jagged_m", ("col", "col"), ("row", "col")),
+        ("jagged_n", ("row", "row"), ("row", "col")),
+        ("jagged_n", ("col", "col"), ("col", "col")),
+        ("jagged_k", ("row", "col"), ("col", "row")),
+        ("batched", ("strided", "strided"), ("row", "row")),
+    ],
+)
+def test_copies_lie_as_the_kernel_takes_them(
+    form: Form, orders: tuple[Order, Order], copied: tuple[Order, Order]
+) -> None:
+    spec = SPECS[f"{form} bf16 unaligned"]
+    spec = replace(spec, a=replace(spec.a, order=orders[0]), b=replace(spec.b, order=orders[1]))
+    config = hopper_candidates(spec)[0]
+    seen = packed_spec(spec, config)
+    assert (seen.a.order, seen.b.order) == copied
+    assert problem_with(replace(config, pack=()), seen) == "", "a copied operand needs no further copy"
 
 
 def test_a_heavy_epilogue_gets_a_smaller_tile() -> None:

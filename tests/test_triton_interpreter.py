@@ -134,3 +134,25 @@ def test_zero_alpha_reads_neither_operand() -> None:
     nan = torch.full((8, 8), float("nan"))
     out = check(nan, nan, alpha=0.0, beta=2.0, c=torch.ones(8, 8))
     assert (out == 2).all()
+
+
+@pytest.mark.parametrize("along", ["row", "col", "none"])
+@pytest.mark.parametrize(("rows", "columns"), [(33, 130), (65, 17), (7, 256), (64, 255)])
+def test_copies_into_aligned_rows(rows: int, columns: int, along: str) -> None:
+    from multigemm.backends.triton.packing import pack_kernel
+
+    groups, line = 3, (columns + 7) // 8 * 8
+    strides = {
+        "row": ((rows + 1) * (columns + 3), columns + 3, 1),
+        "col": ((rows + 1) * (columns + 3), 1, rows + 1),
+        "none": (3, 2 * columns + 5, 2),
+    }[along]
+    source = torch.randn(8 * (rows + 3) * (columns + 5)).as_strided((groups, rows, columns), strides)
+    target = torch.full((groups * rows * line + 64,), 7.0)
+    grid = (groups * -(-rows // 32) * -(-columns // 128),)
+    packing: Any = pack_kernel
+    packing[grid](source, target, rows, columns, *strides, rows * line, line, BM=32, BN=128, ALONG=along)
+    copied = target[:-64].view(groups, rows, line)
+    assert torch.equal(copied[..., :columns], source)
+    assert not copied[..., columns:].any(), "the padding is zero"
+    assert (target[-64:] == 7).all(), "nothing behind the target is written"

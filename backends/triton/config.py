@@ -113,8 +113,6 @@ def hopper_problem(config: Config, spec: ProblemSpec) -> str:
         if not mappable(x) and name not in config.pack:
             seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"
             return f"{seen}: tensor maps need rows of unit stride, 16-byte aligned; pack it"
-    if config.pack and spec.form == "jagged_n":
-        return "jagged columns are not packed; kernel='pointer' takes them as they are"
     if spec.form == "jagged_k" and (spec.a.order, spec.b.order) != ("col", "row") and set(config.pack) != {"a", "b"}:
         return (
             f"jagged k runs along {spec.a.order}/{spec.b.order} operands; bounded maps need a as 'col' and b as 'row'"

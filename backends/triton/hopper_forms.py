@@ -22,10 +22,16 @@ def _turn(operand: OperandSpec) -> OperandSpec:
 
 
 def packed_order(spec: ProblemSpec, name: str) -> Order:
-    """How a copied operand lies: as before where the kernel takes that, which makes the copy a straight one."""
+    """How a copied operand lies: as before where the kernel takes that, which makes the copy a straight one.
+
+    Jagged directions must run across the rows in memory; weights may lie either way.
+    """
     if spec.form == "jagged_k":
         return "col" if name == "a" else "row"
-    return "col" if name == "b" and spec.b.order == "col" else "row"
+    weights = "a" if spec.form == "jagged_n" else "b"
+    if name == weights:
+        return "col" if getattr(spec, name).order == "col" else "row"
+    return "col" if spec.form == "jagged_n" else "row"
 
 
 def packed_spec(spec: ProblemSpec, config: Config) -> ProblemSpec:

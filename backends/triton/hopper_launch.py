@@ -182,4 +182,5 @@ def plan_hopper(
         kernels["records"] = cubin(records_source(spec, config), capability)
     if cut_of(canonical(spec)) == "rows" and spec.zero_unowned:
         kernels["zeros"] = cubin(zero_source(spec), capability)
-    return Recipe("hopper", config, lambda ops: _bind(ops, spec, config, kernels, instead), why)
+    name = f"hopper, after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else "hopper"
+    return Recipe(name, config, lambda ops: _bind(ops, spec, config, kernels, instead), why)
