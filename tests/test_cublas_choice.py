@@ -45,11 +45,31 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hopper")
 def test_the_choice_follows_the_sizes() -> None:
     spec = _spec()
-    assert choose.choose(spec, _sized(100), CUDA) == Config("loop")
-    assert choose.choose(spec, _sized(100, 100, 100), CUDA) == Config("batched")
-    assert choose.choose(_spec(groups=256), _sized(*range(1, 257), n=512, k=1024), CUDA) == Config("grouped_mm")
-    assert choose.choose(spec, _sized(200, 100, 50, 20, n=14336), CUDA) == Config("streams", 4)
-    assert choose.choose(_spec(dtype=torch.int8), _sized(5, 5), CUDA) == Config("loop")
+    assert choose.choose(spec, _sized(100), CUDA, torch.bfloat16) == Config("loop")
+    assert choose.choose(spec, _sized(100, 100, 100), CUDA, torch.bfloat16) == Config("batched")
+    assert choose.choose(_spec(groups=256), _sized(*range(1, 257), n=512, k=1024), CUDA, torch.bfloat16) == Config(
+        "grouped_mm"
+    )
+    assert choose.choose(spec, _sized(200, 100, 50, 20, n=14336), CUDA, torch.bfloat16) == Config("streams", 4)
+    assert choose.choose(_spec(dtype=torch.int8), _sized(5, 5), CUDA, torch.bfloat16) == Config("loop")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_grouped_call_is_not_chosen_for_a_wide_intermediate() -> None:
+    transposed = [Product(Shape(1, 0, 4096, 8, 4096, 4096, 4096, 4096), 0, 0, 0)] * 3
+    assert choose.choose(_spec(), transposed, CUDA, torch.bfloat16) == Config("grouped")
+    assert choose.choose(_spec(), transposed, CUDA, torch.float32) == Config("batched")
+    small = _sized(3, 4, 5, n=64, k=64)
+    half = _spec(dtype=torch.float16)
+    assert choose.choose(half, small, CUDA, torch.float16) == Config("grouped")
+    assert choose.choose(half, small, CUDA, torch.float32) == Config("streams", 4)
+
+
+def test_the_grouped_call_gets_no_packed_copies() -> None:
+    """Their rows follow each other without a gap, at any address."""
+    spec = GroupedGemmProblem(torch.zeros(2, 16, 16)[..., ::4], torch.zeros(2, 4, 8)).spec
+    assert spec.a.order == "strided"
+    assert "16 bytes" in config.grouped_reasons(spec)[0]
 
 
 def _told(problem: GroupedGemmProblem, variant: Any = "auto") -> str:

@@ -90,6 +90,19 @@ def test_offsets_that_lie_touch_nothing_else(config: Config, lie: list[int]) -> 
     assert bool((memory[200:] == 5).all())
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_masked_rows_of_a_given_output_stay(where: str) -> None:
+    """Where the host does not know the rows, all of them go into a wide intermediate result."""
+    a, b = ints(3, 8, 4096), ints(3, 4096, 4096, seed=1).transpose(1, 2)
+    out, valid = torch.full((3, 8, 4096), 77.0, device="cuda").bfloat16(), [8, 0, 3]
+    rows = torch.tensor(valid, device="cuda") if where == "device" else valid
+    mg.grouped_gemm(a, b, valid_rows=rows, out=out, backend="cublas")
+    for g, count in enumerate(valid):
+        want = (a[g, :count].double() @ b[g].double()).bfloat16()
+        assert torch.equal(out[g, :count], want)
+        assert bool((out[g, count:] == 77).all())
+
+
 @pytest.mark.parametrize("groups", [1023, 1024, 1500])
 def test_more_groups_than_grouped_mm_takes(groups: int) -> None:
     sizes = [g % 3 for g in range(groups)]

@@ -115,3 +115,18 @@ def test_lines_longer_than_a_slab(
     assert torch.equal(problem.given_out.double(), want)
     assert memory[:shift].eq(7).all()
     assert memory[shift + 5 * n :].eq(7).all()
+
+
+@pytest.mark.parametrize("empties", [1, 3, 12])
+def test_products_without_k_are_zeros(monkeypatch: pytest.MonkeyPatch, folder: Path, empties: int) -> None:
+    """Few are filled one by one, many by the epilogue."""
+    install(monkeypatch, folder)
+    sizes = [2, *[0] * empties, 3]
+    x, dy = (torch.arange(5 * n).remainder(7).view(5, n).float() - 3 for n in (8, 4))
+    out = torch.full((len(sizes), 8, 4), float("nan"))
+    problem = GroupedGemmProblem(x.t(), dy, sizes=sizes, jagged="k", out=out)
+    spec = staged_spec(problem)
+    HostCublas("loop").plan(spec, Config("loop"), out.device).bind(stage(problem, spec, out).ops)()
+    assert torch.equal(out[0], x[:2].t() @ dy[:2])
+    assert torch.equal(out[-1], x[2:].t() @ dy[2:])
+    assert out[1:-1].eq(0).all()

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from multigemm.backends.cublas.config import Config, grouped_mm_reasons, grouped_reasons
+from multigemm.backends.cublas.config import SIXTEEN_BIT, Config, grouped_mm_reasons, grouped_reasons
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import TRANSPOSE
 from multigemm.backends.cublas.products import Product
@@ -34,26 +34,28 @@ LARGE_TILE = 128, 256, 11.6, 11.6, 1.0
 SMALL_TILE = 64, 128, 6.0, 3.5, 0.8
 """grouped_mm's tiles: rows, columns, nanoseconds per step of K among others and alone, microseconds per tile."""
 GROUPED_TILE, GROUPED_TILE_US, GROUPED_SLOWDOWN = (128, 64), 1.5, 2.3
-FEW_ROWS, FEW_ROWS_TRANSPOSED = 16, 1.15
-"""Products of few rows with transposed weights reach less of the memory's speed, one by one or batched."""
-SMALL_PROBLEM_US = 100.0
-"""Below it a launch is bound by the host, and every further stream costs more than it gives."""
+FEW_ROWS, LONG_ROWS, NARROW = 16, 2048, 64 * 128
+SLOWER, SLOWER_TRANSPOSED = 1.05, 1.15
+"""A product of few rows and too few columns for all multiprocessors does not reach the memory's speed by itself, and
+less with transposed weights. Batched, too, long rows of those are read more slowly (0.98) than by the grouped call."""
+HOST_US = 8.0
+"""Of the host's time, per call: what a problem of small products takes at least."""
 
 
-def choose(spec: ProblemSpec, products: Sequence[Product], device: torch.device) -> Config:
-    """The variant expected to be fastest for these products."""
+def choose(spec: ProblemSpec, products: Sequence[Product], device: torch.device, written: torch.dtype) -> Config:
+    """The variant expected to be fastest for these products, whose results are of the type `written`."""
     shapes = [p.shape for p in products]
     if len(shapes) < 2:
         return Config("loop")
+    grouped = not grouped_reasons(spec) and (spec.compute not in SIXTEEN_BIT or written is spec.compute)
     if len(set(shapes)) == 1:
-        if slow_to_read(shapes[0]) and not grouped_reasons(spec):
+        if grouped and slow_to_read(shapes[0]) and shapes[0].k >= LONG_ROWS:
             return Config("grouped")
         return Config("loop" if spec.compute is torch.int8 else "batched")
-    separate = separately(spec, shapes)
-    found = {Config("streams", 2 if separate < SMALL_PROBLEM_US else 4): separate}
+    found = {Config("streams", 4): max(separately(spec, shapes), HOST_US * len(shapes))}
     if not grouped_mm_reasons(spec, device):
         found[Config("grouped_mm")] = by_grouped_mm(spec, shapes)
-    if not grouped_reasons(spec):
+    if grouped:
         found[Config("grouped")] = by_grouped(spec, shapes)
     return min(found, key=lambda config: found[config])
 
@@ -73,8 +75,14 @@ def _padded(extent: int, tile: int) -> int:
 
 
 def slow_to_read(s: Shape) -> bool:
-    """Whether the library reads this product's weights below the memory's speed (measured: 0.87 of it)."""
+    """Whether the weights of this product are transposed, and all its time is spent on reading them."""
     return s.n <= FEW_ROWS and s.op_first == TRANSPOSE
+
+
+def _slowness(s: Shape) -> float:
+    if s.n > 2 * FEW_ROWS or s.m > NARROW:
+        return 1.0
+    return SLOWER_TRANSPOSED if s.op_first == TRANSPOSE else SLOWER
 
 
 def separately(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
@@ -82,8 +90,7 @@ def separately(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     rate, total = _rate(spec), 0.0
     for s in shapes:
         area = min(_padded(s.m, b) * _padded(s.n, a) for a, b in TILES)
-        slower = FEW_ROWS_TRANSPOSED if slow_to_read(s) else 1.0
-        total += max(2.0 * area * s.k / rate + CALL_US, _traffic(spec, s) * slower)
+        total += max(2.0 * area * s.k / rate + CALL_US, _traffic(spec, s) * _slowness(s))
     return total
 
 

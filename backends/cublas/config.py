@@ -75,14 +75,14 @@ def grouped_reasons(spec: ProblemSpec) -> list[str]:
 
 
 def steady(spec: ProblemSpec) -> bool:
-    """Whether every group's matrices start at aligned addresses, wherever the groups are cut."""
+    """Whether every group's matrices start at aligned addresses, wherever the groups are cut; packed copies may not."""
     along = {"jagged_m": (("row",), "", ("row",)), "jagged_n": ("", ("col",), ("col",)),
              "jagged_k": (("col",), ("row",), "")}.get(spec.form, ("", "", ""))  # fmt: skip
     if spec.form == "jagged_n" and result_type(spec) != spec.out.dtype:
         return False  # columns of an intermediate result, which lies by rows
     operands = (spec.a, spec.b, spec.out) if result_type(spec) == spec.out.dtype else (spec.a, spec.b)
     return all(
-        o.align >= GROUPED_ALIGNMENT and o.dense and (not orders or o.order in orders)
+        o.align >= GROUPED_ALIGNMENT and o.dense and o.order in (orders or ("row", "col"))
         for o, orders in zip(operands, along, strict=False)
     )
 

@@ -38,6 +38,8 @@ from multigemm.layouts import Operands, group_table, packed
 from multigemm.spec import ProblemSpec
 
 Step = Callable[[int], None]
+FEW_ZEROS = 8
+"""Results that are worth a fill each; more of them are left to one launch of the epilogue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ def _tell(ops: Operands, config: Config, syncs: bool) -> str:
         return "bound: grouped_mm, with the sizes on the device"
     a, b, out = (expressible(x) for x in (ops.a, ops.b, ops.out))
     products = _products(replace(ops, a=a, b=b, out=out, c=None, bias=None), sizes)
-    return f"bound: {choose(ops.spec, products, ops.device)} for {len(products)} products"
+    chosen = choose(ops.spec, products, ops.device, _written(ops, sizes))
+    return f"bound: {chosen} for {len(products)} products"
 
 
 def _why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
@@ -168,13 +171,23 @@ def _partly_owned(ops: Operands, sizes: Sizes) -> bool:
     return (spec.form == "masked" and sizes.valid is None) or (spec.jagged is not None and sizes.offsets is None)
 
 
+def _direct(ops: Operands, sizes: Sizes) -> bool:
+    """Whether the library may write into the result itself."""
+    return plain(ops.spec) and writable(ops.out) and (ops.spec.zero_unowned or not _partly_owned(ops, sizes))
+
+
+def _written(ops: Operands, sizes: Sizes) -> torch.dtype:
+    """What the library writes: the result, or an intermediate one."""
+    return result_type(ops.spec) if _direct(ops, sizes) else ops.spec.acc
+
+
 def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
-    spec, copies, unknown = ops.spec, Copies(), _partly_owned(ops, sizes)
+    spec, copies = ops.spec, Copies()
     a, b = stage(ops, copies)
-    direct = plain(spec) and writable(ops.out) and (spec.zero_unowned or not unknown)
+    direct, written = _direct(ops, sizes), _written(ops, sizes)
     target = ops.out if direct else _scratch(ops.out, spec.acc)
     products = _products(replace(ops, a=a, b=b, out=target, c=None, bias=None), sizes)
-    chosen = choose(spec, products, ops.device) if config.variant == "auto" else config
+    chosen = choose(spec, products, ops.device, written) if config.variant == "auto" else config
     if chosen.variant == "grouped_mm":
         return bind_grouped_mm(ops, sizes.offsets)
     steps: list[Step] = [copies] if copies.pairs else []
@@ -183,9 +196,8 @@ def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
         steps.append(Finish(ops, Need(bare=True)))
     if products:
         scalars = (ops.alpha, ops.beta if adds else 0.0) if direct else (1.0, 0.0)
-        written = result_type(spec) if direct else spec.acc
         steps.append(_calls(ops, chosen, products, written, scalars))
-    last = _last(ops, sizes, None if direct else target, unknown)
+    last = _last(ops, sizes, None if direct else target, _partly_owned(ops, sizes))
     return Steps(ops, [*steps, last] if last else steps, (a, b, target))
 
 
@@ -230,13 +242,28 @@ def _calls(
     return Calls(library, batch)
 
 
-def _last(ops: Operands, sizes: Sizes, acc: Side | None, unknown: bool) -> Finish | None:
+def _last(ops: Operands, sizes: Sizes, acc: Side | None, unknown: bool) -> Step | None:
     spec = ops.spec
     unowned = spec.zero_unowned and (unknown or _has_unowned(ops, sizes))
     if acc is not None:
         return Finish(ops, Need(acc=acc, unowned=unowned))
-    empty = _has_empty_k(ops, sizes)
-    return Finish(ops, Need(owned=empty, only_empty=empty, unowned=unowned)) if empty or unowned else None
+    empty = _empty_results(ops, sizes)
+    if empty and len(empty) <= FEW_ZEROS and ops.c is None and not unowned:
+        return Zeros(empty)
+    return Finish(ops, Need(owned=bool(empty), only_empty=bool(empty), unowned=unowned)) if empty or unowned else None
+
+
+class Zeros:
+    """Fills a few whole results, at the speed of the memory; the epilogue would look at all the others too."""
+
+    __slots__ = ("_results",)
+
+    def __init__(self, results: list[Tensor]) -> None:
+        self._results = results
+
+    def __call__(self, stream: int) -> None:
+        for result in self._results:
+            result.zero_()
 
 
 def _has_unowned(ops: Operands, sizes: Sizes) -> bool:
@@ -248,10 +275,12 @@ def _has_unowned(ops: Operands, sizes: Sizes) -> bool:
     return bool(ops.spec.groups == 0 or sizes.offsets[0] > 0 or sizes.offsets[-1] < extent)
 
 
-def _has_empty_k(ops: Operands, sizes: Sizes) -> bool:
+def _empty_results(ops: Operands, sizes: Sizes) -> list[Tensor]:
+    """The results of products with K = 0, which the library is never asked for."""
     if ops.spec.form == "per_group":
-        return any(a.shape[1] == 0 for a in ops.a)
+        return [out.detach() for a, out in zip(ops.a, ops.out, strict=True) if a.shape[1] == 0 and out.numel()]
     if ops.spec.jagged != "k" or sizes.offsets is None:
-        return False
+        return []
     starts, ends = cut(sizes.offsets, cast(Tensor, ops.a).shape[-1])
-    return bool((starts == ends).any())
+    out = cast(Tensor, ops.out).detach()
+    return [out[g] for g in np.flatnonzero(starts == ends).tolist()]

@@ -134,11 +134,10 @@ class Streamed:
         self._fork.record(current)
         mode = begin(library, blas)
         try:
+            make(blas, self._here)
             for lane in self._lanes:
                 lane.run(library, blas, self._fork)
         finally:
-            blas = handle()  # torch aims its handle at its own current stream and workspace again
-            end(library, blas, mode)
-        issue(library, blas, self._here)
+            end(library, handle(), mode)  # torch aims its handle at its own current stream and workspace again
         for lane in self._lanes:
             lane.done.hold(current)
