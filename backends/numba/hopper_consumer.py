@@ -1,7 +1,7 @@
 """The consuming warpgroups of the Hopper kernel: wgmma on the stages as they fill, then the epilogue.
 
 Each of the two warpgroups owns 64 of the block's 128 columns and all rows of the tile. Every height
-of a tile is a function of its own, since the shape of wgmma is part of the instruction.
+of a tile has a main loop of its own, since the shape of wgmma is part of the instruction; the epilogue is shared.
 """
 
 # mypy: ignore-errors
