@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from multigemm.testing.case import PLAIN, Case, Layout, classes
-from multigemm.testing.strategies import DISTINCT, Chooser, Limits, legal, random_case, settled, structure
+from multigemm.testing.strategies import DISTINCT, Chooser, Limits, draw_case, legal, random_case, settled, structure
 
 
 def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
@@ -29,6 +29,19 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
         modes = [m for m in modes if m not in DISTINCT]
     mode = kind.mode if kind.dtype == "int8" or kind.mode in ("bitmask", "special") or not modes else ch.choice(modes)
     return settled(replace(kind, **keep, mode=mode, seed=ch.integer(0, 2**31 - 1)), limits)
+
+
+def cousin(kind: Case, ch: Chooser, limits: Limits) -> Case:
+    """Another problem with the kind's dtypes and the layouts of its operands; its own form and epilogue."""
+    if kind.dtype_b:
+        return redrawn(kind, ch, limits)
+    other = draw_case(ch, replace(limits, dtypes=(kind.dtype,)))
+    kept = {name: getattr(kind, name) for name in ("precision", "a", "b", "aligned")}
+    if {other.c_dtype, other.bias_dtype} <= {"", kind.dtype, "float32"} and not other.alias:
+        kept["out_dtype"] = kind.out_dtype
+    if kind.a.zero or kind.b.zero:
+        kept["mode"] = kind.mode
+    return settled(replace(other, **kept), limits)
 
 
 def _pairs(case: Case) -> set[tuple[str, str]]:

@@ -75,6 +75,7 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     (r"wider|narrower", r"if rows_left > 0", "a tile without rows adds zeros to nothing"),
     (r"zero for one", r"rows = tl.minimum\(tl.maximum\(rows, 0\), m\)", "one tile for no rows, which stores nothing"),
     (r"mask conjunct lost", r"\(back != x\) & \(x == x\)", "a NaN whose last bit is set is a NaN"),
+    (r"one lost", r"tl.range\(0, \(gk \+ BK - 1\) // BK", "one more step, in which every element is masked"),
     (r"zero for one", r"value = cast\(0\)$", "every branch behind it sets the value"),
     (r"wider", r"while distance < threads", "one more round, in which no thread takes part"),
     (r"product lost", r"zero_unowned\(p, block \* threads", "the same elements are zeroed more than once"),
