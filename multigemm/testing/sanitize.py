@@ -5,7 +5,9 @@
 
 Value oracles cannot see a read outside an allocation whose result is thrown away, nor a race that
 happens to end well. memcheck runs without torch's caching allocator and with padding behind every
-allocation, so that a neighbour is never hit by accident.
+allocation, so that a neighbour is never hit by accident. initcheck does not see what a vendor's library
+writes by TMA and would call all of it unwritten: for backends over libraries, fresh memory is
+filled with NaN instead, so that an unwritten element that is used shows in the values.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import time
 from typing import TypeVar
 
+LIBRARIES = ("cublas",)
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OPTIONS = {"memcheck": ("--padding", "4096")}
 PROBLEMS = 20
@@ -30,6 +33,7 @@ def command(tool: str, backend: str, problems: int, kinds: int, work: int) -> li
     """The sanitizer with this module's own process inside it."""
     inner = [sys.executable, "-W", "ignore", "-m", "multigemm.testing.sanitize", "--inside", backend]
     inner += ["--problems", str(problems), "--kinds", str(kinds), "--work", str(work)]
+    inner += ["--fill"] if tool == "initcheck" and backend in LIBRARIES else []
     return [
         "compute-sanitizer",
         "--tool",
@@ -49,7 +53,7 @@ def spread(items: list[T], count: int) -> list[T]:
     return [items[i * step % count] for i in range(count)]
 
 
-def inside(backend: str, problems: int, kinds: int, work: int) -> int:
+def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> int:
     """Runs the problems; the values are judged as well."""
     import torch
 
@@ -61,6 +65,8 @@ def inside(backend: str, problems: int, kinds: int, work: int) -> int:
     from multigemm.testing.world import Stand, World
 
     torch.set_num_threads(1)
+    if fill:  # torch fills what `empty` returns in its deterministic mode
+        torch.use_deterministic_algorithms(True, warn_only=True)
     device, bad, ran, configs = torch.device("cuda"), 0, 0, set()
     every = kinds_of(Limits(work=work), kinds)
     chosen = list(zip(every, assigned(every, Subject(backend), device, TURNS), strict=True))
@@ -105,6 +111,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="compute-sanitizer over chosen problems of one backend")
     parser.add_argument("--backend", default="")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--problems", type=int, default=PROBLEMS)
     parser.add_argument("--kinds", type=int, default=54)
@@ -112,7 +119,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=900.0, help="limit for each tool")
     args = parser.parse_args(arguments)
     if args.inside:
-        return inside(args.inside, args.problems, args.kinds, args.work)
+        return inside(args.inside, args.problems, args.kinds, args.work, args.fill)
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit", file=sys.stderr)
         return 2
