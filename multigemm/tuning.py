@@ -130,17 +130,17 @@ class TuningTable:
         places = {**self._shipped, **{place: m for place, m in list(self._own.items()) if m is not None}}
         kinds = [_where(key) for key in _stand_ins(spec, equal)]
         usable = [m for m in places.values() if m.device == name and m.us > 0 and _where(m.key) in kinds]
+        usable.sort(key=lambda m: kinds.index(_where(m.key)), reverse=True)  # what stands in comes first and gives way
         known: dict[str, tuple[str, dict[str, float]]] = {}
-        for m in sorted(
-            usable, key=lambda m: -kinds.index(_where(m.key))
-        ):  # the best stand-ins last, so that they stay
-            before = known.get(m.key.rsplit(" ", 1)[0], ("", {}))[1]
-            known[m.key.rsplit(" ", 1)[0]] = m.key, {**before, m.backend: m.us}
+        for m in usable:
+            rest = m.key.removesuffix(_where(m.key))
+            known[rest] = m.key, {**known.get(rest, ("", {}))[1], m.backend: m.us}
         return estimates(spec_key(spec, equal), dict(known.values()))
 
 
 def _where(key: str) -> str:
-    return key.rsplit(" ", 1)[-1]
+    """Where the sizes of a class lie."""
+    return key.rpartition(" ")[2]
 
 
 def _encode(m: Measured) -> dict[str, Any]:
