@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
 from multigemm.backends.triton.config import candidates, emulated, hopper_candidates, pointer_candidates, problem_with
 from multigemm.backends.triton.hopper_forms import canonical, cut_of, packed_spec, store_of
+from multigemm.backends.triton.launch import extents_multiple
 from multigemm.backends.triton.shipped import specs
 from multigemm.errors import InvalidSetting
 from multigemm.spec import Form, Order
+from multigemm.staging import stage
 
 SPECS = dict(specs())
 
@@ -106,3 +109,21 @@ def test_jagged_columns_are_jagged_rows_of_the_transposed_problem() -> None:
 def test_the_interpreter_gets_one_small_config() -> None:
     assert len(emulated()) == 1
     assert all(problem_with(emulated()[0], spec) == "" for name, spec in SPECS.items() if "float64" not in name)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "whole"),
+    [
+        (((52, 448, 3392), (7, 8, 16)), True),
+        (((52, 448, 3391),), False),
+        (((52, 447, 3392),), False),
+    ],
+)
+def test_only_extents_along_memory_decide_how_wide_a_list_is_read(
+    shapes: tuple[tuple[int, int, int], ...], whole: bool
+) -> None:
+    a = [torch.empty(m, k, dtype=torch.bfloat16) for m, _, k in shapes]
+    b = [torch.empty(k, n, dtype=torch.bfloat16) for _, n, k in shapes]
+    problem = mg.GroupedGemmProblem(a, b)
+    ops = stage(problem, problem.spec, [torch.empty(m, n, dtype=torch.bfloat16) for m, n, _ in shapes]).ops
+    assert extents_multiple(ops) == (8 if whole else 1)

@@ -147,9 +147,13 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
             gn = tl.load(row_of + TABLE_N).to(tl.int32)
             gk = tl.load(row_of + TABLE_K).to(tl.int32)
             if MULTIPLE > 1:
-                gm = tl.multiple_of(gm, MULTIPLE)
-                gn = tl.multiple_of(gn, MULTIPLE)
-                gk = tl.multiple_of(gk, MULTIPLE)
+                # extents that run along memory (launch.extents_multiple): masks then keep loads whole
+                if A_ORDER == "col" or OUT_ORDER == "col":
+                    gm = tl.multiple_of(gm, MULTIPLE)
+                if B_ORDER == "row" or OUT_ORDER == "row":
+                    gn = tl.multiple_of(gn, MULTIPLE)
+                if A_ORDER == "row" or B_ORDER == "col":
+                    gk = tl.multiple_of(gk, MULTIPLE)
         elif FORM == "masked":
             gm = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
         elif FORM == "jagged_m":

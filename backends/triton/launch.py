@@ -78,7 +78,9 @@ def _hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
             hints.append((name, operand.align))
             each = operand.align // operand.dtype.itemsize
             hints += [(f"{name}_{part}", each) for part in ("group", "row", "col")]
-    hints += [(name, 16) for name in "mnk" if name != spec.jagged and (getattr(spec, name) or 1) % 16 == 0]
+    for name in "mnk":
+        extent = 0 if name == spec.jagged else getattr(spec, name) or 0
+        hints.append((name, 16 if extent and extent % 16 == 0 else 8 if extent and extent % 8 == 0 else 1))
     return tuple(hint for hint in hints if hint[1] > 1)
 
 
@@ -91,10 +93,20 @@ def even_k(spec: ProblemSpec, config: Config) -> bool:
     return spec.form not in ("per_group", "jagged_k") and bool(spec.k) and cast(int, spec.k) % config.block_k == 0
 
 
+def multiple_of(spec: ProblemSpec) -> int:
+    """Elements in 16 bytes, the widest access."""
+    return max(1, 16 // spec.compute.itemsize)
+
+
 def extents_multiple(ops: Operands) -> int:
-    """16 if every extent of a list divides by it, else 1: masks along contiguous rows then vectorise."""
-    shapes = [x for matrices in (ops.a, ops.b) for matrix in matrices for x in matrix.shape]
-    return 16 if all(x % 16 == 0 for x in shapes) else 1
+    """That number if it divides every extent of a list that runs along memory, else 1: masks then cut no access."""
+    spec = ops.spec
+    along = {0: "col" in (spec.a.order, spec.out.order), 1: "row" in (spec.b.order, spec.out.order),
+             2: spec.a.order == "row" or spec.b.order == "col"}  # fmt: skip
+    whole = multiple_of(spec)
+    shapes = ((*a.shape, b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True))
+    wanted = ((m, n, k) for m, k, n in shapes)
+    return whole if all(x % whole == 0 for extents in wanted for i, x in enumerate(extents) if along[i]) else 1
 
 
 def chunks(spec: ProblemSpec, config: Config) -> tuple[int, ...]:
@@ -297,6 +309,6 @@ def plan_pointer(spec: ProblemSpec, config: Config, device: torch.device, why: s
         }
         return found[FEW if spec.groups <= FEW and FEW in found else CHUNK]
 
-    kernels(16 if spec.form == "per_group" and spec.a.align == spec.b.align == 16 else 1)
+    kernels(multiple_of(spec) if spec.form == "per_group" and spec.a.align == spec.b.align == 16 else 1)
     count = None if uniform(spec) else cubin(prefix_source(spec, config), 10 * major + minor)
     return Recipe("pointer", config, lambda ops: _bind_cuda(ops, spec, config, kernels, count), why)

@@ -21,7 +21,7 @@ from multigemm.backends.triton.config import hopper_candidates, pointer_candidat
 from multigemm.backends.triton.hopper_forms import cut_of
 from multigemm.backends.triton.hopper_sources import hopper_source, records_source
 from multigemm.backends.triton.inspect import usage
-from multigemm.backends.triton.launch import pointer_source, prefix_source, zero_source
+from multigemm.backends.triton.launch import multiple_of, pointer_source, prefix_source, zero_source
 from multigemm.backends.triton.packing_launch import pack_source
 from multigemm.spec import Form, OperandSpec, ProblemSpec
 
@@ -80,7 +80,7 @@ def _few(spec: ProblemSpec) -> bool:
 
 def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple[str, KernelSource]]:
     """The kernels that this spec may run: at most `most` configs of each kind."""
-    multiple = 16 if spec.a.align == 16 else 1
+    multiple = multiple_of(spec) if spec.a.align == 16 else 1
     for config in pointer_candidates(spec)[:most]:
         yield f"pointer {config}", pointer_source(spec, config, multiple)
     if capability == 90:
