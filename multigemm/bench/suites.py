@@ -7,7 +7,7 @@
 `decode`     a few rows per group: one step of token generation
 `small`      launch and scheduling cost rather than arithmetic
 `ragged-odd` primes and unaligned extents, where most libraries refuse or pad
-`spread`     50 seeded shapes over all forms and layouts: tuned, so that `auto` has neighbours for every shape
+`spread`     50 seeded shapes over all forms and layouts, and two of each other dtype: neighbours for every shape
 `random`     20 other shapes, which nobody tunes: what `auto` is worth where nothing was measured
 """
 
@@ -186,7 +186,9 @@ def _spread_out() -> list[Workload]:
         n, k = (int(64 * max(1, round(2.0 ** draw.uniform(6.5, 13) / 64))) for _ in range(2))
         if max(groups * rows * n * k / 5e11, groups * (n * k + rows * (n + k)) / 2**29) < 1:
             cases.append(_placed(f"spread_{index:02d}", form, groups, rows, n, k, index))
-    return cases
+    many = Workload("spread_many", "spread", groups=16, n=1024, k=1024, total=4096, distribution="zipf")
+    few = Workload("spread_few", "spread", groups=8, n=2048, k=2048, total=256)
+    return cases + [replace(case, dtype=dtype) for dtype in ("fp32", "tf32", "fp64", "int8") for case in (many, few)]
 
 
 def _placed(name: str, form: str, groups: int, rows: int, n: int, k: int, index: int) -> Workload:
