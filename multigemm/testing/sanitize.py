@@ -29,7 +29,7 @@ TURNS = 2
 T = TypeVar("T")
 
 
-def command(tool: str, backend: str, problems: int, kinds: int, work: int) -> list[str]:
+def command(tool: str, backend: str, problems: int, kinds: int, work: int, exclude: str = "") -> list[str]:
     """The sanitizer with this module's own process inside it."""
     inner = [sys.executable, "-W", "ignore", "-m", "multigemm.testing.sanitize", "--inside", backend]
     inner += ["--problems", str(problems), "--kinds", str(kinds), "--work", str(work)]
@@ -39,6 +39,7 @@ def command(tool: str, backend: str, problems: int, kinds: int, work: int) -> li
         "--tool",
         tool,
         *OPTIONS.get(tool, ()),
+        *(["--kernel-name-exclude", f"kns={exclude}"] if exclude else []),
         "--error-exitcode",
         "9",
         "--print-limit",
@@ -111,6 +112,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="compute-sanitizer over chosen problems of one backend")
     parser.add_argument("--backend", default="")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--exclude", default="", help="leave out kernels whose name contains this")
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--problems", type=int, default=PROBLEMS)
