@@ -84,7 +84,7 @@ def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> in
     return 1 if bad else 0
 
 
-def run(backend: str, tool: str, problems: int, kinds: int, work: int, seconds: float) -> tuple[str, str]:
+def run(backend: str, tool: str, problems: int, kinds: int, work: int, seconds: float, exclude: str) -> tuple[str, str]:
     """The verdict of one tool ("clean", "FINDINGS", "wrong values", "timeout") and the end of its output."""
     environment = {
         **os.environ,
@@ -94,7 +94,7 @@ def run(backend: str, tool: str, problems: int, kinds: int, work: int, seconds: 
     }
     try:
         done = subprocess.run(
-            command(tool, backend, problems, kinds, work),
+            command(tool, backend, problems, kinds, work, exclude),
             env=environment,
             capture_output=True,
             text=True,
@@ -128,8 +128,9 @@ def main(arguments: list[str]) -> int:
     bad = 0
     for tool in args.tools.split(","):
         begin = time.monotonic()
-        state, text = run(args.backend, tool, args.problems, args.kinds, args.work, args.seconds)
-        print(f"{args.backend}: {tool}: {state} ({time.monotonic() - begin:.0f} s)", flush=True)
+        state, text = run(args.backend, tool, args.problems, args.kinds, args.work, args.seconds, args.exclude)
+        rest = f" without {args.exclude}" if args.exclude else ""
+        print(f"{args.backend}: {tool}{rest}: {state} ({time.monotonic() - begin:.0f} s)", flush=True)
         lines = [line for line in text.splitlines() if "========= ERROR SUMMARY" in line or "problems ran" in line]
         print("\n".join(lines[-2:] if state == "clean" else text.splitlines()[-25:]), flush=True)
         bad += state != "clean"
