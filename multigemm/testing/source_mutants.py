@@ -151,7 +151,7 @@ def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
     subjects = [Subject(hunt.backend, adapt=small_tiles), Subject(hunt.backend, 1), Subject(hunt.backend)]
     cases = [e.case for e in corpus.entries(stored)] if stored.is_dir() else []
     random.Random(1).shuffle(cases)
-    cases = [c for c in cases if c.work < 20_000 and c.groups < 400]
+    cases = [c for c in cases if c.work < 20_000 and sum(m * n > 0 for m, n, _ in c.sizes()) < 400]
     number = -len(cases)
     while time.monotonic() - begin < hunt.seconds:
         case = random_case(number, replace(EMULATED, work=1 << 13)) if number >= 0 else cases[number]
