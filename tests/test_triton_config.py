@@ -106,6 +106,12 @@ def test_jagged_columns_are_jagged_rows_of_the_transposed_problem() -> None:
     assert store_of(turned) == "col"
 
 
+@pytest.mark.parametrize(("n", "how"), [(256, "tma"), (8, "tma"), (9, "row"), (2, "row"), (260, "row")])
+def test_only_rows_of_whole_pieces_are_written_by_tensor_maps(n: int, how: str) -> None:
+    spec = SPECS["jagged_m bf16"]
+    assert store_of(replace(spec, n=n, out=replace(spec.out, align=16))) == how
+
+
 def test_the_interpreter_gets_one_small_config() -> None:
     assert len(emulated()) == 1
     assert all(problem_with(emulated()[0], spec) == "" for name, spec in SPECS.items() if "float64" not in name)

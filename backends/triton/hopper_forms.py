@@ -68,9 +68,14 @@ def cut_of(spec: ProblemSpec) -> str:
 
 
 def store_of(spec: ProblemSpec) -> str:
-    """How a tile is written: through a bounded tensor map where the output allows one."""
-    aligned = spec.out.order == "row" and spec.out.align == 16 and spec.out.dtype.itemsize in (2, 4)
-    if aligned and start_multiple(spec) == 1:
+    """How a tile is written: through a bounded tensor map where the output allows one.
+
+    A copy writes whole pieces of 16 bytes, also where a row of the result ends within one: rows whose length
+    is no multiple are stored by the threads. (A result of one row is aligned whatever its length.)
+    """
+    size = spec.out.dtype.itemsize
+    aligned = spec.out.order == "row" and spec.out.align == 16 and size in (2, 4)
+    if aligned and start_multiple(spec) == 1 and (spec.n or 0) * size % 16 == 0:
         return "tma"
     return "row" if spec.out.order == "row" else "col"
 

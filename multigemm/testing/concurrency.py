@@ -147,6 +147,7 @@ def threads(
             mine = Outcome(subject.name)
             stand = Stand.build(world, device)
             if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the stand was built on another stream than the thread's
                 with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
                     _repeat(stand, mine)
             else:
