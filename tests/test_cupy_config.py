@@ -287,7 +287,7 @@ def test_the_small_kernel_binds_every_form(
 def test_a_lists_groups_become_the_small_kernels_argument() -> None:
     raw, tiles = small._listed(operands("per_group"), 32)
     assert len(raw) == small.LISTED.size and tiles == 2 * 4 + 1 * 4
-    numbers = np.frombuffer(raw[: 5 * configs.LIST * 4], dtype=np.int32).reshape(5, small.LIST)
+    numbers = np.frombuffer(raw[: 5 * configs.LIST * 4], dtype=np.int32).reshape(5, configs.LIST)
     assert numbers[:, 0].tolist() == [0, 4, 48, 128, 64] and numbers[:, 1].tolist() == [8, 4, 8, 128, 64]
     assert (numbers[0, 2:] == small.NEVER).all()
 
