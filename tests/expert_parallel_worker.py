@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import multigemm as mg
-from multigemm.integrations.expert_parallel import groups_of
+from multigemm.integrations import exchange
+from multigemm.integrations.expert_parallel import groups_of, run_experts
 from multigemm.nn import MoE
 from multigemm.nn.parallel import ExpertParallel
 from tests import dtensor_cases
@@ -115,6 +116,7 @@ def agree() -> None:
         compare("uneven", 3)
         compare("uneven", 1, "gelu")
         refuse()
+        travel_while_multiplying()
 
 
 def refuse() -> None:
@@ -127,6 +129,42 @@ def refuse() -> None:
             parallelize_module(module, mesh, ExpertParallel())
     with pytest.raises(mg.InvalidProblem, match="spread over one of them"):
         groups_of(cube)
+
+
+def travel_while_multiplying() -> None:
+    """Two pieces: while one is multiplied, the other is under way; there and back, forward and backward."""
+    seen: list[str] = []
+
+    class Multiply(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: Tensor) -> Tensor:
+            seen.append("multiply")
+            return rows * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            seen.append("multiply")
+            return grad * 2
+
+    def noted(name: str) -> Any:
+        inner = getattr(exchange, name)
+        return lambda *args: (seen.append(name), inner(*args))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("begin", "finish"):
+            patch.setattr(exchange, name, noted(name))
+        x = torch.randn(8, WIDTH).requires_grad_()
+        index = torch.arange(8).unsqueeze(1) % EXPERTS
+        multiply: Any = Multiply.apply
+        y = run_experts(x, index, torch.ones(8, 1), EXPERTS, lambda rows, _: multiply(rows), mesh_of(1)["ep"], 2)
+        piece = ["begin", "finish", "multiply"]
+        expected = ["begin", *piece, *piece, "begin", "finish", "finish"]
+        assert seen == expected, seen
+        seen.clear()
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    assert seen == expected, seen
+    assert torch.equal(y, 2 * x)
+    assert torch.equal(grad, torch.full_like(x, 2))
 
 
 def die() -> None:

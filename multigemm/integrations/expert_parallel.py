@@ -5,8 +5,9 @@ is one piece; counts travel first, then rows, by torch's functional all-to-all, 
 way back. Between the two sits whatever the caller does to rows that are sorted by local expert.
 
 The splits of an uneven all-to-all are host numbers in torch, so each exchange waits for the device
-once, for all counts together. With `chunks` > 1 tokens are cut in pieces: all pieces are sent before
-the first is computed on, so that rows travel while others are multiplied.
+once, for all counts together. With `chunks` > 1 tokens are cut in pieces. All pieces are sent before
+the first is computed on, and results are waited for after the last was computed, so that rows travel
+while others are multiplied; the same holds backwards.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem, LibraryError
+from multigemm.integrations.exchange import Exchange
 from multigemm.integrations.routing import Routing, combine, dispatch, permute, route
 from multigemm.integrations.tensor_parallel import enter, leave
 
@@ -43,7 +45,7 @@ class Sent:
     """One piece of the tokens under way: what came here, and how to send results home."""
 
     routing: Routing
-    rows: Tensor
+    rows: Exchange
     way: Journey
 
 
@@ -93,7 +95,7 @@ def run_experts(
         ]
         results = [_send_home(piece, compute, here, group) for piece in under_way]
         home = [
-            combine(rows, weights, piece.routing)
+            combine(rows.arrive(), weights, piece.routing)
             for rows, weights, piece in zip(results, pieces[2], under_way, strict=True)
         ]
         result = torch.cat(home) if chunks > 1 else home[0]
@@ -119,19 +121,18 @@ def _send(x: Tensor, routing: Routing, way: Journey, experts: int, group: dist.P
     rows = dispatch(x, routing)
     if sum(way.sent) != rows.shape[0]:
         raise InvalidProblem(f"an expert number lies outside of 0..{experts - 1}")
-    received = collectives.all_to_all_single_autograd(rows, way.received, way.sent, group)
-    return Sent(routing, received, way)
+    return Sent(routing, Exchange(rows, way.received, way.sent, group), way)
 
 
-def _send_home(piece: Sent, compute: Compute, here: int, group: dist.ProcessGroup) -> Tensor:
+def _send_home(piece: Sent, compute: Compute, here: int, group: dist.ProcessGroup) -> Exchange:
     """Rows came by rank, and within a rank by expert; a stable sort puts each expert's rows together.
 
-    The first operation on `piece.rows` waits for them; nothing waits here for what is sent back.
+    Waits for the rows of this piece, and not for what it sends back.
     """
     sorting = route(piece.way.local.unsqueeze(1), here)
-    results = compute(permute(piece.rows, sorting.order, sorting.inverse), sorting.ends)
+    results = compute(permute(piece.rows.arrive(), sorting.order, sorting.inverse), sorting.ends)
     back = permute(results, sorting.inverse, sorting.order)
-    return collectives.all_to_all_single_autograd(back, piece.way.sent, piece.way.received, group)
+    return Exchange(back, piece.way.sent, piece.way.received, group)
 
 
 @contextmanager
