@@ -24,7 +24,8 @@ def picture(kernels: list[dict[str, Any]], title: str) -> str:
     scale = (WIDTH - LEFT - 10) / whole
     height = 40 + len(LABELS) * (LANE + GAP) + 26
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+        'font-size="13">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{LEFT}" y="22">{title}</text>',
     ]

@@ -21,8 +21,10 @@ import multigemm as mg
 from multigemm.integrations import exchange
 from multigemm.integrations.expert_parallel import groups_of, run_experts
 from multigemm.nn import MoE
+from multigemm.nn.moe import Experts
 from multigemm.nn.parallel import ExpertParallel
 from tests import dtensor_cases
+from tests.plain_expert_parallel import layer as plain_layer
 
 EXPERTS, WIDTH, HIDDEN, TOP = 8, 6, 10, 2
 TIMEOUT = 20
@@ -105,7 +107,37 @@ def slices(activation: str) -> None:
     close(router, expected[-1])
 
 
+def beside_plain(kind: str, chunks: int) -> None:
+    """The same tokens, routes and weights through an exchange that was written by hand."""
+    mesh = mesh_of(1)["ep"]
+    group, rank, ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+    make = torch.Generator().manual_seed(2)
+    shapes = (2 * HIDDEN, WIDTH), (WIDTH, HIDDEN)
+    weights = [torch.randn(EXPERTS, *shape, generator=make).double() for shape in shapes]
+    x = tokens_of(ranks, kind)[rank]
+    make.manual_seed(3 + rank)
+    index = torch.rand(len(x), EXPERTS, generator=make).topk(TOP).indices
+    if kind == "one":
+        index = torch.tensor([[EXPERTS - 1, 0]]).expand(len(x), TOP)
+    share = torch.rand(len(x), TOP, generator=make).double()
+    layer = Experts(EXPERTS, WIDTH, HIDDEN, dtype=torch.float64)
+    for parameter, weight in zip(layer.parameters(), weights, strict=True):
+        parameter.data.copy_(weight)
+    parallelize_module(layer, mesh, ExpertParallel(chunks=chunks))
+    each = EXPERTS // ranks
+    own = [w[rank * each : (rank + 1) * each].clone().requires_grad_() for w in weights]
+    ours, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got, want = layer(ours, index, share), plain_layer(plain, index, share, own[0], own[1], group)
+    torch.testing.assert_close(got, want)
+    grads: Any = torch.autograd.grad(got.square().sum(), [ours, *layer.parameters()])
+    expected = torch.autograd.grad(want.square().sum(), [plain, *own])
+    for g, w in zip([grads[0], *(part.to_local() for part in grads[1:])], expected, strict=True):
+        torch.testing.assert_close(g, w)
+
+
 def agree() -> None:
+    for kind, chunks in (("uneven", 1), ("empty", 2), ("one", 2)):
+        beside_plain(kind, chunks)
     for kind, chunks in (("uneven", 1), ("empty", 2), ("one", 1)):
         compare(kind, chunks)
     if dist.get_world_size() == 4:
@@ -148,7 +180,12 @@ def travel_while_multiplying() -> None:
 
     def noted(name: str) -> Any:
         inner = getattr(exchange, name)
-        return lambda *args: (seen.append(name), inner(*args))[1]
+
+        def call(*args: Any) -> Any:
+            seen.append(name)
+            return inner(*args)
+
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("begin", "finish"):

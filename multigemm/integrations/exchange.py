@@ -30,7 +30,7 @@ def finish(under_way: Tensor) -> Tensor:
 
 
 class _Depart(torch.autograd.Function):
-    """Rows -> a ticket. The ticket holds no data: it has the rows' shape because gradients of it are gradients of them."""
+    """Rows -> a ticket without data, of the rows' shape because its gradients are theirs."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
