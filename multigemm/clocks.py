@@ -28,7 +28,12 @@ def _warm_calls(mode: Mode, cost_us: float) -> int:
 
 
 class Clock:
-    """What differs between a GPU and a CPU: how a call becomes a sample, and how a sample is read."""
+    """What differs between a GPU and a CPU: how a call becomes a sample, and how a sample is read.
+
+    `batch` samples are taken before they are read.
+    """
+
+    batch = 64
 
     def scope(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -43,6 +48,8 @@ class Clock:
 
 class CpuClock(Clock):
     """perf_counter. There is no flush: a CPU's caches are large, shared and not ours to empty."""
+
+    batch = 1
 
     def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
         if mode == "graph":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -26,6 +27,7 @@ from multigemm.clocks import Mode as Mode
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 SPREAD_BLOCKS = 3
+LATE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +149,19 @@ def _measure(
     for group in groups:
         round_ms = sum(cost_us[name] for name in group) / 1e3
         rounds = max(min_reps, min(reps, int(budget_ms / max(round_ms, 1e-3))))
-        results.update(_rounds(clock, {name: prepared[name] for name in group}, mode, rounds))
+        samplers = {name: prepared[name] for name in group}
+        results.update(_rounds(clock, samplers, mode, rounds, min_reps, LATE * budget_ms / 1e3))
     return {name: results[name] for name in variants}
 
 
-def _rounds(clock: Clock, samplers: dict[str, Callable[[], Any]], mode: Mode, rounds: int) -> dict[str, Timing]:
-    """Interleaved rounds. Samples are read in batches: waiting after each call would leave the GPU idle."""
+def _rounds(
+    clock: Clock, samplers: dict[str, Callable[[], Any]], mode: Mode, rounds: int, least: int, late_s: float
+) -> dict[str, Timing]:
+    """Interleaved rounds. Samples are read in batches: waiting after each call would leave the GPU idle.
+
+    A machine that has become slower since the cost was taken ends after `late_s`, with the least rounds.
+    """
+    began = time.perf_counter()
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     errors: dict[str, str] = {}
     pending: list[tuple[str, Any]] = []
@@ -164,10 +173,12 @@ def _rounds(clock: Clock, samplers: dict[str, Callable[[], Any]], mode: Mode, ro
                 pending.append((name, samplers[name]()))
             except Exception as error:
                 errors[name] = describe(error)
-        if len(pending) >= 64 or index == rounds - 1:
+        if len(pending) >= clock.batch or index == rounds - 1:
             for name, sample in pending:
                 samples[name].append(clock.read(sample, mode))
             pending.clear()
+        if index + 1 >= least and not pending and time.perf_counter() - began > late_s:
+            break
     return {
         name: Timing(name, mode, () if name in errors else tuple(samples[name]), errors.get(name, ""))
         for name in samplers

@@ -109,6 +109,23 @@ def test_a_run_resumes_where_it_was_cut(tmp_path: Path) -> None:
     assert again.unfinished == []
 
 
+def test_a_run_that_is_late_takes_fewer_samples_and_leaves_nothing_out() -> None:
+    cases = [CASE, parse_shape("2,4,8,8")]
+    counts = {}
+    for goal_s in (1e9, 0.0):
+        report = run(cases, ENTRIES[:1], options=Options(reps=100, budget_ms=1.0, rates=RATES, goal_s=goal_s))
+        assert report.unfinished == []
+        counts[goal_s] = [row.eager.count for row in report.rows if row.eager]
+    assert counts[1e9][1] >= 9
+    assert counts[0.0][0] >= 9
+    assert counts[0.0][1] >= 3
+    slow = parse_shape("1,512,512,512", "fp32")
+    report = Runner(
+        ENTRIES[:1], CPU, Options(budget_ms=0.01, rates=RATES, goal_s=0.0), new_report(CPU, {"bf16", "fp32"}, FAST, {})
+    ).run([CASE, slow])
+    assert [row.eager.count for row in report.rows if row.eager][1] == 3
+
+
 def test_a_lost_device_is_told_apart_from_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def lost(self: Any) -> None:
         raise RuntimeError("illegal address")

@@ -68,6 +68,12 @@ def test_the_budget_bounds_the_rounds() -> None:
     assert 2 <= len(taken.samples) <= 12
 
 
+def test_a_machine_that_slows_down_ends_the_rounds_early() -> None:
+    naps = iter([0.0] * 3)
+    taken = measure({"nap": lambda: time.sleep(next(naps, 0.01))}, CPU, reps=500, min_reps=4, budget_ms=20.0)["nap"]
+    assert 4 <= len(taken.samples) <= 10
+
+
 def test_graphs_need_a_gpu_and_modes_have_names() -> None:
     assert "CUDA device" in measure({"x": lambda: None}, CPU, "graph")["x"].error
     with pytest.raises(ValueError, match="known: cold"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections import Counter
@@ -26,6 +27,8 @@ from multigemm.bench.workloads import DTYPES, Rates, Workload, parse_shape, with
 from multigemm.errors import InvalidSetting
 
 STRIKES = 3
+CPU_GOAL_S = 3.0
+"""Seconds per workload on a CPU, which other processes may share: where these take longer, samples become fewer."""
 EPILOG = """
   multigemm bench --suite moe                     every backend and peer that is here
   multigemm bench --shape 64,2048,3584,1792       one's own: G, M per group, N, K
@@ -243,7 +246,8 @@ def _options(args: argparse.Namespace, device: torch.device, cases: list[Workloa
             raise InvalidSetting(f"--floor {args.floor!r}: write TFLOP/s,TB/s, as in 770,3.0") from error
         rates = {c.dtype: Rates(tflops, tbps) for c in cases}
     budget = args.budget_ms or (400.0 if device.type == "cuda" else 800.0)
-    options = Options(args.reps, budget, args.time_budget, args.style, rates=rates)
+    goal = CPU_GOAL_S * len(cases) if device.type == "cpu" else math.inf
+    options = Options(args.reps, budget, args.time_budget, goal, args.style, rates=rates)
     return options if args.style == "cold" else replace(options, modes=("host",))
 
 

@@ -17,11 +17,15 @@ from multigemm.timing import Mode, overhead
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure. `budget_ms` is per workload and mode, for all entries together."""
+    """How to measure. `budget_ms` is per workload and mode, for all entries together.
+
+    `goal_s` is what the whole run should take: behind it, samples become fewer, but no workload is left out.
+    """
 
     reps: int = 100
     budget_ms: float = 400.0
     total_s: float = math.inf
+    goal_s: float = math.inf
     style: Mode = "cold"
     modes: tuple[Mode, ...] = ("graph", "hot", "host")
     hot_below_us: float = 300.0

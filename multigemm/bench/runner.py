@@ -31,6 +31,7 @@ from multigemm.timing import Mode, Timing, describe, measure
 RESTLESS = 0.15
 SECOND_LOOKS = 2
 OVER_BUDGET = 2.5
+HURRIED = 0.25
 
 
 def unrest(timing: Timing) -> float:
@@ -56,6 +57,7 @@ class Runner:
     on_case: Callable[[int, int, Workload], None] = lambda index, total, case: None
     started: float = field(default_factory=time.monotonic)
     _rows: dict[str, Row] = field(default_factory=dict)
+    _behind: bool = False
 
     def run(self, cases: list[Workload]) -> Report:
         """Every workload that the time budget allows; the rest is listed as unfinished."""
@@ -66,9 +68,11 @@ class Runner:
             todo = [entry for entry in self.entries if (case.key, entry.name) not in done]
             if not todo:
                 continue
-            if time.monotonic() - self.started > self.options.total_s:
+            spent = time.monotonic() - self.started
+            if spent > self.options.total_s:
                 self.report.unfinished.append(case.key)
                 continue
+            self._behind = index > 0 and spent > self.options.goal_s * index / len(cases)
             self.on_case(index, len(cases), case)
             try:
                 self.report.rows += self._case(case, todo)
@@ -234,7 +238,7 @@ class Runner:
         """
         began = time.monotonic()
         taken = self._measure(calls, mode)
-        for _ in range(SECOND_LOOKS):
+        for _ in range(0 if self._behind else SECOND_LOOKS):
             if time.monotonic() - began > OVER_BUDGET * self.options.budget_ms / 1e3:
                 break
             restless = {name: calls[name] for name, timing in taken.items() if timing.ok and unrest(timing) > RESTLESS}
@@ -249,6 +253,9 @@ class Runner:
         if not calls:
             return {}
         options, few = self.options, 4 if mode in ("hot", "host") else 9
+        budget_ms = options.budget_ms
+        if self._behind:
+            few, budget_ms = few // 3, HURRIED * budget_ms
 
         def watch(name: str) -> None:
             involved = [name] if name else list(calls)
@@ -260,7 +267,7 @@ class Runner:
             mode,
             reps=reps or options.reps,
             min_reps=few,
-            budget_ms=options.budget_ms,
+            budget_ms=budget_ms,
             watch=watch,
         )
 
