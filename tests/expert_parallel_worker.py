@@ -149,6 +149,7 @@ def agree() -> None:
         compare("uneven", 1, "gelu")
         refuse()
         travel_while_multiplying()
+        compiled()
 
 
 def refuse() -> None:
@@ -161,6 +162,18 @@ def refuse() -> None:
             parallelize_module(module, mesh, ExpertParallel())
     with pytest.raises(mg.InvalidProblem, match="spread over one of them"):
         groups_of(cube)
+
+
+def compiled() -> None:
+    """torch.compile around a spread layer gives the layer's results and gradients."""
+    spread, _ = layers(mesh_of(1), 2)
+    x = tokens_of(dist.get_world_size(), "uneven")[dist.get_rank()].requires_grad_()
+    fast: Any = torch.compile(spread, backend="aot_eager")
+    results = [layer(x) for layer in (spread, fast)]
+    torch.testing.assert_close(results[1], results[0])
+    wanted = [x, *spread.experts.parameters()]
+    for got, want in zip(*(torch.autograd.grad(y.square().sum(), wanted) for y in results), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def travel_while_multiplying() -> None:

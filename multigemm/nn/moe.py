@@ -22,13 +22,6 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu
 PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
 
 
-def local(parameter: Any) -> Tensor | None:
-    """This rank's part of a parameter that is spread over a mesh; any other as it is."""
-    to_local = getattr(parameter, "to_local", None)
-    part: Tensor | None = parameter if to_local is None else to_local()
-    return part
-
-
 class Experts(nn.Module):
     """E feed-forward networks; each token passes through its top k and gets their weighted sum.
 
@@ -97,8 +90,14 @@ class Experts(nn.Module):
         slices = groups_of(self.mesh)[1]
         return bias if slices is None else share(bias, slices.size())
 
+    def _held(self, name: str) -> Tensor | None:
+        """A parameter, or this rank's part of it: over a mesh all of them are DTensors."""
+        parameter: Any = getattr(self, name)
+        part: Tensor | None = parameter if parameter is None or self.mesh is None else parameter.to_local()
+        return part
+
     def _linear(self, name: str, rows: Tensor, ends: Tensor, activation: str | None) -> Tensor:
-        weight, bias = (local(getattr(self, key)) for key in (name, f"{name}_bias"))
+        weight, bias = self._held(name), self._held(f"{name}_bias")
         assert weight is not None
         if bias is not None and name == "down_proj" and self.mesh is not None:
             bias = self._share(bias)
