@@ -14,13 +14,13 @@ import torch
 from multigemm.__main__ import main
 from multigemm.bench import plots, results, runner, supervise, table
 from multigemm.bench.check import group_inputs, group_outputs
+from multigemm.bench.drawn import UNTUNED
 from multigemm.bench.entries import Entry, Prepared, Refused, backend_entries, backend_entry, ceiling_entry
 from multigemm.bench.method import Options, new_report
 from multigemm.bench.operands import Tensors
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.results import Report, Row
 from multigemm.bench.runner import Runner
-from multigemm.bench.suites import UNTUNED
 from multigemm.bench.tried import ClassResult, from_reports
 from multigemm.bench.tune import Limits, Tuner
 from multigemm.bench.workloads import Rates, Workload, parse_shape
@@ -255,6 +255,7 @@ def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
         (["--shape", "1,2"], "cannot be read"),
         (["--suite", "l2", "--only", "nothing"], "no workload is left"),
         (["--suite", "l2", "--floor", "x"], "TFLOP/s,TB/s"),
+        (["--suite", "l2", "--modes", "warm"], "graph, hot and host"),
         (["compare", "/nonexistent", "/nonexistent"], "cannot be read as a report"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,9 @@ import torch
 from multigemm.bench import distributions, operands
 from multigemm.bench.check import group_inputs, group_outputs, reference
 from multigemm.bench.suites import SUITES, suite
-from multigemm.bench.workloads import Workload, parse_shape, with_dtype
+from multigemm.bench.workloads import DTYPES, Workload, parse_shape, with_dtype
 from multigemm.errors import InvalidSetting
+from multigemm.spec import FORMS
 
 PUBLISHED_FLOORS = {
     "dsv3_up_8k/balanced/bf16": 687.9,
@@ -89,6 +92,25 @@ def test_own_shapes(text: str, extents: list[tuple[int, int, int]]) -> None:
 def test_unreadable_shapes_are_refused_with_a_hint(text: str) -> None:
     with pytest.raises(InvalidSetting):
         parse_shape(text)
+
+
+def test_spread_is_near_every_shape_and_random_is_drawn_anew_by_a_seed() -> None:
+    cases = suite("spread")
+    assert {case.form for case in cases} == set(FORMS)
+    assert {case.dtype for case in cases} == set(DTYPES)
+    assert all(case.flops < 4e11 and case.bytes < 2**30 for case in cases)
+    rows = [case for case in cases if case.form == "jagged_m" and case.dtype == "bf16"]
+    assert len(rows) > 100
+    for names in ("n", "k"):  # no octave between the least and the greatest is bare
+        octaves = {int(math.log2(getattr(case, names))) for case in rows}
+        assert octaves >= set(range(7, 13))
+    first, again, other = suite("random:7"), suite("random:7"), suite("random:8,random")
+    assert first == again
+    assert len({case.key for case in first + other}) == 60
+    assert {case.suite for case in first + other} == {"random"}
+    for text in ("random:", "random:x", "spread:3", "random:0"):
+        with pytest.raises(InvalidSetting, match="random:SEED"):
+            suite(text)
 
 
 def test_unknown_suites_and_dtypes_name_the_known_ones() -> None:

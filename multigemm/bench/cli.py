@@ -52,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--style", choices=("cold", "do_bench"), default="cold", help="do_bench: as Triton's tutorials measure"
     )
     parser.add_argument("--reps", type=int, default=100, help="rounds at most")
+    parser.add_argument(
+        "--modes", default="graph,hot,host", help="what to time besides eager calls; graph alone is the shortest"
+    )
     parser.add_argument("--budget-ms", type=float, default=None, help="per workload and mode, all entries together")
     parser.add_argument(
         "--time-budget", type=float, default=float("inf"), help="seconds, after which no workload is begun"
@@ -247,7 +250,10 @@ def _options(args: argparse.Namespace, device: torch.device, cases: list[Workloa
         rates = {c.dtype: Rates(tflops, tbps) for c in cases}
     budget = args.budget_ms or (400.0 if device.type == "cuda" else 800.0)
     goal = CPU_GOAL_S * len(cases) if device.type == "cpu" else math.inf
-    options = Options(args.reps, budget, args.time_budget, goal, args.style, rates=rates)
+    modes = tuple(_parts(args.modes))
+    if unknown := set(modes) - {"graph", "hot", "host"}:
+        raise InvalidSetting(f"--modes {', '.join(sorted(unknown))}: known are graph, hot and host")
+    options = Options(args.reps, budget, args.time_budget, goal, args.style, modes, rates=rates)
     return options if args.style == "cold" else replace(options, modes=("host",))
 
 

@@ -27,7 +27,7 @@ class Options:
     total_s: float = math.inf
     goal_s: float = math.inf
     style: Mode = "cold"
-    modes: tuple[Mode, ...] = ("graph", "hot", "host")
+    modes: tuple[str, ...] = ("graph", "hot", "host")
     hot_below_us: float = 300.0
     rates: dict[str, Rates] | None = None
 
@@ -41,6 +41,7 @@ def new_report(device: torch.device, dtypes: Iterable[str], options: Options, ab
         "style": options.style,
         "reps": options.reps,
         "budget_ms": options.budget_ms,
+        "modes": list(options.modes),
         "flush": "256 MB written before each call" if device.type == "cuda" else "none (CPU)",
         "rates": "given" if options.rates else "measured in this run",
         "measured_rates": _as_numbers(measured),

@@ -7,8 +7,9 @@
 `decode`     a few rows per group: one step of token generation
 `small`      launch and scheduling cost rather than arithmetic
 `ragged-odd` primes and unaligned extents, where most libraries refuse or pad
-`spread`     50 seeded shapes over all forms and layouts, and two of each other dtype: neighbours for every shape
-`random`     20 other shapes, which nobody tunes: what `auto` is worth where nothing was measured
+`spread`     220 shapes laid out evenly over forms, layouts, dtypes and extents: neighbours for every shape
+`random`     20 other shapes, which nobody tunes: what `auto` is worth where nothing was measured; `random:7`: 20 of
+             another seed, over all forms
 """
 
 from __future__ import annotations
@@ -16,12 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
+from multigemm.bench.drawn import UNTUNED, random, spread_out
 from multigemm.bench.workloads import Workload
 from multigemm.errors import InvalidSetting
 
-UNTUNED = "random"
 UNEVEN = ("balanced", "zipf", "empty")
 
 
@@ -173,58 +172,6 @@ def _ragged_odd() -> list[Workload]:
     ]
 
 
-def _spread_out() -> list[Workload]:
-    """Extents over many octaves, in the proportion in which the forms are used; at most a TFLOP and a GiB each."""
-    draw = np.random.default_rng(50)
-    forms = ["jagged_m"] * 5 + ["jagged_k", "jagged_n", "masked", "batched", "per_group"]
-    cases: list[Workload] = []
-    while len(cases) < 50:
-        index = len(cases)
-        form = forms[index % len(forms)]
-        groups = int(2 ** draw.integers(1, 9))
-        rows = int(2.0 ** draw.uniform(1, 11))
-        n, k = (int(64 * max(1, round(2.0 ** draw.uniform(6.5, 13) / 64))) for _ in range(2))
-        if max(groups * rows * n * k / 5e11, groups * (n * k + rows * (n + k)) / 2**29) < 1:
-            cases.append(_placed(f"spread_{index:02d}", form, groups, rows, n, k, index))
-    many = Workload("spread_many", "spread", groups=16, n=1024, k=1024, total=4096, distribution="zipf")
-    few = Workload("spread_few", "spread", groups=8, n=2048, k=2048, total=256)
-    return cases + [replace(case, dtype=dtype) for dtype in ("fp32", "tf32", "fp64", "int8") for case in (many, few)]
-
-
-def _placed(name: str, form: str, groups: int, rows: int, n: int, k: int, index: int) -> Workload:
-    """One of `spread`: `rows` is the extent of a group along the jagged direction, or M."""
-    turn = index // 10
-    kind = ("balanced", "zipf", "empty", "multinomial", "uniform")[turn]
-    case = Workload(name, "spread", groups=groups, n=n, k=k, total=groups * rows, distribution=kind)
-    if form == "per_group":
-        unequal = [(max(1, rows >> (g % 3)) if turn % 2 else rows, n, k) for g in range(groups)]
-        return replace(case, form="per_group", products=tuple(unequal), distribution="list", total=0)
-    if form == "jagged_k":
-        return replace(case, form="jagged_k", m=n, n=k, k=0, trans_a=True)
-    if form == "jagged_n":
-        return replace(case, form="jagged_n", m=n, n=0)
-    if form == "masked":
-        return replace(case, form="masked", m=rows, total=groups * rows // 2, cap=rows)
-    if form == "batched":
-        return replace(case, form="batched", m=rows, total=0, distribution="balanced", trans_b=bool(turn % 2))
-    return replace(case, trans_b=bool((index + turn) % 2))
-
-
-def _random() -> list[Workload]:
-    """G, T, N and K over three octaves each, mostly multiples of 64, some of 8, as models have them."""
-    draw = np.random.default_rng(20)
-    cases: list[Workload] = []
-    for index in range(20):
-        step = 64 if index % 4 else 8
-        groups = int(draw.choice([2, 6, 12, 24, 48, 96, 160]))
-        n, k = (int(step * round(2.0 ** draw.uniform(8, 12) / step)) for _ in range(2))
-        total = int(groups * 2.0 ** draw.uniform(2, 9))
-        kind = str(draw.choice(["balanced", "zipf", "empty", "multinomial"]))
-        case = Workload(f"random_{index:02d}", UNTUNED, groups=groups, n=n, k=k, total=total, distribution=kind)
-        cases.append(replace(case, trans_b=bool(index % 3 == 2)))
-    return cases
-
-
 SUITES: dict[str, Callable[[], list[Workload]]] = {
     "tutorial": _tutorial,
     "helion-jagged": _helion,
@@ -236,15 +183,23 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "decode": _decode,
     "small": _small,
     "ragged-odd": _ragged_odd,
-    "spread": _spread_out,
-    UNTUNED: _random,
+    "spread": spread_out,
+    UNTUNED: random,
 }
 
 
 def suite(name: str) -> list[Workload]:
     """The workloads of a suite, or of several joined by commas, or of "all"."""
     names = list(SUITES) if name == "all" else [part.strip() for part in name.split(",") if part.strip()]
-    unknown = [part for part in names if part not in SUITES]
+    unknown = [part for part in names if part not in SUITES and not _seed(part)]
     if unknown or not names:
-        raise InvalidSetting(f"suite {', '.join(unknown) or name!r} is unknown; known: {', '.join(SUITES)}, all")
-    return [case for part in names for case in SUITES[part]()]
+        raise InvalidSetting(
+            f"suite {', '.join(unknown) or name!r} is unknown; known: {', '.join(SUITES)}, {UNTUNED}:SEED, all"
+        )
+    return [case for part in names for case in (random(_seed(part)) if _seed(part) else SUITES[part]())]
+
+
+def _seed(part: str) -> int:
+    """The seed in "random:7"; 0 for any other text."""
+    head, _, seed = part.partition(":")
+    return int(seed) if head == UNTUNED and seed.isdecimal() else 0

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from multigemm.bench.drawn import UNTUNED
 from multigemm.bench.entries import as_fields
 from multigemm.bench.results import HOST_SIZES, Report, Row
-from multigemm.bench.suites import UNTUNED
 from multigemm.bench.workloads import geomean
 from multigemm.tuning import Measured
 
