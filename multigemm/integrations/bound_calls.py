@@ -20,6 +20,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 
+_capturing = torch.cuda.is_current_stream_capturing
 KEPT = 512
 WORKSPACE = 64 << 20
 """Launches that are kept may own this many bytes of device memory together."""
@@ -50,33 +51,32 @@ def borrow(x: Tensor | None) -> Tensor | None:
 
 
 class Launches:
-    """What was bound, by addresses; one for all calls, so that its size has one bound."""
+    """What was bound, by addresses; one for all calls, so that its size has one bound.
+
+    `kept` is the same dictionary for good, so that a caller may look it up without a call in between.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[Any, Launch] = {}
+        self.kept: dict[Any, Launch] = {}
         self._bytes = 0
-
-    def get(self, key: Any) -> Launch | None:
-        """The launch that was bound to these addresses, if it was kept."""
-        return self._kept.get(key)
 
     def keep(self, key: Any, launch: Launch, workspace: int) -> None:
         """Keeps a launch that owns `workspace` bytes; starts anew when there are too many."""
-        if len(self._kept) >= KEPT or self._bytes + workspace > WORKSPACE:
+        if len(self.kept) >= KEPT or self._bytes + workspace > WORKSPACE:
             self.clear()
         if workspace <= WORKSPACE // 16:
-            self._kept[key] = launch
+            self.kept[key] = launch
             self._bytes += workspace
 
     def clear(self) -> None:
         """Forgets everything; launches that still run on the device are ordered before what reuses their memory."""
-        self._kept.clear()
+        self.kept.clear()
         self._bytes = 0
 
 
 def capturing(device: torch.device) -> bool:
     """Whether the current stream is being captured into a graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and _capturing()
 
 
 def owned(device: torch.device) -> int:

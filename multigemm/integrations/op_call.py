@@ -27,7 +27,8 @@ KEEPING = ("cuda",)
 """Where launches are kept for the next call: on a CPU binding is cheap, and its workspaces cannot be told."""
 _routes: dict[Any, Route | None] = {}
 launches = bound_calls.Launches()
-_empty = torch.empty
+_known = launches.kept
+_empty = torch.empty_strided
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +38,7 @@ class Route:
     choice: bound.Choice
     spec: ProblemSpec
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     alpha: float
@@ -57,21 +59,26 @@ def _geometry(x: Tensor) -> Any:
     return (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
 
 
-def _index(x: Tensor) -> Any:
-    return (x.dtype, x.shape, x.stride(), x.get_device())
-
-
 def run(
     a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
     valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """The operator on real tensors."""
+    """The operator on real tensors. Each step here is paid for by every call: written out, and not shared."""
     at_a, at_b = a.data_ptr(), b.data_ptr()
+    given, cut = 0, None
+    if offsets is not None:
+        given, cut = 1, offsets
+    if ends is not None:
+        given, cut = given + 2, ends
+    if valid_rows is not None:
+        given, cut = given + 4, valid_rows
+    if sizes is not None:
+        given, cut = given + 8, sizes
     key = (
         a.dtype, a.shape, a.stride(), at_a & 15, a.get_device(),
         b.dtype, b.shape, b.stride(), at_b & 15, b.get_device(),
-        offsets is None or _index(offsets), sizes is None or _index(sizes), ends is None or _index(ends),
-        valid_rows is None or _index(valid_rows), c is None or _geometry(c), bias is None or _geometry(bias),
+        given, cut is None or (cut.dtype, cut.shape, cut.stride(), cut.get_device()),
+        c is None or _geometry(c), bias is None or _geometry(bias),
         tuple(options.items()), tuning.table().generation,
     )  # fmt: skip
     route = _routes.get(key)
@@ -79,18 +86,17 @@ def run(
         if key not in _routes:
             return _first(key, a, b, offsets, sizes, ends, valid_rows, c, bias, options)
         return _whole_way(a, b, offsets, sizes, ends, valid_rows, c, bias, options)[0]
-    out = _empty(route.shape, dtype=route.dtype, device=route.device)
+    out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
     if route.checked:
         _check(route, offsets, ends, valid_rows)
     if not route.repeats:
         _bind(route, a, b, offsets, ends, valid_rows, c, bias, out)()
         return out
-    cut = offsets if offsets is not None else ends if ends is not None else valid_rows
     where = (
         route, at_a, at_b, out.data_ptr(), 0 if cut is None else cut.data_ptr(),
         0 if c is None else c.data_ptr(), 0 if bias is None else bias.data_ptr(),
     )  # fmt: skip
-    launch = launches.get(where)
+    launch = _known.get(where)
     if launch is None or bound_calls.capturing(route.device):
         _fresh(where, a, b, offsets, ends, valid_rows, c, bias, out)
     else:
@@ -181,6 +187,7 @@ def _route(problem: GroupedGemmProblem, choice: bound.Choice) -> Route | None:
         choice=choice,
         spec=choice.spec,
         shape=tuple(problem.out_shape),
+        strides=torch.empty(problem.out_shape, device="meta").stride(),
         dtype=problem.out_dtype,
         device=problem.device,
         alpha=problem.alpha,
