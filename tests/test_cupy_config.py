@@ -19,6 +19,7 @@ import multigemm as mg
 from multigemm.backends.cupy import (
     BACKEND,
     build,
+    counters,
     direct,
     driver,
     family,
@@ -202,6 +203,7 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.capturing = False
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         def call(*args: Any) -> int:
@@ -219,8 +221,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(driver, "library", lambda: fake)
     monkeypatch.setattr(tensor_maps, "library", lambda: fake)
-    counters = (torch.zeros(8, dtype=torch.int32), deque(range(3)))
-    monkeypatch.setattr(hopper, "_counters", lambda index: counters)
+    pool = (torch.zeros(8, dtype=torch.int32), deque(range(3)))
+    monkeypatch.setattr(counters, "pool", lambda index: pool)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: fake.capturing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     hopper._packed_maps.cache_clear()
@@ -294,11 +297,30 @@ def test_a_lists_groups_become_the_small_kernels_argument() -> None:
 
 def test_counters_come_back_and_may_run_out(fake: FakeDriver) -> None:
     launches = [hopper.bind(operands("batched"), configs.WIDE, 1) for _ in range(5)]
-    _, free = hopper._counters(0)
+    _, free = counters.pool(0)
     assert not free
     launches.clear()
     gc.collect()
     assert sorted(free) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("room", ["hopper", "direct"])
+def test_a_counter_that_a_graph_may_still_use_never_comes_back(room: str, fake: FakeDriver) -> None:
+    def bound() -> Callable[[], object]:
+        if room == "hopper":
+            return hopper.bind(operands("batched"), configs.WIDE, 1)
+        return direct.bind(operands("odd weights"), configs.DIRECT, (1, 2), 132)
+
+    eager, captured = bound(), bound()
+    eager()
+    fake.capturing = True
+    captured()
+    fake.capturing = False
+    captured()
+    del eager, captured
+    gc.collect()
+    _, free = counters.pool(0)
+    assert sorted(free) == [0, 2], "the second pair belongs to the graph for good"
 
 
 @pytest.mark.parametrize("form", ["odd", "odd list"])

@@ -7,13 +7,12 @@ would have to shift them anew.
 from __future__ import annotations
 
 from functools import lru_cache
-from weakref import finalize
 
 import numpy as np
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy import hopper, packing, tensor_maps
+from multigemm.backends.cupy import counters, hopper, packing, tensor_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, direct_spec, is_plain
 from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
@@ -32,7 +31,7 @@ def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, int]:
     """The copying kernel and the product."""
     function, _ = load(source(spec, config), index)
     allow_shared(function, config.shared_bytes(is_plain(spec)))
-    hopper._counters(index)
+    counters.pool(index)
     return load(packing.SOURCE, index)[0], function
 
 
@@ -70,16 +69,16 @@ def _bind(ops: Operands, config: Config, function: int) -> Launch:
         x, w = hopper._sides(view, role, spec.compute)
         maps = _row_maps(x)
         keep_rows = w.mn > hopper.READERS * COLUMNS * config.cluster
-    counter, slot = hopper._counter(index)
+    counter = counters.Counter(index)
     options = hopper.LAUNCH.pack(
-        0 if listed is None else listed.data_ptr(), counter.data_ptr(),
+        0 if listed is None else listed.data_ptr(), counter.address,
         int(role.swapped), hopper.BUSY_ROWS, int(spec.out.align == 16), int(keep_rows),
     )  # fmt: skip
     across = COLUMNS * config.cluster
     tiles = tiles_at_most(ops, view, *((across, config.rows) if role.swapped else (config.rows, across)))
     shared = config.shared_bytes(is_plain(spec))
     clusters = max(1, min(tiles, resident_clusters(function, config.cluster, hopper.THREADS, shared)))
-    launch = launcher(
+    return launcher(
         function,
         [problem_bytes(ops, table, view), options, maps],
         grid=clusters * config.cluster,
@@ -89,7 +88,5 @@ def _bind(ops: Operands, config: Config, function: int) -> Launch:
         overlap=True,
         index=index,
         keep=(ops, table, listed, counter),
+        captured=counter.pin,
     )
-    if slot is not None:
-        finalize(launch, hopper._counters(index)[1].append, slot)
-    return launch

@@ -102,10 +102,12 @@ def launcher(
     overlap: bool = False,
     index: int,
     keep: Any = None,
+    captured: Callable[[], object] | None = None,
 ) -> Callable[[], None]:
     """A closure that launches `function` on the device's current stream; `keep` lives as long as it.
 
     `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early.
+    `captured` is called whenever a launch becomes part of a CUDA graph.
     """
     buffer, addresses = _laid_out(arguments)
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -126,10 +128,13 @@ def launcher(
     call, reference, handle = library().cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(function)
     stream_of: Any = torch._C._cuda_getCurrentRawStream
     current: Any = torch._C._cuda_getDevice
+    capturing: Any = torch._C._cuda_isCurrentStreamCapturing
     alive = (buffer, attributes, keep)
 
     def launch(_alive: Any = alive) -> None:
         config.stream = stream_of(index)
+        if captured is not None and capturing():
+            captured()
         if current() == index:
             code = call(reference, handle, pointers, None)
         else:

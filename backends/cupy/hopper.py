@@ -7,17 +7,15 @@ result; `X` gives the rows. For jagged n, and where the result is stored by colu
 from __future__ import annotations
 
 import struct
-from collections import deque
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import finalize
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy import tensor_maps
+from multigemm.backends.cupy import counters, tensor_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, is_plain, is_swapped
 from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
@@ -28,7 +26,6 @@ from multigemm.spec import ProblemSpec
 
 THREADS = 384
 LAUNCH = struct.Struct("<2q4i")
-COUNTERS = 8192
 READERS = 2
 """Rows that more tiles than this read again and again are asked to stay in the L2 cache."""
 BUSY_ROWS = 208
@@ -73,28 +70,8 @@ def prepare(spec: ProblemSpec, config: Config, index: int) -> int:
     """Compiles (or finds) and loads the kernel, and readies the device's counters."""
     function, _ = load(source(spec, config), index)
     allow_shared(function, shared_bytes(spec, config))
-    _counters(index)
+    counters.pool(index)
     return function
-
-
-@cache
-def _counters(index: int) -> tuple[Tensor, deque[int]]:
-    """Zeroed pairs of integers: each bound problem owns one, and its launches leave it zero.
-
-    A pair that comes back waits behind all others before it serves again, long after its last launch.
-    """
-    memory = torch.zeros(2 * COUNTERS, dtype=torch.int32, device=torch.device("cuda", index))
-    torch.cuda.synchronize(index)
-    return memory, deque(range(COUNTERS))
-
-
-def _counter(index: int) -> tuple[Tensor, int | None]:
-    """A zeroed pair and its place in the pool; beyond the pool, memory of its own."""
-    memory, free = _counters(index)
-    if not free:
-        return torch.zeros(2, dtype=torch.int32, device=memory.device), None
-    slot = free.popleft()
-    return memory[2 * slot : 2 * slot + 2], slot
 
 
 def _side(
@@ -165,16 +142,16 @@ def bind(ops: Operands, config: Config, function: int) -> Launch:
         x, w = _sides(view, role, spec.compute)
         maps = _packed_maps(x, w, spec.form == "jagged_k")
         keep_rows = w.mn > READERS * COLUMNS * config.cluster
-    counter, slot = _counter(index)
+    counter = counters.Counter(index)
     options = LAUNCH.pack(
-        0 if listed is None else listed.data_ptr(), counter.data_ptr(),
+        0 if listed is None else listed.data_ptr(), counter.address,
         int(role.swapped), BUSY_ROWS, int(spec.out.align == 16), int(keep_rows),
     )  # fmt: skip
     across = COLUMNS * config.cluster
     tiles = tiles_at_most(ops, view, *((across, config.rows) if role.swapped else (config.rows, across)))
     shared = shared_bytes(spec, config)
     clusters = max(1, min(tiles, resident_clusters(function, config.cluster, THREADS, shared)))
-    launch = launcher(
+    return launcher(
         function,
         [problem_bytes(ops, table, view), options, maps],
         grid=clusters * config.cluster,
@@ -184,7 +161,5 @@ def bind(ops: Operands, config: Config, function: int) -> Launch:
         overlap=True,
         index=index,
         keep=(ops, table, listed, counter),
+        captured=counter.pin,
     )
-    if slot is not None:
-        finalize(launch, _counters(index)[1].append, slot)
-    return launch
