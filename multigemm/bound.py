@@ -119,7 +119,7 @@ class Plan:
     def __init__(self, choice: Choice, problem: GroupedGemmProblem) -> None:
         self.problem = problem
         self._choice = choice
-        self._out = allocate(problem)
+        self._out = allocate(problem, together=True)
         self._launch = _launcher(choice, problem, self._out)
         self._result = _result(problem, self._out)
 

@@ -22,6 +22,9 @@ from multigemm.layouts import Operands, to_device
 from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import OperandSpec, ProblemSpec
 
+BOUNDARY = 256
+"""Bytes, from a multiple of which each matrix of a list of results starts."""
+
 
 @dataclass(slots=True)
 class Staged:
@@ -137,11 +140,21 @@ def _outlined(x: Operand, dtype: torch.dtype) -> Operand:
     return x if x.dtype is dtype else torch.empty_like(x, dtype=dtype, device="meta")
 
 
-def allocate(problem: GroupedGemmProblem) -> Operand:
-    """The problem's own `out`, or fresh memory for the result."""
+def allocate(problem: GroupedGemmProblem, together: bool = False) -> Operand:
+    """The problem's own `out`, or fresh memory for the result; that of a list may lie `together` in one piece."""
     if problem.out is not None:
         return problem.out
+    if together and problem.form == "per_group":
+        return _together(problem.out_shape, problem.out_dtype, problem.device)
     return _fresh(problem, problem.device)
+
+
+def _together(shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Matrices one behind the other: equal ones at even distances, where a library can treat them as a batch."""
+    step = BOUNDARY // dtype.itemsize
+    starts = np.cumsum([0, *(-(-m * n // step) * step for m, n in shapes)]).tolist()
+    memory = torch.empty(starts[-1], dtype=dtype, device=device)
+    return [memory[at : at + m * n].view(m, n) for at, (m, n) in zip(starts, shapes, strict=False)]
 
 
 def _fresh(problem: GroupedGemmProblem, device: torch.device) -> Operand:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import multigemm as mg
 from multigemm.backends.cublas import calls
 from multigemm.backends.cublas.leading import Leading, Shape, leading, shape_of
 from multigemm.backends.cublas.library import NO_TRANSPOSE, TRANSPOSE
@@ -182,6 +183,28 @@ def test_scattered_equal_products_go_by_address() -> None:
     problem = GroupedGemmProblem(a, [_laid((3, 2), "row", 9)] * 3, out=out)
     assert _solve(problem, out, "batched") == ["cublasGemmBatchedEx"]
     assert torch.equal(out[2], a[2] @ _laid((3, 2), "row", 9))
+
+
+def test_a_plan_lays_equal_results_at_even_distances() -> None:
+    dims = [(3, 5, 4), (3, 5, 4), (3, 5, 4), (0, 5, 4), (70, 1, 2), (2, 2, 0)]
+    a = [_laid((m, k), "row", i).float() for i, (m, _, k) in enumerate(dims)]
+    b = [_laid((k, n), "row", i + 9).float() for i, (_, n, k) in enumerate(dims)]
+    plan = mg.plan(mg.GroupedGemmProblem(a, b), backend="cpu")
+    out = plan()
+    assert [4 * t.storage_offset() for t in out] == [0, 256, 512, 768, 768, 1280]
+    assert all(torch.equal(z, x @ y) for x, y, z in zip(a, b, out, strict=True))
+    assert all(t.is_contiguous() for t in out)
+
+
+def test_products_in_another_order_than_in_memory_are_strided() -> None:
+    a, b, out = (torch.zeros(4, 2, 2, dtype=torch.float64) for _ in range(3))
+    for t, seed in ((a, 1), (b, 2)):
+        t.copy_(_laid((4, 2, 2), "row", seed))
+    order = (2, 0, 3, 1)
+    a_list, b_list, out_list = ([t[i] for i in order] for t in (a, b, out))
+    problem = GroupedGemmProblem(a_list, b_list, out=out_list)
+    assert _solve(problem, out_list, "batched") == ["cublasGemmStridedBatchedEx"]
+    assert torch.equal(out, a @ b)
 
 
 def test_unaligned_scattered_products_go_one_by_one() -> None:

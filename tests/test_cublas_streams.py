@@ -69,6 +69,62 @@ def test_rows_before_the_first_group_may_come_and_go(monkeypatch: pytest.MonkeyP
         assert bool((out[end:] == 77).all())
 
 
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("relu", [False, True])
+def test_a_plan_that_runs_again_follows_its_operands(config: Config, relu: bool) -> None:
+    """From the second run on, several pieces of work are replayed as a graph, on whichever stream is current."""
+    if relu and config.variant.startswith("grouped"):
+        pytest.skip("has no epilogue")
+    sizes, side = [7, 0, 25, 8], cuda.Stream()
+    a, b = ints(43, 64), ints(4, 64, 32, seed=1)
+    problem = mg.GroupedGemmProblem(a, b, sizes=sizes, activation="relu" if relu else None)
+    plan = mg.plan(problem, backend="cublas", config=config)
+    for seed in range(5):
+        where = side if seed % 2 else torch.cuda.current_stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(where):
+            cuda._sleep(1_000_000)
+            a.copy_(ints(43, 64, seed=seed))
+            got = plan().clone()
+        where.synchronize()
+        want = exact_rows(a, b, sizes)
+        assert torch.equal(got.double(), want.relu() if relu else want)
+
+
+def test_replayed_device_sizes_may_change() -> None:
+    a, b, offsets = ints(40, 64), ints(3, 64, 32, seed=1), offsets_of([10, 20, 10])
+    out = torch.empty(40, 32, device="cuda").bfloat16()
+    own = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets), backend="cublas")
+    given = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets, out=out), backend="cublas")
+    for head, sizes in ((0, [0, 40, 0]), (3, [1, 2, 3]), (0, [0, 0, 0]), (9, [31, 0, 0]), (0, [5, 5, 5])):
+        offsets.copy_(offsets_of(sizes, head))
+        out.fill_(77)
+        want, end = exact_rows(a, b, sizes, head), head + sum(sizes)
+        assert torch.equal(own().double(), want)
+        assert torch.equal(given()[head:end].double(), want[head:end])
+        assert bool((out[:head] == 77).all())
+        assert bool((out[end:] == 77).all())
+
+
+def test_graphs_run_beside_each_other() -> None:
+    """Split sums of two graphs need two workspaces."""
+    many = [(16, 64, 8192 + 64 * i) for i in range(3)]
+    problems = []
+    for turn in range(4):
+        a = [ints(m, k, seed=turn + i) for i, (m, _, k) in enumerate(many)]
+        b = [ints(k, n, seed=turn + 9 + i) for i, (_, n, k) in enumerate(many)]
+        problems.append((a, b, mg.plan(mg.GroupedGemmProblem(a, b, out_dtype=torch.float32), backend="cublas",
+                                       config=Config("streams", 2) if turn % 2 else Config("loop")), cuda.Stream()))  # fmt: skip
+    torch.cuda.synchronize()
+    for _ in range(6):
+        for _, _, plan, stream in problems:
+            with torch.cuda.stream(stream):
+                plan()
+    torch.cuda.synchronize()
+    for a, b, plan, _ in problems:
+        assert all(torch.equal(z.double(), x.double() @ y.double()) for x, y, z in zip(a, b, plan(), strict=True))
+
+
 @pytest.mark.parametrize("config", NEEDS_SIZES, ids=lambda c: c.variant)
 def test_a_variant_that_reads_sizes_says_so(config: Config) -> None:
     a, b = ints(40, 64), ints(3, 64, 32, seed=1)

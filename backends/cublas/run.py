@@ -5,30 +5,39 @@ from __future__ import annotations
 import ctypes
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import torch
+from torch import Tensor
 
-from multigemm.backends.cublas.calls import Batch
+from multigemm.backends.cublas.calls import GROUPED, Batch
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Call, Cublas, begin, check, end, handle, issue, make
 from multigemm.backends.cublas.nvrtc import INVALID_CONTEXT, driver, driver_checked, use_context
+from multigemm.backends.cublas.record import Graph, Stream
 from multigemm.layouts import Operands
 
-cuda: Any = torch.cuda  # its classes carry no types
 WITHOUT_TIMING = 2
 WORKSPACE_BYTES = 32 << 20
-"""Per side stream; what cuBLAS asks for on Hopper. A shared one would let split sums of two streams mix."""
+"""Per stream; what cuBLAS asks for on Hopper. A shared one would let split sums of two streams mix."""
 
 
 class Steps:
-    """A bound launch: its steps in order, on the current stream of the operands' device."""
+    """A bound launch: its steps in order, on the current stream of the operands' device.
 
-    __slots__ = ("_device", "_keep", "_steps")
+    Several pieces of work become one graph at the second run (see `record`).
+    """
+
+    __slots__ = ("_blas", "_device", "_graph", "_keep", "_ran", "_several", "_space", "_steps")
 
     def __init__(self, ops: Operands, steps: Sequence[Callable[[int], None]], keep: object = None) -> None:
         self._steps, self._keep = tuple(steps), (ops, keep)
-        self._device = ops.device.index or 0
+        self._device, self._ran, self._graph = ops.device.index or 0, False, cast(Graph | None, None)
+        self._blas = next((step for step in steps if isinstance(step, Calls | Streamed)), None)
+        pieces = len(steps) if self._blas is None else len(steps) - 1 + self._blas.pieces
+        self._several = pieces > 1 and (self._blas is None or self._blas.replayable)
+        owns = self._several and self._blas is not None
+        self._space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=ops.device) if owns else None
 
     def __call__(self) -> None:
         if torch._C._cuda_getDevice() == self._device:
@@ -38,21 +47,59 @@ class Steps:
                 self._run()
 
     def _run(self) -> None:
+        if self._several and not torch._C._cuda_isCurrentStreamCapturing():
+            if self._graph is None and self._ran:
+                self._graph = self._recorded()
+            if self._graph is not None:
+                self._graph.replay()
+                return
+            self._ran = True
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         for step in self._steps:
             step(stream)
+
+    def _recorded(self) -> Graph:
+        if self._blas is None:
+            return Graph(self._device, lambda stream: self._enqueue(stream, None))
+        library, blas = self._blas.library, handle()
+        mode = begin(library, blas)
+        try:
+            return Graph(self._device, lambda stream: self._enqueue(stream, blas))
+        finally:
+            end(library, handle(), mode)  # torch aims its handle at its own current stream and workspace again
+
+    def _enqueue(self, stream: ctypes.c_void_p, blas: ctypes.c_void_p | None) -> None:
+        for step in self._steps:
+            if blas is not None and isinstance(step, Calls | Streamed):
+                aim(step.library, blas, stream, cast(Tensor, self._space))
+                step.record(blas, stream)
+            else:
+                step(stream.value or 0)
+
+
+def aim(library: Cublas, blas: ctypes.c_void_p, stream: ctypes.c_void_p, space: Tensor) -> None:
+    """Turns the handle to a stream and a workspace."""
+    check(library.set_stream(blas, stream), "cublasSetStream")
+    size = ctypes.c_size_t(WORKSPACE_BYTES)
+    check(library.set_workspace(blas, ctypes.c_void_p(space.data_ptr()), size), "cublasSetWorkspace")
 
 
 class Calls:
     """Library calls one after the other on the current stream."""
 
-    __slots__ = ("_batch", "_calls", "_library")
+    __slots__ = ("_batch", "_calls", "library", "pieces", "replayable")
 
     def __init__(self, library: Cublas, batch: Batch) -> None:
-        self._library, self._batch, self._calls = library, batch, tuple(batch.calls)
+        self.library, self._batch, self._calls = library, batch, tuple(batch.calls)
+        self.pieces = len(self._calls)
+        self.replayable = all(call.name != GROUPED for call in self._calls)  # that one takes 5 us more in a graph
 
     def __call__(self, stream: int) -> None:
-        issue(self._library, handle(), self._calls)
+        issue(self.library, handle(), self._calls)
+
+    def record(self, blas: ctypes.c_void_p, stream: ctypes.c_void_p) -> None:
+        """Makes the calls on a handle that is turned to `stream` and in exact math."""
+        make(blas, self._calls)
 
 
 def shares(work: Sequence[int], streams: int) -> list[list[int]]:
@@ -95,21 +142,18 @@ class _Event:
 class _Lane:
     """A side stream with its own workspace, its share of the calls and the event that ends it."""
 
-    __slots__ = ("_pointer", "_size", "_space", "_stream", "calls", "done", "raw")
+    __slots__ = ("_space", "_stream", "calls", "done")
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
-        self.calls, self._stream, self.done = tuple(calls), cuda.Stream(device), _Event(device)
+        self.calls, self._stream, self.done = tuple(calls), Stream(device.index or 0), _Event(device)
         self._space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self.raw, self._size = ctypes.c_void_p(self._stream.cuda_stream), ctypes.c_size_t(WORKSPACE_BYTES)
-        self._pointer = ctypes.c_void_p(self._space.data_ptr())
 
     def run(self, library: Cublas, blas: ctypes.c_void_p, after: _Event) -> None:
-        """Turns the handle to this stream and workspace, and makes the calls behind `after`."""
-        after.hold(self.raw)
-        check(library.set_stream(blas, self.raw), "cublasSetStream")
-        check(library.set_workspace(blas, self._pointer, self._size), "cublasSetWorkspace")
+        """Makes the calls on this stream, behind `after`."""
+        after.hold(self._stream.raw)
+        aim(library, blas, self._stream.raw, self._space)
         make(blas, self.calls)
-        self.done.record(self.raw)
+        self.done.record(self._stream.raw)
 
 
 class Streamed:
@@ -119,25 +163,37 @@ class Streamed:
     by whatever follows on it, exactly as after a single call.
     """
 
-    __slots__ = ("_batch", "_fork", "_here", "_lanes", "_library")
+    __slots__ = ("_batch", "_fork", "_here", "_lanes", "library", "pieces", "replayable")
 
     def __init__(
         self, library: Cublas, batch: Batch, shapes: Sequence[Shape], streams: int, device: torch.device
     ) -> None:
-        self._library, self._batch, self._fork = library, batch, _Event(device)
+        self.library, self._batch, self._fork = library, batch, _Event(device)
         split = shares([s.m * s.n * s.k for s in shapes], streams)
         self._here = tuple(batch.calls[i] for i in split[0])
         self._lanes = [_Lane([batch.calls[i] for i in share], device) for share in split[1:]]
+        self.pieces, self.replayable = len(batch.calls), True
 
     def __call__(self, stream: int) -> None:
-        library, blas, current = self._library, handle(), ctypes.c_void_p(stream)
-        self._fork.record(current)
-        mode = begin(library, blas)
+        blas, current = handle(), ctypes.c_void_p(stream)
+        mode = begin(self.library, blas)
         try:
-            make(blas, self._here)
-            for lane in self._lanes:
-                lane.run(library, blas, self._fork)
+            self._spread(blas, current)
         finally:
-            end(library, handle(), mode)  # torch aims its handle at its own current stream and workspace again
+            end(self.library, handle(), mode)  # torch aims its handle at its own current stream and workspace again
+        self._join(current)
+
+    def record(self, blas: ctypes.c_void_p, stream: ctypes.c_void_p) -> None:
+        """The same on a handle that is turned to `stream` and in exact math."""
+        self._spread(blas, stream)
+        self._join(stream)
+
+    def _spread(self, blas: ctypes.c_void_p, current: ctypes.c_void_p) -> None:
+        self._fork.record(current)
+        make(blas, self._here)
+        for lane in self._lanes:
+            lane.run(self.library, blas, self._fork)
+
+    def _join(self, current: ctypes.c_void_p) -> None:
         for lane in self._lanes:
             lane.done.hold(current)

@@ -1,0 +1,71 @@
+"""A launch of several pieces of work, kept as a CUDA graph from its second run on.
+
+The host pays for every piece: ten microseconds for a library call, three for a kernel, one for an
+event. A graph costs about as much as one call, and the device starts its pieces sooner. It is made at
+the second run, because most problems are bound for a single one and making it costs several. Inside a
+caller's own capture the pieces are enqueued one by one, as at the first run.
+
+A graph may run beside anything else, so the library calls in it have a workspace of their own, and
+what torch allocates while recording stays with the graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from multigemm.backends.cublas.nvrtc import driver, driver_checked, use_context
+
+cuda: Any = torch.cuda  # its classes carry no types
+NON_BLOCKING = 1
+_lock = threading.RLock()
+"""One recording at a time: they share a stream."""
+
+
+class Stream:
+    """A stream of our own. torch hands out a few in turn, and a recording must not meet other work on one of those."""
+
+    __slots__ = ("_device", "raw")
+
+    def __init__(self, device: int) -> None:
+        self.raw, self._device = ctypes.c_void_p(), device
+        use_context(device)
+        driver_checked(driver().cuStreamCreate(ctypes.byref(self.raw), NON_BLOCKING), "cuStreamCreate")
+
+    def __del__(self) -> None:
+        if self.raw:
+            driver().cuStreamDestroy_v2(self.raw)
+
+
+@cache
+def _stream(device: int) -> tuple[Stream, Any]:
+    """The stream that recordings of one device are made on, and torch's view of it."""
+    own = Stream(device)
+    return own, cuda.ExternalStream(own.raw.value, device=device)
+
+
+class Graph:
+    """What `enqueue` puts on the stream that it is given, to be replayed on any."""
+
+    __slots__ = ("_graph", "_mutex")
+
+    def __init__(self, device: int, enqueue: Callable[[ctypes.c_void_p], None]) -> None:
+        self._graph, self._mutex = cuda.CUDAGraph(), threading.Lock()
+        with _lock:
+            own, seen = _stream(device)
+            with cuda.stream(seen):
+                self._graph.capture_begin(capture_error_mode="relaxed")
+                try:
+                    enqueue(own.raw)
+                finally:
+                    self._graph.capture_end()
+
+    def replay(self) -> None:
+        """Enqueues everything on torch's current stream of the device."""
+        with self._mutex:  # one graph may not be launched by two threads at once
+            self._graph.replay()
