@@ -113,8 +113,9 @@ def test_graphs_run_beside_each_other() -> None:
     for turn in range(4):
         a = [ints(m, k, seed=turn + i) for i, (m, _, k) in enumerate(many)]
         b = [ints(k, n, seed=turn + 9 + i) for i, (_, n, k) in enumerate(many)]
-        problems.append((a, b, mg.plan(mg.GroupedGemmProblem(a, b, out_dtype=torch.float32), backend="cublas",
-                                       config=Config("streams", 2) if turn % 2 else Config("loop")), cuda.Stream()))  # fmt: skip
+        config = Config("streams", 2) if turn % 2 else Config("loop")
+        plan = mg.plan(mg.GroupedGemmProblem(a, b, out_dtype=torch.float32), backend="cublas", config=config)
+        problems.append((a, b, plan, cuda.Stream()))
     torch.cuda.synchronize()
     for _ in range(6):
         for _, _, plan, stream in problems:
