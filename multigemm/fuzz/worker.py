@@ -21,6 +21,7 @@ from multigemm.staging import staged_spec
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
 from multigemm.testing.choice import assigned
+from multigemm.testing.cliff import on_a_cliff
 from multigemm.testing.kinds import kinds, redrawn
 from multigemm.testing.oracles import Finding, Outcome, check, check_all
 from multigemm.testing.strategies import RandomChooser, random_case
@@ -83,11 +84,12 @@ def subject_of(options: Options, name: str, config: int) -> Subject:
 def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, tally: Tally) -> None:
     """The oracles that cost more than a run: one group of them for each number."""
     device, world = stand.device, stand.world
-    choice = number % 6
+    choice = number % 7
     steps: dict[str, Any] = {
         "relations": lambda: relations.relate(stand, subject, outcome, number),
         "changed sizes": lambda: concurrency.changed_sizes(stand, subject, outcome, number, captured=False),
         "lying sizes": lambda: concurrency.lies(stand, subject, outcome, number),
+        "edge of memory": lambda: on_a_cliff(stand, subject, outcome, number),
     }
     if device.type == "cuda":
         steps["graph"] = lambda: concurrency.graph(stand, subject, outcome)
@@ -99,7 +101,7 @@ def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, t
         steps = {"threads": lambda: concurrency.threads(world, subject, outcome, device)}
     names = list(steps)
     name = names[choice % len(names)]
-    if name == "relations" and device.type == "cuda" and number // 6 % 6:
+    if name == "relations" and device.type == "cuda" and number // 7 % 6:
         name = "lying sizes"  # relations are problems of other kinds: each may have to be compiled
     try:
         if steps[name]() is not False:

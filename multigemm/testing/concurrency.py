@@ -111,19 +111,17 @@ def graph(stand: Stand, subject: Subject, outcome: Outcome) -> None:
         _compare(stand, fetch(stand), "graph replay", outcome)
 
 
-def lies(stand: Stand, subject: Subject, outcome: Outcome, seed: int) -> bool:
-    """Offsets that run backwards, below zero and past the end: nothing outside the result may be written."""
+def lie(stand: Stand, seed: int) -> torch.Tensor:
+    """Contents for the device's sizes that run backwards, below zero and past the end."""
     case, index = stand.world.case, stand.world.place.index
-    if index is None or case.where != "device" or not index.shape[0]:
-        return False
-    launch, _ = bind(stand, subject)
-    rng = np.random.default_rng(seed)
+    assert index is not None
     reach = max(case.total, case.m, 1)
     wild = [-(2**31), -1, 0, 1, reach, reach + 1, 2 * reach, 2**31 - 1, *index_values(case)]
-    lie = torch.tensor(rng.choice(wild, index.shape[0]), dtype=index.dtype)
-    index.view(stand.inputs).copy_(lie)
-    stand.prefill(0)
-    launch()
+    return torch.tensor(np.random.default_rng(seed).choice(wild, index.shape[0]), dtype=index.dtype)
+
+
+def strays(stand: Stand, outcome: Outcome) -> None:
+    """Nothing outside the result may have been written since the first prefill, whatever is in it."""
     got = fetch(stand)
     everything = torch.zeros(got.shape, dtype=torch.uint8)
     place = stand.world.place.out
@@ -132,6 +130,18 @@ def lies(stand: Stand, subject: Subject, outcome: Outcome, seed: int) -> bool:
     stray = foreign_writes(got.numpy(), stand.world.prefills[0].numpy(), everything.numpy())
     if stray:
         outcome.findings.append(Finding("lying sizes", f"{stray} bytes were written outside the result"))
+
+
+def lies(stand: Stand, subject: Subject, outcome: Outcome, seed: int) -> bool:
+    """Offsets that run backwards, below zero and past the end: nothing outside the result may be written."""
+    case, index = stand.world.case, stand.world.place.index
+    if index is None or case.where != "device" or not index.shape[0]:
+        return False
+    launch, _ = bind(stand, subject)
+    index.view(stand.inputs).copy_(lie(stand, seed))
+    stand.prefill(0)
+    launch()
+    strays(stand, outcome)
     stand.inputs.copy_(stand.pristine)
     return True
 

@@ -189,8 +189,11 @@ class Kill:
 
 def examine(case: Case, subject: Subject, device: torch.device, *, deep: bool, seed: int = 0) -> Outcome:
     """All oracles that run anywhere: values and guards always, the others where `deep`."""
-    world = World.build(case)
-    stand = Stand.build(world, device)
+    return examine_stand(Stand.build(World.build(case), device), subject, deep=deep, seed=seed)
+
+
+def examine_stand(stand: Stand, subject: Subject, *, deep: bool, seed: int = 0) -> Outcome:
+    """The same for a case that has been made real."""
     outcome = check(stand, subject)
     if outcome.findings or not outcome.ran or not deep:
         return outcome

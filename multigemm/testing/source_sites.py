@@ -67,22 +67,6 @@ OPERATORS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-EQUIVALENT: tuple[tuple[str, str, str], ...] = (
-    (r"sum|one lost|difference", r"(count|across|down|per_group|rows|columns) = .*(BM|BN|end - start)",
-     "more tiles than there are: the extra ones lie outside their group and store nothing"),
-    (r"wider", r"[xy] = tl\.load\([ab]_ptrs", "a row or column past the group is loaded, and its result is not stored"),
-    (r"zero for one", r"mask=.*other=0", "lanes that the mask leaves out are left out of the result as well"),
-    (r"wider|narrower", r"if rows_left > 0", "a tile without rows adds zeros to nothing"),
-    (r"zero for one", r"rows = tl.minimum\(tl.maximum\(rows, 0\), m\)", "one tile for no rows, which stores nothing"),
-    (r"mask conjunct lost", r"\(back != x\) & \(x == x\)", "a NaN whose last bit is set is a NaN"),
-    (r"one lost", r"tl.range\(0, \(gk \+ BK - 1\) // BK", "one more step, in which every element is masked"),
-    (r"zero for one", r"value = cast\(0\)$", "every branch behind it sets the value"),
-    (r"wider", r"while distance < threads", "one more round, in which no thread takes part"),
-    (r"product lost", r"zero_unowned\(p, block \* threads", "the same elements are zeroed more than once"),
-)  # fmt: skip
-"""What a survivor may be without blame: (operator, line before the change, reason)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Site:
     """One change: the file, the line (from 1), what it was and what it becomes."""
@@ -95,18 +79,6 @@ class Site:
 
     def __str__(self) -> str:
         return f"{Path(self.file).name}:{self.line} {self.operator}: {self.before.strip()}  ->  {self.after.strip()}"
-
-
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """What became of a mutant: "killed", "stillborn" (does not compile), "survived", or "equivalent" (it
-    survived, and `text` says why no oracle could see it)."""
-
-    site: Site
-    state: str
-    oracle: str = ""
-    seconds: float = 0.0
-    text: str = ""
 
 
 def code_lines(path: Path, skip: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
@@ -188,11 +160,3 @@ def plant(site: Site, folder: Path, root: Path) -> None:
     lines = target.read_text().splitlines()
     lines[site.line - 1] = site.after
     target.write_text("\n".join(lines) + "\n")
-
-
-def excuse(site: Site) -> str:
-    """Why a survivor is no fault; empty if nobody has said so."""
-    for operator, line, reason in EQUIVALENT:
-        if re.search(operator, site.operator) and re.search(line, site.before):
-            return reason
-    return ""

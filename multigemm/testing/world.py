@@ -6,6 +6,7 @@ backends; a `Stand` is one world on one device, ready to be run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,24 +131,29 @@ def _aliased(layout: Layout) -> bool:
     return bool(layout.zero)
 
 
-def make_problem(case: Case, place: Plot, inputs: Tensor, outputs: Tensor) -> GroupedGemmProblem:
-    """The problem over two arenas, on whichever device they lie."""
+def make_problem(
+    case: Case, place: Plot, inputs: Tensor, outputs: Tensor, at: Callable[[Region, Tensor], Tensor] = Region.view
+) -> GroupedGemmProblem:
+    """The problem over two arenas, on whichever device they lie; `at` may put inputs elsewhere."""
 
-    def tensors(regions: Regions | None, arena: Tensor) -> Any:
+    def each(regions: Regions | None, make: Callable[[Region], Tensor]) -> Any:
         if regions is None:
             return None
-        return [r.view(arena) for r in regions] if isinstance(regions, list) else regions.view(arena)
+        return [make(region) for region in regions] if isinstance(regions, list) else make(regions)
 
-    out = tensors(place.out, outputs) if case.given else None
+    def tensors(regions: Regions | None) -> Any:
+        return each(regions, lambda region: at(region, inputs))
+
+    out = each(place.out, lambda region: region.view(outputs)) if case.given else None
     more: dict[str, Any] = {
         "alpha": case.alpha, "beta": case.beta, "activation": case.activation, "precision": case.precision,
-        "bias": tensors(place.bias, inputs),
+        "bias": tensors(place.bias),
         "out": out,
-        "c": out if case.alias else tensors(place.c, inputs),
+        "c": out if case.alias else tensors(place.c),
         "out_dtype": as_dtype(case.out_dtype) if case.out_dtype else None,
     }  # fmt: skip
     if place.index is not None:
-        live = place.index.view(inputs)
+        live = at(place.index, inputs)
         plain = index_values(case)
         chosen = {"device": live, "host": torch.tensor(plain, dtype=live.dtype), "list": plain}[case.where]
         more["valid_rows" if case.form == "masked" else case.kind] = chosen
@@ -155,7 +161,7 @@ def make_problem(case: Case, place: Plot, inputs: Tensor, outputs: Tensor) -> Gr
         more["jagged"] = case.jagged
     if case.compute == torch.int8:
         more |= {"alpha": int(case.alpha), "beta": int(case.beta)}
-    return GroupedGemmProblem(tensors(place.a, inputs), tensors(place.b, inputs), **more)
+    return GroupedGemmProblem(tensors(place.a), tensors(place.b), **more)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,124 @@
+"""Sizes at the edges of a config's tiles: what separates a right kernel from one that is off by one.
+
+A kernel's behaviour changes where an extent passes a multiple of its tile, where K passes a multiple of
+the ring's depth, and where groups are more than one pass of a schedule counts. Ordinary problems of a
+campaign are smaller than one tile of a fast kernel; these are a few tiles in one direction at a time,
+so that the reference can still afford them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from multigemm.testing.case import Case
+from multigemm.testing.strategies import Chooser, Limits, settled
+
+WORK = 1 << 21
+OFFSETS = (-9, -8, -7, -1, 0, 0, 0, 1, 2, 3, 7, 8, 9, 16)
+COUNTS = (17, 31, 33, 64, 130, 257, 300, 513, 961, 1025)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one tile of a config covers, in a direction of the result as in the other where kernels may
+    exchange their sides; `depth` blocks of `k` are in flight."""
+
+    m: int
+    n: int
+    k: int
+    depth: int
+
+
+def tile_of(config: Any) -> Tile:
+    """The tile of any backend's config, by the names that they have in common; a guess where it has none."""
+
+    def named(names: tuple[str, ...], default: int) -> int:
+        return next((value for name in names if (value := getattr(config, name, 0))), default)
+
+    side = named(("tile",), 0)
+    m = named(("block_m", "bm", "n_max", "rows"), side or 64)
+    n = named(("block_n", "bn"), side if side and not getattr(config, "rows", 0) else 128 * named(("cluster",), 1))
+    return Tile(m, n, named(("block_k", "bk"), 64), named(("stages",), 3))
+
+
+def _near(ch: Chooser, unit: int, counts: tuple[int, ...]) -> int:
+    """A few units and a little more or less."""
+    return max(0, unit * ch.choice(counts) + ch.choice((*OFFSETS, unit // 2)))
+
+
+def _extents(ch: Chooser, tile: Tile) -> dict[str, int]:
+    """One direction is long: through the ring of K, across, down, or none of them."""
+    few, many = (0, 1, 1, 2), (2, 3, 4, 5, 9, 10)
+    m, n = (tile.m, tile.n) if ch.integer(0, 1) else (tile.n, tile.m)
+    shallow = ch.choice((1, 2, 3, 7, 8, 9, 16, 17, 24))
+    style = ch.integer(0, 4)
+    if style == 0:
+        deep = tuple(range(tile.depth - 1, 3 * tile.depth + 2))
+        return {"m": _near(ch, m, (0, 1)), "n": _near(ch, n, (0, 1)), "k": _near(ch, tile.k, deep)}
+    if style == 1:
+        return {"m": _near(ch, m, (0, 1)), "n": _near(ch, n, many), "k": shallow}
+    if style == 2:
+        return {"m": _near(ch, m, many), "n": _near(ch, n, (0, 1)), "k": shallow}
+    if style == 3:
+        return {"m": _near(ch, m, few), "n": _near(ch, n, few), "k": _near(ch, tile.k, (0, 1, 2))}
+    return {"m": ch.choice((1, 2, 5, 8, 9, 17)), "n": ch.choice((1, 2, 8, 9, 17, 40)), "k": ch.choice((1, 8, 9, 33))}
+
+
+def _lengths(ch: Chooser, longest: int) -> tuple[int, ...]:
+    """The jagged extent cut into groups: even, with a remainder, with empty ones, all in one; or very many."""
+    style = ch.integer(0, 5)
+    if style == 5:
+        each = ch.choice((0, 1, 1, 2, max(1, longest // 64)))
+        return tuple(ch.choice((0, each, each, each + 1)) for _ in range(ch.choice(COUNTS)))
+    if style == 0:
+        return (longest,)
+    if style == 1:
+        return (0, longest, 0, 0, 1)
+    if style == 2:
+        return (longest, 1, longest // 2, 0, 8)
+    cuts = sorted(ch.integer(0, longest) for _ in range(ch.integer(1, 20)))
+    return tuple(b - a for a, b in zip([0, *cuts], [*cuts, longest], strict=True))
+
+
+def _alike(new: int, old: int) -> int:
+    """The extent nearest above that is divisible by the same powers of two, up to 16, as the old one."""
+    if not new or not old:
+        return new
+    low = min(old & -old, 16)
+    return -(-new // 16) * 16 if low == 16 else new // (2 * low) * 2 * low + low
+
+
+def alike(kind: Case, case: Case) -> Case:
+    """The case with shared extents as divisible as the kind's, which decides on alignment: compiled kernels
+    know of it."""
+    if case.form == "per_group" or kind.form != case.form:
+        return case
+    changed: dict[str, Any] = {name: _alike(getattr(case, name), getattr(kind, name))
+                               for name in "mnk" if name != case.jagged}  # fmt: skip
+    return replace(case, **changed)
+
+
+def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits) -> Case:
+    """A problem of a kind whose sizes lie at the edges of a config's tiles."""
+    tile = tile_of(config)
+    sizes = _extents(ch, tile)
+    changes: dict[str, Any] = {"seed": ch.integer(0, 2**31 - 1)}
+    if kind.form == "per_group":
+        count = ch.choice((1, 2, 3, 5, 16, 17, 33))
+        first = tuple(sizes[name] for name in "mnk")
+        rest = [tuple(max(0, size // ch.choice((1, 2, 3, 64)) + ch.choice(OFFSETS)) for size in first)
+                for _ in range(count - 1)]  # fmt: skip
+        changes["dims"] = (first, *rest)
+    elif kind.jagged:
+        changes |= {name: size for name, size in sizes.items() if name != kind.jagged}
+        changes["lengths"] = _lengths(ch, sizes[kind.jagged])
+        changes["tail"] = ch.choice((0, 0, 1, 9, 40))
+        changes["head"] = ch.choice((0, 0, 1, 9, 40)) if kind.kind == "offsets" else 0
+    elif kind.form == "masked":
+        count = ch.choice((1, 2, 3, 17, 40))
+        rows = tuple(min(sizes["m"], _near(ch, tile.m, (0, 0, 1, 2))) for _ in range(count))
+        changes |= sizes | {"lengths": rows}
+    else:
+        changes |= sizes | {"lengths": (0,) * ch.choice((1, 2, 3, 17, 40))}
+    return settled(alike(kind, replace(kind, **changes)), replace(limits, work=max(limits.work, WORK)))

@@ -1,0 +1,178 @@
+"""The hunt for one planted fault in a real kernel: in the mutant's own process.
+
+On a GPU the hunt is directed. Each compilation costs seconds and a problem costs milliseconds, so a few
+variants that hold the changed line are compiled, one after the other, and each meets many problems:
+sizes at the edges of its config's tiles, ordinary ones, and other forms and epilogues of the same
+dtypes and layouts, which most kernels decide on at run time. In emulation the stored failures come
+first and random cases after.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from multigemm.testing.source_live import Variant
+from multigemm.testing.source_sites import ROOT
+
+BROKEN = ("CompilationError", "CompileError", "SyntaxError", "NameError", "TypingError", "CompileException",
+          "IndentationError", "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
+SURVIVED = {"state": "survived", "oracle": "", "text": ""}
+STILLBORN = SURVIVED | {"state": "stillborn"}
+SAME = SURVIVED | {"state": "same"}
+VARIANTS = 3
+"""Variants that differ from the unchanged ones and meet problems in turn."""
+BURST = 16
+"""Problems in a row of one variant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hunt:
+    """How mutants of a backend are hunted: where, and for how long each."""
+
+    backend: str
+    device: str = "cpu"
+    seconds: float = 45.0
+
+    @property
+    def emulated(self) -> bool:
+        return self.device == "cpu"
+
+
+def small_tiles(config: Any) -> Any:
+    """The same config with the smallest tiles, so that small problems have several in each direction."""
+    names = {"block_m", "block_n", "block_k"} & {f.name for f in fields(config)} if is_dataclass(config) else set()
+    return replace(config, **{name: 32 if name == "block_k" else 16 for name in names}) if names else config
+
+
+def verdict(outcome: Any) -> dict[str, str]:
+    """What the first finding of an outcome says about the mutant."""
+    found = outcome.findings[0]
+    broken = found.oracle == "exception" and any(word in found.text for word in BROKEN)
+    return {"state": "stillborn" if broken else "killed", "oracle": found.oracle, "text": found.text[:200]}
+
+
+def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
+    """Stored failures, then random cases, until something is seen."""
+    from multigemm.testing import corpus
+    from multigemm.testing.cliff import on_a_cliff
+    from multigemm.testing.mutants import examine_stand
+    from multigemm.testing.strategies import EMULATED, random_case
+    from multigemm.testing.subject import Subject
+    from multigemm.testing.world import Stand, World
+
+    begin, stored = time.monotonic(), ROOT / "tests" / "corpus"
+    subjects = [Subject(hunt.backend, adapt=small_tiles), Subject(hunt.backend, 1), Subject(hunt.backend)]
+    cases = [e.case for e in corpus.entries(stored)] if stored.is_dir() else []
+    random.Random(1).shuffle(cases)
+    cases = [c for c in cases if c.work < 20_000 and sum(m * n > 0 for m, n, _ in c.sizes()) < 400]
+    number = -len(cases)
+    while time.monotonic() - begin < hunt.seconds:
+        case = random_case(number, replace(EMULATED, work=1 << 13)) if number >= 0 else cases[number]
+        subject, deep = subjects[number % len(subjects)], number % 3 == 0
+        stand = Stand.build(World.build(case), place)
+        outcome = examine_stand(stand, subject, deep=deep, seed=abs(number))
+        if outcome.ok and outcome.ran and not deep:
+            on_a_cliff(stand, subject, outcome, abs(number))
+        if outcome.findings:
+            return verdict(outcome)
+        number += 1
+    return SURVIVED
+
+
+class _Run:
+    """One variant under the changed sources."""
+
+    def __init__(self, hunt: Hunt, variant: Variant, place: Any) -> None:
+        from multigemm.testing.case import Case
+        from multigemm.testing.choice import spec_of
+        from multigemm.testing.subject import Subject
+
+        self.case, self.place, self.backend = Case.from_dict(variant.case), place, hunt.backend
+        self.subject, self.spec = Subject(hunt.backend), spec_of(self.case, place)
+        self.config = next(c for c in self.subject.shipped(self.spec, place) if str(c) == variant.config)
+        self.subject.pin(self.config)
+
+    def compiles(self, spec: Any = None) -> bool:
+        """Whether the changed source can be made into a kernel; anything else that goes wrong shows in the run."""
+        try:
+            self.subject.recipe(spec or self.spec, self.place)
+        except Exception as error:  # whatever a compiler raises
+            text = f"{type(error).__name__}: {error}"
+            return not any(word in text for word in BROKEN)
+        return True
+
+    def problem(self, number: int) -> Any:
+        """At the edges of the tiles, ordinary, or (where that compiles nothing) of another form, in turn."""
+        from multigemm.testing.edges import alike, at_edges
+        from multigemm.testing.kinds import cousin, redrawn
+        from multigemm.testing.strategies import Limits, RandomChooser
+
+        choose, limits = RandomChooser(number), Limits(work=1 << 16, groups=300)
+        if number % 4 == 3 and self.backend != "triton":
+            return cousin(self.case, choose, limits)
+        if number % 4 == 1:
+            return alike(self.case, redrawn(self.case, choose, limits))
+        return at_edges(self.case, self.config, choose, limits)
+
+    def meet(self, number: int, say: Callable[[str], None]) -> Any:
+        """One problem; its outcome, or None where the config does not take it."""
+        from multigemm.staging import staged_spec
+        from multigemm.testing import concurrency
+        from multigemm.testing.cliff import on_a_cliff
+        from multigemm.testing.oracles import check
+        from multigemm.testing.world import Stand, World
+
+        stand = Stand.build(World.build(self.problem(number)), self.place)
+        spec = staged_spec(stand.problem)
+        taken = not self.subject.refusals(spec, self.place) and self.config in self.subject.shipped(spec, self.place)
+        if not taken or not self.compiles(spec):
+            return None
+        say("runs")
+        outcome = check(stand, self.subject)
+        if outcome.ok and outcome.ran and number % 4 == 2:
+            concurrency.changed_sizes(stand, self.subject, outcome, number, captured=False)
+            concurrency.lies(stand, self.subject, outcome, number)
+        elif outcome.ok and outcome.ran and self.subject.own_kernels:
+            on_a_cliff(stand, self.subject, outcome, number)
+        say("compiles")
+        return outcome
+
+
+def hunt_on_gpu(hunt: Hunt, place: Any, variants: list[Variant], say: Callable[[str], None]) -> dict[str, str]:
+    """Each variant that the change makes a difference to meets problems in turn, until the time is over."""
+    from multigemm.testing.source_live import listening
+
+    begin, runs, number = time.monotonic(), list[_Run](), 0
+    with listening(hunt.backend) as heard:
+        for variant in variants:
+            heard.clear()
+            run = _Run(hunt, variant, place)
+            if not run.compiles():
+                return STILLBORN
+            if heard.digest and heard.digest == variant.digest:
+                continue
+            runs.append(run)
+            found = _burst(run, number, say)
+            number += BURST
+            if found:
+                return found
+            if len(runs) == VARIANTS or time.monotonic() - begin > hunt.seconds:
+                break
+        while runs and time.monotonic() - begin < hunt.seconds:
+            found = _burst(runs[number // BURST % len(runs)], number, say)
+            number += BURST
+            if found:
+                return found
+    return SURVIVED if runs else SAME
+
+
+def _burst(run: _Run, first: int, say: Callable[[str], None]) -> dict[str, str] | None:
+    for number in range(first, first + BURST):
+        outcome = run.meet(number, say)
+        if outcome is not None and outcome.findings:
+            return verdict(outcome)
+    return None

@@ -1,0 +1,186 @@
+"""Which kernels a change of a source line can reach: what to compile for a mutant, and what not to run.
+
+A backend's kernels are compiled in many variants (dtypes, layouts, epilogue, tile), and most lines are
+part of some of them only. So a sample of variants, spread over all traits, is compiled once from the
+unchanged sources: the line table of each says which lines it holds, and a digest of its machine code
+says whether a changed source makes any difference to it. A mutant that leaves the code of every
+variant as it was is not run at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from typing import Any
+
+from multigemm.testing.case import Case, classes
+
+FAR = 50
+"""Lines from which on one that is not in the line table counts as unrelated to those that are."""
+PER_KERNEL = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to compile a backend's kernel: a kind of problem and the text of a config. `lines` are those
+    that its machine code comes from, by file name; `digest` names the machine code."""
+
+    case: dict[str, Any]
+    kernel: str
+    config: str
+    digest: str = ""
+    lines: dict[str, list[int]] = field(default_factory=dict)
+
+    def distance(self, file: str, line: int) -> int:
+        """How far the nearest line with code of its own is; FAR for a file that the line table does not know."""
+        return min((abs(line - each) for each in self.lines.get(file, ())), default=FAR)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _traits(case: Case, config: Any) -> set[tuple[str, str]]:
+    """What may decide on the code that is compiled, alone and under this config."""
+    names = [
+        name for name in classes(case) if name.startswith(("form:", "dtype:", "act:", "a:", "b:", "out:", "bias:"))
+    ]
+    names += [name for name in classes(case) if name in ("aligned", "beta", "alpha:any", "wider out", "tf32", "mixed")]
+    sides = f"{case.a.order}{case.b.order}{case.out.order}"
+    plain = not (case.c_dtype or case.bias or case.activation)  # many kernels have a path of its own for these
+    names += [f"result:{case.result_dtype}", f"sides:{sides}", f"plain:{plain}{case.form}", f"plain:{plain}{sides}"]
+    return {("", name) for name in names} | {(str(config), name) for name in names}
+
+
+def spread(offered: list[tuple[Case, Any]], count: int) -> list[tuple[Case, Any]]:
+    """Greedily the pairs of a kind and a config that show the most new traits."""
+    rest, seen = [(pair, _traits(*pair)) for pair in offered], set[tuple[str, str]]()
+    chosen: list[tuple[Case, Any]] = []
+    while rest and len(chosen) < count:
+        best = max(rest, key=lambda item: len(item[1] - seen))
+        rest.remove(best)
+        chosen.append(best[0])
+        seen |= best[1]
+    return chosen
+
+
+def lines_of(ptx: str) -> dict[str, list[int]]:
+    """The source lines in a line table, by file name."""
+    files = dict(re.findall(r'\.file\s+(\d+) "([^"]+)"', ptx))
+    found: dict[str, set[int]] = {}
+    for number, line in set(re.findall(r"\.loc\s+(\d+) (\d+)", ptx)):
+        found.setdefault(files.get(number, "").rsplit("/", 1)[-1], set()).add(int(line))
+    return {name: sorted(lines) for name, lines in found.items() if name}
+
+
+def _bare(ptx: str) -> bytes:
+    """PTX without its line table: what the machine is told to do."""
+    kept = (
+        line for line in ptx.split(".section\t.debug")[0].splitlines() if not re.match(r"\s*(\.loc|\.file|//)", line)
+    )
+    return "\n".join(re.sub(r"\s*//.*", "", line) for line in kept).encode()
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """What the machine executes: the code sections of an ELF file, without names and tables."""
+    table, size, count, names = struct.unpack_from("<40xQ10xHHH", cubin)
+    sections = [struct.unpack_from("<II16xQQ", cubin, table + i * size) for i in range(count)]  # name, type, at, length
+    strings = sections[names][2]
+    kept = []
+    for name, _, at, length in sections:
+        text = cubin[strings + name : cubin.index(b"\0", strings + name)]
+        if text.startswith((b".text", b".nv.constant", b".rodata")) and not text.startswith(b".nv.constant0"):
+            kept.append(cubin[at : at + length])
+    return b"".join(kept)
+
+
+class Heard:
+    """What has been compiled since the last `clear`."""
+
+    def __init__(self) -> None:
+        self._codes: list[str] = []
+        self.lines: dict[str, set[int]] = {}
+
+    def add(self, code: bytes, ptx: str = "") -> None:
+        self._codes.append(hashlib.sha256(code).hexdigest())
+        for name, lines in lines_of(ptx).items():
+            self.lines.setdefault(name, set()).update(lines)
+
+    def clear(self) -> None:
+        self._codes.clear()
+        self.lines.clear()
+
+    @property
+    def digest(self) -> str:
+        """One name for all of it, in whatever order; empty if nothing was compiled."""
+        return hashlib.sha256("".join(sorted(self._codes)).encode()).hexdigest()[:16] if self._codes else ""
+
+
+@contextmanager
+def listening(backend: str, *, lines: bool = False) -> Iterator[Heard]:
+    """Hears what a backend compiles; `lines` asks its compiler for a line table where it costs extra."""
+    heard = Heard()
+    module, name, wrapped = {"cupy": _cupy, "numba": _numba, "triton": _triton}[backend](heard, lines)
+    before = getattr(module, name)
+    setattr(module, name, wrapped)
+    try:
+        yield heard
+    finally:
+        setattr(module, name, before)
+
+
+def _cupy(heard: Heard, lines: bool) -> tuple[Any, str, Any]:
+    build: Any = import_module("multigemm.backends.cupy.build")
+    family: Any = import_module("multigemm.backends.cupy.family")
+    compile_source = build.compile_source
+    family.prepare_all = lambda configs, prepare: None  # one config is asked for, not its whole family
+
+    def wrapped(source: Any, arch: str, *extra: str) -> Any:
+        made = compile_source(source, arch, *extra)
+        heard.add(machine_code(made[0]), _nvrtc_ptx(build, source, arch) if lines else "")
+        return made
+
+    return build, "compile_source", wrapped
+
+
+def _nvrtc_ptx(build: Any, source: Any, arch: str) -> str:
+    """The PTX of a CUDA source with a line table."""
+    from cupy.cuda import nvrtc
+
+    text, included = (build.SOURCES / source.file).read_text(), build.headers()
+    names = [[part.encode() for part in column] for column in zip(*included, strict=True)]
+    program = nvrtc.createProgram(text, source.file, names[1], names[0])
+    try:
+        nvrtc.compileProgram(program, [*source.options(arch.replace("sm_", "compute_")), "-lineinfo"])
+        ptx = nvrtc.getPTX(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    return ptx.decode() if isinstance(ptx, bytes) else str(ptx)
+
+
+def _numba(heard: Heard, lines: bool) -> tuple[Any, str, Any]:
+    build: Any = import_module("multigemm.backends.numba.build")
+    assemble = build.assemble
+
+    def wrapped(code: bytes, capability: Any) -> Any:
+        made = assemble(code, capability)
+        heard.add(machine_code(made.cubin))
+        return made
+
+    return build, "assemble", wrapped
+
+
+def _triton(heard: Heard, lines: bool) -> tuple[Any, str, Any]:
+    compiler: Any = import_module("multigemm.backends.triton.compile")
+    build = compiler.build
+
+    def wrapped(source: Any, capability: int) -> Any:
+        made = build(source, capability)
+        heard.add(_bare(made.asm["ptx"]), made.asm["ptx"])
+        return made
+
+    return compiler, "build", wrapped

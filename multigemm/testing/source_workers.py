@@ -1,0 +1,180 @@
+"""The processes of a campaign over source mutants: one for each mutant, and those that look around first.
+
+All are forked from a server that has imported everything but the backend, so that each can take the
+backend from a changed copy. A mutant that hangs, or that ends its process, is killed by its parent.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multigemm.testing.source_equivalents import excuse
+from multigemm.testing.source_hunt import Hunt, hunt_emulated, hunt_on_gpu
+from multigemm.testing.source_live import PER_KERNEL, Variant, listening, spread
+from multigemm.testing.source_sites import Site, plant
+
+PATIENCE, STALL = 100.0, 12.0
+"""Seconds without a word after which a mutant counts as hanging: while it compiles, and while problems run."""
+PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.choice", "multigemm.testing.corpus",
+             "multigemm.testing.source_hunt", "multigemm.testing.source_live", "multigemm.testing.edges",
+             "multigemm.testing.kinds")  # fmt: skip
+LIBRARIES = {"triton": ("triton", "triton.language"), "cupy": ("cupy",), "numba": ("numba", "numba.cuda")}
+KINDS, WORK = 90, 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of a mutant: "killed", "stillborn" (does not compile), "survived", "equivalent" (it
+    survived, and `text` says why no oracle could see it), "same" (no variant's machine code differs), or
+    "failed" (its process could not hunt)."""
+
+    site: Site
+    state: str
+    oracle: str = ""
+    seconds: float = 0.0
+    text: str = ""
+
+
+def prepare(hunt: Hunt) -> None:
+    """Sets the process from which all others are forked: all that is slow to import, no GPU yet, and no disk
+    cache, which is no place for mutants."""
+    os.environ |= {"MULTIGEMM_CACHE": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    libraries = () if hunt.emulated else LIBRARIES[hunt.backend]
+    mp.get_context("forkserver").set_forkserver_preload([*PRELOADED, *libraries])
+
+
+def run_one(site: Site, hunt: Hunt, root: Path, variants: list[Variant] | None = None) -> Fate:
+    """Plants one mutant and hunts it in a process of its own."""
+    context = mp.get_context("forkserver")
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        plant(site, Path(name), root)
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_inside, args=(hunt, name, variants or [], theirs), daemon=True)
+        process.start()
+        theirs.close()
+        data = _answer(mine, hunt)
+        if data is None and process.is_alive():
+            process.join(5)
+        hung = process.is_alive()
+        process.kill()
+        process.join()
+    spent = time.monotonic() - begin
+    if data is None:
+        if not hung and process.exitcode == 1:  # an exception outside the hunt: nothing was learnt
+            return Fate(site, "failed", "", spent)
+        return Fate(site, "killed", "hang" if hung else "crash", spent, f"exit code {process.exitcode}")
+    reason = excuse(site) if data["state"] == "survived" else ""
+    if reason:
+        return Fate(site, "equivalent", "", spent, reason)
+    return Fate(site, data["state"], data["oracle"], spent, data["text"])
+
+
+def _answer(pipe: Any, hunt: Hunt) -> dict[str, str] | None:
+    """What the mutant's process finds; None if it ends or hangs before. On the way it says whether it
+    compiles or runs."""
+    patience = PATIENCE + (hunt.seconds if hunt.emulated else 0)
+    said: Any = ""
+    try:
+        while pipe.poll(STALL if said == "runs" else patience):
+            said = pipe.recv()
+            if isinstance(said, dict):
+                return said
+    except (EOFError, OSError):
+        pass
+    return None
+
+
+def _take(backend: str, folder: str) -> None:
+    """Makes this process import a backend from a copy."""
+    import torch
+
+    import multigemm.backends
+
+    torch.set_num_threads(1)
+    own = f"multigemm.backends.{backend}"
+    for name in [name for name in sys.modules if name == own or name.startswith(f"{own}.")]:
+        del sys.modules[name]
+    multigemm.backends.__path__ = [folder, *multigemm.backends.__path__]
+
+
+def _inside(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None:
+    """The mutant's own process: takes the backend from the changed copy, hunts, tells."""
+    import torch
+
+    _take(hunt.backend, folder)
+    place = torch.device(hunt.device)
+    try:
+        found = hunt_emulated(hunt, place) if hunt.emulated else hunt_on_gpu(hunt, place, variants, pipe.send)
+    except Exception as error:  # a lost device shows wherever the host waits for it next
+        found = {"state": "killed", "oracle": "exception", "text": f"{type(error).__name__}: {error}"[:300]}
+    pipe.send(found)
+    pipe.close()
+    os._exit(0)  # a mutant may have left a context in which an ordinary end waits for ever
+
+
+def _ask(target: Any, *arguments: Any) -> Any:
+    """The answer of a function in a process of its own; raises if it gives none."""
+    context = mp.get_context("forkserver")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        return mine.recv()
+    finally:
+        process.join()
+
+
+def variants_of(hunt: Hunt, root: Path) -> list[Variant]:
+    """A sample of what the backend's kernels are compiled for, spread over all traits."""
+    return list(_ask(_offer, hunt, str(root / "backends")))
+
+
+def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
+    import torch
+
+    from multigemm.testing.choice import spec_of
+    from multigemm.testing.kinds import kinds
+    from multigemm.testing.strategies import Limits
+    from multigemm.testing.subject import Subject
+
+    _take(hunt.backend, folder)
+    subject, place = Subject(hunt.backend), torch.device(hunt.device)
+    offered: dict[str, list[Any]] = {}
+    for case in kinds(Limits(work=WORK), KINDS):
+        spec = spec_of(case, place)
+        for config in [] if subject.refusals(spec, place) else subject.shipped(spec, place):
+            offered.setdefault(config.kernel, []).append((case, config))
+    pipe.send([Variant(case.to_dict(), kernel, str(config))
+               for kernel, pairs in offered.items() for case, config in spread(pairs, PER_KERNEL)])  # fmt: skip
+
+
+def survey(hunt: Hunt, root: Path, variants: list[Variant]) -> list[Variant]:
+    """The variants with the lines and the digest of their machine code, from the unchanged sources."""
+    return list(_ask(_survey, hunt, str(root / "backends"), variants))
+
+
+def _survey(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None:
+    from dataclasses import replace
+
+    import torch
+
+    from multigemm.testing.source_hunt import _Run
+
+    _take(hunt.backend, folder)
+    seen, place = [], torch.device(hunt.device)
+    with listening(hunt.backend, lines=True) as heard:
+        for variant in variants:
+            heard.clear()
+            if _Run(hunt, variant, place).compiles():
+                lines = {name: sorted(found) for name, found in heard.lines.items()}
+                seen.append(replace(variant, digest=heard.digest, lines=lines))
+    pipe.send(seen)
