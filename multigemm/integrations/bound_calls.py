@@ -20,7 +20,6 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 
-_capturing = torch.cuda.is_current_stream_capturing
 KEPT = 512
 WORKSPACE = 64 << 20
 """Launches that are kept may own this many bytes of device memory together."""
@@ -76,7 +75,7 @@ class Launches:
 
 def capturing(device: torch.device) -> bool:
     """Whether the current stream is being captured into a graph."""
-    return device.type == "cuda" and _capturing()
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def owned(device: torch.device) -> int:

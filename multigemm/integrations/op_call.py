@@ -8,6 +8,7 @@ Values are another matter: offsets on the CPU are read and checked on every call
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ _routes: dict[Any, Route | None] = {}
 launches = bound_calls.Launches()
 _known = launches.kept
 _empty = torch.empty_strided
+_capturing = torch.cuda.is_current_stream_capturing
+_grad_enabled = torch.is_grad_enabled
+_any_requires_grad = torch._C._any_requires_grad
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +52,7 @@ class Route:
     total: int
     checked: bool
     repeats: bool
+    graphs: bool
 
 
 def names(backend: str) -> Any:
@@ -59,49 +64,61 @@ def _geometry(x: Tensor) -> Any:
     return (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
 
 
-def run(
-    a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
-    valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, **options: Any,
-) -> Tensor:  # fmt: skip
-    """The operator on real tensors. Each step here is paid for by every call: written out, and not shared."""
-    at_a, at_b = a.data_ptr(), b.data_ptr()
-    given, cut = 0, None
-    if offsets is not None:
-        given, cut = 1, offsets
-    if ends is not None:
-        given, cut = given + 2, ends
-    if valid_rows is not None:
-        given, cut = given + 4, valid_rows
-    if sizes is not None:
-        given, cut = given + 8, sizes
-    key = (
-        a.dtype, a.shape, a.stride(), at_a & 15, a.get_device(),
-        b.dtype, b.shape, b.stride(), at_b & 15, b.get_device(),
-        given, cut is None or (cut.dtype, cut.shape, cut.stride(), cut.get_device()),
-        c is None or _geometry(c), bias is None or _geometry(bias),
-        tuple(options.items()), tuning.table().generation,
-    )  # fmt: skip
-    route = _routes.get(key)
-    if route is None:
-        if key not in _routes:
-            return _first(key, a, b, offsets, sizes, ends, valid_rows, c, bias, options)
-        return _whole_way(a, b, offsets, sizes, ends, valid_rows, c, bias, options)[0]
-    out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
-    if route.checked:
-        _check(route, offsets, ends, valid_rows)
-    if not route.repeats:
-        _bind(route, a, b, offsets, ends, valid_rows, c, bias, out)()
+def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
+    """The operator on real tensors, as a kernel of torch's dispatcher.
+
+    `special` holds the dispatch keys, as bits, that have work to do below autograd. With one of them, or where
+    gradients are wanted, the call goes to `general`, torch's own way. Each step in here is paid for by every
+    call: written out, and not shared.
+    """
+
+    def run(
+        keyset: Any, a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None,
+        ends: Tensor | None = None, valid_rows: Tensor | None = None, c: Tensor | None = None,
+        bias: Tensor | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        if special and (keyset.raw_repr() & special or (_grad_enabled() and _any_requires_grad(a, b, c, bias))):
+            return general(keyset, a, b, offsets, sizes, ends, valid_rows, c, bias, **options)  # type: ignore[no-any-return]
+        given, cut = 0, None
+        if offsets is not None:
+            given, cut = 1, offsets
+        if ends is not None:
+            given, cut = given + 2, ends
+        if valid_rows is not None:
+            given, cut = given + 4, valid_rows
+        if sizes is not None:
+            given, cut = given + 8, sizes
+        at_a, at_b = a.data_ptr(), b.data_ptr()
+        key = (
+            a.dtype, a.shape, a.stride(), at_a & 15, a.get_device(),
+            b.dtype, b.shape, b.stride(), at_b & 15, b.get_device(),
+            given, cut is None or (cut.dtype, cut.shape, cut.stride(), cut.get_device()),
+            c is None or _geometry(c), bias is None or _geometry(bias),
+            tuple(options.items()), tuning.table().generation,
+        )  # fmt: skip
+        route = _routes.get(key)
+        if route is None:
+            if key not in _routes:
+                return _first(key, a, b, offsets, sizes, ends, valid_rows, c, bias, options)
+            return _whole_way(a, b, offsets, sizes, ends, valid_rows, c, bias, options)[0]
+        out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
+        if route.checked:
+            _check(route, offsets, ends, valid_rows)
+        if not route.repeats:
+            _bind(route, a, b, offsets, ends, valid_rows, c, bias, out)()
+            return out
+        where = (
+            route, at_a, at_b, out.data_ptr(), 0 if cut is None else cut.data_ptr(),
+            0 if c is None else c.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        )  # fmt: skip
+        launch = _known.get(where)
+        if launch is None or (route.graphs and _capturing()):
+            _fresh(where, a, b, offsets, ends, valid_rows, c, bias, out)
+        else:
+            launch()
         return out
-    where = (
-        route, at_a, at_b, out.data_ptr(), 0 if cut is None else cut.data_ptr(),
-        0 if c is None else c.data_ptr(), 0 if bias is None else bias.data_ptr(),
-    )  # fmt: skip
-    launch = _known.get(where)
-    if launch is None or bound_calls.capturing(route.device):
-        _fresh(where, a, b, offsets, ends, valid_rows, c, bias, out)
-    else:
-        launch()
-    return out
+
+    return run
 
 
 def _bind(
@@ -197,6 +214,7 @@ def _route(problem: GroupedGemmProblem, choice: bound.Choice) -> Route | None:
         total=0 if grouping is None else problem.extents.along(problem.form[-1]),
         checked=problem.device.type == "cpu" and (grouping is not None or valid is not None),
         repeats=problem.device.type in KEEPING,
+        graphs=problem.device.type == "cuda",
     )
 
 

@@ -142,7 +142,8 @@ def _unsqueezed(call: Call) -> Call:
 
 
 _general = make_autograd_impl(overload, Info(_backward, _keep))
-# A call is plain if nothing but a kernel is left to run below autograd: no mode, no transform, no wrapper.
+# An eager call without gradients crosses the dispatcher once, if nothing but a kernel is left to run below
+# autograd: no mode, no transform, no wrapper.
 _Keys = torch._C.DispatchKeySet
 _PLAIN = (
     _Keys(torch._C.DispatchKey.CPU)
@@ -151,13 +152,6 @@ _PLAIN = (
     | _Keys(torch._C.DispatchKey.BackendSelect)
 )
 _SPECIAL = torch._C._after_autograd_keyset.raw_repr() & ~_PLAIN.raw_repr()
-
-
-def _autograd(keyset: Any, *args: Any, **options: Any) -> Any:
-    """torch's own way, with a short cut: an eager call without gradients crosses the dispatcher once."""
-    if keyset.raw_repr() & _SPECIAL or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-        return _general(keyset, *args, **options)
-    return op_call.run(*args, **options)
 
 
 # --- autocast and vmap ------------------------------------------------------------------------------
@@ -185,9 +179,10 @@ def _vmap(info: Any, in_dims: Any, *args: Any, **options: Any) -> Any:
     )
 
 
-_library.impl("grouped_gemm", op_call.run, "CPU")
-_library.impl("grouped_gemm", op_call.run, "CUDA")
-_library.impl("grouped_gemm", _autograd, "Autograd", with_keyset=True)
+_library.impl("grouped_gemm", op_call.entry(_SPECIAL, _general), "Autograd", with_keyset=True)
+_kernel = op_call.entry(0, _general)
+_library.impl("grouped_gemm", _kernel, "CPU", with_keyset=True)
+_library.impl("grouped_gemm", _kernel, "CUDA", with_keyset=True)
 _library.impl("grouped_gemm", _autocast, "AutocastCPU", with_keyset=True)
 _library.impl("grouped_gemm", _autocast, "AutocastCUDA", with_keyset=True)
 torch.library.register_fake("multigemm::grouped_gemm", result_like, lib=_library)
