@@ -173,26 +173,31 @@ class Candidate:
 
 def candidates(spec: ProblemSpec, device: torch.device, equal: bool = False) -> list[Candidate]:
     """Every backend with its reasons and its measured time, in the order in which auto would try them."""
-    known = _knowledge(spec, device, equal)
-    found = []
-    for name in registry.names():
-        backend, state = registry.get(name), registry.state(name)
-        reasons = tuple(backend.not_supported_reasons(spec, device)) if state.ok else ()
-        found.append(Candidate(name, state, reasons, *known.get(name, (None, None, ""))))
+    states = {name: registry.state(name) for name in registry.names()}
+    reasons = {
+        name: tuple(registry.get(name).not_supported_reasons(spec, device)) if state.ok else ()
+        for name, state in states.items()
+    }
+    able = [name for name, state in states.items() if state.ok and not reasons[name]]
+    known = _knowledge(able, spec, device, equal)
+    found = [Candidate(name, states[name], reasons[name], *known.get(name, (None, None, ""))) for name in states]
     return sorted(found, key=lambda c: (c.slowness is None, c.slowness or 0.0))
 
 
 def _knowledge(
-    spec: ProblemSpec, device: torch.device, equal: bool
+    names: Sequence[str], spec: ProblemSpec, device: torch.device, equal: bool
 ) -> dict[str, tuple[float | None, float | None, str]]:
     """Per backend the measured time of this class and how it compares; where the class was not measured, what
     the classes around it let one expect."""
     table = tuning.table()
-    exact = {name: m for name in registry.names() if (m := table.find(name, spec, device, equal)) is not None}
+    exact = {name: m for name in names if (m := table.find(name, spec, device, equal)) is not None}
     if len(exact) > 1:
         best = min(m.us for m in exact.values()) or 1.0
         return {name: (m.us, m.us / best, m.source) for name, m in exact.items()}
-    return {e.backend: (None, e.slowness, e.source) for e in table.estimates(spec, device, equal)}
+    ran = {name: tuning.config_text(_config(name, spec, device, None, equal)[0]) for name in names}
+    found = [e for e in table.estimates(spec, device, equal, ran) if e.backend in names]
+    best = min((e.slowness for e in found), default=1.0)
+    return {e.backend: (None, e.slowness / best, e.source) for e in found}
 
 
 def _choose_auto(spec: ProblemSpec, device: torch.device, config: Any, equal: bool) -> Choice:

@@ -1,26 +1,45 @@
 """What measured classes of problems say about a class that nobody measured.
 
 Times of another shape mean nothing by themselves, but how the backends stand to each other changes
-slowly from shape to shape. So the expectation for a backend is the weighted geometric mean of its
-slowness (its time over that of the fastest there) in the nearest classes. Distances count octaves of
-the extents; what changes which kernel runs, such as the alignment or the memory order of an operand,
-counts as some octaves.
+slowly from shape to shape. So each backend's log time is modelled as
+
+    y[sample, backend] = offset[sample] + level[backend] + g[backend](place),
+
+where `offset`, what a sample costs any backend, is unknown and irrelevant, and g is a smooth random
+function: two of its values are the more alike, exp(-distance), the nearer their places are. The best linear guess
+of g at a new place (kriging) follows from the samples around it. Distances count octaves of the
+extents; what changes which kernel runs, such as the alignment or the memory order of an operand, or
+that the backend itself chose another config there, counts as some octaves.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
 
 LIKE_ROWS = ("jagged_m", "masked", "batched", "per_group")
 HALF = ("float16", "bfloat16")
 WORDS = 11
-NEAREST = 8
-OTHER_FORM, OTHER_ALIGNMENT, OTHER_SIZES, OTHER_ORDER, OTHER_SHARING = 3.0, 3.0, 2.0, 1.0, 1.0
-OTHER_HALF, UNKNOWN_EXTENT = 0.25, 1.0
-OCTAVES = (1.0, 0.5, 0.5, 0.5)
+NEAREST = 40
+LENGTHS = (4.0, 5.0, 5.0, 7.0)
+"""Octaves of rows per group, of the two other extents and of the groups, after which values are unlike (a factor e)."""
+OTHER_FORM, OTHER_ALIGNMENT, OTHER_SIZES, OTHER_ORDER, OTHER_SHARING, OTHER_HALF = 1.0, 0.8, 0.7, 0.35, 0.3, 0.1
+OTHER_CONFIG = 0.5
+UNKNOWN_EXTENT = 1.0
+NOISE = 0.03
+"""Of a measurement, as a part of the variance of g."""
+ANY_OFFSET = 1e4
+"""The variance of what is not known beforehand: the offsets and levels."""
+WITHIN_BUCKET = 0.72
+"""Where in its bucket, a power of two, a number of rows lies on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +62,34 @@ class Place:
     precision: str
     sizes: str
 
+    @property
+    def family(self) -> tuple[object, ...]:
+        """Only classes of one family say anything about each other."""
+        kinds = ("half" if x.dtype in HALF else x.dtype for x in self.operands)
+        return ("rows" if self.form in LIKE_ROWS else self.form, self.precision, *kinds)
+
+    @property
+    def marks(self) -> tuple[object, ...]:
+        """What is the same or not, in the order of `MARKS`."""
+        a, b, out = self.operands
+        orders = a.order, b.order, out.order
+        loads = tuple(x.align < 16 for x in self.operands)
+        return (self.form, self.sizes, a.dtype, b.shared, *orders, *loads)
+
+
+MARKS = np.array([OTHER_FORM, OTHER_SIZES, OTHER_HALF, OTHER_SHARING, *(OTHER_ORDER,) * 3, *(OTHER_ALIGNMENT,) * 3])
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A class that was measured, or is asked about: microseconds and config by backend, and how large it really was."""
+
+    key: str
+    us: Mapping[str, float] = field(default_factory=dict)
+    ran: Mapping[str, str] = field(default_factory=dict)
+    groups: int = 0
+    flops: float = 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -54,17 +101,21 @@ class Estimate:
 
 
 @lru_cache(maxsize=4096)
-def place_of(key: str) -> Place | None:
-    """The point of a class; None for a text that names none."""
+def place_of(key: str, groups: int = 0, flops: float = 0.0) -> Place | None:
+    """The point of a class; None for a text that names none. Groups and operations, where known, tell more than
+    the buckets of the text."""
     words = key.split()
     if len(words) != WORDS:
         return None
     form, precision, sizes = words[0], words[9], words[10]
-    groups, m, n, k, total = (_number(word) for word in words[1:6])
-    each = None if total is None else total / max(groups or 1.0, 1.0)
-    along = {"jagged_n": n, "jagged_k": k}.get(form, m)
-    others = {"jagged_n": (m, k), "jagged_k": (m, n)}.get(form, (n, k))
-    return Place(form, (along or each, *others, groups), tuple(map(_operand, words[6:9])), precision, sizes)
+    count, m, n, k, total = (_number(word) for word in words[1:6])
+    count = float(groups) if groups else count
+    along, one, two = {"jagged_n": (n, m, k), "jagged_k": (k, m, n)}.get(form, (m, n, k))
+    if along is None and flops and one and two:
+        along = flops / (2.0 * one * two * max(count or 1.0, 1.0))
+    if along is None and total is not None:
+        along = WITHIN_BUCKET * total / max(count or 1.0, 1.0)
+    return Place(form, (along, one, two, count), tuple(map(_operand, words[6:9])), precision, sizes)
 
 
 def _number(word: str) -> float | None:
@@ -77,56 +128,68 @@ def _operand(word: str) -> Operand:
     return Operand(dtype, order, int(layout[len(order) :] or 16), bool(more))
 
 
-def distance(x: Place, y: Place) -> float | None:
-    """How far y is from x in octaves; None where one says nothing about the other."""
-    if x.precision != y.precision or not all(map(_same_kind, x.operands, y.operands)):
-        return None
-    if x.form != y.form and not (x.form in LIKE_ROWS and y.form in LIKE_ROWS):
-        return None
-    far = OTHER_FORM * (x.form != y.form) + OTHER_SIZES * (x.sizes != y.sizes)
-    far += sum(map(_other_layout, x.operands, y.operands))
-    return far + sum(w * _octaves(p, q) for w, p, q in zip(OCTAVES, x.extents, y.extents, strict=True))
+class Space:
+    """Samples of one family and the class that is asked about (the last), with their distances."""
+
+    def __init__(self, samples: Sequence[Sample], places: Sequence[Place]) -> None:
+        self.samples = samples
+        extents = [[math.nan if x is None else math.log2(max(x, 0.5)) for x in p.extents] for p in places]
+        self._extents = np.array(extents) / np.array(LENGTHS)
+        codes: dict[object, int] = {}
+        self._marks = np.array([[codes.setdefault(mark, len(codes)) for mark in p.marks] for p in places])
+
+    def distances(self, rows: Sequence[int] | Array, columns: Sequence[int] | Array) -> Array:
+        """Between the places of two sets of samples, whatever the backend."""
+        apart = self._extents[rows][:, None] - self._extents[columns][None]
+        unknown = np.isnan(self._extents[rows])[:, None] != np.isnan(self._extents[columns])[None]
+        apart = np.where(unknown, UNKNOWN_EXTENT / np.array(LENGTHS), np.nan_to_num(apart))
+        other = self._marks[rows][:, None] != self._marks[columns][None]
+        found: Array = np.sqrt((apart**2).sum(-1)) + other @ MARKS
+        return found
+
+    def unlike(self, backend: str, chosen: Sequence[int] | Array) -> Array:
+        """Where the backend chose unlike configs."""
+        ran = np.array([self.samples[i].ran.get(backend, "") for i in chosen])
+        found: Array = OTHER_CONFIG * (ran[:, None] != ran[None])
+        return found
 
 
-def _same_kind(x: Operand, y: Operand) -> bool:
-    return x.dtype == y.dtype or (x.dtype in HALF and y.dtype in HALF)
-
-
-def _other_layout(x: Operand, y: Operand) -> float:
-    return (
-        OTHER_HALF * (x.dtype != y.dtype)
-        + OTHER_ORDER * (x.order != y.order)
-        + OTHER_ALIGNMENT * ((x.align < 16) != (y.align < 16))
-        + OTHER_SHARING * (x.shared != y.shared)
-    )
-
-
-def _octaves(p: float | None, q: float | None) -> float:
-    if p is None or q is None:
-        return 0.0 if p is q else UNKNOWN_EXTENT
-    return abs(math.log2(max(p, 0.5)) - math.log2(max(q, 0.5)))
-
-
-def estimates(want: str, known: Mapping[str, Mapping[str, float]]) -> list[Estimate]:
-    """What `known`, microseconds by class and backend, lets one expect of the class `want`."""
-    here = place_of(want)
+def estimates(want: Sample, known: Sequence[Sample]) -> list[Estimate]:
+    """What the samples `known` let one expect of the class `want`."""
+    here = place_of(want.key, want.groups, want.flops)
     if here is None:
         return []
-    places = [(key, place) for key, times in known.items() if len(times) > 1 and (place := place_of(key)) is not None]
-    found = [(far, key) for key, place in places if (far := distance(here, place)) is not None]
-    near = sorted(found)[:NEAREST]
-    if not near:
+    placed = [(s, p) for s in known if len(s.us) > 1 and (p := place_of(s.key, s.groups, s.flops)) is not None]
+    placed = [(s, p) for s, p in placed if p.family == here.family]
+    if not placed:
         return []
-    source = f"from {len(near)} measured classes, the nearest {near[0][1]}"
-    names = dict.fromkeys(name for _, key in near for name in known[key])
-    return [Estimate(name, _expected(name, near, known), source) for name in names]
+    space = Space([*(s for s, _ in placed), want], [*(p for _, p in placed), here])
+    far = space.distances([len(placed)], range(len(placed)))[0]
+    near = np.argsort(far, kind="stable")[:NEAREST]
+    source = f"from {len(near)} measured classes, the nearest {placed[near[0]][0].key}"
+    levels = _kriging(space, [*near, len(placed)])
+    best = min(levels.values())
+    return [Estimate(name, math.exp(level - best), source) for name, level in levels.items()]
 
 
-def _expected(name: str, near: Sequence[tuple[float, str]], known: Mapping[str, Mapping[str, float]]) -> float:
-    """The weighted geometric mean of a backend's slowness where it was measured."""
-    logs = [
-        (1.0 / (0.25 + far * far), math.log(known[key][name] / min(known[key].values())))
-        for far, key in near
-        if name in known[key]
-    ]
-    return math.exp(sum(w * x for w, x in logs) / sum(w for w, _ in logs))
+def _kriging(space: Space, chosen: Sequence[int]) -> dict[str, float]:
+    """The expected log time of each backend at the last of the chosen samples, but for what all have in common."""
+    last = len(chosen) - 1
+    names = list(dict.fromkeys(name for i in chosen[:last] for name in space.samples[i].us))
+    points = [(at, name) for at, i in enumerate(chosen[:last]) for name in names if name in space.samples[i].us]
+    place = np.array([at for at, _ in points])
+    kind = np.array([names.index(name) for _, name in points])
+    y = np.log([space.samples[chosen[at]].us[name] for at, name in points])
+    y = y - np.array([y[place == at].mean() for at in range(last)])[place]
+    far = space.distances(chosen, chosen)
+    alike = [np.exp(-far - space.unlike(name, chosen)) for name in names]
+    same = kind[:, None] == kind[None]
+    stacked = np.stack(alike)
+    covariance = same * (stacked[kind[:, None], place[:, None], place[None]] + ANY_OFFSET)
+    covariance = covariance + ANY_OFFSET * (place[:, None] == place[None]) + NOISE * np.eye(len(points))
+    weights = np.linalg.solve(covariance, y)
+    found = {}
+    for index, name in enumerate(names):
+        toward = (kind == index) * (alike[index][last][place] + ANY_OFFSET)
+        found[name] = float(toward @ weights)
+    return found

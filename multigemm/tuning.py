@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.classify import bucket
-from multigemm.nearest import Estimate, estimates
+from multigemm.nearest import Estimate, Sample, estimates
 from multigemm.spec import OperandSpec, ProblemSpec
 
 SCHEMA = 2
@@ -33,7 +33,11 @@ EQUAL = "equal-sizes"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The best config of one backend for one class of problems on one device."""
+    """The best config of one backend for one class of problems on one device.
+
+    `config` binds whoever runs this class; `ran` is what was measured, where that was the backend's own choice.
+    `groups` and `flops` tell how large the measured problems really were, of which the class knows buckets only.
+    """
 
     backend: str
     config: Mapping[str, Any]
@@ -42,6 +46,19 @@ class Measured:
     key: str
     failures: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
+    ran: str = ""
+    groups: int = 0
+    flops: float = 0.0
+
+
+def config_text(config: Any) -> str:
+    """A config in short: equal texts of one backend are equal configs."""
+    values = config if isinstance(config, Mapping) else _fields_of(config)
+    return "/".join(map(str, values.values()))
+
+
+def _fields_of(config: Any) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in fields(config)} if is_dataclass(config) else {}
 
 
 @lru_cache(maxsize=16)
@@ -120,22 +137,29 @@ class TuningTable:
         self.generation += 1
         return self._cache.clear()
 
-    def estimates(self, spec: ProblemSpec, device: torch.device, equal: bool = False) -> list[Estimate]:
-        """What the nearest classes that were measured let one expect of each backend; empty if there are none."""
-        name = device_name(device)
+    def estimates(
+        self, spec: ProblemSpec, device: torch.device, equal: bool = False, ran: Mapping[str, str] | None = None
+    ) -> list[Estimate]:
+        """What the nearest classes that were measured let one expect of each backend, if it runs the configs `ran`;
+        empty if there are none."""
+        kinds = [_where(key) for key in _stand_ins(spec, equal)]
+        known: dict[str, Sample] = {}
+        for m in self._measured_on(device_name(device), kinds):
+            rest = m.key.removesuffix(_where(m.key))
+            old = known.get(rest, Sample(m.key))
+            us, seen = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran or config_text(m.config)}
+            known[rest] = Sample(m.key, us, seen, m.groups, m.flops)
+        return estimates(Sample(spec_key(spec, equal), {}, ran or {}, spec.groups), list(known.values()))
+
+    def _measured_on(self, device: str, kinds: list[str]) -> list[Measured]:
+        """Everything measured on a device with sizes in these places; what stands in comes first and gives way."""
         if not self._complete:
             for m in self.own():
                 self._own.setdefault(self._place(m), m)
             self._complete = True
         places = {**self._shipped, **{place: m for place, m in list(self._own.items()) if m is not None}}
-        kinds = [_where(key) for key in _stand_ins(spec, equal)]
-        usable = [m for m in places.values() if m.device == name and m.us > 0 and _where(m.key) in kinds]
-        usable.sort(key=lambda m: kinds.index(_where(m.key)), reverse=True)  # what stands in comes first and gives way
-        known: dict[str, tuple[str, dict[str, float]]] = {}
-        for m in usable:
-            rest = m.key.removesuffix(_where(m.key))
-            known[rest] = m.key, {**known.get(rest, ("", {}))[1], m.backend: m.us}
-        return estimates(spec_key(spec, equal), dict(known.values()))
+        usable = [m for m in places.values() if m.device == device and m.us > 0 and _where(m.key) in kinds]
+        return sorted(usable, key=lambda m: kinds.index(_where(m.key)), reverse=True)
 
 
 def _where(key: str) -> str:
@@ -155,9 +179,10 @@ def decode(raw: Any, source: str) -> Measured:
         m = Measured(**{"source": source, **{k: v for k, v in raw.items() if k != "schema"}})
     except TypeError as error:
         raise ValueError(f"a measurement has other fields: {error}") from error
-    texts = all(isinstance(x, str) for x in (m.backend, m.device, m.key, m.source))
+    texts = all(isinstance(x, str) for x in (m.backend, m.device, m.key, m.source, m.ran))
     maps = isinstance(m.config, Mapping) and isinstance(m.failures, Mapping)
-    if not (texts and maps and type(m.us) in (int, float) and m.us >= 0 and _is_key(m.key)):
+    counts = all(type(x) in (int, float) and x >= 0 for x in (m.us, m.groups, m.flops))
+    if not (texts and maps and counts and _is_key(m.key)):
         raise ValueError(f"{str(raw)[:200]} is no measurement")
     return m
 

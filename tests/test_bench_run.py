@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from multigemm import tuning
 from multigemm.__main__ import main
 from multigemm.bench import plots, results, runner, supervise, table
 from multigemm.bench.check import group_inputs, group_outputs
@@ -286,7 +287,7 @@ def test_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from multigemm import settings, tuning
+    from multigemm import settings
 
     monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "cache"))
     settings.settings.cache_clear()
@@ -343,6 +344,9 @@ def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.device == "cpu"
     assert found.key == rows[0].spec == rows[1].spec
     assert found.config == {}  # the backend keeps its own first guess
+    assert found.ran == tuning.config_text(rows[0].fields) != ""
+    assert found.groups == 3
+    assert found.flops == pytest.approx((rows[0].flops * rows[1].flops) ** 0.5, rel=1e-3)
     assert found.us == pytest.approx(((rows[0].us or 0) * (rows[1].us or 0)) ** 0.5, abs=0.02)
     words = ["--no-record", "--from-report", str(tmp_path / "r.json"), "--out", str(tmp_path / "t.json")]
     assert main(["tune", *words]) == 0

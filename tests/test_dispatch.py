@@ -155,6 +155,19 @@ def test_auto_goes_by_measurement_then_by_the_nearest(install: Callable[..., Non
     assert mg.plan(problem(), config={"size": 16}).config == Tile(16)
 
 
+def test_only_those_that_can_are_compared_and_by_the_configs_that_they_would_run(install: Callable[..., None]) -> None:
+    install(Fake("first", 1), Fake("second", 2), Fake("picky", 3, reasons=["why"]))
+    key = tuning.spec_key(problem(64).spec, equal=True)
+    for name, us in (("first", 20.0), ("second", 10.0), ("picky", 1.0)):
+        tuning.table().record(Measured(name, {}, us, "cpu", key, ran="16"))
+    for name, us in (("first", 10.0), ("second", 40.0), ("picky", 1.0)):  # as near, but of another config
+        tuning.table().record(Measured(name, {}, us, "cpu", key.replace("t64", "t1024"), ran="32"))
+    text = str(mg.explain(problem(200)))
+    assert "chosen: second" in text
+    assert "cannot: why" in text
+    assert "second   can, about 1.00 x the fastest" in text
+
+
 def test_settings_restrict_auto(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     install(Fake("first", 1), Fake("second", 2), Fake("third", 3))
     monkeypatch.setenv("MULTIGEMM_BACKEND", "third,second")

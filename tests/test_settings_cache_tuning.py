@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import tuning
+from multigemm import nearest, tuning
 from multigemm.cache import DiskCache, fingerprint
-from multigemm.nearest import distance, place_of
+from multigemm.nearest import Sample, Space, estimates, place_of
 from multigemm.settings import Settings, parse
 from multigemm.staging import equal_sizes
 from multigemm.tuning import Measured, TuningTable, spec_key
@@ -139,8 +139,8 @@ def test_a_class_that_was_not_measured_is_judged_by_those_around_it(tmp_path: Pa
     large, small = (
         {e.backend: e.slowness for e in table.estimates(spec, cpu)} for spec in (_spec(32768), _spec(512, 4))
     )
-    assert large["cpu"] < 1.2 < 1.8 < large["null"] < 2.0
-    assert small["null"] < 1.2 < 1.8 < small["cpu"] < 2.0
+    assert large["cpu"] == 1.0 < 1.3 < large["null"] < 2.0
+    assert small["null"] == 1.0 < 1.3 < small["cpu"] < 2.0
     other = mg.GroupedGemmProblem(torch.ones(1024, 16).double(), torch.ones(2, 16, 8).double(), sizes=[512] * 2).spec
     assert table.estimates(other, cpu) == []
 
@@ -168,7 +168,7 @@ def test_times_with_sizes_on_the_device_stand_in_for_sizes_on_the_host(tmp_path:
     exact = [[table.find(name, spec, cpu, equal).us for name in ("cpu", "null")] for spec, equal in kinds]  # type: ignore[union-attr]
     assert exact == [[5.0, 10.0], [5.0, 2.5], [5.0, 1.0]]
     near = [
-        {e.backend: round(e.slowness, 6) for e in table.estimates(replace(spec, groups=64), cpu, equal)}
+        {e.backend: round(e.slowness, 2) for e in table.estimates(replace(spec, groups=64), cpu, equal)}
         for spec, equal in kinds
     ]
     assert near == [{"cpu": 1.0, "null": 2.0}, {"cpu": 2.0, "null": 1.0}, {"cpu": 5.0, "null": 1.0}]
@@ -177,7 +177,7 @@ def test_times_with_sizes_on_the_device_stand_in_for_sizes_on_the_host(tmp_path:
 def test_measured_classes_on_disk_are_found_by_a_new_process(tmp_path: Path) -> None:
     _record(TuningTable(DiskCache("t", tmp_path)), spec_key(_spec(1024)), cpu=5.0, null=6.0)
     found = TuningTable(DiskCache("t", tmp_path)).estimates(_spec(8192), torch.device("cpu"))
-    assert {e.backend: round(e.slowness, 6) for e in found} == {"cpu": 1.0, "null": 1.2}
+    assert {e.backend: round(e.slowness, 2) for e in found} == {"cpu": 1.0, "null": 1.2}
 
 
 @pytest.mark.parametrize(
@@ -196,24 +196,63 @@ def test_the_host_sees_whether_its_sizes_are_equal(words: dict[str, object], equ
     assert equal_sizes(posed) is equal
 
 
+def _far(x: str, y: str) -> float:
+    places = [place_of(x), place_of(y)]
+    return float(Space([Sample(x), Sample(y)], [p for p in places if p]).distances([0], [1])[0, 0])
+
+
 def test_keys_are_points_with_distances() -> None:
-    near, far = place_of(spec_key(_spec(1000))), place_of(spec_key(_spec(4000)))
-    assert near is not None
-    assert far is not None
-    assert list(near.extents) == [512, 8, 16, 2]
-    assert distance(near, near) == 0.0
-    assert distance(near, far) == 2.0
-    assert distance(near, replace(near, precision="tf32")) is None
-    assert distance(near, replace(near, form="jagged_k")) is None
-    assert distance(near, replace(near, form="masked")) == 3.0
+    near, far = spec_key(_spec(1000)), spec_key(_spec(4000))
+    place = place_of(near, groups=3, flops=2.0 * 900 * 8 * 16)
+    assert place is not None
+    assert list(place.extents) == [300, 8, 16, 3]
     assert place_of("jagged_m g2") is None
-    ragged = place_of("per_group g3 m* n* k* t64 float32/row2 float32/col/shared float32/row ieee host-sizes")
-    assert ragged is not None
-    assert ragged.operands[1].shared
-    assert ragged.operands[0].align == 2
-    assert distance(near, ragged) == pytest.approx(
-        3.0 + 3.0 + 1.0 + 1.0 + 1.0 + abs(math.log2(512 / (64 / 3))) + 0.5 * math.log2(1.5)
-    )
+    assert _far(near, near) == 0.0
+    assert _far(near, far) == pytest.approx(2 / nearest.LENGTHS[0])
+    masked = near.replace("jagged_m", "masked")
+    assert _far(near, masked) == pytest.approx(nearest.OTHER_FORM)
+    ragged = "per_group g2 m* n* k* t1024 float32/row2 float32/col/shared float32/row ieee host-sizes"
+    unknown = math.hypot(*(nearest.UNKNOWN_EXTENT / length for length in nearest.LENGTHS[1:3]))
+    marks = nearest.OTHER_FORM + nearest.OTHER_ALIGNMENT + nearest.OTHER_ORDER + nearest.OTHER_SHARING
+    assert _far(near, ragged) == pytest.approx(unknown + marks)
+
+
+def _points(times: dict[int, dict[str, float]], ran: dict[str, str] | None = None) -> list[Sample]:
+    text = "jagged_m g8 m* n512 k512 t{} bfloat16/row bfloat16/row bfloat16/row ieee device-sizes"
+    return [Sample(text.format(total), us, ran or {}) for total, us in times.items()]
+
+
+def _guess(want: Sample, known: list[Sample]) -> dict[str, float]:
+    return {e.backend: e.slowness for e in estimates(want, known)}
+
+
+def test_only_the_ratios_of_a_sample_count() -> None:
+    known = _points({64: {"a": 1.0, "b": 1.5}, 512: {"a": 2.0, "b": 2.2}, 8192: {"a": 9.0, "b": 5.0}})
+    scaled = [replace(s, us={name: us * 7**i for name, us in s.us.items()}) for i, s in enumerate(known)]
+    want = _points({1024: {}})[0]
+    assert _guess(want, scaled) == pytest.approx(_guess(want, known), rel=1e-6)
+    assert min(_guess(want, known).values()) == 1.0
+
+
+def test_expectations_pass_through_the_samples_and_lie_between_them() -> None:
+    known = _points({64: {"a": 1.0, "b": 2.0}, 65536: {"a": 2.0, "b": 1.0}})
+    at = [_guess(want, known) for want in _points({total: {} for total in (64, 512, 4096, 65536)})]
+    ratios = [found["b"] / found["a"] for found in at]
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[0] == pytest.approx(2.0, rel=0.05)
+    assert ratios[-1] == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_backend_that_some_samples_lack_is_compared_by_the_others() -> None:
+    known = _points({64: {"a": 1.0, "b": 2.0, "c": 4.0}, 128: {"a": 3.0, "b": 6.0}, 256: {"b": 2.0, "c": 4.0}})
+    assert _guess(_points({128: {}})[0], known) == pytest.approx({"a": 1.0, "b": 2.0, "c": 4.0}, rel=0.03)
+
+
+def test_times_of_another_config_say_less() -> None:
+    other = _points({1024: {"a": 1.0, "b": 3.0}}, {"a": "x", "b": "small"})
+    known = [*other, *_points({16384: {"a": 1.0, "b": 1.2}}, {"a": "x", "b": "large"})]
+    small, large = (Sample(_points({2048: {}})[0].key, {}, {"a": "x", "b": ran}) for ran in ("small", "large"))
+    assert _guess(large, known)["b"] < 0.9 * _guess(small, known)["b"]
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from multigemm.bench.drawn import UNTUNED
 from multigemm.bench.entries import as_fields
 from multigemm.bench.results import HOST_SIZES, Report, Row
 from multigemm.bench.workloads import geomean
-from multigemm.tuning import Measured
+from multigemm.tuning import Measured, config_text
 
 STRIKES = 3
 FIRST_WINS_WITHIN = 1.01
@@ -34,12 +34,22 @@ class Tried:
 
 @dataclass
 class ClassResult:
-    """What was tried for one class: `us[choice][workload]`, the configs by choice, and the failures."""
+    """What was tried for one class: `us[choice][workload]`, the configs by choice, and the failures.
+
+    `sizes[workload]` tells the groups and operations of each.
+    """
 
     key: str
     us: dict[Choice, dict[str, float]] = field(default_factory=dict)
     configs: dict[Choice, Tried] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
+    sizes: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def typical(self, choice: Choice) -> tuple[float, int, float]:
+        """Means over a choice's workloads: microseconds, groups, operations."""
+        sizes = [self.sizes[case] for case in self.us[choice] if case in self.sizes]
+        groups, flops = (geomean(float(size[i]) for size in sizes) if sizes else 0.0 for i in (0, 1))
+        return geomean(self.us[choice].values()), round(groups), float(f"{flops:.4g}")
 
     def best(self) -> dict[str, float]:
         """The fastest of all, per workload."""
@@ -89,6 +99,7 @@ class State:
                 "us": [[*choice, times] for choice, times in c.us.items()],
                 "configs": [[*choice, tried.text, tried.fields] for choice, tried in c.configs.items()],
                 "failures": c.failures,
+                "sizes": c.sizes,
             }
             for c in self.classes.values()
         ]
@@ -102,20 +113,27 @@ class State:
         for c in raw["classes"]:
             us = {(name, index): times for name, index, times in c["us"]}
             configs = {(name, index): Tried(text, values) for name, index, text, values in c["configs"]}
-            classes[c["key"]] = ClassResult(c["key"], us, configs, c["failures"])
+            sizes = {case: (groups, flops) for case, (groups, flops) in c["sizes"].items()}
+            classes[c["key"]] = ClassResult(c["key"], us, configs, c["failures"], sizes)
         return cls(path, raw["done"], classes, raw["bad"])
 
 
-def winners(classes: Iterable[ClassResult], device: str) -> list[Measured]:
-    """What to keep: the winning config of each backend in each class, with its mean time and the failures."""
+def winners(classes: Iterable[ClassResult], device: str, bind: bool = True) -> list[Measured]:
+    """What to keep: the winning config of each backend in each class, with its mean time and the failures.
+
+    Unless `bind`, the config is only told, and not imposed on whoever runs the class.
+    """
     found = []
     for result in classes:
         for backend in dict.fromkeys(name for name, _ in result.us):
             choice = result.winner(backend)
             if choice is not None:
-                us = round(geomean(result.us[choice].values()), 2)
-                failures = dict(result.failures.get(backend, {}))
-                found.append(Measured(backend, result.configs[choice].fields, us, device, result.key, failures))
+                us, groups, flops = result.typical(choice)
+                config, failures = result.configs[choice].fields, dict(result.failures.get(backend, {}))
+                measured = Measured(
+                    backend, config, round(us, 2), device, result.key, failures, groups=groups, flops=flops
+                )
+                found.append(measured if bind else replace(measured, config={}, ran=config_text(config)))
     return found
 
 
@@ -134,10 +152,11 @@ def from_reports(reports: Sequence[Report]) -> list[Measured]:
             if row.us is None:
                 result.failures.setdefault(backend, {})[row.config] = row.reason
                 continue
-            result.configs[backend, 0] = Tried(row.config, {})
+            result.configs[backend, 0] = Tried(row.config, row.fields)
+            result.sizes[row.case] = row.groups, float(row.flops)
             result.us.setdefault((backend, 0), {})[row.case] = row.us
     devices = dict.fromkeys(device for device, _ in classes)
-    return [m for d in devices for m in winners([c for (name, _), c in classes.items() if name == d], d)]
+    return [m for d in devices for m in winners([c for (name, _), c in classes.items() if name == d], d, bind=False)]
 
 
 def _class_rows(report: Report) -> list[tuple[Row, str]]:

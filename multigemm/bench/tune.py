@@ -88,6 +88,7 @@ class Tuner:
         self.say(f"{case.key}  [{key}]")
         calls, capturable = self._plans(posed, tensors, truth, result)
         del truth
+        result.sizes[case.key] = len(case.extents), float(case.flops)
         self._current = result
         for choice, us in self._times(calls, capturable).items():
             result.us.setdefault(choice, {})[case.key] = us
