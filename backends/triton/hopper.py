@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multigemm.backends.triton.hopper_store import write
-from multigemm.backends.triton.hopper_tiles import publish, take, tile_of
+from multigemm.backends.triton.hopper_store import finished, moved, nothing_yet, store
+from multigemm.backends.triton.hopper_tiles import draw, following, publish, record_of, take, tile_from
 
 # Triton 3.6 calls it otherwise than later versions
 fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -55,58 +55,80 @@ def load_piece(desc, g, col, k0, k_start, k_length, barrier, smem, FORM: gl.cons
 
 
 @gluon.jit
+def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: gl.constexpr, BN: gl.constexpr,
+         PIECE: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, A_ORDER: gl.constexpr,
+         B_ORDER: gl.constexpr):  # fmt: skip
+    """Sends the blocks [block, blocks) of a tile's A and B into the ring, as its stages become free."""
+    a_smem, b_smem, full, empty = ring
+    g, row, rows, col, _, k_start, k_length = work
+    A_BYTES: gl.constexpr = STRIP * 64 * a_smem.dtype.primitive_bitwidth // 8
+    B_BYTES: gl.constexpr = BN * 64 * a_smem.dtype.primitive_bitwidth // 8
+    strips = (rows + STRIP - 1) // STRIP
+    at = g * a_rows + row
+    # an empty K is one block from beyond the maps' bounds: zeros, without a word to memory
+    beyond = gl.where(k_length == 0, BILLION, 0)
+    for number in range(block, blocks):
+        k0 = beyond + number * 64
+        mbarrier.wait(empty.index(stage), phase)
+        barrier = full.index(stage)
+        for count in gl.static_range(1, MOST + 1):
+            mbarrier.expect(barrier, B_BYTES + count * A_BYTES, pred=strips == count)
+        for strip in gl.static_range(MOST):
+            if MOST == 4:
+                # consumer 0 holds the upper half of the strips, consumer 1 the lower half
+                skip = strip % 2 + strip // 2 * ((strips + 1) // 2)
+                wanted = strips > (strip % 2) * 2 + strip // 2
+            else:
+                skip = strip
+                wanted = strips > strip
+            load_strip(descs[0], at + skip * STRIP, k0, k_start, k_length, barrier,
+                       a_smem.index(stage * MOST + strip), wanted, FORM, A_ORDER)  # fmt: skip
+        for piece in gl.static_range(BN // PIECE):
+            load_piece(descs[1], g * b_step, col + piece * PIECE, k0, k_start, k_length, barrier,
+                       b_smem.index(stage * (BN // PIECE) + piece), FORM, B_ORDER, PIECE)  # fmt: skip
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
 def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step,
             FORM: gl.constexpr, BN: gl.constexpr, PIECE: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr,
             WIDTH: gl.constexpr, ORDER: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
     """The loading warp: picks the tiles, and keeps STAGES blocks of A and B in flight across tile borders.
 
-    Tiles of jagged groups differ in cost, so they are drawn from a counter unless ORDER is "dealt".
+    Tiles of jagged groups differ in cost, so they are drawn from a counter unless ORDER is "dealt". A tile is
+    drawn, and its record read, while the last blocks of the tile before it are on their way: the answers
+    take longer to come than the ring lasts.
     """
-    a_smem, b_smem, full, empty = ring
     stage = 0
     phase = 1
     slot = 0
     turn = 0
-    A_BYTES: gl.constexpr = STRIP * 64 * a_smem.dtype.primitive_bitwidth // 8
-    B_BYTES: gl.constexpr = BN * 64 * a_smem.dtype.primitive_bitwidth // 8
     tile = gl.program_id(0)
+    record = record_of(tile, total, records, ends, extents, tiles_n, FORM, MOST, ORDER)
     while tile < total:
-        g, row, rows, col, low, k_start, k_length = tile_of(
-            tile, total, records, ends, extents, tiles_n, FORM, BN, MOST, WIDTH, ORDER)  # fmt: skip
-        publish(mail, slot, turn, g, row, rows, col, low, k_length)
+        work = tile_from(record, tile, total, extents, tiles_n, FORM, BN, MOST, WIDTH, ORDER)
+        publish(mail, slot, turn, work)
         slot ^= 1
         if slot == 0:
             turn ^= 1
-        if ORDER == "dealt":
-            tile += gl.num_programs(0)
-        else:
-            tile = gl.atomic_add(records + 1, 1)
-        strips = (rows + STRIP - 1) // STRIP
-        at = g * a_rows + row
-        for k0 in range(0, k_length, 64):
-            mbarrier.wait(empty.index(stage), phase)
-            barrier = full.index(stage)
-            for count in gl.static_range(1, MOST + 1):
-                mbarrier.expect(barrier, B_BYTES + count * A_BYTES, pred=strips == count)
-            for strip in gl.static_range(MOST):
-                if MOST == 4:
-                    # consumer 0 holds the upper half of the strips, consumer 1 the lower half
-                    skip = strip % 2 + strip // 2 * ((strips + 1) // 2)
-                    wanted = strips > (strip % 2) * 2 + strip // 2
-                else:
-                    skip = strip
-                    wanted = strips > strip
-                load_strip(descs[0], at + skip * STRIP, k0, k_start, k_length, barrier,
-                           a_smem.index(stage * MOST + strip), wanted, FORM, A_ORDER)  # fmt: skip
-            for piece in gl.static_range(BN // PIECE):
-                load_piece(descs[1], g * b_step, col + piece * PIECE, k0, k_start, k_length, barrier,
-                           b_smem.index(stage * (BN // PIECE) + piece), FORM, B_ORDER, PIECE)  # fmt: skip
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+        blocks = gl.maximum((work[6] + 63) // 64, 1)
+        drawing = gl.maximum(blocks - 4, 0)
+        reading = gl.maximum(blocks - 2, 0)
+        stage, phase = fill(descs, ring, 0, drawing, stage, phase, work, a_rows, b_step, FORM, BN, PIECE, MOST,
+                            STAGES, A_ORDER, B_ORDER)  # fmt: skip
+        drawn = draw(records, ORDER)
+        stage, phase = fill(descs, ring, drawing, reading, stage, phase, work, a_rows, b_step, FORM, BN, PIECE, MOST,
+                            STAGES, A_ORDER, B_ORDER)  # fmt: skip
+        tile = following(tile, drawn, ORDER)
+        record = record_of(tile, total, records, ends, extents, tiles_n, FORM, MOST, ORDER)
+        stage, phase = fill(descs, ring, reading, blocks, stage, phase, work, a_rows, b_step, FORM, BN, PIECE, MOST,
+                            STAGES, A_ORDER, B_ORDER)  # fmt: skip
     nothing = total * 0
-    publish(mail, slot, turn, nothing, nothing, nothing, nothing, nothing, nothing)
+    publish(mail, slot, turn, (nothing, nothing, nothing, nothing, nothing, nothing, nothing))
 
 
 @gluon.jit
@@ -119,53 +141,100 @@ def oriented(smem, TURN: gl.constexpr):
 
 
 @gluon.jit
-def multiply(ring, stage, phase, k_length, first, STRIPS: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
-             MOST: gl.constexpr, STAGES: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
-    """The products over all of K: of one strip, of two strips, or of one strip with two pieces of columns.
+def step(ring, stage, first, acc0, acc1, STRIPS: gl.constexpr, PIECES: gl.constexpr, MOST: gl.constexpr,
+         A_ORDER: gl.constexpr, B_ORDER: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    """Starts the products of one block: the first accumulator's, the second's, or both."""
+    a_smem, b_smem, _, _ = ring
+    if WHICH != 1:
+        a = oriented(a_smem.index(stage * MOST + first), A_ORDER == "col")
+        b = oriented(b_smem.index(stage * PIECES), B_ORDER == "col")
+        acc0 = warpgroup_mma(a, b, acc0, is_async=True)
+    if WHICH != 0 and STRIPS * PIECES == 2:
+        a = oriented(a_smem.index(stage * MOST + first + STRIPS - 1), A_ORDER == "col")
+        b = oriented(b_smem.index(stage * PIECES + PIECES - 1), B_ORDER == "col")
+        acc1 = warpgroup_mma(a, b, acc1, is_async=True)
+    return acc0, acc1
 
+
+@gluon.jit
+def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.constexpr, PIECES: gl.constexpr,
+             PIECE: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, A_ORDER: gl.constexpr,
+             B_ORDER: gl.constexpr, PART: gl.constexpr, END: gl.constexpr):  # fmt: skip
+    """One tile: products of one strip, of two strips, or of one strip with two pieces of columns.
+
+    `late` is what the tile before left to be stored. It goes out while the tensor cores are at the first
+    block of this tile, and the first of two results while they are at the last block of the second.
     A block is handed back one step late, once the tensor cores have read it.
     """
-    a_smem, b_smem, full, empty = ring
+    TWO: gl.constexpr = STRIPS * PIECES == 2
+    _, _, full, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
     zeros = gl.zeros([STRIP, PIECE], gl.float32, layout)
     acc0 = warpgroup_mma_init(zeros)
     acc1 = warpgroup_mma_init(zeros)
+    mbarrier.wait(full.index(stage), phase)
+    acc0, acc1 = step(ring, stage, first, acc0, acc1, STRIPS, PIECES, MOST, A_ORDER, B_ORDER, 0)
+    if END[0] == "tma":
+        store(late, out, PART, END)
+    acc0, acc1 = step(ring, stage, first, acc0, acc1, STRIPS, PIECES, MOST, A_ORDER, B_ORDER, 1)
     # a value of its own: Triton would take `before = stage` for a name that the loop does not change
-    before = (stage + STAGES - 1) % STAGES
-    for k0 in range(0, k_length, 64):
+    before = (stage + STAGES) % STAGES
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    for _ in range(64, k_length, 64):
         mbarrier.wait(full.index(stage), phase)
-        a = oriented(a_smem.index(stage * MOST + first), A_ORDER == "col")
-        b = oriented(b_smem.index(stage * PIECES), B_ORDER == "col")
-        acc0 = warpgroup_mma(a, b, acc0, is_async=True)
-        if STRIPS * PIECES == 2:
-            a = oriented(a_smem.index(stage * MOST + first + STRIPS - 1), A_ORDER == "col")
-            b = oriented(b_smem.index(stage * PIECES + PIECES - 1), B_ORDER == "col")
-            acc1 = warpgroup_mma(a, b, acc1, is_async=True)
+        acc0, acc1 = step(ring, stage, first, acc0, acc1, STRIPS, PIECES, MOST, A_ORDER, B_ORDER, 2)
+        if TWO:
             acc0, acc1 = warpgroup_mma_wait(num_outstanding=2, deps=[acc0, acc1])
             acc0 = warpgroup_mma_init(acc0)
             acc1 = warpgroup_mma_init(acc1)
         else:
             acc0 = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=[acc0]))
-        mbarrier.arrive(empty.index(before), pred=k0 > 0)
+        mbarrier.arrive(empty.index(before))
         before = stage
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
-    if STRIPS * PIECES == 2:
-        sum0, sum1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0, acc1])
+    if TWO:
+        sum0 = warpgroup_mma_wait(num_outstanding=1, deps=[acc0])
+        one = finished(sum0, out, spot, END)
+        store((one, spot), out, PART, END)
+        sum1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc1])
+        mbarrier.arrive(empty.index(before))
+        spot = moved(spot, (STRIPS - 1) * STRIP, (PIECES - 1) * PIECE)
+        left = finished(sum1, out, spot, END)
     else:
         sum0 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0])
-        sum1 = sum0
-    mbarrier.arrive(empty.index(before), pred=k_length > 0)
-    return sum0, sum1, stage, phase
+        mbarrier.arrive(empty.index(before))
+        left = finished(sum0, out, spot, END)
+    if END[0] != "tma":
+        # plain stores need the registers that keeping a strip for later would take
+        store((left, spot), out, PART, END)
+        return late, stage, phase
+    else:
+        return (left, spot), stage, phase
 
 
 @gluon.jit
-def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out_desc, ring, staging, mail, tensors, strides, n,
-            BN: gl.constexpr, PIECE: gl.constexpr, PART: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr,
-            A_ORDER: gl.constexpr, B_ORDER: gl.constexpr, STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr,
-            ALPHA: gl.constexpr, ACTIVATION: gl.constexpr):  # fmt: skip
+def pass_by(ring, stage, phase, k_length, STAGES: gl.constexpr):
+    """Hands the blocks of a tile back unread, where a consumer has no strip in it."""
+    for _ in range(0, gl.maximum(k_length, 1), 64):
+        mbarrier.wait(full_of(ring).index(stage), phase)
+        mbarrier.arrive(empty_of(ring).index(stage))
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, ring, mail, BN: gl.constexpr, PIECE: gl.constexpr,
+            PART: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, A_ORDER: gl.constexpr,
+            B_ORDER: gl.constexpr, END: gl.constexpr):  # fmt: skip
     """One warpgroup: its share of each tile's strips."""
     stage = 0
     phase = 0
@@ -173,6 +242,7 @@ def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out_desc, ring, stagin
     turn = 0
     FIRST: gl.constexpr = WHICH * (MOST // CONSUMERS)
     g, row, rows, col, low, k_length = take(mail, slot, turn)
+    late = nothing_yet(out, g, PIECE)
     while rows > 0:
         strips = (rows + STRIP - 1) // STRIP
         bound = row + rows
@@ -182,37 +252,21 @@ def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out_desc, ring, stagin
         else:
             above = strips * 0 + WHICH
             mine = gl.where(strips > WHICH, 1, 0)
-        row += above * STRIP
-        rows -= above * STRIP
+        spot = (g, row + above * STRIP, rows - above * STRIP, low, bound, col)
         if MOST == 4 and mine == 2:
-            acc0, acc1, stage, phase = multiply(
-                ring, stage, phase, k_length, FIRST, 2, 1, PIECE, MOST, STAGES, A_ORDER, B_ORDER)  # fmt: skip
-            write(acc0, out_desc, staging, tensors, strides, g, row, rows, low, bound, col, n,
-                  PART, STORE, C, BIAS, ALPHA, ACTIVATION)  # fmt: skip
-            write(acc1, out_desc, staging, tensors, strides, g, row + STRIP, rows - STRIP, low, bound, col, n,
-                  PART, STORE, C, BIAS, ALPHA, ACTIVATION)  # fmt: skip
+            late, stage, phase = multiply(ring, stage, phase, k_length, FIRST, late, out, spot, 2, 1, PIECE, MOST,
+                                          STAGES, A_ORDER, B_ORDER, PART, END)  # fmt: skip
         elif mine == 1:
-            acc0, acc1, stage, phase = multiply(
-                ring, stage, phase, k_length, FIRST, 1, BN // PIECE, PIECE, MOST, STAGES, A_ORDER,
-                B_ORDER)  # fmt: skip
-            write(acc0, out_desc, staging, tensors, strides, g, row, rows, low, bound, col, n,
-                  PART, STORE, C, BIAS, ALPHA, ACTIVATION)  # fmt: skip
-            if BN > PIECE:
-                write(acc1, out_desc, staging, tensors, strides, g, row, rows, low, bound, col + PIECE, n,
-                      PART, STORE, C, BIAS, ALPHA, ACTIVATION)  # fmt: skip
+            late, stage, phase = multiply(ring, stage, phase, k_length, FIRST, late, out, spot, 1, BN // PIECE, PIECE,
+                                          MOST, STAGES, A_ORDER, B_ORDER, PART, END)  # fmt: skip
         else:
-            for _ in range(0, k_length, 64):
-                mbarrier.wait(full_of(ring).index(stage), phase)
-                mbarrier.arrive(empty_of(ring).index(stage))
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+            stage, phase = pass_by(ring, stage, phase, k_length, STAGES)
         slot ^= 1
         if slot == 0:
             turn ^= 1
         g, row, rows, col, low, k_length = take(mail, slot, turn)
-    if STORE == "tma":
+    if END[0] == "tma":
+        store(late, out, PART, END)
         tma.store_wait(0)
 
 
@@ -268,15 +322,16 @@ def hopper_kernel(
     tensors = (c, out, bias)
     strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
                alpha_bits, beta_bits, out_rows)  # fmt: skip
+    END: gl.constexpr = (STORE, C, BIAS, ALPHA, ACTIVATION)
+    out0 = (out_desc, staging.index(0), tensors, strides, n)
+    out1 = (out_desc, staging.index(1), tensors, strides, n)
     if CONSUMERS == 3:
+        out2 = (out_desc, staging.index(2), tensors, strides, n)
         gl.warp_specialize(
             [
-                (consume, (0, CONSUMERS, out_desc, ring, staging.index(0), mail, tensors, strides, n, BN, PIECE, PART,
-                           MOST, STAGES, A_ORDER, B_ORDER, STORE, C, BIAS, ALPHA, ACTIVATION)),
-                (consume, (1, CONSUMERS, out_desc, ring, staging.index(1), mail, tensors, strides, n, BN, PIECE, PART,
-                           MOST, STAGES, A_ORDER, B_ORDER, STORE, C, BIAS, ALPHA, ACTIVATION)),
-                (consume, (2, CONSUMERS, out_desc, ring, staging.index(2), mail, tensors, strides, n, BN, PIECE, PART,
-                           MOST, STAGES, A_ORDER, B_ORDER, STORE, C, BIAS, ALPHA, ACTIVATION)),
+                (consume, (0, CONSUMERS, out0, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
+                (consume, (1, CONSUMERS, out1, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
+                (consume, (2, CONSUMERS, out2, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
                 (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
                            BN, PIECE, MOST, STAGES, WIDTH, ORDER, A_ORDER, B_ORDER)),
             ],
@@ -286,10 +341,8 @@ def hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, CONSUMERS, out_desc, ring, staging.index(0), mail, tensors, strides, n, BN, PIECE, PART,
-                           MOST, STAGES, A_ORDER, B_ORDER, STORE, C, BIAS, ALPHA, ACTIVATION)),
-                (consume, (1, CONSUMERS, out_desc, ring, staging.index(1), mail, tensors, strides, n, BN, PIECE, PART,
-                           MOST, STAGES, A_ORDER, B_ORDER, STORE, C, BIAS, ALPHA, ACTIVATION)),
+                (consume, (0, CONSUMERS, out0, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
+                (consume, (1, CONSUMERS, out1, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
                 (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
                            BN, PIECE, MOST, STAGES, WIDTH, ORDER, A_ORDER, B_ORDER)),
             ],

@@ -15,14 +15,33 @@ BILLION = gl.constexpr(1 << 30)
 
 
 @gluon.jit
-def finished(acc, tensors, strides, g, row, rows, owned, col, n,
-             C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr):  # fmt: skip
-    """act(alpha * acc + beta * C + bias) in the output's dtype; C is the order of C or None."""
+def moved(spot, down: gl.constexpr, right: gl.constexpr):
+    """The place of a strip `down` rows below and `right` columns beside another."""
+    g, row, rows, low, bound, col = spot
+    return g, row + down, rows - down, low, bound, col + right
+
+
+@gluon.jit
+def nothing_yet(out, like, PIECE: gl.constexpr):
+    """A strip without rows, whose store stores nothing."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
+    none = like * 0
+    return gl.zeros([STRIP, PIECE], out[2][1].dtype.element_ty, layout), (none, none, none, none, none, none)
+
+
+@gluon.jit
+def finished(acc, target, spot, END: gl.constexpr):
+    """act(alpha * acc + beta * C + bias) in the output's dtype; END[1] is the order of C or None."""
+    C: gl.constexpr = END[1]
+    BIAS: gl.constexpr = END[2]
+    g, row, rows, low, _, col = spot
+    _, _, tensors, strides, n = target
     c, out, bias = tensors
     c_group, c_row, c_col, _, _, _, bias_group, bias_col, alpha_bits, beta_bits, _ = strides
     layout: gl.constexpr = acc.type.layout
     i = gl.arange(0, STRIP, gl.SliceLayout(1, layout))
     j = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    owned = owned_in(layout, acc.shape[1], row, rows, low, col, n)
     wide = g.to(gl.int64)
     c_ptrs = out
     bias_ptrs = out
@@ -39,7 +58,7 @@ def finished(acc, tensors, strides, g, row, rows, owned, col, n,
     elif BIAS == "across":
         bias_ptrs = bias + wide * bias_group + (col + j).to(gl.int64)[None, :] * bias_col
     return finish(acc, alpha_bits, beta_bits, c_ptrs, owned, bias_ptrs, bias_mask, out.dtype.element_ty,
-                  ALPHA == "any", C is not None, BIAS is not None, ACTIVATION)  # fmt: skip
+                  END[3] == "any", C is not None, BIAS is not None, END[4])  # fmt: skip
 
 
 @gluon.jit
@@ -51,25 +70,20 @@ def owned_in(layout: gl.constexpr, COLUMNS: gl.constexpr, row, rows, low, col, n
 
 
 @gluon.jit
-def write(acc, out_desc, staging, tensors, strides, g, row, rows, low, bound, col, n,
-          PART: gl.constexpr, STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr,
-          ACTIVATION: gl.constexpr):  # fmt: skip
-    """One strip, in parts of PART columns: by TMA through shared memory, or by plain stores."""
-    WIDE: gl.constexpr = acc.shape[1]
+def store(late, target, PART: gl.constexpr, END: gl.constexpr):
+    """One finished strip, in parts of PART columns: by TMA through shared memory, or by plain stores."""
+    result, spot = late
+    g, row, rows, low, bound, col = spot
+    out_desc, staging, tensors, strides, n = target
+    WIDE: gl.constexpr = result.shape[1]
     if WIDE > PART:
-        left, right = acc.reshape([STRIP, 2, WIDE // 2]).permute(0, 2, 1).split()
-        write(left, out_desc, staging, tensors, strides, g, row, rows, low, bound, col, n,
-              PART, STORE, C, BIAS, ALPHA, ACTIVATION)  # fmt: skip
-        write(right, out_desc, staging, tensors, strides, g, row, rows, low, bound, col + WIDE // 2, n,
-              PART, STORE, C, BIAS, ALPHA, ACTIVATION)  # fmt: skip
+        left, right = result.reshape([STRIP, 2, WIDE // 2]).permute(0, 2, 1).split()
+        store((left, spot), target, PART, END)
+        store((right, moved(spot, 0, WIDE // 2)), target, PART, END)
+    elif END[0] == "tma":
+        store_bounded(result, out_desc, staging, g * strides[10] + bound, BILLION - bound + row, col)
     else:
-        layout: gl.constexpr = acc.type.layout
-        owned = owned_in(layout, WIDE, row, rows, low, col, n)
-        result = finished(acc, tensors, strides, g, row, rows, owned, col, n, C, BIAS, ALPHA, ACTIVATION)
-        if STORE == "tma":
-            store_bounded(result, out_desc, staging, g * strides[10] + bound, BILLION - bound + row, col)
-        else:
-            store_plain(result, tensors[1], strides, g, row, rows, low, col, n, STORE)
+        store_plain(result, tensors[1], strides, g, row, rows, low, col, n, END[0])
 
 
 @gluon.jit

@@ -24,48 +24,88 @@ def place_in(local, tiles_m, tiles_n, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(
-    tile, total, records, ends, extents, tiles_n,
-    FORM: gl.constexpr, BN: gl.constexpr, MOST: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr,
-):  # fmt: skip
-    """(group, first row, rows, first column, first row to write, k start, k length) of a tile."""
-    m, _, k, _, head = extents
+def draw(records, ORDER: gl.constexpr):
+    """Asks the counter for a tile; one lane gets the answer, and no one waits for it here."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, lanes)
+    if ORDER == "dealt":
+        return lane
+    else:
+        return gl.atomic_add(records + 1 + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def following(tile, drawn, ORDER: gl.constexpr):
+    """The tile after this one, in turn or as drawn."""
+    if ORDER == "dealt":
+        return tile + gl.num_programs(0)
+    else:
+        lane = gl.arange(0, 32, drawn.type.layout)
+        return gl.sum(gl.where(lane == 0, drawn, 0), 0)
+
+
+@gluon.jit
+def record_of(tile, total, records, ends, extents, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr,
+              ORDER: gl.constexpr):  # fmt: skip
+    """What memory holds about a tile's group, as loads on their way; nothing for a tile beyond the last."""
+    m, _, _, _, head = extents
+    ok = tile < total
     if ORDER == "mixed":
         tile = gl.where(tile % 2 == 0, tile // 2, total - 1 - tile // 2)
     if FORM == "rows":
         entry = records + RECORD + tile // tiles_n * RECORD
-        g = gl.load(entry)
-        first = gl.load(entry + 1)
-        count = gl.load(entry + 2)
-        each = gl.load(entry + 3)
-        start = gl.load(entry + 4)
-        end = gl.load(entry + 5)
-        tm, tn = place_in(tile - first * tiles_n, count, tiles_n, WIDTH)
-        row = start + tm * each * STRIP
-        rows = gl.minimum(each * STRIP, end - row)
-        return g, row, rows, tn * BN, gl.load(entry + 6), g * 0, k
+        g = gl.load(entry, mask=ok, other=0)
+        first = gl.load(entry + 1, mask=ok, other=0)
+        count = gl.load(entry + 2, mask=ok, other=0)
+        each = gl.load(entry + 3, mask=ok, other=0)
+        start = gl.load(entry + 4, mask=ok, other=0)
+        end = gl.load(entry + 5, mask=ok, other=0)
+        low = gl.load(entry + 6, mask=ok, other=0)
+        return g, start, end, first, count, each, low
     else:
-        down = (m + MOST * STRIP - 1) // (MOST * STRIP)
-        g = tile // (down * tiles_n)
-        tm, tn = place_in(tile - g * (down * tiles_n), down, tiles_n, WIDTH)
-        row = tm * (MOST * STRIP)
-        rows = gl.minimum(MOST * STRIP, m - row)
+        g = tile // ((m + MOST * STRIP - 1) // (MOST * STRIP) * tiles_n)
+        start = g * 0
+        end = start
         if FORM == "k":
-            if ORDER != "dealt":
-                g = gl.load(records + RECORD + g * RECORD)
-            start = gl.load(ends + g - 1, mask=g + head > 0, other=0).to(gl.int64)
-            end = gl.load(ends + g).to(gl.int64)
-            start = gl.minimum(gl.maximum(start, 0), k)
-            end = gl.minimum(gl.maximum(end, start), k)
-            return g, row, rows, tn * BN, row, start.to(gl.int32), (end - start).to(gl.int32)
-        else:
-            return g, row, rows, tn * BN, row, g * 0, k
+            if ORDER == "sorted" or ORDER == "mixed":
+                g = gl.load(records + RECORD + g * RECORD, mask=ok, other=0)
+            start = gl.load(ends + g - 1, mask=ok & (g + head > 0), other=0)
+            end = gl.load(ends + g, mask=ok, other=0)
+        return g, start, end
 
 
 @gluon.jit
-def publish(mail, slot, turn, g, row, rows, col, low, k_length):
+def tile_from(record, tile, total, extents, tiles_n,
+              FORM: gl.constexpr, BN: gl.constexpr, MOST: gl.constexpr, WIDTH: gl.constexpr,
+              ORDER: gl.constexpr):  # fmt: skip
+    """(group, first row, rows, first column, first row to write, k start, k length) of a tile."""
+    m, _, k, _, _ = extents
+    if ORDER == "mixed":
+        tile = gl.where(tile % 2 == 0, tile // 2, total - 1 - tile // 2)
+    if FORM == "rows":
+        g, start, end, first, count, each, low = record
+        tm, tn = place_in(tile - first * tiles_n, count, tiles_n, WIDTH)
+        row = start + tm * each * STRIP
+        return g, row, gl.minimum(each * STRIP, end - row), tn * BN, low, g * 0, k
+    else:
+        g, start, end = record
+        down = (m + MOST * STRIP - 1) // (MOST * STRIP)
+        tm, tn = place_in(tile % (down * tiles_n), down, tiles_n, WIDTH)
+        row = tm * (MOST * STRIP)
+        rows = gl.minimum(MOST * STRIP, m - row)
+        if FORM == "k":
+            start = gl.minimum(gl.maximum(start.to(gl.int64), 0), k)
+            end = gl.minimum(gl.maximum(end.to(gl.int64), start), k)
+            return g, row, rows, tn * BN, row, start.to(gl.int32), (end - start).to(gl.int32)
+        else:
+            return g, row, rows, tn * BN, row, start, k
+
+
+@gluon.jit
+def publish(mail, slot, turn, work):
     """Hands a tile to the consumers; rows = 0 ends their loops."""
     tickets, issued, taken = mail
+    g, row, rows, col, low, _, k_length = work
     mbarrier.wait(taken.index(slot), turn ^ 1)
     one: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     lane = gl.arange(0, 8, one)
