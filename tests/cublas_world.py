@@ -45,6 +45,7 @@ static float __double2float_rz(double d) {
     if (fabs((double)f) > fabs(d)) f = nextafterf(f, 0.0f);
     return f;
 }
+static float __fdividef(float a, float b) { return a / b; }
 static float wide_half(unsigned short v) { _Float16 h; memcpy(&h, &v, 2); return (float)h; }
 static unsigned short half_of(float f) { _Float16 h = (_Float16)f; unsigned short v; memcpy(&v, &h, 2); return v; }
 """

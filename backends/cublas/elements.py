@@ -27,8 +27,8 @@ typedef double calc;
 #else
 typedef float calc;
 #endif
-#ifndef RESIDENT  // blocks on a multiprocessor: many loads in flight, but no spilled registers
-#define RESIDENT 4
+#ifndef RESIDENT  // blocks on a multiprocessor: many loads in flight, but few spilled registers
+#define RESIDENT 3
 #endif
 
 __device__ __forceinline__ calc of_half(unsigned short half) {
@@ -124,6 +124,10 @@ template <int TYPE> __device__ __forceinline__ void store_eight(i64 base, i64 at
     }
 }
 
+__device__ __forceinline__ float ratio(float a, float b) { return __fdividef(a, b); }  // within 2 ulp
+__device__ __forceinline__ double ratio(double a, double b) { return a / b; }
+__device__ __forceinline__ int ratio(int a, int b) { return a / b; }
+
 __device__ __forceinline__ calc activate(calc v) {
 #if ACT == 1
     return v < (calc)0 ? (calc)0 : v;
@@ -132,7 +136,7 @@ __device__ __forceinline__ calc activate(calc v) {
 #elif ACT == 3
     return (calc)0.5 * v * ((calc)1 + tanh((calc)0.79788456080286535588 * (v + (calc)0.044715 * v * v * v)));
 #elif ACT == 4
-    return v / ((calc)1 + exp(-v));
+    return ratio(v, (calc)1 + exp(-v));
 #else
     return v;
 #endif

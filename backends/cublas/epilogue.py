@@ -24,8 +24,8 @@ ACC_COLUMNS = (17, 18, 19)
 FIRST_TILE = 20
 EIGHT = 8
 """Elements that a thread of the kernel takes at once where they lie in aligned words."""
-MOST_BLOCKS = 2112
-"""Sixteen for each of an H100's multiprocessors, two rounds of what can be resident."""
+MOST_BLOCKS, RESIDENT_BLOCKS, LONGEST_RUN = 1584, 396, 8
+"""Twelve blocks for each of an H100's multiprocessors, of which three are resident; tiles that one takes in a row."""
 JAGGED_CODES = {None: 0, "m": 1, "n": 2, "k": 3}
 
 
@@ -38,7 +38,8 @@ class _Task(ctypes.Structure):
 
     _fields_ = [
         *((name, _Matrix) for name in ("acc", "c", "out", "bias")),
-        *((name, ctypes.c_int64) for name in ("table", "ends", "valid", "groups", "m", "n", "k", "tiles", "per_group")),
+        *((name, ctypes.c_int64) for name in ("table", "ends", "valid", "groups", "m", "n", "k", "tiles")),
+        *((name, ctypes.c_int64) for name in ("per_group", "run")),
         *((name, ctypes.c_double) for name in ("alpha", "beta")),
         *((name, ctypes.c_int32) for name in ("jagged", "head", "wide_ends", "masked", "only_empty", "rows_fast")),
         *((name, ctypes.c_int32) for name in ("lanes", "owned", "unowned", "only_headed")),
@@ -77,9 +78,12 @@ class Finish:
 
 def _blocks(task: _Task) -> int:
     """Few where only the edges of a packed result are written: as a rule nothing is there."""
-    edges = not task.owned and task.jagged in (1, 2)
-    tiles: int = task.tiles
-    return max(1, min(tiles, MOST_BLOCKS // 8 if edges else MOST_BLOCKS))
+    runs: int = -(-task.tiles // task.run)
+    return max(1, min(runs, MOST_BLOCKS // 8 if _only_edges(task) else MOST_BLOCKS))
+
+
+def _only_edges(task: _Task) -> bool:
+    return not task.owned and task.jagged in (1, 2)
 
 
 def _defines(spec: ProblemSpec, need: Need) -> tuple[str, ...]:
@@ -118,6 +122,7 @@ def _task(ops: Operands, need: Need) -> tuple[Any, Tensor | None]:
     task.owned, task.unowned, task.only_headed = int(need.owned), int(need.unowned), int(need.only_headed)
     if spec.form != "per_group":
         _number_tiles(task, spec)
+    task.run = 1 if _only_edges(task) else max(1, min(LONGEST_RUN, task.tiles // RESIDENT_BLOCKS))
     return task, table
 
 

@@ -30,7 +30,7 @@ struct Matrix { i64 ptr, group, row, col; };
 struct Task {
     Matrix acc, c, out, bias;
     i64 table, ends, valid;
-    i64 groups, m, n, k, tiles, per_group;
+    i64 groups, m, n, k, tiles, per_group, run;
     double alpha, beta;
     int jagged, head, wide_ends, masked, only_empty, rows_fast, lanes, owned, unowned, only_headed;
 };
@@ -62,12 +62,18 @@ __device__ Stretch locate(const Task& t, i64 x, i64 extent) {
     return {x, low, 0, false};
 }
 
+// Dividing numbers of 64 bits takes a hundred instructions; few need it.
+__device__ __forceinline__ i64 quotient(i64 a, i64 b) {
+    return (a | b) >> 32 ? a / b : (i64)((unsigned)a / (unsigned)b);
+}
+
 __device__ __forceinline__ i64 tiles_of(i64 lines_there, i64 lines, i64 slabs) {
-    return (lines_there + lines - 1) / lines * slabs;
+    return quotient(lines_there + lines - 1, lines) * slabs;
 }
 
 // Lanes run along the result's contiguous direction. A tile is a few lines of it, SLAB elements long at most;
-// tiles are numbered through all groups, so that blocks share skewed groups evenly.
+// tiles are numbered through all groups, so that blocks share skewed groups evenly. A block takes `run` of
+// them in a row, which as a rule belong to one group: it is looked up once.
 extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t) {
     const int lane = threadIdx.x & (t.lanes - 1), line = threadIdx.x / t.lanes;
     const i64 lines = blockDim.x / t.lanes, extent = t.jagged == 1 ? t.m : t.n;
@@ -83,16 +89,26 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
         head_tiles = tiles_of(head, lines, slabs);
         tiles = head_tiles + tiles_of(extent - tail, lines, slabs);
     }
-    for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    Stretch known = {0, 0, 0, false};
+    i64 listed = 0, listed_from = 0, listed_to = 0;  // the product of a list that was looked up, and its tiles
+    for (i64 step = 0;; step++) {
+        const i64 round = quotient(step, t.run);
+        const i64 tile = (blockIdx.x + round * gridDim.x) * t.run + step - round * t.run;
+        if (tile >= tiles) break;
         Matrix acc = t.acc, c = t.c, out = t.out, bias = t.bias;
         i64 rows = t.m, cols = t.n, k = t.k, g = 0, local = tile, from = 0;
         if (t.table) {
             const i64* table = (const i64*)t.table;
-            i64 last = t.groups;
-            while (last - g > 1) {
-                i64 middle = (g + last) / 2;
-                if (table[middle * COLUMNS + 20] <= tile) g = middle; else last = middle;
+            if (tile < listed_from || tile >= listed_to) {
+                i64 last = t.groups;
+                for (listed = 0; last - listed > 1;) {
+                    i64 middle = (listed + last) / 2;
+                    if (table[middle * COLUMNS + 20] <= tile) listed = middle; else last = middle;
+                }
+                listed_from = table[listed * COLUMNS + 20];
+                listed_to = last < t.groups ? table[last * COLUMNS + 20] : tiles;
             }
+            g = listed;
             const i64* row = table + g * COLUMNS;
             local = tile - row[20];
             rows = row[5]; cols = row[6]; k = row[7];
@@ -101,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
             bias.ptr = t.bias.ptr ? row[4] : 0; bias.col = row[16];
             acc.ptr = t.acc.ptr ? row[17] : 0; acc.row = row[18]; acc.col = row[19];
         } else if (!uneven) {
-            g = tile / t.per_group;
-            local = tile % t.per_group;
+            g = quotient(tile, t.per_group);
+            local = tile - g * t.per_group;
         }
         if (t.jagged == 3) {
             i64 low = start_of(t, g, t.k);
@@ -115,16 +131,16 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
             local = tile < head_tiles ? tile : tile - head_tiles;
             slow_end = tile < head_tiles ? head : extent;
         }
-        i64 slabs = (fast_end + SLAB - 1) / SLAB;
-        i64 slow = from + local / slabs * lines + line, begin = local % slabs * SLAB;
+        const i64 slabs = (fast_end + SLAB - 1) / SLAB, line_tile = quotient(local, slabs);
+        i64 slow = from + line_tile * lines + line, begin = (local - line_tile * slabs) * SLAB;
         i64 end = begin + SLAB < fast_end ? begin + SLAB : fast_end, valid = t.m;
         if (slow >= slow_end) continue;
         Stretch here = {0, fast_end, g, !edges};
         if (cut_fast) here.high = 0;
         else if (uneven && !edges) {
-            Stretch owner = locate(t, slow, extent);
-            here.group = owner.group;
-            here.owned = owner.owned;
+            if (slow < known.low || slow >= known.high) known = locate(t, slow, extent);
+            here.group = known.group;
+            here.owned = known.owned;
         }
         if (t.masked) {
             valid = t.wide_ends ? ((const i64*)t.valid)[g] : (i64)((const int*)t.valid)[g];
@@ -148,21 +164,38 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
         if (here.high >= end && out_step == 1 && (!use_acc || acc_step == 1) && (!use_c || c_step == 1)
             && aligned<OUT>(out.ptr, out_at) && (!use_acc || aligned<ACC>(acc.ptr, acc_at))
             && (!use_c || aligned<C>(c.ptr, c_at))) {
-            i64 last = begin + (end - begin) / 8 * 8;
-            for (i64 at = begin + lane * 8; at < last; at += t.lanes * 8) {
-                calc v[8] = {}, more[8];
+            const i64 last = begin + (end - begin) / 8 * 8;
+            const bool whole_bias = use_bias && bias_step == 1 && aligned<BIAS>(bias.ptr, bias_at + begin);
+            for (i64 at = begin + lane * 8; at < last; at += t.lanes * 16) {
+                const i64 both[2] = {at, at + t.lanes * 8};  // two at a time: more loads on their way
+                const int count = both[1] < last ? 2 : 1;
+                calc v[2][8] = {}, more[2][8];
                 if (here.owned) {
-                    if (use_acc) load_eight<ACC>(acc.ptr, acc_at + at, v);
-                    if (use_c) load_eight<C>(c.ptr, c_at + at, more);
 #pragma unroll
-                    for (int i = 0; i < 8; i++) {
-                        v[i] = use_acc ? alpha * v[i] : (calc)0;
-                        if (use_c) v[i] += beta * more[i];
-                        if (use_bias) v[i] += load<BIAS>(bias.ptr, bias_at + (at + i) * bias_step);
-                        v[i] = activate(v[i]);
+                    for (int h = 0; h < 2; h++) {
+                        if (h < count && use_acc) load_eight<ACC>(acc.ptr, acc_at + both[h], v[h]);
+                        if (h < count && use_c) load_eight<C>(c.ptr, c_at + both[h], more[h]);
+                    }
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        if (h >= count) break;
+#pragma unroll
+                        for (int i = 0; i < 8; i++) {
+                            v[h][i] = use_acc ? alpha * v[h][i] : (calc)0;
+                            if (use_c) v[h][i] += beta * more[h][i];
+                        }
+                        if (whole_bias) load_eight<BIAS>(bias.ptr, bias_at + both[h], more[h]);
+#pragma unroll
+                        for (int i = 0; i < 8; i++) {
+                            if (whole_bias) v[h][i] += more[h][i];
+                            else if (use_bias) v[h][i] += load<BIAS>(bias.ptr, bias_at + (both[h] + i) * bias_step);
+                            v[h][i] = activate(v[h][i]);
+                        }
                     }
                 }
-                store_eight<OUT>(out.ptr, out_at + at, v);
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    if (h < count) store_eight<OUT>(out.ptr, out_at + both[h], v[h]);
             }
             begin = last;
         }
