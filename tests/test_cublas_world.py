@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.backends.cublas import kernels
+from multigemm.backends.cublas import epilogue, kernels
 from multigemm.backends.cublas.config import Config
 from multigemm.problem import GroupedGemmProblem
 from multigemm.staging import allocate, stage, staged_spec
@@ -54,6 +54,22 @@ def test_random_problems(monkeypatch: pytest.MonkeyPatch, folder: Path, types: s
     assert ran >= 14
 
 
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("run", [2, 8])
+def test_blocks_that_take_several_tiles_in_a_row(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, run: int
+) -> None:
+    """As large problems have it; here every problem of enough tiles does."""
+    install(monkeypatch, folder)
+    monkeypatch.setattr(epilogue, "RESIDENT_BLOCKS", 1)
+    monkeypatch.setattr(epilogue, "LONGEST_RUN", run)
+    subject = Subject(HostCublas("loop"))
+    for seed in range(24):
+        case = _case(seed, types)
+        outcome = check(Stand.build(World.build(case), torch.device("cpu")), subject)
+        assert outcome.ok, (case, [str(f) for f in outcome.findings])
+
+
 def _breaks(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, old: str, new: str) -> bool:
     """Whether random problems notice a change of the epilogue's source."""
     assert old in kernels.FINISH
@@ -78,6 +94,8 @@ def _breaks(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, old: str,
         ("bfloat16", "if (use_c) v[h][i] += beta * more[h][i];", ""),
         ("float32", "            begin = last;", "            begin = last + 1;"),
         ("float32", "here.high >= end && out_step", "out_step"),
+        ("bfloat16", "both[1] < last ? 2 : 1", "2"),
+        ("bfloat16", "slow >= known.high", "false"),
     ],
 )
 def test_a_broken_epilogue_is_noticed(
