@@ -96,6 +96,8 @@ def alike(kind: Case, case: Case) -> Case:
         return case
     changed: dict[str, Any] = {name: _alike(getattr(case, name), getattr(kind, name))
                                for name in "mnk" if name != case.jagged}  # fmt: skip
+    if case.form == "masked":
+        changed["lengths"] = tuple(min(length, changed["m"]) for length in case.lengths)
     return replace(case, **changed)
 
 

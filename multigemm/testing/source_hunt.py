@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 from multigemm.testing.source_live import Variant
@@ -55,6 +56,17 @@ def verdict(outcome: Any) -> dict[str, str]:
     return {"state": "stillborn" if broken else "killed", "oracle": found.oracle, "text": found.text[:200]}
 
 
+def also(outcome: Any, *steps: Callable[[], object]) -> None:
+    """Further oracles on a right outcome; a launch that fails under one is that oracle's finding."""
+    from multigemm.testing.oracles import Finding, short_text
+
+    try:
+        for step in steps:
+            step()
+    except Exception as error:  # whatever a backend raises
+        outcome.findings.append(Finding("exception", short_text(error)))
+
+
 def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
     """Stored failures, then random cases, until something is seen."""
     from multigemm.testing import corpus
@@ -76,7 +88,7 @@ def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
         stand = Stand.build(World.build(case), place)
         outcome = examine_stand(stand, subject, deep=deep, seed=abs(number))
         if outcome.ok and outcome.ran and not deep:
-            on_a_cliff(stand, subject, outcome, abs(number))
+            also(outcome, partial(on_a_cliff, stand, subject, outcome, abs(number)))
         if outcome.findings:
             return verdict(outcome)
         number += 1
@@ -133,11 +145,11 @@ class _Run:
             return None
         say("runs")
         outcome = check(stand, self.subject)
+        seen = (stand, self.subject, outcome, number)
         if outcome.ok and outcome.ran and number % 4 == 2:
-            concurrency.changed_sizes(stand, self.subject, outcome, number, captured=False)
-            concurrency.lies(stand, self.subject, outcome, number)
+            also(outcome, partial(concurrency.changed_sizes, *seen, captured=False), partial(concurrency.lies, *seen))
         elif outcome.ok and outcome.ran and self.subject.own_kernels:
-            on_a_cliff(stand, self.subject, outcome, number)
+            also(outcome, partial(on_a_cliff, *seen))
         say("compiles")
         return outcome
 

@@ -109,12 +109,15 @@ def _inside(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None
     """The mutant's own process: takes the backend from the changed copy, hunts, tells."""
     import torch
 
+    from multigemm.testing.oracles import short_text
+
     _take(hunt.backend, folder)
     place = torch.device(hunt.device)
     try:
         found = hunt_emulated(hunt, place) if hunt.emulated else hunt_on_gpu(hunt, place, variants, pipe.send)
-    except Exception as error:  # a lost device shows wherever the host waits for it next
-        found = {"state": "killed", "oracle": "exception", "text": f"{type(error).__name__}: {error}"[:300]}
+    except Exception as error:  # a lost device shows wherever the host waits for it next; all else is our own fault
+        text = short_text(error)
+        found = {"state": "killed" if "CUDA" in text else "failed", "oracle": "exception", "text": text[:300]}
     pipe.send(found)
     pipe.close()
     os._exit(0)  # a mutant may have left a context in which an ordinary end waits for ever
