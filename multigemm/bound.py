@@ -111,6 +111,18 @@ def run(choice: Choice, problem: GroupedGemmProblem) -> Any:
     return _result(problem, out)
 
 
+def rehearsal(choice: Choice, problem: GroupedGemmProblem) -> Launch:
+    """A launch whose result goes to memory of its own, laid out as the problem's `out`."""
+    out = allocate(problem)
+    if problem.out is not None:
+        out = _twin(out) if isinstance(out, torch.Tensor) else [_twin(x) for x in out]
+    return _launcher(choice, problem, out)
+
+
+def _twin(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
 class Plan:
     """`plan()` writes into its own output and returns it; `plan.run(other)` solves another problem of the spec."""
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from multigemm import bound, registry, tracing, tuning
-from multigemm.backend import Availability
+from multigemm import bound, registry, tracing, trial, tuning
 from multigemm.bound import Choice, Plan
+from multigemm.contest import Candidate, candidates, choice_of, state_text, unavailable_text, why, why_not
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting, UnknownBackend
 from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.settings import settings
@@ -64,10 +64,12 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
         with _lock:
+            if settings().measure and which == "auto" and config is None and not settings().backend:
+                trial.run(problem, spec, equal)
             found = _choices.get(key) or _choose(spec, problem.device, which, config, equal)
             if len(_choices) >= CHOICES_KEPT:
                 _choices.clear()
-            _choices[key] = found
+            _choices[(*key[:-1], tuning.table().generation)] = found
     return found
 
 
@@ -106,98 +108,14 @@ def _choose_named(spec: ProblemSpec, device: torch.device, names: list[str], con
         backend, state = registry.get(name), registry.state(name)
         if not state.ok:
             if len(names) == 1:
-                raise BackendUnavailable(name, _unavailable_text(state))
-            reasons[name] = [_unavailable_text(state)]
+                raise BackendUnavailable(name, unavailable_text(state))
+            reasons[name] = [unavailable_text(state)]
             continue
         reasons[name] = backend.not_supported_reasons(spec, device)
         if not reasons[name]:
             why = "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can"
-            return _recipe(name, spec, device, config, why, equal)
+            return choice_of(name, spec, device, config, why, equal)
     raise BackendUnsupported(reasons)
-
-
-def _unavailable_text(state: Availability) -> str:
-    return f"{state.reason}; install with: {state.install}" if state.install else state.reason
-
-
-def _recipe(name: str, spec: ProblemSpec, device: torch.device, config: Any, why: str, equal: bool) -> Choice:
-    backend = registry.get(name)
-    chosen, source = _config(name, spec, device, config, equal)
-    return Choice(name, backend.plan(spec, chosen, device), spec, f"{why}; config {source}")
-
-
-def _config(name: str, spec: ProblemSpec, device: torch.device, explicit: Any, equal: bool) -> tuple[Any, str]:
-    """The ladder: explicit > measured > heuristic. A measured config that is no longer valid is passed over."""
-    valid = registry.get(name).configs(spec, device)
-    if explicit is not None:
-        return _coerce(explicit, valid), "given"
-    measured = tuning.table().find(name, spec, device, equal)
-    if measured is not None:
-        match = [c for c in valid if is_dataclass(c) and _as_dict(c) == dict(measured.config)]
-        if match:
-            return match[0], f"measured ({measured.us:.1f} us, {measured.source})"
-    return (valid[0] if valid else None), "heuristic"
-
-
-def _as_dict(config: Any) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in fields(config)}
-
-
-def _coerce(explicit: Any, valid: Sequence[Any]) -> Any:
-    if not isinstance(explicit, Mapping) or not valid:
-        return explicit
-    kind = type(valid[0])
-    known = {f.name for f in fields(kind)}
-    if wrong := set(explicit) - known:
-        raise InvalidSetting(
-            f"config has no field {min(wrong, key=str)!r}; {kind.__name__} has {', '.join(sorted(known))}"
-        )
-    return kind(**{**_as_dict(valid[0]), **explicit})
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One backend's answer to one spec, and how many times slower than the fastest it was measured or is expected."""
-
-    name: str
-    availability: Availability
-    reasons: tuple[str, ...]
-    us: float | None = None
-    slowness: float | None = None
-    source: str = ""
-
-    @property
-    def can(self) -> bool:
-        return self.availability.ok and not self.reasons
-
-
-def candidates(spec: ProblemSpec, device: torch.device, equal: bool = False) -> list[Candidate]:
-    """Every backend with its reasons and its measured time, in the order in which auto would try them."""
-    states = {name: registry.state(name) for name in registry.names()}
-    reasons = {
-        name: tuple(registry.get(name).not_supported_reasons(spec, device)) if state.ok else ()
-        for name, state in states.items()
-    }
-    able = [name for name, state in states.items() if state.ok and not reasons[name]]
-    known = _knowledge(able, spec, device, equal)
-    found = [Candidate(name, states[name], reasons[name], *known.get(name, (None, None, ""))) for name in states]
-    return sorted(found, key=lambda c: (c.slowness is None, c.slowness or 0.0))
-
-
-def _knowledge(
-    names: Sequence[str], spec: ProblemSpec, device: torch.device, equal: bool
-) -> dict[str, tuple[float | None, float | None, str]]:
-    """Per backend the measured time of this class and how it compares; where the class was not measured, what
-    the classes around it let one expect."""
-    table = tuning.table()
-    exact = {name: m for name in names if (m := table.find(name, spec, device, equal)) is not None}
-    if len(exact) > 1:
-        best = min(m.us for m in exact.values()) or 1.0
-        return {name: (m.us, m.us / best, m.source) for name, m in exact.items()}
-    ran = {name: tuning.config_text(_config(name, spec, device, None, equal)[0]) for name in names}
-    found = [e for e in table.estimates(spec, device, equal, ran) if e.backend in names]
-    best = min((e.slowness for e in found), default=1.0)
-    return {e.backend: (None, e.slowness / best, e.source) for e in found}
 
 
 def _choose_auto(spec: ProblemSpec, device: torch.device, config: Any, equal: bool) -> Choice:
@@ -211,30 +129,13 @@ def _choose_auto(spec: ProblemSpec, device: torch.device, config: Any, equal: bo
         able = sorted((c for c in able if c.name in allowed), key=lambda c: allowed.index(c.name))
     syncing: list[Choice] = []
     for c in able:
-        choice = _recipe(c.name, spec, device, config, _why(c), equal)
+        choice = choice_of(c.name, spec, device, config, why(c), equal)
         if not choice.recipe.syncs:
             return choice
         syncing.append(choice)
     if syncing:
         return syncing[0]
-    raise BackendUnsupported({c.name: _why_not(c, allowed) for c in found})
-
-
-def _why(c: Candidate) -> str:
-    """Why auto takes a candidate."""
-    if c.us is not None:
-        return f"fastest measured, {c.us:.1f} us ({c.source})"
-    return f"expected to be fastest ({c.source})" if c.slowness is not None else "first in order that can"
-
-
-def _why_not(c: Candidate, allowed: Sequence[str]) -> list[str]:
-    """Why auto did not take a candidate."""
-    if not c.can:
-        return list(c.reasons) or [_unavailable_text(c.availability)]
-    if c.name == "null" or c.availability.emulated:
-        what = "computes nothing" if c.name == "null" else "is emulated here"
-        return [f"{what}, and auto passes over it: ask for it by name"]
-    return [f"MULTIGEMM_BACKEND allows {', '.join(allowed)} only"]
+    raise BackendUnsupported({c.name: why_not(c, allowed) for c in found})
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,23 +158,12 @@ class Explanation:
         lines += [f"  before the launch: {step}" for step in self.staging]
         for c in self.candidates:
             mark = "*" if c.name == self.chosen else " "
-            lines.append(f"{mark} {c.name:8} {_state_text(c)}")
+            lines.append(f"{mark} {c.name:8} {state_text(c)}")
         if self.chosen:
             lines.append(f"chosen: {self.chosen}, {self.kernel}, {self.config}: {self.why}")
         else:
             lines.append(f"chosen: none, {self.why.splitlines()[0]}")
         return "\n".join(lines)
-
-
-def _state_text(c: Candidate) -> str:
-    if not c.availability.ok:
-        return f"unavailable: {_unavailable_text(c.availability)}"
-    if c.reasons:
-        return f"cannot: {'; '.join(c.reasons)}"
-    note = " (emulated: only when named)" if c.availability.emulated else ""
-    if c.us is not None:
-        return f"can{note}, {c.us:.1f} us ({c.source})"
-    return f"can{note}" + (f", about {c.slowness:.2f} x the fastest ({c.source})" if c.slowness is not None else "")
 
 
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +168,53 @@ def test_only_those_that_can_are_compared_and_by_the_configs_that_they_would_run
     assert "chosen: second" in text
     assert "cannot: why" in text
     assert "second   can, about 1.00 x the fastest" in text
+
+
+@dataclass
+class Dawdler(Fake):
+    """A fake that takes some milliseconds."""
+
+    nap_s: float = 0.0
+    launches: int = 0
+
+    def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
+        recipe = super().plan(spec, config, device)
+
+        def bind(ops: Operands) -> Callable[[], object]:
+            launch = recipe.bind(ops)
+
+            def slowly() -> None:
+                self.launches += 1
+                time.sleep(self.nap_s)
+                launch()
+
+            return slowly
+
+        return replace(recipe, bind=bind)
+
+
+def test_an_unknown_class_is_measured_once_where_that_is_asked_for(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path))
+    slow, fast, bad = Dawdler("slow", 1, nap_s=0.004), Dawdler("fast", 2, nap_s=0.001), Fake("bad", reasons=["why"])
+    settings.cache_clear()
+    install(slow, fast, bad)
+    assert mg.solve(problem()).eq(1).all()  # the first in order: by default nothing is measured
+    assert (slow.launches, fast.launches) == (1, 0)
+    monkeypatch.setenv("MULTIGEMM_MEASURE", "1")
+    settings.cache_clear()
+    install(slow, fast, bad)
+    kept = torch.full((2, 4), 7.0).t()
+    posed = mg.GroupedGemmProblem(torch.ones(4, 3), torch.ones(3, 2), offsets=[0, 4], out=kept)
+    assert mg.plan(posed).backend == "fast"
+    assert kept.eq(7.0).all()  # what was timed wrote elsewhere
+    seen = slow.launches
+    assert seen >= 6
+    assert mg.solve(problem()).eq(2).all()
+    assert slow.launches == seen  # another class, but by its neighbour there is only one likely backend
+    assert "expected to be fastest" in str(mg.explain(problem()))
+    assert "fastest measured" in str(mg.explain(posed))
 
 
 def test_settings_restrict_auto(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
