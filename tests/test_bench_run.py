@@ -353,6 +353,17 @@ def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads((tmp_path / "t.json").read_text())["entries"][0]["key"] == found.key
 
 
+def test_reports_of_one_config_are_averaged_and_a_new_config_replaces_the_old() -> None:
+    first, second, third = (run([CASE], [backend_entry("cpu")]) for _ in range(3))
+    for report, us in ((first, 4.0), (second, 9.0), (third, 1.0)):
+        report.rows[0].us = us
+    assert [m.us for m in from_reports([first, second])] == [6.0]
+    third.rows[0].config, third.rows[0].fields = "another", {"rows": 7}
+    (found,) = from_reports([first, second, third])
+    assert (found.us, found.ran) == (1.0, "7")
+    assert [m.us for m in from_reports([third, first, second])] == [6.0]
+
+
 def test_the_winner_is_the_least_worst_over_a_class() -> None:
     result = ClassResult("k", us={
         ("x", 0): {"even": 10.0, "skewed": 30.0},

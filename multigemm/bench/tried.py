@@ -140,10 +140,13 @@ def winners(classes: Iterable[ClassResult], device: str, bind: bool = True) -> l
 def from_reports(reports: Sequence[Report]) -> list[Measured]:
     """The same from reports of `multigemm bench`, which measured each backend with its first guess.
 
+    Of a workload that several reports measured with one config the mean counts, else the last report.
+
     No config is stored, so that the table decides between backends, and each backend's heuristic, which
     may have learnt since, between its configs.
     """
     classes: dict[tuple[str, str], ClassResult] = {}
+    samples: dict[tuple[str, str, str, str], list[float]] = {}
     for report in reports:
         device = "cpu" if report.machine["device_type"] == "cpu" else report.machine["device"]
         for row, spec in _class_rows(report):
@@ -152,9 +155,16 @@ def from_reports(reports: Sequence[Report]) -> list[Measured]:
             if row.us is None:
                 result.failures.setdefault(backend, {})[row.config] = row.reason
                 continue
-            result.configs[backend, 0] = Tried(row.config, row.fields)
+            new, old = Tried(row.config, row.fields), result.configs.get((backend, 0))
+            if old is not None and old != new:  # another version of the backend: its old times are of no use
+                result.us[backend, 0].clear()
+            taken = samples.setdefault((device, spec, backend, row.case), [])
+            if old is not None and row.case not in result.us[backend, 0]:
+                taken.clear()
+            taken.append(row.us)
+            result.configs[backend, 0] = new
             result.sizes[row.case] = row.groups, float(row.flops)
-            result.us.setdefault((backend, 0), {})[row.case] = row.us
+            result.us.setdefault((backend, 0), {})[row.case] = geomean(taken)
     devices = dict.fromkeys(device for device, _ in classes)
     return [m for d in devices for m in winners([c for (name, _), c in classes.items() if name == d], d, bind=False)]
 
