@@ -159,7 +159,13 @@ def test_plain_products_need_no_intermediate() -> None:
     assert config.plain(_spec())
     assert config.plain(_spec(out_dtype=torch.float32))
     assert not config.plain(_spec(out_dtype=torch.float16))
-    assert not config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16)))
+    assert config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16)))
+    assert config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16), out_dtype=torch.float32))
+    assert not config.plain(_spec(bias=torch.zeros(64)))
+    assert not config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16), activation="relu"))
+    added: dict[str, Any] = {"c": torch.zeros(256, 64, dtype=torch.bfloat16), "beta": 1.0}
+    assert config.plain(_spec(**added))
+    assert not config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16), **added))
     assert config.result_type(_spec(activation="relu")) is torch.float32
     assert config.result_type(_spec(dtype=torch.float64, out_dtype=torch.bfloat16)) is torch.float64
 

@@ -282,6 +282,23 @@ def test_epilogue_in_one_rounding(activation: str) -> None:
     assert (out.double() - want).abs().max() <= (want.abs() * 2.0**-8 + 1e-5).max()
 
 
+@pytest.mark.parametrize("config", [c for c in ALL if c.variant != "grouped_mm"], ids=lambda c: c.variant)
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_bias_is_added_before_the_rounding(config: Config, where: str) -> None:
+    """It lies in the result when the library adds the product: rounding that first would lose the halves."""
+    sizes = [9, 0, 20, 11]
+    a, b = ints(45, 24), ints(4, 24, 16, seed=1)
+    bias = ints(4, 16, seed=2) + 300
+    offsets = offsets_of(sizes)
+    given: dict[str, Any] = {"offsets": offsets} if where == "device" else {"sizes": sizes}
+    problem = mg.GroupedGemmProblem(a, b, **given, bias=bias, alpha=0.5)
+    plan = mg.plan(problem, backend="cublas", config=config)
+    want = 0.5 * exact_rows(a, b, sizes)
+    want[:40] += torch.repeat_interleave(bias.double(), torch.tensor(sizes, device="cuda"), 0)
+    for _ in range(3):
+        assert torch.equal(plan(), want.bfloat16())
+
+
 def test_int8_wraps_and_adds_c() -> None:
     k = 140_000
     a = torch.full((1, 4, k), -128, dtype=torch.int8, device="cuda")

@@ -23,6 +23,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "float64": {"c_dtype": "float64", "bias_dtype": "float32", "out_dtype": "float16", "activation": None},
     "int8": {"c_dtype": "int32", "bias_dtype": "int32", "out_dtype": "", "activation": "relu"},
     "float32": {"c_dtype": "", "bias_dtype": "", "out_dtype": "", "activation": None},
+    "float16": {"c_dtype": "", "bias_dtype": "float16", "out_dtype": "", "activation": None},
 }
 LIMITS = Limits(work=1 << 14, longest=70, groups=40)
 
@@ -38,7 +39,7 @@ def _case(seed: int, types: str) -> Case:
     fixed, full = TYPES[types] | {"dtype": types, "dtype_b": "", "precision": "ieee", "mode": "int"}, types != "float32"
     bias = "" if not full else "n" if case.form in ("jagged_n", "per_group") else "gn"
     alias = case.alias and fixed["c_dtype"] == (fixed["out_dtype"] or types)
-    return legal(replace(case, **fixed, alpha=2, beta=3 if full else 0, bias=bias, alias=alias))
+    return legal(replace(case, **fixed, alpha=2, beta=3 if full and fixed["c_dtype"] else 0, bias=bias, alias=alias))
 
 
 @pytest.mark.parametrize("types", TYPES)

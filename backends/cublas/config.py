@@ -36,9 +36,15 @@ def library_out(spec: ProblemSpec) -> torch.dtype:
 
 
 def plain(spec: ProblemSpec) -> bool:
-    """Whether the library alone can finish the answer: no bias, no activation, one rounding."""
-    same_c = spec.c is None or spec.c.dtype == spec.out.dtype
-    return spec.bias is None and spec.activation is None and spec.out.dtype == library_out(spec) and same_c
+    """Whether the library alone can finish the answer: no activation, one rounding, and at most one summand.
+
+    It adds what lies in the result already: c, or a bias that is written there first without a loss.
+    """
+    if spec.activation is not None or spec.out.dtype != library_out(spec):
+        return False
+    if spec.bias is not None:
+        return spec.c is None and torch.promote_types(spec.bias, spec.out.dtype) == spec.out.dtype
+    return spec.c is None or spec.c.dtype == spec.out.dtype
 
 
 def result_type(spec: ProblemSpec) -> torch.dtype:

@@ -84,6 +84,8 @@ def _why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
         parts.append("reads the sizes back from the device, because BLAS calls take them from the host")
     if not plain(spec) and spec.alpha != "zero":
         parts.append(f"{spec.acc} result and one epilogue kernel, so that it rounds once")
+    elif spec.bias is not None and spec.alpha != "zero":
+        parts.append("the bias is laid into the result, and the library adds to it")
     copied = [name for name, o in (("a", spec.a), ("b", spec.b)) if o.order == "strided" or not o.dense]
     if copied:
         parts.append(f"packed copy of {' and '.join(copied)}: no leading dimension expresses the strides")
@@ -191,14 +193,23 @@ def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
     if chosen.variant == "grouped_mm":
         return bind_grouped_mm(ops, sizes.offsets)
     steps: list[Step] = [copies] if copies.pairs else []
-    adds = direct and ops.c is not None
-    if adds and not _same(ops.c, ops.out):
-        steps.append(Finish(ops, Need(bare=True)))
+    if direct and (laid := _laid(ops, sizes)):
+        steps.append(laid)
     if products:
-        scalars = (ops.alpha, ops.beta if adds else 0.0) if direct else (1.0, 0.0)
+        beta = 1.0 if ops.bias is not None else ops.beta if ops.c is not None else 0.0
+        scalars = (ops.alpha, beta) if direct else (1.0, 0.0)
         steps.append(_calls(ops, chosen, products, written, scalars))
     last = _last(ops, sizes, None if direct else target, _partly_owned(ops, sizes))
     return Steps(ops, [*steps, last] if last else steps, (a, b, target))
+
+
+def _laid(ops: Operands, sizes: Sizes) -> Finish | None:
+    """Puts what the library is to add into the result: c, or a bias and at once all that `_last` would write."""
+    if ops.bias is not None:
+        return Finish(ops, Need(unowned=ops.spec.zero_unowned and not _partly_owned(ops, sizes)))
+    if ops.c is None or _same(ops.c, ops.out):
+        return None
+    return Finish(ops, Need(bare=True))
 
 
 def _scratch(out: Side, dtype: torch.dtype) -> Side:
@@ -247,6 +258,8 @@ def _last(ops: Operands, sizes: Sizes, acc: Side | None, unknown: bool) -> Step 
     unowned = spec.zero_unowned and (unknown or _has_unowned(ops, sizes))
     if acc is not None:
         return Finish(ops, Need(acc=acc, unowned=unowned))
+    if ops.bias is not None:  # all but the unknown was written before the product
+        return Finish(ops, Need(owned=False, unowned=True)) if unowned and unknown else None
     empty = _empty_results(ops, sizes)
     if empty and len(empty) <= FEW_ZEROS and ops.c is None and not unowned:
         return Zeros(empty)
