@@ -33,10 +33,20 @@ def test_candidates_are_valid_distinct_and_never_none(name: str, capability: tup
 
 def test_the_measured_ranking() -> None:
     spec = SPECS["jagged_m bf16"]
-    sizes = {16: 192, 64: 256, 256: 256, 512: 128, 2048: 192}
+    sizes = {16: 192, 64: 256, 256: 256, 512: 128, 1024: 128, 2048: 192}
     for rows, block_m in sizes.items():
         best = hopper_candidates(replace(spec, total=8 * rows))[0]
         assert best.block_m == block_m, rows
+
+
+def test_a_step_of_decoding_and_jagged_columns_take_the_ring() -> None:
+    thin = replace(SPECS["jagged_m bf16"], groups=32, n=4096, k=7168, total=32)
+    assert candidates(thin, (9, 0))[0].kernel == "hopper", "many weights to read, though few rows"
+    assert (
+        candidates(replace(SPECS["jagged_n bf16"], m=4096, k=832, total=12288, groups=128), (9, 0))[0].kernel
+        == "hopper"
+    )
+    assert candidates(replace(thin, groups=4, n=256, k=256), (9, 0))[0].kernel == "pointer"
 
 
 def test_unaligned_operands_are_packed_and_lists_are_not() -> None:

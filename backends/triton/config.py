@@ -209,14 +209,19 @@ def emulated() -> list[Config]:
 
 def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
     """The order that measurements on an H100 support (docs/triton-tuning.md), by rows per group."""
-    rows = typical_rows(spec)
-    if spec.form != "jagged_n" and (spec.n or 256) <= 128:
+    rows = typical_columns(spec) if spec.form == "jagged_n" else typical_rows(spec)
+    if (_across(spec) or 256) <= 128:
         return tall, flat
-    if spec.form == "jagged_k" or rows <= 32 or (rows >= 1024 and (spec.k or 0) <= 4096):
-        return large, wide, tall, flat
-    if 512 <= rows < 1024:
-        return wide, tall, large, flat
-    return tall, wide, large, flat
+    if spec.form == "jagged_k" or 384 < rows <= 1536:
+        return wide, large, tall, flat
+    if 32 < rows <= 384:
+        return tall, wide, large, flat
+    return large, wide, tall, flat
+
+
+def _across(spec: ProblemSpec) -> int:
+    """Columns of the result as the warp-specialised kernel sees them: jagged columns are its rows."""
+    return (spec.m if spec.form == "jagged_n" else spec.n) or 0
 
 
 def hopper_candidates(spec: ProblemSpec) -> list[Config]:
@@ -246,6 +251,8 @@ def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
 
 
 def worth_a_ring(spec: ProblemSpec) -> bool:
-    """Big enough for a persistent grid and a launch that lists the tiles first."""
+    """Big enough for a persistent grid and a launch that lists tiles: much to write, or many weights to read."""
+    columns = _across(spec) or 1
     rows = spec.total if spec.form != "jagged_k" else spec.m or 1
-    return rows * (spec.n or 1) > 2**18
+    weights = spec.groups * columns * (spec.k or 0)
+    return rows * columns > 2**18 or (columns >= 64 and weights > 2**23)
