@@ -316,6 +316,17 @@ def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
     assert "first guess" in capsys.readouterr().out
 
 
+def test_when_tuning_runs_out_of_time_every_backend_has_had_its_first_config() -> None:
+    told: list[str] = []
+    tuner = Tuner(CPU, ["cpu"], Limits(total_s=-1.0, quick_ms=1.0, careful_ms=1.0), told.append)
+    tuner._case(parse_shape("G=3,T=24,N=8,K=16,dist=empty", "fp32"))
+    (result,) = tuner.classes.values()
+    assert list(result.us) == [("cpu", 0)]
+    assert any("not tried within the time budget" in text for text in told)
+    assert tuner.run([CASE]) != []
+    assert tuner.unfinished == [CASE.key]
+
+
 def test_sizes_on_the_host_are_a_class_of_their_own() -> None:
     cases = [parse_shape("G=3,T=24,N=8,K=16"), parse_shape("G=3,T=24,N=8,K=16,dist=empty")]
     tuner = Tuner(torch.device("cpu"), ["cpu"], Limits(configs=1, quick_ms=1.0, careful_ms=1.0), lambda text: None)

@@ -101,40 +101,54 @@ class Tuner:
     def _plans(
         self, posed: GroupedGemmProblem, tensors: Tensors, truth: Reference, result: ClassResult
     ) -> tuple[dict[Choice, Call], set[Choice]]:
-        """A checked plan for each config that can run, and which of them can be captured."""
+        """A checked plan for each config that can run, and which of them can be captured.
+
+        The first config of each backend is tried in any case, the others while the time budget lasts.
+        """
         calls: dict[Choice, Call] = {}
         capturable: set[Choice] = set()
-        spec = staged_spec(posed)
+        late = 0
+        for name, index, config in self._tries(posed):
+            choice, tried = (name, index), Tried.of(config)
+            if index and time.monotonic() - self.started > self.limits.total_s:
+                late += 1
+                continue
+            result.configs.setdefault(choice, tried)
+            if why := self.state.skipped(name, tried.text):
+                result.failures.setdefault(name, {})[tried.text] = why
+                continue
+            self.marker.say("checking", case=tensors.workload.key, backend=name, config=tried.text)
+            try:
+                plan = dispatch.plan(posed, name, config)
+                poison(tensors)
+                plan()
+                self._synchronize()
+                wrong = truth.verdict(tensors.out)
+            except Exception as error:  # a config's failure is part of the record
+                wrong = describe(error)
+            if wrong:
+                result.failures.setdefault(name, {})[tried.text] = wrong
+                self.say(f"  {name}: {config} failed: {wrong}")
+                self._synchronize()  # raises if the device is lost, which ends this process
+                continue
+            calls[choice] = plan
+            if not plan.syncs:
+                capturable.add(choice)
+        if late:
+            self.say(f"  {late} configs not tried within the time budget")
+        return calls, capturable
+
+    def _tries(self, posed: GroupedGemmProblem) -> list[tuple[str, int, Any]]:
+        """Every config to try: the first of each backend, then the second of each, so that time may run out."""
+        spec, found = staged_spec(posed), []
         for name in self.backends:
             backend = registry.get(name)
             if reasons := backend.not_supported_reasons(spec, self.device):
                 self.say(f"  {name}: cannot: {'; '.join(reasons)}")
                 continue
-            configs = list(backend.configs(spec, self.device))
-            for index, config in enumerate(configs[: self.limits.configs or None]):
-                choice, tried = (name, index), Tried.of(config)
-                result.configs.setdefault(choice, tried)
-                if why := self.state.skipped(name, tried.text):
-                    result.failures.setdefault(name, {})[tried.text] = why
-                    continue
-                self.marker.say("checking", case=tensors.workload.key, backend=name, config=tried.text)
-                try:
-                    plan = dispatch.plan(posed, name, config)
-                    poison(tensors)
-                    plan()
-                    self._synchronize()
-                    wrong = truth.verdict(tensors.out)
-                except Exception as error:  # a config's failure is part of the record
-                    wrong = describe(error)
-                if wrong:
-                    result.failures.setdefault(name, {})[tried.text] = wrong
-                    self.say(f"  {name}: {config} failed: {wrong}")
-                    self._synchronize()  # raises if the device is lost, which ends this process
-                    continue
-                calls[choice] = plan
-                if not plan.syncs:
-                    capturable.add(choice)
-        return calls, capturable
+            configs = list(backend.configs(spec, self.device))[: self.limits.configs or None]
+            found += [(name, index, config) for index, config in enumerate(configs)]
+        return sorted(found, key=lambda t: t[1])
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
     parser.add_argument("--backend", default="", help="backends, comma separated (default: all that are here)")
     parser.add_argument("--configs", type=int, default=0, help="how many configs of each backend to try; 0: all")
-    parser.add_argument("--time-budget", type=float, default=600.0, help="seconds, after which no workload is begun")
+    parser.add_argument(
+        "--time-budget", type=float, default=600.0, help="seconds, after which no workload or config is begun"
+    )
     parser.add_argument(
         "--host-sizes",
         action="store_true",
