@@ -13,7 +13,7 @@ import pytest
 from multigemm.fuzz.plan import Failure, Options, Summary, Tally
 from multigemm.fuzz.report import missing, progress_line, to_dict, to_text
 from multigemm.fuzz.shrink import shrink, simpler
-from multigemm.fuzz.worker import drawn, kind_of
+from multigemm.fuzz.worker import drawn
 from multigemm.testing import Case, Layout, random_case
 from multigemm.testing.case import fit
 
@@ -147,12 +147,12 @@ def test_every_proposal_is_a_legal_case() -> None:
             World.build(candidate)
 
 
-def test_workers_share_the_kinds_and_never_a_problem() -> None:
-    options = Options(("cpu",), kinds=12, burst=3, jobs=4, seed=9)
-    cases = [drawn(options, number) for number in range(48)]
-    assert len({repr(c) for c in cases}) == 48
-    assert {kind_of(options, number) for number in range(4)} == {0, 3, 6, 9}
-    assert kind_of(options, 0) == kind_of(options, 4) == kind_of(options, 8) != kind_of(options, 12)
+def test_no_problem_comes_twice() -> None:
+    options = Options(("cpu",), kinds=12, burst=3, turns=2, seed=9)
+    cases = [drawn(options, number) for number in range(80)]
+    assert len({repr(c) for c in cases}) == 80
+    assert [options.kind_of(number) for number in (0, 2, 3, 35, 36, 72)] == [0, 0, 1, 11, 0, 0]
+    assert [options.config_of(number) for number in (0, 3, 36, 39, 72)] == [0, 2, 1, 3, 0]
     assert drawn(options, 5) == drawn(options, 5)
 
 

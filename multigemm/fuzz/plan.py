@@ -44,14 +44,31 @@ class Options:
     def limits(self) -> Limits:
         return Limits(work=self.work, groups=self.groups, forms=self.forms, dtypes=self.dtypes, longest=self.longest)
 
-    def at(self, number: int) -> Options:
-        """The campaign as the worker of a problem number sees it: on its own device."""
-        return replace(self, device=self.devices[number % self.jobs % len(self.devices)]) if self.devices else self
+    def at(self, worker: int) -> Options:
+        """The campaign as one of its workers sees it: on its own device."""
+        return replace(self, device=self.devices[worker % len(self.devices)]) if self.devices else self
 
     def limits_of(self, number: int) -> Limits:
         """The limits of one problem, by its number."""
-        large = self.large and number // self.jobs % self.large == self.large - 1
+        large = self.large and number % self.large == self.large - 1
         return replace(self.limits, work=16 * self.work) if large else self.limits
+
+    @property
+    def slots(self) -> int:
+        """Pairs of a kind and a turn; each turn of a kind may have a config of its own. 0 without kinds."""
+        return self.kinds * self.turns
+
+    def slot_of(self, number: int) -> int:
+        """The slot of a problem number: all kinds in their first turn come first."""
+        return number // self.burst % self.slots if self.slots else 0
+
+    def kind_of(self, number: int) -> int:
+        """Which of the kinds a problem number belongs to; 0 where there is no limit on them."""
+        return self.slot_of(number) % self.kinds if self.kinds else 0
+
+    def config_of(self, number: int) -> int:
+        """The position of a problem number's config among those of all kinds and turns."""
+        return self.kind_of(number) * self.turns + (self.slot_of(number) // self.kinds if self.kinds else 0)
 
 
 @dataclass(slots=True)

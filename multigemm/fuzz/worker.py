@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from multigemm.fuzz.dealer import Batch
 from multigemm.fuzz.plan import Failure, Options, Tally
 from multigemm.fuzz.shrink import shrink
 from multigemm.staging import staged_spec
@@ -22,6 +23,7 @@ from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
 from multigemm.testing.choice import assigned
 from multigemm.testing.cliff import on_a_cliff
+from multigemm.testing.edges import alike
 from multigemm.testing.kinds import kinds, redrawn
 from multigemm.testing.oracles import Finding, Outcome, check, check_all
 from multigemm.testing.strategies import RandomChooser, random_case
@@ -41,29 +43,11 @@ def _kinds(options: Options) -> list[Case]:
 
 
 def drawn(options: Options, number: int) -> Case:
-    """The case of a problem number.
-
-    With `kinds`, every worker walks through the same kinds from a start of its own, `burst` problems of
-    one after the other, so that each kernel is compiled about once and by whoever comes first.
-    """
+    """The case of a problem number; with `kinds`, one that the kernels compiled for its kind can run."""
     if not options.kinds:
         return random_case(options.seed + number, options.limits_of(number))
-    kind = _kinds(options)[kind_of(options, number)]
-    return redrawn(kind, RandomChooser((options.seed << 24) + number), options.limits_of(number))
-
-
-def kind_of(options: Options, number: int) -> int:
-    """Which of the kinds a problem number belongs to; 0 where there is no limit on them."""
-    if not options.kinds:
-        return 0
-    turn, crew = number // options.jobs // options.burst, number % options.jobs
-    return (crew * options.kinds // options.jobs + turn) % options.kinds
-
-
-def slot_of(options: Options, number: int) -> int:
-    """The kind of a problem number, and which of the kind's configs it runs under."""
-    lap = number // options.jobs // options.burst // max(options.kinds, 1)
-    return kind_of(options, number) * options.turns + lap % options.turns
+    kind = _kinds(options)[options.kind_of(number)]
+    return alike(kind, redrawn(kind, RandomChooser((options.seed << 24) + number), options.limits_of(number)))
 
 
 @lru_cache(maxsize=16)
@@ -154,21 +138,20 @@ class Worker:
                     self.tally.assigned[name, kind * self.options.turns + turn] = text
                     self.tally.configs[name, text] += 0
 
-    def run(self, first: int, deadline: float, alone_from: int) -> None:
-        """Problems first, first + jobs, ... until the examples or the time are used up.
+    def run(self, batch: Batch, deadline: float) -> None:
+        """The problems of a batch, until the time is used up.
 
         With `alone_from` >= 0 the first problem has ended a process before: its backends run one by one,
         from that position on, so that the next end names its cause.
         """
-        number = first
-        self.announce()
-        while (not self.options.examples or number < self.options.examples) and (
-            time.time() < deadline or alone_from >= 0
-        ):
+        alone_from = batch.alone_from
+        for number in range(batch.first, batch.stop):
+            if time.time() >= deadline and alone_from < 0:
+                return
             self.place[0], self.place[1], self.place[3] = number, -1, int(time.time())
             self.problem(number, alone_from)
             self.send()
-            number, alone_from = number + self.options.jobs, -1
+            alone_from = -1
 
     def send(self) -> None:
         """After every problem, so that the end of this process loses no result."""
@@ -182,7 +165,7 @@ class Worker:
         stand = Stand.build(World.build(case), self.device)
         self.tally.problems += alone_from <= 0
         self.tally.classes.update(classes(case) if alone_from <= 0 else ())
-        built, slot = time.perf_counter(), slot_of(self.options, number)
+        built, slot = time.perf_counter(), self.options.config_of(number)
         chosen = [
             (name, config)
             for name in self.options.backends
@@ -271,11 +254,16 @@ class Worker:
         return bool(check(stand, self.subject(name, config)).findings)
 
 
-def main(options: Options, pipe: Any, place: Any, first: int, deadline: float, alone_from: int) -> None:
-    """The entry point of a worker process. Sends tallies, and None when its share is done."""
+def main(options: Options, pipe: Any, place: Any, batch: Batch, deadline: float) -> None:
+    """The entry point of a worker process. Sends a tally after each problem, None to ask for another batch."""
     torch.set_num_threads(1)
-    Worker(options, pipe, place).run(first, deadline, alone_from)
-    pipe.send(None)
+    worker = Worker(options, pipe, place)
+    given: Batch | None = batch
+    worker.announce()
+    while given is not None:
+        worker.run(given, deadline)
+        pipe.send(None)
+        given = pipe.recv()
     pipe.close()
 
 

@@ -22,7 +22,7 @@ from multigemm.testing.case import Case, classes
 
 FAR = 50
 """Lines from which on one that is not in the line table counts as unrelated to those that are."""
-PER_KERNEL = 16
+PER_KERNEL = 14
 
 
 @dataclass(frozen=True, slots=True)
