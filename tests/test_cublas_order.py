@@ -85,7 +85,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for module in (run, record):
         monkeypatch.setattr(module, "driver", lambda: found)
         monkeypatch.setattr(module, "use_context", lambda device: None)
-    monkeypatch.setattr(run, "WORKSPACE_BYTES", 16)
+    monkeypatch.setattr(run, "workspace_bytes", lambda: 16)
     return found
 
 
@@ -121,6 +121,17 @@ def test_a_failed_call_leaves_the_handle_as_it_was(machine: Machine) -> None:
     with pytest.raises(LibraryError, match="d returned NOT_SUPPORTED"):
         _streamed(machine, status=15)(CURRENT)
     assert (machine.stream, machine.mode) == (CURRENT, TORCHS_MODE)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"), [("", 32 << 20), (":4096:8", 32 << 20), (":16:8", 128 << 10), (":4096:2:16:8", 8320 << 10)]
+)
+def test_the_workspace_is_sized_as_torchs(monkeypatch: pytest.MonkeyPatch, config: str, size: int) -> None:
+    """Another size would let the library choose other kernels, and the first run other bits than the next."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    run.workspace_bytes.cache_clear()
+    assert run.workspace_bytes() == size
+    run.workspace_bytes.cache_clear()
 
 
 # --- launches that become graphs -------------------------------------------------------------------

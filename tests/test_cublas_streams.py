@@ -91,6 +91,22 @@ def test_a_plan_that_runs_again_follows_its_operands(config: Config, relu: bool)
         assert torch.equal(got.double(), want.relu() if relu else want)
 
 
+@pytest.mark.parametrize("config", NEEDS_SIZES, ids=lambda c: c.variant)
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_replay_allocates_nothing(config: Config, activation: str | None) -> None:
+    if activation and config.variant == "grouped":
+        pytest.skip("has no epilogue")
+    a, b = ints(40, 64), ints(4, 64, 32, seed=1)
+    problem = mg.GroupedGemmProblem(a, b, sizes=[7, 0, 25, 8], activation=activation)
+    plan = mg.plan(problem, backend="cublas", config=config)
+    plan()
+    plan()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(3):
+        plan()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
 def test_replayed_device_sizes_may_change() -> None:
     a, b, offsets = ints(40, 64), ints(3, 64, 32, seed=1), offsets_of([10, 20, 10])
     out = torch.empty(40, 32, device="cuda").bfloat16()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import heapq
+import os
+import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import cast
 
 import torch
@@ -18,8 +21,18 @@ from multigemm.backends.cublas.record import Graph, Stream
 from multigemm.layouts import Operands
 
 WITHOUT_TIMING = 2
-WORKSPACE_BYTES = 32 << 20
-"""Per stream; what cuBLAS asks for on Hopper. A shared one would let split sums of two streams mix."""
+DEFAULT_WORKSPACE = 32 << 20
+"""Bytes; what cuBLAS asks for on Hopper."""
+
+
+@cache
+def workspace_bytes() -> int:
+    """As torch sizes the workspace of its own handle, so that the same kernels are chosen for every stream.
+
+    Each stream has one of its own: in a shared one the split sums of two streams would mix.
+    """
+    pools = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    return sum(int(kib) * int(count) << 10 for kib, count in pools) or DEFAULT_WORKSPACE
 
 
 class Steps:
@@ -37,7 +50,7 @@ class Steps:
         pieces = len(steps) if self._blas is None else len(steps) - 1 + self._blas.pieces
         self._several = pieces > 1 and (self._blas is None or self._blas.replayable)
         owns = self._several and self._blas is not None
-        self._space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=ops.device) if owns else None
+        self._space = torch.empty(workspace_bytes(), dtype=torch.uint8, device=ops.device) if owns else None
 
     def __call__(self) -> None:
         if torch._C._cuda_getDevice() == self._device:
@@ -80,7 +93,7 @@ class Steps:
 def aim(library: Cublas, blas: ctypes.c_void_p, stream: ctypes.c_void_p, space: Tensor) -> None:
     """Turns the handle to a stream and a workspace."""
     check(library.set_stream(blas, stream), "cublasSetStream")
-    size = ctypes.c_size_t(WORKSPACE_BYTES)
+    size = ctypes.c_size_t(space.numel())
     check(library.set_workspace(blas, ctypes.c_void_p(space.data_ptr()), size), "cublasSetWorkspace")
 
 
@@ -146,7 +159,7 @@ class _Lane:
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
         self.calls, self._stream, self.done = tuple(calls), Stream(device.index or 0), _Event(device)
-        self._space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._space = torch.empty(workspace_bytes(), dtype=torch.uint8, device=device)
 
     def run(self, library: Cublas, blas: ctypes.c_void_p, after: _Event) -> None:
         """Makes the calls on this stream, behind `after`."""
