@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.integrations import bound_calls, grouped_gemm, op_call
+from multigemm.integrations import bound_calls, grouped_gemm, op_call, op_route
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +44,13 @@ def test_repeated_calls_follow_new_contents(dtype: torch.dtype, kind: str) -> No
 
 def test_addresses_that_come_back_are_not_bound_again(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[Any] = []
-    original = op_call._bind
+    original = op_route.bind
 
     def counted(*args: Any) -> Any:
         bound.append(args)
         return original(*args)
 
-    monkeypatch.setattr(op_call, "_bind", counted)
+    monkeypatch.setattr(op_route, "bind", counted)
     a, b, ends = problem()
     buffers = [torch.empty(9, 5) for _ in range(2)]
     calls = iter(buffers * 10)
@@ -90,11 +90,11 @@ def test_no_memory_is_kept_alive() -> None:
 def test_what_is_kept_is_bounded() -> None:
     kept = bound_calls.Launches()
     for i in range(3 * bound_calls.KEPT):
-        kept.keep(i, lambda: None, 0)
-    assert len(kept.kept) <= bound_calls.KEPT
+        kept.keep(i % 700, None, i, lambda: None, 0)
+        assert sum(len(made) for _, made in kept.kept.values()) <= bound_calls.KEPT
     kept.clear()
     for i in range(100):
-        kept.keep(i, lambda: None, bound_calls.WORKSPACE // 20)
+        kept.keep(i, None, 0, lambda: None, bound_calls.WORKSPACE // 20)
         assert kept._bytes <= bound_calls.WORKSPACE
-    kept.keep("large", lambda: None, bound_calls.WORKSPACE)
+    kept.keep("large", None, 0, lambda: None, bound_calls.WORKSPACE)
     assert "large" not in kept.kept

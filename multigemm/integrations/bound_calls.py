@@ -50,27 +50,28 @@ def borrow(x: Tensor | None) -> Tensor | None:
 
 
 class Launches:
-    """What was bound, by addresses; one for all calls, so that its size has one bound.
+    """What was bound, by the operands' addresses, then the result's; one for all calls, so that its size has one bound.
 
     `kept` is the same dictionary for good, so that a caller may look it up without a call in between.
     """
 
     def __init__(self) -> None:
-        self.kept: dict[Any, Launch] = {}
-        self._bytes = 0
+        self.kept: dict[Any, tuple[Any, dict[int, Launch]]] = {}
+        self._count = self._bytes = 0
 
-    def keep(self, key: Any, launch: Launch, workspace: int) -> None:
+    def keep(self, operands: Any, route: Any, result: int, launch: Launch, workspace: int) -> None:
         """Keeps a launch that owns `workspace` bytes; starts anew when there are too many."""
-        if len(self.kept) >= KEPT or self._bytes + workspace > WORKSPACE:
+        if self._count >= KEPT or self._bytes + workspace > WORKSPACE:
             self.clear()
         if workspace <= WORKSPACE // 16:
-            self.kept[key] = launch
+            self.kept.setdefault(operands, (route, {}))[1][result] = launch
+            self._count += 1
             self._bytes += workspace
 
     def clear(self) -> None:
         """Forgets everything; launches that still run on the device are ordered before what reuses their memory."""
         self.kept.clear()
-        self._bytes = 0
+        self._count = self._bytes = 0
 
 
 def capturing(device: torch.device) -> bool:

@@ -1,0 +1,53 @@
+"""Host time of the torch operator beside that of a plan, and beside torch's own grouped_mm: what an eager call costs.
+
+    python benchmarks/torch_op.py --backends cupy,triton,numba,cublas,auto
+
+A small problem on a GPU, no gradients; the least over rounds of 100 calls, the device idle at the start of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import multigemm as mg
+import multigemm.integrations  # noqa: F401  (registers the operator)
+
+
+def host_us(call: Callable[[], Any], rounds: int = 20, calls: int = 100) -> float:
+    """Microseconds that one call keeps the host busy."""
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    return best * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", default="cupy,triton,numba,cublas,auto")
+    args = parser.parse_args()
+    a = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(4, 64, 64, device="cuda", dtype=torch.bfloat16)
+    ends = torch.tensor([16, 32, 48, 64], device="cuda", dtype=torch.int32)
+    operator = torch.ops.multigemm.grouped_gemm
+    print(f"{'backend':10}{'plan':>8}{'operator':>10}{'above plan':>12}   us")
+    for backend in args.backends.split(","):
+        keywords = {} if backend == "auto" else {"backend": backend}
+        plan = mg.plan(mg.GroupedGemmProblem(a, b, ends=ends), backend)
+        with torch.no_grad():
+            bound, op = host_us(plan), host_us(lambda keywords=keywords: operator(a, b, ends=ends, **keywords))
+        print(f"{backend:10}{bound:8.2f}{op:10.2f}{op - bound:12.2f}")
+    print(f"{'torch':10}{'':8}{host_us(lambda: torch.nn.functional.grouped_mm(a, b, offs=ends)):10.2f}")
+
+
+if __name__ == "__main__":
+    main()
