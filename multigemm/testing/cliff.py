@@ -195,4 +195,5 @@ def on_a_cliff(stand: Stand, subject: Subject, outcome: Outcome, seed: int) -> b
         edge.prefill(0)
         launch()
         strays(edge, outcome)
+        stand.inputs.copy_(stand.pristine)  # where there was no room on a cliff
     return True
