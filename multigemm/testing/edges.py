@@ -15,6 +15,7 @@ from multigemm.testing.case import Case
 from multigemm.testing.strategies import Chooser, Limits, settled
 
 WORK = 1 << 21
+"""Multiply-adds that a few tiles of a fast kernel need."""
 OFFSETS = (-9, -8, -7, -1, 0, 0, 0, 1, 2, 3, 7, 8, 9, 16)
 COUNTS = (17, 31, 33, 64, 130, 257, 300, 513, 961, 1025)
 
@@ -65,12 +66,14 @@ def _extents(ch: Chooser, tile: Tile) -> dict[str, int]:
     return {"m": ch.choice((1, 2, 5, 8, 9, 17)), "n": ch.choice((1, 2, 8, 9, 17, 40)), "k": ch.choice((1, 8, 9, 33))}
 
 
-def _lengths(ch: Chooser, longest: int) -> tuple[int, ...]:
+def _lengths(ch: Chooser, longest: int, limits: Limits) -> tuple[int, ...]:
     """The jagged extent cut into groups: even, with a remainder, with empty ones, all in one; or very many."""
     style = ch.integer(0, 5)
     if style == 5:
-        each = ch.choice((0, 1, 1, 2, max(1, longest // 64)))
-        return tuple(ch.choice((0, each, each, each + 1)) for _ in range(ch.choice(COUNTS)))
+        count = ch.choice([count for count in COUNTS if count <= limits.groups])
+        each, rarely = ch.choice((0, 1, 1, 2, max(1, longest // 64))), limits.work < WORK  # each group may cost a tile
+        sizes = (0,) * 40 + (each, each + 1) if rarely else (0, each, each, each + 1)
+        return tuple(ch.choice(sizes) for _ in range(count))
     if style == 0:
         return (longest,)
     if style == 1:
@@ -114,7 +117,7 @@ def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits) -> Case:
         changes["dims"] = (first, *rest)
     elif kind.jagged:
         changes |= {name: size for name, size in sizes.items() if name != kind.jagged}
-        changes["lengths"] = _lengths(ch, sizes[kind.jagged])
+        changes["lengths"] = _lengths(ch, sizes[kind.jagged], limits)
         changes["tail"] = ch.choice((0, 0, 1, 9, 40))
         changes["head"] = ch.choice((0, 0, 1, 9, 40)) if kind.kind == "offsets" else 0
     elif kind.form == "masked":
@@ -123,4 +126,4 @@ def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits) -> Case:
         changes |= sizes | {"lengths": rows}
     else:
         changes |= sizes | {"lengths": (0,) * ch.choice((1, 2, 3, 17, 40))}
-    return settled(alike(kind, replace(kind, **changes)), replace(limits, work=max(limits.work, WORK)))
+    return settled(alike(kind, replace(kind, **changes)), limits)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from multigemm.testing.source_live import Variant
@@ -26,6 +27,8 @@ STILLBORN = SURVIVED | {"state": "stillborn"}
 SAME = SURVIVED | {"state": "same"}
 VARIANTS = 3
 """Variants that differ from the unchanged ones and meet problems in turn."""
+SIDES = {"triton": 16, "numba": 8}
+"""Of the tiles that emulated kernels get."""
 BURST = 16
 """Problems in a row of one variant."""
 
@@ -71,8 +74,9 @@ def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
     """Stored failures, then random cases, until something is seen."""
     from multigemm.testing import corpus
     from multigemm.testing.cliff import on_a_cliff
+    from multigemm.testing.edges import at_edges
     from multigemm.testing.mutants import examine_stand
-    from multigemm.testing.strategies import EMULATED, random_case
+    from multigemm.testing.strategies import EMULATED, RandomChooser, random_case
     from multigemm.testing.subject import Subject
     from multigemm.testing.world import Stand, World
 
@@ -81,10 +85,14 @@ def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
     cases = [e.case for e in corpus.entries(stored)] if stored.is_dir() else []
     random.Random(1).shuffle(cases)
     cases = [c for c in cases if c.work < 20_000 and sum(m * n > 0 for m, n, _ in c.sizes()) < 400]
-    number = -len(cases)
+    number, limits = -len(cases), replace(EMULATED, work=1 << 13, groups=600)
+    side = SIDES.get(hunt.backend, 16)
+    tile = SimpleNamespace(block_m=side, block_n=side, block_k=max(side, 32), stages=1)
     while time.monotonic() - begin < hunt.seconds:
-        case = random_case(number, replace(EMULATED, work=1 << 13)) if number >= 0 else cases[number]
-        subject, deep = subjects[number % len(subjects)], number % 3 == 0
+        case = cases[number] if number < 0 else random_case(number, limits)
+        if number % 3 == 0 and number >= 0:
+            case = at_edges(case, tile, RandomChooser(number), limits)
+        subject, deep = subjects[number % len(subjects)], number % 4 == 0
         stand = Stand.build(World.build(case), place)
         outcome = examine_stand(stand, subject, deep=deep, seed=abs(number))
         if outcome.ok and outcome.ran and not deep:
@@ -119,16 +127,16 @@ class _Run:
 
     def problem(self, number: int) -> Any:
         """At the edges of the tiles, ordinary, or (where that compiles nothing) of another form, in turn."""
-        from multigemm.testing.edges import alike, at_edges
+        from multigemm.testing.edges import WORK, alike, at_edges
         from multigemm.testing.kinds import cousin, redrawn
         from multigemm.testing.strategies import Limits, RandomChooser
 
-        choose, limits = RandomChooser(number), Limits(work=1 << 16, groups=300)
+        choose, limits = RandomChooser(number), Limits(work=1 << 16)
         if number % 4 == 3 and self.backend != "triton":
             return cousin(self.case, choose, limits)
         if number % 4 == 1:
             return alike(self.case, redrawn(self.case, choose, limits))
-        return at_edges(self.case, self.config, choose, limits)
+        return at_edges(self.case, self.config, choose, Limits(work=WORK))
 
     def meet(self, number: int, say: Callable[[str], None]) -> Any:
         """One problem; its outcome, or None where the config does not take it."""
