@@ -127,7 +127,9 @@ class Campaign:
             crew.waits = True
         else:
             self.total.add(message)
-            self.dealer.seen(crew.number)
+            if self.dealer.seen(crew.number):
+                spent = time.time() - self.begin
+                self.notes.append(f"each of the {self.dealer.slots} kinds and configs had run after {spent:.0f} s")
         return True
 
     def give(self, crew: Crew) -> None:

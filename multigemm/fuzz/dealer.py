@@ -42,10 +42,12 @@ class Dealer:
         """Slots of which no problem has come back."""
         return [slot for slot in range(self.slots) if slot not in self.warm]
 
-    def seen(self, number: int) -> None:
-        """A problem has come back."""
+    def seen(self, number: int) -> bool:
+        """A problem has come back; whether it was the last slot's first."""
+        before = len(self.warm)
         if self.slots:
             self.warm.add(self.options.slot_of(number))
+        return before < len(self.warm) == self.slots
 
     def more(self, count: int) -> None:
         """So many problems are to be handed out beside those that are with a worker that is stuck."""
