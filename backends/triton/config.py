@@ -125,9 +125,8 @@ def hopper_problem(config: Config, spec: ProblemSpec) -> str:
         )
     heavy_end = spec.c is not None or spec.activation == "gelu"
     columns = config.block_n * tiles_per_consumer(config)
-    plain_end = (
-        spec.c is None and spec.activation in (None, "relu") and spec.out.order == "row" and spec.out.align == 16
-    )
+    plain_end = (spec.c, spec.bias) == (None, None) and spec.activation in (None, "relu")
+    plain_end = plain_end and spec.out.order == "row" and spec.out.align == 16
     if consumers(config) == 3 and not (plain_end and spec.form != "jagged_n"):
         return "three consumers leave registers for a plain epilogue and an aligned row-major output only"
     if columns > (128 if heavy_end else 256):

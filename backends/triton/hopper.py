@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multigemm.backends.triton.hopper_store import finished, moved, nothing_yet, store
+from multigemm.backends.triton.hopper_store import finished, moved, nothing_yet, store, write
 from multigemm.backends.triton.hopper_tiles import draw, following, publish, record_of, take, tile_from
 
 # Triton 3.6 calls it otherwise than later versions
@@ -162,8 +162,9 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
              B_ORDER: gl.constexpr, PART: gl.constexpr, END: gl.constexpr):  # fmt: skip
     """One tile: products of one strip, of two strips, or of one strip with two pieces of columns.
 
-    `late` is what the tile before left to be stored. It goes out while the tensor cores are at the first
-    block of this tile, and the first of two results while they are at the last block of the second.
+    `late` is what the tile before left to be stored, where registers allow that (END[5]). It goes out while
+    the tensor cores are at the first block of this tile, and the first of two results while they are at the
+    last block of the second.
     A block is handed back one step late, once the tensor cores have read it.
     """
     TWO: gl.constexpr = STRIPS * PIECES == 2
@@ -174,7 +175,7 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
     acc1 = warpgroup_mma_init(zeros)
     mbarrier.wait(full.index(stage), phase)
     acc0, acc1 = step(ring, stage, first, acc0, acc1, STRIPS, PIECES, MOST, A_ORDER, B_ORDER, 0)
-    if END[0] == "tma":
+    if END[5]:
         store(late, out, PART, END)
     acc0, acc1 = step(ring, stage, first, acc0, acc1, STRIPS, PIECES, MOST, A_ORDER, B_ORDER, 1)
     # a value of its own: Triton would take `before = stage` for a name that the loop does not change
@@ -198,24 +199,19 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
         if stage == STAGES:
             stage = 0
             phase ^= 1
+    other = moved(spot, (STRIPS - 1) * STRIP, (PIECES - 1) * PIECE)
     if TWO:
         sum0 = warpgroup_mma_wait(num_outstanding=1, deps=[acc0])
-        one = finished(sum0, out, spot, END)
-        store((one, spot), out, PART, END)
+        write(sum0, out, spot, PART, END)
         sum1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc1])
-        mbarrier.arrive(empty.index(before))
-        spot = moved(spot, (STRIPS - 1) * STRIP, (PIECES - 1) * PIECE)
-        left = finished(sum1, out, spot, END)
     else:
-        sum0 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0])
-        mbarrier.arrive(empty.index(before))
-        left = finished(sum0, out, spot, END)
-    if END[0] != "tma":
-        # plain stores need the registers that keeping a strip for later would take
-        store((left, spot), out, PART, END)
+        sum1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0])
+    mbarrier.arrive(empty.index(before))
+    if END[5]:
+        return (finished(sum1, out, other, END), other), stage, phase
+    else:
+        write(sum1, out, other, PART, END)
         return late, stage, phase
-    else:
-        return (left, spot), stage, phase
 
 
 @gluon.jit
@@ -265,8 +261,9 @@ def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, ring, mail, BN: g
         if slot == 0:
             turn ^= 1
         g, row, rows, col, low, k_length = take(mail, slot, turn)
-    if END[0] == "tma":
+    if END[5]:
         store(late, out, PART, END)
+    if END[0] == "tma":
         tma.store_wait(0)
 
 
@@ -296,7 +293,7 @@ def hopper_kernel(
     FORM: gl.constexpr, BN: gl.constexpr, PIECE: gl.constexpr, PART: gl.constexpr, MOST: gl.constexpr,
     STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
     STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr,
-    CONSUMERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    LATE: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Roles: CONSUMERS warpgroups multiply and write, one more warp loads."""
     dtype: gl.constexpr = a_desc.dtype
@@ -322,7 +319,7 @@ def hopper_kernel(
     tensors = (c, out, bias)
     strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
                alpha_bits, beta_bits, out_rows)  # fmt: skip
-    END: gl.constexpr = (STORE, C, BIAS, ALPHA, ACTIVATION)
+    END: gl.constexpr = (STORE, C, BIAS, ALPHA, ACTIVATION, LATE)
     out0 = (out_desc, staging.index(0), tensors, strides, n)
     out1 = (out_desc, staging.index(1), tensors, strides, n)
     if CONSUMERS == 3:

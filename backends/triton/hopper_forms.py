@@ -80,6 +80,13 @@ def store_of(spec: ProblemSpec) -> str:
     return "row" if spec.out.order == "row" else "col"
 
 
+def stores_late(spec: ProblemSpec, config: Config) -> bool:
+    """Whether a tile is stored while the next one multiplies: its result waits in registers that must be free."""
+    plain = spec.c is None and spec.bias is None and spec.activation != "gelu"
+    kept = piece_of(config) * spec.out.dtype.itemsize
+    return store_of(spec) == "tma" and plain and kept <= 512
+
+
 def listed(spec: ProblemSpec, config: Config) -> bool:
     """Whether a small kernel runs first: to list tile rows, or to set the counter and sort the groups."""
     return cut_of(spec) == "rows" or (cut_of(spec) == "k" and config.order != "dealt")

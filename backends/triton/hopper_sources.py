@@ -14,6 +14,7 @@ from multigemm.backends.triton.hopper_forms import (
     packed_spec,
     piece_of,
     start_multiple,
+    stores_late,
     store_of,
 )
 from multigemm.backends.triton.launch import TYPES
@@ -67,6 +68,7 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
         "BIAS": None if spec.bias is None else "down" if given.form == "jagged_n" else "across",
         "ALPHA": spec.alpha,
         "ACTIVATION": spec.activation,
+        "LATE": stores_late(spec, config),
         "CONSUMERS": consumers(config),
         "CONSUMER_REGISTERS": 232 if consumers(config) == 2 else 160,
         "PRODUCER_REGISTERS": 40 if consumers(config) == 2 else 32,

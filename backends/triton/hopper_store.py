@@ -70,6 +70,18 @@ def owned_in(layout: gl.constexpr, COLUMNS: gl.constexpr, row, rows, low, col, n
 
 
 @gluon.jit
+def write(acc, target, spot, PART: gl.constexpr, END: gl.constexpr):
+    """The epilogue and the store of a strip, part by part, which takes fewer registers than all at once."""
+    WIDE: gl.constexpr = acc.shape[1]
+    if WIDE > PART:
+        left, right = acc.reshape([STRIP, 2, WIDE // 2]).permute(0, 2, 1).split()
+        write(left, target, spot, PART, END)
+        write(right, target, moved(spot, 0, WIDE // 2), PART, END)
+    else:
+        store((finished(acc, target, spot, END), spot), target, PART, END)
+
+
+@gluon.jit
 def store(late, target, PART: gl.constexpr, END: gl.constexpr):
     """One finished strip, in parts of PART columns: by TMA through shared memory, or by plain stores."""
     result, spot = late
