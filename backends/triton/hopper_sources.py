@@ -14,8 +14,8 @@ from multigemm.backends.triton.hopper_forms import (
     packed_spec,
     piece_of,
     start_multiple,
-    stores_late,
     store_of,
+    stores_late,
 )
 from multigemm.backends.triton.launch import TYPES
 from multigemm.spec import ProblemSpec
