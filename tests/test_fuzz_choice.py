@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from multigemm.errors import InvalidSetting
+from multigemm.fuzz.dealer import Batch
 from multigemm.fuzz.plan import Options, Summary, Tally
 from multigemm.fuzz.report import GATE_FROM, failed, idle, to_text
-from multigemm.fuzz.worker import Worker, slot_of
+from multigemm.fuzz.worker import Worker
 from multigemm.spec import ProblemSpec
 from multigemm.testing import Case, Limits, Subject, check_case
 from multigemm.testing.choice import assigned, spec_of
@@ -84,11 +85,13 @@ def test_a_campaign_counts_every_config_and_takes_turns(monkeypatch: pytest.Monk
     monkeypatch.setattr(registry, "get", lambda name: Choosy(name))
     options = Options(("choosy",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, examples=12, deep=50)
     pipe = _Pipe()
-    Worker(options, pipe, [0] * 5).run(0, 1e18, -1)
+    worker = Worker(options, pipe, [0] * 5)
+    worker.announce()
+    worker.run(Batch(0, 12), 1e18)
     assert not pipe.total.failures
     assert sum(pipe.total.configs.values()) == pipe.total.checks["choosy"] == 12
     assert {text for name, text in pipe.total.configs} >= {str(LARGE), str(SMALL)}
-    assert [slot_of(options, number) for number in (0, 4, 8)] == [0, 1, 0]
+    assert [options.config_of(number) for number in (0, 4, 8)] == [0, 1, 0]
     assert all(pipe.total.configs["choosy", text] for text in pipe.total.assigned.values())
 
 

@@ -18,7 +18,7 @@ from multigemm.spec import Form
 
 MODES = (
     "int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled", "precise",
-    "tiny",
+    "tiny", "beside",
 )  # fmt: skip
 """How values are drawn; see multigemm.testing.values."""
 

@@ -9,7 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 from multigemm.testing.case import PLAIN, Case, Layout, classes
-from multigemm.testing.strategies import DISTINCT, Chooser, Limits, draw_case, legal, random_case, settled, structure
+from multigemm.testing.strategies import (
+    DISTINCT,
+    WHOLE,
+    Chooser,
+    Limits,
+    draw_case,
+    legal,
+    random_case,
+    settled,
+    structure,
+)
 
 
 def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
@@ -22,8 +32,8 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
     keep: dict[str, Any] = {name: sizes[name] for name in ("m", "n", "k", "lengths", "dims", "tail") if name in sizes}
     if kind.kind == "offsets" and "head" in sizes:
         keep["head"] = ch.choice((0, 0, 1, 3, 9))
-    whole = kind.mode in ("int", "ties", "onehot", "precise")
-    alike = [m for m in limits.modes if (m in ("int", "ties", "onehot", "precise")) == whole]
+    whole = kind.mode in WHOLE
+    alike = [m for m in limits.modes if (m in WHOLE) == whole]
     modes = [m for m in alike if m not in ("bitmask", "special")]
     if kind.a.zero or kind.b.zero:
         modes = [m for m in modes if m not in DISTINCT]

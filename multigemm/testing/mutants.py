@@ -49,6 +49,11 @@ def _through_bfloat16(x: Any, dtype: torch.dtype) -> Any:
     return round_once(x if x.dtype.kind in "iu" else round_once(x, torch.bfloat16).astype(np.float64), dtype)
 
 
+def _through_float32(x: Any, dtype: torch.dtype) -> Any:
+    twice = x.dtype == np.float64 and dtype.itemsize == 2
+    return round_once(round_once(x, torch.float32).astype(np.float64) if twice else x, dtype)
+
+
 def _saturating(x: Any, dtype: torch.dtype) -> Any:
     if x.dtype.kind in "iu":
         return round_once(np.clip(x, -(2**31) + 1, 2**31 - 2), dtype)
@@ -141,6 +146,7 @@ MUTANTS: dict[str, Faults] = {
     "output rounded toward zero": Faults(round=_toward_zero),
     "ties rounded away": Faults(round=_half_away),
     "output through bfloat16": Faults(round=_through_bfloat16),
+    "float64 rounded twice": Faults(round=_through_float32),
     "output saturates": Faults(round=_saturating),
     "bfloat16 accumulation": Faults(accumulate=torch.bfloat16),
     "float16 accumulation": Faults(accumulate=torch.float16),

@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "int8")
-DISTINCT = ("onehot", "bitmask", "precise", "cancel")
+DISTINCT = ("onehot", "bitmask", "precise", "cancel", "beside")
 """Modes that need distinct rows and columns, so no zero strides."""
+WHOLE = ("int", "ties", "onehot", "precise", "beside")
+"""Modes of whole numbers."""
 EDGES = (0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
 COUNTS = (1, 2, 15, 16, 17)
 MANY = (255, 256, 257, 1023, 1024, 1025)
 FLOAT_MODES = ("int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled",
-               "precise", "tiny")  # fmt: skip
+               "precise", "tiny", "beside")  # fmt: skip
 
 
 class Chooser(Protocol):
@@ -129,7 +131,7 @@ def _epilogue(ch: Chooser, case: Case) -> Case:
     """alpha, beta, c, bias and the activation; whole numbers where the sums must stay whole."""
     from multigemm.testing.case import dtype_name
 
-    whole = case.dtype == "int8" or case.mode in ("int", "ties", "onehot", "precise")
+    whole = case.dtype == "int8" or case.mode in WHOLE
     numbers: tuple[float, ...] = (1, 1, 1, 2, -1, 3, 0) if whole else (1.0, 1.0, 0.5, -1.0, 0.3, 1.7, 0.0)
     if case.mode in ("bitmask", "special") or ch.integer(0, 1) == 0:
         numbers = (1.0,)

@@ -5,6 +5,8 @@ is an error: `int` with small amplitudes, `ties` with the largest that stay exac
 fall between two numbers of the output format. `onehot` tells which element went where; `bitmask` tells
 that each k was used exactly once (a lost one clears a bit, a doubled one carries). `precise` are odd
 whole numbers that need the input format's last bit, so a narrower format on the way is seen at any K.
+`beside` makes sums
+that lie a little beside the middle between two numbers of the output format, for whoever rounds twice.
 `cancel` makes every sum collapse, `rowscaled` and `pow2` spread magnitudes, `special` sprinkles NaN
 and infinities, `tiny` stays near the smallest normal numbers.
 """
@@ -112,6 +114,26 @@ def _precise(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Ar
     return np.asarray(odd * rng.choice((-1.0, 1.0), shape))
 
 
+def _beside(case: Case, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Each row: a number of the output format, half its last bit, and a nudge that a narrower sum would lose."""
+    *front, rows, depth = shape
+    count = math.prod(front) * rows
+    found = np.zeros((count, depth))
+    room = 53 if case.compute == torch.float64 else 24  # bits of an accumulator
+    bits = min(LAST_BIT[case.result_dtype], LAST_BIT[as_dtype(case.dtype)], room - 4)
+    most = 14 - bits if case.result_dtype == torch.float16 else 20 if room == 53 else room - bits - 2
+    gap = rng.integers(1, room - bits - 2 if room == 53 else most, count, endpoint=True)
+    half = np.full(count, most) if room == 53 else gap  # whole numbers where float32 sums have to be exact
+    nudge = np.maximum(half - gap, -14)
+    near = np.ldexp(rng.integers(2 ** (bits - 1), 2**bits, count) * 2.0, half)
+    parts = near, np.ldexp(1.0, half), np.ldexp(rng.choice((-1.0, 1.0), count), nudge)
+    at = np.argsort(rng.random((count, depth)), axis=1)
+    for column, value in zip(at.T, parts, strict=False):
+        found[np.arange(count), column] = value
+    found *= rng.choice((-1.0, 1.0), (count, 1))
+    return found.reshape(shape)
+
+
 def _specials(rng: np.random.Generator, values: Array) -> Array:
     """A few entries become NaN, an infinity or zero; few, so that most of the result stays finite."""
     if values.size == 0:
@@ -129,6 +151,8 @@ def _matrix(case: Case, rng: np.random.Generator, shape: tuple[int, ...], left: 
     if mode == "onehot":
         code = 2 ** min(LAST_BIT[as_dtype(case.dtype_b or case.dtype)], LAST_BIT[case.result_dtype], 20)
         return _onehot(rng, shape) if left else _signed(rng, shape, code - 1)
+    if mode == "beside":
+        return _beside(case, rng, shape) if left else np.ones(shape)
     if mode == "bitmask":
         return _bitmask(case, rng, shape) if left else np.ones(shape)
     if mode == "precise":
