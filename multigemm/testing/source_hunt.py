@@ -27,6 +27,8 @@ STILLBORN = SURVIVED | {"state": "stillborn"}
 SAME = SURVIVED | {"state": "same"}
 VARIANTS = 3
 """Variants that differ from the unchanged ones and meet problems in turn."""
+KINDS = 60
+"""Kinds of problems that an emulated mutant meets first."""
 SIDES = {"triton": 16, "numba": 8}
 """Of the tiles that emulated kernels get."""
 BURST = 16
@@ -70,33 +72,43 @@ def also(outcome: Any, *steps: Callable[[], object]) -> None:
         outcome.findings.append(Finding("exception", short_text(error)))
 
 
-def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
-    """Stored failures, then random cases, until something is seen."""
+def stored_cases() -> list[Any]:
+    """Stored failures that an emulator gets through, in a fixed order."""
     from multigemm.testing import corpus
+
+    stored = ROOT / "tests" / "corpus"
+    cases = [entry.case for entry in corpus.entries(stored)] if stored.is_dir() else []
+    random.Random(1).shuffle(cases)
+    return [case for case in cases if case.work < 20_000 and sum(m * n > 0 for m, n, _ in case.sizes()) < 400]
+
+
+def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
+    """A few tiles of each kind of problem, stored failures, then random cases, until something is seen."""
     from multigemm.testing.cliff import on_a_cliff
     from multigemm.testing.edges import at_edges
+    from multigemm.testing.kinds import kinds
     from multigemm.testing.mutants import examine_stand
     from multigemm.testing.strategies import EMULATED, RandomChooser, random_case
     from multigemm.testing.subject import Subject
     from multigemm.testing.world import Stand, World
 
-    begin, stored = time.monotonic(), ROOT / "tests" / "corpus"
+    begin = time.monotonic()
     subjects = [Subject(hunt.backend, adapt=small_tiles), Subject(hunt.backend, 1), Subject(hunt.backend)]
-    cases = [e.case for e in corpus.entries(stored)] if stored.is_dir() else []
-    random.Random(1).shuffle(cases)
-    cases = [c for c in cases if c.work < 20_000 and sum(m * n > 0 for m, n, _ in c.sizes()) < 400]
-    number, limits = -len(cases), replace(EMULATED, work=1 << 13, groups=600)
-    side = SIDES.get(hunt.backend, 16)
+    limits, side = replace(EMULATED, work=1 << 13, groups=600), SIDES.get(hunt.backend, 16)
     tile = SimpleNamespace(block_m=side, block_n=side, block_k=max(side, 32), stages=1)
+    edges = [at_edges(kind, tile, RandomChooser(i), limits) for i, kind in enumerate(kinds(limits, KINDS))]
+    cases = [*edges, *stored_cases()]
+    number = 0
     while time.monotonic() - begin < hunt.seconds:
-        case = cases[number] if number < 0 else random_case(number, limits)
-        if number % 3 == 0 and number >= 0:
+        case = cases[number] if number < len(cases) else random_case(number, limits)
+        if number >= len(cases) and number % 3 == 0:
             case = at_edges(case, tile, RandomChooser(number), limits)
-        subject, deep = subjects[number % len(subjects)], number % 4 == 0
+        subject = subjects[0 if number < len(edges) else number % len(subjects)]
+        deep = number % 4 == 0
         stand = Stand.build(World.build(case), place)
-        outcome = examine_stand(stand, subject, deep=deep, seed=abs(number))
+        outcome = examine_stand(stand, subject, deep=deep, seed=number)
         if outcome.ok and outcome.ran and not deep:
-            also(outcome, partial(on_a_cliff, stand, subject, outcome, abs(number)))
+            also(outcome, partial(on_a_cliff, stand, subject, outcome, number))
         if outcome.findings:
             return verdict(outcome)
         number += 1
