@@ -12,8 +12,10 @@ from multigemm.backends.triton import BACKEND, Config
 from multigemm.backends.triton.config import candidates, emulated, hopper_candidates, pointer_candidates, problem_with
 from multigemm.backends.triton.hopper_forms import canonical, cut_of, packed_spec, store_of
 from multigemm.backends.triton.launch import extents_multiple
+from multigemm.backends.triton.pointer_tiles import TILE_M, TILE_N, tile_table
 from multigemm.backends.triton.shipped import specs
 from multigemm.errors import InvalidSetting
+from multigemm.layouts import TABLE
 from multigemm.spec import Form, Order
 from multigemm.staging import stage
 
@@ -143,3 +145,30 @@ def test_only_extents_along_memory_decide_how_wide_a_list_is_read(
     problem = mg.GroupedGemmProblem(a, b)
     ops = stage(problem, problem.spec, [torch.empty(m, n, dtype=torch.bfloat16) for m, n, _ in shapes]).ops
     assert extents_multiple(ops) == (8 if whole else 1)
+
+
+SHAPES = [[(128, 128, 128)] * 4, [(1, 5, 0), (0, 7, 3), (200, 333, 9), (65, 1, 40)], [(700, 90, 8), (10, 900, 64)]]
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("config", [Config(block_m=32, block_n=64, width=2), Config(block_m=64, block_n=32, width=8)])
+def test_the_host_lists_each_tile_of_a_list_once(shapes: list[tuple[int, int, int]], config: Config) -> None:
+    given = mg.GroupedGemmProblem([torch.ones(m, k) for m, _, k in shapes], [torch.ones(k, n) for _, n, k in shapes])
+    rows = tile_table(stage(given, given.spec, [torch.empty(m, n) for m, n, _ in shapes]).ops, config)
+    assert rows is not None
+    seen = {tuple(int(row[at]) for at in (TABLE.A, TABLE.B, TABLE.OUT, TILE_M, TILE_N)) for row in rows}
+    assert len(seen) == len(rows) == sum(-(-m // config.block_m) * -(-n // config.block_n) for m, n, _ in shapes)
+    assert all(0 <= row[TILE_M] * config.block_m < row[TABLE.M] for row in rows)
+    assert all(0 <= row[TILE_N] * config.block_n < row[TABLE.N] for row in rows)
+    depths = [int(row[TABLE.K]) for row in rows]
+    assert depths == sorted(depths, reverse=True), "long products first"
+
+
+def test_tf32_is_multiplied_along_memory() -> None:
+    spec = replace(SPECS["jagged_m tf32"], total=2**20)
+    across = hopper_candidates(spec)[0]
+    assert (across.block_k, across.pack) == (32, ("b",))
+    assert packed_spec(spec, across).b.order == "col"
+    assert hopper_candidates(replace(spec, b=replace(spec.b, order="col")))[0].pack == ()
+    assert hopper_candidates(replace(spec, precision="ieee")) == []
+    assert hopper_candidates(replace(spec, form="jagged_k", k=None, m=1024)) == []

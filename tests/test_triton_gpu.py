@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import multigemm as mg
 from multigemm.backends.triton import BACKEND
 from multigemm.backends.triton import compile as compiled
+from multigemm.backends.triton.config import hopper_candidates
 from multigemm.staging import staged_spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -22,18 +24,32 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(dtype).cuda()
 
 
-def problem(form: str, n: int = 136, k: int = 104, **options: Any) -> mg.GroupedGemmProblem:
+def problem(
+    form: str, n: int = 136, k: int = 104, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> mg.GroupedGemmProblem:
     groups, rows, m = len(SIZES), sum(SIZES) + 14, 328
     offsets = (torch.tensor([0, *SIZES]).cumsum(0) + 3).to(torch.int32).cuda()
     valid = torch.tensor([min(m, s) for s in SIZES], dtype=torch.int32).cuda()
     makers: dict[str, Any] = {
-        "jagged_m": lambda: ((draw(rows, k), draw(groups, k, n)), {"offsets": offsets}),
-        "jagged_m_nt": lambda: ((draw(rows, k), draw(groups, n, k).transpose(1, 2)), {"offsets": offsets}),
-        "jagged_n": lambda: ((draw(m, k), draw(k, rows)), {"offsets": offsets, "jagged": "n"}),
-        "jagged_k": lambda: ((draw(rows, m).T, draw(rows, n)), {"offsets": offsets, "jagged": "k"}),
-        "batched": lambda: ((draw(groups, m, k), draw(groups, k, n)), {}),
-        "masked": lambda: ((draw(groups, m, k), draw(groups, k, n)), {"valid_rows": valid}),
-        "per_group": lambda: (([draw(s, k) for s in SIZES], [draw(k, n + 8 * i) for i in range(groups)]), {}),
+        "jagged_m": lambda: ((draw(rows, k, dtype=dtype), draw(groups, k, n, dtype=dtype)), {"offsets": offsets}),
+        "jagged_m_nt": lambda: (
+            (draw(rows, k, dtype=dtype), draw(groups, n, k, dtype=dtype).transpose(1, 2)),
+            {"offsets": offsets},
+        ),
+        "jagged_n": lambda: (
+            (draw(m, k, dtype=dtype), draw(k, rows, dtype=dtype)),
+            {"offsets": offsets, "jagged": "n"},
+        ),
+        "jagged_k": lambda: (
+            (draw(rows, m, dtype=dtype).T, draw(rows, n, dtype=dtype)),
+            {"offsets": offsets, "jagged": "k"},
+        ),
+        "batched": lambda: ((draw(groups, m, k, dtype=dtype), draw(groups, k, n, dtype=dtype)), {}),
+        "masked": lambda: ((draw(groups, m, k, dtype=dtype), draw(groups, k, n, dtype=dtype)), {"valid_rows": valid}),
+        "per_group": lambda: (
+            ([draw(s, k, dtype=dtype) for s in SIZES], [draw(k, n + 8 * i, dtype=dtype) for i in range(groups)]),
+            {},
+        ),
     }
     (a, b), given = makers[form]()
     return mg.GroupedGemmProblem(a, b, **given, **options)
@@ -63,6 +79,26 @@ def test_configs_of_every_form(form: str, extents: tuple[int, int]) -> None:
     for config in {configs[0], configs[turn % len(configs)], configs[-1]}:
         verdict = mg.verify(given, mg.solve(given, backend="triton", config=config))
         assert verdict, f"{config}: {verdict}"
+
+
+@pytest.mark.parametrize("extents", [(256, 128), (131, 77)], ids=["aligned", "odd"])
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_m_nt", "jagged_n", "batched", "masked"])
+def test_tf32_on_the_ring(form: str, extents: tuple[int, int]) -> None:
+    given = problem(form, *extents, dtype=torch.float32, precision="tf32")
+    found = hopper_candidates(staged_spec(given))
+    assert found
+    for config in found[:2]:
+        verdict = mg.verify(given, mg.solve(given, backend="triton", config=config))
+        assert verdict, f"{config}: {verdict}"
+
+
+def test_lists_of_many_tiles() -> None:
+    sizes = [(1500, 1400, 40), (700, 33, 96), (3, 2000, 8)] * 2
+    given = mg.GroupedGemmProblem([draw(m, k) for m, _, k in sizes], [draw(k, n) for _, n, k in sizes])
+    for config in BACKEND.configs(staged_spec(given), given.device):
+        small = replace(config, block_m=32, block_n=32, block_k=64, warps=4)  # 8668 tiles: more than the host lists
+        for chosen in (config, small):
+            assert mg.verify(given, mg.solve(given, backend="triton", config=chosen)), chosen
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])

@@ -156,3 +156,9 @@ def test_copies_into_aligned_rows(rows: int, columns: int, along: str) -> None:
     assert torch.equal(copied[..., :columns], source)
     assert not copied[..., columns:].any(), "the padding is zero"
     assert (target[-64:] == 7).all(), "nothing behind the target is written"
+
+
+def test_lists_of_too_many_tiles_are_searched_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multigemm.backends.triton.pointer_tiles.MOST_LISTED", 3)
+    operands, options = FORMS["per_group"](torch.float32)
+    check(*operands, **options)

@@ -90,9 +90,14 @@ def part_of(config: Config, spec: ProblemSpec) -> int:
     return min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
 
 
+def depth_of(spec: ProblemSpec) -> int:
+    """Elements of K in a block of the Hopper kernel: one swizzled row of 128 bytes."""
+    return 128 // spec.compute.itemsize
+
+
 def hopper_shared(config: Config, spec: ProblemSpec) -> int:
     """Shared memory of the warp-specialised kernel: the ring, and a strip of output per consumer."""
-    ring = config.stages * (config.block_m + config.block_n) * 64 * spec.compute.itemsize
+    ring = config.stages * (config.block_m + config.block_n) * 128
     return ring + consumers(config) * STRIP * part_of(config, spec) * spec.out.dtype.itemsize + 1024
 
 
@@ -107,22 +112,30 @@ def hopper_problem(config: Config, spec: ProblemSpec) -> str:
         return "lists of matrices have no whole-operand tensor map; kernel='pointer' takes them"
     if 0 in (spec.m, spec.n, spec.k) or spec.total > 2**30:
         return f"m={spec.m} n={spec.n} k={spec.k} T<={spec.total}: tensor maps need 1 to 2^30 rows and columns"
-    if spec.compute not in (torch.float16, torch.bfloat16):
-        return f"{spec.compute} products: kernel='hopper' multiplies 16-bit floats, kernel='pointer' the rest"
+    tf32 = spec.compute == torch.float32 and spec.precision == "tf32"
+    if spec.compute not in (torch.float16, torch.bfloat16) and not tf32:
+        return f"{spec.compute} products: kernel='hopper' multiplies 16-bit floats and tf32, kernel='pointer' the rest"
+    if tf32 and spec.form == "jagged_k":
+        return "tf32 is multiplied along memory only, where a jagged k cannot start anywhere; kernel='pointer' takes it"
     for name, x in (("a", spec.a), ("b", spec.b)):
         if not mappable(x) and name not in config.pack:
             seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"
             return f"{seen}: tensor maps need rows of unit stride, 16-byte aligned; pack it"
+        if tf32 and name not in config.pack and x.order != ("row" if name == "a" else "col"):
+            return f"{name} is {x.order}: tf32 is multiplied along memory only; pack it"
     if spec.form == "jagged_k" and (spec.a.order, spec.b.order) != ("col", "row") and set(config.pack) != {"a", "b"}:
         return (
             f"jagged k runs along {spec.a.order}/{spec.b.order} operands; bounded maps need a as 'col' and b as 'row'"
         )
     if spec.form in ("batched", "masked") and spec.a.order == "col" and "a" not in config.pack:
         return "a stack of column-major a has no two-dimensional map; kernel='pointer' takes it"
-    if config.block_m not in (128, 192, 256) or config.block_n not in (64, 128, 256) or config.block_k != 64:
-        return (
-            f"tile {config.block_m}x{config.block_n}x{config.block_k}: the kernel takes 128|192|256 x 64|128|256 x 64"
-        )
+    if (
+        config.block_m not in (128, 192, 256)
+        or config.block_n not in (64, 128, 256)
+        or config.block_k != depth_of(spec)
+    ):
+        tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
+        return f"tile {tile}: the kernel takes 128|192|256 x 64|128|256 x {depth_of(spec)}"
     heavy_end = spec.c is not None or spec.activation == "gelu"
     columns = config.block_n * tiles_per_consumer(config)
     plain_end = (spec.c, spec.bias) == (None, None) and spec.activation in (None, "relu")
@@ -229,9 +242,11 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4)
     tall = Config("hopper", block_m=256, block_n=128, stages=4, warps=4)
     flat = Config("hopper", block_m=128, block_n=128, stages=5, warps=4)
-    pack = tuple(name for name, x in (("a", spec.a), ("b", spec.b)) if not mappable(x))
+    along = {"a": "row", "b": "col"} if spec.compute == torch.float32 else {"a": spec.a.order, "b": spec.b.order}
+    operands = (("a", spec.a), ("b", spec.b))
+    pack = tuple(name for name, x in operands if not mappable(x) or x.order != along[name])
     ranked = _ranked(spec, large, wide, tall, flat)
-    found = [replace(config, pack=pack) for config in ranked]
+    found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
     return [config for config in found if not problem_with(config, spec)]
 
 

@@ -9,26 +9,31 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.launch import (
-    CHUNK,
-    EXTENTS,
-    FEW,
-    STRIDES,
     bound_on_tiles,
-    constants,
+    chunk_of,
     group_sizes,
     is_empty,
     nothing,
-    prefix_constants,
     programs,
     scalars,
+)
+from multigemm.backends.triton.pointer_sources import (
+    CHUNK,
+    EXTENTS,
+    STRIDES,
+    constants,
+    prefix_constants,
     uniform,
 )
+from multigemm.backends.triton.pointer_tiles import tile_table
 from multigemm.layouts import Operands, group_table, packed
 
 
@@ -42,7 +47,7 @@ def _kernels() -> tuple[Any, Any, Any]:
     return pointer_kernel, write_prefix, tl
 
 
-def _tensors(ops: Operands) -> dict[str, Tensor]:
+def _tensors(ops: Operands, table: npt.NDArray[np.int64] | None) -> dict[str, Tensor]:
     """Operands by argument name; where there is none, an empty tensor of the right type."""
     spec, listed = ops.spec, ops.spec.form == "per_group"
 
@@ -56,7 +61,7 @@ def _tensors(ops: Operands) -> dict[str, Tensor]:
         "out": one(ops.out, spec.out.dtype),
         "bias": one(ops.bias, spec.bias or spec.out.dtype),
         "ends": one(group_sizes(ops), spec.index or torch.int32),
-        "table": torch.from_numpy(group_table(ops)) if listed else torch.empty(1, dtype=torch.int64),
+        "table": torch.empty(1, dtype=torch.int64) if table is None else torch.from_numpy(table),
         "prefix": torch.empty(max(1, spec.groups), dtype=torch.int32),
     }
 
@@ -68,15 +73,18 @@ def bind_emulated(ops: Operands, config: Config) -> Launch:
     kernel, count, tl = _kernels()
     spec = ops.spec
     shape = None if spec.form == "per_group" else packed(ops)
-    tensors, numbers = _tensors(ops), scalars(ops, shape)
-    few = FEW if spec.groups <= FEW else CHUNK
-    options = {**constants(spec, config, chunk=few), "INTERPRETED": True}
+    tiles = tile_table(ops, config) if shape is None else None
+    table = group_table(ops) if shape is None and tiles is None else tiles
+    tensors, numbers = _tensors(ops, table), scalars(ops, shape)
+    if tiles is not None:
+        numbers["groups"] = len(tiles)
+    options = {**constants(spec, config, chunk=chunk_of(spec, config, tiles is not None)), "INTERPRETED": True}
     options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
     grid = (programs(bound_on_tiles(ops, shape, config), config, 1),)
     arguments = [*tensors.values(), *(numbers[name] for name in (*EXTENTS, *STRIDES))]
 
     def launch() -> None:
-        if spec.groups > CHUNK and not uniform(spec):
+        if spec.groups > CHUNK and not uniform(spec) and tiles is None:
             given = [tensors["prefix"], tensors["ends"], tensors["table"]]
             extents = [numbers[name] for name in ("m", "n", "groups", "head")]
             count[(1,)](*given, *extents, **prefix_constants(spec, config))

@@ -27,11 +27,13 @@ from multigemm.backends.triton.hopper_tiles import draw, following, publish, rec
 fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 STRIP = gl.constexpr(64)
 BILLION = gl.constexpr(1 << 30)
+# a block of K is one swizzled row: 64 elements of 16 bits, or 32 of tf32
+ROW_BYTES = gl.constexpr(128)
 
 
 @gluon.jit
 def load_strip(desc, row, k0, k_start, k_length, barrier, smem, pred, FORM: gl.constexpr, ORDER: gl.constexpr):
-    """One 64 x 64 strip of A."""
+    """One strip of A, as deep as a block of K."""
     if FORM == "k":
         at = [BILLION, k_start + k_length, BILLION - k_length + k0, row]
         fetch(desc, at, barrier, smem.reshape([1, 1, STRIP, 64]), pred)
@@ -44,14 +46,14 @@ def load_strip(desc, row, k0, k_start, k_length, barrier, smem, pred, FORM: gl.c
 @gluon.jit
 def load_piece(desc, g, col, k0, k_start, k_length, barrier, smem, FORM: gl.constexpr, ORDER: gl.constexpr,
                PIECE: gl.constexpr):  # fmt: skip
-    """One 64 x PIECE block of B."""
+    """One block of B, PIECE columns wide."""
     if FORM == "k":
         at = [BILLION, k_start + k_length, BILLION - k_length + k0, col]
         fetch(desc, at, barrier, smem.reshape([1, 1, 64, PIECE]))
     elif ORDER == "row":
         fetch(desc, [g, k0, col], barrier, smem.reshape([1, 64, PIECE]))
     else:
-        fetch(desc, [g, col, k0], barrier, smem.reshape([1, PIECE, 64]))
+        fetch(desc, [g, col, k0], barrier, smem.reshape([1, PIECE, smem.shape[1]]))
 
 
 @gluon.jit
@@ -61,14 +63,15 @@ def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: g
     """Sends the blocks [block, blocks) of a tile's A and B into the ring, as its stages become free."""
     a_smem, b_smem, full, empty = ring
     g, row, rows, col, _, k_start, k_length = work
-    A_BYTES: gl.constexpr = STRIP * 64 * a_smem.dtype.primitive_bitwidth // 8
-    B_BYTES: gl.constexpr = BN * 64 * a_smem.dtype.primitive_bitwidth // 8
+    A_BYTES: gl.constexpr = STRIP * ROW_BYTES
+    B_BYTES: gl.constexpr = BN * ROW_BYTES
+    DEEP: gl.constexpr = 8 * ROW_BYTES // a_smem.dtype.primitive_bitwidth
     strips = (rows + STRIP - 1) // STRIP
     at = g * a_rows + row
     # an empty K is one block from beyond the maps' bounds: zeros, without a word to memory
     beyond = gl.where(k_length == 0, BILLION, 0)
     for number in range(block, blocks):
-        k0 = beyond + number * 64
+        k0 = beyond + number * DEEP
         mbarrier.wait(empty.index(stage), phase)
         barrier = full.index(stage)
         for count in gl.static_range(1, MOST + 1):
@@ -103,6 +106,7 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
     drawn, and its record read, while the last blocks of the tile before it are on their way: the answers
     take longer to come than the ring lasts.
     """
+    DEEP: gl.constexpr = 8 * ROW_BYTES // ring[0].dtype.primitive_bitwidth
     stage = 0
     phase = 1
     slot = 0
@@ -115,7 +119,7 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
         slot ^= 1
         if slot == 0:
             turn ^= 1
-        blocks = gl.maximum((work[6] + 63) // 64, 1)
+        blocks = gl.maximum((work[6] + DEEP - 1) // DEEP, 1)
         drawing = gl.maximum(blocks - 4, 0)
         reading = gl.maximum(blocks - 2, 0)
         stage, phase = fill(descs, ring, 0, drawing, stage, phase, work, a_rows, b_step, FORM, BN, PIECE, MOST,
@@ -169,7 +173,9 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
     """
     TWO: gl.constexpr = STRIPS * PIECES == 2
     _, _, full, empty = ring
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
+    BITS: gl.constexpr = ring[0].dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 256 // BITS])  # fmt: skip
     zeros = gl.zeros([STRIP, PIECE], gl.float32, layout)
     acc0 = warpgroup_mma_init(zeros)
     acc1 = warpgroup_mma_init(zeros)
@@ -184,7 +190,7 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
     if stage == STAGES:
         stage = 0
         phase ^= 1
-    for _ in range(64, k_length, 64):
+    for _ in range(8 * ROW_BYTES // BITS, k_length, 8 * ROW_BYTES // BITS):
         mbarrier.wait(full.index(stage), phase)
         acc0, acc1 = step(ring, stage, first, acc0, acc1, STRIPS, PIECES, MOST, A_ORDER, B_ORDER, 2)
         if TWO:
@@ -217,7 +223,7 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
 @gluon.jit
 def pass_by(ring, stage, phase, k_length, STAGES: gl.constexpr):
     """Hands the blocks of a tile back unread, where a consumer has no strip in it."""
-    for _ in range(0, gl.maximum(k_length, 1), 64):
+    for _ in range(0, gl.maximum(k_length, 1), 8 * ROW_BYTES // ring[0].dtype.primitive_bitwidth):
         mbarrier.wait(full_of(ring).index(stage), phase)
         mbarrier.arrive(empty_of(ring).index(stage))
         stage += 1
@@ -238,7 +244,7 @@ def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, ring, mail, BN: g
     turn = 0
     FIRST: gl.constexpr = WHICH * (MOST // CONSUMERS)
     g, row, rows, col, low, k_length = take(mail, slot, turn)
-    late = nothing_yet(out, g, PIECE)
+    late = nothing_yet(out, g, PIECE, ring[0].dtype.primitive_bitwidth)
     while rows > 0:
         strips = (rows + STRIP - 1) // STRIP
         bound = row + rows
@@ -300,9 +306,11 @@ def hopper_kernel(
     out_type: gl.constexpr = out.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
     staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
-    a_smem = gl.allocate_shared_memory(dtype, [STAGES * MOST, STRIP, 64], swizzled)
+    DEEP: gl.constexpr = 8 * ROW_BYTES // dtype.primitive_bitwidth
+    a_smem = gl.allocate_shared_memory(dtype, [STAGES * MOST, STRIP, DEEP], swizzled)
     COUNT: gl.constexpr = STAGES * (BN // PIECE)
-    b_smem = gl.allocate_shared_memory(dtype, [COUNT, 64, PIECE] if B_ORDER == "row" else [COUNT, PIECE, 64], swizzled)
+    block: gl.constexpr = [COUNT, DEEP, PIECE] if B_ORDER == "row" else [COUNT, PIECE, DEEP]
+    b_smem = gl.allocate_shared_memory(dtype, block, swizzled)
     held: gl.constexpr = [CONSUMERS, STRIP, PART] if STORE == "tma" else [CONSUMERS, 8, 64]
     staging = gl.allocate_shared_memory(out_type, held, staged)
     tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-from multigemm.backends.triton.config import STRIP, Config, consumers, part_of
+import torch
+
+from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of
 from multigemm.layouts import Packed, Strided
 from multigemm.spec import OperandSpec, Order, ProblemSpec
 
@@ -24,8 +26,11 @@ def _turn(operand: OperandSpec) -> OperandSpec:
 def packed_order(spec: ProblemSpec, name: str) -> Order:
     """How a copied operand lies: as before where the kernel takes that, which makes the copy a straight one.
 
-    Jagged directions must run across the rows in memory; weights may lie either way.
+    Jagged directions must run across the rows in memory; weights may lie either way. tf32 is multiplied
+    along memory only.
     """
+    if spec.compute == torch.float32:
+        return "row" if name == "a" else "col"
     if spec.form == "jagged_k":
         return "col" if name == "a" else "row"
     weights = "a" if spec.form == "jagged_n" else "b"
@@ -104,12 +109,13 @@ def piece_of(config: Config) -> int:
 
 def boxes(spec: ProblemSpec, config: Config) -> dict[str, tuple[int, ...]]:
     """The box that one copy moves, per operand, outermost first."""
-    columns = piece_of(config)
+    columns, deep = piece_of(config), depth_of(spec)
     out = (1, 1, STRIP, part_of(config, spec))
     if spec.form == "jagged_k":
-        return {"a_desc": (1, 1, 64, 64), "b_desc": (1, 1, 64, columns), "out_desc": out}
-    return {"a_desc": (64, 64), "b_desc": (1, 64, columns) if spec.b.order == "row" else (1, columns, 64),
-            "out_desc": out}  # fmt: skip
+        return {"a_desc": (1, 1, deep, STRIP), "b_desc": (1, 1, deep, columns), "out_desc": out}
+    a = (STRIP, deep) if spec.a.order == "row" else (deep, STRIP)
+    b = (1, deep, columns) if spec.b.order == "row" else (1, columns, deep)
+    return {"a_desc": a, "b_desc": b, "out_desc": out}
 
 
 def fits(spec: ProblemSpec, shape: Packed) -> bool:

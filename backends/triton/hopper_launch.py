@@ -39,9 +39,9 @@ from multigemm.backends.triton.launch import (
     nothing,
     processors,
     zero_launcher,
-    zero_source,
 )
 from multigemm.backends.triton.packing_launch import pack_source, packed_operands
+from multigemm.backends.triton.pointer_sources import zero_source
 from multigemm.backends.triton.tensormap import encode, encode_ragged
 from multigemm.layouts import Operands, Packed
 from multigemm.schedule import most_tiles, tiles_of
@@ -53,14 +53,14 @@ def maps(spec: ProblemSpec, config: Config, shape: Packed) -> list[bytes]:
     a, b, out, box = shape.a, shape.b, shape.out, boxes(spec, config)
     a_at, b_at = a.ptr or out.ptr, b.ptr or out.ptr
     if spec.form == "jagged_k":
-        first = encode_ragged(a_at, spec.a.dtype, shape.m, a.col or aligned_stride(shape.m), (64, 64))
+        first = encode_ragged(a_at, spec.a.dtype, shape.m, a.col or aligned_stride(shape.m), box["a_desc"][2:])
         second = encode_ragged(b_at, spec.b.dtype, shape.n, b.row or aligned_stride(shape.n), box["b_desc"][2:])
     else:
         rows = shape.m if not a.group else a.group // max(1, a.row) * (shape.groups - 1) + shape.m
         if spec.a.order == "row":
-            first = encode(a_at, spec.a.dtype, (rows, shape.k), (a.row or aligned_stride(shape.k), 1), (64, 64))
+            first = encode(a_at, spec.a.dtype, (rows, shape.k), (a.row or aligned_stride(shape.k), 1), box["a_desc"])
         else:
-            first = encode(a_at, spec.a.dtype, (shape.k, shape.m), (a.col or aligned_stride(shape.m), 1), (64, 64))
+            first = encode(a_at, spec.a.dtype, (shape.k, shape.m), (a.col or aligned_stride(shape.m), 1), box["a_desc"])
         groups = shape.groups if b.group else 1
         inner, outer, line = (shape.n, shape.k, b.row) if spec.b.order == "row" else (shape.k, shape.n, b.col)
         line = line or aligned_stride(inner)

@@ -17,7 +17,7 @@ from multigemm.backends.triton.hopper_forms import (
     store_of,
     stores_late,
 )
-from multigemm.backends.triton.launch import TYPES
+from multigemm.backends.triton.pointer_sources import TYPES
 from multigemm.spec import ProblemSpec
 
 EXTENTS = ("m", "n", "k", "groups", "head", "a_rows", "b_step", "out_rows")

@@ -22,9 +22,10 @@ def moved(spot, down: gl.constexpr, right: gl.constexpr):
 
 
 @gluon.jit
-def nothing_yet(out, like, PIECE: gl.constexpr):
-    """A strip without rows, whose store stores nothing."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16])
+def nothing_yet(out, like, PIECE: gl.constexpr, BITS: gl.constexpr):
+    """A strip without rows, whose store stores nothing, in the layout that products of BITS wide operands have."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 256 // BITS])  # fmt: skip
     none = like * 0
     return gl.zeros([STRIP, PIECE], out[2][1].dtype.element_ty, layout), (none, none, none, none, none, none)
 

@@ -16,6 +16,8 @@ COLUMNS = tl.constexpr(20)
 TABLE_M = tl.constexpr(5)
 TABLE_N = tl.constexpr(6)
 TABLE_K = tl.constexpr(7)
+TILE_M = tl.constexpr(17)
+TILE_N = tl.constexpr(18)
 
 
 @triton.jit
@@ -121,11 +123,16 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
                    EVEN_K: tl.constexpr, MULTIPLE: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr,
                    ALPHA: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
                    ZERO: tl.constexpr, CHUNK: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
-    """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups."""
+    """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups.
+
+    With CHUNK = 0 the table has a row per tile instead of a row per group, and `groups` counts those.
+    """
     UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
     per_group = ((m + BM - 1) // BM) * ((n + BN - 1) // BN)
     if UNIFORM:
         total = groups * per_group
+    elif CHUNK == 0:
+        total = groups
     else:
         found, stride = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N,
                                CHUNK)  # fmt: skip
@@ -135,6 +142,9 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
         if UNIFORM:
             g = tile // per_group
             first = g * per_group
+        elif CHUNK == 0:
+            g = tile + groups * 0
+            first = g
         else:
             g, first = locate(tile, found, stride, prefix, groups, CHUNK)
 
@@ -168,7 +178,11 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
         if ALPHA == "zero":
             gk = gk * 0
         covered_m = m if UNIFORM else gm
-        tile_m, tile_n = place(tile - first, (covered_m + BM - 1) // BM, (gn + BN - 1) // BN, WIDTH)
+        if CHUNK == 0:
+            tile_m = tl.load(row_of + TILE_M).to(tl.int32)
+            tile_n = tl.load(row_of + TILE_N).to(tl.int32)
+        else:
+            tile_m, tile_n = place(tile - first, (covered_m + BM - 1) // BM, (gn + BN - 1) // BN, WIDTH)
         skip_m = start if FORM == "jagged_m" else 0
         skip_n = start if FORM == "jagged_n" else 0
         skip_k = start if FORM == "jagged_k" else 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from multigemm.backends.triton.compile import Cubin, KernelSource
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.hopper_forms import aligned_stride, packed_order
-from multigemm.backends.triton.launch import TYPES
+from multigemm.backends.triton.pointer_sources import TYPES
 from multigemm.layouts import Operands, Packed, Strided, packed
 from multigemm.schedule import tiles_of
 from multigemm.spec import OperandSpec, ProblemSpec

@@ -21,8 +21,8 @@ from multigemm.backends.triton.config import hopper_candidates, pointer_candidat
 from multigemm.backends.triton.hopper_forms import cut_of
 from multigemm.backends.triton.hopper_sources import hopper_source, records_source
 from multigemm.backends.triton.inspect import usage
-from multigemm.backends.triton.launch import multiple_of, pointer_source, prefix_source, zero_source
 from multigemm.backends.triton.packing_launch import pack_source
+from multigemm.backends.triton.pointer_sources import chunks, multiple_of, pointer_source, prefix_source, zero_source
 from multigemm.spec import Form, OperandSpec, ProblemSpec
 
 
@@ -82,7 +82,7 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
     """The kernels that this spec may run: at most `most` configs of each kind."""
     multiple = multiple_of(spec) if spec.a.align == 16 else 1
     for config in pointer_candidates(spec)[:most]:
-        yield f"pointer {config}", pointer_source(spec, config, multiple)
+        yield f"pointer {config}", pointer_source(spec, config, multiple, chunks(spec, config)[0])
     if capability == 90:
         for config in hopper_candidates(spec)[:most]:
             for name in config.pack:
