@@ -9,7 +9,7 @@ import pytest
 from multigemm.testing import source_mutants as sm
 from multigemm.testing import source_sites as places
 from multigemm.testing import source_workers as crew
-from multigemm.testing.source_equivalents import excuse
+from multigemm.testing.source_equivalents import EQUIVALENT, excuse
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,16 @@ def test_the_rate_leaves_out_what_does_not_compile() -> None:
 
 
 def test_survivors_are_excused_only_with_a_reason() -> None:
-    load = "    end = tl.load(ends + g, mask=ok, other=0).to(tl.int64)"
-    assert "mask" in excuse(places.Site("kernels.py", 1, "zero for one", load, ""))
-    assert not excuse(places.Site("kernels.py", 1, "mask conjunct lost", load, ""))
+    before, after = (f"    end = tl.load(ends + g, mask=ok, other={value}).to(tl.int64)" for value in (0, 1))
+    assert "not counted" in excuse(places.Site("triton/schedule_device.py", 1, "zero for one", before, after))
+    assert not excuse(places.Site("triton/kernels.py", 1, "zero for one", before, after))
+    assert not excuse(places.Site("triton/schedule_device.py", 1, "zero for one", before, after + " + 1"))
+
+
+@pytest.mark.parametrize("entry", EQUIVALENT, ids=lambda entry: " ".join(entry[:3]))
+def test_an_excuse_speaks_of_a_place_that_there_is(entry: tuple[str, str, str, str]) -> None:
+    offered = [site for backend in places.FILES for site in places.sites(backend)]
+    assert any(excuse(site) == entry[3] and Path(site.file).name == entry[0] for site in offered)
 
 
 def test_the_folder_is_the_packages() -> None:
