@@ -22,11 +22,9 @@ launches = bound_calls.Launches()
 _known = launches.kept
 _empty = torch.empty_strided
 # compiled graphs allocate by this one, on the current device and in half the time
-_empty_cuda = getattr(
-    torch._C._dynamo.guards, "_empty_strided_cuda", None
-)  # compiled graphs allocate by it: half the time
-_device = getattr(torch._C, "_cuda_getDevice", None) if _empty_cuda else None
-_capturing = torch.cuda.is_current_stream_capturing
+_empty_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
+_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 _grad_enabled = torch.is_grad_enabled
 _any_requires_grad = torch._C._any_requires_grad
 
@@ -59,16 +57,21 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
             given, cut = given + 4, valid_rows
         key = (
             a.data_ptr(), a.dtype, a.shape, a.stride(), a.get_device(),
-            b.data_ptr(), b.dtype, b.shape, b.stride(), given, cut is None or _memory(cut), sizes is None,
-            c is None or _memory(c), bias is None or _memory(bias), tuple(options.items()), tuning.table().generation,
+            b.data_ptr(), b.dtype, b.shape, b.stride(), given, sizes is None,
+            cut is None or (cut.data_ptr(), cut.dtype, cut.shape, cut.stride()), c is None or _memory(c),
+            bias is None or _memory(bias), tuple(options.items()) if options else (), tuning.table().generation,
         )  # fmt: skip
         known = _known.get(key)
         if known is None:
             return _by_route(key, (a, b, offsets, sizes, ends, valid_rows, c, bias), options)
         route, made = known
-        out = _result(route)
+        index = route.index
+        if index == _device():
+            out: Tensor = _empty_cuda(route.shape, route.strides, route.dtype)
+        else:
+            out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
         launch = made.get(out.data_ptr())
-        if launch is None or (route.index >= 0 and _capturing()):
+        if launch is None or (index >= 0 and _capturing()):
             _fresh(key, route, a, b, offsets, ends, valid_rows, c, bias, out)
             return out
         if route.checked:
@@ -79,12 +82,6 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
     return run
 
 
-def _result(route: op_route.Route) -> Tensor:
-    if _device is not None and route.index == _device():
-        return _empty_cuda(route.shape, route.strides, route.dtype)  # type: ignore[misc, no-any-return]
-    return _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
-
-
 def _by_route(key: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """A call whose operands were not seen at these addresses."""
     route, out = op_route.find(tensors, options)
@@ -92,7 +89,7 @@ def _by_route(key: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Te
         assert out is not None
         return out
     a, b, offsets, _, ends, valid_rows, c, bias = tensors
-    out = _result(route)
+    out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
     _fresh(key, route, a, b, offsets, ends, valid_rows, c, bias, out)
     return out
 
