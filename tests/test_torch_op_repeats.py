@@ -59,7 +59,7 @@ def test_addresses_that_come_back_are_not_bound_again(monkeypatch: pytest.Monkey
     before = len(bound)
     for _ in range(10):
         grouped_gemm(a, b, ends=ends)
-    assert len(bound) - before == 2
+    assert len(bound) - before == 4  # the first time, and to keep it
     monkeypatch.undo()
     want = grouped_gemm(a, b, ends=ends)
     assert torch.equal(buffers[0], want)
@@ -87,14 +87,29 @@ def test_no_memory_is_kept_alive() -> None:
     assert all(s() is None for s in storages)
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Route:
+        device = None
+
+    def keep(operands: Any, result: int, workspace: int) -> None:
+        sizes = iter([0, workspace])
+        monkeypatch.setattr(bound_calls, "owned", lambda _: next(sizes))
+        assert kept.keep(operands, Route(), result, lambda: launch) is launch
+
+    def launch() -> None:
+        pass
+
     kept = bound_calls.Launches()
     for i in range(3 * bound_calls.KEPT):
-        kept.keep(i % 700, None, i, lambda: None, 0)
+        keep(i % 700, i, 0)
         assert sum(len(made) for _, made in kept.kept.values()) <= bound_calls.KEPT
     kept.clear()
     for i in range(100):
-        kept.keep(i, None, 0, lambda: None, bound_calls.WORKSPACE // 20)
+        keep(i, 0, bound_calls.WORKSPACE // 20)
         assert kept._bytes <= bound_calls.WORKSPACE
-    kept.keep("large", None, 0, lambda: None, bound_calls.WORKSPACE)
+    keep("large", 0, bound_calls.WORKSPACE)
     assert "large" not in kept.kept
+    for i in range(9 * bound_calls.KEPT):
+        assert not kept.met("somewhere", i)
+        assert kept.met("somewhere", i)
+    assert len(kept._met) <= 4 * bound_calls.KEPT

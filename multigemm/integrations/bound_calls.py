@@ -12,6 +12,7 @@ capture nothing is kept or taken, since a graph may outlive any cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,20 +58,45 @@ class Launches:
 
     def __init__(self) -> None:
         self.kept: dict[Any, tuple[Any, dict[int, Launch]]] = {}
+        self._met: set[Any] = set()
+        self._workspaces: dict[Any, int] = {}
         self._count = self._bytes = 0
 
-    def keep(self, operands: Any, route: Any, result: int, launch: Launch, workspace: int) -> None:
-        """Keeps a launch that owns `workspace` bytes; starts anew when there are too many."""
+    def met(self, operands: Any, result: int) -> bool:
+        """Whether these addresses have come before; most never come again, and keeping a launch costs time."""
+        if (operands, result) in self._met:
+            return True
+        if len(self._met) >= 4 * KEPT:
+            self._met.clear()
+        self._met.add((operands, result))
+        return False
+
+    def keep(self, operands: Any, route: Any, result: int, bind: Callable[[], Launch]) -> Launch:
+        """What `bind` makes, kept unless its workspace is large; starts anew when there are too many."""
+        launch = self._measured(route, bind)
+        workspace = self._workspaces[route]
         if self._count >= KEPT or self._bytes + workspace > WORKSPACE:
             self.clear()
         if workspace <= WORKSPACE // 16:
             self.kept.setdefault(operands, (route, {}))[1][result] = launch
             self._count += 1
             self._bytes += workspace
+        return launch
+
+    def _measured(self, route: Any, bind: Callable[[], Launch]) -> Launch:
+        """Asks the allocator, which is slow, once for each route: its metadata say how much a launch owns."""
+        if route in self._workspaces:
+            return bind()
+        before = owned(route.device)
+        launch = bind()
+        self._workspaces[route] = owned(route.device) - before
+        return launch
 
     def clear(self) -> None:
         """Forgets everything; launches that still run on the device are ordered before what reuses their memory."""
         self.kept.clear()
+        self._met.clear()
+        self._workspaces.clear()
         self._count = self._bytes = 0
 
 

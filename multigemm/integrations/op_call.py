@@ -95,21 +95,19 @@ def _by_route(key: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Te
 
 
 def _fresh(key: Any, route: op_route.Route, *tensors: Any) -> None:
-    """Binds and launches. What is bound is kept for the next call at these addresses, if that costs little memory.
+    """Binds and launches; what is bound the second time at the same addresses is kept for the third.
 
     Addresses of empty tensors say nothing, and a graph may outlive whatever is kept.
     """
     if route.checked:
         op_route.check(route, *tensors[2:5])
-    keep = route.device.type in KEEPING and all(x is None or x.numel() for x in tensors)
-    if not keep or bound_calls.capturing(route.device):
+    lasting = route.device.type in KEEPING and all(x is None or x.numel() for x in tensors)
+    at = tensors[-1].data_ptr()
+    if not lasting or bound_calls.capturing(route.device) or not launches.met(key, at):
         op_route.bind(route, *tensors)()
         return
     borrowed = [bound_calls.borrow(x) for x in tensors]
-    before = bound_calls.owned(route.device)
-    launch = op_route.bind(route, *borrowed)
-    launches.keep(key, route, tensors[-1].data_ptr(), launch, bound_calls.owned(route.device) - before)
-    launch()
+    launches.keep(key, route, at, lambda: op_route.bind(route, *borrowed))()
 
 
 def forget() -> None:
