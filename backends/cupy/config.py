@@ -44,7 +44,8 @@ class Config:
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel."""
         raw = RAW_BYTES if self.kernel == "direct" else 0
-        return self.stages * (COLUMNS + self.rows) * 128 + 2 * (8192 if plain else 9216) + BOOKKEEPING + raw
+        stages = self.stages * (COLUMNS * (1 + self.tall) + self.rows) * 128
+        return stages + 2 * (8192 if plain else 9216) + BOOKKEEPING + raw
 
 
 PORTABLE = Config(blocks_per_sm=1)
@@ -54,9 +55,8 @@ MIDDLE = Config("hopper", rows=128, stages=6, cluster=2)
 NARROW = Config("hopper", rows=64, stages=8, cluster=2)
 SINGLE = Config("hopper", rows=128, stages=6, cluster=1)
 SLIM = Config("hopper", rows=64, stages=8, cluster=1)
-TALLER = replace(WIDE, tall=True)
+BROAD = Config("hopper", rows=192, stages=3, cluster=2, tall=True)
 """Right, but slower than WIDE wherever it was measured (docs/cupy-hopper.md): kept for other chips, not offered."""
-
 DIRECT = Config("direct", rows=256, stages=3, cluster=2)
 DIRECT_MIDDLE = Config("direct", rows=128, stages=4, cluster=2)
 DIRECT_NARROW = Config("direct", rows=64, stages=6, cluster=2)
@@ -173,8 +173,9 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
         return 1 <= config.blocks_per_sm <= 3 and config.tile in (64, 128)
     if config.kernel == "small":
         return config.tile in (32, 64) and not small_reasons(spec)
-    fits = config.rows in (64, 128, 256) and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT and config.stages >= 2
-    shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64) and (not config.tall or config.rows == 256)
+    known = config.rows in (64, 128, 192, 256) and config.stages >= 2
+    fits = known and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT
+    shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64) and (not config.tall or config.rows <= 192)
     check = {"packed": packed_reasons, "direct": direct_reasons}.get(config.kernel, hopper_reasons)
     reasons = check(spec)
     return fits and shape and capability == (9, 0) and not reasons

@@ -12,6 +12,8 @@ WIDTHS = range(8, 257, 8)
 HEAD = """// Written by mma_shapes.py: d += W x X for 64 columns, N rows and k = 16, both operands in shared memory.
 #pragma once
 #include "ptx.cuh"
+// Registers of one thread: ROWS by 64 columns per warpgroup, or by 128 where tiles are tall.
+constexpr int ACCUMULATORS = TALL ? ROWS : ROWS / 2;
 template <int N, int FIRST> struct Mma;   // FIRST: the accumulator's first register
 """
 
@@ -32,7 +34,7 @@ def _one(n: int) -> str:
     body = "\n".join(lines)
     return (
         f"template <int FIRST> struct Mma<{n}, FIRST> {{\n"
-        f"    static __device__ __forceinline__ void run(float (&d)[ROWS / 2], u64 w, u64 x) {{\n{body}\n"
+        f"    static __device__ __forceinline__ void run(float (&d)[ACCUMULATORS], u64 w, u64 x) {{\n{body}\n"
         f'                     : {operands}\n                     : "l"(w), "l"(x), "n"(1 - W_K), "n"(1 - X_K));\n'
         "    }\n};\n"
     )

@@ -11,7 +11,7 @@ __device__ __forceinline__ void follow() { asm volatile("bar.sync 5, 256;" ::: "
 // All k-blocks of a tile: four products of k = 16 per block, one block in flight while the next is awaited.
 // TWICE: a tall tile, whose second 64 columns per warpgroup accumulate in the upper half of `d`.
 template <int N, bool TWICE>
-__device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int blocks, int half, float (&d)[ROWS / 2], bool first) {
+__device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int blocks, int half, float (&d)[ACCUMULATORS], bool first) {
     constexpr u32 W_STEP = W_K ? 32 : 2048, X_STEP = X_K ? 32 : 2048;     // bytes from one k = 16 to the next
     const int lane = threadIdx.x & 31;
     int last = -1;
@@ -27,7 +27,7 @@ __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int 
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             Mma<N, 0>::run(d, w + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
-            if constexpr (TWICE) Mma<N, ROWS / 4>::run(d, w + (BLOCK >> 4) + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
+            if constexpr (TWICE) Mma<N, ROWS / 2>::run(d, w + (BLOCK >> 4) + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
         }
         wgmma_commit();
         wgmma_wait<1>();
@@ -49,13 +49,13 @@ __device__ __forceinline__ void consume(const Problem& p, const Launch& l, Share
         if (t.n == STOP) break;
         const int blocks = k_blocks(t);
         // Defined anew for each tile: otherwise the compiler would keep the last tile's values alive.
-        float d[ROWS / 2];
+        float d[ACCUMULATORS];
 #pragma unroll
-        for (int i = 0; i < ROWS / 2; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
+        for (int i = 0; i < ACCUMULATORS; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
         if (blocks > 0 && t.n > 0) {
             if (is_tall(t)) {
                 switch ((t.n + STEP - 1) / STEP) {
-#define CASE(n) case n / STEP: if constexpr (TALL && n <= ROWS / 2) multiply<n, true>(s, stages, ring, blocks, half, d, first); break;
+#define CASE(n) case n / STEP: if constexpr (TALL && n <= ROWS) multiply<n, true>(s, stages, ring, blocks, half, d, first); break;
                     CASES
 #undef CASE
                 }

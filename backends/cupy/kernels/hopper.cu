@@ -6,40 +6,39 @@
 //
 // Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction of the row side, of the weight
 // side), RAGGED_K (the jagged extent is k), LISTED (a tensor map per group), PLAIN (the result is
-// alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), TALL (see is_tall).
+// alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), TALL (256 columns, not 128).
 #include "consume.cuh"
+#include "load.cuh"
 
-// One thread per block. The leader's also takes tiles from the counter and announces them.
-__device__ __forceinline__ void produce(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
+// One thread of the cluster's first block takes tiles from the counter and announces them: apart from those who load,
+// because the counter's answer and the search for the group take as long as several blocks of k.
+__device__ __forceinline__ void announce_tiles(const Problem& p, const Launch& l, Shared& s) {
     const int clusters = gridDim.x / CLUSTER;
-    const bool one_each = rank == 0 && s.schedule.total <= clusters;       // then nobody needs the counter
-    Ring ring;
+    const bool one_each = s.schedule.total <= clusters;       // then nobody needs the counter
     int next = blockIdx.x / CLUSTER;
+#pragma unroll 1
     for (int number = 0;; ++number) {
         Tile t;
-        if (rank == 0) {
-            t.n = STOP;
-            if (next < s.schedule.total) t = decode(p, s.schedule, next, l.swapped, ROWS, COLUMNS * CLUSTER);
-            announce(s, number, t);
-        } else {
-            expect_tile(s, number);
-            t = take_tile(s, number, true);
-        }
+        t.n = STOP;
+        if (next < s.schedule.total) t = decode(p, s.schedule, next, l.swapped, ROWS, COLUMNS * CLUSTER);
+        announce(s, number, t);
         if (t.n == STOP) break;
-        const int blocks = t.n > 0 ? k_blocks(t) : 0;
-        if (LISTED && blocks > 0) refresh_map(l.listed + 2 * t.group), refresh_map(l.listed + 2 * t.group + 1);
-        if (one_each) next = s.schedule.total;
-        else if (blocks == 0 && rank == 0) next = clusters + atomicAdd(l.counter, 1);
-        for (int kb = 0; kb < blocks; ++kb, ring.next()) {
-            if (rank == 0 && !one_each && kb == max(blocks - 4, 0)) next = clusters + atomicAdd(l.counter, 1);  // asked early, used late
-            barrier_wait(shared_address(&s.empty[ring.index]), ring.parity ^ 1);
-            load_stage(p, l, maps, t, rank, stages + ring.index * STAGE_BYTES, shared_address(&s.full[ring.index]), kb);
-        }
+        barrier_wait(shared_address(&s.ask), number & 1);     // not too early: who is late shall take fewer
+        next = one_each ? s.schedule.total : clusters + atomicAdd(l.counter, 1);
     }
     // The last cluster to stop leaves the counter as it found it, for the next launch.
-    if (rank == 0 && !one_each) {
+    if (!one_each) {
         __threadfence();
         if (atomicAdd(l.counter + 1, 1) == clusters - 1) l.counter[0] = 0, l.counter[1] = 0;
+    }
+}
+
+// The other blocks' counterpart: each slot of an announcement is told what is to come.
+__device__ __forceinline__ void expect_tiles(Shared& s) {
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+        expect_tile(s, number);
+        if (take_tile(s, number, true).n == STOP) break;
     }
 }
 
@@ -54,13 +53,15 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&s.full[i]), 1);
+            barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows
             barrier_init(shared_address(&s.empty[i]), CLUSTER * CONSUMERS * 4);       // one arrival per consumer warp
         }
         for (int i = 0; i < SLOTS; ++i) {
             barrier_init(shared_address(&s.tile_full[i]), 1);
-            barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * CONSUMERS + CLUSTER - 1);  // warpgroups, other producers
+            // Warpgroups, those who load, those who expect.
+            barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS + 2) + CLUSTER - 1);
         }
+        barrier_init(shared_address(&s.ask), 1);
         barrier_init_fence();
     }
     else if (threadIdx.x >= 32 && threadIdx.x < 48 && !LISTED) {
@@ -74,9 +75,21 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
     else __syncthreads();
 
     if (warpgroup == CONSUMERS) {
-        if (warp == CONSUMERS * 4 + 3 && p.zero_unowned) zero_unowned(p, blockIdx.x, gridDim.x);
         registers_down<56>();
-        if (threadIdx.x == CONSUMERS * 128) produce(p, l, maps, s, stages, rank);
+        const int role = warp - CONSUMERS * 4;
+        if (role == 0) load_weights(p, l, maps, s, stages, rank);
+        else if (role == 1) load_rows(p, l, maps, s, stages, rank);
+        else if (role == 2) {
+            if ((threadIdx.x & 31) == 0) {
+                if (rank == 0) announce_tiles(p, l, s);
+                else expect_tiles(s);
+            }
+        } else {
+            if (p.zero_unowned) zero_unowned(p, blockIdx.x, gridDim.x);
+#if RAGGED_K && PLAIN
+            zero_idle_groups(p, l);
+#endif
+        }
         __syncwarp();
     } else {
         registers_up<224>();

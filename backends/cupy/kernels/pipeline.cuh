@@ -5,7 +5,7 @@
 #include "schedule.cuh"
 
 constexpr int BK = 64, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
-constexpr int W_BYTES = COLUMNS * BK * 2, X_BYTES = ROWS * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int W_BYTES = (TALL ? 2 : 1) * COLUMNS * BK * 2, X_BYTES = ROWS * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int BLOCK = 64 * BK * 2;                     // 64 x 64 elements, one box of an operand with contiguous mn
 constexpr int SLOTS = 4;                               // tiles announced ahead
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
@@ -22,12 +22,12 @@ struct Launch {
 
 struct Shared {
     u64 full[STAGES], empty[STAGES], tile_full[SLOTS], tile_empty[SLOTS];
+    u64 ask;                    // the next tile is wanted (hopper.cu)
     alignas(16) Tile tiles[SLOTS];
     Schedule schedule;
 };
 // Stages (1024-byte aligned), staging of results, and the struct above.
 constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + CONSUMERS * STAGING_BYTES + (int)sizeof(Shared) + 1024;
-static_assert(!TALL || ROWS == 256, "a tall tile and its rows fill the same stage");
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a thread block may have");
 
 struct Ring {                   // position in the ring of stages: index and parity
@@ -67,61 +67,11 @@ __device__ __forceinline__ void announce(Shared& s, int number, const Tile& t) {
     }
 }
 
-// Tall tiles (see is_tall) have 256 columns per block instead of 128.
+// Tall tiles have 256 columns per block instead of 128.
 __device__ __forceinline__ bool is_tall(const Tile& t) { return TALL && (t.col0 & 1); }
 __device__ __forceinline__ int columns_of(const Tile& t) { return is_tall(t) ? 2 * COLUMNS : COLUMNS; }
 __device__ __forceinline__ i64 first_column(const Tile& t, u32 rank, int half) {
     return (t.col0 & ~1) + i64(rank) * columns_of(t) + half * (columns_of(t) / 2);
-}
-
-// Fills one stage: this block's weights, and its part of the rows, which goes to all of the cluster.
-__device__ __forceinline__ void load_stage(const Problem& p, const Launch& l, const Maps& maps, const Tile& t, u32 rank, u32 stage, u32 full, int kb) {
-    const TensorMap* w = LISTED ? l.listed + 2 * t.group : &maps.w;
-    const int col = int(first_column(t, rank, 0)), blocks = columns_of(t) / 64, k = kb * BK, left = t.k_len - k;
-    const int wg = p.table || (l.swapped ? p.a.group : p.b.group) == 0 ? 0 : t.group;
-    const int xg = p.table || p.jagged == JAG_M || p.jagged == JAG_N || (l.swapped ? p.b.group : p.a.group) == 0 ? 0 : t.group;
-    const u64 x_hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
-    const int box = t.extra;                       // a list's row boxes have one height per group
-    barrier_expect(full, blocks * BLOCK + (!X_K ? (t.n + 63) / 64 * BLOCK : (LISTED ? box * CLUSTER : t.n) * BK * 2));
-    if (W_K) {
-#pragma unroll 1
-        for (int i = 0; i < blocks; i += 2) load_box(stage + i * BLOCK, w, full, k, col + i * 64, wg, EVICT_NORMAL);
-    } else {
-#pragma unroll 1
-        for (int i = 0; i < blocks; ++i) {
-            if (RAGGED_K) load_box(stage + i * BLOCK, w, full, col + i * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), EVICT_NORMAL);
-            else load_box(stage + i * BLOCK, w, full, col + i * 64, k, wg, EVICT_NORMAL);
-        }
-    }
-    const u32 rows = stage + blocks * BLOCK;
-    const u16 all = (1 << CLUSTER) - 1;
-    if (X_K && LISTED) {
-        const TensorMap* x = l.listed + 2 * t.group + 1;
-        if (CLUSTER > 1) multicast_box(rows + rank * box * BK * 2, x, full, all, k, t.x_row + rank * box, 0, x_hint);
-        else load_box(rows, x, full, k, t.x_row, 0, x_hint);
-    } else if (X_K) {
-        const int part = (t.n / 8 + CLUSTER - 1) / CLUSTER * 8, first = rank * part, height = min(part, t.n - first);
-#pragma unroll 1
-        for (int at = first; at < first + height; at += 128) {
-            const int h = min(128, first + height - at);
-            const TensorMap* x = &maps.x[h / 8 - 1];
-            if (CLUSTER > 1) multicast_box(rows + at * BK * 2, x, full, all, k, t.x_row + at, xg, x_hint);
-            else load_box(rows + at * BK * 2, x, full, k, t.x_row + at, xg, x_hint);
-        }
-    } else {
-        const TensorMap* x = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[0];
-#pragma unroll 1
-        for (int b = rank; b < (t.n + 63) / 64; b += CLUSTER) {
-            const u32 to = rows + b * BLOCK;
-            if (RAGGED_K) {
-                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), x_hint);
-                else load_box(to, x, full, t.x_row + b * 64, int(FAR) - left, t.extra + t.k_len, int(FAR), x_hint);
-            } else {
-                if (CLUSTER > 1) multicast_box(to, x, full, all, t.x_row + b * 64, k, xg, x_hint);
-                else load_box(to, x, full, t.x_row + b * 64, k, xg, x_hint);
-            }
-        }
-    }
 }
 
 __device__ __forceinline__ int k_blocks(const Tile& t) { return (t.k_len + BK - 1) / BK; }

@@ -51,6 +51,13 @@ __device__ __forceinline__ void store_remote(u32 address, u32 barrier, u32 rank,
                  ::"r"(address), "r"(barrier), "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// One lane of a warp that runs together: the compiler sees that what follows runs once, with uniform operands.
+__device__ __forceinline__ bool elected() {
+    u32 yes;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(yes));
+    return yes != 0;
+}
+
 // ---- TMA: a box of a tensor, described by a tensor map, into swizzled shared memory ----
 
 struct alignas(64) TensorMap { u64 opaque[16]; };

@@ -10,6 +10,7 @@
 #include "ptx.cuh"
 
 constexpr int MAX_GROUPS = 960;           // as config.MAX_GROUPS
+constexpr int BUSY_K = 288;                // from this k on a tile's products take longer than its results need to leave
 constexpr int BAND = 8;                    // pieces that share a weight tile while it is in the L2 cache
 
 // What the roles of a thread block need to know of a tile. `n` = STOP: no more tiles; 0: an empty one.
@@ -56,9 +57,10 @@ __device__ __forceinline__ int piece_rows(int rows, int most) {
 }
 __device__ __forceinline__ int pieces_of(int rows, int height) { return (rows + height - 1) / height; }
 
-// Groups of few rows take twice the columns per tile: half as many tiles read their rows again.
-__device__ __forceinline__ bool is_tall(const Shape& e, int most, int columns) {
-    return TALL && e.cols > columns && piece_rows(e.rows, most) <= most / 2;
+// Tiles side by side. Tall ones have twice the columns, but for a last one that needs no more than `columns`.
+__device__ __forceinline__ int tiles_across(const Shape& e, int columns) {
+    const int across = (e.cols + columns - 1) / columns;
+    return TALL ? (across + 1) / 2 : across;
 }
 
 // Tiles of group g, in the upper half for the busy queue, in the lower half for the lean one.
@@ -68,9 +70,9 @@ __device__ __forceinline__ u64 count_tiles(const Problem& p, Schedule& s, int g,
     else if (p.valid) end = valid_rows(p, g);
     s.start[g] = int(start), s.length[g] = int(end - start);
     const Shape e = group_extents(p, g, swapped, int(start), int(end - start));
-    if (is_tall(e, most, columns)) columns *= 2;
-    const u64 tiles = u64(pieces_of(e.rows, piece_rows(e.rows, most))) * u64((e.cols + columns - 1) / columns);
-    return e.rows >= busy_rows ? tiles << 32 : tiles;
+    if (RAGGED_K && PLAIN && e.k == 0) return 0;      // zero_idle_groups
+    const u64 tiles = u64(pieces_of(e.rows, piece_rows(e.rows, most))) * u64(tiles_across(e, columns));
+    return (RAGGED_K ? e.k >= BUSY_K : e.rows >= busy_rows) ? tiles << 32 : tiles;
 }
 
 __device__ __forceinline__ u64 warp_running_sum(u64 mine) {
@@ -128,10 +130,16 @@ __device__ __forceinline__ int list_box(int rows, int most) {
     return (piece_rows(rows, most) / 8 + CLUSTER - 1) / CLUSTER * 8;
 }
 
+// Tiles of the lean queue among the first `t`. Where there are both kinds, lean ones are spread evenly, but as many
+// as run at once are kept for the end: they are short, so the clusters stop at about the same time.
+__device__ __forceinline__ int lean_tiles(const Schedule& s, int t) {
+    if (s.busy_all == 0 || s.lean_all == 0) return s.lean_all ? t : 0;   // spare the division
+    const int kept = min(s.lean_all, int(gridDim.x) / CLUSTER), mixed = s.total - kept;
+    return t >= mixed ? s.lean_all - (s.total - t) : int(u64(t) * (s.lean_all - kept) / mixed);
+}
+
 __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int t, int swapped, int most, int columns) {
-    const bool mixed = s.busy_all > 0 && s.lean_all > 0;                 // else spare the divisions
-    const int lean_before = mixed ? int(u64(t) * s.lean_all / s.total) : s.lean_all ? t : 0;
-    const int lean_after = mixed ? int(u64(t + 1) * s.lean_all / s.total) : s.lean_all ? t + 1 : 0;
+    const int lean_before = lean_tiles(s, t), lean_after = lean_tiles(s, t + 1);
     int local, group;
     if (lean_after > lean_before) {
         group = find_group(s.lean, p.groups, lean_before);
@@ -141,15 +149,14 @@ __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int 
         local = t - lean_before - s.busy[group];
     }
     const Shape e = group_extents(p, group, swapped, s.start[group], s.length[group]);
-    const bool tall = is_tall(e, most, columns);
-    if (tall) columns *= 2;
-    const int height = piece_rows(e.rows, most), pieces = pieces_of(e.rows, height), across = (e.cols + columns - 1) / columns;
+    const int height = piece_rows(e.rows, most), pieces = pieces_of(e.rows, height), across = tiles_across(e, columns);
     const int band = local / (BAND * across), rest = local - band * BAND * across, in_band = min(BAND, pieces - band * BAND);
     const int piece = band * BAND + rest % in_band;
     Tile r;
     r.group = group;
     r.row0 = piece * height, r.rows = min(height, e.rows - r.row0);
-    r.col0 = rest / in_band * columns | int(tall);
+    const int place = rest / in_band;
+    r.col0 = TALL ? place * 2 * columns | int(e.cols - place * 2 * columns > columns) : place * columns;
     r.n = (max(r.rows, 0) + 7) & ~7;
     const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
     r.x_row = r.row0 + (along_rows ? s.start[group] - e.lead : 0);

@@ -54,17 +54,37 @@ __device__ __forceinline__ void store_shifted(char* line, u32 row, int swizzle, 
 }
 
 #if PLAIN
+// Jagged k: results of groups without any k are zeros, which a warp with nothing else to do writes.
+__device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch& l) {
+    const int lane = threadIdx.x & 31;
+    const i64 rows = l.swapped ? p.n : p.m, cols = l.swapped ? p.m : p.n, step = (l.swapped ? p.out.col : p.out.row) * 2;
+#pragma unroll 1
+    for (int g = 0; g < p.groups; ++g) {
+        i64 start, end;
+        jagged_span(p, g, start, end);
+        if (end > start) continue;
+#pragma unroll 1
+        for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+            char* line = p.out.ptr + g * p.out.group * 2 + row * step;
+            const i64 whole = l.vector_out ? cols & ~7 : 0;
+#pragma unroll 4
+            for (i64 c = lane * 8; c < whole; c += 256) *(uint4*)(line + c * 2) = make_uint4(0, 0, 0, 0);
+            for (i64 c = whole + lane; c < cols; c += 32) *(u16*)(line + c * 2) = 0;
+        }
+    }
+}
+
 // alpha * acc in the operands' type: 64 rows at a time turn in shared memory and leave as 16-byte pieces.
-__device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ROWS / 2]) {
+__device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
     const float alpha = float(p.alpha);
     const int skip = rows_to_skip(p, t);
     const i64 col = first_column(t, rank, half);
     const u32 turn = staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
-    for (int q = 0; q < ROWS / 64; ++q) {           // 32 registers each: 64 rows of 64 columns
-        const int r0 = (is_tall(t) ? q % (ROWS / 128 + !TALL) : q) * 64, right = is_tall(t) && q >= ROWS / 128 ? 64 : 0;
-        if (r0 >= t.rows) continue;
+    for (int q = 0; q < ACCUMULATORS / 32; ++q) {   // 32 registers each: 64 rows of 64 columns
+        const int r0 = q % (ROWS / 64) * 64, right = q >= ROWS / 64 ? 64 : 0;
+        if (r0 >= t.rows || (right && !is_tall(t))) continue;
         const Target to = target_of(p, l, t, col + right);
         warpgroup_sync(half);                       // the staging of the round before has been read
 #pragma unroll
@@ -99,21 +119,21 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
 }
 #else
 // Any epilogue: 32 rows at a time in float32, then element by element with lanes along the columns.
-__device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ROWS / 2]) {
+__device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
     const Group g = resolve(p, t.group, 2);
     const int skip = rows_to_skip(p, t), lead = !X_K && !LISTED && !RAGGED_K ? t.extra : 0;
     const int size = size_of(p.out_type);
     const u32 mine = staging + ((lane & 3) * 2 * PITCH + warp * 16 + (lane >> 2)) * 4;
 #pragma unroll 1
-    for (int q = 0; q < ROWS / 32; ++q) {           // 16 registers each: 32 rows of 64 columns
-        const int r0 = (is_tall(t) ? q % (ROWS / 64) : q) * 32;
-        const i64 col = first_column(t, rank, half) + (is_tall(t) && q >= ROWS / 64 ? 64 : 0);
+    for (int q = 0; q < ACCUMULATORS / 16; ++q) {   // 16 registers each: 32 rows of 64 columns
+        const int r0 = q % (ROWS / 32) * 32, right = q >= ROWS / 32 ? 64 : 0;
+        const i64 col = first_column(t, rank, half) + right;
         const int cols = int(min64((l.swapped ? g.m : g.n) - col, 64));
-        if (r0 >= t.rows) continue;
+        if (r0 >= t.rows || (right && !is_tall(t))) continue;
         warpgroup_sync(half);
 #pragma unroll
-        for (int c = 0; c < ROWS / 32; ++c) {
+        for (int c = 0; c < ACCUMULATORS / 16; ++c) {
             if (q == c) {
 #pragma unroll
                 for (int j = 0; j < 4; ++j)

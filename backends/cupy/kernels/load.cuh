@@ -1,0 +1,97 @@
+// Two warps keep the copy engine busy, one with the weights, one with the rows. What a tile fixes is worked out
+// before its loop over k: these loops' own instructions are what bounded the loads of tiles with few rows.
+#pragma once
+#include "pipeline.cuh"
+
+// The next tile, in the same registers of all lanes: values that the compiler may hold once per warp.
+__device__ __forceinline__ Tile take_tile_together(Shared& s, int number) {
+    Tile t = take_tile(s, number, (threadIdx.x & 31) == 0);
+    int* const word = (int*)&t;
+#pragma unroll
+    for (int i = 0; i < int(sizeof(Tile) / 4); ++i) word[i] = __shfl_sync(~0u, word[i], 0);
+    return t;
+}
+
+// This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
+__device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
+    constexpr int AHEAD = 8, BOXES = TALL ? 4 : 2;         // blocks of k before the end; boxes of 64 columns
+    const bool one_for_all = p.table || (l.swapped ? p.a.group : p.b.group) == 0;
+    Ring ring;
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+        const Tile t = take_tile_together(s, number);
+        if (t.n == STOP) break;
+        const int blocks = t.n > 0 ? k_blocks(t) : 0, col = int(first_column(t, rank, 0)), group = one_for_all ? 0 : t.group;
+        const TensorMap* const w = LISTED ? l.listed + 2 * t.group : &maps.w;
+        const bool wide = is_tall(t);
+        const u32 bytes = (wide ? 4 : 2) * BLOCK;
+        if (LISTED && blocks > 0) refresh_map(w);
+        int k = RAGGED_K ? int(FAR) - t.k_len : 0, ask_at = rank == 0 ? max(blocks - AHEAD, 0) : -1;
+        if (rank == 0 && blocks == 0 && elected()) barrier_arrive_here(shared_address(&s.ask));
+#pragma unroll 1
+        for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next()) {
+            const u32 full = shared_address(&s.full[ring.index]), to = stages + ring.index * STAGE_BYTES;
+            barrier_wait(shared_address(&s.empty[ring.index]), ring.parity ^ 1);
+            if (elected()) {
+                barrier_expect(full, bytes);
+#pragma unroll
+                for (int i = 0; i < BOXES; i += 1 + W_K) {
+                    if (i >= 2 && !wide) continue;
+                    if (W_K) load_box(to + i * BLOCK, w, full, k, col + i * 64, group, EVICT_NORMAL);
+                    else if (RAGGED_K) load_box(to + i * BLOCK, w, full, col + i * 64, k, t.extra + t.k_len, int(FAR), EVICT_NORMAL);
+                    else load_box(to + i * BLOCK, w, full, col + i * 64, k, group, EVICT_NORMAL);
+                }
+                if (kb == ask_at) barrier_arrive_here(shared_address(&s.ask));
+            }
+        }
+    }
+}
+
+// This block's part of the rows, for all blocks of the cluster.
+__device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
+    constexpr u16 ALL = (1 << CLUSTER) - 1;
+    const bool one_for_all = p.table || p.jagged == JAG_M || p.jagged == JAG_N || (l.swapped ? p.b.group : p.a.group) == 0;
+    const u64 hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
+    Ring ring;
+    const auto load = [&](u32 to, const TensorMap* map, u32 full, int x, int y, int z, int w) {
+        if (RAGGED_K && CLUSTER > 1) multicast_box(to, map, full, ALL, x, y, z, w, hint);
+        else if (RAGGED_K) load_box(to, map, full, x, y, z, w, hint);
+        else if (CLUSTER > 1) multicast_box(to, map, full, ALL, x, y, z, hint);
+        else load_box(to, map, full, x, y, z, hint);
+    };
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+        const Tile t = take_tile_together(s, number);
+        if (t.n == STOP) break;
+        const int blocks = t.n > 0 ? k_blocks(t) : 0, group = one_for_all ? 0 : t.group;
+        const u32 rows = stages + columns_of(t) * BK * 2;
+        // Where k is contiguous: one box, or two of at most 128 rows if there is no other block to load the second.
+        // A list has one map, and thus one height of box, per matrix.
+        const int part = LISTED ? t.extra : (t.n / 8 + CLUSTER - 1) / CLUSTER * 8, first = rank * part;
+        const int height = LISTED ? part : min(part, t.n - first), upper = LISTED ? height : min(height, 128), lower = height - upper;
+        const TensorMap* const map = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[X_K ? max(upper, 8) / 8 - 1 : 0];
+        const TensorMap* const second = CLUSTER == 1 && !LISTED ? &maps.x[max(lower, 8) / 8 - 1] : map;
+        const int boxes = (t.n + 63) / 64;
+        const u32 bytes = !X_K ? boxes * BLOCK : (LISTED ? part * CLUSTER : t.n) * BK * 2;
+        if (LISTED && blocks > 0) refresh_map(map);
+        int k = RAGGED_K ? int(FAR) - t.k_len : 0;
+#pragma unroll 1
+        for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next()) {
+            const u32 full = shared_address(&s.full[ring.index]), to = rows + ring.index * STAGE_BYTES;
+            barrier_wait(shared_address(&s.empty[ring.index]), ring.parity ^ 1);
+            if (elected()) {
+                barrier_expect(full, bytes);
+                if (X_K) {
+                    if (upper > 0) load(to + first * BK * 2, map, full, k, t.x_row + first, group, 0);
+                    if (CLUSTER == 1 && !LISTED && lower > 0) load(to + 128 * BK * 2, second, full, k, t.x_row + 128, group, 0);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < (ROWS + 63) / 64; i += CLUSTER) {
+                        const int b = i + rank;
+                        if (b < boxes) load(to + b * BLOCK, map, full, t.x_row + b * 64, k, RAGGED_K ? t.extra + t.k_len : group, int(FAR));
+                    }
+                }
+            }
+        }
+    }
+}
