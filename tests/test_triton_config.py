@@ -10,7 +10,7 @@ import torch
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
 from multigemm.backends.triton.config import candidates, emulated, hopper_candidates, pointer_candidates, problem_with
-from multigemm.backends.triton.hopper_forms import canonical, cut_of, packed_spec, store_of
+from multigemm.backends.triton.hopper_forms import canonical, cut_of, listed, packed_spec, store_of
 from multigemm.backends.triton.launch import extents_multiple
 from multigemm.backends.triton.pointer_tiles import TILE_M, TILE_N, tile_table
 from multigemm.backends.triton.shipped import specs
@@ -162,6 +162,15 @@ def test_the_host_lists_each_tile_of_a_list_once(shapes: list[tuple[int, int, in
     assert all(0 <= row[TILE_N] * config.block_n < row[TABLE.N] for row in rows)
     depths = [int(row[TABLE.K]) for row in rows]
     assert depths == sorted(depths, reverse=True), "long products first"
+
+
+def test_few_groups_whose_tiles_are_dealt_need_no_launch_before() -> None:
+    spec = SPECS["jagged_m bf16"]
+    dealt = replace(hopper_candidates(spec)[0], order="dealt")
+    assert not listed(spec, dealt)
+    assert listed(replace(spec, groups=257), dealt)
+    assert listed(spec, replace(dealt, order="drawn"))
+    assert not listed(SPECS["jagged_k bf16"], dealt)
 
 
 def test_tf32_is_multiplied_along_memory() -> None:

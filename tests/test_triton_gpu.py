@@ -92,6 +92,25 @@ def test_tf32_on_the_ring(form: str, extents: tuple[int, int]) -> None:
         assert verdict, f"{config}: {verdict}"
 
 
+@pytest.mark.parametrize("groups", [1, 7, 256, 257, 300])
+@pytest.mark.parametrize("form", ["m", "masked", "n"])
+def test_dealt_tiles_find_their_groups(form: str, groups: int) -> None:
+    generator = torch.Generator().manual_seed(groups)
+    sizes = torch.randint(0, 150, (groups,), generator=generator)
+    sizes[:: max(2, groups // 3)] = 0
+    total = int(sizes.sum()) + 11
+    offsets = (torch.cat([torch.zeros(1), sizes]).cumsum(0) + 3).to(torch.int32).cuda()
+    if form == "masked":
+        given = mg.GroupedGemmProblem(draw(groups, 150, 72), draw(groups, 72, 264), valid_rows=sizes.int().cuda())
+    elif form == "m":
+        given = mg.GroupedGemmProblem(draw(total, 72), draw(groups, 72, 264), offsets=offsets)
+    else:
+        given = mg.GroupedGemmProblem(draw(264, 72), draw(72, total), offsets=offsets, jagged="n")
+    for config in hopper_candidates(staged_spec(given)):
+        verdict = mg.verify(given, mg.solve(given, backend="triton", config=replace(config, order="dealt")))
+        assert verdict, f"{config}: {verdict}"
+
+
 def test_lists_of_many_tiles() -> None:
     sizes = [(1500, 1400, 40), (700, 33, 96), (3, 2000, 8)] * 2
     given = mg.GroupedGemmProblem([draw(m, k) for m, _, k in sizes], [draw(k, n) for _, n, k in sizes])

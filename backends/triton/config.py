@@ -24,8 +24,8 @@ class Config:
     """`programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid.
 
     `pack` (hopper): operands that are first copied into aligned rows.
-    `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free: in
-    the order of the groups, by size, or from both ends of the list by size.
+    `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free. What is
+    dealt needs no launch before it where the groups are few; what is drawn balances tiles that differ.
     """
 
     kernel: Literal["pointer", "hopper"] = "pointer"
@@ -37,7 +37,7 @@ class Config:
     width: int = 8
     programs: int = 1
     pack: tuple[str, ...] = ()
-    order: Literal["dealt", "drawn", "sorted", "mixed"] = "drawn"
+    order: Literal["dealt", "drawn"] = "drawn"
 
 
 def _pow2(value: int, low: int, high: int) -> int:
@@ -169,9 +169,10 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
 def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
     rows, columns = typical_rows(spec), typical_columns(spec)
     if rows * columns <= 160 * 160:
-        deep = 4 if (spec.k or 0) > 512 else 2
-        small = Config(block_m=32, block_n=32, block_k=128, warps=4, stages=deep, programs=0)
-        return [small, replace(small, block_n=64), replace(small, block_m=16, block_n=64)]
+        small = Config(block_m=32, block_n=32, block_k=64, warps=4, stages=3, programs=0)
+        if (spec.k or 0) > 512:
+            small = replace(small, block_k=128, stages=4)
+        return [small, replace(small, block_m=64), replace(small, block_n=64), replace(small, block_m=16, block_n=64)]
     if rows <= 32:
         thin = Config(block_m=_pow2(rows, 16, 32), block_n=128, block_k=64, warps=4, stages=5, programs=2)
         return [thin, replace(thin, block_n=64, stages=6, programs=3), replace(thin, block_k=128, stages=3)]
@@ -183,7 +184,8 @@ def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
         return [replace(low, warps=8), replace(low, block_n=64)]
     if spec.form == "per_group":
         square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, programs=0)
-        return [square, low, mid] if rows <= 300 else [low, mid, big]
+        wide = replace(big, stages=5, programs=0)
+        return [square, low, mid, wide] if rows <= 600 else [wide, low, mid]
     if rows <= 96:
         return [low, big, mid]
     return [big, mid, low]
@@ -247,6 +249,7 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     pack = tuple(name for name, x in operands if not mappable(x) or x.order != along[name])
     ranked = _ranked(spec, large, wide, tall, flat)
     found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
+    found.append(replace(found[0], order="dealt"))
     return [config for config in found if not problem_with(config, spec)]
 
 

@@ -92,9 +92,19 @@ def stores_late(spec: ProblemSpec, config: Config) -> bool:
     return store_of(spec) == "tma" and plain and kept <= 512
 
 
+SEARCHED = 256
+"""Groups whose sizes the loading warp can hold, and search by itself."""
+
+
+def searched(spec: ProblemSpec, config: Config) -> bool:
+    """Whether the kernel finds its rows by itself: few groups, and tiles dealt out, which needs no counter."""
+    return cut_of(spec) == "rows" and config.order == "dealt" and spec.groups <= SEARCHED
+
+
 def listed(spec: ProblemSpec, config: Config) -> bool:
-    """Whether a small kernel runs first: to list tile rows, or to set the counter and sort the groups."""
-    return cut_of(spec) == "rows" or (cut_of(spec) == "k" and config.order != "dealt")
+    """Whether a small kernel runs first: to list the tile rows, or to set the counter that tiles are drawn from."""
+    rows = cut_of(spec) == "rows" and not searched(spec, config)
+    return rows or (cut_of(spec) == "k" and config.order == "drawn")
 
 
 def start_multiple(spec: ProblemSpec) -> int:

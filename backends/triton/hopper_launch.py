@@ -124,10 +124,10 @@ class _Binding:
         return min(max(1, tiles), processors(self.index))
 
     def records(self) -> tuple[Tensor, list[Callable[[], None]]]:
-        """The list of tile rows (or of groups), and the launch that writes it; nothing where none is needed."""
+        """The list of tile rows and the counter, and the launch that writes them; nothing where none is needed."""
         if not listed(self.spec, self.config):
             return torch.empty(0, dtype=torch.int32), []
-        entries = self.tile_rows if cut_of(self.spec) == "rows" else self.shape.groups
+        entries = self.tile_rows if cut_of(self.spec) == "rows" else 0
         records = torch.empty(8 * (1 + entries), dtype=torch.int32, device=self.ops.device)
         extent = self.shape.m if cut_of(self.spec) == "rows" else self.shape.k
         values = [records.data_ptr(), self.ends, extent, self.shape.groups, int(self.ops.head), self.programs]

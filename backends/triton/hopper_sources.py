@@ -13,6 +13,7 @@ from multigemm.backends.triton.hopper_forms import (
     listed,
     packed_spec,
     piece_of,
+    searched,
     start_multiple,
     store_of,
     stores_late,
@@ -53,7 +54,7 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
         **dict.fromkeys(STRIDES, "i64"),
     }
     constants = {
-        "FORM": cut_of(spec),
+        "FORM": "search" if searched(spec, config) else cut_of(spec),
         "BN": config.block_n,
         "PIECE": piece_of(config),
         "PART": part_of(config, spec),
@@ -61,6 +62,8 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
         "STAGES": config.stages,
         "WIDTH": config.width,
         "ORDER": config.order if listed(spec, config) else "dealt",
+        "ALIGN": start_multiple(spec),
+        "MASKED": spec.form == "masked",
         "A_ORDER": spec.a.order,
         "B_ORDER": spec.b.order,
         "STORE": store_of(spec),
@@ -87,7 +90,6 @@ def records_source(given: ProblemSpec, config: Config) -> KernelSource:
         "STRIP": STRIP,
         "MOST": config.block_m // STRIP,
         "ALIGN": start_multiple(spec),
-        "SORT": config.order in ("sorted", "mixed"),
         "ROWS": RECORD_ROWS,
         "STEP": RECORD_STEP,
     }

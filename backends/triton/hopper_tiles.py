@@ -9,8 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from multigemm.backends.triton.schedule_device import group_rows
+
 STRIP = gl.constexpr(64)
 RECORD = gl.constexpr(8)
+SEARCHED = gl.constexpr(256)
 
 
 @gluon.jit
@@ -45,13 +48,27 @@ def following(tile, drawn, ORDER: gl.constexpr):
 
 
 @gluon.jit
-def record_of(tile, total, records, ends, extents, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr,
-              ORDER: gl.constexpr):  # fmt: skip
+def plus(x, y):
+    return x + y
+
+
+@gluon.jit
+def rows_up_to(ends, extents, MOST: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr):
+    """Tile rows of the groups up to each of SEARCHED, counted by one warp: the sizes are read once, in parallel."""
+    m, _, _, groups, head = extents
+    lanes: gl.constexpr = gl.BlockedLayout([SEARCHED // 32], [32], [1], [0])
+    g = gl.arange(0, SEARCHED, lanes)
+    start, end = group_rows(ends, g, head, m, g < groups, MASKED)
+    strips = gl.where(end > start, (end - start // ALIGN * ALIGN + STRIP - 1) // STRIP, 0)
+    return gl.associative_scan((strips + MOST - 1) // MOST, 0, plus)
+
+
+@gluon.jit
+def record_of(tile, total, found, records, ends, extents, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr,
+              MASKED: gl.constexpr):  # fmt: skip
     """What memory holds about a tile's group, as loads on their way; nothing for a tile beyond the last."""
     m, _, _, _, head = extents
     ok = tile < total
-    if ORDER == "mixed":
-        tile = gl.where(tile % 2 == 0, tile // 2, total - 1 - tile // 2)
     if FORM == "rows":
         entry = records + RECORD + tile // tiles_n * RECORD
         g = gl.load(entry, mask=ok, other=0)
@@ -62,28 +79,50 @@ def record_of(tile, total, records, ends, extents, tiles_n, FORM: gl.constexpr, 
         end = gl.load(entry + 5, mask=ok, other=0)
         low = gl.load(entry + 6, mask=ok, other=0)
         return g, start, end, first, count, each, low
+    elif FORM == "search":
+        below = found <= tile // tiles_n
+        g = gl.sum(below.to(gl.int32), 0)
+        first = gl.max(gl.where(below, found, 0), 0)
+        start = g * 0
+        if not MASKED:
+            start = gl.load(ends + g - 1, mask=ok & (g + head > 0), other=0)
+        end = gl.load(ends + g, mask=ok, other=0)
+        return g, start, end, first
     else:
         g = tile // ((m + MOST * STRIP - 1) // (MOST * STRIP) * tiles_n)
         start = g * 0
         end = start
         if FORM == "k":
-            if ORDER == "sorted" or ORDER == "mixed":
-                g = gl.load(records + RECORD + g * RECORD, mask=ok, other=0)
             start = gl.load(ends + g - 1, mask=ok & (g + head > 0), other=0)
             end = gl.load(ends + g, mask=ok, other=0)
         return g, start, end
 
 
 @gluon.jit
-def tile_from(record, tile, total, extents, tiles_n,
-              FORM: gl.constexpr, BN: gl.constexpr, MOST: gl.constexpr, WIDTH: gl.constexpr,
-              ORDER: gl.constexpr):  # fmt: skip
+def inside(start, end, extent):
+    """[start, end) clamped to the extent, so that lying offsets stay in it."""
+    start = gl.minimum(gl.maximum(start.to(gl.int64), 0), extent)
+    end = gl.minimum(gl.maximum(end.to(gl.int64), start), extent)
+    return start.to(gl.int32), end.to(gl.int32)
+
+
+@gluon.jit
+def tile_from(record, tile, extents, tiles_n, FORM: gl.constexpr, BN: gl.constexpr, MOST: gl.constexpr,
+              WIDTH: gl.constexpr, ALIGN: gl.constexpr):  # fmt: skip
     """(group, first row, rows, first column, first row to write, k start, k length) of a tile."""
     m, _, k, _, _ = extents
-    if ORDER == "mixed":
-        tile = gl.where(tile % 2 == 0, tile // 2, total - 1 - tile // 2)
     if FORM == "rows":
         g, start, end, first, count, each, low = record
+        tm, tn = place_in(tile - first * tiles_n, count, tiles_n, WIDTH)
+        row = start + tm * each * STRIP
+        return g, row, gl.minimum(each * STRIP, end - row), tn * BN, low, g * 0, k
+    elif FORM == "search":
+        g, start, end, first = record
+        low, end = inside(start, end, m)
+        start = low // ALIGN * ALIGN
+        strips = (end - start + STRIP - 1) // STRIP
+        count = (strips + MOST - 1) // MOST
+        each = (strips + count - 1) // gl.maximum(count, 1)
         tm, tn = place_in(tile - first * tiles_n, count, tiles_n, WIDTH)
         row = start + tm * each * STRIP
         return g, row, gl.minimum(each * STRIP, end - row), tn * BN, low, g * 0, k
@@ -94,9 +133,8 @@ def tile_from(record, tile, total, extents, tiles_n,
         row = tm * (MOST * STRIP)
         rows = gl.minimum(MOST * STRIP, m - row)
         if FORM == "k":
-            start = gl.minimum(gl.maximum(start.to(gl.int64), 0), k)
-            end = gl.minimum(gl.maximum(end.to(gl.int64), start), k)
-            return g, row, rows, tn * BN, row, start.to(gl.int32), (end - start).to(gl.int32)
+            start, end = inside(start, end, k)
+            return g, row, rows, tn * BN, row, start, end - start
         else:
             return g, row, rows, tn * BN, row, start, k
 
