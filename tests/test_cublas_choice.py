@@ -59,7 +59,7 @@ def test_the_grouped_call_is_not_chosen_for_a_wide_intermediate() -> None:
     transposed = [Product(Shape(1, 0, 4096, 8, 4096, 4096, 4096, 4096), 0, 0, 0)] * 3
     assert choose.choose(_spec(), transposed, CUDA, torch.bfloat16) == Config("grouped")
     assert choose.choose(_spec(), transposed, CUDA, torch.float32) == Config("batched")
-    small = _sized(3, 4, 5, n=64, k=64)
+    small = _sized(*range(3, 12), n=64, k=64)
     half = _spec(dtype=torch.float16)
     assert choose.choose(half, small, CUDA, torch.float16) == Config("grouped")
     assert choose.choose(half, small, CUDA, torch.float32) == Config("streams", 4)
@@ -159,13 +159,13 @@ def test_plain_products_need_no_intermediate() -> None:
     assert config.plain(_spec())
     assert config.plain(_spec(out_dtype=torch.float32))
     assert not config.plain(_spec(out_dtype=torch.float16))
-    assert config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16)))
-    assert config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16), out_dtype=torch.float32))
-    assert not config.plain(_spec(bias=torch.zeros(64)))
-    assert not config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16), activation="relu"))
-    added: dict[str, Any] = {"c": torch.zeros(256, 64, dtype=torch.bfloat16), "beta": 1.0}
-    assert config.plain(_spec(**added))
-    assert not config.plain(_spec(bias=torch.zeros(64, dtype=torch.bfloat16), **added))
+    bias = torch.zeros(64, dtype=torch.bfloat16)
+    assert config.plain(_spec(bias=bias, out_dtype=torch.float32))
+    assert not config.plain(_spec(bias=bias))
+    assert not config.plain(_spec(bias=bias, out_dtype=torch.float32, activation="relu"))
+    assert not config.plain(_spec(dtype=torch.float64, bias=torch.zeros(64), c=torch.zeros(256, 64).double(), beta=1.0))
+    assert config.plain(_spec(dtype=torch.float64, c=torch.zeros(256, 64).double(), beta=1.0))
+    assert not config.plain(_spec(c=torch.zeros(256, 64, dtype=torch.bfloat16), beta=1.0))
     assert config.result_type(_spec(activation="relu")) is torch.float32
     assert config.result_type(_spec(dtype=torch.float64, out_dtype=torch.bfloat16)) is torch.float64
 

@@ -282,21 +282,41 @@ def test_epilogue_in_one_rounding(activation: str) -> None:
     assert (out.double() - want).abs().max() <= (want.abs() * 2.0**-8 + 1e-5).max()
 
 
+def _halves(want: torch.Tensor, bits: int) -> torch.Tensor:
+    """Half a unit in the last place of a result with so many bits behind the leading one."""
+    return torch.exp2(want.abs().clamp_min(1e-30).log2().floor() - bits - 1)
+
+
+@pytest.mark.parametrize("config", [Config("loop"), Config("batched"), Config("streams", 2)], ids=lambda c: c.variant)
+@pytest.mark.parametrize("what", ["c", "bias"])
+@pytest.mark.parametrize("shape", [(64, 32, 8, 32), (4, 256, 128, 64), (2, 16, 16, 4096)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_are_rounded_once(config: Config, what: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Some of the library's kernels round a product to 16 bits and then add c to it."""
+    g, m, n, k = shape
+    gen = torch.Generator("cuda").manual_seed(3)
+    a, b, added = (torch.randn(s, generator=gen, device="cuda").to(dtype) for s in ((g, m, k), (g, k, n), (g, m, n)))
+    more: dict[str, Any] = {"c": added, "beta": 1.0} if what == "c" else {"bias": added[:, 0].contiguous()}
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, **more), backend="cublas", config=config)
+    want = a.double() @ b.double() + (added if what == "c" else added[:, :1]).double()
+    noise = (a.double().abs() @ b.double().abs()) * k * 2.0**-22
+    for _ in range(2):
+        assert bool(
+            ((plan().double() - want).abs() <= _halves(want, 7 if dtype is torch.bfloat16 else 10) + noise).all()
+        )
+
+
 @pytest.mark.parametrize("config", [c for c in ALL if c.variant != "grouped_mm"], ids=lambda c: c.variant)
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_a_bias_is_added_before_the_rounding(config: Config, where: str) -> None:
-    """It lies in the result when the library adds the product: rounding that first would lose the halves."""
+def test_a_bias_that_is_laid_under_the_product(config: Config, where: str) -> None:
     sizes = [9, 0, 20, 11]
-    a, b = ints(45, 24), ints(4, 24, 16, seed=1)
-    bias = ints(4, 16, seed=2) + 300
-    offsets = offsets_of(sizes)
-    given: dict[str, Any] = {"offsets": offsets} if where == "device" else {"sizes": sizes}
-    problem = mg.GroupedGemmProblem(a, b, **given, bias=bias, alpha=0.5)
-    plan = mg.plan(problem, backend="cublas", config=config)
+    a, b, bias = (ints(*s, dtype=torch.float32, seed=i) for i, s in enumerate(((45, 24), (4, 24, 16), (4, 16))))
+    given: dict[str, Any] = {"offsets": offsets_of(sizes)} if where == "device" else {"sizes": sizes}
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, **given, bias=bias, alpha=0.5), backend="cublas", config=config)
     want = 0.5 * exact_rows(a, b, sizes)
     want[:40] += torch.repeat_interleave(bias.double(), torch.tensor(sizes, device="cuda"), 0)
     for _ in range(3):
-        assert torch.equal(plan(), want.bfloat16())
+        assert torch.equal(plan().double(), want)
 
 
 def test_int8_wraps_and_adds_c() -> None:

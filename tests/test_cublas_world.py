@@ -56,14 +56,13 @@ def test_random_problems(monkeypatch: pytest.MonkeyPatch, folder: Path, types: s
 
 
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("run", [2, 8])
+@pytest.mark.parametrize("blocks", [1, 2])
 def test_blocks_that_take_several_tiles_in_a_row(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, run: int
+    monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, blocks: int
 ) -> None:
     """As large problems have it; here every problem of enough tiles does."""
     install(monkeypatch, folder)
-    monkeypatch.setattr(epilogue, "RESIDENT_BLOCKS", 1)
-    monkeypatch.setattr(epilogue, "LONGEST_RUN", run)
+    monkeypatch.setattr(epilogue, "MOST_BLOCKS", blocks)
     subject = Subject(HostCublas("loop"))
     for seed in range(24):
         case = _case(seed, types)
@@ -116,7 +115,7 @@ def test_float64_rounds_once(monkeypatch: pytest.MonkeyPatch, folder: Path, valu
     assert out.item() == want
 
 
-@pytest.mark.parametrize("n", [4096, 5003])
+@pytest.mark.parametrize("n", [8192, 9007])
 @pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_lines_longer_than_a_slab(

@@ -38,10 +38,13 @@ def library_out(spec: ProblemSpec) -> torch.dtype:
 def plain(spec: ProblemSpec) -> bool:
     """Whether the library alone can finish the answer: no activation, one rounding, and at most one summand.
 
-    It adds what lies in the result already: c, or a bias that is written there first without a loss.
+    It adds what lies in the result already: c, or a bias that is written there first without a loss. Not to
+    16-bit results: some of its kernels round the product before they add.
     """
     if spec.activation is not None or spec.out.dtype != library_out(spec):
         return False
+    if spec.out.dtype != spec.acc:
+        return spec.bias is None and spec.c is None
     if spec.bias is not None:
         return spec.c is None and torch.promote_types(spec.bias, spec.out.dtype) == spec.out.dtype
     return spec.c is None or spec.c.dtype == spec.out.dtype

@@ -95,6 +95,18 @@ template <int TYPE> __device__ __forceinline__ unsigned to_16_bits(calc value) {
     return wide != wide ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 
+// Two at once: one instruction from compute capability 8.0 on.
+template <int TYPE> __device__ __forceinline__ unsigned to_word(calc low, calc high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned word;
+    if constexpr (TYPE == 0) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(narrow(high)), "f"(narrow(low)));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(narrow(high)), "f"(narrow(low)));
+    return word;
+#else
+    return to_16_bits<TYPE>(low) | to_16_bits<TYPE>(high) << 16;
+#endif
+}
+
 template <int TYPE> __device__ __forceinline__ void store(i64 base, i64 at, calc value) {
     if constexpr (TYPE <= 1) ((unsigned short*)base)[at] = (unsigned short)to_16_bits<TYPE>(value);
     if constexpr (TYPE == 2) ((float*)base)[at] = (float)value;
@@ -106,8 +118,7 @@ template <int TYPE> __device__ __forceinline__ void store_eight(i64 base, i64 at
     if constexpr (TYPE <= 1) {
         Words packed;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            packed.word[i] = to_16_bits<TYPE>(values[2 * i]) | to_16_bits<TYPE>(values[2 * i + 1]) << 16;
+        for (int i = 0; i < 4; i++) packed.word[i] = to_word<TYPE>(values[2 * i], values[2 * i + 1]);
         *(Words*)(base + at * 2) = packed;
     } else if constexpr (TYPE == 2 || TYPE == 4) {
         Words packed[2];

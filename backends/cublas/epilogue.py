@@ -24,8 +24,8 @@ ACC_COLUMNS = (17, 18, 19)
 FIRST_TILE = 20
 EIGHT = 8
 """Elements that a thread of the kernel takes at once where they lie in aligned words."""
-MOST_BLOCKS, RESIDENT_BLOCKS, LONGEST_RUN = 1584, 396, 8
-"""Twelve blocks for each of an H100's multiprocessors, of which three are resident; tiles that one takes in a row."""
+MOST_BLOCKS = 3168
+"""For each of an H100's multiprocessors 24, of which three are resident: eight rounds, so the last one is short."""
 JAGGED_CODES = {None: 0, "m": 1, "n": 2, "k": 3}
 
 
@@ -122,7 +122,7 @@ def _task(ops: Operands, need: Need) -> tuple[Any, Tensor | None]:
     task.owned, task.unowned, task.only_headed = int(need.owned), int(need.unowned), int(need.only_headed)
     if spec.form != "per_group":
         _number_tiles(task, spec)
-    task.run = 1 if _only_edges(task) else max(1, min(LONGEST_RUN, task.tiles // RESIDENT_BLOCKS))
+    task.run = 1 if _only_edges(task) else max(1, -(-task.tiles // MOST_BLOCKS))
     return task, table
 
 

@@ -19,7 +19,7 @@ THREADS = 256
 CUT_THREADS = 1024
 TABLE_COLUMNS = 21
 """Of the table of a list: those of layouts.TABLE, the intermediate result's three, and the first tile."""
-SLAB = 4096
+SLAB = 8192
 """Elements of a line that one block writes before another may take over."""
 
 FINISH = (
@@ -91,34 +91,37 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
     }
     Stretch known = {0, 0, 0, false};
     i64 listed = 0, listed_from = 0, listed_to = 0;  // the product of a list that was looked up, and its tiles
-    for (i64 step = 0;; step++) {
-        const i64 round = quotient(step, t.run);
-        const i64 tile = (blockIdx.x + round * gridDim.x) * t.run + step - round * t.run;
-        if (tile >= tiles) break;
+    i64 run_end = (blockIdx.x + 1) * t.run;
+    for (i64 tile = run_end - t.run; tile < tiles;) {
+        const i64 now = tile++;
+        if (tile == run_end) {
+            tile += (gridDim.x - 1) * t.run;
+            run_end = tile + t.run;
+        }
         Matrix acc = t.acc, c = t.c, out = t.out, bias = t.bias;
-        i64 rows = t.m, cols = t.n, k = t.k, g = 0, local = tile, from = 0;
+        i64 rows = t.m, cols = t.n, k = t.k, g = 0, local = now, from = 0;
         if (t.table) {
             const i64* table = (const i64*)t.table;
-            if (tile < listed_from || tile >= listed_to) {
+            if (now < listed_from || now >= listed_to) {
                 i64 last = t.groups;
                 for (listed = 0; last - listed > 1;) {
                     i64 middle = (listed + last) / 2;
-                    if (table[middle * COLUMNS + 20] <= tile) listed = middle; else last = middle;
+                    if (table[middle * COLUMNS + 20] <= now) listed = middle; else last = middle;
                 }
                 listed_from = table[listed * COLUMNS + 20];
                 listed_to = last < t.groups ? table[last * COLUMNS + 20] : tiles;
             }
             g = listed;
             const i64* row = table + g * COLUMNS;
-            local = tile - row[20];
+            local = now - row[20];
             rows = row[5]; cols = row[6]; k = row[7];
             c.ptr = t.c.ptr ? row[2] : 0; c.row = row[12]; c.col = row[13];
             out.ptr = row[3]; out.row = row[14]; out.col = row[15];
             bias.ptr = t.bias.ptr ? row[4] : 0; bias.col = row[16];
             acc.ptr = t.acc.ptr ? row[17] : 0; acc.row = row[18]; acc.col = row[19];
         } else if (!uneven) {
-            g = quotient(tile, t.per_group);
-            local = tile - g * t.per_group;
+            g = quotient(now, t.per_group);
+            local = now - g * t.per_group;
         }
         if (t.jagged == 3) {
             i64 low = start_of(t, g, t.k);
@@ -127,9 +130,9 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
         if (t.only_empty && k != 0) continue;
         i64 slow_end = t.rows_fast ? cols : rows, fast_end = t.rows_fast ? rows : cols;
         if (edges) {
-            from = tile < head_tiles ? 0 : tail;
-            local = tile < head_tiles ? tile : tile - head_tiles;
-            slow_end = tile < head_tiles ? head : extent;
+            from = now < head_tiles ? 0 : tail;
+            local = now < head_tiles ? now : now - head_tiles;
+            slow_end = now < head_tiles ? head : extent;
         }
         const i64 slabs = (fast_end + SLAB - 1) / SLAB, line_tile = quotient(local, slabs);
         i64 slow = from + line_tile * lines + line, begin = (local - line_tile * slabs) * SLAB;

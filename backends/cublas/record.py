@@ -6,7 +6,8 @@ the second run, because most problems are bound for a single one and making it c
 caller's own capture the pieces are enqueued one by one, as at the first run.
 
 A graph may run beside anything else, so the library calls in it have a workspace of their own, and
-what torch allocates while recording stays with the graph.
+what torch allocates while recording stays with the graph. The driver records, not torch.cuda.graph: that
+waits for the device, and while it records no other thread may draw random numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from typing import Any
 
 import torch
 
-from multigemm.backends.cublas.nvrtc import driver, driver_checked, use_context
+from multigemm.backends.cublas.nvrtc import INVALID_CONTEXT, driver, driver_checked, use_context
 
 cuda: Any = torch.cuda  # its classes carry no types
 NON_BLOCKING = 1
+RELAXED = 2
+"""Capture mode: other threads are not concerned, and the library may allocate."""
 _lock = threading.RLock()
 """One recording at a time: they share a stream."""
 
@@ -52,20 +55,41 @@ def _stream(device: int) -> tuple[Stream, Any]:
 class Graph:
     """What `enqueue` puts on the stream that it is given, to be replayed on any."""
 
-    __slots__ = ("_graph", "_mutex")
+    __slots__ = ("_device", "_launch", "_memory", "_mutex", "_ready")
 
     def __init__(self, device: int, enqueue: Callable[[ctypes.c_void_p], None]) -> None:
-        self._graph, self._mutex = cuda.CUDAGraph(), threading.Lock()
+        self._device, self._ready, self._mutex = device, ctypes.c_void_p(), threading.Lock()
+        self._memory, self._launch = cuda.MemPool(), driver().cuGraphLaunch
+        graph = self._captured(enqueue)
+        status = driver().cuGraphInstantiateWithFlags(ctypes.byref(self._ready), graph, ctypes.c_uint64(0))
+        driver().cuGraphDestroy(graph)
+        driver_checked(status, "cuGraphInstantiate")
+
+    def _captured(self, enqueue: Callable[[ctypes.c_void_p], None]) -> ctypes.c_void_p:
+        graph = ctypes.c_void_p()
         with _lock:
-            own, seen = _stream(device)
-            with cuda.stream(seen):
-                self._graph.capture_begin(capture_error_mode="relaxed")
+            own, seen = _stream(self._device)
+            with cuda.stream(seen), cuda.use_mem_pool(self._memory):
+                driver_checked(driver().cuStreamBeginCapture_v2(own.raw, RELAXED), "cuStreamBeginCapture")
                 try:
                     enqueue(own.raw)
-                finally:
-                    self._graph.capture_end()
+                except BaseException:
+                    driver().cuStreamEndCapture(own.raw, ctypes.byref(graph))
+                    driver().cuGraphDestroy(graph)
+                    raise
+                driver_checked(driver().cuStreamEndCapture(own.raw, ctypes.byref(graph)), "cuStreamEndCapture")
+        return graph
 
-    def replay(self) -> None:
-        """Enqueues everything on torch's current stream of the device."""
+    def replay(self, stream: int) -> None:
+        """Enqueues everything on a raw stream."""
+        at = ctypes.c_void_p(stream)
         with self._mutex:  # one graph may not be launched by two threads at once
-            self._graph.replay()
+            status = self._launch(self._ready, at)
+            if status == INVALID_CONTEXT:
+                use_context(self._device)
+                status = self._launch(self._ready, at)
+        driver_checked(status, "cuGraphLaunch")
+
+    def __del__(self) -> None:
+        if self._ready:
+            driver().cuGraphExecDestroy(self._ready)

@@ -60,14 +60,14 @@ class Steps:
                 self._run()
 
     def _run(self) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
         if self._several and not torch._C._cuda_isCurrentStreamCapturing():
             if self._graph is None and self._ran:
                 self._graph = self._recorded()
             if self._graph is not None:
-                self._graph.replay()
+                self._graph.replay(stream)
                 return
             self._ran = True
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
         for step in self._steps:
             step(stream)
 
