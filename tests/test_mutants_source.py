@@ -17,6 +17,24 @@ def root(tmp_path_factory: Any) -> Any:
     return places.snapshot(tmp_path_factory.mktemp("snapshot"))
 
 
+DEVICE_CODE = {"triton": ("@triton.jit", "@gluon.jit"), "cupy": ("__device__",), "numba": ("@device", "@kernel")}
+
+
+@pytest.mark.parametrize("backend", sorted(places.FILES))
+def test_no_file_of_device_code_is_left_out(backend: str) -> None:
+    suffixes = (".cu", ".cuh") if backend == "cupy" else (".py",)
+    files = [path for path in (places.ROOT / "backends" / backend).rglob("*") if path.suffix in suffixes]
+    marked = {path.name for path in files if any(mark in path.read_text() for mark in DEVICE_CODE[backend])}
+    hardware = {"ptx.py", "ptx_asm.py", "ptx_hopper.py", "operand.py", "runtime.py"}  # one instruction each, as text
+    assert marked - hardware <= set(places.reach(backend))
+
+
+def test_a_header_is_part_of_what_includes_it() -> None:
+    reached = places.reach("cupy")
+    assert set(reached["groups.cuh"]) >= {"portable", "hopper", "direct", "small"}
+    assert reached["pack.cu"] == ("packed", "direct") and reached["tile_load.cuh"] == ("portable",)
+
+
 @pytest.mark.parametrize("backend", sorted(places.FILES))
 def test_operators_find_places_in_every_backend(backend: str) -> None:
     found = places.sites(backend)

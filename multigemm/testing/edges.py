@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from multigemm.testing.case import Case
 from multigemm.testing.strategies import Chooser, Limits, settled
 
@@ -52,7 +54,7 @@ def _extents(ch: Chooser, tile: Tile) -> dict[str, int]:
     """One direction is long: through the ring of K, across, down, or none of them."""
     few, many = (0, 1, 1, 2), (2, 3, 4, 5, 9, 10)
     m, n = (tile.m, tile.n) if ch.integer(0, 1) else (tile.n, tile.m)
-    shallow = ch.choice((1, 2, 3, 7, 8, 9, 16, 17, tile.k, tile.k))
+    shallow = ch.choice((0, 1, 2, 3, 7, 8, 9, 16, 17, tile.k, tile.k))
     style = ch.integer(0, 4)
     if style == 0:
         deep = tuple(range(tile.depth - 1, 3 * tile.depth + 2))
@@ -63,7 +65,7 @@ def _extents(ch: Chooser, tile: Tile) -> dict[str, int]:
         return {"m": _near(ch, m, many), "n": _near(ch, n, (0, 1)), "k": shallow}
     if style == 3:
         return {"m": _near(ch, m, few), "n": _near(ch, n, few), "k": _near(ch, tile.k, (0, 1, 2))}
-    return {"m": ch.choice((1, 2, 5, 8, 9, 17)), "n": ch.choice((1, 2, 8, 9, 17, 40)), "k": ch.choice((1, 8, 9, 33))}
+    return {"m": ch.choice((1, 2, 5, 8, 9, 17)), "n": ch.choice((1, 2, 8, 9, 17, 40)), "k": ch.choice((0, 1, 8, 9, 33))}
 
 
 def _lengths(ch: Chooser, longest: int, limits: Limits) -> tuple[int, ...]:
@@ -106,24 +108,23 @@ def alike(kind: Case, case: Case) -> Case:
 
 def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits) -> Case:
     """A problem of a kind whose sizes lie at the edges of a config's tiles."""
-    tile = tile_of(config)
+    tile, few = tile_of(config), limits.work < WORK
     sizes = _extents(ch, tile)
     changes: dict[str, Any] = {"seed": ch.integer(0, 2**31 - 1)}
+    if kind.compute == torch.float64 and kind.result_dtype.itemsize == 2 and ch.integer(0, 1):
+        changes["mode"] = "beside"
     if kind.form == "per_group":
-        count = ch.choice((1, 2, 3, 5, 16, 17, 33))
         first = tuple(sizes[name] for name in "mnk")
         rest = [tuple(max(0, size // ch.choice((1, 2, 3, 64)) + ch.choice(OFFSETS)) for size in first)
-                for _ in range(count - 1)]  # fmt: skip
+                for _ in range(ch.choice((0, 1, 2, 4) if few else (0, 1, 2, 4, 15, 16, 32, 140)))]  # fmt: skip
         changes["dims"] = (first, *rest)
     elif kind.jagged:
         changes |= {name: size for name, size in sizes.items() if name != kind.jagged}
         changes["lengths"] = _lengths(ch, sizes[kind.jagged], limits)
         changes["tail"] = ch.choice((0, 0, 1, 9, 40))
         changes["head"] = ch.choice((0, 0, 1, 9, 40)) if kind.kind == "offsets" else 0
-    elif kind.form == "masked":
-        count = ch.choice((1, 2, 3, 17, 40))
-        rows = tuple(min(sizes["m"], _near(ch, tile.m, (0, 0, 1, 2))) for _ in range(count))
-        changes |= sizes | {"lengths": rows}
     else:
-        changes |= sizes | {"lengths": (0,) * ch.choice((1, 2, 3, 17, 40))}
+        count = ch.choice((1, 2, 3, 5) if few else (1, 2, 3, 17, 40, 140, 300))
+        rows = tuple(min(sizes["m"], _near(ch, tile.m, (0, 0, 1, 2))) for _ in range(count))
+        changes |= sizes | {"lengths": rows if kind.form == "masked" else (0,) * count}
     return settled(alike(kind, replace(kind, **changes)), limits)

@@ -25,7 +25,7 @@ BROKEN = ("CompilationError", "CompileError", "SyntaxError", "NameError", "Typin
 SURVIVED = {"state": "survived", "oracle": "", "text": ""}
 STILLBORN = SURVIVED | {"state": "stillborn"}
 SAME = SURVIVED | {"state": "same"}
-VARIANTS = 3
+VARIANTS = 4
 """Variants that differ from the unchanged ones and meet problems in turn."""
 KINDS = 60
 """Kinds of problems that an emulated mutant meets first."""
@@ -138,17 +138,20 @@ class _Run:
         return True
 
     def problem(self, number: int) -> Any:
-        """At the edges of the tiles, ordinary, or (where that compiles nothing) of another form, in turn."""
+        """At the edges of the tiles or ordinary; and, where a kernel decides on them at run time, of another form,
+        with another epilogue, with other factors."""
         from multigemm.testing.edges import WORK, alike, at_edges
         from multigemm.testing.kinds import cousin, redrawn
-        from multigemm.testing.strategies import Limits, RandomChooser
+        from multigemm.testing.strategies import Limits, RandomChooser, factors
 
-        choose, limits = RandomChooser(number), Limits(work=1 << 16)
-        if number % 4 == 3 and self.backend != "triton":
-            return cousin(self.case, choose, limits)
-        if number % 4 == 1:
-            return alike(self.case, redrawn(self.case, choose, limits))
-        return at_edges(self.case, self.config, choose, Limits(work=WORK))
+        choose, ordinary, case = RandomChooser(number), Limits(work=1 << 16), self.case
+        if self.backend != "triton":
+            case = replace(case, alpha=choose.choice(factors(case)))
+            if number % 2:
+                case = cousin(case, choose, ordinary)
+        if number % 5 == 4:
+            return alike(case, redrawn(case, choose, ordinary))
+        return at_edges(case, self.config, choose, Limits(work=WORK))
 
     def meet(self, number: int, say: Callable[[str], None]) -> Any:
         """One problem; its outcome, or None where the config does not take it."""
@@ -199,7 +202,7 @@ def hunt_on_gpu(hunt: Hunt, place: Any, variants: list[Variant], say: Callable[[
             number += BURST
             if found:
                 return found
-    return SURVIVED if runs else SAME
+    return SURVIVED | {"text": f"{number} problems of {len(runs)} variants"} if runs else SAME
 
 
 def _burst(run: _Run, first: int, say: Callable[[str], None]) -> dict[str, str] | None:

@@ -16,13 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
-from multigemm.testing.case import Case, classes
+from multigemm.testing.case import Case
 
 FAR = 50
 """Lines from which on one that is not in the line table counts as unrelated to those that are."""
-PER_KERNEL = 14
+PER_KERNEL = {"triton": 26}
+"""Variants of each kernel, where not OTHERS: Triton's depend on the form and the epilogue too."""
+OTHERS = 16
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +47,43 @@ class Variant:
         return asdict(self)
 
 
-def _traits(case: Case, config: Any) -> set[tuple[str, str]]:
-    """What may decide on the code that is compiled, alone and under this config."""
-    names = [
-        name for name in classes(case) if name.startswith(("form:", "dtype:", "act:", "a:", "b:", "out:", "bias:"))
-    ]
-    names += [name for name in classes(case) if name in ("aligned", "beta", "alpha:any", "wider out", "tf32", "mixed")]
-    sides = f"{case.a.order}{case.b.order}{case.out.order}"
-    plain = not (case.c_dtype or case.bias or case.activation)  # many kernels have a path of its own for these
-    names += [f"result:{case.result_dtype}", f"sides:{sides}", f"plain:{plain}{case.form}", f"plain:{plain}{sides}"]
-    return {("", name) for name in names} | {(str(config), name) for name in names}
+def traits(backend: str, case: Case, spec: Any, config: Any) -> frozenset[tuple[str, str]]:
+    """What decides on the code that is compiled, and on the way that is taken through it: pairs of the fields of
+    the compiler's key and of the form with the layouts."""
+    key = {name: str(value) for name, value in _key(backend, spec, config).items()}
+    sides = f"{case.form} {spec.a.order} {spec.b.order}"
+    plain = f"{case.form} {bool(case.c_dtype or case.bias or case.activation)}"
+    fields = sorted({*(f"{name}={value}" for name, value in key.items()), f"config={config}", sides, plain})
+    return frozenset((x, y) for i, x in enumerate(fields) for y in fields[i:])
 
 
-def spread(offered: list[tuple[Case, Any]], count: int) -> list[tuple[Case, Any]]:
-    """Greedily the pairs of a kind and a config that show the most new traits."""
-    rest, seen = [(pair, _traits(*pair)) for pair in offered], set[tuple[str, str]]()
-    chosen: list[tuple[Case, Any]] = []
+def _key(backend: str, spec: Any, config: Any) -> dict[str, Any]:
+    """What a backend hands to its compiler for a spec and a config, without compiling."""
+    if backend == "cupy":
+        launch, configs = (import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "config"))
+        room = launch.ROOMS["hopper" if config.kernel == "packed" else config.kernel]
+        return dict(room.source(configs.packed_spec(spec) if config.kernel == "packed" else spec, config).defines)
+    if backend == "numba":
+        configs = import_module("multigemm.backends.numba.config")
+        return asdict(configs.effective(config, configs.signature_of(spec)))
+    name, source = (
+        ("hopper_sources", "hopper_source") if config.kernel == "hopper" else ("pointer_sources", "pointer_source")
+    )
+    made = getattr(import_module(f"multigemm.backends.triton.{name}"), source)(spec, config)
+    kinds = {name: kind for name, kind in made.signature if kind.startswith("*")}
+    return dict(made.constants) | kinds
+
+
+def spread(offered: list[tuple[frozenset[tuple[str, str]], T]], count: int) -> list[T]:
+    """Greedily those that together show the most traits: one for each form first."""
+    rest, seen, chosen = list(offered), set[tuple[str, str]](), list[T]()
     while rest and len(chosen) < count:
-        best = max(rest, key=lambda item: len(item[1] - seen))
+        best = max(rest, key=lambda item: len(item[0] - seen))
+        if not best[0] - seen:
+            break
         rest.remove(best)
-        chosen.append(best[0])
-        seen |= best[1]
+        chosen.append(best[1])
+        seen |= best[0]
     return chosen
 
 

@@ -21,7 +21,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from multigemm.cache import DiskCache, fingerprint
@@ -31,7 +31,7 @@ from multigemm.testing.source_live import Variant
 from multigemm.testing.source_sites import FILES, Site, kernels_of, sites, snapshot
 from multigemm.testing.source_workers import Fate, prepare, run_one, survey, variants_of
 
-TRIED = 8
+TRIED = 10
 """Variants that a mutant may be compiled for before it counts as one that changes nothing."""
 
 
@@ -50,11 +50,15 @@ def surveyed(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Varian
 
 
 def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
-    """The variants of the kernels that the fault can reach: those that hold its line first, otherwise in an
-    order of the site's own."""
-    chosen = [variant for variant in variants if variant.kernel in kernels_of(site, backend)]
+    """Variants of the kernels that the fault can reach, each kernel in turn: first those that hold its line,
+    otherwise in an order of the site's own."""
+    chosen = list(variants)
     random.Random(zlib.crc32(str(site).encode())).shuffle(chosen)
-    return sorted(chosen, key=lambda variant: variant.distance(Path(site.file).name, site.line))[:TRIED]
+    name = Path(site.file).name
+    queues = [sorted((v for v in chosen if v.kernel == kernel), key=lambda v: v.distance(name, site.line))
+              for kernel in kernels_of(site, backend)]  # fmt: skip
+    taken = [each for rank in zip_longest(*queues) for each in rank if each is not None]
+    return sorted(taken, key=lambda v: v.distance(name, site.line) > 0)[:TRIED]
 
 
 def campaign(hunt: Hunt, count: int, jobs: int, seed: int, limit: float = 1e9, only: str = "") -> list[Fate]:

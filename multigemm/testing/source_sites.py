@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,18 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "triton": {
         "kernels.py": ("pointer",), "schedule_device.py": ("pointer", "hopper"), "epilogue.py": ("pointer", "hopper"),
-        "hopper.py": ("hopper",), "hopper_store.py": ("hopper",), "hopper_tiles.py": ("hopper",),
-        "packing.py": ("hopper",),
+        "hopper.py": ("hopper",), "hopper_load.py": ("hopper",), "hopper_store.py": ("hopper",),
+        "hopper_tiles.py": ("hopper",), "packing.py": ("hopper",),
     },
-    "cupy": {
-        "portable.cu": ("portable",), "small.cu": ("small",), "direct.cu": ("direct",), "hopper.cu": ("hopper",),
-        "pack.cu": ("packed",), "tile_load.cuh": ("portable",), "epilogue.cuh": ("portable", "small", "hopper"),
-        "groups.cuh": ("portable", "hopper"), "common.cuh": ("portable", "hopper"),
-        "schedule.cuh": ("hopper", "direct"),
-        "pipeline.cuh": ("hopper", "direct"), "store.cuh": ("hopper", "direct"), "mma.cuh": ("hopper", "direct"),
-        "consume.cuh": ("hopper", "direct"),
-        "ptx.cuh": ("hopper",),
-    },
+    "cupy": {},
     "numba": {
         "simt.py": ("simt",), "schedule.py": ("simt", "mma"), "epilogue.py": ("simt", "mma"),
         "memory.py": ("simt",),
@@ -36,7 +29,10 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper_producer.py": ("hopper",), "hopper_epilogue.py": ("hopper", "mma"), "warp_schedule.py": ("hopper",),
     },
 }  # fmt: skip
-"""The files that kernels are made of, and the kernels that a fault in each can reach."""
+"""The files that kernels are made of, and the kernels that a fault in each can reach; CUDA sources say it themselves."""
+
+COPIES = ("packed", "direct")
+"""Kernels that may copy an operand first."""
 
 EMULATED = ("pointer", "simt")
 """Kernels that run without a GPU."""
@@ -124,16 +120,38 @@ def snapshot(folder: Path) -> Path:
     return folder
 
 
+def reach(backend: str, root: Path = ROOT) -> dict[str, tuple[str, ...]]:
+    """The kernels that a fault can reach, by file name."""
+    return FILES[backend] or _cuda(root / "backends" / backend / "kernels")
+
+
+@lru_cache(maxsize=8)
+def _cuda(folder: Path) -> dict[str, tuple[str, ...]]:
+    """A CUDA source is a kernel; a header is part of those that include it, directly or not."""
+    included = {path.name: re.findall(r'#include "([^"]+)"', path.read_text()) for path in folder.glob("*.cu*")}
+    found: dict[str, tuple[str, ...]] = {}
+    for source in sorted(name for name in included if name.endswith(".cu")):
+        kernels, open_files, seen = COPIES if source == "pack.cu" else (Path(source).stem,), [source], set[str]()
+        while open_files:
+            name = open_files.pop()
+            if name in included and name not in seen:
+                seen.add(name)
+                open_files += included[name]
+        for name in seen:
+            found[name] = (*found.get(name, ()), *(kernel for kernel in kernels if kernel not in found.get(name, ())))
+    return found
+
+
 def kernels_of(site: Site, backend: str) -> tuple[str, ...]:
     """The kernels that a fault can reach."""
-    return FILES[backend][Path(site.file).name]
+    return reach(backend)[Path(site.file).name]
 
 
 def sites(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Site]:
     """Every change that the operators offer for a backend's kernels; `emulated`: that runs without a GPU."""
     found: list[Site] = []
     for path in sorted((root / "backends" / backend).rglob("*")):
-        reached = FILES[backend].get(path.name, ())
+        reached = reach(backend, root).get(path.name, ())
         if not reached or (emulated and (path.name in BEHIND or not set(reached) & set(EMULATED))):
             continue
         for number, line in code_lines(path, GPU_ONLY if emulated else ()):

@@ -17,7 +17,7 @@ from typing import Any
 
 from multigemm.testing.source_equivalents import excuse
 from multigemm.testing.source_hunt import Hunt, hunt_emulated, hunt_on_gpu
-from multigemm.testing.source_live import PER_KERNEL, Variant, listening, spread
+from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, listening, spread, traits
 from multigemm.testing.source_sites import Site, plant
 
 PATIENCE, STALL = 100.0, 12.0
@@ -26,7 +26,7 @@ PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.c
              "multigemm.testing.source_hunt", "multigemm.testing.source_live", "multigemm.testing.edges",
              "multigemm.testing.kinds")  # fmt: skip
 LIBRARIES = {"triton": ("triton", "triton.language"), "cupy": ("cupy",), "numba": ("numba", "numba.cuda")}
-KINDS, WORK = 90, 1 << 16
+KINDS, POOL, WORK = 60, 300, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +145,31 @@ def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
     import torch
 
     from multigemm.testing.choice import spec_of
-    from multigemm.testing.kinds import kinds
-    from multigemm.testing.strategies import Limits
     from multigemm.testing.subject import Subject
 
     _take(hunt.backend, folder)
     subject, place = Subject(hunt.backend), torch.device(hunt.device)
     offered: dict[str, list[Any]] = {}
-    for case in kinds(Limits(work=WORK), KINDS):
+    for case in pool():
         spec = spec_of(case, place)
         for config in [] if subject.refusals(spec, place) else subject.shipped(spec, place):
-            offered.setdefault(config.kernel, []).append((case, config))
-    pipe.send([Variant(case.to_dict(), kernel, str(config))
-               for kernel, pairs in offered.items() for case, config in spread(pairs, PER_KERNEL)])  # fmt: skip
+            pair = (case.to_dict(), config.kernel, str(config))
+            offered.setdefault(config.kernel, []).append((traits(hunt.backend, case, spec, config), pair))
+    count = PER_KERNEL.get(hunt.backend, OTHERS)
+    pipe.send([Variant(*pair) for pairs in offered.values() for pair in spread(pairs, count)])
+
+
+def pool() -> list[Any]:
+    """Kinds of problems to choose variants from: plain ones, varied ones, and some whose K fills whole blocks."""
+    from dataclasses import replace
+
+    from multigemm.testing.kinds import kinds
+    from multigemm.testing.strategies import Limits, random_case
+
+    limits = Limits(work=WORK, groups=64)
+    rest = [random_case(seed, limits) for seed in range(POOL)]
+    deep = [replace(case, k=128) for case in rest[::3] if case.form not in ("jagged_k", "per_group") and case.k]
+    return [*kinds(limits, KINDS), *rest, *deep]
 
 
 def survey(hunt: Hunt, root: Path, variants: list[Variant]) -> list[Variant]:

@@ -127,14 +127,19 @@ def _dtypes(ch: Chooser, limits: Limits) -> dict[str, Any]:
     return found
 
 
+def factors(case: Case) -> tuple[float, ...]:
+    """What alpha and beta may be: whole numbers where the sums must stay whole."""
+    if case.mode in ("bitmask", "special"):
+        return (1.0,)
+    whole = case.dtype == "int8" or case.mode in WHOLE
+    return (1, 1, 1, 2, -1, 3, 0) if whole else (1.0, 1.0, 0.5, -1.0, 0.3, 1.7, 0.0)
+
+
 def _epilogue(ch: Chooser, case: Case) -> Case:
-    """alpha, beta, c, bias and the activation; whole numbers where the sums must stay whole."""
+    """alpha, beta, c, bias and the activation."""
     from multigemm.testing.case import dtype_name
 
-    whole = case.dtype == "int8" or case.mode in WHOLE
-    numbers: tuple[float, ...] = (1, 1, 1, 2, -1, 3, 0) if whole else (1.0, 1.0, 0.5, -1.0, 0.3, 1.7, 0.0)
-    if case.mode in ("bitmask", "special") or ch.integer(0, 1) == 0:
-        numbers = (1.0,)
+    numbers = factors(case) if ch.integer(0, 1) else (1.0,)
     extra = ("int32",) if case.dtype == "int8" else (case.dtype, dtype_name(case.result_dtype), "float32")
     beta = ch.choice(numbers) if ch.integer(0, 2) == 0 else 0
     bias = ch.choice(("", "", "n", "gn")) if case.form not in ("jagged_n", "per_group") else ch.choice(("", "", "n"))
