@@ -29,7 +29,7 @@ TILES = ((64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128))
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
 TENSOR_FLOPS_PER_US, TF32_FLOPS_PER_US = 720e6, 350e6
-CALL_US, GROUPED_MM_US, GROUPED_US, MEMBER_US = 2.6, 16.0, 8.5, 0.08
+CALL_US, GROUPED_MM_US, GROUPED_US, MEMBER_US = 2.2, 16.0, 8.5, 0.08
 """What a call on a stream costs beyond its work; what the two grouped launches cost on nothing, and one per product."""
 LARGE_TILE = 128, 256, 11.6, 11.6, 1.0
 SMALL_TILE = 64, 128, 6.0, 3.5, 0.8
@@ -69,6 +69,12 @@ def _traffic(spec: ProblemSpec, s: Shape) -> float:
     return (s.m * s.k + s.k * s.n + s.m * s.n) * spec.compute.itemsize / BYTES_PER_US
 
 
+def _together(work: float, traffic: float, power: int) -> float:
+    """The larger of both or more: neither hides the other wholly."""
+    both: float = (work**power + traffic**power) ** (1 / power)
+    return both
+
+
 def _padded(extent: int, tile: int) -> int:
     return -(-extent // tile) * tile
 
@@ -89,7 +95,7 @@ def separately(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     rate, total = _rate(spec), 0.0
     for s in shapes:
         area = min(_padded(s.m, b) * _padded(s.n, a) for a, b in TILES)
-        total += max(2.0 * area * s.k / rate + CALL_US, _traffic(spec, s) * _slowness(s))
+        total += _together(2.0 * area * s.k / rate + CALL_US, _traffic(spec, s) * _slowness(s), 6)
     return total
 
 
@@ -111,5 +117,4 @@ def by_grouped(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     work = sum(-(-s.m // cols) * -(-s.n // rows) * (s.k * step + GROUPED_TILE_US) for s in shapes)
     longest = max(s.k for s in shapes) * step + GROUPED_TILE_US
     traffic = 0.95 * sum(_traffic(spec, s) for s in shapes)
-    together: float = ((work / PROCESSORS) ** 4 + traffic**4) ** 0.25  # neither hides the other wholly
-    return max(together, longest) + GROUPED_US + MEMBER_US * len(shapes)
+    return max(_together(work / PROCESSORS, traffic, 4), longest) + GROUPED_US + MEMBER_US * len(shapes)
