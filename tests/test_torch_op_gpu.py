@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.integrations import grouped_gemm
+from multigemm.integrations import grouped_gemm, sort_op
 from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import MoE
@@ -79,6 +79,16 @@ def test_the_routing_kernels_are_the_plain_routing(dtype: torch.dtype) -> None:
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (100, 8), (1000, 128), (4097, 7), (65536, 128), (300000, 1023)])
+def test_the_counting_sort_is_a_stable_sort(pairs: int, experts: int) -> None:
+    for low, high in ((0, experts), (-1, experts + 2)):
+        numbers = torch.randint(low, high, (pairs,), generator=torch.Generator().manual_seed(pairs))
+        want = sort_op.sort_by_expert(numbers, experts)
+        got = sort_op.sort_by_expert(numbers.cuda(), experts)
+        for g, w in zip(got, want, strict=True):
+            assert torch.equal(g.cpu(), w)
 
 
 @pytest.mark.parametrize("gate", [swiglu, geglu])

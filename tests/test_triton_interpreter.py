@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND
+from multigemm.integrations import sort_op
 from multigemm.settings import settings
 from multigemm.staging import stage
 
@@ -162,3 +165,16 @@ def test_lists_of_too_many_tiles_are_searched_on_the_device(monkeypatch: pytest.
     monkeypatch.setattr("multigemm.backends.triton.pointer_tiles.MOST_LISTED", 3)
     operands, options = FORMS["per_group"](torch.float32)
     check(*operands, **options)
+
+
+@pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (5, 3), (1000, 128), (1025, 7), (5000, 1023), (3000, 16)])
+def test_the_counting_sort_is_a_stable_sort(pairs: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels: Any = importlib.import_module("multigemm.integrations.sort_kernels")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    for low, high in ((0, experts), (-1, experts + 2)):
+        numbers = torch.randint(low, high, (pairs,), generator=torch.Generator().manual_seed(pairs))
+        results = kernels.sort_by_expert(numbers, experts), sort_op.sort_by_expert(numbers, experts)
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
+            assert got.dtype is want.dtype

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from multigemm.integrations.routing_op import weighted_sum
-
-NARROW = 1 << 15
+from multigemm.integrations.sort_op import sort_by_expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +31,7 @@ class Routing:
 
 def route(top_k_index: Tensor, experts: int) -> Routing:
     """The routing of `top_k_index` [tokens, k]."""
-    pairs = top_k_index.reshape(-1)
-    known = torch.where((pairs >= 0) & (pairs < experts), pairs, experts)
-    # two-byte keys sort several times faster than eight-byte ones
-    by_expert, order = torch.sort(known.to(torch.int16 if experts < NARROW else torch.int64), stable=True)
-    steps = torch.arange(order.shape[0], device=order.device)
-    inverse = torch.empty_like(order).scatter_(0, order, steps)
-    numbers = torch.arange(experts, device=pairs.device, dtype=by_expert.dtype)
-    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+    order, inverse, ends = sort_by_expert(top_k_index.reshape(-1), experts)
     return Routing(order, inverse, ends, top_k_index.shape[-1])
 
 

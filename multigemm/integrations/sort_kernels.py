@@ -1,0 +1,112 @@
+# mypy: ignore-errors
+"""A counting sort of pairs by expert in Triton.
+
+Where a pair goes is a count: of the pairs with a smaller expert, and of those with the same expert before it. Pairs
+that fit one block count each other; else each block counts its experts, one program adds up, and each block
+counts among its own. Only sums of integers, so the same bits each time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MOST_EXPERTS = 1023
+BLOCK = 1024
+SMALL = 128
+TILE = 8192  # counts that one program adds up at a time
+
+
+@triton.jit
+def _known(pairs, at, live, experts):
+    """Expert numbers; `experts` for those outside of 0..experts-1."""
+    expert = tl.load(pairs + at, mask=live, other=0)
+    return tl.where((expert >= 0) & (expert < experts), expert, experts).to(tl.int32)
+
+
+@triton.jit
+def _ahead(pairs, expert, first, lane, total, experts, ALL: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr):
+    """How many pairs of a block go before each: those of its expert before it and, if ALL, of smaller experts."""
+    ahead = tl.zeros((SIZE,), dtype=tl.int32)
+    for start in range(0, SIZE, STEP):
+        other = start + tl.arange(0, STEP)
+        live = first + other < total
+        theirs = tl.where(live, _known(pairs, first + other, live, experts), experts + 1)[None, :]
+        before = (theirs == expert[:, None]) & (other[None, :] < lane[:, None])
+        if ALL:
+            before = before | (theirs < expert[:, None])
+        ahead += tl.sum(before.to(tl.int32), 1)
+    return ahead
+
+
+@triton.jit(do_not_specialize=["total", "experts"])
+def _one_block_kernel(pairs, order, inverse, ends, total, experts, SIZE: tl.constexpr, BINS: tl.constexpr):
+    lane = tl.arange(0, SIZE)
+    live = lane < total
+    expert = _known(pairs, lane, live, experts)
+    bins = tl.arange(0, BINS)
+    tl.store(ends + bins, tl.cumsum(tl.histogram(expert, BINS, mask=live), 0), mask=bins < experts)
+    to = _ahead(pairs, expert, 0, lane, total, experts, True, SIZE, 32)
+    tl.store(order + to, lane.to(tl.int64), mask=live)
+    tl.store(inverse + lane, to.to(tl.int64), mask=live)
+
+
+@triton.jit(do_not_specialize=["total", "experts"])
+def _count_kernel(pairs, counts, total, experts, SIZE: tl.constexpr, BINS: tl.constexpr):
+    block = tl.program_id(0)
+    at = block.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    live = at < total
+    found = tl.histogram(_known(pairs, at, live, experts), BINS, mask=live)
+    tl.store(counts + block.to(tl.int64) * BINS + tl.arange(0, BINS), found)
+
+
+@triton.jit(do_not_specialize=["blocks", "experts"])
+def _start_kernel(counts, ends, blocks, experts, ROWS: tl.constexpr, BINS: tl.constexpr):
+    """counts[block, expert] becomes where the first of that expert's pairs in that block goes."""
+    bins, rows = tl.arange(0, BINS), tl.arange(0, ROWS)
+    total = tl.zeros((BINS,), dtype=tl.int32)
+    for first in range(0, blocks, ROWS):
+        at = (first + rows)[:, None] * BINS + bins[None, :]
+        total += tl.sum(tl.load(counts + at, mask=(first + rows < blocks)[:, None], other=0), 0)
+    last = tl.cumsum(total, 0)
+    tl.store(ends + bins, last, mask=bins < experts)
+    start = last - total
+    for first in range(0, blocks, ROWS):
+        at = (first + rows)[:, None] * BINS + bins[None, :]
+        live = (first + rows < blocks)[:, None]
+        found = tl.load(counts + at, mask=live, other=0)
+        tl.store(counts + at, start[None, :] + tl.cumsum(found, 0) - found, mask=live)
+        start += tl.sum(found, 0)
+
+
+@triton.jit(do_not_specialize=["total", "experts"])
+def _move_kernel(pairs, starts, order, inverse, total, experts, SIZE: tl.constexpr, BINS: tl.constexpr):
+    block = tl.program_id(0)
+    first = block * SIZE
+    lane = tl.arange(0, SIZE)
+    live = first + lane < total
+    expert = _known(pairs, first + lane, live, experts)
+    start = tl.load(starts + block.to(tl.int64) * BINS + expert, mask=live, other=0)
+    to = start + _ahead(pairs, expert, first, lane, total, experts, False, SIZE, 32)
+    tl.store(order + to, (first + lane).to(tl.int64), mask=live)
+    tl.store(inverse + first + lane, to.to(tl.int64), mask=live)
+
+
+def sort_by_expert(pairs, experts):
+    """pairs [S], S > 0 -> (order [S], inverse [S], ends [experts])."""
+    pairs, total = pairs.contiguous(), pairs.shape[0]
+    order, inverse = (torch.empty(total, dtype=torch.int64, device=pairs.device) for _ in range(2))
+    ends = torch.empty(experts, dtype=torch.int32, device=pairs.device)
+    bins = max(16, triton.next_power_of_2(experts + 1))
+    with torch.cuda.device(pairs.device):
+        if total <= BLOCK:
+            size = SMALL if total <= SMALL else BLOCK
+            _one_block_kernel[(1,)](pairs, order, inverse, ends, total, experts, SIZE=size, BINS=bins, num_warps=8)
+            return order, inverse, ends
+        blocks = triton.cdiv(total, BLOCK)
+        counts = torch.empty((blocks, bins), dtype=torch.int32, device=pairs.device)
+        _count_kernel[(blocks,)](pairs, counts, total, experts, SIZE=BLOCK, BINS=bins)
+        _start_kernel[(1,)](counts, ends, blocks, experts, ROWS=TILE // bins, BINS=bins, num_warps=8)
+        _move_kernel[(blocks,)](pairs, counts, order, inverse, total, experts, SIZE=BLOCK, BINS=bins, num_warps=8)
+    return order, inverse, ends
