@@ -23,6 +23,7 @@ from multigemm.backends.cupy import (
     direct,
     driver,
     family,
+    fragments,
     hopper,
     mma_shapes,
     packing,
@@ -30,6 +31,7 @@ from multigemm.backends.cupy import (
     portable,
     small,
     tensor_maps,
+    wave,
 )
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
@@ -417,3 +419,54 @@ def test_threads_that_load_a_kernel_at_once_get_one_module(monkeypatch: pytest.M
         found = list(pool.map(lambda _: build.load(source, 0), range(4)))
     assert loads == ["portable"]
     assert len({id(module) for _, module in found}) == 1
+
+
+@pytest.mark.parametrize("form", ["batched", "per_group"])
+@pytest.mark.parametrize("config", [configs.WAVE, configs.WAVE64], ids=["128", "64"])
+def test_a_wave_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDriver) -> None:
+    ops = operands(form)
+    assert is_valid(config, ops.spec), configs.wave_reasons(ops.spec)
+    argument, tiles = wave.layout(ops, config)
+    groups = wave.groups_of(ops)
+    assert tiles == sum(-(-g.m // config.rows) * -(-g.n // 128) for g in groups)
+    shapes = wave.SHAPES.unpack(argument[2 * configs.LIST * tensor_maps.SIZE :])
+    first, across, m, n, k = (shapes[i * configs.LIST : i * configs.LIST + len(groups) + 1] for i in range(5))
+    assert first[-1] == wave.NEVER and first[0] == 0 and across[:-1] == tuple(-(-g.n // 128) for g in groups)
+    assert [(g.m, g.n, g.k) for g in groups] == list(zip(m, n, k, strict=True))[:-1]
+    assert shapes[5 * configs.LIST : 5 * configs.LIST + len(groups)] == tuple(g.out.ptr for g in groups)
+    launch = wave.bind(ops, config, 1)
+    fake.calls.clear()
+    launch()
+    assert fake.calls == ["cuLaunchKernelEx"]
+
+
+def test_the_longest_groups_of_a_wave_start_first(fake: FakeDriver) -> None:
+    half = partial(torch.zeros, dtype=torch.bfloat16)
+    problem = mg.GroupedGemmProblem(
+        [half(8, 64), half(0, 512), half(8, 256)], [half(64, 8), half(512, 8), half(256, 8)]
+    )
+    ops = stage(problem, staged_spec(problem), allocate(problem)).ops
+    assert [g.k for g in wave.groups_of(ops)] == [256, 64], "a group without results has no tile"
+    empty = mg.GroupedGemmProblem([half(0, 64)], [half(64, 8)])
+    wave.bind(stage(empty, staged_spec(empty), allocate(empty)).ops, configs.WAVE, 1)()
+    assert "cuLaunchKernelEx" not in fake.calls
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({}, "jagged_m"),
+        ({"form": "batched", "groups": 17}, "at most 16"),
+        ({"form": "batched", "activation": "relu"}, "an epilogue"),
+        ({"form": "batched", "out": replace(BF16, align=8)}, "not aligned"),
+        ({"form": "batched", "a": replace(BF16, align=2)}, "aligned to 2"),
+    ],
+    ids=str,
+)
+def test_the_wave_kernel_says_what_it_cannot_do(change: dict[str, object], word: str) -> None:
+    assert any(word in reason for reason in configs.wave_reasons(replace(SPEC, **change)))  # type: ignore[arg-type]
+
+
+def test_every_width_of_the_shifted_weights_is_one_instruction() -> None:
+    text = fragments.text()
+    assert all(f"m64n{n}k16.f32.bf16.bf16" in text and f"m64n{n}k16.f32.f16.f16" in text for n in range(32, 257, 32))

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("cupy", reason="the package cupy is not installed", exc_type=ImportError)
 
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import direct, hopper, packing, portable, small
+from multigemm.backends.cupy import direct, hopper, packing, portable, small, wave
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
 from multigemm.spec import OperandSpec, Order, ProblemSpec
@@ -149,6 +149,23 @@ def test_direct_kernel_does_not_spill(problem: ProblemSpec, config: Config) -> N
     odd = replace(problem, b=replace(problem.b, align=2))
     registers, spilled = report(direct.source(odd, config), "sm_90a")
     assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled <= 64
+
+
+@pytest.mark.parametrize("config", [configs.WAVE, configs.WAVE64], ids=["128", "64"])
+@pytest.mark.parametrize(("a", "b"), [("row", "row"), ("row", "col"), ("col", "row")])
+def test_wave_kernel_compiles_without_spills(a: Order, b: Order, config: Config) -> None:
+    source = wave.source(spec(a=a, b=b, form="batched"), config)
+    registers, spilled = report(source, "sm_90a")
+    assert spilled == 0 and registers * wave.THREADS * (2 if config.rows == 64 else 1) <= REGISTERS_PER_SM
+    assert ptx_of(source, "sm_90a").count(f"m64n{config.rows}k16") >= 4
+
+
+def test_the_direct_kernel_multiplies_weights_from_registers() -> None:
+    source = direct.source(spec(b="col"), configs.DIRECT_NARROW)
+    text = ptx_of(source, "sm_90a")
+    fragment = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16 \{[^}]*\}, \{%r\d+,%r\d+,%r\d+,%r\d+\}"
+    widths = re.findall(fragment, text.replace(", %r", ",%r"))
+    assert set(widths) == {"32", "64"} and "cp.async.cg" in text
 
 
 def test_the_main_loop_is_wgmma_for_every_width_of_the_config() -> None:

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 import multigemm
-from multigemm.backends.cupy import mma_shapes
+from multigemm.backends.cupy import fragments, mma_shapes
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.errors import CompileError
 from multigemm.settings import settings
@@ -45,7 +45,7 @@ class Source:
 def headers() -> tuple[tuple[str, str], ...]:
     """Name and text of every header."""
     written = [(path.name, path.read_text()) for path in sorted(SOURCES.glob("*.cuh"))]
-    return (*written, (mma_shapes.NAME, mma_shapes.text()))
+    return (*written, (mma_shapes.NAME, mma_shapes.text()), (fragments.NAME, fragments.text()))
 
 
 def architecture(capability: tuple[int, int]) -> str:

@@ -15,8 +15,6 @@ COLUMNS = 128
 MAX_GROUPS = 960
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one thread block may have on compute capability 9.0."""
-RAW_BYTES = 2 * COLUMNS * 144 + 32
-"""The slots of the direct kernel that hold weights as they lie in memory."""
 BOOKKEEPING = 16 * MAX_GROUPS + 1024 + 768
 
 
@@ -30,9 +28,10 @@ class Config:
     gives twice the columns to tiles of few rows. `packed` copies the operands that TMA cannot read and
     then runs `hopper` on the copies. `direct` copies the rows at most and shifts
     the weights into place itself. `small` gives each tile of `tile` squared a thread block of its own.
+    `wave` gives a thread block to each tile of a list or batch, laid out by the host.
     """
 
-    kernel: Literal["portable", "hopper", "packed", "direct", "small"] = "portable"
+    kernel: Literal["portable", "hopper", "packed", "direct", "small", "wave"] = "portable"
     blocks_per_sm: int = 2
     tile: int = 128
     rows: int = 0
@@ -42,10 +41,9 @@ class Config:
     tall: bool = False
 
     def shared_bytes(self, plain: bool) -> int:
-        """Dynamic shared memory of the Hopper kernel."""
-        raw = RAW_BYTES if self.kernel == "direct" else 0
-        stages = self.stages * (COLUMNS * (1 + self.tall) + self.rows) * 128
-        return stages + 2 * (8192 if plain else 9216) + BOOKKEEPING + raw
+        """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
+        weights = COLUMNS * (1 + self.tall) * (144 if self.kernel == "direct" else 128)
+        return self.stages * (weights + self.rows * 128) + 2 * (8192 if plain else 9216) + BOOKKEEPING
 
 
 PORTABLE = Config(blocks_per_sm=1)
@@ -57,9 +55,11 @@ SINGLE = Config("hopper", rows=128, stages=6, cluster=1)
 SLIM = Config("hopper", rows=64, stages=8, cluster=1)
 BROAD = Config("hopper", rows=192, stages=3, cluster=2, tall=True)
 """Right, but slower than WIDE wherever it was measured (docs/cupy-hopper.md): kept for other chips, not offered."""
-DIRECT = Config("direct", rows=256, stages=3, cluster=2)
-DIRECT_MIDDLE = Config("direct", rows=128, stages=4, cluster=2)
-DIRECT_NARROW = Config("direct", rows=64, stages=6, cluster=2)
+DIRECT = Config("direct", rows=256, stages=3, cluster=2, step=32)
+DIRECT_MIDDLE = Config("direct", rows=128, stages=5, cluster=2, step=32)
+DIRECT_NARROW = Config("direct", rows=64, stages=7, cluster=2, step=32)
+WAVE = Config("wave", rows=128, stages=6)
+WAVE64 = Config("wave", rows=64, stages=4)
 CUBE = Config("small", tile=32)
 CUBE64 = Config("small", tile=64)
 ONE_WAVE = 160
@@ -123,6 +123,16 @@ def small_reasons(spec: ProblemSpec) -> list[str]:
     return reasons
 
 
+def wave_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the kernel for one wave of a list or batch cannot run a spec."""
+    reasons = hopper_reasons(spec)
+    if spec.form not in ("per_group", "batched") or spec.groups > LIST:
+        reasons.append(f"{spec.groups} groups of {spec.form}: it takes a list or a batch of at most {LIST}")
+    if not is_plain(spec) or is_swapped(spec) or spec.out.align < 16:
+        reasons.append("an epilogue, or a result by columns, or rows of results that are not aligned to 16 bytes")
+    return reasons
+
+
 def packed_spec(spec: ProblemSpec) -> ProblemSpec:
     """The spec after the operands that TMA cannot read have been copied."""
     a, b = (_packed(spec, spec.a, "col"), _packed(spec, spec.b, "row"))
@@ -173,6 +183,9 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
         return 1 <= config.blocks_per_sm <= 3 and config.tile in (64, 128)
     if config.kernel == "small":
         return config.tile in (32, 64) and not small_reasons(spec)
+    if config.kernel == "wave":
+        known = (config.rows, config.stages) in ((64, 4), (128, 6))
+        return known and capability == (9, 0) and not wave_reasons(spec)
     known = config.rows in (64, 128, 192, 256) and config.stages >= 2
     fits = known and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT
     shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64) and (not config.tall or config.rows <= 192)
@@ -189,7 +202,7 @@ def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config
 def _order(spec: ProblemSpec) -> list[Config]:
     """All configs, the best guess first: pieces as high as the average group; copies only where they pay."""
     small, large = _small_order(spec), _larger(spec)
-    rest = (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64)
+    rest = (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, WAVE, WAVE64)
     return [*small, *large, *(c for c in rest if c not in small and c not in large)]
 
 

@@ -10,13 +10,20 @@ import torch
 
 from multigemm.backend import Availability, Launch, Recipe
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import direct, family, hopper, packing, portable, small, support
+from multigemm.backends.cupy import direct, family, hopper, packing, portable, small, support, wave
 from multigemm.backends.cupy.config import Config
 from multigemm.errors import InvalidSetting
 from multigemm.layouts import Operands
 from multigemm.spec import ProblemSpec
 
-ROOMS: dict[str, Any] = {"hopper": hopper, "packed": packing, "direct": direct, "small": small, "portable": portable}
+ROOMS: dict[str, Any] = {
+    "hopper": hopper,
+    "packed": packing,
+    "direct": direct,
+    "small": small,
+    "wave": wave,
+    "portable": portable,
+}
 SPREADS = ("packed", "direct", "portable")
 """Kernels whose grid follows the number of processors."""
 
@@ -71,6 +78,7 @@ def _why(spec: ProblemSpec, config: Config) -> str:
         "hopper": "TMA and wgmma",
         "packed": f"operands are copied first: {obstacle}",
         "direct": f"weights are shifted into place as they are read: {obstacle}",
+        "wave": "one thread block per tile, laid out by the host",
         "small": "one thread block per tile, without a schedule",
         "portable": f"any strides, alignment and size ({obstacle})",
     }[config.kernel]

@@ -12,9 +12,12 @@ from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_mos
 from multigemm.layouts import Operands
 from multigemm.spec import ProblemSpec
 
-F16, BF16, TF32, F32, F64, I8 = range(6)
+F16, BF16, TF32, I8, F32, F64 = range(6)
 SIZES = {F16: 2, BF16: 2, TF32: 4, F32: 4, F64: 8, I8: 1}
-BLOCK_K = {(F16, 128): 32, (F16, 64): 64, (TF32, 128): 16, (TF32, 64): 32, (F32, 128): 16, (F64, 64): 16, (I8, 64): 64}
+BLOCK_K = {
+    (F16, 128): 32, (F16, 64): 64, (TF32, 128): 16, (TF32, 64): 32, (I8, 128): 64, (I8, 64): 128,
+    (F32, 128): 16, (F64, 64): 16,
+}  # fmt: skip
 
 
 def kind_of(spec: ProblemSpec) -> int:
@@ -26,18 +29,18 @@ def kind_of(spec: ProblemSpec) -> int:
 
 def side_of(kind: int, config: Config) -> int:
     """The side of a tile; only the tensor-core kinds come in two sizes."""
-    return config.tile if kind <= TF32 else 128 if kind == F32 else 64
+    return config.tile if kind <= I8 else 128 if kind == F32 else 64
 
 
 def threads_of(kind: int, side: int) -> int:
     """Threads per block."""
-    return 128 if kind <= TF32 and side == 64 else 256
+    return 128 if kind <= I8 and side == 64 else 256
 
 
 def shared_bytes(kind: int, side: int) -> int:
     """Dynamic shared memory: the ring of k-blocks or the staging of results (portable.cu), padding included."""
     size, depth = SIZES[kind], BLOCK_K[(F16 if kind == BF16 else kind, side)]
-    tensor_cores = kind <= TF32
+    tensor_cores = kind <= I8
     rows = (side * (depth + 16 // size), depth * (side + 8)) if tensor_cores else (depth * (side + 16 // size),)
     stages = 4 if tensor_cores else 2
     staging = threads_of(kind, side) // 32 * 16 * 36 * 4 if tensor_cores else 16 * (side + 4) * max(size, 4)

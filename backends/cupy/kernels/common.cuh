@@ -102,4 +102,20 @@ __device__ __forceinline__ uint4 shifted(uint4 low, uint4 high, int bytes) {
     return make_uint4(__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits), __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
 }
 
+// The first `count` of eight 16-bit values, zeros after them.
+__device__ __forceinline__ uint4 first_of(uint4 v, int count) {
+    u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = count >= i * 2 + 2 ? w[i] : count == i * 2 + 1 ? w[i] & 0xFFFF : 0;
+    return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// The first `count` of eight 16-bit values, at the ragged right edge of a result.
+__device__ __forceinline__ void store_first(char* at, uint4 v, int count) {
+    const u32 word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 7; ++i)
+        if (i < count) *(u16*)(at + 2 * i) = u16(word[i >> 1] >> (16 * (i & 1)));
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }

@@ -23,47 +23,44 @@ struct Job {
 
 constexpr int SIDE = 64, THREADS = 256, LINES = THREADS / 32;
 
-// Eight elements from an address that is even but no more: aligned words, shifted where it is odd.
-__device__ __forceinline__ uint4 read8(const u16* from) {
-    const u32* words = (const u32*)(u64(from) & ~3ull);
-    u32 w[5];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = __ldg(words + i);
-    if (!(u64(from) & 2)) return make_uint4(w[0], w[1], w[2], w[3]);
-    w[4] = __ldg(words + 4);
-    return make_uint4(__funnelshift_r(w[0], w[1], 16), __funnelshift_r(w[1], w[2], 16), __funnelshift_r(w[2], w[3], 16), __funnelshift_r(w[3], w[4], 16));
-}
-
 constexpr int AHEAD = 4, BAND = AHEAD * LINES, PIECE = 256;      // a unit of work: BAND rows by PIECE elements
 
-// Rows as they are: a warp takes AHEAD rows, so that their loads overlap. The first and the last eight of a
-// row are read one by one, for a word there could reach past the operand.
+// Rows as they are: a warp takes AHEAD rows, so that their loads overlap. Each lane reads the two aligned 16 bytes
+// round its eight elements; where those reach past the ends of the group's operand, the elements one by one.
 __device__ __forceinline__ void straight(const Copy& c, u32 unit) {
     const int lane = threadIdx.x & 31;
     const u32 pieces = u32(ceil_div(c.inner, PIECE)), bands = u32(ceil_div(c.outer, BAND));
     const u32 piece = unit % pieces, band = unit / pieces % bands, g = unit / pieces / bands;
     const i64 j = i64(piece) * PIECE + lane * 8, first = i64(band) * BAND + (threadIdx.x >> 5) * AHEAD;
-    uint4 v[AHEAD];
+    const u16* const start = c.from + g * c.from_group;
+    const u64 end = u64(start + (c.outer - 1) * c.from_outer + c.inner);
+    const int rows = j < c.inner ? int(min64(c.outer - first, AHEAD)) : 0, left = int(min64(c.inner - j, 8));
+    uint4 low[AHEAD], high[AHEAD];
 #pragma unroll
     for (int r = 0; r < AHEAD; ++r) {
-        const i64 row = first + r;
-        const u16* from = c.from + g * c.from_group + row * c.from_outer + j;
-        v[r] = make_uint4(0, 0, 0, 0);
-        if (row >= c.outer || j >= c.inner) continue;
-        if (j > 0 && j + 9 <= c.inner) {
-            v[r] = read8(from);
+        const u16* from = start + (first + r) * c.from_outer + j;
+        const u64 aligned = u64(from) & ~15ull;
+        low[r] = high[r] = make_uint4(0, 0, 0, 0);
+        if (r >= rows) continue;
+        if (aligned >= u64(start) && aligned + 32 <= end) {
+            low[r] = __ldg((const uint4*)aligned), high[r] = __ldg((const uint4*)aligned + 1);
         } else {
             u32 w[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                if (j + i < c.inner) w[i >> 1] |= u32(from[i]) << (16 * (i & 1));
-            v[r] = make_uint4(w[0], w[1], w[2], w[3]);
+                if (i < left) w[i >> 1] |= u32(from[i]) << (16 * (i & 1));
+            low[r] = make_uint4(w[0], w[1], w[2], w[3]);
         }
     }
 #pragma unroll
     for (int r = 0; r < AHEAD; ++r) {
-        const i64 row = first + r;
-        if (row < c.outer && j < c.inner) *(uint4*)(c.to + g * c.to_group + row * c.to_outer + j) = v[r];
+        const u16* from = start + (first + r) * c.from_outer + j;
+        const u64 aligned = u64(from) & ~15ull;
+        if (r >= rows) continue;
+        uint4 v = low[r];
+        if (aligned >= u64(start) && aligned + 32 <= end) v = shifted(low[r], high[r], int(u64(from) & 15));
+        if (left < 8) v = first_of(v, left);
+        *(uint4*)(c.to + g * c.to_group + (first + r) * c.to_outer + j) = v;
     }
 }
 
@@ -111,6 +108,9 @@ __device__ __forceinline__ Copy find_copy(const Job& job, u32 unit) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) pack(const __grid_constant__ Job job) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");      // the product may get ready; it waits for the copies itself
+#endif
     for (u32 unit = blockIdx.x; unit < job.units; unit += gridDim.x) {
         const Copy c = find_copy(job, unit);
         if (c.from_inner == 1) straight(c, unit - u32(c.first));

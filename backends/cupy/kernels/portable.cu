@@ -1,18 +1,19 @@
 // The kernel that is right everywhere: any form, strides, alignment, size and dtype, on sm_80 and later.
 //
-// KIND picks the arithmetic (16-bit and tf32 on tensor cores through mma.sync; fp32, fp64 and int8 on
+// KIND picks the arithmetic (16-bit, tf32 and int8 on tensor cores through mma.sync; fp32 and fp64 on
 // the ordinary cores); A_K and B_K say whether k is the contiguous direction of A and of B; TILE is the
 // side of a tensor-core tile, 128, or 64 for small problems. Thread blocks stay resident and take tiles
 // in turn. A ring of STAGES k-blocks in shared memory lets loads run ahead of the products.
 #include "epilogue.cuh"
+#include "tensor_cores.cuh"
 #include "tile_load.cuh"
 
 #define KIND_F16 0
 #define KIND_BF16 1
 #define KIND_TF32 2
-#define KIND_F32 3
-#define KIND_F64 4
-#define KIND_I8 5
+#define KIND_I8 3
+#define KIND_F32 4
+#define KIND_F64 5
 
 #if KIND == KIND_F16 || KIND == KIND_BF16
 typedef u16 Element;
@@ -33,37 +34,20 @@ constexpr int BM = 64, BN = 64, BK = 16, STAGES = 2;
 #else
 typedef signed char Element;
 typedef int Acc;
-constexpr int BM = 64, BN = 64, BK = 64, STAGES = 2;
+constexpr int BM = TILE, BN = TILE, BK = TILE == 64 ? 128 : 64, STAGES = 4;
 #endif
-constexpr bool TENSOR_CORES = KIND <= KIND_TF32;
+constexpr bool TENSOR_CORES = KIND <= KIND_I8;
 constexpr int THREADS = TENSOR_CORES && TILE == 64 ? 128 : 256;
-constexpr int RESIDENT = THREADS == 128 ? 3 : KIND == KIND_I8 ? 2 : 1;       // thread blocks per multiprocessor; more would spill
+constexpr int RESIDENT = THREADS == 128 ? 3 : 1;       // thread blocks per multiprocessor; more would spill
 
-#if KIND <= KIND_TF32
+#if KIND <= KIND_I8
 // Each warp owns half of the tile's rows and 32 of its columns: MI x 4 products of m16n8. Pitches are
 // padded so that eight rows of 16 bytes fall into different banks.
 constexpr int MI = BM / 32;
 constexpr int PAD = 16 / sizeof(Element);
-constexpr int A_PITCH = A_K ? BK + (KIND == KIND_TF32 ? 4 : PAD) : BM + 8, B_PITCH = B_K ? BK + (KIND == KIND_TF32 ? 4 : PAD) : BN + 8;
-constexpr int A_TILE = (A_K ? BM : BK) * A_PITCH, B_TILE = (B_K ? BN : BK) * B_PITCH;
-
-__device__ __forceinline__ void ldmatrix(u32 (&r)[4], const void* p, bool transposed) {
-    if (transposed)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
-}
-
-__device__ __forceinline__ void mma(float (&d)[4], const u32* a, const u32* b) {
-#if KIND == KIND_TF32
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#elif KIND == KIND_F16
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
+constexpr bool A_ROWS = A_K || KIND == KIND_I8, B_ROWS = B_K || KIND == KIND_I8;      // bytes are multiplied along k only
+constexpr int A_PITCH = A_ROWS ? BK + PAD : BM + 8, B_PITCH = B_ROWS ? BK + PAD : BN + 8;
+constexpr int A_TILE = (A_ROWS ? BM : BK) * A_PITCH, B_TILE = (B_ROWS ? BN : BK) * B_PITCH;
 
 __device__ __forceinline__ u32 tf32(Element x) {
     u32 y;
@@ -71,13 +55,15 @@ __device__ __forceinline__ u32 tf32(Element x) {
     return y;
 }
 
+struct alignas(8) Pair { Acc low, high; };
+
 struct Compute {
-    float acc[MI][4][4];
+    Acc acc[MI][4][4];
 
     __device__ __forceinline__ void step(const Element* a, const Element* b) {
-        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m0 = (warp & 1) * (BM / 2), n0 = (warp >> 1) * 32;
+        const int warp = threadIdx.x >> 5, m0 = (warp & 1) * (BM / 2), n0 = (warp >> 1) * 32;
 #if KIND == KIND_TF32
-        const int row = lane >> 2, col = lane & 3;
+        const int lane = threadIdx.x & 31, row = lane >> 2, col = lane & 3;
 #define A_AT(m, k) tf32(A_K ? a[(m) * A_PITCH + (k)] : a[(k) * A_PITCH + (m)])
 #define B_AT(n, k) tf32(B_K ? b[(n) * B_PITCH + (k)] : b[(k) * B_PITCH + (n)])
 #pragma unroll
@@ -94,36 +80,36 @@ struct Compute {
 #pragma unroll
             for (int i = 0; i < MI; ++i)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) mma(acc[i][j], fa[i], fb[j]);
+                for (int j = 0; j < 4; ++j) mma_tf32(acc[i][j], fa[i], fb[j]);
         }
 #else
-        const int half = lane >> 3, row = lane & 7;   // which of ldmatrix's four matrices, and its row
 #pragma unroll
-        for (int k = 0; k < BK; k += 16) {
+        for (int k = 0; k < BK; k += 32 / sizeof(Element)) {
             u32 fa[MI][4], fb[2][4];
 #pragma unroll
-            for (int i = 0; i < MI; ++i) {
-                const int m = m0 + i * 16;
-                ldmatrix(fa[i], A_K ? a + (m + (half & 1) * 8 + row) * A_PITCH + k + (half >> 1) * 8
-                                    : a + (k + (half >> 1) * 8 + row) * A_PITCH + m + (half & 1) * 8, !A_K);
-            }
+            for (int i = 0; i < MI; ++i) load_a<A_ROWS, A_PITCH>(fa[i], a, m0 + i * 16, k);
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int n = n0 + j * 16;
-                ldmatrix(fb[j], B_K ? b + (n + (half >> 1) * 8 + row) * B_PITCH + k + (half & 1) * 8
-                                    : b + (k + (half & 1) * 8 + row) * B_PITCH + n + (half >> 1) * 8, !B_K);
-            }
+            for (int j = 0; j < 2; ++j) load_b<B_ROWS, B_PITCH>(fb[j], b, n0 + j * 16, k);
 #pragma unroll
             for (int i = 0; i < MI; ++i)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) mma(acc[i][j], fa[i], fb[j >> 1] + (j & 1) * 2);
+                for (int j = 0; j < 4; ++j) {
+                    const u32* const columns = fb[j >> 1] + (j & 1) * 2;
+#if KIND == KIND_I8
+                    mma_s8(acc[i][j], fa[i], columns);
+#elif KIND == KIND_BF16
+                    mma_bf16(acc[i][j], fa[i], columns);
+#else
+                    mma_f16(acc[i][j], fa[i], columns);
+#endif
+                }
         }
 #endif
     }
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int e = 0; e < MI * 16; ++e) ((float*)acc)[e] = 0.0f;
+        for (int e = 0; e < MI * 16; ++e) ((Acc*)acc)[e] = 0;
     }
 
     // alpha * acc in 16 bits and rows of even addresses: pairs leave straight from the registers.
@@ -152,19 +138,19 @@ struct Compute {
 
     // 16 x 32 at a time through the warp's own piece of shared memory.
     __device__ __forceinline__ void finish(const Problem& p, const Group& g, char* shared, i64 i0, i64 j0) {
-        if (finish_plain(p, g, i0, j0)) return;
+        if (KIND != KIND_I8 && finish_plain(p, g, i0, j0)) return;
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         constexpr int PITCH = 36;
-        float* staged = (float*)shared + warp * 16 * PITCH;
+        Acc* staged = (Acc*)shared + warp * 16 * PITCH;
 #pragma unroll
         for (int i = 0; i < MI; ++i) {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    *(float2*)(staged + ((lane >> 2) + h * 8) * PITCH + j * 8 + (lane & 3) * 2) = make_float2(acc[i][j][h * 2], acc[i][j][h * 2 + 1]);
+                    *(Pair*)(staged + ((lane >> 2) + h * 8) * PITCH + j * 8 + (lane & 3) * 2) = {acc[i][j][h * 2], acc[i][j][h * 2 + 1]};
             __syncwarp();
-            emit<float>(p, g, staged, 16, 32, PITCH, i0 + (warp & 1) * (BM / 2) + i * 16, j0 + (warp >> 1) * 32);
+            emit<Acc>(p, g, staged, 16, 32, PITCH, i0 + (warp & 1) * (BM / 2) + i * 16, j0 + (warp >> 1) * 32);
             __syncwarp();
         }
     }
@@ -235,6 +221,9 @@ __device__ __forceinline__ void tile_position(i64 local, i64 tiles_m, i64 tiles_
     tm = band * 8 + rest % height, tn = rest / height;
 }
 
+// What may travel by cp.async where it is aligned: all that keeps its direction.
+constexpr bool A_COPIED = TENSOR_CORES && (A_K || KIND != KIND_I8), B_COPIED = TENSOR_CORES && (B_K || KIND != KIND_I8);
+
 // Both operands of one k-block on their way into a stage: by cp.async at once, or through registers.
 struct Loader {
     TileLoad<Element, BM, BK, A_K, THREADS> la;
@@ -251,9 +240,9 @@ struct Loader {
     }
     __device__ __forceinline__ void load(const Group& g, Element* stage) {
         const int k_left = int(min64(left, 2 * BK));
-        if (TENSOR_CORES && la.width == 16) la.template start<A_PITCH>(stage, a, k_left);
+        if (A_COPIED && la.width == 16) la.template start<A_PITCH>(stage, a, k_left);
         else la.load(a, A_K ? g.a_col : g.a_row, k_left);
-        if (TENSOR_CORES && lb.width == 16) lb.template start<B_PITCH>(stage + A_TILE, b, k_left);
+        if (B_COPIED && lb.width == 16) lb.template start<B_PITCH>(stage + A_TILE, b, k_left);
         else lb.load(b, B_K ? g.b_row : g.b_col, k_left);
         a += a_step, b += b_step, left -= BK;
     }
@@ -262,8 +251,10 @@ struct Loader {
             la.template store_k_major<A_PITCH>(stage), lb.template store_k_major<B_PITCH>(stage + A_TILE);
             return;
         }
-        if (la.width != 16) la.template store<A_PITCH>(stage);
-        if (lb.width != 16) lb.template store<B_PITCH>(stage + A_TILE);
+        if (KIND == KIND_I8 && !A_K) la.template store_turned<A_PITCH>(stage);
+        else if (la.width != 16) la.template store<A_PITCH>(stage);
+        if (KIND == KIND_I8 && !B_K) lb.template store_turned<B_PITCH>(stage + A_TILE);
+        else if (lb.width != 16) lb.template store<B_PITCH>(stage + A_TILE);
     }
 };
 

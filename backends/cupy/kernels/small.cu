@@ -8,6 +8,7 @@
 // list's groups come as an argument), PLAIN (alpha * acc in the operands' type, rows contiguous), PAIRS (of
 // results, at addresses that are multiples of 4).
 #include "epilogue.cuh"
+#include "tensor_cores.cuh"
 
 constexpr int BM = TILE_M, BN = TILE_N, BK = 64, STAGES = 4, WARPS_N = BN / 16, THREADS = WARPS_N * 64;
 constexpr int COLS = BN / WARPS_N, MI = BM / 32, NJ = COLS / 8;      // columns, and products of m16n8, of each of 2 x WARPS_N warps
@@ -33,22 +34,6 @@ struct Tile {
     int first, last;            // rows that count; the others are not stored, or zeroed
 };
 
-__device__ __forceinline__ void ldmatrix(u32 (&r)[4], const u16* p, bool transposed) {
-    if (transposed)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
-}
-
-__device__ __forceinline__ void mma(float (&d)[4], const u32* a, const u32* b) {
-#if BFLOAT
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // One k-block of an operand: what lies outside arrives as zeros.
 template <int MN, bool CONTIG_K, int PITCH>
 __device__ __forceinline__ void load(u32 to, const char* base, i64 pitch, int mn_left, int k0, int k_left) {
@@ -71,27 +56,21 @@ __device__ __forceinline__ void load_stage(const Tile& t, u32 ring, int kb) {
 }
 
 __device__ __forceinline__ void multiply(const u16* a, const u16* b, float (&acc)[MI][NJ][4]) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, m0 = (warp & 1) * (BM / 2), n0 = (warp >> 1) * COLS;
-    const int part = lane >> 3, row = lane & 7;
+    const int warp = threadIdx.x >> 5, m0 = (warp & 1) * (BM / 2), n0 = (warp >> 1) * COLS;
 #pragma unroll
     for (int k = 0; k < BK; k += 16) {
         u32 fa[MI][4], fb[NJ / 2][4];
 #pragma unroll
-        for (int i = 0; i < MI; ++i) {
-            const int m = m0 + i * 16;
-            ldmatrix(fa[i], A_K ? a + (m + (part & 1) * 8 + row) * A_PITCH + k + (part >> 1) * 8
-                                : a + (k + (part >> 1) * 8 + row) * A_PITCH + m + (part & 1) * 8, !A_K);
-        }
+        for (int i = 0; i < MI; ++i) load_a<A_K, A_PITCH>(fa[i], a, m0 + i * 16, k);
 #pragma unroll
-        for (int j = 0; j < NJ / 2; ++j) {
-            const int n = n0 + j * 16;
-            ldmatrix(fb[j], B_K ? b + (n + (part >> 1) * 8 + row) * B_PITCH + k + (part & 1) * 8
-                                : b + (k + (part & 1) * 8 + row) * B_PITCH + n + (part >> 1) * 8, !B_K);
-        }
+        for (int j = 0; j < NJ / 2; ++j) load_b<B_K, B_PITCH>(fb[j], b, n0 + j * 16, k);
 #pragma unroll
         for (int i = 0; i < MI; ++i)
 #pragma unroll
-            for (int j = 0; j < NJ; ++j) mma(acc[i][j], fa[i], fb[j >> 1] + (j & 1) * 2);
+            for (int j = 0; j < NJ; ++j) {
+                if (BFLOAT) mma_bf16(acc[i][j], fa[i], fb[j >> 1] + (j & 1) * 2);
+                else mma_f16(acc[i][j], fa[i], fb[j >> 1] + (j & 1) * 2);
+            }
     }
 }
 

@@ -30,27 +30,18 @@ __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, c
     return r;
 }
 
-// The first `count` of eight 16-bit values, at the ragged right edge of a result.
-__device__ __forceinline__ void store_first(char* at, uint4 v, int count) {
-    const u32 word[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 7; ++i)
-        if (i < count) *(u16*)(at + 2 * i) = u16(word[i >> 1] >> (16 * (i & 1)));
-}
-
-// Piece `piece` of the nine aligned 16-byte pieces that a row of 64 results can touch, from a swizzled row.
-__device__ __forceinline__ void store_shifted(char* line, u32 row, int swizzle, int piece, int cols) {
-    const int first = piece * 8 - int((u64(line) & 15) >> 1), from = max(first, 0), to = min(first + 8, cols), chunk = first >> 3;
-    if (from == first && to == first + 8) {
-        const uint4 low = load_shared16(row + ((chunk ^ swizzle) << 4)), high = load_shared16(row + (((chunk + 1 & 7) ^ swizzle) << 4));
-        *(uint4*)(line + first * 2) = shifted(low, high, (first & 7) * 2);
-        return;
-    }
-    for (int c = from; c < to; ++c) {
-        u16 v;
-        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(row + (((c >> 3) ^ swizzle) << 4) + (c & 7) * 2));
-        *(u16*)(line + c * 2) = v;
-    }
+// A row of at most 64 results at any even address, by one warp: aligned pairs, from a swizzled row of the staging.
+__device__ __forceinline__ void store_row(char* line, u32 row, int swizzle, int cols) {
+    const int lane = threadIdx.x & 31, odd = int(u64(line) & 2) >> 1, first = lane * 2 - odd;
+    u32 own;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(own) : "r"(row + (((lane >> 2) ^ swizzle) << 4) + (lane & 3) * 4));
+    const u32 before = __shfl_up_sync(~0u, own, 1);
+    const u32 pair = odd ? __funnelshift_l(before, own, 16) : own;
+    char* const at = line + first * 2;
+    if (first >= 0 && first + 1 < cols) *(u32*)at = pair;
+    else if (first >= 0 && first < cols) *(u16*)at = u16(pair);
+    else if (first < 0 && cols > 0) *(u16*)(at + 2) = u16(own);
+    if (odd && lane == 31 && cols == 64) *(u16*)(at + 4) = u16(own >> 16);
 }
 
 #if PLAIN
@@ -109,21 +100,21 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
                 }
             }
         } else {
-#pragma unroll 1
-            for (int e = tid; e < rows * 9; e += 128) {   // rows of any address: aligned pieces, shifted into place
-                const int row = e / 9;
-                if (r0 + row >= skip) store_shifted(to.out + (r0 + row) * to.row_step, staging + row * 128, row & 7, e % 9, to.cols);
-            }
+#pragma unroll 2
+            for (int row = warp; row < rows; row += 4)
+                if (r0 + row >= skip) store_row(to.out + (r0 + row) * to.row_step, staging + row * 128, row & 7, to.cols);
         }
     }
 }
 #else
-// Any epilogue: 32 rows at a time in float32, then element by element with lanes along the columns.
+// Any epilogue: 32 rows at a time in float32, then element by element with lanes along whichever direction is
+// contiguous in the result: for jagged n stored by rows that is the one that the pieces cut.
 __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
     const Group g = resolve(p, t.group, 2);
     const int skip = rows_to_skip(p, t), lead = !X_K && !LISTED && !RAGGED_K ? t.extra : 0;
     const int size = size_of(p.out_type);
+    const bool down = l.swapped ? g.out_col == 1 && g.out_row != 1 : g.out_row == 1 && g.out_col != 1;
     const u32 mine = staging + ((lane & 3) * 2 * PITCH + warp * 16 + (lane >> 2)) * 4;
 #pragma unroll 1
     for (int q = 0; q < ACCUMULATORS / 16; ++q) {   // 16 registers each: 32 rows of 64 columns
@@ -144,9 +135,9 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
         warpgroup_sync(half);
         const int rows = min(t.rows - r0, 32);
 #pragma unroll 1
-        for (int e = tid; e < rows * 64; e += 128) {
-            const int row = e >> 6, c = e & 63;
-            if (c < cols && r0 + row >= skip) {
+        for (int e = tid; e < (down ? 32 : rows) * 64; e += 128) {
+            const int row = down ? e & 31 : e >> 6, c = down ? e >> 5 : e & 63;
+            if (row < rows && c < cols && r0 + row >= skip) {
                 const i64 r = t.row0 + r0 + row - lead, i = l.swapped ? col + c : r, j = l.swapped ? r : col + c;
                 const float v = finish<float>(p, g, i, j, load_shared(staging + (row * PITCH + c) * 4));
                 store_as<float>(g.out + (i * g.out_row + j * g.out_col) * size, p.out_type, v);

@@ -97,6 +97,14 @@ struct TileLoad {
         for (int c = 0; c < CHUNKS; ++c) *(uint4*)(tile + across(c) * PITCH + along(c)) = chunk[c].q;
     }
 
+    // [mn][k] from an operand that is contiguous along mn: four lines of k would be needed to write words, so bytes it is.
+    template <int PITCH> __device__ __forceinline__ void store_turned(T* tile) const {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+            for (int i = 0; i < V; ++i) tile[(along(c) + i) * PITCH + across(c)] = chunk[c].e[i];
+    }
+
     // Always [k][mn], for kernels that read columns of k: transposes where k was contiguous.
     template <int PITCH> __device__ __forceinline__ void store_k_major(T* tile) const {
 #pragma unroll
