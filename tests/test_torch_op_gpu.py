@@ -33,6 +33,12 @@ def test_forward_and_gradients_are_those_of_the_cpu(form: str) -> None:
         torch.testing.assert_close(got.cpu(), want)
 
 
+@pytest.mark.parametrize("count", [20, 3000])
+def test_opcheck_of_the_counting_sort(count: int) -> None:
+    pairs = torch.randint(-1, 6, (count,), device="cuda")
+    torch.library.opcheck(torch.ops.multigemm.sort_by_expert.default, (pairs, 5))
+
+
 def test_opcheck_on_the_device() -> None:
     a, b = torch.randn(7, 8, device="cuda", requires_grad=True), torch.randn(3, 8, 4, device="cuda", requires_grad=True)
     ends = torch.tensor([2, 2, 6], device="cuda")
