@@ -128,3 +128,16 @@ def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits) -> Case:
         rows = tuple(min(sizes["m"], _near(ch, tile.m, (0, 0, 1, 2))) for _ in range(count))
         changes |= sizes | {"lengths": rows if kind.form == "masked" else (0,) * count}
     return settled(alike(kind, replace(kind, **changes)), limits)
+
+
+MULTITUDE = 66_000
+"""Groups that two levels of 256 pivots cannot tell apart."""
+
+
+def multitude(kind: Case, ch: Chooser, limits: Limits) -> Case:
+    """A problem of a jagged kind with very many groups, of which a few at the edges of a search are not empty."""
+    lengths = [0] * MULTITUDE
+    for at in (0, 31, 32, 255, 256, 257, 1023, 1024, 4095, 33_333, 65_535, 65_536, MULTITUDE - 1):
+        lengths[at] = ch.integer(1, 9)
+    sizes: dict[str, Any] = {name: min(getattr(kind, name), 20) for name in "mnk"}
+    return settled(replace(kind, **sizes, lengths=tuple(lengths), head=0, tail=3), limits)

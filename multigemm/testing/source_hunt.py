@@ -85,7 +85,7 @@ def stored_cases() -> list[Any]:
 def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
     """A few tiles of each kind of problem, stored failures, then random cases, until something is seen."""
     from multigemm.testing.cliff import on_a_cliff
-    from multigemm.testing.edges import at_edges
+    from multigemm.testing.edges import at_edges, multitude
     from multigemm.testing.kinds import kinds
     from multigemm.testing.mutants import examine_stand
     from multigemm.testing.strategies import EMULATED, RandomChooser, random_case
@@ -97,6 +97,8 @@ def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
     limits, side = replace(EMULATED, work=1 << 13, groups=600), SIDES.get(hunt.backend, 16)
     tile = SimpleNamespace(block_m=side, block_n=side, block_k=max(side, 32), stages=1)
     edges = [at_edges(kind, tile, RandomChooser(i), limits) for i, kind in enumerate(kinds(limits, KINDS))]
+    rows = next(kind for kind in kinds(limits, KINDS) if kind.form == "jagged_m")
+    edges.append(multitude(replace(rows, shared=True), RandomChooser(0), limits))  # one B, or they would not fit
     cases = [*edges, *stored_cases()]
     number = 0
     while time.monotonic() - begin < hunt.seconds:
@@ -140,7 +142,7 @@ class _Run:
     def problem(self, number: int) -> Any:
         """At the edges of the tiles or ordinary; and, where a kernel decides on them at run time, of another form,
         with another epilogue, with other factors."""
-        from multigemm.testing.edges import WORK, alike, at_edges
+        from multigemm.testing.edges import WORK, alike, at_edges, multitude
         from multigemm.testing.kinds import cousin, redrawn
         from multigemm.testing.strategies import Limits, RandomChooser, factors
 
@@ -149,6 +151,8 @@ class _Run:
             case = replace(case, alpha=choose.choice(factors(case)))
             if number % 2:
                 case = cousin(case, choose, ordinary)
+        if number == 2 * BURST and case.form in ("jagged_m", "jagged_n"):
+            return multitude(replace(case, shared=True), choose, ordinary)
         if number % 5 == 4:
             return alike(case, redrawn(case, choose, ordinary))
         return at_edges(case, self.config, choose, Limits(work=WORK))

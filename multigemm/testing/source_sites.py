@@ -29,7 +29,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper_producer.py": ("hopper",), "hopper_epilogue.py": ("hopper", "mma"), "warp_schedule.py": ("hopper",),
     },
 }  # fmt: skip
-"""The files that kernels are made of, and the kernels that a fault in each can reach; CUDA sources say it themselves."""
+"""The files that kernels are made of, and the kernels that a fault in each can reach; CUDA sources tell themselves."""
 
 COPIES = ("packed", "direct")
 """Kernels that may copy an operand first."""
