@@ -45,7 +45,8 @@ class Recipe:
     `ops.out`, and zeroes the unowned ones if `spec.zero_unowned`. It must not keep state that two
     bound problems share, must launch on the current stream, and must see operands changed in place.
     `syncs` says that binding or launching reads sizes back from the device. `tell` is for a recipe
-    that decides at bind, by sizes that no spec holds.
+    that decides at bind, by sizes that no spec holds; a backend whose plans cost nothing may say so by an
+    attribute `decides_at_bind`, and `auto` then judges it by what it tells.
     """
 
     kernel: str

@@ -33,9 +33,13 @@ class Choice:
 
 def reasons(choice: Choice, problem: GroupedGemmProblem) -> str:
     """Why this backend, why this config, and what it comes to for the sizes of this problem."""
-    recipe = choice.recipe
-    told = recipe.tell(outline(problem, choice.spec)) if recipe.tell is not None else ""
-    return "; ".join(filter(None, (choice.why, recipe.why, told)))
+    return "; ".join(filter(None, (choice.why, choice.recipe.why, told(choice, problem))))
+
+
+def told(choice: Choice, problem: GroupedGemmProblem) -> str:
+    """What a recipe that decides at bind would run for this problem; "" for any other."""
+    tell = choice.recipe.tell
+    return "" if tell is None else tell(outline(problem, choice.spec))
 
 
 def _launcher(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Launch:
@@ -175,6 +179,11 @@ class Plan:
     def syncs(self) -> bool:
         """Whether running it reads sizes back from the device (and so cannot be captured)."""
         return self._choice.recipe.syncs
+
+    @property
+    def told(self) -> str:
+        """What it runs for these sizes, where only they decide; else ""."""
+        return told(self._choice, self.problem)
 
     @property
     def why(self) -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -15,7 +15,10 @@ from multigemm import registry, tuning
 from multigemm.backend import Availability
 from multigemm.bound import Choice
 from multigemm.errors import InvalidSetting
+from multigemm.layouts import Operands
 from multigemm.spec import ProblemSpec
+
+Sizes = Callable[[], Operands]
 
 
 def unavailable_text(state: Availability) -> str:
@@ -74,21 +77,26 @@ class Candidate:
         return self.availability.ok and not self.reasons
 
 
-def candidates(spec: ProblemSpec, device: torch.device, equal: bool = False) -> list[Candidate]:
-    """Every backend with its reasons and its measured time, in the order in which auto would try them."""
+def candidates(
+    spec: ProblemSpec, device: torch.device, equal: bool = False, sizes: Sizes | None = None
+) -> list[Candidate]:
+    """Every backend with its reasons and its measured time, in the order in which auto would try them.
+
+    `sizes` gives the operands in outline, for backends that decide by them what they run.
+    """
     states = {name: registry.state(name) for name in registry.names()}
     reasons = {
         name: tuple(registry.get(name).not_supported_reasons(spec, device)) if state.ok else ()
         for name, state in states.items()
     }
     able = [name for name, state in states.items() if state.ok and not reasons[name]]
-    known = _knowledge(able, spec, device, equal)
+    known = _knowledge(able, spec, device, equal, sizes)
     found = [Candidate(name, states[name], reasons[name], *known.get(name, (None, None, ""))) for name in states]
     return sorted(found, key=lambda c: (c.slowness is None, c.slowness or 0.0))
 
 
 def _knowledge(
-    names: Sequence[str], spec: ProblemSpec, device: torch.device, equal: bool
+    names: Sequence[str], spec: ProblemSpec, device: torch.device, equal: bool, sizes: Sizes | None
 ) -> dict[str, tuple[float | None, float | None, str]]:
     """Per backend the measured time of this class and how it compares; where the class was not measured, what
     the classes around it let one expect."""
@@ -97,10 +105,20 @@ def _knowledge(
     if len(exact) > 1:
         best = min(m.us for m in exact.values()) or 1.0
         return {name: (m.us, m.us / best, m.source) for name, m in exact.items()}
-    ran = {name: tuning.config_text(config_for(name, spec, device, None, equal)[0]) for name in names}
+    ran = {name: _would_run(name, spec, device, equal, sizes) for name in names}
     found = [e for e in table.estimates(spec, device, equal, ran) if e.backend in names]
     best = min((e.slowness for e in found), default=1.0)
     return {e.backend: (None, e.slowness / best, e.source) for e in found}
+
+
+def _would_run(name: str, spec: ProblemSpec, device: torch.device, equal: bool, sizes: Sizes | None) -> str:
+    """What a backend would run, in short."""
+    backend, config = registry.get(name), config_for(name, spec, device, None, equal)[0]
+    told = ""
+    if sizes is not None and getattr(backend, "decides_at_bind", False):
+        recipe = backend.plan(spec, config, device)
+        told = recipe.tell(sizes()) if recipe.tell is not None else ""
+    return tuning.config_text(config, told)
 
 
 def why(c: Candidate) -> str:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSett
 from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.settings import settings
 from multigemm.spec import ProblemSpec
-from multigemm.staging import equal_sizes, staged_spec
+from multigemm.staging import equal_sizes, outline, staged_spec
 
 Which = str | Sequence[str]
 CHOICES_KEPT = 4096
@@ -66,7 +67,7 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
         with _lock:
             if settings().measure and which == "auto" and config is None and not settings().backend:
                 trial.run(problem, spec, equal)
-            found = _choices.get(key) or _choose(spec, problem.device, which, config, equal)
+            found = _choices.get(key) or _choose(problem, spec, which, config, equal)
             if len(_choices) >= CHOICES_KEPT:
                 _choices.clear()
             _choices[(*key[:-1], tuning.table().generation)] = found
@@ -90,11 +91,11 @@ def _hashable(config: Any) -> Any:
     return frozenset(config.items()) if isinstance(config, Mapping) else config
 
 
-def _choose(spec: ProblemSpec, device: torch.device, which: Which, config: Any, equal: bool) -> Choice:
+def _choose(problem: GroupedGemmProblem, spec: ProblemSpec, which: Which, config: Any, equal: bool) -> Choice:
     if which == "auto":
-        choice = _choose_auto(spec, device, config, equal)
+        choice = _choose_auto(problem, spec, config, equal)
     else:
-        choice = _choose_named(spec, device, [which] if isinstance(which, str) else list(which), config, equal)
+        choice = _choose_named(spec, problem.device, [which] if isinstance(which, str) else list(which), config, equal)
     if settings().print_config:
         print(
             f"multigemm: {choice.backend} {choice.recipe.kernel} {choice.recipe.config} ({choice.why})", file=sys.stderr
@@ -118,12 +119,13 @@ def _choose_named(spec: ProblemSpec, device: torch.device, names: list[str], con
     raise BackendUnsupported(reasons)
 
 
-def _choose_auto(spec: ProblemSpec, device: torch.device, config: Any, equal: bool) -> Choice:
+def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, equal: bool) -> Choice:
+    device = problem.device
     allowed = settings().backend
     if unknown := [name for name in allowed if name not in registry.names()]:
         known = ", ".join(registry.names())
         raise UnknownBackend(f"MULTIGEMM_BACKEND holds {unknown[0]!r}, which is no backend; known: {known}")
-    found = candidates(spec, device, equal)
+    found = candidates(spec, device, equal, partial(outline, problem, spec))
     able = [c for c in found if c.can and not c.availability.emulated and c.name != "null"]
     if allowed:
         able = sorted((c for c in able if c.name in allowed), key=lambda c: allowed.index(c.name))
@@ -174,15 +176,14 @@ def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = 
     ]
     if problem.refreshes:
         steps.append(f"{len(problem.refreshes)} array(s) with negative strides are copied")
+    found = tuple(candidates(spec, problem.device, equal, partial(outline, problem, spec)))
     try:
         choice = choose(problem, backend, config)
     except (BackendUnsupported, BackendUnavailable) as error:
-        return Explanation(
-            spec, tuple(candidates(spec, problem.device, equal)), None, "", None, str(error), tuple(steps)
-        )
+        return Explanation(spec, found, None, "", None, str(error), tuple(steps))
     return Explanation(
         spec,
-        tuple(candidates(spec, problem.device, equal)),
+        found,
         choice.backend,
         choice.recipe.kernel,
         choice.recipe.config,

@@ -29,10 +29,10 @@ LIKE_ROWS = ("jagged_m", "masked", "batched", "per_group")
 HALF = ("float16", "bfloat16")
 WORDS = 11
 NEAREST = 60
-LENGTHS = (4.0, 5.0, 5.0, 7.0)
+LENGTHS = (6.0, 8.0, 8.0, 10.0)
 """Octaves of rows per group, of the two other extents and of the groups, after which values are unlike (a factor e)."""
 OTHER_FORM, OTHER_ALIGNMENT, OTHER_SIZES, OTHER_ORDER, OTHER_SHARING, OTHER_HALF = 1.0, 0.8, 0.7, 0.35, 0.3, 0.1
-OTHER_CONFIG = 1.0
+OTHER_CONFIG = 2.0
 UNKNOWN_EXTENT = 1.0
 NOISE = 0.03
 """Of a measurement, as a part of the variance of g."""

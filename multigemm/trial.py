@@ -27,7 +27,8 @@ def run(problem: GroupedGemmProblem, spec: ProblemSpec, equal: bool) -> None:
     device = problem.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    found = [c for c in candidates(spec, device, equal) if c.can and not c.availability.emulated and c.name != "null"]
+    found = candidates(spec, device, equal, partial(outline, problem, spec))
+    found = [c for c in found if c.can and not c.availability.emulated and c.name != "null"]
     if sum(c.us is not None for c in found) > 1:
         return
     likely = [c for c in found if (c.slowness or 1.0) <= LIKELY][:AT_MOST]
@@ -40,6 +41,6 @@ def run(problem: GroupedGemmProblem, spec: ProblemSpec, equal: bool) -> None:
     for name, timing in taken.items():
         if not timing.ok:
             raise MultigemmError(f"backend {name!r} failed while it was measured: {timing.error}")
-        ran, key = tuning.config_text(choices[name].recipe.config), tuning.spec_key(spec, equal)
-        us, where = round(timing.median, 2), tuning.device_name(device)
+        ran = tuning.config_text(choices[name].recipe.config, bound.told(choices[name], problem))
+        us, where, key = round(timing.median, 2), tuning.device_name(device), tuning.spec_key(spec, equal)
         tuning.table().record(Measured(name, {}, us, where, key, ran=ran, groups=spec.groups))

@@ -12,6 +12,7 @@ sizes on the device do not care, so that their times on the device stand in for 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
@@ -51,10 +52,10 @@ class Measured:
     flops: float = 0.0
 
 
-def config_text(config: Any) -> str:
-    """A config in short: equal texts of one backend are equal configs."""
+def config_text(config: Any, told: str = "") -> str:
+    """What runs, in short: the config, and what a recipe that decides at bind tells of it, but for its counts."""
     values = config if isinstance(config, Mapping) else _fields_of(config)
-    return "/".join(map(str, values.values()))
+    return "/".join([*map(str, values.values()), *([re.sub(r"\b\d+ ", "", told)] if told else [])])
 
 
 def _fields_of(config: Any) -> dict[str, Any]:

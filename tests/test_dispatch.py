@@ -56,7 +56,7 @@ class Fake:
 
         def tell(ops: Operands) -> str:
             assert isinstance(ops.out, torch.Tensor)
-            assert ops.out.is_meta
+            assert ops.out.is_meta or ops.out.eq(7.0).all()
             assert ops.host_offsets is not None
             return f"fills {ops.host_offsets[-1]} rows"
 
@@ -216,6 +216,33 @@ def test_an_unknown_class_is_measured_once_where_that_is_asked_for(
     assert "expected to be fastest" in str(mg.explain(problem()))
     kept_us = [tuning.table().find(name, posed.spec, torch.device("cpu"), equal=True) for name in ("slow", "fast")]
     assert [m is not None and m.us >= least for m, least in zip(kept_us, (4000, 1000), strict=True)] == [True, True]
+
+
+@dataclass
+class Decider(Fake):
+    """A fake that would run another call for many rows, and says so."""
+
+    decides_at_bind: bool = True
+
+    def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
+        def tell(ops: Operands) -> str:
+            assert ops.host_offsets is not None
+            rows = int(ops.host_offsets[-1])
+            return f"{'many' if rows > 600 else 'few'} calls for {rows} rows"
+
+        return replace(super().plan(spec, config, device), tell=tell)
+
+
+def test_a_backend_that_decides_by_sizes_is_judged_by_what_it_would_run(install: Callable[..., None]) -> None:
+    install(Fake("steady", 1), Decider("picks", 2))
+    base = tuning.spec_key(problem(4096).spec, equal=True)
+    for total, us, ran in ((256, 40.0, "16/few calls for rows"), (4096, 5.0, "16/many calls for rows")):
+        key = base.replace("t4096", f"t{total}")
+        tuning.table().record(Measured("steady", {}, 10.0, "cpu", key, ran="16"))
+        tuning.table().record(Measured("picks", {}, us, "cpu", key, ran=ran))
+    assert mg.plan(problem(520)).backend == "steady"
+    dispatch._choices.clear()
+    assert mg.plan(problem(1000)).backend == "picks"
 
 
 def test_settings_restrict_auto(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.problem import GroupedGemmProblem
 from multigemm.staging import equal_sizes, staged_spec
 from multigemm.timing import Call
-from multigemm.tuning import spec_key
+from multigemm.tuning import config_text, spec_key
 
 Kind = Literal["backend", "peer", "ceiling"]
 
@@ -48,6 +48,7 @@ class Prepared:
     build_s: float = 0.0
     spec: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
+    ran: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def backend_entry(name: str, config: Any = None, host_sizes: bool = False, label
         ready = Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
         if name != AUTO:
             ready.spec, ready.fields = spec_key(staged_spec(posed), equal_sizes(posed)), as_fields(plan.config)
+            ready.ran = config_text(plan.config, plan.told)
         return ready
 
     return Entry(label or (name + HOST_SIZES if host_sizes else name), "backend", prepare)

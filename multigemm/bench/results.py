@@ -51,8 +51,8 @@ class Sample:
 class Row:
     """One entry on one workload. Times are microseconds; `us` is the better of eager and graph.
 
-    `spec` and `fields` (the class of the problem and the config, as the tuning table knows them) let a
-    report serve as a tuning.
+    `spec`, `fields` and `ran` (the class of the problem, the config, and what ran in short, as the tuning
+    table knows them) let a report serve as a tuning.
     """
 
     case: str
@@ -89,6 +89,7 @@ class Row:
     notes: list[str] = field(default_factory=list)
     spec: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
+    ran: str = ""
 
 
 @dataclass

@@ -148,7 +148,7 @@ class Runner:
                 ready.why,
                 round(ready.build_s, 3),
             )
-            row.spec, row.fields = ready.spec, ready.fields
+            row.spec, row.fields, row.ran = ready.spec, ready.fields, ready.ran
             if not entry.checks:
                 return ready
             poison(tensors)

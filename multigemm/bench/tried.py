@@ -36,7 +36,7 @@ class Tried:
 class ClassResult:
     """What was tried for one class: `us[choice][workload]`, the configs by choice, and the failures.
 
-    `sizes[workload]` tells the groups and operations of each.
+    `sizes[workload]` tells the groups and operations of each, `ran` what a report says of a choice in short.
     """
 
     key: str
@@ -44,6 +44,7 @@ class ClassResult:
     configs: dict[Choice, Tried] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
     sizes: dict[str, tuple[int, float]] = field(default_factory=dict)
+    ran: dict[Choice, str] = field(default_factory=dict)
 
     def typical(self, choice: Choice) -> tuple[float, int, float]:
         """Means over a choice's workloads: microseconds, groups, operations."""
@@ -162,7 +163,7 @@ def from_reports(reports: Sequence[Report]) -> list[Measured]:
             if old is not None and row.case not in result.us[backend, 0]:
                 taken.clear()
             taken.append(row.us)
-            result.configs[backend, 0] = new
+            result.configs[backend, 0], result.ran[backend, 0] = new, row.ran
             result.sizes[row.case] = row.groups, float(row.flops)
             result.us.setdefault((backend, 0), {})[row.case] = geomean(taken)
     devices = dict.fromkeys(device for device, _ in classes)

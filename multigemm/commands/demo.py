@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from multigemm.commands.shapes import default_device
-from multigemm.dispatch import candidates, plan
+from multigemm.contest import candidates
+from multigemm.dispatch import plan
 from multigemm.problem import GroupedGemmProblem
 from multigemm.reference.verify import verify
 from multigemm.staging import staged_spec
