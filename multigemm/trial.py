@@ -7,6 +7,8 @@ problems for the first time, the backends that are likely to be fastest are time
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from multigemm import bound, tuning
@@ -14,6 +16,7 @@ from multigemm.contest import candidates, choice_of
 from multigemm.errors import MultigemmError
 from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import ProblemSpec
+from multigemm.staging import outline
 from multigemm.timing import measure
 from multigemm.tuning import Measured
 
