@@ -182,18 +182,24 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
                         if (h >= count) break;
+                        if (use_acc) {
 #pragma unroll
-                        for (int i = 0; i < 8; i++) {
-                            v[h][i] = use_acc ? alpha * v[h][i] : (calc)0;
-                            if (use_c) v[h][i] += beta * more[h][i];
+                            for (int i = 0; i < 8; i++) v[h][i] *= alpha;
                         }
-                        if (whole_bias) load_eight<BIAS>(bias.ptr, bias_at + both[h], more[h]);
+                        if (use_c) {
 #pragma unroll
-                        for (int i = 0; i < 8; i++) {
-                            if (whole_bias) v[h][i] += more[h][i];
-                            else if (use_bias) v[h][i] += load<BIAS>(bias.ptr, bias_at + (both[h] + i) * bias_step);
-                            v[h][i] = activate(v[h][i]);
+                            for (int i = 0; i < 8; i++) v[h][i] += beta * more[h][i];
                         }
+                        if (use_bias) {
+                            if (whole_bias) load_eight<BIAS>(bias.ptr, bias_at + both[h], more[h]);
+                            else
+                                for (int i = 0; i < 8; i++)
+                                    more[h][i] = load<BIAS>(bias.ptr, bias_at + (both[h] + i) * bias_step);
+#pragma unroll
+                            for (int i = 0; i < 8; i++) v[h][i] += more[h][i];
+                        }
+#pragma unroll
+                        for (int i = 0; i < 8; i++) v[h][i] = activate(v[h][i]);
                     }
                 }
 #pragma unroll
