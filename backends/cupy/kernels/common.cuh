@@ -21,6 +21,14 @@ enum Jagged { JAG_NONE = 0, JAG_M = 1, JAG_N = 2, JAG_K = 3 };
 enum Column { T_A, T_B, T_C, T_OUT, T_BIAS, T_M, T_N, T_K, T_A_ROW, T_A_COL, T_B_ROW, T_B_COL, T_C_ROW, T_C_COL,
               T_OUT_ROW, T_OUT_COL, T_BIAS_COL, T_COLUMNS = 20 };
 
+// Sixteen bytes that nothing else writes meanwhile. Volatile, so that no compiler moves the load out of the branch that
+// makes its address a valid one: __ldg may be moved, and then reads past the end of an operand.
+__device__ __forceinline__ uint4 load_16_bytes(const void* from) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+    return v;
+}
+
 struct Strided { char* ptr; i64 group, row, col; };  // strides in elements
 
 // Mirrors `params.PROBLEM` in params.py, field by field.

@@ -43,7 +43,7 @@ __device__ __forceinline__ void straight(const Copy& c, u32 unit) {
         low[r] = high[r] = make_uint4(0, 0, 0, 0);
         if (r >= rows) continue;
         if (aligned >= u64(start) && aligned + 32 <= end) {
-            low[r] = __ldg((const uint4*)aligned), high[r] = __ldg((const uint4*)aligned + 1);
+            low[r] = load_16_bytes((const void*)aligned), high[r] = load_16_bytes((const uint4*)aligned + 1);
         } else {
             u32 w[4] = {0, 0, 0, 0};
 #pragma unroll

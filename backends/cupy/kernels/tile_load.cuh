@@ -73,8 +73,8 @@ struct TileLoad {
             chunk[c].q = make_uint4(0, 0, 0, 0);
             if (whole[c]) {
                 const uint4* words = (const uint4*)(u64(from) & ~15ull);
-                chunk[c].q = __ldg(words);
-                if (width == 1) next[c] = __ldg(words + (u64(from) & 15 ? 1 : 0));
+                chunk[c].q = load_16_bytes(words);
+                if (width == 1) next[c] = load_16_bytes(words + (u64(from) & 15 ? 1 : 0));
             }
         }
 #pragma unroll
