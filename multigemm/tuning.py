@@ -188,6 +188,34 @@ def decode(raw: Any, source: str) -> Measured:
     return m
 
 
+def unfold(raw: Any, source: str) -> list[Measured]:
+    """The measurements in one entry of a file: of one backend, or of several of one class."""
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("backends"), Mapping):
+        return [decode(raw, source)]
+    common = {k: v for k, v in raw.items() if k != "backends"}
+    return [decode({"config": {}, **common, "backend": name, **own}, source) for name, own in raw["backends"].items()]
+
+
+def fold(measurements: Iterable[Measured]) -> list[dict[str, Any]]:
+    """Entries for a file, one per class; without what is said already by a class that stands in."""
+    classes: dict[tuple[str, str], dict[str, Measured]] = {}
+    for m in measurements:
+        classes.setdefault((m.device, m.key), {})[m.backend] = m
+    entries = []
+    for (device, key), by_name in classes.items():
+        known = classes.get((device, key.replace(_where(key), ON_DEVICE)), {}) if _where(key) != ON_DEVICE else {}
+        own = {
+            name: {k: v for k, v in asdict(m).items() if v and k in ("us", "ran", "config", "failures")}
+            for name, m in by_name.items()
+            if name not in known or replace(m, key="") != replace(known[name], key="")
+        }
+        first = next(iter(by_name.values()))
+        sizes = {k: v for k, v in (("groups", first.groups), ("flops", first.flops)) if v}
+        if own:
+            entries.append({"device": device, "key": key, **sizes, "backends": own})
+    return entries
+
+
 def _is_key(key: str) -> bool:
     """Whether the extents of a class are numbers, or "*" for any, so that classes can be compared."""
     return all(p[1:].isdecimal() or p[1:] == "*" for p in key.split()[1:6])
@@ -208,7 +236,7 @@ def _shipped() -> Iterable[Measured]:
     for path in sorted(folder.iterdir(), key=lambda p: p.name):
         if path.name.endswith(".json"):
             for raw in json.loads(path.read_text())["entries"]:
-                yield decode(raw, f"shipped {path.name}")
+                yield from unfold(raw, f"shipped {path.name}")
 
 
 @lru_cache(maxsize=1)

@@ -16,7 +16,7 @@ from multigemm.bench.operands import make
 from multigemm.bench.suites import suite
 from multigemm.cache import DiskCache
 from multigemm.staging import staged_spec
-from multigemm.tuning import SCHEMA, Measured
+from multigemm.tuning import SCHEMA, unfold
 from tests.bench_reports import made_up_report
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ def test_shipped_tunings_can_be_read_and_say_where_they_come_from(path: Path) ->
     raw = json.loads(path.read_text())
     assert raw["schema"] == SCHEMA
     assert raw["origin"]["commit"]
-    entries = [Measured(**entry) for entry in raw["entries"]]
+    entries = [m for entry in raw["entries"] for m in unfold(entry, path.name)]
     assert len({(m.device, m.key, m.backend) for m in entries}) == len(entries) > 0
     assert all(m.us > 0 for m in entries)
 
@@ -75,7 +75,7 @@ def test_a_block_is_filled_and_a_stale_page_is_found(
 def test_shipped_tunings_are_found_by_the_problems_they_were_measured_on(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entries = [Measured(**entry) for entry in json.loads(path.read_text())["entries"]]
+    entries = [m for entry in json.loads(path.read_text())["entries"] for m in unfold(entry, path.name)]
     monkeypatch.setattr(tuning, "device_name", lambda device: entries[0].device)
     table = tuning.TuningTable(DiskCache("nothing", Path("/nonexistent")))
     for case in suite("small"):

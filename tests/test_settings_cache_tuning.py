@@ -127,6 +127,24 @@ def test_a_measurement_of_a_vanished_config_is_passed_over() -> None:
     tuning.table.cache_clear()
 
 
+def test_measurements_are_folded_by_class_and_come_back() -> None:
+    host = "jagged_m g2 m* n8 k16 t64 float32/row float32/row float32/row ieee host-sizes"
+    device = host.replace("host-sizes", "device-sizes")
+    given = [
+        Measured("x", {}, 3.0, "cpu", device, ran="16", groups=2, flops=512.0),
+        Measured("y", {"size": 4}, 2.0, "cpu", device, {"Tile(8)": "wrong"}, groups=2, flops=512.0),
+        Measured("y", {"size": 4}, 1.0, "cpu", host, groups=2, flops=512.0),
+    ]
+    copied = replace(given[0], key=host)  # what the class of the device says already is left out
+    entries = tuning.fold([*given, copied])
+    assert len(entries) == 2
+    assert [replace(m, source="") for entry in entries for m in tuning.unfold(entry, "file")] == given
+    assert tuning.unfold({"backend": "x", "config": {}, "us": 3.0, "device": "cpu", "key": device}, "")[0].us == 3.0
+    for wrong in ({"backends": {"x": {"us": -1.0}}}, {"backends": {"x": {"us": 1.0, "more": 2}}}):
+        with pytest.raises(ValueError, match=r"no measurement|other fields"):
+            tuning.unfold({"device": "cpu", "key": device, **wrong}, "")
+
+
 def _record(table: TuningTable, key: str, **us: float) -> None:
     for name, time in us.items():
         table.record(Measured(name, {}, time, "cpu", key))

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from multigemm.bench.tried import State, from_reports
 from multigemm.bench.tune import Limits, Tuner, tunable
 from multigemm.bench.workloads import Workload
 from multigemm.errors import BackendUnavailable
-from multigemm.tuning import SCHEMA, Measured, table
+from multigemm.tuning import SCHEMA, Measured, fold, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,11 +116,10 @@ def _silent(text: str) -> None:
 
 
 def write(path: Path, found: list[Measured], where: dict[str, Any]) -> None:
-    """The form of `multigemm cache export`, one entry per line, with where and when it was measured."""
-    entries = [{k: v for k, v in asdict(m).items() if k != "source"} for m in found]
+    """The form of `multigemm cache export`, one class per line, with where and when it was measured."""
     kept = ("date", "commit", "device", "packages", "cuda")
     origin = {name: where[name] for name in kept if name in where}
-    lines = ",\n  ".join(json.dumps(entry, sort_keys=True) for entry in entries)
+    lines = ",\n  ".join(json.dumps(entry, sort_keys=True) for entry in fold(found))
     head = f'{{\n "schema": {SCHEMA},\n "origin": {json.dumps(origin, sort_keys=True)},\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{head} "entries": [\n  {lines}\n ]\n}}\n')

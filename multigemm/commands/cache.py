@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 from multigemm.cache import DiskCache
 from multigemm.errors import InvalidSetting
 from multigemm.settings import settings
-from multigemm.tuning import SCHEMA, decode, table
+from multigemm.tuning import SCHEMA, fold, table, unfold
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +51,10 @@ def _clear(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    entries = [{k: v for k, v in asdict(m).items() if k != "source"} for m in table().own()]
-    Path(args.file).write_text(json.dumps({"schema": SCHEMA, "entries": entries}, indent=1, sort_keys=True) + "\n")
-    print(f"wrote {len(entries)} measurements to {args.file}")
+    own = table().own()
+    entries = [json.dumps(entry) for entry in fold(own)]
+    Path(args.file).write_text(f'{{"schema": {SCHEMA}, "entries": [\n  ' + ",\n  ".join(entries) + "\n]}\n")
+    print(f"wrote {len(own)} measurements to {args.file}")
     return 0
 
 
@@ -63,7 +63,7 @@ def _import(args: argparse.Namespace) -> int:
         raw = json.loads(Path(args.file).read_text())
         if raw["schema"] != SCHEMA:
             raise InvalidSetting(f"{args.file} has schema {raw['schema']}; this version reads schema {SCHEMA}")
-        entries = [decode(entry, "") for entry in raw["entries"]]
+        entries = [m for entry in raw["entries"] for m in unfold(entry, "")]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidSetting(f"{args.file} is not an exported cache: {error}") from error
     for entry in entries:
