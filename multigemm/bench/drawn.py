@@ -15,7 +15,7 @@ from multigemm.bench.workloads import DTYPES, Workload
 
 UNTUNED = "random"
 UNEVEN_AND_EVEN = ("balanced", "zipf", "empty", "multinomial", "uniform")
-SPREAD = 220
+SPREAD = 800
 SEED = 20
 GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
 OTHERS = (
