@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class Operand:
     shared: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     """A class of problems as a point: `extents` are rows (or the jagged extent) per group, the two others, groups."""
 
@@ -62,13 +62,18 @@ class Place:
     precision: str
     sizes: str
 
-    @property
+    @cached_property
     def family(self) -> tuple[object, ...]:
         """Only classes of one family say anything about each other."""
         kinds = ("half" if x.dtype in HALF else x.dtype for x in self.operands)
         return ("rows" if self.form in LIKE_ROWS else self.form, self.precision, *kinds)
 
-    @property
+    @cached_property
+    def octaves(self) -> tuple[float, ...]:
+        """The extents as logarithms; NaN for unknown ones."""
+        return tuple(math.nan if x is None else math.log2(max(x, 0.5)) for x in self.extents)
+
+    @cached_property
     def marks(self) -> tuple[object, ...]:
         """What is the same or not, in the order of `MARKS`."""
         a, b, out = self.operands
@@ -100,7 +105,7 @@ class Estimate:
     source: str
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=16384)
 def place_of(key: str, groups: int = 0, flops: float = 0.0) -> Place | None:
     """The point of a class; None for a text that names none. Groups and operations, where known, tell more than
     the buckets of the text."""
@@ -133,8 +138,7 @@ class Space:
 
     def __init__(self, samples: Sequence[Sample], places: Sequence[Place]) -> None:
         self.samples = samples
-        extents = [[math.nan if x is None else math.log2(max(x, 0.5)) for x in p.extents] for p in places]
-        self._extents = np.array(extents) / np.array(LENGTHS)
+        self._extents = np.array([p.octaves for p in places]) / np.array(LENGTHS)
         codes: dict[object, int] = {}
         self._marks = np.array([[codes.setdefault(mark, len(codes)) for mark in p.marks] for p in places])
 

@@ -101,6 +101,7 @@ class TuningTable:
         self._shipped = {self._place(m): m for m in _shipped()}
         self._own: dict[str, Measured | None] = {}
         self._complete = False
+        self._samples: dict[tuple[str, tuple[str, ...], int], list[Sample]] = {}
         self.generation = 0
 
     @staticmethod
@@ -143,16 +144,27 @@ class TuningTable:
     ) -> list[Estimate]:
         """What the nearest classes that were measured let one expect of each backend, if it runs the configs `ran`;
         empty if there are none."""
-        kinds = [_where(key) for key in _stand_ins(spec, equal)]
-        known: dict[str, Sample] = {}
-        for m in self._measured_on(device_name(device), kinds):
-            rest = m.key.removesuffix(_where(m.key))
-            old = known.get(rest, Sample(m.key))
-            us, seen = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran or config_text(m.config)}
-            known[rest] = Sample(m.key, us, seen, m.groups, m.flops)
-        return estimates(Sample(spec_key(spec, equal), {}, ran or {}, spec.groups), list(known.values()))
+        kinds = tuple(_where(key) for key in _stand_ins(spec, equal))
+        known = self._samples_on(device_name(device), kinds)
+        return estimates(Sample(spec_key(spec, equal), {}, ran or {}, spec.groups), known)
 
-    def _measured_on(self, device: str, kinds: list[str]) -> list[Measured]:
+    def _samples_on(self, device: str, kinds: tuple[str, ...]) -> list[Sample]:
+        """What was measured, by class; a class whose sizes lay in several places counts once."""
+        place = device, kinds, self.generation
+        if place not in self._samples:
+            known: dict[str, Sample] = {}
+            for m in self._measured_on(device, kinds):
+                rest = m.key.removesuffix(_where(m.key))
+                old = known.get(rest, Sample(m.key))
+                us, ran = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran or config_text(m.config)}
+                known[rest] = Sample(m.key, us, ran, m.groups, m.flops)
+            self._samples = {
+                place: list(known.values()),
+                **{p: s for p, s in self._samples.items() if p[2] == place[2]},
+            }
+        return self._samples[place]
+
+    def _measured_on(self, device: str, kinds: tuple[str, ...]) -> list[Measured]:
         """Everything measured on a device with sizes in these places; what stands in comes first and gives way."""
         if not self._complete:
             for m in self.own():
