@@ -29,6 +29,8 @@ VARIANTS = 4
 """Variants that differ from the unchanged ones and meet problems in turn."""
 KINDS = 60
 """Kinds of problems that an emulated mutant meets first."""
+DEEP = 4
+"""One problem in so many meets the expensive oracles in emulation, the others the edge of memory."""
 SIDES = {"triton": 16, "numba": 8}
 """Of the tiles that emulated kernels get."""
 BURST = 16
@@ -98,7 +100,8 @@ def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
     tile = SimpleNamespace(block_m=side, block_n=side, block_k=max(side, 32), stages=1)
     edges = [at_edges(kind, tile, RandomChooser(i), limits) for i, kind in enumerate(kinds(limits, KINDS))]
     rows = next(kind for kind in kinds(limits, KINDS) if kind.form == "jagged_m")
-    edges.append(multitude(replace(rows, shared=True), RandomChooser(0), limits))  # one B, or they would not fit
+    many = multitude(replace(rows, shared=True), RandomChooser(0), limits)  # one B, or they would not fit
+    edges.insert(DEEP * 10 + 1, many)  # where it is not looked at deeply
     cases = [*edges, *stored_cases()]
     number = 0
     while time.monotonic() - begin < hunt.seconds:
@@ -106,7 +109,7 @@ def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
         if number >= len(cases) and number % 3 == 0:
             case = at_edges(case, tile, RandomChooser(number), limits)
         subject = subjects[0 if number < len(edges) else number % len(subjects)]
-        deep = number % 4 == 0
+        deep = number % DEEP == 0
         stand = Stand.build(World.build(case), place)
         outcome = examine_stand(stand, subject, deep=deep, seed=number)
         if outcome.ok and outcome.ran and not deep:
