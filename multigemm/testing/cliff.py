@@ -190,7 +190,8 @@ def on_a_cliff(stand: Stand, subject: Subject, outcome: Outcome, seed: int) -> b
     bad = differing(outcome.result, fetch(edge), stand.world.writable) if outcome.result is not None else 0
     if bad:
         outcome.findings.append(Finding("cliff", f"{bad} bytes differ with operands at the edge of mapped memory"))
-    if index is not None and case.where == "device" and index.shape[0]:
+    few = case.groups <= 2000 or stand.device.type != "cpu"  # each group of lying sizes may be the whole extent
+    if index is not None and case.where == "device" and index.shape[0] and few:
         placed[id(index)].copy_(lie(stand, seed))
         edge.prefill(0)
         launch()
