@@ -84,7 +84,7 @@ def stored_cases() -> list[Any]:
     return [case for case in cases if case.work < 20_000 and sum(m * n > 0 for m, n, _ in case.sizes()) < 400]
 
 
-def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
+def hunt_emulated(hunt: Hunt, place: Any, say: Callable[[str], None]) -> dict[str, str]:
     """A few tiles of each kind of problem, stored failures, then random cases, until something is seen."""
     from multigemm.testing.cliff import on_a_cliff
     from multigemm.testing.edges import at_edges, multitude
@@ -110,6 +110,7 @@ def hunt_emulated(hunt: Hunt, place: Any) -> dict[str, str]:
             case = at_edges(case, tile, RandomChooser(number), limits)
         subject = subjects[0 if number < len(edges) else number % len(subjects)]
         deep = number % DEEP == 0
+        say("runs")
         stand = Stand.build(World.build(case), place)
         outcome = examine_stand(stand, subject, deep=deep, seed=number)
         if outcome.ok and outcome.ran and not deep:

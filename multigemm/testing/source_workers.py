@@ -20,8 +20,9 @@ from multigemm.testing.source_hunt import Hunt, hunt_emulated, hunt_on_gpu
 from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, listening, spread, traits
 from multigemm.testing.source_sites import Site, plant
 
-PATIENCE, STALL = 100.0, 12.0
-"""Seconds without a word after which a mutant counts as hanging: while it compiles, and while problems run."""
+PATIENCE, STALL, SLOW = 100.0, 12.0, 40.0
+"""Seconds without a word after which a mutant counts as hanging: while it compiles, and while a problem runs on a
+GPU, or in an emulator."""
 PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.choice", "multigemm.testing.corpus",
              "multigemm.testing.source_hunt", "multigemm.testing.source_live", "multigemm.testing.edges",
              "multigemm.testing.kinds")  # fmt: skip
@@ -80,10 +81,10 @@ def run_one(site: Site, hunt: Hunt, root: Path, variants: list[Variant] | None =
 def _answer(pipe: Any, hunt: Hunt) -> dict[str, str] | None:
     """What the mutant's process finds; None if it ends or hangs before. On the way it says whether it
     compiles or runs."""
-    patience = PATIENCE + (hunt.seconds if hunt.emulated else 0)
+    stall = SLOW if hunt.emulated else STALL
     said: Any = ""
     try:
-        while pipe.poll(STALL if said == "runs" else patience):
+        while pipe.poll(stall if said == "runs" else PATIENCE):
             said = pipe.recv()
             if isinstance(said, dict):
                 return said
@@ -114,7 +115,9 @@ def _inside(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None
     _take(hunt.backend, folder)
     place = torch.device(hunt.device)
     try:
-        found = hunt_emulated(hunt, place) if hunt.emulated else hunt_on_gpu(hunt, place, variants, pipe.send)
+        found = (
+            hunt_emulated(hunt, place, pipe.send) if hunt.emulated else hunt_on_gpu(hunt, place, variants, pipe.send)
+        )
     except Exception as error:  # a lost device shows wherever the host waits for it next; all else is our own fault
         text = short_text(error)
         found = {"state": "killed" if "CUDA" in text else "failed", "oracle": "exception", "text": text[:300]}
