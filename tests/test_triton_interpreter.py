@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.triton import BACKEND
+from multigemm.backends.triton import BACKEND, Config
 from multigemm.integrations import sort_op
 from multigemm.settings import settings
 from multigemm.staging import stage
@@ -167,7 +167,7 @@ def test_lists_of_too_many_tiles_are_searched_on_the_device(monkeypatch: pytest.
     check(*operands, **options)
 
 
-@pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (5, 3), (1000, 128), (1025, 7), (5000, 1023), (3000, 16)])
+@pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (5, 3), (256, 128), (257, 7), (1500, 1023), (3000, 16)])
 def test_the_counting_sort_is_a_stable_sort(pairs: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernels: Any = importlib.import_module("multigemm.integrations.sort_kernels")
@@ -178,3 +178,17 @@ def test_the_counting_sort_is_a_stable_sort(pairs: int, experts: int, monkeypatc
         for got, want in zip(*results, strict=True):
             assert torch.equal(got, want)
             assert got.dtype is want.dtype
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [*((form, torch.float16) for form in FORMS), ("jagged_m", torch.float64), ("jagged_m", torch.int8)],
+)
+def test_tiles_shared_out_along_k(form: str, dtype: torch.dtype) -> None:
+    operands, options = FORMS[form](dtype)
+    given = mg.GroupedGemmProblem(*operands, **options)
+    config = Config(block_m=64, block_n=64, block_k=32, warps=4, stages=1, programs=2, splits=2)
+    launch = mg.plan(given, backend="triton", config=config)
+    first = mg.verify(given, launch())
+    assert first, str(first)
+    assert mg.verify(given, launch()), "the counts of the first launch are cleared"

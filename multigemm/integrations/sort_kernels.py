@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 MOST_EXPERTS = 1023
-BLOCK = 1024
-SMALL = 128
+BLOCK = 256  # counting a block costs its square
+WIDE_BLOCK = 1024
 TILE = 8192  # counts that one program adds up at a time
+MOST_COUNTS = 64 * TILE
 
 
 @triton.jit
@@ -101,12 +102,12 @@ def sort_by_expert(pairs, experts):
     bins = max(16, triton.next_power_of_2(experts + 1))
     with torch.cuda.device(pairs.device):
         if total <= BLOCK:
-            size = SMALL if total <= SMALL else BLOCK
-            _one_block_kernel[(1,)](pairs, order, inverse, ends, total, experts, SIZE=size, BINS=bins, num_warps=8)
+            _one_block_kernel[(1,)](pairs, order, inverse, ends, total, experts, SIZE=BLOCK, BINS=bins)
             return order, inverse, ends
-        blocks = triton.cdiv(total, BLOCK)
+        size = BLOCK if triton.cdiv(total, BLOCK) * bins <= MOST_COUNTS else WIDE_BLOCK
+        blocks = triton.cdiv(total, size)
         counts = torch.empty((blocks, bins), dtype=torch.int32, device=pairs.device)
-        _count_kernel[(blocks,)](pairs, counts, total, experts, SIZE=BLOCK, BINS=bins)
+        _count_kernel[(blocks,)](pairs, counts, total, experts, SIZE=size, BINS=bins)
         _start_kernel[(1,)](counts, ends, blocks, experts, ROWS=TILE // bins, BINS=bins, num_warps=8)
-        _move_kernel[(blocks,)](pairs, counts, order, inverse, total, experts, SIZE=BLOCK, BINS=bins, num_warps=8)
+        _move_kernel[(blocks,)](pairs, counts, order, inverse, total, experts, SIZE=size, BINS=bins)
     return order, inverse, ends
