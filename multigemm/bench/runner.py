@@ -32,6 +32,8 @@ RESTLESS = 0.15
 SECOND_LOOKS = 2
 OVER_BUDGET = 2.5
 HURRIED = 0.25
+SAVE_EVERY_S = 1.5
+CROWDED = 0.25
 
 
 def unrest(timing: Timing) -> float:
@@ -46,7 +48,7 @@ class DeviceLost(MultigemmError):
 
 @dataclass
 class Runner:
-    """One run. `on_row` is told each finished row; `path` is rewritten after each workload."""
+    """One run. `on_case` is told each workload; `path` is rewritten every second or two, and at the end."""
 
     entries: list[Entry]
     device: torch.device
@@ -58,6 +60,7 @@ class Runner:
     started: float = field(default_factory=time.monotonic)
     _rows: dict[str, Row] = field(default_factory=dict)
     _behind: bool = False
+    _saved: float = 0.0
 
     def run(self, cases: list[Workload]) -> Report:
         """Every workload that the time budget allows; the rest is listed as unfinished."""
@@ -76,7 +79,10 @@ class Runner:
             self.on_case(index, len(cases), case)
             try:
                 self.report.rows += self._case(case, todo)
-            finally:
+            except BaseException:
+                self.save()
+                raise
+            if time.monotonic() - self._saved > SAVE_EVERY_S:
                 self.save()
         self.report.machine["clocks_after"] = machine.clocks(self.device)
         self.save()
@@ -85,6 +91,7 @@ class Runner:
     def save(self) -> None:
         if self.path is not None:
             results.write(self.path, self.report)
+        self._saved = time.monotonic()
 
     def _case(self, case: Workload, entries: list[Entry]) -> list[Row]:
         """The rows of one workload: made, checked, timed."""
@@ -284,6 +291,11 @@ class Runner:
                 row.of_dense = round(dense / row.us, 4) if dense else None
 
     def _free(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
+        """What cycles still hold is collected where memory runs short: looking for them takes as long as a timing."""
+        if self.device.type != "cuda":
+            gc.collect()
+            return
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        if torch.cuda.memory_reserved(self.device) > CROWDED * total:
+            gc.collect()
             torch.cuda.empty_cache()
