@@ -59,7 +59,7 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
     which = backend if isinstance(backend, str) else _names(backend)
     try:
         equal = equal_sizes(problem)
-        key = (spec, equal, problem.device, which, _hashable(config), tuning.table().generation)
+        key = (spec, equal, problem.device, which, _hashable(config), tuning.generation)
         found = _choices.get(key)
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
@@ -70,7 +70,7 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
             found = _choices.get(key) or _choose(problem, spec, which, config, equal)
             if len(_choices) >= CHOICES_KEPT:
                 _choices.clear()
-            _choices[(*key[:-1], tuning.table().generation)] = found
+            _choices[(*key[:-1], tuning.generation)] = found
     return found
 
 

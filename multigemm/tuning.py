@@ -93,6 +93,15 @@ def _stand_ins(spec: ProblemSpec, equal: bool) -> list[str]:
     return own if spec.device_sizes else [*own, spec_key(replace(spec, device_sizes=True))]
 
 
+generation = 0
+"""Counts what changed in any table; whatever was chosen by an earlier generation is chosen anew."""
+
+
+def _change() -> None:
+    global generation
+    generation += 1
+
+
 class TuningTable:
     """All measurements that this process knows."""
 
@@ -102,7 +111,7 @@ class TuningTable:
         self._own: dict[str, Measured | None] = {}
         self._complete = False
         self._samples: dict[tuple[str, tuple[str, ...], int], list[Sample]] = {}
-        self.generation = 0
+        _change()
 
     @staticmethod
     def _place(m: Measured) -> str:
@@ -126,7 +135,7 @@ class TuningTable:
         place = self._place(measured)
         self._own[place] = measured
         self._cache.put(fingerprint(SCHEMA, place), json.dumps(_encode(measured)).encode(), ".json")
-        self.generation += 1
+        _change()
 
     def own(self) -> list[Measured]:
         """Everything in the user's cache that this version can read."""
@@ -136,7 +145,7 @@ class TuningTable:
     def clear(self) -> int:
         """Forgets the user's measurements; the shipped ones stay."""
         self._own.clear()
-        self.generation += 1
+        _change()
         return self._cache.clear()
 
     def estimates(
@@ -150,7 +159,7 @@ class TuningTable:
 
     def _samples_on(self, device: str, kinds: tuple[str, ...]) -> list[Sample]:
         """What was measured, by class; a class whose sizes lay in several places counts once."""
-        place = device, kinds, self.generation
+        place = device, kinds, generation
         if place not in self._samples:
             known: dict[str, Sample] = {}
             for m in self._measured_on(device, kinds):

@@ -59,7 +59,7 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
             a.data_ptr(), a.dtype, a.shape, a.stride(), a.get_device(),
             b.data_ptr(), b.dtype, b.shape, b.stride(), given, sizes is None,
             cut is None or (cut.data_ptr(), cut.dtype, cut.shape, cut.stride()), c is None or _memory(c),
-            bias is None or _memory(bias), tuple(options.items()) if options else (), tuning.table().generation,
+            bias is None or _memory(bias), tuple(options.items()) if options else (), tuning.generation,
         )  # fmt: skip
         known = _known.get(key)
         if known is None:

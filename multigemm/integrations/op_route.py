@@ -54,7 +54,7 @@ def _geometry(x: Tensor) -> Any:
 
 def find(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> tuple[Route | None, Tensor | None]:
     """The route of a call; or None and its result, where it went the whole way."""
-    key = (*(x is None or _geometry(x) for x in tensors), tuple(options.items()), tuning.table().generation)
+    key = (*(x is None or _geometry(x) for x in tensors), tuple(options.items()), tuning.generation)
     route = _routes.get(key)
     if route is not None:
         return route, None
