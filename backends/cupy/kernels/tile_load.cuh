@@ -69,7 +69,9 @@ struct TileLoad {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             const char* from = base + offset[c];
-            whole[c] = count(c, k_left) == V && (width == 16 || (width == 1 && (CONTIG_K ? k_left : line) - along(c) >= 2 * V));
+            // In terms of what was not clamped: ptxas 13.0 miscompiles `max(min(x, V), 0) == V` where x is negative or zero.
+            const int room = (CONTIG_K ? k_left : line) - along(c);
+            whole[c] = (CONTIG_K ? owned[c] > 0 : across(c) < k_left) && room >= (width == 16 ? V : 2 * V) && width > 0;
             chunk[c].q = make_uint4(0, 0, 0, 0);
             if (whole[c]) {
                 const uint4* words = (const uint4*)(u64(from) & ~15ull);
