@@ -7,14 +7,17 @@ caller's own capture the pieces are enqueued one by one, as at the first run.
 
 A graph may run beside anything else, so the library calls in it have a workspace of their own, and
 what torch allocates while recording stays with the graph. The driver records, not torch.cuda.graph: that
-waits for the device, and while it records no other thread may draw random numbers.
+waits for the device, and while it records no other thread may draw random numbers. Nor a torch.cuda.MemPool:
+when one dies it frees device memory, which ends the program if another thread records at that moment.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -23,6 +26,7 @@ import torch
 from multigemm.backends.cublas.nvrtc import INVALID_CONTEXT, driver, driver_checked, use_context
 
 cuda: Any = torch.cuda  # its classes carry no types
+memory: Any = torch._C
 NON_BLOCKING = 1
 RELAXED = 2
 """Capture mode: other threads are not concerned, and the library may allocate."""
@@ -45,6 +49,22 @@ class Stream:
             driver().cuStreamDestroy_v2(self.raw)
 
 
+_idle: dict[int, list[Stream]] = {}
+
+
+def lent(device: int) -> Stream:
+    """A stream that nobody uses any more, or a new one: making one takes longer than a library call."""
+    try:
+        return _idle[device].pop()
+    except (KeyError, IndexError):
+        return Stream(device)
+
+
+def returned(streams: list[Stream], device: int) -> None:
+    """Keeps streams for `lent`. Work that is still on its way there comes first, which is all that it means."""
+    _idle.setdefault(device, []).extend(streams)
+
+
 @cache
 def _stream(device: int) -> tuple[Stream, Any]:
     """The stream that recordings of one device are made on, and torch's view of it."""
@@ -53,13 +73,13 @@ def _stream(device: int) -> tuple[Stream, Any]:
 
 
 class Graph:
-    """What `enqueue` puts on the stream that it is given, to be replayed on any."""
+    """What `enqueue` puts on the stream that it is given, to be replayed on any; `allocates` if torch may do so."""
 
-    __slots__ = ("_device", "_launch", "_memory", "_mutex", "_ready")
+    __slots__ = ("_device", "_launch", "_mutex", "_pool", "_ready")
 
-    def __init__(self, device: int, enqueue: Callable[[ctypes.c_void_p], None]) -> None:
+    def __init__(self, device: int, enqueue: Callable[[ctypes.c_void_p], None], allocates: bool) -> None:
         self._device, self._ready, self._mutex = device, ctypes.c_void_p(), threading.Lock()
-        self._memory, self._launch = cuda.MemPool(), driver().cuGraphLaunch
+        self._pool, self._launch = cuda.graph_pool_handle() if allocates else None, driver().cuGraphLaunch
         graph = self._captured(enqueue)
         status = driver().cuGraphInstantiateWithFlags(ctypes.byref(self._ready), graph, ctypes.c_uint64(0))
         driver().cuGraphDestroy(graph)
@@ -69,7 +89,7 @@ class Graph:
         graph = ctypes.c_void_p()
         with _lock:
             own, seen = _stream(self._device)
-            with cuda.stream(seen), cuda.use_mem_pool(self._memory):
+            with cuda.stream(seen), self._memory():
                 driver_checked(driver().cuStreamBeginCapture_v2(own.raw, RELAXED), "cuStreamBeginCapture")
                 try:
                     enqueue(own.raw)
@@ -79,6 +99,18 @@ class Graph:
                     raise
                 driver_checked(driver().cuStreamEndCapture(own.raw, ctypes.byref(graph)), "cuStreamEndCapture")
         return graph
+
+    @contextmanager
+    def _memory(self) -> Iterator[None]:
+        """Lets this thread allocate from the graph's pool, which nobody else gets before `__del__` gives it back."""
+        if self._pool is None:
+            yield
+            return
+        memory._cuda_beginAllocateCurrentThreadToPool(self._device, self._pool)
+        try:
+            yield
+        finally:
+            memory._cuda_endAllocateToPool(self._device, self._pool)
 
     def replay(self, stream: int) -> None:
         """Enqueues everything on a raw stream."""
@@ -93,3 +125,5 @@ class Graph:
     def __del__(self) -> None:
         if self._ready:
             driver().cuGraphExecDestroy(self._ready)
+        if self._pool is not None:
+            memory._cuda_releasePool(self._device, self._pool)
