@@ -9,7 +9,8 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
-from multigemm.backends.triton.config import candidates, emulated, hopper_candidates, pointer_candidates, problem_with
+from multigemm.backends.triton.candidates import candidates, emulated, hopper_candidates, pointer_candidates
+from multigemm.backends.triton.config import problem_with
 from multigemm.backends.triton.hopper_forms import canonical, cut_of, listed, packed_spec, store_of
 from multigemm.backends.triton.launch import extents_multiple
 from multigemm.backends.triton.pointer_tiles import TILE_M, TILE_N, tile_table
@@ -49,6 +50,9 @@ def test_a_step_of_decoding_and_jagged_columns_take_the_ring() -> None:
         == "hopper"
     )
     assert candidates(replace(thin, groups=4, n=256, k=256), (9, 0))[0].kernel == "pointer"
+    many = replace(SPECS["jagged_k bf16"], groups=256, m=128, n=192, total=2**16)
+    assert candidates(many, (9, 0))[0].kernel == "hopper", "small results, but many of them and each of a long k"
+    assert candidates(replace(many, groups=4, total=2**9), (9, 0))[0].kernel == "pointer"
 
 
 def test_unaligned_operands_are_packed_and_lists_are_not() -> None:
@@ -181,3 +185,12 @@ def test_tf32_is_multiplied_along_memory() -> None:
     assert hopper_candidates(replace(spec, b=replace(spec.b, order="col")))[0].pack == ()
     assert hopper_candidates(replace(spec, precision="ieee")) == []
     assert hopper_candidates(replace(spec, form="jagged_k", k=None, m=1024)) == []
+
+
+def test_few_tiles_of_a_long_k_are_shared_out() -> None:
+    spec = replace(SPECS["jagged_m bf16"], groups=2, n=64, k=4096, total=64)
+    shared = pointer_candidates(spec)[1]
+    assert shared.splits == 8
+    assert all(config.splits == 1 for config in pointer_candidates(replace(spec, k=256)))
+    assert all(config.splits == 1 for config in pointer_candidates(replace(spec, groups=512, total=2**14)))
+    assert "splits" in problem_with(replace(shared, splits=3), spec)

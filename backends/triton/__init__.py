@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from multigemm.backend import Availability, Recipe
+from multigemm.backends.triton import candidates as ranked
 from multigemm.backends.triton import config as configs_of
 from multigemm.backends.triton import support
 from multigemm.backends.triton.config import Config
@@ -32,8 +33,8 @@ class TritonBackend:
 
     def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Config]:
         if device.type == "cpu":
-            return configs_of.emulated()
-        found = configs_of.candidates(spec, torch.cuda.get_device_capability(device))
+            return ranked.emulated()
+        found = ranked.candidates(spec, torch.cuda.get_device_capability(device))
         properties = torch.cuda.get_device_properties(device)
         limit = getattr(properties, "shared_memory_per_block_optin", configs_of.SHARED_LIMIT)
         return [config for config in found if configs_of.shared_memory(config, spec) <= limit]
@@ -48,7 +49,7 @@ class TritonBackend:
         if chosen.kernel == "hopper":
             from multigemm.backends.triton.hopper_launch import plan_hopper
 
-            plain = configs_of.pointer_candidates(spec)[0]
+            plain = ranked.pointer_candidates(spec)[0]
             return plan_hopper(spec, chosen, device, why, lambda: plan_pointer(spec, plain, device, "strides"))
         return plan_pointer(spec, chosen, device, why)
 

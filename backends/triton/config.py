@@ -1,13 +1,12 @@
 """What may be chosen for a spec: kernel, tile, pipeline depth, raster width, number of programs.
 
-One predicate, `problem_with`, says whether a config can run a spec; candidates are filtered by it
-and a config given by hand is held to it too. Nothing here depends on a token count beyond the
-buckets that a spec carries.
+One predicate, `problem_with`, says whether a config can run a spec; candidates (see candidates.py) are
+filtered by it and a config given by hand is held to it too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -24,6 +23,7 @@ class Config:
     """`programs` per multiprocessor; 0 launches one program per tile instead of a persistent grid.
 
     `pack` (hopper): operands that are first copied into aligned rows.
+    `splits` (pointer): programs that share a tile along K, where K is long and tiles are few.
     `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free. What is
     dealt needs no launch before it where the groups are few; what is drawn balances tiles that differ.
     """
@@ -38,25 +38,7 @@ class Config:
     programs: int = 1
     pack: tuple[str, ...] = ()
     order: Literal["dealt", "drawn"] = "drawn"
-
-
-def _pow2(value: int, low: int, high: int) -> int:
-    return max(low, min(high, 1 << max(0, value - 1).bit_length()))
-
-
-def typical_rows(spec: ProblemSpec) -> int:
-    """About how many rows the result of one group has, from what a spec knows."""
-    groups = max(1, spec.groups)
-    if spec.form in ("jagged_m", "per_group", "batched", "masked") and spec.total:
-        return max(1, spec.total // groups)
-    return spec.m or 256
-
-
-def typical_columns(spec: ProblemSpec) -> int:
-    """The same for columns; lists carry no bucket for n, so their rows stand in for it."""
-    if spec.form == "jagged_n":
-        return max(1, spec.total // max(1, spec.groups))
-    return spec.n if spec.n is not None else typical_rows(spec)
+    splits: int = 1
 
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:
@@ -157,6 +139,8 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
         block = getattr(config, name)
         if block < 16 or block & (block - 1):
             return f"{name}={block} must be a power of two of at least 16"
+    if config.splits not in (1, 2, 4, 8, 16):
+        return f"splits={config.splits}: a tile is shared by 1, 2, 4, 8 or 16 programs"
     if spec.compute == torch.int8 and config.block_k < 32:
         return f"block_k={config.block_k} is below 32, which int8 products need"
     if shared_bytes(config, spec) > SHARED_LIMIT:
@@ -164,112 +148,3 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
     if accumulator_registers(config, spec) > 160:
         return f"{accumulator_registers(config, spec)} accumulator registers per thread exceed 160; use more warps"
     return ""
-
-
-def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
-    rows, columns = typical_rows(spec), typical_columns(spec)
-    if rows * columns <= 160 * 160:
-        small = Config(block_m=32, block_n=32, block_k=64, warps=4, stages=3, programs=0)
-        if (spec.k or 0) > 512:
-            small = replace(small, block_k=128, stages=4)
-        return [small, replace(small, block_m=64), replace(small, block_n=64), replace(small, block_m=16, block_n=64)]
-    if rows <= 32:
-        thin = Config(block_m=_pow2(rows, 16, 32), block_n=128, block_k=64, warps=4, stages=5, programs=2)
-        return [thin, replace(thin, block_n=64, stages=6, programs=3), replace(thin, block_k=128, stages=3)]
-    big = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3, programs=2)
-    mid = Config(block_m=128, block_n=64, block_k=64, warps=4, stages=4, programs=3)
-    low = Config(block_m=64, block_n=128, block_k=64, warps=4, stages=4, programs=2)
-    if heavy(spec):
-        low = replace(low, block_k=32)
-        return [replace(low, warps=8), replace(low, block_n=64)]
-    if spec.form == "per_group":
-        square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, programs=0)
-        wide = replace(big, stages=5, programs=0)
-        return [square, low, mid, wide] if rows <= 600 else [wide, low, mid]
-    if rows <= 96:
-        return [low, big, mid]
-    return [big, mid, low]
-
-
-def heavy(spec: ProblemSpec) -> bool:
-    """Element-wise addresses or a C to read take the registers that a large tile would need."""
-    aligned = min(spec.a.align, spec.b.align, spec.out.align) == 16 and spec.form != "jagged_n"
-    return not aligned or spec.c is not None
-
-
-def _thirty_two_bit(spec: ProblemSpec) -> list[Config]:
-    if spec.precision == "tf32":
-        first = Config(block_m=128, block_n=128, block_k=32, warps=8, stages=3, programs=1)
-        return [first, Config(block_m=64, block_n=64, block_k=32, warps=4, stages=3, programs=3)]
-    first = Config(block_m=64, block_n=64, block_k=16, warps=4, stages=3, programs=3)
-    return [first, replace(first, block_m=32, block_n=32, programs=4)]
-
-
-def _sixty_four_bit() -> list[Config]:
-    first = Config(block_m=64, block_n=64, block_k=16, warps=8, stages=3, programs=1)
-    return [first, replace(first, block_m=32, block_n=32, warps=4, programs=2)]
-
-
-def _eight_bit(spec: ProblemSpec) -> list[Config]:
-    first = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3, programs=1)
-    small = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=3, programs=2)
-    return [first, small] if typical_rows(spec) > 64 else [small, first]
-
-
-def emulated() -> list[Config]:
-    """For the interpreter, whose cost is the number of operations, not of elements."""
-    return [Config(block_m=64, block_n=64, block_k=64, warps=4, stages=1, width=2, programs=3)]
-
-
-def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
-    """The order that measurements on an H100 support (docs/triton-tuning.md), by rows per group."""
-    rows = typical_columns(spec) if spec.form == "jagged_n" else typical_rows(spec)
-    if (_across(spec) or 256) <= 128:
-        return tall, flat
-    if spec.form == "jagged_k" or 384 < rows <= 1536:
-        return wide, large, tall, flat
-    if 32 < rows <= 384:
-        return tall, wide, large, flat
-    return large, wide, tall, flat
-
-
-def _across(spec: ProblemSpec) -> int:
-    """Columns of the result as the warp-specialised kernel sees them: jagged columns are its rows."""
-    return (spec.m if spec.form == "jagged_n" else spec.n) or 0
-
-
-def hopper_candidates(spec: ProblemSpec) -> list[Config]:
-    """Configs of the warp-specialised kernel, the best guess first; empty where it cannot run."""
-    large = Config("hopper", block_m=192, block_n=256, stages=3, warps=4)
-    wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4)
-    tall = Config("hopper", block_m=256, block_n=128, stages=4, warps=4)
-    flat = Config("hopper", block_m=128, block_n=128, stages=5, warps=4)
-    along = {"a": "row", "b": "col"} if spec.compute == torch.float32 else {"a": spec.a.order, "b": spec.b.order}
-    operands = (("a", spec.a), ("b", spec.b))
-    pack = tuple(name for name, x in operands if not mappable(x) or x.order != along[name])
-    ranked = _ranked(spec, large, wide, tall, flat)
-    found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
-    found.append(replace(found[0], order="dealt"))
-    return [config for config in found if not problem_with(config, spec)]
-
-
-def pointer_candidates(spec: ProblemSpec) -> list[Config]:
-    """Valid configs of the pointer kernel, the best guess first."""
-    size = spec.compute.itemsize
-    by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: _thirty_two_bit(spec)}
-    found = by_size.get(size, _sixty_four_bit)()
-    return [config for config in found if not problem_with(config, spec)]
-
-
-def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
-    """Valid configs for a spec on a device, the best guess first."""
-    fast = hopper_candidates(spec) if capability[0] == 9 and worth_a_ring(spec) else []
-    return [*fast, *pointer_candidates(spec)]
-
-
-def worth_a_ring(spec: ProblemSpec) -> bool:
-    """Big enough for a persistent grid and a launch that lists tiles: much to write, or many weights to read."""
-    columns = _across(spec) or 1
-    rows = spec.total if spec.form != "jagged_k" else spec.m or 1
-    weights = spec.groups * columns * (spec.k or 0)
-    return rows * columns > 2**18 or (columns >= 64 and weights > 2**23)

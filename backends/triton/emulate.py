@@ -24,6 +24,7 @@ from multigemm.backends.triton.launch import (
     nothing,
     programs,
     scalars,
+    split_space,
 )
 from multigemm.backends.triton.pointer_sources import (
     CHUNK,
@@ -80,7 +81,13 @@ def bind_emulated(ops: Operands, config: Config) -> Launch:
         numbers["groups"] = len(tiles)
     options = {**constants(spec, config, chunk=chunk_of(spec, config, tiles is not None)), "INTERPRETED": True}
     options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
-    grid = (programs(bound_on_tiles(ops, shape, config), config, 1),)
+    tiles_bound = bound_on_tiles(ops, shape, config)
+    grid = (programs(tiles_bound, config, 1),)
+    space = split_space(ops, tiles_bound, config) or {
+        "partials": torch.empty(1, dtype=spec.acc),
+        "arrived": torch.empty(1, dtype=torch.int32),
+    }
+    tensors |= space
     arguments = [*tensors.values(), *(numbers[name] for name in (*EXTENTS, *STRIDES))]
 
     def launch() -> None:

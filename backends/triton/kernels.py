@@ -113,7 +113,28 @@ def zero_kernel(out, ends, m, n, groups, head, out_group, out_row, out_col,
 
 
 @triton.jit
-def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
+def gathered(acc, partials, arrived, slot, part, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """The sum of a tile's parts for the program that finishes last (else anything), and whether this is that program.
+
+    The parts are added in their own order, whoever comes last, so the same call gives the same bits. The last
+    one also clears the count for the next launch.
+    """
+    place = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    base = partials + slot.to(tl.int64) * (SPLITS * BM * BN)
+    tl.store(base + part * (BM * BN) + place, acc)
+    # all threads' parts before the count, which one thread does for all
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived + slot, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        acc = tl.zeros((BM, BN), acc.dtype)
+        for other in range(SPLITS):
+            acc += tl.load(base + other * (BM * BN) + place, cache_modifier=".cg")
+        tl.store(arrived + slot, 0)
+    return acc, last
+
+
+@triton.jit
+def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
                    m, n, k, groups, head,
                    a_group, a_row, a_col, b_group, b_row, b_col, c_group, c_row, c_col,
                    out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
@@ -122,10 +143,12 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
                    A_BYTES: tl.constexpr, B_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr, WIDE: tl.constexpr,
                    EVEN_K: tl.constexpr, MULTIPLE: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr,
                    ALPHA: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-                   ZERO: tl.constexpr, CHUNK: tl.constexpr, INTERPRETED: tl.constexpr):  # fmt: skip
+                   ZERO: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+                   INTERPRETED: tl.constexpr):  # fmt: skip
     """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups.
 
     With CHUNK = 0 the table has a row per tile instead of a row per group, and `groups` counts those.
+    With SPLITS > 1 each tile is the work of that many programs, along K.
     """
     UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
     per_group = ((m + BM - 1) // BM) * ((n + BN - 1) // BN)
@@ -138,7 +161,8 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
                                CHUNK)  # fmt: skip
         total = tl.max(found, 0)
 
-    for tile in range(tl.program_id(0), total, tl.num_programs(0)):
+    for work in range(tl.program_id(0), total * SPLITS, tl.num_programs(0)):
+        tile = work // SPLITS
         if UNIFORM:
             g = tile // per_group
             first = g * per_group
@@ -214,7 +238,15 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
         # 3. the products; both operands are zero where k, a row or a column lies outside the group
         acc = tl.zeros((BM, BN), ACC)
         if rows_left > 0:
-            for step in tl.range(0, (gk + BK - 1) // BK, num_stages=STAGES):
+            first_step = 0
+            last_step = (gk + BK - 1) // BK
+            if SPLITS > 1:
+                each = (last_step + SPLITS - 1) // SPLITS
+                first_step = tl.minimum(work % SPLITS * each, last_step)
+                last_step = tl.minimum(first_step + each, last_step)
+                a_ptrs += first_step.to(tl.int64) * a_step
+                b_ptrs += first_step.to(tl.int64) * b_step
+            for step in tl.range(first_step, last_step, num_stages=STAGES):
                 if EVEN_K:
                     x = tl.load(a_ptrs, mask=(i < rows_left)[:, None], other=0)
                     y = tl.load(b_ptrs, mask=(j < cols_left)[None, :], other=0)
@@ -231,6 +263,11 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix,
 
         # 4. the epilogue
         owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]
+        if SPLITS > 1:
+            acc, last = gathered(acc, partials, arrived, tile, work % SPLITS, SPLITS, BM, BN)
+            # who is not the last stores nothing: a tile without columns
+            cols_left = tl.where(last, cols_left, 0)
+            owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]
         c_ptrs = out_base
         bias_ptrs = out_base
         if HAS_C:

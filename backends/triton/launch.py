@@ -105,7 +105,19 @@ def processors(index: int) -> int:
 
 def programs(tiles: int, config: Config, available: int) -> int:
     """The size of the grid; at least one program, which writes what no group owns."""
-    return max(1, min(tiles, config.programs * available) if config.programs else tiles)
+    work = tiles * config.splits
+    return max(1, min(work, config.programs * available) if config.programs else work)
+
+
+def split_space(ops: Operands, tiles: int, config: Config) -> dict[str, Tensor]:
+    """Where programs that share a tile leave their parts, and count themselves; nothing where none do."""
+    if config.splits == 1:
+        return {}
+    parts = (max(1, tiles), config.splits, config.block_m, config.block_n)
+    return {
+        "partials": torch.empty(parts, dtype=ops.spec.acc, device=ops.device),
+        "arrived": torch.zeros(max(1, tiles), dtype=torch.int32, device=ops.device),
+    }
 
 
 def nothing() -> None:
@@ -142,9 +154,12 @@ def _bind_cuda(
     if listed is not None:
         values["groups"] = len(listed)
     index = ops.device.index if ops.device.index is not None else torch.cuda.current_device()
-    grid = programs(bound_on_tiles(ops, shape, config), config, processors(index))
+    tiles = bound_on_tiles(ops, shape, config)
+    grid = programs(tiles, config, processors(index))
+    space = split_space(ops, tiles, config)
+    values |= {name: tensor.data_ptr() for name, tensor in space.items()}
     main = kernels(extents_multiple(ops) if shape is None else 1, chunk_of(spec, config, listed is not None))
-    keep = (ops, table, prefix)
+    keep = (ops, table, prefix, space)
     order = [values[name] for name in (*POINTERS, *EXTENTS, *STRIDES)]
     run = launcher(main, index, grid, order, keep)
     if not counted:

@@ -30,7 +30,7 @@ TYPES = {
     torch.int64: "i64",
 }
 ACCUMULATORS = {torch.float32: "tl.float32", torch.float64: "tl.float64", torch.int32: "tl.int32"}
-POINTERS = ("a", "b", "c", "out", "bias", "ends", "table", "prefix")
+POINTERS = ("a", "b", "c", "out", "bias", "ends", "table", "prefix", "partials", "arrived")
 EXTENTS = ("m", "n", "k", "groups", "head")
 STRIDES = ("a_group", "a_row", "a_col", "b_group", "b_row", "b_col", "c_group", "c_row", "c_col",
            "out_group", "out_row", "out_col", "bias_group", "bias_col", "alpha_bits", "beta_bits")  # fmt: skip
@@ -52,6 +52,8 @@ def _types(spec: ProblemSpec) -> dict[str, str]:
         "ends": spec.index or torch.int32,
         "table": torch.int64,
         "prefix": torch.int32,
+        "partials": spec.acc,
+        "arrived": torch.int32,
     }
     names = {name: "*" + TYPES[dtype] for name, dtype in pointers.items()}
     return {**names, **dict.fromkeys(EXTENTS, "i32"), **dict.fromkeys(STRIDES, "i64")}
@@ -113,6 +115,7 @@ def constants(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int =
         "PRECISION": "tf32" if spec.precision == "tf32" else "ieee",
         "ACC": ACCUMULATORS[spec.acc],
         "ZERO": spec.zero_unowned,
+        "SPLITS": config.splits,
         "CHUNK": chunk,
         "INTERPRETED": False,
     }

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from multigemm.backends.triton.candidates import hopper_candidates, pointer_candidates
 from multigemm.backends.triton.compile import KernelSource, cubin
-from multigemm.backends.triton.config import hopper_candidates, pointer_candidates
 from multigemm.backends.triton.hopper_forms import cut_of
 from multigemm.backends.triton.hopper_sources import hopper_source, records_source
 from multigemm.backends.triton.inspect import usage

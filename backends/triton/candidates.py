@@ -1,0 +1,139 @@
+"""Which configs to try for a spec, the best guess first: what measurements on an H100 support.
+
+Nothing here depends on a token count beyond the buckets that a spec carries. docs/triton-tuning.md has
+the numbers behind the order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from multigemm.backends.triton.config import Config, depth_of, mappable, problem_with
+from multigemm.backends.triton.estimate import (
+    pointer_us,
+    ring_us,
+    shape_of,
+    shared_out,
+    typical_columns,
+    typical_rows,
+)
+from multigemm.spec import ProblemSpec
+
+BRIEF_US = 200.0
+"""Below that, a launch less is worth more than the balance that drawing tiles from a counter brings."""
+
+
+def _pow2(value: int, low: int, high: int) -> int:
+    return max(low, min(high, 1 << max(0, value - 1).bit_length()))
+
+
+def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
+    rows, columns = typical_rows(spec), typical_columns(spec)
+    if rows * columns <= 160 * 160:
+        small = Config(block_m=32, block_n=32, block_k=64, warps=4, stages=3, programs=0)
+        if (spec.k or 0) > 512:
+            small = replace(small, block_k=128, stages=4)
+        return [small, replace(small, block_m=64), replace(small, block_n=64), replace(small, block_m=16, block_n=64)]
+    if rows <= 32:
+        thin = Config(block_m=_pow2(rows, 16, 32), block_n=128, block_k=64, warps=4, stages=5, programs=2)
+        return [thin, replace(thin, block_n=64, stages=6, programs=3), replace(thin, block_k=128, stages=3)]
+    big = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3, programs=2)
+    mid = Config(block_m=128, block_n=64, block_k=64, warps=4, stages=4, programs=3)
+    low = Config(block_m=64, block_n=128, block_k=64, warps=4, stages=4, programs=2)
+    if heavy(spec):
+        low = replace(low, block_k=32)
+        return [replace(low, warps=8), replace(low, block_n=64)]
+    if spec.form == "per_group":
+        square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, programs=0)
+        wide = replace(big, stages=5, programs=0)
+        return [square, low, mid, wide] if rows <= 600 else [wide, low, mid]
+    if rows <= 96:
+        return [low, big, mid]
+    return [big, mid, low]
+
+
+def heavy(spec: ProblemSpec) -> bool:
+    """Element-wise addresses or a C to read take the registers that a large tile would need."""
+    aligned = min(spec.a.align, spec.b.align, spec.out.align) == 16 and spec.form != "jagged_n"
+    return not aligned or spec.c is not None
+
+
+def _thirty_two_bit(spec: ProblemSpec) -> list[Config]:
+    if spec.precision == "tf32":
+        first = Config(block_m=128, block_n=128, block_k=32, warps=8, stages=3, programs=1)
+        return [first, Config(block_m=64, block_n=64, block_k=32, warps=4, stages=3, programs=3)]
+    first = Config(block_m=64, block_n=64, block_k=16, warps=4, stages=3, programs=3)
+    return [first, replace(first, block_m=32, block_n=32, programs=4)]
+
+
+def _sixty_four_bit() -> list[Config]:
+    first = Config(block_m=64, block_n=64, block_k=16, warps=8, stages=3, programs=1)
+    return [first, replace(first, block_m=32, block_n=32, warps=4, programs=2)]
+
+
+def _eight_bit(spec: ProblemSpec) -> list[Config]:
+    first = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3, programs=1)
+    small = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=3, programs=2)
+    return [first, small] if typical_rows(spec) > 64 else [small, first]
+
+
+def emulated() -> list[Config]:
+    """For the interpreter, whose cost is the number of operations, not of elements."""
+    return [Config(block_m=64, block_n=64, block_k=64, warps=4, stages=1, width=2, programs=3)]
+
+
+def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
+    """The order that measurements on an H100 support (docs/triton-tuning.md), by rows per group."""
+    rows = shape_of(spec).rows
+    if shape_of(spec).columns <= 128:
+        return tall, flat
+    if spec.form == "jagged_k" or 384 < rows <= 1536:
+        return wide, large, tall, flat
+    if 32 < rows <= 384:
+        return tall, wide, large, flat
+    return large, wide, tall, flat
+
+
+def hopper_candidates(spec: ProblemSpec) -> list[Config]:
+    """Configs of the warp-specialised kernel, the best guess first; empty where it cannot run."""
+    large = Config("hopper", block_m=192, block_n=256, stages=3, warps=4)
+    wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4)
+    tall = Config("hopper", block_m=256, block_n=128, stages=4, warps=4)
+    flat = Config("hopper", block_m=128, block_n=128, stages=5, warps=4)
+    along = {"a": "row", "b": "col"} if spec.compute == torch.float32 else {"a": spec.a.order, "b": spec.b.order}
+    operands = (("a", spec.a), ("b", spec.b))
+    pack = tuple(name for name, x in operands if not mappable(x) or x.order != along[name])
+    ranked = _ranked(spec, large, wide, tall, flat)
+    found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
+    found = [config for config in found if not problem_with(config, spec)]
+    return _ordered(found, spec) if found else []
+
+
+def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
+    """Tiles dealt out where the work is brief, else drawn; the best guess also the other way."""
+    orders: tuple[Literal["dealt", "drawn"], ...] = ("dealt", "drawn")
+    usual, other = orders if ring_us(found[0], spec) < BRIEF_US else orders[::-1]
+    return [*(replace(config, order=usual) for config in found), replace(found[0], order=other)]
+
+
+def pointer_candidates(spec: ProblemSpec) -> list[Config]:
+    """Valid configs of the pointer kernel, the best guess first."""
+    size = spec.compute.itemsize
+    by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: _thirty_two_bit(spec)}
+    found = by_size.get(size, _sixty_four_bit)()
+    found = [*found[:1], shared_out(found[0], spec), *found[1:]]
+    return [config for config in dict.fromkeys(found) if not problem_with(config, spec)]
+
+
+def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
+    """Valid configs for a spec on a device, the best guess first."""
+    plain = pointer_candidates(spec)
+    fast = hopper_candidates(spec) if capability[0] == 9 else []
+    if not fast:
+        return plain
+    if ring_us(fast[0], spec) < pointer_us(plain[0], spec):
+        return [*fast, *plain]
+    return [*plain, fast[0]]
