@@ -146,8 +146,8 @@ def test_every_candidate_fits_into_shared_memory() -> None:
     assert not is_valid(Config(blocks_per_sm=4), SPEC)
 
 
-@pytest.mark.parametrize(("total", "rows"), [(256, 64), (8192, 256), (32768, 256)])
-def test_few_rows_per_group_get_narrow_pieces(total: int, rows: int) -> None:
+@pytest.mark.parametrize(("total", "rows"), [(256, 64), (8192, 256), (32768, 192)])
+def test_pieces_are_as_high_as_groups_have_rows(total: int, rows: int) -> None:
     assert configs.heuristic(replace(SPEC, groups=64 if total == 256 else 32, total=total)).rows == rows
 
 

@@ -12,10 +12,10 @@ from multigemm.spec import OperandSpec, Order, ProblemSpec
 
 COLUMNS = 128
 """Columns of a result that one thread block of the Hopper kernel owns."""
-MAX_GROUPS = 960
+MAX_GROUPS, TURNS_GROUPS = 960, 448
+"""Groups that the Hopper kernel's schedule holds; those that it holds where five stages leave it less room."""
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one thread block may have on compute capability 9.0."""
-BOOKKEEPING = 16 * MAX_GROUPS + 1024 + 768
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,11 @@ class Config:
 
     `portable` takes any problem, in tiles of `tile` squared, with `blocks_per_sm` resident blocks. `hopper`
     cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple of
-    `step`; `stages` blocks of 64 k are in flight; `cluster` thread blocks share their rows; `tall`
-    gives twice the columns to tiles of few rows. `packed` copies the operands that TMA cannot read and
-    then runs `hopper` on the copies. `direct` copies the rows at most and shifts
-    the weights into place itself. `small` gives each tile of `tile` squared a thread block of its own.
+    `step`; `stages` blocks of 64 k are in flight; `cluster` thread blocks share their rows; `pingpong`:
+    the two warpgroups of a block work on a tile each, not together on one, so that one stores while the
+    other multiplies. `packed` copies the operands that TMA cannot read and then runs `hopper` on the
+    copies. `direct` copies the rows at most and shifts the weights into place itself. `small` gives each
+    tile of `tile` squared a thread block of its own.
     `wave` gives a thread block to each tile of a list or batch, laid out by the host.
     """
 
@@ -38,12 +39,18 @@ class Config:
     stages: int = 0
     cluster: int = 1
     step: int = 16
-    tall: bool = False
+    pingpong: bool = False
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
-        weights = COLUMNS * (1 + self.tall) * (144 if self.kernel == "direct" else 128)
-        return self.stages * (weights + self.rows * 128) + 2 * (8192 if plain else 9216) + BOOKKEEPING
+        weights = COLUMNS * (144 if self.kernel == "direct" else 128)
+        schedule = 16 * self.groups_at_most + 1024 + 768
+        return self.stages * (weights + self.rows * 128) + 2 * (8192 if plain else 9216) + schedule
+
+    @property
+    def groups_at_most(self) -> int:
+        """What its share of the shared memory lets the schedule hold."""
+        return TURNS_GROUPS if self.pingpong else MAX_GROUPS
 
 
 PORTABLE = Config(blocks_per_sm=1)
@@ -53,8 +60,8 @@ MIDDLE = Config("hopper", rows=128, stages=6, cluster=2)
 NARROW = Config("hopper", rows=64, stages=8, cluster=2)
 SINGLE = Config("hopper", rows=128, stages=6, cluster=1)
 SLIM = Config("hopper", rows=64, stages=8, cluster=1)
-BROAD = Config("hopper", rows=192, stages=3, cluster=2, tall=True)
-"""Right, but slower than WIDE wherever it was measured (docs/cupy-hopper.md): kept for other chips, not offered."""
+TURNS = Config("hopper", rows=192, stages=5, cluster=2, pingpong=True)
+ALONE = Config("hopper", rows=256, stages=4, cluster=1)
 DIRECT = Config("direct", rows=256, stages=3, cluster=2, step=32)
 DIRECT_MIDDLE = Config("direct", rows=128, stages=5, cluster=2, step=32)
 DIRECT_NARROW = Config("direct", rows=64, stages=7, cluster=2, step=32)
@@ -188,7 +195,9 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
         return known and capability == (9, 0) and not wave_reasons(spec)
     known = config.rows in (64, 128, 192, 256) and config.stages >= 2
     fits = known and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT
-    shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64) and (not config.tall or config.rows <= 192)
+    shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
+    shape = shape and spec.groups <= config.groups_at_most
+    shape = shape and (not config.pingpong or (config.rows <= 192 and is_plain(spec)))
     check = {"packed": packed_reasons, "direct": direct_reasons}.get(config.kernel, hopper_reasons)
     reasons = check(spec)
     return fits and shape and capability == (9, 0) and not reasons
@@ -235,7 +244,11 @@ def _hopper_order(spec: ProblemSpec) -> list[Config]:
     rows = spec.total // max(spec.groups, 1) if spec.form not in ("jagged_n", "jagged_k") else 256
     if rows <= 32:
         return [NARROW, MIDDLE, WIDE]
-    return [MIDDLE, WIDE, NARROW] if rows <= 64 else [WIDE, MIDDLE, NARROW]
+    if rows <= 64:
+        return [MIDDLE, WIDE, NARROW]
+    turns = [TURNS] if is_plain(spec) and spec.groups <= TURNS_GROUPS else []
+    large = rows > FEW_ROWS or spec.form == "jagged_k"
+    return [*turns, WIDE, ALONE, MIDDLE, NARROW] if large else [WIDE, *turns, ALONE, MIDDLE, NARROW]
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:

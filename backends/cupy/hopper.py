@@ -56,7 +56,7 @@ def source(spec: ProblemSpec, config: Config) -> Source:
             ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
             ("RAGGED_K", int(spec.form == "jagged_k")), ("LISTED", int(spec.form == "per_group")),
             ("PLAIN", int(plain)), ("ROWS", config.rows), ("STAGES", config.stages),
-            ("CLUSTER", config.cluster), ("STEP", config.step), ("TALL", int(config.tall)),
+            ("CLUSTER", config.cluster), ("STEP", config.step), ("PINGPONG", int(config.pingpong)),
         ),
     )  # fmt: skip
 

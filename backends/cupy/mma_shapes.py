@@ -12,8 +12,8 @@ WIDTHS = range(8, 257, 8)
 HEAD = """// Written by mma_shapes.py: d += W x X for 64 columns, N rows and k = 16, both operands in shared memory.
 #pragma once
 #include "ptx.cuh"
-// Registers of one thread: ROWS by 64 columns per warpgroup, or by 128 where tiles are tall.
-constexpr int ACCUMULATORS = TALL ? ROWS : ROWS / 2;
+// Registers of one thread: ROWS by 64 columns per warpgroup, or by 128 where warpgroups take turns.
+constexpr int ACCUMULATORS = PINGPONG ? ROWS : ROWS / 2;
 template <int N, int FIRST> struct Mma;   // FIRST: the accumulator's first register
 """
 

@@ -52,7 +52,7 @@ def source(spec: ProblemSpec, config: Config) -> Source:
     role = hopper.roles(spec)
     defines = (
         ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
-        ("ROWS", config.rows), ("STAGES", config.stages), ("STEP", 64), ("TALL", 0),
+        ("ROWS", config.rows), ("STAGES", config.stages), ("STEP", 64), ("PINGPONG", 0),
     )  # fmt: skip
     return Source("wave.cu", "wave", defines)
 

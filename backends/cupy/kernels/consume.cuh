@@ -3,35 +3,36 @@
 #include "mma.cuh"
 #include "store.cuh"
 
-// The second warpgroup starts its first tile a little after the first one, and keeps that distance:
-// so one of them multiplies while the other stores its results.
-__device__ __forceinline__ void let_follow() { asm volatile("bar.arrive 5, 256;" ::: "memory"); }
-__device__ __forceinline__ void follow() { asm volatile("bar.sync 5, 256;" ::: "memory"); }
+// Warpgroups that share their tiles: the second one starts its first tile a little after the first one, and keeps that
+// distance, so that one of them multiplies while the other stores its results. Warpgroups that take turns: each lets the
+// other begin when its last block is under way; only then are the ring's barriers less than one lap ahead of that one.
+__device__ __forceinline__ void let_other(int half) { asm volatile("bar.arrive %0, 256;" ::"r"(6 - half) : "memory"); }
+__device__ __forceinline__ void wait_for_other(int half) { asm volatile("bar.sync %0, 256;" ::"r"(5 + half) : "memory"); }
 
-// All k-blocks of a tile: four products of k = 16 per block, one block in flight while the next is awaited.
-// TWICE: a tall tile, whose second 64 columns per warpgroup accumulate in the upper half of `d`.
-template <int N, bool TWICE>
+// All k-blocks of a tile: four products of k = 16 per block, one block in flight while the next is awaited. A warpgroup
+// multiplies 64 columns of a tile, or both halves of it (the second accumulates in the upper half of `d`).
+template <int N>
 __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int blocks, int half, float (&d)[ACCUMULATORS], bool first) {
     constexpr u32 W_STEP = W_K ? 32 : 2048, X_STEP = X_K ? 32 : 2048;     // bytes from one k = 16 to the next
     const int lane = threadIdx.x & 31;
     int last = -1;
-    if (first && half == 1) follow();
+    if (!PINGPONG && first && half == 1) wait_for_other(half);
 #pragma unroll 1
     for (int kb = 0; kb < blocks; ++kb) {
         barrier_wait(shared_address(&s.full[ring.index]), ring.parity);
         const u32 stage = stages + ring.index * STAGE_BYTES;
-        constexpr int BLOCKS = TWICE ? 2 : 1;
-        const u64 w = smem_descriptor(stage + half * BLOCKS * BLOCK, BLOCK, 1024);
-        const u64 x = smem_descriptor(stage + CONSUMERS * BLOCKS * BLOCK, BLOCK, 1024);
+        const u64 w = smem_descriptor(stage + (PINGPONG ? 0 : half * BLOCK), BLOCK, 1024);
+        const u64 x = smem_descriptor(stage + W_BYTES, BLOCK, 1024);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             Mma<N, 0>::run(d, w + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
-            if constexpr (TWICE) Mma<N, ROWS / 2>::run(d, w + (BLOCK >> 4) + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
+            if constexpr (PINGPONG) Mma<N, ROWS / 2>::run(d, w + (BLOCK >> 4) + k * (W_STEP >> 4), x + k * (X_STEP >> 4));
         }
         wgmma_commit();
+        if (PINGPONG && kb == blocks - 1) let_other(half);
         wgmma_wait<1>();
-        if (first && half == 0 && kb == min(1, blocks - 1)) let_follow();
+        if (!PINGPONG && first && half == 0 && kb == min(1, blocks - 1)) let_other(half);
         if (last >= 0 && lane < CLUSTER) barrier_arrive(shared_address(&s.empty[last]), lane);
         last = ring.index;
         ring.next();
@@ -47,26 +48,25 @@ __device__ __forceinline__ void consume(const Problem& p, const Launch& l, Share
     for (int number = 0;; ++number) {
         const Tile t = take_tile(s, number, (threadIdx.x & 127) == 0);
         if (t.n == STOP) break;
-        const int blocks = k_blocks(t);
+        const int blocks = t.n > 0 ? k_blocks(t) : 0;
+        if (PINGPONG && (number & 1) != half) {
+            ring.skip(blocks);
+            continue;
+        }
+        if (PINGPONG && number > 0) wait_for_other(half);
         // Defined anew for each tile: otherwise the compiler would keep the last tile's values alive.
         float d[ACCUMULATORS];
 #pragma unroll
         for (int i = 0; i < ACCUMULATORS; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
-        if (blocks > 0 && t.n > 0) {
-            if (is_tall(t)) {
-                switch ((t.n + STEP - 1) / STEP) {
-#define CASE(n) case n / STEP: if constexpr (TALL && n <= ROWS) multiply<n, true>(s, stages, ring, blocks, half, d, first); break;
-                    CASES
+        if (blocks > 0) {
+            switch ((t.n + STEP - 1) / STEP) {
+#define CASE(n) case n / STEP: if constexpr (n <= ROWS) multiply<n>(s, stages, ring, blocks, half, d, first); break;
+                CASES
 #undef CASE
-                }
-            } else {
-                switch ((t.n + STEP - 1) / STEP) {
-#define CASE(n) case n / STEP: if constexpr (n <= ROWS) multiply<n, false>(s, stages, ring, blocks, half, d, first); break;
-                    CASES
-#undef CASE
-                }
             }
             first = false;
+        } else if (PINGPONG) {
+            let_other(half);
         }
         finish_tile(p, l, t, rank, half, staging, d);
     }

@@ -253,10 +253,10 @@ __device__ __forceinline__ bool multiply_block(Shared& s, const Place& place, u3
 template <int N>
 __device__ __forceinline__ void multiply_shifted(Shared& s, const Place& place, u32 stages, Position& ring, int blocks, int half, float (&d)[ROWS / 2], bool first) {
     u32 even[FRAGMENT], odd[FRAGMENT];
-    if (first && half == 1) follow();
+    if (first && half == 1) wait_for_other(half);
     barrier_wait(shared_address(&s.full[ring.index]), ring.parity);
     read_fragment(even, place, stages + ring.index * STAGE_ALL);
-    if (first && half == 0) let_follow();
+    if (first && half == 0) let_other(half);
 #pragma unroll 1
     for (int kb = 0;; kb += 2) {
         if (!multiply_block<N>(s, place, stages, ring, kb + 1 < blocks, even, odd, d)) break;

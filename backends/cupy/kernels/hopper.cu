@@ -6,7 +6,7 @@
 //
 // Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction of the row side, of the weight
 // side), RAGGED_K (the jagged extent is k), LISTED (a tensor map per group), PLAIN (the result is
-// alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), TALL (256 columns, not 128).
+// alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), PINGPONG.
 #include "consume.cuh"
 #include "load.cuh"
 
@@ -54,7 +54,7 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows
-            barrier_init(shared_address(&s.empty[i]), CLUSTER * CONSUMERS * 4);       // one arrival per consumer warp
+            barrier_init(shared_address(&s.empty[i]), CLUSTER * (PINGPONG ? 1 : CONSUMERS) * 4);   // one arrival per warp that reads it
         }
         for (int i = 0; i < SLOTS; ++i) {
             barrier_init(shared_address(&s.tile_full[i]), 1);

@@ -14,7 +14,7 @@ __device__ __forceinline__ Tile take_tile_together(Shared& s, int number) {
 
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
 __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
-    constexpr int AHEAD = 8, BOXES = TALL ? 4 : 2;         // blocks of k before the end; boxes of 64 columns
+    constexpr int AHEAD = 8, BOXES = COLUMNS / 64;          // blocks of k before the end; boxes of 64 columns
     const bool one_for_all = p.table || (l.swapped ? p.a.group : p.b.group) == 0;
     Ring ring;
 #pragma unroll 1
@@ -23,8 +23,6 @@ __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, 
         if (t.n == STOP) break;
         const int blocks = t.n > 0 ? k_blocks(t) : 0, col = int(first_column(t, rank, 0)), group = one_for_all ? 0 : t.group;
         const TensorMap* const w = LISTED ? l.listed + 2 * t.group : &maps.w;
-        const bool wide = is_tall(t);
-        const u32 bytes = (wide ? 4 : 2) * BLOCK;
         if (LISTED && blocks > 0) refresh_map(w);
         int k = RAGGED_K ? int(FAR) - t.k_len : 0, ask_at = rank == 0 ? max(blocks - AHEAD, 0) : -1;
         if (rank == 0 && blocks == 0 && elected()) barrier_arrive_here(shared_address(&s.ask));
@@ -33,10 +31,9 @@ __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, 
             const u32 full = shared_address(&s.full[ring.index]), to = stages + ring.index * STAGE_BYTES;
             barrier_wait(shared_address(&s.empty[ring.index]), ring.parity ^ 1);
             if (elected()) {
-                barrier_expect(full, bytes);
+                barrier_expect(full, W_BYTES);
 #pragma unroll
                 for (int i = 0; i < BOXES; i += 1 + W_K) {
-                    if (i >= 2 && !wide) continue;
                     if (W_K) load_box(to + i * BLOCK, w, full, k, col + i * 64, group, EVICT_NORMAL);
                     else if (RAGGED_K) load_box(to + i * BLOCK, w, full, col + i * 64, k, t.extra + t.k_len, int(FAR), EVICT_NORMAL);
                     else load_box(to + i * BLOCK, w, full, col + i * 64, k, group, EVICT_NORMAL);
@@ -64,7 +61,7 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
         const Tile t = take_tile_together(s, number);
         if (t.n == STOP) break;
         const int blocks = t.n > 0 ? k_blocks(t) : 0, group = one_for_all ? 0 : t.group;
-        const u32 rows = stages + columns_of(t) * BK * 2;
+        const u32 rows = stages + W_BYTES;
         // Where k is contiguous: one box, or two of at most 128 rows if there is no other block to load the second.
         // A list has one map, and thus one height of box, per matrix.
         const int part = LISTED ? t.extra : (t.n / 8 + CLUSTER - 1) / CLUSTER * 8, first = rank * part;

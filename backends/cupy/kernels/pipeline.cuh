@@ -5,7 +5,7 @@
 #include "schedule.cuh"
 
 constexpr int BK = 64, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
-constexpr int W_BYTES = (TALL ? 2 : 1) * COLUMNS * BK * 2, X_BYTES = ROWS * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int W_BYTES = COLUMNS * BK * 2, X_BYTES = ROWS * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int BLOCK = 64 * BK * 2;                     // 64 x 64 elements, one box of an operand with contiguous mn
 constexpr int SLOTS = 4;                               // tiles announced ahead
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
@@ -35,6 +35,10 @@ struct Ring {                   // position in the ring of stages: index and par
     u32 parity = 0;
     __device__ __forceinline__ void next() {
         if (++index == STAGES) index = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ void skip(int blocks) {
+        const int sum = index + blocks;
+        index = sum % STAGES, parity ^= sum / STAGES & 1;
     }
 };
 
@@ -67,11 +71,7 @@ __device__ __forceinline__ void announce(Shared& s, int number, const Tile& t) {
     }
 }
 
-// Tall tiles have 256 columns per block instead of 128.
-__device__ __forceinline__ bool is_tall(const Tile& t) { return TALL && (t.col0 & 1); }
-__device__ __forceinline__ int columns_of(const Tile& t) { return is_tall(t) ? 2 * COLUMNS : COLUMNS; }
-__device__ __forceinline__ i64 first_column(const Tile& t, u32 rank, int half) {
-    return (t.col0 & ~1) + i64(rank) * columns_of(t) + half * (columns_of(t) / 2);
-}
+// Where a block's columns begin, or those of one of two warpgroups that share them.
+__device__ __forceinline__ i64 first_column(const Tile& t, u32 rank, int half) { return t.col0 + i64(rank) * COLUMNS + half * 64; }
 
 __device__ __forceinline__ int k_blocks(const Tile& t) { return (t.k_len + BK - 1) / BK; }

@@ -9,7 +9,11 @@
 #include "groups.cuh"
 #include "ptx.cuh"
 
-constexpr int MAX_GROUPS = 960;           // as config.MAX_GROUPS
+#ifndef PINGPONG
+#define PINGPONG 0      // hopper.cu: the two warpgroups take turns, a tile each, instead of sharing every tile
+#endif
+
+constexpr int MAX_GROUPS = PINGPONG ? 448 : 960;    // as config.groups_at_most
 constexpr int BUSY_K = 288;                // from this k on a tile's products take longer than its results need to leave
 constexpr int BAND = 8;                    // pieces that share a weight tile while it is in the L2 cache
 
@@ -18,7 +22,7 @@ constexpr int STOP = -1;
 
 struct Tile {
     int group, n, rows, row0;      // rows of the piece (n: rounded up to 8), first row within the group
-    int col0, k_len, x_row;        // first column (+ 1 if tall), extent of k, first row in the operand's own coordinates
+    int col0, k_len, x_row;        // first column, extent of k, first row in the operand's own coordinates
     int extra;                     // jagged k: first k; a list: height of its boxes; else rows before the group (lead)
 };
 
@@ -57,11 +61,7 @@ __device__ __forceinline__ int piece_rows(int rows, int most) {
 }
 __device__ __forceinline__ int pieces_of(int rows, int height) { return (rows + height - 1) / height; }
 
-// Tiles side by side. Tall ones have twice the columns, but for a last one that needs no more than `columns`.
-__device__ __forceinline__ int tiles_across(const Shape& e, int columns) {
-    const int across = (e.cols + columns - 1) / columns;
-    return TALL ? (across + 1) / 2 : across;
-}
+__device__ __forceinline__ int tiles_across(const Shape& e, int columns) { return (e.cols + columns - 1) / columns; }
 
 // Tiles of group g, in the upper half for the busy queue, in the lower half for the lean one.
 __device__ __forceinline__ u64 count_tiles(const Problem& p, Schedule& s, int g, int swapped, int most, int columns, int busy_rows) {
@@ -155,8 +155,7 @@ __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int 
     Tile r;
     r.group = group;
     r.row0 = piece * height, r.rows = min(height, e.rows - r.row0);
-    const int place = rest / in_band;
-    r.col0 = TALL ? place * 2 * columns | int(e.cols - place * 2 * columns > columns) : place * columns;
+    r.col0 = rest / in_band * columns;
     r.n = (max(r.rows, 0) + 7) & ~7;
     const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
     r.x_row = r.row0 + (along_rows ? s.start[group] - e.lead : 0);

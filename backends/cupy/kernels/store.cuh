@@ -70,12 +70,12 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
     const float alpha = float(p.alpha);
     const int skip = rows_to_skip(p, t);
-    const i64 col = first_column(t, rank, half);
+    const i64 col = first_column(t, rank, PINGPONG ? 0 : half);
     const u32 turn = staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
 #pragma unroll
     for (int q = 0; q < ACCUMULATORS / 32; ++q) {   // 32 registers each: 64 rows of 64 columns
         const int r0 = q % (ROWS / 64) * 64, right = q >= ROWS / 64 ? 64 : 0;
-        if (r0 >= t.rows || (right && !is_tall(t))) continue;
+        if (r0 >= t.rows) continue;
         const Target to = target_of(p, l, t, col + right);
         warpgroup_sync(half);                       // the staging of the round before has been read
 #pragma unroll
@@ -119,9 +119,9 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
 #pragma unroll 1
     for (int q = 0; q < ACCUMULATORS / 16; ++q) {   // 16 registers each: 32 rows of 64 columns
         const int r0 = q % (ROWS / 32) * 32, right = q >= ROWS / 32 ? 64 : 0;
-        const i64 col = first_column(t, rank, half) + right;
+        const i64 col = first_column(t, rank, PINGPONG ? 0 : half) + right;
         const int cols = int(min64((l.swapped ? g.m : g.n) - col, 64));
-        if (r0 >= t.rows || (right && !is_tall(t))) continue;
+        if (r0 >= t.rows) continue;
         warpgroup_sync(half);
 #pragma unroll
         for (int c = 0; c < ACCUMULATORS / 16; ++c) {
