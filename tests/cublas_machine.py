@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.backends.cublas import record, run
+from multigemm.backends.cublas import run, streams
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Call
@@ -79,16 +79,17 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """The machine, in the places of the library, the driver and torch's handle."""
     found = Machine()
     monkeypatch.setattr(run, "handle", found.handle)
-    for module in (run, record):
-        monkeypatch.setattr(module, "driver", lambda: found)
-        monkeypatch.setattr(module, "use_context", lambda device: None)
+    monkeypatch.setattr(streams, "driver", lambda: found)
+    monkeypatch.setattr(streams, "use_context", lambda device: None)
+    monkeypatch.setattr(streams.Loan, "_idle", {})
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(run, "workspace_bytes", lambda: 16)
     return found
 
 
-def streamed(machine: Machine, status: int = 0) -> run.Streamed:
+def streamed(machine: Machine, status: int = 0, size: int = 4096) -> run.Streamed:
     """Four products on three streams; `status` is what the last of them returns."""
     calls = [machine.gemm(name, status if name == "d" else 0) for name in "abcd"]
-    shapes = [Shape(0, 0, 8, 8, k, 8, 8, 8) for k in (40, 30, 20, 10)]
+    shapes = [Shape(0, 0, size, 4096, k, 4096, 4096, 4096) for k in (4000, 3000, 2000, 1000)]
     library: Any = machine
     return run.Streamed(library, Batch(calls), shapes, 3, torch.device("cpu"))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from multigemm.backends.cublas import nvrtc, record, run
+from multigemm.backends.cublas import nvrtc, record, run, streams
 from multigemm.backends.cublas.calls import GROUPED, Batch
 from multigemm.backends.cublas.library import EXACT_MATH, Call
 from multigemm.errors import LibraryError
@@ -30,8 +31,8 @@ class Recorder:
 
     made: ClassVar[list[Recorder]] = []
 
-    def __init__(self, device: int, enqueue: Any) -> None:
-        self.replays = 0
+    def __init__(self, device: int, enqueue: Any, allocates: bool) -> None:
+        self.replays, self.allocates = 0, allocates
         Recorder.made.append(self)
         enqueue(ctypes.c_void_p(RECORDING))
 
@@ -150,11 +151,15 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         log: list[Any] = []
         machine = GraphDriver(log, bad)
         torchs = SimpleNamespace(
-            MemPool=object, ExternalStream=lambda raw, device: raw, stream=nullcontext, use_mem_pool=nullcontext
+            graph_pool_handle=lambda: (0, 1), ExternalStream=lambda raw, device: raw, stream=nullcontext
         )
-        for module in (record, nvrtc):
+        pools = ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
+        memory = SimpleNamespace(**{name: partial(lambda name, *args: log.append(name), name) for name in pools})
+        monkeypatch.setattr(record, "memory", memory)
+        for module in (record, nvrtc, streams):
             monkeypatch.setattr(module, "driver", lambda: machine)
-        monkeypatch.setattr(record, "use_context", lambda device: log.append("context"))
+        for module in (record, streams):
+            monkeypatch.setattr(module, "use_context", lambda device: log.append("context"))
         monkeypatch.setattr(record, "cuda", torchs)
         record._stream.cache_clear()
         return log
@@ -168,7 +173,7 @@ CAPTURE = ["context", "cuStreamCreate", "cuStreamBeginCapture_v2", "work", "cuSt
 
 def test_a_graph_is_captured_made_and_launched(recording: Any) -> None:
     log = recording()
-    graph = record.Graph(0, lambda stream: log.append("work"))
+    graph = record.Graph(0, lambda stream: log.append("work"), allocates=False)
     assert log == [*CAPTURE, "cuGraphInstantiateWithFlags", "cuGraphDestroy"]
     graph.replay(3)
     assert log[-1] == "cuGraphLaunch"
@@ -176,11 +181,21 @@ def test_a_graph_is_captured_made_and_launched(recording: Any) -> None:
     assert log[-1] == "cuGraphExecDestroy"
 
 
+def test_what_torch_allocates_lives_as_long_as_the_graph(recording: Any) -> None:
+    log = recording()
+    graph = record.Graph(0, lambda stream: log.append("work"), allocates=True)
+    begin, end = log.index("_cuda_beginAllocateCurrentThreadToPool"), log.index("_cuda_endAllocateToPool")
+    assert begin < log.index("work") < end
+    assert "_cuda_releasePool" not in log
+    del graph
+    assert log[-2:] == ["_cuda_releasePool", "cuGraphExecDestroy"]
+
+
 @pytest.mark.parametrize("bad", ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags"])
 def test_a_driver_that_cannot_record_is_loud(recording: Any, bad: str) -> None:
     recording(bad)
     with pytest.raises(LibraryError, match="returned 900"):
-        record.Graph(0, lambda stream: None)
+        record.Graph(0, lambda stream: None, allocates=False)
 
 
 def test_work_that_fails_ends_the_capture(recording: Any) -> None:
@@ -190,13 +205,13 @@ def test_work_that_fails_ends_the_capture(recording: Any) -> None:
         raise LibraryError("no")
 
     with pytest.raises(LibraryError, match="no"):
-        record.Graph(0, enqueue)
-    assert log[-2:] == ["cuStreamEndCapture", "cuGraphDestroy"]
+        record.Graph(0, enqueue, allocates=True)
+    assert log[-3:] == ["cuStreamEndCapture", "cuGraphDestroy", "_cuda_endAllocateToPool"]
 
 
 def test_a_launch_that_fails_is_loud_and_a_thread_without_a_context_gets_one(recording: Any) -> None:
     log = recording("cuGraphLaunch")
-    graph = record.Graph(0, lambda stream: None)
+    graph = record.Graph(0, lambda stream: None, allocates=False)
     with pytest.raises(LibraryError, match="cuGraphLaunch returned 900"):
         graph.replay(3)
     assert "context" not in log[len(CAPTURE) :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from multigemm.backends.cublas import run
 from multigemm.backends.cublas.library import EXACT_MATH
@@ -51,3 +52,28 @@ def test_the_workspace_is_sized_as_torchs(monkeypatch: pytest.MonkeyPatch, confi
     run.workspace_bytes.cache_clear()
     assert run.workspace_bytes() == size
     run.workspace_bytes.cache_clear()
+
+
+def test_short_products_take_one_stream(machine: Machine) -> None:
+    """Their calls take the host longer than the device; only a graph runs them beside each other."""
+    streamed(machine, size=8)(CURRENT)
+    assert [entry[:3] for entry in machine.log] == [("call", name, CURRENT) for name in "abcd"]
+
+
+def test_side_streams_are_lent_again(machine: Machine) -> None:
+    launch = streamed(machine)
+    launch(CURRENT)
+    assert machine.streams == 102
+    del launch
+    streamed(machine)(CURRENT)
+    assert machine.streams == 102
+
+
+def test_side_streams_of_a_capture_are_not_lent_again(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
+    launch = streamed(machine, size=8)
+    launch(CURRENT)
+    assert ("call", "b", 101, EXACT_MATH) in machine.log
+    del launch
+    streamed(machine)
+    assert machine.streams == 104

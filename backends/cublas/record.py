@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,45 +23,14 @@ from typing import Any
 import torch
 
 from multigemm.backends.cublas.nvrtc import INVALID_CONTEXT, driver, driver_checked, use_context
+from multigemm.backends.cublas.streams import Stream, when_gone
 
 cuda: Any = torch.cuda  # its classes carry no types
 memory: Any = torch._C
-NON_BLOCKING = 1
 RELAXED = 2
 """Capture mode: other threads are not concerned, and the library may allocate."""
 _lock = threading.RLock()
 """One recording at a time: they share a stream."""
-
-
-class Stream:
-    """A stream of our own. torch hands out a few in turn, and a recording must not meet other work on one of those."""
-
-    __slots__ = ("_device", "raw")
-
-    def __init__(self, device: int) -> None:
-        self.raw, self._device = ctypes.c_void_p(), device
-        use_context(device)
-        driver_checked(driver().cuStreamCreate(ctypes.byref(self.raw), NON_BLOCKING), "cuStreamCreate")
-
-    def __del__(self) -> None:
-        if self.raw:
-            driver().cuStreamDestroy_v2(self.raw)
-
-
-_idle: dict[int, list[Stream]] = {}
-
-
-def lent(device: int) -> Stream:
-    """A stream that nobody uses any more, or a new one: making one takes longer than a library call."""
-    try:
-        return _idle[device].pop()
-    except (KeyError, IndexError):
-        return Stream(device)
-
-
-def returned(streams: list[Stream], device: int) -> None:
-    """Keeps streams for `lent`. Work that is still on its way there comes first, which is all that it means."""
-    _idle.setdefault(device, []).extend(streams)
 
 
 @cache
@@ -75,7 +43,7 @@ def _stream(device: int) -> tuple[Stream, Any]:
 class Graph:
     """What `enqueue` puts on the stream that it is given, to be replayed on any; `allocates` if torch may do so."""
 
-    __slots__ = ("_device", "_launch", "_mutex", "_pool", "_ready")
+    __slots__ = ("__weakref__", "_device", "_launch", "_mutex", "_pool", "_ready")
 
     def __init__(self, device: int, enqueue: Callable[[ctypes.c_void_p], None], allocates: bool) -> None:
         self._device, self._ready, self._mutex = device, ctypes.c_void_p(), threading.Lock()
@@ -84,6 +52,9 @@ class Graph:
         status = driver().cuGraphInstantiateWithFlags(ctypes.byref(self._ready), graph, ctypes.c_uint64(0))
         driver().cuGraphDestroy(graph)
         driver_checked(status, "cuGraphInstantiate")
+        when_gone(self, driver().cuGraphExecDestroy, self._ready)
+        if allocates:
+            when_gone(self, memory._cuda_releasePool, device, self._pool)
 
     def _captured(self, enqueue: Callable[[ctypes.c_void_p], None]) -> ctypes.c_void_p:
         graph = ctypes.c_void_p()
@@ -102,7 +73,7 @@ class Graph:
 
     @contextmanager
     def _memory(self) -> Iterator[None]:
-        """Lets this thread allocate from the graph's pool, which nobody else gets before `__del__` gives it back."""
+        """Lets this thread allocate from the graph's pool, which nobody else gets before the graph is gone."""
         if self._pool is None:
             yield
             return
@@ -121,9 +92,3 @@ class Graph:
                 use_context(self._device)
                 status = self._launch(self._ready, at)
         driver_checked(status, "cuGraphLaunch")
-
-    def __del__(self) -> None:
-        if self._ready:
-            driver().cuGraphExecDestroy(self._ready)
-        if self._pool is not None:
-            memory._cuda_releasePool(self._device, self._pool)

@@ -16,11 +16,12 @@ from torch import Tensor
 from multigemm.backends.cublas.calls import GROUPED, Batch
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Call, Cublas, begin, check, end, handle, issue, make
-from multigemm.backends.cublas.nvrtc import INVALID_CONTEXT, driver, driver_checked, use_context
-from multigemm.backends.cublas.record import Graph, Stream
+from multigemm.backends.cublas.record import Graph
+from multigemm.backends.cublas.streams import Event, Loan, Side
 from multigemm.layouts import Operands
 
-WITHOUT_TIMING = 2
+CALL_US, FLOPS_PER_US, BYTES_PER_US = 10.0, 700e6, 2.9e6
+"""What the host needs for a call, and an H100 for its work: products shorter than their calls need no streams."""
 DEFAULT_WORKSPACE = 32 << 20
 """Bytes; what cuBLAS asks for on Hopper."""
 
@@ -73,11 +74,11 @@ class Steps:
 
     def _recorded(self) -> Graph:
         if self._blas is None:
-            return Graph(self._device, lambda stream: self._enqueue(stream, None))
+            return Graph(self._device, lambda stream: self._enqueue(stream, None), allocates=True)
         library, blas = self._blas.library, handle()
         mode = begin(library, blas)
         try:
-            return Graph(self._device, lambda stream: self._enqueue(stream, blas))
+            return Graph(self._device, lambda stream: self._enqueue(stream, blas), allocates=False)
         finally:
             end(library, handle(), mode)  # torch aims its handle at its own current stream and workspace again
 
@@ -126,47 +127,21 @@ def shares(work: Sequence[int], streams: int) -> list[list[int]]:
     return split[:1] + [share for share in split[1:] if share]
 
 
-class _Event:
-    """A driver event without timing; torch's own would pass through more of Python at each record and wait."""
-
-    __slots__ = ("_device", "_raw")
-
-    def __init__(self, device: torch.device) -> None:
-        self._raw, self._device = ctypes.c_void_p(), device.index or 0
-        use_context(self._device)
-        driver_checked(driver().cuEventCreate(ctypes.byref(self._raw), WITHOUT_TIMING), "cuEventCreate")
-
-    def record(self, stream: ctypes.c_void_p) -> None:
-        status = driver().cuEventRecord(self._raw, stream)
-        if status == INVALID_CONTEXT:
-            use_context(self._device)
-            status = driver().cuEventRecord(self._raw, stream)
-        driver_checked(status, "cuEventRecord")
-
-    def hold(self, stream: ctypes.c_void_p) -> None:
-        """Whatever is enqueued on `stream` from now on waits for what the event recorded."""
-        driver_checked(driver().cuStreamWaitEvent(stream, self._raw, 0), "cuStreamWaitEvent")
-
-    def __del__(self) -> None:
-        if self._raw:
-            driver().cuEventDestroy_v2(self._raw)
-
-
 class _Lane:
-    """A side stream with its own workspace, its share of the calls and the event that ends it."""
+    """A side stream with its own workspace and its share of the calls."""
 
-    __slots__ = ("_space", "_stream", "calls", "done")
+    __slots__ = ("_space", "calls", "side")
 
-    def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
-        self.calls, self._stream, self.done = tuple(calls), Stream(device.index or 0), _Event(device)
+    def __init__(self, calls: Sequence[Call], side: Side, device: torch.device) -> None:
+        self.calls, self.side = tuple(calls), side
         self._space = torch.empty(workspace_bytes(), dtype=torch.uint8, device=device)
 
-    def run(self, library: Cublas, blas: ctypes.c_void_p, after: _Event) -> None:
+    def run(self, library: Cublas, blas: ctypes.c_void_p, after: Event) -> None:
         """Makes the calls on this stream, behind `after`."""
-        after.hold(self._stream.raw)
-        aim(library, blas, self._stream.raw, self._space)
+        after.hold(self.side.stream.raw)
+        aim(library, blas, self.side.stream.raw, self._space)
         make(blas, self.calls)
-        self.done.record(self._stream.raw)
+        self.side.done.record(self.side.stream.raw)
 
 
 class Streamed:
@@ -176,18 +151,26 @@ class Streamed:
     by whatever follows on it, exactly as after a single call.
     """
 
-    __slots__ = ("_batch", "_fork", "_here", "_lanes", "library", "pieces", "replayable")
+    __slots__ = ("__weakref__", "_batch", "_here", "_lanes", "_loan", "_short", "library", "pieces", "replayable")
 
     def __init__(
         self, library: Cublas, batch: Batch, shapes: Sequence[Shape], streams: int, device: torch.device
     ) -> None:
-        self.library, self._batch, self._fork = library, batch, _Event(device)
+        self.library, self._batch = library, batch
         split = shares([s.m * s.n * s.k for s in shapes], streams)
         self._here = tuple(batch.calls[i] for i in split[0])
-        self._lanes = [_Lane([batch.calls[i] for i in share], device) for share in split[1:]]
+        self._loan = Loan(len(split) - 1, device.index or 0, self)
+        shared = ([batch.calls[i] for i in share] for share in split[1:])
+        self._lanes = [_Lane(calls, side, device) for calls, side in zip(shared, self._loan.sides, strict=True)]
         self.pieces, self.replayable = len(batch.calls), True
+        self._short = sum(map(_least_us, shapes)) < CALL_US * len(shapes)
 
     def __call__(self, stream: int) -> None:
+        captured = torch._C._cuda_isCurrentStreamCapturing()
+        if self._short and not captured:
+            issue(self.library, handle(), self._batch.calls)
+            return
+        self._loan.captured |= captured
         blas, current = handle(), ctypes.c_void_p(stream)
         mode = begin(self.library, blas)
         try:
@@ -202,11 +185,18 @@ class Streamed:
         self._join(stream)
 
     def _spread(self, blas: ctypes.c_void_p, current: ctypes.c_void_p) -> None:
-        self._fork.record(current)
+        fork = self._lanes[0].side.fork if self._lanes else None
+        if fork is not None:
+            fork.record(current)
         make(blas, self._here)
         for lane in self._lanes:
-            lane.run(self.library, blas, self._fork)
+            lane.run(self.library, blas, cast(Event, fork))
 
     def _join(self, current: ctypes.c_void_p) -> None:
         for lane in self._lanes:
-            lane.done.hold(current)
+            lane.side.done.hold(current)
+
+
+def _least_us(s: Shape) -> float:
+    """About how long a GPU needs for one product of 16-bit operands."""
+    return max(2 * s.m * s.n * s.k / FLOPS_PER_US, 2 * (s.m * s.k + s.k * s.n + s.m * s.n) / BYTES_PER_US)
