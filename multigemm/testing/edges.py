@@ -52,7 +52,7 @@ def _near(ch: Chooser, unit: int, counts: tuple[int, ...]) -> int:
 
 def _extents(ch: Chooser, tile: Tile) -> dict[str, int]:
     """One direction is long: through the ring of K, across, down, or none of them."""
-    few, many = (0, 1, 1, 2), (2, 3, 4, 5, 9, 10)
+    few, many = (0, 1, 1, 2), (2, 3, 4, 5, 9, 10, 17, 20)
     m, n = (tile.m, tile.n) if ch.integer(0, 1) else (tile.n, tile.m)
     shallow = ch.choice((0, 1, 2, 3, 7, 8, 9, 16, 17, tile.k, tile.k))
     style = ch.integer(0, 4)

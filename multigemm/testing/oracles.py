@@ -153,14 +153,24 @@ def _bring_home(started: list[Runs]) -> list[list[torch.Tensor]]:
         return [[] for _ in started]
     flags = torch.stack([runs.touched for runs in started if runs.touched is not None]).to(torch.uint8)
     home = torch.cat([*tensors, flags]).cpu()
-    size, at, found = tensors[0].numel(), 0, []
-    flag = iter(home[len(tensors) * size :].tolist())
+    ends = np.cumsum([t.numel() for t in tensors]).tolist()
+    parts = iter([home[end - t.numel() : end] for end, t in zip(ends, tensors, strict=True)])
+    flag = iter(home[ends[-1] :].tolist())
+    found = []
     for runs in started:
-        found.append([home[at + i * size : at + (i + 1) * size] for i in range(len(runs.outputs))])
-        at += len(runs.outputs) * size
+        found.append([next(parts) for _ in runs.outputs])
         if runs.outputs and next(flag):
             runs.outcome.findings.append(Finding("inputs", "the operands or their surroundings were written"))
     return found
+
+
+def check_many(stands: Sequence[Stand], subject: Subject) -> list[Outcome]:
+    """One subject on many stands, each run twice, with one wait for the device."""
+    started = [_launch_twice(stand, subject) for stand in stands]
+    for stand, runs, pair in zip(stands, started, _bring_home(started), strict=True):
+        if pair:
+            _judge_pair(stand.world, pair, runs.outcome, [], True)
+    return [runs.outcome for runs in started]
 
 
 def check_all(

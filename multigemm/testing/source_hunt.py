@@ -17,6 +17,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from multigemm.errors import BackendUnsupported, CompileError, InvalidSetting
 from multigemm.testing.source_live import Variant
 from multigemm.testing.source_sites import ROOT
 
@@ -130,22 +131,30 @@ class _Run:
         from multigemm.testing.subject import Subject
 
         self.case, self.place, self.backend = Case.from_dict(variant.case), place, hunt.backend
-        self.subject, self.spec = Subject(hunt.backend), spec_of(self.case, place)
+        self.spec, self.subject = spec_of(self.case, place), Subject(hunt.backend)
         self.config = next(c for c in self.subject.shipped(self.spec, place) if str(c) == variant.config)
-        self.subject.pin(self.config)
+        self.subject.force(self.config)
 
-    def compiles(self, spec: Any = None) -> bool:
+    def compiles(self) -> bool:
         """Whether the changed source can be made into a kernel; anything else that goes wrong shows in the run."""
         try:
-            self.subject.recipe(spec or self.spec, self.place)
+            self.subject.recipe(self.spec, self.place)
         except Exception as error:  # whatever a compiler raises
             text = f"{type(error).__name__}: {error}"
             return not any(word in text for word in BROKEN)
         return True
 
+    def takes(self, spec: Any) -> bool:
+        """Whether the config runs a spec; a module that only this spec needs may not compile."""
+        try:
+            self.subject.recipe(spec, self.place)
+        except (InvalidSetting, BackendUnsupported, CompileError):
+            return False
+        return True
+
     def problem(self, number: int) -> Any:
         """At the edges of the tiles or ordinary; and, where a kernel decides on them at run time, of another form,
-        with another epilogue, with other factors."""
+        with another epilogue or none, with other factors."""
         from multigemm.testing.edges import WORK, alike, at_edges, multitude
         from multigemm.testing.kinds import cousin, redrawn
         from multigemm.testing.strategies import Limits, RandomChooser, factors
@@ -155,67 +164,75 @@ class _Run:
             case = replace(case, alpha=choose.choice(factors(case)))
             if number % 2:
                 case = cousin(case, choose, ordinary)
+            if number % 8 == 1:
+                case = replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None)
         if number == 2 * BURST and case.form in ("jagged_m", "jagged_n"):
             return multitude(replace(case, shared=True), choose, ordinary)
         if number % 5 == 4:
             return alike(case, redrawn(case, choose, ordinary))
         return at_edges(case, self.config, choose, Limits(work=WORK))
 
-    def meet(self, number: int, say: Callable[[str], None]) -> Any:
-        """One problem; its outcome, or None where the config does not take it."""
+    def meet(self, first: int, say: Callable[[str], None]) -> tuple[int, dict[str, str] | None]:
+        """A burst of problems; how many ran, and what the first finding says."""
         from multigemm.staging import staged_spec
-        from multigemm.testing import concurrency
-        from multigemm.testing.cliff import on_a_cliff
-        from multigemm.testing.oracles import check
+        from multigemm.testing.oracles import check_many
         from multigemm.testing.world import Stand, World
 
-        stand = Stand.build(World.build(self.problem(number)), self.place)
-        spec = staged_spec(stand.problem)
-        taken = not self.subject.refusals(spec, self.place) and self.config in self.subject.shipped(spec, self.place)
-        if not taken or not self.compiles(spec):
-            return None
+        worlds = [World.build(self.problem(number)) for number in range(first, first + BURST)]
+        stands = [stand for stand in Stand.build_all(worlds, self.place)
+                  if not self.subject.refusals(spec := staged_spec(stand.problem), self.place)
+                  and self.takes(spec)]  # fmt: skip
         say("runs")
-        outcome = check(stand, self.subject)
-        seen = (stand, self.subject, outcome, number)
-        if outcome.ok and outcome.ran and number % 4 == 2:
-            also(outcome, partial(concurrency.changed_sizes, *seen, captured=False), partial(concurrency.lies, *seen))
-        elif outcome.ok and outcome.ran and self.subject.own_kernels:
-            also(outcome, partial(on_a_cliff, *seen))
+        outcomes = check_many(stands, self.subject)
+        for number, (stand, outcome) in enumerate(zip(stands, outcomes, strict=True)):
+            say("runs")
+            if outcome.ok and outcome.ran:
+                self.look_deeper(stand, outcome, first + number)
+            if outcome.findings:
+                return len(stands), verdict(outcome)
         say("compiles")
-        return outcome
+        return len(stands), None
+
+    def look_deeper(self, stand: Any, outcome: Any, number: int) -> None:
+        """The edge of memory for one problem in three, sizes that change and lie for one in eight."""
+        from multigemm.testing import concurrency
+        from multigemm.testing.cliff import on_a_cliff
+
+        seen = (stand, self.subject, outcome, number)
+        if number % 8 == 2:
+            also(outcome, partial(concurrency.changed_sizes, *seen, captured=False), partial(concurrency.lies, *seen))
+        elif number % 3 == 0:
+            also(outcome, partial(on_a_cliff, *seen))
 
 
-def hunt_on_gpu(hunt: Hunt, place: Any, variants: list[Variant], say: Callable[[str], None]) -> dict[str, str]:
+def hunt_on_gpu(
+    hunt: Hunt, place: Any, variants: list[Variant], known: frozenset[str], say: Callable[[str], None]
+) -> dict[str, str]:
     """Each variant that the change makes a difference to meets problems in turn, until the time is over."""
     from multigemm.testing.source_live import listening
 
-    begin, runs, number = time.monotonic(), list[_Run](), 0
+    begin, runs, number, ran = time.monotonic(), list[_Run](), 0, 0
+
+    def burst(run: _Run) -> dict[str, str] | None:
+        nonlocal number, ran
+        count, found = run.meet(number, say)
+        number, ran = number + BURST, ran + count
+        return found
+
     with listening(hunt.backend) as heard:
         for variant in variants:
             heard.clear()
             run = _Run(hunt, variant, place)
             if not run.compiles():
                 return STILLBORN
-            if heard.digest and heard.digest == variant.digest:
+            if heard.codes and known.issuperset(heard.codes):
                 continue
             runs.append(run)
-            found = _burst(run, number, say)
-            number += BURST
-            if found:
+            if found := burst(run):
                 return found
             if len(runs) == VARIANTS or time.monotonic() - begin > hunt.seconds:
                 break
         while runs and time.monotonic() - begin < hunt.seconds:
-            found = _burst(runs[number // BURST % len(runs)], number, say)
-            number += BURST
-            if found:
+            if found := burst(runs[number // BURST % len(runs)]):
                 return found
-    return SURVIVED | {"text": f"{number} problems of {len(runs)} variants"} if runs else SAME
-
-
-def _burst(run: _Run, first: int, say: Callable[[str], None]) -> dict[str, str] | None:
-    for number in range(first, first + BURST):
-        outcome = run.meet(number, say)
-        if outcome is not None and outcome.findings:
-            return verdict(outcome)
-    return None
+    return SURVIVED | {"text": f"{ran} problems of {len(runs)} variants"} if runs else SAME

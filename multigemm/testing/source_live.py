@@ -31,12 +31,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One way to compile a backend's kernel: a kind of problem and the text of a config. `lines` are those
-    that its machine code comes from, by file name; `digest` names the machine code."""
+    that its machine code comes from, by file name; `codes` name the modules that were compiled for it."""
 
     case: dict[str, Any]
     kernel: str
     config: str
-    digest: str = ""
+    codes: list[str] = field(default_factory=list)
     lines: dict[str, list[int]] = field(default_factory=dict)
 
     def distance(self, file: str, line: int) -> int:
@@ -53,7 +53,8 @@ def traits(backend: str, case: Case, spec: Any, config: Any) -> frozenset[tuple[
     key = {name: str(value) for name, value in _key(backend, spec, config).items()}
     sides = f"{case.form} {spec.a.order} {spec.b.order}"
     plain = f"{case.form} {bool(case.c_dtype or case.bias or case.activation)}"
-    fields = sorted({*(f"{name}={value}" for name, value in key.items()), f"config={config}", sides, plain})
+    rest = f"{case.form} zeroed {spec.zero_unowned}"
+    fields = sorted({*(f"{name}={value}" for name, value in key.items()), f"config={config}", sides, plain, rest})
     return frozenset((x, y) for i, x in enumerate(fields) for y in fields[i:])
 
 
@@ -121,22 +122,17 @@ class Heard:
     """What has been compiled since the last `clear`."""
 
     def __init__(self) -> None:
-        self._codes: list[str] = []
+        self.codes: list[str] = []
         self.lines: dict[str, set[int]] = {}
 
     def add(self, code: bytes, ptx: str = "") -> None:
-        self._codes.append(hashlib.sha256(code).hexdigest())
+        self.codes.append(hashlib.sha256(code).hexdigest()[:16])
         for name, lines in lines_of(ptx).items():
             self.lines.setdefault(name, set()).update(lines)
 
     def clear(self) -> None:
-        self._codes.clear()
+        self.codes.clear()
         self.lines.clear()
-
-    @property
-    def digest(self) -> str:
-        """One name for all of it, in whatever order; empty if nothing was compiled."""
-        return hashlib.sha256("".join(sorted(self._codes)).encode()).hexdigest()[:16] if self._codes else ""
 
 
 @contextmanager

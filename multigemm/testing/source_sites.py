@@ -110,7 +110,7 @@ def code_lines(path: Path, skip: tuple[str, ...] = ()) -> Iterator[tuple[int, st
         )
         if inside or quotes or not text or text.startswith(skipped) or "constexpr" in text:
             continue
-        yield number, line.split("  #")[0]
+        yield number, re.split(r"  #|\s*//(?!=)", line, maxsplit=1)[0] if path.suffix != ".py" else line.split("  #")[0]
 
 
 def snapshot(folder: Path) -> Path:

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from multigemm.testing.source_hunt import Hunt, hunt_emulated, hunt_on_gpu
 from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, listening, spread, traits
 from multigemm.testing.source_sites import Site, plant
 
-PATIENCE, STALL, SLOW = 100.0, 12.0, 40.0
+PATIENCE, STALL, SLOW = 100.0, 20.0, 40.0
 """Seconds without a word after which a mutant counts as hanging: while it compiles, and while a problem runs on a
 GPU, or in an emulator."""
 PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.choice", "multigemm.testing.corpus",
@@ -51,14 +52,17 @@ def prepare(hunt: Hunt) -> None:
     mp.get_context("forkserver").set_forkserver_preload([*PRELOADED, *libraries])
 
 
-def run_one(site: Site, hunt: Hunt, root: Path, variants: list[Variant] | None = None) -> Fate:
-    """Plants one mutant and hunts it in a process of its own."""
+def run_one(
+    site: Site, hunt: Hunt, root: Path, variants: Sequence[Variant] = (), known: frozenset[str] = frozenset()
+) -> Fate:
+    """Plants one mutant and hunts it in a process of its own, on a GPU in these variants; `known` are the modules
+    of the unchanged sources."""
     context = mp.get_context("forkserver")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         plant(site, Path(name), root)
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_inside, args=(hunt, name, variants or [], theirs), daemon=True)
+        process = context.Process(target=_inside, args=(hunt, name, list(variants), known, theirs), daemon=True)
         process.start()
         theirs.close()
         data = _answer(mine, hunt)
@@ -106,7 +110,7 @@ def _take(backend: str, folder: str) -> None:
     multigemm.backends.__path__ = [folder, *multigemm.backends.__path__]
 
 
-def _inside(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None:
+def _inside(hunt: Hunt, folder: str, variants: list[Variant], known: frozenset[str], pipe: Any) -> None:
     """The mutant's own process: takes the backend from the changed copy, hunts, tells."""
     import torch
 
@@ -116,7 +120,9 @@ def _inside(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None
     place = torch.device(hunt.device)
     try:
         found = (
-            hunt_emulated(hunt, place, pipe.send) if hunt.emulated else hunt_on_gpu(hunt, place, variants, pipe.send)
+            hunt_emulated(hunt, place, pipe.send)
+            if hunt.emulated
+            else hunt_on_gpu(hunt, place, variants, known, pipe.send)
         )
     except Exception as error:  # a lost device shows wherever the host waits for it next; all else is our own fault
         text = short_text(error)
@@ -171,8 +177,13 @@ def pool() -> list[Any]:
 
     limits = Limits(work=WORK, groups=64)
     rest = [random_case(seed, limits) for seed in range(POOL)]
+    rich = [
+        replace(case, bias="n", bias_dtype=case.dtype)
+        for case in rest[1::3]
+        if not (case.bias or case.dtype_b or case.dtype == "int8")
+    ]
     deep = [replace(case, k=128) for case in rest[::3] if case.form not in ("jagged_k", "per_group") and case.k]
-    return [*kinds(limits, KINDS), *rest, *deep]
+    return [*kinds(limits, KINDS), *rest, *rich, *deep]
 
 
 def survey(hunt: Hunt, root: Path, variants: list[Variant]) -> list[Variant]:
@@ -194,5 +205,5 @@ def _survey(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None
             heard.clear()
             if _Run(hunt, variant, place).compiles():
                 lines = {name: sorted(found) for name, found in heard.lines.items()}
-                seen.append(replace(variant, digest=heard.digest, lines=lines))
+                seen.append(replace(variant, codes=list(heard.codes), lines=lines))
     pipe.send(seen)

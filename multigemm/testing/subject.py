@@ -51,7 +51,8 @@ def _larger(spec: ProblemSpec) -> list[ProblemSpec]:
 class Subject:
     """A backend under test. `config` picks one of its configs: by position, modulo their number, or by its
     text. After `pin` that config is kept for every spec that it is valid for, so that problems of one
-    kind share their compiled kernels. `adapt` may change a config before it is planned."""
+    kind share their compiled kernels; after `force` no other one is tried. `adapt` may change a config before
+    it is planned."""
 
     def __init__(
         self, backend: str | Backend, config: int | str = 0, *, adapt: Callable[[Any], Any] | None = None
@@ -59,6 +60,7 @@ class Subject:
         self.backend: Backend = registry.get(backend) if isinstance(backend, str) else backend
         self.config, self.adapt = config, adapt
         self._pinned: Any = None
+        self._forced: Any = None
         self._ran: list[Any] = []
         self._offered: dict[Any, list[Any]] = {}
         self._recipes: dict[Any, Recipe] = {}
@@ -93,6 +95,10 @@ class Subject:
         """Keeps a config for all that follow; None: no longer."""
         self._pinned = config
 
+    def force(self, config: Any) -> None:
+        """Runs everything under a config; a spec that it is not valid for cannot be planned."""
+        self._forced = config
+
     def recipe(self, spec: ProblemSpec, device: torch.device) -> Recipe:
         """The recipe for a spec under the chosen config; made once."""
         key = (spec, device)
@@ -103,6 +109,8 @@ class Subject:
         return self._recipes[key]
 
     def _made(self, spec: ProblemSpec, device: torch.device) -> Recipe:
+        if self._forced is not None:
+            return self.backend.plan(spec, self._forced, device)
         if self._pinned is not None and self._pinned in self.shipped(spec, device):
             try:
                 return self.backend.plan(spec, self._pinned, device)

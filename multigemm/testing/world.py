@@ -6,7 +6,7 @@ backends; a `Stand` is one world on one device, ready to be run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -243,11 +243,20 @@ class Stand:
     @staticmethod
     def build(world: World, device: torch.device) -> Stand:
         """Copies a world to a device, in one piece."""
-        parts = [world.inputs, *world.prefills]
-        pristine, first, second = torch.cat(parts).to(device).split_with_sizes([part.numel() for part in parts])
-        inputs, outputs = pristine.clone(), first.clone()
-        problem = make_problem(world.case, world.place, inputs, outputs)
-        return Stand(world, device, inputs, (first, second), outputs, problem, pristine)
+        return Stand.build_all([world], device)[0]
+
+    @staticmethod
+    def build_all(worlds: Sequence[World], device: torch.device) -> list[Stand]:
+        """Copies many worlds to a device, in one piece."""
+        parts = [part for world in worlds for part in (world.inputs, *world.prefills)]
+        there = torch.cat(parts).to(device).split_with_sizes([part.numel() for part in parts])
+        stands = []
+        for i, world in enumerate(worlds):
+            pristine, first, second = there[3 * i : 3 * i + 3]
+            inputs, outputs = pristine.clone(), first.clone()
+            problem = make_problem(world.case, world.place, inputs, outputs)
+            stands.append(Stand(world, device, inputs, (first, second), outputs, problem, pristine))
+        return stands
 
     @property
     def out(self) -> Tensor | list[Tensor]:
