@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multigemm.integrations.eager import on_device_of
+
 BLOCK = 1024
 
 
@@ -62,7 +64,7 @@ def gated(x, gelu):
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if out.numel():
-        with torch.cuda.device(x.device):
+        with on_device_of(x):
             _launch(_forward, rows, width, (x, out, width, x.stride(0)), x.dtype, gelu)
     return out
 
@@ -74,6 +76,6 @@ def gated_backward(grad, x, gelu):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel():
         width = x.shape[1] // 2
-        with torch.cuda.device(x.device):
+        with on_device_of(x):
             _launch(_backward, x.shape[0], width, (grad, x, dx, width, grad.stride(0), x.stride(0)), x.dtype, gelu)
     return dx

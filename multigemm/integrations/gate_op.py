@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from multigemm.integrations import eager
 from multigemm.integrations.routing_op import triton_is_here
 
 _library: Any = torch.library.Library("multigemm", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -76,11 +77,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return torch.ops.multigemm.gated_backward(grad, x, ctx.gelu), None
 
 
-for _key, _forward, _back in (("CPU", _plain, _plain_backward), ("CUDA", _cuda, _cuda_backward)):
-    _library.impl("gated", _forward, _key)
-    _library.impl("gated_backward", _back, _key)
+eager.register(_library, torch.ops.multigemm.gated.default, _plain, _cuda, _backward, _keep)
+_library.impl("gated_backward", _plain_backward, "CPU")
+_library.impl("gated_backward", _cuda_backward, "CUDA")
 torch.library.register_fake(
     "multigemm::gated", lambda x, gelu: x.new_empty((x.shape[0], x.shape[1] // 2)), lib=_library
 )
 torch.library.register_fake("multigemm::gated_backward", lambda grad, x, gelu: x.new_empty(x.shape), lib=_library)
-torch.library.register_autograd("multigemm::gated", _backward, setup_context=_keep, lib=_library)

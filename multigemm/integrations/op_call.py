@@ -15,6 +15,7 @@ from torch import Tensor
 
 from multigemm import tuning
 from multigemm.integrations import bound_calls, op_route
+from multigemm.integrations.eager import any_requires_grad, current_device, grad_enabled
 
 KEEPING = ("cuda",)
 """Where launches are kept for the next call: on a CPU binding is cheap, and its workspaces cannot be told."""
@@ -23,10 +24,7 @@ _known = launches.kept
 _empty = torch.empty_strided
 # compiled graphs allocate by this one, on the current device and in half the time
 _empty_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
 _capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
-_grad_enabled = torch.is_grad_enabled
-_any_requires_grad = torch._C._any_requires_grad
 
 
 def _memory(x: Tensor) -> Any:
@@ -46,7 +44,7 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
         ends: Tensor | None = None, valid_rows: Tensor | None = None, c: Tensor | None = None,
         bias: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        if special and (keyset.raw_repr() & special or (_grad_enabled() and _any_requires_grad(a, b, c, bias))):
+        if special and (keyset.raw_repr() & special or (grad_enabled() and any_requires_grad(a, b, c, bias))):
             return general(keyset, a, b, offsets, sizes, ends, valid_rows, c, bias, **options)  # type: ignore[no-any-return]
         given, cut = 0, None
         if offsets is not None:
@@ -66,7 +64,7 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
             return _by_route(key, (a, b, offsets, sizes, ends, valid_rows, c, bias), options)
         route, made = known
         index = route.index
-        if index == _device():
+        if index == current_device():
             out: Tensor = _empty_cuda(route.shape, route.strides, route.dtype)
         else:
             out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)

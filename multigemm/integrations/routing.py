@@ -51,6 +51,8 @@ class _Dispatch(torch.autograd.Function):
 
 def dispatch(x: Tensor, routing: Routing) -> Tensor:
     """[tokens, H] -> [S, H], sorted by expert."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x.index_select(0, routing.order // routing.top_k)
     rows: Tensor = _Dispatch.apply(x, routing.order, routing.inverse, routing.top_k)  # type: ignore[no-untyped-call]
     return rows
 

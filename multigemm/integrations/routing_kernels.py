@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multigemm.integrations.eager import on_device_of
+
 MOST = 2048  # columns per step
 
 
@@ -64,7 +66,7 @@ def weighted_sum(rows, index, weights, top_k):
         block = _block(width)
         grid = (tokens, triton.cdiv(width, block))
         weighted = weights is not None
-        with torch.cuda.device(rows.device):
+        with on_device_of(rows):
             _sum_kernel[grid](
                 rows, index, weights.contiguous() if weighted else rows, out, width, rows.stride(0),
                 K=top_k, WEIGHTED=weighted, WIDE=_wide(rows.dtype), BLOCK=block, num_warps=4 if block > 256 else 1,
@@ -80,7 +82,7 @@ def weighted_sum_backward(grad, rows, index, weights):
     dweights = torch.zeros(weights.shape, dtype=weights.dtype, device=rows.device)
     if drows.numel():
         block = _block(rows.shape[1])
-        with torch.cuda.device(rows.device):
+        with on_device_of(rows):
             _backward_kernel[(weights.shape[0],)](
                 grad, rows, index, weights.contiguous(), drows, dweights, rows.shape[1], grad.stride(0),
                 rows.stride(0), K=weights.shape[1], WIDE=_wide(rows.dtype), BLOCK=block,

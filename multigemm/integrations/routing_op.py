@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multigemm.integrations import eager
+
 _library: Any = torch.library.Library("multigemm", "FRAGMENT")  # type: ignore[no-untyped-call]
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define("weighted_sum(Tensor rows, Tensor index, Tensor? weights, int top_k) -> Tensor", tags=_tags)
@@ -107,9 +109,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return drows, None, dweights, None
 
 
-for _key, _forward, _back in (("CPU", _sum, _sum_backward), ("CUDA", _sum_cuda, _sum_backward_cuda)):
-    _library.impl("weighted_sum", _forward, _key)
-    _library.impl("weighted_sum_backward", _back, _key)
+eager.register(_library, torch.ops.multigemm.weighted_sum.default, _sum, _sum_cuda, _backward, _keep)
+_library.impl("weighted_sum_backward", _sum_backward, "CPU")
+_library.impl("weighted_sum_backward", _sum_backward_cuda, "CUDA")
 torch.library.register_fake("multigemm::weighted_sum", _like, lib=_library)
 torch.library.register_fake("multigemm::weighted_sum_backward", _like_backward, lib=_library)
-torch.library.register_autograd("multigemm::weighted_sum", _backward, setup_context=_keep, lib=_library)

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multigemm.integrations.eager import on_device_of
+
 MOST_EXPERTS = 1023
 BLOCK = 256  # counting a block costs its square
 WIDE_BLOCK = 1024
@@ -100,7 +102,7 @@ def sort_by_expert(pairs, experts):
     order, inverse = (torch.empty(total, dtype=torch.int64, device=pairs.device) for _ in range(2))
     ends = torch.empty(experts, dtype=torch.int32, device=pairs.device)
     bins = max(16, triton.next_power_of_2(experts + 1))
-    with torch.cuda.device(pairs.device):
+    with on_device_of(pairs):
         if total <= BLOCK:
             _one_block_kernel[(1,)](pairs, order, inverse, ends, total, experts, SIZE=BLOCK, BINS=bins)
             return order, inverse, ends

@@ -17,7 +17,7 @@ from torch._library.autograd import Info, make_autograd_impl
 
 from multigemm import epilogue, forms
 from multigemm.errors import InvalidProblem
-from multigemm.integrations import op_call
+from multigemm.integrations import eager, op_call
 from multigemm.integrations.gradients import Call, gradients
 
 SCHEMA = (
@@ -142,20 +142,11 @@ def _unsqueezed(call: Call) -> Call:
 
 
 _general = make_autograd_impl(overload, Info(_backward, _keep))
-# An eager call without gradients crosses the dispatcher once, if nothing but a kernel is left to run below
-# autograd: no mode, no transform, no wrapper.
-_Keys = torch._C.DispatchKeySet
-_PLAIN = (
-    _Keys(torch._C.DispatchKey.CPU)
-    | _Keys(torch._C.DispatchKey.CUDA)
-    | _Keys(torch._C.DispatchKey.ADInplaceOrView)
-    | _Keys(torch._C.DispatchKey.BackendSelect)
-)
-_SPECIAL = torch._C._after_autograd_keyset.raw_repr() & ~_PLAIN.raw_repr()
 
 
 # --- autocast and vmap ------------------------------------------------------------------------------
 
+_Keys = torch._C.DispatchKeySet
 _AUTOCAST = _Keys(torch._C.DispatchKey.AutocastCPU) | _Keys(torch._C.DispatchKey.AutocastCUDA)
 
 
@@ -179,7 +170,7 @@ def _vmap(info: Any, in_dims: Any, *args: Any, **options: Any) -> Any:
     )
 
 
-_library.impl("grouped_gemm", op_call.entry(_SPECIAL, _general), "Autograd", with_keyset=True)
+_library.impl("grouped_gemm", op_call.entry(eager.SPECIAL, _general), "Autograd", with_keyset=True)
 _kernel = op_call.entry(0, _general)
 _library.impl("grouped_gemm", _kernel, "CPU", with_keyset=True)
 _library.impl("grouped_gemm", _kernel, "CUDA", with_keyset=True)

@@ -1,0 +1,51 @@
+"""Operators with a gradient that an eager call without gradients crosses torch's dispatcher for only once.
+
+torch's own registration goes through Python twice, once for autograd and once for the kernel; a layer of small
+operators spends most of its time there when it decodes a few tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+
+_Keys = torch._C.DispatchKeySet
+_PLAIN = (
+    _Keys(torch._C.DispatchKey.CPU)
+    | _Keys(torch._C.DispatchKey.CUDA)
+    | _Keys(torch._C.DispatchKey.ADInplaceOrView)
+    | _Keys(torch._C.DispatchKey.BackendSelect)
+)
+SPECIAL: int = torch._C._after_autograd_keyset.raw_repr() & ~_PLAIN.raw_repr()
+"""Dispatch keys that have work to do below autograd: a mode, a transform, a wrapper."""
+grad_enabled = torch.is_grad_enabled
+any_requires_grad = torch._C._any_requires_grad
+current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
+_SAME: AbstractContextManager[None] = nullcontext()
+
+
+def register(
+    library: Any, overload: Any, cpu: Callable[..., Any], cuda: Callable[..., Any], backward: Any, keep: Any
+) -> None:
+    """Gives an operator its kernels and its gradient, in the terms of `torch.library.register_autograd`."""
+    general = make_autograd_impl(overload, Info(backward, keep))
+
+    def run(keyset: Any, *args: Any) -> Any:
+        if keyset.raw_repr() & SPECIAL or (grad_enabled() and any_requires_grad(*args)):
+            return general(keyset, *args)
+        return (cuda if args[0].is_cuda else cpu)(*args)
+
+    name = overload.name().split("::")[1]
+    library.impl(name, run, "Autograd", with_keyset=True)
+    library.impl(name, cpu, "CPU")
+    library.impl(name, cuda, "CUDA")
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """The device of x as the current one; entering what is current already costs nothing."""
+    return _SAME if x.get_device() == current_device() else torch.cuda.device(x.device)
