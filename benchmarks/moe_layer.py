@@ -1,45 +1,73 @@
 """A mixture-of-experts layer, forward and with backward: multigemm beside transformers' own implementations.
 
-    python benchmarks/moe_layer.py                        # on a GPU; needs transformers
-    python benchmarks/moe_layer.py --device cpu --scale 64   # a small one, to see that it runs
+    python benchmarks/moe_layer.py                            # on a GPU; needs transformers
+    python benchmarks/moe_layer.py --device cpu --scale 64    # a small one, to see that it runs
 
-Medians of interleaved calls, CUDA events around each; the layers share weights, tokens and routing.
+Medians of interleaved calls, CUDA events around each; the layers share weights, tokens and routing. "dense" is
+torch.mm alone on two products with the same FLOPs: no layer that multiplies as much can be faster than a GEMM.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import multigemm.integrations.transformers  # noqa: F401  (registers the name "multigemm")
 
-LAYERS = {  # experts, top k, hidden, intermediate, tokens
-    "qwen3-30b": (128, 8, 2048, 768, 8192),
-    "mixtral": (8, 2, 4096, 14336, 4096),
+LAYERS = {  # experts, top k, hidden, intermediate
+    "mixtral": (8, 2, 4096, 14336),
+    "qwen3-30b": (128, 8, 2048, 768),
 }
+TRAINED = {"mixtral": 4096, "qwen3-30b": 8192}
+"""With how many tokens a layer is also timed with its backward pass."""
 NAMES = ("multigemm", "grouped_mm", "eager")
 
 
-def build(shape: tuple[int, ...], scale: int, device: str) -> tuple[Any, Tensor, Tensor, Tensor]:
-    experts, top_k, hidden, inner, tokens = shape
+def build(shape: tuple[int, ...], tokens: int, scale: int, device: str) -> tuple[Any, Tensor, Tensor, Tensor]:
+    experts, top_k, hidden, inner = shape
     hidden, inner, tokens = (max(16, n // scale) for n in (hidden, inner, tokens))
     config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts)
     torch.manual_seed(0)
     layer = Qwen3MoeExperts(config).to(device=device, dtype=torch.bfloat16)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
     weights, index = torch.topk(torch.randn(tokens, experts, device=device).softmax(-1), top_k)
-    weights = (weights / weights.sum(-1, keepdim=True)).to(torch.bfloat16).requires_grad_()
-    return layer, x, index, weights
+    return layer, x, index, (weights / weights.sum(-1, keepdim=True)).to(torch.bfloat16)
+
+
+def forward(layer: Any, name: str, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    layer.config._experts_implementation_internal = name
+    with torch.no_grad():
+        y: Tensor = layer(x, index, weights)
+    return y
+
+
+def step(layer: Any, name: str, x: Tensor, index: Tensor, weights: Tensor, grad: Tensor) -> Any:
+    """Forward and all gradients."""
+    layer.config._experts_implementation_internal = name
+    leaves = [x.detach().requires_grad_(), weights.detach().requires_grad_(), *layer.parameters()]
+    return torch.autograd.grad(layer(leaves[0], index, leaves[1]), leaves, grad)
+
+
+def dense(pairs: int, layer: Any) -> Callable[[], Any]:
+    """Both products of the layer as torch.mm, as if all pairs of token and expert had one expert."""
+    up, down = layer.gate_up_proj[0].detach(), layer.down_proj[0].detach()
+    rows = torch.randn(pairs, up.shape[1], dtype=up.dtype, device=up.device)
+    hidden = torch.randn(pairs, down.shape[1], dtype=up.dtype, device=up.device)
+    return lambda: (rows @ up.T, hidden @ down.T)
 
 
 def clock(call: Callable[[], Any], device: str) -> float:
@@ -56,35 +84,47 @@ def clock(call: Callable[[], Any], device: str) -> float:
     return begin.elapsed_time(end)
 
 
+def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
+    runs: dict[str, list[float]] = {name: [] for name in calls}
+    for call in [*calls.values()] * 2:
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            runs[name].append(clock(call, device))
+    return {name: statistics.median(times) for name, times in runs.items()}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", type=int, default=1, help="divides hidden, intermediate and token counts")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--tokens", default="1,16,64,256,1024,4096,16384", help="of the forward passes")
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
     args = parser.parse_args()
-    print(f"{'layer':12}{'what':18}" + "".join(f"{name:>14}" for name in NAMES) + "   ms; times of multigemm's")
+    table = []
     for title, shape in LAYERS.items():
-        layer, x, index, weights = build(shape, args.scale, args.device)
-        leaves, grad = [x, weights, *layer.parameters()], torch.randn_like(x)
-
-        def call(name: str, backward: bool, parts: Any = (layer, x, index, weights, leaves, grad)) -> None:
-            layer, x, index, weights, leaves, grad = parts
-            layer.config._experts_implementation_internal = name
-            with torch.set_grad_enabled(backward):
-                y = layer(x, index, weights)
-                if backward:
-                    torch.autograd.grad(y, leaves, grad)
-
-        for backward in (False, True):
-            for name in NAMES:
-                call(name, backward)
-            runs: dict[str, list[float]] = {name: [] for name in NAMES}
-            for _ in range(args.rounds):
-                for name in NAMES:
-                    runs[name].append(clock(lambda name=name, b=backward: call(name, b), args.device))
-            medians = {name: statistics.median(times) for name, times in runs.items()}
-            cells = [f"{m:9.2f}{m / medians['multigemm']:5.2f}" for m in medians.values()]
-            print(f"{title:12}{'forward+backward' if backward else 'forward':18}" + "".join(cells))
+        most = [int(n) for n in args.tokens.split(",")]
+        layer, *inputs = build(shape, max(*most, TRAINED[title]), args.scale, args.device)
+        grad = torch.randn_like(inputs[0])
+        for tokens, backward in [*((n, False) for n in most), (TRAINED[title], True)]:
+            x, index, weights = (part[: max(1, tokens // args.scale)] for part in inputs)
+            if backward:
+                work: Any = partial(step, layer, x=x, index=index, weights=weights, grad=grad[: len(x)])
+            else:
+                work = partial(forward, layer, x=x, index=index, weights=weights)
+            calls: dict[str, Callable[[], Any]] = {name: partial(work, name=name) for name in NAMES}
+            if not backward:
+                calls["dense"] = dense(index.numel(), layer)
+            found = medians(calls, args.rounds, args.device)
+            what = "forward+backward" if backward else "forward"
+            table.append({"layer": title, "tokens": tokens, "what": what, "ms": found})
+            cells = "".join(f"  {name} {ms:.3f} ({ms / found['multigemm']:.2f}x)" for name, ms in found.items())
+            print(f"{title:10}{tokens:6} {what:17}{cells}", flush=True)
+    if args.json:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+        args.json.write_text(json.dumps({"device": name, **versions, "rows": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
