@@ -125,6 +125,9 @@ class ModelCublas:
             _entry(name) for name in ("gemm", "strided", "pointers", "grouped")
         )
 
+    def get_stream(self, blas: Any, stream: Any) -> int:
+        return 0
+
     def get_math_mode(self, blas: Any, mode: Any) -> int:
         return 0
 

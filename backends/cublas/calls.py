@@ -48,10 +48,10 @@ class Types:
 
 @dataclass(slots=True)
 class Batch:
-    """Calls in order, and the device arrays of addresses that they read."""
+    """Calls in order, and what must live as long as they may be made: addresses on the device, descriptions."""
 
     calls: list[Call] = field(default_factory=list)
-    keep: list[Tensor] = field(default_factory=list)
+    keep: list[Any] = field(default_factory=list)
 
 
 def compute_type(spec: ProblemSpec) -> int:

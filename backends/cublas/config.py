@@ -11,9 +11,9 @@ from typing import Literal, get_args
 
 import torch
 
-from multigemm.spec import ProblemSpec
+from multigemm.spec import OperandSpec, ProblemSpec
 
-Variant = Literal["auto", "loop", "streams", "batched", "grouped", "grouped_mm"]
+Variant = Literal["auto", "loop", "streams", "batched", "grouped", "grouped_mm", "fused"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 LARGEST_GROUPED_MM = 1023
 GROUPED_ALIGNMENT = 16
@@ -22,7 +22,7 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`streams` is how many streams that variant uses, the current one among them; 0 for every other."""
+    """`streams` is how many streams `streams` and `fused` use, the current one among them; 0 for every other."""
 
     variant: Variant = "auto"
     streams: int = 0
@@ -83,6 +83,29 @@ def grouped_reasons(spec: ProblemSpec) -> list[str]:
     return []
 
 
+def fused_reasons(spec: ProblemSpec) -> list[str]:
+    """Why cuBLASLt cannot finish the answer by itself; empty if it can."""
+    reasons = []
+    if spec.compute not in SIXTEEN_BIT or spec.out.dtype is not spec.compute:
+        reasons.append(f"fused calls give 16-bit results of 16-bit products, not {spec.out.dtype} of {spec.compute}")
+    if spec.bias not in (None, spec.compute) or spec.activation not in (None, "relu") or spec.c is not None:
+        reasons.append("cuBLASLt adds a bias of the result's type and applies relu, and rounds once only without a C")
+    if spec.bias is None and spec.activation is None:
+        reasons.append("there is neither bias nor relu to fuse; use variant 'auto'")
+    if spec.form == "jagged_n" or spec.out.order != "row":
+        reasons.append("cuBLASLt adds a bias along the contiguous direction of the result, which must be its rows")
+    if spec.form == "masked" and not spec.zero_unowned and spec.device_sizes:
+        reasons.append("fused calls would write the rows that only the device knows not to be owned")
+    if not (steady(spec) and aligned(spec.out)):
+        reasons.append(f"fused calls need addresses and leading dimensions in multiples of {GROUPED_ALIGNMENT} bytes")
+    return reasons
+
+
+def aligned(operand: OperandSpec) -> bool:
+    """Whether base and strides are aligned, and a leading dimension expresses them."""
+    return operand.align >= GROUPED_ALIGNMENT and operand.dense and operand.order != "strided"
+
+
 def steady(spec: ProblemSpec) -> bool:
     """Whether every group's matrices start at aligned addresses, wherever the groups are cut; packed copies may not."""
     along = {"jagged_m": (("row",), "", ("row",)), "jagged_n": ("", ("col",), ("col",)),
@@ -90,10 +113,7 @@ def steady(spec: ProblemSpec) -> bool:
     if spec.form == "jagged_n" and result_type(spec) != spec.out.dtype:
         return False  # columns of an intermediate result, which lies by rows
     operands = (spec.a, spec.b, spec.out) if result_type(spec) == spec.out.dtype else (spec.a, spec.b)
-    return all(
-        o.align >= GROUPED_ALIGNMENT and o.dense and o.order in (orders or ("row", "col"))
-        for o, orders in zip(operands, along, strict=False)
-    )
+    return all(aligned(o) and o.order in (orders or ("row", "col")) for o, orders in zip(operands, along, strict=False))
 
 
 def grouped_mm_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
@@ -122,10 +142,12 @@ def variant_reasons(config: Config, spec: ProblemSpec, device: torch.device) -> 
     """Why a config cannot run a supported spec; empty if it can."""
     if config.variant not in VARIANTS:
         return [f"variant {config.variant!r} is unknown: use one of {', '.join(VARIANTS)}"]
-    if (config.variant == "streams") != (config.streams > 0):
-        return ["streams must be positive for variant 'streams' and 0 for every other"]
+    if (config.variant in ("streams", "fused")) != (config.streams > 0):
+        return ["streams must be positive for variants 'streams' and 'fused' and 0 for every other"]
     if config.variant == "grouped":
         return grouped_reasons(spec)
+    if config.variant == "fused":
+        return fused_reasons(spec)
     return grouped_mm_reasons(spec, device) if config.variant == "grouped_mm" else []
 
 
@@ -136,6 +158,6 @@ def is_valid(config: Config, spec: ProblemSpec, device: torch.device) -> bool:
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """All configs that can run this spec, the best guess first."""
-    every = [Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"),
+    every = [Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"), Config("fused", 4),
              Config("streams", 4), Config("streams", 2), Config("loop")]  # fmt: skip
     return [config for config in every if is_valid(config, spec, device)]

@@ -30,9 +30,10 @@ from multigemm.backends.cublas.config import (
 from multigemm.backends.cublas.direct import bind_grouped_mm
 from multigemm.backends.cublas.epilogue import Finish, Need
 from multigemm.backends.cublas.library import Cublas, cublas
+from multigemm.backends.cublas.lt import fused
 from multigemm.backends.cublas.products import Bytes, Ints, Product, cut, list_products, packed_products
 from multigemm.backends.cublas.run import Calls, Steps, Streamed
-from multigemm.backends.cublas.staging import Copies, Side, expressible, stage, writable
+from multigemm.backends.cublas.staging import Copies, Side, expressible, scratch, stage, stage_bias, writable
 from multigemm.errors import BackendUnsupported, NotCapturable
 from multigemm.layouts import Operands, group_table, packed
 from multigemm.spec import ProblemSpec
@@ -82,7 +83,9 @@ def _why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
         parts.append("the calls are chosen per problem, by its sizes")
     if syncs:
         parts.append("reads the sizes back from the device, because BLAS calls take them from the host")
-    if not plain(spec) and spec.alpha != "zero":
+    if config.variant == "fused":
+        parts.append("bias and relu inside the library's kernels, before they round")
+    elif not plain(spec) and spec.alpha != "zero":
         parts.append(f"{spec.acc} result and one epilogue kernel, so that it rounds once")
     elif spec.bias is not None and spec.alpha != "zero":
         parts.append("the bias is laid into the result, and the library adds to it")
@@ -184,23 +187,24 @@ def _written(ops: Operands, sizes: Sizes) -> torch.dtype:
 
 
 def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
-    spec, copies = ops.spec, Copies()
+    spec, copies, fuses = ops.spec, Copies(), config.variant == "fused"
     a, b = stage(ops, copies)
-    direct, written = _direct(ops, sizes), _written(ops, sizes)
-    target = ops.out if direct else _scratch(ops.out, spec.acc)
-    products = _products(replace(ops, a=a, b=b, out=target, c=None, bias=None), sizes)
+    direct, written = fuses or _direct(ops, sizes), spec.out.dtype if fuses else _written(ops, sizes)
+    target = ops.out if direct else scratch(ops.out, spec.acc)
+    bias = stage_bias(ops, copies) if fuses else None
+    products = _products(replace(ops, a=a, b=b, out=target, c=None, bias=bias), sizes)
     chosen = choose(spec, products, ops.device, written) if config.variant == "auto" else config
     if chosen.variant == "grouped_mm":
         return bind_grouped_mm(ops, sizes.offsets)
     steps: list[Step] = [copies] if copies.pairs else []
-    if direct and (laid := _laid(ops, sizes)):
+    if direct and not fuses and (laid := _laid(ops, sizes)):
         steps.append(laid)
     if products:
-        beta = 1.0 if ops.bias is not None else ops.beta if ops.c is not None else 0.0
+        beta = 0.0 if fuses else 1.0 if ops.bias is not None else ops.beta if ops.c is not None else 0.0
         scalars = (ops.alpha, beta) if direct else (1.0, 0.0)
         steps.append(_calls(ops, chosen, products, written, scalars))
-    last = _last(ops, sizes, None if direct else target, _partly_owned(ops, sizes))
-    return Steps(ops, [*steps, last] if last else steps, (a, b, target))
+    last = _last(ops, sizes, None if direct else target, _partly_owned(ops, sizes), direct and not fuses)
+    return Steps(ops, [*steps, last] if last else steps, (a, b, target, bias))
 
 
 def _laid(ops: Operands, sizes: Sizes) -> Finish | None:
@@ -210,15 +214,6 @@ def _laid(ops: Operands, sizes: Sizes) -> Finish | None:
     if ops.c is None or _same(ops.c, ops.out):
         return None
     return Finish(ops, Need(bare=True))
-
-
-def _scratch(out: Side, dtype: torch.dtype) -> Side:
-    """Memory for an intermediate result, each line of it on an address that every call may write to."""
-    if isinstance(out, list):
-        return [cast(Tensor, _scratch(t, dtype)) for t in out]
-    step = library_calls.ADDRESS_ALIGNMENT // dtype.itemsize
-    width = -(-out.shape[-1] // step) * step
-    return torch.empty((*out.shape[:-1], width), dtype=dtype, device=out.device)[..., : out.shape[-1]]
 
 
 def _same(c: Side | None, out: Side) -> bool:
@@ -242,6 +237,9 @@ def _calls(
 ) -> Step:
     library: Cublas = cublas()
     types = library_calls.types(ops.spec, dtype, *scalars)
+    if config.variant == "fused":
+        batch, work = fused(library, products, types, dtype.itemsize, ops.spec.activation == "relu", ops.device)
+        return Calls(library, batch) if len(work) == 1 else Streamed(library, batch, work, config.streams, ops.device)
     if config.variant == "grouped":
         return Calls(library, library_calls.one_for_all(library, products, types, ops.device))
     if config.variant == "batched" and ops.spec.compute is not torch.int8:
@@ -253,15 +251,15 @@ def _calls(
     return Calls(library, batch)
 
 
-def _last(ops: Operands, sizes: Sizes, acc: Side | None, unknown: bool) -> Step | None:
+def _last(ops: Operands, sizes: Sizes, acc: Side | None, unknown: bool, laid: bool) -> Step | None:
     spec = ops.spec
     unowned = spec.zero_unowned and (unknown or _has_unowned(ops, sizes))
     if acc is not None:
         return Finish(ops, Need(acc=acc, unowned=unowned))
-    if ops.bias is not None:  # all but the unknown was written before the product
+    if laid and ops.bias is not None:  # all but the unknown was written before the product
         return Finish(ops, Need(owned=False, unowned=True)) if unowned and unknown else None
     empty = _empty_results(ops, sizes)
-    if empty and len(empty) <= FEW_ZEROS and ops.c is None and not unowned:
+    if empty and len(empty) <= FEW_ZEROS and ops.c is None and ops.bias is None and not unowned:
         return Zeros(empty)
     return Finish(ops, Need(owned=bool(empty), only_empty=bool(empty), unowned=unowned)) if empty or unowned else None
 

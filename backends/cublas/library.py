@@ -68,6 +68,7 @@ class Cublas:
         self.grouped: Status | None = getattr(library, "cublasGemmGroupedBatchedEx_64", None)
         self.set_math_mode: Status = library.cublasSetMathMode
         self.get_math_mode: Status = library.cublasGetMathMode
+        self.get_stream: Status = library.cublasGetStream_v2
         self.set_stream: Status = library.cublasSetStream_v2
         self.set_workspace: Status = library.cublasSetWorkspace_v2
         self._get_version: Status = library.cublasGetVersion_v2

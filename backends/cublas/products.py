@@ -21,12 +21,13 @@ Forms = tuple[Leading | None, Leading | None, Leading | None]
 
 
 class Product(NamedTuple):
-    """One matrix product: its shape and the addresses of first and second operand and result."""
+    """One matrix product: its shape, the addresses of first and second operand and result, and of a bias (or 0)."""
 
     shape: Shape
     first: int
     second: int
     out: int
+    bias: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def joined(extent: int, group: int, stride: int) -> int | None:
 
 def _as_one(p: Packed) -> Packed | None:
     """A batch that shares one operand, as one product of stacked rows (or columns); None if it is not one."""
-    if p.jagged is not None or p.groups < 2:
+    if p.jagged is not None or p.groups < 2 or p.bias is not None:
         return None
     if p.b.group == 0 and p.a.group:
         a, out = joined(p.m, p.a.group, p.a.row), joined(p.m, p.out.group, p.out.row)
@@ -79,6 +80,8 @@ def packed_forms(p: Packed) -> Forms:
 
 
 def _shares(p: Packed) -> bool:
+    if p.bias is not None and p.bias.group:
+        return False
     return (p.jagged == "m" and p.b.group == 0) or (p.jagged == "n" and p.a.group == 0)
 
 
@@ -112,7 +115,8 @@ def _cut_products(
         a = p.a.ptr + (g * p.a.group + start * a_step) * size.operand
         b = p.b.ptr + (g * p.b.group + start * b_step) * size.operand
         out = p.out.ptr + (g * p.out.group + start * out_step) * size.out
-        found.append(Product(shape, b, a, out) if by_rows else Product(shape, a, b, out))
+        bias = 0 if p.bias is None else p.bias.ptr + g * p.bias.group * size.out
+        found.append(Product(shape, b, a, out, bias) if by_rows else Product(shape, a, b, out, bias))
     return found
 
 
@@ -156,7 +160,7 @@ def list_products(table: Ints) -> list[Product]:
             forms = _expressible((a, b, out))
             shape, by_rows = shape_of(m, n, k, *forms), forms[2].by_rows
             pair = (row[TABLE.B], row[TABLE.A]) if by_rows else (row[TABLE.A], row[TABLE.B])
-            found.append(Product(shape, *pair, row[TABLE.OUT]))
+            found.append(Product(shape, *pair, row[TABLE.OUT], row[TABLE.BIAS]))
     return found
 
 

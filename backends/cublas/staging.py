@@ -17,7 +17,7 @@ from multigemm.backends.cublas.leading import leading
 from multigemm.backends.cublas.support import INT8_STEP
 from multigemm.layouts import Operands, strides_of
 
-INT8_PAD = 16
+INT8_PAD = ALIGNMENT = 16
 Side = Tensor | list[Tensor]
 
 
@@ -67,6 +67,32 @@ def _one(t: Tensor, copies: Copies) -> Tensor:
     if readable(t):
         return t
     copy = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    copies.pairs.append((copy, t.detach()))
+    return copy
+
+
+def scratch(out: Side, dtype: torch.dtype) -> Side:
+    """Memory for an intermediate result, each line of it on an address that every call may write to."""
+    if isinstance(out, list):
+        return [cast(Tensor, scratch(t, dtype)) for t in out]
+    step = ALIGNMENT // dtype.itemsize
+    width = -(-out.shape[-1] // step) * step
+    return torch.empty((*out.shape[:-1], width), dtype=dtype, device=out.device)[..., : out.shape[-1]]
+
+
+def stage_bias(ops: Operands, copies: Copies) -> Side | None:
+    """The bias as cuBLASLt reads it: every group's without gaps, at an aligned address."""
+    if isinstance(ops.bias, list):
+        return [_one_bias(t, copies) for t in ops.bias]
+    return None if ops.bias is None else _one_bias(ops.bias, copies)
+
+
+def _one_bias(t: Tensor, copies: Copies) -> Tensor:
+    steps = (t.data_ptr(), *(s * t.element_size() for s in t.stride()[:-1]))
+    if (t.stride(-1) == 1 or t.shape[-1] <= 1) and all(step % ALIGNMENT == 0 for step in steps):
+        return t
+    width = -(-t.shape[-1] * t.element_size() // ALIGNMENT) * ALIGNMENT // t.element_size()
+    copy = torch.empty((*t.shape[:-1], width), dtype=t.dtype, device=t.device)[..., : t.shape[-1]]
     copies.pairs.append((copy, t.detach()))
     return copy
 
