@@ -8,7 +8,7 @@ slowly from shape to shape. So each backend's log time is modelled as
 where `offset`, what a sample costs any backend, is unknown and irrelevant, and g is a smooth random
 function: two of its values are the more alike, exp(-distance), the nearer their places are. The best linear guess
 of g at a new place (kriging) follows from the samples around it. Distances count octaves of the
-extents; what changes which kernel runs, such as the alignment or the memory order of an operand, or
+extents and of the number of the result's tiles; what changes which kernel runs, such as the alignment or the memory order of an operand, or
 that the backend itself chose another config there, counts as some octaves.
 """
 
@@ -29,12 +29,16 @@ LIKE_ROWS = ("jagged_m", "masked", "batched", "per_group")
 HALF = ("float16", "bfloat16")
 WORDS = 11
 NEAREST = 60
-LENGTHS = (6.0, 8.0, 8.0, 10.0)
-"""Octaves of rows per group, of the two other extents and of the groups, after which values are unlike (a factor e)."""
-OTHER_FORM, OTHER_ALIGNMENT, OTHER_SIZES, OTHER_ORDER, OTHER_SHARING, OTHER_HALF = 1.0, 0.8, 0.7, 0.35, 0.3, 0.1
-OTHER_CONFIG = 2.0
+LENGTHS = (30.0, 18.0, 8.0, 12.0, 18.0)
+"""Octaves of rows per group, of the two other extents, of the groups and of the result's tiles, after which values are
+unlike (a factor e). They, and the numbers below, did best where each of 250 measured shapes was
+left out in turn."""
+TILE = 128.0
+"""Most kernels cut the result into tiles of about this height and width; groups of fewer rows waste a part of them."""
+OTHER_FORM, OTHER_ALIGNMENT, OTHER_SIZES, OTHER_ORDER, OTHER_SHARING, OTHER_HALF = 0.6, 0.1, 0.7, 0.06, 0.3, 0.04
+OTHER_CONFIG = 1.3
 UNKNOWN_EXTENT = 1.0
-NOISE = 0.03
+NOISE = 0.005
 """Of a measurement, as a part of the variance of g."""
 ANY_OFFSET = 1e4
 """The variance of what is not known beforehand: the offsets and levels."""
@@ -70,8 +74,13 @@ class Place:
 
     @cached_property
     def octaves(self) -> tuple[float, ...]:
-        """The extents as logarithms; NaN for unknown ones."""
-        return tuple(math.nan if x is None else math.log2(max(x, 0.5)) for x in self.extents)
+        """The extents and the tiles of the result as logarithms; NaN for unknown ones."""
+        along, one, two, groups = self.extents
+        high, wide = (one, two) if self.form == "jagged_k" else (along, one)
+        tiles = None
+        if high is not None and wide is not None and groups is not None:
+            tiles = groups * max(1.0, math.ceil(high / TILE)) * max(1.0, math.ceil(wide / TILE))
+        return tuple(math.nan if x is None else math.log2(max(x, 0.5)) for x in (*self.extents, tiles))
 
     @cached_property
     def marks(self) -> tuple[object, ...]:

@@ -226,11 +226,14 @@ def test_keys_are_points_with_distances() -> None:
     assert list(place.extents) == [300, 8, 16, 3]
     assert place_of("jagged_m g2") is None
     assert _far(near, near) == 0.0
-    assert _far(near, far) == pytest.approx(2 / nearest.LENGTHS[0])
+    assert _far(near, far) == pytest.approx(math.hypot(2 / nearest.LENGTHS[0], 2 / nearest.LENGTHS[4]))
+    gradients = place_of("jagged_k g2 m300 n500 k* t1024 float32/row float32/row float32/row ieee host-sizes")
+    assert gradients is not None
+    assert 2 ** gradients.octaves[4] == pytest.approx(2 * 3 * 4)
     masked = near.replace("jagged_m", "masked")
     assert _far(near, masked) == pytest.approx(nearest.OTHER_FORM)
     ragged = "per_group g2 m* n* k* t1024 float32/row2 float32/col/shared float32/row ieee host-sizes"
-    unknown = math.hypot(*(nearest.UNKNOWN_EXTENT / length for length in nearest.LENGTHS[1:3]))
+    unknown = math.hypot(*(nearest.UNKNOWN_EXTENT / nearest.LENGTHS[place] for place in (1, 2, 4)))
     marks = nearest.OTHER_FORM + nearest.OTHER_ALIGNMENT + nearest.OTHER_ORDER + nearest.OTHER_SHARING
     assert _far(near, ragged) == pytest.approx(unknown + marks)
 
