@@ -67,7 +67,8 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
         with _lock:
             if settings().measure and which == "auto" and config is None and not settings().backend:
                 trial.run(problem, spec, equal)
-            found = _choices.get(key) or _choose(problem, spec, which, config, equal)
+            kept = _choices.get((*key[:-1], tuning.generation))  # another thread's, while this one waited
+            found = kept or _choose(problem, spec, which, config, equal)
             if len(_choices) >= CHOICES_KEPT:
                 _choices.clear()
             _choices[(*key[:-1], tuning.generation)] = found
