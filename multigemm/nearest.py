@@ -6,10 +6,11 @@ slowly from shape to shape. So each backend's log time is modelled as
     y[sample, backend] = offset[sample] + level[backend] + g[backend](place),
 
 where `offset`, what a sample costs any backend, is unknown and irrelevant, and g is a smooth random
-function: two of its values are the more alike, exp(-distance), the nearer their places are. The best linear guess
-of g at a new place (kriging) follows from the samples around it. Distances count octaves of the
-extents and of the number of the result's tiles; what changes which kernel runs, such as the alignment or the memory order of an operand, or
-that the backend itself chose another config there, counts as some octaves.
+function: two of its values are the more alike, exp(-distance), the nearer their places are. The best
+linear guess of g at a new place (kriging) follows from the samples around it. Distances count octaves
+of the extents and of the number of the result's tiles; what changes which kernel runs, such as the
+alignment or the memory order of an operand, or that the backend itself chose another config there,
+counts as some octaves.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ WORDS = 11
 NEAREST = 60
 LENGTHS = (30.0, 18.0, 8.0, 12.0, 18.0)
 """Octaves of rows per group, of the two other extents, of the groups and of the result's tiles, after which values are
-unlike (a factor e). They, and the numbers below, did best where each of 250 measured shapes was
-left out in turn."""
+unlike (a factor e). They, and the numbers below, did best where each of 250 measured shapes was left out in turn."""
 TILE = 128.0
 """Most kernels cut the result into tiles of about this height and width; groups of fewer rows waste a part of them."""
 OTHER_FORM, OTHER_ALIGNMENT, OTHER_SIZES, OTHER_ORDER, OTHER_SHARING, OTHER_HALF = 0.6, 0.1, 0.7, 0.06, 0.3, 0.04
