@@ -20,6 +20,7 @@ from multigemm.testing.case import fit
 ROOT = Path(__file__).parents[1]
 FAULTY = """
 import ctypes
+import time
 from multigemm.testing.model_kernel import Kernel, ModelBackend
 from multigemm.testing.model_parts import Faults
 from multigemm.backend import Recipe
@@ -34,7 +35,13 @@ class Crashing(ModelBackend):
             return launch
         return Recipe("crashing", config, bind)
 
-crashing = Crashing("crashing")
+class Slow(ModelBackend):
+    def plan(self, spec, config, device):
+        if spec.form == "batched":
+            time.sleep(600)  # a compiler that does not come to an end
+        return super().plan(spec, config, device)
+
+crashing, slow = Crashing("crashing"), Slow("slow")
 faulty = ModelBackend("faulty", Faults(mask_n_store=False))
 """
 
@@ -45,7 +52,7 @@ def environment(tmp_path: Path) -> Any:
     info = tmp_path / "multigemm_planted-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: multigemm-planted\nVersion: 1.0\n")
-    points = "".join(f"{n} = multigemm_planted:{n}\n" for n in ("crashing", "faulty"))
+    points = "".join(f"{n} = multigemm_planted:{n}\n" for n in ("crashing", "faulty", "slow"))
     (info / "entry_points.txt").write_text(f"[multigemm.backends]\n{points}")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
 
@@ -91,6 +98,27 @@ def test_a_worker_that_is_killed_loses_nothing(environment: dict[str, str], tmp_
     assert data["checks"]["crashing"] == 6 - len(crashes)
     small = Case.from_dict(next(f["shrunk"] for f in crashes if f["shrunk"]))
     assert small.form == "batched" and small.k >= 11
+
+
+def test_a_compiler_that_does_not_end_holds_up_nobody(environment: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "campaign.py"
+    script.write_text(
+        "from multigemm.fuzz import campaign\n"
+        "from multigemm.fuzz.plan import Options\n"
+        "if __name__ == '__main__':\n"
+        "    campaign.STUCK_SECONDS = 2\n"
+        "    forms = ('jagged_m', 'batched')\n"
+        "    some = Options(('slow',), kinds=8, burst=3, examples=40, jobs=3, work=3000, forms=forms)\n"
+        "    done = campaign.run(some)\n"
+        "    print(done.tally.problems, len(done.tally.failures), done.crashes, *done.notes, sep='\\n')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    problems, failures, crashes, *notes = done.stdout.splitlines()
+    assert int(problems) >= 40 and failures == crashes == "0", done.stdout + done.stderr
+    assert any("was not finished" in note for note in notes)
+    assert any("kinds and configs were not begun" in note for note in notes)
 
 
 def test_a_campaign_over_everything_on_the_host(environment: dict[str, str], tmp_path: Path) -> None:

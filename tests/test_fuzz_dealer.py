@@ -4,8 +4,8 @@ from multigemm.fuzz.dealer import Batch, Dealer
 from multigemm.fuzz.plan import Options
 
 
-def options(**more: int) -> Options:
-    return Options(("cpu",), kinds=3, turns=2, burst=4, **more)
+def options(examples: int = 0) -> Options:
+    return Options(("cpu",), kinds=3, turns=2, burst=4, examples=examples)
 
 
 def test_every_slot_is_begun_first() -> None:
@@ -25,6 +25,14 @@ def test_only_what_has_been_compiled_goes_on() -> None:
     assert {options().slot_of(batch.first) for batch in rest if batch} == {1, 4}
     numbers = [n for batch in [*first, *rest] if batch for n in range(batch.first, batch.stop)]
     assert len(set(numbers)) == len(numbers) == 14 * 4
+
+
+def test_what_is_compiled_comes_before_what_is_not_if_asked() -> None:
+    dealer = Dealer(options())
+    assert dealer.deal(fresh=False) == Batch(0, 4) and dealer.is_cold(3)
+    dealer.seen(0)
+    assert dealer.deal(fresh=False) == Batch(24, 28) and not dealer.is_cold(25)
+    assert dealer.deal() == Batch(4, 8)
 
 
 def test_as_many_as_were_asked_for() -> None:

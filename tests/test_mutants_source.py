@@ -10,6 +10,7 @@ from multigemm.testing import source_mutants as sm
 from multigemm.testing import source_sites as places
 from multigemm.testing import source_workers as crew
 from multigemm.testing.source_equivalents import EQUIVALENT, excuse
+from multigemm.testing.source_hunt import Hunt
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_planted_faults_of_the_triton_kernel_are_seen(name: str, root: Path, mon
     if operator == "mask conjunct lost":
         offered = [s for s in offered if "k_left" not in s.after]
     assert offered, "the kernel has no such place any more: choose another"
-    fate = crew.run_one(offered[0], sm.Hunt("triton"), root)
+    fate = crew.run_one(offered[0], Hunt("triton"), root)
     if fate.state == "stillborn" and "unavailable" in fate.text:
         pytest.skip(fate.text)
     assert fate.state == "killed", fate
@@ -87,7 +88,7 @@ def test_planted_faults_of_the_triton_kernel_are_seen(name: str, root: Path, mon
 def test_the_unchanged_kernel_survives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
     site = places.sites("triton", root)[0]
-    fate = crew.run_one(replace(site, after=site.before), sm.Hunt("triton", seconds=5.0), root)
+    fate = crew.run_one(replace(site, after=site.before), Hunt("triton", seconds=5.0), root)
     assert fate.state == "survived", fate
 
 

@@ -97,11 +97,12 @@ class Campaign:
         self.finish()
 
     def over(self) -> bool:
-        """Whether nothing is left to wait for but workers that are stuck."""
+        """Whether nothing is left to wait for but workers that are stuck, whose problems others have run."""
         if time.time() > self.deadline + GRACE_SECONDS:
             return True
-        enough = self.options.examples and self.total.problems >= self.options.examples
-        return bool(enough) and all(crew.waits or crew.done or crew.quiet > STUCK_SECONDS for crew in self.crews)
+        if self.dealer.left > 0 or self.total.problems < self.options.examples:
+            return False
+        return all(crew.waits or crew.done or (crew.relieved and crew.quiet > STUCK_SECONDS) for crew in self.crews)
 
     def step(self) -> None:
         """Hears the workers, once."""
@@ -134,7 +135,9 @@ class Campaign:
 
     def give(self, crew: Crew) -> None:
         """Another batch, or the end where no more will come."""
-        batch = self.dealer.deal() if time.time() < self.deadline else None
+        compiling = sum(self.dealer.is_cold(other.batch.first) for other in self.crews if other is not crew)
+        fresh = self.options.jobs == 1 or compiling < self.options.jobs - 1  # one at least runs what there is
+        batch = self.dealer.deal(fresh=fresh) if time.time() < self.deadline else None
         if batch is None and self.busy() and time.time() < self.deadline:
             return  # it may be needed yet
         crew.waits, crew.done, crew.relieved = False, batch is None, False

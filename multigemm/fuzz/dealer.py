@@ -42,6 +42,10 @@ class Dealer:
         """Slots of which no problem has come back."""
         return [slot for slot in range(self.slots) if slot not in self.warm]
 
+    def is_cold(self, number: int) -> bool:
+        """Whether a problem's slot still has to be compiled."""
+        return bool(self.slots) and self.options.slot_of(number) not in self.warm
+
     def seen(self, number: int) -> bool:
         """A problem has come back; whether it was the last slot's first."""
         before = len(self.warm)
@@ -53,20 +57,21 @@ class Dealer:
         """So many problems are to be handed out beside those that are with a worker that is stuck."""
         self.left += count
 
-    def deal(self) -> Batch | None:
-        """The next batch; None when enough are out."""
+    def deal(self, *, fresh: bool = True) -> Batch | None:
+        """The next batch; None when enough are out. Not `fresh`: of a slot that is compiled, if there is one."""
         if self.left <= 0:
             return None
         size = min(self.options.burst, self.left)
         self.left -= size
-        slot = self._slot()
+        slot = self._slot(fresh or not self.warm)
         number = (self._laps[slot] * max(self.slots, 1) + slot) * self.options.burst
         self._laps[slot] += 1
         return Batch(number, number + size)
 
-    def _slot(self) -> int:
+    def _slot(self, fresh: bool) -> int:
         """One that nobody has begun; else the warm one that was handed out least; else any."""
         if not self.slots:
             return 0
-        fresh = next((slot for slot in range(self.slots) if slot not in self._laps), None)
-        return fresh if fresh is not None else min(sorted(self.warm) or range(self.slots), key=self._laps.__getitem__)
+        if fresh and (new := [slot for slot in range(self.slots) if slot not in self._laps]):
+            return new[0]
+        return min(sorted(self.warm) or range(self.slots), key=self._laps.__getitem__)

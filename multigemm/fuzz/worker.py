@@ -172,6 +172,7 @@ class Worker:
             for config in _positions(self.subject(name, 0), stand, self.options, slot)
         ]
         if alone_from >= 0:
+            self.send()  # the problem counts, whatever its first backend does to this process
             self.one_by_one(case, stand, chosen, number, alone_from)
             return
         outcomes = self.together(stand, chosen, number)

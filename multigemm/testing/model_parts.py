@@ -45,8 +45,9 @@ class Flat:
 
     def load(self, index: Index, mask: Array) -> Array:
         inside = mask & (index >= 0) & (index < self.data.size)
-        got = self.data[np.where(inside, index, 0)]
-        return np.where(inside, got, np.zeros(1, self.data.dtype))
+        got: Array = np.zeros(index.shape, self.data.dtype)
+        got[inside] = self.data[index[inside]]  # and no other one: the storage may begin with an unmapped page
+        return got
 
     def store(self, index: Index, mask: Array, values: Array) -> None:
         inside = mask & (index >= 0) & (index < self.data.size)
