@@ -29,12 +29,13 @@ TILES = ((64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128))
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
 TENSOR_FLOPS_PER_US, TF32_FLOPS_PER_US = 720e6, 350e6
-CALL_US, GROUPED_MM_US, GROUPED_US, MEMBER_US = 2.2, 16.0, 8.5, 0.08
-"""What a call on a stream costs beyond its work; what the two grouped launches cost on nothing, and one per product."""
+CALL_US, STREAMS_US, GROUPED_MM_US, GROUPED_US, MEMBER_US = 2.2, 4.0, 19.5, 9.0, 0.08
+"""What a call on a stream costs beyond its work; what streams (to fork and join) and the two grouped launches cost on
+nothing; and what the second of those costs for each product."""
 LARGE_TILE = 128, 256, 11.6, 11.6, 1.0
-SMALL_TILE = 64, 128, 6.0, 3.5, 0.8
+SMALL_TILE = 64, 128, 6.0, 3.5, 0.7
 """grouped_mm's tiles: rows, columns, nanoseconds per step of K among others and alone, microseconds per tile."""
-GROUPED_TILE, GROUPED_TILE_US, GROUPED_SLOWDOWN = (128, 64), 1.5, 2.3
+GROUPED_TILE, GROUPED_TILE_US, GROUPED_SLOWDOWN, GROUPED_TRANSPOSED = (128, 64), 1.5, 2.3, 1.09
 FEW_ROWS, LONG_ROWS, NARROW = 16, 2048, 64 * 128
 SLOWER, SLOWER_TRANSPOSED = 1.05, 1.15
 """A product of few rows and too few columns for all multiprocessors does not reach the memory's speed by itself, and
@@ -92,7 +93,7 @@ def _slowness(s: Shape) -> float:
 
 def separately(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     """One call per product, on several streams."""
-    rate, total = _rate(spec), 0.0
+    rate, total = _rate(spec), STREAMS_US
     for s in shapes:
         area = min(_padded(s.m, b) * _padded(s.n, a) for a, b in TILES)
         total += _together(2.0 * area * s.k / rate + CALL_US, _traffic(spec, s) * _slowness(s), 6)
@@ -113,7 +114,7 @@ def by_grouped(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     """cublasGemmGroupedBatchedEx."""
     rate = _rate(spec) / (GROUPED_SLOWDOWN if spec.compute.itemsize == 2 else 1.2)
     cols, rows = GROUPED_TILE
-    step = 2.0 * cols * rows * PROCESSORS / rate
+    step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if shapes[0].op_first == TRANSPOSE else 1.0)
     work = sum(-(-s.m // cols) * -(-s.n // rows) * (s.k * step + GROUPED_TILE_US) for s in shapes)
     longest = max(s.k for s in shapes) * step + GROUPED_TILE_US
     traffic = 0.95 * sum(_traffic(spec, s) for s in shapes)
