@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multigemm import tuning
-from multigemm.bench import embed, results
+from multigemm.bench import embed, markdown, results
 from multigemm.bench.entries import problem
 from multigemm.bench.operands import make
 from multigemm.bench.suites import suite
@@ -62,7 +62,8 @@ def test_a_block_is_filled_and_a_stale_page_is_found(
     assert embed.main(["--check", "page.md"]) == 1
     assert embed.main(["page.md"]) == 0
     text = (tmp_path / "page.md").read_text()
-    assert text.startswith("before\n<!-- bench r.json summary -->\nMade-up GPU, 2026-11-20")
+    origin = "Made-up GPU (700 W), torch 2.11.0; 2026-11-20, commit 0123456789ab"
+    assert text.startswith(f"before\n<!-- bench r.json summary -->\n{origin}; `multigemm bench")
     assert "| **cupy** |" in text
     assert "published cuBLAS" in text
     assert "former text" not in text
@@ -86,3 +87,16 @@ def test_shipped_tunings_are_found_by_the_problems_they_were_measured_on(
         assert (found.us, found.source) == (fastest.us, f"shipped {path.name}")
         near = table.estimates(replace(spec, groups=4 * spec.groups), torch.device("cpu"))
         assert {e.backend for e in near} >= {fastest.backend}
+
+
+def test_the_short_table_shows_who_ran_everything_and_the_best_in_bold() -> None:
+    report = made_up_report(suites="moe,small", noise=0.0)
+    lines = markdown.short(report).splitlines()
+    assert lines[0].startswith("|  | balanced | zipf | empty |")
+    names = [line.split(" | ")[0] for line in lines[2:]]
+    assert "| **triton**" not in names, "it refused a workload"
+    assert names[0] == "| **cupy**"
+    assert not any("dense" in name for name in names)
+    for column in range(1, 4):
+        cells = [line.strip("| ").split(" | ")[column] for line in lines[2:]]
+        assert [cell for cell in cells if cell.startswith("**")] == [max(cells, key=lambda cell: cell.strip("*"))]

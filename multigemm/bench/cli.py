@@ -183,11 +183,11 @@ def _own_words() -> list[str]:
 
 
 def _repeatable() -> str:
-    """The command as a reader would repeat it: without this machine's paths."""
+    """The command as a reader would repeat it: without this machine's paths and its owner's haste."""
     words = iter(_own_words())
     kept = []
     for word in words:
-        if word in ("--out", "--commit", "--stall"):
+        if word in ("--out", "--commit", "--stall", "--time-budget"):
             next(words, None)
         elif word not in ("--resume", "--json-only", "--quiet"):
             kept.append(word)

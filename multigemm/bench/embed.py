@@ -23,14 +23,22 @@ from multigemm.bench.results import Report
 BLOCK = re.compile(r"(<!-- bench (\S+) (\w+)(?: (\S+))? -->\n).*?(<!-- end bench -->)", re.DOTALL)
 
 
-def _origin(report: Report) -> str:
+def _where(report: Report) -> str:
     m = report.machine
     versions = ", ".join(f"{name} {version}" for name, version in m["packages"].items() if name != "numpy")
-    return f"{m['device']}, {m['date'][:10]}, {versions}; `{report.method['command']}`"
+    power = f" ({m['clocks']['power_cap_w']:.0f} W)" if "power_cap_w" in m.get("clocks", {}) else ""
+    return f"{m['device']}{power}, {versions}; {m['date'][:10]}, commit {m['commit']}"
+
+
+def _origin(report: Report) -> str:
+    return f"{_where(report)}; `{report.method['command']}`"
 
 
 VIEWS: dict[str, Callable[[Report], str]] = {
     "summary": lambda report: f"{_origin(report)}\n\n{markdown.summary(report)}",
+    "where": _where,
+    "command": lambda report: f"```\n{report.method['command']}\n```",
+    "short": markdown.short,
     "details": markdown.details,
     "auto": markdown.auto,
     "tutorial": lambda report: f"```\n{tutorial.table(report)}\n```",

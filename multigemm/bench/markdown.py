@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from multigemm.bench.results import HOST_SIZES, Report, Row, auto_regret, by_entry
+from multigemm.bench.results import AUTO, HOST_SIZES, Report, Row, auto_regret, by_entry
 from multigemm.bench.workloads import geomean
+
+LABELS = {
+    "torch_grouped": "torch `grouped_mm`",
+    "torch_grouped_nt": "torch `grouped_mm`, weights turned beforehand",
+    "torch_loop": "torch loop of `mm`",
+    "cublas_grouped": "`cublasGemmGroupedBatchedEx`",
+}
 
 
 def summary(report: Report) -> str:
@@ -16,6 +23,24 @@ def summary(report: Report) -> str:
         against = geomean(best[r.case] / r.us for r in rows if r.us and r.case in best)
         timed = sum(r.us is not None for r in rows)
         lines.append(_line([_name(rows[0]), *cells, _mean(rows), str(timed), _number(against)]))
+    return "\n".join(lines)
+
+
+def short(report: Report) -> str:
+    """The fraction of the floor of whoever ran every workload; the best of each column in bold."""
+    kinds = list(dict.fromkeys(row.distribution for row in report.rows))
+    whole = [
+        rows
+        for rows in by_entry(report.rows).values()
+        if rows[0].kind != "ceiling" and all(row.us for row in rows) and not rows[0].entry.startswith(AUTO)
+    ]
+    cells = [[_mean([r for r in rows if kind in (r.distribution, "")]) for kind in (*kinds, "")] for rows in whole]
+    best = [max(column, default="") for column in zip(*cells, strict=True)]
+    lines = [_line(["", *kinds, "all"]), _line(["---", *["---:"] * (len(kinds) + 1)])]
+    for rows, mine in zip(whole, cells, strict=True):
+        bold = [f"**{cell}**" if cell == top else cell for cell, top in zip(mine, best, strict=True)]
+        name = _name(rows[0]).replace(f"{HOST_SIZES}**", "** (sizes on the host)")
+        lines.append(_line([LABELS.get(name, name), *bold]))
     return "\n".join(lines)
 
 
