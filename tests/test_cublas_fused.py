@@ -98,3 +98,19 @@ def test_lists_and_weight_gradients_without_k() -> None:
     for g in range(3):
         cut = slice(offsets[g], offsets[g + 1])
         assert torch.equal(out[g].double(), x[cut].double().T @ dy[cut].double() + each[g].double())
+
+
+def test_results_of_more_than_two_to_the_31_elements() -> None:
+    n, rows = 1024, 2**21 + 64
+    a, b = torch.zeros(rows, 8, dtype=torch.bfloat16, device="cuda"), ints(2, 8, n, seed=1)
+    a[-40:] = ints(40, 8)
+    out: Any = mg.grouped_gemm(a, b, sizes=[rows - 16, 16], activation="relu", backend="cublas", config=FUSED)
+    assert torch.equal(out[-16:].double(), (a[-16:].double() @ b[1].double()).relu())
+    assert torch.equal(out[-40:-16].double(), (a[-40:-16].double() @ b[0].double()).relu())
+    assert bool((out[:-40] == 0).all())
+
+
+def test_a_batch_above_65535() -> None:
+    a, b, bias = ints(70001, 2, 8), ints(70001, 8, 8, seed=1), ints(70001, 8, seed=2)
+    out: Any = mg.grouped_gemm(a, b, bias=bias, backend="cublas", config=FUSED)
+    assert torch.equal(out.double(), a.double() @ b.double() + bias.double()[:, None])
