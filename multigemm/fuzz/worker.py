@@ -21,7 +21,7 @@ from multigemm.fuzz.shrink import shrink
 from multigemm.staging import staged_spec
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
-from multigemm.testing.choice import assigned
+from multigemm.testing.choice import assigned, compile_singly
 from multigemm.testing.cliff import on_a_cliff
 from multigemm.testing.edges import alike
 from multigemm.testing.kinds import kinds, redrawn
@@ -258,6 +258,7 @@ class Worker:
 def main(options: Options, pipe: Any, place: Any, batch: Batch, deadline: float) -> None:
     """The entry point of a worker process. Sends a tally after each problem, None to ask for another batch."""
     torch.set_num_threads(1)
+    compile_singly()
     worker = Worker(options, pipe, place)
     given: Batch | None = batch
     worker.announce()

@@ -2,8 +2,8 @@
 
 A backend's first choice depends on sizes, and a campaign's problems are small: left alone, it would
 run the kernels for small problems only. So each kind gets configs of its own out of all that the
-backend ships for it, those that other kinds have used least. One config for each kind in a lap over
-the kinds keeps the number of kernels to compile small; later laps take the next ones.
+backend ships for it, the one that other kinds have used least. Later laps over the kinds bring up configs
+that no kind has used, where there are such, and otherwise what is compiled already.
 """
 
 from __future__ import annotations
@@ -31,12 +31,27 @@ def spec_of(case: Case, device: torch.device) -> ProblemSpec:
 
 def assigned(kinds: list[Case], subject: Subject, device: torch.device, turns: int) -> list[list[Any]]:
     """For each kind, up to `turns` configs; nothing where the backend refuses the kind."""
-    used: Counter[Any] = Counter()
-    found = []
+    offered = []
     for case in kinds:
         spec = spec_of(case, device)
-        shipped = [] if subject.refusals(spec, device) else subject.shipped(spec, device)
-        chosen = sorted(shipped, key=lambda config: used[config])[:turns]  # a stable sort: the best guess first
-        used.update(chosen)
-        found.append(chosen)
+        offered.append([] if subject.refusals(spec, device) else subject.shipped(spec, device))
+    used: Counter[Any] = Counter()
+    common = Counter(config for shipped in offered for config in shipped)
+    found = []
+    for shipped in offered:  # what few kinds can run comes first, then the backend's best guess
+        found.append(sorted(shipped, key=lambda config: (used[config], common[config]))[:1])
+        used.update(found[-1])
+    for _ in range(1, turns):
+        for shipped, chosen in zip(offered, found, strict=True):
+            unused = [config for config in shipped if not used[config]][:1]
+            used.update(unused)
+            chosen += unused
     return found
+
+
+def compile_singly() -> None:
+    """From here on, in this process: the backend that compiles a whole family of kernels, so that later calls of
+    other sizes find theirs, compiles only what is asked for. A campaign asks for each in its turn."""
+    from multigemm.backends.cupy import family
+
+    vars(family).update(members=lambda spec, capability: (), prepare_all=lambda configs, prepare: None)
