@@ -95,6 +95,15 @@ def _problem(sizes: list[int], n: int = 16, **more: Any) -> mg.GroupedGemmProble
     return mg.GroupedGemmProblem(a, b, sizes=sizes, activation="relu", **more)
 
 
+def test_a_batch_of_one_weight_and_one_bias_is_one_product(model: ModelLt) -> None:
+    a, b, bias = torch.ones(8, 16).bfloat16(), torch.ones(16, 16).bfloat16(), torch.arange(16).bfloat16()
+    for x, groups, count in ((a.view(2, 4, 16), b, 1), (a[:4], torch.ones(2, 16, 16).bfloat16(), 2)):
+        model.calls.clear()
+        problem = mg.GroupedGemmProblem(x.expand(2, -1, -1), groups.expand(2, -1, -1), bias=bias)
+        assert mg.verify(problem, _launched(problem))
+        assert model.calls == [count]
+
+
 def test_equal_groups_are_one_call_and_the_heuristic_is_asked_once_for_about_as_many_rows(model: ModelLt) -> None:
     _launched(_problem([5, 5, 5]))
     assert (model.calls, model.asked) == ([3], [(16, 5, 24)])

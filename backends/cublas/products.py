@@ -53,15 +53,15 @@ def joined(extent: int, group: int, stride: int) -> int | None:
 
 def _as_one(p: Packed) -> Packed | None:
     """A batch that shares one operand, as one product of stacked rows (or columns); None if it is not one."""
-    if p.jagged is not None or p.groups < 2 or p.bias is not None:
+    if p.jagged is not None or p.groups < 2 or (p.bias is not None and p.bias.group):
         return None
     if p.b.group == 0 and p.a.group:
         a, out = joined(p.m, p.a.group, p.a.row), joined(p.m, p.out.group, p.out.row)
         if a is not None and out is not None:
             whole = p.groups * p.m
             return Packed(1, whole, p.n, p.k, None, p.a._replace(group=0, row=a), p.b,
-                          p.out._replace(group=0, row=out), None, None)  # fmt: skip
-    if p.a.group == 0 and p.b.group:
+                          p.out._replace(group=0, row=out), None, p.bias)  # fmt: skip
+    if p.a.group == 0 and p.b.group and p.bias is None:
         b, out = joined(p.n, p.b.group, p.b.col), joined(p.n, p.out.group, p.out.col)
         if b is not None and out is not None:
             whole = p.groups * p.n
