@@ -1,4 +1,4 @@
-"""Many GPUs and many hosts for one campaign or benchmark: whose part is whose, and one result at the end.
+"""One GPU, many GPUs or many hosts for a command: whose part is whose, and one result at the end.
 
 A command uses every GPU of its host unless it is told one. Under `torchrun`, each process is a rank: ranks
 of one host share its GPUs, every rank works on a part of its own, and rank 0 gets all results, over gloo,
@@ -53,6 +53,20 @@ def here() -> Place:
     if missing := [name for name, value in said.items() if not value.isdecimal()]:
         raise InvalidSetting(f"{missing[0]}={said[missing[0]]!r} is no number: start through torchrun, or unset {said}")
     return Place(*(int(said[name]) for name in VARIABLES))
+
+
+def default_device(text: str = "") -> torch.device:
+    """The one device that a command works on; raises InvalidSetting for one that is not here."""
+    name = text or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidSetting(f"--device {name!r} is not a device: use cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidSetting(f"--device {name!r} is not a device of multigemm: use cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidSetting(f"--device {name}, but there are {torch.cuda.device_count()} CUDA devices here: use cpu")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 @contextmanager

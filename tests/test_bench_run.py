@@ -163,7 +163,6 @@ def test_who_is_absent_is_named_with_a_reason() -> None:
     peers, missing = peer_entries([], CPU)
     assert [e.name for e in peers] == ["torch_grouped", "torch_loop", "torch_bmm"]
     assert "CUDA" in missing["cublas_grouped"]
-    assert "known: torch_grouped" in peer_entries(["torche"], CPU)[1]["torche"]
 
 
 @pytest.mark.parametrize("name", ["torch_grouped", "torch_loop", "torch_bmm"])
@@ -233,7 +232,7 @@ def test_the_command_writes_everything_and_compares(tmp_path: Path, capsys: pyte
     assert raw["schema"] == results.SCHEMA
     assert raw["machine"]["commit"]
     assert raw["machine"]["packages"]["torch"] == torch.__version__.split("+")[0] or raw["machine"]["packages"]["torch"]
-    assert main(["bench", "compare", *[str(tmp_path / "report.json")] * 2]) == 0
+    assert main(["bench", "compare", str(tmp_path / "report.json"), str(tmp_path)]) == 0
     assert "0 regressions" in capsys.readouterr().out
     assert main(["bench", "render", str(tmp_path / "report.json")]) == 0
 
@@ -258,11 +257,24 @@ def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
         (["--suite", "l2", "--floor", "x"], "TFLOP/s,TB/s"),
         (["--suite", "l2", "--modes", "warm"], "graph, hot and host"),
         (["compare", "/nonexistent", "/nonexistent"], "cannot be read as a report"),
+        (["--suite", "l2", "--reps", "0"], "at least one round"),
+        (["--suite", "l2", "--device", "cuda:99"], "CUDA devices here"),
+        (["--suite", "l2", "--device", "cpu", "--backend", "cpuu"], "did you mean 'cpu'"),
+        (["--suite", "l2", "--device", "cpu", "--peers", "torch"], "no peer is called 'torch'; known: torch_grouped"),
     ],
 )
 def test_wrong_words_are_one_line_and_exit_2(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words]) == 2
     assert hint in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize("words", [["bench", "--backend", "cupy,triton"], ["tune", "--backend", "cupy"]])
+def test_backends_that_are_not_here_are_named_before_anything_is_timed(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--suite", "l2"]) == 2
+    assert "cupy: torch sees no CUDA GPU" in capsys.readouterr().err
 
 
 def test_the_regret_of_auto_is_told() -> None:

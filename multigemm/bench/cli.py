@@ -74,10 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drop", default="", help=argparse.SUPPRESS)
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
     commands = parser.add_subparsers(dest="bench_command", metavar="")
-    pair = commands.add_parser("compare", help="what became slower between two reports; exits 1 if anything did")
+    pair = commands.add_parser(
+        "compare", help="what became slower between two reports (or their folders); exits 1 if anything did"
+    )
     pair.add_argument("old", type=Path)
     pair.add_argument("new", type=Path)
-    again = commands.add_parser("render", help="table, PNG and HTML from a report")
+    again = commands.add_parser("render", help="table, PNG and HTML from a report (or its folder)")
     again.add_argument("report", type=Path)
     again.add_argument("--markdown", action="store_true", help="print Markdown tables instead")
     commands.add_parser("list", help="suites and their workloads")
@@ -122,7 +124,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"{markdown.summary(report)}\n\n{markdown.details(report)}")
         return 0
     if args.bench_command == "render":
-        return finish(results.read(args.report), args.report.parent)
+        return finish(results.read(args.report), args.report if args.report.is_dir() else args.report.parent)
     if args.bench_command == "list":
         for name in SUITES:
             print(f"{name}:")
@@ -152,7 +154,7 @@ def _tell(report: results.Report, args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = places.default_device(args.device)
     cases = selected(args)[fleet.part(args.share)]
     if (device.type == "cuda" or args.isolate) and args.marker is None:
         return _supervised(args)
@@ -235,6 +237,9 @@ def _same_run(report: results.Report, device: torch.device, cases: list[Workload
 def _entries(args: argparse.Namespace, device: torch.device) -> tuple[list[Entry], dict[str, str]]:
     backends, absent = ([], {}) if args.backend == "none" else backend_entries(_parts(args.backend), device)
     peers, missing = ([], {}) if args.peers == "none" else peer_entries(_parts(args.peers), device)
+    if args.backend not in ("", "none") and not backends:
+        why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
+        raise InvalidSetting(f"--backend {args.backend}: nothing of this can run here ({why}); see `multigemm info`")
     dropped = dict.fromkeys(_parts(args.drop), f"dropped after hanging or crashing {STRIKES} times")
     entries = [entry for entry in [*backends, *peers, ceiling_entry()] if entry.name not in dropped]
     return entries, {**absent, **missing, **dropped}
@@ -248,6 +253,8 @@ def _options(args: argparse.Namespace, device: torch.device, cases: list[Workloa
         except ValueError as error:
             raise InvalidSetting(f"--floor {args.floor!r}: write TFLOP/s,TB/s, as in 770,3.0") from error
         rates = {c.dtype: Rates(tflops, tbps) for c in cases}
+    if args.reps < 1:
+        raise InvalidSetting(f"--reps {args.reps}: at least one round is needed")
     budget = args.budget_ms or (400.0 if device.type == "cuda" else 800.0)
     goal = CPU_GOAL_S * len(cases) if device.type == "cpu" else math.inf
     modes = tuple(_parts(args.modes))

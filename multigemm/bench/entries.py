@@ -132,6 +132,9 @@ def available_backends(device: torch.device) -> dict[str, str]:
 def backend_entries(names: list[str], device: torch.device) -> tuple[list[Entry], dict[str, str]]:
     """Entries for the named backends (all that are here, and "auto", if none is named), and who is absent."""
     states = available_backends(device)
+    for name in names:
+        if name != AUTO:
+            registry.get(name)  # raises for one that does not exist
     chosen = names or [*[n for n, why in states.items() if not why], AUTO]
     entries = [backend_entry(name) for name in chosen if not states.get(name)]
     if "cublas" in chosen and not states.get("cublas") and device.type == "cuda":

@@ -14,6 +14,7 @@ import torch
 
 from multigemm.bench import peer_cublas, peer_libraries, peer_torch
 from multigemm.bench.entries import Entry
+from multigemm.errors import InvalidSetting
 
 MODULES = {"deep_gemm": "DeepGEMM", "quack": "QuACK", "fbgemm_gpu": "FBGEMM", "triton_kernels": "OpenAI triton_kernels"}
 
@@ -22,6 +23,8 @@ def peer_entries(names: list[str], device: torch.device) -> tuple[list[Entry], d
     """Entries for the named peers (all, if none is named) that are here, and the reasons of the others."""
     entries = dict(peer_torch.ENTRIES) | {peer_cublas.ENTRY.name: peer_cublas.ENTRY} | peer_libraries.ENTRIES
     needs = peer_libraries.MODULE_OF
+    if unknown := [name for name in names if name not in entries]:
+        raise InvalidSetting(f"--peers: no peer is called {unknown[0]!r}; known: {', '.join(entries)}, none")
     absent: dict[str, str] = {}
     here: list[Entry] = []
     for name, entry in entries.items():
@@ -34,5 +37,4 @@ def peer_entries(names: list[str], device: torch.device) -> tuple[list[Entry], d
             absent[name] = "needs a CUDA device"
         else:
             here.append(entry)
-    absent |= {name: "no such peer; known: " + ", ".join(entries) for name in names if name not in entries}
     return here, absent

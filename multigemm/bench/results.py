@@ -134,7 +134,8 @@ def _lean(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> Report:
-    """Raises InvalidSetting for a file of another schema or none."""
+    """A report, by its file or the folder that holds it; raises InvalidSetting for another schema or none."""
+    path = path / "report.json" if path.is_dir() else path
     try:
         raw = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:

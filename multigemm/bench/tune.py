@@ -201,5 +201,7 @@ class Tuner:
 def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:
     """The backends to tune here, and why others are not."""
     states = available_backends(device)
-    chosen = [name for name in names or states if not states.get(name, "no such backend")]
-    return chosen, {name: why for name in names or states if (why := states.get(name, "no such backend"))}
+    for name in names:
+        registry.get(name)  # raises for one that does not exist
+    asked = {name: states.get(name, "computes nothing") for name in names or states}
+    return [name for name, why in asked.items() if not why], {name: why for name, why in asked.items() if why}

@@ -9,15 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from multigemm.bench import machine, results
 from multigemm.bench.cli import add_selection, selected
 from multigemm.bench.supervise import Marker, as_child, supervise
 from multigemm.bench.tried import State, from_reports
 from multigemm.bench.tune import Limits, Tuner, tunable
 from multigemm.bench.workloads import Workload
-from multigemm.errors import BackendUnavailable
+from multigemm.errors import InvalidSetting
+from multigemm.fleet import default_device
 from multigemm.tuning import SCHEMA, Measured, fold, table
 
 
@@ -51,10 +50,11 @@ def main(args: argparse.Namespace) -> int:
     if args.from_report:
         found = from_reports([results.read(path) for path in args.from_report])
         return _keep(found, args, results.read(args.from_report[0]).machine)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = default_device(args.device)
     backends, absent = tunable([n.strip() for n in args.backend.split(",") if n.strip()], device)
     if not backends:
-        raise BackendUnavailable(args.backend or "any", "no backend that could be tuned is here: see `multigemm info`")
+        why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
+        raise InvalidSetting(f"no backend that could be tuned is here ({why}); see `multigemm info`")
     cases = selected(args)
     if device.type == "cuda" and args.marker is None:
         return _supervised(args)

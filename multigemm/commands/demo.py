@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from multigemm.commands.shapes import default_device
 from multigemm.contest import candidates
 from multigemm.dispatch import plan
+from multigemm.fleet import default_device
 from multigemm.problem import GroupedGemmProblem
 from multigemm.reference.verify import verify
 from multigemm.staging import staged_spec

@@ -7,6 +7,7 @@ import argparse
 import torch
 
 from multigemm.errors import InvalidSetting
+from multigemm.fleet import default_device
 from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import FORMS, INPUT_DTYPES
 
@@ -21,20 +22,6 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", help="float16, bfloat16, float32, float64 or int8")
     parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
     parser.add_argument("--activation", default=None, help="relu, gelu, gelu_tanh or silu")
-
-
-def default_device(text: str = "") -> torch.device:
-    """The device that a command works on."""
-    name = text or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidSetting(f"--device {name!r} is not a device: use cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidSetting(f"--device {name!r} is not a device of multigemm: use cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidSetting(f"--device {name}, but there are {torch.cuda.device_count()} CUDA devices here: use cpu")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _sizes(text: str) -> list[int]:
