@@ -9,6 +9,7 @@ import pytest
 
 from multigemm.bench import page
 from multigemm.bench.results import Report
+from multigemm.bench.workloads import geomean
 from tests.bench_reports import made_up_report
 from tests.browser import Browser, find
 
@@ -52,30 +53,68 @@ def test_the_page_opens_quietly_and_fits(browser: Browser, written: Path, report
     assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
     assert len([url for url in browser.requests if url.startswith("file:")]) == 1
     assert browser.js("document.documentElement.scrollWidth") <= SIZES[size][0]
-    assert browser.js("document.querySelectorAll('#bars .bar').length") == len({r.entry for r in report.rows})
+    entries = {r.entry for r in report.rows if r.kind != "ceiling"}
+    assert browser.js("document.querySelectorAll('#bars .bar').length") == len(entries)
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("field", ["suite", "dtype", "distribution"])
-def test_a_filter_hides_its_rows_and_brings_them_back(
+def test_a_filter_shows_what_was_chosen_and_everything_again(
     browser: Browser, written: Path, report: Report, size: str, field: str
 ) -> None:
     browser.open(written, *SIZES[size])
-    value = getattr(report.rows[0], field)
-    press(browser, field, value)
-    assert count(browser) == len({r.case for r in report.rows if getattr(r, field) != value})
-    press(browser, field, value)
+    values = list(dict.fromkeys(getattr(row, field) for row in report.rows))
+
+    def shown(*chosen: str) -> int:
+        return len({r.case for r in report.rows if getattr(r, field) in chosen})
+
+    press(browser, field, values[0])
+    assert count(browser) == shown(values[0])
+    press(browser, field, values[1])
+    assert count(browser) == shown(*values[:2])
+    if len(values) > 2:  # of two, both are all, from which a click shows one alone
+        press(browser, field, values[0])
+        assert count(browser) == shown(values[1])
+        press(browser, field, values[1])
     assert count(browser) == len(report.cases())
     assert browser.errors == []
 
 
-def test_an_entry_can_be_hidden(browser: Browser, written: Path) -> None:
+def test_entries_can_be_chosen_and_reset(browser: Browser, written: Path) -> None:
     browser.open(written, *SIZES["desktop"])
     heads = "[...document.querySelectorAll('#table th')].map(h => h.textContent)"
     before = browser.js(heads)
     press(browser, "entry", "triton")
-    assert browser.js(heads) == [head for head in before if head != "triton"]
-    assert "triton" not in browser.js("document.getElementById('bars').textContent")
+    assert browser.js(heads) == [*before[:2], "triton"]
+    assert "cupy" not in browser.js("document.getElementById('bars').textContent")
+    press(browser, "entry", "torch_grouped")
+    assert browser.js(heads) == [head for head in before if head in (*before[:2], "triton", "torch_grouped")]
+    browser.js("document.getElementById('reset').click()")
+    assert browser.js(heads) == before
+
+
+def test_standings_are_those_of_the_report(browser: Browser, written: Path, report: Report) -> None:
+    browser.open(written, *SIZES["desktop"])
+    rows = [r for r in report.timed() if r.kind != "ceiling" and not r.entry.startswith("auto")]
+    best = {case: min(r.us or 0.0 for r in rows if r.case == case) for case in report.cases()}
+    mine = [r for r in rows if r.entry == "cupy"]
+    value = geomean(best[r.case] / (r.us or 1.0) for r in mine)
+    won = sum(r.us == best[r.case] for r in mine)
+    line = "[...document.querySelectorAll('#bars .bar')].find(b => b.textContent.startsWith('cupy')).textContent"
+    assert f"won {won} · ran {len(mine)} of {len(report.cases())}" in browser.js(line)
+    assert browser.js(line).endswith(f"{value:.3f}")
+    browser.js("document.getElementById('by').value = 'distribution'")
+    browser.js("document.getElementById('by').dispatchEvent(new Event('change'))")
+    kinds = browser.js("[...document.querySelectorAll('#matrix tbody tr')].map(r => r.cells[0].textContent)")
+    assert kinds == list(dict.fromkeys(r.distribution for r in report.rows))
+
+
+def test_all_duels_are_shown_when_asked(browser: Browser, written: Path, report: Report) -> None:
+    browser.open(written, *SIZES["phone"])
+    lines = "document.querySelectorAll('#duel .duel').length"
+    few = browser.js(lines)
+    browser.js("document.querySelector('#duel .more').click()")
+    assert few < browser.js(lines) <= len(report.cases())
 
 
 def test_the_table_sorts_by_a_clicked_heading_both_ways(browser: Browser, written: Path) -> None:

@@ -44,20 +44,35 @@
     return found;
   };
 
+  const isAuto = (name) => name.startsWith("auto");
+  const GROUPINGS = { suite: "suite", distribution: "group sizes", dtype: "dtype", form: "form" };
+
+  /* From "all", a click shows that value alone; further clicks add and take away; none left means all again. */
+  function choose(box, value) {
+    const off = state.off[box.dataset.field], all = unique(box.dataset.field);
+    if (off.size === 0 && all.length > 1) all.filter((v) => v !== value).forEach((v) => off.add(v));
+    else off.has(value) ? off.delete(value) : off.add(value);
+    if (off.size === all.length) off.clear();
+    mark(box);
+    draw();
+  }
+
+  function mark(box) {
+    const off = state.off[box.dataset.field];
+    box.classList.toggle("part", off.size > 0);
+    for (const chip of box.querySelectorAll("button")) chip.setAttribute("aria-pressed", String(!off.has(chip.dataset.value)));
+  }
+
   function chips() {
     for (const box of document.querySelectorAll(".filter")) {
-      const field = box.dataset.field;
-      for (const value of unique(field)) {
+      for (const value of unique(box.dataset.field)) {
         const chip = make("button", { type: "button", "aria-pressed": "true", "data-value": value }, value);
-        chip.addEventListener("click", () => {
-          const off = state.off[field];
-          off.has(value) ? off.delete(value) : off.add(value);
-          chip.setAttribute("aria-pressed", String(!off.has(value)));
-          draw();
-        });
+        chip.addEventListener("click", () => choose(box, value));
         box.append(chip);
       }
     }
+    for (const [field, label] of Object.entries(GROUPINGS)) $$("by").append(make("option", { value: field }, label));
+    $$("by").addEventListener("change", draw);
     for (const [key, [label]] of Object.entries(METRICS)) {
       if (rows.some((r) => r[key] != null)) $$("metric").append(make("option", { value: key }, label));
     }
@@ -67,23 +82,62 @@
       for (const off of Object.values(state.off)) off.clear();
       state.find = $$("find").value = "";
       state.sort = null;
-      document.querySelectorAll(".filter button").forEach((b) => b.setAttribute("aria-pressed", "true"));
+      document.querySelectorAll(".filter").forEach(mark);
       draw();
     });
   }
 
-  function bars(list) {
-    const means = [...group(list, "entry")].map(([name, mine]) => ({
-      name, value: geomean(mine.map((r) => r.of_floor || 0)), ran: mine.filter((r) => r.us).length, of: mine.length,
-    })).sort((a, b) => (b.value || 0) - (a.value || 0));
-    const top = Math.max(1e-9, ...means.map((m) => m.value || 0));
-    const scale = top > 0.5 ? Math.max(1, top) : top;
-    $$("bars").replaceChildren(...means.map((m) => make("div", { class: "bar " + kind[m.name] },
-      make("div", { class: "name" }, m.name),
-      make("div", { class: "track" }, make("div", { class: "fill", style: { width: (100 * (m.value || 0)) / scale + "%", background: colour[m.name] } })),
-      make("div", { class: "value" }, Number.isNaN(m.value) ? "–" : m.value.toFixed(3), " ", make("small", {}, `${m.ran}/${m.of}`)))));
+  const MOSTLY = 0.9;
+  /* Per entry: how near it is to the fastest of each workload, how often it is that, how many it ran. */
+  function standing(list) {
+    const found = new Map();
+    for (const mine of group(list, "case").values()) {
+      const able = mine.filter((r) => r.kind !== "ceiling");
+      const best = Math.min(...able.filter((r) => r.us && !isAuto(r.entry)).map((r) => r.us));
+      for (const r of able) {
+        if (!found.has(r.entry)) found.set(r.entry, { name: r.entry, near: [], floors: [], won: 0, of: 0 });
+        const entry = found.get(r.entry);
+        entry.of += 1;
+        if (!r.us || !Number.isFinite(best)) continue;
+        entry.near.push(best / r.us);
+        entry.floors.push(r.of_floor || 0);
+        entry.won += r.us === best && !isAuto(r.entry);
+      }
+    }
+    return [...found.values()].map((e) => ({ ...e, value: geomean(e.near), floor: geomean(e.floors), ran: e.near.length }));
   }
 
+  function bars(list) {
+    const mostly = (e) => e.ran >= MOSTLY * e.of;
+    const entries = standing(list).sort((a, b) => mostly(b) - mostly(a) || (b.value || 0) - (a.value || 0));
+    const top = Math.max(1, ...entries.map((e) => e.value || 0));
+    const told = (e) => [isAuto(e.name) ? "" : `won ${e.won}`, `ran ${e.ran} of ${e.of}`, e.ran ? `${e.floor.toFixed(2)} of the floor` : ""].filter(Boolean).join(" · ");
+    const part = entries.find((e) => !mostly(e));
+    $$("bars").replaceChildren(...entries.flatMap((e) => [e === part ? make("div", { class: "gap" }, "These ran only a part of what is shown:") : "", make("div", { class: "bar " + kind[e.name] },
+      make("div", { class: "name" }, e.name, make("small", {}, told(e))),
+      make("div", { class: "track" }, make("div", { class: "fill", style: { width: (100 * (e.value || 0)) / top + "%", background: colour[e.name] } })),
+      make("div", { class: "value" }, e.ran ? e.value.toFixed(3) : "–"))]));
+  }
+
+  function matrix(list) {
+    const field = $$("by").value, names = visibleEntries().filter((name) => kind[name] !== "ceiling");
+    $$("matrix").tHead.replaceChildren(make("tr", {}, ...[GROUPINGS[field], "workloads", ...names].map((h) => make("th", {}, h))));
+    $$("matrix").tBodies[0].replaceChildren(...[...group(list, field)].map(([value, mine]) => {
+      const by = Object.fromEntries(standing(mine).map((e) => [e.name, e]));
+      const whole = (e) => e && e.ran === e.of && e.ran > 0;
+      const best = Math.max(...Object.values(by).filter((e) => whole(e) && !isAuto(e.name)).map((e) => e.value));
+      const cells = names.map((name) => {
+        const e = by[name];
+        if (!e || !e.ran) return make("td", { class: "none" }, "–");
+        const shade = Math.min(0.32, Math.max(0, 1 - e.value) * 0.5);
+        return make("td", { class: e.value === best ? "best" : whole(e) ? "" : "part", title: `ran ${e.ran} of ${e.of}, won ${e.won}`, style: { backgroundColor: shade > 0.01 ? `rgba(184,66,60,${shade})` : "" } }, e.value.toFixed(2));
+      });
+      return make("tr", {}, make("td", {}, value), make("td", {}, String(group(mine, "case").size)), ...cells);
+    }));
+  }
+
+  const SHORT = 8;
+  let duelWhole = false;
   function duel(list) {
     const best = (mine, of) => Math.min(...mine.filter((r) => r.kind === of && r.us).map((r) => r.us));
     const pairs = [...group(list, "case")].map(([name, mine]) => ({ name, ratio: best(mine, "peer") / best(mine, "backend") }))
@@ -91,11 +145,17 @@
     if (!pairs.length) { $$("duel").replaceChildren("No workload shows both a backend and a peer."); return; }
     const reach = Math.max(0.1, ...pairs.map((p) => Math.abs(Math.log2(p.ratio))));
     const wins = pairs.filter((p) => p.ratio >= 1).length;
-    const nodes = pairs.map((p) => {
+    const line = (p) => {
       const half = (50 * Math.abs(Math.log2(p.ratio))) / reach, win = p.ratio >= 1 ? "win" : "loss";
       const fill = make("i", { class: win, style: { left: (win === "win" ? 50 : 50 - half) + "%", width: half + "%" } });
       return make("div", { class: "duel" }, make("div", { class: "name", title: p.name }, p.name), make("div", { class: "axis" }, fill), make("div", { class: "value " + win }, p.ratio.toFixed(2)));
-    });
+    };
+    const hidden = duelWhole ? 0 : pairs.length - 2 * SHORT;
+    const shownPairs = hidden > 2 ? [pairs.slice(0, SHORT), pairs.slice(-SHORT)] : [pairs, []];
+    const nodes = shownPairs[0].map(line);
+    if (hidden > 2) nodes.push(make("div", { class: "gap" }, `${hidden} between them: from ${pairs[SHORT].ratio.toFixed(2)} to ${pairs[pairs.length - SHORT - 1].ratio.toFixed(2)}, half above ${pairs[pairs.length >> 1].ratio.toFixed(2)}`));
+    nodes.push(...shownPairs[1].map(line));
+    if (pairs.length > 2 * SHORT + 2) nodes.push(make("button", { type: "button", class: "more", onclick: () => { duelWhole = !duelWhole; draw(); } }, duelWhole ? "Only the ends" : `All ${pairs.length}`));
     const mean = geomean(pairs.map((p) => p.ratio));
     $$("duel").replaceChildren(make("p", {}, `${wins} won, ${pairs.length - wins} lost, geometric mean ${mean.toFixed(3)}`), ...nodes);
   }
@@ -118,10 +178,15 @@
     const svg = svgNode("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": "roofline" });
     for (let e = Math.ceil(x0); e <= x1; e++) svg.append(svgNode("line", { x1: X(10 ** e), x2: X(10 ** e), y1: T, y2: H - B, stroke: "var(--line)" }), svgNode("text", { x: X(10 ** e), y: H - B + 16, "text-anchor": "middle" }, String(10 ** e)));
     for (let e = Math.ceil(y0); e <= y1; e++) svg.append(svgNode("line", { x1: L, x2: W - R, y1: Y(10 ** e), y2: Y(10 ** e), stroke: "var(--line)" }), svgNode("text", { x: L - 6, y: Y(10 ** e) + 4, "text-anchor": "end" }, String(+(10 ** e).toPrecision(3))));
-    for (const [index, [name, rate]] of Object.entries(report.rates).entries()) {
+    const ceilings = new Map();
+    for (const [name, rate] of Object.entries(report.rates)) {
+      const text = `${rate.tflops.toPrecision(3)} TFLOP/s, ${rate.tbps.toPrecision(3)} TB/s`;
+      ceilings.set(text, { rate, names: [...(ceilings.get(text)?.names ?? []), name] });
+    }
+    for (const [index, [text, { rate, names }]] of [...ceilings].entries()) {
       const knee = rate.tflops / rate.tbps, low = Math.max(10 ** x0, 10 ** y0 / rate.tbps);
       svg.append(svgNode("polyline", { points: `${X(low)},${Y(low * rate.tbps)} ${X(knee)},${Y(rate.tflops)} ${X(10 ** x1)},${Y(rate.tflops)}`, fill: "none", stroke: "var(--ink)", "stroke-width": 1.2 }));
-      svg.append(svgNode("text", { x: W - R, y: H - B - 8 - 15 * index, "text-anchor": "end" }, `${name} ${rate.tflops.toPrecision(3)} TFLOP/s, ${rate.tbps.toPrecision(3)} TB/s`));
+      svg.append(svgNode("text", { x: W - R, y: H - B - 8 - 15 * index, "text-anchor": "end" }, `${names.join(", ")}: ${text}`));
     }
     for (const p of points) {
       const dot = svgNode("circle", { cx: X(p.x), cy: Y(p.y), r: 4, fill: colour[p.r.entry], "fill-opacity": kind[p.r.entry] === "backend" ? 0.9 : 0.4 });
@@ -171,7 +236,9 @@
     const counted = new Map();
     for (const r of list.filter((r) => !r.us)) { const text = `${r.entry}: ${r.status}: ${r.reason ?? ""}`; counted.set(text, (counted.get(text) ?? 0) + 1); }
     const items = [...counted].map(([text, n]) => `${text} (${n} workload${n > 1 ? "s" : ""})`)
-      .concat(Object.entries(report.absent).map(([name, why]) => `${name}: not here: ${why}`), report.unfinished.map((name) => `${name}: not reached within the time budget`));
+      .concat(Object.entries(report.absent).map(([name, why]) => `${name}: not here: ${why}`));
+    const late = report.unfinished.length;
+    if (late) items.push(`${late} workload${late > 1 ? "s" : ""} not reached within the time budget: ${report.unfinished.slice(0, 3).join(", ")}${late > 3 ? ", ..." : ""}`);
     $$("reasons").replaceChildren(...(items.length ? items : ["Everything ran."]).map((text) => make("li", {}, text)));
   }
 
@@ -192,7 +259,7 @@
 
   function draw() {
     const list = shown();
-    bars(list); duel(list); roof(list); table(list); reasons(list);
+    bars(list); matrix(list); duel(list); roof(list); table(list); reasons(list);
   }
   chips(); method(); draw();
 })();
