@@ -63,7 +63,10 @@ def _coerce(explicit: Any, valid: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend's answer to one spec, and how many times slower than the fastest it was measured or is expected."""
+    """One backend's answer to one spec, and how many times slower than the fastest it was measured or is expected.
+
+    `us` may be known of one backend alone, which says nothing about how it compares.
+    """
 
     name: str
     availability: Availability
@@ -71,6 +74,7 @@ class Candidate:
     us: float | None = None
     slowness: float | None = None
     source: str = ""
+    expected: bool = False
 
     @property
     def can(self) -> bool:
@@ -91,24 +95,29 @@ def candidates(
     }
     able = [name for name, state in states.items() if state.ok and not reasons[name]]
     known = _knowledge(able, spec, device, equal, sizes)
-    found = [Candidate(name, states[name], reasons[name], *known.get(name, (None, None, ""))) for name in states]
+    found = [Candidate(name, states[name], reasons[name], *known.get(name, ())) for name in states]
     return sorted(found, key=lambda c: (c.slowness is None, c.slowness or 0.0))
 
 
 def _knowledge(
     names: Sequence[str], spec: ProblemSpec, device: torch.device, equal: bool, sizes: Sizes | None
-) -> dict[str, tuple[float | None, float | None, str]]:
-    """Per backend the measured time of this class and how it compares; where the class was not measured, what
+) -> dict[str, tuple[float | None, float | None, str, bool]]:
+    """Per backend the measured time of this class and how it compares; where fewer than two were measured, what
     the classes around it let one expect."""
     table = tuning.table()
     exact = {name: m for name in names if (m := table.find(name, spec, device, equal)) is not None}
     if len(exact) > 1:
         best = min(m.us for m in exact.values()) or 1.0
-        return {name: (m.us, m.us / best, m.source) for name, m in exact.items()}
+        return {name: (m.us, m.us / best, m.source, False) for name, m in exact.items()}
     ran = {name: _would_run(name, spec, device, equal, sizes) for name in names}
     found = [e for e in table.estimates(spec, device, equal, ran) if e.backend in names]
     best = min((e.slowness for e in found), default=1.0)
-    return {e.backend: (None, e.slowness / best, e.source) for e in found}
+    told: dict[str, tuple[float | None, float | None, str, bool]]
+    told = {name: (m.us, None, m.source, False) for name, m in exact.items()}
+    for e in found:
+        us = exact[e.backend].us if e.backend in exact else None
+        told[e.backend] = us, e.slowness / best, e.source, True
+    return told
 
 
 def _would_run(name: str, spec: ProblemSpec, device: torch.device, equal: bool, sizes: Sizes | None) -> str:
@@ -123,9 +132,9 @@ def _would_run(name: str, spec: ProblemSpec, device: torch.device, equal: bool, 
 
 def why(c: Candidate) -> str:
     """Why auto takes a candidate."""
-    if c.us is not None:
-        return f"fastest measured, {c.us:.1f} us ({c.source})"
-    return f"expected to be fastest ({c.source})" if c.slowness is not None else "first in order that can"
+    if c.slowness is None:
+        return "first in order that can"
+    return f"expected to be fastest ({c.source})" if c.expected else f"fastest measured, {c.us:.1f} us ({c.source})"
 
 
 def why_not(c: Candidate, allowed: Sequence[str]) -> list[str]:
@@ -143,7 +152,8 @@ def state_text(c: Candidate) -> str:
         return f"unavailable: {unavailable_text(c.availability)}"
     if c.reasons:
         return f"cannot: {'; '.join(c.reasons)}"
-    note = " (emulated: only when named)" if c.availability.emulated else ""
-    if c.us is not None:
-        return f"can{note}, {c.us:.1f} us ({c.source})"
-    return f"can{note}" + (f", about {c.slowness:.2f} x the fastest ({c.source})" if c.slowness is not None else "")
+    note = " (computes nothing: only when named)" if c.name == "null" else ""
+    note = " (emulated: only when named)" if c.availability.emulated else note
+    known = [f"{c.us:.1f} us"] if c.us is not None else []
+    known += [f"about {c.slowness:.2f} x the fastest"] if c.expected else []
+    return f"can{note}" + (f", {', '.join(known)} ({c.source})" if known else "")

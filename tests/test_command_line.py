@@ -43,6 +43,13 @@ def test_explain(form: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "chosen: cpu" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("shape", ["2,8,16,24", "8x16x24+4x16x24", "G=2,T=16,M=8,N=24,form=jagged_k"])
+def test_explain_takes_the_workloads_of_bench(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--shape", shape, "--device", "cpu"]) == 0
+    assert "2 groups" in (text := capsys.readouterr().out)
+    assert "torch.bfloat16" in text
+
+
 def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--device", "cpu", "--backend", "cublas"]) == 1
     assert "cublas" in capsys.readouterr().out
@@ -63,6 +70,9 @@ def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
         (["cache", "export", "no-such-folder/x.json"], "no-such-folder"),
         (["cache", "export", "."], "directory"),
         (["explain", "--dtype", "half9"], "--dtype 'half9'"),
+        (["explain", "--shape", "1,2"], "cannot be read"),
+        (["explain", "--shape", "2,4,8,8", "--dtype", "half9"], "--dtype 'half9'"),
+        (["explain", "--shape", "4,64,256,256000000000"], "does not fit into the memory"),
         (["explain", "--device", "nowhere"], "--device 'nowhere'"),
         (["explain", "--backend", "cpuu"], "did you mean 'cpu'"),
         (["cache", "export"], "needs a file"),

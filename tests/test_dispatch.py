@@ -157,6 +157,22 @@ def test_auto_goes_by_measurement_then_by_the_nearest(install: Callable[..., Non
     assert mg.plan(problem(), config={"size": 16}).config == Tile(16)
 
 
+def test_one_measured_backend_shows_its_time_and_wins_nothing_by_it(install: Callable[..., None]) -> None:
+    install(Fake("first", 1), Fake("second", 2))
+    asked, near = (mg.GroupedGemmProblem(torch.ones(rows, 3), torch.ones(3, 77), offsets=[0, rows]) for rows in (4, 64))
+    tuning.table().clear()
+    tuning.table().record(Measured("second", {}, 10.0, "cpu", tuning.spec_key(asked.spec, equal=True)))
+    told = mg.explain(asked)
+    assert told.chosen == "first"
+    assert "second   can, 10.0 us (" in str(told)
+    for name, us in (("first", 30.0), ("second", 20.0)):
+        tuning.table().record(Measured(name, {}, us, "cpu", tuning.spec_key(near.spec, equal=True)))
+    told = mg.explain(asked)
+    assert told.chosen == "second"
+    assert "10.0 us, about 1.00 x the fastest (from 1 measured classes" in str(told)
+    assert "expected to be fastest" in told.why
+
+
 def test_only_those_that_can_are_compared_and_by_the_configs_that_they_would_run(install: Callable[..., None]) -> None:
     install(Fake("first", 1), Fake("second", 2), Fake("picky", 3, reasons=["why"]))
     key = tuning.spec_key(problem(64).spec, equal=True)

@@ -44,12 +44,15 @@ class _Maker:
     workload: Workload
     device: torch.device
     source: torch.Generator
+    drawn: bool
 
     def matrix(self, *shape: int, transposed: bool = False) -> Tensor:
         """Normal values (small integers for int8); `transposed` keeps the shape and swaps the memory order."""
         memory = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
         dtype = self.workload.torch_dtype
-        if dtype == torch.int8:
+        if not self.drawn:
+            values = torch.empty(memory, dtype=dtype, device=self.device)
+        elif dtype == torch.int8:
             values = torch.randint(-8, 9, memory, dtype=dtype, generator=self.source, device=self.device)
         else:
             values = torch.randn(memory, dtype=dtype, generator=self.source, device=self.device)
@@ -62,14 +65,16 @@ class _Maker:
 
     def empty(self, *shape: int) -> Tensor:
         dtype = self.workload.out_dtype
+        if not self.drawn:
+            return torch.empty(shape, dtype=dtype, device=self.device)
         poison = float("nan") if dtype.is_floating_point else POISON_INT
         return torch.full(shape, poison, dtype=dtype, device=self.device)
 
 
-def make(workload: Workload, device: torch.device | str) -> Tensors:
-    """Seeded random tensors of a workload on a device; `out` starts poisoned."""
+def make(workload: Workload, device: torch.device | str, drawn: bool = True) -> Tensors:
+    """Seeded random tensors of a workload on a device; `out` starts poisoned. Unless `drawn`, nobody writes them."""
     where = torch.device(device)
-    maker = _Maker(workload, where, torch.Generator(where).manual_seed(workload.seed + 1))
+    maker = _Maker(workload, where, torch.Generator(where).manual_seed(workload.seed + 1), drawn)
     return _make_list(workload, maker) if workload.products else _make_packed(workload, maker)
 
 

@@ -6,6 +6,8 @@ import argparse
 
 import torch
 
+from multigemm.bench import entries, operands
+from multigemm.bench.workloads import DTYPES, parse_shape
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
 from multigemm.problem import GroupedGemmProblem
@@ -13,13 +15,17 @@ from multigemm.spec import FORMS, INPUT_DTYPES
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """--form, --sizes, --m, --n, --k, --dtype, --device and the epilogue."""
+    """--shape, or --form, --sizes, --m, --n, --k, --dtype and the epilogue; --device."""
+    parser.add_argument("--shape", default="", help="a workload as `multigemm bench` takes it: 64,2048,3584,1792")
+    parser.add_argument("--host-sizes", action="store_true", help="with --shape: offsets on the host, not the device")
     parser.add_argument("--form", choices=FORMS, default="jagged_m", help="how the groups lie in memory")
     parser.add_argument("--sizes", default="40,0,1,70", help="rows (or columns) of each group, comma-separated")
     parser.add_argument("--m", type=int, default=64, help="rows of a result where the form does not cut them")
     parser.add_argument("--n", type=int, default=48, help="columns of a result where the form does not cut them")
     parser.add_argument("--k", type=int, default=96, help="inner extent where the form does not cut it")
-    parser.add_argument("--dtype", default="float32", help="float16, bfloat16, float32, float64 or int8")
+    parser.add_argument(
+        "--dtype", default="", help="float16, bfloat16, float32, float64 or int8 (default float32, with --shape bf16)"
+    )
     parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
     parser.add_argument("--activation", default=None, help="relu, gelu, gelu_tanh or silu")
 
@@ -37,10 +43,12 @@ def _sizes(text: str) -> list[int]:
 def problem_from(args: argparse.Namespace) -> GroupedGemmProblem:
     """The problem that the options describe, over memory that nobody has written."""
     device, sizes = default_device(args.device), _sizes(args.sizes)
+    if args.shape:
+        return _of_workload(args, device)
     for name in ("m", "n", "k"):
         if getattr(args, name) < 0:
             raise InvalidSetting(f"--{name} {getattr(args, name)}: an extent cannot be negative")
-    dtype = getattr(torch, args.dtype, None)
+    dtype = getattr(torch, args.dtype or "float32", None)
     if dtype not in INPUT_DTYPES:
         raise InvalidSetting(f"--dtype {args.dtype!r} is unknown: use float16, bfloat16, float32, float64 or int8")
 
@@ -64,3 +72,18 @@ def problem_from(args: argparse.Namespace) -> GroupedGemmProblem:
         "jagged_k": lambda: (make(m, total), make(total, n)),
     }[args.form]()
     return GroupedGemmProblem(a, b, sizes=sizes, jagged=args.form[-1], **extra)
+
+
+def _of_workload(args: argparse.Namespace, device: torch.device) -> GroupedGemmProblem:
+    """The problem that `multigemm bench --shape` would time."""
+    short = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items() if name != "tf32"}
+    dtype = short.get(args.dtype, args.dtype or "bf16")
+    if dtype not in DTYPES:
+        raise InvalidSetting(f"--dtype {args.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+    if args.activation:
+        raise InvalidSetting("--activation goes with --form and --sizes: the workloads of --shape have none")
+    try:
+        tensors = operands.make(parse_shape(args.shape, dtype), device, drawn=False)
+    except RuntimeError as error:
+        raise InvalidSetting(f"--shape {args.shape} does not fit into the memory of {device}") from error
+    return entries.problem(tensors, args.host_sizes and tensors.offsets is not None)
