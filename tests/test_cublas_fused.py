@@ -61,6 +61,18 @@ def test_a_capture_follows_its_operands() -> None:
         assert torch.equal(out.double(), _wanted(a, b, sizes, bias, relu=False))
 
 
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("sizes", [[7, 0, 25, 8], [64, 64], [300, 4]], ids=str)
+def test_float32(precision: Any, sizes: list[int]) -> None:
+    a, b, bias = ints(sum(sizes), 64), ints(len(sizes), 64, 48, seed=1), ints(len(sizes), 48, seed=2)
+    if precision == "ieee":
+        a = a.float() + 2.0**-13  # which tf32 would drop
+    problem = mg.GroupedGemmProblem(a.float(), b.float(), sizes=sizes, bias=bias.float(), precision=precision)
+    plan = mg.plan(problem, backend="cublas", config=FUSED)
+    for _ in range(3):
+        assert torch.equal(plan().double(), _wanted(a, b, sizes, bias, relu=False))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("k", [8, 64, 4096, 16384])
 @pytest.mark.parametrize("rows", [[1, 3, 8], [64, 64, 64], [130, 17, 256]], ids=str)

@@ -86,8 +86,10 @@ def grouped_reasons(spec: ProblemSpec) -> list[str]:
 def fused_reasons(spec: ProblemSpec) -> list[str]:
     """Why cuBLASLt cannot finish the answer by itself; empty if it can."""
     reasons = []
-    if spec.compute not in SIXTEEN_BIT or spec.out.dtype is not spec.compute:
-        reasons.append(f"fused calls give 16-bit results of 16-bit products, not {spec.out.dtype} of {spec.compute}")
+    if spec.compute not in (*SIXTEEN_BIT, torch.float32) or spec.out.dtype is not spec.compute:
+        reasons.append(
+            f"fused calls give float16, bfloat16 or float32 of the same, not {spec.out.dtype} of {spec.compute}"
+        )
     if spec.bias not in (None, spec.compute) or spec.activation not in (None, "relu") or spec.c is not None:
         reasons.append("cuBLASLt adds a bias of the result's type and applies relu, and rounds once only without a C")
     if spec.bias is None and spec.activation is None:
