@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ COLOURS = (
     "#2f6fde", "#d9822b", "#2a9d62", "#b3423f", "#7d5bbf", "#8a6d3b", "#c75a9b",
     "#5f6b7a", "#a3a329", "#2aa5b5", "#e0599a", "#4b4bb5", "#6fae3f", "#b58a2a",
 )  # fmt: skip
+
+LEAST_FLOOR_US = 0.1
+"""What has a smaller floor is drawn there: launches take microseconds."""
 
 
 def missing() -> str:
@@ -32,14 +36,16 @@ def draw(report: Report, folder: Path) -> list[Path]:
     return [path for path in done if path is not None]
 
 
-def _figure(width: float = 9.0, height: float = 5.0) -> tuple[Any, Any]:
+def _figures(panels: int) -> tuple[Any, list[Any]]:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
-    axes.grid(True, which="major", alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return figure, axes
+    shape: dict[str, Any] = {"figsize": (9.0, 5.0)} if panels == 1 else {"figsize": (4.2 * panels, 4.6)}
+    figure, grid = pyplot.subplots(1, panels, layout="constrained", squeeze=False, **shape)
+    for axes in grid[0]:
+        axes.grid(True, which="major", alpha=0.25)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    return figure, list(grid[0])
 
 
 def _finish(figure: Any, path: Path, report: Report) -> Path:
@@ -57,21 +63,70 @@ def _colours(report: Report) -> dict[str, str]:
 
 
 def runtime(report: Report, path: Path) -> Path | None:
-    """Runtime over work, as the Triton tutorial draws it; one line per entry."""
+    """Runtime over size: for cubes as the Triton tutorial draws it, for everything over the floor.
+
+    A line through hundreds of unlike workloads shows nothing, so each entry's points are joined by their
+    geometric mean per octave of the floor.
+    """
     rows = report.timed()
     if not rows:
         return None
-    figure, axes = _figure()
-    colours = _colours(report)
-    for name, mine in by_entry(rows).items():
-        points = sorted((r.flops / 1e9, r.us or 0.0) for r in mine)
-        style = "--" if mine[0].kind == "ceiling" else "-" if mine[0].kind == "backend" else ":"
-        axes.plot(*zip(*points, strict=True), style, marker="o", ms=3.5, lw=1.4, label=name, color=colours[name])
-    floors = sorted({(r.flops / 1e9, r.floor_us) for r in rows})
-    axes.plot(*zip(*floors, strict=True), color="black", lw=1, label="floor")
-    axes.set(xscale="log", yscale="log", xlabel="work (GFLOP)", ylabel="runtime (us)", title="Runtime over size")
-    axes.legend(fontsize=7, ncols=2, frameon=False)
+    cubes = {dtype: found for dtype in dict.fromkeys(r.dtype for r in rows) if len(found := _cubes(rows, dtype)) > 1}
+    figure, panels = _figures(len(cubes) + 1)
+    for axes, (dtype, of_size) in zip(panels, cubes.items(), strict=False):
+        for name, style in _styles(report).items():
+            points = [(float(n), by[name]) for n, by in of_size.items() if name in by]
+            axes.plot(*_columns(points), marker="o", ms=3.5, **style)
+        axes.set(xscale="log", xlabel=f"N of four {dtype} cubes", ylabel="runtime (us)")
+        axes.set_xticks(list(of_size), [str(n) for n in of_size])
+        _octave_axis(axes)
+    for name, style in _styles(report).items():
+        mine = [(max(r.floor_us, LEAST_FLOOR_US), r.us or 0.0) for r in rows if r.entry == name]
+        panels[-1].scatter(*_columns(mine), s=5, alpha=0.35, color=style["color"], lw=0)
+        panels[-1].plot(*_columns(_octaves(mine)), **style)
+    ends = [f(max(r.floor_us, LEAST_FLOOR_US) for r in rows) for f in (min, max)]
+    panels[-1].plot(ends, ends, color="black", lw=1, label="floor")
+    panels[-1].set(xscale="log", yscale="log", xlabel="floor of a workload (us)", ylabel="runtime (us)")
+    panels[-1].legend(fontsize=7, ncols=2, frameon=False)
+    figure.suptitle("Runtime over size")
     return _finish(figure, path, report)
+
+
+def _cubes(rows: list[Row], dtype: str) -> dict[int, dict[str, float]]:
+    """The tutorial's cubes by size: microseconds by entry."""
+    found: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if row.suite == "tutorial" and row.dtype == dtype and row.name.rpartition("_")[2].isdecimal():
+            found.setdefault(int(row.name.rpartition("_")[2]), {})[row.entry] = row.us or 0.0
+    return dict(sorted(found.items()))
+
+
+def _octaves(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The geometric means of the points of each octave of x."""
+    bins: dict[int, list[tuple[float, float]]] = {}
+    for x, y in points:
+        bins.setdefault(round(math.log2(x)), []).append((x, y))
+    return [(geomean(x for x, _ in some), geomean(y for _, y in some)) for _, some in sorted(bins.items())]
+
+
+def _octave_axis(axes: Any) -> None:
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+
+
+def _columns(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _styles(report: Report) -> dict[str, dict[str, Any]]:
+    """How each entry is drawn: ours solid, peers dotted, ceilings dashed."""
+    lines = {"backend": "-", "peer": ":", "ceiling": "--"}
+    entries, colours = by_entry(report.timed()), _colours(report)
+    return {
+        name: {"ls": lines[mine[0].kind], "color": colours[name], "label": name, "lw": 1.4}
+        for name, mine in entries.items()
+    }
 
 
 def roofline(report: Report, path: Path) -> Path | None:
@@ -79,24 +134,29 @@ def roofline(report: Report, path: Path) -> Path | None:
     rows = report.timed()
     if not rows:
         return None
-    figure, axes = _figure()
+    figure, (axes,) = _figures(1)
     colours = _colours(report)
     for name, mine in by_entry(rows).items():
         axes.scatter(
             [r.flops / r.bytes for r in mine],
             [r.tflops for r in mine],
-            s=16,
+            s=14,
             label=name,
             color=colours[name],
-            alpha=0.8,
+            alpha=0.7,
+            lw=0,
         )
+    ceilings: dict[tuple[float, float], list[str]] = {}
     for name, ceiling in report.rates.items():
-        knee = ceiling["tflops"] / ceiling["tbps"]
+        ceilings.setdefault((ceiling["tflops"], ceiling["tbps"]), []).append(name)
+    for (tflops, tbps), names in ceilings.items():
+        knee = tflops / tbps
         low = min(r.flops / r.bytes for r in rows) / 1.5
         high = max(max(r.flops / r.bytes for r in rows) * 1.5, knee * 1.5)
-        axes.plot([low, knee, high], [low * ceiling["tbps"], ceiling["tflops"], ceiling["tflops"]], color="black", lw=1)
-        axes.annotate(f" {name}", (knee, ceiling["tflops"]), fontsize=7, va="bottom")
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title="Roofline (ceilings measured)")
+        axes.plot([low, knee, high], [low * tbps, tflops, tflops], color="black", lw=1)
+        axes.annotate(f"{', '.join(names)}  ", (knee, tflops), fontsize=7, va="bottom", ha="right")
+    title = f"Roofline (ceilings {report.method['rates']})"
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=title)
     axes.legend(fontsize=7, ncols=2, frameon=False)
     return _finish(figure, path, report)
 
@@ -111,14 +171,15 @@ def speedups(report: Report, path: Path) -> Path | None:
     kinds = list(dict.fromkeys(r.distribution for r in report.rows))
     if not best or not ours:
         return None
-    figure, axes = _figure()
+    figure, (axes,) = _figures(1)
     width, colours = 0.8 / len(ours), _colours(report)
     for index, (name, rows) in enumerate(ours.items()):
         heights = [_speedup([r for r in rows if r.distribution == kind], best) for kind in kinds]
         shift = (index - (len(ours) - 1) / 2) * width
         places = [i + shift for i in range(len(kinds))]
-        axes.bar(places, heights, width * 0.92, label=name, color=colours[name])
+        axes.bar(places, [h - 1.0 for h in heights], width * 0.92, 1.0, label=name, color=colours[name])
     axes.axhline(1.0, color="black", lw=1)
+    _octave_axis(axes)
     axes.set_xticks(range(len(kinds)), kinds)
     axes.set(ylabel="best peer's time / ours", title="Speed-up over the best peer, case by case (geometric means)")
     axes.legend(fontsize=7, ncols=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.07))
@@ -127,4 +188,4 @@ def speedups(report: Report, path: Path) -> Path | None:
 
 def _speedup(rows: list[Row], best: dict[str, float]) -> float:
     value = geomean(best[r.case] / r.us for r in rows if r.us and r.case in best)
-    return 0.0 if value != value else value
+    return 1.0 if value != value else value
