@@ -69,7 +69,7 @@ def runtime(report: Report, path: Path) -> Path | None:
     geometric mean per octave of the floor.
     """
     rows = report.timed()
-    if not rows:
+    if len({max(r.floor_us, LEAST_FLOOR_US) for r in rows}) < 2:
         return None
     cubes = {dtype: found for dtype in dict.fromkeys(r.dtype for r in rows) if len(found := _cubes(rows, dtype)) > 1}
     figure, panels = _figures(len(cubes) + 1)
@@ -83,7 +83,7 @@ def runtime(report: Report, path: Path) -> Path | None:
     for name, style in _styles(report).items():
         mine = [(max(r.floor_us, LEAST_FLOOR_US), r.us or 0.0) for r in rows if r.entry == name]
         panels[-1].scatter(*_columns(mine), s=5, alpha=0.35, color=style["color"], lw=0)
-        panels[-1].plot(*_columns(_octaves(mine)), **style)
+        panels[-1].plot(*_columns(_octaves(mine)), marker="o", ms=2.5, **style)
     ends = [f(max(r.floor_us, LEAST_FLOOR_US) for r in rows) for f in (min, max)]
     panels[-1].plot(ends, ends, color="black", lw=1, label="floor")
     panels[-1].set(xscale="log", yscale="log", xlabel="floor of a workload (us)", ylabel="runtime (us)")
