@@ -64,12 +64,11 @@ _SMALLEST_NORMAL = {torch.float64: 2.0**-1022}
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Which values are right for one group: low <= x <= high, both already in the output's dtype."""
+    """Which values are right: low <= x <= high, both already in the output's dtype."""
 
     low: Array
     high: Array
     free: Array
-    error: Array
 
 
 def accumulator(compute: torch.dtype) -> torch.dtype:
@@ -150,13 +149,12 @@ def _image(low: Array, high: Array, activation: str | None, u: float) -> tuple[A
     return bottom - slack, np.maximum(at_low, at_high) + slack
 
 
-def interval(problem: GroupedGemmProblem, total: GroupSum, k: int) -> Interval:
-    """The values that a right kernel may give for one group."""
+def interval(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Interval:
+    """The values that a right kernel may give for sums with these errors, element by element."""
     with np.errstate(all="ignore"):
-        error = sum_error(problem, total, k)
         free = _free(problem, total, error)
         wide = error.astype(total.value.dtype)
         u = unit(accumulator(compute_dtype(problem)))
         low, high = _image(total.value - wide, total.value + wide, problem.activation, u)
     low, high = round_once(low, problem.out_dtype), round_once(high, problem.out_dtype)
-    return Interval(low, high, free, error)
+    return Interval(low, high, free)

@@ -24,7 +24,7 @@ from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy,
 
 @dataclass(frozen=True, slots=True)
 class GroupSum:
-    """One group before its activation: `value` = alpha*A@B + beta*C + bias, all [m, n].
+    """One group before its activation (or several, flat): `value` = alpha*A@B + beta*C + bias, all [m, n].
 
     `products` = |A|@|B| and `addends` = |beta*C| + |bias| over the finite entries; `integral` says
     that A, B, C, bias, alpha and beta hold whole numbers only; `entry` is the largest |a| or |b|.
@@ -33,7 +33,7 @@ class GroupSum:
     value: Array
     products: Array
     addends: Array
-    integral: bool
+    integral: bool = False
     entry: float = 0.0
 
 

@@ -16,8 +16,8 @@ import torch
 
 from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
-from multigemm.reference.error_bound import accumulator, interval
-from multigemm.reference.numpy_reference import activate, blank, compute_dtype, group_sum, place
+from multigemm.reference.error_bound import accumulator, interval, sum_error
+from multigemm.reference.numpy_reference import GroupSum, activate, blank, compute_dtype, group_sum, place
 
 
 @dataclass(slots=True)
@@ -90,26 +90,48 @@ def _empty_block(array: Array) -> Block:
 def answer(problem: GroupedGemmProblem) -> Answer:
     """The exact answer and the interval of right values for every element."""
     arrays = blank(problem)
-    blocks = [_empty_block(array) for array in arrays]
-    found = Answer(problem, blocks, [])
-    compute = compute_dtype(problem)
-    u = unit(accumulator(compute))
-    ordinary = 2.0**-11 if compute == torch.float32 and problem.precision == "tf32" else u
+    found = Answer(problem, [_empty_block(array) for array in arrays], [])
+    places, sums = [], []
     for view in problem.groups():
         array, index = place(problem, arrays, view)
         number = view.index if problem.form == "per_group" else 0
         found.owners.append((view.index, number, index))
-        if view.m == 0 or view.n == 0:
-            continue
-        total = group_sum(problem, view)
-        right = interval(problem, total, view.k)
-        block = blocks[number]
-        array[index] = round_once(activate(total.value, problem.activation), problem.out_dtype)
-        block.low[index], block.high[index] = _comparable(right.low), _comparable(right.high)
-        block.free[index], block.owned[index] = right.free, True
-        scale = abs(float(problem.alpha)) * ordinary * math.sqrt(max(view.k, 1))
-        block.typical[index] = scale * total.products + u * total.addends
+        if view.m and view.n:
+            places.append((number, index, view.m, view.n))
+            sums.append((group_sum(problem, view), view.k))
+    if sums:
+        _fill(found, arrays, places, sums)
     return found
+
+
+def _fill(found: Answer, arrays: list[Array], places: list[Any], sums: list[tuple[GroupSum, int]]) -> None:
+    """What holds element by element is computed for all groups at once: most problems have many small ones."""
+    problem = found.problem
+    compute = compute_dtype(problem)
+    u = unit(accumulator(compute))
+    ordinary = 2.0**-11 if compute == torch.float32 and problem.precision == "tf32" else u
+    ordinary *= abs(float(problem.alpha))
+    error = joined([sum_error(problem, total, k) for total, k in sums])
+    root = joined([np.full(total.value.shape, math.sqrt(max(k, 1))) for total, k in sums])
+    total = GroupSum(*(joined([getattr(each, name) for each, _ in sums]) for name in ("value", "products", "addends")))
+    right = interval(problem, total, error)
+    results = (
+        round_once(activate(total.value, problem.activation), problem.out_dtype), _comparable(right.low),
+        _comparable(right.high), right.free, ordinary * root * total.products + u * total.addends,
+    )  # fmt: skip
+    at = 0
+    for number, index, m, n in places:
+        block = found.blocks[number]
+        targets = (arrays[number], block.low, block.high, block.free, block.typical)
+        for target, values in zip(targets, results, strict=True):
+            target[index] = values[at : at + m * n].reshape(m, n)
+        block.owned[index] = True
+        at += m * n
+
+
+def joined(arrays: list[Array]) -> Array:
+    """The elements of all, one after the other."""
+    return np.concatenate([array.ravel() for array in arrays])
 
 
 def _good(block: Block, got: Array) -> Array:
