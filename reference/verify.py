@@ -93,7 +93,7 @@ def answer(problem: GroupedGemmProblem) -> Answer:
     found = Answer(problem, [_empty_block(array) for array in arrays], [])
     places, sums = [], []
     for view in problem.groups():
-        array, index = place(problem, arrays, view)
+        _, index = place(problem, arrays, view)
         number = view.index if problem.form == "per_group" else 0
         found.owners.append((view.index, number, index))
         if view.m and view.n:
@@ -113,7 +113,10 @@ def _fill(found: Answer, arrays: list[Array], places: list[Any], sums: list[tupl
     ordinary *= abs(float(problem.alpha))
     error = joined([sum_error(problem, total, k) for total, k in sums])
     root = joined([np.full(total.value.shape, math.sqrt(max(k, 1))) for total, k in sums])
-    total = GroupSum(*(joined([getattr(each, name) for each, _ in sums]) for name in ("value", "products", "addends")))
+    total = GroupSum(
+        joined([each.value for each, _ in sums]), joined([each.products for each, _ in sums]),
+        joined([each.addends for each, _ in sums]),
+    )  # fmt: skip
     right = interval(problem, total, error)
     results = (
         round_once(activate(total.value, problem.activation), problem.out_dtype), _comparable(right.low),
