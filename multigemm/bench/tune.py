@@ -28,9 +28,10 @@ from multigemm.bench.workloads import Workload
 from multigemm.problem import GroupedGemmProblem
 from multigemm.staging import equal_sizes, staged_spec
 from multigemm.timing import Call, Timing, describe, measure
-from multigemm.tuning import Measured, device_name, spec_key
+from multigemm.tuning import Measured, config_text, device_name, spec_key
 
 KEEP_WITHIN = 1.25
+RUNNERS_UP = 4
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,10 @@ class Tuner:
                     f"  {backend}: {times[top]:.1f} us with {result.configs[top].text} "
                     f"(first guess {first:.1f} us, {len(times)} timed, {len(result.failures.get(backend, {}))} failed)"
                 )
+                ranked = sorted(times, key=lambda choice: times[choice])
+                told = [f"{config_text(result.configs[c].fields)} {times[c]:.1f}" for c in ranked[1 : 1 + RUNNERS_UP]]
+                if told:
+                    self.say(f"    then {', '.join(told)}{' ...' if len(ranked) > 1 + RUNNERS_UP else ''}")
 
 
 def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:

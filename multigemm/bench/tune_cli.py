@@ -77,7 +77,8 @@ def _tuned(tuner: Tuner, cases: list[Workload], args: argparse.Namespace) -> int
 
 def _keep(found: list[Measured], args: argparse.Namespace, where: dict[str, Any]) -> int:
     """Shows, records and writes what was found."""
-    print(f"{len(found)} measurements of {len({m.key for m in found})} classes of problems on {where['device']}")
+    classes = len({m.key for m in found})
+    print(f"measurements: {len(found)}; classes of problems: {classes}; on {where['device']}")
     if not args.no_record:
         for measured in found:
             table().record(measured)

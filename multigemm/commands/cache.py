@@ -46,7 +46,7 @@ def _clear(args: argparse.Namespace) -> int:
     if args.what != "all" and args.what not in names:
         raise InvalidSetting(f"--what {args.what!r}: the cache holds {', '.join(names) or 'nothing'}")
     gone = sum(DiskCache(name).clear() for name in names if args.what in ("all", name))
-    print(f"removed {gone} entries")
+    print(f"entries removed: {gone}")
     return 0
 
 
@@ -54,7 +54,7 @@ def _export(args: argparse.Namespace) -> int:
     own = table().own()
     entries = [json.dumps(entry) for entry in fold(own)]
     Path(args.file).write_text(f'{{"schema": {SCHEMA}, "entries": [\n  ' + ",\n  ".join(entries) + "\n]}\n")
-    print(f"wrote {len(own)} measurements to {args.file}")
+    print(f"measurements written to {args.file}: {len(own)}")
     return 0
 
 
@@ -68,5 +68,5 @@ def _import(args: argparse.Namespace) -> int:
         raise InvalidSetting(f"{args.file} is not an exported cache: {error}") from error
     for entry in entries:
         table().record(entry)
-    print(f"took {len(entries)} measurements")
+    print(f"measurements taken over: {len(entries)}")
     return 0
