@@ -5,12 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from multigemm import registry
+from multigemm.settings import settings
 from multigemm.testing import source_mutants as sm
 from multigemm.testing import source_sites as places
+from multigemm.testing import source_trace as tracing
 from multigemm.testing import source_workers as crew
+from multigemm.testing.case import Case
 from multigemm.testing.source_equivalents import EQUIVALENT, excuse
 from multigemm.testing.source_hunt import Hunt
+from multigemm.testing.source_live import Variant
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +89,32 @@ def test_planted_faults_of_the_triton_kernel_are_seen(name: str, root: Path, mon
     if fate.state == "stillborn" and "unavailable" in fate.text:
         pytest.skip(fate.text)
     assert fate.state == "killed", fate
+
+
+@pytest.mark.parametrize("name", ["triton", "numba"])
+def test_problems_that_reach_a_line_are_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
+    settings.cache_clear()
+    if not registry.get(name).availability().ok:
+        pytest.skip(registry.get(name).availability().reason)
+    simple = [Case(form=form, n=5, k=4, lengths=(3, 2), m=4) for form in ("jagged_m", "jagged_n")]
+    offered = [Variant(case.to_dict(), "emulated", "0") for case in simple]
+    traced = tracing.trace(name, offered, torch.device("cpu"))
+    file, start = {"triton": ("kernels.py", 'elif FORM == "jagged_n":'), "numba": ("simt.py", "acc")}[name]
+    text = (places.ROOT / "backends" / name).rglob(file).__next__().read_text().splitlines()
+    reached = {line for variant in traced for line in variant.lines.get(file, ())}
+    assert len(reached) > 20 and all(text[line - 1].strip() for line in reached)
+    if name == "triton":  # which form takes a branch is known
+        branch = next(i for i, line in enumerate(text, 1) if i - 1 in reached and start in line) + 1
+        assert [v.case["form"] for v in tracing.reaching(traced, file, branch)] == ["jagged_n"]
+
+
+def test_hunts_go_on_with_problems_like_those_that_reach_the_line() -> None:
+    list_of = Variant(Case(form="per_group", dims=((3, 4, 5),)).to_dict(), "emulated", "3")
+    drawn = [tracing.problem("triton", [list_of], number) for number in range(1, 40)]
+    assert tracing.problem("triton", [list_of], 0) == (Case(form="per_group", dims=((3, 4, 5),)), 3)
+    assert sum(case.form == "per_group" for case, _ in drawn) >= 20
+    assert {tracing.UNLISTED, tracing.SHARED} <= {chosen for _, chosen in drawn}
 
 
 def test_the_unchanged_kernel_survives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

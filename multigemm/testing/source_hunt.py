@@ -3,23 +3,20 @@
 On a GPU the hunt is directed. Each compilation costs seconds and a problem costs milliseconds, so a few
 variants that hold the changed line are compiled, one after the other, and each meets many problems:
 sizes at the edges of its config's tiles, ordinary ones, and other forms and epilogues of the same
-dtypes and layouts, which most kernels decide on at run time. In emulation the stored failures come
-first and random cases after.
+dtypes and layouts, which most kernels decide on at run time. In emulation the problems that reach the
+line come first (multigemm.testing.source_trace), others like them and random ones after.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from multigemm.errors import BackendUnsupported, CompileError, InvalidSetting
 from multigemm.testing.source_live import Variant
-from multigemm.testing.source_sites import ROOT
 
 BROKEN = ("CompilationError", "CompileError", "SyntaxError", "NameError", "TypingError", "CompileException",
           "IndentationError", "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
@@ -28,12 +25,10 @@ STILLBORN = SURVIVED | {"state": "stillborn"}
 SAME = SURVIVED | {"state": "same"}
 VARIANTS = 4
 """Variants that differ from the unchanged ones and meet problems in turn."""
-KINDS = 60
-"""Kinds of problems that an emulated mutant meets first."""
 DEEP = 4
 """One problem in so many meets the expensive oracles in emulation, the others the edge of memory."""
-SIDES = {"triton": 16, "numba": 8}
-"""Of the tiles that emulated kernels get."""
+FEW = 1000
+"""Groups up to which the expensive oracles are bearable in emulation."""
 BURST = 16
 """Problems in a row of one variant."""
 
@@ -49,12 +44,6 @@ class Hunt:
     @property
     def emulated(self) -> bool:
         return self.device == "cpu"
-
-
-def small_tiles(config: Any) -> Any:
-    """The same config with the smallest tiles, so that small problems have several in each direction."""
-    names = {"block_m", "block_n", "block_k"} & {f.name for f in fields(config)} if is_dataclass(config) else set()
-    return replace(config, **{name: 32 if name == "block_k" else 16 for name in names}) if names else config
 
 
 def verdict(outcome: Any) -> dict[str, str]:
@@ -75,42 +64,20 @@ def also(outcome: Any, *steps: Callable[[], object]) -> None:
         outcome.findings.append(Finding("exception", short_text(error)))
 
 
-def stored_cases() -> list[Any]:
-    """Stored failures that an emulator gets through, in a fixed order."""
-    from multigemm.testing import corpus
-
-    stored = ROOT / "tests" / "corpus"
-    cases = [entry.case for entry in corpus.entries(stored)] if stored.is_dir() else []
-    random.Random(1).shuffle(cases)
-    return [case for case in cases if case.work < 20_000 and sum(m * n > 0 for m, n, _ in case.sizes()) < 400]
-
-
-def hunt_emulated(hunt: Hunt, place: Any, say: Callable[[str], None]) -> dict[str, str]:
-    """A few tiles of each kind of problem, stored failures, then random cases, until something is seen."""
+def hunt_emulated(hunt: Hunt, place: Any, variants: list[Variant], say: Callable[[str], None]) -> dict[str, str]:
+    """Problems that reach the changed line, then others like them and random ones, until something is seen."""
     from multigemm.testing.cliff import on_a_cliff
-    from multigemm.testing.edges import at_edges, multitude
-    from multigemm.testing.kinds import kinds
     from multigemm.testing.mutants import examine_stand
-    from multigemm.testing.strategies import EMULATED, RandomChooser, random_case
-    from multigemm.testing.subject import Subject
+    from multigemm.testing.source_trace import problem, subjects_of, use
     from multigemm.testing.world import Stand, World
 
-    begin = time.monotonic()
-    subjects = [Subject(hunt.backend, adapt=small_tiles), Subject(hunt.backend, 1), Subject(hunt.backend)]
-    limits, side = replace(EMULATED, work=1 << 13, groups=600), SIDES.get(hunt.backend, 16)
-    tile = SimpleNamespace(block_m=side, block_n=side, block_k=max(side, 32), stages=1)
-    edges = [at_edges(kind, tile, RandomChooser(i), limits) for i, kind in enumerate(kinds(limits, KINDS))]
-    rows = next(kind for kind in kinds(limits, KINDS) if kind.form == "jagged_m")
-    many = multitude(replace(rows, shared=True), RandomChooser(0), limits)  # one B, or they would not fit
-    edges.insert(DEEP * 10 + 1, many)  # where it is not looked at deeply
-    cases = [*edges, *stored_cases()]
-    number = 0
+    begin, number = time.monotonic(), 0
+    subjects = subjects_of(hunt.backend)
     while time.monotonic() - begin < hunt.seconds:
-        case = cases[number] if number < len(cases) else random_case(number, limits)
-        if number >= len(cases) and number % 3 == 0:
-            case = at_edges(case, tile, RandomChooser(number), limits)
-        subject = subjects[0 if number < len(edges) else number % len(subjects)]
-        deep = number % DEEP == 0
+        case, chosen = problem(hunt.backend, variants, number)
+        subject = subjects[chosen]
+        use(hunt.backend, chosen)
+        deep = number % DEEP == DEEP - 1 and case.groups <= FEW
         say("runs")
         stand = Stand.build(World.build(case), place)
         outcome = examine_stand(stand, subject, deep=deep, seed=number)
@@ -119,7 +86,7 @@ def hunt_emulated(hunt: Hunt, place: Any, say: Callable[[str], None]) -> dict[st
         if outcome.findings:
             return verdict(outcome)
         number += 1
-    return SURVIVED
+    return SURVIVED | {"text": f"{number} problems, {len(variants)} of which reach the line"}
 
 
 class _Run:

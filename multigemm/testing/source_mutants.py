@@ -29,6 +29,7 @@ from multigemm.settings import settings
 from multigemm.testing.source_hunt import Hunt
 from multigemm.testing.source_live import Variant
 from multigemm.testing.source_sites import FILES, Site, kernels_of, sites, snapshot
+from multigemm.testing.source_trace import reaching
 from multigemm.testing.source_workers import Fate, prepare, run_one, survey, variants_of
 
 TRIED = 10
@@ -38,7 +39,7 @@ TRIED = 10
 def surveyed(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Variant]:
     """The backend's variants with their lines, compiled now or known from the disk cache."""
     files = sorted(path for path in (root / "backends" / hunt.backend).rglob("*") if path.is_file())
-    key = fingerprint(hunt.backend, *(path.read_bytes() for path in files), version("torch"))
+    key = fingerprint(hunt.backend, str(hunt.emulated), *(path.read_bytes() for path in files), version("torch"))
     if (known := store.get(key, ".json")) is not None:
         return [Variant(**entry) for entry in json.loads(known)]
     offered = variants_of(hunt, root)
@@ -51,10 +52,12 @@ def surveyed(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Varian
 
 def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
     """Variants of the kernels that the fault can reach, each kernel in turn: first those that hold its line,
-    otherwise in an order of the site's own."""
+    otherwise in an order of the site's own. In emulation, the problems that reach it."""
+    name = Path(site.file).name
+    if variants and variants[0].kernel == "emulated":
+        return reaching(variants, name, site.line)
     chosen = list(variants)
     random.Random(zlib.crc32(str(site).encode())).shuffle(chosen)
-    name = Path(site.file).name
     queues = [sorted((v for v in chosen if v.kernel == kernel), key=lambda v: v.distance(name, site.line))
               for kernel in kernels_of(site, backend)]  # fmt: skip
     taken = [each for rank in zip_longest(*queues) for each in rank if each is not None]
@@ -78,7 +81,7 @@ def campaign(hunt: Hunt, count: int, jobs: int, seed: int, limit: float = 1e9, o
         root = snapshot(Path(name))
         places = [site for site in sites(hunt.backend, root, emulated=hunt.emulated) if only in str(site)]
         random.Random(seed).shuffle(places)
-        variants = [] if hunt.emulated else surveyed(hunt, root, jobs, store)
+        variants = surveyed(hunt, root, jobs, store)
         known = frozenset(code for variant in variants for code in variant.codes)
         print(f"{len(places)} places, {len(variants)} variants after {time.monotonic() - begin:.0f} s", flush=True)
 

@@ -20,13 +20,14 @@ from multigemm.testing.source_equivalents import excuse
 from multigemm.testing.source_hunt import Hunt, hunt_emulated, hunt_on_gpu
 from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, listening, spread, traits
 from multigemm.testing.source_sites import Site, plant
+from multigemm.testing.source_trace import offered, trace
 
 PATIENCE, STALL, SLOW = 100.0, 20.0, 40.0
 """Seconds without a word after which a mutant counts as hanging: while it compiles, and while a problem runs on a
 GPU, or in an emulator."""
 PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.choice", "multigemm.testing.corpus",
              "multigemm.testing.source_hunt", "multigemm.testing.source_live", "multigemm.testing.edges",
-             "multigemm.testing.kinds")  # fmt: skip
+             "multigemm.testing.kinds", "multigemm.testing.source_trace")  # fmt: skip
 LIBRARIES = {"triton": ("triton", "triton.language"), "cupy": ("cupy",), "numba": ("numba", "numba.cuda")}
 KINDS, POOL, WORK = 60, 300, 1 << 16
 
@@ -120,7 +121,7 @@ def _inside(hunt: Hunt, folder: str, variants: list[Variant], known: frozenset[s
     place = torch.device(hunt.device)
     try:
         found = (
-            hunt_emulated(hunt, place, pipe.send)
+            hunt_emulated(hunt, place, variants, pipe.send)
             if hunt.emulated
             else hunt_on_gpu(hunt, place, variants, known, pipe.send)
         )
@@ -146,7 +147,9 @@ def _ask(target: Any, *arguments: Any) -> Any:
 
 
 def variants_of(hunt: Hunt, root: Path) -> list[Variant]:
-    """A sample of what the backend's kernels are compiled for, spread over all traits."""
+    """A sample of what the backend's kernels are compiled for, spread over all traits; in emulation, problems."""
+    if hunt.emulated:
+        return offered(hunt.backend)
     return list(_ask(_offer, hunt, str(root / "backends")))
 
 
@@ -158,14 +161,14 @@ def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
 
     _take(hunt.backend, folder)
     subject, place = Subject(hunt.backend), torch.device(hunt.device)
-    offered: dict[str, list[Any]] = {}
+    found: dict[str, list[Any]] = {}
     for case in pool():
         spec = spec_of(case, place)
         for config in [] if subject.refusals(spec, place) else subject.shipped(spec, place):
             pair = (case.to_dict(), config.kernel, str(config))
-            offered.setdefault(config.kernel, []).append((traits(hunt.backend, case, spec, config), pair))
+            found.setdefault(config.kernel, []).append((traits(hunt.backend, case, spec, config), pair))
     count = PER_KERNEL.get(hunt.backend, OTHERS)
-    pipe.send([Variant(*pair) for pairs in offered.values() for pair in spread(pairs, count)])
+    pipe.send([Variant(*pair) for pairs in found.values() for pair in spread(pairs, count)])
 
 
 def pool() -> list[Any]:
@@ -187,7 +190,8 @@ def pool() -> list[Any]:
 
 
 def survey(hunt: Hunt, root: Path, variants: list[Variant]) -> list[Variant]:
-    """The variants with the lines and the digest of their machine code, from the unchanged sources."""
+    """The variants with the lines and the digest of their machine code, or the lines that they reach, from the
+    unchanged sources."""
     return list(_ask(_survey, hunt, str(root / "backends"), variants))
 
 
@@ -200,6 +204,9 @@ def _survey(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None
 
     _take(hunt.backend, folder)
     seen, place = [], torch.device(hunt.device)
+    if hunt.emulated:
+        pipe.send(trace(hunt.backend, variants, place))
+        return
     with listening(hunt.backend, lines=True) as heard:
         for variant in variants:
             heard.clear()

@@ -1,0 +1,168 @@
+"""Which problems reach a line of an emulated kernel: what a mutant there meets first.
+
+Emulated kernels run as Python, so a trace tells which lines a problem executes. A pool of problems is
+traced once over the unchanged sources: a few tiles of each kind, very many groups, stored failures. Most
+lines are reached by some of them only, and time is short.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from importlib import import_module
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+from multigemm.testing import corpus
+from multigemm.testing.case import Case
+from multigemm.testing.edges import at_edges, multitude
+from multigemm.testing.kinds import kinds
+from multigemm.testing.source_live import Variant
+from multigemm.testing.source_sites import ROOT
+from multigemm.testing.strategies import EMULATED, Limits, RandomChooser, random_case
+from multigemm.testing.subject import Subject
+
+KINDS = 60
+"""Kinds of problems in the pool."""
+SIDES = {"triton": 16, "numba": 8}
+"""Of the tiles that emulated kernels get."""
+SLOW = 12.0
+"""Seconds above which a problem is left to lines that no other one reaches."""
+MOST_LISTED = 2048
+"""As in the triton backend."""
+
+
+def limits() -> Limits:
+    return replace(EMULATED, work=1 << 13, groups=600)
+
+
+def small_tiles(config: Any) -> Any:
+    """The same config with the smallest tiles, so that small problems have several in each direction."""
+    names = {"block_m", "block_n", "block_k"} & {f.name for f in fields(config)} if is_dataclass(config) else set()
+    return replace(config, **{name: 32 if name == "block_k" else 16 for name in names}) if names else config
+
+
+def shared_tiles(config: Any) -> Any:
+    """Small tiles, each the work of several programs where a config knows that."""
+    small = small_tiles(config)
+    return replace(small, splits=4, programs=0) if hasattr(small, "splits") else small
+
+
+PLAIN, UNLISTED, SHARED = 0, 3, 4
+"""Positions of subjects: small tiles; without a list of tiles that the host makes; several programs for a tile."""
+
+
+def subjects_of(backend: str) -> list[Subject]:
+    """Small tiles, two configs as they are, and small tiles in ways that take very large problems elsewhere."""
+    usual = [Subject(backend, adapt=small_tiles), Subject(backend, 1), Subject(backend)]
+    return [*usual, Subject(backend, adapt=small_tiles), Subject(backend, adapt=shared_tiles)]
+
+
+def use(backend: str, chosen: int) -> None:
+    """Whether short lists are listed tile by tile, or left to the kernel as very long ones are."""
+    if backend == "triton":
+        listed = import_module("multigemm.backends.triton.pointer_tiles")
+        vars(listed)["MOST_LISTED"] = 0 if chosen == UNLISTED else MOST_LISTED
+
+
+def tile_of(backend: str) -> Any:
+    side = SIDES.get(backend, 16)
+    return SimpleNamespace(block_m=side, block_n=side, block_k=max(side, 32), stages=1)
+
+
+def stored_cases() -> list[Case]:
+    """Stored failures that an emulator gets through, in a fixed order."""
+    stored = ROOT / "tests" / "corpus"
+    cases = [entry.case for entry in corpus.entries(stored)] if stored.is_dir() else []
+    random.Random(1).shuffle(cases)
+    return [case for case in cases if case.work < 20_000 and sum(m * n > 0 for m, n, _ in case.sizes()) < 400]
+
+
+@cache
+def pool(backend: str) -> list[tuple[Case, int]]:
+    """The problems, each with the position of its subject."""
+    every, tile = kinds(limits(), KINDS), tile_of(backend)
+    edges = [at_edges(kind, tile, RandomChooser(i), limits()) for i, kind in enumerate(every)]
+    rows = next(kind for kind in every if kind.form == "jagged_m")
+    many = multitude(replace(rows, shared=True), RandomChooser(0), limits())  # one B, or they would not fit
+    found = [(case, PLAIN) for case in edges] + [(case, i % 3) for i, case in enumerate(stored_cases())]
+    if backend == "triton":
+        found += [(case, UNLISTED) for case in edges if case.form == "per_group"]
+        found += [(case, SHARED) for i, case in enumerate(edges) if i % 6 == 1 or case.deepest > 64]
+    return [*found, (many, PLAIN)]
+
+
+def offered(backend: str) -> list[Variant]:
+    """The pool, as it is to be traced."""
+    return [Variant(case.to_dict(), "emulated", str(chosen)) for case, chosen in pool(backend)]
+
+
+@contextmanager
+def traced(backend: str) -> Iterator[dict[str, set[int]]]:
+    """The lines of a backend's files that are executed meanwhile, in all threads that begin."""
+    found: dict[str, set[int]] = {}
+    mark = f"/backends/{backend}/"
+
+    def lines(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            found.setdefault(frame.f_code.co_filename.rsplit("/", 1)[-1], set()).add(frame.f_lineno)
+        return lines
+
+    def calls(frame: FrameType, event: str, argument: Any) -> Any:
+        return lines if mark in frame.f_code.co_filename else None
+
+    threading.settrace(calls)
+    sys.settrace(calls)
+    try:
+        yield found
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)
+
+
+def trace(backend: str, variants: list[Variant], place: Any) -> list[Variant]:
+    """The variants with the lines that one launch reaches and the seconds that it takes."""
+    from multigemm.staging import staged_spec
+    from multigemm.testing.oracles import bind
+    from multigemm.testing.world import Stand, World
+
+    seen, subjects = [], subjects_of(backend)
+    for variant in variants:
+        stand, subject = Stand.build(World.build(Case.from_dict(variant.case)), place), subjects[int(variant.config)]
+        if subject.refusals(staged_spec(stand.problem), place):
+            continue
+        use(backend, int(variant.config))
+        begin = time.monotonic()
+        with traced(backend) as lines:
+            bind(stand, subject)[0]()
+        reached = {name: sorted(found) for name, found in lines.items()}
+        seen.append(replace(variant, lines=reached, seconds=round(time.monotonic() - begin, 2)))
+    return seen
+
+
+def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
+    """Those that reach the line, the quick ones first; slow ones only where there is no other."""
+    found = sorted((v for v in variants if v.distance(file, line) == 0), key=lambda variant: variant.seconds)
+    return [variant for variant in found if variant.seconds < SLOW] or found
+
+
+def problem(backend: str, variants: list[Variant], number: int) -> tuple[Case, int]:
+    """The problem of a number and the position of its subject: those that reach the line first, then in turn one
+    like them with other sizes and a random one."""
+    if number < len(variants):
+        return Case.from_dict(variants[number].case), int(variants[number].config)
+    if not variants and number < len(pool(backend)):
+        return pool(backend)[number]
+    choose = RandomChooser(number)
+    if variants and number % 2:
+        kind = Case.from_dict(choose.choice(variants).case)
+        if kind.groups < limits().groups:
+            return at_edges(kind, tile_of(backend), choose, limits()), choose.choice((PLAIN, UNLISTED, SHARED))
+    case = random_case(number, limits())
+    return (at_edges(case, tile_of(backend), choose, limits()) if number % 3 == 0 else case), number % 3
