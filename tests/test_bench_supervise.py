@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from multigemm.bench import results
+from multigemm.bench import supervise as supervise_module
 from multigemm.bench.supervise import Marker, read, supervise
 
 CHILD = """
@@ -19,6 +20,8 @@ marker = pathlib.Path(sys.argv[sys.argv.index("--marker") + 1])
 log = marker.with_name("log")
 log.write_text(log.read_text() + " ".join(sys.argv[1:]) + "\\n" if log.exists() else " ".join(sys.argv[1:]) + "\\n")
 what = sys.argv[len(log.read_text().splitlines())] if "--resume" in sys.argv else sys.argv[1]
+if what == "slow":
+    time.sleep(1.2)
 marker.write_text('{"stage": "' + what + '"}')
 if what == "hang":
     time.sleep(60)
@@ -75,6 +78,13 @@ def test_a_child_with_news_may_take_long(tmp_path: Path) -> None:
     assert (code, blamed) == (0, [])
 
 
+def test_a_child_may_take_long_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(tmp_path, "slow")[:2] == (0, [])
+    (tmp_path / "log").unlink()
+    monkeypatch.setattr(supervise_module, "START_S", 0.3)
+    assert run(tmp_path, "slow", "fine", stall=0.3)[1] == ["None: no answer within 0.3 s"]
+
+
 def test_blame_can_end_it(tmp_path: Path) -> None:
     code, blamed, children = run(tmp_path, "crash", "fine", go_on=False)
     assert (code, len(blamed), len(children)) == (1, 1, 1)
@@ -114,7 +124,7 @@ def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Pat
     (site / "sleeper-1.dist-info" / "entry_points.txt").write_text("[multigemm.backends]\nsleeper = sleeper:BACKEND\n")
     root = Path(__file__).parents[1]
     environment = dict(os.environ) | {"PYTHONPATH": f"{site}{os.pathsep}{root}"}
-    words = ["bench", "--shape", "2,8,8,8", "--device", "cpu", "--isolate", "--stall", "12"]
+    words = ["bench", "--shape", "2,8,8,8", "--device", "cpu", "--isolate", "--stall", "5"]
     words += ["--backend", "sleeper,cpu", "--peers", "none", "--floor", "1,1"]
     done = subprocess.run(
         [sys.executable, "-m", "multigemm", *words, "--out", str(tmp_path / "out")],
@@ -123,6 +133,6 @@ def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     rows = {row.entry: row for row in results.read(tmp_path / "out" / "report.json").rows}
     assert rows["sleeper"].status == "failed"
-    assert rows["sleeper"].reason == "no answer within 12 s (preparing and checking)"
+    assert rows["sleeper"].reason == "no answer within 5 s (preparing and checking)"
     assert rows["cpu"].status == rows["dense"].status == "ok"
-    assert "going on in a fresh process after: no answer within 12 s" in done.stderr
+    assert "going on in a fresh process after: no answer within 5 s" in done.stderr

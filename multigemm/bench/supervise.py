@@ -28,6 +28,8 @@ RESTARTS = 40
 PROGRAM = (sys.executable, "-m", "multigemm")
 POLL_S = 0.2
 NEWS_S = 1.0
+START_S = 60.0
+"""What importing and finding the devices may take on a busy machine, before the first word."""
 
 
 class Marker:
@@ -133,10 +135,11 @@ def _run(command: list[str], marker: Path, stall_s: float) -> int | str:
                 stamp = 0
             if stamp != last:
                 last, heard = stamp, time.monotonic()
-            if time.monotonic() - heard > stall_s:
+            patience = stall_s if last else max(stall_s, START_S)
+            if time.monotonic() - heard > patience:
                 child.kill()
                 child.wait()
-                return f"no answer within {stall_s:g} s"
+                return f"no answer within {patience:g} s"
     except BaseException:
         child.kill()
         child.wait()
