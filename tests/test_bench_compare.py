@@ -53,6 +53,18 @@ def test_ten_per_cent_on_one_workload_is_found(seed: int) -> None:
     assert not [text for text in found if "qwen3_32k/zipf" not in text]
 
 
+def test_a_workload_whose_peers_jumped_is_not_judged() -> None:
+    old, new = made_up_report(1, **NOISE), made_up_report(2, **NOISE)
+    for entry in ("torch_grouped", "torch_loop", "dense"):
+        slow_down(new, 0.01, entry, "qwen3_32k/zipf")
+    found = compare(old, new)
+    assert found.regressions == []
+    assert [case for case in found.unjudged if "qwen3_32k/zipf" in case] == found.unjudged != []
+    assert "not judged" in found.text()
+    slow_down(new, 1.1)
+    assert compare(old, new).regressions
+
+
 def test_a_slower_machine_is_no_regression_of_ours_but_a_uniform_shift_is_told() -> None:
     old, new = made_up_report(1, **NOISE), made_up_report(2, **NOISE)
     for entry in ("cupy", "triton", "torch_grouped", "torch_loop", "dense"):

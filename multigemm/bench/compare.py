@@ -9,10 +9,11 @@ Three questions, from the most to the least certain:
 3. Everything: are all ceilings and peers slower by one and the same factor above 1.05?
 
 Every ratio is first divided by the drift of the same workload, which is the median ratio of the
-peers and ceilings that were timed interleaved with it: a machine that runs cooler or is shared moves
-them as well, and a change of our code does not. (Without three of them, the drift of the whole run;
-none if torch's version differs.) The ratio of a row is the smallest of its ratios at the median, the
-0.2 quantile and the best sample, because noise moves the upper quantiles and slower code moves all.
+peers and ceilings that were timed interleaved with it: a machine that runs cooler or is shared
+moves them as well, and a change of our code does not. (Without three of them, the drift of the
+whole run; none if torch's version differs. Where they moved by more than a factor of 2, nothing is
+judged.) The ratio of a row is the smallest of its ratios at the median, the 0.2 quantile and the
+best sample, because noise moves the upper quantiles and slower code moves all.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ROW_LIMIT = 1.05
 DRIFT_LIMIT = 1.05
 SLACK_US = 0.6
 UNSOUND = 0.25
+LOST = 2.0
 MIN_CONTROLS = 3
 
 
@@ -67,6 +69,7 @@ class Comparison:
     uniform: bool
     lost: list[str] = field(default_factory=list)
     only_old: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
 
     @property
     def regressions(self) -> list[str]:
@@ -98,6 +101,7 @@ class Comparison:
             if c.faster and c.kind == "backend"
         ]
         lines += [f"only in the old report: {text}" for text in self.only_old]
+        lines += [f"not judged, for its peers moved by more than {LOST:g} x: {case}" for case in self.unjudged]
         bad = self.regressions
         return "\n".join([*lines, *(f"REGRESSION {text}" for text in bad), f"{len(bad)} regressions"])
 
@@ -109,9 +113,11 @@ def compare(old: Report, new: Report) -> Comparison:
     both = [(before[key], after[key]) for key in before if key in after and before[key].us and after[key].us]
     drift = _drift(both, old, new)
     pairs = [(a, b, _ratio(a, b)) for a, b in both]
+    unjudged = [case for case in dict.fromkeys(a.case for a, _ in both) if drift.lost(case)]
+    judged = {a.case for a, _ in both} - set(unjudged)
     ours: dict[str, list[float]] = {}
     for a, _, ratio in pairs:
-        if a.kind == "backend":
+        if a.kind == "backend" and (a.case in judged or not judged):
             ours.setdefault(a.entry, []).append(ratio / drift.of(a.case))
     sigma = _scatter(ours)
     changes = [_change(a, b, ratio, drift.of(a.case), sigma, drift.discord(a.case)) for a, b, ratio in pairs]
@@ -124,7 +130,7 @@ def compare(old: Report, new: Report) -> Comparison:
         if b.kind == "backend" and not b.us and key in before and before[key].us
     ]
     gone = sorted({f"{entry} on {case}" for case, entry in before if (case, entry) not in after})
-    return Comparison(changes, entries, limits, drift.whole, drift.uniform, lost, gone)
+    return Comparison(changes, entries, limits, drift.whole, drift.uniform, lost, gone, unjudged)
 
 
 def _scatter(ours: dict[str, list[float]]) -> float:
@@ -174,6 +180,11 @@ class Drift:
         here = self.controls.get(case, ())
         return statistics.median(here) if len(here) >= MIN_CONTROLS else self.whole
 
+    def lost(self, case: str) -> bool:
+        """Whether the controls of a workload moved so far that nothing can be told there."""
+        here = self.controls.get(case, ())
+        return len(here) >= MIN_CONTROLS and not 1 / LOST < statistics.median(here) < LOST
+
     def discord(self, case: str) -> float:
         """What a row may be off without our doing: how far the controls of a workload disagree, and how far
         they moved where that is so far that the machine was plainly busy with something else."""
@@ -182,6 +193,8 @@ class Drift:
             return 0.0
         middle = statistics.median(here)
         moved = max(middle, 1 / middle) - 1
+        if self.lost(case):
+            return math.inf
         return statistics.median(abs(ratio - middle) for ratio in here) / middle + (moved if moved > UNSOUND else 0.0)
 
 
