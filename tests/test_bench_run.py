@@ -425,6 +425,15 @@ def test_resuming_the_report_of_another_commit_is_refused(tmp_path: Path, capsys
     assert "use another --out" in capsys.readouterr().err
 
 
+def test_a_resumed_run_may_bring_other_dtypes(tmp_path: Path) -> None:
+    words = ["bench", "--shape", "2,4,8,8", "--device", "cpu", "--budget-ms", "2", "--peers", "none", "--json-only"]
+    for dtype in ("fp32", "fp64"):
+        assert main([*words, "--dtype", dtype, "--resume", "--quiet", "--out", str(tmp_path)]) == 0
+    report = results.read(tmp_path)
+    assert [row.dtype for row in report.rows if row.entry == "cpu"] == ["fp32", "fp64"]
+    assert set(report.rates) == set(report.method["measured_rates"]) == {"fp32", "fp64"}
+
+
 def test_the_quick_timer_checks_times_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from multigemm.bench import quick
 

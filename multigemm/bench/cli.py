@@ -17,7 +17,7 @@ from multigemm import fleet as places
 from multigemm.bench import fleet, machine, markdown, page, plots, results, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
-from multigemm.bench.method import Options, new_report
+from multigemm.bench.method import Options, add_ceilings, new_report
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.progress import Progress
 from multigemm.bench.runner import DeviceLost, Runner
@@ -167,7 +167,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.commit:
         report.machine["commit"] = args.commit
     report.method["command"] = _repeatable()
-    _same_run(report, device, cases, args.commit)
+    _same_run(report, device, args.commit)
+    add_ceilings(report, device, {c.dtype for c in cases}, options)
     with Progress(len(cases), quiet=args.quiet) as progress:
         runner = Runner(entries, device, options, report, path, Marker(args.marker), progress.step)
         try:
@@ -221,17 +222,13 @@ def _supervised(args: argparse.Namespace) -> int:
     return supervise(["bench", *_own_words(), *named], args.out / ".doing.json", args.stall, blame, args.time_budget)
 
 
-def _same_run(report: results.Report, device: torch.device, cases: list[Workload], commit: str) -> None:
+def _same_run(report: results.Report, device: torch.device, commit: str) -> None:
     """Rows of another commit or machine must not end up in one file."""
     for name, now in (("commit", commit or machine.commit()), ("device", machine.device_name(device))):
         if report.machine[name] != now:
             raise InvalidSetting(
                 f"--resume: the report is of {name} {report.machine[name]}, this is {now}: use another --out"
             )
-    if lacking := {c.dtype for c in cases} - set(report.rates):
-        raise InvalidSetting(
-            f"--resume: the report has no ceilings for {', '.join(sorted(lacking))}: use another --out"
-        )
 
 
 def _entries(args: argparse.Namespace, device: torch.device) -> tuple[list[Entry], dict[str, str]]:

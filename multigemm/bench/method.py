@@ -34,9 +34,6 @@ class Options:
 
 def new_report(device: torch.device, dtypes: Iterable[str], options: Options, absent: dict[str, str]) -> Report:
     """An empty report with the machine, the method and the measured ceilings."""
-    names = set(dtypes)
-    measured = {} if options.rates and device.type == "cpu" else measured_rates(device, names)
-    rates = options.rates or measured
     method = {
         "style": options.style,
         "reps": options.reps,
@@ -44,11 +41,21 @@ def new_report(device: torch.device, dtypes: Iterable[str], options: Options, ab
         "modes": list(options.modes),
         "flush": "256 MB written before each call" if device.type == "cuda" else "none (CPU)",
         "rates": "given" if options.rates else "measured in this run",
-        "measured_rates": _as_numbers(measured),
+        "measured_rates": {},
         "overhead_us": {name: round(us, 3) for name, us in overhead(device).items()},
     }
-    used = _as_numbers({name: rates[name] for name in names})
-    return Report(machine.describe(device), method, used, absent=absent)
+    report = Report(machine.describe(device), method, {}, absent=absent)
+    add_ceilings(report, device, set(dtypes), options)
+    return report
+
+
+def add_ceilings(report: Report, device: torch.device, dtypes: set[str], options: Options) -> None:
+    """Measures the ceilings of dtypes that the report has none for yet."""
+    lacking = dtypes - set(report.rates)
+    measured = {} if not lacking or (options.rates and device.type == "cpu") else measured_rates(device, lacking)
+    report.method["measured_rates"] = report.method.get("measured_rates", {}) | _as_numbers(measured)
+    rates = options.rates or measured
+    report.rates |= _as_numbers({name: rates[name] for name in sorted(lacking)})
 
 
 def _as_numbers(rates: dict[str, Rates]) -> dict[str, dict[str, float]]:
