@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from multigemm.testing import control, sanitize
+from multigemm.testing.case import Case
 
 TOOL = """#!{python}
 import sys
@@ -50,6 +51,20 @@ def test_other_backends_and_tools_leave_nothing_out(checked: Any) -> None:
     calls = checked(True, "--backend", "cupy") + checked(True, "--backend", "triton", "--tools", "memcheck,initcheck")
     assert len(calls) == 6 and not any("exclude" in call or "control" in call for call in calls)
     assert [("--num-cuda-barriers 64" in call) for call in calls] == [False, True, False, True, False, False]
+
+
+def test_one_command_examines_every_backend(checked: Any, capsys: Any) -> None:
+    calls = checked(False, "--jobs", "3")
+    assert {(name, tool) for name in sanitize.BACKENDS for tool in sanitize.TOOLS} == {
+        (call.split("--inside ")[1].split()[0], call.split()[1]) for call in calls if "--inside" in call
+    }
+    assert "16 of 16 runs are clean" in capsys.readouterr().out
+
+
+def test_each_config_comes_before_any_comes_twice() -> None:
+    case = Case(m=1, n=1, k=1)
+    pairs: list[tuple[Case, list[Any]]] = [(case, [config]) for config in "aabcab"]
+    assert "".join(wanted[0] for _, wanted in sanitize.various(pairs)) == "abcaab"
 
 
 def test_the_control_kernel_compiles() -> None:

@@ -68,12 +68,12 @@ def subject_of(options: Options, name: str, config: int) -> Subject:
 def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, tally: Tally) -> None:
     """The oracles that cost more than a run: one group of them for each number."""
     device, world = stand.device, stand.world
-    choice = number % 7
     steps: dict[str, Any] = {
         "relations": lambda: relations.relate(stand, subject, outcome, number),
         "changed sizes": lambda: concurrency.changed_sizes(stand, subject, outcome, number, captured=False),
         "lying sizes": lambda: concurrency.lies(stand, subject, outcome, number),
         "edge of memory": lambda: on_a_cliff(stand, subject, outcome, number),
+        "other contents": lambda: concurrency.other_contents(stand, subject, outcome),
     }
     if device.type == "cuda":
         steps["graph"] = lambda: concurrency.graph(stand, subject, outcome)
@@ -84,8 +84,8 @@ def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, t
     if number % 48 == 5 and not subject.backend.availability().emulated:  # emulators serve one thread
         steps = {"threads": lambda: concurrency.threads(world, subject, outcome, device)}
     names = list(steps)
-    name = names[choice % len(names)]
-    if name == "relations" and device.type == "cuda" and number // 7 % 6:
+    name = names[number % len(names)]
+    if name == "relations" and device.type == "cuda" and number // len(names) % 6:
         name = "lying sizes"  # relations are problems of other kinds: each may have to be compiled
     try:
         if steps[name]() is not False:
@@ -235,7 +235,7 @@ class Worker:
         if (
             not lost
             and self.shrunk < 8
-            and not found.oracle.startswith(("relation", "graph", "threads", "side", "changed"))
+            and not found.oracle.startswith(("relation", "graph", "threads", "side", "changed", "launch after"))
         ):
             self.shrunk += 1
             small = shrink(case, lambda c: self.fails(c, name, config), self.options.shrink_seconds)

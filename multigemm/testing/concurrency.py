@@ -111,6 +111,21 @@ def graph(stand: Stand, subject: Subject, outcome: Outcome) -> None:
         _compare(stand, fetch(stand), "graph replay", outcome)
 
 
+def other_contents(stand: Stand, subject: Subject, outcome: Outcome) -> None:
+    """A bound launch leaves nothing behind for its next one: between two that agree, one met other contents."""
+    launch, _ = bind(stand, subject)
+    index = stand.world.place.index
+    stand.inputs.fill_(0x7F)
+    if index is not None:
+        index.view(stand.inputs).copy_(index.view(stand.pristine))
+    stand.prefill(0)
+    launch()
+    stand.inputs.copy_(stand.pristine)
+    stand.prefill(1)
+    launch()
+    _compare(stand, fetch(stand), "launch after one on other contents", outcome)
+
+
 def lie(stand: Stand, seed: int) -> torch.Tensor:
     """Contents for the device's sizes that run backwards, below zero and past the end."""
     case, index = stand.world.case, stand.world.place.index

@@ -164,10 +164,11 @@ def test_ways_to_say_sizes(index: str, kind: str, where: str, subject: Subject, 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_sizes_that_change_in_place(form: Form, subject: Subject, device: torch.device) -> None:
+def test_sizes_and_contents_that_change_in_place(form: Form, subject: Subject, device: torch.device) -> None:
     stand, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
     for seed in range(3):
         concurrency.changed_sizes(stand, subject, outcome, seed, captured=False)
+    concurrency.other_contents(stand, subject, outcome)
     assert not outcome.findings, "\n".join(map(str, outcome.findings))
 
 

@@ -204,6 +204,7 @@ def examine_stand(stand: Stand, subject: Subject, *, deep: bool, seed: int = 0) 
     if outcome.findings or not outcome.ran or not deep:
         return outcome
     steps: list[Callable[[], object]] = [
+        lambda: concurrency.other_contents(stand, subject, outcome),
         lambda: relations.relate(stand, subject, outcome, seed),
         lambda: concurrency.changed_sizes(stand, subject, outcome, seed, captured=False),
         lambda: concurrency.lies(stand, subject, outcome, seed),

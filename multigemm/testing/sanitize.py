@@ -1,6 +1,6 @@
-"""compute-sanitizer over chosen problems, one command for each backend:
+"""compute-sanitizer over chosen problems, one command for all backends and tools:
 
-    python -m multigemm.testing.sanitize --backend cupy
+    python -m multigemm.testing.sanitize --jobs 4
     python -m multigemm.testing.sanitize --backend triton --tools memcheck,racecheck --problems 8
 
 Value oracles cannot see a read outside an allocation whose result is thrown away, nor a race that
@@ -18,8 +18,13 @@ import shutil
 import subprocess
 import sys
 import time
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any, TypeVar
 
+from multigemm.testing.case import Case
+
+BACKENDS = ("cublas", "triton", "cupy", "numba")
 LIBRARIES = ("cublas",)
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BARRIERS = ("--num-cuda-barriers", "64")
@@ -43,11 +48,11 @@ def command(tool: str, inner: list[str], exclude: str = "") -> list[str]:
     return ["compute-sanitizer", "--tool", tool, *given, sys.executable, "-W", "ignore", "-m", *inner]
 
 
-def problems_of(tool: str, args: argparse.Namespace) -> list[str]:
+def problems_of(backend: str, tool: str, args: argparse.Namespace) -> list[str]:
     """This module, as it runs the problems."""
-    inner = ["multigemm.testing.sanitize", "--inside", args.backend, "--problems", str(args.problems)]
+    inner = ["multigemm.testing.sanitize", "--inside", backend, "--problems", str(args.problems)]
     inner += ["--kinds", str(args.kinds), "--work", str(args.work)]
-    return inner + (["--fill"] if tool == "initcheck" and args.backend in LIBRARIES else [])
+    return inner + (["--fill"] if tool == "initcheck" and backend in LIBRARIES else [])
 
 
 def spread(items: list[T], count: int) -> list[T]:
@@ -56,11 +61,21 @@ def spread(items: list[T], count: int) -> list[T]:
     return [items[i * step % count] for i in range(count)]
 
 
+def various(pairs: list[tuple[Case, list[Any]]]) -> list[tuple[Case, list[Any]]]:
+    """The same pairs, first one for each config."""
+    seen: set[Any] = set()
+    again = []
+    for pair in pairs:
+        again.append(pair[1][0] in seen)
+        seen.add(pair[1][0])
+    return [pair for _, pair in sorted(zip(again, pairs, strict=True), key=lambda entry: entry[0])]
+
+
 def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> int:
     """Runs the problems; the values are judged as well."""
     import torch
 
-    from multigemm.testing.choice import assigned
+    from multigemm.testing.choice import assigned, compile_singly
     from multigemm.testing.kinds import kinds as kinds_of
     from multigemm.testing.oracles import check
     from multigemm.testing.strategies import Limits
@@ -68,12 +83,13 @@ def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> in
     from multigemm.testing.world import Stand, World
 
     torch.set_num_threads(1)
+    compile_singly()
     if fill:  # torch fills what `empty` returns in its deterministic mode
         torch.use_deterministic_algorithms(True, warn_only=True)
     device, bad, ran, configs = torch.device("cuda"), 0, 0, set()
     every = kinds_of(Limits(work=work), kinds)
     chosen = list(zip(every, assigned(every, Subject(backend), device, TURNS), strict=True))
-    for case, wanted in [pair for pair in spread(chosen, kinds) if pair[1]][:problems]:
+    for case, wanted in various([pair for pair in spread(chosen, kinds) if pair[1]])[:problems]:
         subject = Subject(backend)
         subject.pin(wanted[0])
         outcome = check(Stand.build(World.build(case), device), subject)
@@ -103,20 +119,33 @@ def run(words: list[str], seconds: float) -> tuple[str, str]:
     return state, (done.stdout + done.stderr)[-2500:]
 
 
-def left_out(backend: str, tool: str, seconds: float) -> str:
-    """The kernel that this tool cannot judge, if there is one and the control kernel shows it; says so."""
+def left_out(backend: str, tool: str, seconds: float) -> tuple[str, str]:
+    """The kernel that this tool cannot judge, if there is one and the control kernel shows it, and words for it."""
     kernel = ORDERED_BY_ONE.get((backend, tool), "")
     if not kernel:
-        return ""
+        return "", ""
     state, _ = run(command(tool, ["multigemm.testing.control"]), seconds)
-    print(f"{backend}: {tool} of the control kernel, whose order is certain: {state}", flush=True)
-    return kernel if state == "FINDINGS" else ""
+    said = f"{backend}: {tool} of the control kernel, whose order is certain: {state}\n"
+    return (kernel if state == "FINDINGS" else ""), said
+
+
+def examine(backend: str, tool: str, args: argparse.Namespace) -> bool:
+    """Runs one tool over one backend's problems; whether it is content, and prints what it says."""
+    kernel, said = left_out(backend, tool, args.seconds)
+    exclude = args.exclude or kernel
+    begin = time.monotonic()
+    state, text = run(command(tool, problems_of(backend, tool, args), exclude), args.seconds)
+    rest = f" without {exclude}" if exclude else ""
+    lines = [line for line in text.splitlines() if "========= ERROR SUMMARY" in line or "problems ran" in line]
+    shown = "\n".join(lines[-2:] if state == "clean" else text.splitlines()[-25:])
+    print(f"{said}{backend}: {tool}{rest}: {state} ({time.monotonic() - begin:.0f} s)\n{shown}", flush=True)
+    return state == "clean"
 
 
 def main(arguments: list[str]) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description="compute-sanitizer over chosen problems of one backend")
-    parser.add_argument("--backend", default="")
+    parser = argparse.ArgumentParser(description="compute-sanitizer over chosen problems of each backend")
+    parser.add_argument("--backend", default=",".join(BACKENDS), help="names, separated by commas")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     parser.add_argument("--exclude", default="", help="leave out kernels whose name contains this")
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
@@ -125,23 +154,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--kinds", type=int, default=40)
     parser.add_argument("--work", type=int, default=65536)
     parser.add_argument("--seconds", type=float, default=900.0, help="limit for each tool")
+    parser.add_argument("--jobs", type=int, default=1, help="so many tools side by side")
     args = parser.parse_args(arguments)
     if args.inside:
         return inside(args.inside, args.problems, args.kinds, args.work, args.fill)
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    bad = 0
-    for tool in args.tools.split(","):
-        exclude = args.exclude or left_out(args.backend, tool, args.seconds)
-        begin = time.monotonic()
-        state, text = run(command(tool, problems_of(tool, args), exclude), args.seconds)
-        rest = f" without {exclude}" if exclude else ""
-        print(f"{args.backend}: {tool}{rest}: {state} ({time.monotonic() - begin:.0f} s)", flush=True)
-        lines = [line for line in text.splitlines() if "========= ERROR SUMMARY" in line or "problems ran" in line]
-        print("\n".join(lines[-2:] if state == "clean" else text.splitlines()[-25:]), flush=True)
-        bad += state != "clean"
-    return 1 if bad else 0
+    pairs = list(product(args.backend.split(","), args.tools.split(",")))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        content = list(pool.map(lambda pair: examine(pair[0], pair[1], args), pairs))
+    print(f"{sum(content)} of {len(pairs)} runs are clean")
+    return 0 if all(content) else 1
 
 
 if __name__ == "__main__":

@@ -161,13 +161,14 @@ class _Run:
         return len(stands), None
 
     def look_deeper(self, stand: Any, outcome: Any, number: int) -> None:
-        """The edge of memory for one problem in three, sizes that change and lie for one in eight."""
+        """The edge of memory for one problem in three, contents that change and sizes that lie for one in eight."""
         from multigemm.testing import concurrency
         from multigemm.testing.cliff import on_a_cliff
 
         seen = (stand, self.subject, outcome, number)
         if number % 8 == 2:
-            also(outcome, partial(concurrency.changed_sizes, *seen, captured=False), partial(concurrency.lies, *seen))
+            changed = partial(concurrency.changed_sizes, *seen, captured=False)
+            also(outcome, partial(concurrency.other_contents, *seen[:3]), changed, partial(concurrency.lies, *seen))
         elif number % 3 == 0:
             also(outcome, partial(on_a_cliff, *seen))
 

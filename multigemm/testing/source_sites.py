@@ -19,7 +19,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "triton": {
         "kernels.py": ("pointer",), "schedule_device.py": ("pointer", "hopper"), "epilogue.py": ("pointer", "hopper"),
         "hopper.py": ("hopper",), "hopper_load.py": ("hopper",), "hopper_store.py": ("hopper",),
-        "hopper_tiles.py": ("hopper",), "packing.py": ("hopper",),
+        "hopper_tiles.py": ("hopper",), "hopper_carry.py": ("hopper",), "packing.py": ("hopper",),
     },
     "cupy": {},
     "numba": {
