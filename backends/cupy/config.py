@@ -24,9 +24,9 @@ class Config:
 
     `portable` takes any problem, in tiles of `tile` squared, with `blocks_per_sm` resident blocks. `hopper`
     cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple of
-    `step`; `stages` blocks of 64 k are in flight; `cluster` thread blocks share their rows; `pingpong`:
-    the two warpgroups of a block work on a tile each, not together on one, so that one stores while the
-    other multiplies. `packed` copies the operands that TMA cannot read and then runs `hopper` on the
+    `step`; `stages` blocks of 64 k are in flight, or more of lower pieces; `cluster` thread blocks share their
+    rows; `pingpong`: the two warpgroups of a block work on a tile each, not together on one, so that one stores
+    while the other multiplies. `packed` copies the operands that TMA cannot read and then runs `hopper` on the
     copies. `direct` copies the rows at most and shifts the weights into place itself. `small` gives each
     tile of `tile` squared a thread block of its own.
     `wave` gives a thread block to each tile of a list or batch, laid out by the host.
@@ -82,6 +82,8 @@ WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the portable kernel."""
 FEW_ROWS = 512
 """Rows per group up to which weights are shifted as they are read; more rows repay a copy of the weights."""
+MANY_ROWS = 448
+"""Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
 
 
 def is_swapped(spec: ProblemSpec) -> bool:
@@ -247,7 +249,7 @@ def _hopper_order(spec: ProblemSpec) -> list[Config]:
     if rows <= 64:
         return [MIDDLE, WIDE, NARROW]
     turns = [TURNS] if is_plain(spec) and spec.groups <= TURNS_GROUPS else []
-    large = rows > FEW_ROWS or spec.form == "jagged_k"
+    large = rows > MANY_ROWS or spec.form == "jagged_k"
     return [*turns, WIDE, ALONE, MIDDLE, NARROW] if large else [WIDE, *turns, ALONE, MIDDLE, NARROW]
 
 

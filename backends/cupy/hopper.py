@@ -57,6 +57,7 @@ def source(spec: ProblemSpec, config: Config) -> Source:
             ("RAGGED_K", int(spec.form == "jagged_k")), ("LISTED", int(spec.form == "per_group")),
             ("PLAIN", int(plain)), ("ROWS", config.rows), ("STAGES", config.stages),
             ("CLUSTER", config.cluster), ("STEP", config.step), ("PINGPONG", int(config.pingpong)),
+            ("SHARED", config.shared_bytes(plain)),
         ),
     )  # fmt: skip
 

@@ -12,15 +12,15 @@ __device__ __forceinline__ void wait_for_other(int half) { asm volatile("bar.syn
 // All k-blocks of a tile: four products of k = 16 per block, one block in flight while the next is awaited. A warpgroup
 // multiplies 64 columns of a tile, or both halves of it (the second accumulates in the upper half of `d`).
 template <int N>
-__device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int blocks, int half, float (&d)[ACCUMULATORS], bool first) {
+__device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int blocks, u32 bytes, int half, float (&d)[ACCUMULATORS], bool first) {
     constexpr u32 W_STEP = W_K ? 32 : 2048, X_STEP = X_K ? 32 : 2048;     // bytes from one k = 16 to the next
     const int lane = threadIdx.x & 31;
     int last = -1;
     if (!PINGPONG && first && half == 1) wait_for_other(half);
 #pragma unroll 1
     for (int kb = 0; kb < blocks; ++kb) {
-        barrier_wait(shared_address(&s.full[ring.index]), ring.parity);
-        const u32 stage = stages + ring.index * STAGE_BYTES;
+        barrier_wait(shared_address(&s.full[ring.place]), ring.parity);
+        const u32 stage = stages + ring.at;
         const u64 w = smem_descriptor(stage + (PINGPONG ? 0 : half * BLOCK), BLOCK, 1024);
         const u64 x = smem_descriptor(stage + W_BYTES, BLOCK, 1024);
         wgmma_fence();
@@ -34,8 +34,8 @@ __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int 
         wgmma_wait<1>();
         if (!PINGPONG && first && half == 0 && kb == min(1, blocks - 1)) let_other(half);
         if (last >= 0 && lane < CLUSTER) barrier_arrive(shared_address(&s.empty[last]), lane);
-        last = ring.index;
-        ring.next();
+        last = ring.place;
+        ring.next(bytes);
     }
     wgmma_wait<0>();
     if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[last]), lane);
@@ -49,8 +49,11 @@ __device__ __forceinline__ void consume(const Problem& p, const Launch& l, Share
         const Tile t = take_tile(s, number, (threadIdx.x & 127) == 0);
         if (t.n == STOP) break;
         const int blocks = t.n > 0 ? k_blocks(t) : 0;
+        const u32 bytes = stage_bytes(t);
+        if (blocks > 0) ring.fit(bytes);
         if (PINGPONG && (number & 1) != half) {
-            ring.skip(blocks);
+#pragma unroll 1
+            for (int kb = 0; kb < blocks; ++kb) ring.next(bytes);
             continue;
         }
         if (PINGPONG && number > 0) wait_for_other(half);
@@ -60,7 +63,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Launch& l, Share
         for (int i = 0; i < ACCUMULATORS; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
         if (blocks > 0) {
             switch ((t.n + STEP - 1) / STEP) {
-#define CASE(n) case n / STEP: if constexpr (n <= ROWS) multiply<n>(s, stages, ring, blocks, half, d, first); break;
+#define CASE(n) case n / STEP: if constexpr (n <= ROWS) multiply<n>(s, stages, ring, blocks, bytes, half, d, first); break;
                 CASES
 #undef CASE
             }

@@ -5,7 +5,7 @@
 // are; the consumers shift them on their way into registers, from where wgmma takes its first operand. So weights
 // are read once, where copying them first would read, write and read them again.
 //
-// Compile-time choices as in hopper.cu, with RAGGED_K and TALL 0 and STEP 32.
+// Compile-time choices as in hopper.cu, with RAGGED_K and PINGPONG 0 and STEP 32.
 #include "consume.cuh"
 #include "fragments.cuh"
 

@@ -6,9 +6,11 @@
 //
 // Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction of the row side, of the weight
 // side), RAGGED_K (the jagged extent is k), LISTED (a tensor map per group), PLAIN (the result is
-// alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), PINGPONG.
+// alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), PINGPONG, SHARED.
 #include "consume.cuh"
 #include "load.cuh"
+
+static_assert(SHARED_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
 
 // One thread of the cluster's first block takes tiles from the counter and announces them: apart from those who load,
 // because the counter's answer and the search for the group take as long as several blocks of k.
@@ -46,13 +48,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, const __grid_constant__ Maps maps) {
     extern __shared__ char raw[];
     const u32 stages = (shared_address(raw) + 1023) & ~1023u;
-    const u32 staging = stages + STAGES * STAGE_BYTES;
+    const u32 staging = stages + RING_BYTES;
     Shared& s = *(Shared*)(raw + (staging - shared_address(raw)) + CONSUMERS * STAGING_BYTES);
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int warp = threadIdx.x >> 5, warpgroup = warp >> 2;
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
+        for (int i = 0; i < PLACES; ++i) {
             barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows
             barrier_init(shared_address(&s.empty[i]), CLUSTER * (PINGPONG ? 1 : CONSUMERS) * 4);   // one arrival per warp that reads it
         }

@@ -12,24 +12,46 @@ __device__ __forceinline__ Tile take_tile_together(Shared& s, int number) {
     return t;
 }
 
+// What a loading warp knows of the ring's room. It waits for the stages in their order, and for no more of them than the
+// next one needs: those that begin a ring's length or more before its end. Distances count as if the ring were endless.
+struct Room {
+    u32 begin = 0, at = 0;      // the last stage's begin, in the endless ring and in the true one
+    u32 oldest = 0, parity = 0; // begin of the oldest stage that may still be full; its barriers
+    int place = 0;
+
+    __device__ __forceinline__ void take(Shared& s, u32* begins, const Ring& ring, u32 bytes) {
+        begin += ring.at >= at ? ring.at - at : ring.at + RING_BYTES - at;
+        at = ring.at;
+        begins[ring.place] = begin;
+        while (int(begin + bytes - RING_BYTES - oldest) > 0) {
+            barrier_wait(shared_address(&s.empty[place]), parity);
+            if (++place == PLACES) place = 0, parity ^= 1;
+            oldest = begins[place];
+        }
+    }
+};
+
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
 __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
     constexpr int AHEAD = 8, BOXES = COLUMNS / 64;          // blocks of k before the end; boxes of 64 columns
     const bool one_for_all = p.table || (l.swapped ? p.a.group : p.b.group) == 0;
     Ring ring;
+    Room room;
 #pragma unroll 1
     for (int number = 0;; ++number) {
         const Tile t = take_tile_together(s, number);
         if (t.n == STOP) break;
+        const u32 bytes = stage_bytes(t);
         const int blocks = t.n > 0 ? k_blocks(t) : 0, col = int(first_column(t, rank, 0)), group = one_for_all ? 0 : t.group;
         const TensorMap* const w = LISTED ? l.listed + 2 * t.group : &maps.w;
         if (LISTED && blocks > 0) refresh_map(w);
         int k = RAGGED_K ? int(FAR) - t.k_len : 0, ask_at = rank == 0 ? max(blocks - AHEAD, 0) : -1;
         if (rank == 0 && blocks == 0 && elected()) barrier_arrive_here(shared_address(&s.ask));
+        if (blocks > 0) ring.fit(bytes);
 #pragma unroll 1
-        for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next()) {
-            const u32 full = shared_address(&s.full[ring.index]), to = stages + ring.index * STAGE_BYTES;
-            barrier_wait(shared_address(&s.empty[ring.index]), ring.parity ^ 1);
+        for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next(bytes)) {
+            const u32 full = shared_address(&s.full[ring.place]), to = stages + ring.at;
+            room.take(s, s.begins[0], ring, bytes);
             if (elected()) {
                 barrier_expect(full, W_BYTES);
 #pragma unroll
@@ -50,6 +72,7 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
     const bool one_for_all = p.table || p.jagged == JAG_M || p.jagged == JAG_N || (l.swapped ? p.b.group : p.a.group) == 0;
     const u64 hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
     Ring ring;
+    Room room;
     const auto load = [&](u32 to, const TensorMap* map, u32 full, int x, int y, int z, int w) {
         if (RAGGED_K && CLUSTER > 1) multicast_box(to, map, full, ALL, x, y, z, w, hint);
         else if (RAGGED_K) load_box(to, map, full, x, y, z, w, hint);
@@ -69,15 +92,16 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
         const TensorMap* const map = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[X_K ? max(upper, 8) / 8 - 1 : 0];
         const TensorMap* const second = CLUSTER == 1 && !LISTED ? &maps.x[max(lower, 8) / 8 - 1] : map;
         const int boxes = (t.n + 63) / 64;
-        const u32 bytes = !X_K ? boxes * BLOCK : (LISTED ? part * CLUSTER : t.n) * BK * 2;
+        const u32 bytes = stage_bytes(t), coming = !X_K ? boxes * BLOCK : (LISTED ? part * CLUSTER : t.n) * BK * 2;
         if (LISTED && blocks > 0) refresh_map(map);
+        if (blocks > 0) ring.fit(bytes);
         int k = RAGGED_K ? int(FAR) - t.k_len : 0;
 #pragma unroll 1
-        for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next()) {
-            const u32 full = shared_address(&s.full[ring.index]), to = rows + ring.index * STAGE_BYTES;
-            barrier_wait(shared_address(&s.empty[ring.index]), ring.parity ^ 1);
+        for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next(bytes)) {
+            const u32 full = shared_address(&s.full[ring.place]), to = rows + ring.at;
+            room.take(s, s.begins[1], ring, bytes);
             if (elected()) {
-                barrier_expect(full, bytes);
+                barrier_expect(full, coming);
                 if (X_K) {
                     if (upper > 0) load(to + first * BK * 2, map, full, k, t.x_row + first, group, 0);
                     if (CLUSTER == 1 && !LISTED && lower > 0) load(to + 128 * BK * 2, second, full, k, t.x_row + 128, group, 0);

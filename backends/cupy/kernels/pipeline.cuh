@@ -8,6 +8,9 @@ constexpr int BK = 64, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
 constexpr int W_BYTES = COLUMNS * BK * 2, X_BYTES = ROWS * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int BLOCK = 64 * BK * 2;                     // 64 x 64 elements, one box of an operand with contiguous mn
 constexpr int SLOTS = 4;                               // tiles announced ahead
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int LONG_K = 5120;                           // see stage_bytes
+constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * BK * 2) + 1;   // stages at most, each with its two barriers
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
 constexpr int STAGING_BYTES = PLAIN ? 64 * 128 : 9216; // per consumer warpgroup
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see tensor_maps.py
@@ -21,24 +24,36 @@ struct Launch {
 };
 
 struct Shared {
-    u64 full[STAGES], empty[STAGES], tile_full[SLOTS], tile_empty[SLOTS];
+    u64 full[PLACES], empty[PLACES], tile_full[SLOTS], tile_empty[SLOTS];
     u64 ask;                    // the next tile is wanted (hopper.cu)
+    u32 begins[2][PLACES];      // where each stage in flight begins (load.cuh), for each of the two warps that load
     alignas(16) Tile tiles[SLOTS];
     Schedule schedule;
 };
 // Stages (1024-byte aligned), staging of results, and the struct above.
-constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + CONSUMERS * STAGING_BYTES + (int)sizeof(Shared) + 1024;
+constexpr int SHARED_BYTES = RING_BYTES + CONSUMERS * STAGING_BYTES + (int)sizeof(Shared) + 1024;
 static_assert(SHARED_BYTES <= 232448, "more shared memory than a thread block may have");
 
-struct Ring {                   // position in the ring of stages: index and parity
-    int index = 0;
+// Bytes of a tile's stages. A lower tile's are smaller, so more of them are in flight: what a stage holds is multiplied
+// sooner, but the memory answers just as late. Not so where the memory bounds most tiles (low pieces, a long k): there
+// more would only queue, and hold up the tiles that wait for little.
+__device__ __forceinline__ u32 stage_bytes(const Tile& t) {
+    if (ROWS <= 128 || t.k_len > LONG_K) return STAGE_BYTES;
+    const int rows = LISTED ? max(t.n, t.extra * CLUSTER) : t.n;
+    return W_BYTES + (X_K ? (rows + STEP - 1) / STEP * STEP : (rows + 63) & ~63) * BK * 2;
+}
+
+// A position in the ring, which every role walks through alike: stages follow each other, and one that would reach past
+// the end begins at the start.
+struct Ring {
+    u32 at = 0;                 // where the stage lies
+    int place = 0;              // which barriers are its own, and their parity
     u32 parity = 0;
-    __device__ __forceinline__ void next() {
-        if (++index == STAGES) index = 0, parity ^= 1;
-    }
-    __device__ __forceinline__ void skip(int blocks) {
-        const int sum = index + blocks;
-        index = sum % STAGES, parity ^= sum / STAGES & 1;
+    __device__ __forceinline__ void fit(u32 bytes) { if (at + bytes > RING_BYTES) at = 0; }
+    __device__ __forceinline__ void next(u32 bytes) {
+        at += bytes;
+        fit(bytes);
+        if (++place == PLACES) place = 0, parity ^= 1;
     }
 };
 
