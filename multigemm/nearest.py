@@ -96,13 +96,17 @@ MARKS = np.array([OTHER_FORM, OTHER_SIZES, OTHER_HALF, OTHER_SHARING, *(OTHER_OR
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A class that was measured, or is asked about: microseconds and config by backend, and how large it really was."""
+    """A class that was measured, or is asked about: microseconds and config by backend, and how large it really was.
+
+    `device` is where it was measured; that is only told, for it changes the offset and hardly the rest.
+    """
 
     key: str
     us: Mapping[str, float] = field(default_factory=dict)
     ran: Mapping[str, str] = field(default_factory=dict)
     groups: int = 0
     flops: float = 0.0
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +183,8 @@ def estimates(want: Sample, known: Sequence[Sample]) -> list[Estimate]:
     space = Space([*(s for s, _ in placed), want], [*(p for _, p in placed), here])
     far = space.distances([len(placed)], range(len(placed)))[0]
     near = np.argsort(far, kind="stable")[:NEAREST]
-    source = f"from {len(near)} measured classes, the nearest {placed[near[0]][0].key}"
+    first = placed[near[0]][0]
+    source = f"from {len(near)} measured classes, the nearest {first.key}{first.device and f' on {first.device}'}"
     levels = _kriging(space, [*near, len(placed)])
     best = min(levels.values())
     return [Estimate(name, math.exp(level - best), source) for name, level in levels.items()]

@@ -68,6 +68,12 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+@lru_cache(maxsize=16)
+def capability(device: torch.device) -> str:
+    """The generation of a GPU, as in "9.0"; GPUs of one generation run the same kernels."""
+    return ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else ""
+
+
 def _operand_key(x: OperandSpec) -> str:
     short = str(x.dtype).removeprefix("torch.")
     return f"{short}/{x.order}{'' if x.align >= 16 else x.align}{'/shared' if x.shared else ''}"
@@ -107,10 +113,14 @@ class TuningTable:
 
     def __init__(self, cache: DiskCache | None = None) -> None:
         self._cache = cache or DiskCache("tuning")
-        self._shipped = {self._place(m): m for m in _shipped()}
+        tables = list(_tables())
+        every = [m for name, raw in tables for entry in raw["entries"] for m in unfold(entry, f"shipped {name}")]
+        self._shipped = {self._place(m): m for m in every}
+        origins = [raw["origin"] for _, raw in tables]
+        self._generations = {o["device"]: o["capability"] for o in origins if o.get("capability")}
         self._own: dict[str, Measured | None] = {}
         self._complete = False
-        self._samples: dict[tuple[str, tuple[str, ...], int], list[Sample]] = {}
+        self._samples: dict[tuple[str, str, tuple[str, ...], int], list[Sample]] = {}
         _change()
 
     @staticmethod
@@ -152,26 +162,32 @@ class TuningTable:
         self, spec: ProblemSpec, device: torch.device, equal: bool = False, ran: Mapping[str, str] | None = None
     ) -> list[Estimate]:
         """What the nearest classes that were measured let one expect of each backend, if it runs the configs `ran`;
-        empty if there are none."""
+        empty if there are none. Besides the device itself, others of its generation that tables ship for count."""
         kinds = tuple(_where(key) for key in _stand_ins(spec, equal))
-        known = self._samples_on(device_name(device), kinds)
+        known = self._samples_on(device_name(device), capability(device), kinds)
         return estimates(Sample(spec_key(spec, equal), {}, ran or {}, spec.groups), known)
 
-    def _samples_on(self, device: str, kinds: tuple[str, ...]) -> list[Sample]:
-        """What was measured, by class; a class whose sizes lay in several places counts once."""
-        place = device, kinds, generation
+    def _samples_on(self, device: str, generation_of: str, kinds: tuple[str, ...]) -> list[Sample]:
+        """What was measured, by class, on the device or else on another of its generation."""
+        place = device, generation_of, kinds, generation
         if place not in self._samples:
-            known: dict[str, Sample] = {}
-            for m in self._measured_on(device, kinds):
-                rest = m.key.removesuffix(_where(m.key))
-                old = known.get(rest, Sample(m.key))
-                us, ran = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran or config_text(m.config)}
-                known[rest] = Sample(m.key, us, ran, m.groups, m.flops)
+            akin = [name for name, its in self._generations.items() if its == generation_of and name != device]
+            known = {rest: s for name in (*akin, device) for rest, s in self._classes_on(name, kinds).items()}
             self._samples = {
                 place: list(known.values()),
-                **{p: s for p, s in self._samples.items() if p[2] == place[2]},
+                **{p: s for p, s in self._samples.items() if p[3] == place[3]},
             }
         return self._samples[place]
+
+    def _classes_on(self, device: str, kinds: tuple[str, ...]) -> dict[str, Sample]:
+        """What was measured on a device; a class whose sizes lay in several places counts once."""
+        known: dict[str, Sample] = {}
+        for m in self._measured_on(device, kinds):
+            rest = m.key.removesuffix(_where(m.key))
+            old = known.get(rest, Sample(m.key))
+            us, ran = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran or config_text(m.config)}
+            known[rest] = Sample(m.key, us, ran, m.groups, m.flops, device)
+        return known
 
     def _measured_on(self, device: str, kinds: tuple[str, ...]) -> list[Measured]:
         """Everything measured on a device with sizes in these places; what stands in comes first and gives way."""
@@ -250,14 +266,13 @@ def _from_cache(raw: bytes | None) -> Measured | None:
         return None
 
 
-def _shipped() -> Iterable[Measured]:
+def _tables() -> Iterable[tuple[str, dict[str, Any]]]:
+    """The files that ship with the package."""
     folder = files("multigemm") / "tuned"
-    if not folder.is_dir():
-        return
-    for path in sorted(folder.iterdir(), key=lambda p: p.name):
-        if path.name.endswith(".json"):
-            for raw in json.loads(path.read_text())["entries"]:
-                yield from unfold(raw, f"shipped {path.name}")
+    if folder.is_dir():
+        for path in sorted(folder.iterdir(), key=lambda p: p.name):
+            if path.name.endswith(".json"):
+                yield path.name, json.loads(path.read_text())
 
 
 @lru_cache(maxsize=1)

@@ -307,6 +307,28 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
         parse({"MULTIGEMM_CACHE_DIR": "~nobody-of-this-name/x"})
 
 
+def test_a_gpu_without_a_table_learns_from_another_of_its_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, cpu = _spec(8192), torch.device("cpu")
+    times = {"slow": {"us": 20.0}, "fast": {"us": 10.0}}
+    entry = {"device": "GPU A", "key": spec_key(_spec(8192, n=16)), "backends": times}
+    shipped = {"schema": tuning.SCHEMA, "origin": {"device": "GPU A", "capability": "9.0"}, "entries": [entry]}
+    monkeypatch.setattr(tuning, "_tables", lambda: [("a.json", shipped)])
+    monkeypatch.setattr(tuning, "device_name", lambda device: "GPU B")
+    monkeypatch.setattr(tuning, "capability", lambda device: "8.0")
+    table = TuningTable(DiskCache("t", tmp_path))
+    assert table.estimates(spec, cpu) == []
+    monkeypatch.setattr(tuning, "capability", lambda device: "9.0")
+    found = {e.backend: e for e in table.estimates(spec, cpu)}
+    assert found["slow"].slowness == pytest.approx(2.0, rel=0.1)
+    assert found["fast"].source.endswith(" on GPU A")
+    assert table.find("fast", _spec(8192, n=16), cpu) is None, "its times are those of another GPU"
+    for name, us in (("slow", 10.0), ("fast", 30.0)):
+        table.record(Measured(name, {}, us, "GPU B", spec_key(_spec(8192, n=16))))
+    assert {e.backend: round(e.slowness) for e in table.estimates(spec, cpu)} == {"slow": 1, "fast": 3}
+
+
 def test_shipped_files_are_read_and_name_real_configs() -> None:
     for measured in TuningTable()._shipped.values():
         assert measured.us > 0

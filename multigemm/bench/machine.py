@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from multigemm.tuning import capability
+
 PACKAGES = (
     "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "numpy",
     "deep_gemm", "quack-kernels", "fbgemm_gpu", "triton_kernels",
@@ -100,6 +102,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda or "",
+        "capability": capability(device),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "clocks": clocks(device),
     }

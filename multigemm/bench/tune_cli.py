@@ -118,7 +118,7 @@ def _silent(text: str) -> None:
 
 def write(path: Path, found: list[Measured], where: dict[str, Any]) -> None:
     """The form of `multigemm cache export`, one class per line, with where and when it was measured."""
-    kept = ("date", "commit", "device", "packages", "cuda")
+    kept = ("date", "commit", "device", "capability", "packages", "cuda")
     origin = {name: where[name] for name in kept if name in where}
     lines = ",\n  ".join(json.dumps(entry, sort_keys=True) for entry in fold(found))
     head = f'{{\n "schema": {SCHEMA},\n "origin": {json.dumps(origin, sort_keys=True)},\n'
