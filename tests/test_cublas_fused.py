@@ -29,7 +29,7 @@ def _wanted(a: torch.Tensor, b: torch.Tensor, sizes: list[int], bias: torch.Tens
 @pytest.mark.parametrize("sizes", [[7, 0, 25, 8], [16, 16, 16], [1, 300, 64, 3, 0, 132], [0, 0]], ids=str)
 @pytest.mark.parametrize("what", ["bias", "bias of all", "bias relu", "relu"])
 def test_every_run_is_right(sizes: list[int], what: str) -> None:
-    """The first run enqueues calls, the second records them, the rest replay; a stray row keeps its zeros."""
+    """On whichever stream is current; rows that no group owns are zeros."""
     a, b = ints(sum(sizes) + 3, 64), ints(len(sizes), 64, 48, seed=1)
     bias = None if what == "relu" else ints(48, seed=2) if "all" in what else ints(len(sizes), 48, seed=2)
     relu, side = "relu" in what, cuda.Stream()

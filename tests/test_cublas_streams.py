@@ -72,7 +72,7 @@ def test_rows_before_the_first_group_may_come_and_go(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
 @pytest.mark.parametrize("relu", [False, True])
 def test_a_plan_that_runs_again_follows_its_operands(config: Config, relu: bool) -> None:
-    """From the second run on, several pieces of work are replayed as a graph, on whichever stream is current."""
+    """On whichever stream is current."""
     if relu and config.variant.startswith("grouped"):
         pytest.skip("has no epilogue")
     sizes, side = [7, 0, 25, 8], cuda.Stream()
@@ -93,7 +93,7 @@ def test_a_plan_that_runs_again_follows_its_operands(config: Config, relu: bool)
 
 @pytest.mark.parametrize("config", NEEDS_SIZES, ids=lambda c: c.variant)
 @pytest.mark.parametrize("activation", [None, "relu"])
-def test_a_replay_allocates_nothing(config: Config, activation: str | None) -> None:
+def test_a_run_allocates_nothing(config: Config, activation: str | None) -> None:
     if activation and config.variant == "grouped":
         pytest.skip("has no epilogue")
     a, b = ints(40, 64), ints(4, 64, 32, seed=1)
@@ -107,7 +107,7 @@ def test_a_replay_allocates_nothing(config: Config, activation: str | None) -> N
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def test_replayed_device_sizes_may_change() -> None:
+def test_device_sizes_may_change() -> None:
     a, b, offsets = ints(40, 64), ints(3, 64, 32, seed=1), offsets_of([10, 20, 10])
     out = torch.empty(40, 32, device="cuda").bfloat16()
     own = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets), backend="cublas")
@@ -122,8 +122,8 @@ def test_replayed_device_sizes_may_change() -> None:
         assert bool((out[end:] == 77).all())
 
 
-def test_graphs_run_beside_each_other() -> None:
-    """Split sums of two graphs need two workspaces."""
+def test_plans_run_beside_each_other() -> None:
+    """Split sums on two streams need two workspaces."""
     many = [(16, 64, 8192 + 64 * i) for i in range(3)]
     problems = []
     for turn in range(4):

@@ -9,7 +9,6 @@ microseconds; their constants were fitted to measurements on an H100 (33 mixture
 * cublasGemmGroupedBatchedEx: a slower kernel, but one launch.
 
 What matters is their order, not their size; so the constants serve other GPUs of the kind as well.
-The host does not matter: it launches any of them in a few microseconds, once they are recorded (see `record`).
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ LARGE_TILE = 128, 256, 11.6, 11.6, 1.0
 SMALL_TILE = 64, 128, 6.0, 3.5, 0.7
 """grouped_mm's tiles: rows, columns, nanoseconds per step of K among others and alone, microseconds per tile."""
 GROUPED_TILE, GROUPED_TILE_US, GROUPED_SLOWDOWN, GROUPED_TRANSPOSED = (128, 64), 1.5, 2.3, 1.09
+HOST_US = 10.0
+"""Of the host's time, per call: what many small products take at least."""
 FEW_ROWS, LONG_ROWS, NARROW = 16, 2048, 64 * 128
 SLOWER, SLOWER_TRANSPOSED = 1.05, 1.15
 """A product of few rows and too few columns for all multiprocessors does not reach the memory's speed by itself, and
@@ -52,7 +53,7 @@ def choose(spec: ProblemSpec, products: Sequence[Product], device: torch.device,
         if grouped and slow_to_read(shapes[0]) and shapes[0].k >= LONG_ROWS:
             return Config("grouped")
         return Config("loop" if spec.compute is torch.int8 else "batched")
-    found = {Config("streams", 4): separately(spec, shapes)}
+    found = {Config("streams", 4): max(separately(spec, shapes), HOST_US * len(shapes))}
     if not grouped_mm_reasons(spec, device):
         found[Config("grouped_mm")] = by_grouped_mm(spec, shapes)
     if grouped:

@@ -13,10 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas.calls import GROUPED, Batch
+from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Call, Cublas, begin, check, end, handle, issue, make
-from multigemm.backends.cublas.record import Graph
 from multigemm.backends.cublas.streams import Event, Loan, Side
 from multigemm.layouts import Operands
 
@@ -39,56 +38,26 @@ def workspace_bytes() -> int:
 class Steps:
     """A bound launch: its steps in order, on the current stream of the operands' device.
 
-    Several pieces of work become one graph at the second run (see `record`).
+    It is not kept as a graph: while one thread captures, another one that waits for the device gets an error.
+    A caller who knows his threads may capture it.
     """
 
-    __slots__ = ("_blas", "_device", "_graph", "_keep", "_ran", "_several", "_space", "_steps")
+    __slots__ = ("_device", "_keep", "_steps")
 
     def __init__(self, ops: Operands, steps: Sequence[Callable[[int], None]], keep: object = None) -> None:
-        self._steps, self._keep = tuple(steps), (ops, keep)
-        self._device, self._ran, self._graph = ops.device.index or 0, False, cast(Graph | None, None)
-        self._blas = next((step for step in steps if isinstance(step, Calls | Streamed)), None)
-        pieces = len(steps) if self._blas is None else len(steps) - 1 + self._blas.pieces
-        self._several = pieces > 1 and (self._blas is None or self._blas.replayable)
-        owns = self._several and self._blas is not None
-        self._space = torch.empty(workspace_bytes(), dtype=torch.uint8, device=ops.device) if owns else None
+        self._steps, self._keep, self._device = tuple(steps), (ops, keep), ops.device.index or 0
 
     def __call__(self) -> None:
         if torch._C._cuda_getDevice() == self._device:
-            self._run()
+            self._enqueue()
         else:
             with torch.cuda.device(self._device):
-                self._run()
+                self._enqueue()
 
-    def _run(self) -> None:
+    def _enqueue(self) -> None:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        if self._several and not torch._C._cuda_isCurrentStreamCapturing():
-            if self._graph is None and self._ran:
-                self._graph = self._recorded()
-            if self._graph is not None:
-                self._graph.replay(stream)
-                return
-            self._ran = True
         for step in self._steps:
             step(stream)
-
-    def _recorded(self) -> Graph:
-        if self._blas is None:
-            return Graph(self._device, lambda stream: self._enqueue(stream, None), allocates=True)
-        library, blas = self._blas.library, handle()
-        mode = begin(library, blas)
-        try:
-            return Graph(self._device, lambda stream: self._enqueue(stream, blas), allocates=False)
-        finally:
-            end(library, handle(), mode)  # torch aims its handle at its own current stream and workspace again
-
-    def _enqueue(self, stream: ctypes.c_void_p, blas: ctypes.c_void_p | None) -> None:
-        for step in self._steps:
-            if blas is not None and isinstance(step, Calls | Streamed):
-                aim(step.library, blas, stream, cast(Tensor, self._space))
-                step.record(blas, stream)
-            else:
-                step(stream.value or 0)
 
 
 def aim(library: Cublas, blas: ctypes.c_void_p, stream: ctypes.c_void_p, space: Tensor) -> None:
@@ -101,19 +70,13 @@ def aim(library: Cublas, blas: ctypes.c_void_p, stream: ctypes.c_void_p, space: 
 class Calls:
     """Library calls one after the other on the current stream."""
 
-    __slots__ = ("_batch", "_calls", "library", "pieces", "replayable")
+    __slots__ = ("_batch", "_calls", "_library")
 
     def __init__(self, library: Cublas, batch: Batch) -> None:
-        self.library, self._batch, self._calls = library, batch, tuple(batch.calls)
-        self.pieces = len(self._calls)
-        self.replayable = all(call.name != GROUPED for call in self._calls)  # that one takes 5 us more in a graph
+        self._library, self._batch, self._calls = library, batch, tuple(batch.calls)
 
     def __call__(self, stream: int) -> None:
-        issue(self.library, handle(), self._calls)
-
-    def record(self, blas: ctypes.c_void_p, stream: ctypes.c_void_p) -> None:
-        """Makes the calls on a handle that is turned to `stream` and in exact math."""
-        make(blas, self._calls)
+        issue(self._library, handle(), self._calls)
 
 
 def shares(work: Sequence[int], streams: int) -> list[list[int]]:
@@ -151,38 +114,33 @@ class Streamed:
     by whatever follows on it, exactly as after a single call.
     """
 
-    __slots__ = ("__weakref__", "_batch", "_here", "_lanes", "_loan", "_short", "library", "pieces", "replayable")
+    __slots__ = ("__weakref__", "_batch", "_here", "_lanes", "_library", "_loan", "_short")
 
     def __init__(
         self, library: Cublas, batch: Batch, shapes: Sequence[Shape], streams: int, device: torch.device
     ) -> None:
-        self.library, self._batch = library, batch
+        self._library, self._batch = library, batch
         split = shares([s.m * s.n * s.k for s in shapes], streams)
         self._here = tuple(batch.calls[i] for i in split[0])
         self._loan = Loan(len(split) - 1, device.index or 0, self)
         shared = ([batch.calls[i] for i in share] for share in split[1:])
         self._lanes = [_Lane(calls, side, device) for calls, side in zip(shared, self._loan.sides, strict=True)]
-        self.pieces, self.replayable = len(batch.calls), True
         self._short = sum(map(_least_us, shapes)) < CALL_US * len(shapes)
 
     def __call__(self, stream: int) -> None:
         captured = torch._C._cuda_isCurrentStreamCapturing()
         if self._short and not captured:
-            issue(self.library, handle(), self._batch.calls)
+            issue(self._library, handle(), self._batch.calls)
             return
         self._loan.captured |= captured
         blas, current = handle(), ctypes.c_void_p(stream)
-        mode = begin(self.library, blas)
+        mode = begin(self._library, blas)
         try:
             self._spread(blas, current)
         finally:
-            end(self.library, handle(), mode)  # torch aims its handle at its own current stream and workspace again
-        self._join(current)
-
-    def record(self, blas: ctypes.c_void_p, stream: ctypes.c_void_p) -> None:
-        """The same on a handle that is turned to `stream` and in exact math."""
-        self._spread(blas, stream)
-        self._join(stream)
+            end(self._library, handle(), mode)  # torch aims its handle at its own current stream and workspace again
+        for lane in self._lanes:
+            lane.side.done.hold(current)
 
     def _spread(self, blas: ctypes.c_void_p, current: ctypes.c_void_p) -> None:
         fork = self._lanes[0].side.fork if self._lanes else None
@@ -190,11 +148,7 @@ class Streamed:
             fork.record(current)
         make(blas, self._here)
         for lane in self._lanes:
-            lane.run(self.library, blas, cast(Event, fork))
-
-    def _join(self, current: ctypes.c_void_p) -> None:
-        for lane in self._lanes:
-            lane.side.done.hold(current)
+            lane.run(self._library, blas, cast(Event, fork))
 
 
 def _least_us(s: Shape) -> float:

@@ -1,7 +1,7 @@
 """Streams and events of our own, made by the driver, and lent to one launch after another.
 
-torch hands out a few streams in turn: work that somebody else puts on one of those would be caught by
-a recording of ours. Making a stream takes longer than a library call, so idle ones are kept.
+torch hands out a few streams in turn: a caller's capture that forks onto one of those would catch work
+that somebody else puts there. Making a stream takes longer than a library call, so idle ones are kept.
 """
 
 from __future__ import annotations
