@@ -110,11 +110,17 @@ def test_large_unreadable_operands_are_copied_and_small_ones_are_not(change: dic
     ("change", "kernel"),
     [
         ({"form": "per_group", "groups": 4, "m": 128, "n": 128, "k": 128, "total": 512}, ("small", 32)),
-        ({"form": "batched", "groups": 4, "m": 256, "n": 256, "k": 256, "total": 1024}, ("small", 64)),
+        (
+            {"form": "batched", "groups": 4, "m": 256, "n": 256, "k": 256, "total": 1024, "bias": torch.float32},
+            ("small", 64),
+        ),
         ({"groups": 4, "n": 128, "k": 256, "total": 1024}, ("small", 32)),
         ({"groups": 4, "n": 512, "k": 512, "total": 2048}, ("hopper", 128)),
         ({"groups": 4, "n": 128, "k": 8192, "total": 512}, ("hopper", 128)),
-        ({"form": "per_group", "groups": 4, "n": None, "k": None, "total": 2048}, ("hopper", 128)),
+        (
+            {"form": "per_group", "groups": 4, "n": None, "k": None, "total": 2048, "activation": "relu"},
+            ("hopper", 128),
+        ),
     ],
 )
 def test_one_wave_of_small_tiles_takes_the_small_kernel(change: dict[str, object], kernel: tuple[str, int]) -> None:
@@ -122,10 +128,41 @@ def test_one_wave_of_small_tiles_takes_the_small_kernel(change: dict[str, object
     assert (best.kernel, best.tile) == kernel
 
 
-@pytest.mark.parametrize(("groups", "kernel"), [(8, "packed"), (32, "direct"), (256, "direct")])
-def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        ({"m": 256, "n": 256, "k": 256, "total": 1024}, 64),
+        ({"m": 1024, "n": 1024, "k": 1024, "total": 4096}, 128),
+        ({"form": "per_group", "n": None, "k": None, "total": 2048, "largest": 1024}, 64),
+        ({"groups": 8, "m": 511, "n": 511, "k": 511, "total": 4096, "a": replace(BF16, align=2)}, 64),
+        ({"groups": 12, "m": 1500, "n": 777, "k": 333, "total": 32768, "b": replace(BF16, align=2)}, 128),
+        ({"groups": 8, "m": 1024, "n": 1024, "k": 1024, "total": 8192}, 0),
+        ({"groups": 8, "m": 1023, "n": 1023, "k": 1023, "total": 8192, "b": replace(BF16, align=2)}, 0),
+        ({"groups": 12, "m": 1500, "n": 776, "k": 336, "total": 32768}, 0),
+    ],
+    ids=str,
+)
+def test_lists_and_batches_of_one_wave_have_a_kernel_of_their_own(change: dict[str, object], rows: int) -> None:
+    best = configs.heuristic(_batch(**change))
+    assert (best.rows if best.kernel == "wave" else 0) == rows
+
+
+def _batch(**change: object) -> ProblemSpec:
+    return replace(replace(SPEC, form="batched", groups=4), **change)  # type: ignore[arg-type]
+
+
+def test_both_kernels_for_a_wave_are_compiled_before_any_size_is_known() -> None:
+    known = family.members(_batch(form="per_group", n=None, k=None, largest=512), (9, 0))
+    assert configs.WAVE in known and configs.WAVE64 in known
+
+
+@pytest.mark.parametrize(
+    ("groups", "kernel"), [(4, ("packed", 192)), (8, ("direct", 256)), (32, ("direct", 256)), (256, ("direct", 128))]
+)
+def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, kernel: tuple[str, int]) -> None:
     odd = replace(SPEC, groups=groups, a=replace(BF16, align=2), b=replace(BF16, align=2))
-    assert configs.heuristic(odd).kernel == kernel
+    best = configs.heuristic(odd)
+    assert (best.kernel, best.rows) == kernel
     assert configs.heuristic(replace(odd, b=BF16)).kernel == "packed", "only the rows are odd: they are copied anyway"
 
 
@@ -434,10 +471,19 @@ def test_a_wave_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDri
     assert first[-1] == wave.NEVER and first[0] == 0 and across[:-1] == tuple(-(-g.n // 128) for g in groups)
     assert [(g.m, g.n, g.k) for g in groups] == list(zip(m, n, k, strict=True))[:-1]
     assert shapes[5 * configs.LIST : 5 * configs.LIST + len(groups)] == tuple(g.out.ptr for g in groups)
-    launch = wave.bind(ops, config, 1)
+    launch = wave.bind(ops, config, (0, 1), 132)
     fake.calls.clear()
     launch()
     assert fake.calls == ["cuLaunchKernelEx"]
+
+
+def test_odd_lists_are_copied_for_the_wave_kernel(fake: FakeDriver) -> None:
+    ops = operands("odd list")
+    assert configs.hopper_reasons(ops.spec) and configs.wave_reasons(ops.spec) == []
+    launch = wave.bind(ops, configs.WAVE, (1, 2), 132)
+    fake.calls.clear()
+    launch()
+    assert fake.calls == ["cuLaunchKernelEx"] * 2, "the copies, then the product"
 
 
 def test_the_longest_groups_of_a_wave_start_first(fake: FakeDriver) -> None:
@@ -448,7 +494,7 @@ def test_the_longest_groups_of_a_wave_start_first(fake: FakeDriver) -> None:
     ops = stage(problem, staged_spec(problem), allocate(problem)).ops
     assert [g.k for g in wave.groups_of(ops)] == [256, 64], "a group without results has no tile"
     empty = mg.GroupedGemmProblem([half(0, 64)], [half(64, 8)])
-    wave.bind(stage(empty, staged_spec(empty), allocate(empty)).ops, configs.WAVE, 1)()
+    wave.bind(stage(empty, staged_spec(empty), allocate(empty)).ops, configs.WAVE, (0, 1), 132)()
     assert "cuLaunchKernelEx" not in fake.calls
 
 
@@ -458,8 +504,8 @@ def test_the_longest_groups_of_a_wave_start_first(fake: FakeDriver) -> None:
         ({}, "jagged_m"),
         ({"form": "batched", "groups": 17}, "at most 16"),
         ({"form": "batched", "activation": "relu"}, "an epilogue"),
-        ({"form": "batched", "out": replace(BF16, align=8)}, "not aligned"),
-        ({"form": "batched", "a": replace(BF16, align=2)}, "aligned to 2"),
+        ({"form": "batched", "out": replace(BF16, order="col")}, "by columns"),
+        ({"form": "batched", "a": replace(BF16, align=2, wide=True)}, "2^31"),
     ],
     ids=str,
 )

@@ -65,12 +65,14 @@ ALONE = Config("hopper", rows=256, stages=4, cluster=1)
 DIRECT = Config("direct", rows=256, stages=3, cluster=2, step=32)
 DIRECT_MIDDLE = Config("direct", rows=128, stages=5, cluster=2, step=32)
 DIRECT_NARROW = Config("direct", rows=64, stages=7, cluster=2, step=32)
-WAVE = Config("wave", rows=128, stages=6)
+WAVE = Config("wave", rows=128, stages=3)
 WAVE64 = Config("wave", rows=64, stages=4)
 CUBE = Config("small", tile=32)
 CUBE64 = Config("small", tile=64)
 ONE_WAVE = 160
 """Tiles of the small kernel that run at once, with room for the rounding of totals to powers of two."""
+RESIDENT = 264
+"""Blocks of the wave kernel that run at once, two on each processor."""
 LIST = 16
 """Groups of a list that the small kernel takes as an argument."""
 CUBE_ROWS = 8192
@@ -80,8 +82,12 @@ SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
 """Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
 WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the portable kernel."""
-FEW_ROWS = 512
+FEW_ROWS = 1024
 """Rows per group up to which weights are shifted as they are read; more rows repay a copy of the weights."""
+SHORT_K = 512
+"""Up to this k a list's odd operands are copied for the wave kernel, however many tiles there are."""
+BRIEF_K = 128
+"""Up to this k the small kernel is faster than the one for a wave."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
 
@@ -133,12 +139,15 @@ def small_reasons(spec: ProblemSpec) -> list[str]:
 
 
 def wave_reasons(spec: ProblemSpec) -> list[str]:
-    """Why the kernel for one wave of a list or batch cannot run a spec."""
-    reasons = hopper_reasons(spec)
+    """Why the kernel for one wave of a list or batch cannot run a spec; operands that TMA cannot read are copied."""
+    copied = packed_spec(spec)
+    reasons = hopper_reasons(copied)
+    if any(old.wide and old != new for old, new in ((spec.a, copied.a), (spec.b, copied.b))):
+        reasons.append("an operand of 2^31 elements or more is not copied")
     if spec.form not in ("per_group", "batched") or spec.groups > LIST:
         reasons.append(f"{spec.groups} groups of {spec.form}: it takes a list or a batch of at most {LIST}")
-    if not is_plain(spec) or is_swapped(spec) or spec.out.align < 16:
-        reasons.append("an epilogue, or a result by columns, or rows of results that are not aligned to 16 bytes")
+    if not is_plain(spec) or is_swapped(spec):
+        reasons.append("an epilogue, or a result by columns")
     return reasons
 
 
@@ -193,8 +202,7 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
     if config.kernel == "small":
         return config.tile in (32, 64) and not small_reasons(spec)
     if config.kernel == "wave":
-        known = (config.rows, config.stages) in ((64, 4), (128, 6))
-        return known and capability == (9, 0) and not wave_reasons(spec)
+        return config in (WAVE, WAVE64) and capability == (9, 0) and not wave_reasons(spec)
     known = config.rows in (64, 128, 192, 256) and config.stages >= 2
     fits = known and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT
     shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
@@ -212,9 +220,21 @@ def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config
 
 def _order(spec: ProblemSpec) -> list[Config]:
     """All configs, the best guess first: pieces as high as the average group; copies only where they pay."""
-    small, large = _small_order(spec), _larger(spec)
+    small, wave = _small_order(spec), _wave_order(spec)
+    first = (*wave, *small) if (spec.k or spec.largest) > BRIEF_K else (*small, *wave)
     rest = (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, WAVE, WAVE64)
-    return [*small, *large, *(c for c in rest if c not in small and c not in large)]
+    return list(dict.fromkeys((*first, *_larger(spec), *rest)))
+
+
+def _wave_order(spec: ProblemSpec) -> list[Config]:
+    """Where all tiles of 128 x 128 are at work at once; lower ones where half of the GPU would be idle."""
+    columns, k = max(spec.n or spec.largest, 1), spec.k or spec.largest
+    tiles = -(-spec.total // WAVE.rows) * -(-columns // COLUMNS)
+    if tiles == 0 or wave_reasons(spec):
+        return []
+    if tiles <= RESIDENT:
+        return [WAVE64, WAVE] if 2 * tiles <= RESIDENT else [WAVE, WAVE64]
+    return [WAVE] if k <= SHORT_K and hopper_reasons(spec) else []
 
 
 def _small_order(spec: ProblemSpec) -> list[Config]:
@@ -231,19 +251,25 @@ def _small_order(spec: ProblemSpec) -> list[Config]:
 
 
 def _larger(spec: ProblemSpec) -> list[Config]:
-    fast = _hopper_order(spec)
-    copied = replace(fast[0], kernel="packed")
+    fast, rows = _hopper_order(spec), _rows_per_group(spec)
+    copied = replace(fast[0] if rows > FEW_ROWS else next(c for c in fast if not c.pingpong), kernel="packed")
     work = spec.total * (spec.n or 256) * (spec.k or 256)
     if work >= WORTH_COPYING:
-        few = spec.total // max(spec.groups, 1) <= FEW_ROWS
-        return [*fast, *((DIRECT, copied) if few else (copied, DIRECT)), PORTABLE, SMALL]
+        shifted = DIRECT_MIDDLE if rows <= DIRECT_MIDDLE.rows else DIRECT
+        few = (spec.total // max(spec.groups, 1)) <= FEW_ROWS
+        return [*fast, *((shifted, copied) if few else (copied, shifted)), PORTABLE, SMALL]
     return [*fast, SMALL, PORTABLE, copied] if spec.total <= SMALL_ROWS else [*fast, PORTABLE, SMALL, copied]
+
+
+def _rows_per_group(spec: ProblemSpec) -> int:
+    """What is known of them before any size is: the mean; a whole tile where the jagged direction is another."""
+    return spec.total // max(spec.groups, 1) if spec.form not in ("jagged_n", "jagged_k") else WIDE.rows
 
 
 def _hopper_order(spec: ProblemSpec) -> list[Config]:
     if spec.total <= SMALL_ROWS and (spec.n or 0) <= SMALL_COLUMNS and spec.form != "jagged_k":
         return [SINGLE, SLIM, WIDE] if spec.form == "per_group" or spec.total > 1024 else [SLIM, SINGLE, WIDE]
-    rows = spec.total // max(spec.groups, 1) if spec.form not in ("jagged_n", "jagged_k") else 256
+    rows = _rows_per_group(spec)
     if rows <= 32:
         return [NARROW, MIDDLE, WIDE]
     if rows <= 64:

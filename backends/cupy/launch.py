@@ -24,7 +24,7 @@ ROOMS: dict[str, Any] = {
     "wave": wave,
     "portable": portable,
 }
-SPREADS = ("packed", "direct", "portable")
+SPREADS = ("packed", "direct", "portable", "wave")
 """Kernels whose grid follows the number of processors."""
 
 

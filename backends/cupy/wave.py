@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy import hopper, tensor_maps
+from multigemm.backends.cupy import hopper, packing, tensor_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, LIST, Config
+from multigemm.backends.cupy.config import COLUMNS, LIST, Config, packed_spec
 from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.params import view_of
 from multigemm.backends.cupy.tensor_maps import Side
@@ -49,7 +49,7 @@ def shared_bytes(config: Config) -> int:
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: dtype, layouts and the config."""
-    role = hopper.roles(spec)
+    role = hopper.roles(packed_spec(spec))
     defines = (
         ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
         ("ROWS", config.rows), ("STAGES", config.stages), ("STEP", 64), ("PINGPONG", 0),
@@ -57,11 +57,11 @@ def source(spec: ProblemSpec, config: Config) -> Source:
     return Source("wave.cu", "wave", defines)
 
 
-def prepare(spec: ProblemSpec, config: Config, index: int) -> int:
-    """Compiles (or finds) and loads the kernel of a spec."""
+def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, int]:
+    """Compiles (or finds) and loads the copying kernel, where it is needed, and that of a spec."""
     function = load(source(spec, config), index)[0]
     allow_shared(function, shared_bytes(config))
-    return function
+    return load(packing.SOURCE, index)[0] if packed_spec(spec) != spec else 0, function
 
 
 def _matrix(x: Tensor) -> Matrix:
@@ -102,12 +102,18 @@ def layout(ops: Operands, config: Config) -> tuple[bytes, int]:
     missing = LIST - len(shapes)
     shapes += [(NEVER, 1, *[0] * 5)] * missing
     blank = tensor_maps.BLANK * missing
-    packed = SHAPES.pack(*(value for column in zip(*shapes, strict=True) for value in column), float(ops.alpha), 0)
+    values = (value for column in zip(*shapes, strict=True) for value in column)
+    packed = SHAPES.pack(*values, float(ops.alpha), int(ops.spec.out.align == 16))
     return bytes(w_maps) + blank + bytes(x_maps) + blank + packed, tiles
 
 
-def bind(ops: Operands, config: Config, function: int) -> Launch:
-    """Lays out the argument of one problem."""
+def bind(ops: Operands, config: Config, functions: tuple[int, int], sms: int) -> Launch:
+    """Copies of the operands that need one, then the product."""
+    copied, copy = packing.with_copies(ops, packed_spec(ops.spec), functions[0], sms)
+    return packing.after(copy, _bind(copied, config, functions[1]))
+
+
+def _bind(ops: Operands, config: Config, function: int) -> Launch:
     argument, tiles = layout(ops, config)
     if tiles == 0:
         return _nothing

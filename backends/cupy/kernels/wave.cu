@@ -4,8 +4,9 @@
 // tensor maps and shapes are the argument, each thread block has one tile of 128 columns by ROWS rows, and nothing is
 // read from memory but operands. As in hopper.cu C^T = W^T X^T.
 //
-// Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction), ROWS, STAGES.
+// Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction), ROWS, STAGES. Two blocks share a processor.
 #include "mma.cuh"
+#include "rows.cuh"
 
 constexpr int LIST = 16;                           // as config.LIST
 constexpr int BK = 64, COLUMNS = 128, CONSUMERS = 2, THREADS = CONSUMERS * 128 + 32;
@@ -20,7 +21,7 @@ struct Work {
     u64 out[LIST];
     i64 pitch[LIST];                               // bytes between rows of the result
     float alpha;
-    int unused;
+    int vector_out;                                // rows of all results are aligned to 16 bytes
 };
 
 // Boxes of 64 k by all lines where k is contiguous, else of 64 lines by 64 k.
@@ -41,7 +42,7 @@ __device__ __forceinline__ void load_block(const Work& p, int g, int row, int co
     load_side<ROWS, X_K>(&p.x[g], row, kb * BK, stage + W_BYTES, arrived);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 64 ? 2 : 1) wave(const __grid_constant__ Work p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) wave(const __grid_constant__ Work p) {
     extern __shared__ char raw[];
     __shared__ u64 full[STAGES], empty[STAGES];
     const u32 stages = (shared_address(raw) + 1023) & ~1023u;
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 64 ? 2 : 1) wave(c
     const int half = warp >> 2, tid = threadIdx.x & 127, chunk = tid & 7;
     int rows = min(p.m[g] - row, ROWS), cols = p.n[g] - col - half * 64;
     i64 pitch = p.pitch[g];
-    char* out = (char*)p.out[g] + row * pitch + (col + half * 64 + chunk * 8) * 2;
+    char* out = (char*)p.out[g] + row * pitch + (col + half * 64) * 2;
     asm volatile("" : "+r"(rows), "+r"(cols), "+l"(pitch), "+l"(out));
     constexpr u32 W_STEP = W_K ? 32 : 2048, X_STEP = X_K ? 32 : 2048;             // bytes from one k = 16 to the next
     float d[ROWS / 2];
@@ -107,13 +108,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 64 ? 2 : 1) wave(c
         store_transposed(turn + j * 16 * 128, pair[0], pair[1], pair[2], pair[3]);
     }
     warpgroup_sync(half);
+    if (p.vector_out) {
 #pragma unroll
-    for (int i = 0; i < ROWS / 16; ++i) {
-        const int r = i * 16 + (tid >> 3);
-        if (r >= rows || chunk * 8 >= cols) continue;
-        const uint4 v = load_shared16(staging + r * 128 + ((chunk ^ (r & 7)) << 4));
-        char* const at = out + r * pitch;
-        if (chunk * 8 + 8 <= cols) *(uint4*)at = v;
-        else store_first(at, v, cols - chunk * 8);
+        for (int i = 0; i < ROWS / 16; ++i) {
+            const int r = i * 16 + (tid >> 3);
+            if (r >= rows || chunk * 8 >= cols) continue;
+            const uint4 v = load_shared16(staging + r * 128 + ((chunk ^ (r & 7)) << 4));
+            char* const at = out + r * pitch + chunk * 16;
+            if (chunk * 8 + 8 <= cols) *(uint4*)at = v;
+            else store_first(at, v, cols - chunk * 8);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < ROWS; r += 4 * AT_ONCE) store_rows(out, pitch, staging, r + (warp & 3), rows, min(cols, 64));
     }
 }
