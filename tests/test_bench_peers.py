@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from multigemm.bench.check import reference
 from multigemm.bench.entries import Refused
 from multigemm.bench.operands import make
 from multigemm.bench.peer_libraries import ENTRIES, Padded
+from multigemm.bench.peer_torch import _odd_start
 from multigemm.bench.workloads import Workload
 
 CASES = [
@@ -90,3 +92,13 @@ def test_an_adapter_hands_over_and_takes_back_the_right_rows(
 def test_an_adapter_refuses_what_its_library_does_not_take(name: str, case: Workload) -> None:
     with pytest.raises(Refused, match=r"take|bias"):
         ENTRIES[name].prepare(make(case, "cpu"))
+
+
+def test_starts_off_16_bytes_are_seen_where_groups_lie_along_rows() -> None:
+    columns = Workload("n", "t", "jagged_n", groups=3, m=8, k=16, total=37, distribution="zipf")
+    assert _odd_start(columns) == columns.sizes[0]
+    assert _odd_start(replace(columns, total=48, distribution="balanced")) == 0
+    gradients = Workload("k", "t", "jagged_k", groups=3, m=8, n=16, total=37, trans_a=True, distribution="zipf")
+    assert _odd_start(gradients) == 0
+    assert _odd_start(replace(gradients, trans_a=False)) > 0
+    assert _odd_start(CASES[0]) == 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from multigemm.bench.check import group_inputs, group_outputs
 from multigemm.bench.entries import Entry, Prepared, Refused
 from multigemm.bench.operands import Tensors
+from multigemm.bench.workloads import Workload
 
 
 def without_epilogue(tensors: Tensors) -> None:
@@ -34,8 +35,17 @@ def _grouped(tensors: Tensors) -> Prepared:
         raise Refused("grouped_mm takes packed groups with offsets, not lists or masks")
     if isinstance(tensors.b, Tensor) and tensors.workload.shared_b:
         raise Refused("grouped_mm takes one weight per group, not a shared one")
+    if tensors.offsets.is_cuda and _odd_start(tensors.workload):
+        raise Refused("grouped_mm asserts on the device, and ends its context, where groups begin off 16 bytes")
     call, ends, a, b = grouped_mm(), tensors.offsets[1:].contiguous(), tensors.a, tensors.b
     return Prepared(lambda: call(a, b, offs=ends), None, "grouped_mm", why="allocates its result")
+
+
+def _odd_start(workload: Workload) -> int:
+    """A start of a group that is counted along rows of memory and lies off 16 bytes; 0 if there is none."""
+    along_rows = {"jagged_n": True, "jagged_k": workload.trans_b or not workload.trans_a}.get(workload.form, False)
+    starts = workload.sizes.cumsum()[:-1] if along_rows else ()
+    return next((int(start) for start in starts if workload.torch_dtype.itemsize * int(start) % 16), 0)
 
 
 def _grouped_nt(tensors: Tensors) -> Prepared:
