@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
 from multigemm.backends.triton.candidates import candidates, emulated, hopper_candidates, pointer_candidates
 from multigemm.backends.triton.config import problem_with
-from multigemm.backends.triton.hopper_forms import canonical, cut_of, listed, packed_spec, store_of
+from multigemm.backends.triton.hopper_forms import canonical, cut_of, drawn, listed, packed_spec, store_of
 from multigemm.backends.triton.launch import extents_multiple
+from multigemm.backends.triton.packing_launch import line_of
 from multigemm.backends.triton.pointer_tiles import TILE_M, TILE_N, tile_table
 from multigemm.backends.triton.shipped import specs
 from multigemm.errors import InvalidSetting
@@ -56,9 +58,38 @@ def test_a_step_of_decoding_and_jagged_columns_take_the_ring() -> None:
 
 
 def test_unaligned_operands_are_packed_and_lists_are_not() -> None:
-    assert hopper_candidates(SPECS["jagged_m bf16 unaligned"])[0].pack == ("a", "b")
+    many = replace(SPECS["jagged_m bf16 unaligned"], total=2**14)
+    assert hopper_candidates(many)[0].pack == ("a", "b")
     assert hopper_candidates(SPECS["jagged_n bf16 unaligned"])[0].pack == ("a", "b")
     assert hopper_candidates(SPECS["per_group bf16"]) == []
+
+
+def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
+    spec = SPECS["jagged_m bf16 unaligned"]
+    best = hopper_candidates(spec)[0]
+    assert (best.carry, best.pack, best.block_m) == (True, ("a",), 256)
+    assert hopper_candidates(replace(spec, total=1024))[0].block_m == 128, "rows that half fill a tall tile"
+    assert hopper_candidates(replace(spec, a=replace(spec.a, align=16), k=1024))[0].pack == ()
+    along_k = replace(spec, b=replace(spec.b, order="col"))
+    assert hopper_candidates(along_k)[0].pack == ("a", "b")
+    for form in ("jagged_k", "jagged_n", "batched", "masked"):
+        assert not any(config.carry for config in hopper_candidates(SPECS[f"{form} bf16 unaligned"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "heights"),
+    [
+        ({}, {128, 256}),
+        ({"bias": torch.bfloat16}, {128}),
+        ({"index": torch.int64}, {128}),
+        ({"activation": "gelu"}, set()),
+    ],
+)
+def test_weights_pass_through_registers_where_those_suffice(changes: dict[str, Any], heights: set[int]) -> None:
+    found = hopper_candidates(replace(SPECS["jagged_m bf16 unaligned"], **changes))
+    assert {config.block_m for config in found if config.carry} == heights
+    refused = Config("hopper", block_m=256, block_n=256, warps=4, stages=2, pack=("a",), carry=True)
+    assert "four more warps" in problem_with(refused, SPECS["jagged_m bf16 unaligned"])
 
 
 @pytest.mark.parametrize(
@@ -168,13 +199,25 @@ def test_the_host_lists_each_tile_of_a_list_once(shapes: list[tuple[int, int, in
     assert depths == sorted(depths, reverse=True), "long products first"
 
 
-def test_few_groups_whose_tiles_are_dealt_need_no_launch_before() -> None:
+def test_only_many_groups_of_rows_need_a_launch_before() -> None:
     spec = SPECS["jagged_m bf16"]
-    dealt = replace(hopper_candidates(spec)[0], order="dealt")
-    assert not listed(spec, dealt)
-    assert listed(replace(spec, groups=257), dealt)
-    assert listed(spec, replace(dealt, order="drawn"))
-    assert not listed(SPECS["jagged_k bf16"], dealt)
+    tall, large = Config("hopper", block_m=256, block_n=128), Config("hopper", block_m=192, block_n=256)
+    assert [listed(replace(spec, groups=g), tall) for g in (8, 256, 257)] == [False, False, True]
+    assert [listed(replace(spec, groups=g), large) for g in (8, 128, 129)] == [False, False, True]
+    assert not listed(replace(SPECS["jagged_k bf16"], groups=257), tall)
+
+
+def test_tiles_of_a_batch_are_dealt_out() -> None:
+    config = Config("hopper", block_m=128, block_n=128, stages=5, warps=4, order="drawn")
+    assert drawn(SPECS["jagged_m bf16"], config)
+    assert drawn(SPECS["jagged_k bf16"], config)
+    assert not drawn(SPECS["batched bf16"], config)
+    assert not drawn(SPECS["jagged_m bf16"], replace(config, order="dealt"))
+
+
+@pytest.mark.parametrize(("columns", "line"), [(1, 8), (100, 104), (257, 320), (4096, 4096), (4099, 4160)])
+def test_copies_lie_in_whole_lines(columns: int, line: int) -> None:
+    assert line_of(columns, 2) == line
 
 
 def test_tf32_is_multiplied_along_memory() -> None:
@@ -189,7 +232,7 @@ def test_tf32_is_multiplied_along_memory() -> None:
 
 def test_few_tiles_of_a_long_k_are_shared_out() -> None:
     spec = replace(SPECS["jagged_m bf16"], groups=2, n=64, k=4096, total=64)
-    shared = pointer_candidates(spec)[1]
+    shared = pointer_candidates(spec)[0]
     assert shared.splits == 8
     assert all(config.splits == 1 for config in pointer_candidates(replace(spec, k=256)))
     assert all(config.splits == 1 for config in pointer_candidates(replace(spec, groups=512, total=2**14)))

@@ -92,9 +92,9 @@ def test_tf32_on_the_ring(form: str, extents: tuple[int, int]) -> None:
         assert verdict, f"{config}: {verdict}"
 
 
-@pytest.mark.parametrize("groups", [1, 7, 256, 257, 300])
+@pytest.mark.parametrize("groups", [1, 7, 128, 129, 256, 257])
 @pytest.mark.parametrize("form", ["m", "masked", "n"])
-def test_dealt_tiles_find_their_groups(form: str, groups: int) -> None:
+def test_tiles_dealt_and_drawn_find_their_groups(form: str, groups: int) -> None:
     generator = torch.Generator().manual_seed(groups)
     sizes = torch.randint(0, 150, (groups,), generator=generator)
     sizes[:: max(2, groups // 3)] = 0
@@ -106,9 +106,23 @@ def test_dealt_tiles_find_their_groups(form: str, groups: int) -> None:
         given = mg.GroupedGemmProblem(draw(total, 72), draw(groups, 72, 264), offsets=offsets)
     else:
         given = mg.GroupedGemmProblem(draw(264, 72), draw(72, total), offsets=offsets, jagged="n")
-    for config in hopper_candidates(staged_spec(given)):
-        verdict = mg.verify(given, mg.solve(given, backend="triton", config=replace(config, order="dealt")))
+    for at, config in enumerate(hopper_candidates(staged_spec(given))[:3]):
+        plan = mg.plan(given, backend="triton", config=replace(config, order="dealt" if at == 1 else "drawn"))
+        for _ in range(3):  # the counter is left as it was found
+            tensor(plan()).fill_(torch.nan)
+        verdict = mg.verify(given, plan())
         assert verdict, f"{config}: {verdict}"
+
+
+@pytest.mark.parametrize("extents", [(131, 77), (259, 513), (135, 104)])
+def test_unaligned_weights_through_registers(extents: tuple[int, int]) -> None:
+    given = problem("jagged_m", *extents)
+    carrying = [config for config in hopper_candidates(staged_spec(given)) if config.carry]
+    assert carrying
+    for config in carrying:
+        plan = mg.plan(given, backend="triton", config=config)
+        tensor(plan()).fill_(torch.nan)
+        assert mg.verify(given, plan()), config
 
 
 def test_lists_of_many_tiles() -> None:
@@ -191,3 +205,19 @@ def test_tiles_shared_out_along_k(form: str) -> None:
     results = [[out.clone() for out in made] if isinstance(made, list) else made.clone() for made in (plan(), plan())]
     assert mg.verify(given, results[0])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)), "the same call gives the same bits"
+
+
+def test_sizes_that_lie_with_tiles_shared_out_along_k() -> None:
+    """More tiles than honest sizes can have find no place for their parts: they must not look for one."""
+    ends = torch.arange(1, 131, dtype=torch.int32, device="cuda") * 3
+    a = torch.randn(390, 512, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(130, 512, 24, device="cuda", dtype=torch.bfloat16)
+    config = Config(block_m=16, block_n=32, block_k=64, warps=4, stages=3, programs=0, splits=4)
+    plan = mg.plan(given := mg.GroupedGemmProblem(a, b, ends=ends), backend="triton", config=config)
+    right = plan().clone()
+    assert mg.verify(given, right)
+    honest = ends.clone()
+    ends.copy_(torch.arange(130, device="cuda") % 2 * 390)
+    plan()
+    ends.copy_(honest)
+    assert torch.equal(plan(), right)

@@ -22,8 +22,10 @@ from multigemm.backends.triton.estimate import (
 )
 from multigemm.spec import ProblemSpec
 
-BRIEF_US = 200.0
-"""Below that, a launch less is worth more than the balance that drawing tiles from a counter brings."""
+BRIEF_US = 50.0
+"""Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""
+UNCOPIED_ROWS = 400
+"""Rows per group up to which a copy of unaligned weights takes longer than their slower way through registers."""
 
 
 def _pow2(value: int, low: int, high: int) -> int:
@@ -34,7 +36,7 @@ def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
     rows, columns = typical_rows(spec), typical_columns(spec)
     if rows * columns <= 160 * 160:
         small = Config(block_m=32, block_n=32, block_k=64, warps=4, stages=3, programs=0)
-        if (spec.k or 0) > 512:
+        if shape_of(spec).deep > 512:
             small = replace(small, block_k=128, stages=4)
         return [small, replace(small, block_m=64), replace(small, block_n=64), replace(small, block_m=16, block_n=64)]
     if rows <= 32:
@@ -108,8 +110,17 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     pack = tuple(name for name, x in operands if not mappable(x) or x.order != along[name])
     ranked = _ranked(spec, large, wide, tall, flat)
     found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
+    if "b" in pack:
+        uncopied = _uncopied(spec, tall, flat, tuple(name for name in pack if name == "a"))
+        found = [*uncopied, *found] if shape_of(spec).rows <= UNCOPIED_ROWS else [*found, *uncopied[:1]]
     found = [config for config in found if not problem_with(config, spec)]
     return _ordered(found, spec) if found else []
+
+
+def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ...]) -> list[Config]:
+    """Unaligned weights through registers, the tile that the rows fill first."""
+    order = (tall, flat) if shape_of(spec).rows > 128 else (flat, tall)
+    return [replace(config, carry=True, pack=pack, block_k=depth_of(spec)) for config in order]
 
 
 def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
@@ -124,7 +135,7 @@ def pointer_candidates(spec: ProblemSpec) -> list[Config]:
     size = spec.compute.itemsize
     by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: _thirty_two_bit(spec)}
     found = by_size.get(size, _sixty_four_bit)()
-    found = [*found[:1], shared_out(found[0], spec), *found[1:]]
+    found = [shared_out(found[0], spec), *found]
     return [config for config in dict.fromkeys(found) if not problem_with(config, spec)]
 
 

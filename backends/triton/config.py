@@ -24,8 +24,9 @@ class Config:
 
     `pack` (hopper): operands that are first copied into aligned rows.
     `splits` (pointer): programs that share a tile along K, where K is long and tiles are few.
-    `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free. What is
-    dealt needs no launch before it where the groups are few; what is drawn balances tiles that differ.
+    `carry` (hopper): weights that no tensor map expresses pass through registers, instead of being copied first.
+    `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free, which
+    balances tiles that differ.
     """
 
     kernel: Literal["pointer", "hopper"] = "pointer"
@@ -39,6 +40,7 @@ class Config:
     pack: tuple[str, ...] = ()
     order: Literal["dealt", "drawn"] = "drawn"
     splits: int = 1
+    carry: bool = False
 
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:
@@ -88,6 +90,28 @@ def shared_memory(config: Config, spec: ProblemSpec) -> int:
     return hopper_shared(config, spec) if config.kernel == "hopper" else shared_bytes(config, spec)
 
 
+def carry_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why the weights cannot pass through registers, or ''."""
+    if spec.form != "jagged_m" or spec.compute.itemsize != 2:
+        return f"{spec.form} of {spec.compute}: weights of jagged rows pass through registers, in 16 bits"
+    if spec.b.order != "row" or "b" in config.pack:
+        return f"b is {spec.b.order}, pack={config.pack}: weights pass through registers along their n, uncopied"
+    if config.block_m not in (128, 256) or config.block_n != 128:
+        return f"tile {config.block_m}x{config.block_n}: four more warps leave registers for 128|256 x 128"
+    if spec.c is not None or spec.activation == "gelu":
+        return "four more warps leave no registers for a C to read or for gelu"
+    if config.block_m == 256 and not light(spec):
+        return "four more warps leave registers for 128x128 here: 256x128 takes plain 16-bit results of few groups"
+    return ""
+
+
+def light(spec: ProblemSpec) -> bool:
+    """Plain 16-bit results in rows as they come, of groups that the loading warp finds with 32-bit sizes."""
+    plain = spec.bias is None and spec.activation in (None, "relu") and spec.out.dtype.itemsize == 2
+    few = spec.groups <= 256 and spec.index != torch.int64
+    return plain and few and spec.out.order == "row" and spec.out.align < 16
+
+
 def hopper_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the warp-specialised kernel cannot run this spec with this config, or ''."""
     if spec.form == "per_group":
@@ -99,7 +123,11 @@ def hopper_problem(config: Config, spec: ProblemSpec) -> str:
         return f"{spec.compute} products: kernel='hopper' multiplies 16-bit floats and tf32, kernel='pointer' the rest"
     if tf32 and spec.form == "jagged_k":
         return "tf32 is multiplied along memory only, where a jagged k cannot start anywhere; kernel='pointer' takes it"
+    if config.carry and (reason := carry_problem(config, spec)):
+        return reason
     for name, x in (("a", spec.a), ("b", spec.b)):
+        if config.carry and name == "b":
+            continue
         if not mappable(x) and name not in config.pack:
             seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"
             return f"{seen}: tensor maps need rows of unit stride, 16-byte aligned; pack it"

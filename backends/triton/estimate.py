@@ -74,7 +74,7 @@ def ring_us(config: Config, spec: ProblemSpec) -> float:
     turns = max(1.0, _tiles(config, shape) / PROCESSORS)
     along = turns * steps * STEP_US[min(256, config.block_m), config.block_n]
     work = max(along, shape.elements * size / 3.2e6, shape.flops * size / 2 / 420e6)
-    return 10.0 + work + (10.0 if config.pack else 0.0)
+    return 10.0 + work * (1.6 if config.carry else 1.0) + (10.0 if config.pack else 0.0)
 
 
 def pointer_us(config: Config, spec: ProblemSpec) -> float:
@@ -97,6 +97,6 @@ def shared_out(config: Config, spec: ProblemSpec) -> Config:
     """The same with tiles shared out along K, as far as that fills two programs per multiprocessor of a large GPU."""
     splits, shape = 1, shape_of(spec)
     deep = 0 if spec.form == "per_group" else shape.deep
-    while splits < 16 and _tiles(config, shape) * splits <= PROCESSORS and deep >= splits * 8 * config.block_k:
+    while splits < 8 and _tiles(config, shape) * splits <= PROCESSORS and deep >= splits * 8 * config.block_k:
         splits *= 2
     return replace(config, splits=splits, programs=0) if splits > 1 else config

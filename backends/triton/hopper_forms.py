@@ -92,19 +92,24 @@ def stores_late(spec: ProblemSpec, config: Config) -> bool:
     return store_of(spec) == "tma" and plain and kept <= 512
 
 
-SEARCHED = 256
-"""Groups whose sizes the loading warp can hold, and search by itself."""
+def searchable(config: Config) -> int:
+    """Groups whose sizes the loading warp can hold, and search by itself; three consumers leave it fewer registers."""
+    return 128 if consumers(config) == 3 else 256
 
 
 def searched(spec: ProblemSpec, config: Config) -> bool:
-    """Whether the kernel finds its rows by itself: few groups, and tiles dealt out, which needs no counter."""
-    return cut_of(spec) == "rows" and config.order == "dealt" and spec.groups <= SEARCHED
+    """Whether the kernel finds its rows by itself: few groups."""
+    return cut_of(spec) == "rows" and spec.groups <= searchable(config)
 
 
 def listed(spec: ProblemSpec, config: Config) -> bool:
-    """Whether a small kernel runs first: to list the tile rows, or to set the counter that tiles are drawn from."""
-    rows = cut_of(spec) == "rows" and not searched(spec, config)
-    return rows or (cut_of(spec) == "k" and config.order == "drawn")
+    """Whether a small kernel runs first, to list the tile rows."""
+    return cut_of(spec) == "rows" and not searched(spec, config)
+
+
+def drawn(spec: ProblemSpec, config: Config) -> bool:
+    """Whether tiles are drawn from a counter. Those of a batch are all alike: they are dealt out."""
+    return config.order == "drawn" and cut_of(spec) != "batched"
 
 
 def start_multiple(spec: ProblemSpec) -> int:

@@ -19,6 +19,7 @@ from multigemm.backends.triton.hopper_forms import (
     canonical,
     canonical_shape,
     cut_of,
+    drawn,
     fits,
     listed,
     packed_spec,
@@ -30,6 +31,7 @@ from multigemm.backends.triton.hopper_sources import (
     RECORD_ROWS,
     STRIDES,
     hopper_source,
+    names_of,
     records_source,
 )
 from multigemm.backends.triton.launch import (
@@ -48,8 +50,8 @@ from multigemm.schedule import most_tiles, tiles_of
 from multigemm.spec import ProblemSpec
 
 
-def maps(spec: ProblemSpec, config: Config, shape: Packed) -> list[bytes]:
-    """The three tensor maps; an operand without elements borrows the output's address, unread."""
+def maps(spec: ProblemSpec, config: Config, shape: Packed) -> dict[str, bytes]:
+    """The tensor maps by name; an operand without elements borrows the output's address, unread."""
     a, b, out, box = shape.a, shape.b, shape.out, boxes(spec, config)
     a_at, b_at = a.ptr or out.ptr, b.ptr or out.ptr
     if spec.form == "jagged_k":
@@ -61,16 +63,20 @@ def maps(spec: ProblemSpec, config: Config, shape: Packed) -> list[bytes]:
             first = encode(a_at, spec.a.dtype, (rows, shape.k), (a.row or aligned_stride(shape.k), 1), box["a_desc"])
         else:
             first = encode(a_at, spec.a.dtype, (shape.k, shape.m), (a.col or aligned_stride(shape.m), 1), box["a_desc"])
-        groups = shape.groups if b.group else 1
-        inner, outer, line = (shape.n, shape.k, b.row) if spec.b.order == "row" else (shape.k, shape.n, b.col)
-        line = line or aligned_stride(inner)
-        second = encode(b_at, spec.b.dtype, (groups, outer, inner), (b.group or line, line, 1), box["b_desc"])
-    if store_of(spec) != "tma":
-        return [first, second, bytes(128)]
-    third = encode_ragged(
-        out.ptr, spec.out.dtype, shape.n, out.row or aligned_stride(shape.n), (STRIP, part_of(config, spec))
-    )
-    return [first, second, third]
+        second = b"" if config.carry else _map_of_weights(spec, shape, b_at, box["b_desc"])
+    third = bytes(128)
+    if store_of(spec) == "tma":
+        line = out.row or aligned_stride(shape.n)
+        third = encode_ragged(out.ptr, spec.out.dtype, shape.n, line, (STRIP, part_of(config, spec)))
+    return {"a_desc": first, "b_desc": second, "out_desc": third}
+
+
+def _map_of_weights(spec: ProblemSpec, shape: Packed, address: int, box: tuple[int, ...]) -> bytes:
+    b = shape.b
+    groups = shape.groups if b.group else 1
+    inner, outer, line = (shape.n, shape.k, b.row) if spec.b.order == "row" else (shape.k, shape.n, b.col)
+    line = line or aligned_stride(inner)
+    return encode(address, spec.b.dtype, (groups, outer, inner), (b.group or line, line, 1), box)
 
 
 def _numbers(ops: Operands, spec: ProblemSpec, shape: Packed) -> dict[str, int]:
@@ -81,6 +87,7 @@ def _numbers(ops: Operands, spec: ProblemSpec, shape: Packed) -> dict[str, int]:
     names["b_step"] = int(shape.b.group != 0)
     names["out_rows"] = shape.out.group // max(1, shape.out.row) if store_of(spec) == "tma" else 0
     out, c, bias = shape.out, shape.c, shape.bias
+    names |= {"b_group": shape.b.group, "b_line": shape.b.row if spec.b.order == "row" else shape.b.col}
     names |= {"out_group": out.group, "out_row": out.row, "out_col": out.col}
     if c is not None:
         names |= {"c_group": c.group, "c_row": c.row, "c_col": c.col}
@@ -124,27 +131,29 @@ class _Binding:
         return min(max(1, tiles), processors(self.index))
 
     def records(self) -> tuple[Tensor, list[Callable[[], None]]]:
-        """The list of tile rows and the counter, and the launch that writes them; nothing where none is needed."""
-        if not listed(self.spec, self.config):
+        """The counter (zero between launches) and the list of tile rows, and the launch that writes it, if any."""
+        entries = max(1, self.tile_rows) if listed(self.spec, self.config) else 0
+        if not entries and not drawn(self.spec, self.config):
             return torch.empty(0, dtype=torch.int32), []
-        entries = self.tile_rows if cut_of(self.spec) == "rows" else 0
-        records = torch.empty(8 * (1 + entries), dtype=torch.int32, device=self.ops.device)
-        extent = self.shape.m if cut_of(self.spec) == "rows" else self.shape.k
-        values = [records.data_ptr(), self.ends, extent, self.shape.groups, int(self.ops.head), self.programs]
-        grid = max(1, tiles_of(entries, RECORD_ROWS))
+        records = torch.zeros(8 * (1 + entries), dtype=torch.int32, device=self.ops.device)
+        if not entries:
+            return records, []
+        values = [records.data_ptr(), self.ends, self.shape.m, self.shape.groups, int(self.ops.head)]
+        grid = tiles_of(entries, RECORD_ROWS)
         return records, [launcher(self.kernels["records"], self.index, grid, values, (self.ops, records))]
 
     def main(self, records: Tensor) -> Callable[[], None]:
         """The launch of the kernel itself."""
-        ops, numbers = self.ops, _numbers(self.ops, self.spec, self.shape)
+        ops = self.ops
+        found: dict[str, int | bytes] = {**maps(self.spec, self.config, self.shape)}
+        found |= _numbers(ops, self.spec, self.shape) | {"ends": self.ends, "b": self.shape.b.ptr}
+        tensors = {"c": ops.c, "out": ops.out, "bias": ops.bias, "records": records}
+        found |= {name: x.data_ptr() if isinstance(x, Tensor) else 0 for name, x in tensors.items()}
+        box = boxes(self.spec, self.config)
         arguments: list[int | bytes] = []
-        for part, box in zip(
-            maps(self.spec, self.config, self.shape), boxes(self.spec, self.config).values(), strict=True
-        ):
+        for name in names_of(self.config):
             # a descriptor's extents and strides travel beside its map; the kernel reads neither
-            arguments += [part, *[0] * (2 * len(box))]
-        arguments += [x.data_ptr() if isinstance(x, Tensor) else 0 for x in (ops.c, ops.out, ops.bias, records)]
-        arguments += [self.ends, *(numbers[name] for name in (*EXTENTS, *STRIDES))]
+            arguments += [found[name], *[0] * (2 * len(box.get(name, ())))]
         return launcher(self.kernels["main"], self.index, self.programs, arguments, (ops, records))
 
 
@@ -182,5 +191,6 @@ def plan_hopper(
         kernels["records"] = cubin(records_source(spec, config), capability)
     if cut_of(canonical(spec)) == "rows" and spec.zero_unowned:
         kernels["zeros"] = cubin(zero_source(spec), capability)
-    name = f"hopper, after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else "hopper"
+    name = "hopper, weights through registers" if config.carry else "hopper"
+    name += f", after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else ""
     return Recipe(name, config, lambda ops: _bind(ops, spec, config, kernels, instead), why)

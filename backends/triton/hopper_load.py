@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from multigemm.backends.triton.hopper_tiles import draw, following, publish, record_of, rows_up_to, tile_from
+from multigemm.backends.triton.hopper_tiles import draw, following, publish, record_of, retire, rows_up_to, tile_from
 
 # Triton 3.6 calls it otherwise than later versions
 fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -124,5 +124,7 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
         record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED)
         stage, phase = fill(descs, ring, reading, blocks, stage, phase, work, a_rows, b_step, FORM, BN, PIECE, MOST,
                             STAGES, A_ORDER, B_ORDER)  # fmt: skip
+    if ORDER == "drawn":
+        retire(records)
     nothing = total * 0
     publish(mail, slot, turn, (nothing, nothing, nothing, nothing, nothing, nothing, nothing))

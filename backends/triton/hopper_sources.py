@@ -10,7 +10,7 @@ from multigemm.backends.triton.hopper_forms import (
     boxes,
     canonical,
     cut_of,
-    listed,
+    drawn,
     packed_spec,
     piece_of,
     searched,
@@ -36,6 +36,15 @@ def _descriptor(dtype: torch.dtype, box: tuple[int, ...]) -> str:
     return f"tensordesc<{TYPES[dtype]}[{', '.join(map(str, box))}],{_layout(len(box), dtype.itemsize)}>"
 
 
+def names_of(config: Config) -> tuple[str, ...]:
+    """The arguments, in the kernel's order."""
+    data = ("c", "out", "bias", "records", "ends")
+    if config.carry:
+        extents = tuple(name for name in EXTENTS if name != "b_step")
+        return ("a_desc", "out_desc", "b", *data, *extents, "b_group", "b_line", *STRIDES)
+    return ("a_desc", "b_desc", "out_desc", *data, *EXTENTS, *STRIDES)
+
+
 def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     """The kernel for a spec; classes only, no extents."""
     spec = canonical(packed_spec(given, config))
@@ -50,8 +59,9 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
         "bias": "*" + TYPES[spec.bias or out_dtype],
         "records": "*i32",
         "ends": "*" + TYPES[spec.index or torch.int32],
+        "b": "*" + TYPES[spec.b.dtype],
         **dict.fromkeys(EXTENTS, "i32"),
-        **dict.fromkeys(STRIDES, "i64"),
+        **dict.fromkeys(("b_group", "b_line", *STRIDES), "i64"),
     }
     constants = {
         "FORM": "search" if searched(spec, config) else cut_of(spec),
@@ -61,7 +71,7 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
         "MOST": config.block_m // STRIP,
         "STAGES": config.stages,
         "WIDTH": config.width,
-        "ORDER": config.order if listed(spec, config) else "dealt",
+        "ORDER": "drawn" if drawn(spec, config) else "dealt",
         "ALIGN": start_multiple(spec),
         "MASKED": spec.form == "masked",
         "A_ORDER": spec.a.order,
@@ -76,15 +86,19 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
         "CONSUMER_REGISTERS": 232 if consumers(config) == 2 else 160,
         "PRODUCER_REGISTERS": 40 if consumers(config) == 2 else 32,
     }
-    return KernelSource("multigemm.backends.triton.hopper", "hopper_kernel", tuple(signature.items()),
-                        tuple(constants.items()), gluon=True)  # fmt: skip
+    if config.carry:
+        constants = {name: value for name, value in constants.items() if name not in ("PIECE", "CONSUMERS")}
+        constants |= {"CONSUMER_REGISTERS": 176, "PRODUCER_REGISTERS": 48, "CARRIER_REGISTERS": 112}
+    module, name = ("hopper_carry", "carry_kernel") if config.carry else ("hopper", "hopper_kernel")
+    arguments = tuple((argument, signature[argument]) for argument in names_of(config))
+    return KernelSource(f"multigemm.backends.triton.{module}", name, arguments, tuple(constants.items()), gluon=True)
 
 
 def records_source(given: ProblemSpec, config: Config) -> KernelSource:
     """The small kernel that lists the tile rows of jagged groups."""
     spec = canonical(packed_spec(given, config))
     signature = {"records": "*i32", "ends": "*" + TYPES[spec.index or torch.int32],
-                 **dict.fromkeys(("m", "groups", "head", "programs"), "i32")}  # fmt: skip
+                 **dict.fromkeys(("m", "groups", "head"), "i32")}  # fmt: skip
     constants = {
         "KIND": "masked" if spec.form == "masked" else cut_of(spec),
         "STRIP": STRIP,

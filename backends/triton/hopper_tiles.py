@@ -13,7 +13,6 @@ from multigemm.backends.triton.schedule_device import group_rows
 
 STRIP = gl.constexpr(64)
 RECORD = gl.constexpr(8)
-SEARCHED = gl.constexpr(256)
 
 
 @gluon.jit
@@ -28,7 +27,10 @@ def place_in(local, tiles_m, tiles_n, WIDTH: gl.constexpr):
 
 @gluon.jit
 def draw(records, ORDER: gl.constexpr):
-    """Asks the counter for a tile; one lane gets the answer, and no one waits for it here."""
+    """Asks the counter for a tile; one lane gets the answer, and no one waits for it here.
+
+    The counter starts at 0 and is left at 0 (see `retire`): each program starts with the tile of its own number.
+    """
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, lanes)
     if ORDER == "dealt":
@@ -44,7 +46,17 @@ def following(tile, drawn, ORDER: gl.constexpr):
         return tile + gl.num_programs(0)
     else:
         lane = gl.arange(0, 32, drawn.type.layout)
-        return gl.sum(gl.where(lane == 0, drawn, 0), 0)
+        return gl.num_programs(0) + gl.sum(gl.where(lane == 0, drawn, 0), 0)
+
+
+@gluon.jit
+def retire(records):
+    """Counts the programs that draw no more; the last one clears both counts for the next launch."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lane = gl.arange(0, 32, lanes)
+    before = gl.atomic_add(records + 2 + lane * 0, lane * 0 + 1, mask=lane == 0, sem="acq_rel")
+    last = gl.sum(gl.where(lane == 0, before, 0), 0) == gl.num_programs(0) - 1
+    gl.store(records + 1 + lane, lane * 0, mask=(lane < 2) & last)
 
 
 @gluon.jit
@@ -54,10 +66,11 @@ def plus(x, y):
 
 @gluon.jit
 def rows_up_to(ends, extents, MOST: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr):
-    """Tile rows of the groups up to each of SEARCHED, counted by one warp: the sizes are read once, in parallel."""
+    """Tile rows up to each of 256 groups (or 128: hopper_forms.searchable), counted by one warp, all at once."""
     m, _, _, groups, head = extents
-    lanes: gl.constexpr = gl.BlockedLayout([SEARCHED // 32], [32], [1], [0])
-    g = gl.arange(0, SEARCHED, lanes)
+    EACH: gl.constexpr = 4 if MOST == 3 else 8
+    lanes: gl.constexpr = gl.BlockedLayout([EACH], [32], [1], [0])
+    g = gl.arange(0, 32 * EACH, lanes)
     start, end = group_rows(ends, g, head, m, g < groups, MASKED)
     strips = gl.where(end > start, (end - start // ALIGN * ALIGN + STRIP - 1) // STRIP, 0)
     return gl.associative_scan((strips + MOST - 1) // MOST, 0, plus)

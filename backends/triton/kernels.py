@@ -160,6 +160,9 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
         found, stride = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N,
                                CHUNK)  # fmt: skip
         total = tl.max(found, 0)
+    if SPLITS > 1:
+        # sizes that lie may claim more tiles than there are places for their parts
+        total = tl.minimum(total, tl.load(arrived))
 
     for work in range(tl.program_id(0), total * SPLITS, tl.num_programs(0)):
         tile = work // SPLITS
@@ -264,7 +267,7 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
         # 4. the epilogue
         owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]
         if SPLITS > 1:
-            acc, last = gathered(acc, partials, arrived, tile, work % SPLITS, SPLITS, BM, BN)
+            acc, last = gathered(acc, partials, arrived + 1, tile, work % SPLITS, SPLITS, BM, BN)
             # who is not the last stores nothing: a tile without columns
             cols_left = tl.where(last, cols_left, 0)
             owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]

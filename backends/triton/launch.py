@@ -110,14 +110,14 @@ def programs(tiles: int, config: Config, available: int) -> int:
 
 
 def split_space(ops: Operands, tiles: int, config: Config) -> dict[str, Tensor]:
-    """Where programs that share a tile leave their parts, and count themselves; nothing where none do."""
+    """Where programs that share a tile leave their parts, and count themselves behind a word that tells for how
+    many tiles there is room; nothing where none do."""
     if config.splits == 1:
         return {}
     parts = (max(1, tiles), config.splits, config.block_m, config.block_n)
-    return {
-        "partials": torch.empty(parts, dtype=ops.spec.acc, device=ops.device),
-        "arrived": torch.zeros(max(1, tiles), dtype=torch.int32, device=ops.device),
-    }
+    arrived = torch.zeros(1 + max(1, tiles), dtype=torch.int32, device=ops.device)
+    arrived[:1] = max(1, tiles)
+    return {"partials": torch.empty(parts, dtype=ops.spec.acc, device=ops.device), "arrived": arrived}
 
 
 def nothing() -> None:

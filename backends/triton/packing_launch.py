@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multigemm.backends.triton.compile import Cubin, KernelSource
 from multigemm.backends.triton.config import Config
-from multigemm.backends.triton.hopper_forms import aligned_stride, packed_order
+from multigemm.backends.triton.hopper_forms import packed_order
 from multigemm.backends.triton.pointer_sources import TYPES
 from multigemm.layouts import Operands, Packed, Strided, packed
 from multigemm.schedule import tiles_of
@@ -32,11 +32,17 @@ def pack_source(operand: OperandSpec, name: str, spec: ProblemSpec) -> KernelSou
                         (("target", 16), ("target_group", 8), ("target_row", 8)))  # fmt: skip
 
 
+def line_of(columns: int, size: int) -> int:
+    """Elements from row to row of a copy: whole lines of 128 bytes, which are read at once, or pieces of 16."""
+    whole = 128 // size if columns >= 256 else 8
+    return -(-columns // whole) * whole
+
+
 def _pack_one(source: Strided, groups: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device,
               code: Cubin) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
     from multigemm.backends.triton.driver import launcher
 
-    line = aligned_stride(columns)
+    line = line_of(columns, dtype.itemsize)
     target = torch.empty((groups, rows, line), dtype=dtype, device=device)
     values = [source.ptr, target.data_ptr(), rows, columns, source.group, source.row, source.col, rows * line, line]
     blocks = groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS)

@@ -119,47 +119,42 @@ def group_rows(ends, g, head, m, ok, MASKED: tl.constexpr):
 
 
 @triton.jit
-def write_records(records, ends, m, groups, head, programs,
+def write_records(records, ends, m, groups, head,
                   KIND: tl.constexpr, STRIP: tl.constexpr, MOST: tl.constexpr, ALIGN: tl.constexpr,
                   ROWS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """One record per tile row: group, its first tile row, their number, strips per tile, start, end, true start.
 
-    records[0] is the number of tile rows, records[1] the counter that further tiles are drawn from
-    (each program starts with one); the record of tile row i starts at 8 * (1 + i). Rows are split
+    records[0] is the number of tile rows, the record of tile row i starts at 8 * (1 + i). Rows are split
     into tiles of equal numbers of strips (see multigemm.schedule.heights). `start` is rounded down to
-    a multiple of ALIGN, which copies along rows need. KIND "k" has no rows to list, only the counter.
-    Each program finds the groups of its ROWS tile rows.
+    a multiple of ALIGN, which copies along rows need. Each program finds the groups of its ROWS tile rows.
     """
-    if KIND != "k":
-        i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        lane = tl.arange(0, STEP)
-        carry = 0
-        g = i * 0
-        first = i * 0
-        for base in range(0, groups, STEP):
-            index = base + lane
-            start, end = group_rows(ends, index, head, m, index < groups, KIND == "masked")
-            strips = tl.where(end > start, (end - start // ALIGN * ALIGN + STRIP - 1) // STRIP, 0)
-            counts = (strips + MOST - 1) // MOST
-            at = carry + tl.cumsum(counts, 0) - counts
-            carry += tl.sum(counts, 0)
-            found = (at[None, :] <= i[:, None]) & ((at + counts)[None, :] > i[:, None])
-            g += tl.sum(tl.where(found, index[None, :], 0), 1)
-            first += tl.sum(tl.where(found, at[None, :], 0), 1)
-        valid = i < carry
-        true_start, end = group_rows(ends, g, head, m, valid, KIND == "masked")
-        start = true_start // ALIGN * ALIGN
-        strips = (end - start + STRIP - 1) // STRIP
-        count = (strips + MOST - 1) // MOST
-        entry = records + 8 + i * 8
-        tl.store(entry, g, mask=valid)
-        tl.store(entry + 1, first, mask=valid)
-        tl.store(entry + 2, count, mask=valid)
-        tl.store(entry + 3, (strips + count - 1) // tl.maximum(count, 1), mask=valid)
-        tl.store(entry + 4, start, mask=valid)
-        tl.store(entry + 5, end, mask=valid)
-        tl.store(entry + 6, true_start, mask=valid)
-        if tl.program_id(0) == 0:
-            tl.store(records, carry)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, STEP)
+    carry = 0
+    g = i * 0
+    first = i * 0
+    for base in range(0, groups, STEP):
+        index = base + lane
+        start, end = group_rows(ends, index, head, m, index < groups, KIND == "masked")
+        strips = tl.where(end > start, (end - start // ALIGN * ALIGN + STRIP - 1) // STRIP, 0)
+        counts = (strips + MOST - 1) // MOST
+        at = carry + tl.cumsum(counts, 0) - counts
+        carry += tl.sum(counts, 0)
+        found = (at[None, :] <= i[:, None]) & ((at + counts)[None, :] > i[:, None])
+        g += tl.sum(tl.where(found, index[None, :], 0), 1)
+        first += tl.sum(tl.where(found, at[None, :], 0), 1)
+    valid = i < carry
+    true_start, end = group_rows(ends, g, head, m, valid, KIND == "masked")
+    start = true_start // ALIGN * ALIGN
+    strips = (end - start + STRIP - 1) // STRIP
+    count = (strips + MOST - 1) // MOST
+    entry = records + 8 + i * 8
+    tl.store(entry, g, mask=valid)
+    tl.store(entry + 1, first, mask=valid)
+    tl.store(entry + 2, count, mask=valid)
+    tl.store(entry + 3, (strips + count - 1) // tl.maximum(count, 1), mask=valid)
+    tl.store(entry + 4, start, mask=valid)
+    tl.store(entry + 5, end, mask=valid)
+    tl.store(entry + 6, true_start, mask=valid)
     if tl.program_id(0) == 0:
-        tl.store(records + 1, programs)
+        tl.store(records, carry)
