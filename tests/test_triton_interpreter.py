@@ -14,6 +14,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
+from multigemm.backends.triton.launch import split_space
 from multigemm.integrations import sort_op
 from multigemm.settings import settings
 from multigemm.staging import stage
@@ -192,3 +193,30 @@ def test_tiles_shared_out_along_k(form: str, dtype: torch.dtype) -> None:
     first = mg.verify(given, launch())
     assert first, str(first)
     assert mg.verify(given, launch()), "the counts of the first launch are cleared"
+
+
+def test_sizes_that_lie_find_a_place_for_the_parts_of_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, torch.Tensor]] = []
+
+    def spaced(ops: Any, tiles: int, config: Config) -> dict[str, torch.Tensor]:
+        """The workspace between guards, as a slice of more memory."""
+        wide = {}
+        for name, tensor in split_space(ops, tiles, config).items():
+            whole = torch.full((tensor.numel() * 3,), 77, dtype=tensor.dtype)
+            whole[tensor.numel() : 2 * tensor.numel()] = tensor.flatten()
+            wide[name] = whole
+        made.append(wide)
+        return {name: whole[whole.numel() // 3 : whole.numel() // 3 * 2] for name, whole in wide.items()}
+
+    monkeypatch.setattr("multigemm.backends.triton.emulate.split_space", spaced)
+    ends = torch.tensor([4, 6, 9, 20, 21, 40], dtype=torch.int32)
+    a, b = torch.randn(40, 70), torch.randn(6, 70, 20)
+    config = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=3, splits=4)
+    given = mg.GroupedGemmProblem(a, b, ends=ends)
+    launch = mg.plan(given, backend="triton", config=config)
+    assert mg.verify(given, launch())
+    ends.copy_(torch.tensor([0, 40, 0, 40, 0, 40], dtype=torch.int32))  # half of the groups claim all rows
+    launch()
+    for whole in (tensor for space in made for tensor in space.values()):
+        third = whole.numel() // 3
+        assert (whole[:third] == 77).all() and (whole[2 * third :] == 77).all(), "nothing beside it is written"
