@@ -78,6 +78,20 @@ def test_weight_gradients_with_empty_groups(config: Config, where: str, head: in
         assert torch.equal(dw[g].double(), x[start:end].t().double() @ dy[start:end].double()), g
 
 
+@pytest.mark.parametrize("rows", [1, 40, 5000])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_behind_ends_on_the_device_are_zeros(rows: int, dtype: torch.dtype) -> None:
+    a, b = ints(rows, 64), ints(3, 64, 24, seed=1)
+    ends = torch.zeros(3, dtype=dtype, device="cuda")
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, ends=ends), backend="cublas")
+    assert not plan.syncs
+    for sizes in ([0, 0, 0], [rows // 3, 0, rows // 2], [0, 0, rows], [rows // 5, 1, 0]):
+        ends.copy_(offsets_of(sizes)[1:])
+        out: Any = plan()
+        out.fill_(float("nan"))
+        assert torch.equal(cast(torch.Tensor, plan()).double(), exact_rows(a, b, sizes))
+
+
 @pytest.mark.parametrize("lie", [[-5, 4, 900], [60, 20, 90], [2**31 - 1] * 3, [-1, -1, -1]])
 @pytest.mark.parametrize("config", [Config("auto"), Config("loop"), Config("batched")], ids=lambda c: c.variant)
 def test_offsets_that_lie_touch_nothing_else(config: Config, lie: list[int]) -> None:

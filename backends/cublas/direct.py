@@ -77,8 +77,11 @@ def _from_device(ops: Operands) -> Steps:
     spec, jagged_m = ops.spec, ops.spec.jagged == "m"
     if jagged_m and ops.head and not spec.zero_unowned:
         return _guarded(ops, a, b, out)
-    bounds = Cut(ops, a.shape[0] if jagged_m else a.shape[1])
+    zeroed = out if jagged_m and spec.zero_unowned and not ops.head else None
+    bounds = Cut(ops, a.shape[0] if jagged_m else a.shape[1], zeroed=zeroed)
     steps: list[Step] = [bounds, GroupedMM(a, b, bounds.ends, out)]
+    if zeroed is not None:
+        return Steps(ops, steps, bounds)
     if jagged_m and spec.zero_unowned:
         steps.append(Finish(ops, Need(owned=False, unowned=True)))
     elif ops.head:

@@ -26,6 +26,8 @@ EIGHT = 8
 """Elements that a thread of the kernel takes at once where they lie in aligned words."""
 MOST_BLOCKS = 3168
 """For each of an H100's multiprocessors 24, of which three are resident: eight rounds, so the last one is short."""
+ZEROING_BLOCKS = 131
+"""Beside the one that cuts, on an H100's 132 multiprocessors."""
 JAGGED_CODES = {None: 0, "m": 1, "n": 2, "k": 3}
 
 
@@ -165,12 +167,22 @@ def _list_task(ops: Operands, need: Need, task: Any) -> Tensor:
     return table
 
 
+def _lines(t: Tensor | None) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]:
+    """Address, bytes from row to row, and elements of a row of 16-bit elements."""
+    if t is None:
+        return ctypes.c_void_p(None), ctypes.c_int64(0), ctypes.c_int64(0)
+    return ctypes.c_void_p(t.data_ptr()), ctypes.c_int64(t.stride(0) * t.element_size()), ctypes.c_int64(t.shape[1])
+
+
 class Cut:
-    """Turns the device's offsets into ends for grouped_mm: `ends`, `first_two`, and with `apart` also `aside`."""
+    """Turns the device's offsets into ends for grouped_mm: `ends`, `first_two`, and with `apart` also `aside`.
 
-    __slots__ = ("_arguments", "_keep", "_kernel", "aside", "ends", "first_two")
+    The rows of `zeroed` behind the last group become zeros.
+    """
 
-    def __init__(self, ops: Operands, extent: int, apart: bool = False) -> None:
+    __slots__ = ("_arguments", "_grid", "_keep", "_kernel", "aside", "ends", "first_two")
+
+    def __init__(self, ops: Operands, extent: int, apart: bool = False, zeroed: Tensor | None = None) -> None:
         given = cast(Tensor, ops.ends)
         self.ends = torch.empty(ops.spec.groups, dtype=torch.int32, device=ops.device)
         self.first_two = torch.empty(2, dtype=torch.int32, device=ops.device)
@@ -179,10 +191,11 @@ class Cut:
             *(ctypes.c_void_p(t.data_ptr()) for t in (given, self.ends, self.first_two)),
             ctypes.c_void_p(None if self.aside is None else self.aside.data_ptr()),
             ctypes.c_int(ops.spec.groups), ctypes.c_int64(extent),
-            ctypes.c_int(given.dtype is torch.int64), ctypes.c_int(ops.head),
+            ctypes.c_int(given.dtype is torch.int64), ctypes.c_int(ops.head), *_lines(zeroed),
         )  # fmt: skip
+        self._grid = (1 if zeroed is None else 1 + ZEROING_BLOCKS, 1)
         self._kernel = nvrtc.kernel(CUT, "cut", (), ops.device.index or 0)
-        self._arguments, self._keep = nvrtc.pointers(*values), (values, given)
+        self._arguments, self._keep = nvrtc.pointers(*values), (values, given, zeroed)
 
     def __call__(self, stream: int) -> None:
-        self._kernel((1, 1), CUT_THREADS, self._arguments, stream)
+        self._kernel(self._grid, CUT_THREADS, self._arguments, stream)

@@ -4,9 +4,10 @@
 and writes act(alpha*acc + beta*c + bias) to every owned element, and zeros to the unowned ones if
 asked. With no intermediate it also lays c under a product that the library then adds to.
 `cut` turns offsets that may lie into ends that torch's grouped_mm can be trusted with: int32,
-between 0 and T, never falling. Where the caller's rows before the first group must be kept, it
-deals them out to one of two calls: to the one that writes in place if there are no such rows, else
-to the one that writes aside; the other call gets empty groups.
+between 0 and T, never falling. Its other blocks, if there are any, zero the rows behind the last
+group. Where the caller's rows before the first group must be kept, it deals them out to one of two
+calls: to the one that writes in place if there are no such rows, else to the one that writes aside;
+the other call gets empty groups.
 
 Element types are compiled in; extents, strides and addresses are arguments.
 """
@@ -233,13 +234,22 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
 CUT = r"""
 typedef long long i64;
 extern "C" __global__ void __launch_bounds__(1024) cut(
-    const void* ends, int* result, int* first_two, int* aside, int groups, i64 extent, int wide, int head) {
+    const void* ends, int* result, int* first_two, int* aside, int groups, i64 extent, int wide, int head,
+    char* out, i64 row_bytes, i64 width) {
     __shared__ int scan[2][1024];
     int g = threadIdx.x, now = 0;
     auto read = [&](int at) {
         i64 v = wide ? ((const i64*)ends)[at] : (i64)((const int*)ends)[at];
         return (int)(v < 0 ? 0 : v > extent ? extent : v);
     };
+    if (blockIdx.x) {  // rows behind the last group, in aligned words of eight elements
+        for (i64 row = read(groups - 1) + (i64)blockIdx.x - 1; row < extent; row += gridDim.x - 1) {
+            char* line = out + row * row_bytes;
+            for (i64 at = g; at < width / 8; at += blockDim.x) ((int4*)line)[at] = make_int4(0, 0, 0, 0);
+            for (i64 at = width / 8 * 8 + g; at < width; at += blockDim.x) ((short*)line)[at] = 0;
+        }
+        return;
+    }
     int start = head ? read(-1) : 0;
     scan[0][g] = g < groups ? max(read(g), start) : 0;
     __syncthreads();

@@ -102,7 +102,8 @@ class Kernel:
         if status == INVALID_CONTEXT:
             use_context(self._device)
             status = self._launch(*full)
-        driver_checked(status, f"launch of {self.name}")
+        if status:
+            driver_checked(status, f"launch of {self.name}")
 
 
 def pointers(*values: Any) -> Any:
