@@ -220,3 +220,16 @@ def test_sizes_that_lie_find_a_place_for_the_parts_of_every_tile(monkeypatch: py
     for whole in (tensor for space in made for tensor in space.values()):
         third = whole.numel() // 3
         assert (whole[:third] == 77).all() and (whole[2 * third :] == 77).all(), "nothing beside it is written"
+
+
+def test_records_of_sizes_that_lie_stay_in_their_list() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from multigemm.backends.triton.schedule_device import write_records
+
+    ends = (torch.arange(40, dtype=torch.int32) % 2) * 1000  # every second group claims all 1000 rows
+    records = torch.full((8 * (1 + 64) + 8,), -7, dtype=torch.int32)
+    kernel: Any = write_records
+    kernel[(2,)](records, ends, 1000, 40, 0, KIND="rows", STRIP=64, MOST=2, ALIGN=1, ROWS=32, STEP=64)
+    assert records[0] == 64, "20 groups of 8 tile rows find 64 places"
+    assert (records[8 : 8 * 65].view(64, 8)[:, :7] != -7).all()
+    assert (records[8 * 65 :] == -7).all()

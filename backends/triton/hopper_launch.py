@@ -132,14 +132,13 @@ class _Binding:
 
     def records(self) -> tuple[Tensor, list[Callable[[], None]]]:
         """The counter (zero between launches) and the list of tile rows, and the launch that writes it, if any."""
-        entries = max(1, self.tile_rows) if listed(self.spec, self.config) else 0
-        if not entries and not drawn(self.spec, self.config):
+        grid = tiles_of(max(1, self.tile_rows), RECORD_ROWS) if listed(self.spec, self.config) else 0
+        if not grid and not drawn(self.spec, self.config):
             return torch.empty(0, dtype=torch.int32), []
-        records = torch.zeros(8 * (1 + entries), dtype=torch.int32, device=self.ops.device)
-        if not entries:
+        records = torch.zeros(8 * (1 + grid * RECORD_ROWS), dtype=torch.int32, device=self.ops.device)
+        if not grid:
             return records, []
         values = [records.data_ptr(), self.ends, self.shape.m, self.shape.groups, int(self.ops.head)]
-        grid = tiles_of(entries, RECORD_ROWS)
         return records, [launcher(self.kernels["records"], self.index, grid, values, (self.ops, records))]
 
     def main(self, records: Tensor) -> Callable[[], None]:

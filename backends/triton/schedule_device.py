@@ -126,7 +126,8 @@ def write_records(records, ends, m, groups, head,
 
     records[0] is the number of tile rows, the record of tile row i starts at 8 * (1 + i). Rows are split
     into tiles of equal numbers of strips (see multigemm.schedule.heights). `start` is rounded down to
-    a multiple of ALIGN, which copies along rows need. Each program finds the groups of its ROWS tile rows.
+    a multiple of ALIGN, which copies along rows need. Each program finds the groups of its ROWS tile rows;
+    sizes that lie may claim more of them than there are places, which are then left out.
     """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, STEP)
@@ -157,4 +158,4 @@ def write_records(records, ends, m, groups, head,
     tl.store(entry + 5, end, mask=valid)
     tl.store(entry + 6, true_start, mask=valid)
     if tl.program_id(0) == 0:
-        tl.store(records, carry)
+        tl.store(records, tl.minimum(carry, tl.num_programs(0) * ROWS))
