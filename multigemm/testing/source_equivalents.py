@@ -23,6 +23,29 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("schedule_device.py", "mask=ok, other=0", "mask=ok, other=1", "lanes that the mask leaves out are not counted"),
     ("schedule.py", "while distance < threads", "while distance <= threads",
      "one more round, in which no thread takes part"),
+    ("kernels.py", "mask=(i < rows_left)[:, None], other=0", "mask=(i < rows_left)[:, None], other=1",
+     "rows that the mask leaves out are not stored"),
+    ("kernels.py", "mask=(j < cols_left)[None, :], other=0", "mask=(j < cols_left)[None, :], other=1",
+     "columns that the mask leaves out are not stored"),
+    ("kernels.py", "(kk < k_left)[None, :], other=0", "(kk < k_left)[None, :], other=1",
+     "behind the end of K it meets zeros of B, and rows that the mask leaves out are not stored"),
+    ("kernels.py", "(kk < k_left)[:, None] & (j < cols_left)[None, :], other=0",
+     "(kk < k_left)[:, None] & (j < cols_left)[None, :], other=1",
+     "behind the end of K it meets zeros of A, and columns that the mask leaves out are not stored"),
+    *(("kernels.py", f"({extent} - {first} + {block} - 1)", f"({new})", "further tiles lie outside and store nothing")
+      for extent, first, block in (("columns", "first_column", "BN"), ("rows", "first_row", "BM"))
+      for new in (f"{extent} - {first} + {block}", f"{extent} - {first} + {block} + 1",
+                  f"{extent} + {first} + {block} - 1")),
+    ("kernels.py", "skip_k + 0 * row0", "skip_k - 0 * row0", "zero either way"),
+    ("kernels.py", "skip_k + 0 * row0", "skip_k + 0", "zero either way"),
+    ("kernels.py", "tile + groups * 0", "tile - groups * 0", "zero either way"),
+    ("kernels.py", "start = g * 0", "start = g", "only its type is used: forms that read it give it a value"),
+    ("schedule_device.py", "(offset + lane < stride)", "(offset + lane <= stride)",
+     "one group more, whose count lies above the tile as the pivot's does"),
+    ("epilogue.py", "mask=c_mask, other=0", "mask=c_mask, other=1", "what the mask leaves out is not stored"),
+    ("epilogue.py", "mask=bias_mask, other=0", "mask=bias_mask, other=1", "what the mask leaves out is not stored"),
+    ("portable.cu", "if (next < blocks) loader.load(g, to)", "if (next <= blocks) loader.load(g, to)",
+     "behind the end of K nothing is owned: zeros for a stage that nobody reads"),
 )  # fmt: skip
 """(file, text, what it becomes, reason)."""
 

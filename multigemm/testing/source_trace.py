@@ -52,7 +52,7 @@ def shared_tiles(config: Any) -> Any:
     """Small tiles, each the work of several programs where a config knows that; of a few programs in turn, so that
     the parts of different tiles mix although an emulator runs one program after the other."""
     small = small_tiles(config)
-    return replace(small, splits=4, programs=3) if hasattr(small, "splits") else small
+    return replace(small, splits=4, programs=3, block_k=16) if hasattr(small, "splits") else small
 
 
 PLAIN, UNLISTED, SHARED = 0, 3, 4
