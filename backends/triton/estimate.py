@@ -96,9 +96,9 @@ def _slowness(spec: ProblemSpec) -> float:
 def shared_out(config: Config, spec: ProblemSpec) -> Config:
     """The same with tiles shared out along K, as far as that fills two programs per multiprocessor of a large GPU."""
     splits, shape = 1, shape_of(spec)
-    # addresses element by element leave a large tile no registers for its parts; lists share out nothing
-    crowded = _slowness(spec) > 1 and config.block_m * config.block_n > 64 * 128
-    deep = 0 if spec.form == "per_group" or crowded else shape.deep
+    # a large tile leaves no registers for its parts; lists share out nothing
+    large = config.block_m * config.block_n > 64 * 128
+    deep = 0 if spec.form == "per_group" or large else shape.deep
     while splits < 8 and _tiles(config, shape) * splits <= PROCESSORS and deep >= splits * 8 * config.block_k:
         splits *= 2
     return replace(config, splits=splits, programs=0) if splits > 1 else config
