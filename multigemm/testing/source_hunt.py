@@ -122,6 +122,7 @@ class _Run:
     def problem(self, number: int) -> Any:
         """At the edges of the tiles or ordinary; and, where a kernel decides on them at run time, of another form,
         with another epilogue or none, with other factors."""
+        from multigemm.testing.case import dtype_name
         from multigemm.testing.edges import WORK, alike, at_edges, multitude
         from multigemm.testing.kinds import cousin, redrawn
         from multigemm.testing.strategies import Limits, RandomChooser, factors
@@ -137,7 +138,10 @@ class _Run:
             return multitude(replace(case, shared=True), choose, ordinary)
         if number % 5 == 4:
             return alike(case, redrawn(case, choose, ordinary))
-        return at_edges(case, self.config, choose, Limits(work=WORK))
+        case = at_edges(case, self.config, choose, Limits(work=WORK))
+        if number % 3 == 0 and case.given and case.c_dtype == dtype_name(case.result_dtype):
+            return replace(case, alias=True, c=case.out)  # where a tile that is done twice shows
+        return case
 
     def meet(self, first: int, say: Callable[[str], None]) -> tuple[int, dict[str, str] | None]:
         """A burst of problems; how many ran, and what the first finding says."""
