@@ -27,7 +27,7 @@ from multigemm.bench.workloads import DTYPES, Rates, Workload, parse_shape, with
 from multigemm.errors import InvalidSetting
 
 STRIKES = 3
-CPU_GOAL_S = 3.0
+CPU_GOAL_S = 1.6
 """Seconds per workload on a CPU, which other processes may share: where these take longer, samples become fewer."""
 EPILOG = """
   multigemm bench --suite moe                     every backend and peer that is here
@@ -167,7 +167,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.commit:
         report.machine["commit"] = args.commit
     report.method["command"] = _repeatable()
-    _same_run(report, device, args.commit)
+    if kept:
+        _same_run(report, device, args.commit)
     add_ceilings(report, device, {c.dtype for c in cases}, options)
     with Progress(len(cases), quiet=args.quiet) as progress:
         runner = Runner(entries, device, options, report, path, Marker(args.marker), progress.step)
@@ -252,7 +253,7 @@ def _options(args: argparse.Namespace, device: torch.device, cases: list[Workloa
         rates = {c.dtype: Rates(tflops, tbps) for c in cases}
     if args.reps < 1:
         raise InvalidSetting(f"--reps {args.reps}: at least one round is needed")
-    budget = args.budget_ms or (400.0 if device.type == "cuda" else 800.0)
+    budget = args.budget_ms or (400.0 if device.type == "cuda" else 600.0)
     goal = CPU_GOAL_S * len(cases) if device.type == "cpu" else math.inf
     modes = tuple(_parts(args.modes))
     if unknown := set(modes) - {"graph", "hot", "host"}:
