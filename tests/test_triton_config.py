@@ -138,6 +138,13 @@ def test_bad_configs_are_refused_with_the_reason(config: Config, word: str) -> N
         BACKEND.plan(spec, config, torch.device("cpu"))
 
 
+def test_little_work_is_cut_into_small_tiles() -> None:
+    spec = replace(SPECS["jagged_m bf16"], groups=4, n=128, k=256, total=1024)
+    best = pointer_candidates(spec)[0]
+    assert (best.block_m, best.block_n) == (32, 32), "128 tiles for 132 multiprocessors, rather than 8"
+    assert pointer_candidates(replace(spec, groups=64, total=2**14))[0].block_m == 128
+
+
 def test_zero_extents_and_other_dtypes_stay_on_the_pointer_kernel() -> None:
     spec = SPECS["jagged_m bf16"]
     assert hopper_candidates(replace(spec, k=0)) == []

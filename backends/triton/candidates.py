@@ -13,6 +13,7 @@ import torch
 
 from multigemm.backends.triton.config import Config, depth_of, mappable, problem_with
 from multigemm.backends.triton.estimate import (
+    PROCESSORS,
     pointer_us,
     ring_us,
     shape_of,
@@ -34,7 +35,7 @@ def _pow2(value: int, low: int, high: int) -> int:
 
 def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
     rows, columns = typical_rows(spec), typical_columns(spec)
-    if rows * columns <= 160 * 160:
+    if rows * columns <= 160 * 160 or spec.groups * rows * columns <= PROCESSORS * 32 * 32:
         small = Config(block_m=32, block_n=32, block_k=64, warps=4, stages=3, programs=0)
         if shape_of(spec).deep > 512:
             small = replace(small, block_k=128, stages=4)
