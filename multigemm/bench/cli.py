@@ -27,6 +27,7 @@ from multigemm.bench.workloads import DTYPES, Rates, Workload, parse_shape, with
 from multigemm.errors import InvalidSetting
 
 STRIKES = 3
+LONG_SUITE, LISTED = 100, 5
 CPU_GOAL_S = 1.6
 """Seconds per workload on a CPU, which other processes may share: where these take longer, samples become fewer."""
 EPILOG = """
@@ -127,9 +128,12 @@ def main(args: argparse.Namespace) -> int:
         return finish(results.read(args.report), args.report if args.report.is_dir() else args.report.parent)
     if args.bench_command == "list":
         for name in SUITES:
-            print(f"{name}:")
-            for case in suite(name):
+            cases = suite(name)
+            print(f"{name}: {len(cases)} workloads")
+            for case in cases[: LISTED if len(cases) > LONG_SUITE else None]:
                 print(f"  {case.key:44s} {case.describe()}")
+            if len(cases) > LONG_SUITE:
+                print("  ...")
         return 0
     place = places.here()
     if devices := fleet.shared(args, place):
