@@ -128,11 +128,11 @@ def main(args: argparse.Namespace) -> int:
         return finish(results.read(args.report), args.report if args.report.is_dir() else args.report.parent)
     if args.bench_command == "list":
         for name in SUITES:
-            cases = suite(name)
-            print(f"{name}: {len(cases)} workloads")
-            for case in cases[: LISTED if len(cases) > LONG_SUITE else None]:
+            whole = suite(name)
+            print(f"{name}: {len(whole)} workloads")
+            for case in whole[: LISTED if len(whole) > LONG_SUITE else None]:
                 print(f"  {case.key:44s} {case.describe()}")
-            if len(cases) > LONG_SUITE:
+            if len(whole) > LONG_SUITE:
                 print("  ...")
         return 0
     place = places.here()
