@@ -48,7 +48,7 @@ def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
     low = Config(block_m=64, block_n=128, block_k=64, warps=4, stages=4, programs=2)
     if heavy(spec):
         low = replace(low, block_k=32)
-        return [replace(low, warps=8), replace(low, block_n=64)]
+        return [replace(low, warps=8), replace(low, block_n=64, warps=8)]
     if spec.form == "per_group":
         square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, programs=0)
         wide = replace(big, stages=5, programs=0)
@@ -80,6 +80,8 @@ def _sixty_four_bit() -> list[Config]:
 def _eight_bit(spec: ProblemSpec) -> list[Config]:
     first = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3, programs=1)
     small = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=3, programs=2)
+    if min(spec.a.align, spec.b.align) < 16:
+        return [small, replace(small, block_n=32)]
     return [first, small] if typical_rows(spec) > 64 else [small, first]
 
 
