@@ -84,7 +84,7 @@ WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the portable kernel."""
 FEW_ROWS = 1024
 """Rows per group up to which weights are shifted as they are read; more rows repay a copy of the weights."""
-SHORT_K = 512
+SHORT_K = 768
 """Up to this k a list's odd operands are copied for the wave kernel, however many tiles there are."""
 BRIEF_K = 128
 """Up to this k the small kernel is faster than the one for a wave."""

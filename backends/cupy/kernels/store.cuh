@@ -1,6 +1,7 @@
 // The way out: accumulators turn in shared memory, from columns per thread to rows of the result.
 #pragma once
 #include "pipeline.cuh"
+#include "rows.cuh"
 
 // Rows at the start of a piece that belong to the group before (see Shape::lead).
 __device__ __forceinline__ int rows_to_skip(const Problem& p, const Tile& t) {
@@ -28,20 +29,6 @@ __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, c
     }
     r.out += col * 2, r.cols = int(min64(cols - col, 64));
     return r;
-}
-
-// A row of at most 64 results at any even address, by one warp: aligned pairs, from a swizzled row of the staging.
-__device__ __forceinline__ void store_row(char* line, u32 row, int swizzle, int cols) {
-    const int lane = threadIdx.x & 31, odd = int(u64(line) & 2) >> 1, first = lane * 2 - odd;
-    u32 own;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(own) : "r"(row + (((lane >> 2) ^ swizzle) << 4) + (lane & 3) * 4));
-    const u32 before = __shfl_up_sync(~0u, own, 1);
-    const u32 pair = odd ? __funnelshift_l(before, own, 16) : own;
-    char* const at = line + first * 2;
-    if (first >= 0 && first + 1 < cols) *(u32*)at = pair;
-    else if (first >= 0 && first < cols) *(u16*)at = u16(pair);
-    else if (first < 0 && cols > 0) *(u16*)(at + 2) = u16(own);
-    if (odd && lane == 31 && cols == 64) *(u16*)(at + 4) = u16(own >> 16);
 }
 
 #if PLAIN
@@ -100,9 +87,9 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
                 }
             }
         } else {
-#pragma unroll 2
-            for (int row = warp; row < rows; row += 4)
-                if (r0 + row >= skip) store_row(to.out + (r0 + row) * to.row_step, staging + row * 128, row & 7, to.cols);
+#pragma unroll
+            for (int row = 0; row < 64; row += 4 * AT_ONCE)
+                store_rows(to.out + r0 * to.row_step, to.row_step, staging, row + warp, skip - r0, rows, to.cols);
         }
     }
 }

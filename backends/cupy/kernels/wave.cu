@@ -120,6 +120,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) wave(const __grid_const
         }
     } else {
 #pragma unroll
-        for (int r = 0; r < ROWS; r += 4 * AT_ONCE) store_rows(out, pitch, staging, r + (warp & 3), rows, min(cols, 64));
+        for (int r = 0; r < ROWS; r += 4 * AT_ONCE) store_rows(out, pitch, staging, r + (warp & 3), 0, rows, min(cols, 64));
     }
 }
