@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = importlib.import_module(f"multigemm.{where}")
         parser = Parser(prog=f"multigemm {name}", description=text)
         module.add_arguments(parser)
-        code: int = module.main(parser.parse_args(rest))
+        said = parser.parse_args(rest)
+        said.words = rest  # for commands that start themselves again in child processes
+        code: int = module.main(said)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from multigemm.__main__ import main
 from multigemm.bench import results
 from multigemm.bench import supervise as supervise_module
 from multigemm.bench.supervise import Marker, read, supervise
@@ -136,3 +137,11 @@ def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Pat
     assert rows["sleeper"].reason == "no answer within 5 s (preparing and checking)"
     assert rows["cpu"].status == rows["dense"].status == "ok"
     assert "going on in a fresh process after: no answer within 5 s" in done.stderr
+
+
+def test_a_supervised_run_can_be_called_from_python(tmp_path: Path) -> None:
+    words = ["bench", "--shape", "2,4,8,8", "--device", "cpu", "--isolate", "--backend", "cpu", "--peers", "none"]
+    assert main([*words, "--floor", "1,1", "--json-only", "--quiet", "--out", str(tmp_path)]) == 0
+    report = results.read(tmp_path)
+    assert [row.entry for row in report.timed()] == ["cpu", "dense"]
+    assert report.method["command"].endswith("--isolate --backend cpu --peers none --floor 1,1")

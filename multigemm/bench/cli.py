@@ -138,13 +138,13 @@ def main(args: argparse.Namespace) -> int:
     place = places.here()
     if devices := fleet.shared(args, place):
         cases = [case.key for case in selected(args)]
-        return fleet.run(_own_words(), args.out, cases, devices, place, lambda report: _whole(report, args))
+        return fleet.run(_own_words(args), args.out, cases, devices, place, lambda report: _whole(report, args))
     return as_child(lambda: _run(args), args.marker)
 
 
 def _whole(report: results.Report, args: argparse.Namespace) -> int:
     """The report of all devices, written as that of one would be."""
-    report.method["command"] = _repeatable()
+    report.method["command"] = _repeatable(args)
     args.out.mkdir(parents=True, exist_ok=True)
     results.write(args.out / "report.json", report)
     return _tell(report, args)
@@ -170,7 +170,7 @@ def _run(args: argparse.Namespace) -> int:
     report.absent |= absent
     if args.commit:
         report.machine["commit"] = args.commit
-    report.method["command"] = _repeatable()
+    report.method["command"] = _repeatable(args)
     if kept:
         _same_run(report, device, args.commit)
     add_ceilings(report, device, {c.dtype for c in cases}, options)
@@ -184,15 +184,15 @@ def _run(args: argparse.Namespace) -> int:
     return _tell(report, args)
 
 
-def _own_words() -> list[str]:
+def _own_words(args: argparse.Namespace) -> list[str]:
     """What the user typed after `multigemm bench`, without what supervision added."""
-    words = sys.argv[2:]
+    words: list[str] = args.words
     return words[: words.index("--marker")] if "--marker" in words else words
 
 
-def _repeatable() -> str:
+def _repeatable(args: argparse.Namespace) -> str:
     """The command as a reader would repeat it: without this machine's paths and its owner's haste."""
-    words = iter(_own_words())
+    words = iter(_own_words(args))
     kept = []
     for word in words:
         if word in ("--out", "--commit", "--stall", "--time-budget"):
@@ -224,7 +224,9 @@ def _supervised(args: argparse.Namespace) -> int:
         return ["--drop", ",".join(out)] if out else []
 
     named = [] if args.commit else ["--commit", machine.commit()]  # a fresh child may find another one checked out
-    return supervise(["bench", *_own_words(), *named], args.out / ".doing.json", args.stall, blame, args.time_budget)
+    return supervise(
+        ["bench", *_own_words(args), *named], args.out / ".doing.json", args.stall, blame, args.time_budget
+    )
 
 
 def _same_run(report: results.Report, device: torch.device, commit: str) -> None:

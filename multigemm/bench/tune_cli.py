@@ -104,7 +104,7 @@ def _supervised(args: argparse.Namespace) -> int:
             state.save()
             return []
 
-        words = ["tune", *(sys.argv[2:])]
+        words = ["tune", *args.words]
         return supervise(words, marker, args.stall, blame, args.time_budget)
 
 
