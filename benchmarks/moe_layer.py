@@ -86,7 +86,7 @@ def clock(call: Callable[[], Any], device: str) -> float:
 
 def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
     runs: dict[str, list[float]] = {name: [] for name in calls}
-    for call in [*calls.values()] * 2:
+    for call in [*calls.values()] * 4:
         call()
     for _ in range(rounds):
         for name, call in calls.items():

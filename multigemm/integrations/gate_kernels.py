@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from multigemm.classify import bucket
 from multigemm.integrations.eager import on_device_of
+from multigemm.schedule import tiles_of
 
 BLOCK = 1024
 
@@ -53,9 +55,9 @@ def _backward(grad, x, dx, width, grad_stride, stride, GELU: tl.constexpr, WIDE:
 
 
 def _launch(kernel, rows, width, args, dtype, gelu):
-    block = min(triton.next_power_of_2(max(width, 16)), BLOCK)
+    block = min(bucket(max(width, 16)), BLOCK)
     wide = tl.float64 if dtype is torch.float64 else tl.float32
-    kernel[(rows, triton.cdiv(width, block))](*args, GELU=gelu, WIDE=wide, BLOCK=block, num_warps=4)
+    kernel[(rows, tiles_of(width, block))](*args, GELU=gelu, WIDE=wide, BLOCK=block, num_warps=4)
 
 
 def gated(x, gelu):

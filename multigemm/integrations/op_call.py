@@ -53,6 +53,8 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
             given, cut = given + 2, ends
         if valid_rows is not None:
             given, cut = given + 4, valid_rows
+        if sizes is not None:
+            given += 8
         at = kind = shape = strides = None
         if cut is not None:
             at, kind, shape, strides = cut.data_ptr(), cut.dtype, cut.shape, cut.stride()
@@ -61,8 +63,8 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
             asked = tuple(options.items())
         key = (  # no device: an address belongs to one
             a.data_ptr(), a.dtype, a.shape, a.stride(), b.data_ptr(), b.dtype, b.shape, b.stride(),
-            given, sizes is None, at, kind, shape, strides,
-            c is None or _memory(c), bias is None or _memory(bias), asked, tuning.generation,
+            given, at, kind, shape, strides, c is None or _memory(c), bias is None or _memory(bias),
+            asked, tuning.generation,
         )  # fmt: skip
         known = _known.get(key)
         if known is None:

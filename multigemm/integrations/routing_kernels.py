@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from multigemm.classify import bucket
 from multigemm.integrations.eager import on_device_of
+from multigemm.schedule import tiles_of
 
 MOST = 2048  # columns per step
 
@@ -50,7 +52,7 @@ def _backward_kernel(grad, rows, index, weights, drows, dweights, width, grad_st
 
 
 def _block(width: int) -> int:
-    return min(triton.next_power_of_2(max(width, 1)), MOST)
+    return min(bucket(max(width, 1)), MOST)
 
 
 def _wide(dtype: torch.dtype):
@@ -64,7 +66,7 @@ def weighted_sum(rows, index, weights, top_k):
     out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
     if out.numel():
         block = _block(width)
-        grid = (tokens, triton.cdiv(width, block))
+        grid = (tokens, tiles_of(width, block))
         weighted = weights is not None
         with on_device_of(rows):
             _sum_kernel[grid](

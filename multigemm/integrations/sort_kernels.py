@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from multigemm.classify import bucket
 from multigemm.integrations.eager import on_device_of
+from multigemm.schedule import tiles_of
 
 MOST_EXPERTS = 1023
 BLOCK = 256  # counting a block costs its square
@@ -101,13 +103,13 @@ def sort_by_expert(pairs, experts):
     pairs, total = pairs.contiguous(), pairs.shape[0]
     order, inverse = (torch.empty(total, dtype=torch.int64, device=pairs.device) for _ in range(2))
     ends = torch.empty(experts, dtype=torch.int32, device=pairs.device)
-    bins = max(16, triton.next_power_of_2(experts + 1))
+    bins = max(16, bucket(experts + 1))
     with on_device_of(pairs):
         if total <= BLOCK:
             _one_block_kernel[(1,)](pairs, order, inverse, ends, total, experts, SIZE=BLOCK, BINS=bins)
             return order, inverse, ends
-        size = BLOCK if triton.cdiv(total, BLOCK) * bins <= MOST_COUNTS else WIDE_BLOCK
-        blocks = triton.cdiv(total, size)
+        size = BLOCK if tiles_of(total, BLOCK) * bins <= MOST_COUNTS else WIDE_BLOCK
+        blocks = tiles_of(total, size)
         counts = torch.empty((blocks, bins), dtype=torch.int32, device=pairs.device)
         _count_kernel[(blocks,)](pairs, counts, total, experts, SIZE=size, BINS=bins)
         _start_kernel[(1,)](counts, ends, blocks, experts, ROWS=TILE // bins, BINS=bins, num_warps=8)
