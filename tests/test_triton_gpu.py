@@ -106,7 +106,7 @@ def test_tiles_dealt_and_drawn_find_their_groups(form: str, groups: int) -> None
         given = mg.GroupedGemmProblem(draw(total, 72), draw(groups, 72, 264), offsets=offsets)
     else:
         given = mg.GroupedGemmProblem(draw(264, 72), draw(72, total), offsets=offsets, jagged="n")
-    for at, config in enumerate(hopper_candidates(staged_spec(given))[:3]):
+    for at, config in enumerate(hopper_candidates(staged_spec(given))[:2]):
         plan = mg.plan(given, backend="triton", config=replace(config, order="dealt" if at == 1 else "drawn"))
         for _ in range(3):  # the counter is left as it was found
             tensor(plan()).fill_(torch.nan)
@@ -205,19 +205,3 @@ def test_tiles_shared_out_along_k(form: str) -> None:
     results = [[out.clone() for out in made] if isinstance(made, list) else made.clone() for made in (plan(), plan())]
     assert mg.verify(given, results[0])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True)), "the same call gives the same bits"
-
-
-def test_sizes_that_lie_with_tiles_shared_out_along_k() -> None:
-    """More tiles than honest sizes can have find no place for their parts: they must not look for one."""
-    ends = torch.arange(1, 131, dtype=torch.int32, device="cuda") * 3
-    a = torch.randn(390, 512, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(130, 512, 24, device="cuda", dtype=torch.bfloat16)
-    config = Config(block_m=16, block_n=32, block_k=64, warps=4, stages=3, programs=0, splits=4)
-    plan = mg.plan(given := mg.GroupedGemmProblem(a, b, ends=ends), backend="triton", config=config)
-    right = plan().clone()
-    assert mg.verify(given, right)
-    honest = ends.clone()
-    ends.copy_(torch.arange(130, device="cuda") % 2 * 390)
-    plan()
-    ends.copy_(honest)
-    assert torch.equal(plan(), right)

@@ -99,6 +99,6 @@ def shared_out(config: Config, spec: ProblemSpec) -> Config:
     # a large tile leaves no registers for its parts; lists share out nothing
     large = config.block_m * config.block_n > 64 * 128
     deep = 0 if spec.form == "per_group" or large else shape.deep
-    while splits < 8 and _tiles(config, shape) * splits <= PROCESSORS and deep >= splits * 8 * config.block_k:
+    while splits < 8 and _tiles(config, shape) * splits <= PROCESSORS and deep >= splits * 16 * config.block_k:
         splits *= 2
     return replace(config, splits=splits, programs=0) if splits > 1 else config
