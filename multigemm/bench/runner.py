@@ -149,13 +149,8 @@ class Runner:
         self.marker.say("preparing and checking", rows=[asdict(row)])
         try:
             ready = entry.prepare(tensors)
-            row.kernel, row.config, row.why, row.build_s = (
-                ready.kernel,
-                ready.config,
-                ready.why,
-                round(ready.build_s, 3),
-            )
-            row.spec, row.fields, row.ran = ready.spec, ready.fields, ready.ran
+            row.kernel, row.config, row.why = ready.kernel, ready.config, ready.why
+            row.spec, row.fields, row.ran, row.build_s = ready.spec, ready.fields, ready.ran, round(ready.build_s, 3)
             if not entry.checks:
                 return ready
             poison(tensors)
