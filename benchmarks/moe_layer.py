@@ -94,6 +94,12 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> di
     return {name: statistics.median(times) for name, times in runs.items()}
 
 
+def row(title: str, tokens: int, what: str, ms: dict[str, float]) -> str:
+    """One line of the table: milliseconds, and how often multigemm's time goes into them."""
+    cells = [f"{ms['multigemm']:.3f}", *(f"{ms[n]:.3f} ({ms[n] / ms['multigemm']:.2f}x)" for n in NAMES[1:])]
+    return "| " + " | ".join([title, str(tokens), what, *cells, f"{ms['dense']:.3f}" if "dense" in ms else ""]) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -103,6 +109,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     args = parser.parse_args()
     table = []
+    print("| layer | tokens | | " + " | ".join(NAMES) + " | dense |\n|" + "---|" * 7)
     for title, shape in LAYERS.items():
         most = [int(n) for n in args.tokens.split(",")]
         layer, *inputs = build(shape, max(*most, TRAINED[title]), args.scale, args.device)
@@ -119,8 +126,7 @@ def main() -> None:
             found = medians(calls, args.rounds, args.device)
             what = "forward+backward" if backward else "forward"
             table.append({"layer": title, "tokens": tokens, "what": what, "ms": found})
-            cells = "".join(f"  {name} {ms:.3f} ({ms / found['multigemm']:.2f}x)" for name, ms in found.items())
-            print(f"{title:10}{tokens:6} {what:17}{cells}", flush=True)
+            print(row(title, tokens, what, found), flush=True)
     if args.json:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
