@@ -4,8 +4,8 @@
 #include "pipeline.cuh"
 
 // The next tile, in the same registers of all lanes: values that the compiler may hold once per warp.
-__device__ __forceinline__ Tile take_tile_together(Shared& s, int number) {
-    Tile t = take_tile(s, number, (threadIdx.x & 31) == 0);
+__device__ __forceinline__ Tile take_tile_together(Shared& s, int number, int* once = nullptr) {
+    Tile t = take_tile(s, number, (threadIdx.x & 31) == 0, once);
     int* const word = (int*)&t;
 #pragma unroll
     for (int i = 0; i < int(sizeof(Tile) / 4); ++i) word[i] = __shfl_sync(~0u, word[i], 0);
@@ -34,12 +34,15 @@ struct Room {
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
 __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
     constexpr int AHEAD = 8, BOXES = COLUMNS / 64;          // blocks of k before the end; boxes of 64 columns
+    constexpr int SHORT_K = 3584;                           // weights read once leave the L2 cache first; with a long k it does not pay
     const bool one_for_all = p.table || (l.swapped ? p.a.group : p.b.group) == 0;
     Ring ring;
     Room room;
 #pragma unroll 1
     for (int number = 0;; ++number) {
-        const Tile t = take_tile_together(s, number);
+        int once = 0;
+        const Tile t = take_tile_together(s, number, &once);
+        const u64 hint = __shfl_sync(~0u, once, 0) && !one_for_all && t.k_len <= SHORT_K ? EVICT_FIRST : EVICT_NORMAL;
         if (t.n == STOP) break;
         const u32 bytes = stage_bytes(t);
         const int blocks = t.n > 0 ? k_blocks(t) : 0, col = int(first_column(t, rank, 0)), group = one_for_all ? 0 : t.group;
@@ -56,9 +59,9 @@ __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, 
                 barrier_expect(full, W_BYTES);
 #pragma unroll
                 for (int i = 0; i < BOXES; i += 1 + W_K) {
-                    if (W_K) load_box(to + i * BLOCK, w, full, k, col + i * 64, group, EVICT_NORMAL);
-                    else if (RAGGED_K) load_box(to + i * BLOCK, w, full, col + i * 64, k, t.extra + t.k_len, int(FAR), EVICT_NORMAL);
-                    else load_box(to + i * BLOCK, w, full, col + i * 64, k, group, EVICT_NORMAL);
+                    if (W_K) load_box(to + i * BLOCK, w, full, k, col + i * 64, group, hint);
+                    else if (RAGGED_K) load_box(to + i * BLOCK, w, full, col + i * 64, k, t.extra + t.k_len, int(FAR), hint);
+                    else load_box(to + i * BLOCK, w, full, col + i * 64, k, group, hint);
                 }
                 if (kb == ask_at) barrier_arrive_here(shared_address(&s.ask));
             }

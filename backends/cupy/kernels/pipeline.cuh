@@ -58,10 +58,12 @@ struct Ring {
 };
 
 // The next tile, as every role reads it; frees its slot as soon as the copy is in registers.
-__device__ __forceinline__ Tile take_tile(Shared& s, int number, bool one_thread) {
+__device__ __forceinline__ Tile take_tile(Shared& s, int number, bool one_thread, int* once = nullptr) {
     const int slot = number % SLOTS;
     barrier_wait(shared_address(&s.tile_full[slot]), (number / SLOTS) & 1);
-    const Tile t = s.tiles[slot];
+    Tile t = s.tiles[slot];
+    if (once) *once = t.group & ONCE;
+    t.group &= ~ONCE;
     if (one_thread) barrier_arrive(shared_address(&s.tile_empty[slot]), 0);
     return t;
 }

@@ -87,7 +87,7 @@ __device__ __forceinline__ void refresh_map(const TensorMap* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
 }
 // What the L2 cache should do with a box's lines.
-constexpr u64 EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
+constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
 
 // ---- wgmma: products of a warpgroup, straight from shared memory ----
 

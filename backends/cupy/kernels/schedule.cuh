@@ -19,6 +19,7 @@ constexpr int BAND = 8;                    // pieces that share a weight tile wh
 
 // What the roles of a thread block need to know of a tile. `n` = STOP: no more tiles; 0: an empty one.
 constexpr int STOP = -1;
+constexpr int ONCE = 1 << 30;   // added to an announced tile's group: no other tile of it reads these weights
 
 struct Tile {
     int group, n, rows, row0;      // rows of the piece (n: rounded up to 8), first row within the group
@@ -153,7 +154,7 @@ __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int 
     const int band = local / (BAND * across), rest = local - band * BAND * across, in_band = min(BAND, pieces - band * BAND);
     const int piece = band * BAND + rest % in_band;
     Tile r;
-    r.group = group;
+    r.group = group | (pieces == 1 ? ONCE : 0);
     r.row0 = piece * height, r.rows = min(height, e.rows - r.row0);
     r.col0 = rest / in_band * columns;
     r.n = (max(r.rows, 0) + 7) & ~7;
