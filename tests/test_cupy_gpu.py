@@ -32,6 +32,10 @@ FORMS: dict[str, Make] = {
     "jagged_m": lambda: mg.GroupedGemmProblem(r(304, 136), r(4, 136, 264), offsets=cut()),
     "jagged_m, weights by columns": lambda: mg.GroupedGemmProblem(r(304, 136), r(4, 264, 136).mT, offsets=cut()),
     "jagged_m, rows by columns": lambda: mg.GroupedGemmProblem(r(136, 304).T, r(4, 136, 264), offsets=cut()),
+    "jagged_m, rows by columns, odd results": lambda: mg.GroupedGemmProblem(
+        r(136, 304).T, r(4, 136, 263), offsets=cut()
+    ),
+    "odd batch": lambda: mg.GroupedGemmProblem(r(3, 301, 135), r(3, 135, 263)),
     "jagged_m, one B": lambda: mg.GroupedGemmProblem(r(304, 136), r(136, 264), offsets=cut()),
     "jagged_n": lambda: mg.GroupedGemmProblem(r(4, 72, 136), r(136, 304), offsets=cut(), jagged="n"),
     "jagged_k": lambda: mg.GroupedGemmProblem(r(304, 264).T, r(304, 136), offsets=cut(), jagged="k"),
