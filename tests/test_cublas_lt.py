@@ -8,14 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cublas import config, launch, lt, run
+from multigemm.backends.cublas import choose, config, launch, lt, run
 from multigemm.backends.cublas.config import Config
 from multigemm.errors import LibraryError
-from multigemm.staging import allocate, stage, staged_spec
+from multigemm.staging import allocate, outline, stage, staged_spec
 from multigemm.testing import Case, Limits, Stand, World, check
 from multigemm.testing.case import PLAIN, Layout, align
 from multigemm.testing.strategies import legal, random_case
@@ -37,6 +38,7 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     monkeypatch.setattr(lt, "_known", {})
     monkeypatch.setattr(launch, "Streamed", lambda library, batch, *rest: run.Calls(library, batch))
     lt._preference.cache_clear()
+    lt._matrix.cache_clear()
     return found
 
 
@@ -47,11 +49,11 @@ def _folder(factory: pytest.TempPathFactory) -> Path:
 
 
 class _Host(HostCublas):
-    """The backend on the host, forced to fused calls."""
+    """The backend on the host, with fused calls."""
 
-    def __init__(self) -> None:
-        super().__init__("auto")
-        self._config = Config("fused", 4)
+    def __init__(self, variant: str = "fused") -> None:
+        super().__init__(variant)
+        self._config = Config("fused", 4) if variant == "fused" else Config("auto")
 
     def not_supported_reasons(self, spec: Any, device: torch.device) -> list[str]:
         return super().not_supported_reasons(spec, device) + config.fused_reasons(spec)
@@ -93,6 +95,51 @@ def _problem(sizes: list[int], n: int = 16, **more: Any) -> mg.GroupedGemmProble
     torch.manual_seed(sum(sizes))
     a, b = torch.randint(-4, 5, (sum(sizes), 24)).bfloat16(), torch.randint(-4, 5, (len(sizes), 24, n)).bfloat16()
     return mg.GroupedGemmProblem(a, b, sizes=sizes, activation="relu", **more)
+
+
+def test_auto_leaves_bias_and_relu_to_the_library(model: ModelLt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    problem = _problem([4, 4, 4], bias=torch.ones(3, 16).bfloat16())
+    spec = staged_spec(problem)
+    recipe = launch.plan(spec, Config("auto"), CUDA)
+    assert "bias and apply relu" in recipe.why
+    assert recipe.tell is not None
+    assert "'fused', streams=4) for 3 products" in recipe.tell(replace(outline(problem, spec), device=CUDA))
+    out = allocate(problem)
+    _Host("auto").plan(spec, Config("auto"), torch.device("cpu")).bind(stage(problem, spec, out).ops)()
+    assert mg.verify(problem, out)
+    assert model.calls == [3]
+
+
+def test_fusing_has_to_pay() -> None:
+    """One call always; several only where a float32 result would take longer than the host needs for them."""
+    lengths = np.array([4, 4, 4])
+    assert choose.fused_calls(None, 5) == 5
+    assert choose.fused_calls(lengths, 1) == 1
+    assert [choose.fused_calls(np.array(x), 1) for x in ([4, 0, 4], [4, 5], [0, 0])] == [2, 2, 0]
+    assert choose.pays_to_fuse(1, 100)
+    assert choose.pays_to_fuse(8, 4096 * 14336)
+    assert not choose.pays_to_fuse(8, 4096 * 1433)
+    assert not choose.pays_to_fuse(9, 4096 * 14336)
+
+
+def test_rows_that_only_the_device_knows_are_kept_by_an_epilogue(model: ModelLt) -> None:
+    """The library would write all rows."""
+    a, b, bias = torch.ones(8, 16).bfloat16(), torch.ones(2, 16, 16).bfloat16(), torch.arange(16).bfloat16()
+    problem = mg.GroupedGemmProblem(a, b, sizes=[4, 4], bias=bias, activation="relu")
+    staged = stage(problem, staged_spec(problem), allocate(problem)).ops
+    unknown = replace(staged, host_offsets=None)
+    assert launch._fuses(staged, Config("auto"), launch.Sizes(staged.host_offsets, None))
+    assert not launch._fuses(unknown, Config("auto"), launch.Sizes(None, None))
+
+
+def test_groups_of_one_weight_stay_one_product(model: ModelLt) -> None:
+    a, b = torch.ones(8, 16).bfloat16(), torch.ones(16, 16).bfloat16()
+    one, each = torch.arange(16).bfloat16(), torch.arange(32).bfloat16().view(2, 16)
+    for bias, fuses in ((one, True), (each, False)):
+        problem = mg.GroupedGemmProblem(a, b, sizes=[3, 5], bias=bias, activation="relu")
+        ops = stage(problem, staged_spec(problem), allocate(problem)).ops
+        assert launch._fuses(ops, Config("auto"), launch.Sizes(ops.host_offsets, None)) is fuses
 
 
 def test_a_batch_of_one_weight_and_one_bias_is_one_product(model: ModelLt) -> None:
@@ -146,6 +193,7 @@ def test_descriptions_live_as_long_as_their_calls(model: ModelLt) -> None:
     step()
     assert len(model.alive) > 9
     del step
+    lt._matrix.cache_clear()
     gc.collect()
     assert len(model.alive) == 1  # what the heuristic may answer is always the same
 

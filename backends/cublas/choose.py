@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from multigemm.backends.cublas.config import SIXTEEN_BIT, Config, grouped_mm_reasons, grouped_reasons
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import TRANSPOSE
-from multigemm.backends.cublas.products import Product
+from multigemm.backends.cublas.products import Ints, Product
 from multigemm.spec import ProblemSpec
 
 PROCESSORS = 132
@@ -37,6 +38,8 @@ SMALL_TILE = 64, 128, 6.0, 3.5, 0.7
 GROUPED_TILE, GROUPED_TILE_US, GROUPED_SLOWDOWN, GROUPED_TRANSPOSED = (128, 64), 1.5, 2.3, 1.09
 HOST_US = 10.0
 """Of the host's time, per call: what many small products take at least."""
+MOST_FUSED, FUSED_US = 8, 12.0
+"""Calls with an epilogue of the library's own, and the host's time for one."""
 FEW_ROWS, LONG_ROWS, NARROW = 16, 2048, 64 * 128
 SLOWER, SLOWER_TRANSPOSED = 1.05, 1.15
 """A product of few rows and too few columns for all multiprocessors does not reach the memory's speed by itself, and
@@ -59,6 +62,24 @@ def choose(spec: ProblemSpec, products: Sequence[Product], device: torch.device,
     if grouped:
         found[Config("grouped")] = by_grouped(spec, shapes)
     return min(found, key=lambda config: found[config])
+
+
+def fused_calls(lengths: Ints | None, otherwise: int) -> int:
+    """How many fused calls groups of these lengths take: one if they are equal and hence lie evenly."""
+    if lengths is None:
+        return otherwise
+    present = lengths[lengths > 0]
+    return 1 if len(present) == len(lengths) and len(np.unique(present)) <= 1 else len(present)
+
+
+def pays_to_fuse(calls: int, elements: int) -> bool:
+    """Whether a bias or relu is better left to cuBLASLt, for a result of so many elements in so many calls.
+
+    It spares a float32 result, written and read. But the host describes each call anew for other sizes, and of
+    some it has to ask the library's heuristic.
+    """
+    spared = 8 * elements / BYTES_PER_US
+    return calls == 1 or (calls <= MOST_FUSED and spared > FUSED_US * calls)
 
 
 def _rate(spec: ProblemSpec) -> float:

@@ -28,6 +28,9 @@ class Config:
     streams: int = 0
 
 
+FUSED = Config("fused", 4)
+
+
 def library_out(spec: ProblemSpec) -> torch.dtype:
     """The result type nearest to out's that the library can write from this compute type."""
     if spec.compute in SIXTEEN_BIT:
@@ -160,6 +163,6 @@ def is_valid(config: Config, spec: ProblemSpec, device: torch.device) -> bool:
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """All configs that can run this spec, the best guess first."""
-    every = [Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"), Config("fused", 4),
+    every = [Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"), FUSED,
              Config("streams", 4), Config("streams", 2), Config("loop")]  # fmt: skip
     return [config for config in every if is_valid(config, spec, device)]

@@ -18,21 +18,24 @@ from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cublas import calls as library_calls
-from multigemm.backends.cublas.choose import choose
+from multigemm.backends.cublas.choose import choose, fused_calls, pays_to_fuse
 from multigemm.backends.cublas.config import (
+    FUSED,
     Config,
+    fused_reasons,
     grouped_mm_reasons,
     plain,
     reads_sizes,
     result_type,
     variant_reasons,
+    whole,
 )
 from multigemm.backends.cublas.direct import bind_grouped_mm
 from multigemm.backends.cublas.epilogue import Finish, Need
 from multigemm.backends.cublas.library import Cublas, cublas
 from multigemm.backends.cublas.lt import fused
 from multigemm.backends.cublas.products import Bytes, Ints, Product, cut, list_products, packed_products
-from multigemm.backends.cublas.run import Calls, Steps, Streamed
+from multigemm.backends.cublas.run import Calls, Steps, Streamed, Zeros
 from multigemm.backends.cublas.staging import Copies, Side, expressible, scratch, stage, stage_bias, writable
 from multigemm.errors import BackendUnsupported, NotCapturable
 from multigemm.layouts import Operands, group_table, packed
@@ -73,7 +76,8 @@ def _tell(ops: Operands, config: Config, syncs: bool) -> str:
         return "bound: grouped_mm, with the sizes on the device"
     a, b, out = (expressible(x) for x in (ops.a, ops.b, ops.out))
     products = _products(replace(ops, a=a, b=b, out=out, c=None, bias=None), sizes)
-    chosen = choose(ops.spec, products, ops.device, _written(ops, sizes))
+    fuses = _fuses(ops, config, sizes)
+    chosen = FUSED if fuses else choose(ops.spec, products, ops.device, _written(ops, sizes))
     return f"bound: {chosen} for {len(products)} products"
 
 
@@ -83,8 +87,8 @@ def _why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
         parts.append("the calls are chosen per problem, by its sizes")
     if syncs:
         parts.append("reads the sizes back from the device, because BLAS calls take them from the host")
-    if config.variant == "fused":
-        parts.append("bias and relu inside the library's kernels, before they round")
+    if config.variant in ("auto", "fused") and not fused_reasons(spec):
+        parts.append("the library's own kernels add the bias and apply relu before they round")
     elif not plain(spec) and spec.alpha != "zero":
         parts.append(f"{spec.acc} result and one epilogue kernel, so that it rounds once")
     elif spec.bias is not None and spec.alpha != "zero":
@@ -187,13 +191,13 @@ def _written(ops: Operands, sizes: Sizes) -> torch.dtype:
 
 
 def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
-    spec, copies, fuses = ops.spec, Copies(), config.variant == "fused"
+    spec, copies, fuses = ops.spec, Copies(), _fuses(ops, config, sizes)
     a, b = stage(ops, copies)
     direct, written = fuses or _direct(ops, sizes), spec.out.dtype if fuses else _written(ops, sizes)
     target = ops.out if direct else scratch(ops.out, spec.acc)
     bias = stage_bias(ops, copies) if fuses else None
     products = _products(replace(ops, a=a, b=b, out=target, c=None, bias=bias), sizes)
-    chosen = choose(spec, products, ops.device, written) if config.variant == "auto" else config
+    chosen = config if config.variant != "auto" else FUSED if fuses else choose(spec, products, ops.device, written)
     if chosen.variant == "grouped_mm":
         return bind_grouped_mm(ops, sizes.offsets)
     steps: list[Step] = [copies] if copies.pairs else []
@@ -205,6 +209,18 @@ def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
         steps.append(_calls(ops, chosen, products, written, scalars))
     last = _last(ops, sizes, None if direct else target, _partly_owned(ops, sizes), direct and not fuses)
     return Steps(ops, [*steps, last] if last else steps, (a, b, target, bias))
+
+
+def _fuses(ops: Operands, config: Config, sizes: Sizes) -> bool:
+    """Whether the library itself adds the bias and applies relu. Groups of one weight stay one product."""
+    if config.variant != "auto":
+        return config.variant == "fused"
+    apart = whole(ops.spec) and isinstance(ops.bias, Tensor) and ops.bias.dim() > 1  # not of one bias
+    if apart or fused_reasons(ops.spec) or _partly_owned(ops, sizes):
+        return False
+    lengths = None if whole(ops.spec) else sizes.valid if sizes.offsets is None else np.diff(sizes.offsets)
+    calls = fused_calls(lengths, ops.spec.groups if isinstance(ops.out, list) else 1)
+    return pays_to_fuse(calls, sum(t.numel() for t in (ops.out if isinstance(ops.out, list) else [ops.out])))
 
 
 def _laid(ops: Operands, sizes: Sizes) -> Finish | None:
@@ -262,19 +278,6 @@ def _last(ops: Operands, sizes: Sizes, acc: Side | None, unknown: bool, laid: bo
     if empty and len(empty) <= FEW_ZEROS and ops.c is None and ops.bias is None and not unowned:
         return Zeros(empty)
     return Finish(ops, Need(owned=bool(empty), only_empty=bool(empty), unowned=unowned)) if empty or unowned else None
-
-
-class Zeros:
-    """Fills a few whole results, at the speed of the memory; the epilogue would look at all the others too."""
-
-    __slots__ = ("_results",)
-
-    def __init__(self, results: list[Tensor]) -> None:
-        self._results = results
-
-    def __call__(self, stream: int) -> None:
-        for result in self._results:
-            result.zero_()
 
 
 def _has_unowned(ops: Operands, sizes: Sizes) -> bool:

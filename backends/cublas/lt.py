@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -43,6 +43,9 @@ class Distances(NamedTuple):
     second: int
     out: int
     bias: int
+
+
+NOWHERE = Distances(0, 0, 0, 0)
 
 
 class _Answer(ctypes.Structure):
@@ -89,6 +92,7 @@ def _preference() -> _Made:
     return made
 
 
+@lru_cache(maxsize=4096)
 def _matrix(kind: int, extents: tuple[int, int], ld: int, count: int, step: int) -> _Made:
     rows, cols = (ctypes.c_uint64(extent) for extent in extents)
     made = _Made("MatrixLayout", ctypes.c_int(kind), rows, cols, ctypes.c_int64(ld))
@@ -150,14 +154,12 @@ _known: dict[Any, bytes] = {}
 
 
 def _algorithm(
-    s: Shape, t: Types, count: int, described: _Made, laid: Sequence[_Made], more: tuple[int, int]
+    s: Shape, t: Types, count: int, steps: Distances, described: _Made, laid: Sequence[_Made], more: tuple[int, int]
 ) -> _Answer:
-    if count > 1:
-        return _asked(described, laid)
-    about = _rounded(s)
-    key = *more, t.operand, t.out, about
+    about = _rounded(s) if count == 1 else s
+    key = *more, t.operand, t.compute, t.out, about, count, steps
     if key not in _known:
-        _known[key] = bytes(_asked(described, _matrices(about, t, 1, Distances(0, 0, 0, 0))))
+        _known[key] = bytes(_asked(described, laid if count > 1 else _matrices(about, t, 1, steps)))
     answer = _Answer.from_buffer_copy(_known[key])
     return answer if _runs(answer, described, laid) else _asked(described, laid)
 
@@ -177,7 +179,7 @@ def _call(
     first, s, count = same[0], same[0].shape, len(same)
     described = _described(s, t, epilogue, first.bias, steps.bias)
     laid = _matrices(s, t, count, steps)
-    answer = _algorithm(s, t, count, described, laid, (device.index or 0, epilogue))
+    answer = _algorithm(s, t, count, steps, described, laid, (device.index or 0, epilogue))
     space = torch.empty(answer.workspace, dtype=torch.uint8, device=device)
     at = ctypes.c_void_p
     args = (
@@ -197,7 +199,7 @@ def fused(
     epilogue = (RELU if relu else NOTHING) | (ADD_BIAS if products[0].bias else NOTHING) or DEFAULT_EPILOGUE
     for shape, given in merged(products):
         for part in _parts(sorted(given, key=lambda product: product.out)):
-            steps = Distances(*(step // size for step in _steps(part) or (0, 0, 0, 0)))
+            steps = Distances(*(step // size for step in _steps(part) or NOWHERE))
             _call(blas, part, t, steps, epilogue, device, batch)
             work.append(shape._replace(n=shape.n * len(part)))
     return batch, work
@@ -205,6 +207,8 @@ def fused(
 
 def _steps(same: list[Product]) -> Distances | None:
     """The constant distances between successive operands, results and biases, in bytes; None if they vary."""
+    if len(same) == 1:
+        return NOWHERE
     steps, biases = even_steps(same), {after.bias - before.bias for before, after in pairwise(same)} or {0}
     if steps is None or len(biases) > 1 or min(biases) < 0:
         return None

@@ -79,6 +79,19 @@ class Calls:
         issue(self._library, handle(), self._calls)
 
 
+class Zeros:
+    """Fills a few whole results, at the speed of the memory; the epilogue would look at all the others too."""
+
+    __slots__ = ("_results",)
+
+    def __init__(self, results: list[Tensor]) -> None:
+        self._results = results
+
+    def __call__(self, stream: int) -> None:
+        for result in self._results:
+            result.zero_()
+
+
 def shares(work: Sequence[int], streams: int) -> list[list[int]]:
     """Indices per stream: the largest piece of work first, each to the stream with the least so far."""
     heap = [(0, i) for i in range(max(1, streams))]
