@@ -139,6 +139,9 @@ def test_one_wave_of_small_tiles_takes_the_small_kernel(change: dict[str, object
         ({"groups": 8, "m": 1024, "n": 1024, "k": 1024, "total": 8192}, 0),
         ({"groups": 8, "m": 1023, "n": 1023, "k": 1023, "total": 8192, "b": replace(BF16, align=2)}, 0),
         ({"groups": 12, "m": 1500, "n": 776, "k": 336, "total": 32768}, 0),
+        ({"groups": 16, "m": 8, "n": 1024, "k": 4096, "total": 128}, 0),
+        ({"groups": 16, "m": 64, "n": 2304, "k": 1024, "total": 1024}, 0),
+        ({"groups": 16, "m": 64, "n": 1024, "k": 1024, "total": 1024}, 64),
     ],
     ids=str,
 )

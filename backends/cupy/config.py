@@ -229,8 +229,8 @@ def _order(spec: ProblemSpec) -> list[Config]:
 def _wave_order(spec: ProblemSpec) -> list[Config]:
     """Where all tiles of 128 x 128 are at work at once; lower ones where half of the GPU would be idle."""
     columns, k = max(spec.n or spec.largest, 1), spec.k or spec.largest
-    tiles = -(-spec.total // WAVE.rows) * -(-columns // COLUMNS)
-    if tiles == 0 or wave_reasons(spec):
+    tiles = max(-(-spec.total // WAVE.rows), spec.groups) * -(-columns // COLUMNS)
+    if spec.total == 0 or _rows_per_group(spec) < WAVE64.rows or wave_reasons(spec):
         return []
     if tiles <= RESIDENT:
         return [WAVE64, WAVE] if 2 * tiles <= RESIDENT else [WAVE, WAVE64]
