@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,22 @@ def test_standings_are_those_of_the_report(browser: Browser, written: Path, repo
     browser.js("document.getElementById('by').dispatchEvent(new Event('change'))")
     kinds = browser.js("[...document.querySelectorAll('#matrix tbody tr')].map(r => r.cells[0].textContent)")
     assert kinds == list(dict.fromkeys(r.distribution for r in report.rows))
+
+
+def test_the_choices_of_auto_are_judged(browser: Browser, written: Path, tmp_path: Path) -> None:
+    browser.open(written, *SIZES["desktop"])
+    assert browser.js("document.getElementById('auto-section').hidden")
+    report = made_up_report()
+    best = {case: min(r.us or 0.0 for r in report.timed() if r.case == case and r.kind == "backend")
+            for case in report.cases()}  # fmt: skip
+    mine = [r for r in report.timed() if r.entry == "cupy"]
+    report.rows += [replace(r, entry="auto", us=best[r.case] * (1.2 if r is mine[3] else 1.0)) for r in mine]
+    browser.open(page.write(report, tmp_path / "auto.html"), *SIZES["phone"])
+    text = browser.js("document.getElementById('auto').textContent")
+    assert text.startswith(f"{len(mine)} choices, ")
+    assert "more than 3 % behind: 1, more than 10 %: 1." in text
+    assert browser.js("document.querySelector('#auto .duel').textContent").endswith("0.83")
+    assert browser.errors == []
 
 
 def test_all_duels_are_shown_when_asked(browser: Browser, written: Path, report: Report) -> None:

@@ -136,6 +136,31 @@
     }));
   }
 
+  /* A bar to the right or left of 1, on a logarithmic axis. */
+  function scale(p, reach) {
+    const half = (50 * Math.abs(Math.log2(p.ratio))) / reach, win = p.ratio >= 1 ? "win" : "loss";
+    const fill = make("i", { class: win, style: { left: (win === "win" ? 50 : 50 - half) + "%", width: half + "%" } });
+    return make("div", { class: "duel" }, make("div", { class: "name", title: p.name }, p.name), make("div", { class: "axis" }, fill), make("div", { class: "value " + win }, p.ratio.toFixed(2)));
+  }
+
+  const HOST = "[host sizes]";
+  function autos(list) {
+    const found = [];
+    for (const [name, mine] of group(list, "case")) {
+      for (const r of mine.filter((r) => isAuto(r.entry) && r.us)) {
+        const knows = r.entry.endsWith(HOST);
+        const others = mine.filter((o) => o.kind === "backend" && o.us && !isAuto(o.entry) && (knows || !o.entry.endsWith(HOST)));
+        const best = others.reduce((a, b) => (a && a.us <= b.us ? a : b), null);
+        if (best) found.push({ name: `${name}${knows ? ", sizes on the host" : ""}: ${best.entry}`, ratio: best.us / r.us });
+      }
+    }
+    $$("auto-section").hidden = !found.length;
+    found.sort((a, b) => a.ratio - b.ratio);
+    const behind = (share) => found.filter((p) => p.ratio < 1 / (1 + share)).length;
+    const told = `${found.length} choices, geometric mean ${geomean(found.map((p) => p.ratio)).toFixed(3)}; more than 3 % behind: ${behind(0.03)}, more than 10 %: ${behind(0.1)}. The worst:`;
+    $$("auto").replaceChildren(make("p", {}, told), ...found.slice(0, SHORT).map((p) => scale(p, 1)));
+  }
+
   const SHORT = 8;
   let duelWhole = false;
   function duel(list) {
@@ -145,11 +170,7 @@
     if (!pairs.length) { $$("duel").replaceChildren("No workload shows both a backend and a peer."); return; }
     const reach = Math.max(0.1, ...pairs.map((p) => Math.abs(Math.log2(p.ratio))));
     const wins = pairs.filter((p) => p.ratio >= 1).length;
-    const line = (p) => {
-      const half = (50 * Math.abs(Math.log2(p.ratio))) / reach, win = p.ratio >= 1 ? "win" : "loss";
-      const fill = make("i", { class: win, style: { left: (win === "win" ? 50 : 50 - half) + "%", width: half + "%" } });
-      return make("div", { class: "duel" }, make("div", { class: "name", title: p.name }, p.name), make("div", { class: "axis" }, fill), make("div", { class: "value " + win }, p.ratio.toFixed(2)));
-    };
+    const line = (p) => scale(p, reach);
     const hidden = duelWhole ? 0 : pairs.length - 2 * SHORT;
     const shownPairs = hidden > 2 ? [pairs.slice(0, SHORT), pairs.slice(-SHORT)] : [pairs, []];
     const nodes = shownPairs[0].map(line);
@@ -259,7 +280,7 @@
 
   function draw() {
     const list = shown();
-    bars(list); matrix(list); duel(list); roof(list); table(list); reasons(list);
+    bars(list); matrix(list); duel(list); autos(list); roof(list); table(list); reasons(list);
   }
   chips(); method(); draw();
 })();
