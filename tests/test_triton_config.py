@@ -64,6 +64,12 @@ def test_unaligned_operands_are_packed_and_lists_are_not() -> None:
     assert hopper_candidates(SPECS["per_group bf16"]) == []
 
 
+@pytest.fixture
+def thrifty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multigemm.backends.triton.config.thrifty", lambda: True)
+
+
+@pytest.mark.usefixtures("thrifty")
 def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
     spec = SPECS["jagged_m bf16 unaligned"]
     best = hopper_candidates(spec)[0]
@@ -85,8 +91,9 @@ def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
         ({"activation": "gelu"}, set()),
     ],
 )
+@pytest.mark.usefixtures("thrifty")
 def test_weights_pass_through_registers_where_those_suffice(changes: dict[str, Any], heights: set[int]) -> None:
-    found = hopper_candidates(replace(SPECS["jagged_m bf16 unaligned"], **changes))
+    found = hopper_candidates(replace(SPECS["jagged_m bf16 unaligned"], total=1024, **changes))
     assert {config.block_m for config in found if config.carry} == heights
     refused = Config("hopper", block_m=256, block_n=256, warps=4, stages=2, pack=("a",), carry=True)
     assert "four more warps" in problem_with(refused, SPECS["jagged_m bf16 unaligned"])

@@ -121,8 +121,8 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
 
 
 def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ...]) -> list[Config]:
-    """Unaligned weights through registers, the tile that the rows fill first."""
-    order = (tall, flat) if shape_of(spec).rows > 128 else (flat, tall)
+    """Unaligned weights through registers; above 128 rows the low tile would carry each of them too often."""
+    order = (tall,) if shape_of(spec).rows > 128 else (flat, tall)
     return [replace(config, carry=True, pack=pack, block_k=depth_of(spec)) for config in order]
 
 
