@@ -34,6 +34,8 @@ SIDES = {"triton": 16, "numba": 8}
 """Of the tiles that emulated kernels get."""
 SLOW = 12.0
 """Seconds above which a problem is left to lines that no other one reaches."""
+WHOLE_TILES = ("batched", "jagged_k")
+"""Forms whose products may all be of as many whole tiles."""
 MOST_LISTED = 2048
 """As in the triton backend."""
 
@@ -88,7 +90,7 @@ def stored_cases() -> list[Case]:
 @cache
 def pool(backend: str) -> list[tuple[Case, int]]:
     """The problems, each with the position of its subject."""
-    every, tile = kinds(limits(), KINDS), tile_of(backend)
+    every, tile, side = kinds(limits(), KINDS), tile_of(backend), SIDES.get(backend, 16)
     edges = [at_edges(kind, tile, RandomChooser(i), limits()) for i, kind in enumerate(every)]
     rows = next(kind for kind in every if kind.form == "jagged_m")
     many = multitude(replace(rows, shared=True), RandomChooser(0), limits())  # one B, or they would not fit
@@ -96,6 +98,7 @@ def pool(backend: str) -> list[tuple[Case, int]]:
     if backend == "triton":
         found += [(case, UNLISTED) for case in edges if case.form == "per_group"]
         found += [(case, SHARED) for i, case in enumerate(edges) if i % 6 == 1 or case.deepest > 64]
+        found += [(replace(case, m=2 * side, n=2 * side), SHARED) for case in edges if case.form in WHOLE_TILES]
     return [*found, (many, PLAIN)]
 
 
