@@ -42,6 +42,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("kernels.py", "skip_k + 0 * row0", "skip_k + 0", "zero either way"),
     ("kernels.py", "tile + groups * 0", "tile - groups * 0", "zero either way"),
     ("kernels.py", "start = g * 0", "start = g", "only its type is used: forms that read it give it a value"),
+    ("schedule_device.py", "(offset + lane < stride)", "(offset - lane < stride)",
+     "more groups, whose counts lie above the tile as the pivot's does"),
     ("schedule_device.py", "(offset + lane < stride)", "(offset + lane <= stride)",
      "one group more, whose count lies above the tile as the pivot's does"),
     ("epilogue.py", "mask=c_mask, other=0", "mask=c_mask, other=1", "what the mask leaves out is not stored"),
