@@ -36,6 +36,8 @@ SLOW = 12.0
 """Seconds above which a problem is left to lines that no other one reaches."""
 WHOLE_TILES = ("batched", "jagged_k")
 """Forms whose products may all be of as many whole tiles."""
+MANY = 20
+"""Groups above which several programs for each tile take an emulator too long."""
 MOST_LISTED = 2048
 """As in the triton backend."""
 
@@ -97,8 +99,14 @@ def pool(backend: str) -> list[tuple[Case, int]]:
     found = [(case, PLAIN) for case in edges] + [(case, i % 3) for i, case in enumerate(stored_cases())]
     if backend == "triton":
         found += [(case, UNLISTED) for case in edges if case.form == "per_group"]
-        found += [(case, SHARED) for i, case in enumerate(edges) if i % 6 == 1 or case.deepest > 64]
-        found += [(replace(case, m=2 * side, n=2 * side), SHARED) for case in edges if case.form in WHOLE_TILES]
+        found += [
+            (case, SHARED) for i, case in enumerate(edges) if case.groups <= MANY and (i % 6 == 1 or case.deepest > 64)
+        ]
+        found += [
+            (replace(case, m=2 * side, n=2 * side), SHARED)
+            for case in edges
+            if case.form in WHOLE_TILES and case.groups <= MANY
+        ]
     return [*found, (many, PLAIN)]
 
 
@@ -167,6 +175,7 @@ def problem(backend: str, variants: list[Variant], number: int) -> tuple[Case, i
     if variants and number % 2:
         kind = Case.from_dict(choose.choice(variants).case)
         if kind.groups < limits().groups:
-            return at_edges(kind, tile_of(backend), choose, limits()), choose.choice((PLAIN, UNLISTED, SHARED))
+            near = at_edges(kind, tile_of(backend), choose, limits())
+            return near, choose.choice((PLAIN, UNLISTED, SHARED if near.groups <= MANY else PLAIN))
     case = random_case(number, limits())
     return (at_edges(case, tile_of(backend), choose, limits()) if number % 3 == 0 else case), number % 3
