@@ -37,7 +37,9 @@ TILE = 128.0
 """Most kernels cut the result into tiles of about this height and width; groups of fewer rows waste a part of them."""
 OTHER_FORM, OTHER_ALIGNMENT, OTHER_SIZES, OTHER_ORDER, OTHER_SHARING, OTHER_HALF = 0.6, 0.1, 0.7, 0.06, 0.3, 0.04
 OTHER_CONFIG = 1.3
-UNKNOWN_EXTENT = 1.0
+OTHER_UNKNOWN, TYPICAL = 0.1, 9.0
+"""What is unknown counts as this many octaves, and as unlike what is known: a distance has to remain one between
+points of a space, or the guess has no solution."""
 NOISE = 0.005
 """Of a measurement, as a part of the variance of g."""
 ANY_OFFSET = 1e4
@@ -85,13 +87,16 @@ class Place:
     @cached_property
     def marks(self) -> tuple[object, ...]:
         """What is the same or not, in the order of `MARKS`."""
+        unknown = tuple(map(math.isnan, self.octaves))
         a, b, out = self.operands
         orders = a.order, b.order, out.order
         loads = tuple(x.align < 16 for x in self.operands)
-        return (self.form, self.sizes, a.dtype, b.shared, *orders, *loads)
+        return (self.form, self.sizes, a.dtype, b.shared, unknown, *orders, *loads)
 
 
-MARKS = np.array([OTHER_FORM, OTHER_SIZES, OTHER_HALF, OTHER_SHARING, *(OTHER_ORDER,) * 3, *(OTHER_ALIGNMENT,) * 3])
+MARKS = np.array(
+    [OTHER_FORM, OTHER_SIZES, OTHER_HALF, OTHER_SHARING, OTHER_UNKNOWN, *(OTHER_ORDER,) * 3, *(OTHER_ALIGNMENT,) * 3]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +156,13 @@ class Space:
 
     def __init__(self, samples: Sequence[Sample], places: Sequence[Place]) -> None:
         self.samples = samples
-        self._extents = np.array([p.octaves for p in places]) / np.array(LENGTHS)
+        self._extents = np.nan_to_num(np.array([p.octaves for p in places]), nan=TYPICAL) / np.array(LENGTHS)
         codes: dict[object, int] = {}
         self._marks = np.array([[codes.setdefault(mark, len(codes)) for mark in p.marks] for p in places])
 
     def distances(self, rows: Sequence[int] | Array, columns: Sequence[int] | Array) -> Array:
         """Between the places of two sets of samples, whatever the backend."""
         apart = self._extents[rows][:, None] - self._extents[columns][None]
-        unknown = np.isnan(self._extents[rows])[:, None] != np.isnan(self._extents[columns])[None]
-        apart = np.where(unknown, UNKNOWN_EXTENT / np.array(LENGTHS), np.nan_to_num(apart))
         other = self._marks[rows][:, None] != self._marks[columns][None]
         found: Array = np.sqrt((apart**2).sum(-1)) + other @ MARKS
         return found

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -233,9 +234,27 @@ def test_keys_are_points_with_distances() -> None:
     masked = near.replace("jagged_m", "masked")
     assert _far(near, masked) == pytest.approx(nearest.OTHER_FORM)
     ragged = "per_group g2 m* n* k* t1024 float32/row2 float32/col/shared float32/row ieee host-sizes"
-    unknown = math.hypot(*(nearest.UNKNOWN_EXTENT / nearest.LENGTHS[place] for place in (1, 2, 4)))
+    there = place_of(near)
+    assert there is not None
+    unknown = math.hypot(*((there.octaves[i] - nearest.TYPICAL) / nearest.LENGTHS[i] for i in (1, 2, 4)))
     marks = nearest.OTHER_FORM + nearest.OTHER_ALIGNMENT + nearest.OTHER_ORDER + nearest.OTHER_SHARING
-    assert _far(near, ragged) == pytest.approx(unknown + marks)
+    assert _far(near, ragged) == pytest.approx(unknown + marks + nearest.OTHER_UNKNOWN)
+
+
+def test_distances_are_those_of_points_in_a_space() -> None:
+    """Else the covariance has negative eigenvalues, and the guess may be anything."""
+    text = "{} g{} m* n{} k{} t{} bfloat16/{} bfloat16/row bfloat16/row ieee device-sizes"
+    extents = [("*", "*"), ("*", 64), (16384, "*"), (64, 64), (16384, 16384), (512, 7000), (1003, 128)]
+    keys = [
+        text.format(form, groups, n, k, total, order)
+        for form, order in (("jagged_m", "row"), ("per_group", "col2"))
+        for groups, total in ((1, 64), (256, 65536))
+        for n, k in extents
+    ]
+    places = [place for key in keys if (place := place_of(key)) is not None]
+    space = Space([Sample(key) for key in keys], places)
+    far = space.distances(range(len(keys)), range(len(keys)))
+    assert np.linalg.eigvalsh(np.exp(-far)).min() > -1e-9
 
 
 def _points(times: dict[int, dict[str, float]], ran: dict[str, str] | None = None) -> list[Sample]:
