@@ -32,11 +32,11 @@ WORDS = 11
 NEAREST = 60
 LENGTHS = (30.0, 18.0, 8.0, 12.0, 18.0)
 """Octaves of rows per group, of the two other extents, of the groups and of the result's tiles, after which values are
-unlike (a factor e). They, and the numbers below, did best where each of 250 measured shapes was left out in turn."""
+unlike (a factor e). They, and the numbers below, were fitted to hundreds of measured shapes, each left out in turn."""
 TILE = 128.0
 """Most kernels cut the result into tiles of about this height and width; groups of fewer rows waste a part of them."""
 OTHER_FORM, OTHER_ALIGNMENT, OTHER_SIZES, OTHER_ORDER, OTHER_SHARING, OTHER_HALF = 0.6, 0.1, 0.7, 0.06, 0.3, 0.04
-OTHER_CONFIG = 1.3
+OTHER_CONFIG = 0.7
 OTHER_UNKNOWN, TYPICAL = 0.1, 9.0
 """What is unknown counts as this many octaves, and as unlike what is known: a distance has to remain one between
 points of a space, or the guess has no solution."""
