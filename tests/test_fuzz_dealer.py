@@ -1,6 +1,6 @@
 """Batches of problems: each slot is begun before any goes on, nothing comes twice, nobody waits for a compiler."""
 
-from multigemm.fuzz.dealer import Batch, Dealer
+from multigemm.fuzz.dealer import LEAD, Batch, Dealer
 from multigemm.fuzz.plan import Options
 
 
@@ -33,6 +33,19 @@ def test_what_is_compiled_comes_before_what_is_not_if_asked() -> None:
     dealer.seen(0)
     assert dealer.deal(fresh=False) == Batch(24, 28) and not dealer.is_cold(25)
     assert dealer.deal() == Batch(4, 8)
+
+
+def test_kernels_that_a_process_has_loaded_go_on_for_some_laps() -> None:
+    dealer = Dealer(options())
+    for slot in range(6):
+        assert dealer.deal() == Batch(4 * slot, 4 * slot + 4)
+        dealer.seen(4 * slot)
+    mine = [dealer.deal(loaded={2, 4}) for _ in range(2 * LEAD)]
+    assert {dealer.options.slot_of(batch.first) for batch in mine if batch} == {2, 4}
+    others = [batch for _ in range(LEAD) if (batch := dealer.deal(loaded={2, 4}))]
+    assert {dealer.options.slot_of(batch.first) for batch in others} > {2, 4}, "nobody stays behind for ever"
+    numbers = [batch.first for batch in [*mine, *others] if batch]
+    assert len(set(numbers)) == len(numbers)
 
 
 def test_as_many_as_were_asked_for() -> None:

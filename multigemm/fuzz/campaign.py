@@ -13,7 +13,7 @@ import multiprocessing as mp
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Crew:
     After an end whose cause is open, the batch's first problem runs again with one backend at a time;
     `suspect` is the failure to be recorded if none of them fails alone. `waits`: it has asked for a
     batch and got none; `done`: it has been told that there is none; `relieved`: others run as many
-    problems as it has left.
+    problems as it has left; `loaded`: slots whose kernels its process holds.
     """
 
     name: int
@@ -54,6 +54,7 @@ class Crew:
     waits: bool = False
     done: bool = False
     relieved: bool = False
+    loaded: set[int] = field(default_factory=set)
 
     @property
     def number(self) -> int:
@@ -137,7 +138,8 @@ class Campaign:
         """Another batch, or the end where no more will come."""
         compiling = sum(self.dealer.is_cold(other.batch.first) for other in self.crews if other is not crew)
         fresh = self.options.jobs == 1 or compiling < self.options.jobs - 1  # one at least runs what there is
-        batch = self.dealer.deal(fresh=fresh) if time.time() < self.deadline else None
+        crew.loaded.add(self.options.slot_of(crew.batch.first))
+        batch = self.dealer.deal(fresh=fresh, loaded=crew.loaded) if time.time() < self.deadline else None
         if batch is None and self.busy() and time.time() < self.deadline:
             return  # it may be needed yet
         crew.waits, crew.done, crew.relieved = False, batch is None, False

@@ -2,16 +2,22 @@
 
 Problem numbers come in batches of one slot: a kind of problem under one of its configs. The first batch
 of every slot is handed out first, for it compiles; what follows of a slot is handed out once one of its
-problems has come back, to whoever has nothing to do. So compilers run side by side from the start, none
-is begun late, and a slow one holds up nobody but the worker that waits for it.
+problems has come back, to whoever has nothing to do, and rather to one who has run the slot before. So
+compilers run side by side from the start, none is begun late, and a slow one holds up nobody but the
+worker that waits for it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from multigemm.fuzz.plan import Options
+
+LEAD = 8
+"""Batches by which a slot may be ahead of the others where its kernels are loaded: another process takes as long to
+load them as to run a batch or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +63,23 @@ class Dealer:
         """So many problems are to be handed out beside those that are with a worker that is stuck."""
         self.left += count
 
-    def deal(self, *, fresh: bool = True) -> Batch | None:
-        """The next batch; None when enough are out. Not `fresh`: of a slot that is compiled, if there is one."""
+    def deal(self, *, fresh: bool = True, loaded: Collection[int] = ()) -> Batch | None:
+        """The next batch; None when enough are out. Not `fresh`: of a slot that is compiled, if there is one.
+        A worker that asks has the kernels of `loaded` slots in its process: those go on for some laps."""
         if self.left <= 0:
             return None
         size = min(self.options.burst, self.left)
         self.left -= size
-        slot = self._slot(fresh or not self.warm)
+        slot = self._slot(fresh or not self.warm, loaded)
         number = (self._laps[slot] * max(self.slots, 1) + slot) * self.options.burst
         self._laps[slot] += 1
         return Batch(number, number + size)
 
-    def _slot(self, fresh: bool) -> int:
-        """One that nobody has begun; else the warm one that was handed out least; else any."""
+    def _slot(self, fresh: bool, loaded: Collection[int]) -> int:
+        """One that nobody has begun; else the warm one that was handed out least, with a lead for the loaded; else
+        any."""
         if not self.slots:
             return 0
         if fresh and (new := [slot for slot in range(self.slots) if slot not in self._laps]):
             return new[0]
-        return min(sorted(self.warm) or range(self.slots), key=self._laps.__getitem__)
+        return min(sorted(self.warm) or range(self.slots), key=lambda slot: self._laps[slot] - LEAD * (slot in loaded))
