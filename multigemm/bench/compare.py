@@ -32,6 +32,7 @@ DRIFT_LIMIT = 1.05
 SLACK_US = 0.6
 UNSOUND = 0.25
 LOST = 2.0
+SHOWN = 8
 MIN_CONTROLS = 3
 
 
@@ -100,7 +101,8 @@ class Comparison:
             for c in self.changes
             if c.faster and c.kind == "backend"
         ]
-        lines += [f"only in the old report: {text}" for text in self.only_old]
+        lines += [f"only in the old report: {text}" for text in self.only_old[:SHOWN]]
+        lines += [f"... and {len(self.only_old) - SHOWN} more"] if len(self.only_old) > SHOWN else []
         lines += [f"not judged, for its peers moved by more than {LOST:g} x: {case}" for case in self.unjudged]
         bad = self.regressions
         return "\n".join([*lines, *(f"REGRESSION {text}" for text in bad), f"{len(bad)} regressions"])
