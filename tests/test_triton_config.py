@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,12 @@ from multigemm.backends.triton import BACKEND, Config
 from multigemm.backends.triton.candidates import candidates, emulated, hopper_candidates, pointer_candidates
 from multigemm.backends.triton.config import problem_with
 from multigemm.backends.triton.hopper_forms import canonical, cut_of, drawn, listed, packed_spec, store_of
-from multigemm.backends.triton.launch import extents_multiple
+from multigemm.backends.triton.hopper_launch import hopper_sources_of
+from multigemm.backends.triton.launch import extents_multiple, pointer_sources_of
 from multigemm.backends.triton.packing_launch import line_of
 from multigemm.backends.triton.pointer_tiles import TILE_M, TILE_N, tile_table
 from multigemm.backends.triton.shipped import specs
+from multigemm.classify import bucket
 from multigemm.errors import InvalidSetting
 from multigemm.layouts import TABLE
 from multigemm.spec import Form, Order
@@ -251,3 +254,15 @@ def test_few_tiles_of_a_long_k_are_shared_out() -> None:
     assert all(config.splits == 1 for config in pointer_candidates(replace(spec, k=256)))
     assert all(config.splits == 1 for config in pointer_candidates(replace(spec, groups=512, total=2**14)))
     assert "splits" in problem_with(replace(shared, splits=3), spec)
+
+
+def test_a_layer_needs_few_kernels_whatever_its_sizes() -> None:
+    """Any number of tokens and groups, of one layer: what is compiled once serves for good."""
+    found, among = set(), random.Random(1)
+    layer = replace(SPECS["jagged_m bf16"], n=512, k=1024, zero_unowned=True)
+    for _ in range(2000):
+        groups, total = among.randint(1, 300), bucket(among.randint(1, 20000))
+        config = candidates(replace(layer, groups=groups, total=total), (9, 0))[0]
+        sources = hopper_sources_of if config.kernel == "hopper" else pointer_sources_of
+        found |= set(sources(replace(layer, groups=groups, total=total), config).values())
+    assert len(found) <= 24

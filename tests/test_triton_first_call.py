@@ -8,6 +8,7 @@ ready on the device to a result that is; the first line of a cold process includ
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -81,10 +82,14 @@ def in_a_new_process(folder: Path) -> dict[str, tuple[float, int]]:
     return {name: (seconds, count) for name, (seconds, count) in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
+GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 300)
+TOTALS = (*(1 << i for i in range(15)), 20000)
+
+
 def recompilations(draws: int = DRAWS) -> int:
     """Compilations that new token counts and group counts cause, once every size class was met."""
     among = random.Random(1)
-    for groups, total in ((8, 8), (200, 200), (8, 64), (8, 512), (8, 4096), (8, 8192), (4, 16384)):
+    for groups, total in itertools.product(GROUPS, TOTALS):
         mg.solve(rows(total, groups, cut(total, groups)), backend="triton")
     before = compiled.compilations
     for _ in range(draws):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.triton.compile import Cubin, cubin
+from multigemm.backends.triton.compile import Cubin, KernelSource, cubin
 from multigemm.backends.triton.config import STRIP, Config, part_of
 from multigemm.backends.triton.driver import launcher
 from multigemm.backends.triton.hopper_forms import (
@@ -177,19 +177,24 @@ def _all(launches: list[Callable[[], None]]) -> None:
         launch()
 
 
+def hopper_sources_of(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
+    """The kernels of a plan: the main one, copies, the list of tile rows, zeros."""
+    found = {"main": hopper_source(spec, config)}
+    for name in config.pack:
+        found[f"pack {name}"] = pack_source(getattr(spec, name), name, spec)
+    if listed(canonical(packed_spec(spec, config)), config):
+        found["records"] = records_source(spec, config)
+    if cut_of(canonical(spec)) == "rows" and spec.zero_unowned:
+        found["zeros"] = zero_source(spec)
+    return found
+
+
 def plan_hopper(
     spec: ProblemSpec, config: Config, device: torch.device, why: str, instead: Callable[[], Recipe]
 ) -> Recipe:
     """Compiles (or loads) the kernels; `instead` plans the pointer kernel for strides that no map expresses."""
     major, minor = torch.cuda.get_device_capability(device)
-    capability = 10 * major + minor
-    kernels = {"main": cubin(hopper_source(spec, config), capability)}
-    for name in config.pack:
-        kernels[f"pack {name}"] = cubin(pack_source(getattr(spec, name), name, spec), capability)
-    if listed(canonical(packed_spec(spec, config)), config):
-        kernels["records"] = cubin(records_source(spec, config), capability)
-    if cut_of(canonical(spec)) == "rows" and spec.zero_unowned:
-        kernels["zeros"] = cubin(zero_source(spec), capability)
+    kernels = {name: cubin(source, 10 * major + minor) for name, source in hopper_sources_of(spec, config).items()}
     name = "hopper, weights through registers" if config.carry else "hopper"
     name += f", after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else ""
     return Recipe(name, config, lambda ops: _bind(ops, spec, config, kernels, instead), why)

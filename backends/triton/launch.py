@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.triton.compile import Cubin, cubin
+from multigemm.backends.triton.compile import Cubin, KernelSource, cubin
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.pointer_sources import (
     CHUNK,
@@ -184,6 +184,13 @@ def chunk_of(spec: ProblemSpec, config: Config, listed: bool) -> int:
     return FEW if spec.groups <= FEW and FEW in chunks(spec, config) else CHUNK
 
 
+def pointer_sources_of(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
+    """The kernels of a plan: the main one for few groups and for many, and the one that counts tiles."""
+    usual = multiple_of(spec) if spec.form == "per_group" and spec.a.align == spec.b.align == 16 else 1
+    found = {f"main {chunk}": pointer_source(spec, config, usual, chunk) for chunk in chunks(spec, config)}
+    return found if uniform(spec) else {**found, "prefix": prefix_source(spec, config)}
+
+
 def plan_pointer(spec: ProblemSpec, config: Config, device: torch.device, why: str) -> Recipe:
     """Compiles (or loads) the kernels of this spec; `bind` then only packs arguments."""
     if device.type == "cpu":
@@ -195,8 +202,6 @@ def plan_pointer(spec: ProblemSpec, config: Config, device: torch.device, why: s
     def kernels(multiple: int, chunk: int) -> Cubin:
         return cubin(pointer_source(spec, config, multiple, chunk), 10 * major + minor)
 
-    usual = multiple_of(spec) if spec.form == "per_group" and spec.a.align == spec.b.align == 16 else 1
-    for chunk in chunks(spec, config):
-        kernels(usual, chunk)
-    count = None if uniform(spec) else cubin(prefix_source(spec, config), 10 * major + minor)
+    codes = {name: cubin(source, 10 * major + minor) for name, source in pointer_sources_of(spec, config).items()}
+    count = codes.get("prefix")
     return Recipe("pointer", config, lambda ops: _bind_cuda(ops, spec, config, kernels, count), why)
