@@ -19,7 +19,7 @@ from multigemm.testing.strategies import Chooser, Limits, settled
 WORK = 1 << 21
 """Multiply-adds that a few tiles of a fast kernel need."""
 OFFSETS = (-9, -8, -7, -1, 0, 0, 0, 1, 2, 3, 7, 8, 9, 16)
-COUNTS = (17, 31, 33, 64, 130, 257, 300, 513, 961, 1025)
+COUNTS = (16, 17, 31, 32, 33, 64, 130, 256, 257, 300, 513, 961, 1025)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,13 @@ from multigemm.testing.source_sites import Site
 
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("kernels.py", "BYTES > SIZE", "BYTES < SIZE", "only hints of alignment are lost"),
+    ("kernels.py", "MULTIPLE > 1", "MULTIPLE < 1", "only hints of alignment are lost"),
     ("schedule_device.py", "(groups + CHUNK - 1) // CHUNK", "(groups + CHUNK + 1) // CHUNK",
      "pivots stand further apart, and the groups between two of them are all looked at"),
     ("schedule_device.py", "(groups + CHUNK - 1) // CHUNK", "(groups + CHUNK) // CHUNK",
      "pivots stand further apart, and the groups between two of them are all looked at"),
+    ("schedule_device.py", "((rows + BM - 1) // BM)", "((rows + BM) // BM)",
+     "one tile behind a group's last one, which stores nothing"),
     ("schedule_device.py", "tl.maximum(rows, 0)", "tl.maximum(rows, 1)",
      "one tile for a group without rows, which stores nothing"),
     ("epilogue.py", "(back != x) & (x == x)", "(back != x)", "a NaN whose last bit is set is a NaN"),

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
+from itertools import zip_longest
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -159,9 +160,12 @@ def trace(backend: str, variants: list[Variant], place: Any) -> list[Variant]:
 
 
 def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
-    """Those that reach the line, the quick ones first; slow ones only where there is no other."""
+    """Those that reach the line, of each subject in turn and the quick ones first; slow ones only where there is no
+    other."""
     found = sorted((v for v in variants if v.distance(file, line) == 0), key=lambda variant: variant.seconds)
-    return [variant for variant in found if variant.seconds < SLOW] or found
+    quick = [variant for variant in found if variant.seconds < SLOW] or found
+    by_subject = [[v for v in quick if v.config == config] for config in sorted({v.config for v in quick})]
+    return [each for rank in zip_longest(*by_subject) for each in rank if each is not None]
 
 
 def problem(backend: str, variants: list[Variant], number: int) -> tuple[Case, int]:
