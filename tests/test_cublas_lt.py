@@ -111,6 +111,25 @@ def test_auto_leaves_bias_and_relu_to_the_library(model: ModelLt, monkeypatch: p
     assert model.calls == [3]
 
 
+def test_a_plan_claims_no_fusion_that_its_sizes_may_forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it pays is known at bind; sizes that nobody reads back never fuse."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    problem = _problem(list(range(1, 40)), bias=torch.ones(39, 16).bfloat16())
+    spec = staged_spec(problem)
+    recipe = launch.plan(spec, Config("auto"), CUDA)
+    assert recipe.tell is not None
+    assert "fused" not in recipe.tell(replace(outline(problem, spec), device=CUDA))
+    assert "where that pays" in recipe.why
+    assert (
+        "else torch.float32 result and one epilogue kernel"
+        in launch.plan(replace(spec, device_sizes=True), Config("auto"), CUDA).why
+    )
+    shared = replace(spec, device_sizes=True, b=replace(spec.b, shared=True))
+    assert "library's own" not in launch.plan(shared, Config("auto"), CUDA).why
+    assert "where that pays" not in launch.plan(spec, Config("fused", 4), CUDA).why
+    assert "library's own" not in launch.plan(replace(spec, alpha="zero"), Config("fused", 4), CUDA).why
+
+
 def test_fusing_has_to_pay() -> None:
     """One call always; several only where a float32 result would take longer than the host needs for them."""
     lengths = np.array([4, 4, 4])

@@ -143,6 +143,39 @@ def grouped_mm_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     return reasons
 
 
+def why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
+    """What a plan says of its calls: what is known of them before any size is."""
+    parts = []
+    if config.variant == "auto":
+        parts.append("the calls are chosen per problem, by its sizes")
+    if syncs:
+        parts.append("reads the sizes back from the device, because BLAS calls take them from the host")
+    if spec.alpha != "zero" and (finish := _finish(spec, config, syncs)):
+        parts.append(finish)
+    copied = [name for name, o in (("a", spec.a), ("b", spec.b)) if o.order == "strided" or not o.dense]
+    if copied:
+        parts.append(f"packed copy of {' and '.join(copied)}: no leading dimension expresses the strides")
+    if spec.compute is torch.int8 and not (spec.a.order == "row" and spec.b.order == "col"):
+        parts.append("packed copies with K contiguous: the only int8 products that cuBLAS takes at any extent")
+    return "; ".join(parts)
+
+
+def _finish(spec: ProblemSpec, config: Config, syncs: bool) -> str:
+    """Who adds the bias and applies the activation; whether fusing pays, the sizes alone tell."""
+    fused = "the library's own kernels add the bias and apply relu before they round"
+    if config.variant == "fused":
+        return fused
+    behind = ""
+    if not plain(spec):
+        behind = f"{spec.acc} result and one epilogue kernel, so that it rounds once"
+    elif spec.bias is not None:
+        behind = "the bias is laid into the result, and the library adds to it"
+    unknown = spec.device_sizes and not syncs
+    if config.variant != "auto" or unknown or fused_reasons(spec):
+        return behind
+    return f"where that pays, {fused}; else {behind}"
+
+
 def variant_reasons(config: Config, spec: ProblemSpec, device: torch.device) -> list[str]:
     """Why a config cannot run a supported spec; empty if it can."""
     if config.variant not in VARIANTS:

@@ -29,6 +29,7 @@ from multigemm.backends.cublas.config import (
     result_type,
     variant_reasons,
     whole,
+    why,
 )
 from multigemm.backends.cublas.direct import bind_grouped_mm
 from multigemm.backends.cublas.epilogue import Finish, Need
@@ -62,7 +63,7 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     syncs = reads_sizes(spec, config.variant, device)
     bind = partial(_bind, config=config, syncs=syncs)
     tell = partial(_tell, config=config, syncs=syncs) if config.variant == "auto" else None
-    return Recipe(f"cublas.{config.variant}", config, bind, _why(spec, config, syncs), syncs, tell)
+    return Recipe(f"cublas.{config.variant}", config, bind, why(spec, config, syncs), syncs, tell)
 
 
 def _tell(ops: Operands, config: Config, syncs: bool) -> str:
@@ -79,26 +80,6 @@ def _tell(ops: Operands, config: Config, syncs: bool) -> str:
     fuses = _fuses(ops, config, sizes)
     chosen = FUSED if fuses else choose(ops.spec, products, ops.device, _written(ops, sizes))
     return f"bound: {chosen} for {len(products)} products"
-
-
-def _why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
-    parts = []
-    if config.variant == "auto":
-        parts.append("the calls are chosen per problem, by its sizes")
-    if syncs:
-        parts.append("reads the sizes back from the device, because BLAS calls take them from the host")
-    if config.variant in ("auto", "fused") and not fused_reasons(spec):
-        parts.append("the library's own kernels add the bias and apply relu before they round")
-    elif not plain(spec) and spec.alpha != "zero":
-        parts.append(f"{spec.acc} result and one epilogue kernel, so that it rounds once")
-    elif spec.bias is not None and spec.alpha != "zero":
-        parts.append("the bias is laid into the result, and the library adds to it")
-    copied = [name for name, o in (("a", spec.a), ("b", spec.b)) if o.order == "strided" or not o.dense]
-    if copied:
-        parts.append(f"packed copy of {' and '.join(copied)}: no leading dimension expresses the strides")
-    if spec.compute is torch.int8 and not (spec.a.order == "row" and spec.b.order == "col"):
-        parts.append("packed copies with K contiguous: the only int8 products that cuBLAS takes at any extent")
-    return "; ".join(parts)
 
 
 def _bind(ops: Operands, config: Config, syncs: bool) -> Launch:
