@@ -17,7 +17,7 @@ BY_SIZE: dict[int, Any] = {4: ctypes.c_int32, 8: ctypes.c_int64}
 
 class ModelLt:
     """The entry points that `lt` uses. `asked` are the extents that the heuristic was asked for; `refused` says
-    which numbers of rows an algorithm made for others does not run; `wide` is the workspace that it asks for."""
+    which numbers of rows an algorithm made for others does not run; `none`: the heuristic has no answer."""
 
     def __init__(self) -> None:
         self.made: dict[int, dict[int, Any]] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -177,7 +177,3 @@ def _fill(like: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
         rows, cols, device=like.device, dtype=like.dtype if like.is_floating_point() else torch.float32
     )
     return values.to(like.dtype)
-
-
-def renamed(entry: Entry, name: str) -> Entry:
-    return replace(entry, name=name)
