@@ -204,6 +204,16 @@ def test_a_bias_that_lies_badly_is_copied_at_each_run(model: ModelLt) -> None:
         assert mg.verify(problem, out)
 
 
+def test_copies_of_a_plan_made_in_inference_mode_are_refreshed_outside(model: ModelLt) -> None:
+    bias = torch.arange(100).bfloat16()[1:97:2].reshape(3, 16)
+    with torch.inference_mode():
+        problem = _problem([3, 6, 2], bias=bias)
+        out, spec = allocate(problem), staged_spec(problem)
+        step = _Host().plan(spec, Config("fused", 4), torch.device("cpu")).bind(stage(problem, spec, out).ops)
+    step()
+    assert mg.verify(problem, out)
+
+
 def test_descriptions_live_as_long_as_their_calls(model: ModelLt) -> None:
     problem = _problem([3, 6, 2])
     out, spec = allocate(problem), staged_spec(problem)

@@ -28,6 +28,13 @@ class Copies:
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def __call__(self, stream: int) -> None:
+        if any(destination.is_inference() for destination, _ in self.pairs):
+            with torch.inference_mode():  # elsewhere torch refuses to write what was made there
+                self._refresh()
+        else:
+            self._refresh()
+
+    def _refresh(self) -> None:
         for destination, source in self.pairs:
             destination.copy_(source)
 
