@@ -131,7 +131,8 @@ class Plan:
     """`plan()` writes into its own output and returns it; `plan.run(other)` solves another problem of the spec.
 
     It launches on the stream that is current at the call. Its output and workspaces are made on the stream that is
-    current when it is: a first call on another one has to wait for that, as for any tensor of torch.
+    current when it is: a first call on another one has to wait for that, as for any tensor of torch. Since it has one
+    output, its calls must not overlap.
     """
 
     __slots__ = ("_choice", "_launch", "_out", "_result", "problem")
