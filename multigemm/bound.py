@@ -8,6 +8,7 @@ that it `syncs`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from multigemm.arrays import cupy_stream, give_back
 from multigemm.backend import Launch, Recipe
 from multigemm.errors import InvalidProblem, NotCapturable
 from multigemm.intake import Operand
+from multigemm.layouts import capturing
 from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.spec import ProblemSpec
 from multigemm.staging import allocate, outline, stage
@@ -44,7 +46,7 @@ def told(choice: Choice, problem: GroupedGemmProblem) -> str:
 
 def _launcher(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Launch:
     """Binds, and joins the steps that must run before each launch to the launch."""
-    if choice.recipe.syncs and problem.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if choice.recipe.syncs and capturing(problem.device):
         raise NotCapturable(
             f"backend {choice.backend!r} ({choice.recipe.kernel}) reads sizes on the host and cannot be captured: "
             "give the sizes on the host, or choose another backend"
@@ -127,12 +129,22 @@ def _twin(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
+def _in_a_capture(launch: Launch, device: torch.device) -> None:
+    """A launch that was bound in a capture: what fills its workspaces was recorded, and has not run by itself."""
+    if not capturing(device):
+        raise InvalidProblem(
+            "this plan was made while a CUDA graph was captured, and is called outside of a capture, where its "
+            "workspaces hold nothing: make the plan before the capture, or another one for calls outside"
+        )
+    launch()
+
+
 class Plan:
     """`plan()` writes into its own output and returns it; `plan.run(other)` solves another problem of the spec.
 
     It launches on the stream that is current at the call. Its output and workspaces are made on the stream that is
     current when it is: a first call on another one has to wait for that, as for any tensor of torch. Since it has one
-    output, its calls must not overlap.
+    output, its calls must not overlap. What is made inside a CUDA graph's capture can be called in captures only.
     """
 
     __slots__ = ("_choice", "_launch", "_out", "_result", "problem")
@@ -141,7 +153,8 @@ class Plan:
         self.problem = problem
         self._choice = choice
         self._out = allocate(problem, together=True)
-        self._launch = _launcher(choice, problem, self._out)
+        launch = _launcher(choice, problem, self._out)
+        self._launch = partial(_in_a_capture, launch, problem.device) if capturing(problem.device) else launch
         self._result = _result(problem, self._out)
 
     def __call__(self) -> Any:

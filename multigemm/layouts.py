@@ -158,6 +158,11 @@ def group_table(ops: Operands) -> npt.NDArray[np.int64]:
     return table
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether work on the device would be recorded into a CUDA graph instead of run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def to_device(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """A small host array on the device, without waiting for it.
 
@@ -166,7 +171,7 @@ def to_device(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return torch.from_numpy(array).to(device)
-    if torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         raise NotCapturable(
             "host data cannot be copied while a graph is captured: make the plan before, or pass device sizes"
         )

@@ -14,6 +14,7 @@ import torch
 from multigemm import bound, tuning
 from multigemm.contest import candidates, choice_of
 from multigemm.errors import MultigemmError
+from multigemm.layouts import capturing
 from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import ProblemSpec
 from multigemm.staging import outline
@@ -28,7 +29,7 @@ LEAST, ROUNDS, BUDGET_MS = 5, 15, 40.0
 def run(problem: GroupedGemmProblem, spec: ProblemSpec, equal: bool) -> None:
     """Times the likely backends and records them, unless the class is known or cannot be timed now."""
     device = problem.device
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         return
     found = candidates(spec, device, equal, partial(outline, problem, spec))
     found = [c for c in found if c.can and not c.availability.emulated and c.name != "null"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import dispatch, registry, tuning
+from multigemm import bound, dispatch, registry, tuning
 from multigemm.backend import Availability, Backend, Recipe
 from multigemm.layouts import Operands
 from multigemm.settings import settings
@@ -366,3 +366,14 @@ def test_spec_difference_is_by_value() -> None:
     spec = problem().spec
     assert replace(spec) == spec
     assert hash(replace(spec)) == hash(spec)
+
+
+def test_a_plan_made_in_a_capture_stays_in_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fills its workspaces was only recorded."""
+    state = [True]
+    monkeypatch.setattr(bound, "capturing", lambda device: state[0])
+    plan = mg.plan(mg.GroupedGemmProblem(torch.ones(4, 3), torch.ones(2, 3, 5), sizes=[1, 3]), "cpu")
+    assert torch.equal(plan(), torch.full((4, 5), 3.0))
+    state[0] = False
+    with pytest.raises(mg.InvalidProblem, match="outside of a capture"):
+        plan()

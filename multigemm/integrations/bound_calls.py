@@ -100,11 +100,6 @@ class Launches:
         self._count = self._bytes = 0
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether the current stream is being captured into a graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def owned(device: torch.device) -> int:
     """Bytes that live tensors hold on a GPU, to tell what a bind has allocated."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

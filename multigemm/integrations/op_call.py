@@ -16,6 +16,7 @@ from torch import Tensor
 from multigemm import tuning
 from multigemm.integrations import bound_calls, op_route
 from multigemm.integrations.eager import any_requires_grad, current_device, grad_enabled
+from multigemm.layouts import capturing
 
 KEEPING = ("cuda",)
 """Where launches are kept for the next call: on a CPU binding is cheap, and its workspaces cannot be told."""
@@ -108,7 +109,7 @@ def _fresh(key: Any, route: op_route.Route, *tensors: Any) -> None:
         op_route.check(route, *tensors[2:5])
     lasting = route.device.type in KEEPING and all(x is None or x.numel() for x in tensors)
     at = tensors[-1].data_ptr()
-    if not lasting or bound_calls.capturing(route.device) or not launches.met(key, at):
+    if not lasting or capturing(route.device) or not launches.met(key, at):
         op_route.bind(route, *tensors)()
         return
     borrowed = [bound_calls.borrow(x) for x in tensors]
