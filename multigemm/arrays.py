@@ -103,7 +103,7 @@ def _has_memory(x: Tensor) -> bool:
     try:
         storage = x.untyped_storage()
         return x.numel() == 0 or (storage.device == x.device and storage.data_ptr() != 0)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # torch's two ways to say that there is no storage
         return False
 
 

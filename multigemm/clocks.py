@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -27,7 +28,7 @@ def _warm_calls(mode: Mode, cost_us: float) -> int:
     return int(WARMUP_MS * 1e3 / max(cost_us, 1.0)) if mode == "do_bench" else 0
 
 
-class Clock:
+class Clock(ABC):
     """What differs between a GPU and a CPU: how a call becomes a sample, and how a sample is read.
 
     `batch` samples are taken before they are read.
@@ -38,12 +39,13 @@ class Clock:
     def scope(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    @abstractmethod
     def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
         """Warms up; returns the sampler and the rough cost of one sample in microseconds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, sample: Any, mode: Mode) -> float:
-        raise NotImplementedError
+        """What the sampler returned, in microseconds."""
 
 
 class CpuClock(Clock):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-
 from multigemm import bound, tuning
 from multigemm.contest import candidates, choice_of
 from multigemm.errors import MultigemmError

@@ -31,6 +31,8 @@ NOTHING, RELU, ADD_BIAS = 0, 2, 4
 DEFAULT_EPILOGUE = 1
 NOT_SUPPORTED = 15
 ALIGNMENT = 16
+KEPT = 4096
+"""Descriptions, and answers of the heuristic; whoever solves ever new sizes must not collect them all."""
 WORKSPACE = 4 << 20
 FEW, ROWS = 64, (8, 64)
 """The heuristic is asked for rows rounded up to a multiple of 8, above 64 of them to a multiple of 64."""
@@ -92,7 +94,7 @@ def _preference() -> _Made:
     return made
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT)
 def _matrix(kind: int, extents: tuple[int, int], ld: int, count: int, step: int) -> _Made:
     rows, cols = (ctypes.c_uint64(extent) for extent in extents)
     made = _Made("MatrixLayout", ctypes.c_int(kind), rows, cols, ctypes.c_int64(ld))
@@ -158,9 +160,13 @@ def _algorithm(
 ) -> _Answer:
     about = _rounded(s) if count == 1 else s
     key = *more, t.operand, t.compute, t.out, about, count, steps
-    if key not in _known:
-        _known[key] = bytes(_asked(described, laid if count > 1 else _matrices(about, t, 1, steps)))
-    answer = _Answer.from_buffer_copy(_known[key])
+    kept = _known.get(key)
+    if kept is None:
+        kept = bytes(_asked(described, laid if count > 1 else _matrices(about, t, 1, steps)))
+        if len(_known) >= KEPT:
+            _known.clear()
+        _known[key] = kept
+    answer = _Answer.from_buffer_copy(kept)
     return answer if _runs(answer, described, laid) else _asked(described, laid)
 
 

@@ -124,7 +124,8 @@ def hopper_reasons(spec: ProblemSpec) -> list[str]:
 
 def small_reasons(spec: ProblemSpec) -> list[str]:
     """Why the small kernel cannot run a spec."""
-    reasons = [] if spec.compute in (torch.float16, torch.bfloat16) else [f"{spec.compute} operands"]
+    half = spec.compute in (torch.float16, torch.bfloat16)
+    reasons = [] if half else [f"{spec.compute} operands: it takes float16 and bfloat16"]
     for name, operand in (("a", spec.a), ("b", spec.b)):
         if operand.order == "strided" or operand.align < 16:
             reasons.append(f"{name} is {operand.order}, aligned to {operand.align} bytes: 16-byte copies need 16")
@@ -132,22 +133,29 @@ def small_reasons(spec: ProblemSpec) -> list[str]:
     if inner or (spec.form == "jagged_k" and not (spec.a.order == "col" and spec.b.order == "row")):
         reasons.append("the jagged direction is contiguous in an operand, where a group may start at any address")
     if spec.form == "per_group" and (spec.groups > LIST or not is_plain(spec) or is_swapped(spec)):
-        reasons.append(f"a list of more than {LIST} groups, or with an epilogue or a result by columns")
+        reasons.append(f"a list of {spec.groups} groups: at most {LIST}, without epilogue, results by rows")
     if spec.groups == 0 or spec.total > CUBE_ROWS or spec.groups > CUBE_ROWS or max(spec.m or 0, spec.n or 0) > 1 << 20:
-        reasons.append("no groups, or too many rows or columns")
+        reasons.append(
+            f"{spec.groups} groups, T<={spec.total}, m={spec.m}, n={spec.n}: 1 to {CUBE_ROWS} and 2^20 at most"
+        )
     return reasons
+
+
+def _copy_reasons(spec: ProblemSpec, copied: ProblemSpec) -> list[str]:
+    """Why operands that differ from their copies cannot be copied."""
+    pairs = (("a", spec.a, copied.a), ("b", spec.b, copied.b))
+    wide = [name for name, old, new in pairs if old.wide and old != new]
+    return [f"{name} has 2^31 elements or more, which are not copied: kernel='portable' reads it" for name in wide]
 
 
 def wave_reasons(spec: ProblemSpec) -> list[str]:
     """Why the kernel for one wave of a list or batch cannot run a spec; operands that TMA cannot read are copied."""
     copied = packed_spec(spec)
-    reasons = hopper_reasons(copied)
-    if any(old.wide and old != new for old, new in ((spec.a, copied.a), (spec.b, copied.b))):
-        reasons.append("an operand of 2^31 elements or more is not copied")
+    reasons = [*hopper_reasons(copied), *_copy_reasons(spec, copied)]
     if spec.form not in ("per_group", "batched") or spec.groups > LIST:
         reasons.append(f"{spec.groups} groups of {spec.form}: it takes a list or a batch of at most {LIST}")
     if not is_plain(spec) or is_swapped(spec):
-        reasons.append("an epilogue, or a result by columns")
+        reasons.append("an epilogue, or a result by columns: it stores plain results by rows")
     return reasons
 
 
@@ -166,11 +174,9 @@ def _packed(spec: ProblemSpec, operand: OperandSpec, ragged: Order) -> OperandSp
 def packed_reasons(spec: ProblemSpec) -> list[str]:
     """Why copying first does not help a spec."""
     copied = packed_spec(spec)
-    reasons = hopper_reasons(copied)
+    reasons = [*hopper_reasons(copied), *_copy_reasons(spec, copied)]
     if copied is spec:
         reasons.append("nothing needs copying")
-    if any(old.wide and old != new for old, new in ((spec.a, copied.a), (spec.b, copied.b))):
-        reasons.append("an operand of 2^31 elements or more is not copied")
     return reasons
 
 
@@ -182,7 +188,7 @@ def direct_spec(spec: ProblemSpec) -> ProblemSpec:
 
 def direct_reasons(spec: ProblemSpec) -> list[str]:
     """Why the kernel that shifts its weights cannot, or need not, run a spec."""
-    weights, rows = ("a", "b") if is_swapped(spec) else ("b", "a")
+    weights = "a" if is_swapped(spec) else "b"
     given, copied = getattr(spec, weights), direct_spec(spec)
     readable = replace(given, align=16, dense=True)
     reasons = hopper_reasons(replace(copied, **{weights: readable}))
@@ -190,9 +196,7 @@ def direct_reasons(spec: ProblemSpec) -> list[str]:
         reasons.append("nothing needs shifting")
     if spec.form == "jagged_k":
         reasons.append("jagged k: both operands are copied")
-    if getattr(spec, rows).wide and getattr(spec, rows) != getattr(copied, rows):
-        reasons.append("rows of 2^31 elements or more are not copied")
-    return reasons
+    return [*reasons, *_copy_reasons(spec, copied)]
 
 
 def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
