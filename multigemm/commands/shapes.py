@@ -13,16 +13,20 @@ from multigemm.fleet import default_device
 from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import FORMS, INPUT_DTYPES
 
+WITHOUT_SHAPE = {"form": "jagged_m", "sizes": "40,0,1,70", "m": 64, "n": 48, "k": 96}
+"""What describes a problem that is no workload of `bench`, and what is taken where it is not given."""
+
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """--shape, or --form, --sizes, --m, --n, --k, --dtype and the epilogue; --device."""
     parser.add_argument("--shape", default="", help="a workload as `multigemm bench` takes it: 64,2048,3584,1792")
     parser.add_argument("--host-sizes", action="store_true", help="with --shape: offsets on the host, not the device")
-    parser.add_argument("--form", choices=FORMS, default="jagged_m", help="how the groups lie in memory")
-    parser.add_argument("--sizes", default="40,0,1,70", help="rows (or columns) of each group, comma-separated")
-    parser.add_argument("--m", type=int, default=64, help="rows of a result where the form does not cut them")
-    parser.add_argument("--n", type=int, default=48, help="columns of a result where the form does not cut them")
-    parser.add_argument("--k", type=int, default=96, help="inner extent where the form does not cut it")
+    shown = {name: f"(default {value})" for name, value in WITHOUT_SHAPE.items()}
+    parser.add_argument("--form", choices=FORMS, help=f"how the groups lie in memory {shown['form']}")
+    parser.add_argument("--sizes", help=f"rows (or columns) of each group, comma-separated {shown['sizes']}")
+    parser.add_argument("--m", type=int, help=f"rows of a result where the form does not cut them {shown['m']}")
+    parser.add_argument("--n", type=int, help=f"columns of a result where the form does not cut them {shown['n']}")
+    parser.add_argument("--k", type=int, help=f"inner extent where the form does not cut it {shown['k']}")
     parser.add_argument(
         "--dtype", default="", help="float16, bfloat16, float32, float64 or int8 (default float32, with --shape bf16)"
     )
@@ -42,9 +46,15 @@ def _sizes(text: str) -> list[int]:
 
 def problem_from(args: argparse.Namespace) -> GroupedGemmProblem:
     """The problem that the options describe, over memory that nobody has written."""
-    device, sizes = default_device(args.device), _sizes(args.sizes)
+    device = default_device(args.device)
     if args.shape:
         return _of_workload(args, device)
+    if args.host_sizes:
+        raise InvalidSetting("--host-sizes goes with --shape: the sizes of --sizes lie on the host anyway")
+    for name, value in WITHOUT_SHAPE.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    sizes = _sizes(args.sizes)
     for name in ("m", "n", "k"):
         if getattr(args, name) < 0:
             raise InvalidSetting(f"--{name} {getattr(args, name)}: an extent cannot be negative")
@@ -80,10 +90,11 @@ def _of_workload(args: argparse.Namespace, device: torch.device) -> GroupedGemmP
     dtype = short.get(args.dtype, args.dtype or "bf16")
     if dtype not in DTYPES:
         raise InvalidSetting(f"--dtype {args.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
-    if args.activation:
-        raise InvalidSetting("--activation goes with --form and --sizes: the workloads of --shape have none")
+    if given := [f"--{name}" for name in (*WITHOUT_SHAPE, "activation") if getattr(args, name) is not None]:
+        raise InvalidSetting(f"{', '.join(given)} beside --shape, which says all of it: leave out one or the other")
     try:
         tensors = operands.make(parse_shape(args.shape, dtype), device, drawn=False)
     except RuntimeError as error:
-        raise InvalidSetting(f"--shape {args.shape} does not fit into the memory of {device}") from error
+        why = str(error).splitlines()[0]
+        raise InvalidSetting(f"--shape {args.shape} cannot be made on {device}: {why}") from error
     return entries.problem(tensors, args.host_sizes and tensors.offsets is not None)
