@@ -6,7 +6,7 @@ not. Every question is a linear equation in bounded integers, answered without t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from multigemm.arrays import Memory
+from multigemm.errors import InvalidProblem
 
 
 def overlaps_itself(x: Tensor) -> bool:
@@ -196,3 +197,19 @@ def first_shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
                 return min(i, j), max(i, j)
         near.append((place, i))
     return None
+
+
+def refuse_shared_memory(outs: Sequence[Tensor], read: Sequence[tuple[str, Any]], at: Callable[[int], str]) -> None:
+    """Raise unless no result meets itself, another result, or anything that is read but its own, same `c`.
+
+    `read` names its arrays; `at(g)` is how the g-th entry of an operand is written after the operand's name.
+    """
+    for g, x in enumerate(outs):
+        if overlaps_itself(x):
+            raise InvalidProblem(f"out{at(g)} overlaps itself (strides {x.stride()}): pass another view")
+    if pair := first_shared_pair(outs):
+        raise InvalidProblem(f"out[{pair[0]}] and out[{pair[1]}] share an element: each result needs its own memory")
+    for g, i in meetings(outs, [x for _, x in read]):
+        name, x = read[i]
+        if not (isinstance(x, Tensor) and name == f"c{at(g)}" and same_view(x, outs[g])):
+            raise InvalidProblem(f"out{at(g)} shares memory with {name}: pass another out")

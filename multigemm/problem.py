@@ -110,7 +110,7 @@ class GroupedGemmProblem:
             self._take_bias(intake, bias, (*inputs, compute), compute, groups)
         self.refreshes = intake.refreshes() if intake.mirrors else []
         if out is not None:
-            self._check_overlap(intake)
+            overlap.refuse_shared_memory(self.each("out"), self._read(intake), self._at)
         self.spec = specify(self, groups, compute)
 
     # --- operands -------------------------------------------------------------------------------
@@ -229,31 +229,13 @@ class GroupedGemmProblem:
             epilogue.check_bias_shape(vector, [(n,)])
         return vectors
 
-    def _check_overlap(self, intake: Intake) -> None:
-        """The output must not meet itself or anything that is read; being the very `c` is allowed."""
-        outs = self.each("out")
-        for g, x in enumerate(outs):
-            if overlap.overlaps_itself(x):
-                raise InvalidProblem(f"out{self._at(g)} overlaps itself (strides {x.stride()}): pass another view")
-        if pair := overlap.first_shared_pair(outs):
-            raise InvalidProblem(
-                f"out[{pair[0]}] and out[{pair[1]}] share an element: each result needs its own memory"
-            )
-        read = self._read(intake)
-        for g, i in overlap.meetings(outs, [x for _, x in read]):
-            name, x = read[i]
-            if not (isinstance(x, Tensor) and name == f"c{self._at(g)}" and overlap.same_view(x, outs[g])):
-                raise InvalidProblem(f"out{self._at(g)} shares memory with {name}: pass another out")
-
     def _read(self, intake: Intake) -> list[tuple[str, Any]]:
         """Everything that a launch reads, by name."""
         names = ("a", "b", "bias", "c")
         read: list[tuple[str, Any]] = [(f"{n}{self._at(i)}", x) for n in names for i, x in enumerate(self.each(n))]
         read += [(name, mirror.given) for name, mirror in intake.mirrors.items()]
-        if self.grouping is not None and self.grouping.live is not None:
-            read.append((self.grouping.kind, self.grouping.live))
-        if self.valid_rows is not None and self.valid_rows.live is not None:
-            read.append(("valid_rows", self.valid_rows.live))
+        if (cut := self.grouping or self.valid_rows) is not None and cut.live is not None:
+            read.append((cut.kind if cut is self.grouping else "valid_rows", cut.live))
         return read
 
     def _at(self, g: int) -> str:
