@@ -2,8 +2,8 @@
 
 Why one place: times of GPU kernels are easy to get wrong, and two clocks never agree. The rules:
 
-* variants are interleaved, and the order rotates from round to round, so that drifting clocks and
-  power limits meet all of them alike;
+* variants are interleaved, and the order is drawn anew in each round, so that drifting clocks and
+  power limits meet all of them alike, and none always runs behind the same other;
 * "cold" and "graph" write a buffer of several times the L2 before each call, because in a model the
   operands do not lie in the cache either;
 * medians and quantiles, never the mean; the raw samples are kept;
@@ -13,6 +13,7 @@ Why one place: times of GPU kernels are easy to get wrong, and two clocks never 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -165,10 +166,10 @@ def _rounds(
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     errors: dict[str, str] = {}
     pending: list[tuple[str, Any]] = []
+    draw = random.Random(0)
     for index in range(rounds):
         names = [name for name in samplers if name not in errors]
-        shift = index % max(1, len(names))
-        for name in names[shift:] + names[:shift]:
+        for name in draw.sample(names, len(names)):
             try:
                 pending.append((name, samplers[name]()))
             except Exception as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -32,10 +34,14 @@ def test_a_timing_reduces_its_samples() -> None:
     assert math.isnan(Timing("x", "cold", (1.0,)).spread)
 
 
-def test_variants_are_interleaved_and_the_order_rotates() -> None:
+def test_variants_are_interleaved_and_none_always_follows_the_same_other() -> None:
     calls: list[str] = []
-    measure({name: partial(calls.append, name) for name in "abc"}, CPU, reps=3, min_reps=3, budget_ms=0.0)
-    assert calls[-9:] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    measure({name: partial(calls.append, name) for name in "abc"}, CPU, reps=30, min_reps=30, budget_ms=0.0)
+    timed = calls[-90:]
+    rounds = ["".join(timed[at : at + 3]) for at in range(0, 90, 3)]
+    assert {"".join(sorted(each)) for each in rounds} == {"abc"}
+    assert len(set(rounds)) == 6
+    assert len(set(pairwise(timed))) >= 6
 
 
 def test_a_failing_variant_is_a_result_and_the_others_go_on() -> None:
@@ -91,27 +97,48 @@ def test_overhead_of_nothing_is_small() -> None:
     assert timing.overhead(CPU)["nothing"] < 100.0
 
 
+def least(
+    call: timing.Call, modes: tuple[timing.Mode, ...], enough: Callable[[dict[str, float]], bool]
+) -> dict[str, float]:
+    """The best sample of each mode, of as many looks as it takes until they are `enough`; at most 12.
+
+    Other processes on the GPU only ever lengthen a sample, so that the best says what the clock measures.
+    """
+    best: dict[str, float] = {}
+    for _ in range(12):
+        for mode in modes:
+            taken = measure({"call": call}, "cuda", mode, reps=12)["call"]
+            assert taken.ok, taken
+            best[mode] = min(taken.best, best.get(mode, math.inf))
+        if enough(best):
+            break
+    return best
+
+
 @gpu
 def test_gpu_modes_agree_with_a_kernel_of_known_length() -> None:
-    cycles = 2_000_000
-    call = lambda: cuda._sleep(cycles)  # noqa: E731
-    taken = {
-        mode: measure({"sleep": call}, "cuda", mode, reps=12)["sleep"] for mode in ("cold", "graph", "hot", "do_bench")
-    }
-    assert all(t.ok for t in taken.values()), taken
-    medians = [t.median for t in taken.values()]
-    assert max(medians) / min(medians) < 1.15
-    assert 500 < medians[0] < 4000
-    assert measure({"sleep": call}, "cuda", "host", reps=5)["sleep"].median < 200
+    def call() -> None:
+        cuda._sleep(200_000)
+
+    def agree(best: dict[str, float]) -> bool:
+        return max(best.values()) / min(best.values()) < 1.15
+
+    best = least(call, ("cold", "graph", "hot", "do_bench"), agree)
+    assert agree(best), best
+    assert 50 < best["cold"] < 400
+    assert least(call, ("host",), lambda found: found["host"] < 50)["host"] < 50
 
 
 @gpu
 def test_cold_is_colder_than_hot() -> None:
     x = torch.randn(4 << 20, device="cuda")  # 16 MB: lies in the L2 when hot
     out = torch.empty_like(x)
-    call = lambda: torch.add(x, 1.0, out=out)  # noqa: E731
-    cold, hot = (measure({"add": call}, "cuda", mode)["add"].median for mode in ("graph", "hot"))
-    assert cold > 1.3 * hot
+
+    def colder(best: dict[str, float]) -> bool:
+        return best["graph"] > 1.3 * best["hot"]
+
+    best = least(lambda: torch.add(x, 1.0, out=out), ("graph", "hot"), colder)
+    assert colder(best), best
 
 
 @gpu
