@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from multigemm.errors import BackendUnsupported, CompileError, InvalidSetting
-from multigemm.testing.source_live import Variant
+from multigemm.testing.source_live import Variant, compiler_key
 
 BROKEN = ("CompilationError", "CompileError", "SyntaxError", "NameError", "TypingError", "CompileException",
           "IndentationError", "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
@@ -29,8 +30,10 @@ DEEP = 4
 """One problem in so many meets the expensive oracles in emulation, the others the edge of memory."""
 FEW = 100
 """Groups up to which the expensive oracles are bearable in emulation: 300 take them 37 s."""
-BURST = 16
+BURST = 8
 """Problems in a row of one variant."""
+SPAN = 32
+"""Problems that are drawn for a burst: of those that need what is compiled already it takes the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,7 @@ class _Run:
         self.spec, self.subject = spec_of(self.case, place), Subject(hunt.backend)
         self.config = next(c for c in self.subject.shipped(self.spec, place) if str(c) == variant.config)
         self.subject.force(self.config)
+        self.key = compiler_key(self.backend, self.spec, self.config)
 
     def compiles(self) -> bool:
         """Whether the changed source can be made into a kernel; anything else that goes wrong shows in the run."""
@@ -111,8 +115,16 @@ class _Run:
             return not any(word in text for word in BROKEN)
         return True
 
-    def takes(self, spec: Any) -> bool:
-        """Whether the config runs a spec; a module that only this spec needs may not compile."""
+    def takes(self, case: Any) -> bool:
+        """Whether the config runs a case, by what is compiled already: each further compilation would cost as much
+        as hundreds of problems. A module that only this case needs may not compile."""
+        from multigemm.testing.choice import spec_of
+
+        spec = spec_of(case, self.place)
+        if self.subject.refusals(spec, self.place) or self.config not in self.subject.shipped(spec, self.place):
+            return False
+        if compiler_key(self.backend, spec, self.config) != self.key:
+            return False
         try:
             self.subject.recipe(spec, self.place)
         except (InvalidSetting, BackendUnsupported, CompileError):
@@ -134,7 +146,7 @@ class _Run:
                 case = cousin(case, choose, ordinary)
             if number % 8 == 1:
                 case = replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None)
-        if number == 2 * BURST and case.form in ("jagged_m", "jagged_n"):
+        if number == 2 * SPAN and case.form in ("jagged_m", "jagged_n"):
             return multitude(replace(case, shared=True), choose, ordinary)
         if number % 5 == 4:
             return alike(case, redrawn(case, choose, ordinary))
@@ -145,20 +157,20 @@ class _Run:
 
     def meet(self, first: int, say: Callable[[str], None]) -> tuple[int, dict[str, str] | None]:
         """A burst of problems; how many ran, and what the first finding says."""
-        from multigemm.staging import staged_spec
         from multigemm.testing.oracles import check_many
         from multigemm.testing.world import Stand, World
 
-        worlds = [World.build(self.problem(number)) for number in range(first, first + BURST)]
-        stands = [stand for stand in Stand.build_all(worlds, self.place)
-                  if not self.subject.refusals(spec := staged_spec(stand.problem), self.place)
-                  and self.takes(spec)]  # fmt: skip
+        drawn = ((number, self.problem(number)) for number in range(first, first + SPAN))
+        chosen = list(islice(((number, case) for number, case in drawn if self.takes(case)), BURST))
+        if not chosen:
+            return 0, None
+        stands = Stand.build_all([World.build(case) for _, case in chosen], self.place)
         say("runs")
         outcomes = check_many(stands, self.subject)
-        for number, (stand, outcome) in enumerate(zip(stands, outcomes, strict=True)):
+        for (number, _), stand, outcome in zip(chosen, stands, outcomes, strict=True):
             say("runs")
             if outcome.ok and outcome.ran:
-                self.look_deeper(stand, outcome, first + number)
+                self.look_deeper(stand, outcome, number)
             if outcome.findings:
                 return len(stands), verdict(outcome)
         say("compiles")
@@ -188,7 +200,7 @@ def hunt_on_gpu(
     def burst(run: _Run) -> dict[str, str] | None:
         nonlocal number, ran
         count, found = run.meet(number, say)
-        number, ran = number + BURST, ran + count
+        number, ran = number + SPAN, ran + count
         return found
 
     with listening(hunt.backend) as heard:
@@ -205,6 +217,6 @@ def hunt_on_gpu(
             if len(runs) == VARIANTS or time.monotonic() - begin > hunt.seconds:
                 break
         while runs and time.monotonic() - begin < hunt.seconds:
-            if found := burst(runs[number // BURST % len(runs)]):
+            if found := burst(runs[number // SPAN % len(runs)]):
                 return found
     return SURVIVED | {"text": f"{ran} problems of {len(runs)} variants"} if runs else SAME

@@ -52,7 +52,7 @@ class Variant:
 def traits(backend: str, case: Case, spec: Any, config: Any) -> frozenset[tuple[str, str]]:
     """What decides on the code that is compiled, and on the way that is taken through it: pairs of the fields of
     the compiler's key and of the form with the layouts."""
-    key = {name: str(value) for name, value in _key(backend, spec, config).items()}
+    key = {name: str(value) for name, value in compiler_key(backend, spec, config).items()}
     sides = f"{case.form} {spec.a.order} {spec.b.order}"
     plain = f"{case.form} {bool(case.c_dtype or case.bias or case.activation)}"
     rest = f"{case.form} zeroed {spec.zero_unowned}"
@@ -60,7 +60,7 @@ def traits(backend: str, case: Case, spec: Any, config: Any) -> frozenset[tuple[
     return frozenset((x, y) for i, x in enumerate(fields) for y in fields[i:])
 
 
-def _key(backend: str, spec: Any, config: Any) -> dict[str, Any]:
+def compiler_key(backend: str, spec: Any, config: Any) -> dict[str, Any]:
     """What a backend hands to its compiler for a spec and a config, without compiling."""
     if backend == "cupy":
         launch, configs = (import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "config"))

@@ -23,6 +23,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import chain, zip_longest
 from pathlib import Path
+from threading import Lock
 
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.settings import settings
@@ -33,8 +34,10 @@ from multigemm.testing.source_sites import FILES, Site, kernels_of, sites, snaps
 from multigemm.testing.source_trace import reaching
 from multigemm.testing.source_workers import Fate, prepare, run_one, survey, variants_of
 
-EXCUSED = 10.0
+EXCUSED = 4.0
 """Seconds for a change that is said to be none."""
+PART = 3
+"""Variants that are surveyed together, and kept: one that is cut off begins where it was."""
 TRIED = 10
 """Variants that a mutant may be compiled for before it counts as one that changes nothing."""
 
@@ -43,14 +46,19 @@ def surveyed(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Varian
     """The backend's variants with their lines, compiled now or known from the disk cache."""
     files = sorted(path for path in (root / "backends" / hunt.backend).rglob("*") if path.is_file())
     key = fingerprint(hunt.backend, str(hunt.emulated), *(path.read_bytes() for path in files), version("torch"))
-    if (known := store.get(key, ".json")) is not None:
-        return [Variant(**entry) for entry in json.loads(known)]
     offered = variants_of(hunt, root)
+    parts = [offered[at : at + PART] for at in range(0, len(offered), PART)]
+
+    def seen(number: int) -> list[Variant]:
+        part = fingerprint(key, *(json.dumps(variant.to_dict()) for variant in parts[number]))
+        if (known := store.get(part, ".json")) is not None:
+            return [Variant(**entry) for entry in json.loads(known)]
+        found = survey(hunt, root, parts[number])
+        store.put(part, json.dumps([variant.to_dict() for variant in found]).encode(), ".json")
+        return found
+
     with ThreadPoolExecutor(jobs) as pool:
-        parts = pool.map(lambda start: survey(hunt, root, offered[start::jobs]), range(jobs))
-        found = list(chain.from_iterable(parts))
-    store.put(key, json.dumps([variant.to_dict() for variant in found]).encode(), ".json")
-    return found
+        return list(chain.from_iterable(pool.map(seen, range(len(parts)))))
 
 
 def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
@@ -73,11 +81,14 @@ def holds(site: Site, variant: Variant) -> bool:
     return name not in variant.lines or variant.distance(name, site.line) == 0
 
 
-def campaign(hunt: Hunt, count: int, jobs: int, seed: int, limit: float = 1e9, only: str = "") -> list[Fate]:
-    """Hunts a sample of a backend's mutants; prints each fate as it is known. The unchanged sources are
-    hunted as well: if they are accused, the hunt proves nothing. No hunt begins after `limit` seconds."""
+def campaign(
+    hunt: Hunt, count: int, jobs: int, seed: int, limit: float = 1e9, only: str = "", target: str = ""
+) -> list[Fate]:
+    """Hunts a sample of a backend's mutants; prints each fate as it is known, and keeps all in the file `target`.
+    The unchanged sources are hunted as well: if they are accused, the hunt proves nothing. No hunt begins after
+    `limit` seconds."""
     fates: list[Fate] = []
-    begin, store = time.monotonic(), DiskCache("mutants")
+    begin, store, lock = time.monotonic(), DiskCache("mutants"), Lock()
     settings()  # as they are now, for this process: the cache is switched off for the others only
     prepare(hunt)
     with tempfile.TemporaryDirectory() as name:
@@ -102,7 +113,10 @@ def campaign(hunt: Hunt, count: int, jobs: int, seed: int, limit: float = 1e9, o
             fate = run_one(site, replace(hunt, seconds=seconds), root, chosen, known)
             if fate.state == "same" and not any(holds(site, variant) for variant in chosen):
                 fate = replace(fate, state="survived", text="no variant holds the line")
-            fates.append(fate)
+            with lock:
+                fates.append(fate)
+                if target:
+                    write(fates, target)
             note = f"  [{fate.text[:160]}]" if fate.oracle == "exception" or fate.state == "survived" else ""
             print(f"{fate.state:10} {fate.seconds:5.1f} s  {fate.oracle:12} {site}{note}", flush=True)
 
@@ -113,6 +127,11 @@ def campaign(hunt: Hunt, count: int, jobs: int, seed: int, limit: float = 1e9, o
 
 
 UNCHANGED = "nothing"
+
+
+def write(fates: list[Fate], target: str) -> None:
+    """Keeps the fates so far, so that a campaign that is cut off leaves them behind."""
+    Path(target).write_text(json.dumps([asdict(fate) for fate in fates], indent=1) + "\n")
 
 
 def summary(backend: str, fates: list[Fate]) -> str:
@@ -143,10 +162,8 @@ def main(arguments: list[str]) -> int:
     if args.emulate:
         os.environ["MULTIGEMM_EMULATE"] = "1"
     hunt = Hunt(args.backend, args.device, args.seconds)
-    fates = campaign(hunt, args.count, args.jobs, args.seed, args.limit or 1e9, args.only)
+    fates = campaign(hunt, args.count, args.jobs, args.seed, args.limit or 1e9, args.only, args.json)
     print(summary(args.backend, fates))
-    if args.json:
-        Path(args.json).write_text(json.dumps([asdict(f) for f in fates], indent=1) + "\n")
     return 1 if any(f.state == "survived" for f in fates) else 0
 
 

@@ -22,7 +22,7 @@ from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, listening
 from multigemm.testing.source_sites import Site, plant
 from multigemm.testing.source_trace import offered, trace
 
-PATIENCE, STALL, SLOW = 100.0, 20.0, 40.0
+PATIENCE, STALL, SLOW = 100.0, 8.0, 40.0
 """Seconds without a word after which a mutant counts as hanging: while it compiles, and while a problem runs on a
 GPU, or in an emulator."""
 PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.choice", "multigemm.testing.corpus",
