@@ -107,11 +107,6 @@ struct Compute {
 #endif
     }
 
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int e = 0; e < MI * 16; ++e) ((Acc*)acc)[e] = 0;
-    }
-
     // alpha * acc in 16 bits and rows of even addresses: pairs leave straight from the registers.
     __device__ __forceinline__ bool finish_plain(const Problem& p, const Group& g, i64 i0, i64 j0) const {
         const bool plain = !g.c && !g.bias && p.activation == IDENTITY && (p.out_type == F16 || p.out_type == BF16) && g.out_col == 1;
@@ -163,11 +158,6 @@ constexpr int A_TILE = BK * A_PITCH, B_TILE = BK * B_PITCH;
 
 struct Compute {
     Acc acc[R][R];
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int e = 0; e < R * R; ++e) ((Acc*)acc)[e] = 0;
-    }
 
     // A thread's rows are 4 neighbours, and 4 more half a tile away: neighbours read as one vector.
     static __device__ __forceinline__ int at(int t, int r) { return (r >> 2) * 64 + t * 4 + (r & 3); }
@@ -278,7 +268,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) portable(const _
         const i64 i0 = tm * BM, j0 = tn * BN;
         const int blocks = int(ceil_div(g.k, BK));
         loader.begin(g, i0, j0);
-        work.clear();
+#pragma unroll
+        for (int e = 0; e < int(sizeof(work.acc) / sizeof(Acc)); ++e) ((Acc*)work.acc)[e] = 0;
         // Step kb multiplies block kb while block kb + STAGES - 1 is loaded; the first steps only load.
         for (int kb = 1 - STAGES; kb < blocks; ++kb) {
             const int next = kb + STAGES - 1;
