@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from multigemm.errors import InvalidSetting
 from multigemm.fuzz.dealer import Batch
 from multigemm.fuzz.plan import Options, Summary, Tally
-from multigemm.fuzz.report import GATE_FROM, failed, idle, to_text
-from multigemm.fuzz.worker import Worker
+from multigemm.fuzz.report import GATE_FROM, failed, idle, to_dict, to_text
+from multigemm.fuzz.worker import Worker, with_carriers
 from multigemm.spec import ProblemSpec
 from multigemm.testing import Case, Limits, Subject, check_case
 from multigemm.testing.choice import assigned, spec_of
@@ -93,6 +94,31 @@ def test_a_campaign_counts_every_config_and_takes_turns(monkeypatch: pytest.Monk
     assert {text for name, text in pipe.total.configs} >= {str(LARGE), str(SMALL)}
     assert [options.config_of(number) for number in (0, 4, 8)] == [0, 1, 0]
     assert all(pipe.total.configs["choosy", text] for text in pipe.total.assigned.values())
+
+
+class Rare(ModelBackend):
+    """More configs than turns, for problems that few kinds are like."""
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
+        rare = spec.form == "masked" and spec.compute == torch.float64
+        return [SMALL, *(Tile(rows, 8, 8) for rows in (1, 2, 3, 4, 5) if rare)]
+
+
+def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multigemm import registry
+
+    monkeypatch.setattr(registry, "get", lambda name: Rare(name))
+    narrow = Options(("rare",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, deep=1000)
+    options = with_carriers(narrow)
+    assert options.kinds == 4 + len(options.carriers) and len(options.carriers) > 1
+    pipe = _Pipe()
+    worker = Worker(options, pipe, [0] * 5)
+    worker.announce()
+    worker.run(Batch(0, options.slots), 1e18)
+    counts = {text: count for (_, text), count in pipe.total.configs.items()}
+    assert counts.keys() >= {str(Tile(rows, 8, 8)) for rows in (1, 2, 3, 4, 5)} and all(counts.values())
+    assert to_dict(Summary(options, pipe.total, 1.0))["shipped_configs"]["rare"]["least"] > 0
+    assert with_carriers(replace(narrow, configs="first")).carriers == ()
 
 
 def test_a_config_that_never_ran_fails_the_campaign() -> None:

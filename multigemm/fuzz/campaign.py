@@ -211,6 +211,7 @@ def run(options: Options, progress: Callable[[Tally, float], None] | None = None
     """Runs a campaign to its end."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # for the workers: one core each
+    options = worker.with_carriers(options)
     campaign = Campaign(options)
     campaign.run(progress)
     summary = Summary(options, campaign.total, time.time() - campaign.begin, campaign.crashes, campaign.notes)

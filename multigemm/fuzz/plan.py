@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from multigemm.spec import FORMS, Form
+from multigemm.testing.case import Case
 from multigemm.testing.strategies import DTYPES, Limits
 
 
@@ -16,8 +17,9 @@ class Options:
     over the kinds one for each, `turns` different ones at most, so that all come up); `deep` runs the
     expensive oracles on one problem in so many. `kinds` draws all problems from so many kinds (form,
     dtypes, layouts, epilogue; 0: without limit), `burst` of one in a row, so that compiled kernels are
-    used more than once. One problem in `large` may have 16 times the work (0: none). Workers take
-    `devices` in turn, or all `device` where none is named."""
+    used more than once; `carriers` are those of them that were added for the sake of a config. One
+    problem in `large` may have 16 times the work (0: none). Workers take `devices` in turn, or all
+    `device` where none is named."""
 
     backends: tuple[str, ...]
     device: str = "cpu"
@@ -39,6 +41,7 @@ class Options:
     longest: int = 300
     corpus: str = ""
     shrink_seconds: float = 20.0
+    carriers: tuple[Case, ...] = ()
 
     @property
     def limits(self) -> Limits:
@@ -97,7 +100,7 @@ class Failure:
 @dataclass(slots=True)
 class Tally:
     """Counts that add up over workers. `configs` counts the checks of each backend and config; one that
-    was assigned to a kind and never ran keeps its zero. `assigned` names the config of a slot."""
+    is shipped for a kind and never ran keeps its zero. `assigned` names the config of a slot."""
 
     problems: int = 0
     checks: Counter[str] = field(default_factory=Counter)

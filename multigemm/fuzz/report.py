@@ -74,7 +74,8 @@ def to_dict(summary: Summary) -> dict[str, Any]:
     return {
         "schema": "multigemm-fuzz-1",
         "versions": versions(),
-        "options": {name: getattr(options, name) for name in options.__slots__},
+        "options": {name: getattr(options, name) for name in options.__slots__}
+        | {"carriers": [case.to_dict() for case in options.carriers]},
         "seconds": round(summary.seconds, 1),
         "problems": tally.problems,
         "checks": dict(sorted(tally.checks.items())),
@@ -88,6 +89,11 @@ def to_dict(summary: Summary) -> dict[str, Any]:
         "refusals": [{"backend": b, "reason": r, "count": n} for (b, r), n in tally.refusals.most_common()],
         "kernels": [{"backend": b, "kernel": k, "count": n} for (b, k), n in tally.kernels.most_common()],
         "configs": [{"backend": b, "config": c, "count": n} for (b, c), n in sorted(tally.configs.items())],
+        "shipped_configs": {
+            name: {"configs": len(counts), "least": min(counts)}
+            for name in options.backends
+            if (counts := [n for (b, _), n in tally.configs.items() if b == name])
+        },
         "idle_configs": idle(summary),
         "rho": [
             {"backend": b, "dtype": d, "max": round(peak, 3), "rms": round(_rms(squares, n), 4), "problems": n}

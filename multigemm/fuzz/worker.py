@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from multigemm.fuzz.shrink import shrink
 from multigemm.staging import staged_spec
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
-from multigemm.testing.choice import assigned, compile_singly
+from multigemm.testing.choice import assigned, carriers, compile_singly, offered
 from multigemm.testing.cliff import on_a_cliff
 from multigemm.testing.edges import alike
 from multigemm.testing.kinds import kinds, redrawn
@@ -39,7 +40,16 @@ MARKS = ("illegal memory access", "misaligned address", "an illegal instruction"
 
 @lru_cache(maxsize=2)
 def _kinds(options: Options) -> list[Case]:
-    return kinds(options.limits, options.kinds, options.seed)
+    return [*kinds(options.limits, options.kinds - len(options.carriers), options.seed), *options.carriers]
+
+
+def with_carriers(options: Options) -> Options:
+    """The campaign with kinds added, so that every config that a backend ships for anything comes up."""
+    if options.configs != "pinned" or not options.kinds:
+        return options
+    device = torch.device(options.at(0).device)
+    more = carriers(_kinds(options), options.backends, device, options.limits, options.turns)
+    return replace(options, kinds=options.kinds + len(more), carriers=tuple(more))
 
 
 def drawn(options: Options, number: int) -> Case:
@@ -132,11 +142,12 @@ class Worker:
         if self.options.configs != "pinned" or not self.options.kinds:
             return
         for name in self.options.backends:
+            for shipped in offered(_kinds(self.options), Subject(name), self.device):
+                self.tally.configs.update({(name, str(config)): 0 for config in shipped})
             for kind, configs in enumerate(_assigned(self.options, name)):
                 for turn in range(self.options.turns if configs else 0):
                     text = str(configs[turn % len(configs)])
                     self.tally.assigned[name, kind * self.options.turns + turn] = text
-                    self.tally.configs[name, text] += 0
 
     def run(self, batch: Batch, deadline: float) -> None:
         """The problems of a batch, until the time is used up.

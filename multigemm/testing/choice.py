@@ -3,12 +3,14 @@
 A backend's first choice depends on sizes, and a campaign's problems are small: left alone, it would
 run the kernels for small problems only. So each kind gets configs of its own out of all that the
 backend ships for it, the one that other kinds have used least. Later laps over the kinds bring up configs
-that no kind has used, where there are such, and otherwise what is compiled already.
+that no kind has used, where there are such, and otherwise what is compiled already. What no kind at all can
+run under gets kinds of its own (`carriers`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +18,13 @@ import torch
 from multigemm.spec import ProblemSpec
 from multigemm.staging import staged_spec
 from multigemm.testing.case import Case
+from multigemm.testing.strategies import Limits, random_case
 from multigemm.testing.subject import Subject
 from multigemm.testing.values import shapes
 from multigemm.testing.world import make_problem, plot, write_index
+
+SOUGHT, FAR_SEED = 600, 1 << 20
+"""Random cases that are looked through for configs that no kind can run, and their first seed."""
 
 
 def spec_of(case: Case, device: torch.device) -> ProblemSpec:
@@ -29,21 +35,42 @@ def spec_of(case: Case, device: torch.device) -> ProblemSpec:
     return staged_spec(make_problem(case, place, inputs.to(device), place.outputs.poisoned().to(device)))
 
 
+def offered(kinds: list[Case], subject: Subject, device: torch.device) -> list[list[Any]]:
+    """For each kind, all configs that the backend ships for it; nothing where it refuses the kind."""
+    specs = (spec_of(case, device) for case in kinds)
+    return [[] if subject.refusals(spec, device) else subject.shipped(spec, device) for spec in specs]
+
+
+def carriers(kinds: list[Case], names: Sequence[str], device: torch.device, limits: Limits, turns: int) -> list[Case]:
+    """Further kinds, for configs that the given ones leave out and that others can run under."""
+    subjects = [Subject(name) for name in names]
+    chosen = [assigned(kinds, subject, device, turns) for subject in subjects]
+    known = [{config for configs in each for config in configs} for each in chosen]
+    found = []
+    for seed in range(SOUGHT):
+        case = random_case(FAR_SEED + seed, limits)
+        spec, brings = spec_of(case, torch.device("cpu")), False
+        for subject, seen in zip(subjects, known, strict=True):
+            shipped = [] if subject.refusals(spec, device) else subject.shipped(spec, device)
+            new = [config for config in shipped if config not in seen][:turns]
+            brings = brings or bool(new)
+            seen.update(new)
+        found += [case] if brings else []
+    return found
+
+
 def assigned(kinds: list[Case], subject: Subject, device: torch.device, turns: int) -> list[list[Any]]:
     """For each kind, up to `turns` configs; nothing where the backend refuses the kind."""
-    offered = []
-    for case in kinds:
-        spec = spec_of(case, device)
-        offered.append([] if subject.refusals(spec, device) else subject.shipped(spec, device))
+    every = offered(kinds, subject, device)
     used: Counter[Any] = Counter()
-    common = Counter(config for shipped in offered for config in shipped)
+    common = Counter(config for shipped in every for config in shipped)
     found = []
-    for shipped in offered:  # what few kinds can run comes first, then the backend's best guess
+    for shipped in every:  # what few kinds can run comes first, then the backend's best guess
         found.append(sorted(shipped, key=lambda config: (used[config], common[config]))[:1])
         used.update(found[-1])
     for _ in range(1, turns):
-        for shipped, chosen in zip(offered, found, strict=True):
-            unused = [config for config in shipped if not used[config]][:1]
+        for shipped, chosen in zip(every, found, strict=True):
+            unused = sorted((each for each in shipped if not used[each]), key=lambda each: common[each])[:1]
             used.update(unused)
             chosen += unused
     return found
