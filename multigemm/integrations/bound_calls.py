@@ -13,14 +13,14 @@ capture nothing is kept or taken, since a graph may outlive any cache.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.backend import Launch
-
+Bound = TypeVar("Bound")
+"""A launch, or several."""
 KEPT = 512
 WORKSPACE = 64 << 20
 """Launches that are kept may own this many bytes of device memory together."""
@@ -57,12 +57,12 @@ class Launches:
     """
 
     def __init__(self) -> None:
-        self.kept: dict[Any, tuple[Any, dict[int, Launch]]] = {}
+        self.kept: dict[Any, tuple[Any, dict[Any, Any]]] = {}
         self._met: set[Any] = set()
         self._workspaces: dict[Any, int] = {}
         self._count = self._bytes = 0
 
-    def met(self, operands: Any, result: int) -> bool:
+    def met(self, operands: Any, result: Any) -> bool:
         """Whether these addresses have come before; most never come again, and keeping a launch costs time."""
         if (operands, result) in self._met:
             return True
@@ -71,7 +71,7 @@ class Launches:
         self._met.add((operands, result))
         return False
 
-    def keep(self, operands: Any, route: Any, result: int, bind: Callable[[], Launch]) -> Launch:
+    def keep(self, operands: Any, route: Any, result: Any, bind: Callable[[], Bound]) -> Bound:
         """What `bind` makes, kept unless its workspace is large; starts anew when there are too many."""
         launch = self._measured(route, bind)
         workspace = self._workspaces[route]
@@ -83,7 +83,7 @@ class Launches:
             self._bytes += workspace
         return launch
 
-    def _measured(self, route: Any, bind: Callable[[], Launch]) -> Launch:
+    def _measured(self, route: Any, bind: Callable[[], Bound]) -> Bound:
         """Asks the allocator, which is slow, once for each route: its metadata say how much a launch owns."""
         if route in self._workspaces:
             return bind()

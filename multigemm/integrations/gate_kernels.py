@@ -54,20 +54,27 @@ def _backward(grad, x, dx, width, grad_stride, stride, GELU: tl.constexpr, WIDE:
     tl.store(target + width, (g * act).to(dx.dtype.element_ty), mask=live)
 
 
-def _launch(kernel, rows, width, args, dtype, gelu):
+def _shape(rows, width, dtype, gelu):
+    """Grid and constants of either kernel."""
     block = min(bucket(max(width, 16)), BLOCK)
     wide = tl.float64 if dtype is torch.float64 else tl.float32
-    kernel[(rows, tiles_of(width, block))](*args, GELU=gelu, WIDE=wide, BLOCK=block, num_warps=4)
+    return (rows, tiles_of(width, block)), {"width": width, "GELU": gelu, "WIDE": wide, "BLOCK": block}
+
+
+def forward_step(x, out, gelu):
+    """Kernel, grid and arguments of the forward launch."""
+    grid, values = _shape(*out.shape, x.dtype, gelu)
+    return _forward, grid, {"x": x, "out": out, "stride": x.stride(0), **values}
 
 
 def gated(x, gelu):
     """x [S, 2*I] -> [S, I]."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    rows, width = x.shape[0], x.shape[1] // 2
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
     if out.numel():
+        kernel, grid, values = forward_step(x, out, gelu)
         with on_device_of(x):
-            _launch(_forward, rows, width, (x, out, width, x.stride(0)), x.dtype, gelu)
+            kernel[grid](**values)
     return out
 
 
@@ -77,7 +84,7 @@ def gated_backward(grad, x, gelu):
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel():
-        width = x.shape[1] // 2
+        grid, values = _shape(x.shape[0], x.shape[1] // 2, x.dtype, gelu)
         with on_device_of(x):
-            _launch(_backward, x.shape[0], width, (grad, x, dx, width, grad.stride(0), x.stride(0)), x.dtype, gelu)
+            _backward[grid](grad=grad, x=x, dx=dx, grad_stride=grad.stride(0), stride=x.stride(0), **values)
     return dx

@@ -24,8 +24,8 @@ launches = bound_calls.Launches()
 _known = launches.kept
 _empty = torch.empty_strided
 # compiled graphs allocate by this one, on the current device and in half the time
-_empty_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+empty_cuda: Any = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+capturing_now: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 
 
 def _memory(x: Tensor) -> Any:
@@ -73,11 +73,11 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
         route, made = known
         index = route.index
         if index == current_device():
-            out: Tensor = _empty_cuda(route.shape, route.strides, route.dtype)
+            out: Tensor = empty_cuda(route.shape, route.strides, route.dtype)
         else:
             out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
         launch = made.get(out.data_ptr())
-        if launch is None or (index >= 0 and _capturing()):
+        if launch is None or (index >= 0 and capturing_now()):
             _fresh(key, route, a, b, offsets, ends, valid_rows, c, bias, out)
             return out
         if route.checked:

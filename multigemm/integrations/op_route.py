@@ -52,9 +52,18 @@ def _geometry(x: Tensor) -> Any:
     return (x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.get_device())
 
 
+def _key(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
+    return (*(x is None or _geometry(x) for x in tensors), tuple(options.items()), tuning.generation)
+
+
+def known(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Route | None:
+    """The route that `find` has found for such a call; None before, and where every call goes the whole way."""
+    return _routes.get(_key(tensors, options))
+
+
 def find(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> tuple[Route | None, Tensor | None]:
     """The route of a call; or None and its result, where it went the whole way."""
-    key = (*(x is None or _geometry(x) for x in tensors), tuple(options.items()), tuning.generation)
+    key = _key(tensors, options)
     route = _routes.get(key)
     if route is not None:
         return route, None

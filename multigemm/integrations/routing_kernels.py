@@ -59,20 +59,27 @@ def _wide(dtype: torch.dtype):
     return tl.float64 if dtype is torch.float64 else tl.float32
 
 
+def sum_step(rows, index, weights, out, top_k):
+    """Kernel, grid, warps and arguments of a weighted sum; all tensors contiguous along their last dimension."""
+    width = rows.shape[1]
+    block = _block(width)
+    values = {
+        "rows": rows, "index": index, "weights": rows if weights is None else weights, "out": out, "width": width,
+        "stride": rows.stride(0), "K": top_k, "WEIGHTED": weights is not None, "WIDE": _wide(rows.dtype),
+        "BLOCK": block,
+    }  # fmt: skip
+    return _sum_kernel, (out.shape[0], tiles_of(width, block)), 4 if block > 256 else 1, values
+
+
 def weighted_sum(rows, index, weights, top_k):
     """out[t] = sum over j of weights[t, j] * rows[index[t * k + j]]."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    tokens, width = index.shape[0] // top_k, rows.shape[1]
-    out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
+    out = torch.empty(index.shape[0] // top_k, rows.shape[1], dtype=rows.dtype, device=rows.device)
     if out.numel():
-        block = _block(width)
-        grid = (tokens, tiles_of(width, block))
-        weighted = weights is not None
+        weights = None if weights is None else weights.contiguous()
+        kernel, grid, warps, values = sum_step(rows, index, weights, out, top_k)
         with on_device_of(rows):
-            _sum_kernel[grid](
-                rows, index, weights.contiguous() if weighted else rows, out, width, rows.stride(0),
-                K=top_k, WEIGHTED=weighted, WIDE=_wide(rows.dtype), BLOCK=block, num_warps=4 if block > 256 else 1,
-            )  # fmt: skip
+            kernel[grid](**values, num_warps=warps)
     return out
 
 

@@ -98,20 +98,38 @@ def _move_kernel(pairs, starts, order, inverse, total, experts, SIZE: tl.constex
     tl.store(inverse + first + lane, to.to(tl.int64), mask=live)
 
 
+def cut(total, experts):
+    """Blocks of pairs, bins of each, and pairs in a block: counting a block costs its square, adding up its bins."""
+    bins = max(16, bucket(experts + 1))
+    size = BLOCK if tiles_of(total, BLOCK) * bins <= MOST_COUNTS else WIDE_BLOCK
+    return tiles_of(total, size), bins, size
+
+
+def steps(pairs, order, inverse, ends, counts):
+    """Kernel, grid, warps and arguments of each launch; `counts` [blocks, bins] where there are several blocks."""
+    total, experts = pairs.numel(), ends.shape[0]
+    blocks, bins, size = cut(total, experts)
+    known = {"total": total, "experts": experts, "SIZE": size, "BINS": bins}
+    if total <= BLOCK:
+        return [
+            (_one_block_kernel, (1,), 4, {"pairs": pairs, "order": order, "inverse": inverse, "ends": ends, **known})
+        ]
+    rows = {"counts": counts, "ends": ends, "blocks": blocks, "experts": experts, "ROWS": TILE // bins, "BINS": bins}
+    moved = {"pairs": pairs, "starts": counts, "order": order, "inverse": inverse, **known}
+    return [
+        (_count_kernel, (blocks,), 4, {"pairs": pairs, "counts": counts, **known}),
+        (_start_kernel, (1,), 8, rows),
+        (_move_kernel, (blocks,), 4, moved),
+    ]
+
+
 def sort_by_expert(pairs, experts):
     """pairs [S], S > 0 -> (order [S], inverse [S], ends [experts])."""
     pairs, total = pairs.contiguous(), pairs.shape[0]
     order, inverse = (torch.empty(total, dtype=torch.int64, device=pairs.device) for _ in range(2))
     ends = torch.empty(experts, dtype=torch.int32, device=pairs.device)
-    bins = max(16, bucket(experts + 1))
+    counts = None if total <= BLOCK else torch.empty(cut(total, experts)[:2], dtype=torch.int32, device=pairs.device)
     with on_device_of(pairs):
-        if total <= BLOCK:
-            _one_block_kernel[(1,)](pairs, order, inverse, ends, total, experts, SIZE=BLOCK, BINS=bins)
-            return order, inverse, ends
-        size = BLOCK if tiles_of(total, BLOCK) * bins <= MOST_COUNTS else WIDE_BLOCK
-        blocks = tiles_of(total, size)
-        counts = torch.empty((blocks, bins), dtype=torch.int32, device=pairs.device)
-        _count_kernel[(blocks,)](pairs, counts, total, experts, SIZE=size, BINS=bins)
-        _start_kernel[(1,)](counts, ends, blocks, experts, ROWS=TILE // bins, BINS=bins, num_warps=8)
-        _move_kernel[(blocks,)](pairs, counts, order, inverse, total, experts, SIZE=size, BINS=bins)
+        for kernel, grid, warps, values in steps(pairs, order, inverse, ends, counts):
+            kernel[grid](**values, num_warps=warps)
     return order, inverse, ends
