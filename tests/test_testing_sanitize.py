@@ -1,5 +1,6 @@
 """The memory checkers' command: what it runs, and what it leaves out only while the tool shows why."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,52 +10,94 @@ import pytest
 from multigemm.testing import control, sanitize
 from multigemm.testing.case import Case
 
+ROOT = Path(__file__).parents[1]
+
 TOOL = """#!{python}
 import sys
 with open({log!r}, "a") as log:
     log.write(" ".join(sys.argv[1:]) + "\\n")
-print("20 problems ran")
-sys.exit({control} if "multigemm.testing.control" in sys.argv else 0)
+if "multigemm.testing.control" in sys.argv:
+    sys.exit({control})
+print("triton: 20 problems ran under 9 configs, 0 wrong")
+if "racecheck" in sys.argv:
+    print({said!r})
+    sys.exit(9 if {said!r} else 0)
 """
+RACE = """========= Error: Race reported between Write access at {kernel}+0x77d0 in {file}:{one}
+=========     and Read access at {kernel}+0x5d50 in {file}:{two} [16 hazards]
+=========     and Read access at {kernel}+0x8060 in {file}:{two} [8 hazards]
+========= RACECHECK SUMMARY: {shown} hazards displayed ({shown} errors, 0 warnings)
+"""
+
+
+def line_of(file: str, text: str) -> int:
+    lines = (ROOT / "backends" / "triton" / file).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def race(kernel: str = "hopper_kernel", shown: int = 1, read: str = "words = tickets.index(slot).load") -> str:
+    """racecheck's words for the hand-over of a tile, or for something else in the same file."""
+    one, two = (line_of("hopper_tiles.py", text) for text in ("tickets.index(slot).store", read))
+    return RACE.format(kernel=kernel, file="hopper_tiles.py", one=one, two=two, shown=shown)
 
 
 @pytest.fixture
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     log = tmp_path / "calls"
 
-    def run(reported: bool, *arguments: str) -> list[str]:
+    def run(*arguments: str, control: bool = True, said: str = "", code: int = 0) -> list[str]:
         tool = tmp_path / "compute-sanitizer"
-        tool.write_text(TOOL.format(python=sys.executable, log=str(log), control=9 if reported else 0))
+        tool.write_text(TOOL.format(python=sys.executable, log=str(log), control=9 if control else 0, said=said))
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
         log.unlink(missing_ok=True)
-        assert sanitize.main(list(arguments)) == 0
+        assert sanitize.main(list(arguments)) == code
         return log.read_text().splitlines()
 
     return run
 
 
-def test_a_kernel_is_left_out_as_long_as_the_tool_reports_the_control(checked: Any, capsys: Any) -> None:
-    control_call, call = checked(True, "--backend", "triton", "--tools", "racecheck")
-    assert control_call.endswith("-m multigemm.testing.control")
-    assert "--kernel-name-exclude kns=hopper_kernel" in call and "--inside triton" in call
-    assert "whose order is certain: FINDINGS" in (told := capsys.readouterr().out)
-    assert "racecheck without hopper_kernel: clean" in told
+RACECHECK = ("--backend", "triton", "--tools", "racecheck")
 
 
-def test_a_tool_that_can_follow_it_checks_everything(checked: Any) -> None:
-    _, call = checked(False, "--backend", "triton", "--tools", "racecheck")
-    assert "--kernel-name-exclude" not in call
+def test_a_known_hand_over_is_set_aside_while_the_tool_reports_the_control(
+    checked: Any, capsys: Any, tmp_path: Path
+) -> None:
+    kept = tmp_path / "verdicts.json"
+    call, control_call = checked(*RACECHECK, "--json", str(kept), said=race())
+    assert "exclude" not in call and control_call.endswith("-m multigemm.testing.control")
+    told = capsys.readouterr().out
+    assert "whose order is certain: FINDINGS" in told and "1 reports set aside" in told and "`taken`" in told
+    (verdict,) = json.loads(kept.read_text())["runs"]
+    assert verdict["clean"] and verdict["state"] == "FINDINGS" and len(verdict["set_aside"]) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"control": False, "said": race()},  # the tool can follow it
+        {"said": race(kernel="pointer_kernel")},
+        {"said": race(read="return first + inside % height")},  # another line of the same file
+        {"said": race(shown=2)},  # one that is counted and not shown
+        {"said": race() + race(kernel="other", shown=2)},
+    ],
+)
+def test_any_other_report_is_a_finding(checked: Any, change: dict[str, Any]) -> None:
+    checked(*RACECHECK, code=1, **change)
+
+
+def test_without_a_report_there_is_nothing_to_set_aside(checked: Any) -> None:
+    assert len(checked(*RACECHECK)) == 1
 
 
 def test_other_backends_and_tools_leave_nothing_out(checked: Any) -> None:
-    calls = checked(True, "--backend", "cupy") + checked(True, "--backend", "triton", "--tools", "memcheck,initcheck")
+    calls = checked("--backend", "cupy") + checked("--backend", "triton", "--tools", "memcheck,initcheck")
     assert len(calls) == 6 and not any("exclude" in call or "control" in call for call in calls)
     assert [("--num-cuda-barriers 64" in call) for call in calls] == [False, True, False, True, False, False]
 
 
 def test_one_command_examines_every_backend(checked: Any, capsys: Any) -> None:
-    calls = checked(False, "--jobs", "3")
+    calls = checked("--jobs", "3")
     assert {(name, tool) for name in sanitize.BACKENDS for tool in sanitize.TOOLS} == {
         (call.split("--inside ")[1].split()[0], call.split()[1]) for call in calls if "--inside" in call
     }

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-
-import torch
 
 from multigemm.fuzz.plan import Summary, Tally
 from multigemm.spec import FORMS
 from multigemm.testing.case import Case
 from multigemm.testing.corpus import snippet
 from multigemm.testing.strategies import DTYPES, REQUIRED
+from multigemm.testing.versions import versions
 
 GATE_FROM = 5000
 """A campaign over everything with at least so many problems must have met every required class."""
@@ -50,21 +47,6 @@ def progress_line(tally: Tally, seconds: float) -> str:
 
 def _rms(squares: float, count: int) -> float:
     return math.sqrt(squares / max(count, 1))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def versions() -> dict[str, str]:
-    found = {name: _version(name) for name in ("multigemm", "torch", "triton", "numba-cuda", "cupy-cuda13x", "numpy")}
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
-        found["cuda"] = str(torch.version.cuda)
-    return {"python": platform.python_version()} | {name: text for name, text in found.items() if text}
 
 
 def to_dict(summary: Summary) -> dict[str, Any]:
