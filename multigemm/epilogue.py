@@ -42,6 +42,12 @@ def result_dtype(out_dtype: Any, out: torch.dtype | None, compute: torch.dtype) 
     return chosen
 
 
+def inputs_for(out_dtype: Any) -> torch.dtype:
+    """The dtype of the operands of no products at all, which say none: what gives such a result."""
+    whole = out_dtype is not None and dtype_of(out_dtype, "out_dtype") is torch.int32
+    return torch.int8 if whole else torch.float32
+
+
 def scalar(x: Any, name: str, compute: torch.dtype) -> float:
     """alpha or beta as a float; for int8 a whole number that int32 holds."""
     if type(x) is float and compute is not torch.int8:

@@ -84,10 +84,10 @@ class Intake:
 
 
 def common_dtype(x: Operand, name: str) -> torch.dtype:
-    """The one dtype of an operand; float32 for a list without matrices."""
+    """The one dtype of an operand, which has one matrix at least."""
     if isinstance(x, Tensor):
         return x.dtype
     dtypes = {t.dtype for t in x}
     if len(dtypes) > 1:
         raise InvalidProblem(f"{name} mixes {', '.join(sorted(map(str, dtypes)))}: convert the list to one dtype")
-    return dtypes.pop() if dtypes else torch.float32
+    return dtypes.pop()

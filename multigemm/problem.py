@@ -97,7 +97,10 @@ class GroupedGemmProblem:
             self._take_tensors(intake, a, b, jagged, grouped, valid_rows is not None)
             groups = self._take_groups(offsets, sizes, ends, valid_rows, grouped, check == "full")
         self.kind, self.device = intake.kind, intake.device
-        inputs = common_dtype(self.a, "a"), common_dtype(self.b, "b")
+        if self.each("a"):
+            inputs = common_dtype(self.a, "a"), common_dtype(self.b, "b")
+        else:
+            inputs = (epilogue.inputs_for(out_dtype),) * 2
         compute = epilogue.compute_dtype(*inputs)
         self.alpha = epilogue.scalar(alpha, "alpha", compute)
         self.beta = epilogue.scalar(beta, "beta", compute)

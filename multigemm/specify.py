@@ -42,7 +42,7 @@ def specify(problem: GroupedGemmProblem, groups: int, compute: torch.dtype) -> P
         problem.deterministic, index, on_device, problem.out is None,
     )  # fmt: skip
     if problem.extents is None:
-        fields: tuple[Any, ...] = (*_list_part(problem), *rest)
+        fields: tuple[Any, ...] = (*_list_part(problem, compute), *rest)
         return _intern(ProblemSpec("per_group", groups, *fields))
     a, b, c, out = problem.a, problem.b, problem.c, problem.out
     key = (problem.form, groups, _geometry(a), _geometry(b), _geometry(c), _geometry(out), problem.out_dtype, rest)
@@ -87,7 +87,7 @@ def _tensor(x: Any) -> Tensor:
     return x
 
 
-def _list_part(problem: GroupedGemmProblem) -> tuple[Any, ...]:
+def _list_part(problem: GroupedGemmProblem, compute: torch.dtype) -> tuple[Any, ...]:
     a, b, dtype = problem.each("a"), problem.each("b"), problem.out_dtype
     ms, ns, ks = [x.shape[0] for x in a], [y.shape[1] for y in b], [x.shape[1] for x in a]
     out: OperandSpec = classify_fresh(dtype, problem.out_shape)
@@ -98,8 +98,8 @@ def _list_part(problem: GroupedGemmProblem) -> tuple[Any, ...]:
         *common,
         bucket(sum(ms)),
         bucket(max(ms, default=0)),
-        classify_list(a, a[0].dtype if a else torch.float32),
-        classify_list(b, b[0].dtype if b else torch.float32),
+        classify_list(a, a[0].dtype if a else compute),
+        classify_list(b, b[0].dtype if b else compute),
         out,
         None if problem.c is None else classify_list(problem.each("c"), dtype),
     )

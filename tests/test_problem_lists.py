@@ -58,6 +58,22 @@ def test_the_spec_holds_what_all_matrices_share() -> None:
     assert (empty.groups, empty.m) == (0, None)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32])
+def test_a_list_of_no_problems_has_no_results_of_any_dtype(dtype: torch.dtype | None) -> None:
+    problem = mg.GroupedGemmProblem([], [], out_dtype=dtype)
+    assert (mg.solve(problem), problem.out_dtype) == ([], dtype or torch.float32)
+    assert problem.spec.a.dtype == problem.spec.b.dtype == problem.spec.compute
+    again = eval(f"mg.{problem!r}", {"mg": mg, "torch": torch})
+    assert again.spec == problem.spec
+
+
+def test_a_list_of_no_problems_is_refused_what_no_problem_may_ask() -> None:
+    with pytest.raises(mg.InvalidProblem, match=r"torch\.int64"):
+        mg.GroupedGemmProblem([], [], out_dtype=torch.int64)
+    with pytest.raises(mg.InvalidProblem, match="only 'relu'"):
+        mg.GroupedGemmProblem([], [], out_dtype=torch.int32, activation="silu")
+
+
 def test_repr_of_lists_and_strided_operands_can_be_pasted_back() -> None:
     a, b = lists()
     problem = mg.GroupedGemmProblem([a[0].T.contiguous().T, *a[1:]], b, bias=[torch.ones(n) for _, n, _ in SHAPES])
