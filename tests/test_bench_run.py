@@ -381,9 +381,9 @@ def test_reports_of_one_config_are_averaged_and_a_new_config_replaces_the_old() 
     for report, us in ((first, 4.0), (second, 9.0), (third, 1.0)):
         report.rows[0].us = us
     assert [m.us for m in from_reports([first, second])] == [6.0]
-    third.rows[0].config, third.rows[0].fields = "another", {"rows": 7}
+    third.rows[0].config, third.rows[0].fields, third.rows[0].ran = "another", {"rows": 7}, "7/streams, by the sizes"
     (found,) = from_reports([first, second, third])
-    assert (found.us, found.ran) == (1.0, "7")
+    assert (found.us, found.ran) == (1.0, "7/streams, by the sizes")
     assert [m.us for m in from_reports([third, first, second])] == [6.0]
 
 

@@ -134,7 +134,8 @@ def winners(classes: Iterable[ClassResult], device: str, bind: bool = True) -> l
                 measured = Measured(
                     backend, config, round(us, 2), device, result.key, failures, groups=groups, flops=flops
                 )
-                found.append(measured if bind else replace(measured, config={}, ran=config_text(config)))
+                ran = result.ran.get(choice) or config_text(config)
+                found.append(measured if bind else replace(measured, config={}, ran=ran))
     return found
 
 
