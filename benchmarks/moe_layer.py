@@ -3,8 +3,10 @@
     python benchmarks/moe_layer.py                            # on a GPU; needs transformers
     python benchmarks/moe_layer.py --device cpu --scale 64    # a small one, to see that it runs
 
-Medians of interleaved calls, CUDA events around each; the layers share weights, tokens and routing. "dense" is
-torch.mm alone on two products with the same FLOPs: no layer that multiplies as much can be faster than a GEMM.
+Medians of interleaved calls, CUDA events around each; the layers share weights, tokens and routing. Two floors are
+measured beside them: "dense" is torch.mm alone on two products with the same FLOPs, and "weights" the time to read
+once the weights of all experts that have a token, at the rate at which the machine copies. No layer can be faster
+than either, so eager's time over the longer of them ("at most") is the largest speed-up that anyone can reach.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ LAYERS = {  # experts, top k, hidden, intermediate
 }
 TRAINED = {"mixtral": 4096, "qwen3-30b": 8192}
 """With how many tokens a layer is also timed with its backward pass."""
+COPIED = 1 << 30
+"""Bytes that are copied to see how fast memory can be read."""
 NAMES = ("multigemm", "grouped_mm", "eager")
+FLOORS = ("dense", "weights")
 
 
 def build(shape: tuple[int, ...], tokens: int, scale: int, device: str) -> tuple[Any, Tensor, Tensor, Tensor]:
@@ -70,6 +75,20 @@ def dense(pairs: int, layer: Any) -> Callable[[], Any]:
     return lambda: (rows @ up.T, hidden @ down.T)
 
 
+def bytes_per_ms(layer: Any, rounds: int, device: str) -> float:
+    """What a copy moves, reads and writes counted, in memory too large for a cache."""
+    source = layer.gate_up_proj.detach().view(-1)[: COPIED // 2]
+    target = torch.empty_like(source)
+    ms = statistics.median(clock(lambda: target.copy_(source), device) for _ in range(rounds + 2))
+    return 2 * source.numel() * source.element_size() / ms
+
+
+def bytes_read(layer: Any, index: Tensor) -> int:
+    """The weights of the experts that have a token: a layer reads each of them at least once."""
+    expert = sum(weight[0].numel() * weight.element_size() for weight in (layer.gate_up_proj, layer.down_proj))
+    return int(index.unique().numel()) * expert
+
+
 def clock(call: Callable[[], Any], device: str) -> float:
     """Milliseconds of one call."""
     if device == "cpu":
@@ -97,7 +116,11 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> di
 def row(title: str, tokens: int, what: str, ms: dict[str, float]) -> str:
     """One line of the table: milliseconds, and how often multigemm's time goes into them."""
     cells = [f"{ms['multigemm']:.3f}", *(f"{ms[n]:.3f} ({ms[n] / ms['multigemm']:.2f}x)" for n in NAMES[1:])]
-    return "| " + " | ".join([title, str(tokens), what, *cells, f"{ms['dense']:.3f}" if "dense" in ms else ""]) + " |"
+    floors = [ms[n] for n in FLOORS if n in ms]
+    most = f"{ms['eager'] / max(floors):.2f}x" if floors else ""
+    return (
+        "| " + " | ".join([title, str(tokens), what, *cells, *([f"{f:.3f}" for f in floors] or ["", ""]), most]) + " |"
+    )
 
 
 def main() -> None:
@@ -109,11 +132,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     args = parser.parse_args()
     table = []
-    print("| layer | tokens | | " + " | ".join(NAMES) + " | dense |\n|" + "---|" * 7)
+    print("| layer | tokens | | " + " | ".join((*NAMES, *FLOORS)) + " | at most |\n|" + "---|" * 9)
     for title, shape in LAYERS.items():
         most = [int(n) for n in args.tokens.split(",")]
         layer, *inputs = build(shape, max(*most, TRAINED[title]), args.scale, args.device)
         grad = torch.randn_like(inputs[0])
+        rate = bytes_per_ms(layer, args.rounds, args.device)
         for tokens, backward in [*((n, False) for n in most), (TRAINED[title], True)]:
             x, index, weights = (part[: max(1, tokens // args.scale)] for part in inputs)
             if backward:
@@ -124,6 +148,8 @@ def main() -> None:
             if not backward:
                 calls["dense"] = dense(index.numel(), layer)
             found = medians(calls, args.rounds, args.device)
+            if not backward:
+                found["weights"] = bytes_read(layer, index) / rate
             what = "forward+backward" if backward else "forward"
             table.append({"layer": title, "tokens": tokens, "what": what, "ms": found})
             print(row(title, tokens, what, found), flush=True)
