@@ -50,15 +50,27 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _coerce(explicit: Any, valid: Sequence[Any]) -> Any:
-    if not isinstance(explicit, Mapping) or not valid:
+    """What the user gave as a config: a mapping completes the best guess, anything else is the backend's to judge."""
+    if not valid or not is_dataclass(valid[0]):
         return explicit
-    kind = type(valid[0])
-    known = {f.name for f in fields(kind)}
-    if wrong := set(explicit) - known:
-        raise InvalidSetting(
-            f"config has no field {min(wrong, key=str)!r}; {kind.__name__} has {', '.join(sorted(known))}"
-        )
-    return kind(**{**_as_dict(valid[0]), **explicit})
+    kind, known = type(valid[0]), _as_dict(valid[0])
+    if isinstance(explicit, Mapping):
+        if wrong := set(explicit) - set(known):
+            raise InvalidSetting(
+                f"config has no field {min(wrong, key=str)!r}; {kind.__name__} has {', '.join(sorted(known)) or 'none'}"
+            )
+        explicit = kind(**{**known, **explicit})
+    if type(explicit) is kind:
+        _check_types(_as_dict(explicit), known)
+    return explicit
+
+
+def _check_types(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Values are of the types that a valid config holds: arithmetic on others fails far from here, or goes wrong."""
+    for name, value in given.items():
+        wanted = type(known[name]).__name__
+        if type(value) is not type(known[name]) and value is not None and known[name] is not None:
+            raise InvalidSetting(f"config has {name}={value!r}, a {type(value).__name__}; it must be of type {wanted}")
 
 
 @dataclass(frozen=True, slots=True)

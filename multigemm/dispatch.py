@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,6 +77,8 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
 
 def _names(backend: Any) -> tuple[str, ...]:
     """Several names; raises UnknownBackend for anything that is none."""
+    if isinstance(backend, Set):
+        raise UnknownBackend(f"backend={backend!r} has no order, and the first that can is chosen: pass a list")
     try:
         names = tuple(backend)
     except TypeError:

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 import multigemm as mg
+from multigemm.backends.cpu.config import Config as CpuConfig
 from multigemm.overlap import meetings
 
 A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
 CUT = [0, 2, 5, 10]
+UNTYPED: Any = CpuConfig
 
 
 def refuse(match: str, call: Callable[[], object]) -> None:
@@ -207,7 +209,9 @@ def test_what_is_no_problem(call: Any, x: Any) -> None:
     refuse("problem is a", lambda: mg.plan(mg.GroupedGemmProblem(A, B, offsets=CUT)).run(x))
 
 
-@pytest.mark.parametrize("name", [None, 5, [], [1], [["cpu"]], b"cpu", "cpuu", "", ["nope", "cpu"], torch.ones(1)])
+@pytest.mark.parametrize(
+    "name", [None, 5, [], [1], [["cpu"]], b"cpu", "cpuu", "", ["nope", "cpu"], {"cpu"}, torch.ones(1)]
+)
 def test_backends_that_do_not_exist_are_bad_input_and_bad_settings(name: Any) -> None:
     with pytest.raises(mg.UnknownBackend) as caught:
         mg.grouped_gemm(A, B, offsets=CUT, backend=name)
@@ -215,7 +219,14 @@ def test_backends_that_do_not_exist_are_bad_input_and_bad_settings(name: Any) ->
     assert isinstance(caught.value, mg.InvalidSetting)
 
 
-@pytest.mark.parametrize("config", [[1], {"kernel": ["x"]}, {1: 2, "a": 3}, 3, "x", {"kernel": "nonsense"}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        [1], {"kernel": ["x"]}, {1: 2, "a": 3}, 3, "x", {"kernel": "nonsense"}, {"kernel": 5},
+        {"kernel": "tiles", "rows": "2"}, {"kernel": "tiles", "rows": 2.0}, {"kernel": "tiles", "rows": True},
+        UNTYPED("tiles", "2", 1), UNTYPED("tiles", 2.5, 1),
+    ],
+)  # fmt: skip
 def test_configs_of_a_wrong_kind(config: Any) -> None:
     with pytest.raises(mg.InvalidSetting, match=r"config|Config"):
         mg.grouped_gemm(A, B, offsets=CUT, backend="cpu", config=config)
