@@ -65,6 +65,21 @@ def test_a_workload_whose_peers_jumped_is_not_judged() -> None:
     assert compare(old, new).regressions
 
 
+def test_where_nothing_can_be_told_there_is_no_verdict() -> None:
+    old, new = made_up_report(1, **NOISE), made_up_report(2, **NOISE)
+    for entry in ("torch_grouped", "torch_loop", "dense"):
+        slow_down(new, 0.01, entry)
+    with pytest.raises(InvalidSetting, match="moved by more than 2 x everywhere"):
+        compare(old, new)
+    other = made_up_report(2, **NOISE)
+    other.machine["device"] = "another GPU"
+    with pytest.raises(InvalidSetting, match="and another GPU: compare one device"):
+        compare(old, other)
+    new.rows = [row for row in new.rows if row.kind != "backend"]
+    with pytest.raises(InvalidSetting, match="no time of a backend in common"):
+        compare(old, new)
+
+
 def test_a_slower_machine_is_no_regression_of_ours_but_a_uniform_shift_is_told() -> None:
     old, new = made_up_report(1, **NOISE), made_up_report(2, **NOISE)
     for entry in ("cupy", "triton", "torch_grouped", "torch_loop", "dense"):

@@ -10,6 +10,7 @@ import pytest
 
 from multigemm.__main__ import COMMANDS, main
 from multigemm.settings import settings
+from multigemm.tuning import SCHEMA
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +80,7 @@ def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--device", "nowhere"], "--device 'nowhere'"),
         (["explain", "--backend", "cpuu"], "did you mean 'cpu'"),
         (["cache", "export"], "needs a file"),
-        (["cache", "import", "no-such-file.json"], "not an exported cache"),
+        (["cache", "import", "no-such-file.json"], "cannot be read as an exported cache"),
         (["cache", "clear", "--what", "nothing-like-it"], "the cache holds"),
     ],
 )
@@ -104,7 +105,7 @@ def test_words_that_no_option_takes(words: list[str], capsys: pytest.CaptureFixt
     [
         {"us": "fast"},
         {"us": float("nan")},
-        {"key": "jagged_m gx m* n48 k96 t128 float32/row float32/row float32/row ieee"},
+        {"key": "jagged_m gx m* n48 k96 t128 float32/row float32/row float32/row ieee host-sizes"},
         {"key": 3},
         {"config": []},
         {"schema": 99},
@@ -116,9 +117,23 @@ def test_measurements_that_are_none_are_not_imported(
 ) -> None:
     good = {"backend": "cpu", "config": {}, "us": 3.0, "device": "cpu", "key": "jagged_m g2"}
     path = tmp_path / "x.json"
-    path.write_text(json.dumps({"schema": 1, "entries": [{**good, **entry}]}))
+    path.write_text(json.dumps({"schema": SCHEMA, "entries": [{**good, **entry}]}))
     assert main(["cache", "import", str(path)]) == 2
-    assert "is not an exported cache" in capsys.readouterr().err
+    assert "is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        ([], "is no exported cache"),
+        ({"schema": SCHEMA}, "is no exported cache"),
+        ({"schema": 99, "entries": []}, "has schema 99"),
+    ],
+)
+def test_other_files_are_not_imported(raw: Any, match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(raw))
+    assert main(["cache", "import", str(tmp_path / "x.json")]) == 2
+    assert match in capsys.readouterr().err
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ Every ratio is first divided by the drift of the same workload, which is the med
 peers and ceilings that were timed interleaved with it: a machine that runs cooler or is shared
 moves them as well, and a change of our code does not. (Without three of them, the drift of the
 whole run; none if torch's version differs. Where they moved by more than a factor of 2, nothing is
-judged.) The ratio of a row is the smallest of its ratios at the median, the 0.2 quantile and the
+judged, and where that is so everywhere, or the reports have no row of ours in common, there is no
+comparison.) The ratio of a row is the smallest of its ratios at the median, the 0.2 quantile and the
 best sample, because noise moves the upper quantiles and slower code moves all.
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from multigemm.bench.results import Report, Row, Sample
+from multigemm.errors import InvalidSetting
 
 ENTRY_LIMIT = 1.04
 NOISY_ENTRY_LIMIT = 1.055
@@ -109,17 +111,27 @@ class Comparison:
 
 
 def compare(old: Report, new: Report) -> Comparison:
-    """What changed from one report to another of the same device."""
+    """What changed from one report to another of the same device; raises InvalidSetting where nothing can be told."""
     before = {(r.case, r.entry): r for r in old.rows}
     after = {(r.case, r.entry): r for r in new.rows}
     both = [(before[key], after[key]) for key in before if key in after and before[key].us and after[key].us]
+    if old.machine["device"] != new.machine["device"]:
+        raise InvalidSetting(
+            f"the reports are of {old.machine['device']} and {new.machine['device']}: compare one device"
+        )
+    if not any(a.kind == "backend" for a, _ in both):
+        raise InvalidSetting("the reports have no time of a backend in common: measure the same workloads and backends")
     drift = _drift(both, old, new)
     pairs = [(a, b, _ratio(a, b)) for a, b in both]
     unjudged = [case for case in dict.fromkeys(a.case for a, _ in both) if drift.lost(case)]
-    judged = {a.case for a, _ in both} - set(unjudged)
+    judged = {a.case for a, _ in both if a.kind == "backend"} - set(unjudged)
+    if not judged:
+        raise InvalidSetting(
+            f"nothing can be judged: peers moved by more than {LOST:g} x everywhere; measure both again"
+        )
     ours: dict[str, list[float]] = {}
     for a, _, ratio in pairs:
-        if a.kind == "backend" and (a.case in judged or not judged):
+        if a.kind == "backend" and a.case in judged:
             ours.setdefault(a.entry, []).append(ratio / drift.of(a.case))
     sigma = _scatter(ours)
     changes = [_change(a, b, ratio, drift.of(a.case), sigma, drift.discord(a.case)) for a, b, ratio in pairs]
@@ -184,19 +196,18 @@ class Drift:
 
     def lost(self, case: str) -> bool:
         """Whether the controls of a workload moved so far that nothing can be told there."""
-        here = self.controls.get(case, ())
-        return len(here) >= MIN_CONTROLS and not 1 / LOST < statistics.median(here) < LOST
+        return not 1 / LOST < self.of(case) < LOST
 
     def discord(self, case: str) -> float:
         """What a row may be off without our doing: how far the controls of a workload disagree, and how far
         they moved where that is so far that the machine was plainly busy with something else."""
+        if self.lost(case):
+            return math.inf
         here = sorted(self.controls.get(case, ()))
         if len(here) < MIN_CONTROLS:
             return 0.0
         middle = statistics.median(here)
         moved = max(middle, 1 / middle) - 1
-        if self.lost(case):
-            return math.inf
         return statistics.median(abs(ratio - middle) for ratio in here) / middle + (moved if moved > UNSOUND else 0.0)
 
 

@@ -61,11 +61,18 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     try:
         raw = json.loads(Path(args.file).read_text())
-        if raw["schema"] != SCHEMA:
-            raise InvalidSetting(f"{args.file} has schema {raw['schema']}; this version reads schema {SCHEMA}")
+    except (OSError, ValueError) as error:
+        raise InvalidSetting(f"{args.file} cannot be read as an exported cache: {error}") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("entries"), list):
+        raise InvalidSetting(
+            f"{args.file} is no exported cache: `multigemm cache export FILE` or `tune --out` write one"
+        )
+    if raw.get("schema") != SCHEMA:
+        raise InvalidSetting(f"{args.file} has schema {raw.get('schema')}; this version reads schema {SCHEMA}")
+    try:
         entries = [m for entry in raw["entries"] for m in unfold(entry, "")]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidSetting(f"{args.file} is not an exported cache: {error}") from error
+    except ValueError as error:
+        raise InvalidSetting(f"{args.file} is damaged: {error}") from error
     for entry in entries:
         table().record(entry)
     print(f"measurements taken over: {len(entries)}")
