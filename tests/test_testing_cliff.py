@@ -2,13 +2,18 @@
 
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from multigemm.backend import Recipe
 from multigemm.testing.case import Case, Layout
 from multigemm.testing.cliff import Cliffs, on_a_cliff
+from multigemm.testing.fences import fenced
 from multigemm.testing.memory import Arena
+from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.oracles import check
 from multigemm.testing.strategies import EMULATED, random_case
 from multigemm.testing.subject import Subject
@@ -60,6 +65,58 @@ def test_a_read_past_the_end_ends_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode < 0, done
     assert done.stdout == "the last element\n"
+
+
+class Careless(ModelBackend):
+    """Its plans take a workspace, and touch the element behind it."""
+
+    writes = True
+
+    def plan(self, spec: Any, config: Any, device: torch.device) -> Recipe:
+        recipe = super().plan(spec, config, device)
+
+        def bind(ops: Any) -> Any:
+            workspace, launch = torch.empty((3, 5), dtype=torch.int32), recipe.bind(ops)
+            behind = torch.as_strided(workspace, (16,), (1,))
+
+            def run() -> None:
+                launch()
+                if self.writes:
+                    behind[15] = 7
+                elif not behind[15]:
+                    ops.out.zero_()
+
+            return run
+
+        return replace(recipe, bind=bind)
+
+
+@pytest.mark.parametrize(("writes", "oracle", "seed"), [(True, "workspace", 1), (False, "cliff", 0)])
+def test_the_memory_of_a_backend_has_bands_too(writes: bool, oracle: str, seed: int) -> None:
+    backend = Careless("careless")
+    case = Case(dtype="float32", n=4, k=4, lengths=(17, 0, 30, 5), mode="int")
+    stand, subject = Stand.build(World.build(case), CPU), Subject(backend)
+    backend.writes = False
+    with fenced(0xFF):
+        outcome = check(stand, subject)
+    assert outcome.ok, outcome.findings
+    backend.writes = writes
+    on_a_cliff(stand, subject, outcome, seed)
+    assert [finding.oracle for finding in outcome.findings] == [oracle]
+
+
+def test_allocations_between_bands_are_as_torch_makes_them() -> None:
+    with fenced(0xFF) as fences:
+        made = [
+            torch.zeros(3, 2),
+            torch.zeros((4,), dtype=torch.int64),
+            torch.empty(0),
+            torch.zeros(2, pin_memory=False),
+        ]
+    assert [(t.shape, t.dtype) for t in made] == [
+        ((3, 2), torch.float32), ((4,), torch.int64), ((0,), torch.float32), ((2,), torch.float32)
+    ]  # fmt: skip
+    assert not any(t.any() for t in made) and len(fences.bands) == 4 and not fences.broken()
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from multigemm.testing.concurrency import lie, strays
+from multigemm.testing.fences import fenced
 from multigemm.testing.memory import Region
 from multigemm.testing.oracles import Finding, Outcome, bind, differing, fetch
 from multigemm.testing.subject import Subject
@@ -27,6 +28,8 @@ FILL = 0xFF
 """NaN in every float format."""
 MOST = 12
 """Operands of one problem that get memory of their own; further matrices of a list stay where they are."""
+FENCES = (0, FILL)
+"""What lies beside memory that the backend takes for itself, in turn."""
 ALIGN = 16
 """Bytes up to which a spec tells addresses apart; placed operands keep their remainder."""
 
@@ -169,7 +172,8 @@ def cliffs(device: torch.device) -> Cliffs:
 
 
 def on_a_cliff(stand: Stand, subject: Subject, outcome: Outcome, seed: int) -> bool:
-    """The same launch over operands at the edge of mapped memory, and once more with sizes that lie.
+    """The same launch over operands at the edge of mapped memory, and once more with sizes that lie; what the
+    backend allocates for it lies between bands.
 
     `outcome` is that of a run that was found right: it must come out again.
     """
@@ -184,7 +188,8 @@ def on_a_cliff(stand: Stand, subject: Subject, outcome: Outcome, seed: int) -> b
 
     problem = make_problem(case, stand.world.place, stand.inputs, stand.outputs, at)
     edge = replace(stand, problem=problem)
-    launch, _ = bind(edge, subject)
+    with fenced(FENCES[seed % 2]) as fences:
+        launch, _ = bind(edge, subject)
     edge.prefill(1)
     launch()
     bad = differing(outcome.result, fetch(edge), stand.world.writable) if outcome.result is not None else 0
@@ -197,4 +202,6 @@ def on_a_cliff(stand: Stand, subject: Subject, outcome: Outcome, seed: int) -> b
         launch()
         strays(edge, outcome)
         stand.inputs.copy_(stand.pristine)  # where there was no room on a cliff
+    if broken := fences.broken():
+        outcome.findings.append(Finding("workspace", f"{broken} bytes beside the backend's own memory were written"))
     return True

@@ -26,7 +26,7 @@ from multigemm.testing.edges import at_edges, multitude
 from multigemm.testing.kinds import kinds
 from multigemm.testing.source_live import Variant
 from multigemm.testing.source_sites import ROOT
-from multigemm.testing.strategies import EMULATED, Limits, RandomChooser, random_case
+from multigemm.testing.strategies import EMULATED, Limits, RandomChooser, random_case, settled
 from multigemm.testing.subject import Subject
 
 KINDS = 60
@@ -39,6 +39,8 @@ WHOLE_TILES = ("batched", "jagged_k")
 """Forms whose products may all be of as many whole tiles."""
 MANY = 20
 """Groups above which several programs for each tile take an emulator too long."""
+CHUNKS = (32, 256)
+"""Numbers of groups that a schedule counts at once: as many, and not one less."""
 MOST_LISTED = 2048
 """As in the triton backend."""
 
@@ -96,10 +98,13 @@ def pool(backend: str) -> list[tuple[Case, int]]:
     every, tile, side = kinds(limits(), KINDS), tile_of(backend), SIDES.get(backend, 16)
     edges = [at_edges(kind, tile, RandomChooser(i), limits()) for i, kind in enumerate(every)]
     rows = next(kind for kind in every if kind.form == "jagged_m")
-    many = multitude(replace(rows, shared=True), RandomChooser(0), limits())  # one B, or they would not fit
+    shared = replace(rows, shared=True)  # one B, or many groups would not fit
+    many = multitude(shared, RandomChooser(0), limits())
+    whole_chunks = [evenly(shared, count) for count in CHUNKS]
     found = [(case, PLAIN) for case in edges] + [(case, i % 3) for i, case in enumerate(stored_cases())]
     if backend == "triton":
         found += [(case, UNLISTED) for case in edges if case.form == "per_group"]
+        found += [(evenly(replace(shared, where="device"), 130), SHARED)]  # that may lie about its tiles
         found += [
             (case, SHARED) for i, case in enumerate(edges) if case.groups <= MANY and (i % 6 == 1 or case.deepest > 64)
         ]
@@ -108,7 +113,13 @@ def pool(backend: str) -> list[tuple[Case, int]]:
             for case in edges
             if case.form in WHOLE_TILES and case.groups <= MANY
         ]
-    return [*found, (many, PLAIN)]
+    return [*found, *((case, PLAIN) for case in whole_chunks), (many, PLAIN)]
+
+
+def evenly(kind: Case, count: int) -> Case:
+    """A jagged problem of so many groups, two thirds of which have a row."""
+    lengths = tuple(min(g % 3, 1) for g in range(count))
+    return settled(replace(kind, n=8, k=8, lengths=lengths, head=0, tail=0), replace(limits(), groups=count))
 
 
 def offered(backend: str) -> list[Variant]:
