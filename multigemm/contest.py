@@ -53,7 +53,8 @@ def _coerce(explicit: Any, valid: Sequence[Any]) -> Any:
     """What the user gave as a config: a mapping completes the best guess, anything else is the backend's to judge."""
     if not valid or not is_dataclass(valid[0]):
         return explicit
-    kind, known = type(valid[0]), _as_dict(valid[0])
+    kind: Any = type(valid[0])
+    known = _as_dict(valid[0])
     if isinstance(explicit, Mapping):
         if wrong := set(explicit) - set(known):
             raise InvalidSetting(
