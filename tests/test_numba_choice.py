@@ -11,7 +11,17 @@ import torch
 
 from multigemm.backend import Backend
 from multigemm.backends.numba import BACKEND, choice, support
-from multigemm.backends.numba.config import HopperConfig, MmaConfig, SimtConfig, effective, signature_of
+from multigemm.backends.numba.config import (
+    HOPPER,
+    MMA,
+    Config,
+    HopperConfig,
+    MmaConfig,
+    SimtConfig,
+    effective,
+    signature_of,
+)
+from multigemm.errors import InvalidSetting
 from multigemm.spec import OperandSpec, ProblemSpec
 
 GPU = torch.device("cuda", 0)
@@ -131,3 +141,35 @@ def test_the_cpu_is_refused_with_a_remedy() -> None:
     if settings().emulate:
         pytest.skip("this process emulates")
     assert "MULTIGEMM_EMULATE=1" in support.not_supported_reasons(spec(), torch.device("cpu"))[0]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("changes", [{}, {"n": 64}, {"compute": torch.float64}, {"c": BF16}, {"total": 64}])
+def test_every_candidate_can_run(changes: dict[str, object]) -> None:
+    problem = spec(**changes)
+    for config in choice.candidates(problem, GPU):
+        assert choice.obstacle(config, problem, GPU) == ""
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("config", "changes", "part"),
+    [
+        (SimtConfig(bm=7), {}, "not made of parts of 4 x 4"),
+        (SimtConfig(tm=0), {}, "not made of parts of 0 x 4"),
+        (SimtConfig(bn=-64), {}, "not made of parts"),
+        (SimtConfig(bk=1), {}, "cannot share 64 x 1"),
+        (SimtConfig(128, 128, 16, 2, 2), {}, "1024 threads at most"),
+        (SimtConfig(256, 256, 32, 8, 8), {}, "shared memory exceed 49152"),
+        (MmaConfig(bn=96), {}, "the kernel is made for MmaConfig(bm=128"),
+        (MMA, {"compute": torch.float64}, "does not run on these tensor cores"),
+        (HopperConfig(n_max=100), {}, "the kernel is made for HopperConfig(n_max=256"),
+        (HopperConfig(64, 8, 8, cluster=2), {}, "the kernel is made for"),
+        (HOPPER, {"a": replace(BF16, align=8)}, "TMA needs 16"),
+    ],
+)
+def test_configs_given_by_hand(config: Config, changes: dict[str, object], part: str) -> None:
+    problem = spec(**changes)
+    assert part in choice.obstacle(config, problem, GPU)
+    with pytest.raises(InvalidSetting, match="cannot run this problem"):
+        BACKEND.plan(problem, config, GPU)

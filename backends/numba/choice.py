@@ -18,6 +18,7 @@ from multigemm.backends.numba.config import (
     Config,
     HopperConfig,
     MmaConfig,
+    SimtConfig,
     a_inner_jagged,
     b_inner_jagged,
     signature_of,
@@ -35,6 +36,9 @@ MMA_MINIMUM = (8, 0)
 MULTIPROCESSORS = 128
 """Of an ordinary Hopper GPU (they have 114 to 132)."""
 HALVES = (torch.float16, torch.bfloat16)
+MOST_THREADS = 1024
+STATIC_SHARED = 48 * 1024
+"""Bytes of shared memory that a kernel may declare."""
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
@@ -129,6 +133,37 @@ def _simt(spec: ProblemSpec) -> list[Config]:
     if not signature_of(spec).plain or spec.compute == torch.float64:
         return [SIMT]
     return [SIMT, SIMT_LARGE] if rows_per_group(spec) <= FEW_ROWS else [SIMT_LARGE, SIMT]
+
+
+def obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:
+    """Why a config, which may be given by hand, cannot run this; empty when it can."""
+    if isinstance(config, SimtConfig):
+        return _simt_obstacle(config, spec)
+    if device.type != "cuda":
+        return "it needs tensor cores, which the simulator lacks: use a SimtConfig"
+    if isinstance(config, MmaConfig):
+        known: tuple[Config, ...] = (MMA, MMA_SMALL)
+        found = mma_obstacle(spec, device)
+    else:
+        known = (HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, replace(HOPPER, cluster=1))
+        found = hopper_obstacle(spec, device)
+    return found or ("" if config in known else f"the kernel is made for {', '.join(map(str, known))}")
+
+
+def _simt_obstacle(config: SimtConfig, spec: ProblemSpec) -> str:
+    """Threads share a tile, and the parts of both operands that a step reads, without a rest."""
+    bm, bn, bk, tm, tn = config.bm, config.bn, config.bk, config.tm, config.tn
+    if min(bm, bn, bk, tm, tn) < 1 or bm % tm or bn % tn:
+        return f"a tile of {bm} x {bn} x {bk} is not made of parts of {tm} x {tn}: use multiples of them"
+    if bm * bk % config.threads or bn * bk % config.threads or config.threads > MOST_THREADS:
+        return (
+            f"its {config.threads} threads cannot share {bm} x {bk} and {bk} x {bn} elements evenly: "
+            f"use another bk, and {MOST_THREADS} threads at most"
+        )
+    needed = bk * (bm + bn + 2) * spec.acc.itemsize + 8 * (config.threads + 1)
+    if needed > STATIC_SHARED:
+        return f"{needed} bytes of shared memory exceed {STATIC_SHARED}: use a smaller tile"
+    return ""
 
 
 def why(config: Config, spec: ProblemSpec, device: torch.device) -> str:

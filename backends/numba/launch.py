@@ -24,6 +24,7 @@ from torch import Tensor
 from multigemm.backend import Bind, Launch, Recipe
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
 from multigemm.backends.numba.call import Call, call_of
+from multigemm.backends.numba.choice import obstacle
 from multigemm.backends.numba.config import (
     Config,
     HopperConfig,
@@ -96,11 +97,11 @@ def function_of(config: Config, signature: Signature, device: torch.device, shar
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device, why: str = "") -> Recipe:
     """The recipe for a spec: compiles (or loads) the kernel now, binds later."""
+    if reason := obstacle(config, spec, device):
+        raise InvalidSetting(f"{config} cannot run this problem: {reason}")
     signature = signature_of(spec)
     bind: Bind
-    if device.type == "cpu":
-        if not isinstance(config, SimtConfig):
-            raise InvalidSetting(f"{config} needs tensor cores, which the simulator lacks: use a SimtConfig")
+    if isinstance(config, SimtConfig) and device.type == "cpu":
         bind = _emulated(config, signature)
     else:
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
