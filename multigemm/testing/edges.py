@@ -18,6 +18,8 @@ from multigemm.testing.strategies import Chooser, Limits, settled
 
 WORK = 1 << 21
 """Multiply-adds that a few tiles of a fast kernel need."""
+LONG = 260
+"""Rows of a group that arithmetic bounds and not memory: kernels may treat it in another way than short ones."""
 OFFSETS = (-9, -8, -7, -1, 0, 0, 0, 1, 2, 3, 7, 8, 9, 16)
 COUNTS = (16, 17, 31, 32, 33, 64, 130, 256, 257, 300, 513, 961, 1025)
 
@@ -69,8 +71,16 @@ def _extents(ch: Chooser, tile: Tile) -> dict[str, int]:
 
 
 def _lengths(ch: Chooser, longest: int, limits: Limits) -> tuple[int, ...]:
-    """The jagged extent cut into groups: even, with a remainder, with empty ones, all in one; or very many."""
-    style = ch.integer(0, 5)
+    """The jagged extent cut into groups: even, with a remainder, with empty ones, all in one; or very many, of which
+    a few may be long."""
+    style = ch.integer(0, 6)
+    if style == 6:
+        short = [
+            ch.choice((0, 1, 1, 2)) for _ in range(ch.choice([count for count in COUNTS if count <= limits.groups]))
+        ]
+        for _ in range(ch.choice((1, 1, 2, 3))):
+            short[ch.integer(0, len(short) - 1)] = max(longest, LONG) if limits.work >= WORK else longest
+        return tuple(short)
     if style == 5:
         count = ch.choice([count for count in COUNTS if count <= limits.groups])
         each, rarely = ch.choice((0, 1, 1, 2, max(1, longest // 64))), limits.work < WORK  # each group may cost a tile
