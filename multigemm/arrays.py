@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.utils.dlpack
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from multigemm.errors import InvalidProblem
@@ -23,6 +24,8 @@ from multigemm.errors import InvalidProblem
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 Kind = Literal["torch", "numpy", "cupy", "numba"]
 Step = Callable[[], object]
+LOWEST = 1 << 32
+"""Addresses from here on are real. One below may count from 0, where a tensor's memory was freed; that is looked up."""
 
 
 class Adopted(NamedTuple):
@@ -95,7 +98,27 @@ def _checked_tensor(x: Tensor, name: str) -> Tensor:
             f"{name} is a {type(x).__name__} without memory of its own (under vmap, a fake or a distributed tensor): "
             "pass the plain tensor, outside the transform"
         )
+    if x.data_ptr() < LOWEST and _is_freed(x):
+        raise InvalidProblem(
+            f"{name} has {x.numel()} elements and its memory was freed (a sharded weight outside of its layer?): "
+            "pass it while it is gathered"
+        )
+    if forward_ad._current_level >= 0 and _tangent(x) is not None:
+        raise InvalidProblem(
+            f"{name} carries a forward-mode tangent, and grouped GEMM has reverse-mode gradients only: "
+            "pass forward_ad.unpack_dual(x).primal"
+        )
     return x
+
+
+def _tangent(x: Tensor) -> Tensor | None:
+    tangent: Tensor | None = forward_ad.unpack_dual(x).tangent  # type: ignore[no-untyped-call]
+    return tangent
+
+
+def _is_freed(x: Tensor) -> bool:
+    """Whether elements have no memory behind them: their addresses then count from 0."""
+    return x.numel() > 0 and x.untyped_storage().data_ptr() == 0
 
 
 def _has_memory(x: Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 import multigemm as mg
 from multigemm.backends.cpu.config import Config as CpuConfig
@@ -78,6 +79,26 @@ def test_tensors_without_memory() -> None:
         fake = torch.empty(10, 4)
     refuse("FakeTensor without memory", lambda: mg.grouped_gemm(fake, B, offsets=CUT))
     refuse("under vmap", lambda: torch.vmap(lambda x: mg.grouped_gemm(x, B, offsets=CUT))(A.expand(2, 10, 4)))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_tensors_whose_memory_was_freed(first: int) -> None:
+    """As sharded training does with the weights that a layer does not need now."""
+    whole = torch.ones(41)
+    freed, row, none = whole[first:][:40].view(10, 4), whole[first:][:5], whole[first:][:0].view(0, 4)
+    whole.untyped_storage().resize_(0)
+    refuse("a has 40 elements and its memory was freed", lambda: mg.grouped_gemm(freed, B, offsets=CUT))
+    refuse("bias has 5 elements", lambda: mg.grouped_gemm(A, B, offsets=CUT, bias=row))
+    refuse(r"b\[0\] has 40 elements", lambda: mg.grouped_gemm([A.T], [freed]))
+    assert mg.grouped_gemm(none, B, sizes=[0, 0, 0]).shape == (0, 5)
+
+
+def test_forward_mode_tangents_are_not_lost_silently() -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(B, torch.ones_like(B))  # type: ignore[no-untyped-call]
+        refuse("b carries a forward-mode tangent", lambda: mg.grouped_gemm(A, dual, offsets=CUT))
+        refuse(r"a\[0\] carries", lambda: mg.plan(mg.GroupedGemmProblem([dual[0]], [A.T])))
+        assert mg.grouped_gemm(A, B, offsets=CUT).shape == (10, 5)
 
 
 @pytest.mark.parametrize("alpha", [10**400, Fraction(10**400)])
