@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multigemm.arrays import dtype_of
 from multigemm.errors import InvalidProblem
 
 
@@ -32,10 +33,17 @@ def grouped_gemm(
         raise InvalidProblem(
             "lists, out= and config= cannot be compiled: pass packed tensors, or keep the call out of torch.compile"
         )
+    if check != "host":
+        raise InvalidProblem(
+            f"check={check!r} cannot be compiled, since a graph never reads sizes back: leave it at 'host', or keep the "
+            "call out of torch.compile"
+        )
     _register()
+    if isinstance(keywords.get("out_dtype"), str):
+        keywords["out_dtype"] = dtype_of(keywords["out_dtype"], "out_dtype")
     for name in ("offsets", "sizes", "ends", "valid_rows"):
-        if isinstance(keywords.get(name), list | tuple):
-            keywords[name] = torch.tensor(keywords[name], device=a.device)
+        if isinstance(keywords.get(name), list | tuple | range):
+            keywords[name] = torch.tensor(list(keywords[name]), device=a.device)
     names = backend if isinstance(backend, str) else ",".join(backend)
     if torch.is_autocast_enabled(a.device.type):  # the operator obeys autocast, a problem means what it says
         with torch.autocast(a.device.type, enabled=False):
