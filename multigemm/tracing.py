@@ -35,8 +35,8 @@ def grouped_gemm(
         )
     if check != "host":
         raise InvalidProblem(
-            f"check={check!r} cannot be compiled, since a graph never reads sizes back: leave it at 'host', or keep the "
-            "call out of torch.compile"
+            f"check={check!r} cannot be compiled, since a graph never reads sizes back: leave it at 'host', or keep "
+            "the call out of torch.compile"
         )
     _register()
     if isinstance(keywords.get("out_dtype"), str):
