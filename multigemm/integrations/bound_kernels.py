@@ -17,13 +17,13 @@ from multigemm.backend import Launch
 _stream_of: Any = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
 
 
-def bound(kernel: Any, grid: tuple[int, ...], index: int, warps: int = 4, **values: Any) -> Launch:
-    """A launch of `kernel` on the current stream of GPU `index`, the current device; keeps no memory alive."""
+def bound(kernel: Any, grid: tuple[int, ...], device: int, warps: int = 4, /, **values: Any) -> Launch:
+    """A launch of `kernel` on the current stream of GPU `device`, the current device; keeps no memory alive."""
     compiled = kernel.warmup(grid=grid, num_warps=warps, **values)
     arguments = [x.data_ptr() if isinstance(x, Tensor) else x for x in (values[name] for name in kernel.arg_names)]
     run, stream_of = compiled[(*grid, 1, 1)[:3]], _stream_of
 
     def launch() -> None:
-        run(*arguments, stream=stream_of(index))
+        run(*arguments, stream=stream_of(device))
 
     return launch

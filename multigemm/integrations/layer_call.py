@@ -98,7 +98,9 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
     if torch.compiler.is_compiling() or not x.is_cuda or not triton_is_here():
         return None
     up, down, up_bias, down_bias = nets.up, nets.down, nets.up_bias, nets.down_bias
-    if _watched(x, index, weights, up, down, up_bias, down_bias):
+    if watched(x, index, weights, up, down, up_bias, down_bias):
+        return None
+    if x.get_device() != current_device() or op_call.capturing_now():
         return None
     key = (
         x.data_ptr(), x.dtype, x.shape, x.stride(), index.data_ptr(), index.dtype, index.shape, index.stride(),
@@ -114,24 +116,22 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
     out, work = _memory_of(layer)
     launches = made.get((out.data_ptr(), work.data_ptr()))
     if launches is None:
+        del out, work
         return _fresh(key, x, index, weights, nets)
     for launch in launches:
         launch()
     return out
 
 
-def _watched(*tensors: Tensor | None) -> bool:
-    """Whether anything but the plain result is wanted: a gradient, a mode, a transform, a subclass, a capture."""
+def watched(*tensors: Tensor | None) -> bool:
+    """Whether anything but the plain result is wanted: a gradient, a mode, a transform, a cast, a subclass."""
     if grad_enabled() and any_requires_grad(*tensors):
         return True
     if torch._C._dispatch_tls_local_include_set().raw_repr() not in _USUAL or torch.is_autocast_enabled("cuda"):
         return True
     if torch._C._len_torch_function_stack() or torch._C._get_tracing_state() is not None:
         return True
-    if any(x is not None and type(x) not in PLAIN for x in tensors):
-        return True
-    first: Any = tensors[0]
-    return bool(first.get_device() != current_device() or op_call.capturing_now())
+    return any(x is not None and type(x) not in PLAIN for x in tensors)
 
 
 def _memory(x: Tensor) -> Any:
@@ -215,7 +215,7 @@ def _cut(layer: _Layer, work: Tensor, gated: bool) -> _Parts:
         inverse=part(2, torch.int64, pairs),
         ends=part(3, torch.int32, layer.experts),
         order=part(4, torch.int64, pairs) if many else work,
-        counts=work[layer.starts[5] :],
+        counts=work[layer.starts[5] :].view(torch.int32),
     )
 
 

@@ -1,0 +1,193 @@
+"""A layer that is bound as a whole: left to its steps where more than the result is wanted, else the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from multigemm.integrations import grouped_gemm, layer_call, op_call
+from multigemm.integrations.gate_op import geglu, swiglu
+from multigemm.integrations.layer_call import Networks
+from multigemm.integrations.routing import combine, dispatch, route
+from multigemm.nn import Experts
+
+
+class _Own(Tensor):
+    """A subclass that may mean anything."""
+
+
+def test_plain_tensors_are_watched_by_nobody() -> None:
+    x = torch.nn.Parameter(torch.ones(2, 3))
+    assert layer_call.watched(x)
+    with torch.no_grad():
+        assert not layer_call.watched(x, None)
+    with torch.inference_mode():
+        assert not layer_call.watched(x, torch.ones(2))
+    assert not layer_call.watched(torch.ones(2))
+
+
+@contextmanager
+def autocasting() -> Iterator[None]:
+    """Autocast of a GPU as it is in force, on any machine."""
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, TorchFunctionMode, TorchDispatchMode, autocasting])
+def test_modes_watch(mode: Any) -> None:
+    x = torch.ones(2, 2)
+    with mode():
+        assert layer_call.watched(x)
+    assert not layer_call.watched(x)
+
+
+def test_subclasses_watch() -> None:
+    assert layer_call.watched(torch.ones(2), torch.ones(2, 2).as_subclass(_Own))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace`:DeprecationWarning")
+def test_transforms_and_traces_watch() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(layer_call.watched(x))
+        return x.sum()
+
+    torch.func.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(look)(torch.ones(2))
+    torch.jit.trace(look, torch.ones(2), check_trace=False)  # type: ignore[no-untyped-call]
+    assert seen and all(seen)
+
+
+def test_the_memory_between_launches_is_cut_without_overlap() -> None:
+    x, index = torch.ones(150, 24), torch.zeros(150, 2, dtype=torch.int64)
+    nets = Networks(torch.ones(4, 40, 24), torch.ones(4, 24, 20), gelu=False)
+    pytest.importorskip("triton")
+    layer = layer_call._layer_of(x, index, torch.ones(150, 2), nets)
+    assert layer is not None
+    parts = layer_call._cut(layer, torch.zeros(layer.size, dtype=torch.uint8), gated=True)
+    assert (parts.rows.shape, parts.up.shape) == ((300, 24), (300, 40))
+    assert (parts.inner.shape, parts.down.shape) == ((300, 20), (300, 24))
+    alive = (parts.rows, parts.up, parts.inverse, parts.ends, parts.order, parts.counts)  # while rows arrive
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in alive)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert parts.up.untyped_storage().data_ptr() == parts.inner.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("wrong", ["dtype", "strides", "index", "none", "many"])
+def test_what_the_steps_have_to_arrange_is_left_to_them(wrong: str) -> None:
+    pytest.importorskip("triton")
+    x, index, weights = torch.ones(6, 24), torch.zeros(6, 2, dtype=torch.int64), torch.ones(6, 2)
+    nets = Networks(torch.ones(4, 40, 24), torch.ones(4, 24, 20), gelu=False)
+    assert layer_call._layer_of(x, index, weights, nets) is not None
+    if wrong == "dtype":
+        x = x.to(torch.bfloat16)
+    elif wrong == "strides":
+        x = torch.ones(24, 6).T
+    elif wrong == "index":
+        index = index.to(torch.int16)
+    elif wrong == "none":
+        x, index, weights = x[:0], index[:0], weights[:0]
+    else:
+        nets = nets._replace(up=torch.ones(1, 1, 1).expand(2000, 40, 24))
+    assert layer_call._layer_of(x, index, weights, nets) is None
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------
+
+
+def in_steps(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor:
+    routing = route(index, nets.up.shape[0])
+    up, down = (w if nets.stacked else w.transpose(1, 2) for w in (nets.up, nets.down))
+    options: Any = {} if nets.activation is None else {"activation": nets.activation}
+    hidden = grouped_gemm(dispatch(x, routing), up, ends=routing.ends, bias=nets.up_bias, **options)
+    if nets.gelu is not None:
+        hidden = (geglu if nets.gelu else swiglu)(hidden)
+    rows = grouped_gemm(hidden, down, ends=routing.ends, bias=nets.down_bias)
+    return combine(rows, weights, routing)
+
+
+def networks(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Iterator[Networks]:
+    for gelu, activation, bias, stacked in (
+        (False, None, False, False),
+        (True, None, True, True),
+        (None, "gelu", True, False),
+    ):
+        width = inner if gelu is None else 2 * inner
+        made: list[Any] = []
+        for out, deep in ((width, hidden), (hidden, inner)):
+            made.append(torch.randn(experts, *((deep, out) if stacked else (out, deep)), device="cuda", dtype=dtype))
+        vectors = [torch.randn(experts, n, device="cuda", dtype=dtype) if bias else None for n in (width, hidden)]
+        yield Networks(made[0], made[1], vectors[0], vectors[1], stacked=stacked, gelu=gelu, activation=activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(8, 2, 512, 256), (128, 8, 256, 128), (5, 3, 70, 34)])
+def test_a_bound_layer_has_the_bits_of_its_steps(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    experts, top_k, hidden, inner = shape
+    torch.manual_seed(0)
+    for nets in networks(experts, hidden, inner, dtype):
+        for tokens in (1, 32, 300):
+            x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
+            index = torch.rand(tokens, experts, device="cuda").topk(top_k).indices
+            index[tokens // 2, -1] = experts  # a pair of nobody's
+            weights = torch.rand(tokens, top_k, device="cuda")
+            with torch.no_grad():
+                want = [in_steps(x, index, weights, nets) for _ in range(2)][1]
+                for _ in range(4):
+                    got = layer_call.call(x, index, weights, nets)
+                    assert got is not None
+                    assert torch.equal(got, want)
+                index.copy_(index.flip(0))
+                x.mul_(2)
+                got, want = layer_call.call(x, index, weights, nets), in_steps(x, index, weights, nets)
+            assert got is not None
+            assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+def test_results_of_bound_layers_share_nothing_and_keep_no_memory() -> None:
+    layer = Experts(8, 256, 128, device="cuda", dtype=torch.bfloat16)
+    index = torch.rand(40, 8, device="cuda").topk(2).indices
+    weights = torch.rand(40, 2, device="cuda")
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(40, 256, device="cuda", dtype=torch.bfloat16)
+            layer(x, index, weights)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        kept = [layer(x, index, weights) for _ in range(5)]
+        assert len({y.data_ptr() for y in kept}) == 5
+        assert all(torch.equal(y, kept[0]) for y in kept)
+        del kept
+        owned = sum(op_call.launches._workspaces.values())
+        assert torch.cuda.memory_allocated() - before <= 6 * owned
+
+
+@pytest.mark.gpu
+def test_a_layer_is_captured_in_steps() -> None:
+    layer = Experts(8, 256, 128, device="cuda", dtype=torch.bfloat16)
+    index = torch.rand(16, 8, device="cuda").topk(2).indices
+    x, weights = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16), torch.rand(16, 2, device="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            layer(x, index, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(x, index, weights)
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, layer(x, index, weights))
