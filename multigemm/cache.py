@@ -2,14 +2,16 @@
 
 One file per key. A writer fills a temporary file and renames it into place, so that a reader sees a
 whole entry or none, however many processes write at once. A damaged or foreign entry reads as
-absent. The key holds everything that the value depends on (version, source, device): a change of
-any of them makes another key, never a stale hit.
+absent. The key is the `fingerprint` of everything that the value depends on (version, source, device):
+a change of any of them makes another key, never a stale hit. Whatever else lies in the folder, by its
+name, is not the cache's: it is neither shown nor removed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,8 @@ from pathlib import Path
 from multigemm.settings import settings
 
 MAGIC = b"multigemm-cache-1\n"
+ENTRY = re.compile(r"[0-9a-f]{32}\.\w+")
+BROKEN_OFF = re.compile(r"\.[0-9a-f]{32}\.\w+")
 
 
 def fingerprint(*parts: object) -> str:
@@ -72,15 +76,17 @@ class DiskCache:
     def entries(self) -> list[Path]:
         """All entries, oldest first; one that another process removes meanwhile is left out."""
         found = []
-        for path in self.folder.glob("*"):
+        for path in self._named(ENTRY):
             with suppress(FileNotFoundError):
-                if not path.name.startswith("."):
-                    found.append((path.stat().st_mtime, path))
+                found.append((path.stat().st_mtime, path))
         return [path for _, path in sorted(found)]
 
     def clear(self) -> int:
         """Removes all entries, and what broken-off writers left; says how many entries there were."""
         found = self.entries()
-        for path in (*found, *self.folder.glob(".*")):
+        for path in (*found, *self._named(BROKEN_OFF)):
             path.unlink(missing_ok=True)
         return len(found)
+
+    def _named(self, pattern: re.Pattern[str]) -> list[Path]:
+        return [path for path in self.folder.glob("*") if pattern.fullmatch(path.name)]

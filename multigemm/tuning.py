@@ -140,12 +140,13 @@ class TuningTable:
     def _read(self, place: str) -> Measured | None:
         return _from_cache(self._cache.get(fingerprint(SCHEMA, place), ".json"))
 
-    def record(self, measured: Measured) -> None:
-        """Keeps a measurement, in this process and on disk."""
+    def record(self, measured: Measured) -> bool:
+        """Keeps a measurement, in this process and on disk; False where the disk does not take it."""
         place = self._place(measured)
         self._own[place] = measured
-        self._cache.put(fingerprint(SCHEMA, place), json.dumps(_encode(measured)).encode(), ".json")
+        kept = self._cache.put(fingerprint(SCHEMA, place), json.dumps(_encode(measured)).encode(), ".json")
         _change()
+        return kept
 
     def own(self) -> list[Measured]:
         """Everything in the user's cache that this version can read."""

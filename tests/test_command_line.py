@@ -82,6 +82,9 @@ def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
         (["cache", "export"], "needs a file"),
         (["cache", "import", "no-such-file.json"], "cannot be read as an exported cache"),
         (["cache", "clear", "--what", "nothing-like-it"], "the cache holds"),
+        (["cache", "clear", "tuning"], "takes no file, but 'tuning' was given; to clear a part, --what tuning"),
+        (["cache", "show", "x.json"], "takes no file"),
+        (["cache", "show", "--what", "cpu"], "--what goes with clear"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(words: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,4 +169,22 @@ def test_cache_export_import_and_clear(
     assert [m.us for m in tuning.TuningTable().own()] == [3.0]
     assert main(["cache", "show"]) == 0
     assert "jagged_m g2" in capsys.readouterr().out
+    monkeypatch.setenv("MULTIGEMM_CACHE", "0")
+    settings.cache_clear()
+    assert main(["cache", "import", str(tmp_path / "x.json")]) == 2
+    assert "not kept: the cache is off" in capsys.readouterr().err
     tuning.table.cache_clear()
+
+
+def test_cache_clear_leaves_other_folders_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letter = tmp_path / "letters" / "a.txt"
+    letter.parent.mkdir()
+    letter.write_text("mine")
+    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path))
+    settings.cache_clear()
+    assert main(["cache", "show"]) == 0
+    assert "letters" not in capsys.readouterr().out
+    assert main(["cache", "clear"]) == 0
+    assert letter.read_text() == "mine"

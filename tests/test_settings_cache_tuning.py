@@ -22,6 +22,8 @@ from multigemm.settings import Settings, parse
 from multigemm.staging import equal_sizes
 from multigemm.tuning import Measured, TuningTable, spec_key
 
+KEY = fingerprint("an entry")
+
 
 def test_settings_are_read_with_their_types() -> None:
     got = parse({"MULTIGEMM_EMULATE": "yes", "MULTIGEMM_BACKEND": "triton, cpu", "MULTIGEMM_DUMP": "/x", "HOME": "y"})
@@ -39,48 +41,49 @@ def test_bad_settings_name_themselves() -> None:
 
 def test_cache_returns_what_was_put(tmp_path: Path) -> None:
     cache = DiskCache("x", tmp_path)
-    assert cache.get("k") is None
-    assert cache.put("k", b"value")
-    assert cache.get("k") == b"value"
-    assert cache.put("k", b"")
-    assert cache.get("k") == b""
+    assert cache.get(KEY) is None
+    assert cache.put(KEY, b"value")
+    assert cache.get(KEY) == b"value"
+    assert cache.put(KEY, b"")
+    assert cache.get(KEY) == b""
     assert cache.clear() == 1
-    assert cache.get("k") is None
+    assert cache.get(KEY) is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"x", b"multigemm-cache-1\n" + bytes(40), b"multigemm-cache-0\n" + bytes(99)])
 def test_a_damaged_entry_reads_as_absent(tmp_path: Path, damage: bytes) -> None:
     cache = DiskCache("x", tmp_path)
-    cache.put("k", b"value")
-    cache.path("k").write_bytes(damage)
-    assert cache.get("k") is None
-    assert cache.put("k", b"again")
-    assert cache.get("k") == b"again"
+    cache.put(KEY, b"value")
+    cache.path(KEY).write_bytes(damage)
+    assert cache.get(KEY) is None
+    assert cache.put(KEY, b"again")
+    assert cache.get(KEY) == b"again"
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     cache = DiskCache("x", tmp_path)
-    cache.put("k", b"value")
-    raw = bytearray(cache.path("k").read_bytes())
+    cache.put(KEY, b"value")
+    raw = bytearray(cache.path(KEY).read_bytes())
     raw[-1] ^= 1
-    cache.path("k").write_bytes(raw)
-    assert cache.get("k") is None
+    cache.path(KEY).write_bytes(raw)
+    assert cache.get(KEY) is None
 
 
 def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert not DiskCache("x", tmp_path / "file").put("k", b"v")
+    assert not DiskCache("x", tmp_path / "file").put(KEY, b"v")
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from multigemm.cache import DiskCache
+from multigemm.cache import DiskCache, fingerprint
+KEY = fingerprint("k")
 cache = DiskCache("x", Path(sys.argv[1]))
 value = sys.argv[2].encode() * 5000
 for _ in range(100):
-    assert cache.put("k", value)
-    got = cache.get("k")
+    assert cache.put(KEY, value)
+    got = cache.get(KEY)
     assert got is not None and len(set(got)) == 1 and len(got) == 5000, got
 """
 
@@ -301,16 +304,29 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
 
     cache = DiskCache("x", tmp_path)
     monkeypatch.setattr(os, "replace", full)
-    assert not cache.put("k", b"value")
+    assert not cache.put(KEY, b"value")
     assert list(cache.folder.iterdir()) == []
 
 
 def test_clear_removes_what_a_broken_off_writer_left(tmp_path: Path) -> None:
     cache = DiskCache("x", tmp_path)
-    cache.put("k", b"value")
-    (cache.folder / ".k.half").write_bytes(b"v")
+    cache.put(KEY, b"value")
+    (cache.folder / f".{KEY}.half").write_bytes(b"v")
     assert cache.clear() == 1
     assert list(cache.folder.iterdir()) == []
+
+
+def test_clear_leaves_what_is_not_of_the_cache(tmp_path: Path) -> None:
+    """The folder of the cache may be one that holds other things, by intent or by a slip."""
+    cache = DiskCache("x", tmp_path)
+    assert cache.put(KEY, b"value")
+    others = [cache.folder / name for name in ("letter.txt", ".profile", "0" * 31 + ".bin", KEY)]
+    for path in others:
+        path.write_text("mine")
+    (cache.folder / "folder").mkdir()
+    assert [path.stem for path in cache.entries()] == [KEY]
+    assert cache.clear() == 1
+    assert sorted(cache.folder.iterdir()) == sorted([*others, cache.folder / "folder"])
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,8 +336,8 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", none)
     root = Settings().cache_dir
-    assert not DiskCache("x", root).put("k", b"v")
-    assert DiskCache("x", root).get("k") is None
+    assert not DiskCache("x", root).put(KEY, b"v")
+    assert DiskCache("x", root).get(KEY) is None
     with pytest.raises(mg.InvalidSetting, match="no such home"):
         parse({"MULTIGEMM_CACHE_DIR": "~nobody-of-this-name/x"})
 

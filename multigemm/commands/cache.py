@@ -16,36 +16,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("action", nargs="?", default="show", choices=("show", "clear", "export", "import"))
     parser.add_argument("file", nargs="?", help="the JSON file that export writes and import reads")
-    parser.add_argument("--what", default="all", help="for clear: tuning, a backend's kernels (its folder), or all")
+    parser.add_argument("--what", help="for clear: tuning, a backend's kernels (its folder), or all (the default)")
 
 
 def main(args: argparse.Namespace) -> int:
     """Shows, clears, exports or imports."""
     if args.action in ("export", "import") and not args.file:
         raise InvalidSetting(f"cache {args.action} needs a file name")
+    if args.action in ("show", "clear") and args.file:
+        what = f"; to clear a part, --what {args.file}" if args.action == "clear" else ""
+        raise InvalidSetting(f"cache {args.action} takes no file, but {args.file!r} was given{what}")
+    if args.action != "clear" and args.what is not None:
+        raise InvalidSetting(f"--what goes with clear, not with {args.action}: leave it out")
     return {"show": _show, "clear": _clear, "export": _export, "import": _import}[args.action](args)
 
 
-def _folders() -> list[Path]:
+def _folders() -> list[DiskCache]:
+    """The parts of the cache that hold anything; other folders that lie beside them are not ours."""
     root = settings().cache_dir
-    return sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    found = sorted(p.name for p in root.iterdir() if p.is_dir()) if root.is_dir() else []
+    return [part for part in map(DiskCache, found) if part.entries()]
 
 
 def _show(args: argparse.Namespace) -> int:
     print(f"cache: {settings().cache_dir}{'' if settings().cache else ' (switched off)'}")
-    for folder in _folders():
-        entries = DiskCache(folder.name).entries()
-        print(f"  {folder.name:12}{len(entries):6} entries {sum(p.stat().st_size for p in entries) / 1024:10.1f} KiB")
+    for part in _folders():
+        entries = part.entries()
+        print(f"  {part.name:12}{len(entries):6} entries {sum(p.stat().st_size for p in entries) / 1024:10.1f} KiB")
     for m in table().own():
         print(f"  {m.device} | {m.key} | {m.backend}: {m.us:.1f} us {dict(m.config)}")
     return 0
 
 
 def _clear(args: argparse.Namespace) -> int:
-    names = [f.name for f in _folders()]
-    if args.what != "all" and args.what not in names:
-        raise InvalidSetting(f"--what {args.what!r}: the cache holds {', '.join(names) or 'nothing'}")
-    gone = sum(DiskCache(name).clear() for name in names if args.what in ("all", name))
+    parts, what = {part.name: part for part in _folders()}, args.what or "all"
+    if what != "all" and what not in parts:
+        raise InvalidSetting(f"--what {what!r}: the cache holds {', '.join(parts) or 'nothing'}")
+    gone = sum(part.clear() for name, part in parts.items() if what in ("all", name))
     print(f"entries removed: {gone}")
     return 0
 
@@ -73,7 +80,8 @@ def _import(args: argparse.Namespace) -> int:
         entries = [m for entry in raw["entries"] for m in unfold(entry, "")]
     except ValueError as error:
         raise InvalidSetting(f"{args.file} is damaged: {error}") from error
-    for entry in entries:
-        table().record(entry)
+    if not all(table().record(entry) for entry in entries):
+        why = f"{settings().cache_dir} cannot be written" if settings().cache else "the cache is off (MULTIGEMM_CACHE)"
+        raise InvalidSetting(f"the measurements were read, but not kept: {why}")
     print(f"measurements taken over: {len(entries)}")
     return 0
