@@ -46,7 +46,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Launch& l, Share
     bool first = true;
 #pragma unroll 1
     for (int number = 0;; ++number) {
-        const Tile t = take_tile(s, number, (threadIdx.x & 127) == 0);
+        const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
         const int blocks = t.n > 0 ? k_blocks(t) : 0;
         const u32 bytes = stage_bytes(t);

@@ -67,7 +67,7 @@ __device__ __forceinline__ void load(const Problem& p, const Launch& l, const Ma
             expect_tile(s, number);
         }
         __syncwarp();
-        const Tile t = take_tile(s, number, (threadIdx.x & 31) == 0);
+        const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
         const int blocks = t.n > 0 ? k_blocks(t) : 0;
         if (blocks == 0) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void consume_shifted(const Problem& p, const Launch& 
     bool first = true;
 #pragma unroll 1
     for (int number = 0;; ++number) {
-        const Tile t = take_tile(s, number, (threadIdx.x & 127) == 0);
+        const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
         const int blocks = k_blocks(t);
         float d[ROWS / 2];                    // defined anew for each tile, as in consume.cuh
@@ -170,7 +170,7 @@ direct(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
         }
         for (int i = 0; i < SLOTS; ++i) {
             barrier_init(shared_address(&s.tile_full[i]), 1);
-            barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS + LOADERS / 32));
+            barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + LOADERS / 32));
         }
         barrier_init_fence();
     }

@@ -40,7 +40,7 @@ __device__ __forceinline__ void expect_tiles(Shared& s) {
 #pragma unroll 1
     for (int number = 0;; ++number) {
         expect_tile(s, number);
-        if (take_tile(s, number, true).n == STOP) break;
+        if (take_tile(s, number, 1).n == STOP) break;
     }
 }
 
@@ -60,8 +60,8 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
         }
         for (int i = 0; i < SLOTS; ++i) {
             barrier_init(shared_address(&s.tile_full[i]), 1);
-            // Warpgroups, those who load, those who expect.
-            barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS + 2) + CLUSTER - 1);
+            // Warps that multiply, those that load, and the threads that expect.
+            barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + 2) + CLUSTER - 1);
         }
         barrier_init(shared_address(&s.ask), 1);
         barrier_init_fence();

@@ -5,7 +5,7 @@
 
 // The next tile, in the same registers of all lanes: values that the compiler may hold once per warp.
 __device__ __forceinline__ Tile take_tile_together(Shared& s, int number, int* once = nullptr) {
-    Tile t = take_tile(s, number, (threadIdx.x & 31) == 0, once);
+    Tile t = take_tile(s, number, ~0u, once);
     int* const word = (int*)&t;
 #pragma unroll
     for (int i = 0; i < int(sizeof(Tile) / 4); ++i) word[i] = __shfl_sync(~0u, word[i], 0);

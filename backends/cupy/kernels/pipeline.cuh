@@ -57,14 +57,16 @@ struct Ring {
     }
 };
 
-// The next tile, as every role reads it; frees its slot as soon as the copy is in registers.
-__device__ __forceinline__ Tile take_tile(Shared& s, int number, bool one_thread, int* once = nullptr) {
+// The next tile, as every role reads it: whole warps, or (`lanes` = 1) the first thread of one. Each frees the slot for
+// itself alone, when all of its lanes hold their copies: nobody may arrive for a warp that could still be reading.
+__device__ __forceinline__ Tile take_tile(Shared& s, int number, u32 lanes, int* once = nullptr) {
     const int slot = number % SLOTS;
     barrier_wait(shared_address(&s.tile_full[slot]), (number / SLOTS) & 1);
     Tile t = s.tiles[slot];
     if (once) *once = t.group & ONCE;
     t.group &= ~ONCE;
-    if (one_thread) barrier_arrive(shared_address(&s.tile_empty[slot]), 0);
+    __syncwarp(lanes);
+    if ((threadIdx.x & 31) == 0) barrier_arrive(shared_address(&s.tile_empty[slot]), 0);
     return t;
 }
 
