@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from multigemm.arrays import adopt
 from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
 from multigemm.reference.error_bound import accumulator, interval, sum_error
@@ -231,10 +232,17 @@ def _describe(found: Answer, results: list[Array], masks: list[Array], bad: int,
     return Verdict(False, bad, total, text, group, number, at, within, got, wanted, low, high)
 
 
+def _read(x: Any) -> Array:
+    """A result on the host; raises InvalidProblem for what no backend returns."""
+    if isinstance(x, np.ndarray) or (hasattr(x, "__dlpack__") and not isinstance(x, torch.Tensor)):
+        return to_numpy(x)
+    return to_numpy(adopt(x, "result").tensor)
+
+
 def judge(found: Answer, result: Any, *, suspicion: bool = True) -> Verdict:
     """Compares one result (an array, or a list of them) with an answer; without `suspicion`, no rho."""
     given = list(result) if isinstance(result, list | tuple) else [result]
-    raw = [to_numpy(each) for each in given]
+    raw = [_read(each) for each in given]
     if found.problem.squeezed and raw and raw[0].ndim == 2:
         raw = [raw[0][None]]
     fault = _shape_fault(found, raw)

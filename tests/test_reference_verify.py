@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import multigemm.reference as reference
+from multigemm.errors import InvalidProblem
 from multigemm.problem import GroupedGemmProblem
 
 
@@ -76,6 +77,14 @@ def test_wrong_shapes_dtypes_and_counts_are_said() -> None:
     assert "shape" in reference.verify(problem, result[1:]).text
     assert "dtype" in reference.verify(problem, result.astype(np.float64)).text
     assert "arrays" in reference.verify(problem, [result, result]).text
+
+
+@pytest.mark.parametrize(
+    "x", [None, 3.0, "text", [[1.0]], torch.ones(8, 5, device="meta"), torch.ones(8, 5).to_sparse()]
+)
+def test_what_is_no_result(x: Any) -> None:
+    with pytest.raises(InvalidProblem, match="result"):
+        reference.verify(jagged(), x)
 
 
 def test_rho_tells_ordinary_errors_from_large_ones() -> None:
