@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multigemm.integrations import grouped_gemm, layer_call, op_call
-from multigemm.integrations.gate_op import geglu, swiglu
+from multigemm.integrations import layer_call, op_call
 from multigemm.integrations.layer_call import Networks
-from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import Experts
+from tests.layer_cases import in_steps, networks
 
 
 class _Own(Tensor):
@@ -105,32 +108,17 @@ def test_what_the_steps_have_to_arrange_is_left_to_them(wrong: str) -> None:
     assert layer_call._layer_of(x, index, weights, nets) is None
 
 
+def test_the_launches_in_an_interpreter_are_the_steps() -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.layer_cases"], capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["129", "1", "9", "129"]
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------
-
-
-def in_steps(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor:
-    routing = route(index, nets.up.shape[0])
-    up, down = (w if nets.stacked else w.transpose(1, 2) for w in (nets.up, nets.down))
-    options: Any = {} if nets.activation is None else {"activation": nets.activation}
-    hidden = grouped_gemm(dispatch(x, routing), up, ends=routing.ends, bias=nets.up_bias, **options)
-    if nets.gelu is not None:
-        hidden = (geglu if nets.gelu else swiglu)(hidden)
-    rows = grouped_gemm(hidden, down, ends=routing.ends, bias=nets.down_bias)
-    return combine(rows, weights, routing)
-
-
-def networks(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Iterator[Networks]:
-    for gelu, activation, bias, stacked in (
-        (False, None, False, False),
-        (True, None, True, True),
-        (None, "gelu", True, False),
-    ):
-        width = inner if gelu is None else 2 * inner
-        made: list[Any] = []
-        for out, deep in ((width, hidden), (hidden, inner)):
-            made.append(torch.randn(experts, *((deep, out) if stacked else (out, deep)), device="cuda", dtype=dtype))
-        vectors = [torch.randn(experts, n, device="cuda", dtype=dtype) if bias else None for n in (width, hidden)]
-        yield Networks(made[0], made[1], vectors[0], vectors[1], stacked=stacked, gelu=gelu, activation=activation)
 
 
 @pytest.mark.gpu
@@ -139,7 +127,7 @@ def networks(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Itera
 def test_a_bound_layer_has_the_bits_of_its_steps(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     experts, top_k, hidden, inner = shape
     torch.manual_seed(0)
-    for nets in networks(experts, hidden, inner, dtype):
+    for nets in networks(experts, hidden, inner, dtype, "cuda"):
         for tokens in (1, 32, 300):
             x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
             index = torch.rand(tokens, experts, device="cuda").topk(top_k).indices

@@ -95,12 +95,10 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
 
     x [tokens, H], index and weights [tokens, k].
     """
-    if torch.compiler.is_compiling() or not x.is_cuda or not triton_is_here():
+    if torch.compiler.is_compiling() or not _bindable(x):
         return None
     up, down, up_bias, down_bias = nets.up, nets.down, nets.up_bias, nets.down_bias
     if watched(x, index, weights, up, down, up_bias, down_bias):
-        return None
-    if x.get_device() != current_device() or op_call.capturing_now():
         return None
     key = (
         x.data_ptr(), x.dtype, x.shape, x.stride(), index.data_ptr(), index.dtype, index.shape, index.stride(),
@@ -121,6 +119,12 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
     for launch in launches:
         launch()
     return out
+
+
+def _bindable(x: Tensor) -> bool:
+    """Whether launches can be kept: Triton's kernels on the current GPU, of which no graph is being captured."""
+    here = x.is_cuda and triton_is_here() and x.get_device() == current_device()
+    return here and not op_call.capturing_now()
 
 
 def watched(*tensors: Tensor | None) -> bool:
