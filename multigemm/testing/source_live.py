@@ -2,9 +2,8 @@
 
 A backend's kernels are compiled in many variants (dtypes, layouts, epilogue, tile), and most lines are
 part of some of them only. So a sample of variants, spread over all traits, is compiled once from the
-unchanged sources: the line table of each says which lines it holds, and a digest of its machine code
-says whether a changed source makes any difference to it. A mutant that leaves the code of every
-variant as it was is not run at all.
+unchanged sources, which needs no GPU: the line table of each says which lines it holds. A digest of the
+machine code says afterwards whether a changed source that survived made any difference to it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -31,13 +30,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One way to compile a backend's kernel: a kind of problem and the text of a config. `lines` are those
-    that its machine code comes from, by file name; `codes` name the modules that were compiled for it. In
-    emulation, a problem: `config` is the position of its subject, and it takes so many `seconds`."""
+    that its machine code comes from, by file name. In emulation, a problem: `config` is the position of its
+    subject, and it takes so many `seconds`."""
 
     case: dict[str, Any]
     kernel: str
     config: str
-    codes: list[str] = field(default_factory=list)
     lines: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -120,28 +118,63 @@ def machine_code(cubin: bytes) -> bytes:
     return b"".join(kept)
 
 
-class Heard:
-    """What has been compiled since the last `clear`."""
+def lines_held(backend: str, spec: Any, config: Any) -> dict[str, list[int]]:
+    """The source lines of all kernels that a spec and a config need on Hopper, by file; nothing where the compiler
+    gives no line table."""
+    if backend == "numba":
+        return {}
+    texts = _cuda_ptx(spec, config) if backend == "cupy" else _triton_ptx(spec, config)
+    found: dict[str, set[int]] = {}
+    for text in texts:
+        for name, lines in lines_of(text).items():
+            found.setdefault(name, set()).update(lines)
+    return {name: sorted(lines) for name, lines in found.items()}
 
-    def __init__(self) -> None:
-        self.codes: list[str] = []
-        self.lines: dict[str, set[int]] = {}
 
-    def add(self, code: bytes, ptx: str = "") -> None:
-        self.codes.append(hashlib.sha256(code).hexdigest()[:16])
-        for name, lines in lines_of(ptx).items():
-            self.lines.setdefault(name, set()).update(lines)
+def _cuda_ptx(spec: Any, config: Any) -> list[str]:
+    launch, configs, packing, build = (
+        import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "config", "packing", "build")
+    )
+    packs = config.kernel == "packed"
+    room = launch.ROOMS["hopper" if packs else config.kernel]
+    source = room.source(configs.packed_spec(spec) if packs else spec, config)
+    return [_nvrtc_ptx(build, each) for each in (source, *([packing.SOURCE] if packs else []))]
 
-    def clear(self) -> None:
-        self.codes.clear()
-        self.lines.clear()
+
+def _nvrtc_ptx(build: Any, source: Any) -> str:
+    """The PTX of a CUDA source with a line table."""
+    from cupy.cuda import nvrtc
+
+    text, included = (build.SOURCES / source.file).read_text(), build.headers()
+    names = [[part.encode() for part in column] for column in zip(*included, strict=True)]
+    program = nvrtc.createProgram(text, source.file, names[1], names[0])
+    try:
+        nvrtc.compileProgram(program, [*source.options("compute_90a"), "-lineinfo"])
+        ptx = nvrtc.getPTX(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    return ptx.decode() if isinstance(ptx, bytes) else str(ptx)
+
+
+def _triton_ptx(spec: Any, config: Any) -> list[str]:
+    folder = "multigemm.backends.triton"
+    room, name = (
+        ("hopper_launch", "hopper_sources_of") if config.kernel == "hopper" else ("launch", "pointer_sources_of")
+    )
+    compiler = import_module(f"{folder}.compile")
+    return [
+        compiler.build(source, 90).asm["ptx"]
+        for source in getattr(import_module(f"{folder}.{room}"), name)(spec, config).values()
+    ]
 
 
 @contextmanager
-def listening(backend: str, *, lines: bool = False) -> Iterator[Heard]:
-    """Hears what a backend compiles; `lines` asks its compiler for a line table where it costs extra."""
-    heard = Heard()
-    module, name, wrapped = {"cupy": _cupy, "numba": _numba, "triton": _triton}[backend](heard, lines)
+def listening(backend: str) -> Iterator[list[str]]:
+    """Hears what a backend compiles: digests of the machine code."""
+    heard: list[str] = []
+    module, name, wrapped = {"cupy": _cupy, "numba": _numba, "triton": _triton}[backend](
+        lambda code: heard.append(hashlib.sha256(code).hexdigest()[:16])
+    )
     before = getattr(module, name)
     setattr(module, name, wrapped)
     try:
@@ -150,7 +183,7 @@ def listening(backend: str, *, lines: bool = False) -> Iterator[Heard]:
         setattr(module, name, before)
 
 
-def _cupy(heard: Heard, lines: bool) -> tuple[Any, str, Any]:
+def _cupy(add: Callable[[bytes], None]) -> tuple[Any, str, Any]:
     build: Any = import_module("multigemm.backends.cupy.build")
     family: Any = import_module("multigemm.backends.cupy.family")
     compile_source = build.compile_source
@@ -158,46 +191,31 @@ def _cupy(heard: Heard, lines: bool) -> tuple[Any, str, Any]:
 
     def wrapped(source: Any, arch: str, *extra: str) -> Any:
         made = compile_source(source, arch, *extra)
-        heard.add(machine_code(made[0]), _nvrtc_ptx(build, source, arch) if lines else "")
+        add(machine_code(made[0]))
         return made
 
     return build, "compile_source", wrapped
 
 
-def _nvrtc_ptx(build: Any, source: Any, arch: str) -> str:
-    """The PTX of a CUDA source with a line table."""
-    from cupy.cuda import nvrtc
-
-    text, included = (build.SOURCES / source.file).read_text(), build.headers()
-    names = [[part.encode() for part in column] for column in zip(*included, strict=True)]
-    program = nvrtc.createProgram(text, source.file, names[1], names[0])
-    try:
-        nvrtc.compileProgram(program, [*source.options(arch.replace("sm_", "compute_")), "-lineinfo"])
-        ptx = nvrtc.getPTX(program)
-    finally:
-        nvrtc.destroyProgram(program)
-    return ptx.decode() if isinstance(ptx, bytes) else str(ptx)
-
-
-def _numba(heard: Heard, lines: bool) -> tuple[Any, str, Any]:
+def _numba(add: Callable[[bytes], None]) -> tuple[Any, str, Any]:
     build: Any = import_module("multigemm.backends.numba.build")
     assemble = build.assemble
 
     def wrapped(code: bytes, capability: Any) -> Any:
         made = assemble(code, capability)
-        heard.add(machine_code(made.cubin))
+        add(machine_code(made.cubin))
         return made
 
     return build, "assemble", wrapped
 
 
-def _triton(heard: Heard, lines: bool) -> tuple[Any, str, Any]:
+def _triton(add: Callable[[bytes], None]) -> tuple[Any, str, Any]:
     compiler: Any = import_module("multigemm.backends.triton.compile")
     build = compiler.build
 
     def wrapped(source: Any, capability: int) -> Any:
         made = build(source, capability)
-        heard.add(_bare(made.asm["ptx"]), made.asm["ptx"])
+        add(_bare(made.asm["ptx"]))
         return made
 
     return compiler, "build", wrapped

@@ -3,9 +3,9 @@
     python -m multigemm.testing.source_mutants --backend triton --emulate --count 40 --jobs 2
     python -m multigemm.testing.source_mutants --backend cupy --device cuda --count 60 --jobs 12
 
-On a GPU, variants of the unchanged kernels are compiled first, so that each mutant meets those that hold
+For a GPU, variants of the unchanged kernels are compiled first, so that each mutant meets those that hold
 its line (multigemm.testing.source_live); the survey is kept in the disk cache. A mutant that does not
-compile, or that changes no variant's machine code, is counted apart.
+compile, or that survives and changes no variant's machine code, is counted apart.
 """
 
 from __future__ import annotations
@@ -18,47 +18,54 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from importlib.metadata import version
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from threading import Lock
 
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.settings import settings
 from multigemm.testing.source_equivalents import excuse
-from multigemm.testing.source_hunt import Hunt
+from multigemm.testing.source_hunt import VARIANTS, Hunt
 from multigemm.testing.source_live import Variant
-from multigemm.testing.source_sites import FILES, Site, kernels_of, sites, snapshot
+from multigemm.testing.source_sites import COPIES, FILES, Site, kernels_of, reach, sites, snapshot
 from multigemm.testing.source_trace import reaching
-from multigemm.testing.source_workers import Fate, prepare, run_one, survey, variants_of
+from multigemm.testing.source_workers import Fate, codes_of, prepare, run_one, survey, variants_of
 
+DONE = ("killed", "stillborn", "same")
 EXCUSED = 4.0
 """Seconds for a change that is said to be none."""
 PART = 3
-"""Variants that are surveyed together, and kept: one that is cut off begins where it was."""
-TRIED = 10
-"""Variants that a mutant may be compiled for before it counts as one that changes nothing."""
+"""Variants that are surveyed together, and kept: a survey that is cut off goes on where it was."""
 
 
 def surveyed(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Variant]:
-    """The backend's variants with their lines, compiled now or known from the disk cache."""
-    files = sorted(path for path in (root / "backends" / hunt.backend).rglob("*") if path.is_file())
-    key = fingerprint(hunt.backend, str(hunt.emulated), *(path.read_bytes() for path in files), version("torch"))
+    """The backend's variants with their lines, found now or known from the disk cache."""
     offered = variants_of(hunt, root)
-    parts = [offered[at : at + PART] for at in range(0, len(offered), PART)]
+    texts = {kernel: _texts(hunt.backend, root, kernel) for kernel in {variant.kernel for variant in offered}}
+    keys = [fingerprint(hunt.emulated, *texts[v.kernel], json.dumps(v.to_dict())) for v in offered]
+    known = {key: Variant(**json.loads(text)) for key in keys if (text := store.get(key, ".json")) is not None}
+    rest = [(key, variant) for key, variant in zip(keys, offered, strict=True) if key not in known]
 
-    def seen(number: int) -> list[Variant]:
-        part = fingerprint(key, *(json.dumps(variant.to_dict()) for variant in parts[number]))
-        if (known := store.get(part, ".json")) is not None:
-            return [Variant(**entry) for entry in json.loads(known)]
-        found = survey(hunt, root, parts[number])
-        store.put(part, json.dumps([variant.to_dict() for variant in found]).encode(), ".json")
-        return found
+    def look(at: int) -> None:
+        part = rest[at : at + PART]
+        for variant in survey(hunt, root, [variant for _, variant in part]):
+            key = next(key for key, each in part if (each.case, each.config) == (variant.case, variant.config))
+            known[key] = variant
+            store.put(key, json.dumps(variant.to_dict()).encode(), ".json")
 
     with ThreadPoolExecutor(jobs) as pool:
-        return list(chain.from_iterable(pool.map(seen, range(len(parts)))))
+        list(pool.map(look, range(0, len(rest), PART)))
+    return [known[key] for key in keys if key in known]
+
+
+def _texts(backend: str, root: Path, kernel: str) -> list[bytes]:
+    """The source files of a variant's kernel; of one that runs another behind a copy, that one's too."""
+    parts = {kernel, "hopper"} if kernel in COPIES else {kernel}
+    files = {name for name, kernels in reach(backend, root).items() if parts & set(kernels) or kernel == "emulated"}
+    return [path.read_bytes() for path in sorted((root / "backends" / backend).rglob("*")) if path.name in files]
 
 
 def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
@@ -72,7 +79,7 @@ def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
     queues = [sorted((v for v in chosen if v.kernel == kernel), key=lambda v: v.distance(name, site.line))
               for kernel in kernels_of(site, backend)]  # fmt: skip
     taken = [each for rank in zip_longest(*queues) for each in rank if each is not None]
-    return sorted(taken, key=lambda v: v.distance(name, site.line) > 0)[:TRIED]
+    return sorted(taken, key=lambda v: v.distance(name, site.line) > 0)[:VARIANTS]
 
 
 def holds(site: Site, variant: Variant) -> bool:
@@ -81,12 +88,39 @@ def holds(site: Site, variant: Variant) -> bool:
     return name not in variant.lines or variant.distance(name, site.line) == 0
 
 
+class Originals:
+    """The machine code of variants of the unchanged sources, each compiled when it is first asked for."""
+
+    def __init__(self, hunt: Hunt, root: Path) -> None:
+        self._hunt, self._root, self._lock = hunt, root, Lock()
+        self._known: dict[tuple[str, str], list[str]] = {}
+
+    def __call__(self, variant: Variant) -> list[str]:
+        key = (str(variant.case), variant.config)
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = codes_of(self._hunt, self._root, variant)
+            return self._known[key]
+
+
+def judged(files: Sequence[str]) -> dict[tuple[str, str], Fate]:
+    """The mutants that earlier campaigns did away with, by the change and the text of the file that it changes: such
+    a mutant need not be hunted again. Survivors are, for the oracles may have learnt."""
+    fates = [
+        Fate(**entry | {"site": Site(**entry["site"])})
+        for name in files
+        for entry in json.loads(Path(name).read_text())
+    ]
+    return {(str(fate.site), fate.source): fate for fate in fates if fate.state in DONE and fate.source}
+
+
 def campaign(
-    hunt: Hunt, count: int, jobs: int, seed: int, limit: float = 1e9, only: str = "", target: str = ""
-) -> list[Fate]:
-    """Hunts a sample of a backend's mutants; prints each fate as it is known, and keeps all in the file `target`.
-    The unchanged sources are hunted as well: if they are accused, the hunt proves nothing. No hunt begins after
-    `limit` seconds."""
+    hunt: Hunt, count: int, jobs: int, seed: int, limit: float = 1e9, only: str = "", target: str = "",
+    known: dict[tuple[str, str], Fate] | None = None,
+) -> list[Fate]:  # fmt: skip
+    """Hunts a sample of a backend's mutants but for those whose fate is `known`; prints each fate, and keeps all in
+    the file `target`. The unchanged sources are hunted as well: if they are accused, the hunt proves nothing. No hunt
+    begins after `limit` seconds."""
     fates: list[Fate] = []
     begin, store, lock = time.monotonic(), DiskCache("mutants"), Lock()
     settings()  # as they are now, for this process: the cache is switched off for the others only
@@ -96,10 +130,20 @@ def campaign(
         places = [site for site in sites(hunt.backend, root, emulated=hunt.emulated) if only in str(site)]
         random.Random(seed).shuffle(places)
         variants = surveyed(hunt, root, jobs, store)
-        known = frozenset(code for variant in variants for code in variant.codes)
+        original = Originals(hunt, root)
         print(f"{len(places)} places, {len(variants)} variants after {time.monotonic() - begin:.0f} s", flush=True)
 
+        def keep(fate: Fate) -> None:
+            with lock:
+                fates.append(fate)
+                if target:
+                    write(fates, target)
+
         def one(site: Site) -> None:
+            source = fingerprint((root / site.file).read_bytes())
+            if known and (before := known.get((str(site), source))):
+                keep(before)
+                return
             if time.monotonic() - begin > limit:
                 return
             chosen = reached(site, hunt.backend, variants)
@@ -110,13 +154,10 @@ def campaign(
                     raise SystemExit("the unchanged kernels are accused: the hunt proves nothing")
                 return
             seconds = min(hunt.seconds, EXCUSED) if excuse(site) else hunt.seconds
-            fate = run_one(site, replace(hunt, seconds=seconds), root, chosen, known)
+            fate = run_one(site, replace(hunt, seconds=seconds), root, chosen, None if hunt.emulated else original)
             if fate.state == "same" and not any(holds(site, variant) for variant in chosen):
                 fate = replace(fate, state="survived", text="no variant holds the line")
-            with lock:
-                fates.append(fate)
-                if target:
-                    write(fates, target)
+            keep(replace(fate, source=source))
             note = f"  [{fate.text[:160]}]" if fate.oracle == "exception" or fate.state == "survived" else ""
             print(f"{fate.state:10} {fate.seconds:5.1f} s  {fate.oracle:12} {site}{note}", flush=True)
 
@@ -157,12 +198,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="only changes whose description contains this")
     parser.add_argument("--limit", type=float, default=0.0, help="begin no hunt after so many seconds")
+    parser.add_argument("--known", action="append", default=[], metavar="FILE", help="a --json of an earlier campaign: "
+                        "what it did away with is not hunted again while its file is unchanged")  # fmt: skip
     parser.add_argument("--json", default="")
     args = parser.parse_args(arguments)
     if args.emulate:
         os.environ["MULTIGEMM_EMULATE"] = "1"
     hunt = Hunt(args.backend, args.device, args.seconds)
-    fates = campaign(hunt, args.count, args.jobs, args.seed, args.limit or 1e9, args.only, args.json)
+    known = judged(args.known)
+    fates = campaign(hunt, args.count, args.jobs, args.seed, args.limit or 1e9, args.only, args.json, known)
     print(summary(args.backend, fates))
     return 1 if any(f.state == "survived" for f in fates) else 0
 

@@ -11,14 +11,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from multigemm.testing.source_equivalents import excuse
 from multigemm.testing.source_hunt import Hunt, hunt_emulated, hunt_on_gpu
-from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, listening, spread, traits
+from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, lines_held, listening, spread, traits
 from multigemm.testing.source_sites import Site, plant
 from multigemm.testing.source_trace import offered, trace
 
@@ -30,19 +30,21 @@ PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.c
              "multigemm.testing.kinds", "multigemm.testing.source_trace")  # fmt: skip
 LIBRARIES = {"triton": ("triton", "triton.language"), "cupy": ("cupy",), "numba": ("numba", "numba.cuda")}
 KINDS, POOL, WORK = 60, 300, 1 << 16
+Original = Callable[[Variant], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
     """What became of a mutant: "killed", "stillborn" (does not compile), "survived", "equivalent" (it
     survived, and `text` says why no oracle could see it), "same" (no variant's machine code differs), or
-    "failed" (its process could not hunt)."""
+    "failed" (its process could not hunt). `source` names the text of the file that was changed."""
 
     site: Site
     state: str
     oracle: str = ""
     seconds: float = 0.0
     text: str = ""
+    source: str = ""
 
 
 def prepare(hunt: Hunt) -> None:
@@ -54,16 +56,16 @@ def prepare(hunt: Hunt) -> None:
 
 
 def run_one(
-    site: Site, hunt: Hunt, root: Path, variants: Sequence[Variant] = (), known: frozenset[str] = frozenset()
+    site: Site, hunt: Hunt, root: Path, variants: Sequence[Variant] = (), original: Original | None = None
 ) -> Fate:
-    """Plants one mutant and hunts it in a process of its own, on a GPU in these variants; `known` are the modules
-    of the unchanged sources."""
+    """Plants one mutant and hunts it in a process of its own, on a GPU in these variants; `original` tells the
+    machine code of a variant of the unchanged sources, for a survivor that may have none other."""
     context = mp.get_context("forkserver")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         plant(site, Path(name), root)
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_inside, args=(hunt, name, list(variants), known, theirs), daemon=True)
+        process = context.Process(target=_inside, args=(hunt, name, list(variants), theirs), daemon=True)
         process.start()
         theirs.close()
         data = _answer(mine, hunt)
@@ -77,13 +79,15 @@ def run_one(
         if not hung and process.exitcode == 1:  # an exception outside the hunt: nothing was learnt
             return Fate(site, "failed", "", spent)
         return Fate(site, "killed", "hang" if hung else "crash", spent, f"exit code {process.exitcode}")
-    reason = excuse(site) if data["state"] == "survived" else ""
-    if reason:
+    survived = data["state"] == "survived"
+    if survived and (reason := excuse(site)):
         return Fate(site, "equivalent", "", spent, reason)
+    if survived and original and all(codes and codes == original(v) for v, codes in zip(variants, data["codes"])):
+        return Fate(site, "same", "", spent, data["text"])
     return Fate(site, data["state"], data["oracle"], spent, data["text"])
 
 
-def _answer(pipe: Any, hunt: Hunt) -> dict[str, str] | None:
+def _answer(pipe: Any, hunt: Hunt) -> dict[str, Any] | None:
     """What the mutant's process finds; None if it ends or hangs before. On the way it says whether it
     compiles or runs."""
     stall = SLOW if hunt.emulated else STALL
@@ -111,7 +115,7 @@ def _take(backend: str, folder: str) -> None:
     multigemm.backends.__path__ = [folder, *multigemm.backends.__path__]
 
 
-def _inside(hunt: Hunt, folder: str, variants: list[Variant], known: frozenset[str], pipe: Any) -> None:
+def _inside(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None:
     """The mutant's own process: takes the backend from the changed copy, hunts, tells."""
     import torch
 
@@ -123,7 +127,7 @@ def _inside(hunt: Hunt, folder: str, variants: list[Variant], known: frozenset[s
         found = (
             hunt_emulated(hunt, place, variants, pipe.send)
             if hunt.emulated
-            else hunt_on_gpu(hunt, place, variants, known, pipe.send)
+            else hunt_on_gpu(hunt, place, variants, pipe.send)
         )
     except Exception as error:  # a lost device shows wherever the host waits for it next; all else is our own fault
         text = short_text(error)
@@ -163,7 +167,7 @@ def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
     subject, place = Subject(hunt.backend), torch.device(hunt.device)
     found: dict[str, list[Any]] = {}
     for case in pool():
-        spec = spec_of(case, place)
+        spec = spec_of(case, torch.device("cpu"))
         for config in [] if subject.refusals(spec, place) else subject.shipped(spec, place):
             pair = (case.to_dict(), config.kernel, str(config))
             found.setdefault(config.kernel, []).append((traits(hunt.backend, case, spec, config), pair))
@@ -173,8 +177,6 @@ def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
 
 def pool() -> list[Any]:
     """Kinds of problems to choose variants from: plain ones, varied ones, and some whose K fills whole blocks."""
-    from dataclasses import replace
-
     from multigemm.testing.kinds import kinds
     from multigemm.testing.strategies import Limits, random_case
 
@@ -190,27 +192,45 @@ def pool() -> list[Any]:
 
 
 def survey(hunt: Hunt, root: Path, variants: list[Variant]) -> list[Variant]:
-    """The variants with the lines and the digest of their machine code, or the lines that they reach, from the
-    unchanged sources."""
+    """The variants with the lines that they hold, or that they reach, in the unchanged sources."""
     return list(_ask(_survey, hunt, str(root / "backends"), variants))
 
 
 def _survey(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None:
-    from dataclasses import replace
+    import torch
 
+    _take(hunt.backend, folder)
+    if hunt.emulated:
+        pipe.send(trace(hunt.backend, variants, torch.device(hunt.device)))
+    else:
+        pipe.send([with_lines(hunt, variant) for variant in variants])
+
+
+def with_lines(hunt: Hunt, variant: Variant) -> Variant:
+    """A variant with the lines that it holds; compiled without a GPU."""
+    import torch
+
+    from multigemm.testing.case import Case
+    from multigemm.testing.choice import spec_of
+    from multigemm.testing.subject import Subject
+
+    spec = spec_of(Case.from_dict(variant.case), torch.device("cpu"))
+    shipped = Subject(hunt.backend).shipped(spec, torch.device(hunt.device))
+    config = next(config for config in shipped if str(config) == variant.config)
+    return replace(variant, lines=lines_held(hunt.backend, spec, config))
+
+
+def codes_of(hunt: Hunt, root: Path, variant: Variant) -> list[str]:
+    """Digests of a variant's machine code, compiled from the unchanged sources."""
+    return list(_ask(_codes, hunt, str(root / "backends"), variant))
+
+
+def _codes(hunt: Hunt, folder: str, variant: Variant, pipe: Any) -> None:
     import torch
 
     from multigemm.testing.source_hunt import _Run
 
     _take(hunt.backend, folder)
-    seen, place = [], torch.device(hunt.device)
-    if hunt.emulated:
-        pipe.send(trace(hunt.backend, variants, place))
-        return
-    with listening(hunt.backend, lines=True) as heard:
-        for variant in variants:
-            heard.clear()
-            if _Run(hunt, variant, place).compiles():
-                lines = {name: sorted(found) for name, found in heard.lines.items()}
-                seen.append(replace(variant, codes=list(heard.codes), lines=lines))
-    pipe.send(seen)
+    with listening(hunt.backend) as heard:
+        _Run(hunt, variant, torch.device(hunt.device)).compiles()
+    pipe.send(sorted(heard))
