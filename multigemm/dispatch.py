@@ -14,7 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -22,7 +22,7 @@ from multigemm import bound, registry, tracing, trial, tuning
 from multigemm.bound import Choice, Plan
 from multigemm.contest import Candidate, candidates, choice_of, state_text, unavailable_text, why, why_not
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting, UnknownBackend
-from multigemm.problem import GroupedGemmProblem, checked
+from multigemm.problem import GroupedGemmProblem, Keywords, checked
 from multigemm.settings import settings
 from multigemm.spec import ProblemSpec
 from multigemm.staging import equal_sizes, outline, staged_spec
@@ -33,15 +33,23 @@ _choices: dict[Any, Choice] = {}
 _lock = threading.RLock()
 
 
-def grouped_gemm(*args: Any, backend: Which = "auto", config: Any = None, **kwargs: Any) -> Any:
-    """`solve(GroupedGemmProblem(*args, **kwargs), backend, config)`: many matrix products in one call."""
+def grouped_gemm(a: Any, b: Any, *, backend: Which = "auto", config: Any = None, **keywords: Unpack[Keywords]) -> Any:
+    """Many matrix products in one call: `solve(GroupedGemmProblem(a, b, **keywords), backend, config)`.
+
+    `GroupedGemmProblem` documents the operands and keywords, `solve` the rest.
+    """
     if torch.compiler.is_compiling():  # a graph holds the torch operator, not this code
-        return tracing.grouped_gemm(*args, backend=backend, config=config, **kwargs)
-    return solve(GroupedGemmProblem(*args, **kwargs), backend, config)
+        return tracing.grouped_gemm(a, b, backend=backend, config=config, **keywords)
+    return solve(GroupedGemmProblem(a, b, **keywords), backend, config)
 
 
 def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Any:
-    """The result of `problem`, as the caller's kind of array; differentiable where an input requires grad."""
+    """The result of `problem`, as the caller's kind of array (a list of them for lists).
+
+    `backend` is a name (that one and no other), several names (the first that can) or "auto" (the fastest
+    that can). `config` fixes the backend's own parameters: its Config, or a mapping of some of its fields.
+    Differentiable where an input requires grad.
+    """
     if checked(problem).requires_grad and torch.is_grad_enabled():
         return registry.integration("differentiable").solve(problem, backend, config)
     return bound.run(choose(problem, backend, config), problem)

@@ -7,7 +7,7 @@ over the caller's memory, every extent fits, and `spec` says all that a backend 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -20,6 +20,26 @@ from multigemm.intake import Intake, Operand, common_dtype, is_list
 from multigemm.spec import ACTIVATIONS, PRECISIONS, Form
 from multigemm.specify import specify
 from multigemm.views import GroupView as GroupView
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords of a problem, for the signatures that hand them on."""
+
+    offsets: Any
+    sizes: Any
+    ends: Any
+    jagged: str
+    valid_rows: Any
+    c: Any
+    alpha: float
+    beta: float
+    bias: Any
+    activation: str | None
+    out: Any
+    out_dtype: Any
+    precision: str
+    deterministic: bool
+    check: str
 
 
 class GroupedGemmProblem:
@@ -38,9 +58,25 @@ class GroupedGemmProblem:
     masked     [G, M, K]               [G, K, N]                `valid_rows` [G]    [G, M, N]
     =========  ======================  =======================  ==================  ============
 
-    The groups are cut by one of `offsets` [G+1], `sizes` [G] or `ends` [G]. Raises InvalidProblem, with
-    the value seen, the limit and the remedy, for anything without a meaning. The problem refers to the
-    caller's arrays and copies none of them, except sizes that are given on the host.
+    The groups are cut by one of `offsets` [G+1], `sizes` [G] or `ends` [G]; two matrices without a cut are
+    one product. All keywords:
+
+    offsets, sizes, ends   int32 or int64: on the host (checked and copied) or a tensor on the operands'
+                           device (followed in place, never read back, clamped by the kernels)
+    jagged                 "m", "n" or "k": the direction that they cut
+    valid_rows             [G]: rows of each matrix of a that count
+    c, alpha, beta         c has the result's shape, may be `out` itself, and is not read if beta is 0
+    bias                   a value per column: [N] or [G, N]; jagged n: [T]; lists: these, or a list of [N_g]
+    activation             "relu", "gelu" (by erf), "gelu_tanh" or "silu"
+    out                    receives the result, and keeps what no group owns; without it those rows are 0
+    out_dtype              of the result; that of the operands by default, int32 for int8
+    precision              of float32 products: "ieee" is true float32, "tf32" rounds the operands to 11 bits
+    deterministic          the same call gives the same bits; False permits what is faster without
+    check                  "full" reads sizes on the device back and checks them; "host" does not
+
+    Raises InvalidProblem, with the value seen, the limit and the remedy, for anything without a meaning.
+    The problem refers to the caller's arrays and copies none of them, except sizes that are given on the
+    host. Its attributes are not meant to be changed: make another problem.
     """
 
     __slots__ = (

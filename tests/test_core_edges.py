@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 import multigemm as mg
 from multigemm import bound, tracing
 from multigemm.arrays import _RawStream, cupy_stream
+from multigemm.problem import Keywords
+from multigemm.spec import ACTIVATIONS, PRECISIONS
 
 
 @pytest.mark.parametrize("offsets", [[0, 2, 5], torch.tensor([0, 2, 5])])
@@ -32,6 +35,16 @@ def test_what_a_graph_cannot_hold_is_refused(keywords: dict[str, Any]) -> None:
         tracing.grouped_gemm(torch.ones(5, 4), torch.ones(4, 3), **keywords)
     with pytest.raises(mg.InvalidProblem, match="cannot be compiled"):
         tracing.grouped_gemm([torch.ones(5, 4)], [torch.ones(4, 3)])
+
+
+def test_one_vocabulary() -> None:
+    """What `grouped_gemm` hands on, as its signature says it, is what a problem takes and documents."""
+    taken = inspect.signature(mg.GroupedGemmProblem).parameters
+    keywords = [name for name, p in taken.items() if p.kind is p.KEYWORD_ONLY]
+    assert sorted(Keywords.__annotations__) == sorted(keywords)
+    told = str(mg.GroupedGemmProblem.__doc__)
+    assert [name for name in keywords if name not in told] == []
+    assert [word for word in (*ACTIVATIONS, *PRECISIONS) if f'"{word}"' not in told] == []
 
 
 def test_the_stream_of_cupy_is_asked_at_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
