@@ -179,8 +179,11 @@ class GroupedGemmProblem:
 
     def _take_lists(self, intake: Intake, a: Any, b: Any, jagged: str, grouped: bool) -> int:
         if not (is_list(a) and is_list(b)):
-            one = "b" if is_list(a) else "a"
-            raise InvalidProblem(f"{one} is no list but the other operand is: pass [{one}] * G to share one matrix")
+            one, x, other = ("b", b, "a") if is_list(a) else ("a", a, "b")
+            remedy = f"pass [{one}] * G to share one matrix, or list({one}) for several"
+            if grouped:
+                remedy = f"stack {other} where sizes cut {one}, or split {one} into a list and leave the sizes out"
+            raise InvalidProblem(f"{one} is a {type(x).__name__} and {other} is a list: {remedy}")
         if grouped:
             raise InvalidProblem("offsets, sizes, ends or valid_rows with lists: a list is cut already, leave them out")
         if jagged != "m":

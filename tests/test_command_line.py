@@ -38,7 +38,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "bf16", "tf32"])
 def test_explain(form: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--form", form, "--sizes", "4,0,9", "--dtype", dtype, "--device", "cpu"]) == 0
     assert "chosen: cpu" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from multigemm.spec import FORMS, INPUT_DTYPES
 
 WITHOUT_SHAPE = {"form": "jagged_m", "sizes": "40,0,1,70", "m": 64, "n": 48, "k": 96}
 """What describes a problem that is no workload of `bench`, and what is taken where it is not given."""
+LONG = tuple(str(dtype).removeprefix("torch.") for dtype in INPUT_DTYPES)
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, help=f"columns of a result where the form does not cut them {shown['n']}")
     parser.add_argument("--k", type=int, help=f"inner extent where the form does not cut it {shown['k']}")
     parser.add_argument(
-        "--dtype", default="", help="float16, bfloat16, float32, float64 or int8 (default float32, with --shape bf16)"
+        "--dtype", default="", help=f"{', '.join(LONG)}, or {', '.join(DTYPES)} (default float32, with --shape bf16)"
     )
     parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
     parser.add_argument("--activation", default=None, help="relu, gelu, gelu_tanh or silu")
@@ -58,9 +59,9 @@ def problem_from(args: argparse.Namespace) -> GroupedGemmProblem:
     for name in ("m", "n", "k"):
         if getattr(args, name) < 0:
             raise InvalidSetting(f"--{name} {getattr(args, name)}: an extent cannot be negative")
-    dtype = getattr(torch, args.dtype or "float32", None)
+    dtype = DTYPES.get(args.dtype) or getattr(torch, args.dtype or "float32", None)
     if dtype not in INPUT_DTYPES:
-        raise InvalidSetting(f"--dtype {args.dtype!r} is unknown: use float16, bfloat16, float32, float64 or int8")
+        raise InvalidSetting(f"--dtype {args.dtype!r} is unknown: use one of {', '.join(LONG)}, {', '.join(DTYPES)}")
 
     def make(*shape: int) -> torch.Tensor:
         try:
@@ -69,7 +70,7 @@ def problem_from(args: argparse.Namespace) -> GroupedGemmProblem:
             raise InvalidSetting(f"an operand of shape {shape} does not fit into the memory of {device}") from error
 
     m, n, k, groups, total = args.m, args.n, args.k, len(sizes), sum(sizes)
-    extra = {"activation": args.activation}
+    extra = {"activation": args.activation, "precision": "tf32" if args.dtype == "tf32" else "ieee"}
     if args.form == "per_group":
         return GroupedGemmProblem([make(s, k) for s in sizes], [make(k, n) for _ in sizes], **extra)
     if args.form == "batched":
