@@ -29,18 +29,18 @@ Array = npt.NDArray[Any]
 LIKE_ROWS = ("jagged_m", "masked", "batched", "per_group")
 HALF = ("float16", "bfloat16")
 WORDS = 11
-NEAREST = 60
-LENGTHS = (30.0, 18.0, 8.0, 12.0, 18.0)
+NEAREST = 80
+LENGTHS = (30.0, 150.0, 24.0, 60.0, 18.0)
 """Octaves of rows per group, of the two other extents, of the groups and of the result's tiles, after which values are
 unlike (a factor e). They, and the numbers below, were fitted to hundreds of measured shapes, each left out in turn."""
 TILE = 128.0
 """Most kernels cut the result into tiles of about this height and width; groups of fewer rows waste a part of them."""
-OTHER_FORM, OTHER_ALIGNMENT, OTHER_SIZES, OTHER_ORDER, OTHER_SHARING, OTHER_HALF = 0.6, 0.1, 0.7, 0.06, 0.3, 0.04
-OTHER_CONFIG = 0.7
+OTHER_FORM, OTHER_JAGGED, OTHER_ALIGNMENT, OTHER_SIZES = 0.02, 0.4, 0.2, 0.55
+OTHER_ORDER, OTHER_SHARING, OTHER_HALF, OTHER_CONFIG = 0.045, 0.3, 0.02, 2.0
 OTHER_UNKNOWN, TYPICAL = 0.1, 9.0
 """What is unknown counts as this many octaves, and as unlike what is known: a distance has to remain one between
 points of a space, or the guess has no solution."""
-NOISE = 0.005
+NOISE = 0.001
 """Of a measurement, as a part of the variance of g."""
 ANY_OFFSET = 1e4
 """The variance of what is not known beforehand: the offsets and levels."""
@@ -71,8 +71,7 @@ class Place:
     @cached_property
     def family(self) -> tuple[object, ...]:
         """Only classes of one family say anything about each other."""
-        kinds = ("half" if x.dtype in HALF else x.dtype for x in self.operands)
-        return ("rows" if self.form in LIKE_ROWS else self.form, self.precision, *kinds)
+        return (self.precision, *("half" if x.dtype in HALF else x.dtype for x in self.operands))
 
     @cached_property
     def octaves(self) -> tuple[float, ...]:
@@ -91,11 +90,14 @@ class Place:
         a, b, out = self.operands
         orders = a.order, b.order, out.order
         loads = tuple(x.align < 16 for x in self.operands)
-        return (self.form, self.sizes, a.dtype, b.shared, unknown, *orders, *loads)
+        jagged = "rows" if self.form in LIKE_ROWS else self.form
+        return (self.form, jagged, self.sizes, a.dtype, b.shared, unknown, *orders, *loads)
 
 
 MARKS = np.array(
-    [OTHER_FORM, OTHER_SIZES, OTHER_HALF, OTHER_SHARING, OTHER_UNKNOWN, *(OTHER_ORDER,) * 3, *(OTHER_ALIGNMENT,) * 3]
+    [OTHER_FORM, OTHER_JAGGED, OTHER_SIZES, OTHER_HALF, OTHER_SHARING, OTHER_UNKNOWN]
+    + 3 * [OTHER_ORDER]
+    + 3 * [OTHER_ALIGNMENT]
 )
 
 

@@ -236,6 +236,8 @@ def test_keys_are_points_with_distances() -> None:
     assert 2 ** gradients.octaves[4] == pytest.approx(2 * 3 * 4)
     masked = near.replace("jagged_m", "masked")
     assert _far(near, masked) == pytest.approx(nearest.OTHER_FORM)
+    columns = near.replace("jagged_m", "jagged_n").replace(" m* n8 ", " m8 n* ")
+    assert _far(near, columns) == pytest.approx(nearest.OTHER_FORM + nearest.OTHER_JAGGED)
     ragged = "per_group g2 m* n* k* t1024 float32/row2 float32/col/shared float32/row ieee host-sizes"
     there = place_of(near)
     assert there is not None
@@ -250,7 +252,7 @@ def test_distances_are_those_of_points_in_a_space() -> None:
     extents = [("*", "*"), ("*", 64), (16384, "*"), (64, 64), (16384, 16384), (512, 7000), (1003, 128)]
     keys = [
         text.format(form, groups, n, k, total, order)
-        for form, order in (("jagged_m", "row"), ("per_group", "col2"))
+        for form, order in (("jagged_m", "row"), ("per_group", "col2"), ("jagged_k", "col"))
         for groups, total in ((1, 64), (256, 65536))
         for n, k in extents
     ]
