@@ -144,7 +144,8 @@ class _Run:
                 case = cousin(case, choose, ordinary)
             if number % 8 == 1:
                 case = replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None)
-        if number == 2 * SPAN and case.form in ("jagged_m", "jagged_n"):
+        second_burst = VARIANTS * SPAN <= number < 2 * VARIANTS * SPAN
+        if second_burst and number % SPAN == 0 and case.form in ("jagged_m", "jagged_n"):
             return multitude(replace(case, shared=True), choose, ordinary)
         if number % 5 == 4:
             return alike(case, redrawn(case, choose, ordinary))
