@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import zip_longest
@@ -121,7 +121,7 @@ def campaign(
     """Hunts a sample of a backend's mutants but for those whose fate is `known`; prints each fate, and keeps all in
     the file `target`. The unchanged sources are hunted as well: if they are accused, the hunt proves nothing. No hunt
     begins after `limit` seconds."""
-    fates: list[Fate] = []
+    fates, accused = list[Fate](), list[Fate]()
     begin, store, lock = time.monotonic(), DiskCache("mutants"), Lock()
     settings()  # as they are now, for this process: the cache is switched off for the others only
     prepare(hunt)
@@ -140,10 +140,6 @@ def campaign(
                     write(fates, target)
 
         def one(site: Site) -> None:
-            source = fingerprint((root / site.file).read_bytes())
-            if known and (before := known.get((str(site), source))):
-                keep(before)
-                return
             if time.monotonic() - begin > limit:
                 return
             chosen = reached(site, hunt.backend, variants)
@@ -151,23 +147,38 @@ def campaign(
                 fate = run_one(site, hunt, root, chosen)
                 print(f"the unchanged kernels: {fate.state} {fate.oracle} {fate.text}", flush=True)
                 if fate.state != "survived":
-                    raise SystemExit("the unchanged kernels are accused: the hunt proves nothing")
+                    accused.append(fate)
                 return
             seconds = min(hunt.seconds, EXCUSED) if excuse(site) else hunt.seconds
             fate = run_one(site, replace(hunt, seconds=seconds), root, chosen, None if hunt.emulated else original)
             if fate.state == "same" and not any(holds(site, variant) for variant in chosen):
                 fate = replace(fate, state="survived", text="no variant holds the line")
-            keep(replace(fate, source=source))
+            keep(replace(fate, source=sources[site.file]))
             note = f"  [{fate.text[:160]}]" if fate.oracle == "exception" or fate.state == "survived" else ""
             print(f"{fate.state:10} {fate.seconds:5.1f} s  {fate.oracle:12} {site}{note}", flush=True)
 
-        unchanged = [replace(site, operator=UNCHANGED, after=site.before) for site in places[:1]]
+        sources = {site.file: fingerprint((root / site.file).read_bytes()) for site in places}
+        before = {site: fate for site in places[:count] if (fate := (known or {}).get((str(site), sources[site.file])))}
+        fates += before.values()
+        hunted = list(with_controls([site for site in places[:count] if site not in before]))
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(one, [*unchanged, *places[:count]]))
+            list(pool.map(one, hunted or list(with_controls(places[:1]))[:1]))
+    if accused:
+        raise SystemExit("the unchanged kernels are accused: the hunt proves nothing")
     return fates
 
 
 UNCHANGED = "nothing"
+CONTROL = 25
+"""Mutants after which the unchanged sources are hunted again, in the next one's variants."""
+
+
+def with_controls(places: list[Site]) -> Iterator[Site]:
+    """The places, with a change of nothing before each CONTROL of them."""
+    for at, site in enumerate(places):
+        if at % CONTROL == 0:
+            yield replace(site, operator=UNCHANGED, after=site.before)
+        yield site
 
 
 def write(fates: list[Fate], target: str) -> None:

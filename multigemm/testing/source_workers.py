@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from multigemm.testing.source_equivalents import excuse
@@ -22,14 +23,17 @@ from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, lines_hel
 from multigemm.testing.source_sites import Site, plant
 from multigemm.testing.source_trace import offered, trace
 
-PATIENCE, STALL, SLOW = 100.0, 8.0, 40.0
+PATIENCE, STALL, SLOW = 100.0, 6.0, 40.0
 """Seconds without a word after which a mutant counts as hanging: while it compiles, and while a problem runs on a
 GPU, or in an emulator."""
+HANGS = 1000
+"""Instead of an exit code."""
 PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.choice", "multigemm.testing.corpus",
              "multigemm.testing.source_hunt", "multigemm.testing.source_live", "multigemm.testing.edges",
              "multigemm.testing.kinds", "multigemm.testing.source_trace")  # fmt: skip
 LIBRARIES = {"triton": ("triton", "triton.language"), "cupy": ("cupy",), "numba": ("numba", "numba.cuda")}
 KINDS, POOL, WORK = 60, 300, 1 << 16
+_once_more = Lock()
 Original = Callable[[Variant], list[str]]
 
 
@@ -60,25 +64,18 @@ def run_one(
 ) -> Fate:
     """Plants one mutant and hunts it in a process of its own, on a GPU in these variants; `original` tells the
     machine code of a variant of the unchanged sources, for a survivor that may have none other."""
-    context = mp.get_context("forkserver")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         plant(site, Path(name), root)
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_inside, args=(hunt, name, list(variants), theirs), daemon=True)
-        process.start()
-        theirs.close()
-        data = _answer(mine, hunt)
-        if data is None and process.is_alive():
-            process.join(5)
-        hung = process.is_alive()
-        process.kill()
-        process.join()
+        data, code = _attempt(hunt, name, variants)
+        if code == HANGS and not hunt.emulated:
+            with _once_more:  # alone among those that seem to hang: they share one device, and its driver
+                data, code = _attempt(hunt, name, variants)
     spent = time.monotonic() - begin
     if data is None:
-        if not hung and process.exitcode == 1:  # an exception outside the hunt: nothing was learnt
+        if code == 1:  # an exception outside the hunt: nothing was learnt
             return Fate(site, "failed", "", spent)
-        return Fate(site, "killed", "hang" if hung else "crash", spent, f"exit code {process.exitcode}")
+        return Fate(site, "killed", "hang" if code == HANGS else "crash", spent, f"exit code {code}")
     survived = data["state"] == "survived"
     if survived and (reason := excuse(site)):
         return Fate(site, "equivalent", "", spent, reason)
@@ -87,19 +84,33 @@ def run_one(
     return Fate(site, data["state"], data["oracle"], spent, data["text"])
 
 
-def _answer(pipe: Any, hunt: Hunt) -> dict[str, Any] | None:
-    """What the mutant's process finds; None if it ends or hangs before. On the way it says whether it
-    compiles or runs."""
+def _attempt(hunt: Hunt, folder: str, variants: Sequence[Variant]) -> tuple[dict[str, Any] | None, int]:
+    """What one process finds, and its exit code; no answer if it ends before, or HANGS."""
+    context = mp.get_context("forkserver")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_inside, args=(hunt, folder, list(variants), theirs), daemon=True)
+    process.start()
+    theirs.close()
+    data, hangs = _answer(mine, hunt)
+    if not hangs:
+        process.join(5)
+    process.kill()
+    process.join()
+    return data, HANGS if hangs else int(process.exitcode or 0)
+
+
+def _answer(pipe: Any, hunt: Hunt) -> tuple[dict[str, Any] | None, bool]:
+    """What a mutant's process finds, and whether it hangs. On the way it says whether it compiles or runs."""
     stall = SLOW if hunt.emulated else STALL
     said: Any = ""
     try:
         while pipe.poll(stall if said == "runs" else PATIENCE):
             said = pipe.recv()
             if isinstance(said, dict):
-                return said
+                return said, False
     except (EOFError, OSError):
-        pass
-    return None
+        return None, False
+    return None, True
 
 
 def _take(backend: str, folder: str) -> None:
