@@ -56,6 +56,33 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("epilogue.py", "mask=bias_mask, other=0", "mask=bias_mask, other=1", "what the mask leaves out is not stored"),
     ("portable.cu", "if (next < blocks) loader.load(g, to)", "if (next <= blocks) loader.load(g, to)",
      "behind the end of K nothing is owned: zeros for a stage that nobody reads"),
+    *(("hopper_tiles.py", f"gl.load({word}, mask=ok, other=0)", f"gl.load({word}, mask=ok, other=1)",
+       "the record of a tile behind the last one, which is not published")
+      for word in ("entry", *(f"entry + {n}" for n in range(1, 7)), "ends + g")),
+    ("load.cuh", "oldest = 0", "oldest = 1", "compared with multiples of 1024 only"),
+    ("load.cuh", "- oldest) > 0", "- oldest) > 1", "a multiple of 1024 either way"),
+    ("load.cuh", "u32 begin = 0", "u32 begin = 1",
+     "the first stages wait for one more than they need, which has been filled and will be read"),
+    ("load.cuh", "word[i], 0)", "word[i], 1)", "all lanes hold the same tile"),
+    ("load.cuh", "once, 0)", "once, 1)", "all lanes hold the same word"),
+    ("load.cuh", "t.k_len <= SHORT_K", "t.k_len < SHORT_K", "a hint for the cache"),
+    ("load.cuh", "if (upper > 0)", "if (upper > 1)", "a multiple of 8"),
+    ("load.cuh", "lower > 0", "lower > 1", "a multiple of 8"),
+    ("load.cuh", "i < (ROWS + 63) / 64", "i <= (ROWS + 63) / 64", "a box behind the last one, which `boxes` leaves out"),
+    ("pipeline.cuh", "ROWS <= 128", "ROWS < 128", "all roles agree on the bytes of a stage, and these hold its rows"),
+    ("pipeline.cuh", "t.k_len > LONG_K", "t.k_len < LONG_K",
+     "all roles agree on the bytes of a stage, and these hold its rows"),
+    *(("pipeline.cuh", "(rows + STEP - 1)", f"({more})", "a larger stage, as all roles see it")
+      for more in ("rows + STEP", "rows + STEP + 1")),
+    ("hopper.cu", "s.schedule.total <= clusters", "s.schedule.total < clusters",
+     "the counter is asked, and answers that no tile is left"),
+    ("hopper.cu", "threadIdx.x - 32 : 0]", "threadIdx.x - 32 : 1]", "a prefetch changes no result"),
+    *(("schedule.cuh", "(e.cols + columns - 1)", f"({more})", "a tile behind the last column, which stores nothing")
+      for more in ("e.cols + columns", "e.cols + columns + 1")),
+    ("schedule.cuh", "p.groups <= 32", "p.groups < 32", "32 groups are counted by all warps instead of one"),
+    ("schedule.cuh", "base < p.groups; base", "base <= p.groups; base", "one more round, in which no group is left"),
+    *((file, "d < 32; d <<= 1", "d <= 32; d <<= 1", "one more round, in which no lane takes part")
+      for file in ("schedule.cuh", "groups.cuh", "small.cu")),
 )  # fmt: skip
 """(file, text, what it becomes, reason)."""
 
