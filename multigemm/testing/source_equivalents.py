@@ -68,7 +68,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("load.cuh", "t.k_len <= SHORT_K", "t.k_len < SHORT_K", "a hint for the cache"),
     ("load.cuh", "if (upper > 0)", "if (upper > 1)", "a multiple of 8"),
     ("load.cuh", "lower > 0", "lower > 1", "a multiple of 8"),
-    ("load.cuh", "i < (ROWS + 63) / 64", "i <= (ROWS + 63) / 64", "a box behind the last one, which `boxes` leaves out"),
+    ("load.cuh", "i < (ROWS + 63) / 64", "i <= (ROWS + 63) / 64", "a box behind the last one, which is left out"),
     ("pipeline.cuh", "ROWS <= 128", "ROWS < 128", "all roles agree on the bytes of a stage, and these hold its rows"),
     ("pipeline.cuh", "t.k_len > LONG_K", "t.k_len < LONG_K",
      "all roles agree on the bytes of a stage, and these hold its rows"),
