@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import gradcheck
 
 import multigemm as mg
 from multigemm.integrations import grouped_gemm, sort_op
@@ -43,6 +45,30 @@ def test_opcheck_on_the_device() -> None:
     a, b = torch.randn(7, 8, device="cuda", requires_grad=True), torch.randn(3, 8, 4, device="cuda", requires_grad=True)
     ends = torch.tensor([2, 2, 6], device="cuda")
     torch.library.opcheck(torch.ops.multigemm.grouped_gemm.default, (a, b, None, None, ends), {"activation": "gelu"})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradcheck_on_the_device(form: str) -> None:
+    a, b, cut = operands(form)
+    inputs = [x.detach().cuda().requires_grad_() for x in (a, b)]
+    there = {k: t.cuda() if isinstance(t, Tensor) else t for k, t in cut.items()}
+    assert gradcheck(lambda x, y: grouped_gemm(x, y, activation="silu", **there), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_fifty_token_counts_of_a_moe_layer_need_two_graphs(backend: str) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    counter, moe = CompileCounterWithBackend(backend), MoE(64, 32, 4, 2, device="cuda")
+    compiled, parameters = torch.compile(moe, fullgraph=True, backend=counter), list(moe.parameters())
+    for tokens in torch.randint(2, 300, (52,)).tolist():
+        x = torch.randn(tokens, 64, device="cuda")
+        got, want = compiled(x), moe(x)
+        torch.testing.assert_close(got, want)
+        gradients = (torch.autograd.grad(y.square().sum(), parameters) for y in (got, want))
+        for have, wanted in zip(*gradients, strict=True):
+            torch.testing.assert_close(have, wanted, rtol=1e-3, atol=1e-3)
+    assert counter.frame_count <= 2
 
 
 def test_a_graph_follows_new_tokens_and_new_ends() -> None:
