@@ -19,9 +19,19 @@ from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
 from multigemm.tuning import SCHEMA, Measured, fold, table
 
+EPILOG = """
+  multigemm tune --shape 64,2048,3584,1792        one's own: G, M per group, N, K
+  multigemm tune --suite moe --time-budget 300    a suite, each backend's first config in any case
+  multigemm tune --from-report multigemm-bench/report.json
+  multigemm explain --shape 64,2048,3584,1792     what auto runs now, and by which numbers
+  multigemm cache export mine.json                to another machine: multigemm cache import mine.json
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything `multigemm tune` takes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
     add_selection(parser)
     parser.add_argument("--backend", default="", help="backends, comma separated (default: all that are here)")
     parser.add_argument("--configs", type=int, default=0, help="how many configs of each backend to try; 0: all")
