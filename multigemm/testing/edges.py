@@ -16,7 +16,7 @@ import torch
 from multigemm.testing.case import Case
 from multigemm.testing.strategies import Chooser, Limits, settled
 
-WORK = 1 << 21
+WORK = 1 << 24
 """Multiply-adds that a few tiles of a fast kernel need."""
 LONG = 260
 """Rows of a group that arithmetic bounds and not memory: kernels may treat it in another way than short ones."""
@@ -53,11 +53,15 @@ def _near(ch: Chooser, unit: int, counts: tuple[int, ...]) -> int:
 
 
 def _extents(ch: Chooser, tile: Tile) -> dict[str, int]:
-    """One direction is long: through the ring of K, across, down, or none of them."""
+    """One direction is long: through the ring of K, across, down, or none of them; or more than a band of tiles
+    down and some across."""
     few, many = (0, 1, 1, 2), (2, 3, 4, 5, 9, 10, 17, 20)
     m, n = (tile.m, tile.n) if ch.integer(0, 1) else (tile.n, tile.m)
     shallow = ch.choice((0, 1, 2, 3, 7, 8, 9, 16, 17, tile.k, tile.k))
-    style = ch.integer(0, 4)
+    style = ch.integer(0, 5)
+    if style == 5:
+        tall = {"m": _near(ch, m, (8, 9, 10)), "n": _near(ch, n, (1, 2)), "k": ch.choice((1, 2, 3))}
+        return tall if ch.integer(0, 2) else {"m": tall["n"], "n": tall["m"], "k": tall["k"]}
     if style == 0:
         deep = tuple(range(tile.depth - 1, 3 * tile.depth + 2))
         return {"m": _near(ch, m, (0, 1)), "n": _near(ch, n, (0, 1)), "k": _near(ch, tile.k, deep)}
