@@ -16,7 +16,7 @@ import torch
 from multigemm.testing.case import Case
 from multigemm.testing.strategies import Chooser, Limits, settled
 
-WORK = 1 << 24
+WORK = 1 << 23
 """Multiply-adds that a few tiles of a fast kernel need."""
 LONG = 260
 """Rows of a group that arithmetic bounds and not memory: kernels may treat it in another way than short ones."""
