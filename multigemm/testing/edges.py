@@ -16,10 +16,12 @@ import torch
 from multigemm.testing.case import Case
 from multigemm.testing.strategies import Chooser, Limits, settled
 
-WORK = 1 << 23
-"""Multiply-adds that a few tiles of a fast kernel need."""
+WORK, TALL_WORK = 1 << 21, 1 << 23
+"""Multiply-adds that a few tiles of a fast kernel need, and more than a band of them."""
 LONG = 260
 """Rows of a group that arithmetic bounds and not memory: kernels may treat it in another way than short ones."""
+TALL = 5
+"""The style of sizes that needs so much."""
 OFFSETS = (-9, -8, -7, -1, 0, 0, 0, 1, 2, 3, 7, 8, 9, 16)
 COUNTS = (16, 17, 31, 32, 33, 64, 130, 256, 257, 300, 513, 961, 1025)
 
@@ -52,14 +54,13 @@ def _near(ch: Chooser, unit: int, counts: tuple[int, ...]) -> int:
     return max(0, unit * ch.choice(counts) + ch.choice((*OFFSETS, unit // 2)))
 
 
-def _extents(ch: Chooser, tile: Tile) -> dict[str, int]:
+def _extents(ch: Chooser, tile: Tile, style: int) -> dict[str, int]:
     """One direction is long: through the ring of K, across, down, or none of them; or more than a band of tiles
     down and some across."""
     few, many = (0, 1, 1, 2), (2, 3, 4, 5, 9, 10, 17, 20)
     m, n = (tile.m, tile.n) if ch.integer(0, 1) else (tile.n, tile.m)
     shallow = ch.choice((0, 1, 2, 3, 7, 8, 9, 16, 17, tile.k, tile.k))
-    style = ch.integer(0, 5)
-    if style == 5:
+    if style == TALL:
         tall = {"m": _near(ch, m, (8, 9, 10)), "n": _near(ch, n, (1, 2)), "k": ch.choice((1, 2, 3))}
         return tall if ch.integer(0, 2) else {"m": tall["n"], "n": tall["m"], "k": tall["k"]}
     if style == 0:
@@ -74,10 +75,10 @@ def _extents(ch: Chooser, tile: Tile) -> dict[str, int]:
     return {"m": ch.choice((1, 2, 5, 8, 9, 17)), "n": ch.choice((1, 2, 8, 9, 17, 40)), "k": ch.choice((0, 1, 8, 9, 33))}
 
 
-def _lengths(ch: Chooser, longest: int, limits: Limits) -> tuple[int, ...]:
+def _lengths(ch: Chooser, longest: int, limits: Limits, most: int = 6) -> tuple[int, ...]:
     """The jagged extent cut into groups: even, with a remainder, with empty ones, all in one; or very many, of which
     a few may be long."""
-    style = ch.integer(0, 6)
+    style = ch.integer(0, most)
     if style == 6:
         short = [
             ch.choice((0, 1, 1, 2)) for _ in range(ch.choice([count for count in COUNTS if count <= limits.groups]))
@@ -122,8 +123,10 @@ def alike(kind: Case, case: Case) -> Case:
 
 def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits) -> Case:
     """A problem of a kind whose sizes lie at the edges of a config's tiles."""
-    tile, few = tile_of(config), limits.work < WORK
-    sizes = _extents(ch, tile)
+    tile, few, style = tile_of(config), limits.work < WORK, ch.integer(0, TALL)
+    sizes = _extents(ch, tile, style)
+    if style == TALL and not few:
+        limits = replace(limits, work=TALL_WORK)
     changes: dict[str, Any] = {"seed": ch.integer(0, 2**31 - 1)}
     if kind.compute == torch.float64 and kind.result_dtype.itemsize == 2 and ch.integer(0, 1):
         changes["mode"] = "beside"
@@ -134,7 +137,7 @@ def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits) -> Case:
         changes["dims"] = (first, *rest)
     elif kind.jagged:
         changes |= {name: size for name, size in sizes.items() if name != kind.jagged}
-        changes["lengths"] = _lengths(ch, sizes[kind.jagged], limits)
+        changes["lengths"] = _lengths(ch, sizes[kind.jagged], limits, 2 if style == TALL else 6)
         changes["tail"] = ch.choice((0, 0, 1, 9, 40))
         changes["head"] = ch.choice((0, 0, 1, 9, 40)) if kind.kind == "offsets" else 0
     else:
