@@ -15,6 +15,8 @@ from multigemm.arrays import dtype_of
 from multigemm.errors import InvalidProblem
 from multigemm.spec import FLOAT_DTYPES, INPUT_DTYPES
 
+LARGEST = torch.finfo(torch.float32).max
+
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted({str(d).removeprefix("torch.") for d in dtypes}))
@@ -49,8 +51,8 @@ def inputs_for(out_dtype: Any) -> torch.dtype:
 
 
 def scalar(x: Any, name: str, compute: torch.dtype) -> float:
-    """alpha or beta as a float; for int8 a whole number that int32 holds."""
-    if type(x) is float and compute is not torch.int8:
+    """alpha or beta as a float that the accumulator's type holds too; for int8 a whole number that int32 holds."""
+    if type(x) is float and -LARGEST <= x <= LARGEST and compute is not torch.int8:
         return x
     if isinstance(x, Tensor | bool) or not isinstance(x, numbers.Real):
         raise InvalidProblem(f"{name}={x!r} is a {type(x).__name__}; it must be a real number on the host")
@@ -61,6 +63,11 @@ def scalar(x: Any, name: str, compute: torch.dtype) -> float:
         raise InvalidProblem(f"{name} is a {kind} beyond the range of float64: scale the operands") from None
     if compute is torch.int8 and not (math.isfinite(value) and value.is_integer() and -(2**31) <= value < 2**31):
         raise InvalidProblem(f"{name}={value} with int8 operands; it must be a whole number that int32 holds")
+    if math.isfinite(value) and abs(value) > LARGEST and compute is not torch.float64:
+        raise InvalidProblem(
+            f"{name}={value} multiplies in float32, whose largest number is {LARGEST}: scale the "
+            "operands, or pass float64"
+        )
     return value
 
 

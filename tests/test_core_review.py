@@ -109,6 +109,17 @@ def test_numbers_beyond_float64(alpha: Any, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+@pytest.mark.parametrize("x", [3.5e38, -1e300, 10**39])
+def test_numbers_beyond_the_accumulator(name: str, x: float) -> None:
+    """In float32 they would be infinite, and 0 times them NaN."""
+    a, c = torch.zeros(10, 4), torch.zeros(10, 5)
+    keywords: Any = {name: x}
+    refuse(f"{name}=.* multiplies in float32", lambda: mg.grouped_gemm(a, B, offsets=CUT, c=c, **keywords))
+    exact = mg.grouped_gemm(a.double(), B.double(), offsets=CUT, c=c.double(), **keywords)
+    assert (exact == 0).all()
+
+
 @pytest.mark.parametrize("word", ["activation", "precision", "check", "jagged"])
 @pytest.mark.parametrize("x", [np.array([1, 2]), ["m"], {}, 3, b"relu"])
 def test_words_that_are_no_text(word: str, x: Any) -> None:
