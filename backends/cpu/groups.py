@@ -131,8 +131,8 @@ def _walk_jagged(ops: Operands, start: list[int], end: list[int]) -> Iterator[Gr
         if ops.spec.form == "jagged_m":
             yield Group(a[lo:hi], _each(b, g), out[lo:hi], None if c is None else c[lo:hi], row)
         elif ops.spec.form == "jagged_n":
-            width = None if row is None else (row[lo:hi] if row.shape[0] == b.shape[1] else row)
-            yield Group(_each(a, g), b[:, lo:hi], out[:, lo:hi], None if c is None else c[:, lo:hi], width)
+            part = None if row is None else row[lo:hi]
+            yield Group(_each(a, g), b[:, lo:hi], out[:, lo:hi], None if c is None else c[:, lo:hi], part)
         else:
             yield Group(a[:, lo:hi], b[lo:hi], out[g], _each(c, g), row)
 
