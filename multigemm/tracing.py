@@ -42,8 +42,8 @@ def grouped_gemm(
     if isinstance(keywords.get("out_dtype"), str):
         keywords["out_dtype"] = dtype_of(keywords["out_dtype"], "out_dtype")
     for name in ("offsets", "sizes", "ends", "valid_rows"):
-        if isinstance(keywords.get(name), list | tuple | range):
-            keywords[name] = torch.tensor(list(keywords[name]), device=a.device)
+        if isinstance(cut := keywords.get(name), list | tuple | range):
+            keywords[name] = torch.tensor(list(cut), device=a.device, dtype=None if cut else torch.int64)
     names = backend if isinstance(backend, str) else ",".join(backend)
     if torch.is_autocast_enabled(a.device.type):  # the operator obeys autocast, a problem means what it says
         with torch.autocast(a.device.type, enabled=False):

@@ -27,6 +27,7 @@ def test_a_traced_call_is_the_operator(offsets: Any) -> None:
         assert tracing.grouped_gemm(a, b, offsets=offsets).dtype is torch.float32
     assert tracing.grouped_gemm(a, b, offsets=offsets, out_dtype="bfloat16").dtype is torch.bfloat16
     torch.testing.assert_close(tracing.grouped_gemm(a, b, sizes=range(2, 4)), want)
+    assert tracing.grouped_gemm(a, b[:0], sizes=[]).shape == (5, 3)
 
 
 @pytest.mark.parametrize("keywords", [{"out": torch.ones(5, 3)}, {"config": {"kernel": "blas"}}, {"check": "full"}])
