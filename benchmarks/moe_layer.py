@@ -45,7 +45,8 @@ def build(shape: tuple[int, ...], tokens: int, scale: int, device: str) -> tuple
     hidden, inner, tokens = (max(16, n // scale) for n in (hidden, inner, tokens))
     config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts)
     torch.manual_seed(0)
-    layer = Qwen3MoeExperts(config).to(device=device, dtype=torch.bfloat16)
+    with torch.device(device):
+        layer = Qwen3MoeExperts(config).to(torch.bfloat16)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
