@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import multigemm as mg
 from multigemm.backends.cublas.config import Config
 
 cuda: Any = torch.cuda
@@ -31,3 +32,12 @@ def exact_rows(a: Tensor, b: Tensor, sizes: list[int], start: int = 0) -> Tensor
 
 def offsets_of(sizes: list[int], head: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(np.cumsum([head, *sizes]), dtype=dtype, device="cuda")
+
+
+def captured(plan: mg.Plan) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of one call, and its result."""
+    plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = plan()
+    return graph, out

@@ -1,4 +1,4 @@
-"""A library, its handle and a driver that write down what they are told: for tests of the order of calls."""
+"""A library with handles and a driver that write down what they are told: for tests of the order of calls."""
 
 from __future__ import annotations
 
@@ -14,33 +14,54 @@ from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Call
 
 CURRENT = 7
-TORCHS_MODE = 3
+TORCHS, TORCHS_MODE = 1, 3
+SPACE = 16
 
 
 class Machine:
-    """A library, its handle and a driver that write down what they are told."""
+    """A library, its handles and a driver that write down what they are told."""
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
-        self.stream, self.mode, self.events, self.streams = CURRENT, TORCHS_MODE, 0, 100
+        self.stream_of, self.mode_of = {TORCHS: CURRENT}, {TORCHS: TORCHS_MODE}
+        self.space_of: dict[int, int] = {}
+        self.capture_of: dict[int, int] = {}
+        self.events, self.streams, self.relaxed = 0, 100, False
 
     def handle(self) -> ctypes.c_void_p:
-        self.stream, self.mode = CURRENT, TORCHS_MODE
-        return ctypes.c_void_p(1)
+        self.stream_of[TORCHS], self.mode_of[TORCHS] = CURRENT, TORCHS_MODE
+        return ctypes.c_void_p(TORCHS)
+
+    def create(self, to: Any) -> int:
+        assert self.relaxed, "elsewhere a capture may be going on"
+        to._obj.value = len(self.mode_of) + 1
+        self.mode_of[to._obj.value] = 0
+        return 0
 
     def get_math_mode(self, blas: Any, to: Any) -> int:
-        to._obj.value = self.mode
+        to._obj.value = self.mode_of[blas.value]
         return 0
 
     def set_math_mode(self, blas: Any, mode: Any) -> int:
-        self.mode = getattr(mode, "value", mode)
+        self.mode_of[blas.value] = getattr(mode, "value", mode)
         return 0
 
     def set_stream(self, blas: Any, stream: Any) -> int:
-        self.stream = stream.value
+        self.stream_of[blas.value] = stream.value
+        self.space_of.pop(blas.value, None)  # as the library does
         return 0
 
     def set_workspace(self, blas: Any, pointer: Any, size: Any) -> int:
+        self.space_of[blas.value] = pointer.value
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        mode._obj.value, self.relaxed = 2 * self.relaxed, mode._obj.value == 2
+        return 0
+
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, state: Any, number: Any, *rest: Any) -> int:
+        number._obj.value = self.capture_of.get(stream.value, 0)
+        state._obj.value = int(number._obj.value > 0)
         return 0
 
     def cuEventCreate(self, to: Any, flags: int) -> int:
@@ -64,15 +85,16 @@ class Machine:
         to._obj.value = self.streams
         return 0
 
-    def cuStreamDestroy_v2(self, stream: Any) -> int:
-        return 0
-
     def gemm(self, name: str, status: int = 0) -> Call:
         def function(blas: Any) -> int:
-            self.log.append(("call", name, self.stream, self.mode))
+            self.log.append(("call", name, self.stream_of[blas.value], self.mode_of[blas.value]))
             return status
 
         return Call(function, (), name)
+
+    def called(self) -> dict[str, int]:
+        """The stream of each call."""
+        return {entry[1]: entry[2] for entry in self.log if entry[0] == "call"}
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Machine:
@@ -81,9 +103,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(run, "handle", found.handle)
     monkeypatch.setattr(streams, "driver", lambda: found)
     monkeypatch.setattr(streams, "use_context", lambda device: None)
-    monkeypatch.setattr(streams.Loan, "_idle", {})
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    monkeypatch.setattr(run, "workspace_bytes", lambda: 16)
+    for module in (streams, run):
+        monkeypatch.setattr(module, "workspace", lambda device, stream=None: torch.empty(SPACE, dtype=torch.uint8))
+    monkeypatch.setattr(streams.Sides, "_idle", {})
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: CURRENT in found.capture_of, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: CURRENT, raising=False)
     return found
 
 

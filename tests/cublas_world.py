@@ -68,7 +68,7 @@ PTX = {
 
 
 class HostKernel:
-    """The epilogue for one set of types, as `nvrtc.Kernel` is called."""
+    """The epilogue for one set of types, as `nvrtc.Kernel` is bound."""
 
     def __init__(self, source: str, defines: Sequence[str], folder: Path) -> None:
         for ptx, plain in PTX.items():
@@ -82,8 +82,11 @@ class HostKernel:
             subprocess.run([*command, str(folder / f"{name}.cpp"), "-o", str(built)], check=True)
         self._run = ctypes.CDLL(str(built)).run
 
-    def __call__(self, grid: tuple[int, int], threads: int, arguments: Any, stream: int) -> None:
-        self._run(ctypes.c_void_p(arguments[0]), min(grid[0], 3), threads)
+    def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object) -> nvrtc.Step:
+        def step(stream: int, _keep: object = keep) -> None:
+            self._run(ctypes.byref(values[0]), min(blocks, 3), threads)
+
+        return step
 
 
 class HostCublas:
@@ -128,7 +131,7 @@ def install(monkeypatch: Any, folder: Path) -> None:
         return kernels[defines]
 
     monkeypatch.setattr(nvrtc, "kernel", kernel)
-    monkeypatch.setattr(epilogue, "nvrtc", SimpleNamespace(kernel=kernel, pointers=nvrtc.pointers))
+    monkeypatch.setattr(epilogue, "nvrtc", SimpleNamespace(kernel=kernel))
     monkeypatch.setattr(launch, "cublas", ModelCublas)
     monkeypatch.setattr(library, "cublas", ModelCublas)
     monkeypatch.setattr(run, "handle", lambda: ctypes.c_void_p(1))

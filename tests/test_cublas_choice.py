@@ -15,9 +15,8 @@ from multigemm.backends.cublas import BACKEND, calls, choose, config, elements, 
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import View, _Into
 from multigemm.backends.cublas.leading import Shape
-from multigemm.backends.cublas.library import EXACT_MATH, Call, issue
 from multigemm.backends.cublas.products import Product
-from multigemm.errors import CompileError, LibraryError
+from multigemm.errors import CompileError
 from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import ProblemSpec
 from multigemm.staging import outline, staged_spec
@@ -190,43 +189,6 @@ def test_compute_types_say_the_precision() -> None:
 
 
 # --- calls, and what surrounds them --------------------------------------------------------------
-
-
-class _Handle:
-    """A library whose handle has a math mode, as the real one's."""
-
-    def __init__(self) -> None:
-        self.mode, self.seen = 3, list[int]()
-
-    def get_math_mode(self, blas: Any, to: Any) -> int:
-        to._obj.value = self.mode
-        return 0
-
-    def set_math_mode(self, blas: Any, mode: Any) -> int:
-        self.mode = getattr(mode, "value", mode)
-        return 0
-
-    def call(self, status: int) -> Call:
-        def function(*args: Any) -> int:
-            self.seen.append(self.mode)
-            return status
-
-        return Call(function, (), "cublasGemmEx")
-
-
-def test_the_mode_of_the_handle_is_lent_and_returned() -> None:
-    library = _Handle()
-    issue(cast(Any, library), ctypes.c_void_p(1), [library.call(0), library.call(0)])
-    assert library.seen == [EXACT_MATH, EXACT_MATH]
-    assert library.mode == 3
-
-
-def test_a_status_is_an_error_and_the_mode_comes_back() -> None:
-    library = _Handle()
-    with pytest.raises(LibraryError, match=r"cublasGemmEx returned NOT_SUPPORTED \(15\)"):
-        issue(cast(Any, library), ctypes.c_void_p(1), [library.call(15), library.call(0)])
-    assert library.seen == [EXACT_MATH]
-    assert library.mode == 3
 
 
 def test_grouped_mm_gets_the_callers_memory() -> None:

@@ -9,7 +9,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.cublas.config import Config
-from tests.cublas_gpu_cases import cuda, exact_rows, ints
+from tests.cublas_gpu_cases import captured, cuda, exact_rows, ints
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,10 +50,7 @@ def test_a_capture_follows_its_operands() -> None:
     sizes = [7, 0, 25, 8]
     a, b, bias = ints(40, 64), ints(4, 64, 32, seed=1), ints(4, 32, seed=2)
     plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=sizes, bias=bias), backend="cublas", config=FUSED)
-    plan()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = plan()
+    graph, out = captured(plan)
     for seed in (3, 4):
         a.copy_(ints(40, 64, seed=seed))
         bias.copy_(ints(4, 32, seed=seed))

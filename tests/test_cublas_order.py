@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+from typing import Any
 
-from multigemm.backends.cublas import run
-from multigemm.backends.cublas.library import EXACT_MATH
+import pytest
+
+from multigemm.backends.cublas import run, streams
+from multigemm.backends.cublas.library import EXACT_MATH, issue
 from multigemm.errors import LibraryError
-from tests.cublas_machine import CURRENT, TORCHS_MODE, Machine, install, streamed
+from tests.cublas_machine import CURRENT, TORCHS, TORCHS_MODE, Machine, install, streamed
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return install(monkeypatch)
+
+
+def test_the_mode_of_the_handle_is_lent_and_returned(machine: Machine) -> None:
+    library: Any = machine
+    issue(library, machine.handle(), [machine.gemm("a"), machine.gemm("b")])
+    assert machine.log == [("call", name, CURRENT, EXACT_MATH) for name in "ab"]
+    assert machine.mode_of[TORCHS] == TORCHS_MODE
+
+
+def test_a_status_is_an_error_and_the_mode_comes_back(machine: Machine) -> None:
+    library: Any = machine
+    with pytest.raises(LibraryError, match=r"a returned NOT_SUPPORTED \(15\)"):
+        issue(library, machine.handle(), [machine.gemm("a", 15), machine.gemm("b")])
+    assert machine.log == [("call", "a", CURRENT, EXACT_MATH)]
+    assert machine.mode_of[TORCHS] == TORCHS_MODE
 
 
 def test_the_largest_products_go_to_streams_of_their_own() -> None:
@@ -27,20 +43,23 @@ def test_side_streams_fork_and_join(machine: Machine) -> None:
     assert kinds[:2] == ["record", ("call", "a")]
     assert machine.log[0][2] == CURRENT
     fork = machine.log[0][1]
-    for name, stream in (("b", 101), ("c", 102), ("d", 102)):
+    of = machine.called()
+    assert {of["b"], of["c"]} == {101, 102}
+    assert of["c"] == of["d"]
+    for name, stream in ((name, of[name]) for name in "bcd"):
         at = machine.log.index(("call", name, stream, EXACT_MATH))
         assert machine.log.index(("wait", fork, stream)) < at
         ended = next(i for i, entry in enumerate(machine.log) if entry[0] == "record" and entry[2] == stream)
         assert at < ended
         assert machine.log.index(("wait", machine.log[ended][1], CURRENT)) > ended
     assert ("call", "a", CURRENT, EXACT_MATH) in machine.log
-    assert (machine.stream, machine.mode) == (CURRENT, TORCHS_MODE)
+    assert (machine.stream_of[TORCHS], machine.mode_of[TORCHS]) == (CURRENT, TORCHS_MODE)
 
 
 def test_a_failed_call_leaves_the_handle_as_it_was(machine: Machine) -> None:
     with pytest.raises(LibraryError, match="d returned NOT_SUPPORTED"):
         streamed(machine, status=15)(CURRENT)
-    assert (machine.stream, machine.mode) == (CURRENT, TORCHS_MODE)
+    assert (machine.stream_of[TORCHS], machine.mode_of[TORCHS]) == (CURRENT, TORCHS_MODE)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +68,9 @@ def test_a_failed_call_leaves_the_handle_as_it_was(machine: Machine) -> None:
 def test_the_workspace_is_sized_as_torchs(monkeypatch: pytest.MonkeyPatch, config: str, size: int) -> None:
     """Another size would let the library choose other kernels, and the first run other bits than the next."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
-    run.workspace_bytes.cache_clear()
-    assert run.workspace_bytes() == size
-    run.workspace_bytes.cache_clear()
+    streams.workspace_bytes.cache_clear()
+    assert streams.workspace_bytes() == size
+    streams.workspace_bytes.cache_clear()
 
 
 def test_short_products_take_one_stream(machine: Machine) -> None:
@@ -60,20 +79,53 @@ def test_short_products_take_one_stream(machine: Machine) -> None:
     assert [entry[:3] for entry in machine.log] == [("call", name, CURRENT) for name in "abcd"]
 
 
-def test_side_streams_are_lent_again(machine: Machine) -> None:
-    launch = streamed(machine)
-    launch(CURRENT)
+def test_sides_are_lent_for_a_launch(machine: Machine) -> None:
+    """However many launches are bound, there are as many sides as one of them uses; each has a workspace."""
+    launches = [streamed(machine) for _ in range(3)]
+    for launch in launches:
+        launch(CURRENT)
     assert machine.streams == 102
-    del launch
+    assert len({machine.space_of[blas] for blas in machine.space_of}) == 2
+
+
+def test_a_failed_call_gives_its_sides_back(machine: Machine) -> None:
+    with pytest.raises(LibraryError):
+        streamed(machine, status=15)(CURRENT)
     streamed(machine)(CURRENT)
     assert machine.streams == 102
 
 
-def test_side_streams_of_a_capture_are_not_lent_again(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
-    launch = streamed(machine, size=8)
+def test_sides_belong_to_the_stream_they_fork_from(machine: Machine) -> None:
+    """Else launches of two streams would wait for each other."""
+    launch = streamed(machine)
     launch(CURRENT)
-    assert ("call", "b", 101, EXACT_MATH) in machine.log
-    del launch
-    streamed(machine)
+    first = set(machine.called().values())
+    machine.log.clear()
+    launch(CURRENT + 1)
+    assert first & set(machine.called().values()) == {CURRENT}  # torch's handle
+
+
+def test_a_capture_keeps_the_sides_that_it_uses_and_works_in_other_memory(machine: Machine) -> None:
+    launch, other = streamed(machine, size=8), streamed(machine)
+    own = dict(machine.space_of)
+    lent: list[dict[int, int]] = []
+    machine.capture_of = dict.fromkeys((CURRENT, 101, 102), 5)
+
+    def gemm(blas: Any) -> int:
+        lent.append(dict(machine.space_of))
+        return 0
+
+    launch._shares[0] = (launch._shares[0][0]._replace(function=gemm),)
+    launch(CURRENT)
+    launch(CURRENT)
+    assert machine.streams == 102
+    assert not set(lent[0].values()) & set(own.values())
+    assert lent[0] == lent[1]
+    assert machine.space_of == own
+    del machine.capture_of[CURRENT]  # goes on elsewhere
+    other(CURRENT)
+    assert set(machine.called().values()) >= {103, 104}
+    machine.capture_of.clear()
+    other(CURRENT)
+    other(CURRENT)
     assert machine.streams == 104

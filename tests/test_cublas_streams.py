@@ -11,7 +11,7 @@ import torch
 import multigemm as mg
 from multigemm.backends.cublas import direct
 from multigemm.backends.cublas.config import Config
-from tests.cublas_gpu_cases import ALL, NEEDS_SIZES, cuda, exact_rows, ints, offsets_of
+from tests.cublas_gpu_cases import ALL, NEEDS_SIZES, captured, cuda, exact_rows, ints, offsets_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,10 +24,7 @@ def test_a_captured_plan_follows_its_operands(config: Config) -> None:
     sizes = [7, 0, 25, 8]
     a, b = ints(40, 64), ints(4, 64, 32, seed=1)
     plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=sizes), backend="cublas", config=config)
-    plan()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = plan()
+    graph, out = captured(plan)
     for seed in (3, 4):
         a.copy_(ints(40, 64, seed=seed))
         graph.replay()
@@ -38,10 +35,7 @@ def test_captured_device_sizes_may_change() -> None:
     a, b, offsets = ints(40, 64), ints(3, 64, 32, seed=1), offsets_of([10, 20, 10])
     plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets), backend="cublas")
     assert not plan.syncs
-    plan()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = plan()
+    graph, out = captured(plan)
     for sizes in ([0, 40, 0], [1, 2, 3], [0, 0, 0]):
         offsets.copy_(offsets_of(sizes))
         graph.replay()
@@ -55,10 +49,7 @@ def test_rows_before_the_first_group_may_come_and_go(monkeypatch: pytest.MonkeyP
     a, b, offsets = ints(40, 64), ints(3, 64, 32, seed=1), offsets_of([10, 20, 10])
     out = torch.empty(40, 32, device="cuda").bfloat16()
     plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets, out=out), backend="cublas")
-    plan()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan()
+    graph, _ = captured(plan)
     for head, sizes in ((0, [0, 30, 0]), (7, [5, 20, 8]), (0, [12, 0, 28]), (40, [0, 0, 0])):
         offsets.copy_(offsets_of(sizes, head))
         out.fill_(77)
@@ -140,6 +131,48 @@ def test_plans_run_beside_each_other() -> None:
     torch.cuda.synchronize()
     for a, b, plan, _ in problems:
         assert all(torch.equal(z.double(), x.double() @ y.double()) for x, y, z in zip(a, b, plan(), strict=True))
+
+
+def _long(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Products whose K the library splits, in a workspace, and which take the device longer than the host."""
+    many = [(16, 2048, 8192 + 64 * i) for i in range(4)]
+    a = [ints(m, k, seed=seed + i) for i, (m, _, k) in enumerate(many)]
+    return a, [ints(k, n, seed=seed + 9 + i) for i, (_, n, k) in enumerate(many)]
+
+
+def _on_streams(a: Any, b: Any) -> mg.Plan:
+    problem = mg.GroupedGemmProblem(a, b, out_dtype=torch.float32)
+    return mg.plan(problem, backend="cublas", config=Config("streams", 3))
+
+
+def test_workspaces_are_lent_to_one_launch_after_another() -> None:
+    """However many plans there are: each of the side streams has 32 MiB."""
+    a, b = _long(0)
+    _on_streams(a, b)()
+    before = torch.cuda.memory_allocated()
+    plans = [_on_streams(a, b) for _ in range(5)]
+    for plan in plans:
+        plan()
+    assert torch.cuda.memory_allocated() - before < 8 << 20
+
+
+def test_graphs_run_beside_launches_on_the_same_side_streams() -> None:
+    """A graph that was captured with lent side streams has workspaces of its own."""
+    (a, b), (c, d) = _long(3), _long(40)
+    recorded, eager = _on_streams(a, b), _on_streams(c, d)
+    results = recorded(), eager()
+    graph, side = torch.cuda.CUDAGraph(), cuda.Stream()
+    with torch.cuda.graph(graph, stream=side):
+        recorded()
+        recorded()
+    torch.cuda.synchronize()
+    for _ in range(10):
+        graph.replay()
+        with torch.cuda.stream(side):  # the stream of the capture, whose sides these launches borrow
+            eager()
+    torch.cuda.synchronize()
+    for result, x, y in zip(results, (a, c), (b, d), strict=True):
+        assert all(torch.equal(z.double(), p.double() @ q.double()) for p, q, z in zip(x, y, result, strict=True))
 
 
 @pytest.mark.parametrize("config", NEEDS_SIZES, ids=lambda c: c.variant)

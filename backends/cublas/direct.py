@@ -8,21 +8,20 @@ first product is wrong by the head's share and is computed again, as the second 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas.epilogue import Cut, Finish, Need
+from multigemm.backends.cublas.epilogue import Cut, Need, finish
 from multigemm.backends.cublas.grouped_mm import ALIGNMENT, GroupedMM, View
+from multigemm.backends.cublas.nvrtc import Step
 from multigemm.backends.cublas.products import Ints, cut
 from multigemm.backends.cublas.run import Steps
 from multigemm.backends.cublas.staging import Copies
 from multigemm.layouts import Operands, to_device
 
-Step = Callable[[int], None]
 LARGEST_COPY = 8 << 20
 """Elements; copying more takes longer than a call without rows."""
 
@@ -59,9 +58,9 @@ def _from_host(ops: Operands, offsets: Ints) -> Steps:
         b, out = (b, _shifted(out, 0, start)) if jagged_m else (_shifted(b, 0, start), out)
         steps.append(GroupedMM(a, b, _ends(ops, ends - start, start), out))
     if not steps and not jagged_m:
-        steps.append(Finish(ops, Need(only_empty=True)))
+        steps.append(finish(ops, Need(only_empty=True)))
     if jagged_m and ops.spec.zero_unowned and (start > 0 or ends[-1] < extent):
-        steps.append(Finish(ops, Need(owned=False, unowned=True)))
+        steps.append(finish(ops, Need(owned=False, unowned=True)))
     return Steps(ops, steps)
 
 
@@ -79,11 +78,11 @@ def _from_device(ops: Operands) -> Steps:
         return _guarded(ops, a, b, out)
     zeroed = out if jagged_m and spec.zero_unowned and not ops.head else None
     bounds = Cut(ops, a.shape[0] if jagged_m else a.shape[1], zeroed=zeroed)
-    steps: list[Step] = [bounds, GroupedMM(a, b, bounds.ends, out)]
+    steps: list[Step] = [bounds.step, GroupedMM(a, b, bounds.ends, out)]
     if zeroed is not None:
         return Steps(ops, steps, bounds)
     if jagged_m and spec.zero_unowned:
-        steps.append(Finish(ops, Need(owned=False, unowned=True)))
+        steps.append(finish(ops, Need(owned=False, unowned=True)))
     elif ops.head:
         steps += _first_again(ops, a, b, bounds)
     return Steps(ops, steps, bounds)
@@ -97,10 +96,10 @@ def _guarded(ops: Operands, a: Tensor, b: Tensor, out: Tensor) -> Steps:
     """
     target, apart = _aligned_scratch(out, out.shape[:-1]), out.numel() > LARGEST_COPY
     bounds = Cut(ops, a.shape[0], apart)
-    steps: list[Step] = [bounds, GroupedMM(a, b, bounds.ends, out if apart else target)]
+    steps: list[Step] = [bounds.step, GroupedMM(a, b, bounds.ends, out if apart else target)]
     if bounds.aside is not None:
         steps.append(GroupedMM(a, b, bounds.aside, target))
-    steps.append(Finish(ops, Need(acc=target, only_headed=apart)))
+    steps.append(finish(ops, Need(acc=target, only_headed=apart)))
     return Steps(ops, steps, (bounds, target))
 
 

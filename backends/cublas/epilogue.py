@@ -63,19 +63,11 @@ class Need:
     only_headed: bool = False
 
 
-class Finish:
-    """One bound launch of the kernel; calling it with a raw stream enqueues it."""
-
-    __slots__ = ("_arguments", "_grid", "_keep", "_kernel")
-
-    def __init__(self, ops: Operands, need: Need) -> None:
-        task, table = _task(ops, need)
-        self._kernel = nvrtc.kernel(FINISH, "finish", _defines(ops.spec, need), ops.device.index or 0)
-        self._arguments, self._grid = nvrtc.pointers(task), (_blocks(task), 1)
-        self._keep = (task, table, need, ops)
-
-    def __call__(self, stream: int) -> None:
-        self._kernel(self._grid, THREADS, self._arguments, stream)
+def finish(ops: Operands, need: Need) -> nvrtc.Step:
+    """One bound launch of the kernel."""
+    task, table = _task(ops, need)
+    kernel = nvrtc.kernel(FINISH, "finish", _defines(ops.spec, need), ops.device.index or 0)
+    return kernel.bound(_blocks(task), THREADS, [task], (table, need, ops))
 
 
 def _blocks(task: _Task) -> int:
@@ -177,10 +169,10 @@ def _lines(t: Tensor | None) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_
 class Cut:
     """Turns the device's offsets into ends for grouped_mm: `ends`, `first_two`, and with `apart` also `aside`.
 
-    The rows of `zeroed` behind the last group become zeros.
+    `step` does it. The rows of `zeroed` behind the last group become zeros.
     """
 
-    __slots__ = ("_arguments", "_grid", "_keep", "_kernel", "aside", "ends", "first_two")
+    __slots__ = ("aside", "ends", "first_two", "step")
 
     def __init__(self, ops: Operands, extent: int, apart: bool = False, zeroed: Tensor | None = None) -> None:
         given = cast(Tensor, ops.ends)
@@ -193,9 +185,6 @@ class Cut:
             ctypes.c_int(ops.spec.groups), ctypes.c_int64(extent),
             ctypes.c_int(given.dtype is torch.int64), ctypes.c_int(ops.head), *_lines(zeroed),
         )  # fmt: skip
-        self._grid = (1 if zeroed is None else 1 + ZEROING_BLOCKS, 1)
-        self._kernel = nvrtc.kernel(CUT, "cut", (), ops.device.index or 0)
-        self._arguments, self._keep = nvrtc.pointers(*values), (values, given, zeroed)
-
-    def __call__(self, stream: int) -> None:
-        self._kernel(self._grid, CUT_THREADS, self._arguments, stream)
+        blocks = 1 if zeroed is None else 1 + ZEROING_BLOCKS
+        kernel = nvrtc.kernel(CUT, "cut", (), ops.device.index or 0)
+        self.step = kernel.bound(blocks, CUT_THREADS, values, (given, zeroed))

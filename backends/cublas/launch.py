@@ -7,7 +7,6 @@ where a call needs them, by `SizesLater`, which refuses to run inside a CUDA gra
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -32,9 +31,10 @@ from multigemm.backends.cublas.config import (
     why,
 )
 from multigemm.backends.cublas.direct import bind_grouped_mm
-from multigemm.backends.cublas.epilogue import Finish, Need
+from multigemm.backends.cublas.epilogue import Need, finish
 from multigemm.backends.cublas.library import Cublas, cublas
 from multigemm.backends.cublas.lt import fused
+from multigemm.backends.cublas.nvrtc import Step
 from multigemm.backends.cublas.products import Bytes, Ints, Product, cut, list_products, packed_products
 from multigemm.backends.cublas.run import Calls, Steps, Streamed, Zeros
 from multigemm.backends.cublas.staging import Copies, Side, expressible, scratch, stage, stage_bias, writable
@@ -42,7 +42,6 @@ from multigemm.errors import BackendUnsupported, NotCapturable
 from multigemm.layouts import Operands, group_table, packed
 from multigemm.spec import ProblemSpec
 
-Step = Callable[[int], None]
 FEW_ZEROS = 8
 """Results that are worth a fill each; more of them are left to one launch of the epilogue."""
 
@@ -139,7 +138,7 @@ def _fetched(ops: Operands) -> Sizes:
 def _bound(ops: Operands, config: Config, sizes: Sizes) -> Steps:
     spec = ops.spec
     if spec.alpha == "zero" or _nothing(ops):
-        return Steps(ops, [Finish(ops, Need(unowned=spec.zero_unowned))])
+        return Steps(ops, [finish(ops, Need(unowned=spec.zero_unowned))])
     if config.variant == "grouped_mm":
         return bind_grouped_mm(ops, sizes.offsets)
     if _sizes_stay(ops, config, sizes):
@@ -204,13 +203,13 @@ def _fuses(ops: Operands, config: Config, sizes: Sizes) -> bool:
     return pays_to_fuse(calls, sum(t.numel() for t in (ops.out if isinstance(ops.out, list) else [ops.out])))
 
 
-def _laid(ops: Operands, sizes: Sizes) -> Finish | None:
+def _laid(ops: Operands, sizes: Sizes) -> Step | None:
     """Puts what the library is to add into the result: c, or a bias and at once all that `_last` would write."""
     if ops.bias is not None:
-        return Finish(ops, Need(unowned=ops.spec.zero_unowned and not _partly_owned(ops, sizes)))
+        return finish(ops, Need(unowned=ops.spec.zero_unowned and not _partly_owned(ops, sizes)))
     if ops.c is None or _same(ops.c, ops.out):
         return None
-    return Finish(ops, Need(bare=True))
+    return finish(ops, Need(bare=True))
 
 
 def _same(c: Side | None, out: Side) -> bool:
@@ -252,13 +251,13 @@ def _last(ops: Operands, sizes: Sizes, acc: Side | None, unknown: bool, laid: bo
     spec = ops.spec
     unowned = spec.zero_unowned and (unknown or _has_unowned(ops, sizes))
     if acc is not None:
-        return Finish(ops, Need(acc=acc, unowned=unowned))
+        return finish(ops, Need(acc=acc, unowned=unowned))
     if laid and ops.bias is not None:  # all but the unknown was written before the product
-        return Finish(ops, Need(owned=False, unowned=True)) if unowned and unknown else None
+        return finish(ops, Need(owned=False, unowned=True)) if unowned and unknown else None
     empty = _empty_results(ops, sizes)
     if empty and len(empty) <= FEW_ZEROS and ops.c is None and ops.bias is None and not unowned:
         return Zeros(empty)
-    return Finish(ops, Need(owned=bool(empty), only_empty=bool(empty), unowned=unowned)) if empty or unowned else None
+    return finish(ops, Need(owned=bool(empty), only_empty=bool(empty), unowned=unowned)) if empty or unowned else None
 
 
 def _has_unowned(ops: Operands, sizes: Sizes) -> bool:

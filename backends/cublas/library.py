@@ -66,6 +66,7 @@ class Cublas:
         self.strided: Status = library.cublasGemmStridedBatchedEx_64
         self.pointers: Status = library.cublasGemmBatchedEx_64
         self.grouped: Status | None = getattr(library, "cublasGemmGroupedBatchedEx_64", None)
+        self.create: Status = library.cublasCreate_v2
         self.set_math_mode: Status = library.cublasSetMathMode
         self.get_math_mode: Status = library.cublasGetMathMode
         self.get_stream: Status = library.cublasGetStream_v2

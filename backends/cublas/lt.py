@@ -19,7 +19,6 @@ from multigemm.backends.cublas.calls import LARGEST_BATCH, Batch, Types
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import NO_LOAD, REAL_TYPES, Call, Cublas, Status, check, handle, soname
 from multigemm.backends.cublas.products import Product, even_steps, merged
-from multigemm.backends.cublas.streams import when_gone
 
 FIRST_TRANSPOSED, SECOND_TRANSPOSED, EPILOGUE, BIAS, BIAS_STEP, BIAS_TYPE = 3, 4, 7, 8, 10, 26
 BATCH, BATCH_STEP = 5, 6
@@ -69,14 +68,19 @@ def library() -> Any:
 
 
 class _Made:
-    """Something that the library made, and unmakes when nobody holds it."""
+    """Something that the library made in the host's memory, and unmakes when nobody holds it."""
 
-    __slots__ = ("__weakref__", "_set", "raw")
+    __slots__ = ("_destroy", "_set", "raw")
 
     def __init__(self, kind: str, *arguments: Any) -> None:
-        self.raw, self._set = ctypes.c_void_p(), getattr(library(), f"cublasLt{kind}SetAttribute")
-        check(getattr(library(), f"cublasLt{kind}Create")(ctypes.byref(self.raw), *arguments), f"cublasLt{kind}Create")
-        when_gone(self, getattr(library(), f"cublasLt{kind}Destroy"), self.raw)
+        functions = library()
+        self.raw, self._destroy = ctypes.c_void_p(), getattr(functions, f"cublasLt{kind}Destroy")
+        self._set = getattr(functions, f"cublasLt{kind}SetAttribute")
+        check(getattr(functions, f"cublasLt{kind}Create")(ctypes.byref(self.raw), *arguments), f"cublasLt{kind}Create")
+
+    def __del__(self) -> None:
+        if self.raw:
+            self._destroy(self.raw)
 
     def put(self, attribute: int, value: Any) -> None:
         """Sets an attribute to a ctypes value."""
@@ -128,6 +132,8 @@ def _described(s: Shape, t: Types, epilogue: int, bias: int, bias_step: int) -> 
 def _rounded(s: Shape) -> Shape:
     step = ROWS[s.n > FEW]
     n = -(-s.n // step) * step
+    if n == s.n:
+        return s
     return s._replace(n=n, ld_second=max(s.ld_second, n)) if s.op_second else s._replace(n=n)
 
 
@@ -186,12 +192,12 @@ def _call(
     described = _described(s, t, epilogue, first.bias, steps.bias)
     laid = _matrices(s, t, count, steps)
     answer = _algorithm(s, t, count, steps, described, laid, (device.index or 0, epilogue))
-    space = torch.empty(answer.workspace, dtype=torch.uint8, device=device)
-    at = ctypes.c_void_p
+    space = torch.empty(answer.workspace, dtype=torch.uint8, device=device) if answer.workspace else None
+    at, where = ctypes.c_void_p, None if space is None else space.data_ptr()
     args = (
         blas.get_stream, described.raw, ctypes.byref(t.alpha), at(first.first), laid[0].raw,
         at(first.second), laid[1].raw, ctypes.byref(t.beta), at(first.out), laid[2].raw, at(first.out), laid[2].raw,
-        ctypes.byref(answer.algorithm), at(space.data_ptr()), ctypes.c_size_t(answer.workspace),
+        ctypes.byref(answer.algorithm), at(where), ctypes.c_size_t(answer.workspace),
     )  # fmt: skip
     into.keep += [described, laid, answer, space, t]
     into.calls.append(Call(_multiply, args, "cublasLtMatmul"))
@@ -205,7 +211,7 @@ def fused(
     epilogue = (RELU if relu else NOTHING) | (ADD_BIAS if products[0].bias else NOTHING) or DEFAULT_EPILOGUE
     for shape, given in merged(products):
         for part in _parts(sorted(given, key=lambda product: product.out)):
-            steps = Distances(*(step // size for step in _steps(part) or NOWHERE))
+            steps = NOWHERE if len(part) == 1 else Distances(*(step // size for step in _steps(part) or NOWHERE))
             _call(blas, part, t, steps, epilogue, device, batch)
             work.append(shape._replace(n=shape.n * len(part)))
     return batch, work
@@ -213,8 +219,6 @@ def fused(
 
 def _steps(same: list[Product]) -> Distances | None:
     """The constant distances between successive operands, results and biases, in bytes; None if they vary."""
-    if len(same) == 1:
-        return NOWHERE
     steps, biases = even_steps(same), {after.bias - before.bias for before, after in pairwise(same)} or {0}
     if steps is None or len(biases) > 1 or min(biases) < 0:
         return None
@@ -223,6 +227,8 @@ def _steps(same: list[Product]) -> Distances | None:
 
 def _parts(same: list[Product]) -> list[list[Product]]:
     """Equal products as far as one call takes them."""
+    if len(same) == 1:
+        return [same]
     if _steps(same) is None:
         return [[product] for product in same]
     return [same[first : first + LARGEST_BATCH] for first in range(0, len(same), LARGEST_BATCH)]

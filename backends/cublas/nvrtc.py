@@ -7,6 +7,7 @@ nothing that an earlier one did. A kernel belongs to one device's context; torch
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -16,6 +17,8 @@ from multigemm.cache import DiskCache, fingerprint
 from multigemm.errors import CompileError, LibraryError
 
 INVALID_CONTEXT = 201
+Step = Callable[[int], None]
+"""Enqueues work on a raw stream."""
 
 
 @lru_cache(maxsize=1)
@@ -95,20 +98,21 @@ class Kernel:
         driver_checked(got, "cuModuleGetFunction")
         self._launch = driver().cuLaunchKernel
 
-    def __call__(self, grid: tuple[int, int], threads: int, arguments: Any, stream: int) -> None:
-        """Launches on a raw stream; `arguments` is a ctypes array of pointers to the arguments."""
-        full = (self._function, grid[0], grid[1], 1, threads, 1, 1, 0, ctypes.c_void_p(stream), arguments, None)
-        status = self._launch(*full)
-        if status == INVALID_CONTEXT:
-            use_context(self._device)
-            status = self._launch(*full)
-        if status:
-            driver_checked(status, f"launch of {self.name}")
+    def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object) -> Step:
+        """The launch of these arguments (ctypes objects) on a raw stream; `keep` lives as long as it."""
+        launch, stream_of = self._launch, ctypes.c_void_p
+        arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        head = self._function, blocks, 1, 1, threads, 1, 1, 0
 
+        def step(stream: int, _keep: object = (values, keep)) -> None:
+            status = launch(*head, stream_of(stream), arguments, None)
+            if status == INVALID_CONTEXT:
+                use_context(self._device)
+                status = launch(*head, stream_of(stream), arguments, None)
+            if status:
+                driver_checked(status, f"launch of {self.name}")
 
-def pointers(*values: Any) -> Any:
-    """An argument array for `Kernel`; the caller keeps `values` alive."""
-    return (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        return step
 
 
 @cache
