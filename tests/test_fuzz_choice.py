@@ -36,14 +36,14 @@ class Choosy(ModelBackend):
 
 def test_small_problems_know_the_configs_of_large_ones() -> None:
     subject = Subject(Choosy("choosy"))
-    spec = spec_of(Case(form="jagged_m", n=4, k=4, lengths=(3, 2)), CPU)
+    spec = spec_of(Case(form="jagged_m", n=4, k=4, lengths=(3, 2)))
     assert list(subject.configs(spec, CPU)) == [SMALL]
     assert subject.shipped(spec, CPU) == [SMALL, LARGE]
-    assert subject.shipped(spec_of(Case(form="jagged_m", n=4, k=4, lengths=()), CPU), CPU) == [SMALL]
+    assert subject.shipped(spec_of(Case(form="jagged_m", n=4, k=4, lengths=())), CPU) == [SMALL]
 
 
 def test_sizes_are_no_part_of_a_kind() -> None:
-    one, two, empty = (spec_of(Case(n=n, k=7, lengths=(5, 6)), CPU) for n in (4, 12, 0))
+    one, two, empty = (spec_of(Case(n=n, k=7, lengths=(5, 6))) for n in (4, 12, 0))
     assert kind_of(one) == kind_of(two) != kind_of(empty)
 
 
@@ -57,9 +57,9 @@ def test_every_config_is_assigned_and_evenly() -> None:
 def test_a_pinned_config_runs_where_it_is_valid_and_another_elsewhere() -> None:
     subject = Subject(Choosy("choosy"))
     subject.pin(Tile(16, 8, 8))
-    narrow = spec_of(Case(dtype="bfloat16", n=4, k=4, lengths=(3,)), CPU)
+    narrow = spec_of(Case(dtype="bfloat16", n=4, k=4, lengths=(3,)))
     assert subject.recipe(narrow, CPU).config == Tile(16, 8, 8)
-    assert subject.recipe(spec_of(Case(dtype="float32", n=4, k=4, lengths=(3,)), CPU), CPU).config == SMALL
+    assert subject.recipe(spec_of(Case(dtype="float32", n=4, k=4, lengths=(3,))), CPU).config == SMALL
 
 
 def test_a_config_is_found_again_by_its_text() -> None:

@@ -27,17 +27,17 @@ SOUGHT, FAR_SEED = 600, 1 << 20
 """Random cases that are looked through for configs that no kind can run, and their first seed."""
 
 
-def spec_of(case: Case, device: torch.device) -> ProblemSpec:
+def spec_of(case: Case) -> ProblemSpec:
     """The spec of a case, without its values."""
     place = plot(case, shapes(case))
-    inputs = place.inputs.poisoned()
+    inputs = place.inputs.blank()
     write_index(case, place, inputs)
-    return staged_spec(make_problem(case, place, inputs.to(device), place.outputs.poisoned().to(device)))
+    return staged_spec(make_problem(case, place, inputs, place.outputs.blank()))
 
 
 def offered(kinds: list[Case], subject: Subject, device: torch.device) -> list[list[Any]]:
     """For each kind, all configs that the backend ships for it; nothing where it refuses the kind."""
-    specs = (spec_of(case, device) for case in kinds)
+    specs = (spec_of(case) for case in kinds)
     return [[] if subject.refusals(spec, device) else subject.shipped(spec, device) for spec in specs]
 
 
@@ -49,7 +49,7 @@ def carriers(kinds: list[Case], names: Sequence[str], device: torch.device, limi
     found = []
     for seed in range(SOUGHT):
         case = random_case(FAR_SEED + seed, limits)
-        spec, brings = spec_of(case, torch.device("cpu")), False
+        spec, brings = spec_of(case), False
         for subject, seen in zip(subjects, known, strict=True):
             shipped = [] if subject.refusals(spec, device) else subject.shipped(spec, device)
             new = [config for config in shipped if config not in seen][:turns]

@@ -16,7 +16,7 @@ import torch
 from multigemm.testing.case import Case
 from multigemm.testing.strategies import Chooser, Limits, settled
 
-WORK, TALL_WORK = 1 << 21, 1 << 23
+WORK, TALL_WORK = 1 << 21, 1 << 22
 """Multiply-adds that a few tiles of a fast kernel need, and more than a band of them."""
 LONG = 260
 """Rows of a group that arithmetic bounds and not memory: kernels may treat it in another way than short ones."""
@@ -61,7 +61,7 @@ def _extents(ch: Chooser, tile: Tile, style: int) -> dict[str, int]:
     m, n = (tile.m, tile.n) if ch.integer(0, 1) else (tile.n, tile.m)
     shallow = ch.choice((0, 1, 2, 3, 7, 8, 9, 16, 17, tile.k, tile.k))
     if style == TALL:
-        tall = {"m": _near(ch, m, (8, 9, 10)), "n": _near(ch, n, (1, 2)), "k": ch.choice((1, 2, 3))}
+        tall = {"m": _near(ch, m, (8, 9, 10)), "n": _near(ch, n, (1, 2)), "k": ch.choice((1, 2))}
         return tall if ch.integer(0, 2) else {"m": tall["n"], "n": tall["m"], "k": tall["k"]}
     if style == 0:
         deep = tuple(range(tile.depth - 1, 3 * tile.depth + 2))
@@ -141,7 +141,8 @@ def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits) -> Case:
         changes["tail"] = ch.choice((0, 0, 1, 9, 40))
         changes["head"] = ch.choice((0, 0, 1, 9, 40)) if kind.kind == "offsets" else 0
     else:
-        count = ch.choice((1, 2, 3, 5) if few else (1, 2, 3, 17, 40, 140, 300))
+        many = (1, 2) if style == TALL else (1, 2, 3, 17, 40, 140, 300)
+        count = ch.choice((1, 2, 3, 5) if few else many)
         rows = tuple(min(sizes["m"], _near(ch, tile.m, (0, 0, 1, 2))) for _ in range(count))
         changes |= sizes | {"lengths": rows if kind.form == "masked" else (0,) * count}
     return settled(alike(kind, replace(kind, **changes)), limits)

@@ -109,6 +109,10 @@ class Arena:
             data[start:stop].view(_UNSIGNED[dtype.itemsize])[:] = POISON[dtype]
         return torch.from_numpy(data)
 
+    def blank(self) -> Tensor:
+        """Fresh bytes on the host that hold anything."""
+        return torch.empty(max(self._size, ALIGN), dtype=torch.uint8)
+
     def random_bytes(self, seed: int) -> Tensor:
         """Fresh bytes that are finite numbers in every format: the second prefill."""
         size = max(self._size, ALIGN)

@@ -10,7 +10,9 @@ line come first (multigemm.testing.source_trace), others like them and random on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -91,16 +93,27 @@ def hunt_emulated(hunt: Hunt, place: Any, variants: list[Variant], say: Callable
     return SURVIVED | {"text": f"{number} problems, {len(variants)} of which reach the line"}
 
 
+@contextmanager
+def timed(spent: Counter[str], name: str) -> Iterator[None]:
+    """Adds the seconds of a step."""
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        spent[name] += time.monotonic() - begin  # type: ignore[assignment]
+
+
 class _Run:
     """One variant under the changed sources."""
 
-    def __init__(self, hunt: Hunt, variant: Variant, place: Any) -> None:
+    def __init__(self, hunt: Hunt, variant: Variant, place: Any, spent: Counter[str]) -> None:
         from multigemm.testing.case import Case
         from multigemm.testing.choice import spec_of
         from multigemm.testing.subject import Subject
 
         self.case, self.place, self.backend = Case.from_dict(variant.case), place, hunt.backend
-        self.spec, self.subject = spec_of(self.case, place), Subject(hunt.backend)
+        self.spent = spent
+        self.spec, self.subject = spec_of(self.case), Subject(hunt.backend)
         self.config = next(c for c in self.subject.shipped(self.spec, place) if str(c) == variant.config)
         self.subject.force(self.config)
         self.key = compiler_key(self.backend, self.spec, self.config)
@@ -118,7 +131,7 @@ class _Run:
         as hundreds of problems. A module that only this case needs may not compile."""
         from multigemm.testing.choice import spec_of
 
-        spec = spec_of(case, self.place)
+        spec = spec_of(case)
         if self.subject.refusals(spec, self.place) or self.config not in self.subject.shipped(spec, self.place):
             return False
         if compiler_key(self.backend, spec, self.config) != self.key:
@@ -142,7 +155,7 @@ class _Run:
             case = replace(case, alpha=choose.choice(factors(case)))
             if number % 2:
                 case = cousin(case, choose, ordinary)
-            if number % 8 == 1:
+            if number % 4 == 1:
                 case = replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None)
         second_burst = VARIANTS * SPAN <= number < 2 * VARIANTS * SPAN
         if second_burst and number % SPAN == 0 and case.form in ("jagged_m", "jagged_n"):
@@ -159,17 +172,21 @@ class _Run:
         from multigemm.testing.oracles import check_many
         from multigemm.testing.world import Stand, World
 
-        drawn = ((number, self.problem(number)) for number in range(first, first + SPAN))
-        chosen = list(islice(((number, case) for number, case in drawn if self.takes(case)), BURST))
+        with timed(self.spent, "draw"):
+            drawn = ((number, self.problem(number)) for number in range(first, first + SPAN))
+            chosen = list(islice(((number, case) for number, case in drawn if self.takes(case)), BURST))
         if not chosen:
             return 0, None
-        stands = Stand.build_all([World.build(case) for _, case in chosen], self.place)
+        with timed(self.spent, "build"):
+            stands = Stand.build_all([World.build(case) for _, case in chosen], self.place)
         say("runs")
-        outcomes = check_many(stands, self.subject)
+        with timed(self.spent, "run"):
+            outcomes = check_many(stands, self.subject)
         for (number, _), stand, outcome in zip(chosen, stands, outcomes, strict=True):
             say("runs")
             if outcome.ok and outcome.ran:
-                self.look_deeper(stand, outcome, number)
+                with timed(self.spent, "deep"):
+                    self.look_deeper(stand, outcome, number)
             if outcome.findings:
                 return len(stands), verdict(outcome)
         say("compiles")
@@ -190,9 +207,20 @@ class _Run:
 
 def hunt_on_gpu(hunt: Hunt, place: Any, variants: list[Variant], say: Callable[[str], None]) -> dict[str, Any]:
     """A few variants meet problems in turn, until the time is over. A survivor tells their machine code."""
+    spent, codes = Counter[str](), list[list[str]]()
+    found = _hunt_on_gpu(hunt, place, variants, say, spent, codes)
+    return found | {"codes": codes, "spent": {name: round(float(seconds), 2) for name, seconds in spent.items()}}
+
+
+def _hunt_on_gpu(
+    hunt: Hunt, place: Any, variants: list[Variant], say: Callable[[str], None], spent: Counter[str],
+    codes: list[list[str]],
+) -> dict[str, str]:  # fmt: skip
+    import torch
+
     from multigemm.testing.source_live import listening
 
-    begin, runs, codes, number, ran = time.monotonic(), list[_Run](), list[list[str]](), 0, 0
+    begin, runs, number, ran = time.monotonic(), list[_Run](), 0, 0
 
     def burst(run: _Run) -> dict[str, str] | None:
         nonlocal number, ran
@@ -200,12 +228,15 @@ def hunt_on_gpu(hunt: Hunt, place: Any, variants: list[Variant], say: Callable[[
         number, ran = number + SPAN, ran + count
         return found
 
+    with timed(spent, "device"):
+        torch.zeros(1, device=place)
     with listening(hunt.backend) as heard:
         for variant in variants:
             heard.clear()
-            run = _Run(hunt, variant, place)
-            if not run.compiles():
-                return STILLBORN
+            with timed(spent, "compile"):
+                run = _Run(hunt, variant, place, spent)
+                if not run.compiles():
+                    return STILLBORN
             runs.append(run)
             codes.append(sorted(heard))
             if found := burst(run):
@@ -215,4 +246,4 @@ def hunt_on_gpu(hunt: Hunt, place: Any, variants: list[Variant], say: Callable[[
         while time.monotonic() - begin < hunt.seconds:
             if found := burst(runs[number // SPAN % len(runs)]):
                 return found
-    return SURVIVED | {"text": f"{ran} problems of {len(runs)} variants", "codes": codes}
+    return SURVIVED | {"text": f"{ran} problems of {len(runs)} variants"}

@@ -11,8 +11,9 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -41,7 +42,8 @@ Original = Callable[[Variant], list[str]]
 class Fate:
     """What became of a mutant: "killed", "stillborn" (does not compile), "survived", "equivalent" (it
     survived, and `text` says why no oracle could see it), "same" (no variant's machine code differs), or
-    "failed" (its process could not hunt). `source` names the text of the file that was changed."""
+    "failed" (its process could not hunt). `source` names the text of the file that was changed; `spent` are seconds by
+    step."""
 
     site: Site
     state: str
@@ -49,6 +51,7 @@ class Fate:
     seconds: float = 0.0
     text: str = ""
     source: str = ""
+    spent: dict[str, float] = field(default_factory=dict)
 
 
 def prepare(hunt: Hunt) -> None:
@@ -78,10 +81,10 @@ def run_one(
         return Fate(site, "killed", "hang" if code == HANGS else "crash", spent, f"exit code {code}")
     survived = data["state"] == "survived"
     if survived and (reason := excuse(site)):
-        return Fate(site, "equivalent", "", spent, reason)
+        return Fate(site, "equivalent", "", spent, reason, spent=data.get("spent", {}))
     if survived and original and all(codes and codes == original(v) for v, codes in zip(variants, data["codes"])):
-        return Fate(site, "same", "", spent, data["text"])
-    return Fate(site, data["state"], data["oracle"], spent, data["text"])
+        return Fate(site, "same", "", spent, data["text"], spent=data["spent"])
+    return Fate(site, data["state"], data["oracle"], spent, data["text"], spent=data.get("spent", {}))
 
 
 def _attempt(hunt: Hunt, folder: str, variants: Sequence[Variant]) -> tuple[dict[str, Any] | None, int]:
@@ -178,7 +181,7 @@ def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
     subject, place = Subject(hunt.backend), torch.device(hunt.device)
     found: dict[str, list[Any]] = {}
     for case in pool():
-        spec = spec_of(case, torch.device("cpu"))
+        spec = spec_of(case)
         for config in [] if subject.refusals(spec, place) else subject.shipped(spec, place):
             pair = (case.to_dict(), config.kernel, str(config))
             found.setdefault(config.kernel, []).append((traits(hunt.backend, case, spec, config), pair))
@@ -225,7 +228,7 @@ def with_lines(hunt: Hunt, variant: Variant) -> Variant:
     from multigemm.testing.choice import spec_of
     from multigemm.testing.subject import Subject
 
-    spec = spec_of(Case.from_dict(variant.case), torch.device("cpu"))
+    spec = spec_of(Case.from_dict(variant.case))
     shipped = Subject(hunt.backend).shipped(spec, torch.device(hunt.device))
     config = next(config for config in shipped if str(config) == variant.config)
     return replace(variant, lines=lines_held(hunt.backend, spec, config))
@@ -243,5 +246,5 @@ def _codes(hunt: Hunt, folder: str, variant: Variant, pipe: Any) -> None:
 
     _take(hunt.backend, folder)
     with listening(hunt.backend) as heard:
-        _Run(hunt, variant, torch.device(hunt.device)).compiles()
+        _Run(hunt, variant, torch.device(hunt.device), Counter()).compiles()
     pipe.send(sorted(heard))
