@@ -47,26 +47,19 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
     ) -> Tensor:  # fmt: skip
         if special and (keyset.raw_repr() & special or (grad_enabled() and any_requires_grad(a, b, c, bias))):
             return general(keyset, a, b, offsets, sizes, ends, valid_rows, c, bias, **options)  # type: ignore[no-any-return]
-        given, cut = 0, None
-        if offsets is not None:
-            given, cut = 1, offsets
-        if ends is not None:
-            given, cut = given + 2, ends
-        if valid_rows is not None:
-            given, cut = given + 4, valid_rows
-        if sizes is not None:
-            given += 8
-        at = kind = shape = strides = None
-        if cut is not None:
-            at, kind, shape, strides = cut.data_ptr(), cut.dtype, cut.shape, cut.stride()
-        asked: Any = options.get("backend") if len(options) == 1 else None
-        if asked is None:
-            asked = tuple(options.items())
-        key = (  # no device: an address belongs to one
-            a.data_ptr(), a.dtype, a.shape, a.stride(), b.data_ptr(), b.dtype, b.shape, b.stride(),
-            given, at, kind, shape, strides, c is None or _memory(c), bias is None or _memory(bias),
-            asked, tuning.generation,
-        )  # fmt: skip
+        asked: Any = None
+        if options:
+            asked = options.get("backend") if len(options) == 1 else None
+            asked = asked or tuple(options.items())
+        if ends is not None and offsets is None and sizes is None and valid_rows is None and c is None:
+            key: Any = (  # what layers call; no device: an address belongs to one
+                a.data_ptr(), a.dtype, a.shape, a.stride(), b.data_ptr(), b.dtype, b.shape, b.stride(),
+                ends.data_ptr(), ends.dtype, ends.shape, ends.stride(), bias is None or _memory(bias),
+                asked, tuning.generation,
+            )  # fmt: skip
+        else:
+            tensors = (a, b, offsets, sizes, ends, valid_rows, c, bias)
+            key = (*(x is None or _memory(x) for x in tensors), asked, tuning.generation)
         known = _known.get(key)
         if known is None:
             return _by_route(key, (a, b, offsets, sizes, ends, valid_rows, c, bias), options)
