@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,15 @@ pytestmark = [
 ]
 SHAPE = "5,96,384,320"
 BACKENDS = "cublas,triton"
+MACHINES_CACHE = os.environ.get("MULTIGEMM_CACHE_DIR", "")
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tunings of these tests stay theirs; compiled kernels may come from the machine's cache."""
+    if MACHINES_CACHE:
+        monkeypatch.setenv("MULTIGEMM_CACHE_DIR", MACHINES_CACHE)
+        settings.settings.cache_clear()
     own = tuning.TuningTable(DiskCache("tuning", tmp_path))
     monkeypatch.setattr(tuning, "table", lambda: own)
     dispatch._choices.clear()
