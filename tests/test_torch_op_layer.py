@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multigemm.integrations import layer_call, op_call
+from multigemm.integrations import bound_kernels, layer_call, op_call
 from multigemm.integrations.layer_call import Networks
 from multigemm.nn import Experts
 from tests.layer_cases import in_steps, networks
@@ -116,6 +116,20 @@ def test_the_launches_in_an_interpreter_are_the_steps() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["129", "1", "9", "129"]
+
+
+def test_a_bound_kernel_has_the_words_that_its_code_takes() -> None:
+    triton = pytest.importorskip("triton")
+    kernels: Any = layer_call._kernels()
+    kernel = kernels._gather_kernel
+    types = {"x": "*bf16", "order": "*i64", "rows": "*bf16", "width": "i32", "stride": "constexpr"}
+    source = triton.compiler.ASTSource(
+        kernel, {**types, "K": "constexpr", "BLOCK": "constexpr"}, {"stride": 1, "K": 2, "BLOCK": 64}
+    )
+    compiled = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32))
+    memory = {name: torch.ones(1) for name in ("x", "order", "rows")}
+    words = bound_kernels.words(kernel, compiled, {**memory, "width": 40, "stride": 1, "K": 2, "BLOCK": 64})
+    assert words == [*(memory[name].data_ptr() for name in ("x", "order", "rows")), 40, 0, 0]  # two of Triton's own
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------

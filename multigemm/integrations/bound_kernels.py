@@ -2,28 +2,74 @@
 """Triton kernels that are bound like a plan: looked up and laid out once, then only launched.
 
 Triton finds a kernel anew at every call, by the types and alignment of all arguments, which takes longer than the
-launch. A kernel bound to addresses has them for good.
+launch. A kernel bound to addresses has them for good, and its launch is one foreign call.
 """
 
 from __future__ import annotations
 
+import ctypes
+import re
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
+from multigemm.errors import LibraryError
 
-_stream_of: Any = torch._C._cuda_getCurrentRawStream if hasattr(torch._C, "_cuda_getCurrentRawStream") else None
+NO_CONTEXT = 201
+_PARAMETERS = re.compile(r"\.entry[^(]*\(([^)]*)\)")
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def words(kernel: Any, compiled: Any, values: dict[str, Any]) -> list[int]:
+    """The kernel's parameters: what is no constant, then pointers of Triton's own, which these kernels do not use."""
+    types = compiled.src.signature
+    given = [values[name] for name in kernel.arg_names if types[name] != "constexpr"]
+    own = _PARAMETERS.search(compiled.asm["ptx"]).group(1).count(".param") - len(given)
+    scratch = compiled.metadata.global_scratch_size
+    if own < 0 or scratch:
+        raise LibraryError(f"{compiled.name} takes {own} parameters more than it was given, and {scratch} bytes")
+    return [x.data_ptr() if isinstance(x, Tensor) else x for x in given] + [0] * own
 
 
 def bound(kernel: Any, grid: tuple[int, ...], device: int, warps: int = 4, /, **values: Any) -> Launch:
     """A launch of `kernel` on the current stream of GPU `device`, the current device; keeps no memory alive."""
     compiled = kernel.warmup(grid=grid, num_warps=warps, **values)
-    arguments = [x.data_ptr() if isinstance(x, Tensor) else x for x in (values[name] for name in kernel.arg_names)]
-    run, stream_of = compiled[(*grid, 1, 1)[:3]], _stream_of
+    compiled._init_handles()
+    given = words(kernel, compiled, values)
+    block = (ctypes.c_uint64 * len(given))(*given)
+    pointers = (ctypes.c_void_p * len(given))(*(ctypes.addressof(block) + 8 * i for i in range(len(given))))
+    config = _Config(grid=(*grid, 1, 1)[:3], block=(32 * warps, 1, 1), shared=compiled.metadata.shared)
+    call, reference, handle = _driver().cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(compiled.function)
+    stream_of = torch._C._cuda_getCurrentRawStream
+    alive = (block, compiled)
 
-    def launch() -> None:
-        run(*arguments, stream=stream_of(device))
+    def launch(_alive: Any = alive) -> None:
+        config.stream = stream_of(device)
+        code = call(reference, handle, pointers, None)
+        if code == NO_CONTEXT:  # a thread that never touched CUDA
+            torch._C._cuda_setDevice(device)
+            code = call(reference, handle, pointers, None)
+        if code:
+            raise LibraryError(f"cuLaunchKernelEx of {compiled.name} returned {code}")
 
     return launch
