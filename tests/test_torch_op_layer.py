@@ -136,13 +136,15 @@ def test_a_bound_kernel_has_the_words_that_its_code_takes() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(8, 2, 512, 256), (128, 8, 256, 128), (5, 3, 70, 34)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((8, 2, 512, 256), torch.bfloat16), ((128, 8, 256, 128), torch.bfloat16), ((5, 3, 70, 34), torch.float32)],
+)
 def test_a_bound_layer_has_the_bits_of_its_steps(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     experts, top_k, hidden, inner = shape
     torch.manual_seed(0)
     for nets in networks(experts, hidden, inner, dtype, "cuda"):
-        for tokens in (1, 32, 300):
+        for tokens in (1, 300):
             x = torch.randn(tokens, hidden, device="cuda", dtype=dtype)
             index = torch.rand(tokens, experts, device="cuda").topk(top_k).indices
             index[tokens // 2, -1] = experts  # a pair of nobody's
