@@ -33,7 +33,6 @@ SECOND_LOOKS = 2
 OVER_BUDGET = 2.5
 HURRIED = 0.25
 SAVE_EVERY_S = 1.5
-CROWDED = 0.25
 
 
 def unrest(timing: Timing) -> float:
@@ -82,6 +81,7 @@ class Runner:
             except BaseException:
                 self.save()
                 raise
+            self._free()
             if time.monotonic() - self._saved > SAVE_EVERY_S:
                 self.save()
         self.report.machine["clocks_after"] = machine.clocks(self.device)
@@ -109,8 +109,6 @@ class Runner:
         del truth
         self._time(ready, rows)
         self._relate(rows)
-        ready.clear()
-        self._free()
         return list(rows.values())
 
     def _blank(self, case: Workload, entry: Entry) -> Row:
@@ -286,11 +284,12 @@ class Runner:
                 row.of_dense = round(dense / row.us, 4) if dense else None
 
     def _free(self) -> None:
-        """What cycles still hold is collected where memory runs short: looking for them takes as long as a timing."""
-        if self.device.type != "cuda":
-            gc.collect()
-            return
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        if torch.cuda.memory_reserved(self.device) > CROWDED * total:
-            gc.collect()
+        """Each workload begins with an allocator that holds nothing, so that two runs place its tensors alike.
+
+        At a few microseconds it counts which small tensors and tables share a page. What outlives a workload is
+        frozen: a collection that looks through all libraries takes as long as a timing.
+        """
+        gc.collect()
+        if self.device.type == "cuda":
+            gc.freeze()
             torch.cuda.empty_cache()
