@@ -275,15 +275,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) portable(const _
             const int next = kb + STAGES - 1;
             Element *to = ring + next % STAGES * (A_TILE + B_TILE), *at = ring + kb % STAGES * (A_TILE + B_TILE);
             if (kb >= 0) {
-                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+                wait_for_copies<STAGES - 2>();
                 __syncthreads();                     // block kb is there for all, block kb - 1 is done with
             }
             if (next < blocks) loader.load(g, to);
-            asm volatile("cp.async.commit_group;" ::: "memory");
+            commit_copies();
             if (kb >= 0) work.step(at, at + A_TILE);
             if (next < blocks) loader.store(to);
         }
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        wait_for_copies<0>();
         __syncthreads();
         work.finish(p, g, shared, i0, j0);
         __syncthreads();

@@ -1,8 +1,9 @@
 // Small problems of 16-bit operands: one thread block per tile, and nothing that takes time besides.
 //
 // A small product is a chain of latencies: launch, one trip to memory, a few products, one trip back. So
-// there is no schedule, no counter, no tensor map and no division; all of k (up to STAGES blocks of 64) is
-// asked for at once by cp.async, and results leave straight from the registers. sm_80 and later.
+// there is no schedule, no counter and no tensor map; addresses are worked out before the launch before this one is over,
+// unless sizes in memory decide them; all of k (up to STAGES blocks of 64) is asked for at once by cp.async, and results
+// leave straight from the registers. sm_80 and later.
 //
 // Compile-time choices: BFLOAT, A_K and B_K (is k the contiguous direction), TILE_M, TILE_N, LISTED (a
 // list's groups come as an argument), PLAIN (alpha * acc in the operands' type, rows contiguous), PAIRS (of
@@ -34,25 +35,45 @@ struct Tile {
     int first, last;            // rows that count; the others are not stored, or zeroed
 };
 
-// One k-block of an operand: what lies outside arrives as zeros.
+// An operand's way in, worked out once: what each thread copies of every block of k.
 template <int MN, bool CONTIG_K, int PITCH>
-__device__ __forceinline__ void load(u32 to, const char* base, i64 pitch, int mn_left, int k0, int k_left) {
-    constexpr int LINE = (CONTIG_K ? BK : MN) / 8;
-#pragma unroll
-    for (int c = 0; c < MN * BK / 8 / THREADS; ++c) {
-        const int chunk = threadIdx.x + c * THREADS, across = chunk / LINE, along = chunk % LINE * 8;
-        const int left = CONTIG_K ? (across < mn_left ? k_left - along : 0) : (across < k_left ? mn_left - along : 0);
-        const int bytes = min(max(left, 0), 8) * 2;
-        const char* from = CONTIG_K ? base + across * pitch + (k0 + along) * 2 : base + (k0 + across) * pitch + along * 2;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + (across * PITCH + along) * 2), "l"(bytes ? from : base), "r"(bytes) : "memory");
-    }
-}
+struct Side {
+    static constexpr int LINE = (CONTIG_K ? BK : MN) / 8, LINES = THREADS / LINE;    // pieces of a line; lines that all threads take at once
+    static constexpr int PIECES = MN * BK / 8 / THREADS;
+    const char* from;
+    i64 lines, next;            // bytes from one of this thread's lines to the next one, from block to block
+    u32 to;
 
-__device__ __forceinline__ void load_stage(const Tile& t, u32 ring, int kb) {
+    __device__ __forceinline__ void begin(const char* base, i64 pitch) {
+        const u32 across = threadIdx.x / LINE, along = threadIdx.x % LINE;
+        from = base + across * pitch + along * 16, to = across * PITCH * 2 + along * 16;
+        lines = LINES * pitch, next = CONTIG_K ? BK * 2 : BK * pitch;
+        asm volatile("" : "+l"(from), "+l"(lines), "+l"(next), "+r"(to));            // here: the compiler may not put it off
+    }
+    // `left`: elements of mn and of k that exist from the tile's and the block's first one on; what lies outside arrives as zeros.
+    __device__ __forceinline__ void load(u32 stage, int kb, bool inside, const char* base, int mn_left, int k_left) const {
+        const int line = threadIdx.x / LINE, along = threadIdx.x % LINE * 8;
+        const char* at = from + kb * next;
+#pragma unroll
+        for (int c = 0; c < PIECES; ++c, at += lines) {
+            const u32 there = stage + to + c * LINES * PITCH * 2;
+            const int across = line + c * LINES;
+            const int left = CONTIG_K ? (across < mn_left ? k_left - along : 0) : (across < k_left ? mn_left - along : 0);
+            const int bytes = min(max(left, 0), 8) * 2;
+            if (inside) copy_async(there, at);
+            else copy_async(there, bytes ? at : base, bytes);
+        }
+    }
+};
+
+typedef Side<BM, A_K, A_PITCH> SideA;
+typedef Side<BN, B_K, B_PITCH> SideB;
+
+__device__ __forceinline__ void load_stage(const Tile& t, const SideA& a, const SideB& b, u32 ring, int kb) {
     const u32 stage = ring + kb % STAGES * (A_TILE + B_TILE) * 2;
-    const int k0 = kb * BK, left = t.k - k0;
-    load<BM, A_K, A_PITCH>(stage, t.a, t.a_pitch, t.m - t.i0, k0, left);
-    load<BN, B_K, B_PITCH>(stage + A_TILE * 2, t.b, t.b_pitch, t.n - t.j0, k0, left);
+    const int m = t.m - t.i0, n = t.n - t.j0, k = t.k - kb * BK;
+    if (m >= BM && n >= BN && k >= BK) a.load(stage, kb, true, t.a, m, k), b.load(stage + A_TILE * 2, kb, true, t.b, n, k);
+    else a.load(stage, kb, false, t.a, m, k), b.load(stage + A_TILE * 2, kb, false, t.b, n, k);
 }
 
 __device__ __forceinline__ void multiply(const u16* a, const u16* b, float (&acc)[MI][NJ][4]) {
@@ -112,7 +133,6 @@ __device__ __forceinline__ void zero_ends(const Problem& p, int tiles) {
 
 __device__ __forceinline__ void wait_for_last_launch() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
@@ -128,15 +148,14 @@ __device__ __forceinline__ bool find_tile(const Problem& p, const Listed& l, Til
     t.a = (const char*)l.a[g], t.b = (const char*)l.b[g], t.a_pitch = l.a_pitch[g], t.b_pitch = l.b_pitch[g];
     out = (char*)l.out[g], out_pitch = l.out_pitch[g];
     t.first = 0, t.last = t.m;
-    wait_for_last_launch();
     return true;
 }
 #else
 __device__ __forceinline__ bool find_tile(const Problem& p, Tile& t, char*& out, i64& out_pitch) {
     int start = 0, end = 0;
-    wait_for_last_launch();
     t.m = int(p.m), t.n = int(p.n), t.k = int(p.k);
     i64 sm = 0, sn = 0, sk = 0;
+    if (p.jagged != JAG_NONE || p.valid) wait_for_last_launch();
     if (PLAIN && p.jagged == JAG_M && p.b.group == 0) {       // one B for all: where groups meet does not matter
         i64 first, last, unused;
         jagged_span(p, 0, first, unused), jagged_span(p, p.groups - 1, unused, last);
@@ -246,24 +265,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, BM == 32 ? 6 : 3) small(co
         t.a += A_K ? t.i0 * t.a_pitch : i64(t.i0) * 2;
         t.b += B_K ? t.j0 * t.b_pitch : i64(t.j0) * 2;
         const int blocks = (t.k + BK - 1) / BK;
+        SideA a;
+        SideB b;
+        a.begin(t.a, t.a_pitch), b.begin(t.b, t.b_pitch);
+        asm volatile("" : "+l"(out), "+l"(out_pitch));
+#if __CUDA_ARCH__ >= 900
+        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");         // not before: its blocks would be in the way
+#endif
+        wait_for_last_launch();
 #pragma unroll
         for (int kb = 0; kb < STAGES; ++kb) {
-            if (kb < blocks) load_stage(t, ring, kb);
-            asm volatile("cp.async.commit_group;" ::: "memory");
+            if (kb < blocks) load_stage(t, a, b, ring, kb);
+            commit_copies();
         }
         float acc[MI][NJ][4];
 #pragma unroll
         for (int e = 0; e < MI * NJ * 4; ++e) ((float*)acc)[e] = 0.0f;
         for (int kb = 0; kb < blocks; ++kb) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+            wait_for_copies<STAGES - 1>();
             __syncthreads();                    // block kb is there for all
             const u16* stage = (const u16*)shared + kb % STAGES * (A_TILE + B_TILE);
             multiply(stage, stage + A_TILE, acc);
             if (kb + STAGES < blocks) {
                 __syncthreads();                // and done with by all
-                load_stage(t, ring, kb + STAGES);
+                load_stage(t, a, b, ring, kb + STAGES);
             }
-            asm volatile("cp.async.commit_group;" ::: "memory");
+            commit_copies();
         }
         if (PLAIN) store_plain(p, t, out, out_pitch, acc);
         else store_any(p, t, shared, acc), zero_rows(p, t);

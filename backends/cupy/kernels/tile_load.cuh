@@ -57,7 +57,7 @@ struct TileLoad {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
             const int bytes = count(c, k_left) * int(sizeof(T));
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(tile + across(c) * PITCH + along(c))), "l"(bytes ? base + offset[c] : base), "r"(bytes) : "memory");
+            copy_async(shared_address(tile + across(c) * PITCH + along(c)), bytes ? base + offset[c] : base, bytes);
         }
     }
 
