@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -129,34 +130,52 @@ def test_one_wave_of_small_tiles_takes_the_small_kernel(change: dict[str, object
 
 
 @pytest.mark.parametrize(
-    ("change", "rows"),
+    ("change", "kernel"),
     [
-        ({"m": 256, "n": 256, "k": 256, "total": 1024}, 64),
-        ({"m": 1024, "n": 1024, "k": 1024, "total": 4096}, 128),
-        ({"form": "per_group", "n": None, "k": None, "total": 2048, "largest": 1024}, 64),
-        ({"groups": 8, "m": 511, "n": 511, "k": 511, "total": 4096, "a": replace(BF16, align=2)}, 64),
-        ({"groups": 12, "m": 1500, "n": 777, "k": 333, "total": 32768, "b": replace(BF16, align=2)}, 128),
-        ({"groups": 8, "m": 1024, "n": 1024, "k": 1024, "total": 8192}, 0),
-        ({"groups": 8, "m": 1023, "n": 1023, "k": 1023, "total": 8192, "b": replace(BF16, align=2)}, 0),
-        ({"groups": 12, "m": 1500, "n": 776, "k": 336, "total": 32768}, 0),
-        ({"groups": 16, "m": 8, "n": 1024, "k": 4096, "total": 128}, 0),
-        ({"groups": 16, "m": 64, "n": 2304, "k": 1024, "total": 1024}, 0),
-        ({"groups": 16, "m": 64, "n": 1024, "k": 1024, "total": 1024}, 64),
+        ({"m": 256, "n": 256, "k": 256, "total": 1024}, "wave"),
+        ({"m": 1024, "n": 1024, "k": 1024, "total": 4096}, "wave"),
+        ({"form": "per_group", "n": None, "k": None, "total": 2048, "largest": 1024}, "wave"),
+        ({"groups": 8, "m": 511, "n": 511, "k": 511, "total": 4096, "a": replace(BF16, align=2)}, "wave"),
+        ({"groups": 12, "m": 1500, "n": 777, "k": 333, "total": 32768, "b": replace(BF16, align=2)}, "wave"),
+        ({"groups": 8, "m": 1023, "n": 1023, "k": 1023, "total": 8192, "b": replace(BF16, align=2)}, "direct"),
+        ({"groups": 16, "m": 1024, "n": 1024, "k": 1024, "total": 16384}, "wave"),
+        ({"groups": 16, "m": 1024, "n": 1032, "k": 1024, "total": 16384}, "hopper"),
+        ({"groups": 12, "m": 1500, "n": 776, "k": 336, "total": 32768}, "hopper"),
+        ({"groups": 16, "m": 8, "n": 1024, "k": 4096, "total": 128}, "hopper"),
+        ({"groups": 16, "m": 64, "n": 2304, "k": 1024, "total": 1024}, "hopper"),
+        ({"groups": 16, "m": 64, "n": 1024, "k": 1024, "total": 1024}, "wave"),
     ],
     ids=str,
 )
-def test_lists_and_batches_of_one_wave_have_a_kernel_of_their_own(change: dict[str, object], rows: int) -> None:
-    best = configs.heuristic(_batch(**change))
-    assert (best.rows if best.kernel == "wave" else 0) == rows
+def test_lists_and_batches_of_few_rounds_have_a_kernel_of_their_own(change: dict[str, object], kernel: str) -> None:
+    assert configs.heuristic(_batch(**change)).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows"),
+    [
+        (((1024, 1024, 1024), (512, 512, 512), (256, 256, 256), (128, 128, 128)), 96),
+        (((512, 512, 512),) * 4, 64),
+        (((1024, 1024, 1024),) * 4, 256),
+        (((1024, 4096, 512),) * 2, 64),
+        (((2048, 512, 1024),) * 3, 192),
+        (((384, 768, 640),) * 8, 128),
+        ((), 64),
+    ],
+)
+def test_the_height_of_a_waves_tiles_is_the_one_whose_last_block_ends_first(
+    shapes: tuple[tuple[int, int, int], ...], rows: int
+) -> None:
+    assert wave.height_for(shapes, 132).rows == rows
 
 
 def _batch(**change: object) -> ProblemSpec:
     return replace(replace(SPEC, form="batched", groups=4), **change)  # type: ignore[arg-type]
 
 
-def test_both_kernels_for_a_wave_are_compiled_before_any_size_is_known() -> None:
-    known = family.members(_batch(form="per_group", n=None, k=None, largest=512), (9, 0))
-    assert configs.WAVE in known and configs.WAVE64 in known
+def test_all_kernels_for_a_wave_are_compiled_before_any_size_is_known() -> None:
+    assert configs.WAVE in family.members(_batch(form="per_group", n=None, k=None, largest=512), (9, 0))
+    assert wave.heights(configs.WAVE) == configs.WAVES[1:] and wave.heights(configs.WAVES[1]) == configs.WAVES[1:2]
 
 
 @pytest.mark.parametrize(
@@ -207,9 +226,9 @@ def test_the_sides_swap_where_rows_are_contiguous_in_the_result() -> None:
     assert hopper.roles(SPEC) == (False, True, False)
     assert hopper.roles(column) == (True, False, True)
     assert hopper.roles(replace(SPEC, form="jagged_n")).swapped
-    assert configs.is_plain(SPEC) and configs.is_plain(column)
-    assert not configs.is_plain(replace(SPEC, form="jagged_n"))
-    assert not configs.is_plain(replace(SPEC, activation="relu"))
+    assert configs.plain_kind(SPEC) == configs.plain_kind(column) == 1
+    assert configs.plain_kind(replace(SPEC, form="jagged_n")) == configs.plain_kind(replace(SPEC, out=column.out)) == 2
+    assert configs.plain_kind(replace(SPEC, activation="relu")) == 0
 
 
 def test_the_kernels_key_knows_no_sizes() -> None:
@@ -462,19 +481,21 @@ def test_threads_that_load_a_kernel_at_once_get_one_module(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("form", ["batched", "per_group"])
-@pytest.mark.parametrize("config", [configs.WAVE, configs.WAVE64], ids=["128", "64"])
+@pytest.mark.parametrize("config", configs.WAVES)
 def test_a_wave_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDriver) -> None:
     ops = operands(form)
     assert is_valid(config, ops.spec), configs.wave_reasons(ops.spec)
-    argument, tiles = wave.layout(ops, config)
     groups = wave.groups_of(ops)
+    config = config if config.rows else wave.height_for(tuple((g.m, g.k, g.n) for g in groups), 132)
+    argument, tiles = wave.layout(ops, groups, config)
     assert tiles == sum(-(-g.m // config.rows) * -(-g.n // 128) for g in groups)
-    shapes = wave.SHAPES.unpack(argument[2 * configs.LIST * tensor_maps.SIZE :])
-    first, across, m, n, k = (shapes[i * configs.LIST : i * configs.LIST + len(groups) + 1] for i in range(5))
-    assert first[-1] == wave.NEVER and first[0] == 0 and across[:-1] == tuple(-(-g.n // 128) for g in groups)
-    assert [(g.m, g.n, g.k) for g in groups] == list(zip(m, n, k, strict=True))[:-1]
-    assert shapes[5 * configs.LIST : 5 * configs.LIST + len(groups)] == tuple(g.out.ptr for g in groups)
-    launch = wave.bind(ops, config, (0, 1), 132)
+    maps = 2 * configs.LIST * tensor_maps.SIZE
+    first = struct.unpack(f"<{configs.LIST}i", argument[maps : maps + 4 * configs.LIST])
+    assert first[0] == 0 and set(first[len(groups) :]) == {wave.NEVER}
+    shapes = list(wave.SHAPE.iter_unpack(argument[maps + 4 * configs.LIST : -wave.TAIL.size]))
+    expected = [(-(-g.n // 128), g.m, g.n, g.k, g.out.ptr, 2 * g.out.row) for g in groups]
+    assert shapes[: len(groups)] == expected and len(shapes) == configs.LIST
+    launch = wave.bind(ops, config, (0, {config: 1}), 132)
     fake.calls.clear()
     launch()
     assert fake.calls == ["cuLaunchKernelEx"]
@@ -483,7 +504,7 @@ def test_a_wave_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDri
 def test_odd_lists_are_copied_for_the_wave_kernel(fake: FakeDriver) -> None:
     ops = operands("odd list")
     assert configs.hopper_reasons(ops.spec) and configs.wave_reasons(ops.spec) == []
-    launch = wave.bind(ops, configs.WAVE, (1, 2), 132)
+    launch = wave.bind(ops, configs.WAVE, (1, dict.fromkeys(configs.WAVES, 2)), 132)
     fake.calls.clear()
     launch()
     assert fake.calls == ["cuLaunchKernelEx"] * 2, "the copies, then the product"
@@ -497,7 +518,9 @@ def test_the_longest_groups_of_a_wave_start_first(fake: FakeDriver) -> None:
     ops = stage(problem, staged_spec(problem), allocate(problem)).ops
     assert [g.k for g in wave.groups_of(ops)] == [256, 64], "a group without results has no tile"
     empty = mg.GroupedGemmProblem([half(0, 64)], [half(64, 8)])
-    wave.bind(stage(empty, staged_spec(empty), allocate(empty)).ops, configs.WAVE, (0, 1), 132)()
+    wave.bind(
+        stage(empty, staged_spec(empty), allocate(empty)).ops, configs.WAVE, (0, dict.fromkeys(configs.WAVES, 1)), 132
+    )()
     assert "cuLaunchKernelEx" not in fake.calls
 
 

@@ -125,6 +125,8 @@ PLAIN = [
     pytest.param(spec(), configs.TURNS, id="turns"),
     pytest.param(spec(a="col", b="row", form="jagged_k"), configs.TURNS, id="turns-jagged_k"),
     pytest.param(spec(b="col", form="per_group"), configs.TURNS, id="turns-list"),
+    pytest.param(spec(form="jagged_n"), configs.WIDE, id="along-rows"),
+    pytest.param(spec(form="jagged_n"), configs.TURNS, id="turns-along-rows"),
     pytest.param(spec(activation="silu"), configs.WIDE, id="any-epilogue"),
 ]
 
@@ -151,12 +153,13 @@ def test_direct_kernel_does_not_spill(problem: ProblemSpec, config: Config) -> N
     assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled <= 64
 
 
-@pytest.mark.parametrize("config", [configs.WAVE, configs.WAVE64], ids=["128", "64"])
+@pytest.mark.parametrize("config", configs.WAVES[1:], ids=lambda c: f"{c.rows}x{c.stages}")
 @pytest.mark.parametrize(("a", "b"), [("row", "row"), ("row", "col"), ("col", "row")])
 def test_wave_kernel_compiles_without_spills(a: Order, b: Order, config: Config) -> None:
-    source = wave.source(spec(a=a, b=b, form="batched"), config)
+    problem = spec(a=a, b=b, form="batched")
+    source, shared = wave.source(problem, config), wave.shared_bytes(problem, config)
     registers, spilled = report(source, "sm_90a")
-    assert spilled == 0 and 2 * registers * wave.THREADS <= REGISTERS_PER_SM
+    assert spilled == 0 and registers * wave.THREADS <= REGISTERS_PER_SM and shared <= configs.SHARED_LIMIT
     assert ptx_of(source, "sm_90a").count(f"m64n{config.rows}k16") >= 4
 
 

@@ -29,7 +29,8 @@ class Config:
     while the other multiplies. `packed` copies the operands that TMA cannot read and then runs `hopper` on the
     copies. `direct` copies the rows at most and shifts the weights into place itself. `small` gives each
     tile of `tile` squared a thread block of its own.
-    `wave` gives a thread block to each tile of a list or batch, laid out by the host.
+    `wave` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves their height
+    to it, which knows all sizes.
     """
 
     kernel: Literal["portable", "hopper", "packed", "direct", "small", "wave"] = "portable"
@@ -65,14 +66,14 @@ ALONE = Config("hopper", rows=256, stages=4, cluster=1)
 DIRECT = Config("direct", rows=256, stages=3, cluster=2, step=32)
 DIRECT_MIDDLE = Config("direct", rows=128, stages=5, cluster=2, step=32)
 DIRECT_NARROW = Config("direct", rows=64, stages=7, cluster=2, step=32)
-WAVE = Config("wave", rows=128, stages=3)
-WAVE64 = Config("wave", rows=64, stages=4)
+WAVE = Config("wave")
+WAVES = (WAVE, *(Config("wave", rows=r, stages=s) for r, s in ((64, 8), (96, 7), (128, 6), (192, 5), (256, 4))))
 CUBE = Config("small", tile=32)
 CUBE64 = Config("small", tile=64)
 ONE_WAVE = 160
 """Tiles of the small kernel that run at once, with room for the rounding of totals to powers of two."""
-RESIDENT = 264
-"""Blocks of the wave kernel that run at once, two on each processor."""
+RESIDENT, ROUNDS, FULL_ROWS, WAVE_WORK = 264, 528, 192, 1 << 34
+"""Tiles of 128 x 128 up to which the wave kernel is faster; of 256 x 128, rows and products, if nothing is copied."""
 LIST = 16
 """Groups of a list that the small kernel takes as an argument."""
 CUBE_ROWS = 8192
@@ -97,10 +98,11 @@ def is_swapped(spec: ProblemSpec) -> bool:
     return spec.form == "jagged_n" or (spec.form in ("batched", "per_group", "jagged_k") and spec.out.order == "col")
 
 
-def is_plain(spec: ProblemSpec) -> bool:
-    """Whether the result is alpha * A @ B in the operands' type, contiguous along its columns (see is_swapped)."""
+def plain_kind(spec: ProblemSpec) -> int:
+    """0: any epilogue. alpha * A @ B in the operands' type: 1 along contiguous columns (see is_swapped), 2 rows."""
     plain = spec.c is None and spec.bias is None and spec.activation is None and spec.out.dtype == spec.compute
-    return plain and spec.out.order == ("col" if is_swapped(spec) else "row")
+    along = "col" if is_swapped(spec) else "row"
+    return 0 if not plain or spec.out.order == "strided" else 1 if spec.out.order == along else 2
 
 
 def hopper_reasons(spec: ProblemSpec) -> list[str]:
@@ -132,7 +134,7 @@ def small_reasons(spec: ProblemSpec) -> list[str]:
     inner = {"jagged_m": spec.a.order == "col", "jagged_n": spec.b.order == "row"}.get(spec.form, False)
     if inner or (spec.form == "jagged_k" and not (spec.a.order == "col" and spec.b.order == "row")):
         reasons.append("the jagged direction is contiguous in an operand, where a group may start at any address")
-    if spec.form == "per_group" and (spec.groups > LIST or not is_plain(spec) or is_swapped(spec)):
+    if spec.form == "per_group" and (spec.groups > LIST or plain_kind(spec) != 1 or is_swapped(spec)):
         reasons.append(f"a list of {spec.groups} groups: at most {LIST}, without epilogue, results by rows")
     if spec.groups == 0 or spec.total > CUBE_ROWS or spec.groups > CUBE_ROWS or max(spec.m or 0, spec.n or 0) > 1 << 20:
         reasons.append(
@@ -154,7 +156,7 @@ def wave_reasons(spec: ProblemSpec) -> list[str]:
     reasons = [*hopper_reasons(copied), *_copy_reasons(spec, copied)]
     if spec.form not in ("per_group", "batched") or spec.groups > LIST:
         reasons.append(f"{spec.groups} groups of {spec.form}: it takes a list or a batch of at most {LIST}")
-    if not is_plain(spec) or is_swapped(spec):
+    if plain_kind(spec) != 1 or is_swapped(spec):
         reasons.append("an epilogue, or a result by columns: it stores plain results by rows")
     return reasons
 
@@ -206,12 +208,12 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
     if config.kernel == "small":
         return config.tile in (32, 64) and not small_reasons(spec)
     if config.kernel == "wave":
-        return config in (WAVE, WAVE64) and capability == (9, 0) and not wave_reasons(spec)
+        return config in WAVES and capability == (9, 0) and not wave_reasons(spec)
     known = config.rows in (64, 128, 192, 256) and config.stages >= 2
-    fits = known and config.shared_bytes(is_plain(spec)) <= SHARED_LIMIT
+    fits = known and config.shared_bytes(plain_kind(spec) > 0) <= SHARED_LIMIT
     shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
     shape = shape and spec.groups <= config.groups_at_most
-    shape = shape and (not config.pingpong or (config.rows <= 192 and is_plain(spec)))
+    shape = shape and (not config.pingpong or (config.rows <= 192 and plain_kind(spec) > 0))
     check = {"packed": packed_reasons, "direct": direct_reasons}.get(config.kernel, hopper_reasons)
     reasons = check(spec)
     return fits and shape and capability == (9, 0) and not reasons
@@ -226,19 +228,21 @@ def _order(spec: ProblemSpec) -> list[Config]:
     """All configs, the best guess first: pieces as high as the average group; copies only where they pay."""
     small, wave = _small_order(spec), _wave_order(spec)
     first = (*wave, *small) if (spec.k or spec.largest) > BRIEF_K else (*small, *wave)
-    rest = (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, WAVE, WAVE64)
+    rest = (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, *WAVES)
     return list(dict.fromkeys((*first, *_larger(spec), *rest)))
 
 
 def _wave_order(spec: ProblemSpec) -> list[Config]:
-    """Where all tiles of 128 x 128 are at work at once; lower ones where half of the GPU would be idle."""
+    """A block for each tile, where few rounds of blocks take all of them; lists may hide larger columns than rows."""
     columns, k = max(spec.n or spec.largest, 1), spec.k or spec.largest
-    tiles = max(-(-spec.total // WAVE.rows), spec.groups) * -(-columns // COLUMNS)
-    if spec.total == 0 or _rows_per_group(spec) < WAVE64.rows or wave_reasons(spec):
+    rows = _rows_per_group(spec)
+    if spec.total == 0 or rows < 64 or wave_reasons(spec):
         return []
-    if tiles <= RESIDENT:
-        return [WAVE64, WAVE] if 2 * tiles <= RESIDENT else [WAVE, WAVE64]
-    return [WAVE] if k <= SHORT_K and hopper_reasons(spec) else []
+    low, high = (max(-(-spec.total // tile), spec.groups) * -(-columns // COLUMNS) for tile in (128, 256))
+    if hopper_reasons(spec):
+        return [WAVE] if low <= RESIDENT or k <= SHORT_K else []
+    several = high <= ROUNDS and rows >= FULL_ROWS and spec.total * columns * k <= WAVE_WORK
+    return [WAVE] if low <= RESIDENT or several else []
 
 
 def _small_order(spec: ProblemSpec) -> list[Config]:
@@ -267,7 +271,7 @@ def _larger(spec: ProblemSpec) -> list[Config]:
 
 def _rows_per_group(spec: ProblemSpec) -> int:
     """What is known of them before any size is: the mean; a whole tile where the jagged direction is another."""
-    return spec.total // max(spec.groups, 1) if spec.form not in ("jagged_n", "jagged_k") else WIDE.rows
+    return spec.total // max(spec.groups, 1) if spec.form != "jagged_k" else WIDE.rows
 
 
 def _hopper_order(spec: ProblemSpec) -> list[Config]:
@@ -278,7 +282,7 @@ def _hopper_order(spec: ProblemSpec) -> list[Config]:
         return [NARROW, MIDDLE, WIDE]
     if rows <= 64:
         return [MIDDLE, WIDE, NARROW]
-    turns = [TURNS] if is_plain(spec) and spec.groups <= TURNS_GROUPS else []
+    turns = [TURNS] if plain_kind(spec) and spec.groups <= TURNS_GROUPS else []
     large = rows > MANY_ROWS or spec.form == "jagged_k"
     return [*turns, WIDE, ALONE, MIDDLE, NARROW] if large else [WIDE, *turns, ALONE, MIDDLE, NARROW]
 

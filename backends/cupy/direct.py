@@ -6,6 +6,7 @@ would have to shift them anew.
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.cupy import counters, hopper, packing, tensor_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, Config, direct_spec, is_plain
+from multigemm.backends.cupy.config import COLUMNS, Config, direct_spec, plain_kind
 from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.tensor_maps import Side
@@ -30,7 +31,7 @@ def source(spec: ProblemSpec, config: Config) -> Source:
 def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, int]:
     """The copying kernel and the product."""
     function, _ = load(source(spec, config), index)
-    allow_shared(function, config.shared_bytes(is_plain(spec)))
+    allow_shared(function, config.shared_bytes(plain_kind(spec) > 0))
     counters.pool(index)
     return load(packing.SOURCE, index)[0], function
 
@@ -56,10 +57,10 @@ def _listed_maps(ops: Operands, config: Config) -> Tensor:
 def bind(ops: Operands, config: Config, functions: tuple[int, int], sms: int) -> Launch:
     """Copies of the rows where they need one, then the product."""
     copied, copy = packing.with_copies(ops, direct_spec(ops.spec), functions[0], sms)
-    return packing.after(copy, _bind(copied, config, functions[1]))
+    return packing.after(copy, _bind(copied, config, functions[1], copy is not None))
 
 
-def _bind(ops: Operands, config: Config, function: int) -> Launch:
+def _bind(ops: Operands, config: Config, function: int, after_copies: bool) -> Launch:
     spec, index = ops.spec, ops.device.index or 0
     table, listed, maps, keep_rows = table_of(ops), None, tensor_maps.BLANK * 17, False
     view, role = view_of(ops), hopper.roles(spec)
@@ -76,11 +77,11 @@ def _bind(ops: Operands, config: Config, function: int) -> Launch:
     )  # fmt: skip
     across = COLUMNS * config.cluster
     tiles = tiles_at_most(ops, view, *((across, config.rows) if role.swapped else (config.rows, across)))
-    shared = config.shared_bytes(is_plain(spec))
+    shared = config.shared_bytes(plain_kind(spec) > 0)
     clusters = max(1, min(tiles, resident_clusters(function, config.cluster, hopper.THREADS, shared)))
     return launcher(
         function,
-        [problem_bytes(ops, table, view), options, maps],
+        [problem_bytes(ops, table, view), options, maps, struct.pack("<i", after_copies)],
         grid=clusters * config.cluster,
         threads=hopper.THREADS,
         shared=shared,

@@ -17,7 +17,7 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.cupy import counters, tensor_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, Config, is_plain, is_swapped
+from multigemm.backends.cupy.config import COLUMNS, Config, is_swapped, plain_kind
 from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.tensor_maps import Side
@@ -48,23 +48,23 @@ def roles(spec: ProblemSpec) -> Roles:
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: dtype, layouts, whether the epilogue is plain, and the config."""
-    role, plain = roles(spec), is_plain(spec)
+    role, plain = roles(spec), plain_kind(spec)
     return Source(
         "hopper.cu",
         "hopper",
         (
             ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
             ("RAGGED_K", int(spec.form == "jagged_k")), ("LISTED", int(spec.form == "per_group")),
-            ("PLAIN", int(plain)), ("ROWS", config.rows), ("STAGES", config.stages),
+            ("PLAIN", plain), ("ROWS", config.rows), ("STAGES", config.stages),
             ("CLUSTER", config.cluster), ("STEP", config.step), ("PINGPONG", int(config.pingpong)),
-            ("SHARED", config.shared_bytes(plain)),
+            ("SHARED", config.shared_bytes(plain > 0)),
         ),
     )  # fmt: skip
 
 
 def shared_bytes(spec: ProblemSpec, config: Config) -> int:
     """Dynamic shared memory, as hopper.cu lays it out (an upper bound for the bookkeeping)."""
-    return config.shared_bytes(is_plain(spec))
+    return config.shared_bytes(plain_kind(spec) > 0)
 
 
 def prepare(spec: ProblemSpec, config: Config, index: int) -> int:

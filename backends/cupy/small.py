@@ -8,7 +8,7 @@ import torch
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import LIST, Config, is_plain, is_swapped
+from multigemm.backends.cupy.config import LIST, Config, is_swapped, plain_kind
 from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.params import problem_bytes, view_of
 from multigemm.layouts import Operands, Packed
@@ -21,8 +21,8 @@ HOPPER = (9, 0)
 
 
 def _plain(spec: ProblemSpec) -> bool:
-    """Whether results leave straight from the registers."""
-    return is_plain(spec) and not is_swapped(spec)
+    """Whether results leave straight from the registers: alpha * A @ B, contiguous along its columns."""
+    return plain_kind(spec) == (2 if is_swapped(spec) else 1)
 
 
 def shared_bytes(spec: ProblemSpec, config: Config) -> int:
@@ -39,7 +39,7 @@ def source(spec: ProblemSpec, config: Config) -> Source:
         ("BFLOAT", int(spec.compute == torch.bfloat16)), ("A_K", int(spec.a.order != "col")),
         ("B_K", int(spec.b.order == "col")), ("TILE_M", config.tile), ("TILE_N", config.tile),
         ("LISTED", int(spec.form == "per_group")), ("PLAIN", int(_plain(spec))),
-        ("PAIRS", int(spec.out.align >= 4)),
+        ("PAIRS", int(spec.out.align >= 4 and spec.form != "jagged_n")),
         ("SHARED", shared_bytes(spec, config)),
     )  # fmt: skip
     return Source("small.cu", "small", defines)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import torch
@@ -11,16 +15,21 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.cupy import hopper, packing, tensor_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, LIST, Config, packed_spec
+from multigemm.backends.cupy.config import COLUMNS, LIST, WAVES, Config, packed_spec
 from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.params import view_of
 from multigemm.backends.cupy.tensor_maps import Side
 from multigemm.layouts import Operands, Strided, strides_of
 from multigemm.spec import ProblemSpec
 
-THREADS = 288
+THREADS, BLOCK_K = 288, 64
 NEVER = 0x7FFFFFFF
-SHAPES = struct.Struct(f"<{5 * LIST}i{2 * LIST}qfi")
+SHAPE, TAIL = struct.Struct("<4i2q"), struct.Struct("<fi")
+
+
+START, ROW, LINE, LATENCY, RATE = 2000, 4, 4, 2800, 8000
+"""Cycles: of a block besides its products, of storing a row, of multiplying one by 64 x 128, from asking for a stage
+until it is there; bytes per cycle that the L2 cache delivers. Fitted to 14 lists, each with all heights, on an H100."""
 
 
 class Matrix(NamedTuple):
@@ -42,9 +51,10 @@ class Group(NamedTuple):
     n: int
 
 
-def shared_bytes(config: Config) -> int:
+def shared_bytes(spec: ProblemSpec, config: Config) -> int:
     """The ring of stages, at a multiple of 1024."""
-    return config.stages * (COLUMNS + config.rows) * 128 + 1024
+    rows = config.rows if hopper.roles(packed_spec(spec)).x_k else -(-config.rows // 64) * 64
+    return config.stages * (COLUMNS + rows) * 128 + 1024
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
@@ -52,16 +62,48 @@ def source(spec: ProblemSpec, config: Config) -> Source:
     role = hopper.roles(packed_spec(spec))
     defines = (
         ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
-        ("ROWS", config.rows), ("STAGES", config.stages), ("STEP", 64), ("PINGPONG", 0),
+        ("ROWS", config.rows), ("STAGES", config.stages), ("STEP", 32), ("PINGPONG", 0),
     )  # fmt: skip
     return Source("wave.cu", "wave", defines)
 
 
-def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, int]:
-    """Compiles (or finds) and loads the copying kernel, where it is needed, and that of a spec."""
-    function = load(source(spec, config), index)[0]
-    allow_shared(function, shared_bytes(config))
-    return load(packing.SOURCE, index)[0] if packed_spec(spec) != spec else 0, function
+def heights(config: Config) -> tuple[Config, ...]:
+    """The configs that a problem's sizes may choose from."""
+    return (config,) if config.rows else WAVES[1:]
+
+
+def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, dict[Config, int]]:
+    """Compiles (or finds) and loads the copying kernel, where it is needed, and one for each height."""
+    functions = {c: load(source(spec, c), index)[0] for c in heights(config)}
+    for c, function in functions.items():
+        allow_shared(function, shared_bytes(spec, c))
+    return load(packing.SOURCE, index)[0] if packed_spec(spec) != spec else 0, functions
+
+
+@lru_cache(maxsize=1024)
+def height_for(shapes: tuple[tuple[int, int, int], ...], sms: int) -> Config:
+    """The height whose last block would end first; (m, k, n) of the groups, those with the longest k first."""
+    return min(WAVES[1:], key=lambda config: _cycles(shapes, config, sms))
+
+
+def _cycles(shapes: tuple[tuple[int, int, int], ...], config: Config, sms: int) -> float:
+    """Each free processor takes the next tile; nor can all of them together take more than the cache delivers."""
+    once = START + ROW * config.rows
+    tiles: Counter[int] = Counter()
+    for m, k, n in shapes:
+        tiles[-(-k // BLOCK_K)] += -(-m // config.rows) * -(-n // COLUMNS)
+    free, end = [(0.0, sms)], 0.0  # when, and how many processors
+    for blocks, left in tiles.items():
+        while left:
+            when, count = heappop(free)
+            taken = min(count, left)
+            if count > taken:
+                heappush(free, (when, count - taken))
+            done = when + once + blocks * max(LINE * config.rows, LATENCY / config.stages)
+            heappush(free, (done, taken))
+            left, end = left - taken, max(end, done)
+    traffic = sum(blocks * count for blocks, count in tiles.items()) * 2 * BLOCK_K * (COLUMNS + config.rows)
+    return max(end, once + traffic / RATE)
 
 
 def _matrix(x: Tensor) -> Matrix:
@@ -85,44 +127,48 @@ def groups_of(ops: Operands) -> list[Group]:
     return sorted((g for g in groups if g.m and g.n), key=lambda g: -g.k)
 
 
-def layout(ops: Operands, config: Config) -> tuple[bytes, int]:
+def layout(ops: Operands, groups: Sequence[Group], config: Config) -> tuple[bytes, int]:
     """The kernel's argument, and the number of tiles."""
     role, dtype = hopper.roles(ops.spec), ops.spec.compute
-    w_maps, x_maps = bytearray(), bytearray()
-    shapes: list[tuple[int, ...]] = []
+    w_maps, x_maps, shapes = bytearray(), bytearray(), bytearray()
+    first: list[int] = []
     tiles = 0
-    for a, b, out, m, k, n in groups_of(ops):
+    for a, b, out, m, k, n in groups:
         across = -(-n // COLUMNS)
         w = Side(b.ptr, n, k, 1, 2 * (b.col if role.w_k else b.row), 0, role.w_k, dtype)
         x = Side(a.ptr, m, k, 1, 2 * (a.row if role.x_k else a.col), 0, role.x_k, dtype)
         w_maps += tensor_maps.plain(w, COLUMNS)
         x_maps += tensor_maps.plain(x, config.rows)
-        shapes.append((tiles, across, m, n, k if ops.spec.alpha != "zero" else 0, out.ptr, 2 * out.row))
+        shapes += SHAPE.pack(across, m, n, k if ops.spec.alpha != "zero" else 0, out.ptr, 2 * out.row)
+        first.append(tiles)
         tiles += across * -(-m // config.rows)
-    missing = LIST - len(shapes)
-    shapes += [(NEVER, 1, *[0] * 5)] * missing
-    blank = tensor_maps.BLANK * missing
-    values = (value for column in zip(*shapes, strict=True) for value in column)
-    packed = SHAPES.pack(*values, float(ops.alpha), int(ops.spec.out.align == 16))
-    return bytes(w_maps) + blank + bytes(x_maps) + blank + packed, tiles
+    missing = LIST - len(first)
+    maps = w_maps + tensor_maps.BLANK * missing + x_maps + tensor_maps.BLANK * missing
+    numbers = struct.pack(f"<{LIST}i", *first, *[NEVER] * missing)
+    tail = TAIL.pack(float(ops.alpha), int(ops.spec.out.align == 16))
+    return bytes(maps + numbers + shapes + bytes(SHAPE.size * missing) + tail), tiles
 
 
-def bind(ops: Operands, config: Config, functions: tuple[int, int], sms: int) -> Launch:
+def bind(ops: Operands, config: Config, kernels: tuple[int, dict[Config, int]], sms: int) -> Launch:
     """Copies of the operands that need one, then the product."""
-    copied, copy = packing.with_copies(ops, packed_spec(ops.spec), functions[0], sms)
-    return packing.after(copy, _bind(copied, config, functions[1]))
+    pack, functions = kernels
+    copied, copy = packing.with_copies(ops, packed_spec(ops.spec), pack, sms)
+    return packing.after(copy, _bind(copied, config, functions, sms))
 
 
-def _bind(ops: Operands, config: Config, function: int) -> Launch:
-    argument, tiles = layout(ops, config)
+def _bind(ops: Operands, config: Config, functions: dict[Config, int], sms: int) -> Launch:
+    groups = groups_of(ops)
+    if not config.rows:
+        config = height_for(tuple((g.m, g.k, g.n) for g in groups), sms)
+    argument, tiles = layout(ops, groups, config)
     if tiles == 0:
         return _nothing
     return launcher(
-        function,
+        functions[config],
         [argument],
         grid=tiles,
         threads=THREADS,
-        shared=shared_bytes(config),
+        shared=shared_bytes(ops.spec, config),
         overlap=True,
         index=ops.device.index or 0,
         keep=ops,

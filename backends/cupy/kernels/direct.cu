@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
 
 // Four warps: all k-blocks of all tiles. The first thread also takes tiles from the counter, announces them, and
 // asks for their rows.
-__device__ __forceinline__ void load(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
+__device__ __forceinline__ void load(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank, bool copied) {
     const int clusters = gridDim.x / CLUSTER;
     const bool leads = threadIdx.x == CONSUMERS * 128;
     Position ring;
@@ -81,11 +81,13 @@ __device__ __forceinline__ void load(const Problem& p, const Launch& l, const Ma
             const u32 stage = stages + ring.index * STAGE_ALL, full = shared_address(&s.full[ring.index]);
             if (leads && rank == 0 && kb == max(blocks - 4, 0)) next = clusters + atomicAdd(l.counter, 1);  // asked early, used late
             barrier_wait(shared_address(&s.empty[ring.index]), ring.parity ^ 1);
+            if (leads && copied) wait_for_last_launch(), copied = false;              // of all operands only rows are copies
             if (leads) load_rows(p, l, maps, t, rank, stage, full, kb);
             copy_pieces(pieces, w, stage, kb * BK, t.k_len - kb * BK);
             arrive_after_copies(full);
         }
     }
+    if (leads && copied) wait_for_last_launch();         // whoever waits for this launch relies on the copies' end as well
     // The last cluster to stop leaves the counter as it found it, for the next launch.
     if (leads && rank == 0) {
         __threadfence();
@@ -155,7 +157,7 @@ __device__ __forceinline__ void consume_shifted(const Problem& p, const Launch& 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-direct(const __grid_constant__ Problem p, const __grid_constant__ Launch l, const __grid_constant__ Maps maps) {
+direct(const __grid_constant__ Problem p, const __grid_constant__ Launch l, const __grid_constant__ Maps maps, const int copied) {
     extern __shared__ char bytes[];
     const u32 stages = (shared_address(bytes) + 1023) & ~1023u;
     const u32 staging = stages + STAGES * STAGE_ALL;
@@ -175,14 +177,14 @@ direct(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
         barrier_init_fence();
     }
     start_next_launch();
-    wait_for_last_launch();
+    if (!copied) wait_for_last_launch();      // else the launch before this one is that of the copies, and began when all others were over
     if (rank == 0) build_schedule(p, s.schedule, l.swapped, ROWS, COLUMNS * CLUSTER, l.busy_rows);
     if (CLUSTER > 1) cluster_sync();
     else __syncthreads();
 
     if (warpgroup == CONSUMERS) {
         registers_down<72>();
-        load(p, l, maps, s, stages, rank);
+        load(p, l, maps, s, stages, rank, copied);
     } else {
         registers_up<216>();
         consume_shifted(p, l, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);

@@ -122,6 +122,10 @@ __device__ __forceinline__ void store_transposed(u32 row, u32 a, u32 b, u32 c, u
 __device__ __forceinline__ void store_transposed(u32 row, u32 a, u32 b) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(a), "r"(b) : "memory");
 }
+// Four such blocks as they are.
+__device__ __forceinline__ void store_blocks(u32 row, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
 __device__ __forceinline__ uint4 load_shared16(u32 address) {
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));

@@ -7,14 +7,14 @@ constexpr int AT_ONCE = 8;
 // `row` and every fourth one after it, AT_ONCE in all, of at most 64 results each, by one warp: as aligned pairs, from
 // swizzled rows of the staging. Four pitches are a whole number of pairs, so all of these rows begin with one, or none
 // does. Stores are predicated by hand: branches round them took longer than all the rest. Rows before `skip` and from
-// `rows` on are left alone.
-__device__ __forceinline__ void store_rows(char* out, i64 pitch, u32 staging, int row, int skip, int rows, int cols) {
+// `rows` on are left alone, and so are results before `begin` (at most 8) and from `cols` on.
+__device__ __forceinline__ void store_rows(char* out, i64 pitch, u32 staging, int row, int skip, int rows, int cols, int begin = 0) {
     const int lane = threadIdx.x & 31;
     char* at = out + row * pitch + lane * 4;
     const bool odd = (u64(at) & 2) != 0;
     const int first = lane * 2 - int(odd);                // of this lane's pair; at the ends of a row one may be left alone
-    const bool head = first < 0, last = odd && lane == 31 && cols == 64;
-    const bool both = !head && first + 1 < cols, alone = head ? cols > 0 : last || first + 1 == cols;
+    const bool inside = first >= begin, head = first + 1 == begin, last = odd && lane == 31 && cols == 64;
+    const bool both = inside && first + 1 < cols, alone = head ? begin < cols : last || (inside && first + 1 == cols);
     const int to = head ? 2 : last ? 4 : 0;
     at -= odd ? 2 : 0;
     u32 own[AT_ONCE], pair[AT_ONCE];

@@ -8,10 +8,12 @@ __device__ __forceinline__ int rows_to_skip(const Problem& p, const Tile& t) {
     return !X_K && !LISTED && !RAGGED_K && t.row0 == 0 ? t.extra : 0;
 }
 
+constexpr bool ALONG_ROWS = PLAIN == 2;       // neighbouring rows, not columns, are neighbours in memory
+
 // Where a warpgroup's 64 columns of a tile go.
 struct Target {
     char* out;          // first row of the piece, first column
-    i64 row_step;       // bytes
+    i64 row_step;       // bytes; from column to column if ALONG_ROWS
     int cols;           // columns left, at most 64
 };
 
@@ -23,11 +25,11 @@ __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, c
         r.out = (char*)__ldg(g + T_OUT), r.row_step = __ldg(g + (l.swapped ? T_OUT_COL : T_OUT_ROW)) * 2, cols = __ldg(g + (l.swapped ? T_M : T_N));
         r.out += t.row0 * r.row_step;
     } else {
-        r.row_step = (l.swapped ? p.out.col : p.out.row) * 2, cols = l.swapped ? p.m : p.n;
-        const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
-        r.out = p.out.ptr + i64(t.group) * p.out.group * 2 + i64(along_rows ? t.x_row : t.row0) * r.row_step;
+        r.row_step = (l.swapped != ALONG_ROWS ? p.out.col : p.out.row) * 2, cols = l.swapped ? p.m : p.n;
+        const bool jagged_rows = p.jagged == JAG_M || p.jagged == JAG_N;
+        r.out = p.out.ptr + i64(t.group) * p.out.group * 2 + i64(jagged_rows ? t.x_row : t.row0) * (ALONG_ROWS ? 2 : r.row_step);
     }
-    r.out += col * 2, r.cols = int(min64(cols - col, 64));
+    r.out += col * (ALONG_ROWS ? r.row_step : 2), r.cols = int(min64(cols - col, 64));
     return r;
 }
 
@@ -52,13 +54,15 @@ __device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch&
     }
 }
 
-// alpha * acc in the operands' type: 64 rows at a time turn in shared memory and leave as 16-byte pieces.
+// alpha * acc in the operands' type: 64 rows at a time turn in shared memory and leave as 16-byte pieces. ALONG_ROWS: they
+// need not turn, but where a row begins is no multiple of anything, so lines of 64 leave as pairs.
 __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
     const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
     const float alpha = float(p.alpha);
     const int skip = rows_to_skip(p, t);
     const i64 col = first_column(t, rank, PINGPONG ? 0 : half);
-    const u32 turn = staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+    const int low = (lane >> 3) & 1, high = lane >> 4, line = lane & 7;      // of the 8 x 8 blocks, and the line in one
+    const u32 turn = staging + (high * 8 + line) * 128 + (((warp * 2 + low) ^ line) << 4), straight = staging + (warp * 16 + low * 8 + line) * 128;
 #pragma unroll
     for (int q = 0; q < ACCUMULATORS / 32; ++q) {   // 32 registers each: 64 rows of 64 columns
         const int r0 = q % (ROWS / 64) * 64, right = q >= ROWS / 64 ? 64 : 0;
@@ -71,11 +75,16 @@ __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, c
             u32 pair[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) pair[i] = BFLOAT ? pack_bf16(v[i * 2] * alpha, v[i * 2 + 1] * alpha) : pack_f16(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
-            store_transposed(turn + j * 16 * 128, pair[0], pair[1], pair[2], pair[3]);
+            if (ALONG_ROWS) store_blocks(straight + (((j * 2 + high) ^ line) << 4), pair[0], pair[1], pair[2], pair[3]);
+            else store_transposed(turn + j * 16 * 128, pair[0], pair[1], pair[2], pair[3]);
         }
         warpgroup_sync(half);
         const int rows = min(t.rows - r0, 64);
-        if (l.vector_out) {
+        if (ALONG_ROWS) {
+#pragma unroll
+            for (int c = 0; c < 64; c += 4 * AT_ONCE)
+                store_rows(to.out + r0 * 2, to.row_step, staging, c + warp, 0, to.cols, rows, max(skip - r0, 0));
+        } else if (l.vector_out) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = i * 16 + (tid >> 3), chunk = tid & 7;

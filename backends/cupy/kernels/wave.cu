@@ -4,22 +4,28 @@
 // tensor maps and shapes are the argument, each thread block has one tile of 128 columns by ROWS rows, and nothing is
 // read from memory but operands. As in hopper.cu C^T = W^T X^T.
 //
-// Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction), ROWS, STAGES. Two blocks share a processor.
+// Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction), ROWS, and as many STAGES as fit: low tiles wait for
+// memory, not for the tensor cores.
 #include "mma.cuh"
 #include "rows.cuh"
 
 constexpr int LIST = 16;                           // as config.LIST
 constexpr int BK = 64, COLUMNS = 128, CONSUMERS = 2, THREADS = CONSUMERS * 128 + 32;
-constexpr int W_BYTES = COLUMNS * BK * 2, X_BYTES = ROWS * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES, BLOCK = 64 * BK * 2;
+constexpr int LINES = X_K ? ROWS : (ROWS + 63) / 64 * 64;                          // rows of X that are loaded: whole boxes
+constexpr int W_BYTES = COLUMNS * BK * 2, X_BYTES = LINES * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES, BLOCK = 64 * BK * 2;
 constexpr int STAGING_BYTES = ROWS * 64 * 2;       // results of a warpgroup; they take the place of the stages
-static_assert(ROWS % 64 == 0 && CONSUMERS * STAGING_BYTES <= STAGES * STAGE_BYTES, "whole boxes, and room for the results");
+static_assert(ROWS % 32 == 0 && CONSUMERS * STAGING_BYTES <= STAGES * STAGE_BYTES, "whole atoms, and room for the results");
+
+struct Shape {                                     // a group's; in one piece, for each piece of an argument is fetched when it is first read
+    int across, m, n, k;                           // tiles side by side; the extents
+    u64 out;
+    i64 pitch;                                     // bytes between rows of the result
+};
 
 struct Work {
     TensorMap w[LIST], x[LIST];
     int first[LIST];                               // number of the group's first tile; past the last group: never reached
-    int across[LIST], m[LIST], n[LIST], k[LIST];   // tiles side by side; the extents
-    u64 out[LIST];
-    i64 pitch[LIST];                               // bytes between rows of the result
+    Shape shape[LIST];
     float alpha;
     int vector_out;                                // rows of all results are aligned to 16 bytes
 };
@@ -39,10 +45,10 @@ __device__ __forceinline__ void load_block(const Work& p, int g, int row, int co
     const u32 stage = stages + kb % STAGES * STAGE_BYTES, arrived = shared_address(&full[kb % STAGES]);
     barrier_expect(arrived, STAGE_BYTES);
     load_side<COLUMNS, W_K>(&p.w[g], col, kb * BK, stage, arrived);
-    load_side<ROWS, X_K>(&p.x[g], row, kb * BK, stage + W_BYTES, arrived);
+    load_side<LINES, X_K>(&p.x[g], row, kb * BK, stage + W_BYTES, arrived);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) wave(const __grid_constant__ Work p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) wave(const __grid_constant__ Work p) {
     extern __shared__ char raw[];
     __shared__ u64 full[STAGES], empty[STAGES];
     const u32 stages = (shared_address(raw) + 1023) & ~1023u;
@@ -50,9 +56,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) wave(const __grid_const
     int g = -1;
 #pragma unroll
     for (int i = 0; i < LIST; ++i) g += tile >= p.first[i];
-    const int local = tile - p.first[g], across = p.across[g], down = local / across;
-    const int row = down * ROWS, col = (local - down * across) * COLUMNS;
-    const int blocks = (p.k[g] + BK - 1) / BK;
+    const Shape& shape = p.shape[g];
+    const int local = tile - p.first[g], down = local / shape.across, row = down * ROWS, col = (local - down * shape.across) * COLUMNS;
+    const int blocks = (shape.k + BK - 1) / BK;
     if (threadIdx.x == CONSUMERS * 128) {
         prefetch_map(&p.w[g]), prefetch_map(&p.x[g]);
         for (int i = 0; i < STAGES; ++i) barrier_init(shared_address(&full[i]), 1), barrier_init(shared_address(&empty[i]), CONSUMERS * 4);
@@ -73,9 +79,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) wave(const __grid_const
     wait_for_last_launch();                            // even results without a single k must not overtake it
     // Everything that the way out needs, while the first loads are on their way.
     const int half = warp >> 2, tid = threadIdx.x & 127, chunk = tid & 7;
-    int rows = min(p.m[g] - row, ROWS), cols = p.n[g] - col - half * 64;
-    i64 pitch = p.pitch[g];
-    char* out = (char*)p.out[g] + row * pitch + (col + half * 64) * 2;
+    int rows = min(shape.m - row, ROWS), cols = shape.n - col - half * 64;
+    i64 pitch = shape.pitch;
+    char* out = (char*)shape.out + row * pitch + (col + half * 64) * 2;
     asm volatile("" : "+r"(rows), "+r"(cols), "+l"(pitch), "+l"(out));
     constexpr u32 W_STEP = W_K ? 32 : 2048, X_STEP = X_K ? 32 : 2048;             // bytes from one k = 16 to the next
     float d[ROWS / 2];
