@@ -52,7 +52,7 @@ def _cast_spec(x: Operand, given: OperandSpec, dtype: torch.dtype) -> OperandSpe
     if given.dtype is dtype:
         return given
     if isinstance(x, Tensor):
-        return replace(classify(torch.empty_like(x, dtype=dtype, device="meta"), given.shared), wide=given.wide)
+        return classify(torch.empty_like(x, dtype=dtype, device="meta"), given.shared)
     return classify_list([torch.empty_like(t, dtype=dtype, device="meta") for t in x], dtype)
 
 
