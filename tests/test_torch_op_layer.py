@@ -89,7 +89,7 @@ def test_the_memory_between_launches_is_cut_without_overlap() -> None:
     assert parts.up.untyped_storage().data_ptr() == parts.inner.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("wrong", ["dtype", "strides", "index", "none", "many"])
+@pytest.mark.parametrize("wrong", ["dtype", "strides", "index", "none", "many", "width", "result", "device", "tokens"])
 def test_what_the_steps_have_to_arrange_is_left_to_them(wrong: str) -> None:
     pytest.importorskip("triton")
     x, index, weights = torch.ones(6, 24), torch.zeros(6, 2, dtype=torch.int64), torch.ones(6, 2)
@@ -103,8 +103,16 @@ def test_what_the_steps_have_to_arrange_is_left_to_them(wrong: str) -> None:
         index = index.to(torch.int16)
     elif wrong == "none":
         x, index, weights = x[:0], index[:0], weights[:0]
+    elif wrong == "width":
+        nets = nets._replace(up=torch.ones(4, 42, 24))
+    elif wrong == "result":
+        nets = nets._replace(down=torch.ones(4, 28, 20))
+    elif wrong == "device":
+        nets = nets._replace(down_bias=torch.ones(4, 24, device="meta"))
+    elif wrong == "tokens":
+        x = torch.ones(7, 24)
     else:
-        nets = nets._replace(up=torch.ones(1, 1, 1).expand(2000, 40, 24))
+        nets = nets._replace(up=torch.ones(1, 1, 1).expand(2000, 40, 24), down=torch.ones(1, 1, 1).expand(2000, 24, 20))
     assert layer_call._layer_of(x, index, weights, nets) is None
 
 

@@ -27,7 +27,7 @@ from multigemm.integrations.routing_op import triton_is_here
 
 LINE = 256
 """Bytes to which the parts of the memory between the launches are aligned, as the allocator's own are."""
-PLAIN = (Tensor, Parameter)
+PLAIN = frozenset((Tensor, Parameter, type(None)))
 _known = op_call.launches.kept
 _USUAL = {torch._C._dispatch_tls_local_include_set().raw_repr()}
 with torch.inference_mode():
@@ -135,7 +135,7 @@ def watched(*tensors: Tensor | None) -> bool:
         return True
     if torch._C._len_torch_function_stack() or torch._C._get_tracing_state() is not None:
         return True
-    return any(x is not None and type(x) not in PLAIN for x in tensors)
+    return not PLAIN.issuperset(map(type, tensors))
 
 
 def _memory(x: Tensor) -> Any:
@@ -149,23 +149,30 @@ def _memory_of(layer: _Layer) -> tuple[Tensor, Tensor]:
 
 
 def _layer_of(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> _Layer | None:
-    """None for what the steps have to arrange first."""
-    up, down = nets.up, nets.down
-    shaped = x.dim() == index.dim() == weights.dim() == 2 and up.dim() == down.dim() == 3
-    if not shaped or x.stride(1) != 1 or not (index.is_contiguous() and weights.is_contiguous()):
+    """None for what the steps have to arrange, or refuse."""
+    if not _plain(x, index, weights, nets):
         return None
-    if not x.dtype == up.dtype == down.dtype or index.dtype not in (torch.int64, torch.int32):
+    (tokens, top_k), pairs, hidden, across = index.shape, index.numel(), x.shape[1], 2 - nets.stacked
+    experts, width, inner = nets.up.shape[0], nets.up.shape[3 - across], nets.down.shape[across]
+    wanted = (experts, hidden, inner) if across == 2 else (experts, inner, hidden)
+    if nets.down.shape != wanted or width != (inner if nets.gelu is None else 2 * inner):
         return None
-    pairs, across = index.numel(), 2 - nets.stacked
-    experts, width, inner = up.shape[0], up.shape[3 - across], down.shape[across]
-    if index.shape != weights.shape or not _kernels().can(pairs, experts) or not x.numel():
+    if not _kernels().can(pairs, experts) or not x.numel():
         return None
-    hidden, line = x.shape[1], pairs * x.dtype.itemsize
+    line = pairs * x.dtype.itemsize
     order, counts = _kernels().scratch(pairs, experts)
     sizes = (line * max(hidden, inner), line * max(hidden, width), 8 * pairs, 4 * experts, order, counts)
     *starts, size = accumulate((-(-part // LINE) * LINE for part in sizes), initial=0)
-    tokens, top_k = index.shape
     return _Layer(tokens, top_k, experts, hidden, width, inner, x.dtype, x.device, tuple(starts), size)
+
+
+def _plain(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> bool:
+    """Whether all lies as the kernels read it: one device, one dtype, no strides but the weights'."""
+    given = (x, index, weights, nets.up, nets.down, nets.up_bias, nets.down_bias)
+    shaped = x.dim() == index.dim() == weights.dim() == 2 and nets.up.dim() == nets.down.dim() == 3
+    typed = x.dtype == nets.up.dtype == nets.down.dtype and index.dtype in (torch.int64, torch.int32)
+    paired = index.shape == weights.shape and len(x) == len(index) and index.is_contiguous() and weights.is_contiguous()
+    return shaped and typed and paired and x.stride(1) == 1 and all(t is None or t.device == x.device for t in given)
 
 
 def _fresh(key: Any, x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | None:
