@@ -211,7 +211,7 @@ def _encode(m: Measured) -> dict[str, Any]:
 
 
 def decode(raw: Any, source: str) -> Measured:
-    """A measurement out of JSON; raises ValueError for one that is damaged or of another schema."""
+    """A measurement out of JSON, which knows no tuples; raises ValueError for one that is damaged or of another schema."""
     if not isinstance(raw, Mapping) or raw.get("schema", SCHEMA) != SCHEMA:
         raise ValueError(f"{str(raw)[:80]} is no measurement of schema {SCHEMA}")
     try:
@@ -223,7 +223,7 @@ def decode(raw: Any, source: str) -> Measured:
     counts = all(type(x) in (int, float) and x >= 0 for x in (m.us, m.groups, m.flops))
     if not (texts and maps and counts and _is_key(m.key)):
         raise ValueError(f"{str(raw)[:200]} is no measurement")
-    return m
+    return replace(m, config={name: tuple(v) if isinstance(v, list) else v for name, v in m.config.items()})
 
 
 def unfold(raw: Any, source: str) -> list[Measured]:

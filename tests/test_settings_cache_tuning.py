@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 import multigemm as mg
 from multigemm import nearest, tuning
+from multigemm.backends.triton.config import Config
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.nearest import Sample, Space, estimates, place_of
 from multigemm.settings import Settings, parse
@@ -120,6 +121,19 @@ def test_tuning_finds_its_own_class_across_processes(tmp_path: Path) -> None:
     assert [m.us for m in fresh.own()] == [5.0]
     assert fresh.clear() == 1
     assert fresh.find("cpu", _spec(600), cpu) is None
+
+
+def test_a_config_comes_back_as_it_was(tmp_path: Path) -> None:
+    """JSON turns tuples into lists, which equal no field of a config: tuned ones would be passed over."""
+    config = Config(pack=("a",))
+    kept = Measured("triton", asdict(config), 5.0, "cpu", spec_key(_spec(1000)))
+    TuningTable(DiskCache("t", tmp_path)).record(kept)
+    found = TuningTable(DiskCache("t", tmp_path)).find("triton", _spec(600), torch.device("cpu"))
+    assert found is not None
+    (shared,) = (m for entry in json.loads(json.dumps(tuning.fold([kept]))) for m in tuning.unfold(entry, "file"))
+    for again in (found, shared):
+        assert Config(**again.config) == config
+        assert tuning.config_text(again.config) == tuning.config_text(config)
 
 
 def test_a_measurement_of_a_vanished_config_is_passed_over() -> None:
