@@ -211,7 +211,7 @@ def _encode(m: Measured) -> dict[str, Any]:
 
 
 def decode(raw: Any, source: str) -> Measured:
-    """A measurement out of JSON, which knows no tuples; raises ValueError for one that is damaged or of another schema."""
+    """A measurement out of JSON, which has no tuples; raises ValueError for a damaged one or another schema."""
     if not isinstance(raw, Mapping) or raw.get("schema", SCHEMA) != SCHEMA:
         raise ValueError(f"{str(raw)[:80]} is no measurement of schema {SCHEMA}")
     try:
