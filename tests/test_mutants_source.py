@@ -14,7 +14,7 @@ from multigemm.testing import source_sites as places
 from multigemm.testing import source_trace as tracing
 from multigemm.testing import source_workers as crew
 from multigemm.testing.case import Case
-from multigemm.testing.source_equivalents import EQUIVALENT, excuse
+from multigemm.testing.source_equivalents import EQUIVALENT, becomes, excuse
 from multigemm.testing.source_hunt import Hunt
 from multigemm.testing.source_live import Variant
 
@@ -137,10 +137,53 @@ def test_survivors_are_excused_only_with_a_reason() -> None:
     assert not excuse(places.Site("triton/schedule_device.py", 1, "zero for one", before, after + " + 1"))
 
 
-@pytest.mark.parametrize("entry", EQUIVALENT, ids=lambda entry: " ".join(entry[:3]))
-def test_an_excuse_speaks_of_a_place_that_there_is(entry: tuple[str, str, str, str]) -> None:
+def test_an_excuse_speaks_of_a_place_that_there_is() -> None:
     offered = [site for backend in places.FILES for site in places.sites(backend)]
-    assert any(excuse(site) == entry[3] and Path(site.file).name == entry[0] for site in offered)
+    excused = {(Path(site.file).name, excuse(site)) for site in offered}
+    assert {(file, reason) for file, _, _, reason in EQUIVALENT} <= excused
+    idle = [entry[:3] for entry in EQUIVALENT if not any(speaks_of(entry, site) for site in offered)]
+    assert not idle, idle
+
+
+def speaks_of(entry: tuple[str, str, str, str], site: places.Site) -> bool:
+    return entry[0] == Path(site.file).name and becomes(site, entry[1], entry[2])
+
+
+def test_what_was_done_away_with_is_not_hunted_again(tmp_path: Path) -> None:
+    site = places.Site("f", 1, "o", "a", "b")
+    fates = [crew.Fate(replace(site, line=line), state, source=source) for line, state, source in
+             ((1, "killed", "x"), (2, "survived", "x"), (3, "stillborn", ""), (4, "failed", "x"))]  # fmt: skip
+    sm.write(fates, str(tmp_path / "fates.json"))
+    assert sm.judged([str(tmp_path / "fates.json")]) == {(str(fates[0].site), "x"): fates[0]}
+
+
+def test_the_unchanged_kernels_are_hunted_among_their_mutants() -> None:
+    site = places.Site("f", 1, "o", "a", "b")
+    hunted = list(sm.with_controls([replace(site, line=line) for line in range(60)]))
+    controls = [at for at, each in enumerate(hunted) if each.operator == sm.UNCHANGED]
+    assert controls == [0, 26, 52] and all(hunted[at].after == "a" for at in controls) and len(hunted) == 63
+
+
+def test_a_hang_is_tried_once_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [(None, crew.HANGS), ({"state": "survived", "oracle": "", "text": ""}, 0)]
+    monkeypatch.setattr(crew, "_attempt", lambda *asked: answers.pop(0))
+    site = places.sites("triton", root)[0]
+    assert crew.run_one(replace(site, after=site.before + " "), Hunt("triton"), root).state == "survived"
+    answers += [(None, crew.HANGS), (None, crew.HANGS)]
+    assert crew.run_one(site, Hunt("triton"), root).oracle == "hang"
+
+
+def test_a_survivor_whose_machine_code_is_the_old_one_counts_apart(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"state": "survived", "oracle": "", "text": "", "codes": [["1"], ["2"]], "spent": {}}
+    monkeypatch.setattr(crew, "_attempt", lambda *asked: (told, 0))
+    site = replace(places.sites("triton", root)[0], before="a", after="b")
+    variants = [Variant({}, "pointer", config) for config in "12"]
+
+    def state(second: str) -> str:
+        unchanged = {"1": ["1"], "2": [second]}
+        return crew.run_one(site, Hunt("triton", "cuda"), root, variants, lambda v: unchanged[v.config]).state
+
+    assert [state(second) for second in "23"] == ["same", "survived"]
 
 
 def test_the_folder_is_the_packages() -> None:

@@ -83,11 +83,13 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("schedule.cuh", "base < p.groups; base", "base <= p.groups; base", "one more round, in which no group is left"),
     *((file, "d < 32; d <<= 1", "d <= 32; d <<= 1", "one more round, in which no lane takes part")
       for file in ("schedule.cuh", "groups.cuh", "small.cu")),
+    # Numba
+    ("simt.py", "blocks * threads)", "blocks)", "elements are zeroed more than once"),
 )  # fmt: skip
 """(file, text, what it becomes, reason)."""
 
 
-def _becomes(site: Site, old: str, new: str) -> bool:
+def becomes(site: Site, old: str, new: str) -> bool:
     """Whether the change is that of `old` into `new`, at one place of the line."""
     at = site.before.find(old)
     while at >= 0:
@@ -100,4 +102,4 @@ def _becomes(site: Site, old: str, new: str) -> bool:
 def excuse(site: Site) -> str:
     """Why a survivor is no fault; empty if nobody has said so."""
     name = Path(site.file).name
-    return next((reason for file, old, new, reason in EQUIVALENT if file == name and _becomes(site, old, new)), "")
+    return next((reason for file, old, new, reason in EQUIVALENT if file == name and becomes(site, old, new)), "")
