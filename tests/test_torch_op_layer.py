@@ -56,6 +56,13 @@ def test_modes_watch(mode: Any) -> None:
     assert not layer_call.watched(x)
 
 
+def test_values_that_are_not_in_memory_are_seen() -> None:
+    x = torch.ones(2, 2)
+    assert not layer_call._lazy(x, x)
+    assert layer_call._lazy(x, torch._neg_view(x))
+    assert layer_call._lazy(torch._efficientzerotensor((2, 2)))
+
+
 def test_subclasses_watch() -> None:
     assert layer_call.watched(torch.ones(2), torch.ones(2, 2).as_subclass(_Own))
 

@@ -100,6 +100,8 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
     up, down, up_bias, down_bias = nets.up, nets.down, nets.up_bias, nets.down_bias
     if watched(x, index, weights, up, down, up_bias, down_bias):
         return None
+    if _lazy(x, weights, up, down, up if up_bias is None else up_bias, down if down_bias is None else down_bias):
+        return None
     key = (
         x.data_ptr(), x.dtype, x.shape, x.stride(), index.data_ptr(), index.dtype, index.shape, index.stride(),
         weights.data_ptr(), weights.dtype, weights.shape, weights.stride(), up.data_ptr(), up.dtype, up.shape,
@@ -136,6 +138,11 @@ def watched(*tensors: Tensor | None) -> bool:
     if torch._C._len_torch_function_stack() or torch._C._get_tracing_state() is not None:
         return True
     return not PLAIN.issuperset(map(type, tensors))
+
+
+def _lazy(*tensors: Tensor) -> bool:
+    """Whether memory does not hold the values: a minus sign is pending, or there is none because all are zero."""
+    return any(map(Tensor.is_neg, tensors)) or not all(map(Tensor.data_ptr, tensors))
 
 
 def _memory(x: Tensor) -> Any:
