@@ -7,17 +7,20 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
-from multigemm.backends.triton.launch import split_space
+from multigemm.backends.triton.emulate import space_of
 from multigemm.integrations import sort_op
 from multigemm.settings import settings
 from multigemm.staging import stage
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [*FLOATS, torch.int8]
@@ -201,14 +204,14 @@ def test_sizes_that_lie_find_a_place_for_the_parts_of_every_tile(monkeypatch: py
     def spaced(ops: Any, tiles: int, config: Config) -> dict[str, torch.Tensor]:
         """The workspace between guards, as a slice of more memory."""
         wide = {}
-        for name, tensor in split_space(ops, tiles, config).items():
+        for name, tensor in space_of(ops, tiles, config).items():
             whole = torch.full((tensor.numel() * 3,), 77, dtype=tensor.dtype)
             whole[tensor.numel() : 2 * tensor.numel()] = tensor.flatten()
             wide[name] = whole
         made.append(wide)
         return {name: whole[whole.numel() // 3 : whole.numel() // 3 * 2] for name, whole in wide.items()}
 
-    monkeypatch.setattr("multigemm.backends.triton.emulate.split_space", spaced)
+    monkeypatch.setattr("multigemm.backends.triton.emulate.space_of", spaced)
     ends = torch.tensor([4, 6, 9, 20, 21, 40], dtype=torch.int32)
     a, b = torch.randn(40, 70), torch.randn(6, 70, 20)
     config = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=3, splits=4)
@@ -233,3 +236,42 @@ def test_records_of_sizes_that_lie_stay_in_their_list() -> None:
     assert records[0] == 64, "20 groups of 8 tile rows find 64 places"
     assert (records[8 : 8 * 65].view(64, 8)[:, :7] != -7).all()
     assert (records[8 * 65 :] == -7).all()
+
+
+def test_as_many_groups_as_are_counted_at_once() -> None:
+    """Their counts come from the sizes; the prefix sums, which nobody wrote, would tell anything."""
+    groups = 32
+    offsets = torch.arange(groups + 1, dtype=torch.int32) * 2
+    given = mg.GroupedGemmProblem(torch.randn(2 * groups, 16), torch.randn(groups, 16, 8), offsets=offsets)
+    config = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=0)
+    assert mg.verify(given, mg.solve(given, backend="triton", config=config))
+
+
+@pytest.mark.parametrize("columns", [31, 32])
+def test_tiles_shared_out_are_no_more_than_their_places(columns: int) -> None:
+    """A tile too many per group would leave none for the last group."""
+    given = mg.GroupedGemmProblem(torch.randn(3, 20, 70), torch.randn(3, 70, columns))
+    config = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=3, splits=2)
+    assert mg.verify(given, mg.solve(given, backend="triton", config=config))
+
+
+def test_no_count_is_read_behind_the_last_one() -> None:
+    global locate, tl  # a kernel sees the names of its module only
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+    import triton.language as tl
+
+    from multigemm.backends.triton.schedule_device import locate
+
+    def find(found: Any, prefix: Any, groups: Any, out: Any, CHUNK: tl.constexpr) -> None:
+        pivots = tl.load(found + tl.arange(0, CHUNK))
+        tile = tl.program_id(0)
+        group, first = locate(tile, pivots, 3, prefix, groups, CHUNK)
+        tl.store(out + 2 * tile, group)
+        tl.store(out + 2 * tile + 1, first)
+
+    prefix = torch.tensor([1, 2, 3, 4, 5, 6, 7, 0, 0], dtype=torch.int32)  # seven groups of one tile; then nothing
+    out = torch.full((14,), -1, dtype=torch.int32)
+    kernel: Any = triton.jit(find)
+    kernel[(7,)](torch.tensor([3, 6, 7, 7], dtype=torch.int32), prefix, 7, out, CHUNK=4)
+    assert out.view(7, 2).tolist() == [[tile, tile] for tile in range(7)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ def check(code: int, call: str) -> None:
         text = ctypes.c_char_p()
         library().cuGetErrorName(code, ctypes.byref(text))
         raise LibraryError(f"{call} failed: {(text.value or b'unknown').decode()} ({code})")
+
+
+def index_of(device: torch.device) -> int:
+    """The device's number; the current one where a device has none."""
+    return device.index if device.index is not None else torch.cuda.current_device()
 
 
 def use_context(index: int) -> None:
@@ -97,9 +102,12 @@ class Arguments:
 
 
 def launcher(
-    code: Cubin, index: int, grid: int, values: Sequence[int | bytes], keep: Sequence[object]
-) -> Callable[[], None]:
+    code: Cubin, index: int, grid: int, values: Sequence[int | bytes], keep: Sequence[object],
+    captured: Callable[[], object] | None = None,
+) -> Callable[[], None]:  # fmt: skip
     """A launch of `grid` programs with fixed arguments on the device's current stream.
+
+    `captured` is called whenever a launch becomes part of a CUDA graph.
 
     Triton appends parameters of its own (a scratch buffer in global memory, a profile buffer) behind
     the kernel's: the PTX says how many. The scratch buffer is allocated here, once per bound problem.
@@ -110,7 +118,14 @@ def launcher(
         scratch = torch.empty(code.scratch * grid + 128, dtype=torch.uint8, device=torch.device("cuda", index))
         extra[0] = align_up(scratch.data_ptr(), 128)
     arguments = Arguments([*values, *extra], (*keep, scratch))
-    return _bound(code, index, grid, arguments)
+    run = _bound(code, index, grid, arguments)
+    return run if captured is None else partial(_told, captured, run)
+
+
+def _told(captured: Callable[[], object], run: Callable[[], None]) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        captured()
+    run()
 
 
 def _bound(code: Cubin, index: int, grid: int, arguments: Arguments) -> Callable[[], None]:

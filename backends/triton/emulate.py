@@ -22,9 +22,9 @@ from multigemm.backends.triton.launch import (
     group_sizes,
     is_empty,
     nothing,
+    parts_of,
     programs,
     scalars,
-    split_space,
 )
 from multigemm.backends.triton.pointer_sources import (
     CHUNK,
@@ -67,6 +67,12 @@ def _tensors(ops: Operands, table: npt.NDArray[np.int64] | None) -> dict[str, Te
     }
 
 
+def space_of(ops: Operands, places: int, config: Config) -> dict[str, Tensor]:
+    """Where programs that share a tile leave their parts and count themselves."""
+    places = places if config.splits > 1 else 0
+    return {"partials": parts_of(ops, places, config), "arrived": torch.zeros(places, dtype=torch.int32)}
+
+
 def bind_emulated(ops: Operands, config: Config) -> Launch:
     """A launch that interprets the kernel program by program."""
     if is_empty(ops):
@@ -83,11 +89,8 @@ def bind_emulated(ops: Operands, config: Config) -> Launch:
     options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
     tiles_bound = bound_on_tiles(ops, shape, config)
     grid = (programs(tiles_bound, config, 1),)
-    space = split_space(ops, tiles_bound, config) or {
-        "partials": torch.empty(1, dtype=spec.acc),
-        "arrived": torch.empty(1, dtype=torch.int32),
-    }
-    tensors |= space
+    numbers["places"] = max(1, tiles_bound)
+    tensors |= space_of(ops, numbers["places"], config)
     arguments = [*tensors.values(), *(numbers[name] for name in (*EXTENTS, *STRIDES))]
 
     def launch() -> None:

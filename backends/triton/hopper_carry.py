@@ -11,89 +11,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from multigemm.backends.triton.hopper import barriers, consume
-from multigemm.backends.triton.hopper_load import load_strip
-from multigemm.backends.triton.hopper_tiles import (
-    draw,
-    following,
-    publish,
-    record_of,
-    retire,
-    rows_up_to,
-    take,
-    tile_from,
-)
+from multigemm.backends.triton.hopper_load import produce
+from multigemm.backends.triton.hopper_tiles import take
 
 STRIP = gl.constexpr(64)
 DEEP = gl.constexpr(64)
-BILLION = gl.constexpr(1 << 30)
-
-
-@gluon.jit
-def fill_rows(desc, ring, block, blocks, stage, phase, work, a_rows, MOST: gl.constexpr, STAGES: gl.constexpr,
-              A_ORDER: gl.constexpr):  # fmt: skip
-    """Sends the blocks [block, blocks) of a tile's A into the ring, as its stages become free."""
-    a_smem, _, full, empty = ring
-    g, row, rows, _, _, k_start, k_length = work
-    A_BYTES: gl.constexpr = STRIP * 128
-    strips = (rows + STRIP - 1) // STRIP
-    at = g * a_rows + row
-    beyond = gl.where(k_length == 0, BILLION, 0)
-    for number in range(block, blocks):
-        k0 = beyond + number * DEEP
-        mbarrier.wait(empty.index(stage), phase)
-        barrier = full.index(stage)
-        for count in gl.static_range(1, MOST + 1):
-            mbarrier.expect(barrier, count * A_BYTES, pred=strips == count)
-        for strip in gl.static_range(MOST):
-            if MOST == 4:
-                skip = strip % 2 + strip // 2 * ((strips + 1) // 2)
-                wanted = strips > (strip % 2) * 2 + strip // 2
-            else:
-                skip = strip
-                wanted = strips > strip
-            load_strip(desc, at + skip * STRIP, k0, k_start, k_length, barrier,
-                       a_smem.index(stage * MOST + strip), wanted, "rows", A_ORDER)  # fmt: skip
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-    return stage, phase
-
-
-@gluon.jit
-def produce_rows(desc, ring, mail, records, ends, extents, tiles_n, total, a_rows, FORM: gl.constexpr,
-                 BN: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr,
-                 ALIGN: gl.constexpr, MASKED: gl.constexpr, A_ORDER: gl.constexpr):  # fmt: skip
-    """The loading warp of hopper_load.produce, for A alone."""
-    stage = 0
-    phase = 1
-    slot = 0
-    turn = 0
-    tile = gl.program_id(0)
-    found = total
-    if FORM == "search":
-        found = rows_up_to(ends, extents, MOST, ALIGN, MASKED)
-        total = gl.max(found, 0) * tiles_n
-    record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED)
-    while tile < total:
-        work = tile_from(record, tile, extents, tiles_n, FORM, BN, MOST, WIDTH, ALIGN)
-        publish(mail, slot, turn, work)
-        slot ^= 1
-        if slot == 0:
-            turn ^= 1
-        blocks = gl.maximum((work[6] + DEEP - 1) // DEEP, 1)
-        drawing = gl.maximum(blocks - 4, 0)
-        reading = gl.maximum(blocks - 2, 0)
-        stage, phase = fill_rows(desc, ring, 0, drawing, stage, phase, work, a_rows, MOST, STAGES, A_ORDER)
-        drawn = draw(records, ORDER)
-        stage, phase = fill_rows(desc, ring, drawing, reading, stage, phase, work, a_rows, MOST, STAGES, A_ORDER)
-        tile = following(tile, drawn, ORDER)
-        record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED)
-        stage, phase = fill_rows(desc, ring, reading, blocks, stage, phase, work, a_rows, MOST, STAGES, A_ORDER)
-    if ORDER == "drawn":
-        retire(records)
-    nothing = total * 0
-    publish(mail, slot, turn, (nothing, nothing, nothing, nothing, nothing, nothing, nothing))
 
 
 @gluon.jit
@@ -185,8 +107,8 @@ def carry_kernel(
             (consume, (0, 2, out0, ring, mail, BN, BN, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
             (consume, (1, 2, out1, ring, mail, BN, BN, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
             (carry, (ring, mail, b, n, b_group, b_line, BN, STAGES, B_ORDER)),
-            (produce_rows, (a_desc, ring, mail, records, ends, extents, tiles_n, total, a_rows, FORM, BN, MOST, STAGES,
-                            WIDTH, ORDER, ALIGN, MASKED, A_ORDER)),
+            (produce, ((a_desc, a_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, 0, FORM, BN, 0,
+                       BN, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, A_ORDER, B_ORDER)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, CARRIER_REGISTERS, PRODUCER_REGISTERS],

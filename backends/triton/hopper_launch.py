@@ -12,7 +12,7 @@ from torch import Tensor
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.compile import Cubin, KernelSource, cubin
 from multigemm.backends.triton.config import STRIP, Config, part_of
-from multigemm.backends.triton.driver import launcher
+from multigemm.backends.triton.driver import index_of, launcher
 from multigemm.backends.triton.hopper_forms import (
     aligned_stride,
     boxes,
@@ -45,6 +45,7 @@ from multigemm.backends.triton.launch import (
 from multigemm.backends.triton.packing_launch import pack_source, packed_operands
 from multigemm.backends.triton.pointer_sources import zero_source
 from multigemm.backends.triton.tensormap import encode, encode_ragged
+from multigemm.counters import Words, ready
 from multigemm.layouts import Operands, Packed
 from multigemm.schedule import most_tiles, tiles_of
 from multigemm.spec import ProblemSpec
@@ -108,7 +109,7 @@ class _Binding:
 
     @property
     def index(self) -> int:
-        return self.ops.device.index if self.ops.device.index is not None else torch.cuda.current_device()
+        return index_of(self.ops.device)
 
     @property
     def ends(self) -> int:
@@ -130,18 +131,22 @@ class _Binding:
         tiles = self.tile_rows * tiles_of(self.shape.n, self.config.block_n)
         return min(max(1, tiles), processors(self.index))
 
-    def records(self) -> tuple[Tensor, list[Callable[[], None]]]:
-        """The counter (zero between launches) and the list of tile rows, and the launch that writes it, if any."""
-        grid = tiles_of(max(1, self.tile_rows), RECORD_ROWS) if listed(self.spec, self.config) else 0
-        if not grid and not drawn(self.spec, self.config):
-            return torch.empty(0, dtype=torch.int32), []
-        records = torch.zeros(8 * (1 + grid * RECORD_ROWS), dtype=torch.int32, device=self.ops.device)
-        if not grid:
-            return records, []
+    def listing(self) -> tuple[Tensor, Callable[[], None]]:
+        """The list of tile rows behind its counters, and the launch that writes it and clears them."""
+        grid = tiles_of(max(1, self.tile_rows), RECORD_ROWS)
+        records = torch.empty(8 * (1 + grid * RECORD_ROWS), dtype=torch.int32, device=self.ops.device)
         values = [records.data_ptr(), self.ends, self.shape.m, self.shape.groups, int(self.ops.head)]
-        return records, [launcher(self.kernels["records"], self.index, grid, values, (self.ops, records))]
+        return records, launcher(self.kernels["records"], self.index, grid, values, (self.ops, records))
 
-    def main(self, records: Tensor) -> Callable[[], None]:
+    def launches(self) -> list[Callable[[], None]]:
+        """The list of tile rows, if any, and the kernel itself; without a list, it counts in words left at zero."""
+        if listed(self.spec, self.config):
+            records, listing = self.listing()
+            return [listing, self.main(records, None)]
+        words = Words(self.index, 8) if drawn(self.spec, self.config) else None
+        return [self.main(words.tensor if words else None, words)]
+
+    def main(self, records: Tensor | None, words: Words | None) -> Callable[[], None]:
         """The launch of the kernel itself."""
         ops = self.ops
         found: dict[str, int | bytes] = {**maps(self.spec, self.config, self.shape)}
@@ -153,7 +158,8 @@ class _Binding:
         for name in names_of(self.config):
             # a descriptor's extents and strides travel beside its map; the kernel reads neither
             arguments += [found[name], *[0] * (2 * len(box.get(name, ())))]
-        return launcher(self.kernels["main"], self.index, self.programs, arguments, (ops, records))
+        return launcher(self.kernels["main"], self.index, self.programs, arguments, (ops, records, words),
+                        words.pin if words else None)  # fmt: skip
 
 
 def _bind(
@@ -165,8 +171,7 @@ def _bind(
     binding = _Binding(ops, canonical(packed_spec(given, config)), canonical_shape(shape), config, kernels)
     if not fits(binding.spec, binding.shape):
         return instead().bind(ops)
-    records, listing = binding.records()
-    launches = [*copies, *listing, binding.main(records)]
+    launches = [*copies, *binding.launches()]
     if "zeros" in kernels:
         launches.append(zero_launcher(ops, kernels["zeros"], binding.index))
     return launches[0] if len(launches) == 1 else partial(_all, launches)
@@ -197,4 +202,5 @@ def plan_hopper(
     kernels = {name: cubin(source, 10 * major + minor) for name, source in hopper_sources_of(spec, config).items()}
     name = "hopper, weights through registers" if config.carry else "hopper"
     name += f", after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else ""
+    ready(index_of(device), 8)
     return Recipe(name, config, lambda ops: _bind(ops, spec, config, kernels, instead), why)

@@ -45,14 +45,17 @@ def load_piece(desc, g, col, k0, k_start, k_length, barrier, smem, FORM: gl.cons
 
 
 @gluon.jit
-def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: gl.constexpr, BN: gl.constexpr,
+def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: gl.constexpr, PIECES: gl.constexpr,
          PIECE: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, A_ORDER: gl.constexpr,
          B_ORDER: gl.constexpr):  # fmt: skip
-    """Sends the blocks [block, blocks) of a tile's A and B into the ring, as its stages become free."""
+    """Sends the blocks [block, blocks) of a tile's A and B into the ring, as its stages become free.
+
+    B is PIECES boxes of PIECE columns; none where other warps carry it (hopper_carry).
+    """
     a_smem, b_smem, full, empty = ring
     g, row, rows, col, _, k_start, k_length = work
     A_BYTES: gl.constexpr = STRIP * ROW_BYTES
-    B_BYTES: gl.constexpr = BN * ROW_BYTES
+    B_BYTES: gl.constexpr = PIECES * PIECE * ROW_BYTES
     DEEP: gl.constexpr = 8 * ROW_BYTES // a_smem.dtype.primitive_bitwidth
     strips = (rows + STRIP - 1) // STRIP
     at = g * a_rows + row
@@ -74,9 +77,9 @@ def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: g
                 wanted = strips > strip
             load_strip(descs[0], at + skip * STRIP, k0, k_start, k_length, barrier,
                        a_smem.index(stage * MOST + strip), wanted, FORM, A_ORDER)  # fmt: skip
-        for piece in gl.static_range(BN // PIECE):
+        for piece in gl.static_range(PIECES):
             load_piece(descs[1], g * b_step, col + piece * PIECE, k0, k_start, k_length, barrier,
-                       b_smem.index(stage * (BN // PIECE) + piece), FORM, B_ORDER, PIECE)  # fmt: skip
+                       b_smem.index(stage * PIECES + piece), FORM, B_ORDER, PIECE)  # fmt: skip
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -86,8 +89,8 @@ def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: g
 
 @gluon.jit
 def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step,
-            FORM: gl.constexpr, BN: gl.constexpr, PIECE: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr,
-            WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr,
+            FORM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, MOST: gl.constexpr,
+            STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr,
             A_ORDER: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
     """The loading warp: picks the tiles, and keeps STAGES blocks of A and B in flight across tile borders.
 
@@ -115,14 +118,14 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
         blocks = gl.maximum((work[6] + DEEP - 1) // DEEP, 1)
         drawing = gl.maximum(blocks - 4, 0)
         reading = gl.maximum(blocks - 2, 0)
-        stage, phase = fill(descs, ring, 0, drawing, stage, phase, work, a_rows, b_step, FORM, BN, PIECE, MOST,
+        stage, phase = fill(descs, ring, 0, drawing, stage, phase, work, a_rows, b_step, FORM, PIECES, PIECE, MOST,
                             STAGES, A_ORDER, B_ORDER)  # fmt: skip
         drawn = draw(records, ORDER)
-        stage, phase = fill(descs, ring, drawing, reading, stage, phase, work, a_rows, b_step, FORM, BN, PIECE, MOST,
-                            STAGES, A_ORDER, B_ORDER)  # fmt: skip
+        stage, phase = fill(descs, ring, drawing, reading, stage, phase, work, a_rows, b_step, FORM, PIECES, PIECE,
+                            MOST, STAGES, A_ORDER, B_ORDER)  # fmt: skip
         tile = following(tile, drawn, ORDER)
         record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED)
-        stage, phase = fill(descs, ring, reading, blocks, stage, phase, work, a_rows, b_step, FORM, BN, PIECE, MOST,
+        stage, phase = fill(descs, ring, reading, blocks, stage, phase, work, a_rows, b_step, FORM, PIECES, PIECE, MOST,
                             STAGES, A_ORDER, B_ORDER)  # fmt: skip
     if ORDER == "drawn":
         retire(records)

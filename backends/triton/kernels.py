@@ -116,8 +116,7 @@ def zero_kernel(out, ends, m, n, groups, head, out_group, out_row, out_col,
 def gathered(acc, partials, arrived, slot, part, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """The sum of a tile's parts for the program that finishes last (else anything), and whether this is that program.
 
-    The parts are added in their own order, whoever comes last, so the same call gives the same bits. The last
-    one also clears the count for the next launch.
+    The parts are added in their own order: the same call gives the same bits. The last one clears the count.
     """
     place = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
     base = partials + slot.to(tl.int64) * (SPLITS * BM * BN)
@@ -135,7 +134,7 @@ def gathered(acc, partials, arrived, slot, part, SPLITS: tl.constexpr, BM: tl.co
 
 @triton.jit
 def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
-                   m, n, k, groups, head,
+                   m, n, k, groups, head, places,
                    a_group, a_row, a_col, b_group, b_row, b_col, c_group, c_row, c_col,
                    out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
                    FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
@@ -162,8 +161,7 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
         total = tl.max(found, 0)
     if SPLITS > 1:
         # sizes that lie may claim more tiles than there are places for their parts
-        total = tl.minimum(total, tl.load(arrived))
-
+        total = tl.minimum(total, places)
     for work in range(tl.program_id(0), total * SPLITS, tl.num_programs(0)):
         tile = work // SPLITS
         if UNIFORM:
@@ -267,7 +265,7 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
         # 4. the epilogue
         owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]
         if SPLITS > 1:
-            acc, last = gathered(acc, partials, arrived + 1, tile, work % SPLITS, SPLITS, BM, BN)
+            acc, last = gathered(acc, partials, arrived, tile, work % SPLITS, SPLITS, BM, BN)
             # who is not the last stores nothing: a tile without columns
             cols_left = tl.where(last, cols_left, 0)
             owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]

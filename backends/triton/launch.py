@@ -28,6 +28,7 @@ from multigemm.backends.triton.pointer_sources import (
     uniform,
 )
 from multigemm.backends.triton.pointer_tiles import tile_table
+from multigemm.counters import SLOTS, Words, ready
 from multigemm.errors import InvalidProblem
 from multigemm.layouts import Operands, Packed, group_table, packed, to_device
 from multigemm.schedule import most_tiles, tiles_of
@@ -109,15 +110,10 @@ def programs(tiles: int, config: Config, available: int) -> int:
     return max(1, min(work, config.programs * available) if config.programs else work)
 
 
-def split_space(ops: Operands, tiles: int, config: Config) -> dict[str, Tensor]:
-    """Where programs that share a tile leave their parts, and count themselves behind a word that tells for how
-    many tiles there is room; nothing where none do."""
-    if config.splits == 1:
-        return {}
-    parts = (max(1, tiles), config.splits, config.block_m, config.block_n)
-    arrived = torch.zeros(1 + max(1, tiles), dtype=torch.int32, device=ops.device)
-    arrived[:1] = max(1, tiles)
-    return {"partials": torch.empty(parts, dtype=ops.spec.acc, device=ops.device), "arrived": arrived}
+def parts_of(ops: Operands, places: int, config: Config) -> Tensor:
+    """Where programs that share a tile leave their parts, for so many tiles."""
+    shape = (places, config.splits, config.block_m, config.block_n)
+    return torch.empty(shape, dtype=ops.spec.acc, device=ops.device)
 
 
 def nothing() -> None:
@@ -141,7 +137,7 @@ def _addresses(ops: Operands, table: Tensor | None, prefix: Tensor | None) -> di
 def _bind_cuda(
     ops: Operands, spec: ProblemSpec, config: Config, kernels: Callable[[int, int], Cubin], count: Cubin | None
 ) -> Launch:
-    from multigemm.backends.triton.driver import launcher
+    from multigemm.backends.triton.driver import index_of, launcher
 
     if is_empty(ops):
         return nothing
@@ -153,15 +149,20 @@ def _bind_cuda(
     values = {**_addresses(ops, table, prefix), **scalars(ops, shape)}
     if listed is not None:
         values["groups"] = len(listed)
-    index = ops.device.index if ops.device.index is not None else torch.cuda.current_device()
+    index = index_of(ops.device)
     tiles = bound_on_tiles(ops, shape, config)
     grid = programs(tiles, config, processors(index))
-    space = split_space(ops, tiles, config)
-    values |= {name: tensor.data_ptr() for name, tensor in space.items()}
+    arrived = None
+    space: list[object] = []
+    if config.splits > 1:
+        places = max(1, tiles)
+        arrived, partials = Words(index, places), parts_of(ops, places, config)
+        space = [arrived, partials]
+        values |= {"places": places, "arrived": arrived.address, "partials": partials.data_ptr()}
     main = kernels(extents_multiple(ops) if shape is None else 1, chunk_of(spec, config, listed is not None))
-    keep = (ops, table, prefix, space)
+    keep = (ops, table, prefix, *space)
     order = [values[name] for name in (*POINTERS, *EXTENTS, *STRIDES)]
-    run = launcher(main, index, grid, order, keep)
+    run = launcher(main, index, grid, order, keep, arrived.pin if arrived else None)
     if not counted:
         return run
     names = ("prefix", "ends", "table", "m", "n", "groups", "head")
@@ -197,6 +198,8 @@ def plan_pointer(spec: ProblemSpec, config: Config, device: torch.device, why: s
         from multigemm.backends.triton.emulate import bind_emulated
 
         return Recipe("pointer (interpreted)", config, lambda ops: bind_emulated(ops, config), why)
+    from multigemm.backends.triton.driver import index_of
+
     major, minor = torch.cuda.get_device_capability(device)
 
     def kernels(multiple: int, chunk: int) -> Cubin:
@@ -204,4 +207,6 @@ def plan_pointer(spec: ProblemSpec, config: Config, device: torch.device, why: s
 
     codes = {name: cubin(source, 10 * major + minor) for name, source in pointer_sources_of(spec, config).items()}
     count = codes.get("prefix")
+    if config.splits > 1:
+        ready(index_of(device), max(SLOTS))
     return Recipe("pointer", config, lambda ops: _bind_cuda(ops, spec, config, kernels, count), why)

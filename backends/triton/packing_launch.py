@@ -40,14 +40,13 @@ def line_of(columns: int, size: int) -> int:
 
 def _pack_one(source: Strided, groups: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device,
               code: Cubin) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
-    from multigemm.backends.triton.driver import launcher
+    from multigemm.backends.triton.driver import index_of, launcher
 
     line = line_of(columns, dtype.itemsize)
     target = torch.empty((groups, rows, line), dtype=dtype, device=device)
     values = [source.ptr, target.data_ptr(), rows, columns, source.group, source.row, source.col, rows * line, line]
     blocks = groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS)
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return target, launcher(code, index, max(1, blocks), values, (target,))
+    return target, launcher(code, index_of(device), max(1, blocks), values, (target,))
 
 
 def packed_operands(

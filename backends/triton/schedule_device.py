@@ -158,4 +158,7 @@ def write_records(records, ends, m, groups, head,
     tl.store(entry + 5, end, mask=valid)
     tl.store(entry + 6, true_start, mask=valid)
     if tl.program_id(0) == 0:
+        # the tile rows, the tiles that were drawn, the programs that draw no more
         tl.store(records, tl.minimum(carry, tl.num_programs(0) * ROWS))
+        tl.store(records + 1, 0)
+        tl.store(records + 2, 0)

@@ -1,0 +1,73 @@
+"""Zeroed words in device memory, in which the programs of a launch count: tiles that are drawn, parts that are done.
+
+Each bound problem borrows some, and its launches leave them zero. They were zero before any stream could see
+them, so a bound problem may be launched on any stream, at once, and in a CUDA graph. Words come back when the
+bound problem is gone, wait behind all others, and so serve again long after its last launch. A graph may be
+replayed whenever its owner likes, after the bound problem is gone as well: words that were ever captured
+never come back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+SLOTS = {8: 8192, 256: 1024, 4096: 64}
+"""How many there are of each size, in words."""
+
+
+@cache
+def pool(index: int, size: int) -> tuple[Tensor, deque[int]]:
+    """All words of that size on a device, and the numbers of the slots that are free."""
+    memory = torch.zeros(size * SLOTS[size], dtype=torch.int32, device=torch.device("cuda", index))
+    torch.cuda.synchronize(index)
+    return memory, deque(range(SLOTS[size]))
+
+
+def ready(index: int, words: int) -> None:
+    """Makes the words of that size and the smaller ones; while a graph is captured it would be too late."""
+    for size in SLOTS:
+        pool(index, size)
+        if words <= size:
+            return
+
+
+class Words:
+    """So many zeroed words: borrowed ones go back with this object, unless they were pinned."""
+
+    def __init__(self, index: int, words: int) -> None:
+        self.pin: Callable[[], object] | None = None
+        """Called when a launch is captured; None where the words came from no pool."""
+        size = next((size for size in SLOTS if words <= size), 0)
+        slot = self._borrow(index, size) if size else None
+        if slot is None:
+            self.tensor = self._own(index, words)
+        else:
+            self.tensor = slot
+
+    def _borrow(self, index: int, size: int) -> Tensor | None:
+        memory, free = pool(index, size)
+        try:
+            slot = free.popleft()
+        except IndexError:
+            return None
+        self.pin = finalize(self, free.append, slot).detach
+        return memory[size * slot : size * (slot + 1)]
+
+    @staticmethod
+    def _own(index: int, words: int) -> Tensor:
+        """Words of its own: zeroed by each replay where they are captured, else before any other stream sees them."""
+        made = torch.zeros(words, dtype=torch.int32, device=torch.device("cuda", index))
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(made.device).synchronize()
+        return made
+
+    @property
+    def address(self) -> int:
+        """Where kernels find them."""
+        return self.tensor.data_ptr()
