@@ -47,7 +47,7 @@ def _classify(
     else:
         align, order, dense = _largest_power(phase | row * size | col * size | group * size), "strided", False
     reach = sum(max(n - 1, 0) * s for n, s in zip(shape, stride, strict=True))
-    return OperandSpec(dtype, order, align, dense, shared, reach >= WIDE)
+    return OperandSpec(dtype, order, align, dense, shared, max(reach, *shape) >= WIDE)
 
 
 def classify(x: Tensor, shared: bool = False) -> OperandSpec:

@@ -32,7 +32,8 @@ class OperandSpec:
     address and every other stride, in bytes. `dense` says that no two elements share an address by
     a zero stride or an overlap, so a tensor map or a leading dimension can express it.
     `shared` says that all groups use the same matrix. `wide` says that some element lies 2^31
-    elements or more from the base, so 64-bit addressing is needed.
+    elements or more from the base, or that a row or column has such a number, so that 64-bit
+    addressing is needed.
     """
 
     dtype: torch.dtype

@@ -288,6 +288,14 @@ def test_a_cast_of_repeated_elements_is_as_wide_as_its_copy() -> None:
     assert staged_spec(problem).a.wide
 
 
+def test_an_index_beyond_32_bits_is_wide_without_a_distance() -> None:
+    ones = torch.ones(1, 1).expand(1, 2**31)
+    problem = mg.GroupedGemmProblem(ones, ones.T, sizes=[3, 5], jagged="k")
+    assert problem.spec.a.wide
+    assert problem.spec.b.wide
+    assert not mg.GroupedGemmProblem(ones[:, 1:], ones.T[1:], sizes=[3, 5], jagged="k").spec.a.wide
+
+
 # --- text and views ---------------------------------------------------------------------------------
 
 
