@@ -257,7 +257,10 @@ def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
         (["--suite", "l2", "--floor", "x"], "TFLOP/s,TB/s"),
         (["--suite", "l2", "--modes", "warm"], "graph, hot and host"),
         (["compare", "/nonexistent", "/nonexistent"], "cannot be read as a report"),
-        (["--suite", "l2", "--reps", "0"], "at least one round"),
+        (["--suite", "l2", "--reps", "0"], "--reps 0: it has to be above 0"),
+        (["--suite", "l2", "--budget-ms", "-1"], "--budget-ms -1: it has to be above 0"),
+        (["--suite", "l2", "--stall", "0"], "--stall 0: it has to be above 0"),
+        (["--suite", "l2", "--shape", "2,4,8,8"], "--suite and --shape"),
         (["--suite", "l2", "--device", "cuda:99"], "CUDA devices here"),
         (["--suite", "l2", "--device", "cpu", "--backend", "cpuu"], "did you mean 'cpu'"),
         (["--suite", "l2", "--device", "cpu", "--peers", "torch"], "no peer is called 'torch'; known: torch_grouped"),
@@ -266,6 +269,14 @@ def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
 def test_wrong_words_are_one_line_and_exit_2(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words]) == 2
     assert hint in capsys.readouterr().err
+
+
+def test_bounds_that_leave_nothing_to_tune_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--suite", "l2", "--time-budget", "-1"]) == 2
+    assert main(["tune", "--suite", "l2", "--configs", "-2"]) == 2
+    told = capsys.readouterr().err
+    assert "--time-budget -1" in told
+    assert "--configs -2" in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -27,6 +27,7 @@ from multigemm.bench.workloads import DTYPES, Rates, Workload, parse_shape, with
 from multigemm.errors import InvalidSetting
 
 STRIKES = 3
+USUAL_SUITE = "tutorial"
 LONG_SUITE, LISTED = 100, 5
 CPU_GOAL_S = 1.6
 """Seconds per workload on a CPU, which other processes may share: where these take longer, samples become fewer."""
@@ -88,7 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Which workloads; shared with `multigemm tune`."""
-    parser.add_argument("--suite", default="tutorial", help=f"comma separated: {', '.join(SUITES)}, all")
+    parser.add_argument(
+        "--suite", default="", help=f"comma separated: {', '.join(SUITES)}, all (default: {USUAL_SUITE})"
+    )
     parser.add_argument(
         "--shape", action="append", default=[], help="one's own workload, instead of a suite; may be repeated"
     )
@@ -99,7 +102,9 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 def selected(args: argparse.Namespace) -> list[Workload]:
     """The workloads that the arguments name."""
-    cases = [parse_shape(text) for text in args.shape] or suite(args.suite)
+    if args.shape and args.suite:
+        raise InvalidSetting("--suite and --shape: name a suite or one's own workloads, not both")
+    cases = [parse_shape(text) for text in args.shape] or suite(args.suite or USUAL_SUITE)
     if args.dtype:
         cases = list({c.key: c for c in (with_dtype(case, args.dtype) for case in cases)}.values())
     only, dists = _parts(args.only), _parts(args.dist)
@@ -108,6 +113,14 @@ def selected(args: argparse.Namespace) -> list[Workload]:
     if not cases:
         raise InvalidSetting("no workload is left: see `multigemm bench list`, --only and --dist")
     return cases
+
+
+def above_zero(args: argparse.Namespace, *names: str) -> None:
+    """Refuses bounds that leave nothing to do."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise InvalidSetting(f"--{name.replace('_', '-')} {value:g}: it has to be above 0")
 
 
 def _parts(text: str) -> list[str]:
@@ -135,6 +148,7 @@ def main(args: argparse.Namespace) -> int:
             if len(whole) > LONG_SUITE:
                 print("  ...")
         return 0
+    above_zero(args, "reps", "budget_ms", "time_budget", "stall")
     place = places.here()
     if devices := fleet.shared(args, place):
         cases = [case.key for case in selected(args)]
@@ -258,8 +272,6 @@ def _options(args: argparse.Namespace, device: torch.device, cases: list[Workloa
             raise InvalidSetting(f"--floor {args.floor!r}: write TFLOP/s,TB/s, as in 770,3.0") from error
         rates = {c.dtype: Rates(tflops, tbps) for c in cases}
     reps = args.reps if args.reps is not None else 300 if device.type == "cuda" else 100
-    if reps < 1:
-        raise InvalidSetting(f"--reps {reps}: at least one round is needed")
     budget = args.budget_ms or (400.0 if device.type == "cuda" else 600.0)
     goal = CPU_GOAL_S * len(cases) if device.type == "cpu" else math.inf
     modes = tuple(_parts(args.modes))

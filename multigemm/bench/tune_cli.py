@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multigemm.bench import machine, results
-from multigemm.bench.cli import add_selection, selected
+from multigemm.bench.cli import above_zero, add_selection, selected
 from multigemm.bench.supervise import Marker, as_child, supervise
 from multigemm.bench.tried import State, from_reports
 from multigemm.bench.tune import Limits, Tuner, tunable
@@ -60,6 +60,9 @@ def main(args: argparse.Namespace) -> int:
     if args.from_report:
         found = from_reports([results.read(path) for path in args.from_report])
         return _keep(found, args, results.read(args.from_report[0]).machine)
+    above_zero(args, "time_budget", "stall")
+    if args.configs < 0:
+        raise InvalidSetting(f"--configs {args.configs}: a count, or 0 for all")
     device = default_device(args.device)
     backends, absent = tunable([n.strip() for n in args.backend.split(",") if n.strip()], device)
     if not backends:
@@ -89,7 +92,7 @@ def _keep(found: list[Measured], args: argparse.Namespace, where: dict[str, Any]
     """Shows, records and writes what was found."""
     classes = len({m.key for m in found})
     print(f"measurements: {len(found)}; classes of problems: {classes}; on {where['device']}")
-    if not args.no_record:
+    if found and not args.no_record:
         for measured in found:
             table().record(measured)
         print("recorded in the cache: `multigemm cache` shows it, `multigemm cache export FILE` shares it")
