@@ -1,0 +1,64 @@
+"""The warp-specialised kernel on a GPU: tf32, the ways to its tiles, weights through registers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import multigemm as mg
+from multigemm.backends.triton import Config
+from multigemm.backends.triton.candidates import hopper_candidates
+from multigemm.backends.triton.config import problem_with
+from multigemm.staging import staged_spec
+from tests.triton_gpu_cases import draw, problem, tensor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize("extents", [(256, 128), (131, 77)], ids=["aligned", "odd"])
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_m_nt", "jagged_n", "batched", "masked"])
+def test_tf32_on_the_ring(form: str, extents: tuple[int, int]) -> None:
+    given = problem(form, *extents, dtype=torch.float32, precision="tf32")
+    found = hopper_candidates(staged_spec(given))
+    assert found
+    for config in found[:2]:
+        verdict = mg.verify(given, mg.solve(given, backend="triton", config=config))
+        assert verdict, f"{config}: {verdict}"
+
+
+@pytest.mark.parametrize("groups", [1, 7, 128, 129, 256, 257])
+@pytest.mark.parametrize("form", ["m", "masked", "n"])
+def test_tiles_dealt_and_drawn_find_their_groups(form: str, groups: int) -> None:
+    generator = torch.Generator().manual_seed(groups)
+    sizes = torch.randint(0, 150, (groups,), generator=generator)
+    sizes[:: max(2, groups // 3)] = 0
+    total = int(sizes.sum()) + 11
+    offsets = (torch.cat([torch.zeros(1), sizes]).cumsum(0) + 3).to(torch.int32).cuda()
+    if form == "masked":
+        given = mg.GroupedGemmProblem(draw(groups, 150, 72), draw(groups, 72, 264), valid_rows=sizes.int().cuda())
+    elif form == "m":
+        given = mg.GroupedGemmProblem(draw(total, 72), draw(groups, 72, 264), offsets=offsets)
+    else:
+        given = mg.GroupedGemmProblem(draw(264, 72), draw(72, total), offsets=offsets, jagged="n")
+    for at, config in enumerate(hopper_candidates(staged_spec(given))[:2]):
+        plan = mg.plan(given, backend="triton", config=replace(config, order="dealt" if at == 1 else "drawn"))
+        for _ in range(3):  # the counter is left as it was found
+            tensor(plan()).fill_(torch.nan)
+        verdict = mg.verify(given, plan())
+        assert verdict, f"{config}: {verdict}"
+
+
+@pytest.mark.parametrize("extents", [(131, 77), (259, 513), (135, 104)])
+def test_unaligned_weights_through_registers(extents: tuple[int, int]) -> None:
+    given = problem("jagged_m", *extents)
+    spec = staged_spec(given)
+    pack = () if spec.a.align == 16 else ("a",)
+    low = Config("hopper", block_m=128, block_n=128, warps=4, stages=5, pack=pack, carry=True)
+    carrying = [config for config in (low, replace(low, block_m=256, stages=4)) if not problem_with(config, spec)]
+    assert low in carrying
+    for config in carrying:
+        plan = mg.plan(given, backend="triton", config=config)
+        tensor(plan()).fill_(torch.nan)
+        assert mg.verify(given, plan()), config
