@@ -137,8 +137,9 @@ def _cuda_ptx(spec: Any, config: Any) -> list[str]:
     )
     packs = config.kernel == "packed"
     room = launch.ROOMS["hopper" if packs else config.kernel]
-    source = room.source(configs.packed_spec(spec) if packs else spec, config)
-    return [_nvrtc_ptx(build, each) for each in (source, *([packing.SOURCE] if packs else []))]
+    heights = room.heights(config) if config.kernel == "wave" else (config,)
+    sources = [room.source(configs.packed_spec(spec) if packs else spec, each) for each in heights]
+    return [_nvrtc_ptx(build, each) for each in (*sources, *([packing.SOURCE] if packs else []))]
 
 
 def _nvrtc_ptx(build: Any, source: Any) -> str:
