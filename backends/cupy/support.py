@@ -19,8 +19,7 @@ def availability() -> Availability:
     if importlib.util.find_spec("cupy") is None:
         return Availability(False, "the package cupy is not installed", INSTALL)
     if not torch.cuda.is_available():
-        hint = "install a CUDA build of torch on a machine with a GPU"
-        return Availability(False, "torch sees no CUDA GPU", hint)
+        return Availability(False, "torch sees no CUDA GPU: it takes a CUDA build of torch on a machine with one")
     try:
         import cupy
         from cupy.cuda import nvrtc
