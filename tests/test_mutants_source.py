@@ -1,5 +1,6 @@
 """Faults planted in the real kernels' sources: how they are made, and that the oracles see them in emulation."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,8 @@ def test_what_was_done_away_with_is_not_hunted_again(tmp_path: Path) -> None:
     site = places.Site("f", 1, "o", "a", "b")
     fates = [crew.Fate(replace(site, line=line), state, source=source) for line, state, source in
              ((1, "killed", "x"), (2, "survived", "x"), (3, "stillborn", ""), (4, "failed", "x"))]  # fmt: skip
-    sm.write(fates, str(tmp_path / "fates.json"))
+    sm.write(fates, str(tmp_path / "fates.json"), {"backend": "triton"})
+    assert json.loads((tmp_path / "fates.json").read_text())["rate"] == 0.5
     assert sm.judged([str(tmp_path / "fates.json")]) == {(str(fates[0].site), "x"): fates[0]}
 
 

@@ -24,6 +24,7 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.settings import settings
@@ -33,7 +34,9 @@ from multigemm.testing.source_live import Variant
 from multigemm.testing.source_sites import COPIES, FILES, Site, kernels_of, reach, sites, snapshot
 from multigemm.testing.source_trace import reaching
 from multigemm.testing.source_workers import Fate, codes_of, prepare, run_one, survey, variants_of
+from multigemm.testing.versions import versions
 
+STATES = ("survived", "killed", "equivalent", "stillborn", "same", "failed")
 DONE = ("killed", "stillborn", "same")
 EXCUSED = 4.0
 """Seconds for a change that is said to be none."""
@@ -109,7 +112,7 @@ def judged(files: Sequence[str]) -> dict[tuple[str, str], Fate]:
     fates = [
         Fate(**entry | {"site": Site(**entry["site"])})
         for name in files
-        for entry in json.loads(Path(name).read_text())
+        for entry in json.loads(Path(name).read_text())["fates"]
     ]
     return {(str(fate.site), fate.source): fate for fate in fates if fate.state in DONE and fate.source}
 
@@ -121,8 +124,9 @@ def campaign(
     """Hunts a sample of a backend's mutants but for those whose fate is `known`; prints each fate, and keeps all in
     the file `target`. The unchanged sources are hunted as well: if they are accused, the hunt proves nothing. No hunt
     begins after `limit` seconds."""
-    fates, accused = list[Fate](), list[Fate]()
+    fates, control = list[Fate](), {"hunted": 0, "accused": 0}
     begin, store, lock = time.monotonic(), DiskCache("mutants"), Lock()
+    head = {"backend": hunt.backend, "device": hunt.device, "versions": versions(), "seed": seed, "asked": count}
     settings()  # as they are now, for this process: the cache is switched off for the others only
     prepare(hunt)
     with tempfile.TemporaryDirectory() as name:
@@ -137,7 +141,7 @@ def campaign(
             with lock:
                 fates.append(fate)
                 if target:
-                    write(fates, target)
+                    write(fates, target, head | {"unchanged": control})
 
         def one(site: Site) -> None:
             if time.monotonic() - begin > limit:
@@ -146,8 +150,9 @@ def campaign(
             if site.operator == UNCHANGED:  # as if nothing were known, so that it runs
                 fate = run_one(site, hunt, root, chosen)
                 print(f"the unchanged kernels: {fate.state} {fate.oracle} {fate.text}", flush=True)
-                if fate.state != "survived":
-                    accused.append(fate)
+                with lock:
+                    control["hunted"] += 1
+                    control["accused"] += fate.state != "survived"
                 return
             seconds = min(hunt.seconds, EXCUSED) if excuse(site) else hunt.seconds
             fate = run_one(site, replace(hunt, seconds=seconds), root, chosen, None if hunt.emulated else original)
@@ -163,7 +168,7 @@ def campaign(
         hunted = list(with_controls([site for site in places[:count] if site not in before]))
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(one, hunted or list(with_controls(places[:1]))[:1]))
-    if accused:
+    if control["accused"]:
         raise SystemExit("the unchanged kernels are accused: the hunt proves nothing")
     return fates
 
@@ -181,20 +186,30 @@ def with_controls(places: list[Site]) -> Iterator[Site]:
         yield site
 
 
-def write(fates: list[Fate], target: str) -> None:
-    """Keeps the fates so far, so that a campaign that is cut off leaves them behind."""
-    Path(target).write_text(json.dumps([asdict(fate) for fate in fates], indent=1) + "\n")
+def write(fates: list[Fate], target: str, head: dict[str, Any]) -> None:
+    """Keeps the fates so far, so that a campaign that is cut off leaves them behind; those without blame last."""
+    ordered = sorted(fates, key=lambda fate: (STATES.index(fate.state), str(fate.site)))
+    data = head | {"counts": counts(fates), "rate": round(rate(fates), 3), "fates": [asdict(fate) for fate in ordered]}
+    Path(target).write_text(json.dumps(data, indent=1) + "\n")
+
+
+def counts(fates: list[Fate]) -> dict[str, int]:
+    return {state: sum(fate.state == state for fate in fates) for state in STATES}
+
+
+def rate(fates: list[Fate]) -> float:
+    """Killed among those that could be: what compiles, changes machine code, and has no excuse."""
+    count = counts(fates)
+    return count["killed"] / max(count["killed"] + count["survived"], 1)
 
 
 def summary(backend: str, fates: list[Fate]) -> str:
-    states = ("killed", "stillborn", "survived", "equivalent", "same", "failed")
-    count = {state: sum(f.state == state for f in fates) for state in states}
-    alive = count["killed"] + count["survived"]
-    rate = 100 * count["killed"] / alive if alive else 0.0
+    count = counts(fates)
     rest = f"{count['equivalent']} are equivalent, {count['stillborn']} did not compile"
     rest += f", {count['same']} change no machine code" if count["same"] else ""
     rest += f", {count['failed']} were not hunted" if count["failed"] else ""
-    return f"{backend}: {count['killed']} of {alive} killed ({rate:.0f} %), {rest}"
+    alive = count["killed"] + count["survived"]
+    return f"{backend}: {count['killed']} of {alive} killed ({100 * rate(fates):.0f} %), {rest}"
 
 
 def main(arguments: list[str]) -> int:
