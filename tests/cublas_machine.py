@@ -105,7 +105,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(streams, "use_context", lambda device: None)
     for module in (streams, run):
         monkeypatch.setattr(module, "workspace", lambda device, stream=None: torch.empty(SPACE, dtype=torch.uint8))
-    monkeypatch.setattr(streams.Sides, "_idle", {})
+    monkeypatch.setattr(streams, "_kits", {})
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: CURRENT in found.capture_of, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: CURRENT, raising=False)
     return found

@@ -76,6 +76,7 @@ def test_the_workspace_is_sized_as_torchs(monkeypatch: pytest.MonkeyPatch, confi
 def test_short_products_take_one_stream(machine: Machine) -> None:
     """Their calls take the host longer than the device; only a graph runs them beside each other."""
     streamed(machine, size=8)(CURRENT)
+    assert machine.streams == 100
     assert [entry[:3] for entry in machine.log] == [("call", name, CURRENT) for name in "abcd"]
 
 

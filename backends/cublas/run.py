@@ -11,9 +11,9 @@ from torch import Tensor
 
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
-from multigemm.backends.cublas.library import Cublas, handle, issue, make
+from multigemm.backends.cublas.library import Cublas, handle, issue
 from multigemm.backends.cublas.nvrtc import Step
-from multigemm.backends.cublas.streams import Side, Sides, capture_of, workspace
+from multigemm.backends.cublas.streams import Kit, borrow, capture_of, workspace
 from multigemm.layouts import Operands
 
 CALL_US, FLOPS_PER_US, BYTES_PER_US = 10.0, 700e6, 2.9e6
@@ -99,46 +99,45 @@ class Streamed:
         self._here, *self._shares = (tuple(batch.calls[i] for i in share) for share in split)
         self._short = sum(map(_least_us, shapes)) < CALL_US * len(shapes)
         self._spaces: list[Tensor] = []
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        Sides.give_back(self._device, stream, Sides.borrow(library, self._device, stream, len(self._shares)))
+        if self._shares and not self._short:  # so that a launch finds them
+            here = torch._C._cuda_getCurrentRawStream(self._device)
+            borrow(library, self._device, here, len(self._shares)).give_back()
 
     def __call__(self, stream: int) -> None:
         captured = torch._C._cuda_isCurrentStreamCapturing()
-        if self._short and not captured:
+        if not self._shares or (self._short and not captured):
             issue(self._library, handle(), self._batch.calls)
             return
-        current, count = ctypes.c_void_p(stream), len(self._shares)
+        current = ctypes.c_void_p(stream)
         capture = capture_of(current) if captured else 0
-        sides = Sides.borrow(self._library, self._device, stream, count, capture)
+        kit = borrow(self._library, self._device, stream, len(self._shares), capture)
         try:
             if captured:
-                self._spread_apart(sides, current)
+                self._apart(kit, current)
             else:
-                self._spread(sides, current)
+                self._spread(kit, current)
         finally:
-            Sides.give_back(self._device, stream, sides)
+            kit.give_back()
 
-    def _spread(self, sides: list[Side], current: ctypes.c_void_p) -> None:
-        if sides:
-            sides[0].fork.record(current)
+    def _spread(self, kit: Kit, current: ctypes.c_void_p) -> None:
+        fork, used = kit.fork, kit.sides[: len(self._shares)]
+        fork.record(current)
         issue(self._library, handle(), self._here)
-        for side, calls in zip(sides, self._shares, strict=True):
-            side.begin(sides[0].fork.raw)
-            make(side.handle, calls)
-            side.end()
-        for side in sides:
+        for side, calls in zip(used, self._shares, strict=True):
+            side.run(fork.raw, calls)
+        for side in used:
             side.join(current)
 
-    def _spread_apart(self, sides: list[Side], current: ctypes.c_void_p) -> None:
-        """With workspaces that nobody else borrows."""
-        while len(self._spaces) < len(sides):
+    def _apart(self, kit: Kit, current: ctypes.c_void_p) -> None:
+        """In workspaces that nobody else borrows."""
+        while len(self._spaces) < len(self._shares):
             self._spaces.append(workspace(self._device))
-        for side, space in zip(sides, self._spaces, strict=True):
+        for side, space in zip(kit.sides, self._spaces, strict=False):
             side.lend(self._library, space)
         try:
-            self._spread(sides, current)
+            self._spread(kit, current)
         finally:
-            for side in sides:
+            for side in kit.sides:
                 side.lend(self._library, None)
 
 

@@ -13,14 +13,14 @@ import ctypes
 import os
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas.library import EXACT_MATH, Cublas, check
+from multigemm.backends.cublas.library import EXACT_MATH, Call, Cublas, check, make
 from multigemm.backends.cublas.nvrtc import INVALID_CONTEXT, driver, driver_checked, use_context
 
 NON_BLOCKING = 1
@@ -66,15 +66,15 @@ class Event:
 
 
 class Side:
-    """A stream that nobody else knows of, with what is needed to call the library there, and the events around it.
+    """A stream that nobody else knows of, and what is needed to call the library there.
 
     It lives as long as the process: destroying a handle frees memory, which would break another thread's capture.
     """
 
-    __slots__ = ("_begin", "_end", "_own", "captured", "done", "fork", "handle", "raw")
+    __slots__ = ("_done", "_own", "_record", "_wait", "handle", "raw")
 
     def __init__(self, library: Cublas, device: int) -> None:
-        self.raw, self.handle, self.captured = ctypes.c_void_p(), ctypes.c_void_p(), False
+        self.raw, self.handle = ctypes.c_void_p(), ctypes.c_void_p()
         before = ctypes.c_int(RELAXED)
         use_context(device)
         driver_checked(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(before)), "capture mode")
@@ -84,8 +84,8 @@ class Side:
             self._own = workspace(device, self.raw)
         finally:
             driver_checked(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(before)), "capture mode")
-        self.fork, self.done = Event(device), Event(device)
-        self._begin, self._end = driver().cuStreamWaitEvent, driver().cuEventRecord
+        self._done = Event(device)
+        self._wait, self._record = driver().cuStreamWaitEvent, driver().cuEventRecord
         check(library.set_stream(self.handle, self.raw), "cublasSetStream")
         check(library.set_math_mode(self.handle, EXACT_MATH), "cublasSetMathMode")
         self.lend(library, self._own)
@@ -96,23 +96,65 @@ class Side:
         size = ctypes.c_size_t(given.numel())
         check(library.set_workspace(self.handle, ctypes.c_void_p(given.data_ptr()), size), "cublasSetWorkspace")
 
-    def begin(self, after: ctypes.c_void_p) -> None:
-        """What is enqueued here from now on waits for what the event recorded."""
-        status = self._begin(self.raw, after, 0)
+    def run(self, after: ctypes.c_void_p, calls: Sequence[Call]) -> None:
+        """Makes the calls here, behind what the event recorded, and marks their end."""
+        status = self._wait(self.raw, after, 0)
+        if not status:
+            make(self.handle, calls)
+            status = self._record(self._done.raw, self.raw)
         if status:
-            driver_checked(status, "cuStreamWaitEvent")
-
-    def end(self) -> None:
-        """Marks the end of the work here."""
-        status = self._end(self.done.raw, self.raw)
-        if status:
-            driver_checked(status, "cuEventRecord")
+            driver_checked(status, "cuStreamWaitEvent or cuEventRecord")
 
     def join(self, stream: ctypes.c_void_p) -> None:
         """What is enqueued on `stream` from now on waits for that end."""
-        status = self._begin(stream, self.done.raw, 0)
+        status = self._wait(stream, self._done.raw, 0)
         if status:
             driver_checked(status, "cuStreamWaitEvent")
+
+
+class Kit:
+    """Sides for one launch at a time, and the event that they fork at."""
+
+    __slots__ = ("_device", "_home", "captured", "fork", "sides")
+
+    def __init__(self, device: int, home: list[Kit]) -> None:
+        self._device, self._home, self.captured = device, home, False
+        self.fork, self.sides = Event(device), list[Side]()
+
+    def at_least(self, count: int, library: Cublas) -> None:
+        """Makes the sides that are missing."""
+        while len(self.sides) < count:
+            self.sides.append(Side(library, self._device))
+
+    def open_to(self, capture: int) -> bool:
+        """Whether a launch in that capture (or in none, 0) may use it: a side that a capture has used belongs to
+        that one until it ends, and work of others would become part of it."""
+        return not self.captured or capture_of(self.sides[0].raw) in (0, capture)
+
+    def give_back(self) -> None:
+        """What is still on its way there stays in front of the next borrower's work."""
+        self._home.append(self)
+
+
+_kits: dict[tuple[int, int], list[Kit]] = {}
+"""All kits that nobody uses at the moment, by device and by the stream that they fork from."""
+
+
+def borrow(library: Cublas, device: int, stream: int, count: int, capture: int = 0) -> Kit:
+    """A kit with so many sides; `capture` is the number of the capture that `stream` is part of, or 0."""
+    idle, taken = _kits.setdefault((device, stream), []), list[Kit]()
+    while True:
+        try:
+            kit = idle.pop()
+        except IndexError:
+            kit = Kit(device, idle)
+        if kit.open_to(capture):
+            break
+        taken.append(kit)
+    idle += taken
+    kit.at_least(count, library)
+    kit.captured = bool(capture)
+    return kit
 
 
 def workspace(device: int, stream: ctypes.c_void_p | None = None) -> Tensor:
@@ -129,31 +171,3 @@ def capture_of(stream: ctypes.c_void_p) -> int:
     status = driver().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(state), ctypes.byref(number), None, None, None)
     driver_checked(status, "cuStreamGetCaptureInfo")
     return number.value if state.value else 0
-
-
-class Sides:
-    """All sides of this process that nobody uses at the moment, by device and by the stream that they fork from."""
-
-    _idle: ClassVar[dict[tuple[int, int], list[Side]]] = {}
-
-    @classmethod
-    def borrow(cls, library: Cublas, device: int, stream: int, count: int, capture: int = 0) -> list[Side]:
-        """As many sides as asked for; `capture` is the number of the capture that `stream` is part of, or 0.
-
-        A side that a capture has used belongs to it until it ends: work of others would become part of it.
-        """
-        idle, found, taken = cls._idle.setdefault((device, stream), []), list[Side](), list[Side]()
-        while idle and len(found) < count:
-            side = idle.pop()
-            free = not side.captured or capture_of(side.raw) in (0, capture)
-            (found if free else taken).append(side)
-        idle += taken
-        found += [Side(library, device) for _ in range(count - len(found))]
-        for side in found:
-            side.captured = bool(capture)
-        return found
-
-    @classmethod
-    def give_back(cls, device: int, stream: int, sides: list[Side]) -> None:
-        """What is still on its way there stays in front of the next borrower's work."""
-        cls._idle[device, stream] += sides[::-1]
