@@ -42,6 +42,7 @@ from multigemm.spec import OperandSpec, ProblemSpec
 from multigemm.staging import allocate, stage, staged_spec
 
 GPU = torch.device("cuda", 0)
+WAVE_KERNELS = {(config, slots): 2 for config in configs.WAVES[1:] for slots in wave.SLOTS}
 BF16 = OperandSpec(torch.bfloat16)
 SPEC = ProblemSpec("jagged_m", 32, None, 4096, 7168, 8192, 0, BF16, BF16, BF16, compute=torch.bfloat16)
 
@@ -487,15 +488,16 @@ def test_a_wave_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDri
     assert is_valid(config, ops.spec), configs.wave_reasons(ops.spec)
     groups = wave.groups_of(ops)
     config = config if config.rows else wave.height_for(tuple((g.m, g.k, g.n) for g in groups), 132)
-    argument, tiles = wave.layout(ops, groups, config)
+    slots = wave.SLOTS[0]
+    argument, tiles = wave.layout(ops, groups, config, slots)
     assert tiles == sum(-(-g.m // config.rows) * -(-g.n // 128) for g in groups)
-    maps = 2 * configs.LIST * tensor_maps.SIZE
-    first = struct.unpack(f"<{configs.LIST}i", argument[maps : maps + 4 * configs.LIST])
+    maps = 2 * slots * tensor_maps.SIZE
+    first = struct.unpack(f"<{slots}i", argument[maps : maps + 4 * slots])
     assert first[0] == 0 and set(first[len(groups) :]) == {wave.NEVER}
-    shapes = list(wave.SHAPE.iter_unpack(argument[maps + 4 * configs.LIST : -wave.TAIL.size]))
+    shapes = list(wave.SHAPE.iter_unpack(argument[maps + 4 * slots : -wave.TAIL.size]))
     expected = [(-(-g.n // 128), g.m, g.n, g.k, g.out.ptr, 2 * g.out.row) for g in groups]
-    assert shapes[: len(groups)] == expected and len(shapes) == configs.LIST
-    launch = wave.bind(ops, config, (0, {config: 1}), 132)
+    assert shapes[: len(groups)] == expected and len(shapes) == slots
+    launch = wave.bind(ops, config, (0, {(config, slots): 1}), 132)
     fake.calls.clear()
     launch()
     assert fake.calls == ["cuLaunchKernelEx"]
@@ -504,7 +506,7 @@ def test_a_wave_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDri
 def test_odd_lists_are_copied_for_the_wave_kernel(fake: FakeDriver) -> None:
     ops = operands("odd list")
     assert configs.hopper_reasons(ops.spec) and configs.wave_reasons(ops.spec) == []
-    launch = wave.bind(ops, configs.WAVE, (1, dict.fromkeys(configs.WAVES, 2)), 132)
+    launch = wave.bind(ops, configs.WAVE, (1, WAVE_KERNELS), 132)
     fake.calls.clear()
     launch()
     assert fake.calls == ["cuLaunchKernelEx"] * 2, "the copies, then the product"

@@ -23,6 +23,8 @@ from multigemm.layouts import Operands, Strided, strides_of
 from multigemm.spec import ProblemSpec
 
 THREADS, BLOCK_K = 288, 64
+SLOTS = (4, LIST)
+"""Groups that an argument holds: a short one is there sooner."""
 NEVER = 0x7FFFFFFF
 SHAPE, TAIL = struct.Struct("<4i2q"), struct.Struct("<fi")
 
@@ -30,6 +32,10 @@ SHAPE, TAIL = struct.Struct("<4i2q"), struct.Struct("<fi")
 START, ROW, LINE, LATENCY, RATE = 2000, 4, 4, 2800, 8000
 """Cycles: of a block besides its products, of storing a row, of multiplying one by 64 x 128, from asking for a stage
 until it is there; bytes per cycle that the L2 cache delivers. Fitted to 14 lists, each with all heights, on an H100."""
+
+
+Functions = dict[tuple[Config, int], int]
+"""Handles by height and slots."""
 
 
 class Matrix(NamedTuple):
@@ -57,12 +63,12 @@ def shared_bytes(spec: ProblemSpec, config: Config) -> int:
     return config.stages * (COLUMNS + rows) * 128 + 1024
 
 
-def source(spec: ProblemSpec, config: Config) -> Source:
-    """The kernel's key: dtype, layouts and the config."""
+def source(spec: ProblemSpec, config: Config, slots: int = LIST) -> Source:
+    """The kernel's key: dtype, layouts, the config and how many groups it takes."""
     role = hopper.roles(packed_spec(spec))
     defines = (
         ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
-        ("ROWS", config.rows), ("STAGES", config.stages), ("STEP", 32), ("PINGPONG", 0),
+        ("ROWS", config.rows), ("STAGES", config.stages), ("GROUPS", slots), ("STEP", 32), ("PINGPONG", 0),
     )  # fmt: skip
     return Source("wave.cu", "wave", defines)
 
@@ -72,10 +78,10 @@ def heights(config: Config) -> tuple[Config, ...]:
     return (config,) if config.rows else WAVES[1:]
 
 
-def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, dict[Config, int]]:
-    """Compiles (or finds) and loads the copying kernel, where it is needed, and one for each height."""
-    functions = {c: load(source(spec, c), index)[0] for c in heights(config)}
-    for c, function in functions.items():
+def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, Functions]:
+    """Compiles (or finds) and loads the copying kernel, where it is needed, and one for each height and argument."""
+    functions = {(c, slots): load(source(spec, c, slots), index)[0] for c in heights(config) for slots in SLOTS}
+    for (c, _), function in functions.items():
         allow_shared(function, shared_bytes(spec, c))
     return load(packing.SOURCE, index)[0] if packed_spec(spec) != spec else 0, functions
 
@@ -127,7 +133,7 @@ def groups_of(ops: Operands) -> list[Group]:
     return sorted((g for g in groups if g.m and g.n), key=lambda g: -g.k)
 
 
-def layout(ops: Operands, groups: Sequence[Group], config: Config) -> tuple[bytes, int]:
+def layout(ops: Operands, groups: Sequence[Group], config: Config, slots: int) -> tuple[bytes, int]:
     """The kernel's argument, and the number of tiles."""
     role, dtype = hopper.roles(ops.spec), ops.spec.compute
     w_maps, x_maps, shapes = bytearray(), bytearray(), bytearray()
@@ -142,29 +148,30 @@ def layout(ops: Operands, groups: Sequence[Group], config: Config) -> tuple[byte
         shapes += SHAPE.pack(across, m, n, k if ops.spec.alpha != "zero" else 0, out.ptr, 2 * out.row)
         first.append(tiles)
         tiles += across * -(-m // config.rows)
-    missing = LIST - len(first)
+    missing = slots - len(first)
     maps = w_maps + tensor_maps.BLANK * missing + x_maps + tensor_maps.BLANK * missing
-    numbers = struct.pack(f"<{LIST}i", *first, *[NEVER] * missing)
+    numbers = struct.pack(f"<{slots}i", *first, *[NEVER] * missing)
     tail = TAIL.pack(float(ops.alpha), int(ops.spec.out.align == 16))
     return bytes(maps + numbers + shapes + bytes(SHAPE.size * missing) + tail), tiles
 
 
-def bind(ops: Operands, config: Config, kernels: tuple[int, dict[Config, int]], sms: int) -> Launch:
+def bind(ops: Operands, config: Config, kernels: tuple[int, Functions], sms: int) -> Launch:
     """Copies of the operands that need one, then the product."""
     pack, functions = kernels
     copied, copy = packing.with_copies(ops, packed_spec(ops.spec), pack, sms)
     return packing.after(copy, _bind(copied, config, functions, sms))
 
 
-def _bind(ops: Operands, config: Config, functions: dict[Config, int], sms: int) -> Launch:
+def _bind(ops: Operands, config: Config, functions: Functions, sms: int) -> Launch:
     groups = groups_of(ops)
     if not config.rows:
         config = height_for(tuple((g.m, g.k, g.n) for g in groups), sms)
-    argument, tiles = layout(ops, groups, config)
+    slots = SLOTS[len(groups) > SLOTS[0]]
+    argument, tiles = layout(ops, groups, config, slots)
     if tiles == 0:
         return _nothing
     return launcher(
-        functions[config],
+        functions[config, slots],
         [argument],
         grid=tiles,
         threads=THREADS,

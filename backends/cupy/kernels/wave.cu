@@ -4,12 +4,12 @@
 // tensor maps and shapes are the argument, each thread block has one tile of 128 columns by ROWS rows, and nothing is
 // read from memory but operands. As in hopper.cu C^T = W^T X^T.
 //
-// Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction), ROWS, and as many STAGES as fit: low tiles wait for
+// Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction), GROUPS at most, ROWS, and as many STAGES as fit: low tiles wait for
 // memory, not for the tensor cores.
 #include "mma.cuh"
 #include "rows.cuh"
 
-constexpr int LIST = 16;                           // as config.LIST
+constexpr int LIST = GROUPS;                       // as wave.SLOTS
 constexpr int BK = 64, COLUMNS = 128, CONSUMERS = 2, THREADS = CONSUMERS * 128 + 32;
 constexpr int LINES = X_K ? ROWS : (ROWS + 63) / 64 * 64;                          // rows of X that are loaded: whole boxes
 constexpr int W_BYTES = COLUMNS * BK * 2, X_BYTES = LINES * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES, BLOCK = 64 * BK * 2;
@@ -63,17 +63,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wave(const __grid_const
         prefetch_map(&p.w[g]), prefetch_map(&p.x[g]);
         for (int i = 0; i < STAGES; ++i) barrier_init(shared_address(&full[i]), 1), barrier_init(shared_address(&empty[i]), CONSUMERS * 4);
         barrier_init_fence();
-        start_next_launch();
         wait_for_last_launch();
         for (int kb = 0; kb < min(blocks, STAGES); ++kb) load_block(p, g, row, col, kb, stages, full);     // before anyone else is ready
     }
     __syncthreads();
     if (warp == CONSUMERS * 4) {
-        if (lane == 0)
-            for (int kb = STAGES; kb < blocks; ++kb) {
-                barrier_wait(shared_address(&empty[kb % STAGES]), (kb / STAGES & 1) ^ 1);
-                load_block(p, g, row, col, kb, stages, full);
-            }
+        if (lane != 0) return;
+        for (int kb = STAGES; kb < blocks; ++kb) {
+            barrier_wait(shared_address(&empty[kb % STAGES]), (kb / STAGES & 1) ^ 1);
+            load_block(p, g, row, col, kb, stages, full);
+        }
+        start_next_launch();                           // not before: its blocks would be in the way
         return;
     }
     wait_for_last_launch();                            // even results without a single k must not overtake it
