@@ -29,7 +29,7 @@ TILES = ((64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128))
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
 TENSOR_FLOPS_PER_US, TF32_FLOPS_PER_US = 720e6, 350e6
-CALL_US, STREAMS_US, GROUPED_MM_US, GROUPED_US, MEMBER_US = 2.2, 4.0, 19.5, 9.0, 0.08
+CALL_US, STREAMS_US, GROUPED_MM_US, GROUPED_US, MEMBER_US = 2.2, 10.0, 19.5, 9.0, 0.08
 """What a call on a stream costs beyond its work; what streams (to fork and join) and the two grouped launches cost on
 nothing; and what the second of those costs for each product."""
 LARGE_TILE = 128, 256, 11.6, 11.6, 1.0
