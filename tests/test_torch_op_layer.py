@@ -21,7 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multigemm.integrations import bound_kernels, layer_call, op_call
 from multigemm.integrations.layer_call import Networks
 from multigemm.nn import Experts
+from multigemm.settings import settings
 from tests.layer_cases import in_steps, networks
+
+
+@pytest.fixture(autouse=True)
+def bound_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MULTIGEMM_BIND_LAYERS", "1")
+    settings.cache_clear()
+    yield
+    settings.cache_clear()
 
 
 class _Own(Tensor):
@@ -127,7 +136,7 @@ def test_the_launches_in_an_interpreter_are_the_steps() -> None:
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-m", "tests.layer_cases"], capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[1],
+        env={**os.environ, "TRITON_INTERPRET": "1", "MULTIGEMM_BIND_LAYERS": "1"}, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["129", "1", "9", "129"]

@@ -24,6 +24,7 @@ from multigemm.integrations import op_call, op_route
 from multigemm.integrations.bound_calls import borrow
 from multigemm.integrations.eager import any_requires_grad, current_device, grad_enabled
 from multigemm.integrations.routing_op import triton_is_here
+from multigemm.settings import settings
 
 LINE = 256
 """Bytes to which the parts of the memory between the launches are aligned, as the allocator's own are."""
@@ -95,7 +96,7 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
 
     x [tokens, H], index and weights [tokens, k].
     """
-    if torch.compiler.is_compiling() or not _bindable(x):
+    if torch.compiler.is_compiling() or not settings().bind_layers or not _bindable(x):
         return None
     up, down, up_bias, down_bias = nets.up, nets.down, nets.up_bias, nets.down_bias
     if watched(x, index, weights, up, down, up_bias, down_bias):

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from multigemm.integrations import layer_call
 from multigemm.integrations.gate_op import swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
@@ -27,6 +28,11 @@ SILU = (type(ACT2FN["silu"]),)
 
 def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward pass of any module that transformers decorates with `use_experts_implementation`."""
+    networks = _networks(experts)
+    if networks is not None:
+        y = layer_call.call(hidden_states, top_k_index, top_k_weights, networks)
+        if y is not None:
+            return y
     routing = route(top_k_index, experts.num_experts)
     rows = dispatch(hidden_states, routing)
     hidden = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, routing.ends)
@@ -39,12 +45,28 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
     return combine(rows, top_k_weights, routing).to(hidden_states.dtype)
 
 
+def _is_swiglu(experts: Any) -> bool:
+    """Whether the gate is SwiGLU in transformers' default layout."""
+    return experts.has_gate and type(experts)._apply_gate is _default_apply_gate and type(experts.act_fn) in SILU
+
+
+def _networks(experts: Any) -> layer_call.Networks | None:
+    """The layer as one that may be bound; None for what has parts of its own."""
+    if getattr(experts, "has_post_expert_norm", False) or getattr(experts, "_is_expert_parallel", False):
+        return None
+    if not _is_swiglu(experts):
+        return None
+    up_bias, down_bias = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else (None, None)
+    stacked = bool(experts.is_transposed)
+    return layer_call.Networks(experts.gate_up_proj, experts.down_proj, up_bias, down_bias, stacked, gelu=False)
+
+
 def _activated(experts: Any, hidden: Tensor) -> Tensor:
-    """The model's own gate, or, where that is SwiGLU in transformers' default layout, ours: one pass, one rounding."""
+    """The model's own gate, or, where that is SwiGLU, ours: one pass, one rounding."""
+    if _is_swiglu(experts):
+        return swiglu(hidden)
     if not experts.has_gate:
         return experts.act_fn(hidden)  # type: ignore[no-any-return]
-    if type(experts)._apply_gate is _default_apply_gate and type(experts.act_fn) in SILU:
-        return swiglu(hidden)
     return experts._apply_gate(hidden)  # type: ignore[no-any-return]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from multigemm import epilogue
+from multigemm.integrations import layer_call
 from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
@@ -66,6 +67,9 @@ class Experts(nn.Module):
         """x [tokens, H], index and weights [tokens, k] -> [tokens, H]; over a mesh, every rank calls it."""
         if self.mesh is not None:
             return self._spread(x, top_k_index, top_k_weights)
+        y = layer_call.call(x, top_k_index, top_k_weights, self._networks())
+        if y is not None:
+            return y
         routing = route(top_k_index, self.num_experts)
         return combine(self.apply_sorted(dispatch(x, routing), routing.ends), top_k_weights, routing)
 
@@ -76,6 +80,18 @@ class Experts(nn.Module):
         if gated:
             hidden = GATED[self.activation](hidden)
         return self._linear("down_proj", hidden, ends, None)
+
+    def _networks(self) -> layer_call.Networks:
+        gated, held = self.activation in GATED, self  # type: bool, Any
+        return layer_call.Networks(
+            getattr(held, self.first),
+            held.down_proj,
+            getattr(held, f"{self.first}_bias"),
+            held.down_proj_bias,
+            gelu=self.activation == "geglu" if gated else None,
+            activation=None if gated else self.activation,
+            backend=self.backend,
+        )
 
     def _spread(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         from multigemm.integrations.expert_parallel import run_experts  # torch.distributed is optional in torch
