@@ -38,17 +38,10 @@ def cut(total: int) -> torch.Tensor:
 
 CLASSES: dict[str, Callable[[], mg.GroupedGemmProblem]] = {
     "jagged m": lambda: mg.GroupedGemmProblem(draw(4096, 1024), draw(8, 1024, 512), offsets=cut(4096)),
-    "jagged k": lambda: mg.GroupedGemmProblem(draw(4096, 1024).T, draw(4096, 512), offsets=cut(4096), jagged="k"),
     "list": lambda: mg.GroupedGemmProblem([draw(128, 128)] * 4, [draw(128, 128)] * 4),
     "unaligned": lambda: mg.GroupedGemmProblem(draw(4096, 1023), draw(8, 1023, 511), offsets=cut(4096)),
-    "any epilogue": lambda: mg.GroupedGemmProblem(
-        draw(4096, 1024), draw(8, 1024, 512), offsets=cut(4096), bias=draw(8, 512), activation="silu"
-    ),
     "float32": lambda: mg.GroupedGemmProblem(
         draw(1024, 1024, dtype=torch.float32), draw(8, 1024, 512, dtype=torch.float32), offsets=cut(1024)
-    ),
-    "float64": lambda: mg.GroupedGemmProblem(
-        draw(1024, 1024, dtype=torch.float64), draw(8, 1024, 512, dtype=torch.float64), offsets=cut(1024)
     ),
 }
 

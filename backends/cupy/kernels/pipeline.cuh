@@ -1,5 +1,5 @@
-// What lies between the copy engine and the tensor cores: the ring of stages, the tiles that are
-// announced to all roles, and the loads of one stage.
+// What lies between the copy engine and the tensor cores: the ring of stages, and the tiles that are announced to all roles.
+// load.cuh and direct.cu fill the stages.
 #pragma once
 #include "epilogue.cuh"
 #include "schedule.cuh"
