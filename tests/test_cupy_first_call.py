@@ -72,13 +72,18 @@ def in_a_new_process(folder: Path) -> dict[str, tuple[float, int]]:
     return {name: (seconds, count) for name, (seconds, count) in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
+def crowd() -> float:
+    """How many processes wait for each processor; 1 where some are idle."""
+    return max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
+
+
 def test_first_calls_cold_and_from_disk(tmp_path: Path) -> None:
-    cold = in_a_new_process(tmp_path)
+    cold, limit = in_a_new_process(tmp_path), COLD_SECONDS * crowd()
     assert all(count > 0 for _, count in cold.values())
-    assert {name: seconds for name, (seconds, _) in cold.items() if seconds > COLD_SECONDS} == {}
-    cached = in_a_new_process(tmp_path)
+    assert {name: seconds for name, (seconds, _) in cold.items() if seconds > limit} == {}
+    cached, limit = in_a_new_process(tmp_path), CACHED_SECONDS * crowd()
     assert all(count == 0 for _, count in cached.values())
-    assert {name: seconds for name, (seconds, _) in cached.items() if seconds > CACHED_SECONDS} == {}
+    assert {name: seconds for name, (seconds, _) in cached.items() if seconds > limit} == {}
 
 
 def main() -> None:
