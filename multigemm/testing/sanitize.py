@@ -175,14 +175,15 @@ def main(arguments: list[str]) -> int:
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    pairs = list(product(args.backend.split(","), args.tools.split(",")))
+    pairs, results = list(product(args.backend.split(","), args.tools.split(","))), list[dict[str, Any]]()
     with ThreadPoolExecutor(args.jobs) as pool:
-        results = list(pool.map(lambda pair: examine(pair[0], pair[1], args), pairs))
+        for result in pool.map(lambda pair: examine(pair[0], pair[1], args), pairs):
+            results.append(result)
+            if args.json:  # after each, for whoever is cut off
+                summary = {"versions": versions(), "problems": args.problems, "kinds": args.kinds, "runs": results}
+                Path(args.json).write_text(json.dumps(summary, indent=1) + "\n")
     clean = sum(result["clean"] for result in results)
     print(f"{clean} of {len(pairs)} runs are clean")
-    if args.json:
-        summary = {"versions": versions(), "problems": args.problems, "kinds": args.kinds, "runs": results}
-        Path(args.json).write_text(json.dumps(summary, indent=1) + "\n")
     return 0 if clean == len(pairs) else 1
 
 

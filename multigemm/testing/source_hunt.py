@@ -233,14 +233,19 @@ def _hunt_on_gpu(
     with listening(hunt.backend) as heard:
         for variant in variants:
             heard.clear()
+            started = time.monotonic()
             with timed(spent, "compile"):
                 run = _Run(hunt, variant, place, spent)
                 if not run.compiles():
                     return STILLBORN
             runs.append(run)
             codes.append(sorted(heard))
-            if found := burst(run):
-                return found
+            compiled = time.monotonic()
+            while True:  # as long as the next compilation may take
+                if found := burst(run):
+                    return found
+                if time.monotonic() - compiled > min(compiled - started, hunt.seconds / VARIANTS):
+                    break
             if time.monotonic() - begin > hunt.seconds:
                 break
         while time.monotonic() - begin < hunt.seconds:
