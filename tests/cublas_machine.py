@@ -77,9 +77,6 @@ class Machine:
         self.log.append(("wait", event.value, stream.value))
         return 0
 
-    def cuEventDestroy_v2(self, event: Any) -> int:
-        return 0
-
     def cuStreamCreate(self, to: Any, flags: int) -> int:
         self.streams += 1
         to._obj.value = self.streams

@@ -12,10 +12,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,21 +39,15 @@ def workspace_bytes() -> int:
     return sum(int(kib) * int(count) << 10 for kib, count in pools) or DEFAULT_WORKSPACE
 
 
-def when_gone(owner: Any, function: Callable[..., object], *arguments: Any) -> None:
-    """Calls the function when `owner` dies; not at the end of the process, where the driver may have gone before."""
-    weakref.finalize(owner, function, *arguments).atexit = False
-
-
 class Event:
     """A driver event without timing; torch's own would pass through more of Python at each record and wait."""
 
-    __slots__ = ("__weakref__", "_device", "raw")
+    __slots__ = ("_device", "raw")
 
     def __init__(self, device: int) -> None:
         self.raw, self._device = ctypes.c_void_p(), device
         use_context(device)
         driver_checked(driver().cuEventCreate(ctypes.byref(self.raw), WITHOUT_TIMING), "cuEventCreate")
-        when_gone(self, driver().cuEventDestroy_v2, self.raw)
 
     def record(self, stream: ctypes.c_void_p) -> None:
         status = driver().cuEventRecord(self.raw, stream)
