@@ -80,7 +80,12 @@ def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
     assert hopper_candidates(replace(spec, total=1024))[0].block_m == 128, "rows that half fill a tall tile"
     assert hopper_candidates(replace(spec, a=replace(spec.a, align=16), k=1024))[0].pack == ()
     along_k = replace(spec, b=replace(spec.b, order="col"))
-    assert hopper_candidates(along_k)[0].pack == ("a", "b")
+    assert hopper_candidates(along_k)[0].pack == ("a", "b"), "two tiles per group carry as much as a copy moves"
+    assert [config.block_m for config in hopper_candidates(replace(along_k, total=1024)) if config.carry] == [128, 128]
+    many = replace(along_k, groups=257, total=1024)
+    assert not any(config.carry for config in hopper_candidates(many))
+    strided = replace(spec, b=replace(spec.b, order="strided"))
+    assert not any(config.carry for config in hopper_candidates(replace(strided, total=1024)))
     for form in ("jagged_k", "jagged_n", "batched", "masked"):
         assert not any(config.carry for config in hopper_candidates(SPECS[f"{form} bf16 unaligned"]))
 

@@ -10,7 +10,7 @@ import torch
 import multigemm as mg
 from multigemm.backends.triton import Config
 from multigemm.backends.triton.candidates import hopper_candidates
-from multigemm.backends.triton.config import problem_with
+from multigemm.backends.triton.config import problem_with, thrifty
 from multigemm.staging import staged_spec
 from tests.triton_gpu_cases import draw, problem, tensor
 
@@ -51,14 +51,28 @@ def test_tiles_dealt_and_drawn_find_their_groups(form: str, groups: int) -> None
 
 
 @pytest.mark.parametrize("extents", [(131, 77), (259, 513), (135, 104)])
-def test_unaligned_weights_through_registers(extents: tuple[int, int]) -> None:
-    given = problem("jagged_m", *extents)
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_m_nt"])
+def test_unaligned_weights_through_registers(form: str, extents: tuple[int, int]) -> None:
+    given = problem(form, *extents)
     spec = staged_spec(given)
     pack = () if spec.a.align == 16 else ("a",)
     low = Config("hopper", block_m=128, block_n=128, warps=4, stages=5, pack=pack, carry=True)
     carrying = [config for config in (low, replace(low, block_m=256, stages=4)) if not problem_with(config, spec)]
-    assert low in carrying
+    assert low in carrying or (form == "jagged_m_nt" and not thrifty())
     for config in carrying:
         plan = mg.plan(given, backend="triton", config=config)
         tensor(plan()).fill_(torch.nan)
         assert mg.verify(given, plan()), config
+
+
+@pytest.mark.parametrize("skipped", [1, 7])
+def test_lines_along_k_may_start_anywhere(skipped: int) -> None:
+    """Weights that begin off 16 bytes: their first lines are read from before them, and from nowhere else."""
+    whole = draw(8, 200, 72 + skipped)
+    offsets = torch.tensor([0, 5, 5, 70, 71, 130, 300, 640, 704], dtype=torch.int32).cuda()
+    given = mg.GroupedGemmProblem(draw(704, 72), whole[:, :, skipped:].transpose(1, 2), offsets=offsets)
+    whole[:, :, :skipped] = torch.nan
+    low = Config("hopper", block_m=128, block_n=128, warps=4, stages=5, carry=True)
+    if reason := problem_with(low, staged_spec(given)):
+        pytest.skip(reason)
+    assert mg.verify(given, mg.solve(given, backend="triton", config=low))

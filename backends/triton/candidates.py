@@ -25,7 +25,7 @@ from multigemm.spec import ProblemSpec
 
 BRIEF_US = 50.0
 """Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""
-UNCOPIED_ROWS = 640
+UNCOPIED_ROWS = {"row": 640, "col": 128}
 """Rows per group up to which a copy of unaligned weights takes longer than their slower way through registers."""
 
 
@@ -115,14 +115,15 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
     if "b" in pack:
         uncopied = _uncopied(spec, tall, flat, tuple(name for name in pack if name == "a"))
-        found = [*uncopied, *found] if shape_of(spec).rows <= UNCOPIED_ROWS else [*found, *uncopied[:1]]
+        few = shape_of(spec).rows <= UNCOPIED_ROWS.get(spec.b.order, 0)
+        found = [*uncopied, *found] if few else [*found, *uncopied[:1]]
     found = [config for config in found if not problem_with(config, spec)]
     return _ordered(found, spec) if found else []
 
 
 def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ...]) -> list[Config]:
     """Unaligned weights through registers; above 128 rows the low tile would carry each of them too often."""
-    order = (tall,) if shape_of(spec).rows > 128 else (flat, tall)
+    order = (tall,) if shape_of(spec).rows > 128 and spec.b.order == "row" else (flat, tall)
     return [replace(config, carry=True, pack=pack, block_k=depth_of(spec)) for config in order]
 
 

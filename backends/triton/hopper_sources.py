@@ -41,7 +41,7 @@ def names_of(config: Config) -> tuple[str, ...]:
     data = ("c", "out", "bias", "records", "ends")
     if config.carry:
         extents = tuple(name for name in EXTENTS if name != "b_step")
-        return ("a_desc", "out_desc", "b", *data, *extents, "b_group", "b_line", *STRIDES)
+        return ("a_desc", "out_desc", "b", *data, *extents, "b_skip", "b_group", "b_line", *STRIDES)
     return ("a_desc", "b_desc", "out_desc", *data, *EXTENTS, *STRIDES)
 
 
@@ -59,8 +59,8 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
         "bias": "*" + TYPES[spec.bias or out_dtype],
         "records": "*i32",
         "ends": "*" + TYPES[spec.index or torch.int32],
-        "b": "*" + TYPES[spec.b.dtype],
-        **dict.fromkeys(EXTENTS, "i32"),
+        "b": "*i32" if spec.b.order == "col" else "*" + TYPES[spec.b.dtype],
+        **dict.fromkeys((*EXTENTS, "b_skip"), "i32"),
         **dict.fromkeys(("b_group", "b_line", *STRIDES), "i64"),
     }
     constants = {
@@ -88,10 +88,15 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     }
     if config.carry:
         constants = {name: value for name, value in constants.items() if name not in ("PIECE", "CONSUMERS")}
-        constants |= {"CONSUMER_REGISTERS": 176, "PRODUCER_REGISTERS": 48, "CARRIER_REGISTERS": 112}
+        lines = spec.b.order == "col"
+        constants |= {"CONSUMER_REGISTERS": 144 if lines else 176, "CARRIER_REGISTERS": 176 if lines else 112}
+        constants |= {"PRODUCER_REGISTERS": 48}
     module, name = ("hopper_carry", "carry_kernel") if config.carry else ("hopper", "hopper_kernel")
     arguments = tuple((argument, signature[argument]) for argument in names_of(config))
-    return KernelSource(f"multigemm.backends.triton.{module}", name, arguments, tuple(constants.items()), gluon=True)
+    # lines along k are read from their address rounded down
+    hints = (("b", 16),) if config.carry and spec.b.order == "col" else ()
+    return KernelSource(f"multigemm.backends.triton.{module}", name, arguments, tuple(constants.items()), hints,
+                        gluon=True)  # fmt: skip
 
 
 def records_source(given: ProblemSpec, config: Config) -> KernelSource:
