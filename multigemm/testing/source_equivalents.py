@@ -96,7 +96,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "behind the end of k: zeros for a stage that nobody reads"),
     ("small.cu", "if (kb + STAGES < blocks)", "if (kb + STAGES <= blocks)",
      "behind the end of k: zeros for a stage that nobody reads"),
-    ("wave.cu", "if (lane == 0)", "if (lane == 1)", "another lane of the warp does it"),
+    ("wave.cu", "if (lane != 0) return", "if (lane != 1) return", "another lane of the warp does it"),
     ("wave.cu", "kb > 0 && lane == 0)", "kb > 0 && lane == 1)", "another lane of the warp does it"),
     ("portable.cu", "tiles_m * tiles_n < (i64(1) << 31) / 8", "tiles_m * tiles_n <= (i64(1) << 31) / 8",
      "no memory holds the results of so many tiles"),
