@@ -1,0 +1,51 @@
+"""What `auto` is worth on shapes that nobody tuned, by the tables that ship: each class is left out in turn and guessed
+from the others. A slip in distances, units or names of configs shows here, though every formula has its own test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from multigemm.bench.workloads import geomean
+from multigemm.nearest import Sample, estimates
+from multigemm.tuning import unfold
+
+TUNED = sorted((Path(__file__).parents[1] / "multigemm" / "tuned").glob("*.json"))
+EVERY = 4
+"""Of the classes, this one is guessed; all others are known."""
+
+
+def classes(path: Path, where: str) -> list[Sample]:
+    """Times and configs of each class whose sizes lie in one place."""
+    found: dict[str, Sample] = {}
+    for entry in json.loads(path.read_text())["entries"]:
+        for m in unfold(entry, path.name):
+            if m.key.endswith(where):
+                old = found.get(m.key, Sample(m.key))
+                us, ran = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran}
+                found[m.key] = Sample(m.key, us, ran, m.groups, m.flops)
+    return [s for s in found.values() if len(s.us) > 1]
+
+
+def behind(known: list[Sample]) -> list[float]:
+    """How many times slower than the fastest the guessed one is, for some of the classes."""
+    ratios = []
+    for index in range(0, len(known), EVERY):
+        left_out = known[index]
+        asked = Sample(left_out.key, {}, left_out.ran, left_out.groups)
+        guess = estimates(asked, [s for s in known if s is not left_out])
+        usable = [e for e in guess if e.backend in left_out.us]
+        chosen = min(usable, key=lambda e: e.slowness).backend
+        ratios.append(left_out.us[chosen] / min(left_out.us.values()))
+    return ratios
+
+
+@pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
+def test_choices_for_classes_left_out_are_near_the_fastest(path: Path) -> None:
+    known = classes(path, "device-sizes")
+    ratios = behind(known)
+    assert len(ratios) > 50
+    assert geomean(ratios) < 1.015
+    assert sum(ratio > 1.1 for ratio in ratios) <= 0.045 * len(ratios)
