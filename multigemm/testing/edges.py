@@ -61,7 +61,7 @@ def _extents(ch: Chooser, tile: Tile, style: int) -> dict[str, int]:
     m, n = (tile.m, tile.n) if ch.integer(0, 1) else (tile.n, tile.m)
     shallow = ch.choice((0, 1, 2, 3, 7, 8, 9, 16, 17, tile.k, tile.k))
     if style == TALL:
-        tall = {"m": _near(ch, m, (8, 9, 10)), "n": _near(ch, n, (1, 2)), "k": ch.choice((1, 2))}
+        tall = {"m": _near(ch, m, (8, 9, 10)), "n": n * ch.choice((1, 2)) + ch.choice((0, 0, -1, 1, 9)), "k": 1}
         return tall if ch.integer(0, 2) else {"m": tall["n"], "n": tall["m"], "k": tall["k"]}
     if style == 0:
         deep = tuple(range(tile.depth - 1, 3 * tile.depth + 2))

@@ -61,6 +61,9 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     *(("hopper_tiles.py", f"gl.load({word}, mask=ok, other=0)", f"gl.load({word}, mask=ok, other=1)",
        "the record of a tile behind the last one, which is not published")
       for word in ("entry", *(f"entry + {n}" for n in range(1, 7)), "ends + g")),
+    ("hopper_carry.py", "shift + 0 * j", "shift - 0 * j", "zero either way"),
+    ("hopper_carry.py", "kept[None, :] + 0 * i", "kept[None, :] - 0 * i", "zero either way"),
+    # CUDA C++
     ("load.cuh", "oldest = 0", "oldest = 1", "compared with multiples of 1024 only"),
     ("load.cuh", "- oldest) > 0", "- oldest) > 1", "a multiple of 1024 either way"),
     ("load.cuh", "u32 begin = 0", "u32 begin = 1",
@@ -103,7 +106,19 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     *(("portable.cu", line, ANY, "no memory holds the results of so many tiles") for line in (
         "const i64 band = local / (8 * tiles_n), height = min64(8, tiles_m - band * 8), "
         "rest = local - band * 8 * tiles_n;",)),
+    ("small.cu", "int start = 0, end = 0;", "int start = 1, end = 0;",
+     "read only where a group was found, which sets it"),
+    ("portable.cu", "u64(g.out_row * 2)) & 3)", "u64(g.out_row)) & 3)",
+     "rows of even addresses leave one by one where their pitch is no multiple of 8 bytes"),
     # Numba
+    *(("hopper_producer.py", "announce(base, slot_step, 0" + ", 0" * 8 + ")",
+       "announce(base, slot_step, 0" + ", 0" * at + ", 1" + ", 0" * (7 - at) + ")",
+       "behind a height of 0 nothing is read") for at in range(8)),
+    ("hopper_producer.py", "ticket = int32(0)", "ticket = int32(1)",
+     "used by one lane only, and there only where it was drawn"),
+    *(("hopper_producer.py", "g, first, end = int32(0), int32(0)", f"g, first, end = {new}",
+       "the first tile lies in no group yet, so it is looked up")
+      for new in ("int32(1), int32(0)", "int32(0), int32(1)")),
     ("simt.py", "blocks * threads)", "blocks)", "elements are zeroed more than once"),
 )  # fmt: skip
 """(file, text, what it becomes, reason)."""
