@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -11,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from multigemm.bench import peer_tutorial
 from multigemm.bench.check import reference
 from multigemm.bench.entries import Refused
 from multigemm.bench.operands import make
 from multigemm.bench.peer_libraries import ENTRIES, Padded
 from multigemm.bench.peer_torch import _odd_start
+from multigemm.bench.peers import peer_entries
 from multigemm.bench.workloads import Workload
 
 CASES = [
@@ -102,3 +105,29 @@ def test_starts_off_16_bytes_are_seen_where_groups_lie_along_rows() -> None:
     assert _odd_start(gradients) == 0
     assert _odd_start(replace(gradients, trans_a=False)) > 0
     assert _odd_start(CASES[0]) == 0
+
+
+def test_the_tutorials_way_runs_where_it_is_asked_for() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert peer_tutorial.NAME not in {entry.name for entry in peer_entries([], cuda)[0]}
+    assert [entry.name for entry in peer_entries([peer_tutorial.NAME], cuda)[0]] == [peer_tutorial.NAME]
+    assert peer_entries([peer_tutorial.NAME], cpu)[1] == {peer_tutorial.NAME: "needs a CUDA device"}
+    with pytest.raises(Refused, match="16 bytes"):
+        peer_tutorial.ENTRY.prepare(make(replace(CASES[0], n=9), cpu))
+
+
+def test_the_tutorials_way_compiles_for_hopper() -> None:
+    program = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from multigemm.bench.walk import walk
+types = {"a": "*bf16", "b": "*bf16", "out": "*bf16", "ends": "*i32", "groups": "i32", "n": "i32", "k": "i32"}
+tile = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3}
+source = ASTSource(walk, {**types, **dict.fromkeys(tile, "constexpr")}, constexprs=tile)
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3}).asm["ptx"])
+"""
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert made.returncode == 0, made.stderr[-2000:]
+    assert "wgmma.mma_async" in made.stdout
+    assert "cp.async.bulk.tensor" in made.stdout

@@ -17,7 +17,7 @@ from multigemm.bench.operands import Tensors
 from multigemm.bench.peer_torch import without_epilogue
 
 
-def _packed(tensors: Tensors, *dtypes: str) -> tuple[Tensor, Tensor, Tensor]:
+def packed_rows(tensors: Tensors, *dtypes: str) -> tuple[Tensor, Tensor, Tensor]:
     """(a [T, K], b [G, K, N], sizes [G] on the device), or why this library does not fit."""
     workload = tensors.workload
     without_epilogue(tensors)
@@ -30,14 +30,14 @@ def _packed(tensors: Tensors, *dtypes: str) -> tuple[Tensor, Tensor, Tensor]:
     return tensors.a, tensors.b, torch.diff(tensors.offsets)
 
 
-def _by_rows(b: Tensor) -> Tensor:
+def by_rows(b: Tensor) -> Tensor:
     """The weights as [G, N, K] in memory."""
     return b.transpose(1, 2).contiguous()
 
 
 def _deep_gemm(tensors: Tensors) -> Prepared:
     """Rows are padded to the library's alignment beforehand; -1 marks the padding."""
-    a, b, _ = _packed(tensors, "bf16")
+    a, b, _ = packed_rows(tensors, "bf16")
     deep_gemm: Any = importlib.import_module("deep_gemm")
     step = int(deep_gemm.get_mk_alignment_for_contiguous_layout())
     sizes = [int(s) for s in tensors.workload.sizes]
@@ -52,7 +52,7 @@ def _deep_gemm(tensors: Tensors) -> Prepared:
         torch.arange(len(sizes), dtype=torch.int32), torch.tensor(sizes)
     ).to(a.device)  # fmt: skip
     out = a.new_full((starts[-1], b.shape[2]), float("nan"))
-    weights = _by_rows(b)
+    weights = by_rows(b)
 
     def call() -> object:
         deep_gemm.m_grouped_bf16_gemm_nt_contiguous(padded, weights, out, owner)
@@ -72,9 +72,9 @@ class Padded:
 
 
 def _quack(tensors: Tensors) -> Prepared:
-    a, b, _ = _packed(tensors, "bf16", "fp16")
+    a, b, _ = packed_rows(tensors, "bf16", "fp16")
     gemm: Any = importlib.import_module("quack.gemm_interface").gemm
-    weights = _by_rows(b).transpose(1, 2)
+    weights = by_rows(b).transpose(1, 2)
     offsets, out = tensors.offsets, tensors.out
     return Prepared(
         lambda: gemm(a, weights, out=out, cu_seqlens_m=offsets), out, "quack.gemm", why="weights as [G, N, K]"
@@ -82,15 +82,15 @@ def _quack(tensors: Tensors) -> Prepared:
 
 
 def _fbgemm(tensors: Tensors) -> Prepared:
-    a, b, sizes = _packed(tensors, "bf16")
+    a, b, sizes = packed_rows(tensors, "bf16")
     name = "fbgemm_gpu.experimental.gemm.triton_gemm.grouped_gemm"
     grouped_gemm: Any = importlib.import_module(name).grouped_gemm
-    weights = _by_rows(b).reshape(-1, b.shape[1])
+    weights = by_rows(b).reshape(-1, b.shape[1])
     return Prepared(lambda: grouped_gemm(a, weights, sizes), None, "grouped_gemm (Triton)", why="weights as [G*N, K]")
 
 
 def _triton_kernels(tensors: Tensors) -> Prepared:
-    a, b, sizes = _packed(tensors, "bf16", "fp16")
+    a, b, sizes = packed_rows(tensors, "bf16", "fp16")
     matmul: Any = importlib.import_module("triton_kernels.matmul").matmul
     make: Any = importlib.import_module("triton_kernels.tensor").make_ragged_tensor_metadata
     metadata = make(sizes, a.shape[0])

@@ -12,27 +12,30 @@ import importlib.util
 
 import torch
 
-from multigemm.bench import peer_cublas, peer_libraries, peer_torch
+from multigemm.bench import peer_cublas, peer_libraries, peer_torch, peer_tutorial
 from multigemm.bench.entries import Entry
 from multigemm.errors import InvalidSetting
 
 MODULES = {"deep_gemm": "DeepGEMM", "quack": "QuACK", "fbgemm_gpu": "FBGEMM", "triton_kernels": "OpenAI triton_kernels"}
+ON_REQUEST = {peer_tutorial.NAME: "triton"}
+"""Peers that run only where they are named, and the modules that they need."""
 
 
 def peer_entries(names: list[str], device: torch.device) -> tuple[list[Entry], dict[str, str]]:
     """Entries for the named peers (all, if none is named) that are here, and the reasons of the others."""
     entries = dict(peer_torch.ENTRIES) | {peer_cublas.ENTRY.name: peer_cublas.ENTRY} | peer_libraries.ENTRIES
-    needs = peer_libraries.MODULE_OF
+    entries |= {peer_tutorial.NAME: peer_tutorial.ENTRY}
+    needs = peer_libraries.MODULE_OF | ON_REQUEST
     if unknown := [name for name in names if name not in entries]:
         raise InvalidSetting(f"--peers: no peer is called {unknown[0]!r}; known: {', '.join(entries)}, none")
     absent: dict[str, str] = {}
     here: list[Entry] = []
     for name, entry in entries.items():
-        if names and name not in names:
+        if name not in names and (names or name in ON_REQUEST):
             continue
         module = needs.get(name)
         if module and importlib.util.find_spec(module) is None:
-            absent[name] = f"{MODULES[module]} is not installed (no module {module})"
+            absent[name] = f"{MODULES.get(module, module)} is not installed (no module {module})"
         elif device.type != "cuda" and (module or name in ("cublas_grouped", "torch_grouped_nt")):
             absent[name] = "needs a CUDA device"
         else:
