@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """The warp-specialised kernel for weights that no tensor map expresses: four warps carry them through registers.
 
-A tile's rows come by TMA, as in hopper.py, and the consumers are the same. The weights are read element by element,
-neighbouring lanes at neighbouring addresses, whatever their alignment, and written to the ring in the order that
-wgmma reads: a copy of all weights into aligned rows would cost more memory traffic than the product itself.
+A tile's rows come by TMA, as in hopper.py, and the consumers are the same. The weights are read whatever their
+alignment, element by element or in aligned pieces that are shifted into place, and written to the ring in the order
+that wgmma reads: a copy of all weights into aligned rows would cost more memory traffic than the product itself.
 """
 
 from triton.experimental import gluon
@@ -166,7 +166,7 @@ def carry_lines(ring, mail, b, b_skip, n, b_group, b_line, BN: gl.constexpr, STA
 
 @gluon.jit
 def carry(ring, mail, b, b_skip, n, b_group, b_line, BN: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
-    """The weights, by the way that suits their lines: measured, 16 bytes at a time do not pay along n."""
+    """The weights, by the way that suits their lines (docs/triton-tuning.md): 16 bytes at a time pay along k only."""
     if B_ORDER == "row":
         carry_elements(ring, mail, b, n, b_group, b_line, BN, STAGES)
     else:
