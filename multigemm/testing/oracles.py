@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,9 +164,10 @@ def _bring_home(started: list[Runs]) -> list[list[torch.Tensor]]:
     return found
 
 
-def check_many(stands: Sequence[Stand], subject: Subject) -> list[Outcome]:
-    """One subject on many stands, each run twice, with one wait for the device."""
+def check_many(stands: Sequence[Stand], subject: Subject, wait: Callable[[], None] = lambda: None) -> list[Outcome]:
+    """One subject on many stands, each run twice, with one wait for the device; `wait` may give it up before."""
     started = [_launch_twice(stand, subject) for stand in stands]
+    wait()
     for stand, runs, pair in zip(stands, started, _bring_home(started), strict=True):
         if pair:
             _judge_pair(stand.world, pair, runs.outcome, [], True)

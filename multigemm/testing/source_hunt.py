@@ -27,6 +27,8 @@ SURVIVED = {"state": "survived", "oracle": "", "text": ""}
 STILLBORN = SURVIVED | {"state": "stillborn"}
 VARIANTS = 4
 """Variants that a mutant is compiled for, and that meet problems in turn."""
+ENDLESS = 5.0
+"""Seconds that a burst of small problems may keep a GPU busy, which others use as well."""
 DEEP = 4
 """One problem in so many meets the expensive oracles in emulation, the others the edge of memory."""
 FEW = 100
@@ -91,6 +93,17 @@ def hunt_emulated(hunt: Hunt, place: Any, variants: list[Variant], say: Callable
             return verdict(outcome)
         number += 1
     return SURVIVED | {"text": f"{number} problems, {len(variants)} of which reach the line"}
+
+
+def wait_for(place: Any) -> None:
+    """Waits for the device, but not for ever: on its own clock, so that a busy host does not look like a hang."""
+    import torch
+
+    begin, stream = time.monotonic(), torch.cuda.current_stream(place) if place.type == "cuda" else None
+    while stream is not None and not stream.query():
+        if time.monotonic() - begin > ENDLESS:
+            raise TimeoutError(f"a few small problems kept the device busy for {ENDLESS} s")
+        time.sleep(0.001)
 
 
 @contextmanager
@@ -180,8 +193,11 @@ class _Run:
         with timed(self.spent, "build"):
             stands = Stand.build_all([World.build(case) for _, case in chosen], self.place)
         say("runs")
-        with timed(self.spent, "run"):
-            outcomes = check_many(stands, self.subject)
+        try:
+            with timed(self.spent, "run"):
+                outcomes = check_many(stands, self.subject, partial(wait_for, self.place))
+        except TimeoutError as error:
+            return len(stands), {"state": "killed", "oracle": "hang", "text": str(error)}
         for (number, _), stand, outcome in zip(chosen, stands, outcomes, strict=True):
             say("runs")
             if outcome.ok and outcome.ran:
