@@ -237,6 +237,43 @@ def test_the_kernels_key_knows_no_sizes() -> None:
     assert hopper.source(SPEC, configs.WIDE) == hopper.source(grown, configs.WIDE)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sent"),
+    [
+        ({}, True),
+        ({"m": 129, "n": 64}, True),
+        ({"m": 64, "n": 129, "out": replace(BF16, order="col")}, True),
+        ({"n": 129}, False),
+        ({"out": replace(BF16, align=8)}, False),
+        ({"out": replace(BF16, order="strided")}, False),
+        ({"activation": "relu"}, False),
+        ({"form": "jagged_m"}, False),
+    ],
+    ids=["rows", "odd-rows", "columns", "cut", "unaligned", "strided", "epilogue", "jagged_m"],
+)
+def test_the_copy_engine_stores_plain_results_of_jagged_k(changes: dict[str, Any], sent: bool) -> None:
+    spec = replace(SPEC, **{"form": "jagged_k", "m": 64, "a": replace(BF16, order="col"), **changes})
+    assert configs.sends(spec) is sent
+    assert dict(hopper.source(spec, configs.WIDE).defines)["SEND"] == int(sent)
+    takes_turns = not sent and configs.plain_kind(spec) > 0 and spec.form == "jagged_k"
+    assert configs._hopper_order(spec)[0] == (configs.TURNS if takes_turns else configs.WIDE)
+
+
+def test_the_results_map_counts_rows_back_from_a_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(tensor_maps, "encode", lambda *args: seen.append(args) or b"")
+    side = tensor_maps.Side(1 << 40, 96, 50, 3, 192, 50 * 192, False, torch.bfloat16)
+    tensor_maps.results.__wrapped__(side)
+    ((_, start, dims, strides, box),) = seen
+    assert box == (64, 64, 1, 1, 1) and dims[0] == 96 and dims[1] == tensor_maps.FAR and dims[4] == 3
+    assert all(step % 16 == 0 and step < 1 << 40 for step in strides)
+    for group, end, left, row in ((0, 50, 50, 0), (2, 41, 9, 8), (1, 7, 1, 0)):
+        at = (tensor_maps.FAR - left + row, end, tensor_maps.FAR, group)
+        assert all(0 <= x < size for x, size in zip(at, dims[1:], strict=True)), "the last row still exists"
+        address = start + sum(x * step for x, step in zip(at, strides, strict=True))
+        assert address % 2**64 == start + (end - left + row) * 192 + group * 50 * 192
+
+
 def test_the_argument_block_has_the_layout_of_the_struct() -> None:
     a, b, out = torch.zeros(6, 4), torch.zeros(2, 4, 8), torch.zeros(6, 8)
     spec = replace(SPEC, groups=2, compute=torch.float32, a=OperandSpec(torch.float32), out=OperandSpec(torch.float32))

@@ -179,6 +179,14 @@ def test_the_main_loop_is_wgmma_for_every_width_of_the_config() -> None:
     assert "setmaxnreg" in ptx_of(source, "sm_90a") and "multicast::cluster" in ptx_of(source, "sm_90a")
 
 
+@pytest.mark.parametrize("config", [configs.NARROW, configs.TURNS], ids=["late", "turns"])
+def test_results_of_jagged_k_leave_by_the_copy_engine_where_it_can_store_them(config: Config) -> None:
+    problem = spec(a="col", form="jagged_k")
+    sent, cut = (ptx_of(hopper.source(replace(problem, n=n), config), "sm_90a") for n in (4096, 4095))
+    assert "cp.async.bulk.tensor.5d.global.shared" in sent and "stmatrix" in sent
+    assert "cp.async.bulk.tensor.5d.global.shared" not in cut and "stmatrix" in cut
+
+
 def test_headers_are_complete_and_the_architecture_has_its_suffix() -> None:
     names = [name for name, _ in headers()]
     assert len(names) == len(set(names)) and "mma.cuh" in names

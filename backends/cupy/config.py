@@ -74,10 +74,8 @@ ONE_WAVE = 160
 """Tiles of the small kernel that run at once, with room for the rounding of totals to powers of two."""
 RESIDENT, ROUNDS, FULL_ROWS, WAVE_WORK = 264, 528, 192, 1 << 34
 """Tiles of 128 x 128 up to which the wave kernel is faster; of 256 x 128, rows and products, if nothing is copied."""
-LIST = 16
-"""Groups of a list that the small kernel takes as an argument."""
-CUBE_ROWS = 8192
-"""Rows from which tiles this small only lose."""
+LIST, CUBE_ROWS = 16, 8192
+"""Groups of a list that the small kernel takes as an argument; rows from which tiles this small only lose."""
 
 SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
 """Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
@@ -85,10 +83,8 @@ WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the portable kernel."""
 FEW_ROWS = 1024
 """Rows per group up to which weights are shifted as they are read; more rows repay a copy of the weights."""
-SHORT_K = 768
-"""Up to this k a list's odd operands are copied for the wave kernel, however many tiles there are."""
-BRIEF_K = 128
-"""Up to this k the small kernel is faster than the one for a wave."""
+SHORT_K, BRIEF_K = 768, 128
+"""Up to here a list's odd operands are copied for the wave kernel, whatever the tiles; small tiles beat a wave."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
 
@@ -103,6 +99,12 @@ def plain_kind(spec: ProblemSpec) -> int:
     plain = spec.c is None and spec.bias is None and spec.activation is None and spec.out.dtype == spec.compute
     along = "col" if is_swapped(spec) else "row"
     return 0 if not plain or spec.out.order == "strided" else 1 if spec.out.order == along else 2
+
+
+def sends(spec: ProblemSpec) -> bool:
+    """Whether the copy engine stores the results of jagged k: plain ones, in rows of whole 16-byte pieces."""
+    columns = spec.m if is_swapped(spec) else spec.n
+    return spec.form == "jagged_k" and plain_kind(spec) == 1 and spec.out.align == 16 and (columns or 1) % 8 == 0
 
 
 def hopper_reasons(spec: ProblemSpec) -> list[str]:
@@ -278,13 +280,11 @@ def _hopper_order(spec: ProblemSpec) -> list[Config]:
     if spec.total <= SMALL_ROWS and (spec.n or 0) <= SMALL_COLUMNS and spec.form != "jagged_k":
         return [SINGLE, SLIM, WIDE] if spec.form == "per_group" or spec.total > 1024 else [SLIM, SINGLE, WIDE]
     rows = _rows_per_group(spec)
-    if rows <= 32:
-        return [NARROW, MIDDLE, WIDE]
     if rows <= 64:
-        return [MIDDLE, WIDE, NARROW]
+        return [NARROW, MIDDLE, WIDE] if rows <= 32 else [MIDDLE, WIDE, NARROW]
     turns = [TURNS] if plain_kind(spec) and spec.groups <= TURNS_GROUPS else []
-    large = rows > MANY_ROWS or spec.form == "jagged_k"
-    return [*turns, WIDE, ALONE, MIDDLE, NARROW] if large else [WIDE, *turns, ALONE, MIDDLE, NARROW]
+    first = turns if (rows > MANY_ROWS or spec.form == "jagged_k") and not sends(spec) else []
+    return [*first, WIDE, *turns, ALONE, MIDDLE, NARROW]
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:

@@ -25,7 +25,7 @@ from multigemm.spec import ProblemSpec
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: that of the Hopper kernel for the same layouts."""
-    return Source("direct.cu", "direct", hopper.source(direct_spec(spec), config).defines)
+    return Source("direct.cu", "direct", hopper.defines(direct_spec(spec), config))
 
 
 def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.cupy import counters, tensor_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, Config, is_swapped, plain_kind
+from multigemm.backends.cupy.config import COLUMNS, Config, is_swapped, plain_kind, sends
 from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.tensor_maps import Side
@@ -47,18 +47,19 @@ def roles(spec: ProblemSpec) -> Roles:
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
-    """The kernel's key: dtype, layouts, whether the epilogue is plain, and the config."""
+    """The kernel's key: what `defines` says, and who stores the results."""
+    return Source("hopper.cu", "hopper", (*defines(spec, config), ("SEND", int(sends(spec)))))
+
+
+def defines(spec: ProblemSpec, config: Config) -> tuple[tuple[str, int], ...]:
+    """Dtype, layouts, whether the epilogue is plain, and the config."""
     role, plain = roles(spec), plain_kind(spec)
-    return Source(
-        "hopper.cu",
-        "hopper",
-        (
-            ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
-            ("RAGGED_K", int(spec.form == "jagged_k")), ("LISTED", int(spec.form == "per_group")),
-            ("PLAIN", plain), ("ROWS", config.rows), ("STAGES", config.stages),
-            ("CLUSTER", config.cluster), ("STEP", config.step), ("PINGPONG", int(config.pingpong)),
-            ("SHARED", config.shared_bytes(plain > 0)),
-        ),
+    return (
+        ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
+        ("RAGGED_K", int(spec.form == "jagged_k")), ("LISTED", int(spec.form == "per_group")),
+        ("PLAIN", plain), ("ROWS", config.rows), ("STAGES", config.stages),
+        ("CLUSTER", config.cluster), ("STEP", config.step), ("PINGPONG", int(config.pingpong)),
+        ("SHARED", config.shared_bytes(plain > 0)),
     )  # fmt: skip
 
 
@@ -81,6 +82,13 @@ def _side(
     step = (mn_step if k_contiguous else k_step) * dtype.itemsize
     stacked = groups if view.group else 1
     return Side(view.ptr, mn, k, stacked, step, view.group * dtype.itemsize, k_contiguous, dtype)
+
+
+def _results(view: Packed, swapped: bool, dtype: torch.dtype) -> Side:
+    """The output as columns and rows of the weight and the row side."""
+    out = view.out
+    rows, columns, step = (view.n, view.m, out.col) if swapped else (view.m, view.n, out.row)
+    return _side(out, 0, step, columns, rows, view.groups, False, dtype)
 
 
 def _sides(view: Packed, role: Roles, dtype: torch.dtype) -> tuple[Side, Side]:
@@ -142,6 +150,8 @@ def bind(ops: Operands, config: Config, function: int) -> Launch:
     else:
         x, w = _sides(view, role, spec.compute)
         maps = _packed_maps(x, w, spec.form == "jagged_k")
+        if sends(spec):
+            maps += tensor_maps.results(_results(view, role.swapped, spec.out.dtype))
         keep_rows = w.mn > READERS * COLUMNS * config.cluster
     counter = counters.Counter(index)
     options = LAUNCH.pack(

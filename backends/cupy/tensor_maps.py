@@ -1,6 +1,6 @@
 """Tensor maps: how the copy engine (TMA) sees an operand. Encoded on the host, when a problem is bound.
 
-Every box is 64 elements (128 bytes, the swizzle's width) along the contiguous direction. Three kinds:
+Every box is 64 elements (128 bytes, the swizzle's width) along the contiguous direction. Four kinds:
 
 * an operand with k contiguous: dims (k, mn, group), boxes of 64 k by some rows of mn;
 * an operand with mn contiguous: dims (mn, k, group), boxes of 64 mn by 64 k;
@@ -8,7 +8,8 @@ Every box is 64 elements (128 bytes, the swizzle's width) along the contiguous d
   the next group's rows follow in memory, so k' counts back from the group's end: k' = FAR - left lies
   inside the extent FAR while `left` > 0 and outside after it, where TMA fills in zeros. The address,
   base + wrap * FAR + (k' + end) * step, is brought back by `wrap`, whose stride times FAR is
-  -FAR * step modulo 2^64.
+  -FAR * step modulo 2^64;
+* results, which the copy engine stores: the same for their rows, since a piece ends at any row.
 """
 
 from __future__ import annotations
@@ -88,6 +89,19 @@ def ragged(side: Side) -> bytes:
         return BLANK
     step = max(side.step, 16)
     return encode(side.dtype, side.ptr, (side.mn, FAR, EDGE, EDGE), (step, step, 2**35 - step), (64, 64, 1, 1))
+
+
+@lru_cache(maxsize=1024)
+def results(side: Side) -> bytes:
+    """A map for stores of boxes of 64 rows by 64 columns (`mn`), that stop at any row.
+
+    Dims (mn, rows', end, wrap, group): as in `ragged`, rows' = FAR - left lies inside the extent while rows are left.
+    """
+    if min(side.mn, side.k, side.groups) == 0:
+        return BLANK
+    step = max(side.step, 16)
+    dims, strides = (side.mn, FAR, EDGE, EDGE, side.groups), (step, step, 2**35 - step, max(side.group, 16))
+    return encode(side.dtype, side.ptr, dims, strides, (64, 64, 1, 1, 1))
 
 
 def piece_height(rows: int, most: int) -> int:

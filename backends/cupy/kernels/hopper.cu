@@ -95,7 +95,7 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
         __syncwarp();
     } else {
         registers_up<224>();
-        consume(p, l, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
+        consume(p, l, maps, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
     }
     if (CLUSTER > 1) cluster_sync();      // a block must not leave while others still arrive at its barriers
 }

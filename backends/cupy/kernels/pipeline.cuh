@@ -4,6 +4,11 @@
 #include "epilogue.cuh"
 #include "schedule.cuh"
 
+#ifndef SEND
+#define SEND 0                      // hopper.cu: the copy engine stores the results
+#endif
+#define LATE (SEND && !PINGPONG)    // while the next tile is multiplied: see store.cuh
+
 constexpr int BK = 64, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
 constexpr int W_BYTES = COLUMNS * BK * 2, X_BYTES = ROWS * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
 constexpr int BLOCK = 64 * BK * 2;                     // 64 x 64 elements, one box of an operand with contiguous mn
@@ -15,7 +20,12 @@ constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * BK * 2) + 1;   // stages a
 constexpr int STAGING_BYTES = PLAIN ? 64 * 128 : 9216; // per consumer warpgroup
 constexpr i64 FAR = 1 << 30;                           // ragged maps: see tensor_maps.py
 
-struct Maps { TensorMap w, x[16]; };                   // x[i]: boxes of 8 * (i + 1) rows
+struct Maps {
+    TensorMap w, x[16];         // x[i]: boxes of 8 * (i + 1) rows
+#if SEND
+    TensorMap out;
+#endif
+};
 
 struct Launch {
     const TensorMap* listed;    // per group: weight side, row side

@@ -82,6 +82,18 @@ __device__ __forceinline__ void multicast_box(u32 to, const TensorMap* map, u32 
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3, %8;"
                  ::"r"(to), "l"(map), "r"(barrier), "h"(mask), "r"(x), "r"(y), "r"(z), "r"(w), "l"(hint) : "memory");
 }
+// The way back: a box in shared memory to a tensor, by the thread that has `wanted`; without a branch, which would end
+// products under way. What has been read may be written over; before the end all must have been written.
+__device__ __forceinline__ void send_box(bool wanted, u32 from, const TensorMap* map, int x, int y, int z, int w, int v) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n"
+                 "@p cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%1, {%3, %4, %5, %6, %7}], [%2];\n}"
+                 ::"r"(u32(wanted)), "l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void wait_until_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// What this thread wrote to shared memory becomes visible to the copy engine.
+__device__ __forceinline__ void show_to_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // A tensor map in global memory that the host has just written: drop what the copy engine remembers of it.
 __device__ __forceinline__ void refresh_map(const TensorMap* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");

@@ -54,6 +54,77 @@ __device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch&
     }
 }
 
+#if SEND
+// alpha * acc of 64 rows in the operands' type, two neighbouring rows of a column in each word.
+__device__ __forceinline__ void pack_rows(u32* pair, const float* v, float alpha) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) pair[i] = BFLOAT ? pack_bf16(v[i * 2] * alpha, v[i * 2 + 1] * alpha) : pack_f16(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
+}
+
+// They turn in the staging, from columns per thread to rows.
+__device__ __forceinline__ void turn_rows(u32 staging, const u32* pair) {
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
+    const u32 turn = staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) store_transposed(turn + j * 16 * 128, pair[j * 4], pair[j * 4 + 1], pair[j * 4 + 2], pair[j * 4 + 3]);
+}
+
+// Results that the copy engine stores: the `rows` rows before row `end` of a group, 64 columns from `col` on. The map counts
+// rows back from `end` and drops what would lie behind it (tensor_maps.py), as it drops columns that do not exist.
+struct Results {
+    int col, end, group, rows = 0;
+
+    // The first 64 of the rows leave.
+    __device__ __forceinline__ void send(const Maps& maps, int half, u32 staging, const u32* pair) {
+        const int tid = threadIdx.x & 127;
+        if (tid < 32) wait_until_read();            // the staging of the round before
+        warpgroup_sync(half);
+        turn_rows(staging, pair);
+        show_to_copy_engine();
+        warpgroup_sync(half);
+        send_box(tid == 0, staging, &maps.out, col, int(FAR) - rows, end, int(FAR), group);
+        rows -= 64;
+    }
+};
+
+__device__ __forceinline__ Results results_of(const Problem& p, const Tile& t, i64 col) {
+    const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
+    Results r;
+    r.col = int(col), r.end = (along_rows ? t.x_row : t.row0) + t.rows, r.group = along_rows ? 0 : t.group, r.rows = t.rows;
+    return r;
+}
+
+// Packed results of a tile that are still to be stored: they leave while the first blocks of the next tile are multiplied.
+struct Late {
+    u32 pair[ACCUMULATORS / 2];                     // the next 64 rows first
+    Results to;
+
+    __device__ __forceinline__ void keep(const Problem& p, const Tile& t, i64 col, const float (&d)[ACCUMULATORS]) {
+#pragma unroll
+        for (int q = 0; q < ACCUMULATORS / 32; ++q) pack_rows(pair + q * 16, d + q * 32, float(p.alpha));
+        to = results_of(p, t, col);
+    }
+    __device__ __forceinline__ void send(const Maps& maps, int half, u32 staging) {
+        to.send(maps, half, staging, pair);
+#pragma unroll
+        for (int i = 0; i + 16 < ACCUMULATORS / 2; ++i) pair[i] = pair[i + 16];
+    }
+};
+
+__device__ __forceinline__ void send_tile(const Problem& p, const Maps& maps, const Tile& t, u32 rank, int half, u32 staging, const float (&d)[ACCUMULATORS]) {
+#pragma unroll
+    for (int q = 0; q < ACCUMULATORS / 32; ++q) {   // 32 registers each: 64 rows of 64 columns
+        const int r0 = q % (ROWS / 64) * 64, right = q >= ROWS / 64 ? 64 : 0;
+        if (r0 >= t.rows) continue;
+        u32 pair[16];
+        pack_rows(pair, d + q * 32, float(p.alpha));
+        Results to = results_of(p, t, first_column(t, rank, PINGPONG ? 0 : half) + right);
+        to.rows -= r0;
+        to.send(maps, half, staging, pair);
+    }
+}
+#endif
+
 // alpha * acc in the operands' type: 64 rows at a time turn in shared memory and leave as 16-byte pieces. ALONG_ROWS: they
 // need not turn, but where a row begins is no multiple of anything, so lines of 64 leave as pairs.
 __device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
