@@ -35,7 +35,7 @@ FEW = 100
 """Groups up to which the expensive oracles are bearable in emulation: 300 take them 37 s."""
 BURST = 8
 """Problems in a row of one variant."""
-SPAN = 32
+SPAN = 96
 """Problems that are drawn for a burst: of those that need what is compiled already it takes the first."""
 
 
