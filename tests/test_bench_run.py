@@ -13,7 +13,7 @@ import torch
 
 from multigemm import tuning
 from multigemm.__main__ import main
-from multigemm.bench import plots, results, runner, supervise, table
+from multigemm.bench import plots, results, roofline, runner, supervise, table
 from multigemm.bench.check import group_inputs, group_outputs
 from multigemm.bench.drawn import UNTUNED
 from multigemm.bench.entries import Entry, Prepared, Refused, backend_entries, backend_entry, ceiling_entry
@@ -25,6 +25,8 @@ from multigemm.bench.runner import Runner
 from multigemm.bench.tried import ClassResult, from_reports
 from multigemm.bench.tune import Limits, Tuner
 from multigemm.bench.workloads import Rates, Workload, parse_shape
+from multigemm.errors import MultigemmError
+from multigemm.timing import Timing
 from tests.bench_reports import made_up_report
 
 CPU = torch.device("cpu")
@@ -269,6 +271,15 @@ def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
 def test_wrong_words_are_one_line_and_exit_2(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words]) == 2
     assert hint in capsys.readouterr().err
+
+
+def test_a_ceiling_that_cannot_be_measured_is_said_and_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> dict[str, Timing]:
+        return {"copy": Timing("copy", "cold", error="OutOfMemoryError: no room")}
+
+    monkeypatch.setattr(roofline, "measure", fails)
+    with pytest.raises(MultigemmError, match="ceiling of memory failed: OutOfMemoryError"):
+        roofline.copy_tbps(CPU)
 
 
 def test_bounds_that_leave_nothing_to_tune_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

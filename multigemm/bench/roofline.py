@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from multigemm.bench.workloads import DTYPES, Rates
+from multigemm.errors import MultigemmError
 from multigemm.timing import measure
 
 DENSE_SIZES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
@@ -29,10 +30,12 @@ def dense_tflops(device: torch.device, dtype: str) -> float:
 
 
 def copy_tbps(device: torch.device) -> float:
-    """Bytes read plus bytes written by a large copy."""
+    """Bytes read plus bytes written by a large copy; raises MultigemmError where it cannot run."""
     source = torch.randint(0, 255, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     taken = measure({"copy": lambda: target.copy_(source)}, device, reps=20, min_reps=5, budget_ms=60.0)["copy"]
+    if not taken.ok:
+        raise MultigemmError(f"the copy that gives the ceiling of memory failed: {taken.error}")
     return 2 * source.numel() / taken.median / 1e6
 
 
