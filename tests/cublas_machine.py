@@ -14,7 +14,7 @@ from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Call
 
 CURRENT = 7
-TORCHS, TORCHS_MODE = 1, 3
+TORCHS, TORCHS_MODE, TORCHS_SPACE = 1, 3, 9
 SPACE = 16
 
 
@@ -24,12 +24,12 @@ class Machine:
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
         self.stream_of, self.mode_of = {TORCHS: CURRENT}, {TORCHS: TORCHS_MODE}
-        self.space_of: dict[int, int] = {}
+        self.space_of = {TORCHS: TORCHS_SPACE}
         self.capture_of: dict[int, int] = {}
         self.events, self.streams, self.relaxed = 0, 100, False
 
     def handle(self) -> ctypes.c_void_p:
-        self.stream_of[TORCHS], self.mode_of[TORCHS] = CURRENT, TORCHS_MODE
+        self.stream_of[TORCHS], self.mode_of[TORCHS], self.space_of[TORCHS] = CURRENT, TORCHS_MODE, TORCHS_SPACE
         return ctypes.c_void_p(TORCHS)
 
     def create(self, to: Any) -> int:

@@ -13,7 +13,7 @@ from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Cublas, handle, issue
 from multigemm.backends.cublas.nvrtc import Step
-from multigemm.backends.cublas.streams import Kit, borrow, capture_of, workspace
+from multigemm.backends.cublas.streams import Kit, borrow, capture_of, lend, workspace
 from multigemm.layouts import Operands
 
 CALL_US, FLOPS_PER_US, BYTES_PER_US = 10.0, 700e6, 2.9e6
@@ -115,28 +115,32 @@ class Streamed:
             if captured:
                 self._apart(kit, current)
             else:
-                self._spread(kit, current)
+                self._spread(kit, current, handle())
         finally:
             kit.give_back()
 
-    def _spread(self, kit: Kit, current: ctypes.c_void_p) -> None:
+    def _spread(self, kit: Kit, current: ctypes.c_void_p, blas: ctypes.c_void_p) -> None:
         fork, used = kit.fork, kit.sides[: len(self._shares)]
         fork.record(current)
-        issue(self._library, handle(), self._here)
+        issue(self._library, blas, self._here)
         for side, calls in zip(used, self._shares, strict=True):
             side.run(fork.raw, calls)
         for side in used:
             side.join(current)
 
     def _apart(self, kit: Kit, current: ctypes.c_void_p) -> None:
-        """In workspaces that nobody else borrows."""
-        while len(self._spaces) < len(self._shares):
+        """In workspaces that nobody else uses: torch's too belongs to whatever runs on this stream later."""
+        while len(self._spaces) <= len(self._shares):
             self._spaces.append(workspace(self._device))
-        for side, space in zip(kit.sides, self._spaces, strict=False):
+        here, *rest = self._spaces
+        blas = handle()
+        lend(self._library, blas, here)
+        for side, space in zip(kit.sides, rest, strict=False):
             side.lend(self._library, space)
         try:
-            self._spread(kit, current)
+            self._spread(kit, current, blas)
         finally:
+            handle()  # torch aims it at a workspace of its own again
             for side in kit.sides:
                 side.lend(self._library, None)
 

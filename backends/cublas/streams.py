@@ -84,9 +84,7 @@ class Side:
 
     def lend(self, library: Cublas, space: Tensor | None) -> None:
         """Lets the calls here work in `space`; None gives them this stream's own workspace back."""
-        given = self._own if space is None else space
-        size = ctypes.c_size_t(given.numel())
-        check(library.set_workspace(self.handle, ctypes.c_void_p(given.data_ptr()), size), "cublasSetWorkspace")
+        lend(library, self.handle, self._own if space is None else space)
 
     def run(self, after: ctypes.c_void_p, calls: Sequence[Call]) -> None:
         """Makes the calls here, behind what the event recorded, and marks their end."""
@@ -155,6 +153,12 @@ def workspace(device: int, stream: ctypes.c_void_p | None = None) -> Tensor:
     user = None if stream is None else torch.cuda.ExternalStream(stream.value, device=where)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(user):
         return torch.empty(workspace_bytes(), dtype=torch.uint8, device=where)
+
+
+def lend(library: Cublas, blas: ctypes.c_void_p, space: Tensor) -> None:
+    """Lets the calls of that handle work in `space`, until its stream is set again."""
+    size = ctypes.c_size_t(space.numel())
+    check(library.set_workspace(blas, ctypes.c_void_p(space.data_ptr()), size), "cublasSetWorkspace")
 
 
 def capture_of(stream: ctypes.c_void_p) -> int:
