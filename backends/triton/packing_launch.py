@@ -71,5 +71,6 @@ def packed_operands(
         row, col = (1, line) if turned else (line, 1)
         moved = Strided(target.data_ptr(), rows * line if groups > 1 else 0, row, col)
         shape = replace(shape, a=moved) if name == "a" else replace(shape, b=moved)
-        copies.append(copy)
+        if x.ptr:  # else it has no elements: weights of no group count as one, which a copy would read at address 0
+            copies.append(copy)
     return shape, copies
