@@ -20,4 +20,4 @@ def test_weights_of_no_group_are_not_copied(groups: int, monkeypatch: pytest.Mon
     ops = stage(problem, spec, torch.empty(9, 5)).ops
     shape, copies = packed_operands(ops, Config(kernel="hopper", pack=("b",)), {"pack b": None})  # type: ignore[dict-item]
     assert len(copies) == (1 if groups else 0)
-    assert shape.b.row >= 5
+    assert shape.b.ptr
