@@ -261,7 +261,12 @@ def test_the_copy_engine_stores_plain_results_of_jagged_k(changes: dict[str, Any
 
 def test_the_results_map_counts_rows_back_from_a_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(tensor_maps, "encode", lambda *args: seen.append(args) or b"")
+
+    def encode(*args: Any) -> bytes:
+        seen.append(args)
+        return b""
+
+    monkeypatch.setattr(tensor_maps, "encode", encode)
     side = tensor_maps.Side(1 << 40, 96, 50, 3, 192, 50 * 192, False, torch.bfloat16)
     tensor_maps.results.__wrapped__(side)
     ((_, start, dims, strides, box),) = seen
