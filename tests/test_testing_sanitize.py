@@ -60,11 +60,12 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 RACECHECK = ("--backend", "triton", "--tools", "racecheck")
 
 
+@pytest.mark.parametrize("kernel", ["hopper_kernel", "carry_kernel"])
 def test_a_known_hand_over_is_set_aside_while_the_tool_reports_the_control(
-    checked: Any, capsys: Any, tmp_path: Path
+    checked: Any, capsys: Any, tmp_path: Path, kernel: str
 ) -> None:
     kept = tmp_path / "verdicts.json"
-    call, control_call = checked(*RACECHECK, "--json", str(kept), said=race())
+    call, control_call = checked(*RACECHECK, "--json", str(kept), said=race(kernel))
     assert "exclude" not in call and control_call.endswith("-m multigemm.testing.control")
     told = capsys.readouterr().out
     assert "whose order is certain: FINDINGS" in told and "1 reports set aside" in told and "`taken`" in told
@@ -77,6 +78,7 @@ def test_a_known_hand_over_is_set_aside_while_the_tool_reports_the_control(
     [
         {"control": False, "said": race()},  # the tool can follow it
         {"said": race(kernel="pointer_kernel")},
+        {"said": race().replace("hopper_kernel+0x8060", "carry_kernel+0x8060")},  # two kernels at once
         {"said": race(read="return first + inside % height")},  # another line of the same file
         {"said": race(shown=2)},  # one that is counted and not shown
         {"said": race() + race(kernel="other", shown=2)},

@@ -63,7 +63,7 @@ class Crew:
     @property
     def quiet(self) -> float:
         """Seconds since it began the problem that it is at."""
-        return 0.0 if self.waits or self.done else time.time() - int(self.place[3])
+        return 0.0 if self.waits or self.done else time.monotonic() - int(self.place[3])
 
 
 class Campaign:
@@ -71,14 +71,14 @@ class Campaign:
 
     def __init__(self, options: Options) -> None:
         self.options, self.total, self.crashes = options, Tally(), 0
-        self.begin = time.time()
+        self.begin = time.monotonic()
         self.deadline = self.begin + options.seconds if options.seconds else self.begin + 1e9
         self.dealer, self.notes, self.crews = Dealer(options), list[str](), list[Crew]()
 
     def start(self, name: int, batch: Batch, suspect: Failure | None = None) -> None:
         """Starts a worker on a batch."""
         parent, child = _context.Pipe()
-        place = _context.Array("q", [batch.first, -1, 0, int(time.time()), -1], lock=False)
+        place = _context.Array("q", [batch.first, -1, 0, int(time.monotonic()), -1], lock=False)
         process = _context.Process(
             target=worker.main, args=(self.options.at(name), child, place, batch, self.deadline), daemon=True
         )
@@ -94,12 +94,12 @@ class Campaign:
         while self.crews and not self.over():
             self.step()
             if progress is not None:
-                progress(self.total, time.time() - self.begin)
+                progress(self.total, time.monotonic() - self.begin)
         self.finish()
 
     def over(self) -> bool:
         """Whether nothing is left to wait for but workers that are stuck, whose problems others have run."""
-        if time.time() > self.deadline + GRACE_SECONDS:
+        if time.monotonic() > self.deadline + GRACE_SECONDS:
             return True
         if self.dealer.left > 0 or self.total.problems < self.options.examples:
             return False
@@ -130,7 +130,7 @@ class Campaign:
         else:
             self.total.add(message)
             if self.dealer.seen(crew.number):
-                spent = time.time() - self.begin
+                spent = time.monotonic() - self.begin
                 self.notes.append(f"each of the {self.dealer.slots} kinds and configs had run after {spent:.0f} s")
         return True
 
@@ -139,12 +139,12 @@ class Campaign:
         compiling = sum(self.dealer.is_cold(other.batch.first) for other in self.crews if other is not crew)
         fresh = self.options.jobs == 1 or compiling < self.options.jobs - 1  # one at least runs what there is
         crew.loaded.add(self.options.slot_of(crew.batch.first))
-        batch = self.dealer.deal(fresh=fresh, loaded=crew.loaded) if time.time() < self.deadline else None
-        if batch is None and self.busy() and time.time() < self.deadline:
+        batch = self.dealer.deal(fresh=fresh, loaded=crew.loaded) if time.monotonic() < self.deadline else None
+        if batch is None and self.busy() and time.monotonic() < self.deadline:
             return  # it may be needed yet
         crew.waits, crew.done, crew.relieved = False, batch is None, False
         if batch is not None:
-            crew.batch, crew.place[0], crew.place[3] = batch, batch.first, int(time.time())
+            crew.batch, crew.place[0], crew.place[3] = batch, batch.first, int(time.monotonic())
         crew.pipe.send(batch)
 
     def busy(self) -> bool:
@@ -214,7 +214,7 @@ def run(options: Options, progress: Callable[[Tally, float], None] | None = None
     options = worker.with_carriers(options)
     campaign = Campaign(options)
     campaign.run(progress)
-    summary = Summary(options, campaign.total, time.time() - campaign.begin, campaign.crashes, campaign.notes)
+    summary = Summary(options, campaign.total, time.monotonic() - campaign.begin, campaign.crashes, campaign.notes)
     _shrink_crashes(summary)
     if options.corpus:
         _store(summary, Path(options.corpus))

@@ -157,9 +157,9 @@ class Worker:
         """
         alone_from = batch.alone_from
         for number in range(batch.first, batch.stop):
-            if time.time() >= deadline and alone_from < 0:
+            if time.monotonic() >= deadline and alone_from < 0:
                 return
-            self.place[0], self.place[1], self.place[3] = number, -1, int(time.time())
+            self.place[0], self.place[1], self.place[3] = number, -1, int(time.monotonic())
             self.problem(number, alone_from)
             self.send()
             alone_from = -1
@@ -210,7 +210,11 @@ class Worker:
         for position, (name, config) in enumerate(chosen):
             if position < alone_from:
                 continue
-            self.place[1], self.place[2], self.place[3] = self.options.backends.index(name), config, int(time.time())
+            self.place[1], self.place[2], self.place[3] = (
+                self.options.backends.index(name),
+                config,
+                int(time.monotonic()),
+            )
             self.place[4] = position
             self.one(case, stand, name, config, number, check(stand, self.subject(name, config)))
             self.send()
@@ -258,7 +262,7 @@ class Worker:
 
     def fails(self, case: Case, name: str, config: int) -> bool:
         """Whether a simpler case still fails; a case that cannot even be built does not."""
-        self.place[3] = int(time.time())
+        self.place[3] = int(time.monotonic())
         try:
             stand = Stand.build(World.build(case), self.device)
         except (ValueError, IndexError, RuntimeError):

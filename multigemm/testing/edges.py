@@ -138,7 +138,7 @@ def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits) -> Case:
     elif kind.jagged:
         changes |= {name: size for name, size in sizes.items() if name != kind.jagged}
         changes["lengths"] = _lengths(ch, sizes[kind.jagged], limits, 2 if style == TALL else 6)
-        changes["tail"] = ch.choice((0, 0, 1, 9, 40))
+        changes["tail"] = ch.choice((0, 0, 1, 9, 40, 40 if few else 1300))  # more than all warps zero at once
         changes["head"] = ch.choice((0, 0, 1, 9, 40)) if kind.kind == "offsets" else 0
     else:
         many = (1, 2) if style == TALL else (1, 2, 3, 17, 40, 140, 300)

@@ -29,20 +29,23 @@ class HandOver:
     reason: str
 
 
+WORDS = (
+    "a tile's words: stores, bar.warp.sync, one arrival at `issued`, acquired by the readers' try_wait; their loads, "
+    "bar.sync of their warps, one arrival of each partition at `taken`, acquired before the next stores"
+)
+START = (
+    "Triton's own start and end of specialised warps: arguments and numbers of partitions in shared memory, between "
+    "barrier.sync 1 of all warps of the block"
+)
+MAIL = frozenset({("hopper_tiles.py", "publish"), ("hopper_tiles.py", "take")})
+
 HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
-    "triton": (
-        HandOver(
-            "hopper_kernel", frozenset({("hopper_tiles.py", "publish"), ("hopper_tiles.py", "take")}),
-            "a tile's words: stores, bar.warp.sync, one arrival at `issued`, acquired by the readers' try_wait; their "
-            "loads, bar.sync of their warps, one arrival at `taken`, acquired before the next stores",
-        ),
-        HandOver(
-            "hopper_kernel", frozenset({("hopper.py", "hopper_kernel")}),
-            "Triton's own start and end of specialised warps: arguments and numbers of partitions in shared memory, "
-            "between barrier.sync 1 of all warps of the block",
-        ),
+    "triton": tuple(
+        HandOver(kernel, functions, reason)
+        for kernel, file in (("hopper_kernel", "hopper.py"), ("carry_kernel", "hopper_carry.py"))
+        for functions, reason in ((MAIL, WORDS), (frozenset({(file, kernel)}), START))
     ),
-}  # fmt: skip
+}
 """By backend."""
 
 

@@ -73,8 +73,9 @@ def also(outcome: Any, *steps: Callable[[], object]) -> None:
 def hunt_emulated(hunt: Hunt, place: Any, variants: list[Variant], say: Callable[[str], None]) -> dict[str, str]:
     """Problems that reach the changed line, then others like them and random ones, until something is seen."""
     from multigemm.testing.cliff import on_a_cliff
+    from multigemm.testing.concurrency import other_contents
     from multigemm.testing.mutants import examine_stand
-    from multigemm.testing.source_trace import problem, subjects_of, use
+    from multigemm.testing.source_trace import SHARED, problem, subjects_of, use
     from multigemm.testing.world import Stand, World
 
     begin, number = time.monotonic(), 0
@@ -87,6 +88,8 @@ def hunt_emulated(hunt: Hunt, place: Any, variants: list[Variant], say: Callable
         say("runs")
         stand = Stand.build(World.build(case), place)
         outcome = examine_stand(stand, subject, deep=deep, seed=number)
+        if outcome.ok and outcome.ran and chosen == SHARED:  # counts that are left wrong show in what is old
+            also(outcome, partial(other_contents, stand, subject, outcome))
         if outcome.ok and outcome.ran and not deep:
             also(outcome, partial(on_a_cliff, stand, subject, outcome, number))
         if outcome.findings:
@@ -158,7 +161,7 @@ class _Run:
     def problem(self, number: int) -> Any:
         """At the edges of the tiles or ordinary; and, where a kernel decides on them at run time, of another form,
         with another epilogue or none, with other factors."""
-        from multigemm.testing.case import dtype_name
+        from multigemm.testing.case import Layout, dtype_name
         from multigemm.testing.edges import WORK, alike, at_edges, multitude
         from multigemm.testing.kinds import cousin, redrawn
         from multigemm.testing.strategies import Limits, RandomChooser, factors
@@ -170,6 +173,8 @@ class _Run:
                 case = cousin(case, choose, ordinary)
             if number % 4 == 1:
                 case = replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None)
+            if number % 8 == 5:  # results two columns apart
+                case = replace(case, given=True, out=Layout(step=2))
         second_burst = VARIANTS * SPAN <= number < 2 * VARIANTS * SPAN
         if second_burst and number % SPAN == 0 and case.form in ("jagged_m", "jagged_n"):
             return multitude(replace(case, shared=True), choose, ordinary)

@@ -21,8 +21,8 @@ from multigemm.testing.case import Case
 
 FAR = 50
 """Lines from which on one that is not in the line table counts as unrelated to those that are."""
-PER_KERNEL = {"triton": 26}
-"""Variants of each kernel, where not OTHERS: Triton's depend on the form and the epilogue too."""
+PER_KERNEL = {"triton": 26, "cupy": 24}
+"""Variants of each kernel, where not OTHERS: what depends on the form, or on the epilogue, has more."""
 OTHERS = 16
 T = TypeVar("T")
 

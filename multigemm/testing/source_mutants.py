@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -79,10 +80,19 @@ def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
         return reaching(variants, name, site.line)
     chosen = list(variants)
     random.Random(zlib.crc32(str(site).encode())).shuffle(chosen)
-    queues = [sorted((v for v in chosen if v.kernel == kernel), key=lambda v: v.distance(name, site.line))
+    queues = [various(sorted((v for v in chosen if v.kernel == kernel), key=lambda v: v.distance(name, site.line)))
               for kernel in kernels_of(site, backend)]  # fmt: skip
     taken = [each for rank in zip_longest(*queues) for each in rank if each is not None]
     return sorted(taken, key=lambda v: v.distance(name, site.line) > 0)[:VARIANTS]
+
+
+def various(variants: list[Variant]) -> list[Variant]:
+    """The same variants, one of each dtype in turn, 16-bit floats first: kernels decide on widths at run time too."""
+    seen, ranks = Counter[str](), list[tuple[int, bool]]()
+    for dtype in (str(variant.case.get("dtype", "")) for variant in variants):
+        ranks.append((seen[dtype], not dtype.endswith("float16")))
+        seen[dtype] += 1
+    return [variant for _, variant in sorted(zip(ranks, variants, strict=True), key=lambda pair: pair[0])]
 
 
 def holds(site: Site, variant: Variant) -> bool:

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "triton": {
-        "kernels.py": ("pointer",), "schedule_device.py": ("pointer", "hopper"), "epilogue.py": ("pointer", "hopper"),
+        "kernels.py": ("pointer", "hopper"), "schedule_device.py": ("pointer", "hopper"),
+        "epilogue.py": ("pointer", "hopper"),
         "hopper.py": ("hopper",), "hopper_load.py": ("hopper",), "hopper_store.py": ("hopper",),
         "hopper_tiles.py": ("hopper",), "hopper_carry.py": ("hopper",), "packing.py": ("hopper",),
     },

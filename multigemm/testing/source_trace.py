@@ -26,7 +26,7 @@ from multigemm.testing.edges import at_edges, multitude
 from multigemm.testing.kinds import kinds
 from multigemm.testing.source_live import Variant
 from multigemm.testing.source_sites import ROOT
-from multigemm.testing.strategies import EMULATED, Limits, RandomChooser, random_case, settled
+from multigemm.testing.strategies import EMULATED, Limits, RandomChooser, legal, random_case, settled
 from multigemm.testing.subject import Subject
 
 KINDS = 60
@@ -35,7 +35,7 @@ SIDES = {"triton": 16, "numba": 8}
 """Of the tiles that emulated kernels get."""
 SLOW = 12.0
 """Seconds above which a problem is left to lines that no other one reaches."""
-WHOLE_TILES = ("batched", "jagged_k")
+WHOLE_TILES = ("batched", "jagged_k", "jagged_m", "jagged_n")
 """Forms whose products may all be of as many whole tiles."""
 MANY = 20
 """Groups above which several programs for each tile take an emulator too long."""
@@ -105,12 +105,14 @@ def pool(backend: str) -> list[tuple[Case, int]]:
     if backend == "triton":
         found += [(case, UNLISTED) for case in edges if case.form == "per_group"]
         liar = settled(replace(shared, n=8, k=8, lengths=(8,) * 16, head=0, tail=0, where="device"), limits())
+        found += [(settled(replace(case, lengths=(side - 1,) * 18, head=0, tail=0, k=8), limits()), SHARED)
+                  for case in edges if case.form in ("jagged_m", "jagged_n")][:4]  # fmt: skip
         found += [(liar, SHARED)]  # sizes that lie claim more tiles than there can be
         found += [
             (case, SHARED) for i, case in enumerate(edges) if case.groups <= MANY and (i % 6 == 1 or case.deepest > 64)
         ]
         found += [
-            (replace(case, m=2 * side, n=2 * side), SHARED)
+            (legal(replace(case, m=2 * side, n=2 * side)), SHARED)
             for case in edges
             if case.form in WHOLE_TILES and case.groups <= MANY
         ]
