@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from multigemm.backend import Recipe
 from multigemm.errors import InvalidSetting
 from multigemm.fuzz.dealer import Batch
 from multigemm.fuzz.plan import Options, Summary, Tally
@@ -32,6 +33,11 @@ class Choosy(ModelBackend):
     def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
         more = [Tile(16, 8, 8)] if spec.compute == torch.bfloat16 else []
         return [*([LARGE] if spec.total > 2000 else []), SMALL, *more]
+
+    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
+        if config == Tile(16, 8, 8) and spec.compute != torch.bfloat16:
+            raise InvalidSetting(f"{config} is for bfloat16")
+        return super().plan(spec, config, device)
 
 
 def test_small_problems_know_the_configs_of_large_ones() -> None:

@@ -111,7 +111,7 @@ class Subject:
     def _made(self, spec: ProblemSpec, device: torch.device) -> Recipe:
         if self._forced is not None:
             return self.backend.plan(spec, self._forced, device)
-        if self._pinned is not None and self._pinned in self.shipped(spec, device):
+        if self._pinned is not None:  # also where it is shipped for other sizes only
             try:
                 return self.backend.plan(spec, self._pinned, device)
             except (InvalidSetting, BackendUnsupported):  # not for this very problem: another one is
