@@ -105,6 +105,7 @@ def pool(backend: str) -> list[tuple[Case, int]]:
     if backend == "triton":
         found += [(case, UNLISTED) for case in edges if case.form == "per_group"]
         liar = settled(replace(shared, n=8, k=8, lengths=(8,) * 16, head=0, tail=0, where="device"), limits())
+        found += [(tall(case, side), PLAIN) for case in edges if case.form in WHOLE_TILES][:8]
         found += [(settled(replace(case, lengths=(side - 1,) * 18, head=0, tail=0, k=8), limits()), SHARED)
                   for case in edges if case.form in ("jagged_m", "jagged_n")][:4]  # fmt: skip
         found += [(liar, SHARED)]  # sizes that lie claim more tiles than there can be
@@ -117,6 +118,11 @@ def pool(backend: str) -> list[tuple[Case, int]]:
             if case.form in WHOLE_TILES and case.groups <= MANY
         ]
     return [*found, *((case, PLAIN) for case in whole_chunks), (many, PLAIN)]
+
+
+def tall(kind: Case, side: int) -> Case:
+    """A problem of whole tiles: five rows of tiles, which are more than a band, and two columns."""
+    return legal(replace(kind, m=5 * side, n=2 * side, k=8, lengths=(5 * side,) if kind.jagged in ("m", "n") else (8,)))
 
 
 def evenly(kind: Case, count: int) -> Case:
