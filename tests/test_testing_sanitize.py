@@ -88,6 +88,14 @@ def test_any_other_report_is_a_finding(checked: Any, change: dict[str, Any]) -> 
     checked(*RACECHECK, code=1, **change)
 
 
+def test_the_kernels_that_are_reported_are_named(checked: Any, capsys: Any) -> None:
+    read = (
+        "========= Uninitialized __global__ memory read of size 16 bytes\n=========     at void cutlass::f<1>()+0x20\n"
+    )
+    checked(*RACECHECK, said=2 * read, code=1)
+    assert "2 reports in void cutlass::f<1>()" in capsys.readouterr().out
+
+
 def test_without_a_report_there_is_nothing_to_set_aside(checked: Any) -> None:
     assert len(checked(*RACECHECK)) == 1
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -146,12 +148,14 @@ def examine(backend: str, tool: str, args: argparse.Namespace) -> dict[str, Any]
     rest = f" without {args.exclude}" if args.exclude else ""
     verdict = f"{state}{', all of them set aside' if ordered else ''}"
     lines = [line for line in text.splitlines() if "SUMMARY" in line or "problems ran" in line]
+    kernels = Counter(re.findall(r"^=========\s+at (.+?)\+0x", text, re.MULTILINE))
+    said += [f"{count} reports in {name[:160]}" for name, count in kernels.most_common()]
     shown = "\n".join([*said, *(lines[-2:] if content else text.splitlines()[-25:])])
     spent = time.monotonic() - begin
     print(f"{backend}: {tool}{rest}: {verdict} ({spent:.0f} s)\n{shown}", flush=True)
     return {
         "backend": backend, "tool": tool, "left_out": args.exclude, "state": state, "clean": content,
-        "set_aside": said if ordered else [], "seconds": round(spent, 1), "said": lines[-2:],
+        "set_aside": said if ordered else [], "kernels": dict(kernels), "seconds": round(spent, 1), "said": lines[-2:],
     }  # fmt: skip
 
 
