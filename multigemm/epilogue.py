@@ -13,9 +13,10 @@ from torch import Tensor
 
 from multigemm.arrays import dtype_of
 from multigemm.errors import InvalidProblem
-from multigemm.spec import FLOAT_DTYPES, INPUT_DTYPES
+from multigemm.spec import ACTIVATIONS, FLOAT_DTYPES, INPUT_DTYPES
 
-LARGEST = torch.finfo(torch.float32).max
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""Between them float32 holds a number to all its digits: a smaller one it rounds coarsely, or to 0."""
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
@@ -52,7 +53,7 @@ def inputs_for(out_dtype: Any) -> torch.dtype:
 
 def scalar(x: Any, name: str, compute: torch.dtype) -> float:
     """alpha or beta as a float that the accumulator's type holds too; for int8 a whole number that int32 holds."""
-    if type(x) is float and -LARGEST <= x <= LARGEST and compute is not torch.int8:
+    if type(x) is float and (x == 0 or SMALLEST <= abs(x) <= LARGEST) and compute is not torch.int8:
         return x
     if isinstance(x, Tensor | bool) or not isinstance(x, numbers.Real):
         raise InvalidProblem(f"{name}={x!r} is a {type(x).__name__}; it must be a real number on the host")
@@ -63,10 +64,12 @@ def scalar(x: Any, name: str, compute: torch.dtype) -> float:
         raise InvalidProblem(f"{name} is a {kind} beyond the range of float64: scale the operands") from None
     if compute is torch.int8 and not (math.isfinite(value) and value.is_integer() and -(2**31) <= value < 2**31):
         raise InvalidProblem(f"{name}={value} with int8 operands; it must be a whole number that int32 holds")
-    if math.isfinite(value) and abs(value) > LARGEST and compute is not torch.float64:
+    if not math.isfinite(value):  # times the sum of an empty group it would be NaN, which such a group must not give
+        raise InvalidProblem(f"{name}={value}; it must be finite: multiply the result instead")
+    if value != 0 and not SMALLEST <= abs(value) <= LARGEST and compute is not torch.float64:
         raise InvalidProblem(
-            f"{name}={value} multiplies in float32, whose largest number is {LARGEST}: scale the "
-            "operands, or pass float64"
+            f"{name}={value} multiplies in float32, which holds numbers from {SMALLEST:.5g} to {LARGEST:.5g} to all "
+            "their digits: scale the operands, or pass float64"
         )
     return value
 
@@ -80,9 +83,12 @@ def one_of(x: Any, name: str, allowed: Sequence[str], optional: bool = False) ->
     raise InvalidProblem(f"{name}={x!r} is unknown: {hint}")
 
 
-def check_activation(activation: str | None, compute: torch.dtype) -> None:
-    """int8 knows relu only: the others need a real-valued accumulator."""
-    if compute is torch.int8 and activation not in (None, "relu"):
+def check_activation(activation: Any, compute: torch.dtype) -> None:
+    """One of the known words, or None; int8 knows relu only: the others need a real-valued accumulator."""
+    if activation is None:
+        return
+    one_of(activation, "activation", ACTIVATIONS)
+    if compute is torch.int8 and activation != "relu":
         raise InvalidProblem(f"activation={activation!r} with int8 operands; only 'relu' is defined for int32 sums")
 
 

@@ -17,7 +17,7 @@ from multigemm.errors import InvalidProblem
 from multigemm.forms import Extents
 from multigemm.grouping import Grouping, make_grouping, make_valid_rows
 from multigemm.intake import Intake, Operand, common_dtype, is_list
-from multigemm.spec import ACTIVATIONS, PRECISIONS, Form
+from multigemm.spec import PRECISIONS, Form
 from multigemm.specify import specify
 from multigemm.views import GroupView as GroupView
 
@@ -65,7 +65,8 @@ class GroupedGemmProblem:
                            device (followed in place, never read back, clamped by the kernels)
     jagged                 "m", "n" or "k": the direction that they cut
     valid_rows             [G]: rows of each matrix of a that count
-    c, alpha, beta         c has the result's shape, may be `out` itself, and is not read if beta is 0
+    c, alpha, beta         c has the result's shape, may be `out` itself, and is not read if beta is 0; the numbers
+                           are finite, and normal ones of float32 where sums are formed in it
     bias                   a value per column: [N] or [G, N]; jagged n: [T]; lists: these, or a list of [N_g]
     activation             "relu", "gelu" (by erf), "gelu_tanh" or "silu"
     out                    receives the result, and keeps what no group owns; without it those rows are 0
@@ -107,8 +108,6 @@ class GroupedGemmProblem:
     ) -> None:
         if not isinstance(check, str) or check != "host":
             epilogue.one_of(check, "check", ("host", "full"))
-        if activation is not None:
-            epilogue.one_of(activation, "activation", ACTIVATIONS)
         if not isinstance(precision, str) or precision != "ieee":
             epilogue.one_of(precision, "precision", PRECISIONS)
         if not isinstance(deterministic, bool):
@@ -140,8 +139,7 @@ class GroupedGemmProblem:
         compute = epilogue.compute_dtype(*inputs)
         self.alpha = epilogue.scalar(alpha, "alpha", compute)
         self.beta = epilogue.scalar(beta, "beta", compute)
-        if activation is not None:
-            epilogue.check_activation(activation, compute)
+        epilogue.check_activation(activation, compute)
         self._take_out(intake, out, out_dtype, compute, groups)
         if c is not None or self.beta != 0:
             self._take_c(intake, c, (*inputs, compute), compute)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,10 +39,6 @@ def _index_text(x: Tensor) -> str:
     return f"torch.zeros({x.shape[0]}, dtype={x.dtype}, device={str(x.device)!r})"
 
 
-def _number_text(x: Any) -> str:
-    return f"float('{x!r}')" if isinstance(x, float) and not math.isfinite(x) else repr(x)
-
-
 def _grouping_text(problem: GroupedGemmProblem) -> list[str]:
     parts = []
     if problem.grouping is not None:
@@ -73,7 +68,7 @@ def problem_text(problem: GroupedGemmProblem) -> str:
             parts.append(f"{name}={operand_text(x, problem.squeezed and name != 'bias')}")
     plain = {"alpha": 1.0, "beta": 0.0, "activation": None, "precision": "ieee", "deterministic": True}
     values = {name: getattr(problem, name) for name in plain}
-    parts += [f"{name}={_number_text(x)}" for name, x in values.items() if x != plain[name]]
+    parts += [f"{name}={x!r}" for name, x in values.items() if x != plain[name]]
     if problem.out is None:
         parts.append(f"out_dtype={problem.out_dtype}")
     return f"GroupedGemmProblem({', '.join(parts)})"

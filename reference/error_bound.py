@@ -36,8 +36,7 @@ gelu, gelu_tanh and silu fall to their single minimum x* and rise after it: the 
 [lo, hi] is [f(x*) or min f(ends), max f(ends)], widened by d.
 
 **Not judged** (`free`): elements whose magnitudes P or G + H + e reach the accumulator's largest
-number, where the order of summation decides about overflow, and finite sums within e of 0 times an
-infinite alpha, whose sign rounding decides.
+number, where the order of summation decides about overflow.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def sum_error(problem: GroupedGemmProblem, total: GroupSum, k: int) -> Array:
         return np.zeros(total.value.shape)
     acc, tf32 = accumulator(compute), problem.precision == "tf32"
     small = _SMALLEST_NORMAL.get(acc, 2.0**-126)
-    scale = abs(float(problem.alpha)) if np.isfinite(float(problem.alpha)) else 1.0
+    scale = abs(float(problem.alpha))
     gauge = scale * total.products
     both = gauge + total.addends
     plain = problem.alpha == 1 and problem.beta == 0 and problem.spec.bias is None
@@ -126,13 +125,9 @@ def _free(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Array:
     compute = compute_dtype(problem)
     if compute == torch.int8:
         return np.zeros(total.value.shape, bool)
-    alpha = float(problem.alpha)
     limit = largest(accumulator(compute))
-    gauge = (abs(alpha) if np.isfinite(alpha) else 1.0) * total.products
-    free = ~(gauge + total.addends + error < limit) | ~(total.products < limit)
-    if np.isinf(alpha):
-        free |= total.products > 0
-    return free
+    gauge = abs(float(problem.alpha)) * total.products
+    return np.asarray(~(gauge + total.addends + error < limit) | ~(total.products < limit))
 
 
 def _image(low: Array, high: Array, activation: str | None, u: float) -> tuple[Array, Array]:

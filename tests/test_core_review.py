@@ -302,8 +302,7 @@ def test_an_index_beyond_32_bits_is_wide_without_a_distance() -> None:
 @pytest.mark.parametrize(
     "problem",
     [
-        mg.GroupedGemmProblem(A, B, offsets=CUT, alpha=float("nan")),
-        mg.GroupedGemmProblem(A, B, offsets=CUT, alpha=float("-inf"), c=torch.ones(10, 5), beta=float("inf")),
+        mg.GroupedGemmProblem(A, B, offsets=CUT, alpha=-1e-30, c=torch.ones(10, 5), beta=float(np.float32(0.1))),
         mg.GroupedGemmProblem(A, B, offsets=torch.tensor(CUT)),
         mg.GroupedGemmProblem(A, B, ends=torch.tensor([2, 9, 5, 9, 10, 9], dtype=torch.int32)[::2]),
         mg.GroupedGemmProblem(torch.ones(3, 2, 4), B, valid_rows=torch.tensor([0, 2, 1])),

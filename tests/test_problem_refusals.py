@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -146,8 +147,27 @@ def test_gradients_are_not_lost_silently() -> None:
         assert mg.grouped_gemm(a, B, offsets=CUT).shape == (10, 5)
 
 
-def test_nan_alpha_is_legal() -> None:
-    assert mg.grouped_gemm(torch.ones(2, 3), torch.ones(3, 2), alpha=float("nan")).isnan().all()
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan"), np.float64("inf")])
+def test_a_factor_that_is_no_number_is_refused(value: float) -> None:
+    """Its product with an empty sum, which must be zero, would be NaN."""
+    match = f"{float(value)}; it must be finite"
+    refuse(f"alpha={match}", A, B, offsets=CUT, alpha=value)
+    refuse(f"beta={match}", A, B, offsets=CUT, beta=value, c=torch.ones(10, 5))
+    refuse(f"alpha={match}", A.double(), B.double(), offsets=CUT, alpha=value)
+    refuse(f"alpha={match}", [], [], alpha=value)
+    refuse(f"alpha={match}", A[:, :0], B[:, :0], offsets=CUT, alpha=value)
+
+
+def test_a_factor_that_float32_would_lose_is_refused() -> None:
+    """float32 keeps few digits of 1e-40 and none of 1e-46, and a sum may well be 1e38."""
+    for value in (1e-40, -1e-46, 5e-324):
+        refuse(f"alpha={value} multiplies in float32", A, B, offsets=CUT, alpha=value)
+        refuse(f"beta={value} multiplies in float32", A, B, offsets=CUT, beta=value, c=torch.ones(10, 5))
+        assert mg.GroupedGemmProblem(A.double(), B.double(), offsets=CUT, alpha=value).alpha == value
+    smallest = torch.finfo(torch.float32).tiny
+    assert mg.GroupedGemmProblem(A, B, offsets=CUT, alpha=-smallest).alpha == -smallest
+    problem = mg.GroupedGemmProblem(torch.full((4, 3), 1e19), torch.full((1, 3, 2), 1e19), sizes=[4], alpha=smallest)
+    assert mg.verify(problem, mg.solve(problem)).ok
 
 
 def test_unknown_backend_names_the_nearest() -> None:

@@ -81,6 +81,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ends": torch.tensor([1, 2, 3]), "bias": torch.zeros(5)}, "bias"),
     ({"ends": torch.tensor([1, 2, 3]), "out_dtype": torch.int32}, "cannot be"),
     ({"ends": torch.tensor([1, 2, 3]), "sizes": torch.tensor([1, 1, 1])}, "exactly one"),
+    ({"ends": torch.tensor([1, 2, 3]), "alpha": float("nan")}, "alpha=nan; it must be finite"),
+    ({"ends": torch.tensor([1, 2, 3]), "alpha": 1e-46}, "alpha=1e-46 multiplies in float32"),
+    ({"ends": torch.tensor([1, 2, 3]), "activation": "swish"}, "activation='swish' is unknown"),
+    ({"ends": torch.tensor([1, 2, 3]), "precision": "fp32"}, "precision='fp32' is unknown"),
 ]
 
 

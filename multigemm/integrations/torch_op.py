@@ -19,6 +19,7 @@ from multigemm import epilogue, forms
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import eager, op_call
 from multigemm.integrations.gradients import Call, gradients
+from multigemm.spec import PRECISIONS
 
 SCHEMA = (
     "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? sizes=None, Tensor? ends=None, "
@@ -43,7 +44,8 @@ def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
 def result_like(
     a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
     valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, *, jagged: str = "m",
-    activation: str | None = None, out_dtype: torch.dtype | None = None, beta: float = 0.0, **_: Any,
+    alpha: float = 1.0, beta: float = 0.0, activation: str | None = None, out_dtype: torch.dtype | None = None,
+    precision: str = "ieee", **_: Any,
 ) -> Tensor:  # fmt: skip
     """An empty tensor of the result's shape and dtype; refuses what the operator would refuse."""
     cuts = [x for x in (offsets, sizes, ends) if x is not None]
@@ -58,6 +60,10 @@ def result_like(
     compute = epilogue.compute_dtype(a.dtype, b.dtype)
     dtype = epilogue.result_dtype(out_dtype, None, compute)
     epilogue.check_activation(activation, compute)
+    epilogue.one_of(precision, "precision", PRECISIONS)
+    for name, x in (("alpha", alpha), ("beta", beta)):
+        if isinstance(x, float):  # a number that is traced has no value yet
+            epilogue.scalar(x, name, compute)
     if c is not None and tuple(c.shape) != shape:
         raise InvalidProblem(f"c has shape {tuple(c.shape)}; it must be {shape}, the shape of the result")
     if c is None and beta != 0:
