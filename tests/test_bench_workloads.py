@@ -130,6 +130,7 @@ SMALL = [
     Workload("masked", "t", "masked", 3, m=8, n=6, k=5, total=9, cap=8),
     Workload("list", "t", "per_group", 3, products=((3, 4, 5), (0, 2, 2), (7, 1, 9)), dtype="int8"),
     Workload("one_b", "t", "per_group", 2, products=((3, 4, 5), (6, 4, 5)), shared_b=True, bias=True),
+    Workload("equal", "t", "per_group", 3, products=((3, 4, 5),) * 3, trans_b=True, bias=True),
 ]
 
 
@@ -148,6 +149,14 @@ def test_the_reference_accepts_the_truth_and_finds_one_wrong_element(case: Workl
     last = next(part for part in reversed(parts) if part.numel())
     last[-1, -1] += 1 if case.dtype == "int8" else 1 + last.abs().max() * 0.1
     assert "1 elements off" in truth.verdict(tensors.out)
+
+
+def test_equal_products_of_a_list_lie_evenly_in_one_tensor() -> None:
+    tensors = operands.make(SMALL[-1], "cpu")
+    for matrices, size in ((tensors.a, 15), (tensors.b, 20), (tensors.out, 12)):
+        assert isinstance(matrices, list)
+        assert len({t.untyped_storage().data_ptr() for t in matrices}) == 1
+        assert [t.storage_offset() for t in matrices] == [0, size, 2 * size]
 
 
 def test_tensors_repeat_and_are_never_zero() -> None:

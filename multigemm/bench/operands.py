@@ -101,12 +101,22 @@ def _make_packed(workload: Workload, maker: _Maker) -> Tensors:
 
 
 def _make_list(workload: Workload, maker: _Maker) -> Tensors:
-    w = workload
-    a: Matrices = [maker.matrix(m, k, transposed=w.trans_a) for m, _, k in w.products]
-    b: Matrices = [maker.matrix(k, n, transposed=w.trans_b) for _, n, k in w.products[: 1 if w.shared_b else None]]
-    out: Matrices = [maker.empty(m, n) for m, n, _ in w.products]
+    """A list of tensors. Equal products are members of one tensor, as who batches them has them; else a list of them
+    would cost some libraries a table of addresses, and layouts be compared instead of kernels."""
+    w, count = workload, len(workload.products)
+    together = len(set(w.products)) == 1 and not w.shared_b
+    if together:
+        m, n, k = w.products[0]
+        a: Matrices = list(maker.matrix(count, m, k, transposed=w.trans_a))
+        b: Matrices = list(maker.matrix(count, k, n, transposed=w.trans_b))
+        out: Matrices = list(maker.empty(count, m, n))
+    else:
+        a = [maker.matrix(m, k, transposed=w.trans_a) for m, _, k in w.products]
+        b = [maker.matrix(k, n, transposed=w.trans_b) for _, n, k in w.products[: 1 if w.shared_b else None]]
+        b = list(b) * (count if w.shared_b else 1)
+        out = [maker.empty(m, n) for m, n, _ in w.products]
     bias: Matrices | None = [maker.matrix(n) for _, n, _ in w.products] if w.bias else None
-    return Tensors(w, a, list(b) * (len(w.products) if w.shared_b else 1), out, bias, None, None, None)
+    return Tensors(w, a, b, out, bias, None, None, None)
 
 
 def poison(tensors: Tensors) -> None:
