@@ -6,6 +6,8 @@ Why one place: times of GPU kernels are easy to get wrong, and two clocks never 
   power limits meet all of them alike, and none always runs behind the same other;
 * "cold" and "graph" write a buffer of several times the L2 before each call, because in a model the
   operands do not lie in the cache either;
+* what moves a whole round (the clock, another process) is taken out of it, so that two medians never
+  compare a fast half of the rounds with a slow one;
 * medians and quantiles, never the mean; the raw samples are kept;
 * what an empty kernel costs between two events is reported (`overhead`), never subtracted.
 """
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import numpy as np
 import torch
 
 from multigemm.clocks import Call as Call
@@ -29,32 +32,43 @@ from multigemm.clocks import Mode as Mode
 MODES: tuple[Mode, ...] = get_args(Mode)
 SPREAD_BLOCKS = 3
 LATE = 2.0
+COMPANY = 4
+"""Fewer variants do not tell what moved a round from what moved one of them."""
+PASSES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The samples of one variant in microseconds, or the reason why there are none."""
+    """The samples of one variant in microseconds, or the reason why there are none.
+
+    `steady` are the samples without what moved their whole rounds, where that can be told; every statistic is of these.
+    """
 
     name: str
     mode: Mode
     samples: tuple[float, ...] = field(default=(), repr=False)
     error: str = ""
+    steady: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def ok(self) -> bool:
         return bool(self.samples)
 
     @property
+    def _counted(self) -> tuple[float, ...]:
+        return self.steady or self.samples
+
+    @property
     def median(self) -> float:
-        return statistics.median(self.samples) if self.samples else math.nan
+        return statistics.median(self._counted) if self.samples else math.nan
 
     @property
     def best(self) -> float:
-        return min(self.samples, default=math.nan)
+        return min(self._counted, default=math.nan)
 
     def quantile(self, q: float) -> float:
         """Linear interpolation between the order statistics, as NumPy and do_bench do it."""
-        return quantile(self.samples, q)
+        return quantile(self._counted, q)
 
     @property
     def spread(self) -> float:
@@ -62,8 +76,14 @@ class Timing:
         size = len(self.samples) // SPREAD_BLOCKS
         if size == 0:
             return math.nan
-        blocks = [statistics.median(self.samples[i * size : (i + 1) * size]) for i in range(SPREAD_BLOCKS)]
+        blocks = [statistics.median(self._counted[i * size : (i + 1) * size]) for i in range(SPREAD_BLOCKS)]
         return (max(blocks) - min(blocks)) / self.median
+
+    @property
+    def unrest(self) -> float:
+        """How far samples disagree: the wider of the range of block medians and of the middle 60 per cent."""
+        middle = (self.quantile(0.8) - self.quantile(0.2)) / self.median
+        return max(middle, self.spread if math.isfinite(self.spread) else 0.0)
 
 
 def quantile(samples: Iterable[float], q: float) -> float:
@@ -180,10 +200,29 @@ def _rounds(
             pending.clear()
         if index + 1 >= least and not pending and time.perf_counter() - began > late_s:
             break
+    for name in errors:
+        samples[name] = []
+    calm = steadied({name: taken for name, taken in samples.items() if taken})
     return {
-        name: Timing(name, mode, () if name in errors else tuple(samples[name]), errors.get(name, ""))
-        for name in samplers
+        name: Timing(name, mode, tuple(samples[name]), errors.get(name, ""), calm.get(name, ())) for name in samplers
     }
+
+
+def steadied(rounds: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:
+    """Samples of interleaved variants as if each round had been a typical one; nothing where too few can tell.
+
+    A median polish of the logarithms: a variant's level is its median over rounds, a round's the median over variants.
+    Where a clock falls by a tenth half-way, medians of raw samples lie before or after the fall by chance.
+    """
+    if len(rounds) < COMPANY or any(us <= 0 for taken in rounds.values() for us in taken):
+        return {}
+    logs = np.log(np.array(list(rounds.values())))
+    left = logs - np.median(logs, axis=0)
+    for _ in range(PASSES):
+        left -= np.median(left - np.median(left, axis=1, keepdims=True), axis=0)
+    moved = (logs - left)[0]
+    steady = np.exp(left + np.median(moved))
+    return {name: tuple(row) for name, row in zip(rounds, steady.tolist(), strict=True)}
 
 
 def describe(error: BaseException) -> str:

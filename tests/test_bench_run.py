@@ -273,6 +273,25 @@ def test_wrong_words_are_one_line_and_exit_2(words: list[str], hint: str, capsys
     assert hint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("device", "kept"), [("cuda", {"a": 110.0, "b": 111.0}), ("cpu", {"a": 100.0, "b": 111.0})])
+def test_entries_of_two_passes_of_a_gpu_are_never_compared(
+    device: str, kept: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm, restless = [1.0] * 9, [0.8, 1.0, 1.3] * 3
+    passes = [{"a": (110.0, restless), "b": (111.0, calm)}, {"a": (100.0, restless), "b": (101.0, restless)}]
+    passes.append({"a": (110.0, calm), "b": (111.0, calm)})
+    left = iter(passes)
+
+    def scripted(calls: dict[str, Any], *_: Any, **__: Any) -> dict[str, Timing]:
+        told = next(left)
+        return {name: Timing(name, "cold", tuple(told[name][0] * x for x in told[name][1])) for name in calls}
+
+    monkeypatch.setattr(runner, "measure", scripted)
+    report = Report({}, {}, {})
+    taken = Runner([], torch.device(device), FAST, report)._settled({"a": print, "b": print}, "cold")
+    assert {name: timing.median for name, timing in taken.items()} == pytest.approx(kept)
+
+
 def test_a_ceiling_that_cannot_be_measured_is_said_and_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> dict[str, Timing]:
         return {"copy": Timing("copy", "cold", error="OutOfMemoryError: no room")}
@@ -304,11 +323,25 @@ def test_the_regret_of_auto_is_told() -> None:
     for row in report.rows:
         if row.entry == "triton":
             row.entry = "auto"
-    worst, case, name = results.auto_regret(report)[0]
-    times = {r.entry: r.us for r in report.rows if r.case == case}
-    assert worst == pytest.approx((times["auto"] or 0) / (times["cupy"] or 1))
-    assert name == "cupy"
-    assert f"{worst:.3f} on {case} (fastest: cupy)" in table.text(report)
+    worst = results.auto_regret(report)[0]
+    times = {r.entry: r.us for r in report.rows if r.case == worst.case}
+    assert worst.ratio == pytest.approx((times["auto"] or 0) / (times["cupy"] or 1))
+    assert worst.fastest == "cupy"
+    assert f"{worst.ratio:.3f} (repeats {worst.spread:.3f}) on {worst.case} (fastest: cupy)" in table.text(report)
+
+
+def test_a_tie_within_what_repeats_differ_by_is_no_sure_regret() -> None:
+    report = made_up_report(suites="l2")
+    case = report.rows[0].case
+    report.rows = [row for row in report.rows if row.case == case and row.entry in ("cupy", "triton")]
+    for row, us in zip(report.rows, (7.0, 7.4), strict=True):
+        row.us, row.spread, row.entry = us, 0.04, "cupy" if us == 7.0 else "auto"
+    (tie,) = results.auto_regret(report)
+    assert tie.beyond(1.03)
+    assert not tie.beyond(1.03, doubt=True)
+    assert "of 1 choices 1 are above 1.03, 0 of them by more than repeats differ" in table.text(report)
+    report.rows[1].us = 7.8
+    assert results.auto_regret(report)[0].beyond(1.03, doubt=True)
 
 
 def test_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:

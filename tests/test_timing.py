@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -42,6 +44,39 @@ def test_variants_are_interleaved_and_none_always_follows_the_same_other() -> No
     assert {"".join(sorted(each)) for each in rounds} == {"abc"}
     assert len(set(rounds)) == 6
     assert len(set(pairwise(timed))) >= 6
+
+
+def test_a_clock_that_falls_half_way_does_not_decide_who_is_faster() -> None:
+    draw = random.Random(3)
+    truth = {"a": 700.0, "b": 707.0, "c": 900.0, "d": 1500.0, "e": 800.0}
+    clocks = [1.0 if index < 5 else 1.12 for index in range(11)]
+    rounds = {name: [us * clock * draw.gauss(1.0, 0.002) for clock in clocks] for name, us in truth.items()}
+    rounds["a"][4] *= 1.3  # one stall more: the raw median of `a` lies behind the fall, whose neighbours' need not
+    rounds["b"][6] /= 1.2
+    calm = {name: statistics.median(taken) for name, taken in timing.steadied(rounds).items()}
+    assert calm["b"] / calm["a"] == pytest.approx(1.01, abs=0.006)
+    assert calm["c"] / calm["a"] == pytest.approx(9 / 7, rel=0.006)
+    assert calm["a"] == pytest.approx(700 * statistics.median(clocks), rel=0.01)
+
+
+def test_rounds_that_nothing_moved_stay_as_they_are() -> None:
+    rounds = {name: [float(us)] * 7 for name, us in zip("abcd", (5, 6, 7, 8), strict=True)}
+    assert timing.steadied(rounds) == {name: pytest.approx(taken) for name, taken in rounds.items()}
+    assert timing.steadied({"a": [1.0, 2.0], "b": [2.0, 4.0]}) == {}
+    assert timing.steadied({name: [0.0, 1.0] for name in "abcd"}) == {}
+
+
+def test_what_moves_one_variant_alone_stays_in_its_samples() -> None:
+    rounds = {name: [100.0 + index for index in range(9)] for name in "abcd"} | {"odd": [90.0] * 4 + [180.0] * 5}
+    calm = timing.steadied(rounds)["odd"]
+    assert max(calm) / min(calm) > 1.8
+
+
+def test_statistics_are_of_the_steady_samples_and_the_raw_ones_are_kept() -> None:
+    taken = measure({name: partial(time.sleep, 0.001) for name in "abcd"}, CPU, reps=9, min_reps=9)["a"]
+    assert len(taken.samples) == len(taken.steady) == 9
+    assert taken.median == statistics.median(taken.steady)
+    assert taken.best == min(taken.steady)
 
 
 def test_a_failing_variant_is_a_result_and_the_others_go_on() -> None:

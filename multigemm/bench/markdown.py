@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multigemm.bench.results import AUTO, HOST_SIZES, Report, Row, auto_regret, by_entry
+from multigemm.bench.results import AUTO, BEHIND, HOST_SIZES, Regret, Report, Row, auto_regret, by_entry
 from multigemm.bench.workloads import geomean
 
 LABELS = {
@@ -60,20 +60,21 @@ def details(report: Report) -> str:
 def auto(report: Report) -> str:
     """How far `auto` is behind the fastest single backend, per suite and place of the sizes, and where it is worst."""
     suites = {row.case: row.suite for row in report.rows}
-    found: dict[tuple[str, str], list[tuple[float, str, str]]] = {}
-    for ratio, place, name in auto_regret(report):
-        case = place.removesuffix(HOST_SIZES).strip()
-        sizes = "host" if place.endswith(HOST_SIZES) else "device"
-        found.setdefault((suites[case], sizes), []).append((ratio, case, name))
+    found: dict[tuple[str, str], list[Regret]] = {}
+    for regret in auto_regret(report):
+        found.setdefault((suites[regret.case], "host" if regret.on_host else "device"), []).append(regret)
     lines = [
-        _line(["suite", "sizes on", "workloads", "mean", "worst", "where"]),
-        _line(["---"] * 2 + ["---:"] * 3 + ["---"]),
+        _line(
+            ["suite", "sizes on", "choices", "mean", f"above {BEHIND}", "surely", "worst", "repeats differ by", "where"]
+        ),
+        _line(["---"] * 2 + ["---:"] * 6 + ["---"]),
     ]
     for (suite, sizes), regrets in sorted(found.items(), key=lambda item: list(suites.values()).index(item[0][0])):
-        ratio, case, name = regrets[0]
-        mean = _number(geomean(r for r, _, _ in regrets))
-        where = f"{case}: {name} is faster" if ratio > 1 else ""
-        lines.append(_line([suite, sizes, str(len(regrets)), mean, _number(ratio), where]))
+        worst = regrets[0]
+        counts = [sum(r.beyond(BEHIND, doubt) for r in regrets) for doubt in (False, True)]
+        numbers = [str(len(regrets)), _number(geomean(r.ratio for r in regrets)), *map(str, counts)]
+        where = f"{worst.case}: {worst.fastest} is faster" if worst.ratio > 1 else ""
+        lines.append(_line([suite, sizes, *numbers, _number(worst.ratio), _number(worst.spread), where]))
     return "\n".join(lines)
 
 

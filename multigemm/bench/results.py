@@ -20,6 +20,8 @@ from multigemm.timing import Timing
 SCHEMA = 1
 AUTO = "auto"
 HOST_SIZES = "[host sizes]"
+BEHIND = 1.03
+"""A choice of `auto` that is slower than the fastest single backend by more than this is counted."""
 Status = Literal["ok", "refused", "failed", "skipped"]
 
 
@@ -156,23 +158,45 @@ def row(raw: dict[str, Any]) -> Row:
     return Row(**{k: v for k, v in raw.items() if k in known})
 
 
-def auto_regret(report: Report) -> list[tuple[float, str, str]]:
-    """How far `auto` is behind the fastest single backend that knew as much: (ratio, workload, that backend).
+@dataclass(frozen=True, slots=True, order=True)
+class Regret:
+    """How many times slower `auto` is than the fastest single backend, and how far repeats of the two rows differ."""
 
-    Worst first. With sizes on the device, entries that had them on the host do not count.
+    ratio: float
+    case: str
+    fastest: str
+    on_host: bool
+    spread: float
+
+    @property
+    def place(self) -> str:
+        return f"{self.case} {HOST_SIZES}" if self.on_host else self.case
+
+    def beyond(self, factor: float, doubt: bool = False) -> bool:
+        """Whether it is more than `factor`; with `doubt`, by more than repeats differ, which a tie never is."""
+        return self.ratio > factor + doubt * self.spread
+
+
+def auto_regret(report: Report) -> list[Regret]:
+    """How far `auto` is behind the fastest single backend that knew as much, worst first.
+
+    With sizes on the device, entries that had them on the host do not count.
     """
     rows = [row for row in report.timed() if row.kind == "backend"]
     found = []
     for auto in (row for row in rows if row.entry.startswith(AUTO)):
         on_host = auto.entry.endswith(HOST_SIZES)
         others = [
-            (r.us or 0.0, r.entry)
-            for r in rows
-            if r.case == auto.case and not r.entry.startswith(AUTO) and (on_host or not r.entry.endswith(HOST_SIZES))
+            row
+            for row in rows
+            if row.case == auto.case
+            and not row.entry.startswith(AUTO)
+            and (on_host or not row.entry.endswith(HOST_SIZES))
         ]
         if others:
-            us, name = min(others)
-            found.append(((auto.us or 0.0) / us, auto.case + (f" {HOST_SIZES}" if on_host else ""), name))
+            best = min(others, key=lambda row: row.us or 0.0)
+            ratio, spread = (auto.us or 0.0) / (best.us or 1.0), max(auto.spread, best.spread)
+            found.append(Regret(ratio, auto.case, best.entry, on_host, spread))
     return sorted(found, reverse=True)
 
 

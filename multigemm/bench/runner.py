@@ -35,10 +35,9 @@ HURRIED = 0.25
 SAVE_EVERY_S = 1.5
 
 
-def unrest(timing: Timing) -> float:
-    """How far samples disagree: the wider of the range of block medians and of the middle 60 per cent."""
-    middle = (timing.quantile(0.8) - timing.quantile(0.2)) / timing.median
-    return max(middle, timing.spread if math.isfinite(timing.spread) else 0.0)
+def total_unrest(taken: dict[str, Timing]) -> float:
+    """That of all; a failure counts more than any, so that a second look never wins by one."""
+    return math.fsum(timing.unrest if timing.ok else 1e6 for timing in taken.values())
 
 
 class DeviceLost(MultigemmError):
@@ -231,17 +230,21 @@ class Runner:
                         row.us, row.spread = timing.median, timing.spread
 
     def _settled(self, calls: dict[str, Callable[[], object]], mode: Mode) -> dict[str, Timing]:
-        """Measures, and once or twice more where repeats disagree; the calmest pass of each entry counts.
+        """Measures, and once or twice more where repeats disagree.
 
-        A machine that is shared (a CPU above all) stalls now and then for longer than a whole sample. Where
-        the fewest samples take several budgets already, one look has to do.
+        A CPU is shared: it stalls now and then for longer than a whole sample, and the calmest pass of each entry
+        counts. A GPU changes its clock instead: entries of two passes cannot be compared, and the calmer pass of all
+        counts. Where the fewest samples take several budgets already, one look has to do.
         """
         began = time.monotonic()
         taken = self._measure(calls, mode)
         for _ in range(0 if self._behind else SECOND_LOOKS):
             if time.monotonic() - began > OVER_BUDGET * self.options.budget_ms / 1e3:
                 break
-            restless = {name: calls[name] for name, timing in taken.items() if timing.ok and unrest(timing) > RESTLESS}
+            restless = {name: calls[name] for name, timing in taken.items() if timing.ok and timing.unrest > RESTLESS}
+            if restless and self.device.type == "cuda":
+                taken = min(taken, self._measure(calls, mode), key=total_unrest)
+                continue
             for name, timing in self._measure(restless, mode).items():
                 if timing.ok and timing.median < taken[name].median:
                     taken[name] = timing

@@ -8,10 +8,11 @@ import shutil
 from collections import Counter
 
 from multigemm.bench import tutorial
-from multigemm.bench.results import AUTO, Report, Row, auto_regret, by_entry
+from multigemm.bench.results import AUTO, BEHIND, Report, Row, auto_regret, by_entry
 from multigemm.bench.workloads import geomean
 
 Grid = list[list[str]]
+SHOWN = 5
 
 
 def text(report: Report) -> str:
@@ -107,8 +108,13 @@ def _auto(report: Report) -> str:
     regrets = auto_regret(report)
     if not regrets:
         return ""
-    lines = [f"auto over the fastest single backend: {geomean(r for r, _, _ in regrets):.3f}, and at worst"]
-    lines += [f"  {ratio:.3f} on {case} (fastest: {name})" for ratio, case, name in regrets[:3]]
+    behind = [r for r in regrets if r.beyond(BEHIND)]
+    sure = sum(r.beyond(BEHIND, doubt=True) for r in behind)
+    lines = [
+        f"auto over the fastest single backend: {geomean(r.ratio for r in regrets):.3f}; of {len(regrets)} choices "
+        f"{len(behind)} are above {BEHIND}, {sure} of them by more than repeats differ; at worst"
+    ]
+    lines += [f"  {r.ratio:.3f} (repeats {r.spread:.3f}) on {r.place} (fastest: {r.fastest})" for r in regrets[:SHOWN]]
     return "\n".join(lines)
 
 
