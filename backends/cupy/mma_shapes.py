@@ -41,9 +41,9 @@ def _one(n: int) -> str:
 
 
 def _cases() -> str:
-    """CASES: one CASE(n) for each width that this kernel has."""
+    """CASES: one CASE(n, products) for each width that this kernel has."""
     return "".join(
-        f"#if STEP == {step}\n#define CASES {' '.join(f'CASE({n})' for n in range(step, 257, step))}\n#endif\n"
+        f"#if STEP == {step}\n#define CASES(products) {' '.join(f'CASE({n}, products)' for n in range(step, 257, step))}\n#endif\n"
         for step in (8, 16, 32, 64)
     )
 

@@ -56,6 +56,20 @@ __device__ __forceinline__ void multiply(Shared& s, u32 stages, Ring& ring, int 
     if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[last]), lane);
 }
 
+// The accumulators are defined anew for each tile: otherwise the compiler would keep the last tile's values alive.
+template <int COUNT> __device__ __forceinline__ void clear(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
+}
+
+// A tile's products by the narrowest instruction that covers its rows.
+#define BY_WIDTH(rows, ...) \
+    switch (((rows) + STEP - 1) / STEP) { CASES((__VA_ARGS__)) }
+#define CASE(width, products) \
+    case width / STEP: \
+        if constexpr (width <= ROWS) { constexpr int WIDTH = width; products; } \
+        break;
+
 __device__ __forceinline__ void consume(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
     Ring ring;
     bool first = true;
@@ -80,16 +94,10 @@ __device__ __forceinline__ void consume(const Problem& p, const Launch& l, const
             continue;
         }
         if (PINGPONG && number > 0) wait_for_other(half);
-        // Defined anew for each tile: otherwise the compiler would keep the last tile's values alive.
         float d[ACCUMULATORS];
-#pragma unroll
-        for (int i = 0; i < ACCUMULATORS; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
+        clear(d);
         if (blocks > 0) {
-            switch ((t.n + STEP - 1) / STEP) {
-#define CASE(n) case n / STEP: if constexpr (n <= ROWS) multiply<n>(s, stages, ring, blocks, bytes, half, d, first, more, beside); break;
-                CASES
-#undef CASE
-            }
+            BY_WIDTH(t.n, multiply<WIDTH>(s, stages, ring, blocks, bytes, half, d, first, more, beside));
             first = false;
         } else if (PINGPONG) {
             let_other(half);

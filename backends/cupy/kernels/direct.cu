@@ -8,6 +8,7 @@
 // Compile-time choices as in hopper.cu, with RAGGED_K and PINGPONG 0 and STEP 32.
 #include "consume.cuh"
 #include "fragments.cuh"
+#include "load.cuh"
 #include "weights.cuh"
 
 constexpr int STAGE_ALL = RAW_BYTES + X_BYTES;
@@ -20,35 +21,6 @@ struct Position {               // in the ring of stages: index and parity
         if (++index == STAGES) index = 0, parity ^= 1;
     }
 };
-
-// The rows of one stage by TMA, as in load.cuh.
-__device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, const Maps& maps, const Tile& t, u32 rank, u32 stage, u32 full, int kb) {
-    const int k = kb * BK, box = t.extra;
-    const int xg = p.table || p.jagged == JAG_M || p.jagged == JAG_N || (l.swapped ? p.b.group : p.a.group) == 0 ? 0 : t.group;
-    const u64 hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
-    const u32 rows = stage + RAW_BYTES;
-    const u16 all = (1 << CLUSTER) - 1;
-    barrier_expect(full, !X_K ? (t.n + 63) / 64 * BLOCK : (LISTED ? box * CLUSTER : t.n) * BK * 2);
-    const TensorMap* x = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[0];
-    if (X_K && LISTED) {
-        if (CLUSTER > 1) multicast_box(rows + rank * box * BK * 2, x, full, all, k, t.x_row + rank * box, 0, hint);
-        else load_box(rows, x, full, k, t.x_row, 0, hint);
-    } else if (X_K) {
-        const int part = (t.n / 8 + CLUSTER - 1) / CLUSTER * 8, first = rank * part, height = min(part, t.n - first);
-#pragma unroll 1
-        for (int at = first; at < first + height; at += 128) {
-            const int h = min(128, first + height - at);
-            if (CLUSTER > 1) multicast_box(rows + at * BK * 2, &maps.x[h / 8 - 1], full, all, k, t.x_row + at, xg, hint);
-            else load_box(rows + at * BK * 2, &maps.x[h / 8 - 1], full, k, t.x_row + at, xg, hint);
-        }
-    } else {
-#pragma unroll 1
-        for (int b = rank; b < (t.n + 63) / 64; b += CLUSTER) {
-            if (CLUSTER > 1) multicast_box(rows + b * BLOCK, x, full, all, t.x_row + b * 64, k, xg, hint);
-            else load_box(rows + b * BLOCK, x, full, t.x_row + b * 64, k, xg, hint);
-        }
-    }
-}
 
 // Four warps: all k-blocks of all tiles. The first thread also takes tiles from the counter, announces them, and
 // asks for their rows.
@@ -74,15 +46,17 @@ __device__ __forceinline__ void load(const Problem& p, const Launch& l, const Ma
             if (leads && rank == 0) next = clusters + atomicAdd(l.counter, 1);
             continue;
         }
-        if (leads && LISTED) refresh_map(l.listed + 2 * t.group + 1);
         const Weights w = weights_of(p, l, t, rank);
         Pieces pieces = pieces_of(w);
+        RowBoxes x;
+        x.begin(p, l, maps, t, rank);
+        if (leads && LISTED) refresh_map(x.map);
         for (int kb = 0; kb < blocks; ++kb, ring.next()) {
             const u32 stage = stages + ring.index * STAGE_ALL, full = shared_address(&s.full[ring.index]);
             if (leads && rank == 0 && kb == max(blocks - 4, 0)) next = clusters + atomicAdd(l.counter, 1);  // asked early, used late
             barrier_wait(shared_address(&s.empty[ring.index]), ring.parity ^ 1);
             if (leads && copied) wait_for_last_launch(), copied = false;              // of all operands only rows are copies
-            if (leads) load_rows(p, l, maps, t, rank, stage, full, kb);
+            if (leads) x.load(stage + RAW_BYTES, full, rank, kb * BK, 0);
             copy_pieces(pieces, w, stage, kb * BK, t.k_len - kb * BK);
             arrive_after_copies(full);
         }
@@ -140,16 +114,11 @@ __device__ __forceinline__ void consume_shifted(const Problem& p, const Launch& 
         const Tile t = take_tile(s, number, ~0u);
         if (t.n == STOP) break;
         const int blocks = k_blocks(t);
-        float d[ROWS / 2];                    // defined anew for each tile, as in consume.cuh
-#pragma unroll
-        for (int i = 0; i < ROWS / 2; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
+        float d[ROWS / 2];
+        clear(d);
         if (blocks > 0 && t.n > 0) {
             const Place place = place_of(weights_of(p, l, t, rank), half);
-            switch ((t.n + STEP - 1) / STEP) {
-#define CASE(n) case n / STEP: if constexpr (n <= ROWS) multiply_shifted<n>(s, place, stages, ring, blocks, half, d, first); break;
-                CASES
-#undef CASE
-            }
+            BY_WIDTH(t.n, multiply_shifted<WIDTH>(s, place, stages, ring, blocks, half, d, first));
             first = false;
         }
         finish_tile(p, l, t, rank, half, staging, d);

@@ -69,53 +69,68 @@ __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, 
     }
 }
 
-// This block's part of the rows, for all blocks of the cluster.
+// A tile's boxes of rows: this block's part, which goes to all blocks of the cluster.
+struct RowBoxes {
+    const TensorMap *map, *second;
+    u64 hint;
+    u32 coming;                 // bytes of a stage, from all blocks
+    int first, upper, lower;    // where k is contiguous: one box, or two of at most 128 rows if there is no other block to load the second
+    int boxes, group, row;      // else: boxes of 64 rows, every CLUSTER-th of them here
+
+    __device__ __forceinline__ void begin(const Problem& p, const Launch& l, const Maps& maps, const Tile& t, u32 rank) {
+        const bool one_for_all = p.table || p.jagged == JAG_M || p.jagged == JAG_N || (l.swapped ? p.b.group : p.a.group) == 0;
+        // A list has one map, and thus one height of box, per matrix.
+        const int part = LISTED ? t.extra : (t.n / 8 + CLUSTER - 1) / CLUSTER * 8;
+        first = rank * part, boxes = (t.n + 63) / 64, group = one_for_all ? 0 : t.group, row = t.x_row;
+        const int height = LISTED ? part : min(part, t.n - first);
+        upper = LISTED ? height : min(height, 128), lower = height - upper;
+        map = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[X_K ? max(upper, 8) / 8 - 1 : 0];
+        second = CLUSTER == 1 && !LISTED ? &maps.x[max(lower, 8) / 8 - 1] : map;
+        coming = !X_K ? boxes * BLOCK : (LISTED ? part * CLUSTER : t.n) * BK * 2;
+        hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
+    }
+    __device__ __forceinline__ void one(u32 to, const TensorMap* from, u32 full, int x, int y, int z, int w) const {
+        constexpr u16 ALL = (1 << CLUSTER) - 1;
+        if (RAGGED_K && CLUSTER > 1) multicast_box(to, from, full, ALL, x, y, z, w, hint);
+        else if (RAGGED_K) load_box(to, from, full, x, y, z, w, hint);
+        else if (CLUSTER > 1) multicast_box(to, from, full, ALL, x, y, z, hint);
+        else load_box(to, from, full, x, y, z, hint);
+    }
+    // One block of k, by one thread; `ragged`: the third coordinate of a ragged map (tensor_maps.py).
+    __device__ __forceinline__ void load(u32 to, u32 full, u32 rank, int k, int ragged) const {
+        barrier_expect(full, coming);
+        if (X_K) {
+            if (upper > 0) one(to + first * BK * 2, map, full, k, row + first, group, 0);
+            if (CLUSTER == 1 && !LISTED && lower > 0) one(to + 128 * BK * 2, second, full, k, row + 128, group, 0);
+        } else {
+#pragma unroll
+            for (int i = 0; i < (ROWS + 63) / 64; i += CLUSTER) {
+                const int b = i + rank;
+                if (b < boxes) one(to + b * BLOCK, map, full, row + b * 64, k, RAGGED_K ? ragged : group, int(FAR));
+            }
+        }
+    }
+};
+
 __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank) {
-    constexpr u16 ALL = (1 << CLUSTER) - 1;
-    const bool one_for_all = p.table || p.jagged == JAG_M || p.jagged == JAG_N || (l.swapped ? p.b.group : p.a.group) == 0;
-    const u64 hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
     Ring ring;
     Room room;
-    const auto load = [&](u32 to, const TensorMap* map, u32 full, int x, int y, int z, int w) {
-        if (RAGGED_K && CLUSTER > 1) multicast_box(to, map, full, ALL, x, y, z, w, hint);
-        else if (RAGGED_K) load_box(to, map, full, x, y, z, w, hint);
-        else if (CLUSTER > 1) multicast_box(to, map, full, ALL, x, y, z, hint);
-        else load_box(to, map, full, x, y, z, hint);
-    };
 #pragma unroll 1
     for (int number = 0;; ++number) {
         const Tile t = take_tile_together(s, number);
         if (t.n == STOP) break;
-        const int blocks = t.n > 0 ? k_blocks(t) : 0, group = one_for_all ? 0 : t.group;
-        const u32 rows = stages + W_BYTES;
-        // Where k is contiguous: one box, or two of at most 128 rows if there is no other block to load the second.
-        // A list has one map, and thus one height of box, per matrix.
-        const int part = LISTED ? t.extra : (t.n / 8 + CLUSTER - 1) / CLUSTER * 8, first = rank * part;
-        const int height = LISTED ? part : min(part, t.n - first), upper = LISTED ? height : min(height, 128), lower = height - upper;
-        const TensorMap* const map = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[X_K ? max(upper, 8) / 8 - 1 : 0];
-        const TensorMap* const second = CLUSTER == 1 && !LISTED ? &maps.x[max(lower, 8) / 8 - 1] : map;
-        const int boxes = (t.n + 63) / 64;
-        const u32 bytes = stage_bytes(t), coming = !X_K ? boxes * BLOCK : (LISTED ? part * CLUSTER : t.n) * BK * 2;
-        if (LISTED && blocks > 0) refresh_map(map);
+        const int blocks = t.n > 0 ? k_blocks(t) : 0;
+        const u32 rows = stages + W_BYTES, bytes = stage_bytes(t);
+        RowBoxes x;
+        x.begin(p, l, maps, t, rank);
+        if (LISTED && blocks > 0) refresh_map(x.map);
         if (blocks > 0) ring.fit(bytes);
         int k = RAGGED_K ? int(FAR) - t.k_len : 0;
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, k += BK, ring.next(bytes)) {
             const u32 full = shared_address(&s.full[ring.place]), to = rows + ring.at;
             room.take(s, s.begins[1], ring, bytes);
-            if (elected()) {
-                barrier_expect(full, coming);
-                if (X_K) {
-                    if (upper > 0) load(to + first * BK * 2, map, full, k, t.x_row + first, group, 0);
-                    if (CLUSTER == 1 && !LISTED && lower > 0) load(to + 128 * BK * 2, second, full, k, t.x_row + 128, group, 0);
-                } else {
-#pragma unroll
-                    for (int i = 0; i < (ROWS + 63) / 64; i += CLUSTER) {
-                        const int b = i + rank;
-                        if (b < boxes) load(to + b * BLOCK, map, full, t.x_row + b * 64, k, RAGGED_K ? t.extra + t.k_len : group, int(FAR));
-                    }
-                }
-            }
+            if (elected()) x.load(to, full, rank, k, t.extra + t.k_len);
         }
     }
 }
