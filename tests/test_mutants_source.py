@@ -1,6 +1,7 @@
 """Faults planted in the real kernels' sources: how they are made, and that the oracles see them in emulation."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ import torch
 
 from multigemm import registry
 from multigemm.settings import settings
+from multigemm.testing import source_fates, source_hunt
+from multigemm.testing import source_live as live
 from multigemm.testing import source_mutants as sm
 from multigemm.testing import source_sites as places
 from multigemm.testing import source_trace as tracing
 from multigemm.testing import source_workers as crew
 from multigemm.testing.case import Case
 from multigemm.testing.source_equivalents import EQUIVALENT, becomes, excuse
+from multigemm.testing.source_fates import Fate
 from multigemm.testing.source_hunt import Hunt
 from multigemm.testing.source_live import Variant
+from multigemm.testing.source_survey import reached
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +132,8 @@ def test_the_unchanged_kernel_survives(root: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_rate_leaves_out_what_does_not_compile() -> None:
     site = places.Site("f", 1, "o", "a", "b")
-    fates = [crew.Fate(site, state) for state in ("killed", "killed", "killed", "survived", "stillborn")]
-    assert sm.summary("triton", fates) == "triton: 3 of 4 killed (75 %), 0 are equivalent, 1 did not compile"
+    fates = [Fate(site, state) for state in ("killed", "killed", "killed", "survived", "stillborn")]
+    assert source_fates.summary("triton", fates) == "triton: 3 of 4 killed (75 %), 0 are equivalent, 1 did not compile"
 
 
 def test_survivors_are_excused_only_with_a_reason() -> None:
@@ -152,11 +157,30 @@ def speaks_of(entry: tuple[str, str, str, str], site: places.Site) -> bool:
 
 def test_what_was_done_away_with_is_not_hunted_again(tmp_path: Path) -> None:
     site = places.Site("f", 1, "o", "a", "b")
-    fates = [crew.Fate(replace(site, line=line), state, source=source) for line, state, source in
-             ((1, "killed", "x"), (2, "survived", "x"), (3, "stillborn", ""), (4, "failed", "x"))]  # fmt: skip
-    sm.write(fates, str(tmp_path / "fates.json"), {"backend": "triton"})
+    fates = [Fate(replace(site, line=line), state, source=source) for line, state, source in
+             ((1, "killed", "x"), (2, "survived", "y"), (3, "stillborn", ""), (4, "failed", "z"))]  # fmt: skip
+    source_fates.write(fates, str(tmp_path / "fates.json"), {"backend": "triton"})
     assert json.loads((tmp_path / "fates.json").read_text())["rate"] == 0.5
-    assert sm.judged([str(tmp_path / "fates.json")]) == {(str(fates[0].site), "x"): fates[0]}
+    assert source_fates.judged([str(tmp_path / "fates.json")]) == {"x": fates[0]}
+
+
+@pytest.mark.parametrize("name", ["kernel.py", "kernel.cu"])
+def test_a_fate_belongs_to_the_function_that_is_changed(name: str, tmp_path: Path) -> None:
+    python, cuda = "    return a < 1\n\n\n", "    return a < 1;\n}}\n\n"
+    head, body = {
+        "kernel.py": ("def {}(\n    a,\n):\n", python),
+        "kernel.cu": ("__device__ int {}(int a,\n        int b) {{\n", cuda),
+    }[name]
+    text = "".join(head.format(f) + body.replace("}}", "}") for f in "fgh")
+    file = tmp_path / name
+    file.write_text(text)
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if "return" in line]
+    sites = [places.Site(name, line, "o", text.splitlines()[line - 1], "x") for line in lines]
+    before = [source_fates.identity(site, tmp_path) for site in sites]
+    assert len(set(before)) == 3  # the same line in three functions
+    file.write_text("# new\n" + text.replace(" f(", " longer("))  # all move, and another function changes
+    after = [source_fates.identity(replace(site, line=site.line + 1), tmp_path) for site in sites]
+    assert after[0] != before[0] and after[1:] == before[1:]
 
 
 def test_the_unchanged_kernels_are_hunted_among_their_mutants() -> None:
@@ -175,17 +199,58 @@ def test_a_hang_is_tried_once_more(root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert crew.run_one(site, Hunt("triton"), root).oracle == "hang"
 
 
-def test_a_survivor_whose_machine_code_is_the_old_one_counts_apart(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"state": "survived", "oracle": "", "text": "", "codes": [["1"], ["2"]], "spent": {}}
-    monkeypatch.setattr(crew, "_attempt", lambda *asked: (told, 0))
-    site = replace(places.sites("triton", root)[0], before="a", after="b")
-    variants = [Variant({}, "pointer", config) for config in "12"]
+class _Compiled:
+    """In place of a run on a GPU: `variant.case` says what is compiled and what a burst finds."""
 
-    def state(second: str) -> str:
-        unchanged = {"1": ["1"], "2": [second]}
-        return crew.run_one(site, Hunt("triton", "cuda"), root, variants, lambda v: unchanged[v.config]).state
+    heard: list[str]
 
-    assert [state(second) for second in "23"] == ["same", "survived"]
+    def __init__(self, hunt: Hunt, variant: Variant, place: Any, spent: Any) -> None:
+        self.case, self.met = variant.case, 0
+
+    def compiles(self) -> bool:
+        type(self).heard.append(self.case["code"])
+        return self.case["code"] != "broken"
+
+    def meet(self, first: int, say: Any) -> tuple[int, Any]:
+        self.met += 1
+        return 1, {"state": "killed", "oracle": "value", "text": ""} if self.case.get("dies") else None
+
+
+def chased(monkeypatch: pytest.MonkeyPatch, *cases: dict[str, Any]) -> dict[str, str]:
+    monkeypatch.setattr(source_hunt, "Run", _Compiled)
+    monkeypatch.setattr(live, "listening", lambda backend: nullcontext(_heard()))
+    variants = [Variant(case, "pointer", "", codes=["old"]) for case in cases]
+    chase = source_hunt._Chase(Hunt("triton", "cuda", 0.05), None, lambda word: None)
+    return chase.through(variants)
+
+
+def _heard() -> list[str]:
+    _Compiled.heard = []
+    return _Compiled.heard
+
+
+def test_only_variants_whose_machine_code_changes_meet_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = {"code": "old", "dies": True}, {"code": "new"}
+    assert chased(monkeypatch, old, old)["state"] == "same"
+    assert chased(monkeypatch, old, new)["state"] == "survived"
+    assert "1 variants, 1 others are the same" in chased(monkeypatch, old, new)["text"]
+    assert chased(monkeypatch, old, new | {"dies": True})["state"] == "killed"
+    assert chased(monkeypatch, old, {"code": "broken"})["state"] == "stillborn"
+
+
+def test_the_sample_outlives_edits_elsewhere() -> None:
+    found = [places.Site("f", line, "o", f"    a{line}", "x") for line in range(40)]
+    moved = [replace(site, line=site.line + 1) for site in found[:30]] + found[30:]
+    drawn = [[site.before for site in sm.sample(each, 3)] for each in (found, moved[1:])]
+    assert [each for each in drawn[0] if each != found[0].before] == drawn[1] != sorted(drawn[1])
+    assert [site.before for site in sm.sample(found, 4)] != drawn[0]
+
+
+def test_problems_of_variants_that_hold_the_line_come_first() -> None:
+    site = places.Site("backends/triton/hopper_carry.py", 7, "o", "a", "b")
+    lines = ([1], [7], [], [5, 7])
+    variants = [Variant({}, "hopper", str(at), {"hopper_carry.py": held}) for at, held in enumerate(lines)]
+    assert {v.config for v in reached(site, "triton", variants)[:2]} == {"1", "3"}
 
 
 def test_the_folder_is_the_packages() -> None:

@@ -25,8 +25,10 @@ BROKEN = ("CompilationError", "CompileError", "SyntaxError", "NameError", "Typin
           "IndentationError", "UnsupportedLanguageConstruct", "AttributeError", "LoweringError")  # fmt: skip
 SURVIVED = {"state": "survived", "oracle": "", "text": ""}
 STILLBORN = SURVIVED | {"state": "stillborn"}
-VARIANTS = 4
-"""Variants that a mutant is compiled for, and that meet problems in turn."""
+VARIANTS, TRIED = 4, 12
+"""Variants whose machine code a mutant changes, that meet problems in turn; and how many are compiled to find them."""
+SEARCH = 2.0
+"""Times the seconds of a hunt that may pass before a first variant is found whose machine code changes."""
 ENDLESS = 5.0
 """Seconds that a burst of small problems may keep a GPU busy, which others use as well."""
 DEEP = 4
@@ -119,7 +121,7 @@ def timed(spent: Counter[str], name: str) -> Iterator[None]:
         spent[name] += time.monotonic() - begin  # type: ignore[assignment]
 
 
-class _Run:
+class Run:
     """One variant under the changed sources."""
 
     def __init__(self, hunt: Hunt, variant: Variant, place: Any, spent: Counter[str]) -> None:
@@ -227,49 +229,65 @@ class _Run:
 
 
 def hunt_on_gpu(hunt: Hunt, place: Any, variants: list[Variant], say: Callable[[str], None]) -> dict[str, Any]:
-    """A few variants meet problems in turn, until the time is over. A survivor tells their machine code."""
-    spent, codes = Counter[str](), list[list[str]]()
-    found = _hunt_on_gpu(hunt, place, variants, say, spent, codes)
-    return found | {"codes": codes, "spent": {name: round(float(seconds), 2) for name, seconds in spent.items()}}
-
-
-def _hunt_on_gpu(
-    hunt: Hunt, place: Any, variants: list[Variant], say: Callable[[str], None], spent: Counter[str],
-    codes: list[list[str]],
-) -> dict[str, str]:  # fmt: skip
+    """A few variants meet problems in turn, until the time is over."""
     import torch
 
-    from multigemm.testing.source_live import listening
+    chase = _Chase(hunt, place, say)
+    with timed(chase.spent, "device"):
+        torch.zeros(1, device=place)
+    found = chase.through(variants)
+    return found | {"spent": {name: round(float(seconds), 2) for name, seconds in chase.spent.items()}}
 
-    begin, runs, number, ran = time.monotonic(), list[_Run](), 0, 0
 
-    def burst(run: _Run) -> dict[str, str] | None:
-        nonlocal number, ran
-        count, found = run.meet(number, say)
-        number, ran = number + SPAN, ran + count
+class _Chase:
+    """One mutant's hunt on a GPU."""
+
+    def __init__(self, hunt: Hunt, place: Any, say: Callable[[str], None]) -> None:
+        self.hunt, self.place, self.say = hunt, place, say
+        self.begin, self.spent = time.monotonic(), Counter[str]()
+        self.runs, self.number, self.ran, self.same = list[Run](), 0, 0, 0
+
+    def over(self, times: float = 1.0) -> bool:
+        return time.monotonic() - self.begin > times * self.hunt.seconds
+
+    def burst(self, run: Run) -> dict[str, str] | None:
+        count, found = run.meet(self.number, self.say)
+        self.number, self.ran = self.number + SPAN, self.ran + count
         return found
 
-    with timed(spent, "device"):
-        torch.zeros(1, device=place)
-    with listening(hunt.backend) as heard:
-        for variant in variants:
-            heard.clear()
-            started = time.monotonic()
-            with timed(spent, "compile"):
-                run = _Run(hunt, variant, place, spent)
-                if not run.compiles():
-                    return STILLBORN
-            runs.append(run)
-            codes.append(sorted(heard))
-            compiled = time.monotonic()
-            while True:  # as long as the next compilation may take
-                if found := burst(run):
+    def through(self, variants: list[Variant]) -> dict[str, str]:
+        """Variants whose machine code is another than that of the unchanged sources, each for as long as the next
+        compilation may take; then all of them in turn."""
+        from multigemm.testing.source_live import listening
+
+        with listening(self.hunt.backend) as heard:
+            for variant in variants:
+                if found := self.first_look(variant, heard):
                     return found
-                if time.monotonic() - compiled > min(compiled - started, hunt.seconds / VARIANTS):
+                if len(self.runs) == VARIANTS or self.over(1.0 if self.runs else SEARCH):
                     break
-            if time.monotonic() - begin > hunt.seconds:
-                break
-        while time.monotonic() - begin < hunt.seconds:
-            if found := burst(runs[number // SPAN % len(runs)]):
+            while self.runs and not self.over():
+                if found := self.burst(self.runs[self.number // SPAN % len(self.runs)]):
+                    return found
+        if not self.runs and self.same == len(variants):
+            return SURVIVED | {"state": "same", "text": f"the machine code of {self.same} variants"}
+        return SURVIVED | {"text": f"{self.ran} problems of {len(self.runs)} variants, {self.same} others are the same"}
+
+    def first_look(self, variant: Variant, heard: list[str]) -> dict[str, str] | None:
+        """Compiles for a variant and, where that gives other machine code, lets it meet problems."""
+        heard.clear()
+        started = time.monotonic()
+        with timed(self.spent, "compile"):
+            run = Run(self.hunt, variant, self.place, self.spent)
+            if not run.compiles():
+                return STILLBORN
+        if variant.codes and variant.codes == sorted(heard):
+            self.same += 1
+            return None
+        self.runs.append(run)
+        compiled = time.monotonic()
+        while True:
+            if found := self.burst(run):
                 return found
-    return SURVIVED | {"text": f"{ran} problems of {len(runs)} variants"}
+            if time.monotonic() - compiled > min(compiled - started, self.hunt.seconds / VARIANTS):
+                return None

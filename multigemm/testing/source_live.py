@@ -30,14 +30,15 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One way to compile a backend's kernel: a kind of problem and the text of a config. `lines` are those
-    that its machine code comes from, by file name. In emulation, a problem: `config` is the position of its
-    subject, and it takes so many `seconds`."""
+    that its machine code comes from, by file name, and `codes` digests of that code. In emulation, a problem: `config`
+    is the position of its subject, and it takes so many `seconds`."""
 
     case: dict[str, Any]
     kernel: str
     config: str
     lines: dict[str, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
+    codes: list[str] = field(default_factory=list)
 
     def distance(self, file: str, line: int) -> int:
         """How far the nearest line with code of its own is; FAR for a file that the line table does not know."""

@@ -114,6 +114,16 @@ def code_lines(path: Path, skip: tuple[str, ...] = ()) -> Iterator[tuple[int, st
         yield number, re.split(r"  #|\s*//(?!=)", line, maxsplit=1)[0] if path.suffix != ".py" else line.split("  #")[0]
 
 
+def around(text: str, line: int) -> tuple[int, str]:
+    """The function that holds a line (from 1): the number of its first line, and its text. It begins at the last line
+    before that stands at the margin, and ends where the next one begins."""
+    lines = text.splitlines()
+    heads = [at for at, each in enumerate(lines) if each and not each.startswith((" ", "#", "}", ")", "]", "//"))]
+    first = max((at for at in heads if at < line), default=0)
+    last = min((at for at in heads if at >= line), default=len(lines))
+    return first + 1, "\n".join(lines[first:last]).rstrip()
+
+
 def snapshot(folder: Path) -> Path:
     """A copy of the backends, so that edits made meanwhile cannot mix with the mutants."""
     ignore = shutil.ignore_patterns("__pycache__", "*.json")

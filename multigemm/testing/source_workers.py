@@ -12,14 +12,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Semaphore
 from typing import Any
 
 from multigemm.testing.source_equivalents import excuse
-from multigemm.testing.source_hunt import Hunt, hunt_emulated, hunt_on_gpu
+from multigemm.testing.source_fates import Fate
+from multigemm.testing.source_hunt import Hunt, Run, hunt_emulated, hunt_on_gpu
 from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, lines_held, listening, spread, traits
 from multigemm.testing.source_sites import Site, plant
 from multigemm.testing.source_trace import offered, trace
@@ -34,24 +35,8 @@ PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.c
              "multigemm.testing.kinds", "multigemm.testing.source_trace")  # fmt: skip
 LIBRARIES = {"triton": ("triton", "triton.language"), "cupy": ("cupy",), "numba": ("numba", "numba.cuda")}
 KINDS, POOL, WORK = 60, 300, 1 << 16
-_once_more = Lock()
-Original = Callable[[Variant], list[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """What became of a mutant: "killed", "stillborn" (does not compile), "survived", "equivalent" (it
-    survived, and `text` says why no oracle could see it), "same" (no variant's machine code differs), or
-    "failed" (its process could not hunt). `source` names the text of the file that was changed; `spent` are seconds by
-    step."""
-
-    site: Site
-    state: str
-    oracle: str = ""
-    seconds: float = 0.0
-    text: str = ""
-    source: str = ""
-    spent: dict[str, float] = field(default_factory=dict)
+_once_more = Semaphore(4)
+"""Of those that seem to hang, so many are tried again side by side."""
 
 
 def prepare(hunt: Hunt) -> None:
@@ -62,29 +47,24 @@ def prepare(hunt: Hunt) -> None:
     mp.get_context("forkserver").set_forkserver_preload([*PRELOADED, *libraries])
 
 
-def run_one(
-    site: Site, hunt: Hunt, root: Path, variants: Sequence[Variant] = (), original: Original | None = None
-) -> Fate:
-    """Plants one mutant and hunts it in a process of its own, on a GPU in these variants; `original` tells the
-    machine code of a variant of the unchanged sources, for a survivor that may have none other."""
+def run_one(site: Site, hunt: Hunt, root: Path, variants: Sequence[Variant] = ()) -> Fate:
+    """Plants one mutant and hunts it in a process of its own, on a GPU in these variants."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         plant(site, Path(name), root)
         data, code = _attempt(hunt, name, variants)
         if code == HANGS or (data and data["oracle"] == "hang"):
-            with _once_more:  # alone among those that seem to hang: they share a device, or cores
+            with _once_more:  # with few others that may hang: they share a device, or cores
                 data, code = _attempt(hunt, name, variants)
     spent = time.monotonic() - begin
     if data is None:
         if code == 1:  # an exception outside the hunt: nothing was learnt
             return Fate(site, "failed", "", spent)
         return Fate(site, "killed", "hang" if code == HANGS else "crash", spent, f"exit code {code}")
-    survived = data["state"] == "survived"
-    if survived and (reason := excuse(site)):
-        return Fate(site, "equivalent", "", spent, reason, spent=data.get("spent", {}))
-    if survived and original and all(codes and codes == original(v) for v, codes in zip(variants, data["codes"])):
-        return Fate(site, "same", "", spent, data["text"], spent=data["spent"])
-    return Fate(site, data["state"], data["oracle"], spent, data["text"], spent=data.get("spent", {}))
+    steps = data.get("spent", {})
+    if data["state"] in ("survived", "same") and (reason := excuse(site)):
+        return Fate(site, "equivalent", "", spent, reason, spent=steps)
+    return Fate(site, data["state"], data["oracle"], spent, data["text"], spent=steps)
 
 
 def _attempt(hunt: Hunt, folder: str, variants: Sequence[Variant]) -> tuple[dict[str, Any] | None, int]:
@@ -221,7 +201,7 @@ def _survey(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None
 
 
 def with_lines(hunt: Hunt, variant: Variant) -> Variant:
-    """A variant with the lines that it holds; compiled without a GPU."""
+    """A variant with the lines that it holds, and what its machine code is."""
     import torch
 
     from multigemm.testing.case import Case
@@ -231,20 +211,7 @@ def with_lines(hunt: Hunt, variant: Variant) -> Variant:
     spec = spec_of(Case.from_dict(variant.case))
     shipped = Subject(hunt.backend).shipped(spec, torch.device(hunt.device))
     config = next(config for config in shipped if str(config) == variant.config)
-    return replace(variant, lines=lines_held(hunt.backend, spec, config))
-
-
-def codes_of(hunt: Hunt, root: Path, variant: Variant) -> list[str]:
-    """Digests of a variant's machine code, compiled from the unchanged sources."""
-    return list(_ask(_codes, hunt, str(root / "backends"), variant))
-
-
-def _codes(hunt: Hunt, folder: str, variant: Variant, pipe: Any) -> None:
-    import torch
-
-    from multigemm.testing.source_hunt import _Run
-
-    _take(hunt.backend, folder)
+    held = lines_held(hunt.backend, spec, config)
     with listening(hunt.backend) as heard:
-        _Run(hunt, variant, torch.device(hunt.device), Counter()).compiles()
-    pipe.send(sorted(heard))
+        Run(hunt, variant, torch.device(hunt.device), Counter()).compiles()
+    return replace(variant, lines=held, codes=sorted(heard))

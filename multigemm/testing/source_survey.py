@@ -1,0 +1,78 @@
+"""Which variants a mutant meets: those that hold its line, found by a look at all of them beforehand.
+
+The survey compiles a sample of variants of the unchanged kernels (multigemm.testing.source_live), or traces a
+pool of problems in emulation (multigemm.testing.source_trace), and is kept in the disk cache.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
+from pathlib import Path
+
+from multigemm.cache import DiskCache, fingerprint
+from multigemm.testing.source_hunt import TRIED, Hunt
+from multigemm.testing.source_live import Variant
+from multigemm.testing.source_sites import COPIES, Site, kernels_of, reach
+from multigemm.testing.source_trace import reaching
+from multigemm.testing.source_workers import survey, variants_of
+from multigemm.testing.versions import versions
+
+COMPILERS = ("triton", "numba-cuda", "cupy-cuda13x")
+PART = 2
+"""Variants that are surveyed together, and kept: a survey that is cut off goes on where it was."""
+
+
+def surveyed(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Variant]:
+    """The backend's variants with their lines, found now or known from the disk cache."""
+    offered = variants_of(hunt, root)
+    texts = {kernel: _texts(hunt.backend, root, kernel) for kernel in {variant.kernel for variant in offered}}
+    compilers = [(name, version) for name, version in versions().items() if name in COMPILERS]
+    keys = [fingerprint(hunt.emulated, compilers, *texts[v.kernel], json.dumps(v.to_dict())) for v in offered]
+    known = {key: Variant(**json.loads(text)) for key in keys if (text := store.get(key, ".json")) is not None}
+    rest = [(key, variant) for key, variant in zip(keys, offered, strict=True) if key not in known]
+
+    def look(at: int) -> None:
+        part = rest[at : at + PART]
+        for variant in survey(hunt, root, [variant for _, variant in part]):
+            key = next(key for key, each in part if (each.case, each.config) == (variant.case, variant.config))
+            known[key] = variant
+            store.put(key, json.dumps(variant.to_dict()).encode(), ".json")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(look, range(0, len(rest), PART)))
+    return [known[key] for key in keys if key in known]
+
+
+def _texts(backend: str, root: Path, kernel: str) -> list[bytes]:
+    """The source files of a variant's kernel; of one that runs another behind a copy, that one's too."""
+    parts = {kernel, "hopper"} if kernel in COPIES else {kernel}
+    files = {name for name, kernels in reach(backend, root).items() if parts & set(kernels) or kernel == "emulated"}
+    return [path.read_bytes() for path in sorted((root / "backends" / backend).rglob("*")) if path.name in files]
+
+
+def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
+    """Variants of the kernels that the fault can reach, each kernel in turn: first those that hold its line, then
+    those that hold lines near it. In emulation, the problems that reach it."""
+    name = Path(site.file).name
+    if variants and variants[0].kernel == "emulated":
+        return reaching(variants, name, site.line)
+    chosen = list(variants)
+    random.Random(zlib.crc32(str(site).encode())).shuffle(chosen)
+    queues = [various(sorted((v for v in chosen if v.kernel == kernel), key=lambda v: v.distance(name, site.line)))
+              for kernel in kernels_of(site, backend)]  # fmt: skip
+    taken = [each for rank in zip_longest(*queues) for each in rank if each is not None]
+    return sorted(taken, key=lambda v: v.distance(name, site.line) > 0)[:TRIED]
+
+
+def various(variants: list[Variant]) -> list[Variant]:
+    """The same variants, one of each dtype in turn, 16-bit floats first: kernels decide on widths at run time too."""
+    seen, ranks = Counter[str](), list[tuple[int, bool]]()
+    for dtype in (str(variant.case.get("dtype", "")) for variant in variants):
+        ranks.append((seen[dtype], not dtype.endswith("float16")))
+        seen[dtype] += 1
+    return [variant for _, variant in sorted(zip(ranks, variants, strict=True), key=lambda pair: pair[0])]
