@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm import tuning
+from multigemm import registry, tuning
 from multigemm.__main__ import main
-from multigemm.bench import plots, results, roofline, runner, supervise, table
+from multigemm.bench import plots, results, roofline, runner, supervise, table, tune
 from multigemm.bench.check import group_inputs, group_outputs
 from multigemm.bench.drawn import UNTUNED
 from multigemm.bench.entries import Entry, Prepared, Refused, backend_entries, backend_entry, ceiling_entry
@@ -23,9 +23,10 @@ from multigemm.bench.peers import peer_entries
 from multigemm.bench.results import Report, Row
 from multigemm.bench.runner import Runner
 from multigemm.bench.tried import ClassResult, from_reports
-from multigemm.bench.tune import Limits, Tuner
+from multigemm.bench.tune import Limits, Tuner, of_place
 from multigemm.bench.workloads import Rates, Workload, parse_shape
 from multigemm.errors import MultigemmError
+from multigemm.spec import ProblemSpec
 from multigemm.timing import Timing
 from tests.bench_reports import made_up_report
 
@@ -394,11 +395,24 @@ def test_when_tuning_runs_out_of_time_every_backend_has_had_its_first_config() -
     assert tuner.unfinished == [CASE.key]
 
 
-def test_sizes_on_the_host_are_a_class_of_their_own() -> None:
-    cases = [parse_shape("G=3,T=24,N=8,K=16"), parse_shape("G=3,T=24,N=8,K=16,dist=empty")]
-    tuner = Tuner(torch.device("cpu"), ["cpu"], Limits(configs=1, quick_ms=1.0, careful_ms=1.0), lambda text: None)
-    tuner.host_sizes = True
-    assert [m.key.split()[-1] for m in tuner.run(cases)] == ["equal-sizes", "host-sizes"]
+def test_sizes_on_the_host_are_a_class_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(spec: ProblemSpec, equal: bool) -> str:  # on a CPU sizes lie on the host anyway
+        return tuning.spec_key(spec, equal) + next(told)
+
+    told = iter(["", " elsewhere"])
+    monkeypatch.setattr(tune, "spec_key", key)
+    monkeypatch.setattr(type(registry.get("cpu")), "decides_at_bind", True, raising=False)
+    tuner = Tuner(CPU, ["cpu"], Limits(configs=1, quick_ms=1.0, careful_ms=1.0), lambda text: None)
+    found = tuner.run([parse_shape("G=3,T=24,N=8,K=16,dist=empty")])
+    assert [m.key.split()[10:] for m in found] == [["host-sizes"], ["host-sizes", "elsewhere"]]
+    assert {m.backend for m in found} == {"cpu"}
+    assert found[0].us != found[1].us
+
+
+def test_where_sizes_lie_is_the_same_to_who_never_looks_at_them() -> None:
+    times = {("cublas", 0): 5.0, ("cublas[host sizes]", 0): 4.0, ("cupy", 0): 3.0, ("cupy", 1): 2.0}
+    assert of_place(times, "") == {("cublas", 0): 5.0, ("cupy", 0): 3.0, ("cupy", 1): 2.0}
+    assert of_place(times, "[host sizes]") == {("cublas[host sizes]", 0): 4.0, ("cupy", 0): 3.0, ("cupy", 1): 2.0}
 
 
 def test_rows_of_kernels_that_never_look_at_host_sizes_count_for_them_too() -> None:

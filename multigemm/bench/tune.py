@@ -5,6 +5,9 @@ groups are known on the device alone, so that even and skewed groups share a cla
 therefore judged on all workloads of its class by its regret, the factor by which it is slower than
 the fastest of all backends and configs on each; the smallest worst regret wins. Configs that fail
 stay in the record with their reasons.
+
+Sizes on the host are classes of their own. A backend that plans by them is tried with sizes in either
+place, side by side with the others, whose kernels run alike and whose times count in both classes.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +25,7 @@ from multigemm import dispatch, registry
 from multigemm.bench.check import Reference, reference
 from multigemm.bench.entries import available_backends, problem
 from multigemm.bench.operands import Tensors, make, poison
+from multigemm.bench.results import HOST_SIZES
 from multigemm.bench.supervise import Marker
 from multigemm.bench.tried import Choice, ClassResult, State, Tried, winners
 from multigemm.bench.workloads import Workload
@@ -32,6 +36,14 @@ from multigemm.tuning import Measured, config_text, device_name, spec_key
 
 KEEP_WITHIN = 1.25
 RUNNERS_UP = 4
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A workload as a problem with its sizes in one place, and what is known of its class."""
+
+    problem: GroupedGemmProblem
+    result: ClassResult
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,7 @@ class Tuner:
     unfinished: list[str] = field(default_factory=list)
     marker: Marker = Marker(None)
     state: State = field(default_factory=lambda: State(None))
-    host_sizes: bool = False
-    _current: ClassResult = field(default_factory=lambda: ClassResult(""))
+    _tried: dict[Choice, Tried] = field(default_factory=dict)
 
     def run(self, cases: Sequence[Workload]) -> list[Measured]:
         """Tries everything within the limits; the measurements to keep, one per class and backend."""
@@ -83,24 +94,33 @@ class Tuner:
         self.marker.say("making tensors and reference", case=case.key)
         tensors = make(case, self.device)
         truth = reference(tensors)
-        posed = problem(tensors, self.host_sizes and tensors.offsets is not None)
-        key = spec_key(staged_spec(posed), equal_sizes(posed))
-        result = self.classes.setdefault(key, ClassResult(key))
-        self.say(f"{case.key}  [{key}]")
-        calls, capturable = self._plans(posed, tensors, truth, result)
+        posed = self._posed(tensors)
+        self.say(f"{case.key}  [{'] ['.join(p.result.key for p in posed.values())}]")
+        calls, capturable = self._plans(posed, tensors, truth)
         del truth
-        result.sizes[case.key] = len(case.extents), float(case.flops)
-        self._current = result
-        for choice, us in self._times(calls, capturable).items():
-            result.us.setdefault(choice, {})[case.key] = us
-        self._tell(case, result)
+        times = self._times(calls, capturable)
+        for where, p in posed.items():
+            p.result.sizes[case.key] = len(case.extents), float(case.flops)
+            self._file(case.key, p.result, of_place(times, where))
+        self._tell(times)
         calls.clear()
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _posed(self, tensors: Tensors) -> dict[str, Posed]:
+        """The problem with its sizes on the device (key "") and, if that is another class to anyone, on the host."""
+        found: dict[str, Posed] = {}
+        both = tensors.offsets is not None and any(map(plans_by_sizes, self.backends))
+        for where in ("", HOST_SIZES) if both else ("",):
+            whole = problem(tensors, where == HOST_SIZES)
+            key = spec_key(staged_spec(whole), equal_sizes(whole))
+            if key not in [p.result.key for p in found.values()]:
+                found[where] = Posed(whole, self.classes.setdefault(key, ClassResult(key)))
+        return found
+
     def _plans(
-        self, posed: GroupedGemmProblem, tensors: Tensors, truth: Reference, result: ClassResult
+        self, posed: Mapping[str, Posed], tensors: Tensors, truth: Reference
     ) -> tuple[dict[Choice, Call], set[Choice]]:
         """A checked plan for each config that can run, and which of them can be captured.
 
@@ -109,18 +129,18 @@ class Tuner:
         calls: dict[Choice, Call] = {}
         capturable: set[Choice] = set()
         late = 0
-        for name, index, config in self._tries(posed):
-            choice, tried = (name, index), Tried.of(config)
+        for name, where, index, config in self._tries(posed):
+            choice, tried, result = (name + where, index), Tried.of(config), posed[where].result
             if index and time.monotonic() - self.started > self.limits.total_s:
                 late += 1
                 continue
-            result.configs.setdefault(choice, tried)
+            self._tried[choice] = tried
             if why := self.state.skipped(name, tried.text):
                 result.failures.setdefault(name, {})[tried.text] = why
                 continue
             self.marker.say("checking", case=tensors.workload.key, backend=name, config=tried.text)
             try:
-                plan = dispatch.plan(posed, name, config)
+                plan = dispatch.plan(posed[where].problem, name, config)
                 poison(tensors)
                 plan()
                 self._synchronize()
@@ -139,17 +159,26 @@ class Tuner:
             self.say(f"  {late} configs not tried within the time budget")
         return calls, capturable
 
-    def _tries(self, posed: GroupedGemmProblem) -> list[tuple[str, int, Any]]:
+    def _tries(self, posed: Mapping[str, Posed]) -> list[tuple[str, str, int, Any]]:
         """Every config to try: the first of each backend, then the second of each, so that time may run out."""
-        spec, found = staged_spec(posed), []
+        found = []
         for name in self.backends:
             backend = registry.get(name)
-            if reasons := backend.not_supported_reasons(spec, self.device):
-                self.say(f"  {name}: cannot: {'; '.join(reasons)}")
-                continue
-            configs = list(backend.configs(spec, self.device))[: self.limits.configs or None]
-            found += [(name, index, config) for index, config in enumerate(configs)]
-        return sorted(found, key=lambda t: t[1])
+            for where in posed if plans_by_sizes(name) else ("",):
+                spec = staged_spec(posed[where].problem)
+                if reasons := backend.not_supported_reasons(spec, self.device):
+                    self.say(f"  {name}{where}: cannot: {'; '.join(reasons)}")
+                    continue
+                configs = list(backend.configs(spec, self.device))[: self.limits.configs or None]
+                found += [(name, where, index, config) for index, config in enumerate(configs)]
+        return sorted(found, key=lambda t: t[2])
+
+    def _file(self, case: str, result: ClassResult, times: Mapping[Choice, float]) -> None:
+        """Times of one workload, by the label that they were measured under, into a class."""
+        for (label, index), us in times.items():
+            choice = label.removesuffix(HOST_SIZES), index
+            result.us.setdefault(choice, {})[case] = us
+            result.configs.setdefault(choice, self._tried[label, index])
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -181,26 +210,38 @@ class Tuner:
 
         def watch(label: str) -> None:
             choice = tried.get(label)
-            config = self._current.configs[choice].text if choice else ""
-            self.marker.say(f"timing {mode}", backend=choice[0] if choice else "", config=config)
+            config = self._tried[choice].text if choice else ""
+            self.marker.say(
+                f"timing {mode}", backend=choice[0].removesuffix(HOST_SIZES) if choice else "", config=config
+            )
 
         taken = measure(named, self.device, mode, min_reps=least, budget_ms=budget_ms, watch=watch)
         return {choice: taken[f"{choice[0]} {choice[1]}"] for choice in calls}
 
-    def _tell(self, case: Workload, result: ClassResult) -> None:
-        for backend in dict.fromkeys(name for name, _ in result.us):
-            times = {c: us[case.key] for c, us in result.us.items() if c[0] == backend and case.key in us}
-            if times:
-                top = min(times, key=lambda choice: times[choice])
-                first = times.get((backend, 0), math.nan)
-                self.say(
-                    f"  {backend}: {times[top]:.1f} us with {result.configs[top].text} "
-                    f"(first guess {first:.1f} us, {len(times)} timed, {len(result.failures.get(backend, {}))} failed)"
-                )
-                ranked = sorted(times, key=lambda choice: times[choice])
-                told = [f"{config_text(result.configs[c].fields)} {times[c]:.1f}" for c in ranked[1 : 1 + RUNNERS_UP]]
-                if told:
-                    self.say(f"    then {', '.join(told)}{' ...' if len(ranked) > 1 + RUNNERS_UP else ''}")
+    def _tell(self, us: Mapping[Choice, float]) -> None:
+        for backend in dict.fromkeys(name for name, _ in us):
+            ranked = sorted((c for c in us if c[0] == backend), key=lambda choice: us[choice])
+            first = us.get((backend, 0), math.nan)
+            self.say(
+                f"  {backend}: {us[ranked[0]]:.1f} us with {self._tried[ranked[0]].text} "
+                f"(first guess {first:.1f} us, {len(ranked)} timed)"
+            )
+            told = [f"{config_text(self._tried[c].fields)} {us[c]:.1f}" for c in ranked[1 : 1 + RUNNERS_UP]]
+            if told:
+                self.say(f"    then {', '.join(told)}{' ...' if len(ranked) > 1 + RUNNERS_UP else ''}")
+
+
+def of_place(times: Mapping[Choice, float], where: str) -> dict[Choice, float]:
+    """The times that count for sizes in one place: who planned for it, else who does not care."""
+    special = {label for label, _ in times if label.endswith(HOST_SIZES)}
+    if not where:
+        return {choice: us for choice, us in times.items() if choice[0] not in special}
+    return {choice: us for choice, us in times.items() if choice[0] + HOST_SIZES not in special}
+
+
+def plans_by_sizes(name: str) -> bool:
+    """Whether a backend runs something else where it has the sizes on the host."""
+    return bool(getattr(registry.get(name), "decides_at_bind", False))
 
 
 def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:

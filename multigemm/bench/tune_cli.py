@@ -38,11 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-budget", type=float, default=600.0, help="seconds, after which no workload or config is begun"
     )
-    parser.add_argument(
-        "--host-sizes",
-        action="store_true",
-        help="leave offsets on the host, where a library may do better",
-    )
     parser.add_argument("--no-record", action="store_true", help="measure and show, but keep nothing")
     parser.add_argument("--out", type=Path, default=None, help="also write the measurements to a file to share")
     parser.add_argument("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
@@ -77,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
         for name, why in absent.items():
             print(f"{name}: not tuned: {why}")
     limits, say = Limits(args.time_budget, args.configs), _silent if args.quiet else _loud
-    tuner = Tuner(device, backends, limits, say, marker=Marker(args.marker), state=state, host_sizes=args.host_sizes)
+    tuner = Tuner(device, backends, limits, say, marker=Marker(args.marker), state=state)
     return as_child(lambda: _tuned(tuner, cases, args), args.marker)
 
 
