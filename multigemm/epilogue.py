@@ -92,17 +92,8 @@ def check_activation(activation: Any, compute: torch.dtype) -> None:
         raise InvalidProblem(f"activation={activation!r} with int8 operands; only 'relu' is defined for int32 sums")
 
 
-def check_extra_dtype(
-    dtype: torch.dtype, name: str, inputs: Iterable[torch.dtype], out: torch.dtype, compute: torch.dtype
-) -> None:
+def check_extra_dtype(dtype: torch.dtype, name: str, inputs: Iterable[torch.dtype], out: torch.dtype) -> None:
     """bias and c: an input dtype, the result's, or float32 (int32 for int8 products)."""
-    allowed = {torch.int32} if compute is torch.int8 else {*inputs, out, torch.float32}
+    allowed = {torch.int32} if torch.int8 in inputs else {*inputs, out, torch.float32}
     if dtype not in allowed:
         raise InvalidProblem(f"{name} has dtype {dtype}; it must be one of {_names(allowed)}")
-
-
-def check_bias_shape(bias: Tensor, wanted: Sequence[tuple[int, ...]]) -> None:
-    """One value for each column of a group's result."""
-    if tuple(bias.shape) not in wanted:
-        shapes = " or ".join(str(w) for w in wanted)
-        raise InvalidProblem(f"bias has shape {tuple(bias.shape)}; it must be {shapes}: one value for each column")

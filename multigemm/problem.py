@@ -17,9 +17,12 @@ from multigemm.errors import InvalidProblem
 from multigemm.forms import Extents
 from multigemm.grouping import Grouping, make_grouping, make_valid_rows
 from multigemm.intake import Intake, Operand, common_dtype, is_list
+from multigemm.result import Result
 from multigemm.spec import PRECISIONS, Form
 from multigemm.specify import specify
 from multigemm.views import GroupView as GroupView
+
+CHECKS = ("host", "full")
 
 
 class Keywords(TypedDict, total=False):
@@ -84,6 +87,15 @@ class GroupedGemmProblem:
         "a", "activation", "alpha", "b", "beta", "bias", "c", "deterministic", "device", "extents", "form", "given_out",
         "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "refreshes", "spec", "squeezed", "valid_rows",
     )  # fmt: skip
+    a: Operand
+    b: Operand
+    c: Operand | None
+    bias: Operand | None
+    out: Operand | None
+    form: Form
+    extents: Extents | None
+    grouping: Grouping | None
+    valid_rows: Grouping | None
 
     def __init__(
         self,
@@ -106,22 +118,12 @@ class GroupedGemmProblem:
         deterministic: bool = True,
         check: str = "host",
     ) -> None:
-        if not isinstance(check, str) or check != "host":
-            epilogue.one_of(check, "check", ("host", "full"))
-        if not isinstance(precision, str) or precision != "ieee":
-            epilogue.one_of(precision, "precision", PRECISIONS)
+        epilogue.one_of(check, "check", CHECKS)
+        epilogue.one_of(precision, "precision", PRECISIONS)
         if not isinstance(deterministic, bool):
             raise InvalidProblem(f"deterministic={deterministic!r} must be True or False")
         self.activation, self.precision, self.deterministic = activation, precision, deterministic
-        self.a: Operand
-        self.b: Operand
-        self.c: Operand | None = None
-        self.bias: Operand | None = None
-        self.out: Operand | None = None
-        self.form: Form
-        self.extents: Extents | None = None
-        self.grouping: Grouping | None = None
-        self.valid_rows: Grouping | None = None
+        self.c = self.bias = self.out = self.extents = self.grouping = self.valid_rows = None
         self.squeezed, self.given_out = False, out
 
         intake = Intake()
@@ -129,22 +131,19 @@ class GroupedGemmProblem:
         if is_list(a) or is_list(b):
             groups = self._take_lists(intake, a, b, jagged, grouped or valid_rows is not None)
         else:
-            self._take_tensors(intake, a, b, jagged, grouped, valid_rows is not None)
-            groups = self._take_groups(offsets, sizes, ends, valid_rows, grouped, check == "full")
+            extents = self._take_tensors(intake, a, b, jagged, grouped, valid_rows is not None)
+            groups = self._take_groups(extents, (offsets, sizes, ends), valid_rows, check == "full")
         self.kind, self.device = intake.kind, intake.device
-        if self.each("a"):
-            inputs = common_dtype(self.a, "a"), common_dtype(self.b, "b")
-        else:
-            inputs = (epilogue.inputs_for(out_dtype),) * 2
+        inputs = self._input_dtypes(out_dtype)
         compute = epilogue.compute_dtype(*inputs)
         self.alpha = epilogue.scalar(alpha, "alpha", compute)
         self.beta = epilogue.scalar(beta, "beta", compute)
         epilogue.check_activation(activation, compute)
-        self._take_out(intake, out, out_dtype, compute, groups)
-        if c is not None or self.beta != 0:
-            self._take_c(intake, c, (*inputs, compute), compute)
-        if bias is not None:
-            self._take_bias(intake, bias, (*inputs, compute), compute, groups)
+        result = Result(self.form, groups, self._result_shape(groups), self.squeezed)
+        self.out_shape = result.shape
+        self._take_out(intake, out, out_dtype, result, compute)
+        self._take_c(intake, c, result, (*inputs, compute))
+        self._take_bias(intake, bias, result, (*inputs, compute))
         self.refreshes = intake.refreshes() if intake.mirrors else []
         if out is not None:
             overlap.refuse_shared_memory(self.each("out"), self._read(intake), self._at)
@@ -152,28 +151,25 @@ class GroupedGemmProblem:
 
     # --- operands -------------------------------------------------------------------------------
 
-    def _take_tensors(self, intake: Intake, a: Any, b: Any, jagged: str, grouped: bool, masked: bool) -> None:
+    def _take_tensors(self, intake: Intake, a: Any, b: Any, jagged: str, grouped: bool, masked: bool) -> Extents:
         x, y = intake.first(a, "a"), intake.operand(b, "b")
         if not grouped and not masked and x.dim() == 2 and y.dim() == 2:
             self.squeezed, x, y = True, x.unsqueeze(0), y.unsqueeze(0)
-        self.a, self.b = x, y
+        self.a, self.b, self.device = x, y, intake.device
         self.extents = forms.infer(x, y, jagged=jagged, grouped=grouped, masked=masked)
         self.form = self.extents.form
-        self.device = intake.device
+        return self.extents
 
-    def _take_groups(self, offsets: Any, sizes: Any, ends: Any, valid: Any, grouped: bool, full: bool) -> int:
-        ext = self.extents
-        assert ext is not None
-        if grouped:
-            total = ext.along(self.form[-1])
-            self.grouping = make_grouping(
-                offsets, sizes, ends, groups=ext.groups, total=total, device=self.device, full=full
-            )
+    def _take_groups(self, extents: Extents, cuts: Sequence[Any], valid: Any, full: bool) -> int:
+        if self.form.startswith("jagged"):
+            total = extents.along(self.form[-1])
+            self.grouping = make_grouping(*cuts, groups=extents.groups, total=total, device=self.device, full=full)
             return self.grouping.groups
-        assert ext.groups is not None
+        assert extents.groups is not None
         if valid is not None:
-            self.valid_rows = make_valid_rows(valid, groups=ext.groups, rows=ext.m, device=self.device, full=full)
-        return ext.groups
+            rows = extents.m
+            self.valid_rows = make_valid_rows(valid, groups=extents.groups, rows=rows, device=self.device, full=full)
+        return extents.groups
 
     def _take_lists(self, intake: Intake, a: Any, b: Any, jagged: str, grouped: bool) -> int:
         if not (is_list(a) and is_list(b)):
@@ -193,6 +189,11 @@ class GroupedGemmProblem:
         forms.check_lists(self.a, self.b)
         return len(self.a)
 
+    def _input_dtypes(self, out_dtype: Any) -> tuple[torch.dtype, torch.dtype]:
+        if self.each("a"):
+            return common_dtype(self.a, "a"), common_dtype(self.b, "b")
+        return (epilogue.inputs_for(out_dtype),) * 2
+
     # --- result and epilogue --------------------------------------------------------------------
 
     def _result_shape(self, groups: int) -> Any:
@@ -200,74 +201,32 @@ class GroupedGemmProblem:
             return [(x.shape[0], y.shape[1]) for x, y in zip(self.a, self.b, strict=True)]
         return self.extents.result_shape(groups)
 
-    def _like_result(self, take: Any, x: Any, name: str) -> Operand:
-        """`c` or `out`: one array of the result's shape, or a list of them."""
-        if self.form != "per_group":
-            if is_list(x):
-                raise InvalidProblem(f"{name} is a list; this problem has one result of shape {self.out_shape}")
-            return self._shaped(take(x, name), self.out_shape, name)
-        if not is_list(x) or len(x) != len(self.out_shape):
-            seen = f"a list of {len(x)}" if is_list(x) else f"a {type(x).__name__}"
-            raise InvalidProblem(f"{name} is {seen}; this problem needs a list of {len(self.out_shape)} matrices")
-        return [
-            self._shaped(take(t, f"{name}[{g}]"), shape, f"{name}[{g}]")
-            for g, (t, shape) in enumerate(zip(x, self.out_shape, strict=True))
-        ]
-
-    def _shaped(self, x: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-        if self.squeezed:
-            shape = shape[1:]
-        if tuple(x.shape) != shape:
-            raise InvalidProblem(f"{name} has shape {tuple(x.shape)}; it must be {shape}, the shape of the result")
-        return x.unsqueeze(0) if self.squeezed else x
-
-    def _take_out(self, intake: Intake, out: Any, out_dtype: Any, compute: torch.dtype, groups: int) -> None:
-        self.out_shape: Any = self._result_shape(groups)
+    def _take_out(self, intake: Intake, out: Any, out_dtype: Any, result: Result, compute: torch.dtype) -> None:
         given = None
         if out is not None:
-            self.out = self._like_result(intake.result, out, "out")
+            self.out = result.take(intake.result, out, "out")
             given = common_dtype(self.out, "out") if len(self.each("out")) else None
         self.out_dtype = epilogue.result_dtype(out_dtype, given, compute)
 
-    def _take_c(self, intake: Intake, c: Any, inputs: Sequence[torch.dtype], compute: torch.dtype) -> None:
+    def _take_c(self, intake: Intake, c: Any, result: Result, inputs: Sequence[torch.dtype]) -> None:
         if c is None:
-            raise InvalidProblem(f"beta={self.beta} needs c: pass it, or leave beta at 0")
-        given = self._like_result(intake.extra, c, "c")
+            if self.beta != 0:
+                raise InvalidProblem(f"beta={self.beta} needs c: pass it, or leave beta at 0")
+            return
+        given = result.take(intake.extra, c, "c")
         if not is_list(given) or given:
-            epilogue.check_extra_dtype(common_dtype(given, "c"), "c", inputs, self.out_dtype, compute)
+            epilogue.check_extra_dtype(common_dtype(given, "c"), "c", inputs, self.out_dtype)
         if self.beta != 0:
             self.c = given
         else:
             intake.forget("c")
 
-    def _take_bias(
-        self, intake: Intake, bias: Any, inputs: Sequence[torch.dtype], compute: torch.dtype, groups: int
-    ) -> None:
-        if self.extents is None:
-            self.bias = self._list_bias(intake, bias)
-        else:
-            self.bias = self._packed_bias(intake, bias, groups, self.extents.n)
+    def _take_bias(self, intake: Intake, bias: Any, result: Result, inputs: Sequence[torch.dtype]) -> None:
+        if bias is None:
+            return
+        self.bias = result.take_bias(intake.extra, bias)
         if self.each("bias"):
-            epilogue.check_extra_dtype(common_dtype(self.bias, "bias"), "bias", inputs, self.out_dtype, compute)
-
-    def _packed_bias(self, intake: Intake, bias: Any, groups: int, n: int) -> Tensor:
-        if is_list(bias):
-            raise InvalidProblem(f"bias is a list; a {self.form} problem takes one array")
-        vector = intake.extra(bias, "bias")
-        epilogue.check_bias_shape(vector, [(n,)] if self.form == "jagged_n" else [(n,), (groups, n)])
-        return vector
-
-    def _list_bias(self, intake: Intake, bias: Any) -> list[Tensor]:
-        widths = [shape[1] for shape in self.out_shape]
-        if not is_list(bias):
-            shared = intake.extra(bias, "bias")
-            bias = list(shared.unbind(0)) if shared.dim() == 2 else [shared] * len(widths)
-        if len(bias) != len(widths):
-            raise InvalidProblem(f"bias has {len(bias)} entries; the problem has {len(widths)} groups")
-        vectors = [intake.extra(x, f"bias[{g}]") for g, x in enumerate(bias)]
-        for vector, n in zip(vectors, widths, strict=True):
-            epilogue.check_bias_shape(vector, [(n,)])
-        return vectors
+            epilogue.check_extra_dtype(common_dtype(self.bias, "bias"), "bias", inputs, self.out_dtype)
 
     def _read(self, intake: Intake) -> list[tuple[str, Any]]:
         """Everything that a launch reads, by name."""

@@ -19,6 +19,7 @@ from multigemm import epilogue, forms
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import eager, op_call
 from multigemm.integrations.gradients import Call, gradients
+from multigemm.result import Result
 from multigemm.spec import PRECISIONS
 
 SCHEMA = (
@@ -56,7 +57,7 @@ def result_like(
         a, b = a.unsqueeze(0), b.unsqueeze(0)
     extents = forms.infer(a, b, jagged=jagged, grouped=bool(cuts), masked=valid_rows is not None)
     groups = _count(extents.groups, cuts, offsets is not None)
-    shape = extents.result_shape(groups)[squeezed:]
+    result = Result(extents.form, groups, extents.result_shape(groups), squeezed)
     compute = epilogue.compute_dtype(a.dtype, b.dtype)
     dtype = epilogue.result_dtype(out_dtype, None, compute)
     epilogue.check_activation(activation, compute)
@@ -64,14 +65,13 @@ def result_like(
     for name, x in (("alpha", alpha), ("beta", beta)):
         if isinstance(x, float):  # a number that is traced has no value yet
             epilogue.scalar(x, name, compute)
-    if c is not None and tuple(c.shape) != shape:
-        raise InvalidProblem(f"c has shape {tuple(c.shape)}; it must be {shape}, the shape of the result")
-    if c is None and beta != 0:
+    if c is not None:
+        result.fit(c, "c")
+    elif beta != 0:
         raise InvalidProblem(f"beta={beta} needs c: pass it, or leave beta at 0")
     if bias is not None:
-        wide = [(extents.n,)] if extents.form == "jagged_n" else [(extents.n,), (groups, extents.n)]
-        epilogue.check_bias_shape(bias, wide)
-    return a.new_empty(shape, dtype=dtype)
+        result.fit_bias(bias)
+    return a.new_empty(result.shape[squeezed:], dtype=dtype)
 
 
 def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
