@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multigemm.integrations import bound_kernels, layer_call, op_call
+from multigemm.integrations import bound_kernels, eager, layer_call, op_call
 from multigemm.integrations.layer_call import Networks
 from multigemm.nn import Experts
 from multigemm.settings import settings
@@ -39,12 +39,12 @@ class _Own(Tensor):
 
 def test_plain_tensors_are_watched_by_nobody() -> None:
     x = torch.nn.Parameter(torch.ones(2, 3))
-    assert layer_call.watched(x)
+    assert eager.watched(x)
     with torch.no_grad():
-        assert not layer_call.watched(x, None)
+        assert not eager.watched(x, None)
     with torch.inference_mode():
-        assert not layer_call.watched(x, torch.ones(2))
-    assert not layer_call.watched(torch.ones(2))
+        assert not eager.watched(x, torch.ones(2))
+    assert not eager.watched(torch.ones(2))
 
 
 @contextmanager
@@ -61,19 +61,19 @@ def autocasting() -> Iterator[None]:
 def test_modes_watch(mode: Any) -> None:
     x = torch.ones(2, 2)
     with mode():
-        assert layer_call.watched(x)
-    assert not layer_call.watched(x)
+        assert eager.watched(x)
+    assert not eager.watched(x)
 
 
 def test_values_that_are_not_in_memory_are_seen() -> None:
     x = torch.ones(2, 2)
-    assert not layer_call._lazy(x, x)
-    assert layer_call._lazy(x, torch._neg_view(x))
-    assert layer_call._lazy(torch._efficientzerotensor((2, 2)))
+    assert not eager.lazy(x, x)
+    assert eager.lazy(x, torch._neg_view(x))
+    assert eager.lazy(torch._efficientzerotensor((2, 2)))
 
 
 def test_subclasses_watch() -> None:
-    assert layer_call.watched(torch.ones(2), torch.ones(2, 2).as_subclass(_Own))
+    assert eager.watched(torch.ones(2), torch.ones(2, 2).as_subclass(_Own))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace`:DeprecationWarning")
@@ -81,7 +81,7 @@ def test_transforms_and_traces_watch() -> None:
     seen: list[bool] = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append(layer_call.watched(x))
+        seen.append(eager.watched(x))
         return x.sum()
 
     torch.func.vmap(look)(torch.ones(2, 2))

@@ -53,11 +53,13 @@ def borrow(x: Tensor | None) -> Tensor | None:
 class Launches:
     """What was bound, by the operands' addresses, then the result's; one for all calls, so that its size has one bound.
 
-    `kept` is the same dictionary for good, so that a caller may look it up without a call in between.
+    `kept` is the same dictionary for good, so that a caller may look it up without a call in between. So is `fronts`,
+    for short ways to what is kept.
     """
 
     def __init__(self) -> None:
         self.kept: dict[Any, tuple[Any, dict[Any, Any]]] = {}
+        self.fronts: dict[Any, Any] = {}
         self._met: set[Any] = set()
         self._workspaces: dict[Any, int] = {}
         self._count = self._bytes = 0
@@ -95,6 +97,7 @@ class Launches:
     def clear(self) -> None:
         """Forgets everything; launches that still run on the device are ordered before what reuses their memory."""
         self.kept.clear()
+        self.fronts.clear()
         self._met.clear()
         self._workspaces.clear()
         self._count = self._bytes = 0

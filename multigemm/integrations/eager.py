@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 _Keys = torch._C.DispatchKeySet
 _PLAIN = (
@@ -27,6 +29,10 @@ grad_enabled = torch.is_grad_enabled
 any_requires_grad = torch._C._any_requires_grad
 current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
 _SAME: AbstractContextManager[None] = nullcontext()
+PLAIN = frozenset((Tensor, Parameter, type(None)))
+_USUAL = {torch._C._dispatch_tls_local_include_set().raw_repr()}
+with torch.inference_mode():
+    _USUAL.add(torch._C._dispatch_tls_local_include_set().raw_repr())
 
 
 def register(
@@ -49,3 +55,21 @@ def register(
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """The device of x as the current one; entering what is current already costs nothing."""
     return _SAME if x.get_device() == current_device() else torch.cuda.device(x.device)
+
+
+def watched(*tensors: Tensor | None) -> bool:
+    """Whether anything but the plain result is wanted: a gradient, a mode, a transform, a cast, a subclass."""
+    if (grad_enabled() and any_requires_grad(*tensors)) or forward_ad._current_level >= 0:
+        return True
+    if torch._C._dispatch_tls_local_include_set().raw_repr() not in _USUAL:
+        return True
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return True
+    if torch._C._len_torch_function_stack() or torch._C._get_tracing_state() is not None:
+        return True
+    return not PLAIN.issuperset(map(type, tensors))
+
+
+def lazy(*tensors: Tensor) -> bool:
+    """Whether memory does not hold the values: a minus sign is pending, or there is none because all are zero."""
+    return any(map(Tensor.is_neg, tensors)) or not all(map(Tensor.data_ptr, tensors))

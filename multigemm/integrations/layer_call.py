@@ -16,23 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from multigemm import tuning
 from multigemm.backend import Launch
 from multigemm.integrations import op_call, op_route
 from multigemm.integrations.bound_calls import borrow
-from multigemm.integrations.eager import any_requires_grad, current_device, grad_enabled
+from multigemm.integrations.eager import current_device, lazy, watched
 from multigemm.integrations.routing_op import triton_is_here
 from multigemm.settings import settings
 
 LINE = 256
 """Bytes to which the parts of the memory between the launches are aligned, as the allocator's own are."""
-PLAIN = frozenset((Tensor, Parameter, type(None)))
 _known = op_call.launches.kept
-_USUAL = {torch._C._dispatch_tls_local_include_set().raw_repr()}
-with torch.inference_mode():
-    _USUAL.add(torch._C._dispatch_tls_local_include_set().raw_repr())
 
 
 class Networks(NamedTuple):
@@ -101,7 +96,7 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
     up, down, up_bias, down_bias = nets.up, nets.down, nets.up_bias, nets.down_bias
     if watched(x, index, weights, up, down, up_bias, down_bias):
         return None
-    if _lazy(x, weights, up, down, up if up_bias is None else up_bias, down if down_bias is None else down_bias):
+    if lazy(x, weights, up, down, up if up_bias is None else up_bias, down if down_bias is None else down_bias):
         return None
     key = (
         x.data_ptr(), x.dtype, x.shape, x.stride(), index.data_ptr(), index.dtype, index.shape, index.stride(),
@@ -128,22 +123,6 @@ def _bindable(x: Tensor) -> bool:
     """Whether launches can be kept: Triton's kernels on the current GPU, of which no graph is being captured."""
     here = x.is_cuda and triton_is_here() and x.get_device() == current_device()
     return here and not op_call.capturing_now()
-
-
-def watched(*tensors: Tensor | None) -> bool:
-    """Whether anything but the plain result is wanted: a gradient, a mode, a transform, a cast, a subclass."""
-    if grad_enabled() and any_requires_grad(*tensors):
-        return True
-    if torch._C._dispatch_tls_local_include_set().raw_repr() not in _USUAL or torch.is_autocast_enabled("cuda"):
-        return True
-    if torch._C._len_torch_function_stack() or torch._C._get_tracing_state() is not None:
-        return True
-    return not PLAIN.issuperset(map(type, tensors))
-
-
-def _lazy(*tensors: Tensor) -> bool:
-    """Whether memory does not hold the values: a minus sign is pending, or there is none because all are zero."""
-    return any(map(Tensor.is_neg, tensors)) or not all(map(Tensor.data_ptr, tensors))
 
 
 def _memory(x: Tensor) -> Any:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from multigemm import tuning
+from multigemm.errors import InvalidProblem
 from multigemm.integrations import bound_calls, op_route
 from multigemm.integrations.eager import any_requires_grad, current_device, grad_enabled
 from multigemm.layouts import capturing
@@ -32,12 +34,36 @@ def _memory(x: Tensor) -> Any:
     return (x.data_ptr(), x.dtype, x.shape, x.stride())
 
 
+def _asked(options: dict[str, Any]) -> Any:
+    """Keywords as a key; a backend's name alone, which is what is usually given, stands for itself."""
+    if not options:
+        return None
+    return (options.get("backend") if len(options) == 1 else None) or tuple(options.items())
+
+
+def _usual_key(a: Tensor, b: Tensor, ends: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Any:
+    """What layers call, written out, as it is paid for by every call; no device: an address belongs to one."""
+    return (
+        a.data_ptr(), a.dtype, a.shape, a.stride(), b.data_ptr(), b.dtype, b.shape, b.stride(),
+        ends.data_ptr(), ends.dtype, ends.shape, ends.stride(), bias is None or _memory(bias),
+        _asked(options), tuning.generation,
+    )  # fmt: skip
+
+
+def _key(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
+    return (*(x is None or _memory(x) for x in tensors), _asked(options), tuning.generation)
+
+
+def kept(a: Tensor, b: Tensor, ends: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Any:
+    """The route and the launches that are kept for these operands; None without any."""
+    return _known.get(_usual_key(a, b, ends, bias, options))
+
+
 def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
     """The operator on real tensors, as a kernel of torch's dispatcher.
 
     `special` holds the dispatch keys, as bits, that have work to do below autograd. With one of them, or where
-    gradients are wanted, the call goes to `general`, torch's own way. Each step in here is paid for by every
-    call: written out, and not shared.
+    gradients are wanted, the call goes to `general`, torch's own way.
     """
 
     def run(
@@ -47,38 +73,36 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
     ) -> Tensor:  # fmt: skip
         if special and (keyset.raw_repr() & special or (grad_enabled() and any_requires_grad(a, b, c, bias))):
             return general(keyset, a, b, offsets, sizes, ends, valid_rows, c, bias, **options)  # type: ignore[no-any-return]
-        asked: Any = None
-        if options:
-            asked = options.get("backend") if len(options) == 1 else None
-            asked = asked or tuple(options.items())
-        if ends is not None and offsets is None and sizes is None and valid_rows is None and c is None:
-            key: Any = (  # what layers call; no device: an address belongs to one
-                a.data_ptr(), a.dtype, a.shape, a.stride(), b.data_ptr(), b.dtype, b.shape, b.stride(),
-                ends.data_ptr(), ends.dtype, ends.shape, ends.stride(), bias is None or _memory(bias),
-                asked, tuning.generation,
-            )  # fmt: skip
+        if a is None or b is None:  # torch lets it through
+            raise InvalidProblem("a or b is None; both must be tensors")
+        tensors = (a, b, offsets, sizes, ends, valid_rows, c, bias)
+        if forward_ad._current_level >= 0:  # tangents, which no key tells
+            return op_route.whole_way(tensors, options)[0]
+        if ends is not None and offsets is sizes is valid_rows is c is None:
+            key = _usual_key(a, b, ends, bias, options)
         else:
-            tensors = (a, b, offsets, sizes, ends, valid_rows, c, bias)
-            key = (*(x is None or _memory(x) for x in tensors), asked, tuning.generation)
+            key = _key(tensors, options)
         known = _known.get(key)
-        if known is None:
-            return _by_route(key, (a, b, offsets, sizes, ends, valid_rows, c, bias), options)
-        route, made = known
-        index = route.index
-        if index == current_device():
-            out: Tensor = empty_cuda(route.shape, route.strides, route.dtype)
-        else:
-            out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
-        launch = made.get(out.data_ptr())
-        if launch is None or (index >= 0 and capturing_now()):
-            _fresh(key, route, a, b, offsets, ends, valid_rows, c, bias, out)
-            return out
-        if route.checked:
-            op_route.check(route, offsets, ends, valid_rows)
-        launch()
-        return out
+        return _by_route(key, tensors, options) if known is None else _again(key, *known, tensors)
 
     return run
+
+
+def _again(key: Any, route: op_route.Route, made: dict[Any, Any], tensors: tuple[Any, ...]) -> Tensor:
+    """A call whose operands were seen at these addresses."""
+    index = route.index
+    if index == current_device():
+        out: Tensor = empty_cuda(route.shape, route.strides, route.dtype)
+    else:
+        out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
+    launch = made.get(out.data_ptr())
+    if launch is None or (index >= 0 and capturing_now()):
+        _fresh(key, route, tensors, out)
+        return out
+    if route.checked:
+        _check(route, tensors)
+    launch()
+    return out
 
 
 def _by_route(key: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
@@ -87,25 +111,29 @@ def _by_route(key: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Te
     if route is None:
         assert out is not None
         return out
-    a, b, offsets, _, ends, valid_rows, c, bias = tensors
     out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
-    _fresh(key, route, a, b, offsets, ends, valid_rows, c, bias, out)
+    _fresh(key, route, tensors, out)
     return out
 
 
-def _fresh(key: Any, route: op_route.Route, *tensors: Any) -> None:
+def _check(route: op_route.Route, tensors: tuple[Any, ...]) -> None:
+    op_route.check(route, tensors[2], tensors[4], tensors[5])
+
+
+def _fresh(key: Any, route: op_route.Route, tensors: tuple[Any, ...], out: Tensor) -> None:
     """Binds and launches; what is bound the second time at the same addresses is kept for the third.
 
     Addresses of empty tensors say nothing, and a graph may outlive whatever is kept.
     """
     if route.checked:
-        op_route.check(route, *tensors[2:5])
-    lasting = route.device.type in KEEPING and all(x is None or x.numel() for x in tensors)
-    at = tensors[-1].data_ptr()
+        _check(route, tensors)
+    given = (*tensors[:3], *tensors[4:], out)  # sizes have no route
+    lasting = route.device.type in KEEPING and all(x is None or x.numel() for x in given)
+    at = out.data_ptr()
     if not lasting or capturing(route.device) or not launches.met(key, at):
-        op_route.bind(route, *tensors)()
+        op_route.bind(route, *given)()
         return
-    borrowed = [bound_calls.borrow(x) for x in tensors]
+    borrowed = [bound_calls.borrow(x) for x in given]
     launches.keep(key, route, at, lambda: op_route.bind(route, *borrowed))()
 
 

@@ -67,7 +67,7 @@ def find(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> tuple[R
     route = _routes.get(key)
     if route is not None:
         return route, None
-    out, problem, choice = _whole_way(tensors, options)
+    out, problem, choice = whole_way(tensors, options)
     if key not in _routes:
         if len(_routes) >= ROUTES_KEPT:
             _routes.clear()
@@ -105,7 +105,8 @@ def check(route: Route, offsets: Tensor | None, ends: Tensor | None, valid_rows:
         make_valid_rows(valid_rows, groups=route.spec.groups, rows=route.shape[1], device=route.device, full=False)
 
 
-def _whole_way(tensors: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, GroupedGemmProblem, bound.Choice]:
+def whole_way(tensors: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, GroupedGemmProblem, bound.Choice]:
+    """A call as if it was the first of its kind: validated, chosen for, run."""
     a, b, offsets, sizes, ends, valid_rows, c, bias = tensors
     asked = {name: value for name, value in options.items() if name not in ("backend", "grad_backend")}
     problem = GroupedGemmProblem(

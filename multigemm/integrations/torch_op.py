@@ -17,7 +17,7 @@ from torch._library.autograd import Info, make_autograd_impl
 
 from multigemm import epilogue, forms
 from multigemm.errors import InvalidProblem
-from multigemm.integrations import eager, op_call
+from multigemm.integrations import eager, op_call, op_front
 from multigemm.integrations.gradients import Call, gradients
 from multigemm.result import Result
 from multigemm.spec import PRECISIONS
@@ -31,12 +31,13 @@ SCHEMA = (
 CUTS = ("offsets", "sizes", "ends", "valid_rows")
 _library: Any = torch.library.Library("multigemm", "DEF")  # type: ignore[no-untyped-call]
 _library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-overload: Any = torch.ops.multigemm.grouped_gemm.default
+packet: Any = torch.ops.multigemm.grouped_gemm
+overload: Any = packet.default
 
 
 def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
     """The operator as a function, with the keywords of `multigemm.grouped_gemm` that a graph can hold."""
-    return overload(a, b, **keywords)  # type: ignore[no-any-return]
+    return packet(a, b, **keywords)  # type: ignore[no-any-return]
 
 
 # --- shapes without data ----------------------------------------------------------------------------
@@ -184,3 +185,4 @@ _library.impl("grouped_gemm", _autocast, "AutocastCPU", with_keyset=True)
 _library.impl("grouped_gemm", _autocast, "AutocastCUDA", with_keyset=True)
 torch.library.register_fake("multigemm::grouped_gemm", result_like, lib=_library)
 torch.library.register_vmap("multigemm::grouped_gemm", _vmap, lib=_library)
+op_front.stand_before(packet, overload)

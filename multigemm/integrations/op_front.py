@@ -1,0 +1,88 @@
+"""What stands before torch's dispatcher: an eager call that was made before is launched without crossing it.
+
+The dispatcher turns every argument into a value of its own and back into Python's, which takes longer than a launch.
+Here a call is known by the addresses of its operands; torch's own guard then compares, in one foreign call, whatever
+could make it another call: kinds of tensors, dispatch keys (with all modes and transforms that are in force), dtypes,
+extents, strides. Only launches that `op_call` keeps are found. Everything else goes to the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from multigemm import tuning
+from multigemm.integrations import op_call
+from multigemm.integrations.bound_calls import KEPT
+from multigemm.integrations.eager import PLAIN, any_requires_grad, current_device, grad_enabled, lazy, watched
+
+guards_of: Any = torch._C._dynamo.guards.TensorGuards
+_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_functions: Callable[[], int] = torch._C._len_torch_function_stack
+_seen = op_call.launches.fronts
+
+
+def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
+    """`dispatcher`, the operator's way through torch, with the short way before it; each step in here is paid for."""
+    defaults = {x.name: x.default_value for x in schema.arguments if x.kwarg_only}
+
+    def call(
+        a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
+        valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        usual = offsets is sizes is valid_rows is c is None and type(a) in PLAIN and type(b) in PLAIN
+        if not usual or type(ends) is not Tensor or type(bias) not in PLAIN or _functions() or _profiled():
+            return dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
+        try:
+            asked = tuple(options.items()) if options else None
+            key = (a.data_ptr(), a.shape, b.data_ptr(), ends.data_ptr(), bias is None or bias.data_ptr(), asked)
+            seen = _seen.get(key)
+        except (RuntimeError, TypeError, AttributeError):  # no memory under a transform, or no operand at all
+            return dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
+        if seen is not None:
+            same, made, generation, graded, index, shape, strides, dtype = seen
+            if (
+                (same(a, b, ends) if bias is None else same(a, b, ends, bias))
+                and generation == tuning.generation
+                and forward_ad._current_level < 0
+                and not (graded and grad_enabled())
+            ):
+                if index == current_device():
+                    out = op_call.empty_cuda(shape, strides, dtype)
+                    launch = made.get(out.data_ptr())
+                    if launch is not None and not op_call.capturing_now():
+                        launch()
+                        return out
+                    del out  # so that the dispatcher's call gets the same memory
+                return dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
+        result = dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
+        if a.device.type in op_call.KEEPING:
+            spelled = {x: options[x] for x, default in defaults.items() if options.get(x, default) != default}
+            _note(key, a, b, ends, bias, spelled)
+        return result
+
+    return call
+
+
+def _note(key: Any, a: Tensor, b: Tensor, ends: Tensor, bias: Tensor | None, options: dict[str, Any]) -> None:
+    """Remembers where launches for these operands are kept, unless more than the result is wanted of this call."""
+    kept = op_call.kept(a, b, ends, bias, options)
+    given = (a, b, ends) if bias is None else (a, b, ends, bias)
+    if kept is None or kept[0].checked or watched(*given) or lazy(*given):
+        return
+    route, made = kept
+    if len(_seen) >= KEPT:
+        _seen.clear()
+    same = guards_of(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    graded = any_requires_grad(*given)
+    _seen[key] = (same, made, tuning.generation, graded, route.index, route.shape, route.strides, route.dtype)
+
+
+def stand_before(packet: Any, overload: Any) -> None:
+    """Lets calls of `packet`, which torch.ops hands out, come here first; `overload` stays torch's own."""
+    packet._op = before(packet._op, overload._schema)
+    torch.jit._builtins._register_builtin(packet._op, overload.name())  # torch.jit.script knows operators by identity
