@@ -269,7 +269,7 @@ class _Chase:
             while self.runs and not self.over():
                 if found := self.burst(self.runs[self.number // SPAN % len(self.runs)]):
                     return found
-        if not self.runs and self.same == len(variants):
+        if variants and self.same == len(variants):
             return SURVIVED | {"state": "same", "text": f"the machine code of {self.same} variants"}
         return SURVIVED | {"text": f"{self.ran} problems of {len(self.runs)} variants, {self.same} others are the same"}
 
