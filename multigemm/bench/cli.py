@@ -21,13 +21,13 @@ from multigemm.bench.method import Options, add_ceilings, new_report
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.progress import Progress
 from multigemm.bench.runner import DeviceLost, Runner
+from multigemm.bench.selection import above_zero, add_selection, parts, selected
 from multigemm.bench.suites import SUITES, suite
 from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
-from multigemm.bench.workloads import DTYPES, Rates, Workload, parse_shape, with_dtype
+from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import InvalidSetting
 
 STRIKES = 3
-USUAL_SUITE = "tutorial"
 LONG_SUITE, LISTED = 100, 5
 CPU_GOAL_S = 1.6
 """Seconds per workload on a CPU, which other processes may share: where these take longer, samples become fewer."""
@@ -46,6 +46,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add_selection(parser)
+    _add_method(parser)
+    _add_run(parser)
+    commands = parser.add_subparsers(dest="bench_command", metavar="")
+    pair = commands.add_parser(
+        "compare", help="what became slower between two reports (or their folders); exits 1 if anything did"
+    )
+    pair.add_argument("old", type=Path)
+    pair.add_argument("new", type=Path)
+    again = commands.add_parser("render", help="table, PNG and HTML from a report (or its folder)")
+    again.add_argument("report", type=Path)
+    again.add_argument("--markdown", action="store_true", help="print Markdown tables instead")
+    commands.add_parser("list", help="suites and their workloads")
+
+
+def _add_method(parser: argparse.ArgumentParser) -> None:
+    """Who is measured, and how."""
     parser.add_argument(
         "--backend", default="", help="backends, comma separated, or none (default: all that are here, and auto)"
     )
@@ -62,6 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-budget", type=float, default=float("inf"), help="seconds, after which no workload is begun"
     )
     parser.add_argument("--floor", default="", help="TFLOP/s,TB/s to use as ceilings instead of measuring them")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Where it runs and what becomes of it."""
     parser.add_argument("--out", type=Path, default=Path("multigemm-bench"), help="folder for JSON, PNG and HTML")
     parser.add_argument("--json-only", action="store_true", help="write no page and no plots (render draws them)")
     parser.add_argument("--commit", default="", help="what to call the code where there is no git")
@@ -75,56 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--marker", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--drop", default="", help=argparse.SUPPRESS)
     parser.add_argument("--quiet", action="store_true", help="no progress lines")
-    commands = parser.add_subparsers(dest="bench_command", metavar="")
-    pair = commands.add_parser(
-        "compare", help="what became slower between two reports (or their folders); exits 1 if anything did"
-    )
-    pair.add_argument("old", type=Path)
-    pair.add_argument("new", type=Path)
-    again = commands.add_parser("render", help="table, PNG and HTML from a report (or its folder)")
-    again.add_argument("report", type=Path)
-    again.add_argument("--markdown", action="store_true", help="print Markdown tables instead")
-    commands.add_parser("list", help="suites and their workloads")
-
-
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """Which workloads; shared with `multigemm tune`."""
-    parser.add_argument(
-        "--suite", default="", help=f"comma separated: {', '.join(SUITES)}, all (default: {USUAL_SUITE})"
-    )
-    parser.add_argument(
-        "--shape", action="append", default=[], help="one's own workload, instead of a suite; may be repeated"
-    )
-    parser.add_argument("--only", default="", help="keep workloads whose key contains one of these parts")
-    parser.add_argument("--dist", default="", help="keep these distributions, comma separated")
-    parser.add_argument("--dtype", default="", help=f"replace the workloads' dtype: {', '.join(DTYPES)}")
-
-
-def selected(args: argparse.Namespace) -> list[Workload]:
-    """The workloads that the arguments name."""
-    if args.shape and args.suite:
-        raise InvalidSetting("--suite and --shape: name a suite or one's own workloads, not both")
-    cases = [parse_shape(text) for text in args.shape] or suite(args.suite or USUAL_SUITE)
-    if args.dtype:
-        cases = list({c.key: c for c in (with_dtype(case, args.dtype) for case in cases)}.values())
-    only, dists = _parts(args.only), _parts(args.dist)
-    cases = [c for c in cases if not only or any(part in c.key for part in only)]
-    cases = [c for c in cases if not dists or c.distribution in dists]
-    if not cases:
-        raise InvalidSetting("no workload is left: see `multigemm bench list`, --only and --dist")
-    return cases
-
-
-def above_zero(args: argparse.Namespace, *names: str) -> None:
-    """Refuses bounds that leave nothing to do."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise InvalidSetting(f"--{name.replace('_', '-')} {value:g}: it has to be above 0")
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -253,12 +223,12 @@ def _same_run(report: results.Report, device: torch.device, commit: str) -> None
 
 
 def _entries(args: argparse.Namespace, device: torch.device) -> tuple[list[Entry], dict[str, str]]:
-    backends, absent = ([], {}) if args.backend == "none" else backend_entries(_parts(args.backend), device)
-    peers, missing = ([], {}) if args.peers == "none" else peer_entries(_parts(args.peers), device)
+    backends, absent = ([], {}) if args.backend == "none" else backend_entries(parts(args.backend), device)
+    peers, missing = ([], {}) if args.peers == "none" else peer_entries(parts(args.peers), device)
     if args.backend not in ("", "none") and not backends:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
         raise InvalidSetting(f"--backend {args.backend}: nothing of this can run here ({why}); see `multigemm info`")
-    dropped = dict.fromkeys(_parts(args.drop), f"dropped after hanging or crashing {STRIKES} times")
+    dropped = dict.fromkeys(parts(args.drop), f"dropped after hanging or crashing {STRIKES} times")
     entries = [entry for entry in [*backends, *peers, ceiling_entry()] if entry.name not in dropped]
     return entries, {**absent, **missing, **dropped}
 
@@ -274,7 +244,7 @@ def _options(args: argparse.Namespace, device: torch.device, cases: list[Workloa
     reps = args.reps if args.reps is not None else 300 if device.type == "cuda" else 100
     budget = args.budget_ms or (400.0 if device.type == "cuda" else 600.0)
     goal = CPU_GOAL_S * len(cases) if device.type == "cpu" else math.inf
-    modes = tuple(_parts(args.modes))
+    modes = tuple(parts(args.modes))
     if unknown := set(modes) - {"graph", "hot", "host"}:
         raise InvalidSetting(f"--modes {', '.join(sorted(unknown))}: known are graph, hot and host")
     options = Options(reps, budget, args.time_budget, goal, args.style, modes, rates=rates)

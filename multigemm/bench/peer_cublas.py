@@ -22,6 +22,7 @@ from multigemm.errors import LibraryError
 CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float32: 0, torch.float64: 1}
 COMPUTE_TYPES = {torch.float16: 68, torch.bfloat16: 68, torch.float32: 68, torch.float64: 70}
 NORMAL, TRANSPOSED = 0, 1
+Group = tuple[Tensor, Tensor, Tensor]
 cuda: Any = torch.cuda  # parts of torch.cuda carry no types
 
 
@@ -53,51 +54,46 @@ def _array(kind: Any, values: list[Any]) -> Any:
     return (kind * len(values))(*values)
 
 
+def _arguments(groups: list[Group], pointers: list[Tensor], dtype: torch.dtype) -> tuple[Any, ...]:
+    """What follows the handle; the operands are swapped, as column-major reading wants them."""
+    ints, real = ctypes.c_int, ctypes.c_double if dtype == torch.float64 else ctypes.c_float
+    count, kind = len(groups), CUDA_TYPES[dtype]
+    left, right = [_leading(b) for _, b, _ in groups], [_leading(a) for a, _, _ in groups]
+    first, second, result = (ctypes.c_void_p(p.data_ptr()) for p in pointers)
+    return (
+        _array(ints, [op for op, _ in left]),
+        _array(ints, [op for op, _ in right]),
+        _array(ints, [out.shape[1] for _, _, out in groups]),
+        _array(ints, [out.shape[0] for _, _, out in groups]),
+        _array(ints, [a.shape[1] for a, _, _ in groups]),
+        _array(real, [1.0] * count),
+        *(first, kind, _array(ints, [ld for _, ld in left])),
+        *(second, kind, _array(ints, [ld for _, ld in right])),
+        _array(real, [0.0] * count),
+        *(result, kind, _array(ints, [_leading(out)[1] for _, _, out in groups])),
+        *(count, _array(ints, [1] * count), COMPUTE_TYPES[dtype]),
+    )
+
+
 def _prepare(tensors: Tensors) -> Prepared:
     without_epilogue(tensors)
     dtype = tensors.workload.torch_dtype
     if dtype not in CUDA_TYPES:
         raise Refused(f"cublasGemmGroupedBatchedEx has no {dtype}")
     cublas = library()
-    pairs = [
-        (a, b, out)
-        for (a, b), out in zip(group_inputs(tensors), group_outputs(tensors, tensors.out), strict=True)
-        if out.numel()
-    ]
-    if not pairs:
+    inputs, outputs = group_inputs(tensors), group_outputs(tensors, tensors.out)
+    groups = [(a, b, out) for (a, b), out in zip(inputs, outputs, strict=True) if out.numel()]
+    if not groups:
         raise Refused("every group is empty")
-    left, right = [_leading(b) for _, b, _ in pairs], [_leading(a) for a, _, _ in pairs]
-    ints = ctypes.c_int
-    real = ctypes.c_double if dtype == torch.float64 else ctypes.c_float
-    count = len(pairs)
-    host = [
-        _array(ints, [op for op, _ in left]),
-        _array(ints, [op for op, _ in right]),
-        _array(ints, [out.shape[1] for _, _, out in pairs]),
-        _array(ints, [out.shape[0] for _, _, out in pairs]),
-        _array(ints, [a.shape[1] for a, _, _ in pairs]),
-        _array(real, [1.0] * count),
-        _array(ints, [ld for _, ld in left]),
-        _array(ints, [ld for _, ld in right]),
-        _array(real, [0.0] * count),
-        _array(ints, [_leading(out)[1] for _, _, out in pairs]),
-        _array(ints, [1] * count),
-    ]
     pointers = [
-        torch.tensor([matrix.data_ptr() for matrix in column], dtype=torch.int64, device=pairs[0][0].device)
-        for column in ([b for _, b, _ in pairs], [a for a, _, _ in pairs], [out for _, _, out in pairs])
+        torch.tensor([group[which].data_ptr() for group in groups], dtype=torch.int64, device=groups[0][0].device)
+        for which in (1, 0, 2)
     ]
-    address = [ctypes.c_void_p(p.data_ptr()) for p in pointers]
-    op_b, op_a, n, m, k, alpha, ldb, lda, beta, ldc, ones = host
-    kind, compute = CUDA_TYPES[dtype], COMPUTE_TYPES[dtype]
+    arguments = _arguments(groups, pointers, dtype)
 
     def call() -> object:
         handle = ctypes.c_void_p(cuda.current_blas_handle())
-        status = cublas.cublasGemmGroupedBatchedEx(
-            handle, op_b, op_a, n, m, k, alpha, address[0], kind, ldb, address[1], kind, lda, beta,
-            address[2], kind, ldc, count, ones, compute,
-        )  # fmt: skip
-        if status:
+        if status := cublas.cublasGemmGroupedBatchedEx(handle, *arguments):
             raise LibraryError(f"cublasGemmGroupedBatchedEx returned status {status}")
         return pointers  # kept alive with the call
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multigemm.bench import machine, results
-from multigemm.bench.cli import above_zero, add_selection, selected
+from multigemm.bench.selection import above_zero, add_selection, selected
 from multigemm.bench.supervise import Marker, as_child, supervise
 from multigemm.bench.tried import State, from_reports
 from multigemm.bench.tune import Limits, Tuner, tunable
