@@ -153,6 +153,34 @@ def test_bad_configs_are_refused_with_the_reason(config: Config, word: str) -> N
         BACKEND.plan(spec, config, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kernel": "ring"}, ("kernel='ring'", "'pointer', 'hopper'")),
+        ({"order": "random"}, ("order='random'", "'dealt', 'drawn'")),
+        ({"pack": ("c",)}, ("pack=('c',)", "('a',)")),
+        ({"pack": "a"}, ("pack='a'", "('a',)")),
+        ({"warps": 3}, ("warps=3", "1, 2, 4, 8, 16")),
+        ({"splits": 3}, ("splits=3", "1, 2, 4, 8, 16")),
+        ({"width": 0}, ("width=0", "1 to 4096", "8")),
+        ({"width": 2.5}, ("width=2.5", "1 to 4096")),
+        ({"programs": -1}, ("programs=-1", "0 to 64")),
+        ({"stages": 0}, ("stages=0", "1 to 32")),
+        ({"block_k": 0}, ("block_k=0", "16")),
+        ({"pack": ("a",)}, ("pack=('a',)", "use neither")),
+        ({"kernel": "hopper", "splits": 2}, ("splits=2", "use 1")),
+        ({"kernel": "hopper", "programs": 0}, ("programs=0", "use 1")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["jagged_m bf16", "per_group bf16", "jagged_m torch.float32"])
+def test_values_that_mean_nothing_are_refused(changes: dict[str, Any], words: tuple[str, ...], name: str) -> None:
+    spec, config = SPECS[name], replace(Config(), **changes)
+    assert all(word in problem_with(config, spec) for word in words), problem_with(config, spec)
+    with pytest.raises(InvalidSetting):
+        BACKEND.plan(spec, config, torch.device("cpu"))
+
+
 def test_little_work_is_cut_into_small_tiles() -> None:
     spec = replace(SPECS["jagged_m bf16"], groups=4, n=128, k=256, total=1024)
     best = pointer_candidates(spec)[0]

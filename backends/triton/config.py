@@ -127,24 +127,40 @@ def light(spec: ProblemSpec) -> bool:
 
 def hopper_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the warp-specialised kernel cannot run this spec with this config, or ''."""
+    if (config.splits, config.programs) != (1, 1):
+        return (
+            f"splits={config.splits}, programs={config.programs}: one program per multiprocessor, tiles unshared; use 1"
+        )
+    carried = carry_problem(config, spec) if config.carry else ""
+    return _kind_problem(spec) or carried or _maps_problem(config, spec) or _ring_problem(config, spec)
+
+
+def _kind_problem(spec: ProblemSpec) -> str:
+    """Why no config of the kernel runs this spec."""
     if spec.form == "per_group":
         return "lists of matrices have no whole-operand tensor map; kernel='pointer' takes them"
     if 0 in (spec.m, spec.n, spec.k) or spec.total > 2**30:
         return f"m={spec.m} n={spec.n} k={spec.k} T<={spec.total}: tensor maps need 1 to 2^30 rows and columns"
-    tf32 = spec.compute == torch.float32 and spec.precision == "tf32"
-    if spec.compute not in (torch.float16, torch.bfloat16) and not tf32:
+    if spec.compute not in (torch.float16, torch.bfloat16) and not is_tf32(spec):
         return f"{spec.compute} products: kernel='hopper' multiplies 16-bit floats and tf32, kernel='pointer' the rest"
-    if tf32 and spec.form == "jagged_k":
+    if is_tf32(spec) and spec.form == "jagged_k":
         return "tf32 is multiplied along memory only, where a jagged k cannot start anywhere; kernel='pointer' takes it"
-    if config.carry and (reason := carry_problem(config, spec)):
-        return reason
+    return ""
+
+
+def is_tf32(spec: ProblemSpec) -> bool:
+    return spec.compute == torch.float32 and spec.precision == "tf32"
+
+
+def _maps_problem(config: Config, spec: ProblemSpec) -> str:
+    """Which operand no tensor map brings in the order that the kernel multiplies in, and why."""
     for name, x in (("a", spec.a), ("b", spec.b)):
-        if config.carry and name == "b":
+        if name in config.pack or (config.carry and name == "b"):
             continue
-        if not mappable(x) and name not in config.pack:
+        if not mappable(x):
             seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"
             return f"{seen}: tensor maps need rows of unit stride, 16-byte aligned; pack it"
-        if tf32 and name not in config.pack and x.order != ("row" if name == "a" else "col"):
+        if is_tf32(spec) and x.order != ("row" if name == "a" else "col"):
             return f"{name} is {x.order}: tf32 is multiplied along memory only; pack it"
     if spec.form == "jagged_k" and (spec.a.order, spec.b.order) != ("col", "row") and set(config.pack) != {"a", "b"}:
         return (
@@ -152,36 +168,59 @@ def hopper_problem(config: Config, spec: ProblemSpec) -> str:
         )
     if spec.form in ("batched", "masked") and spec.a.order == "col" and "a" not in config.pack:
         return "a stack of column-major a has no two-dimensional map; kernel='pointer' takes it"
-    if (
-        config.block_m not in (128, 192, 256)
-        or config.block_n not in (64, 128, 256)
-        or config.block_k != depth_of(spec)
-    ):
-        tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
+    return ""
+
+
+def _ring_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why this tile and this ring do not fit the kernel, its registers or shared memory."""
+    tile = f"{config.block_m}x{config.block_n}x{config.block_k}"
+    known = config.block_m in (128, 192, 256) and config.block_n in (64, 128, 256)
+    if not known or config.block_k != depth_of(spec):
         return f"tile {tile}: the kernel takes 128|192|256 x 64|128|256 x {depth_of(spec)}"
-    heavy_end = spec.c is not None or spec.activation == "gelu"
-    columns = config.block_n * tiles_per_consumer(config)
     plain_end = (spec.c, spec.bias) == (None, None) and spec.activation in (None, "relu")
     plain_end = plain_end and spec.out.order == "row" and spec.out.align == 16
     if consumers(config) == 3 and not (plain_end and spec.form != "jagged_n"):
         return "three consumers leave registers for a plain epilogue and an aligned row-major output only"
-    if columns > (128 if heavy_end else 256):
-        return f"tile {config.block_m}x{config.block_n} does not fit the registers of two warpgroups"
+    heavy_end = spec.c is not None or spec.activation == "gelu"
+    if config.block_n * tiles_per_consumer(config) > (128 if heavy_end else 256):
+        return f"tile {tile} does not fit the registers of two warpgroups"
     if hopper_shared(config, spec) > SHARED_LIMIT:
         return f"{hopper_shared(config, spec)} bytes of shared memory exceed {SHARED_LIMIT}; use fewer stages"
     return ""
 
 
+CHOICES = {"kernel": ("pointer", "hopper"), "order": ("dealt", "drawn"), "warps": (1, 2, 4, 8, 16),
+           "splits": (1, 2, 4, 8, 16), "carry": (False, True), "pack": ((), ("a",), ("b",), ("a", "b"))}  # fmt: skip
+LIMITS = {"stages": (1, 32), "width": (1, 4096), "programs": (0, 64)}
+
+
+def value_problem(config: Config) -> str:
+    """Which value of a config makes no sense with any spec, or '': a config may be written by hand."""
+    for name, known in CHOICES.items():
+        if (value := getattr(config, name)) not in known:
+            return f"{name}={value!r} is none of {', '.join(map(repr, known))}"
+    for name, (low, high) in LIMITS.items():
+        value = getattr(config, name)
+        if not isinstance(value, int) or not low <= value <= high:
+            return f"{name}={value!r} is no number from {low} to {high}; the default is {getattr(Config(), name)}"
+    return ""
+
+
 def problem_with(config: Config, spec: ProblemSpec) -> str:
     """Why this config cannot run this spec, or ''."""
-    if config.kernel == "hopper":
-        return hopper_problem(config, spec)
+    if reason := value_problem(config):
+        return reason
+    return hopper_problem(config, spec) if config.kernel == "hopper" else pointer_problem(config, spec)
+
+
+def pointer_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why the pointer kernel cannot run this spec with this config, or ''."""
+    if config.pack or config.carry:
+        return f"pack={config.pack}, carry={config.carry}: the pointer kernel reads operands as they lie; use neither"
     for name in ("block_m", "block_n", "block_k"):
         block = getattr(config, name)
-        if block < 16 or block & (block - 1):
+        if not isinstance(block, int) or block < 16 or block & (block - 1):
             return f"{name}={block} must be a power of two of at least 16"
-    if config.splits not in (1, 2, 4, 8, 16):
-        return f"splits={config.splits}: a tile is shared by 1, 2, 4, 8 or 16 programs"
     if spec.compute == torch.int8 and config.block_k < 32:
         return f"block_k={config.block_k} is below 32, which int8 products need"
     if shared_bytes(config, spec) > SHARED_LIMIT:
