@@ -42,10 +42,11 @@ def _one(n: int) -> str:
 
 def _cases() -> str:
     """CASES: one CASE(n, products) for each width that this kernel has."""
-    return "".join(
-        f"#if STEP == {step}\n#define CASES(products) {' '.join(f'CASE({n}, products)' for n in range(step, 257, step))}\n#endif\n"
-        for step in (8, 16, 32, 64)
-    )
+    lines = []
+    for step in (8, 16, 32, 64):
+        cases = " ".join(f"CASE({n}, products)" for n in range(step, 257, step))
+        lines.append(f"#if STEP == {step}\n#define CASES(products) {cases}\n#endif\n")
+    return "".join(lines)
 
 
 def text() -> str:
