@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 
 import multigemm as mg
-from multigemm.integrations import grouped_gemm, sort_op
+from multigemm.integrations import grouped_gemm, op_call, sort_op
 from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import MoE
@@ -155,3 +155,33 @@ def test_repeated_calls_share_nothing_and_keep_no_memory() -> None:
         grouped_gemm(large, b, ends=ends)
     del large, kept
     assert torch.cuda.memory_allocated() <= held - (200 << 20)
+
+
+@pytest.mark.parametrize("backend", ["auto", "cupy", "triton", "numba", "cublas"])
+def test_calls_that_come_again_cross_no_dispatcher(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
+    b = torch.nn.Parameter(torch.randn(4, 32, 48, device="cuda", dtype=torch.bfloat16))
+    ends = torch.tensor([10, 10, 30, 64], device="cuda", dtype=torch.int32)
+    entered: list[Any] = []
+    for name in ("_again", "_by_route"):
+        original = getattr(op_call, name)
+        monkeypatch.setattr(op_call, name, lambda *given, way=original: (entered.append(way), way(*given))[1])
+    operator = torch.ops.multigemm.grouped_gemm
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for step in range(8):
+            a.normal_()
+            ends.copy_(torch.tensor([step, 10 + step, 40, 60]))
+            if step == 5:
+                del entered[:]
+            out = operator(a, b, ends=ends, backend=backend)
+            assert mg.verify(mg.GroupedGemmProblem(a, b.detach(), ends=ends), out).ok
+            del out
+        assert not entered
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            others = [operator(a, b, ends=ends, backend=backend) for _ in range(5)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, others[0]) for x in others)
+        assert mg.verify(mg.GroupedGemmProblem(a, b.detach(), ends=ends), others[0]).ok
+    assert operator(a, b, ends=ends, backend=backend).requires_grad
