@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import multigemm as mg
 from multigemm import tuning
 from multigemm.integrations import op_call, op_front, op_route
+from tests.torch_op_cases import count_entries
 
 OP = torch.ops.multigemm.grouped_gemm
 
@@ -56,16 +57,7 @@ def buffer(shape: tuple[int, ...], strides: Any, dtype: torch.dtype, device: Any
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What came through the dispatcher."""
-    calls: list[str] = []
-    for name in ("_again", "_by_route"):
-        original: Callable[..., Tensor] = getattr(op_call, name)
-
-        def counted(*args: Any, _original: Any = original, _name: str = name) -> Tensor:
-            calls.append(_name)
-            return _original(*args)  # type: ignore[no-any-return]
-
-        monkeypatch.setattr(op_call, name, counted)
-    return calls
+    return count_entries(monkeypatch)
 
 
 def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

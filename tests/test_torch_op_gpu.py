@@ -11,11 +11,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 
 import multigemm as mg
-from multigemm.integrations import grouped_gemm, op_call, sort_op
+from multigemm.integrations import grouped_gemm, sort_op
 from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import MoE
-from tests.torch_op_cases import FORMS, bias_shapes, operands, result_shape
+from tests.torch_op_cases import FORMS, bias_shapes, count_entries, operands, result_shape
 
 pytestmark = pytest.mark.gpu
 
@@ -162,10 +162,7 @@ def test_calls_that_come_again_cross_no_dispatcher(backend: str, monkeypatch: py
     a = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
     b = torch.nn.Parameter(torch.randn(4, 32, 48, device="cuda", dtype=torch.bfloat16))
     ends = torch.tensor([10, 10, 30, 64], device="cuda", dtype=torch.int32)
-    entered: list[Any] = []
-    for name in ("_again", "_by_route"):
-        original = getattr(op_call, name)
-        monkeypatch.setattr(op_call, name, lambda *given, way=original: (entered.append(way), way(*given))[1])
+    entered = count_entries(monkeypatch)
     operator = torch.ops.multigemm.grouped_gemm
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.no_grad():
