@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from multigemm.__main__ import main
 from multigemm.fuzz.plan import Failure, Options, Summary, Tally
 from multigemm.fuzz.report import missing, progress_line, to_dict, to_text
 from multigemm.fuzz.shrink import shrink, simpler
@@ -82,6 +83,23 @@ def test_a_fault_is_found_shrunk_stored_and_repeated(environment: dict[str, str]
     replayed = fuzz(environment, "--backends", "faulty,cpu", "--replay", str(stored))
     assert replayed.returncode == 1
     assert "faulty: WRONG" in replayed.stdout and "cpu: right" in replayed.stdout
+
+
+def test_a_campaign_without_a_check_proves_nothing(environment: dict[str, str]) -> None:
+    done = fuzz(environment, "--backends", "cpu", "--seconds", "0.01")
+    assert done.returncode == 1, done.stdout
+    assert "NOTHING CHECKED on cpu" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "asked", [("--examples", "-3"), ("--seconds", "-1"), ("--jobs", "0"), ("--kinds", "-1"), ("--work", "none")]
+)
+def test_numbers_that_mean_nothing_are_refused(asked: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["fuzz", *asked])
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert asked[0] in said and asked[1] in said and ("at least" in said or "no number" in said)
 
 
 def test_a_worker_that_is_killed_loses_nothing(environment: dict[str, str], tmp_path: Path) -> None:

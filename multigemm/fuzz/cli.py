@@ -7,7 +7,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from multigemm.errors import InvalidSetting
 from multigemm.fuzz.plan import Options, Summary, Tally
@@ -16,54 +18,60 @@ from multigemm.spec import FORMS
 EMULATORS = ("triton", "numba")
 
 
+def at_least(lowest: float, kind: type = int) -> Callable[[str], Any]:
+    """Reads a number of an option, and refuses one that means nothing."""
+
+    def read(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        if not number >= lowest:
+            raise argparse.ArgumentTypeError(f"{text}: use a number of at least {lowest}")
+        return number
+
+    return read
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument(
-        "--backends", default="", help="names, separated by commas; default: all that can run on the device"
-    )
-    parser.add_argument(
-        "--device", default="", help="cuda:1, cpu; default: all GPUs of the host; under torchrun, this rank's share"
-    )
-    parser.add_argument("--seconds", type=float, default=0.0, help="stop after so long")
-    parser.add_argument(
-        "--examples", type=int, default=0, help="stop after so many problems (default 1000 without --seconds)"
-    )
-    parser.add_argument("--forms", default="", help="only these forms, separated by commas")
-    parser.add_argument("--dtypes", default="", help="only these dtypes, separated by commas")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, other problems")
-    parser.add_argument("--jobs", type=int, default=1, help="worker processes")
-    parser.add_argument(
-        "--configs", choices=("first", "all", "pinned"), default="first",
-        help="first: the backend's own choice; all: every config in turn; pinned: another one for each kind",
-    )  # fmt: skip
-    parser.add_argument(
-        "--deep", type=int, default=8, help="run streams, graphs, relations, ... on one problem in so many"
-    )
-    parser.add_argument(
-        "--kinds",
-        type=int,
-        default=-1,
-        help="draw from so many kinds, to compile less (default: 0 for no limit; 100 on a GPU)",
-    )
-    parser.add_argument("--turns", type=int, default=1, help="with --configs pinned: so many configs for each kind")
-    parser.add_argument(
-        "--large",
-        type=int,
-        default=-1,
-        help="one problem in so many is 16 times larger (default: 0 for none; 8 on a GPU)",
-    )
-    parser.add_argument("--burst", type=int, default=25, help="problems of one kind in a row")
-    parser.add_argument("--work", type=int, default=1 << 17, help="multiply-adds of a problem at most")
-    parser.add_argument(
-        "--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators"
-    )
-    parser.add_argument("--shrink", type=float, default=20.0, metavar="SECONDS", help="time for making a failure small")
-    parser.add_argument("--corpus", default="", help="a folder that receives each failure as one JSON file")
-    parser.add_argument(
-        "--replay", action="append", default=[], metavar="FILE", help="run a stored problem (or a folder of them)"
-    )
-    parser.add_argument("--json", default="", metavar="FILE", help="write the whole summary there")
-    parser.add_argument("--quiet", action="store_true", help="no progress line")
+    _what(parser)
+    _how_far(parser)
+    _where_to(parser)
+
+
+def _what(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--backends", default="", help="names, separated by commas; default: all that can run on the device")
+    add("--device", default="", help="cuda:1, cpu; default: all GPUs of the host; under torchrun, this rank's share")
+    add("--emulate", action="store_true", help="run triton and numba on CPU tensors, in their emulators")
+    add("--forms", default="", help="only these forms, separated by commas")
+    add("--dtypes", default="", help="only these dtypes, separated by commas")
+    add("--seed", type=int, default=0, help="another seed, other problems")
+    ways = "first: the backend's own choice; all: every config in turn; pinned: another one for each kind"
+    add("--configs", choices=("first", "all", "pinned"), default="first", help=ways)
+    add("--kinds", type=at_least(0), help="draw from so many kinds (default: 0 for no limit; 100 on a GPU)")
+    add("--turns", type=at_least(1), default=1, help="with --configs pinned: so many configs for each kind")
+    add("--burst", type=at_least(1), default=25, help="problems of one kind in a row")
+    add("--work", type=at_least(1), default=1 << 17, help="multiply-adds of a problem at most")
+    add("--large", type=at_least(0), help="one problem in so many is 16 times larger (default: 0 for none; 8 on a GPU)")
+    add("--deep", type=at_least(1), default=8, help="run streams, graphs, relations, ... on one problem in so many")
+
+
+def _how_far(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--seconds", type=at_least(0, float), default=0.0, help="stop after so long")
+    add("--examples", type=at_least(0), default=0, help="stop after so many problems (default 1000 without --seconds)")
+    add("--jobs", type=at_least(1), default=1, help="worker processes")
+
+
+def _where_to(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--shrink", type=at_least(0, float), default=20.0, metavar="SECONDS", help="time for making a failure small")
+    add("--corpus", default="", help="a folder that receives each failure as one JSON file")
+    add("--replay", action="append", default=[], metavar="FILE", help="run a stored problem (or a folder of them)")
+    add("--json", default="", metavar="FILE", help="write the whole summary there")
+    add("--quiet", action="store_true", help="no progress line")
 
 
 def _split(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
@@ -122,12 +130,12 @@ def options_of(args: argparse.Namespace) -> Options:
     small = {"work": 1 << 13, "groups": 24, "longest": 80} if args.emulate else {"work": args.work}
     return Options(
         backends=_backends(args.backends, device), device=device, seconds=args.seconds,
-        examples=args.examples or (0 if args.seconds else 1000), seed=args.seed, jobs=max(args.jobs, 1),
+        examples=args.examples or (0 if args.seconds else 1000), seed=args.seed, jobs=args.jobs,
         forms=_split(args.forms, FORMS, "form") or FORMS,  # type: ignore[arg-type]
         dtypes=_split(args.dtypes, DTYPES, "dtype") or DTYPES,
-        configs=args.configs, deep=max(args.deep, 1), burst=max(args.burst, 1), corpus=args.corpus,
-        kinds=args.kinds if args.kinds >= 0 else (100 if on_gpu else 0), turns=max(args.turns, 1),
-        large=args.large if args.large >= 0 else (8 if on_gpu else 0),
+        configs=args.configs, deep=args.deep, burst=args.burst, corpus=args.corpus,
+        kinds=(100 if on_gpu else 0) if args.kinds is None else args.kinds, turns=args.turns,
+        large=(8 if on_gpu else 0) if args.large is None else args.large,
         shrink_seconds=args.shrink, **small,
     )  # fmt: skip
 

@@ -33,8 +33,15 @@ def idle(summary: Summary) -> list[str]:
     return sorted(f"{name} {config}" for (name, config), count in summary.tally.configs.items() if not count)
 
 
+def unchecked(summary: Summary) -> list[str]:
+    """Backends that no problem was checked on: nothing is known of them."""
+    return [name for name in summary.options.backends if not summary.tally.checks[name]]
+
+
 def failed(summary: Summary) -> bool:
-    return bool(summary.tally.failures or missing(summary) or idle(summary))
+    """Whether a campaign found something, or proves nothing: by classes or configs that never came, or by no check."""
+    nothing = len(unchecked(summary)) == len(summary.options.backends)
+    return bool(summary.tally.failures or missing(summary) or idle(summary) or nothing)
 
 
 def progress_line(tally: Tally, seconds: float) -> str:
@@ -126,6 +133,8 @@ def to_text(summary: Summary) -> str:
         lines.append(f"refused {count} x {backend}: {reason[:160]}")
     if gaps := missing(summary):
         lines.append(f"NOT COVERED: {', '.join(gaps)}")
+    if names := unchecked(summary):
+        lines.append(f"NOTHING CHECKED on {', '.join(names)}: allow more --seconds or --examples, or see the refusals")
     if unused := idle(summary):
         lines.append(f"NEVER RUN: {', '.join(unused)}")
     return "\n".join(lines + summary.notes + _failure_text(summary))

@@ -9,6 +9,7 @@ operands when sizes lie; and gives the same bits twice.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 
 from multigemm import registry
 from multigemm.backend import Backend, Recipe
+from multigemm.errors import UnknownBackend
 from multigemm.spec import ACTIVATIONS, FORMS, Form
 from multigemm.staging import staged_spec
 from multigemm.testing import concurrency, corpus, relations
@@ -234,7 +236,14 @@ def test_stored_failures(subject: Subject, device: torch.device) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the suite with pytest, in this process."""
+    """Runs the suite with pytest, in this process; a backend that nobody knows is an error of its own, once."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--backend", default="cpu")
+    try:
+        registry.get(parser.parse_known_args(arguments)[0].backend)
+    except UnknownBackend as error:
+        print(error, file=sys.stderr)
+        return 2
     return int(pytest.main([__file__, "-p", "multigemm.testing.plugin", "-q", "-p", "no:cacheprovider", *arguments]))
 
 
