@@ -86,6 +86,26 @@ def test_a_call_that_comes_again_crosses_no_dispatcher(entered: list[str], optio
     assert not entered
 
 
+@pytest.mark.parametrize("form", ["offsets", "batched", "jagged k"])
+def test_other_forms_come_again(entered: list[str], form: str) -> None:
+    a, b, cut = torch.randn(3, 6, 4), torch.randn(3, 4, 5), {}
+    keywords: dict[str, Any] = {}
+    if form == "offsets":
+        a, cut = torch.randn(9, 4), {"offsets": torch.tensor([1, 2, 2, 7])}
+    elif form == "jagged k":
+        a, b, keywords = torch.randn(4, 9), torch.randn(9, 5), {"jagged": "k"}
+        cut = {"ends": torch.tensor([1, 2, 2, 7])}
+    for bias in (None, torch.randn(5)):
+        for step in range(8):
+            a.normal_()
+            if step == 4:
+                del entered[:]
+            got = OP(a, b, bias=bias, **cut, **keywords)
+            given: Any = {name: x.tolist() for name, x in cut.items()}
+            assert torch.equal(got, mg.grouped_gemm(a, b, bias=bias, **given, **keywords))
+        assert not entered
+
+
 def test_a_bias_is_an_operand(entered: list[str]) -> None:
     a, b, ends = operands()
     for bias in (torch.ones(5), torch.ones(3, 5), torch.full((5,), 2.0), None):

@@ -41,22 +41,16 @@ def _asked(options: dict[str, Any]) -> Any:
     return (options.get("backend") if len(options) == 1 else None) or tuple(options.items())
 
 
-def _usual_key(a: Tensor, b: Tensor, ends: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Any:
-    """What layers call, written out, as it is paid for by every call; no device: an address belongs to one."""
-    return (
-        a.data_ptr(), a.dtype, a.shape, a.stride(), b.data_ptr(), b.dtype, b.shape, b.stride(),
-        ends.data_ptr(), ends.dtype, ends.shape, ends.stride(), bias is None or _memory(bias),
-        _asked(options), tuning.generation,
-    )  # fmt: skip
-
-
-def _key(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
+def key_of(tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What a call is kept by; no device: an address belongs to one."""
+    a, b, offsets, sizes, ends, valid_rows, c, bias = tensors
+    if ends is not None and offsets is sizes is valid_rows is c is None:  # what layers call, written out
+        return (
+            a.data_ptr(), a.dtype, a.shape, a.stride(), b.data_ptr(), b.dtype, b.shape, b.stride(),
+            ends.data_ptr(), ends.dtype, ends.shape, ends.stride(), bias is None or _memory(bias),
+            _asked(options), tuning.generation,
+        )  # fmt: skip
     return (*(x is None or _memory(x) for x in tensors), _asked(options), tuning.generation)
-
-
-def kept(a: Tensor, b: Tensor, ends: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Any:
-    """The route and the launches that are kept for these operands; None without any."""
-    return _known.get(_usual_key(a, b, ends, bias, options))
 
 
 def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -78,10 +72,7 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
         tensors = (a, b, offsets, sizes, ends, valid_rows, c, bias)
         if forward_ad._current_level >= 0:  # tangents, which no key tells
             return op_route.whole_way(tensors, options)[0]
-        if ends is not None and offsets is sizes is valid_rows is c is None:
-            key = _usual_key(a, b, ends, bias, options)
-        else:
-            key = _key(tensors, options)
+        key = key_of(tensors, options)
         known = _known.get(key)
         return _by_route(key, tensors, options) if known is None else _again(key, *known, tensors)
 

@@ -34,19 +34,23 @@ def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
         a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
         valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, **options: Any,
     ) -> Any:  # fmt: skip
-        usual = offsets is sizes is valid_rows is c is None and type(a) in PLAIN and type(b) in PLAIN
-        if not usual or type(ends) is not Tensor or type(bias) not in PLAIN or _functions() or _profiled():
+        cut = ends if offsets is None else offsets
+        usual = sizes is valid_rows is c is None and (ends is None or offsets is None) and type(cut) in PLAIN
+        if not usual or not PLAIN.issuperset((type(a), type(b), type(bias))) or _functions() or _profiled():
             return dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
         try:
-            asked = tuple(options.items()) if options else None
-            key = (a.data_ptr(), a.shape, b.data_ptr(), ends.data_ptr(), bias is None or bias.data_ptr(), asked)
+            key = (
+                a.data_ptr(), a.shape, b.data_ptr(), cut is None or cut.data_ptr(), offsets is None,
+                bias is None or bias.data_ptr(), tuple(options.items()) if options else None,
+            )  # fmt: skip
             seen = _seen.get(key)
         except (RuntimeError, TypeError, AttributeError):  # no memory under a transform, or no operand at all
             return dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
         if seen is not None:
             same, made, generation, graded, index, shape, strides, dtype = seen
+            given = (a, b) if cut is None else (a, b, cut)
             if (
-                (same(a, b, ends) if bias is None else same(a, b, ends, bias))
+                (same(*given) if bias is None else same(*given, bias))
                 and generation == tuning.generation
                 and forward_ad._current_level < 0
                 and not (graded and grad_enabled())
@@ -62,16 +66,17 @@ def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
         result = dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
         if a.device.type in op_call.KEEPING:
             spelled = {x: options[x] for x, default in defaults.items() if options.get(x, default) != default}
-            _note(key, a, b, ends, bias, spelled)
+            _note(key, (a, b, offsets, None, ends, None, None, bias), spelled)
         return result
 
     return call
 
 
-def _note(key: Any, a: Tensor, b: Tensor, ends: Tensor, bias: Tensor | None, options: dict[str, Any]) -> None:
+def _note(key: Any, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
     """Remembers where launches for these operands are kept, unless more than the result is wanted of this call."""
-    kept = op_call.kept(a, b, ends, bias, options)
-    given = (a, b, ends) if bias is None else (a, b, ends, bias)
+    kept = op_call.launches.kept.get(op_call.key_of(tensors, options))
+    a, b, offsets, _, ends, _, _, bias = tensors
+    given = [x for x in (a, b, ends if offsets is None else offsets, bias) if x is not None]
     if kept is None or kept[0].checked or watched(*given) or lazy(*given):
         return
     route, made = kept
