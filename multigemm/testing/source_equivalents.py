@@ -51,6 +51,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "one group more, whose count lies above the tile as the pivot's does"),
     *(("kernels.py", "(last_step + SPLITS - 1) // SPLITS", f"({new}) // SPLITS", "other shares, which cover K as well")
       for new in ("last_step + SPLITS", "last_step + SPLITS + 1")),
+    ("kernels.py", "down * across, tl.num_programs(0)", "down * across, tl.num_programs(1)",
+     "each program writes all zeros behind its own first ones, not only its share"),
     ("epilogue.py", "tl.where(x <= 0, 0, x)", "tl.where(x < 0, 0, x)", "zero either way; its sign is not specified"),
     ("epilogue.py", "mask=c_mask, other=0", "mask=c_mask, other=1", "what the mask leaves out is not stored"),
     ("epilogue.py", "mask=bias_mask, other=0", "mask=bias_mask, other=1", "what the mask leaves out is not stored"),
