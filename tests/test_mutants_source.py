@@ -208,7 +208,7 @@ class _Compiled:
         self.case, self.met = variant.case, 0
 
     def compiles(self) -> bool:
-        type(self).heard.append(self.case["code"])
+        type(self).heard += [self.case["code"]] if self.case["code"] else []
         return self.case["code"] != "broken"
 
     def meet(self, first: int, say: Any) -> tuple[int, Any]:
@@ -232,6 +232,7 @@ def _heard() -> list[str]:
 def test_only_variants_whose_machine_code_changes_meet_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = {"code": "old", "dies": True}, {"code": "new"}
     assert chased(monkeypatch, old, old)["state"] == "same"
+    assert chased(monkeypatch, old, old | {"code": ""})["state"] == "same"  # compiled already
     assert chased(monkeypatch, old, new)["state"] == "survived"
     assert "1 variants, 1 others are the same" in chased(monkeypatch, old, new)["text"]
     assert chased(monkeypatch, old, new | {"dies": True})["state"] == "killed"

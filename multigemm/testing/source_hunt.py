@@ -246,6 +246,7 @@ class _Chase:
         self.hunt, self.place, self.say = hunt, place, say
         self.begin, self.spent = time.monotonic(), Counter[str]()
         self.runs, self.number, self.ran, self.same = list[Run](), 0, 0, 0
+        self.codes = set[str]()
 
     def over(self, times: float = 1.0) -> bool:
         return time.monotonic() - self.begin > times * self.hunt.seconds
@@ -281,7 +282,8 @@ class _Chase:
             run = Run(self.hunt, variant, self.place, self.spent)
             if not run.compiles():
                 return STILLBORN
-        if variant.codes and variant.codes == sorted(heard):
+        self.codes |= set(heard)
+        if variant.codes and set(heard) <= set(variant.codes) <= self.codes:  # what variants share is compiled once
             self.same += 1
             return None
         self.runs.append(run)

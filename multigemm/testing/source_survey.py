@@ -23,8 +23,9 @@ from multigemm.testing.source_workers import survey, variants_of
 from multigemm.testing.versions import versions
 
 COMPILERS = ("triton", "numba-cuda", "cupy-cuda13x")
-PART = 2
-"""Variants that are surveyed together, and kept: a survey that is cut off goes on where it was."""
+PART = 3
+"""Problems that are traced together in emulation. A variant for a GPU has a process of its own, which hears all that
+is compiled for it. Each part is kept: a survey that is cut off goes on where it was."""
 
 
 def surveyed(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Variant]:
@@ -34,17 +35,18 @@ def surveyed(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Varian
     compilers = [(name, version) for name, version in versions().items() if name in COMPILERS]
     keys = [fingerprint(hunt.emulated, compilers, *texts[v.kernel], json.dumps(v.to_dict())) for v in offered]
     known = {key: Variant(**json.loads(text)) for key in keys if (text := store.get(key, ".json")) is not None}
+    size = PART if hunt.emulated else 1
     rest = [(key, variant) for key, variant in zip(keys, offered, strict=True) if key not in known]
 
     def look(at: int) -> None:
-        part = rest[at : at + PART]
+        part = rest[at : at + size]
         for variant in survey(hunt, root, [variant for _, variant in part]):
             key = next(key for key, each in part if (each.case, each.config) == (variant.case, variant.config))
             known[key] = variant
             store.put(key, json.dumps(variant.to_dict()).encode(), ".json")
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(look, range(0, len(rest), PART)))
+        list(pool.map(look, range(0, len(rest), size)))
     return [known[key] for key in keys if key in known]
 
 
