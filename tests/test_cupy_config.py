@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm import counters
 from multigemm.backends.cupy import (
     BACKEND,
     build,
-    counters,
     direct,
     driver,
     family,
@@ -325,8 +325,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(driver, "library", lambda: fake)
     monkeypatch.setattr(tensor_maps, "library", lambda: fake)
-    pool = (torch.zeros(8, dtype=torch.int32), deque(range(3)))
-    monkeypatch.setattr(counters, "pool", lambda index: pool)
+    pool = (torch.zeros(24, dtype=torch.int32), deque(range(3)))
+    monkeypatch.setattr(counters, "pool", lambda index, size: pool)
+    monkeypatch.setattr(
+        counters.Words, "_own", staticmethod(lambda index, words: torch.zeros(words, dtype=torch.int32))
+    )
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: fake.capturing, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -401,7 +404,7 @@ def test_a_lists_groups_become_the_small_kernels_argument() -> None:
 
 def test_counters_come_back_and_may_run_out(fake: FakeDriver) -> None:
     launches = [hopper.bind(operands("batched"), configs.WIDE, 1) for _ in range(5)]
-    _, free = counters.pool(0)
+    _, free = counters.pool(0, 8)
     assert not free
     launches.clear()
     gc.collect()
@@ -423,7 +426,7 @@ def test_a_counter_that_a_graph_may_still_use_never_comes_back(room: str, fake: 
     captured()
     del eager, captured
     gc.collect()
-    _, free = counters.pool(0)
+    _, free = counters.pool(0, 8)
     assert sorted(free) == [0, 2], "the second pair belongs to the graph for good"
 
 

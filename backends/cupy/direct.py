@@ -13,12 +13,13 @@ import numpy as np
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy import counters, hopper, packing, tensor_maps
+from multigemm.backends.cupy import hopper, packing, tensor_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, direct_spec, plain_kind
 from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.tensor_maps import Side
+from multigemm.counters import Words, ready
 from multigemm.layouts import Operands, to_device
 from multigemm.spec import ProblemSpec
 
@@ -32,7 +33,7 @@ def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, int]:
     """The copying kernel and the product."""
     function, _ = load(source(spec, config), index)
     allow_shared(function, config.shared_bytes(plain_kind(spec) > 0))
-    counters.pool(index)
+    ready(index, hopper.COUNTERS)
     return load(packing.SOURCE, index)[0], function
 
 
@@ -70,7 +71,7 @@ def _bind(ops: Operands, config: Config, function: int, after_copies: bool) -> L
         x, w = hopper._sides(view, role, spec.compute)
         maps = _row_maps(x)
         keep_rows = w.mn > hopper.READERS * COLUMNS * config.cluster
-    counter = counters.Counter(index)
+    counter = Words(index, hopper.COUNTERS)
     options = hopper.LAUNCH.pack(
         0 if listed is None else listed.data_ptr(), counter.address,
         int(role.swapped), hopper.BUSY_ROWS, int(spec.out.align == 16), int(keep_rows),

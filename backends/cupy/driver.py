@@ -111,27 +111,34 @@ def launcher(
     """
     buffer, addresses = _laid_out(arguments)
     pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-    attributes = (LaunchAttribute * 2)()
+    config, attributes = _configured(grid, threads, shared, cluster, overlap)
+    return _launch_of(function, config, pointers, index, captured, (buffer, attributes, keep))
+
+
+def _configured(
+    grid: int | tuple[int, int, int], threads: int, shared: int, cluster: int, overlap: bool
+) -> tuple[LaunchConfig, Any]:
+    """A launch's shape, and the attributes that it points to."""
+    attributes, count = (LaunchAttribute * 2)(), 0
+    for wanted, name, value in ((cluster > 1, CLUSTER_DIMENSION, (cluster, 1, 1)), (overlap, PROGRAMMATIC, (1, 0, 0))):
+        if wanted:
+            attributes[count] = LaunchAttribute(id=name, dim=value)
+            count += 1
     config = LaunchConfig(grid=(grid, 1, 1) if isinstance(grid, int) else grid, block=(threads, 1, 1), shared=shared)
-    config.attributes = ctypes.addressof(attributes)
-    if cluster > 1:
-        attributes[0].id, attributes[0].dim[0], attributes[0].dim[1], attributes[0].dim[2] = (
-            CLUSTER_DIMENSION,
-            cluster,
-            1,
-            1,
-        )
-        config.attribute_count = 1
-    if overlap:
-        attributes[config.attribute_count].id, attributes[config.attribute_count].dim[0] = PROGRAMMATIC, 1
-        config.attribute_count += 1
+    config.attributes, config.attribute_count = ctypes.addressof(attributes), count
+    return config, attributes
+
+
+def _launch_of(
+    function: int, config: LaunchConfig, pointers: Any, index: int, captured: Callable[[], object] | None, keep: Any
+) -> Callable[[], None]:
+    """What a bound problem keeps: as few steps per launch as Python allows."""
     call, reference, handle = library().cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(function)
     stream_of: Any = torch._C._cuda_getCurrentRawStream
     current: Any = torch._C._cuda_getDevice
     capturing: Any = torch._C._cuda_isCurrentStreamCapturing
-    alive = (buffer, attributes, keep)
 
-    def launch(_alive: Any = alive) -> None:
+    def launch(_alive: Any = keep) -> None:
         config.stream = stream_of(index)
         if captured is not None and capturing():
             captured()

@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy import counters, tensor_maps
+from multigemm.backends.cupy import tensor_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config, is_swapped, plain_kind, sends
 from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.tensor_maps import Side
+from multigemm.counters import Words, ready
 from multigemm.layouts import Operands, Packed, Strided, to_device
 from multigemm.spec import ProblemSpec
 
 THREADS = 384
+COUNTERS = 2
+"""Words that a launch counts in: the next tile, and clusters that are done."""
 LAUNCH = struct.Struct("<2q4i")
 READERS = 2
 """Rows that more tiles than this read again and again are asked to stay in the L2 cache."""
@@ -72,7 +75,7 @@ def prepare(spec: ProblemSpec, config: Config, index: int) -> int:
     """Compiles (or finds) and loads the kernel, and readies the device's counters."""
     function, _ = load(source(spec, config), index)
     allow_shared(function, shared_bytes(spec, config))
-    counters.pool(index)
+    ready(index, COUNTERS)
     return function
 
 
@@ -153,7 +156,7 @@ def bind(ops: Operands, config: Config, function: int) -> Launch:
         if sends(spec):
             maps += tensor_maps.results(_results(view, role.swapped, spec.out.dtype))
         keep_rows = w.mn > READERS * COLUMNS * config.cluster
-    counter = counters.Counter(index)
+    counter = Words(index, COUNTERS)
     options = LAUNCH.pack(
         0 if listed is None else listed.data_ptr(), counter.address,
         int(role.swapped), BUSY_ROWS, int(spec.out.align == 16), int(keep_rows),
