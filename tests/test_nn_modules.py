@@ -48,11 +48,49 @@ def test_repr_init_and_refusals() -> None:
         GroupedLinear(3, 5, 4, activation="gelo")
     with pytest.raises(mg.InvalidProblem, match="did you mean 'swiglu'"):
         Experts(4, 8, 6, activation="swigl")
-    with pytest.raises(ValueError, match="top_k=5"):
-        MoE(8, 6, 4, 5)
     assert "num_experts=4, hidden_size=8, intermediate_size=6, activation='swiglu'" in repr(MoE(8, 6, 4))
     meta = MoE(8, 6, 4, device="meta")
     assert all(p.device.type == "meta" for p in meta.parameters())
+
+
+def test_cuts_on_the_host_are_checked_and_may_be_empty() -> None:
+    assert GroupedLinear(0, 4, 4)(torch.randn(3, 4), sizes=[]).eq(0).all()
+    layer, x = GroupedLinear(2, 4, 4), torch.randn(5, 4)
+    for cut, words in (
+        ({"sizes": [2, 999]}, "sizes add up to 1001"), ({"ends": [3, 2]}, "must not fall"),
+        ({"offsets": [0, 2, 6]}, "past the jagged extent 5"), ({"sizes": [1.5, 2]}, "sizes holds 1.5"),
+        ({"sizes": [1, 2, 2]}, "2 groups"),
+    ):  # fmt: skip
+        with pytest.raises(mg.InvalidProblem, match=words):
+            layer(x, **cut)
+        with pytest.raises(mg.InvalidProblem, match=words):
+            layer.to("meta")(x.to("meta"), **cut)  # another device than that of the cut
+        layer.to_empty(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("index", "weights", "words"),
+    [
+        (torch.zeros(6, 2), None, "torch.float32; expert numbers are integers"),
+        (torch.zeros(6, 2, dtype=torch.bool), None, "torch.bool; expert numbers are integers"),
+        (torch.zeros(6, dtype=torch.int64), None, r"shape \(6,\); it must be \[tokens, k\]"),
+        (torch.zeros(7, 2, dtype=torch.int64), None, "7 tokens.*6 rows"),
+        (None, torch.ones(6, 1), r"weights have shape \(6, 1\); they must be \(6, 2\)"),
+        (None, torch.ones(2, 6), r"weights have shape \(2, 6\); they must be \(6, 2\)"),
+    ],
+)
+def test_experts_refuse_what_is_no_routing(index: Tensor | None, weights: Tensor | None, words: str) -> None:
+    layer, right = Experts(3, 4, 5), torch.zeros(6, 2, dtype=torch.int64)
+    given = (right if index is None else index, torch.ones(6, 2) if weights is None else weights)
+    with pytest.raises(mg.InvalidProblem, match=words):
+        layer(torch.randn(6, 4), *given)
+
+
+def test_a_mixture_needs_an_expert_and_takes_no_more_than_there_are() -> None:
+    with pytest.raises(mg.InvalidProblem, match="top_k=5"):
+        MoE(8, 6, 4, 5)
+    with pytest.raises(mg.InvalidProblem, match="num_experts=0; it must be 1 or more"):
+        MoE(8, 6, 0)
 
 
 def loop(moe: MoE, x: Tensor) -> Tensor:

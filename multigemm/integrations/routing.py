@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multigemm.errors import InvalidProblem
 from multigemm.integrations.routing_op import weighted_sum
 from multigemm.integrations.sort_op import sort_by_expert
 
@@ -31,6 +32,11 @@ class Routing:
 
 def route(top_k_index: Tensor, experts: int) -> Routing:
     """The routing of `top_k_index` [tokens, k]."""
+    dtype = top_k_index.dtype
+    if dtype is torch.bool or dtype.is_floating_point or dtype.is_complex:
+        raise InvalidProblem(f"top_k_index has dtype {dtype}; expert numbers are integers: call .long()")
+    if top_k_index.dim() != 2:
+        raise InvalidProblem(f"top_k_index has shape {tuple(top_k_index.shape)}; it must be [tokens, k]")
     order, inverse, ends = sort_by_expert(top_k_index.reshape(-1), experts)
     return Routing(order, inverse, ends, top_k_index.shape[-1])
 
@@ -51,6 +57,9 @@ class _Dispatch(torch.autograd.Function):
 
 def dispatch(x: Tensor, routing: Routing) -> Tensor:
     """[tokens, H] -> [S, H], sorted by expert."""
+    tokens = routing.order.shape[0] // routing.top_k if routing.top_k else x.shape[0]
+    if x.shape[0] != tokens:
+        raise InvalidProblem(f"experts are chosen for {tokens} tokens, and there are {x.shape[0]} rows: one for each")
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x.index_select(0, routing.order // routing.top_k)
     rows: Tensor = _Dispatch.apply(x, routing.order, routing.inverse, routing.top_k)  # type: ignore[no-untyped-call]
@@ -59,6 +68,11 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
 
 def combine(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:
     """[S, H] sorted by expert, and weights [tokens, k] -> [tokens, H]: each token's weighted sum."""
+    if weights.dim() != 2 or weights.shape[1] != routing.top_k or weights.numel() != routing.order.shape[0]:
+        wanted = (routing.order.shape[0] // max(routing.top_k, 1), routing.top_k)
+        raise InvalidProblem(
+            f"weights have shape {tuple(weights.shape)}; they must be {wanted}, as the experts' numbers"
+        )
     return weighted_sum(y, routing.inverse, weights, routing.top_k)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multigemm import epilogue
+from multigemm.grouping import Kind, make_grouping
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.spec import ACTIVATIONS
 
@@ -23,9 +25,15 @@ def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
         nn.init.uniform_(bias, -bound, bound)
 
 
-def _on(x: Tensor, cut: Cut) -> Tensor | None:
-    """A cut as a tensor on the device of `x`."""
-    return cut if cut is None else torch.as_tensor(cut, device=x.device)
+def _on(x: Tensor, kind: Kind, cut: Cut, groups: int) -> Tensor | None:
+    """A cut as a tensor on the device of `x`; what comes from elsewhere is checked, as it is read anyway."""
+    if cut is None or (isinstance(cut, Tensor) and cut.device == x.device):
+        return cut
+    if torch.compiler.is_compiling():
+        return torch.as_tensor(cut, device=x.device)
+    given: dict[str, Any] = {"offsets": None, "sizes": None, "ends": None, kind: cut}
+    make_grouping(**given, groups=groups, total=x.shape[0], device=x.device, full=False)
+    return torch.as_tensor(cut, dtype=None if isinstance(cut, Tensor) else torch.int64, device=x.device)
 
 
 class GroupedLinear(nn.Module):
@@ -33,8 +41,8 @@ class GroupedLinear(nn.Module):
 
     `weight` is [groups, out_features, in_features] and `bias` [groups, out_features]: a stack of what
     `groups` modules of torch.nn.Linear hold. The rows of x are cut by one of `offsets` [groups + 1],
-    `sizes` [groups] and `ends` [groups]; rows that no group owns give zeros. An x of shape
-    [groups, rows, in_features] needs no cut.
+    `sizes` [groups] and `ends` [groups]; rows that no group owns give zeros. Cuts that lie on the host
+    are checked. An x of shape [groups, rows, in_features] needs no cut.
     """
 
     def __init__(
@@ -70,9 +78,9 @@ class GroupedLinear(nn.Module):
         return grouped_gemm(
             x,
             self.weight.transpose(1, 2),
-            offsets=_on(x, offsets),
-            sizes=_on(x, sizes),
-            ends=_on(x, ends),
+            offsets=_on(x, "offsets", offsets, self.groups),
+            sizes=_on(x, "sizes", sizes, self.groups),
+            ends=_on(x, "ends", ends, self.groups),
             bias=self.bias,
             activation=self.activation,
             backend=self.backend,

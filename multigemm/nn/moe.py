@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from multigemm import epilogue
+from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call
 from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
@@ -153,8 +154,10 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if num_experts < 1:
+            raise InvalidProblem(f"num_experts={num_experts}; it must be 1 or more")
         if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k={top_k} must lie in 1..{num_experts}, the number of experts")
+            raise InvalidProblem(f"top_k={top_k} must lie in 1..{num_experts}, the number of experts")
         self.top_k, self.normalize = top_k, normalize
         self.gate = nn.Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
         self.experts = Experts(
