@@ -38,6 +38,7 @@ def keep_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(op_front, "current_device", lambda: -1)
     monkeypatch.setattr(op_call, "empty_cuda", buffer)
     monkeypatch.setattr(op_call, "_empty", buffer)
+    monkeypatch.setattr(op_call, "ends_of", lambda sizes: torch.cumsum(sizes, 0, out=_buffer(sizes.shape, torch.int64)))
     monkeypatch.setattr(op_call, "capturing_now", lambda: False)
     op_call.forget()
     yield
@@ -86,12 +87,14 @@ def test_a_call_that_comes_again_crosses_no_dispatcher(entered: list[str], optio
     assert not entered
 
 
-@pytest.mark.parametrize("form", ["offsets", "batched", "jagged k"])
+@pytest.mark.parametrize("form", ["offsets", "sizes", "batched", "jagged k"])
 def test_other_forms_come_again(entered: list[str], form: str) -> None:
     a, b, cut = torch.randn(3, 6, 4), torch.randn(3, 4, 5), {}
     keywords: dict[str, Any] = {}
     if form == "offsets":
         a, cut = torch.randn(9, 4), {"offsets": torch.tensor([1, 2, 2, 7])}
+    elif form == "sizes":
+        a, cut = torch.randn(9, 4), {"sizes": torch.tensor([1, 0, 5], dtype=torch.int32)}
     elif form == "jagged k":
         a, b, keywords = torch.randn(4, 9), torch.randn(9, 5), {"jagged": "k"}
         cut = {"ends": torch.tensor([1, 2, 2, 7])}
@@ -228,6 +231,7 @@ def test_a_new_measurement_chooses_anew(entered: list[str], monkeypatch: pytest.
         (("a", "b"), {"ends": "ends", "alpha": [1.0]}, RuntimeError),
         (("a", "b"), {"ends": "ends", "colour": "red"}, RuntimeError),
         (("a", "b"), {"ends": "ends", "offsets": "ends"}, mg.InvalidProblem),
+        (("a", "b"), {"ends": "ends", "sizes": "ends"}, mg.InvalidProblem),
     ],
 )
 def test_bad_calls_are_refused_by_torch_or_by_the_operator(

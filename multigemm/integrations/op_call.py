@@ -98,6 +98,8 @@ def _again(key: Any, route: op_route.Route, made: dict[Any, Any], tensors: tuple
 
 def _by_route(key: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """A call whose operands were not seen at these addresses."""
+    if tensors[3] is not None and summed(tensors, options):
+        return _by_ends(tensors, options)
     route, out = op_route.find(tensors, options)
     if route is None:
         assert out is not None
@@ -105,6 +107,25 @@ def _by_route(key: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Te
     out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
     _fresh(key, route, tensors, out)
     return out
+
+
+def summed(tensors: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether sizes on a GPU may be summed up here: such a call went the whole way before, which does the same."""
+    a, sizes = tensors[0], tensors[3]
+    return a.device == sizes.device and a.device.type in KEEPING and op_route.met(tensors, options)
+
+
+def ends_of(sizes: Tensor) -> Tensor:
+    return torch.cumsum(sizes, 0, dtype=torch.int64)
+
+
+def _by_ends(tensors: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """A call with sizes as the one with ends that it is for a kernel."""
+    a, b, _, sizes, _, _, c, bias = tensors
+    tensors = (a, b, None, None, ends_of(sizes), None, c, bias)
+    key = key_of(tensors, options)
+    known = _known.get(key)
+    return _by_route(key, tensors, options) if known is None else _again(key, *known, tensors)
 
 
 def _check(route: op_route.Route, tensors: tuple[Any, ...]) -> None:

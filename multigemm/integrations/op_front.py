@@ -34,20 +34,23 @@ def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
         a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
         valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, **options: Any,
     ) -> Any:  # fmt: skip
-        cut = ends if offsets is None else offsets
-        usual = sizes is valid_rows is c is None and (ends is None or offsets is None) and type(cut) in PLAIN
+        if sizes is None:
+            cut, kind = (ends, 0) if offsets is None else (offsets, 1 if ends is None else None)
+        else:
+            cut, kind = sizes, 2 if offsets is ends is None else None
+        usual = kind is not None and valid_rows is c is None and type(cut) in PLAIN
         if not usual or not PLAIN.issuperset((type(a), type(b), type(bias))) or _functions() or _profiled():
             return dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
         try:
             key = (
-                a.data_ptr(), a.shape, b.data_ptr(), cut is None or cut.data_ptr(), offsets is None,
+                a.data_ptr(), a.shape, b.data_ptr(), cut is None or cut.data_ptr(), kind,
                 bias is None or bias.data_ptr(), tuple(options.items()) if options else None,
             )  # fmt: skip
             seen = _seen.get(key)
         except (RuntimeError, TypeError, AttributeError):  # no memory under a transform, or no operand at all
             return dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
         if seen is not None:
-            same, made, generation, graded, index, shape, strides, dtype = seen
+            same, graded, generation, made, index, shape, strides, dtype = seen
             given = (a, b) if cut is None else (a, b, cut)
             if (
                 (same(*given) if bias is None else same(*given, bias))
@@ -55,6 +58,8 @@ def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
                 and forward_ad._current_level < 0
                 and not (graded and grad_enabled())
             ):
+                if made is None and sizes is not None:
+                    return call(a, b, ends=op_call.ends_of(sizes), bias=bias, **options)
                 if index == current_device():
                     out = op_call.empty_cuda(shape, strides, dtype)
                     launch = made.get(out.data_ptr())
@@ -66,25 +71,31 @@ def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
         result = dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
         if a.device.type in op_call.KEEPING:
             spelled = {x: options[x] for x, default in defaults.items() if options.get(x, default) != default}
-            _note(key, (a, b, offsets, None, ends, None, None, bias), spelled)
+            _note(key, (a, b, offsets, sizes, ends, None, None, bias), (a, b, cut, bias), spelled)
         return result
 
     return call
 
 
-def _note(key: Any, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
-    """Remembers where launches for these operands are kept, unless more than the result is wanted of this call."""
-    kept = op_call.launches.kept.get(op_call.key_of(tensors, options))
-    a, b, offsets, _, ends, _, _, bias = tensors
-    given = [x for x in (a, b, ends if offsets is None else offsets, bias) if x is not None]
-    if kept is None or kept[0].checked or watched(*given) or lazy(*given):
+def _note(key: Any, tensors: tuple[Any, ...], given: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
+    """Remembers the way of such a call, unless more than the result is wanted of this one."""
+    way, operands = _way(tensors, options), [x for x in given if x is not None]
+    if way is None or watched(*operands) or lazy(*operands):
         return
-    route, made = kept
     if len(_seen) >= KEPT:
         _seen.clear()
-    same = guards_of(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    graded = any_requires_grad(*given)
-    _seen[key] = (same, made, tuning.generation, graded, route.index, route.shape, route.strides, route.dtype)
+    same = guards_of(*operands, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    _seen[key] = (same, any_requires_grad(*operands), tuning.generation, *way)
+
+
+def _way(tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Where launches are kept and what their result is; no launches where sizes are to be summed up first."""
+    if tensors[3] is not None:
+        return (None, -1, (), (), None) if op_call.summed(tensors, options) else None
+    route, made = op_call.launches.kept.get(op_call.key_of(tensors, options), (None, None))
+    if route is None or route.checked:
+        return None
+    return made, route.index, route.shape, route.strides, route.dtype
 
 
 def stand_before(packet: Any, overload: Any) -> None:

@@ -61,6 +61,11 @@ def known(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Route 
     return _routes.get(_key(tensors, options))
 
 
+def met(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> bool:
+    """Whether such a call went the whole way before, and was found right."""
+    return _key(tensors, options) in _routes
+
+
 def find(tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> tuple[Route | None, Tensor | None]:
     """The route of a call; or None and its result, where it went the whole way."""
     key = _key(tensors, options)
