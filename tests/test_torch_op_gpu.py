@@ -157,28 +157,36 @@ def test_repeated_calls_share_nothing_and_keep_no_memory() -> None:
     assert torch.cuda.memory_allocated() <= held - (200 << 20)
 
 
-@pytest.mark.parametrize("backend", ["auto", "cupy", "triton", "numba", "cublas"])
-def test_calls_that_come_again_cross_no_dispatcher(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        *((name, "ends") for name in ("auto", "cupy", "triton", "numba", "cublas")),
+        ("auto", "offsets"),
+        ("auto", "sizes"),
+    ],
+)
+def test_calls_that_come_again_cross_no_dispatcher(backend: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
     b = torch.nn.Parameter(torch.randn(4, 32, 48, device="cuda", dtype=torch.bfloat16))
-    ends = torch.tensor([10, 10, 30, 64], device="cuda", dtype=torch.int32)
+    cut = torch.zeros(5 if kind == "offsets" else 4, device="cuda", dtype=torch.int32)
+    given: dict[str, Any] = {kind: cut}
     entered = count_entries(monkeypatch)
     operator = torch.ops.multigemm.grouped_gemm
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for step in range(8):
             a.normal_()
-            ends.copy_(torch.tensor([step, 10 + step, 40, 60]))
+            cut[-4:].copy_(torch.tensor([step, 9, 40, 3] if kind == "sizes" else [step, 10 + step, 40, 60]))
             if step == 5:
                 del entered[:]
-            out = operator(a, b, ends=ends, backend=backend)
-            assert mg.verify(mg.GroupedGemmProblem(a, b.detach(), ends=ends), out).ok
+            out = operator(a, b, **given, backend=backend)
+            assert mg.verify(mg.GroupedGemmProblem(a, b.detach(), **given), out).ok
             del out
         assert not entered
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            others = [operator(a, b, ends=ends, backend=backend) for _ in range(5)]
+            others = [operator(a, b, **given, backend=backend) for _ in range(5)]
         torch.cuda.synchronize()
         assert all(torch.equal(x, others[0]) for x in others)
-        assert mg.verify(mg.GroupedGemmProblem(a, b.detach(), ends=ends), others[0]).ok
-    assert operator(a, b, ends=ends, backend=backend).requires_grad
+        assert mg.verify(mg.GroupedGemmProblem(a, b.detach(), **given), others[0]).ok
+    assert operator(a, b, **given, backend=backend).requires_grad
