@@ -106,8 +106,10 @@ def pool(backend: str) -> list[tuple[Case, int]]:
         found += [(case, UNLISTED) for case in edges if case.form == "per_group"]
         liar = settled(replace(shared, n=8, k=8, lengths=(8,) * 16, head=0, tail=0, where="device"), limits())
         found += [(tall(case, side), PLAIN) for case in edges if case.form in WHOLE_TILES][:8]
-        found += [(settled(replace(case, lengths=(side - 1,) * 18, head=0, tail=0, k=8), limits()), SHARED)
-                  for case in edges if case.form in ("jagged_m", "jagged_n")][:4]  # fmt: skip
+        crowds = [(side - 1,) * 18, (1,) * 18, (0,) * 16 + (1, 1)]
+        found += [(crowd(case, lengths, side), SHARED)
+                  for case in [case for case in edges if case.form in ("jagged_m", "jagged_n")][:4]
+                  for lengths in crowds]  # fmt: skip
         found += [(liar, SHARED)]  # sizes that lie claim more tiles than there can be
         found += [
             (case, SHARED) for i, case in enumerate(edges) if case.groups <= MANY and (i % 6 == 1 or case.deepest > 64)
@@ -123,6 +125,11 @@ def pool(backend: str) -> list[tuple[Case, int]]:
 def tall(kind: Case, side: int) -> Case:
     """A problem of whole tiles: five rows of tiles, which are more than a band, and two columns."""
     return legal(replace(kind, m=5 * side, n=2 * side, k=8, lengths=(5 * side,) if kind.jagged in ("m", "n") else (8,)))
+
+
+def crowd(kind: Case, lengths: tuple[int, ...], side: int) -> Case:
+    """Groups of which each may have as many tiles as there is room for: one too many for any of them counts."""
+    return settled(replace(kind, m=side, n=side, k=8, lengths=lengths, head=0, tail=0), limits())
 
 
 def evenly(kind: Case, count: int) -> Case:
