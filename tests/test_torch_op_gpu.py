@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd import gradcheck
+from torch.autograd import forward_ad, gradcheck
 
 import multigemm as mg
 from multigemm.integrations import grouped_gemm, sort_op
 from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
+from multigemm.integrations.routing_op import weighted_sum
 from multigemm.nn import MoE
 from tests.torch_op_cases import FORMS, bias_shapes, count_entries, operands, result_shape
 
@@ -135,6 +136,18 @@ def test_the_gate_kernels_are_the_plain_gates(dtype: torch.dtype, gate: Any) -> 
     tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_gates_and_sums_carry_tangents() -> None:
+    x, index, weights = torch.randn(6, 8), torch.randperm(6), torch.rand(3, 2)
+    found = []
+    for device in ("cpu", "cuda"):
+        there = [t.to(device) for t in (x, index, weights)]
+        with forward_ad.dual_level():
+            dual: Any = forward_ad.make_dual(there[0], torch.ones_like(there[0]))  # type: ignore[no-untyped-call]
+            out = weighted_sum(swiglu(dual), there[1], there[2], 2)
+            found.append(forward_ad.unpack_dual(out).tangent.cpu())  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_repeated_calls_share_nothing_and_keep_no_memory() -> None:
