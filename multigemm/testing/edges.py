@@ -89,6 +89,8 @@ def _lengths(ch: Chooser, longest: int, limits: Limits, most: int = 6) -> tuple[
     if style == 5:
         count = ch.choice([count for count in COUNTS if count <= limits.groups])
         each, rarely = ch.choice((0, 1, 1, 2, max(1, longest // 64))), limits.work < WORK  # each group may cost a tile
+        if not ch.integer(0, 2):  # no group may have a tile more than it needs
+            return (each,) * count
         sizes = (0,) * 40 + (each, each + 1) if rarely else (0, each, each, each + 1)
         return tuple(ch.choice(sizes) for _ in range(count))
     if style == 0:
