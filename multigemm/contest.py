@@ -67,10 +67,13 @@ def _coerce(explicit: Any, valid: Sequence[Any]) -> Any:
 
 
 def _check_types(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Values are of the types that a valid config holds: arithmetic on others fails far from here, or goes wrong."""
+    """Values are of the types that a valid config holds: arithmetic on others fails far from here, or goes wrong.
+
+    A field that a valid config leaves at None may hold anything.
+    """
     for name, value in given.items():
         wanted = type(known[name]).__name__
-        if type(value) is not type(known[name]) and value is not None and known[name] is not None:
+        if type(value) is not type(known[name]) and known[name] is not None:
             raise InvalidSetting(f"config has {name}={value!r}, a {type(value).__name__}; it must be of type {wanted}")
 
 

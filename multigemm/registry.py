@@ -54,13 +54,23 @@ def names() -> tuple[str, ...]:
     return (*BUILTIN, *sorted(_entry_points()))
 
 
+def check(name: str) -> None:
+    """Raises UnknownBackend, with what was probably meant, if there is no such backend."""
+    if name in names():
+        return
+    near = difflib.get_close_matches(name.lower(), names(), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names())}"
+    if "," in name:
+        hint = f"pass several names as a list, {[part.strip() for part in name.split(',')]}"
+    if name == "auto":
+        hint = "'auto' chooses among all: pass it alone"
+    raise UnknownBackend(f"unknown backend {name!r}: {hint}")
+
+
 @cache
 def get(name: str) -> Backend:
-    """The backend called `name`; raises UnknownBackend with the nearest name if there is none."""
-    if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names())}"
-        raise UnknownBackend(f"unknown backend {name!r}: {hint}")
+    """The backend called `name`; raises UnknownBackend if there is none."""
+    check(name)
     try:
         if name in BUILTIN:
             found = importlib.import_module(f"multigemm.backends.{name}").BACKEND
