@@ -126,11 +126,6 @@ def _apart_as_rectangles(x: _Place, y: _Place) -> bool | None:
     return col >= widths[0] or row >= x.shape[0] or -row >= y.shape[0]
 
 
-def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether `x` and `y` have a byte in common."""
-    return x.device == y.device and _meet(_place(x), _place(y))
-
-
 def _span(x: Any) -> tuple[int, int]:
     """First byte and one past the last byte; meaningless for an empty tensor."""
     if not isinstance(x, Tensor):

@@ -60,9 +60,11 @@ def to_numpy(value: Any) -> Array:
         return value
     tensor = value if isinstance(value, torch.Tensor) else from_dlpack(value)
     tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if not hasattr(ml_dtypes, name):
+        return tensor.numpy()
+    bits = torch.uint8 if tensor.itemsize == 1 else torch.int16
+    return tensor.view(bits).numpy().view(getattr(ml_dtypes, name))
 
 
 def to_torch(array: Array) -> torch.Tensor:

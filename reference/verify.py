@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from multigemm.arrays import adopt
+from multigemm.errors import InvalidProblem
+from multigemm.overlap import meetings
 from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
 from multigemm.reference.error_bound import accumulator, interval, sum_error
@@ -265,4 +267,18 @@ def judge(found: Answer, result: Any, *, suspicion: bool = True) -> Verdict:
 
 def verify(problem: GroupedGemmProblem, result: Any) -> Verdict:
     """Whether `result` is a right answer to `problem`; if not, where and by how much."""
-    return judge(answer(checked(problem)), result)
+    _refuse_lost_c(checked(problem), result)
+    return judge(answer(problem), result)
+
+
+def _refuse_lost_c(problem: GroupedGemmProblem, result: Any) -> None:
+    """C is a part of the answer, and a result in its memory has replaced it."""
+    if problem.out is None or problem.c is None:
+        return
+    given = list(result) if isinstance(result, list | tuple) else [result]
+    tensors = [adopt(x, "result").tensor for x in given]
+    if any(meetings(tensors, problem.each("c"))):
+        raise InvalidProblem(
+            "c is the result's own memory, and what it held is gone: ask for reference.answer(problem) before it runs, "
+            "and for reference.judge(answer, result) afterwards"
+        )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multigemm.overlap import first_shared_pair, overlaps_itself, same_view, share_memory
+from multigemm.overlap import first_shared_pair, meetings, overlaps_itself, same_view
 
 MEMORY = torch.zeros(4000)
 
@@ -37,8 +37,8 @@ def test_overlaps_itself_is_exact(x: torch.Tensor) -> None:
 
 @settings(max_examples=400)
 @given(views(), views())
-def test_share_memory_is_exact(x: torch.Tensor, y: torch.Tensor) -> None:
-    assert share_memory(x, y) == bool(set(addresses(x)) & set(addresses(y)))
+def test_a_meeting_is_exact(x: torch.Tensor, y: torch.Tensor) -> None:
+    assert any(meetings([x], [y])) == bool(set(addresses(x)) & set(addresses(y)))
 
 
 @settings(max_examples=400)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import multigemm.reference as reference
+from multigemm.dispatch import solve
 from multigemm.errors import InvalidProblem
 from multigemm.problem import GroupedGemmProblem
 
@@ -94,3 +95,30 @@ def test_rho_tells_ordinary_errors_from_large_ones() -> None:
     usual = reference.verify(problem, a @ b)
     assert usual and 0 < usual.rho_rms <= usual.rho < 20
     assert reference.verify(problem, exact).rho < 1.01
+
+
+def test_a_c_that_the_result_has_overwritten_judges_nothing() -> None:
+    """What was added is gone: the verdict would be "wrong" about a right result."""
+    out = torch.ones(4, 2)
+    problem = GroupedGemmProblem(torch.ones(4, 3), torch.ones(1, 3, 2), sizes=[4], c=out, beta=1.0, out=out)
+    before = reference.answer(problem)
+    result = solve(problem)
+    with pytest.raises(InvalidProblem, match=r"c is the result's own memory.*answer\(problem\) before it runs"):
+        reference.verify(problem, result)
+    assert reference.judge(before, result)
+    copies = [torch.ones(2, 2), torch.ones(3, 2)]
+    listed = GroupedGemmProblem(
+        [torch.ones(2, 3), torch.ones(3, 3)], [torch.ones(3, 2)] * 2, c=copies, beta=2.0, out=copies
+    )
+    with pytest.raises(InvalidProblem, match="c is the result's own memory"):
+        reference.verify(listed, solve(listed))
+    unread = GroupedGemmProblem(torch.ones(4, 3), torch.ones(1, 3, 2), sizes=[4], c=out, out=out)
+    assert reference.verify(unread, solve(unread)), "beta is 0"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int16])
+def test_a_result_of_a_dtype_that_no_problem_has_is_wrong(dtype: torch.dtype) -> None:
+    problem = GroupedGemmProblem(torch.ones(4, 3), torch.ones(1, 3, 2), sizes=[4])
+    verdict = reference.verify(problem, torch.ones(4, 2).to(dtype))
+    assert not verdict
+    assert f"dtype {str(dtype).removeprefix('torch.')}, expected float32" in verdict.text
