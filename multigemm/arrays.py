@@ -61,6 +61,11 @@ def adopt(x: Any, name: str) -> Adopted:
     )
 
 
+def is_array(x: Any) -> bool:
+    """Whether `adopt` would know how to take it."""
+    return isinstance(x, Tensor | np.ndarray) or hasattr(x, "__cuda_array_interface__") or hasattr(x, "__dlpack__")
+
+
 def _from_cuda(x: Any, name: str) -> Tensor:
     try:
         return torch.as_tensor(x, device="cuda")
@@ -85,14 +90,14 @@ def _from_dlpack(x: Any, name: str) -> Tensor:
 
 
 def _checked_tensor(x: Tensor, name: str) -> Tensor:
+    if x.is_nested:
+        raise InvalidProblem(f"{name} is a nested tensor: pass its matrices as a list, or .values() with .offsets()")
     if x.layout is not torch.strided:
         raise InvalidProblem(f"{name} has layout {x.layout}; grouped GEMM takes dense tensors: call .to_dense()")
     if not (x.is_cpu or x.is_cuda):
         raise InvalidProblem(f"{name} is on {x.device}; multigemm runs on cpu and cuda: move it there")
     if x.is_neg() or x.is_conj():
         raise InvalidProblem(f"{name} is a lazily negated or conjugated view: call .resolve_neg() or .resolve_conj()")
-    if x.is_nested:
-        raise InvalidProblem(f"{name} is a nested tensor: pass its matrices as a list, or .values() with .offsets()")
     if _is_wrapped(x) or (type(x) is not Tensor and type(x) is not Parameter and not _has_memory(x)):
         raise InvalidProblem(
             f"{name} is a {type(x).__name__} without memory of its own (under vmap, a fake or a distributed tensor): "

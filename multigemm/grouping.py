@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from multigemm.arrays import adopt
+from multigemm.arrays import adopt, is_array
 from multigemm.errors import InvalidProblem
 
 Kind = Literal["offsets", "sizes", "ends"]
@@ -64,7 +64,7 @@ def _as_offsets(values: Int64s, kind: Kind) -> Int64s:
 
 def read_index_array(x: Any, name: str, device: torch.device) -> tuple[Tensor | None, Int64s | None]:
     """An integer vector as (live tensor on `device`, None) or (None, copy on the host)."""
-    if isinstance(x, Tensor) or not isinstance(x, Sequence):
+    if isinstance(x, Tensor) or is_array(x):
         tensor = adopt(x, name).tensor
         if tensor.dtype not in INDEX_DTYPES:
             raise InvalidProblem(f"{name} has dtype {tensor.dtype}; it must be int32 or int64: call .to(torch.int64)")
@@ -81,6 +81,10 @@ def read_index_array(x: Any, name: str, device: torch.device) -> tuple[Tensor | 
         )
     if isinstance(x, str | bytes | bytearray):
         raise InvalidProblem(f"{name} is text; it must be integers")
+    if not isinstance(x, Sequence):
+        raise InvalidProblem(
+            f"{name} is of type {type(x).__name__}; it must be a vector of integers: a list, an int32 or int64 array"
+        )
     return None, _read_list(x, name)
 
 
@@ -94,6 +98,9 @@ def _length(live: Tensor | None, host: Int64s | None) -> int:
 def _read_list(x: Sequence[Any], name: str) -> Int64s:
     if isinstance(x, memoryview) and x.ndim != 1:
         raise InvalidProblem(f"{name} has {x.ndim} dimensions; it must be a vector")
+    away = next((v for v in x if isinstance(v, Tensor) and not v.is_cpu), None)
+    if away is not None:
+        raise InvalidProblem(f"{name} holds a tensor on {away.device}, and none is read back: pass torch.stack({name})")
     try:
         if any(_is_bool(v) for v in x):
             raise TypeError

@@ -38,10 +38,14 @@ def test_things_that_are_no_arrays(x: Any) -> None:
         ({"offsets": [True, 2, 5, 10]}, "offsets holds True"),
         ({"offsets": [0, 2, 5, 2**70]}, "fit in 64 bits"),
         ({"offsets": "0,2,5"}, "offsets is text"),
+        ({"sizes": 10}, "sizes is of type int; it must be a vector of integers: a list, an int32 or int64 array"),
+        ({"sizes": iter([2, 3, 5])}, "sizes is of type list_iterator; it must be a vector of integers: a list"),
+        ({"sizes": {2, 3, 5}}, "sizes is of type set; it must be a vector of integers: a list"),
+        ({"sizes": list(torch.tensor([2, 3, 5], device="meta"))}, "sizes holds a tensor on meta.*: pass torch.stack"),
         ({"offsets": torch.tensor([0, 2, 5, 10], dtype=torch.int16)}, "dtype torch.int16; it must be int32 or int64"),
         ({"offsets": torch.tensor([0.0, 2, 5, 10])}, "dtype torch.float32"),
         ({"offsets": torch.tensor([[0, 2, 5, 10]])}, "2 dimensions"),
-        ({"offsets": 5}, "offsets is a int"),
+        ({"offsets": 5}, "offsets is of type int"),
         ({"sizes": [2, -1, 3]}, r"sizes\[1\] is -1"),
         ({"sizes": [2, 3, 6]}, "add up to 11, the jagged extent is 10"),
         ({"sizes": [2, 3]}, "sizes has length 2"),
@@ -176,5 +180,15 @@ def test_unknown_backend_names_the_nearest() -> None:
         mg.solve(problem, backend="tritton")
     with pytest.raises(mg.InvalidSetting, match="names no backend"):
         mg.solve(problem, backend=[])
+    with pytest.raises(mg.UnknownBackend, match="unknown backend 'cpuu': did you mean 'cpu'"):
+        mg.solve(problem, backend=["cpu", "cpuu"])  # also where a name before it would do
+    with pytest.raises(mg.UnknownBackend, match="did you mean 'cpu'"):
+        mg.solve(problem, backend="CPU")
+    with pytest.raises(mg.UnknownBackend, match=r"pass several names as a list, \['triton', 'cpu'\]"):
+        mg.solve(problem, backend="triton,cpu")
+    with pytest.raises(mg.UnknownBackend, match="'auto' chooses among all: pass it alone"):
+        mg.plan(problem, backend=["cpu", "auto"])
+    with pytest.raises(mg.InvalidSetting, match="config has rows=None, a NoneType; it must be of type int"):
+        mg.solve(problem, backend="cpu", config={"rows": None})
     with pytest.raises(mg.InvalidSetting, match="config has no field 'tile'"):
         mg.solve(problem, backend="cpu", config={"tile": 3})
