@@ -78,8 +78,8 @@ def parse(environ: Mapping[str, str]) -> Settings:
         if not name.startswith(PREFIX):
             continue
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
+            near = difflib.get_close_matches(name.removeprefix(PREFIX), [f.name.upper() for f in known.values()], n=1)
+            hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; known: {', '.join(known)}"
             raise InvalidSetting(f"unknown setting {name}{hint}")
         if text.strip():
             values[known[name].name] = _parse(name, str(known[name].type), text.strip())

@@ -40,6 +40,14 @@ def test_bad_settings_name_themselves() -> None:
         parse({"MULTIGEMM_CACHE": "maybe"})
 
 
+def test_a_setting_is_near_by_its_own_name() -> None:
+    """All begin alike, which makes none of them near."""
+    with pytest.raises(mg.InvalidSetting, match="unknown setting MULTIGEMM_FOO; known: MULTIGEMM_BACKEND, "):
+        parse({"MULTIGEMM_FOO": "1"})
+    with pytest.raises(mg.InvalidSetting, match="did you mean MULTIGEMM_CACHE_DIR"):
+        parse({"MULTIGEMM_CACHEDIR": "x"})
+
+
 def test_cache_returns_what_was_put(tmp_path: Path) -> None:
     cache = DiskCache("x", tmp_path)
     assert cache.get(KEY) is None
