@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from multigemm.arrays import cupy_stream, give_back
 from multigemm.backend import Launch, Recipe
-from multigemm.errors import InvalidProblem, NotCapturable
+from multigemm.errors import InvalidProblem, MultigemmError, NotCapturable
 from multigemm.intake import Operand
 from multigemm.layouts import capturing
 from multigemm.problem import GroupedGemmProblem, checked
@@ -207,6 +207,9 @@ class Plan:
     def why(self) -> str:
         """Why this backend and this config, and what it runs for these sizes."""
         return reasons(self._choice, self.problem)
+
+    def __reduce__(self) -> NoReturn:
+        raise MultigemmError("a plan is bound to memory and cannot be copied: make another by plan(problem)")
 
     def __repr__(self) -> str:
         syncs = ", syncs" if self.syncs else ""

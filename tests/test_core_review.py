@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import time
 from collections.abc import Callable
@@ -66,8 +67,10 @@ def test_arrays_that_are_none_for_a_product(x: Any, match: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors() -> None:
-    refuse("is a nested tensor", lambda: mg.grouped_gemm(torch.nested.nested_tensor([A, A]), B, offsets=CUT))
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([A, A], layout=layout)
+    refuse("a is a nested tensor: pass its matrices as a list", lambda: mg.grouped_gemm(nested, B, offsets=CUT))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
@@ -323,3 +326,13 @@ def test_views_of_mirrored_arrays_are_fresh() -> None:
     a[...] = 2
     assert (mg.expected(problem) == 8).all()
     assert mg.verify(problem, mg.solve(problem)).ok
+
+
+# --- plans ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_plan_cannot_be_copied_and_says_so(copied: Callable[[Any], Any]) -> None:
+    plan = mg.plan(mg.GroupedGemmProblem(A, B, offsets=CUT))
+    with pytest.raises(mg.MultigemmError, match="bound to memory and cannot be copied: make another"):
+        copied(plan)
