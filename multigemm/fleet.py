@@ -62,7 +62,7 @@ def default_device(text: str = "") -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise InvalidSetting(f"--device {name!r} is not a device: use cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
         raise InvalidSetting(f"--device {name!r} is not a device of multigemm: use cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InvalidSetting(f"--device {name}, but there are {torch.cuda.device_count()} CUDA devices here: use cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 
@@ -10,11 +11,13 @@ from multigemm.bench import entries, operands
 from multigemm.bench.workloads import DTYPES, parse_shape
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
-from multigemm.problem import GroupedGemmProblem
+from multigemm.problem import GroupedGemmProblem, Keywords
 from multigemm.spec import FORMS, INPUT_DTYPES
 
 WITHOUT_SHAPE = {"form": "jagged_m", "sizes": "40,0,1,70", "m": 64, "n": 48, "k": 96}
 """What describes a problem that is no workload of `bench`, and what is taken where it is not given."""
+CUT = {"per_group": "m", "jagged_m": "m", "jagged_n": "n", "jagged_k": "k"}
+"""The extent that --sizes gives, by form."""
 LONG = tuple(str(dtype).removeprefix("torch.") for dtype in INPUT_DTYPES)
 
 
@@ -50,39 +53,59 @@ def problem_from(args: argparse.Namespace) -> GroupedGemmProblem:
     device = default_device(args.device)
     if args.shape:
         return _of_workload(args, device)
+    _complete(args)
+    form, sizes, dtype = args.form, _sizes(args.sizes), _dtype(args.dtype)
+    a, b = (_empty(shape, dtype, device) for shape in _shapes(form, sizes, args.m, args.n, args.k))
+    words: Keywords = {"activation": args.activation, "precision": "tf32" if args.dtype == "tf32" else "ieee"}
+    if form == "masked":
+        words["valid_rows"] = sizes
+    elif form.startswith("jagged"):
+        words |= {"sizes": sizes, "jagged": form[-1]}
+    return GroupedGemmProblem(a, b, **words)
+
+
+def _complete(args: argparse.Namespace) -> None:
+    """Takes what was left out from `WITHOUT_SHAPE`; refuses what would say nothing."""
     if args.host_sizes:
         raise InvalidSetting("--host-sizes goes with --shape: the sizes of --sizes lie on the host anyway")
-    for name, value in WITHOUT_SHAPE.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    sizes = _sizes(args.sizes)
+    given = [name for name in WITHOUT_SHAPE if getattr(args, name) is not None]
+    for name in WITHOUT_SHAPE.keys() - given:
+        setattr(args, name, WITHOUT_SHAPE[name])
+    if (cut := CUT.get(args.form)) in given:
+        raise InvalidSetting(f"--{cut} beside --form {args.form}, where --sizes gives it: leave it out")
     for name in ("m", "n", "k"):
         if getattr(args, name) < 0:
             raise InvalidSetting(f"--{name} {getattr(args, name)}: an extent cannot be negative")
-    dtype = DTYPES.get(args.dtype) or getattr(torch, args.dtype or "float32", None)
-    if dtype not in INPUT_DTYPES:
-        raise InvalidSetting(f"--dtype {args.dtype!r} is unknown: use one of {', '.join(LONG)}, {', '.join(DTYPES)}")
 
-    def make(*shape: int) -> torch.Tensor:
-        try:
-            return torch.empty(shape, dtype=dtype, device=device)
-        except (RuntimeError, TypeError) as error:  # TypeError: an extent beyond 64 bits
-            raise InvalidSetting(f"an operand of shape {shape} does not fit into the memory of {device}") from error
 
-    m, n, k, groups, total = args.m, args.n, args.k, len(sizes), sum(sizes)
-    extra = {"activation": args.activation, "precision": "tf32" if args.dtype == "tf32" else "ieee"}
-    if args.form == "per_group":
-        return GroupedGemmProblem([make(s, k) for s in sizes], [make(k, n) for _ in sizes], **extra)
-    if args.form == "batched":
-        return GroupedGemmProblem(make(groups, m, k), make(groups, k, n), **extra)
-    if args.form == "masked":
-        return GroupedGemmProblem(make(groups, m, k), make(groups, k, n), valid_rows=sizes, **extra)
-    a, b = {
-        "jagged_m": lambda: (make(total, k), make(groups, k, n)),
-        "jagged_n": lambda: (make(groups, m, k), make(k, total)),
-        "jagged_k": lambda: (make(m, total), make(total, n)),
-    }[args.form]()
-    return GroupedGemmProblem(a, b, sizes=sizes, jagged=args.form[-1], **extra)
+def _dtype(text: str) -> torch.dtype:
+    found = DTYPES.get(text) or getattr(torch, text or "float32", None)
+    if found not in INPUT_DTYPES:
+        raise InvalidSetting(f"--dtype {text!r} is unknown: use one of {', '.join(LONG)}, {', '.join(DTYPES)}")
+    return found
+
+
+def _shapes(form: str, sizes: list[int], m: int, n: int, k: int) -> tuple[Any, Any]:
+    """Those of a and b; lists of them for per_group."""
+    groups, total = len(sizes), sum(sizes)
+    stacked = (groups, m, k), (groups, k, n)
+    return {
+        "per_group": ([(size, k) for size in sizes], [(k, n)] * groups),
+        "jagged_m": ((total, k), (groups, k, n)),
+        "jagged_n": ((groups, m, k), (k, total)),
+        "jagged_k": ((m, total), (total, n)),
+        "batched": stacked,
+        "masked": stacked,
+    }[form]
+
+
+def _empty(shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    if isinstance(shape, list):
+        return [_empty(each, dtype, device) for each in shape]
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except (RuntimeError, TypeError) as error:  # TypeError: an extent beyond 64 bits
+        raise InvalidSetting(f"an operand of shape {shape} does not fit into the memory of {device}") from error
 
 
 def _of_workload(args: argparse.Namespace, device: torch.device) -> GroupedGemmProblem:
