@@ -1,8 +1,9 @@
 """Host model of the persistent tile walk: tile index -> (group, tile_m, tile_n), each tile exactly once.
 
-The device code of a backend walks tiles that only the device can count, because group sizes stay
-there. This model is the same arithmetic in NumPy, so that a property test can show what no GPU test
-can: for every size list and every number of programs the walk visits each tile once and only once.
+Device code walks tiles that only the device can count, because group sizes stay there. This model is
+the same arithmetic in NumPy, so that a property test can show what no GPU test can: for every size
+list and every number of programs the walk visits each tile once and only once. Another test holds the
+triton backend's scheduler to it, tile by tile.
 
 Equations, with tm[g], tn[g] the tiles of group g along m and n, P programs and a raster width w:
   prefix[g] = sum over h <= g of tm[h] * tn[h]

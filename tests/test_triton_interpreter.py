@@ -16,6 +16,7 @@ import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
 from multigemm.backends.triton.emulate import space_of
 from multigemm.integrations import sort_op
+from multigemm.schedule import TileWalk, heights
 from multigemm.settings import settings
 from multigemm.staging import stage
 
@@ -275,3 +276,52 @@ def test_no_count_is_read_behind_the_last_one() -> None:
     kernel: Any = triton.jit(find)
     kernel[(7,)](torch.tensor([3, 6, 7, 7], dtype=torch.int32), prefix, 7, out, CHUNK=4)
     assert out.view(7, 2).tolist() == [[tile, tile] for tile in range(7)]
+
+
+@pytest.mark.parametrize("sizes", [[(40, 20), (0, 9), (17, 33)], [(g * 7 % 50, 30 - g) for g in range(23)]])
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_device_walks_as_the_host_model_does(sizes: list[tuple[int, int]], width: int) -> None:
+    """`schedule.TileWalk` is shown to visit each tile once, for any sizes: the kernels' own walk has to be that one."""
+    global locate, pivots, place, tl  # a kernel sees the names of its module only
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+    import triton.language as tl
+
+    from multigemm.backends.triton.schedule_device import locate, pivots, place, write_prefix
+
+    def walk(out: Any, prefix: Any, table: Any, groups: Any, WIDTH: tl.constexpr, CHUNK: tl.constexpr) -> None:
+        tile = tl.program_id(0)
+        found, stride = pivots(prefix, table, table, 0, 0, groups, 0, "per_group", 16, 8, 2, 0, 1, CHUNK)
+        group, first = locate(tile, found, stride, prefix, groups, CHUNK)
+        rows, columns = tl.load(table + 2 * group).to(tl.int32), tl.load(table + 2 * group + 1).to(tl.int32)
+        i, j = place(tile - first, (rows + 15) // 16, (columns + 7) // 8, WIDTH)
+        tl.store(out + 3 * tile, group)
+        tl.store(out + 3 * tile + 1, i)
+        tl.store(out + 3 * tile + 2, j)
+
+    model = TileWalk.of(sizes, 16, 8, 1, width)
+    table, prefix = torch.tensor(sizes), torch.zeros(len(sizes), dtype=torch.int32)
+    count: Any = write_prefix
+    count[(1,)](prefix, table, table, 0, 0, len(sizes), 0, "per_group", 16, 8, 2, 0, 1, STEP=16)
+    assert prefix.tolist() == model.prefix.tolist()
+    out = torch.full((model.total, 3), -1, dtype=torch.int32)
+    kernel: Any = triton.jit(walk)
+    kernel[(model.total,)](out, prefix, table, len(sizes), WIDTH=width, CHUNK=4)
+    assert out.tolist() == [list(model.locate(tile)) for tile in range(model.total)]
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_the_device_splits_rows_as_the_host_model_does(most: int) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from multigemm.backends.triton.schedule_device import write_records
+
+    sizes = torch.tensor([0, 1, 63, 64, 65, 300, 0, 449])
+    wanted = [heights(size, 64, most) for size in sizes.tolist()]
+    rows = sum(tiles for tiles, _ in wanted)
+    records = torch.full((8 * (1 + 64),), -7, dtype=torch.int32)
+    kernel: Any = write_records
+    kernel[(2,)](records, sizes.cumsum(0).to(torch.int32), int(sizes.sum()), len(sizes), 0, KIND="rows", STRIP=64,
+                 MOST=most, ALIGN=1, ROWS=32, STEP=16)  # fmt: skip
+    assert records[0] == rows
+    found = {int(g): (int(tiles), int(strips)) for g, _, tiles, strips, *_ in records[8:].view(64, 8)[:rows]}
+    assert found == {g: pair for g, pair in enumerate(wanted) if pair[0]}
