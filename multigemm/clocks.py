@@ -108,11 +108,12 @@ class CudaClock(Clock):
             end.record()
             return start, end
 
-        begin = time.perf_counter()
-        for _ in range(3):
-            last = sample()
-        last[1].synchronize()
-        cost = (time.perf_counter() - begin) * 1e6 / 3
+        def cost_of_one() -> float:
+            begin = time.perf_counter()
+            sample()[1].synchronize()
+            return (time.perf_counter() - begin) * 1e6
+
+        cost = min(cost_of_one() for _ in range(3))  # the least: a call that met a busy host says nothing of the rest
         for _ in range(_warm_calls(mode, cost)):
             call()
         return sample, cost
