@@ -180,7 +180,7 @@ def test_all_kernels_for_a_wave_are_compiled_before_any_size_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "kernel"), [(4, ("packed", 192)), (8, ("direct", 256)), (32, ("direct", 256)), (256, ("direct", 128))]
+    ("groups", "kernel"), [(4, ("packed", 256)), (8, ("direct", 256)), (32, ("direct", 256)), (256, ("direct", 128))]
 )
 def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, kernel: tuple[str, int]) -> None:
     odd = replace(SPEC, groups=groups, a=replace(BF16, align=2), b=replace(BF16, align=2))
@@ -206,9 +206,12 @@ def test_every_candidate_fits_into_shared_memory() -> None:
     assert not is_valid(Config(blocks_per_sm=4), SPEC)
 
 
-@pytest.mark.parametrize(("total", "rows"), [(256, 64), (8192, 256), (32768, 192)])
-def test_pieces_are_as_high_as_groups_have_rows(total: int, rows: int) -> None:
-    assert configs.heuristic(replace(SPEC, groups=64 if total == 256 else 32, total=total)).rows == rows
+@pytest.mark.parametrize(
+    ("total", "align", "rows"), [(256, 16, 64), (8192, 16, 256), (32768, 16, 256), (8192, 8, 256), (32768, 8, 192)]
+)
+def test_pieces_are_as_high_as_groups_have_rows(total: int, align: int, rows: int) -> None:
+    spec = replace(SPEC, groups=64 if total == 256 else 32, total=total, out=replace(BF16, align=align))
+    assert configs.heuristic(spec).rows == rows
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 63, 255, 256, 257, 417, 2049, 9921, 100000])
@@ -247,16 +250,23 @@ def test_the_kernels_key_knows_no_sizes() -> None:
         ({"out": replace(BF16, align=8)}, False),
         ({"out": replace(BF16, order="strided")}, False),
         ({"activation": "relu"}, False),
-        ({"form": "jagged_m"}, False),
+        ({"form": "jagged_m", "a": BF16, "m": None, "k": 64}, True),
+        ({"form": "jagged_m", "a": BF16, "m": None, "k": 64, "n": 129}, False),
+        ({"form": "jagged_m", "m": None, "k": 64}, False),
+        ({"form": "jagged_n"}, False),
     ],
-    ids=["rows", "odd-rows", "columns", "cut", "unaligned", "strided", "epilogue", "jagged_m"],
+    ids=[
+        *("rows", "odd-rows", "columns", "cut", "unaligned", "strided", "epilogue"),
+        *("jagged_m", "jagged_m-cut", "jagged_m-rows-contiguous", "jagged_n"),
+    ],
 )
-def test_the_copy_engine_stores_plain_results_of_jagged_k(changes: dict[str, Any], sent: bool) -> None:
+def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: bool) -> None:
     spec = replace(SPEC, **{"form": "jagged_k", "m": 64, "a": replace(BF16, order="col"), **changes})
     assert configs.sends(spec) is sent
     assert dict(hopper.source(spec, configs.WIDE).defines)["SEND"] == int(sent)
-    takes_turns = not sent and configs.plain_kind(spec) > 0 and spec.form == "jagged_k"
-    assert configs._hopper_order(spec)[0] == (configs.TURNS if takes_turns else configs.WIDE)
+    many = replace(spec, total=max(spec.total, 512 * spec.groups))
+    takes_turns = not sent and configs.plain_kind(spec) > 0
+    assert configs._hopper_order(many)[0] == (configs.TURNS if takes_turns else configs.WIDE)
 
 
 def test_the_results_map_counts_rows_back_from_a_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:

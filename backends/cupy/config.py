@@ -85,6 +85,8 @@ FEW_ROWS = 1024
 """Rows per group up to which weights are shifted as they are read; more rows repay a copy of the weights."""
 SHORT_K, BRIEF_K = 768, 128
 """Up to here a list's odd operands are copied for the wave kernel, whatever the tiles; small tiles beat a wave."""
+MAX_ROWS = 1 << 30
+"""Rows of a result that the copy engine can tell apart."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
 
@@ -102,9 +104,13 @@ def plain_kind(spec: ProblemSpec) -> int:
 
 
 def sends(spec: ProblemSpec) -> bool:
-    """Whether the copy engine stores the results of jagged k: plain ones, in rows of whole 16-byte pieces."""
+    """Whether the copy engine stores the results: plain ones, in rows of whole 16-byte pieces.
+
+    Of jagged k; of jagged m if k is contiguous in A, where no piece begins with rows of the group before.
+    """
     columns = spec.m if is_swapped(spec) else spec.n
-    return spec.form == "jagged_k" and plain_kind(spec) == 1 and spec.out.align == 16 and (columns or 1) % 8 == 0
+    known = spec.form == "jagged_k" or (spec.form == "jagged_m" and spec.a.order == "row" and spec.total <= MAX_ROWS)
+    return known and plain_kind(spec) == 1 and spec.out.align == 16 and (columns or 1) % 8 == 0
 
 
 def hopper_reasons(spec: ProblemSpec) -> list[str]:
