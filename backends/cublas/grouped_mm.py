@@ -1,9 +1,10 @@
 """torch's grouped_mm, writing where it is told to.
 
 The operation has no `out` argument and allocates its result, so a caller's buffer would cost a copy
-of everything: up to a tenth of the time. It asks torch for that memory like any other code, through
-the dispatcher; for the length of one call, and in one thread, this module answers that request with
-the caller's buffer. What comes back is compared with that buffer; a torch that allocates differently is copied
+of everything: up to a tenth of the time. The function that it calls takes one, and is entered where that can be done
+(`below`). Elsewhere, and to have an error raised as torch raises it, the operation runs: it asks torch for memory like
+any other code, through the dispatcher; for the length of one call, and in one thread, this module answers that request
+with the caller's buffer. What comes back is compared with that buffer; a torch that allocates differently is copied
 from, never trusted.
 """
 
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from multigemm.backends.cublas import below
 
 EMPTY = torch.ops.aten.empty_strided.default
 GROUPED_MM: Any = torch.ops.aten._grouped_mm.default
@@ -45,15 +48,21 @@ class _Into(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class GroupedMM:
     """One bound call, a step of a launch; `out` may have any strides that are multiples of 16 bytes."""
 
-    __slots__ = ("_args", "_call", "_into", "_keys", "_out", "_where")
+    __slots__ = ("_args", "_below", "_call", "_into", "_keys", "_out", "_where")
 
     def __init__(self, a: Tensor, b: Tensor, ends: Tensor, out: Tensor) -> None:
         self._args = (a.detach(), b.detach(), ends, None, None)
         self._out, self._where = out.detach(), out.data_ptr()
         self._into, self._call = _Into(self._out), GROUPED_MM._handle.redispatch_boxed
         self._keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+        function = below.function("libtorch_cuda.so", below.GROUPED_MM)
+        self._below = None if function is None else below.Bound(function, (*self._args[:4], self._out))
 
     def __call__(self, stream: int) -> None:
+        if self._below is None or self._below.call():
+            self._through_the_dispatcher()
+
+    def _through_the_dispatcher(self) -> None:
         _push(self._into)
         try:
             result = self._call(self._keys, *self._args)

@@ -85,6 +85,15 @@ def use_context(device: int) -> None:
     driver_checked(driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig: one argument instead of eight, of which only the stream changes."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("blocks", "_y", "_z", "threads", "_ty", "_tz", "shared")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
 class Kernel:
     """A loaded kernel of one device."""
 
@@ -96,19 +105,22 @@ class Kernel:
         driver_checked(driver().cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
         got = driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode())
         driver_checked(got, "cuModuleGetFunction")
-        self._launch = driver().cuLaunchKernel
+        self._launch = driver().cuLaunchKernelEx
 
     def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object) -> Step:
         """The launch of these arguments (ctypes objects) on a raw stream; `keep` lives as long as it."""
-        launch, stream_of = self._launch, ctypes.c_void_p
+        launch, function = self._launch, self._function
         arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        head = self._function, blocks, 1, 1, threads, 1, 1, 0
+        on: dict[int, tuple[Any, ...]] = {}  # one for each stream, so that threads do not write into each other's
 
         def step(stream: int, _keep: object = (values, keep)) -> None:
-            status = launch(*head, stream_of(stream), arguments, None)
+            ready = on.get(stream)
+            if ready is None:
+                ready = on[stream] = ctypes.byref(_Launch(blocks, 1, 1, threads, 1, 1, 0, stream)), function, arguments
+            status = launch(*ready, None)
             if status == INVALID_CONTEXT:
                 use_context(self._device)
-                status = launch(*head, stream_of(stream), arguments, None)
+                status = launch(*ready, None)
             if status:
                 driver_checked(status, f"launch of {self.name}")
 

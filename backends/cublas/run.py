@@ -33,14 +33,12 @@ class Steps:
         self._steps, self._keep, self._device = tuple(steps), (ops, keep), ops.device.index or 0
 
     def __call__(self) -> None:
-        if torch._C._cuda_getDevice() == self._device:
-            self._enqueue()
-        else:
-            with torch.cuda.device(self._device):
-                self._enqueue()
-
-    def _enqueue(self) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        device = self._device
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                self()
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
         for step in self._steps:
             step(stream)
 
