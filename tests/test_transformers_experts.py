@@ -81,6 +81,22 @@ def test_generate_gives_the_tokens_of_eager(name: str) -> None:
     assert torch.equal(*produced)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_models_on_a_gpu_agree_with_eager(name: str) -> None:
+    model, ids = build(name, torch.float64).cuda(), torch.randint(3, 61, (2, 7), device="cuda")
+    logits, grads = run(model, "multigemm", ids)
+    want, want_grads = run(model, "eager", ids)
+    assert close(logits, want, want.dtype)
+    assert want_grads.keys() <= grads.keys()
+    assert all(close(grads[n], want_grads[n], want.dtype) for n in want_grads)
+    produced = []
+    for implementation in ("multigemm", "eager"):
+        model.eval().set_experts_implementation(implementation)
+        produced.append(model.generate(ids, max_new_tokens=6, do_sample=False))
+    assert torch.equal(*produced)
+
+
 def test_a_whole_model_compiles_into_one_graph() -> None:
     model, ids = build("mixtral").eval(), torch.randint(3, 61, (2, 7))
     model.set_experts_implementation("multigemm")
