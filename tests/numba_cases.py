@@ -113,7 +113,7 @@ def cases(
                 yield title, mg.GroupedGemmProblem(a, b, **grouping, **extra)
 
 
-def guarded(problem_of: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """(storage, view): an output between two guard bands, all poisoned with the same bits."""
     size = 1
     for extent in shape:

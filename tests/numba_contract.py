@@ -31,7 +31,7 @@ def both(device: str, dtype: str, form: str, scale: int, config: Any) -> Iterato
     make = Maker(7, DTYPES[dtype], device, "row")
     a, b, grouping = operands(form, make, scale)
     shape = mg.GroupedGemmProblem(a, b, **grouping).out_shape
-    storage, view = guarded(None, shape, make.dtype, device)
+    storage, view = guarded(shape, make.dtype, device)
     before = storage.clone()
     problem = mg.GroupedGemmProblem(a, b, **grouping, out=view)
     mg.solve(problem, backend="numba", config=config)
@@ -54,7 +54,7 @@ def lies(device: str, dtype: str, scale: int, config: Any) -> Iterator[Check]:
     for values in ([9, 4, 30, -5], [-7, 100, 2, 2], [2**30, -(2**30), 5, 1]):
         ends = torch.tensor(values, dtype=torch.int32, device=device)
         a, b = make.matrix(12 * scale, 8 * scale), make.matrix(4, 8 * scale, 16 * scale)
-        storage, view = guarded(None, (12 * scale, 16 * scale), make.dtype, device)
+        storage, view = guarded((12 * scale, 16 * scale), make.dtype, device)
         before = storage.clone()
         honest = torch.tensor([3, 5, 9, 12], dtype=torch.int32, device=device) * scale
         problem = mg.GroupedGemmProblem(a, b, ends=honest, out=view)

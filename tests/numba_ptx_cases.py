@@ -98,25 +98,6 @@ def ldmatrix_case(transposed: bool) -> Case:
     return Case(kernel, [source, out], expected.astype(np.int32), "ldmatrix.sync.aligned.m8n8.x4")
 
 
-def stmatrix_case(transposed: bool) -> Case:
-    store = ptx.make_stmatrix(4, transposed)
-
-    def kernel(source: Any, out: Any) -> None:
-        tile = cuda.shared.array(256, np.uint16)
-        lane = cuda.threadIdx.x
-        words = int32(source[lane]), int32(source[32 + lane]), int32(source[64 + lane]), int32(source[96 + lane])
-        store(shared_address(tile) + lane * 16, words)
-        cuda.syncwarp()
-        for i in range(lane, 256, 32):
-            out[i] = tile[i]
-
-    wanted = np.arange(256, dtype=np.uint16)
-    source = np.concatenate([matrix_words(m, transposed) for m in wanted.reshape(4, 8, 8)]).astype(np.int32)
-    return Case(
-        kernel, [source, np.zeros(256, np.uint16)], wanted, "stmatrix.sync.aligned.m8n8.x4", hopper=True
-    )  # fmt: skip
-
-
 def cp_async_case() -> Case:
     wait = ptx.make_cp_async_wait(0)
 
@@ -246,32 +227,6 @@ def tma_load_case() -> Case:
     )  # fmt: skip
 
 
-def tma_store_case() -> Case:
-    store, wait = hw.make_tma_store(3), hw.make_bulk_wait(0, False)
-
-    def kernel(address: Any, source: Any, out: Any) -> None:
-        dynamic = cuda.shared.array(0, np.uint8)
-        start = shared_address(dynamic)
-        base = (start + 1023) & ~1023
-        lane = cuda.threadIdx.x
-        for i in range(lane, 8192, 32):
-            dynamic[base - start + i] = source[i]
-        hw.fence_async()
-        cuda.syncwarp()
-        if lane == 0:
-            hw.fence_tensormap(address[0])
-            store(base, address[0], (int32(0), int32(0), int32(0)))
-            hw.bulk_commit()
-            wait()
-
-    box = bits(integers((64, 64), -100, 100), "bf16")
-    described = {"name": "bf16", "size": 2, "extents": (64, 40, 1), "strides": (64, 2560), "box": (64, 64)}
-    return Case(
-        kernel, [np.zeros(0, np.uint16), swizzle(box), np.zeros(40 * 64, np.uint16)], box[:40].reshape(-1),
-        "cp.async.bulk.tensor.3d.global", hopper=True, tensor_map=described,
-    )  # fmt: skip
-
-
 def barrier_case() -> Case:
     less, more = hw.make_setmaxnreg(24, False), hw.make_setmaxnreg(104, True)
 
@@ -302,10 +257,9 @@ def cases() -> dict[str, Case]:
     found = {f"mma {kind}": mma_case(kind) for kind in ("f16", "bf16", "tf32")}
     for turned in (False, True):
         found[f"ldmatrix trans={turned}"] = ldmatrix_case(turned)
-        found[f"stmatrix trans={turned}"] = stmatrix_case(turned)
     found |= {"cp.async": cp_async_case(), "elect": elect_case(), "barriers, setmaxnreg": barrier_case()}
     found |= {f"pack {kind}": pack_case(kind) for kind in HALF}
-    found |= {"TMA load": tma_load_case(), "TMA store": tma_store_case()}
+    found["TMA load"] = tma_load_case()
     found |= {f"wgmma bf16 n={n}": wgmma_case("bf16", n) for n in (8, 64, 96, 256)}
     found |= {"wgmma tf32": wgmma_case("tf32", 32), "wgmma f16 a turned": wgmma_case("f16", 64, True, False)}
     found |= {"wgmma bf16 both turned": wgmma_case("bf16", 192, True, True)}

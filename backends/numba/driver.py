@@ -20,7 +20,6 @@ from multigemm.backends.numba.build import Image
 from multigemm.errors import LibraryError
 
 MAX_DYNAMIC_SHARED = 8
-SHARED_PER_BLOCK_DEFAULT = 48 * 1024
 BUFFER_POINTER, BUFFER_SIZE, BUFFER_END = 1, 2, 0
 CLUSTER_DIMENSION, PROGRAMMATIC_LAUNCH = 4, 6
 

@@ -40,27 +40,14 @@ def make_ldmatrix(count, transposed=False):
 
 
 @cache
-def make_stmatrix(count, transposed=False):
-    """stmatrix(row address of this lane, `count` words); sm_90."""
-    option = ".trans" if transposed else ""
-    text = f"stmatrix.sync.aligned.m8n8.x{count}{option}.shared.b16 [$0], {{{registers(1, count)}}};"
-    return instruction(text, None, I32, words(count))
-
-
-@cache
 def make_pack(kind):
     """pack(low, high) -> a word of two 16-bit floats, each rounded once."""
     return instruction(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", I32, F32, F32, effects=False)
 
 
-to_tf32 = instruction("cvt.rna.tf32.f32 $0, $1;", I32, I32, effects=False)
-"""The bits of a float32, rounded to tf32."""
-
 cp_async_16 = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", None, I32, I64, I32)
 """(shared, global, bytes to read): 16 bytes, of which those beyond the count become zero."""
 
-cp_async_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4, $2;", None, I32, I64, I32)
-cp_async_8 = instruction("cp.async.ca.shared.global [$0], [$1], 8, $2;", None, I32, I64, I32)
 cp_async_commit = instruction("cp.async.commit_group;")
 
 

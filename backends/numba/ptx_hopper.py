@@ -18,10 +18,6 @@ mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", None, I32
 mbarrier_arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", None, I32)
 mbarrier_expect_tx = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, I32, I32)
 """(barrier, bytes): arrives, and lets the phase end only once that many bytes have come."""
-mbarrier_try = instruction(
-    "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }", I32, I32, I32
-)
-"""(barrier, parity) -> 1 when that phase has ended; may wait for a while first."""
 mbarrier_wait = instruction(
     "{ .reg .pred p; wait_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra wait_${:uid}; }",
     None, I32, I32,
@@ -43,7 +39,6 @@ fence_async = instruction("fence.proxy.async.shared::cta;")
 """Between ordinary stores to shared memory and the tensor cores or TMA reading it."""
 fence_tensormap = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", None, I64)
 """Before the first use of a tensor map that lies in global memory."""
-prefetch_tensormap = instruction("prefetch.tensormap [$0];", None, I64)
 grid_dependency_wait = instruction("griddepcontrol.wait;")
 grid_dependents_launch = instruction("griddepcontrol.launch_dependents;")
 elect = instruction("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 $0, 1, 0, p; }", I32)
@@ -77,24 +72,6 @@ def make_tma_multicast(rank):
         f"[$0], [$1, {{{registers(3, rank)}}}], [$2], ${3 + rank};"
     )
     return instruction(text, None, I32, I64, I32, words(rank), types.int16)
-
-
-@cache
-def make_tma_store(rank):
-    """store(shared, map, coordinates[rank]): one box; needs `fence_async` and a barrier before it."""
-    text = f"cp.async.bulk.tensor.{rank}d.global.shared::cta.bulk_group [$1, {{{registers(2, rank)}}}], [$0];"
-    return instruction(text, None, I32, I64, words(rank))
-
-
-bulk_store = instruction("cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", None, I64, I32, I32)
-"""(global, shared, bytes): a run of bytes; addresses and size are multiples of 16."""
-bulk_commit = instruction("cp.async.bulk.commit_group;")
-
-
-@cache
-def make_bulk_wait(pending, read=True):
-    """Waits until at most `pending` groups are under way, or (`read`) still read shared memory."""
-    return instruction(f"cp.async.bulk.wait_group{'.read' if read else ''} {pending};")
 
 
 WGMMA = {"f16": ("f16", 16), "bf16": ("bf16", 16), "tf32": ("tf32", 8)}
