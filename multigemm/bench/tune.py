@@ -29,6 +29,7 @@ from multigemm.bench.results import HOST_SIZES
 from multigemm.bench.supervise import Marker
 from multigemm.bench.tried import Choice, ClassResult, State, Tried, winners
 from multigemm.bench.workloads import Workload
+from multigemm.bound import Plan
 from multigemm.problem import GroupedGemmProblem
 from multigemm.staging import equal_sizes, staged_spec
 from multigemm.timing import Call, Timing, describe, measure
@@ -139,17 +140,10 @@ class Tuner:
                 result.failures.setdefault(name, {})[tried.text] = why
                 continue
             self.marker.say("checking", case=tensors.workload.key, backend=name, config=tried.text)
-            try:
-                plan = dispatch.plan(posed[where].problem, name, config)
-                poison(tensors)
-                plan()
-                self._synchronize()
-                wrong = truth.verdict(tensors.out)
-            except Exception as error:  # a config's failure is part of the record
-                wrong = describe(error)
-            if wrong:
-                result.failures.setdefault(name, {})[tried.text] = wrong
-                self.say(f"  {name}: {config} failed: {wrong}")
+            plan = self._verified(posed[where].problem, name, config, tensors, truth)
+            if isinstance(plan, str):
+                result.failures.setdefault(name, {})[tried.text] = plan
+                self.say(f"  {name}: {config} failed: {plan}")
                 self._synchronize()  # raises if the device is lost, which ends this process
                 continue
             calls[choice] = plan
@@ -158,6 +152,19 @@ class Tuner:
         if late:
             self.say(f"  {late} configs not tried within the time budget")
         return calls, capturable
+
+    def _verified(
+        self, whole: GroupedGemmProblem, name: str, config: Any, tensors: Tensors, truth: Reference
+    ) -> Plan | str:
+        """A plan whose result is right, or what is wrong with it: a config's failure is part of the record."""
+        try:
+            plan = dispatch.plan(whole, name, config)
+            poison(tensors)
+            plan()
+            self._synchronize()
+            return truth.verdict(tensors.out) or plan
+        except Exception as error:
+            return describe(error)
 
     def _tries(self, posed: Mapping[str, Posed]) -> list[tuple[str, str, int, Any]]:
         """Every config to try: the first of each backend, then the second of each, so that time may run out."""
