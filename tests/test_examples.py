@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -45,3 +46,14 @@ def test_example(script: str) -> None:
     for words in SHOWS[script]:
         assert words in done.stdout, done.stdout[-2000:]
     assert time.perf_counter() - start < LIMIT
+
+
+def test_the_readme_does_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for elsewhere, here in (('device="cuda"', 'device="cpu"'), ('backend="triton"', 'backend="cpu"')):
+        assert elsewhere in code
+        code = code.replace(elsewhere, here)
+    exec(code.replace('backend="cupy"', 'backend="cpu"'), {})
+    shown = capsys.readouterr().out
+    assert "chosen: cpu" in shown
+    assert "elements are right" in shown
