@@ -24,6 +24,8 @@ guards_of: Any = torch._C._dynamo.guards.TensorGuards
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _functions: Callable[[], int] = torch._C._len_torch_function_stack
 _seen = op_call.launches.fronts
+USUAL = frozenset(((True, True, True), (True, True, False), (True, False, True), (False, True, True)))
+"""Which of offsets, sizes and ends are None where at most one of them is given."""
 
 
 def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
@@ -34,42 +36,38 @@ def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
         a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
         valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, **options: Any,
     ) -> Any:  # fmt: skip
-        if sizes is None:
-            cut, kind = (ends, 0) if offsets is None else (offsets, 1 if ends is None else None)
-        else:
-            cut, kind = sizes, 2 if offsets is ends is None else None
-        usual = kind is not None and valid_rows is c is None and type(cut) in PLAIN
-        if not usual or not PLAIN.issuperset((type(a), type(b), type(bias))) or _functions() or _profiled():
-            return dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
-        try:
-            key = (
-                a.data_ptr(), a.shape, b.data_ptr(), cut is None or cut.data_ptr(), kind,
-                bias is None or bias.data_ptr(), tuple(options.items()) if options else None,
-            )  # fmt: skip
-            seen = _seen.get(key)
-        except (RuntimeError, TypeError, AttributeError):  # no memory under a transform, or no operand at all
-            return dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
-        if seen is not None:
-            same, graded, generation, made, index, shape, strides, dtype = seen
-            given = (a, b) if cut is None else (a, b, cut)
-            if (
-                (same(*given) if bias is None else same(*given, bias))
-                and generation == tuning.generation
-                and forward_ad._current_level < 0
-                and not (graded and grad_enabled())
-            ):
-                if made is None and sizes is not None:
-                    return call(a, b, ends=op_call.ends_of(sizes), bias=bias, **options)
-                if index == current_device():
-                    out = op_call.empty_cuda(shape, strides, dtype)
-                    launch = made.get(out.data_ptr())
-                    if launch is not None and not op_call.capturing_now():
-                        launch()
-                        return out
-                    del out  # so that the dispatcher's call gets the same memory
-                return dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
+        cuts = (offsets is None, sizes is None, ends is None)
+        cut = ends if offsets is sizes is None else sizes if offsets is None else offsets
+        plain = (
+            PLAIN.issuperset((type(a), type(b), type(cut), type(bias))) and valid_rows is c is None and cuts in USUAL
+        )
+        key: Any = None
+        if plain and not (_functions() or _profiled() or (grad_enabled() and any_requires_grad(a, b, bias))):
+            try:
+                key = (
+                    a.data_ptr(), a.shape, b.data_ptr(), cut is None or cut.data_ptr(), cuts,
+                    bias is None or bias.data_ptr(), tuple(options.items()) if options else None,
+                )  # fmt: skip
+                seen = _seen.get(key)
+            except (RuntimeError, TypeError, AttributeError):  # no memory under a transform, or no operand at all
+                key = seen = None
+            if seen is not None:
+                same, generation, made, index, shape, strides, dtype = seen
+                given = (a, b) if cut is None else (a, b, cut)
+                again = same(*given) if bias is None else same(*given, bias)
+                if again and generation == tuning.generation and forward_ad._current_level < 0:
+                    if made is None and cut is not None:
+                        return call(a, b, ends=op_call.ends_of(cut), bias=bias, **options)
+                    if index == current_device():
+                        out = op_call.empty_cuda(shape, strides, dtype)
+                        launch = made.get(out.data_ptr())
+                        if launch is not None and not op_call.capturing_now():
+                            launch()
+                            return out
+                        del out  # so that the dispatcher's call gets the same memory
+                    key = None
         result = dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
-        if a.device.type in op_call.KEEPING:
+        if key is not None and a.device.type in op_call.KEEPING:
             spelled = {x: options[x] for x, default in defaults.items() if options.get(x, default) != default}
             _note(key, (a, b, offsets, sizes, ends, None, None, bias), (a, b, cut, bias), spelled)
         return result
@@ -85,7 +83,7 @@ def _note(key: Any, tensors: tuple[Any, ...], given: tuple[Tensor | None, ...], 
     if len(_seen) >= KEPT:
         _seen.clear()
     same = guards_of(*operands, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    _seen[key] = (same, any_requires_grad(*operands), tuning.generation, *way)
+    _seen[key] = (same, tuning.generation, *way)
 
 
 def _way(tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
