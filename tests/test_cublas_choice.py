@@ -49,6 +49,10 @@ def test_the_choice_follows_the_sizes() -> None:
     assert choose.choose(_spec(groups=256), _sized(*range(1, 257), n=512, k=1024), CUDA, torch.bfloat16) == Config(
         "grouped_mm"
     )
+    zipf = [int(16384 / (6.12 * rank)) for rank in range(1, 257)]
+    assert choose.choose(_spec(groups=256), _sized(*zipf, n=512, k=1024), CUDA, torch.bfloat16) == Config("grouped")
+    large = _sized(6000, 3000, 2000, 1500, 1200, 1000, 900, 784, n=14336, k=4096)
+    assert choose.choose(_spec(groups=8), large, CUDA, torch.bfloat16) == Config("streams", 4)
     assert choose.choose(spec, _sized(200, 100, 50, 20, n=14336), CUDA, torch.bfloat16) == Config("streams", 4)
     assert choose.choose(_spec(dtype=torch.int8), _sized(5, 5), CUDA, torch.bfloat16) == Config("loop")
 
