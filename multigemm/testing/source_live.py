@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from multigemm.testing.case import Case
+from multigemm.testing.source_sites import COPIES
 
 FAR = 50
 """Lines from which on one that is not in the line table counts as unrelated to those that are."""
@@ -55,7 +56,10 @@ def traits(backend: str, case: Case, spec: Any, config: Any) -> frozenset[tuple[
     sides = f"{case.form} {spec.a.order} {spec.b.order}"
     plain = f"{case.form} {bool(case.c_dtype or case.bias or case.activation)}"
     rest = f"{case.form} zeroed {spec.zero_unowned}"
-    fields = sorted({*(f"{name}={value}" for name, value in key.items()), f"config={config}", sides, plain, rest})
+    beside = f"kernels {sorted(triton_sources(spec, config))}" if backend == "triton" else ""
+    fields = sorted(
+        {*(f"{name}={value}" for name, value in key.items()), f"config={config}", sides, plain, rest, beside}
+    )
     return frozenset((x, y) for i, x in enumerate(fields) for y in fields[i:])
 
 
@@ -119,55 +123,71 @@ def machine_code(cubin: bytes) -> bytes:
     return b"".join(kept)
 
 
-def lines_held(backend: str, spec: Any, config: Any) -> dict[str, list[int]]:
-    """The source lines of all kernels that a spec and a config need on Hopper, by file; nothing where the compiler
-    gives no line table."""
-    if backend == "numba":
-        return {}
-    texts = _cuda_ptx(spec, config) if backend == "cupy" else _triton_ptx(spec, config)
+def look(backend: str, spec: Any, config: Any) -> tuple[dict[str, list[int]], list[str]]:
+    """The source lines, by file, of all kernels that a spec and a config need on Hopper, and digests of their machine
+    code; compiled without a GPU. No lines where the compiler gives no line table."""
+    texts, codes = {"cupy": _cuda_code, "numba": _numba_code, "triton": _triton_code}[backend](spec, config)
     found: dict[str, set[int]] = {}
     for text in texts:
         for name, lines in lines_of(text).items():
             found.setdefault(name, set()).update(lines)
-    return {name: sorted(lines) for name, lines in found.items()}
+    return {name: sorted(lines) for name, lines in found.items()}, sorted({digest(code) for code in codes})
 
 
-def _cuda_ptx(spec: Any, config: Any) -> list[str]:
+def digest(code: bytes) -> str:
+    return hashlib.sha256(code).hexdigest()[:16]
+
+
+def _cuda_code(spec: Any, config: Any) -> tuple[list[str], list[bytes]]:
     launch, configs, packing, build = (
         import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "config", "packing", "build")
     )
-    packs = config.kernel == "packed"
-    room = launch.ROOMS["hopper" if packs else config.kernel]
-    heights = room.heights(config) if config.kernel == "wave" else (config,)
-    sources = [room.source(configs.packed_spec(spec) if packs else spec, each) for each in heights]
-    return [_nvrtc_ptx(build, each) for each in (*sources, *([packing.SOURCE] if packs else []))]
+    behind_a_copy = config.kernel == "packed"
+    room, packed = launch.ROOMS["hopper" if behind_a_copy else config.kernel], configs.packed_spec(spec)
+    if config.kernel == "wave":
+        sources = [room.source(spec, each, slots) for each in room.heights(config) for slots in room.SLOTS]
+    else:
+        sources = [room.source(packed if behind_a_copy else spec, config)]
+    if config.kernel in COPIES or (config.kernel == "wave" and packed != spec):
+        sources.append(packing.SOURCE)
+    made = [_nvrtc(build, each) for each in sources]
+    return [ptx for ptx, _ in made], [machine_code(cubin) for _, cubin in made]
 
 
-def _nvrtc_ptx(build: Any, source: Any) -> str:
-    """The PTX of a CUDA source with a line table."""
+def _nvrtc(build: Any, source: Any) -> tuple[str, bytes]:
+    """The PTX of a CUDA source with a line table, and its cubin."""
     from cupy.cuda import nvrtc
 
     text, included = (build.SOURCES / source.file).read_text(), build.headers()
     names = [[part.encode() for part in column] for column in zip(*included, strict=True)]
     program = nvrtc.createProgram(text, source.file, names[1], names[0])
     try:
-        nvrtc.compileProgram(program, [*source.options("compute_90a"), "-lineinfo"])
-        ptx = nvrtc.getPTX(program)
+        nvrtc.compileProgram(program, [*source.options(build.architecture((9, 0))), "-lineinfo"])
+        ptx, cubin = nvrtc.getPTX(program), nvrtc.getCUBIN(program)
     finally:
         nvrtc.destroyProgram(program)
-    return ptx.decode() if isinstance(ptx, bytes) else str(ptx)
+    return ptx.decode() if isinstance(ptx, bytes) else str(ptx), cubin + b"\0"
 
 
-def _triton_ptx(spec: Any, config: Any) -> list[str]:
-    folder = "multigemm.backends.triton"
+def _numba_code(spec: Any, config: Any) -> tuple[list[str], list[bytes]]:
+    build, configs = (import_module(f"multigemm.backends.numba.{name}") for name in ("build", "config"))
+    signature, target = configs.effective(config, configs.signature_of(spec)), (9, 0)
+    made = build.assemble(build.to_ltoir(config, signature, target), target)
+    return [], [machine_code(made.cubin)]
+
+
+def _triton_code(spec: Any, config: Any) -> tuple[list[str], list[bytes]]:
+    compiler = import_module("multigemm.backends.triton.compile")
+    texts = [compiler.build(source, 90).asm["ptx"] for source in triton_sources(spec, config).values()]
+    return texts, [_bare(text) for text in texts]
+
+
+def triton_sources(spec: Any, config: Any) -> dict[str, Any]:
+    """All kernels of a plan, by name."""
     room, name = (
         ("hopper_launch", "hopper_sources_of") if config.kernel == "hopper" else ("launch", "pointer_sources_of")
     )
-    compiler = import_module(f"{folder}.compile")
-    return [
-        compiler.build(source, 90).asm["ptx"]
-        for source in getattr(import_module(f"{folder}.{room}"), name)(spec, config).values()
-    ]
+    return dict(getattr(import_module(f"multigemm.backends.triton.{room}"), name)(spec, config))
 
 
 @contextmanager
@@ -175,7 +195,7 @@ def listening(backend: str) -> Iterator[list[str]]:
     """Hears what a backend compiles: digests of the machine code."""
     heard: list[str] = []
     module, name, wrapped = {"cupy": _cupy, "numba": _numba, "triton": _triton}[backend](
-        lambda code: heard.append(hashlib.sha256(code).hexdigest()[:16])
+        lambda code: heard.append(digest(code))
     )
     before = getattr(module, name)
     setattr(module, name, wrapped)

@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,8 @@ from typing import Any
 
 from multigemm.testing.source_equivalents import excuse
 from multigemm.testing.source_fates import Fate
-from multigemm.testing.source_hunt import Hunt, Run, hunt_emulated, hunt_on_gpu
-from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, lines_held, listening, spread, traits
+from multigemm.testing.source_hunt import Hunt, hunt_emulated, hunt_on_gpu
+from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, look, spread, traits
 from multigemm.testing.source_sites import Site, plant
 from multigemm.testing.source_trace import offered, trace
 
@@ -197,10 +196,10 @@ def _survey(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None
     if hunt.emulated:
         pipe.send(trace(hunt.backend, variants, torch.device(hunt.device)))
     else:
-        pipe.send([with_lines(hunt, variant) for variant in variants])
+        pipe.send([looked_at(hunt, variant) for variant in variants])
 
 
-def with_lines(hunt: Hunt, variant: Variant) -> Variant:
+def looked_at(hunt: Hunt, variant: Variant) -> Variant:
     """A variant with the lines that it holds, and what its machine code is."""
     import torch
 
@@ -211,7 +210,5 @@ def with_lines(hunt: Hunt, variant: Variant) -> Variant:
     spec = spec_of(Case.from_dict(variant.case))
     shipped = Subject(hunt.backend).shipped(spec, torch.device(hunt.device))
     config = next(config for config in shipped if str(config) == variant.config)
-    held = lines_held(hunt.backend, spec, config)
-    with listening(hunt.backend) as heard:
-        Run(hunt, variant, torch.device(hunt.device), Counter()).compiles()
-    return replace(variant, lines=held, codes=sorted(heard))
+    lines, codes = look(hunt.backend, spec, config)
+    return replace(variant, lines=lines, codes=codes)
