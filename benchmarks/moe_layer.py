@@ -33,8 +33,6 @@ LAYERS = {  # experts, top k, hidden, intermediate
     "mixtral": (8, 2, 4096, 14336),
     "qwen3-30b": (128, 8, 2048, 768),
 }
-TRAINED = {"mixtral": 4096, "qwen3-30b": 8192}
-"""With how many tokens a layer is also timed with its backward pass."""
 COPIED = 1 << 30
 """Bytes that are copied to see how fast memory can be read."""
 NAMES = ("multigemm", "grouped_mm", "eager")
@@ -125,22 +123,28 @@ def row(title: str, tokens: int, what: str, ms: dict[str, float]) -> str:
     )
 
 
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", type=int, default=1, help="divides hidden, intermediate and token counts")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--tokens", default="1,16,64,256,1024,4096,16384", help="of the forward passes")
+    parser.add_argument("--tokens", type=numbers, default="1,16,64,256,1024,4096,16384", help="of the forward passes")
+    parser.add_argument(
+        "--trained", type=numbers, default="64,1024,8192", help="token counts of the passes with backward"
+    )
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     args = parser.parse_args()
     table = []
     print("| layer | tokens | | " + " | ".join((*NAMES, *FLOORS)) + " | at most |\n|" + "---|" * 9)
     for title, shape in LAYERS.items():
-        most = [int(n) for n in args.tokens.split(",")]
-        layer, *inputs = build(shape, max(*most, TRAINED[title]), args.scale, args.device)
+        layer, *inputs = build(shape, max(args.tokens + args.trained), args.scale, args.device)
         grad = torch.randn_like(inputs[0])
         rate = bytes_per_ms(layer, args.rounds, args.device)
-        for tokens, backward in [*((n, False) for n in most), (TRAINED[title], True)]:
+        for tokens, backward in [*((n, False) for n in args.tokens), *((n, True) for n in args.trained)]:
             x, index, weights = (part[: max(1, tokens // args.scale)] for part in inputs)
             if backward:
                 work: Any = partial(step, layer, x=x, index=index, weights=weights, grad=grad[: len(x)])
