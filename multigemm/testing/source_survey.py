@@ -35,7 +35,7 @@ def surveyed(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Varian
     texts = {kernel: _texts(hunt.backend, root, kernel) for kernel in {variant.kernel for variant in offered}}
     compilers = [(name, version) for name, version in versions().items() if name in COMPILERS]
     if hunt.backend == "cupy":
-        compilers.append(("nvrtc", str(import_module("cupy.cuda.nvrtc").getVersion())))
+        compilers.append(("nvrtc", str(import_module("cupy.cuda").nvrtc.getVersion())))
     keys = [fingerprint(hunt.emulated, compilers, *texts[v.kernel], json.dumps(v.to_dict())) for v in offered]
     known = {key: Variant(**json.loads(text)) for key in keys if (text := store.get(key, ".json")) is not None}
     size = PART if hunt.emulated else 1
