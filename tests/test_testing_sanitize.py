@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multigemm.testing import control, sanitize
+from multigemm.testing import control, reads, sanitize
 from multigemm.testing.case import Case
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +19,7 @@ with open({log!r}, "a") as log:
 if "multigemm.testing.control" in sys.argv:
     sys.exit({control})
 print("triton: 20 problems ran under 9 configs, 0 wrong")
-if "racecheck" in sys.argv:
+if {tool!r} in sys.argv:
     print({said!r})
     sys.exit(9 if {said!r} else 0)
 """
@@ -45,9 +45,12 @@ def race(kernel: str = "hopper_kernel", shown: int = 1, read: str = "words = tic
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     log = tmp_path / "calls"
 
-    def run(*arguments: str, control: bool = True, said: str = "", code: int = 0) -> list[str]:
+    def run(
+        *arguments: str, control: bool = True, said: str = "", code: int = 0, reporting: str = "racecheck"
+    ) -> list[str]:
         tool = tmp_path / "compute-sanitizer"
-        tool.write_text(TOOL.format(python=sys.executable, log=str(log), control=9 if control else 0, said=said))
+        answers = {"control": 9 if control else 0, "said": said, "tool": reporting}
+        tool.write_text(TOOL.format(python=sys.executable, log=str(log), **answers))
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
         log.unlink(missing_ok=True)
@@ -66,9 +69,13 @@ def test_a_known_hand_over_is_set_aside_while_the_tool_reports_the_control(
 ) -> None:
     kept = tmp_path / "verdicts.json"
     call, control_call = checked(*RACECHECK, "--json", str(kept), said=race(kernel))
-    assert "exclude" not in call and control_call.endswith("-m multigemm.testing.control")
+    assert "exclude" not in call and control_call.endswith("-m multigemm.testing.control hand_over")
     told = capsys.readouterr().out
-    assert "whose order is certain: FINDINGS" in told and "1 reports set aside" in told and "`taken`" in told
+    assert (
+        "hand_over, which is right by construction: FINDINGS" in told
+        and "1 reports set aside" in told
+        and "`taken`" in told
+    )
     (verdict,) = json.loads(kept.read_text())["runs"]
     assert verdict["clean"] and verdict["state"] == "FINDINGS" and len(verdict["set_aside"]) == 3
 
@@ -94,6 +101,44 @@ def test_the_kernels_that_are_reported_are_named(checked: Any, capsys: Any) -> N
     )
     checked(*RACECHECK, said=2 * read, code=1)
     assert "2 reports in void cutlass::f<1>()" in capsys.readouterr().out
+
+
+INITCHECK = ("--backend", "cublas", "--tools", "initcheck")
+
+
+def reading(lanes: int = 32, kernel: str = reads.KERNELS["cublas"] + "x>>", size: int = 4, more: int = 0) -> str:
+    """initcheck's words for a warp that reads a tensor map."""
+    text = "".join(
+        f"========= Uninitialized __global__ memory read of size {size} bytes\n=========     at {kernel}(T1)+0x70f0\n"
+        f"=========     by thread ({64 + lane},0,0) in block (0,0,0)\n"
+        for lane in range(lanes)
+    )
+    return f"{text}========= ERROR SUMMARY: {lanes + more} errors\n"
+
+
+def test_reads_of_a_librarys_own_are_set_aside_while_the_bare_call_shows_them(checked: Any, capsys: Any) -> None:
+    call, control_call = checked(*INITCHECK, said=reading(), reporting="initcheck")
+    assert "--fill" in call and control_call.endswith("-m multigemm.testing.control grouped_mm")
+    told = capsys.readouterr().out
+    assert "32 reports set aside" in told and "grouped_mm, which is right by construction: FINDINGS" in told
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"control": False, "said": reading()},
+        {"said": reading(lanes=31)},
+        {"said": reading(size=16)},
+        {"said": reading(kernel="void write_zeros")},
+        {"said": reading(more=1)},
+    ],
+)
+def test_any_other_read_is_a_finding(checked: Any, change: dict[str, Any]) -> None:
+    checked(*INITCHECK, code=1, reporting="initcheck", **change)
+
+
+def test_a_kernel_of_ours_may_read_nothing_unwritten(checked: Any) -> None:
+    checked("--backend", "cupy", "--tools", "initcheck", said=reading(), reporting="initcheck", code=1)
 
 
 def test_without_a_report_there_is_nothing_to_set_aside(checked: Any) -> None:

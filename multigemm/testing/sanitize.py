@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from multigemm.testing.case import Case
 from multigemm.testing.races import order_of, reports
+from multigemm.testing.reads import REASON, foreign
 from multigemm.testing.versions import versions
 
 BACKENDS = ("cublas", "triton", "cupy", "numba")
@@ -121,32 +122,48 @@ def run(words: list[str], seconds: float) -> tuple[str, str]:
     return state, done.stdout + done.stderr
 
 
-def set_aside(backend: str, text: str, seconds: float) -> tuple[list[str], bool]:
-    """What is to be said of racecheck's reports, and whether all of them are reports of an order that the tool does
-    not follow: a listed hand-over each (multigemm.testing.races), while the tool reports the control kernel too."""
+def set_aside(backend: str, tool: str, text: str, seconds: float) -> tuple[list[str], bool]:
+    """What is to be said of a tool's reports, and whether all of them are of what the tool does not follow: listed one
+    by one, while it reports the control program too, which is right by construction, and while all values are right."""
+    ways = {"racecheck": ordered, "initcheck": foreign_reads}
+    said, control = ways[tool](backend, text) if tool in ways else ([], "")
+    if not control or ", 0 wrong" not in text:
+        return said, False
+    state, _ = run(command(tool, ["multigemm.testing.control", control]), seconds)
+    return [
+        f"{tool} of the control program {control}, which is right by construction: {state}",
+        *said,
+    ], state == "FINDINGS"
+
+
+def ordered(backend: str, text: str) -> tuple[list[str], str]:
+    """racecheck's reports of orders that it does not follow: a listed hand-over each (multigemm.testing.races)."""
     found, whole = reports(text)
     orders = [order_of(backend, report) for report in found]
     strange = [f"{report}: NOT a known hand-over" for report, order in zip(found, orders, strict=True) if not order]
-    if not found or not whole or strange or ", 0 wrong" not in text:
-        return strange, False
-    control, _ = run(command("racecheck", ["multigemm.testing.control"]), seconds)
-    said = [f"racecheck of the control kernel, whose order is certain: {control}"]
+    if not found or not whole or strange:
+        return strange, ""
+    said = list[str]()
     for known in dict.fromkeys(order for order in orders if order):
         mine = [str(report) for report, order in zip(found, orders, strict=True) if order is known]
         said += [f"{len(mine)} reports set aside, for these accesses are ordered: {known.reason}", *dict.fromkeys(mine)]
-    return said, control == "FINDINGS"
+    return said, "hand_over"
+
+
+def foreign_reads(backend: str, text: str) -> tuple[list[str], str]:
+    """initcheck's reports of a library's own kernel (multigemm.testing.reads)."""
+    found = foreign(backend, text)
+    return ([f"{len(found)} reports set aside: {REASON}"], "grouped_mm") if found else ([], "")
 
 
 def examine(backend: str, tool: str, args: argparse.Namespace) -> dict[str, Any]:
     """Runs one tool over one backend's problems, prints what it says, and returns that."""
     begin = time.monotonic()
     state, text = run(command(tool, problems_of(backend, tool, args), args.exclude), args.seconds)
-    said, ordered = (
-        set_aside(backend, text, args.seconds) if (tool, state) == ("racecheck", "FINDINGS") else ([], False)
-    )
-    content = state == "clean" or ordered
+    said, excused = set_aside(backend, tool, text, args.seconds) if state == "FINDINGS" else ([], False)
+    content = state == "clean" or excused
     rest = f" without {args.exclude}" if args.exclude else ""
-    verdict = f"{state}{', all of them set aside' if ordered else ''}"
+    verdict = f"{state}{', all of them set aside' if excused else ''}"
     lines = [line for line in text.splitlines() if "SUMMARY" in line or "problems ran" in line]
     kernels = Counter(re.findall(r"^=========\s+at (.+?)\+0x", text, re.MULTILINE))
     said += [f"{count} reports in {name[:160]}" for name, count in kernels.most_common()]
@@ -155,7 +172,7 @@ def examine(backend: str, tool: str, args: argparse.Namespace) -> dict[str, Any]
     print(f"{backend}: {tool}{rest}: {verdict} ({spent:.0f} s)\n{shown}", flush=True)
     return {
         "backend": backend, "tool": tool, "left_out": args.exclude, "state": state, "clean": content,
-        "set_aside": said if ordered else [], "kernels": dict(kernels), "seconds": round(spent, 1), "said": lines[-2:],
+        "set_aside": said if excused else [], "kernels": dict(kernels), "seconds": round(spent, 1), "said": lines[-2:],
     }  # fmt: skip
 
 
