@@ -15,6 +15,9 @@ import torch
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
 from multigemm.backends.triton.emulate import space_of
+from multigemm.backends.triton.launch import chunk_of
+from multigemm.backends.triton.pointer_sources import LISTED, WHOLE
+from multigemm.backends.triton.pointer_tiles import tile_table
 from multigemm.integrations import sort_op
 from multigemm.schedule import TileWalk, heights
 from multigemm.settings import settings
@@ -245,6 +248,21 @@ def test_as_many_groups_as_are_counted_at_once() -> None:
     offsets = torch.arange(groups + 1, dtype=torch.int32) * 2
     given = mg.GroupedGemmProblem(torch.randn(2 * groups, 16), torch.randn(groups, 16, 8), offsets=offsets)
     config = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=0)
+    assert mg.verify(given, mg.solve(given, backend="triton", config=config))
+
+
+@pytest.mark.parametrize("last", [16, 15])
+@pytest.mark.parametrize("turned", [False, True])
+def test_lists_of_whole_tiles_are_read_unmasked(last: int, turned: bool) -> None:
+    """One extent that ends within a block makes the list an ordinary one."""
+    shapes = [(32, 48, 16), (16, 16, 32), (16, 32, last)]
+    a = [torch.randn(k, m).T if turned else torch.randn(m, k) for m, _, k in shapes]
+    b = [torch.randn(n, k).T if turned else torch.randn(k, n) for _, n, k in shapes]
+    c = [torch.randn(m, n) for m, n, _ in shapes]
+    given = mg.GroupedGemmProblem(a, b, c=c, beta=0.5, activation="relu")
+    config = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=3)
+    ops = stage(given, given.spec, [torch.empty(m, n) for m, n, _ in shapes]).ops
+    assert chunk_of(ops.spec, config, tile_table(ops, config)) == (WHOLE if last == 16 else LISTED)
     assert mg.verify(given, mg.solve(given, backend="triton", config=config))
 
 

@@ -85,7 +85,7 @@ def bind_emulated(ops: Operands, config: Config) -> Launch:
     tensors, numbers = _tensors(ops, table), scalars(ops, shape)
     if tiles is not None:
         numbers["groups"] = len(tiles)
-    options = {**constants(spec, config, chunk=chunk_of(spec, config, tiles is not None)), "INTERPRETED": True}
+    options = {**constants(spec, config, chunk=chunk_of(spec, config, tiles)), "INTERPRETED": True}
     options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
     tiles_bound = bound_on_tiles(ops, shape, config)
     grid = (programs(tiles_bound, config, 1),)

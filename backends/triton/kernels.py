@@ -92,27 +92,6 @@ def write_outside(out, ends, m, n, groups, head, out_group, out_row, out_col,
 
 
 @triton.jit
-def zero_kernel(out, ends, m, n, groups, head, out_group, out_row, out_col,
-                FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """What no group owns, as a launch of its own: for kernels that only write what groups own."""
-    if FORM == "masked":
-        across = (n + BN - 1) // BN
-        per_group = ((m + BM - 1) // BM) * across
-        for tile in range(tl.program_id(0), groups * per_group, tl.num_programs(0)):
-            g = tile // per_group
-            valid = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
-            i = tile % per_group // across * BM + tl.arange(0, BM)
-            j = tile % across * BN + tl.arange(0, BN)
-            outside = (i >= valid) & (i < m)
-            ptrs = (
-                out + g.to(tl.int64) * out_group + i[:, None].to(tl.int64) * out_row + j[None, :].to(tl.int64) * out_col
-            )
-            tl.store(ptrs, tl.zeros((BM, BN), out.dtype.element_ty), mask=outside[:, None] & (j < n)[None, :])
-    else:
-        write_outside(out, ends, m, n, groups, head, out_group, out_row, out_col, FORM, BM, BN)
-
-
-@triton.jit
 def gathered(acc, partials, arrived, slot, part, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """The sum of a tile's parts for the program that finishes last (else anything), and whether this is that program.
 
@@ -146,14 +125,15 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
                    INTERPRETED: tl.constexpr):  # fmt: skip
     """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups.
 
-    With CHUNK = 0 the table has a row per tile instead of a row per group, and `groups` counts those.
+    With CHUNK = 0 the table has a row per tile instead of a row per group, and `groups` counts those; with
+    CHUNK < 0 each of these tiles is whole, in all three extents, and nothing is masked.
     With SPLITS > 1 each tile is the work of that many programs, along K.
     """
     UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
     per_group = ((m + BM - 1) // BM) * ((n + BN - 1) // BN)
     if UNIFORM:
         total = groups * per_group
-    elif CHUNK == 0:
+    elif CHUNK <= 0:
         total = groups
     else:
         found, stride = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N,
@@ -167,7 +147,7 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
         if UNIFORM:
             g = tile // per_group
             first = g * per_group
-        elif CHUNK == 0:
+        elif CHUNK <= 0:
             g = tile + groups * 0
             first = g
         else:
@@ -203,7 +183,7 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
         if ALPHA == "zero":
             gk = gk * 0
         covered_m = m if UNIFORM else gm
-        if CHUNK == 0:
+        if CHUNK <= 0:
             tile_m = tl.load(row_of + TILE_M).to(tl.int32)
             tile_n = tl.load(row_of + TILE_N).to(tl.int32)
         else:
@@ -238,7 +218,12 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
 
         # 3. the products; both operands are zero where k, a row or a column lies outside the group
         acc = tl.zeros((BM, BN), ACC)
-        if rows_left > 0:
+        if CHUNK <= 0:
+            # a listed tile has rows: a branch here would have it read the rest of its table row after the extents
+            busy: tl.constexpr = True
+        else:
+            busy = rows_left > 0
+        if busy:
             first_step = 0
             last_step = (gk + BK - 1) // BK
             if SPLITS > 1:
@@ -248,7 +233,10 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
                 a_ptrs += first_step.to(tl.int64) * a_step
                 b_ptrs += first_step.to(tl.int64) * b_step
             for step in tl.range(first_step, last_step, num_stages=STAGES):
-                if EVEN_K:
+                if CHUNK < 0:
+                    x = tl.load(a_ptrs)
+                    y = tl.load(b_ptrs)
+                elif EVEN_K:
                     x = tl.load(a_ptrs, mask=(i < rows_left)[:, None], other=0)
                     y = tl.load(b_ptrs, mask=(j < cols_left)[None, :], other=0)
                 else:
@@ -293,7 +281,10 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
         if FORM == "masked" and ZERO:
             result = tl.where((i < rows_left)[:, None], result, 0).to(out.dtype.element_ty)
             owned = (i < m - row0)[:, None] & (j < cols_left)[None, :]
-        tl.store(out_ptrs, result, mask=owned)
+        if CHUNK < 0:
+            tl.store(out_ptrs, result)
+        else:
+            tl.store(out_ptrs, result, mask=owned)
 
     # 5. what no group owns, where the output is the library's own
     if ZERO and (FORM == "jagged_m" or FORM == "jagged_n"):

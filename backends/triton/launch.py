@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from multigemm.backends.triton.pointer_sources import (
     LISTED,
     POINTERS,
     STRIDES,
+    WHOLE,
     ZERO_NAMES,
     chunks,
     multiple_of,
@@ -27,7 +30,7 @@ from multigemm.backends.triton.pointer_sources import (
     prefix_source,
     uniform,
 )
-from multigemm.backends.triton.pointer_tiles import tile_table
+from multigemm.backends.triton.pointer_tiles import tile_table, whole
 from multigemm.counters import SLOTS, Words, ready
 from multigemm.errors import InvalidProblem
 from multigemm.layouts import Operands, Packed, group_table, packed, to_device
@@ -159,7 +162,7 @@ def _bind_cuda(
         arrived, partials = Words(index, places), parts_of(ops, places, config)
         space = [arrived, partials]
         values |= {"places": places, "arrived": arrived.address, "partials": partials.data_ptr()}
-    main = kernels(extents_multiple(ops) if shape is None else 1, chunk_of(spec, config, listed is not None))
+    main = kernels(extents_multiple(ops) if shape is None else 1, chunk_of(spec, config, listed))
     keep = (ops, table, prefix, *space)
     order = [values[name] for name in (*POINTERS, *EXTENTS, *STRIDES)]
     run = launcher(main, index, grid, order, keep, arrived.pin if arrived else None)
@@ -178,10 +181,10 @@ def _both(before: Callable[[], None], run: Callable[[], None]) -> Launch:
     return launch
 
 
-def chunk_of(spec: ProblemSpec, config: Config, listed: bool) -> int:
-    """How many groups the kernel counts at once; LISTED if it need not count."""
-    if listed:
-        return LISTED
+def chunk_of(spec: ProblemSpec, config: Config, tiles: npt.NDArray[np.int64] | None) -> int:
+    """How many groups the kernel counts at once; LISTED or WHOLE if it need not count."""
+    if tiles is not None:
+        return WHOLE if WHOLE in chunks(spec, config) and whole(tiles, config) else LISTED
     return FEW if spec.groups <= FEW and FEW in chunks(spec, config) else CHUNK
 
 

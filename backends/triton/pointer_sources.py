@@ -19,6 +19,8 @@ FEW = 32
 """Groups that the scheduler counts at once; up to FEW of them inside each warp, without a barrier."""
 LISTED = 0
 """In their place: the host knows all extents and has listed the tiles (see pointer_tiles)."""
+WHOLE = -1
+"""The same, where every tile is whole, so that nothing has to be masked."""
 PREFIX_STEP = 1024
 TYPES = {
     torch.float16: "fp16",
@@ -83,10 +85,15 @@ def multiple_of(spec: ProblemSpec) -> int:
     return max(1, 16 // spec.compute.itemsize)
 
 
+def whole_worthwhile(spec: ProblemSpec) -> bool:
+    """Lists of aligned matrices: where whole tiles are worth a kernel of their own."""
+    return spec.form == "per_group" and min(spec.a.align, spec.b.align, spec.out.align) == 16
+
+
 def chunks(spec: ProblemSpec, config: Config) -> tuple[int, ...]:
     """The numbers of groups at once that kernels are compiled for: all that a problem of this spec may need."""
     if spec.form == "per_group":
-        return LISTED, CHUNK
+        return (LISTED, CHUNK, WHOLE) if whole_worthwhile(spec) else (LISTED, CHUNK)
     return (CHUNK, FEW) if config.programs == 0 and not uniform(spec) else (CHUNK,)
 
 
@@ -157,7 +164,7 @@ def zero_source(spec: ProblemSpec) -> KernelSource:
     """The kernel that zeroes what no group owns, for kernels that only write what groups own."""
     types = _types(spec)
     return KernelSource(
-        module="multigemm.backends.triton.kernels",
+        module="multigemm.backends.triton.zeros",
         name="zero_kernel",
         signature=tuple((name, types[name]) for name in ("out", "ends", *ZERO_NAMES)),
         constants=(("FORM", spec.form), ("BM", 32), ("BN", 128)),

@@ -45,3 +45,9 @@ def _places(
     height = np.minimum(down - first, width)
     inside = local % band
     return first + inside % height, inside // height
+
+
+def whole(tiles: npt.NDArray[np.int64], config: Config) -> bool:
+    """Whether no listed tile ends before its block does, in any of the three extents."""
+    extents, blocks = tiles[:, [TABLE.M, TABLE.N, TABLE.K]], (config.block_m, config.block_n, config.block_k)
+    return not (extents % blocks).any()

@@ -82,7 +82,8 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
     """The kernels that this spec may run: at most `most` configs of each kind."""
     multiple = multiple_of(spec) if spec.a.align == 16 else 1
     for config in pointer_candidates(spec)[:most]:
-        yield f"pointer {config}", pointer_source(spec, config, multiple, chunks(spec, config)[0])
+        for chunk in sorted({chunks(spec, config)[0], chunks(spec, config)[-1]}):
+            yield f"pointer {config}", pointer_source(spec, config, multiple, chunk)
     if capability == 90:
         for config in hopper_candidates(spec)[:most]:
             for name in config.pack:
