@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
 
-from multigemm.backends.cublas import run, streams
+from multigemm.backends.cublas import nvrtc, run, streams
 from multigemm.backends.cublas.library import EXACT_MATH, issue
 from multigemm.errors import LibraryError
 from tests.cublas_machine import CURRENT, TORCHS, TORCHS_MODE, Machine, install, streamed
@@ -130,3 +131,56 @@ def test_a_capture_keeps_the_sides_that_it_uses_and_works_in_other_memory(machin
     other(CURRENT)
     other(CURRENT)
     assert machine.streams == 104
+
+
+# --- kernels of our own ---------------------------------------------------------------------------
+
+
+class Driver:
+    """Writes down the stream and the grid of each launch; the first ones may fail."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses, self.launched = list(statuses), list[tuple[int | None, int, int]]()
+
+    def cuLaunchKernelEx(self, given: Any, function: Any, arguments: Any, extra: None) -> int:
+        status = self.statuses.pop(0) if self.statuses else 0
+        if not status:
+            self.launched.append((given._obj.stream, given._obj.blocks, given._obj.threads))
+        return status
+
+
+def _kernel(monkeypatch: pytest.MonkeyPatch, machine: Driver) -> nvrtc.Kernel:
+    monkeypatch.setattr(nvrtc, "use_context", lambda device: None)
+    kernel = nvrtc.Kernel.__new__(nvrtc.Kernel)
+    kernel.name, kernel._device = "name", 3
+    kernel._function, kernel._launch = ctypes.c_void_p(1), machine.cuLaunchKernelEx
+    return kernel
+
+
+def test_a_kernel_runs_on_the_stream_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Driver()
+    step = _kernel(monkeypatch, machine).bound(5, 64, [ctypes.c_int(1)], None)
+    for stream in (7, 0, 7, 9):
+        step(stream)
+    assert [(stream or 0, blocks, threads) for stream, blocks, threads in machine.launched] == [
+        (7, 5, 64), (0, 5, 64), (7, 5, 64), (9, 5, 64)
+    ]  # fmt: skip
+
+
+def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Driver(nvrtc.INVALID_CONTEXT)
+    _kernel(monkeypatch, machine).bound(1, 32, [], None)(7)
+    assert machine.launched == [(7, 1, 32)]
+
+
+def test_a_launch_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "driver", Words)
+    with pytest.raises(LibraryError, match="launch of name returned 700"):
+        _kernel(monkeypatch, Driver(700)).bound(1, 32, [], None)(7)
+
+
+class Words:
+    """A driver that has no words for its errors."""
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:
+        return 0
