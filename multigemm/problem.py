@@ -6,21 +6,21 @@ over the caller's memory, every extent fits, and `spec` says all that a backend 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
 
-from multigemm import epilogue, forms, overlap, views
+from multigemm import epilogue, forms, overlap
+from multigemm.accepted import AcceptedProblem
 from multigemm.errors import InvalidProblem
 from multigemm.forms import Extents
-from multigemm.grouping import Grouping, make_grouping, make_valid_rows
-from multigemm.intake import Intake, Operand, common_dtype, is_list
+from multigemm.grouping import make_grouping, make_valid_rows
+from multigemm.intake import Intake, common_dtype, is_list
 from multigemm.result import Result
-from multigemm.spec import PRECISIONS, Form
+from multigemm.spec import PRECISIONS
 from multigemm.specify import specify
-from multigemm.views import GroupView as GroupView
+from multigemm.text import problem_text
 
 CHECKS = ("host", "full")
 
@@ -45,7 +45,7 @@ class Keywords(TypedDict, total=False):
     check: str
 
 
-class GroupedGemmProblem:
+class GroupedGemmProblem(AcceptedProblem):
     """Many matrix products of different shapes, as one problem.
 
     `C_g = act(alpha * A_g @ B_g + beta * C_g + bias_g)` for every group g. The forms:
@@ -83,19 +83,7 @@ class GroupedGemmProblem:
     host. Its attributes are not meant to be changed: make another problem.
     """
 
-    __slots__ = (
-        "a", "activation", "alpha", "b", "beta", "bias", "c", "deterministic", "device", "extents", "form", "given_out",
-        "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "refreshes", "spec", "squeezed", "valid_rows",
-    )  # fmt: skip
-    a: Operand
-    b: Operand
-    c: Operand | None
-    bias: Operand | None
-    out: Operand | None
-    form: Form
-    extents: Extents | None
-    grouping: Grouping | None
-    valid_rows: Grouping | None
+    __slots__ = ()
 
     def __init__(
         self,
@@ -233,59 +221,14 @@ class GroupedGemmProblem:
         names = ("a", "b", "bias", "c")
         read: list[tuple[str, Any]] = [(f"{n}{self._at(i)}", x) for n in names for i, x in enumerate(self.each(n))]
         read += [(name, mirror.given) for name, mirror in intake.mirrors.items()]
-        if (cut := self.grouping or self.valid_rows) is not None and cut.live is not None:
+        if (cut := self.cut) is not None and cut.live is not None:
             read.append((cut.kind if cut is self.grouping else "valid_rows", cut.live))
         return read
 
     def _at(self, g: int) -> str:
         return f"[{g}]" if self.form == "per_group" else ""
 
-    # --- what a user may ask --------------------------------------------------------------------
-
-    def each(self, name: str) -> list[Tensor]:
-        """The tensors of one operand: none if it is absent, one if it is packed."""
-        x: Operand | None = getattr(self, name)
-        if x is None:
-            return []
-        return [x] if isinstance(x, Tensor) else x
-
-    @property
-    def zero_unowned(self) -> bool:
-        """Whether rows that no group owns become zero (multigemm allocates) or stay (the caller's `out`)."""
-        return self.out is None
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether any input asks for a gradient."""
-        for operand in (self.a, self.b, self.c, self.bias):
-            if isinstance(operand, Tensor):
-                if operand.requires_grad:
-                    return True
-            elif operand is not None and any(x.requires_grad for x in operand):
-                return True
-        return False
-
-    def sizes(self) -> list[tuple[int, int, int]]:
-        """(m, n, k) of every group; waits for the device if the sizes live there."""
-        return views.sizes(self)
-
-    def groups(self) -> Iterator[GroupView]:
-        """Every product as views on the host, one after the other; waits for the device."""
-        return views.groups(self)
-
-    @property
-    def flops(self) -> int:
-        """2*m*n*k summed over the groups; waits for the device if the sizes live there."""
-        return sum(2 * m * n * k for m, n, k in self.sizes())
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that must move at least once: operands of non-empty groups, C if it is read, the result."""
-        return views.least_bytes(self)
-
     def __repr__(self) -> str:
-        from multigemm.text import problem_text
-
         return problem_text(self)
 
 

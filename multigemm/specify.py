@@ -6,16 +6,14 @@ are classified.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from multigemm.accepted import AcceptedProblem
 from multigemm.classify import bucket, classify, classify_fresh, classify_list
 from multigemm.spec import OperandSpec, ProblemSpec
-
-if TYPE_CHECKING:
-    from multigemm.problem import GroupedGemmProblem
 
 KEPT = 8192
 _by_geometry: dict[Any, ProblemSpec] = {}
@@ -28,9 +26,9 @@ def _geometry(x: Any) -> Any:
     return (x.dtype, x.shape, x.stride(), x.data_ptr() & 15)
 
 
-def specify(problem: GroupedGemmProblem, groups: int, compute: torch.dtype) -> ProblemSpec:
+def specify(problem: AcceptedProblem, groups: int, compute: torch.dtype) -> ProblemSpec:
     """The spec of a problem whose operands, grouping and epilogue are set."""
-    source = problem.grouping or problem.valid_rows
+    source = problem.cut
     index = None if source is None else source.index_dtype
     if problem.grouping is not None and problem.grouping.live is not None and problem.grouping.kind == "sizes":
         index = torch.int64  # staging sums live sizes into int64 ends, whatever their own type
@@ -62,7 +60,7 @@ def _intern(spec: ProblemSpec) -> ProblemSpec:
     return _by_value.setdefault(spec, spec)
 
 
-def _packed_part(problem: GroupedGemmProblem, groups: int) -> tuple[Any, ...]:
+def _packed_part(problem: AcceptedProblem, groups: int) -> tuple[Any, ...]:
     assert problem.extents is not None
     form, _, m, n, k = problem.extents
     jagged = form[-1] if form.startswith("jagged") else ""
@@ -87,7 +85,7 @@ def _tensor(x: Any) -> Tensor:
     return x
 
 
-def _list_part(problem: GroupedGemmProblem, compute: torch.dtype) -> tuple[Any, ...]:
+def _list_part(problem: AcceptedProblem, compute: torch.dtype) -> tuple[Any, ...]:
     a, b, dtype = problem.each("a"), problem.each("b"), problem.out_dtype
     ms, ns, ks = [x.shape[0] for x in a], [y.shape[1] for y in b], [x.shape[1] for x in a]
     out: OperandSpec = classify_fresh(dtype, problem.out_shape)

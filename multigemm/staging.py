@@ -44,8 +44,7 @@ def staged_spec(problem: GroupedGemmProblem) -> ProblemSpec:
 
 def equal_sizes(problem: GroupedGemmProblem) -> bool:
     """Whether sizes that lie on the host are all the same: there a library can treat the groups as one batch."""
-    grouping = problem.grouping or problem.valid_rows
-    return grouping is not None and grouping.equal
+    return problem.cut is not None and problem.cut.equal
 
 
 def _cast_spec(x: Operand, given: OperandSpec, dtype: torch.dtype) -> OperandSpec:

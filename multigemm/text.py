@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from multigemm.problem import GroupedGemmProblem
+from multigemm.accepted import AcceptedProblem
 
 
 def tensor_text(x: Tensor) -> str:
@@ -39,7 +38,7 @@ def _index_text(x: Tensor) -> str:
     return f"torch.zeros({x.shape[0]}, dtype={x.dtype}, device={str(x.device)!r})"
 
 
-def _grouping_text(problem: GroupedGemmProblem) -> list[str]:
+def _grouping_text(problem: AcceptedProblem) -> list[str]:
     parts = []
     if problem.grouping is not None:
         host, live = problem.grouping.host, problem.grouping.live
@@ -55,7 +54,7 @@ def _grouping_text(problem: GroupedGemmProblem) -> list[str]:
     return parts
 
 
-def problem_text(problem: GroupedGemmProblem) -> str:
+def problem_text(problem: AcceptedProblem) -> str:
     """The constructor call, with geometry in place of values; defaults are left out."""
     parts = [
         operand_text(problem.a, problem.squeezed),

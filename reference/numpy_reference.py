@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from multigemm.problem import GroupedGemmProblem, GroupView, checked
+from multigemm.accepted import GroupView
+from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, widen
 
 
