@@ -87,7 +87,7 @@ def test_a_call_that_comes_again_crosses_no_dispatcher(entered: list[str], optio
     assert not entered
 
 
-@pytest.mark.parametrize("form", ["offsets", "sizes", "batched", "jagged k"])
+@pytest.mark.parametrize("form", ["offsets", "sizes", "batched", "masked", "jagged k", "c"])
 def test_other_forms_come_again(entered: list[str], form: str) -> None:
     a, b, cut = torch.randn(3, 6, 4), torch.randn(3, 4, 5), {}
     keywords: dict[str, Any] = {}
@@ -95,6 +95,10 @@ def test_other_forms_come_again(entered: list[str], form: str) -> None:
         a, cut = torch.randn(9, 4), {"offsets": torch.tensor([1, 2, 2, 7])}
     elif form == "sizes":
         a, cut = torch.randn(9, 4), {"sizes": torch.tensor([1, 0, 5], dtype=torch.int32)}
+    elif form == "masked":
+        cut = {"valid_rows": torch.tensor([2, 0, 6])}
+    elif form == "c":
+        a, cut, keywords = torch.randn(9, 4), {"ends": torch.tensor([1, 2, 7])}, {"c": torch.randn(9, 5), "beta": 0.5}
     elif form == "jagged k":
         a, b, keywords = torch.randn(4, 9), torch.randn(9, 5), {"jagged": "k"}
         cut = {"ends": torch.tensor([1, 2, 2, 7])}

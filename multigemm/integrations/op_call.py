@@ -88,7 +88,7 @@ def _again(key: Any, route: op_route.Route, made: dict[Any, Any], tensors: tuple
         out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
     launch = made.get(out.data_ptr())
     if launch is None or (index >= 0 and capturing_now()):
-        _fresh(key, route, tensors, out)
+        fresh(key, route, tensors, out)
         return out
     if route.checked:
         _check(route, tensors)
@@ -105,7 +105,7 @@ def _by_route(key: Any, tensors: tuple[Any, ...], options: dict[str, Any]) -> Te
         assert out is not None
         return out
     out = _empty(route.shape, route.strides, dtype=route.dtype, device=route.device)
-    _fresh(key, route, tensors, out)
+    fresh(key, route, tensors, out)
     return out
 
 
@@ -132,7 +132,7 @@ def _check(route: op_route.Route, tensors: tuple[Any, ...]) -> None:
     op_route.check(route, tensors[2], tensors[4], tensors[5])
 
 
-def _fresh(key: Any, route: op_route.Route, tensors: tuple[Any, ...], out: Tensor) -> None:
+def fresh(key: Any, route: op_route.Route, tensors: tuple[Any, ...], out: Tensor) -> None:
     """Binds and launches; what is bound the second time at the same addresses is kept for the third.
 
     Addresses of empty tensors say nothing, and a graph may outlive whatever is kept.

@@ -24,8 +24,6 @@ guards_of: Any = torch._C._dynamo.guards.TensorGuards
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _functions: Callable[[], int] = torch._C._len_torch_function_stack
 _seen = op_call.launches.fronts
-USUAL = frozenset(((True, True, True), (True, True, False), (True, False, True), (False, True, True)))
-"""Which of offsets, sizes and ends are None where at most one of them is given."""
 
 
 def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
@@ -36,64 +34,62 @@ def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
         a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
         valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, **options: Any,
     ) -> Any:  # fmt: skip
-        cuts = (offsets is None, sizes is None, ends is None)
-        cut = ends if offsets is sizes is None else sizes if offsets is None else offsets
-        plain = (
-            PLAIN.issuperset((type(a), type(b), type(cut), type(bias))) and valid_rows is c is None and cuts in USUAL
-        )
-        key: Any = None
-        if plain and not (_functions() or _profiled() or (grad_enabled() and any_requires_grad(a, b, bias))):
+        tensors, key = (a, b, offsets, sizes, ends, valid_rows, c, bias), None
+        given = [x for x in tensors if x is not None]
+        if not (
+            _functions() or _profiled() or (grad_enabled() and any_requires_grad(a, b, c, bias))
+        ) and PLAIN.issuperset(map(type, given)):
             try:
                 key = (
-                    a.data_ptr(), a.shape, b.data_ptr(), cut is None or cut.data_ptr(), cuts,
+                    a.data_ptr(), a.shape, b.data_ptr(), offsets is None or offsets.data_ptr(),
+                    sizes is None or sizes.data_ptr(), ends is None or ends.data_ptr(),
+                    valid_rows is None or valid_rows.data_ptr(), c is None or c.data_ptr(),
                     bias is None or bias.data_ptr(), tuple(options.items()) if options else None,
                 )  # fmt: skip
                 seen = _seen.get(key)
             except (RuntimeError, TypeError, AttributeError):  # no memory under a transform, or no operand at all
                 key = seen = None
             if seen is not None:
-                same, generation, made, index, shape, strides, dtype = seen
-                given = (a, b) if cut is None else (a, b, cut)
-                again = same(*given) if bias is None else same(*given, bias)
-                if again and generation == tuning.generation and forward_ad._current_level < 0:
-                    if made is None and cut is not None:
-                        return call(a, b, ends=op_call.ends_of(cut), bias=bias, **options)
-                    if index == current_device():
-                        out = op_call.empty_cuda(shape, strides, dtype)
+                same, generation, kept, route, made = seen
+                if same(*given) and generation == tuning.generation and forward_ad._current_level < 0:
+                    if route is None and sizes is not None:
+                        return call(a, b, ends=op_call.ends_of(sizes), c=c, bias=bias, **options)
+                    if route.index == current_device():
+                        out = op_call.empty_cuda(route.shape, route.strides, route.dtype)
                         launch = made.get(out.data_ptr())
-                        if launch is not None and not op_call.capturing_now():
+                        if launch is None or op_call.capturing_now():
+                            op_call.fresh(kept, route, tensors, out)
+                        else:
                             launch()
-                            return out
-                        del out  # so that the dispatcher's call gets the same memory
+                        return out
                     key = None
         result = dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
         if key is not None and a.device.type in op_call.KEEPING:
             spelled = {x: options[x] for x, default in defaults.items() if options.get(x, default) != default}
-            _note(key, (a, b, offsets, sizes, ends, None, None, bias), (a, b, cut, bias), spelled)
+            _note(key, tensors, given, spelled)
         return result
 
     return call
 
 
-def _note(key: Any, tensors: tuple[Any, ...], given: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
+def _note(key: Any, tensors: tuple[Any, ...], given: list[Tensor], options: dict[str, Any]) -> None:
     """Remembers the way of such a call, unless more than the result is wanted of this one."""
-    way, operands = _way(tensors, options), [x for x in given if x is not None]
-    if way is None or watched(*operands) or lazy(*operands):
+    way = _way(tensors, options)
+    if way is None or watched(*given) or lazy(*given):
         return
     if len(_seen) >= KEPT:
         _seen.clear()
-    same = guards_of(*operands, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    same = guards_of(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     _seen[key] = (same, tuning.generation, *way)
 
 
 def _way(tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Where launches are kept and what their result is; no launches where sizes are to be summed up first."""
+    """What launches are kept by, their route, and they by their results; no route where sizes are summed up first."""
     if tensors[3] is not None:
-        return (None, -1, (), (), None) if op_call.summed(tensors, options) else None
-    route, made = op_call.launches.kept.get(op_call.key_of(tensors, options), (None, None))
-    if route is None or route.checked:
-        return None
-    return made, route.index, route.shape, route.strides, route.dtype
+        return (None, None, None) if op_call.summed(tensors, options) else None
+    kept = op_call.key_of(tensors, options)
+    route, made = op_call.launches.kept.get(kept, (None, None))
+    return None if route is None or route.checked else (kept, route, made)
 
 
 def stand_before(packet: Any, overload: Any) -> None:
