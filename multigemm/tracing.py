@@ -39,8 +39,8 @@ def grouped_gemm(
             "the call out of torch.compile"
         )
     _register()
-    if isinstance(keywords.get("out_dtype"), str):
-        keywords["out_dtype"] = dtype_of(keywords["out_dtype"], "out_dtype")
+    if (dtype := keywords.get("out_dtype")) is not None and not isinstance(dtype, torch.dtype):
+        keywords["out_dtype"] = dtype_of(dtype, "out_dtype")
     for name in ("offsets", "sizes", "ends", "valid_rows"):
         if isinstance(cut := keywords.get(name), list | tuple | range):
             keywords[name] = torch.tensor(list(cut), device=a.device, dtype=None if cut else torch.int64)

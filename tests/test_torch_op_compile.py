@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -104,3 +105,10 @@ def test_what_no_graph_can_hold_is_refused() -> None:
         compiled([x], [w[0]])
     with pytest.raises(Exception, match="cannot be compiled"):
         compiled(x, w, sizes=torch.tensor([1, 2, 1]), out=torch.empty(4, 5))
+
+
+@pytest.mark.parametrize("name", [torch.float64, "float64", np.float64, np.dtype("float64"), float])
+def test_dtypes_go_by_any_name_in_a_graph(name: Any) -> None:
+    a, b, cut = operands("jagged_m")
+    compiled = torch.compile(lambda x, w: mg.grouped_gemm(x, w, out_dtype=name, **cut), fullgraph=True, backend="eager")
+    assert compiled(a, b).dtype is torch.float64
