@@ -123,8 +123,8 @@ def alike(kind: Case, case: Case) -> Case:
     return replace(case, **changed)
 
 
-def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits) -> Case:
-    """A problem of a kind whose sizes lie at the edges of a config's tiles."""
+def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits, *, free: bool = False) -> Case:
+    """A problem of a kind whose sizes lie at the edges of a config's tiles; `free`: of any divisibility."""
     tile, few, style = tile_of(config), limits.work < WORK, ch.integer(0, TALL)
     sizes = _extents(ch, tile, style)
     if style == TALL and not few:
@@ -147,7 +147,8 @@ def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits) -> Case:
         count = ch.choice((1, 2, 3, 5) if few else many)
         rows = tuple(min(sizes["m"], _near(ch, tile.m, (0, 0, 1, 2))) for _ in range(count))
         changes |= sizes | {"lengths": rows if kind.form == "masked" else (0,) * count}
-    return settled(alike(kind, replace(kind, **changes)), limits)
+    case = replace(kind, **changes)
+    return settled(case if free else alike(kind, case), limits)
 
 
 MULTITUDE = 66_000

@@ -173,16 +173,15 @@ class Run:
             case = replace(case, alpha=choose.choice(factors(case)))
             if number % 2:
                 case = cousin(case, choose, ordinary)
-            if number % 4 == 1:
-                case = replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None)
-            if number % 8 == 5:  # results two columns apart
-                case = replace(case, given=True, out=Layout(step=2))
+            if number % 4 == 1:  # plain, and the result without gaps or two columns apart
+                plain = replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None, out=Layout())
+                case = plain if number % 8 == 1 else replace(plain, given=True, out=Layout(step=2))
         second_burst = VARIANTS * SPAN <= number < 2 * VARIANTS * SPAN
         if second_burst and number % SPAN == 0 and case.form in ("jagged_m", "jagged_n"):
             return multitude(replace(case, shared=True), choose, ordinary)
         if number % 5 == 4:
             return alike(case, redrawn(case, choose, ordinary))
-        case = at_edges(case, self.config, choose, Limits(work=WORK))
+        case = at_edges(case, self.config, choose, Limits(work=WORK), free=number % 3 == 1)
         if number % 3 == 0 and case.given and case.c_dtype == dtype_name(case.result_dtype):
             return replace(case, alias=True, c=case.out)  # where a tile that is done twice shows
         return case
