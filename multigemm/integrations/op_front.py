@@ -26,6 +26,13 @@ _functions: Callable[[], int] = torch._C._len_torch_function_stack
 _seen = op_call.launches.fronts
 
 
+def _never(*_: Any) -> bool:
+    return False
+
+
+UNSEEN: Any = (_never, None, None, None, None)
+
+
 def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
     """`dispatcher`, the operator's way through torch, with the short way before it; each step in here is paid for."""
     defaults = {x.name: x.default_value for x in schema.arguments if x.kwarg_only}
@@ -36,9 +43,8 @@ def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         tensors, key = (a, b, offsets, sizes, ends, valid_rows, c, bias), None
         given = [x for x in tensors if x is not None]
-        if not (
-            _functions() or _profiled() or (grad_enabled() and any_requires_grad(a, b, c, bias))
-        ) and PLAIN.issuperset(map(type, given)):
+        plain = PLAIN.issuperset(map(type, given)) and not _functions() and not _profiled()
+        if plain and not (grad_enabled() and any_requires_grad(a, b, c, bias)):
             try:
                 key = (
                     a.data_ptr(), a.shape, b.data_ptr(), offsets is None or offsets.data_ptr(),
@@ -46,23 +52,21 @@ def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
                     valid_rows is None or valid_rows.data_ptr(), c is None or c.data_ptr(),
                     bias is None or bias.data_ptr(), tuple(options.items()) if options else None,
                 )  # fmt: skip
-                seen = _seen.get(key)
+                same, generation, kept, route, made = _seen.get(key, UNSEEN)
             except (RuntimeError, TypeError, AttributeError):  # no memory under a transform, or no operand at all
-                key = seen = None
-            if seen is not None:
-                same, generation, kept, route, made = seen
-                if same(*given) and generation == tuning.generation and forward_ad._current_level < 0:
-                    if route is None and sizes is not None:
-                        return call(a, b, ends=op_call.ends_of(sizes), c=c, bias=bias, **options)
-                    if route.index == current_device():
-                        out = op_call.empty_cuda(route.shape, route.strides, route.dtype)
-                        launch = made.get(out.data_ptr())
-                        if launch is None or op_call.capturing_now():
-                            op_call.fresh(kept, route, tensors, out)
-                        else:
-                            launch()
-                        return out
-                    key = None
+                key, same = None, _never
+            if same(*given) and generation == tuning.generation and forward_ad._current_level < 0:
+                if route is None and sizes is not None:
+                    return call(a, b, ends=op_call.ends_of(sizes), c=c, bias=bias, **options)
+                if route.index == current_device():
+                    out = op_call.empty_cuda(route.shape, route.strides, route.dtype)
+                    launch = made.get(out.data_ptr())
+                    if launch is None or op_call.capturing_now():
+                        op_call.fresh(kept, route, tensors, out)
+                    else:
+                        launch()
+                    return out
+                key = None
         result = dispatcher(a, b, offsets, sizes, ends, valid_rows, c, bias, **options)
         if key is not None and a.device.type in op_call.KEEPING:
             spelled = {x: options[x] for x, default in defaults.items() if options.get(x, default) != default}
