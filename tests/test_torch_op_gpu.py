@@ -176,13 +176,16 @@ def test_repeated_calls_share_nothing_and_keep_no_memory() -> None:
         *((name, "ends") for name in ("auto", "cupy", "triton", "numba", "cublas")),
         ("auto", "offsets"),
         ("auto", "sizes"),
+        ("auto", "c"),
     ],
 )
 def test_calls_that_come_again_cross_no_dispatcher(backend: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
     b = torch.nn.Parameter(torch.randn(4, 32, 48, device="cuda", dtype=torch.bfloat16))
     cut = torch.zeros(5 if kind == "offsets" else 4, device="cuda", dtype=torch.int32)
-    given: dict[str, Any] = {kind: cut}
+    given: dict[str, Any] = {"ends" if kind == "c" else kind: cut}
+    if kind == "c":
+        given |= {"c": torch.randn(64, 48, device="cuda", dtype=torch.bfloat16), "beta": 0.5}
     entered = count_entries(monkeypatch)
     operator = torch.ops.multigemm.grouped_gemm
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
