@@ -209,7 +209,7 @@ class _Compiled:
 
     def compiles(self) -> bool:
         type(self).heard += [self.case["code"]] if self.case["code"] else []
-        return self.case["code"] != "broken"
+        return bool(self.case["code"] != "broken")
 
     def meet(self, first: int, say: Any) -> tuple[int, Any]:
         self.met += 1
@@ -249,7 +249,7 @@ def test_the_sample_outlives_edits_elsewhere() -> None:
 
 def test_problems_of_variants_that_hold_the_line_come_first() -> None:
     site = places.Site("backends/triton/hopper_carry.py", 7, "o", "a", "b")
-    lines = ([1], [7], [], [5, 7])
+    lines: tuple[list[int], ...] = ([1], [7], [], [5, 7])
     variants = [Variant({}, "hopper", str(at), {"hopper_carry.py": held}) for at, held in enumerate(lines)]
     assert {v.config for v in reached(site, "triton", variants)[:2]} == {"1", "3"}
 

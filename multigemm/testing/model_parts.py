@@ -130,7 +130,6 @@ class Faults:
     drift: bool = False
     split_rounds: bool = False
     contiguous: str = ""
-    alternate: bool = False
     valid_rows_ignored: bool = False
     shared_bias: bool = False
     one_bias_column: bool = False
