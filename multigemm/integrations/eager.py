@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -35,11 +34,43 @@ with torch.inference_mode():
     _USUAL.add(torch._C._dispatch_tls_local_include_set().raw_repr())
 
 
+def differentiable(overload: Any, backward: Callable[..., Any], keep: Callable[..., None]) -> Callable[..., Any]:
+    """An operator's kernel for autograd: `run(keyset, *args, **options)`, with all of `args`.
+
+    `keep(ctx, args, options, output)` saves what `backward(ctx, grad)` reads, which gives a gradient for each argument.
+    torch's own way, torch.library.register_autograd, reads the schema at each call, for as long as many launches take.
+    """
+    below = torch._C._after_autograd_keyset
+
+    def forward(ctx: Any, keyset: Any, options: dict[str, Any], *args: Any) -> Any:
+        output = redispatched(keyset, args, options)
+        keep(ctx, args, options, output)
+        return output
+
+    def redispatched(keyset: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload.redispatch(keyset & below, *args, **options)
+
+    def back(ctx: Any, *grads: Any) -> Any:
+        return (None, None, *backward(ctx, *grads))
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(back)}
+    name = overload.name().replace("::", "_")
+    function: Any = type(f"BackwardOf_{name}", (torch.autograd.Function,), methods)
+
+    def run(keyset: Any, *args: Any, **options: Any) -> Any:
+        if grad_enabled() and any_requires_grad(*args):
+            return function.apply(keyset, options, *args)
+        return redispatched(keyset, args, options)
+
+    return run
+
+
 def register(
     library: Any, overload: Any, cpu: Callable[..., Any], cuda: Callable[..., Any], backward: Any, keep: Any
 ) -> None:
-    """Gives an operator its kernels and its gradient, in the terms of `torch.library.register_autograd`."""
-    general = make_autograd_impl(overload, Info(backward, keep))
+    """Gives an operator without keywords its kernels and its gradient."""
+    general = differentiable(overload, backward, lambda ctx, args, _, output: keep(ctx, args, output))
 
     def run(keyset: Any, *args: Any) -> Any:
         if keyset.raw_repr() & SPECIAL or (grad_enabled() and any_requires_grad(*args)):

@@ -33,9 +33,8 @@ def _never(*_: Any) -> bool:
 UNSEEN: Any = (_never, None, None, None, None)
 
 
-def before(dispatcher: Callable[..., Any], schema: Any) -> Callable[..., Any]:
+def before(dispatcher: Callable[..., Any], defaults: dict[str, Any]) -> Callable[..., Any]:
     """`dispatcher`, the operator's way through torch, with the short way before it; each step in here is paid for."""
-    defaults = {x.name: x.default_value for x in schema.arguments if x.kwarg_only}
 
     def call(
         a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
@@ -96,7 +95,7 @@ def _way(tensors: tuple[Any, ...], options: dict[str, Any]) -> Any:
     return None if route is None or route.checked else (kept, route, made)
 
 
-def stand_before(packet: Any, overload: Any) -> None:
+def stand_before(packet: Any, overload: Any, defaults: dict[str, Any]) -> None:
     """Lets calls of `packet`, which torch.ops hands out, come here first; `overload` stays torch's own."""
-    packet._op = before(packet._op, overload._schema)
+    packet._op = before(packet._op, defaults)
     torch.jit._builtins._register_builtin(packet._op, overload.name())  # torch.jit.script knows operators by identity

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
 
 from multigemm import epilogue, forms
 from multigemm.errors import InvalidProblem
@@ -33,6 +32,7 @@ _library: Any = torch.library.Library("multigemm", "DEF")  # type: ignore[no-unt
 _library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 packet: Any = torch.ops.multigemm.grouped_gemm
 overload: Any = packet.default
+DEFAULTS = {x.name: x.default_value for x in overload._schema.arguments if x.kwarg_only}
 
 
 def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
@@ -89,10 +89,10 @@ def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
 # --- gradients --------------------------------------------------------------------------------------
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], given: dict[str, Any], output: Tensor) -> None:
     """What the backward pass reads: the operands; C and bias only to form a pre-activation anew."""
     a, b, *cuts, c, bias = inputs
-    options = keyword_only_inputs
+    options = DEFAULTS | given  # the dispatcher drops what is at its default
     relu = options["activation"] == "relu"
     again = options["activation"] is not None and not relu
     ctx.save_for_backward(a, b, *cuts, c if again else None, bias if again else None, output if relu else None)
@@ -102,8 +102,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     a, b, *cuts, c, bias, out = ctx.saved_tensors
-    asked = ctx.needs_input_grad  # the dispatcher drops trailing arguments that were left at their defaults
-    needs = tuple(i < len(asked) and asked[i] for i in (0, 1, 6, 7))
+    needs = tuple(ctx.needs_input_grad[2 + i] for i in (0, 1, 6, 7))
     call, squeezed = _call(ctx, a, b, cuts, c, bias)
     if squeezed:
         call = _unsqueezed(call)
@@ -148,7 +147,7 @@ def _unsqueezed(call: Call) -> Call:
     return replace(call, a=call.a.unsqueeze(0), b=call.b.unsqueeze(0), c=c)
 
 
-_general = make_autograd_impl(overload, Info(_backward, _keep))
+_general = eager.differentiable(overload, _backward, _keep)
 
 
 # --- autocast and vmap ------------------------------------------------------------------------------
@@ -185,4 +184,4 @@ _library.impl("grouped_gemm", _autocast, "AutocastCPU", with_keyset=True)
 _library.impl("grouped_gemm", _autocast, "AutocastCUDA", with_keyset=True)
 torch.library.register_fake("multigemm::grouped_gemm", result_like, lib=_library)
 torch.library.register_vmap("multigemm::grouped_gemm", _vmap, lib=_library)
-op_front.stand_before(packet, overload)
+op_front.stand_before(packet, overload, DEFAULTS)
