@@ -16,8 +16,10 @@ from multigemm.backends.triton.estimate import (
     PROCESSORS,
     pointer_us,
     ring_us,
+    rounds_us,
     shape_of,
     shared_out,
+    tiles_in,
     typical_columns,
     typical_rows,
 )
@@ -53,9 +55,10 @@ def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
         square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, programs=0)
         wide = replace(big, stages=5, programs=0)
         return [square, low, mid, wide] if rows <= 600 else [wide, low, mid]
-    if rows <= 96:
-        return [low, big, mid]
-    return [big, mid, low]
+    square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, programs=0)
+    sizes = [low, square, big, mid] if rows <= 96 else [big, square, mid, low]
+    # too few large tiles leave multiprocessors idle
+    return sizes if tiles_in(sizes[0], spec) >= PROCESSORS else [square, *(x for x in sizes if x is not square)]
 
 
 def heavy(spec: ProblemSpec) -> bool:
@@ -102,6 +105,16 @@ def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: 
     return large, wide, tall, flat
 
 
+def _brief_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config, ...]:
+    """Where programs take few tiles each, what an incomplete last round costs outweighs what a tile is good for."""
+    if tiles_in(ranked[0], spec) > 4 * PROCESSORS:
+        return ranked
+    brief = min(ranked, key=lambda config: rounds_us(config, spec))
+    if rounds_us(brief, spec) > 0.95 * rounds_us(ranked[0], spec):
+        return ranked
+    return brief, *(config for config in ranked if config is not brief)
+
+
 def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     """Configs of the warp-specialised kernel, the best guess first; empty where it cannot run."""
     large = Config("hopper", block_m=192, block_n=256, stages=3, warps=4)
@@ -111,7 +124,7 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     along = {"a": "row", "b": "col"} if spec.compute == torch.float32 else {"a": spec.a.order, "b": spec.b.order}
     operands = (("a", spec.a), ("b", spec.b))
     pack = tuple(name for name, x in operands if not mappable(x) or x.order != along[name])
-    ranked = _ranked(spec, large, wide, tall, flat)
+    ranked = _brief_first(_ranked(spec, large, wide, tall, flat), spec)
     found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
     if "b" in pack:
         uncopied = _uncopied(spec, tall, flat, tuple(name for name in pack if name == "a"))

@@ -11,10 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from multigemm.backends.triton.config import Config, depth_of
+from multigemm.backends.triton.config import STRIP, Config, depth_of
 from multigemm.spec import ProblemSpec
 
 PROCESSORS = 132
+MOST_SHARED = 160
+"""Programs up to which tiles are shared out: more would run one after another, and leave their parts for nothing."""
+WORTH_SHARING = 2048
+"""Elements of K for each doubling of the programs that share a tile."""
 STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (128, 128): 0.40}
 """A block of K through the ring, one program alone: bound by how many stages are on their way."""
 
@@ -63,6 +67,11 @@ def shape_of(spec: ProblemSpec) -> Shape:
     return Shape(groups, typical_rows(spec), typical_columns(spec), deep)
 
 
+def tiles_in(config: Config, spec: ProblemSpec) -> int:
+    """About how many tiles there are."""
+    return _tiles(config, shape_of(spec))
+
+
 def _tiles(config: Config, shape: Shape) -> int:
     return shape.groups * -(-shape.rows // config.block_m) * -(-shape.columns // config.block_n)
 
@@ -75,6 +84,15 @@ def ring_us(config: Config, spec: ProblemSpec) -> float:
     along = turns * steps * STEP_US[min(256, config.block_m), config.block_n]
     work = max(along, shape.elements * size / 3.2e6, shape.flops * size / 2 / 420e6)
     return 10.0 + work * (1.6 if config.carry else 1.0) + (10.0 if config.pack else 0.0)
+
+
+def rounds_us(config: Config, spec: ProblemSpec) -> float:
+    """What the ring needs for whole rounds of tiles, or for what they read through the L2 at 6 TB/s."""
+    shape = shape_of(spec)
+    tiles, steps = _tiles(config, shape), -(-shape.deep // depth_of(spec))
+    strips = min(config.block_m, -(-shape.rows // STRIP) * STRIP)
+    read = tiles * steps * (strips + config.block_n) * 128 / 6e6
+    return max(-(-tiles // PROCESSORS) * steps * STEP_US[min(256, config.block_m), config.block_n], read)
 
 
 def pointer_us(config: Config, spec: ProblemSpec) -> float:
@@ -94,11 +112,11 @@ def _slowness(spec: ProblemSpec) -> float:
 
 
 def shared_out(config: Config, spec: ProblemSpec) -> Config:
-    """The same with tiles shared out along K, as far as that fills two programs per multiprocessor of a large GPU."""
+    """The same with tiles shared out along K, as far as that fills a large GPU."""
     splits, shape = 1, shape_of(spec)
     # a large tile leaves no registers for its parts; lists share out nothing
     large = config.block_m * config.block_n > 64 * 128
     deep = 0 if spec.form == "per_group" or large else shape.deep
-    while splits < 8 and _tiles(config, shape) * splits <= PROCESSORS and deep >= splits * 16 * config.block_k:
+    while splits < 8 and 2 * splits * _tiles(config, shape) <= MOST_SHARED and deep >= splits * WORTH_SHARING:
         splits *= 2
     return replace(config, splits=splits, programs=0) if splits > 1 else config
