@@ -20,6 +20,7 @@ from multigemm.forms import Extents
 from multigemm.grouping import Grouping
 from multigemm.intake import Operand
 from multigemm.spec import Form, ProblemSpec
+from multigemm.untraced import untraced
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class AcceptedProblem:
                 return True
         return False
 
+    @untraced
     def sizes(self) -> list[tuple[int, int, int]]:
         """(m, n, k) of every group; waits for the device if the sizes live there."""
         if self.extents is None:
@@ -113,6 +115,7 @@ class AcceptedProblem:
         jagged = self.form[-1]
         return [tuple(length if d == jagged else e for d, e in zip("mnk", (m, n, k))) for length in lengths]  # type: ignore[misc]
 
+    @untraced
     def groups(self) -> Iterator[GroupView]:
         """Every product as views on the host, one after the other; waits for the device."""
         for refresh in self.refreshes:

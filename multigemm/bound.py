@@ -21,6 +21,7 @@ from multigemm.layouts import capturing
 from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.spec import ProblemSpec
 from multigemm.staging import allocate, outline, stage
+from multigemm.untraced import untraced
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ class Plan:
 
     __slots__ = ("_choice", "_launch", "_out", "_result", "problem")
 
+    @untraced
     def __init__(self, choice: Choice, problem: GroupedGemmProblem) -> None:
         self.problem = problem
         self._choice = choice
@@ -157,10 +159,12 @@ class Plan:
         self._launch = partial(_in_a_capture, launch, problem.device) if capturing(problem.device) else launch
         self._result = _result(problem, self._out)
 
+    @untraced
     def __call__(self) -> Any:
         self._launch()
         return self._result
 
+    @untraced
     def run(self, problem: GroupedGemmProblem) -> Any:
         """Solves another problem of the same spec on the same device, with an output of its own."""
         if checked(problem).device != self.problem.device:

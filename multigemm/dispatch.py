@@ -26,6 +26,7 @@ from multigemm.problem import GroupedGemmProblem, Keywords, checked
 from multigemm.settings import settings
 from multigemm.spec import ProblemSpec
 from multigemm.staging import equal_sizes, outline, staged_spec
+from multigemm.untraced import untraced
 
 Which = str | Sequence[str]
 CHOICES_KEPT = 4096
@@ -43,6 +44,7 @@ def grouped_gemm(a: Any, b: Any, *, backend: Which = "auto", config: Any = None,
     return solve(GroupedGemmProblem(a, b, **keywords), backend, config)
 
 
+@untraced
 def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Any:
     """The result of `problem`, as the caller's kind of array (a list of them for lists).
 
@@ -55,6 +57,7 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
     return bound.run(choose(problem, backend, config), problem)
 
 
+@untraced
 def plan(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Plan:
     """A plan: compiled, bound, with its output allocated; calling it only launches."""
     bound.refuse_gradients(checked(problem))
@@ -181,6 +184,7 @@ class Explanation:
         return "\n".join(lines)
 
 
+@untraced
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
     """Why `solve(problem, backend, config)` would run what it runs."""
     spec, equal = staged_spec(checked(problem)), equal_sizes(problem)
@@ -217,6 +221,7 @@ class BackendInfo:
     emulated: bool
 
 
+@untraced
 def list_backends() -> list[BackendInfo]:
     """What is here, what is missing, how to get it."""
     states = ((name, registry.state(name)) for name in registry.names())

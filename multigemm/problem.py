@@ -21,6 +21,7 @@ from multigemm.result import Result
 from multigemm.spec import PRECISIONS
 from multigemm.specify import specify
 from multigemm.text import problem_text
+from multigemm.untraced import untraced
 
 CHECKS = ("host", "full")
 
@@ -85,6 +86,7 @@ class GroupedGemmProblem(AcceptedProblem):
 
     __slots__ = ()
 
+    @untraced
     def __init__(
         self,
         a: Any,

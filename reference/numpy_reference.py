@@ -21,6 +21,7 @@ import torch
 from multigemm.accepted import GroupView
 from multigemm.problem import GroupedGemmProblem, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, widen
+from multigemm.untraced import untraced
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,7 @@ def place(problem: GroupedGemmProblem, blocks: list[Array], view: GroupView) -> 
     return blocks[0], view.where
 
 
+@untraced
 def expected(problem: GroupedGemmProblem) -> Any:
     """The answer in the output's dtype: one array, or a list of them for a list problem.
 

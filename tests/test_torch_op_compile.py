@@ -112,3 +112,50 @@ def test_dtypes_go_by_any_name_in_a_graph(name: Any) -> None:
     a, b, cut = operands("jagged_m")
     compiled = torch.compile(lambda x, w: mg.grouped_gemm(x, w, out_dtype=name, **cut), fullgraph=True, backend="eager")
     assert compiled(a, b).dtype is torch.float64
+
+
+def _solved(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
+    result: Tensor = mg.solve(mg.GroupedGemmProblem(a, b, sizes=sizes, activation="relu"))
+    return result
+
+
+def _planned(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
+    with torch.no_grad():
+        plan = mg.plan(mg.GroupedGemmProblem(a, b, sizes=sizes), backend="cpu")
+        result: Tensor = plan() + plan.run(plan.problem)
+    return result
+
+
+def _listed(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
+    first, second = mg.grouped_gemm([a, a * 2], [b[0], b[1]])
+    result: Tensor = torch.sin(first) + second
+    return result
+
+
+def _into(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
+    out = torch.empty(len(a), b.shape[-1], dtype=a.dtype)
+    with torch.no_grad():
+        mg.grouped_gemm(a, b, sizes=sizes, out=out)
+    return out * 2
+
+
+def _judged(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
+    problem = mg.GroupedGemmProblem(a, b, sizes=sizes)
+    return a.sum() if mg.verify(problem, mg.solve(problem)).ok and mg.explain(problem).chosen else -a.sum()
+
+
+@pytest.mark.parametrize("call", [_solved, _planned, _listed, _into, _judged])
+def test_what_no_graph_holds_breaks_it_and_runs_as_it_is(call: Any) -> None:
+    """Dynamo would trace NumPy and addresses, and fail far from the call or change what it means."""
+    a, b, sizes = torch.randn(9, 8, requires_grad=True), torch.randn(3, 8, 5), torch.tensor([4, 0, 5])
+    compiled: Any = torch.compile(call, backend="eager")
+    got, want = compiled(a, b, sizes), call(a, b, sizes)
+    assert torch.equal(got, want)
+    if want.requires_grad:
+        assert torch.equal(*(torch.autograd.grad(x.sum(), a)[0] for x in (got, want)))
+
+
+def test_a_whole_graph_refuses_a_problem_with_the_remedy() -> None:
+    a, b, sizes = torch.randn(9, 8), torch.randn(3, 8, 5), torch.tensor([4, 0, 5])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"use multigemm\.grouped_gemm with packed"):
+        torch.compile(_solved, backend="eager", fullgraph=True)(a, b, sizes)
