@@ -21,7 +21,8 @@ from torch import Tensor
 
 Bound = TypeVar("Bound")
 """A launch, or several."""
-KEPT = 512
+KEPT = 4096
+"""A step of training makes six products in each layer, at addresses of their own."""
 WORKSPACE = 64 << 20
 """Launches that are kept may own this many bytes of device memory together."""
 
