@@ -169,10 +169,11 @@ class Explanation:
     staging: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.spec.form}: {self.spec.groups} groups, m={self.spec.m} n={self.spec.n} k={self.spec.k}, "
-            f"{self.spec.compute}"
+        spec = self.spec
+        extents = [
+            f"{name} by group" if getattr(spec, name) is None else f"{name}={getattr(spec, name)}" for name in "mnk"
         ]
+        lines = [f"{spec.form}: {spec.groups} groups, {', '.join(extents)}, {spec.compute}"]
         lines += [f"  before the launch: {step}" for step in self.staging]
         for c in self.candidates:
             mark = "*" if c.name == self.chosen else " "

@@ -48,6 +48,7 @@ def test_explain(form: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_explain_takes_the_workloads_of_bench(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--shape", shape, "--device", "cpu"]) == 0
     assert "2 groups" in (text := capsys.readouterr().out)
+    assert "None" not in text
     assert "torch.bfloat16" in text
 
 
