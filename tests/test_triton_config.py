@@ -6,11 +6,12 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.triton import BACKEND, Config
+from multigemm.backends.triton import BACKEND, Config, support
 from multigemm.backends.triton.candidates import candidates, emulated, hopper_candidates, pointer_candidates
 from multigemm.backends.triton.config import problem_with
 from multigemm.backends.triton.hopper_forms import canonical, cut_of, drawn, listed, packed_spec, store_of
@@ -309,3 +310,16 @@ def test_a_layer_needs_few_kernels_whatever_its_sizes() -> None:
         sources = hopper_sources_of if config.kernel == "hopper" else pointer_sources_of
         found |= set(sources(replace(layer, groups=groups, total=total), config).values())
     assert len(found) <= 24
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"), [("3.6.0", "2.4.6", False), ("3.6.0", "2.3.5", True), ("3.7.0", "2.5.5", True)]
+)
+def test_an_interpreter_that_fails_with_this_numpy_is_not_offered(
+    triton: str, numpy: str, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "triton_version", lambda: triton)
+    monkeypatch.setattr(np, "__version__", numpy)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    reason = support._interpreter_reason()
+    assert reason == "" if works else "pip install 'numpy<2.4', or 'triton>=3.7'" in reason

@@ -6,6 +6,7 @@ import os
 import sys
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 
 from multigemm.backend import Availability
@@ -21,7 +22,16 @@ def _interpreter_reason() -> str:
     """The interpreter replaces parts of Triton when it is imported, so it has to be asked for before."""
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         return "triton was imported before emulation was asked for; set MULTIGEMM_EMULATE=1 before the first import"
+    if _number(triton_version()) < (3, 7) and _number(np.__version__) >= (2, 4):
+        return (
+            f"the interpreter of triton {triton_version()} makes scalars as NumPy {np.__version__} forbids: "
+            "pip install 'numpy<2.4', or 'triton>=3.7'"
+        )
     return ""
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def availability() -> Availability:
