@@ -22,6 +22,7 @@ from multigemm.errors import InvalidProblem
 Kind = Literal["offsets", "sizes", "ends"]
 Int64s = npt.NDArray[np.int64]
 INDEX_DTYPES = (torch.int32, torch.int64)
+INT32_MAX = 2**31 - 1
 
 
 class Grouping(NamedTuple):
@@ -34,8 +35,10 @@ class Grouping(NamedTuple):
 
     @property
     def index_dtype(self) -> torch.dtype:
-        """The integer type that a kernel reads (sums of live sizes are formed in int64)."""
-        return torch.int64 if self.live is None else self.live.dtype
+        """The integer type that a kernel reads: of values on the host, the one that most device values have."""
+        if self.live is not None:
+            return self.live.dtype
+        return torch.int64 if self.host is not None and self.host[-1] > INT32_MAX else torch.int32
 
     @property
     def equal(self) -> bool:

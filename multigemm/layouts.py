@@ -163,7 +163,7 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def to_device(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
+def to_device(array: npt.NDArray[np.int64] | npt.NDArray[np.int32], device: torch.device) -> Tensor:
     """A small host array on the device, without waiting for it.
 
     The copy starts in pinned memory, whose allocator keeps it until the copy has run; a pageable
@@ -175,6 +175,6 @@ def to_device(array: npt.NDArray[np.int64], device: torch.device) -> Tensor:
         raise NotCapturable(
             "host data cannot be copied while a graph is captured: make the plan before, or pass device sizes"
         )
-    pinned = torch.empty(array.shape, dtype=torch.int64, pin_memory=True)
+    pinned = torch.empty(array.shape, dtype=torch.int64 if array.itemsize == 8 else torch.int32, pin_memory=True)
     pinned.numpy()[...] = array
     return pinned.to(device, non_blocking=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from multigemm.arrays import Step
 from multigemm.classify import classify, classify_list
+from multigemm.grouping import Grouping, Int64s
 from multigemm.intake import Operand
 from multigemm.layouts import Operands, to_device
 from multigemm.problem import GroupedGemmProblem
@@ -90,15 +91,20 @@ def _stage_grouping(problem: GroupedGemmProblem, before: list[Step]) -> dict[str
             ends, head = _live_ends(grouping.live, grouping.kind, before)
             return {"ends": ends, "head": head}
         assert grouping.host is not None
-        return {"ends": to_device(grouping.host, problem.device)[1:], "head": True, "host_offsets": grouping.host}
+        offsets = _to_device(grouping.host, grouping, problem.device)
+        return {"ends": offsets[1:], "head": True, "host_offsets": grouping.host}
     if valid is not None:
         if valid.live is not None:
             dense = valid.live.shape[0] <= 1 or valid.live.stride(0) == 1
             return {"valid_rows": valid.live if dense else _follow(valid.live, before)}
         assert valid.host is not None
         rows = np.diff(valid.host)
-        return {"valid_rows": to_device(rows, problem.device), "host_valid_rows": rows}
+        return {"valid_rows": _to_device(rows, valid, problem.device), "host_valid_rows": rows}
     return {}
+
+
+def _to_device(values: Int64s, given: Grouping, device: torch.device) -> Tensor:
+    return to_device(values if given.index_dtype is torch.int64 else values.astype(np.int32), device)
 
 
 def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand) -> Staged:

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 import multigemm as mg
 from multigemm.backends.cpu.config import Config as CpuConfig
 from multigemm.overlap import meetings
-from multigemm.staging import staged_spec
+from multigemm.staging import stage, staged_spec
 
 A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
 CUT = [0, 2, 5, 10]
@@ -297,6 +297,21 @@ def test_an_index_beyond_32_bits_is_wide_without_a_distance() -> None:
     assert problem.spec.a.wide
     assert problem.spec.b.wide
     assert not mg.GroupedGemmProblem(ones[:, 1:], ones.T[1:], sizes=[3, 5], jagged="k").spec.a.wide
+
+
+@pytest.mark.parametrize(("last", "index"), [(10, torch.int32), (2**31 - 1, torch.int32), (2**31, torch.int64)])
+def test_host_sizes_are_of_the_type_that_device_sizes_are_as_a_rule(last: int, index: torch.dtype) -> None:
+    """A kernel is compiled for one type: that of the sizes on a device serves those of the host too."""
+    rows, weights = torch.ones(1, 4).expand(2**31 + 5, 4), torch.ones(2, 4, 5)
+    for cut in ({"offsets": [1, 3, last]}, {"sizes": [3, last - 3]}, {"ends": np.array([3, last])}):
+        problem = mg.GroupedGemmProblem(rows, weights, **cut)
+        staged = stage(problem, problem.spec, torch.empty(0)).ops
+        assert isinstance(staged.ends, torch.Tensor) and staged.host_offsets is not None
+        assert problem.spec.index is staged.ends.dtype is index
+        assert staged.host_offsets.dtype == np.int64 and staged.ends[-1] == staged.host_offsets[-1] == last
+    masked = mg.GroupedGemmProblem(torch.ones(2, 3, 4), weights, valid_rows=[0, 3])
+    valid = stage(masked, masked.spec, torch.empty(0)).ops.valid_rows
+    assert isinstance(valid, torch.Tensor) and valid.dtype is masked.spec.index is torch.int32
 
 
 # --- text and views ---------------------------------------------------------------------------------
