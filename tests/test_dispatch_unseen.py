@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from multigemm.bench.workloads import geomean
-from multigemm.nearest import Sample, estimates
+from multigemm.nearest import ANY_OFFSET, NOISE, Sample, estimates, solved
 from multigemm.tuning import unfold
 
 TUNED = sorted((Path(__file__).parents[1] / "multigemm" / "tuned").glob("*.json"))
@@ -49,3 +50,12 @@ def test_choices_for_classes_left_out_are_near_the_fastest(path: Path) -> None:
     assert len(ratios) > 50
     assert geomean(ratios) < 1.015
     assert sum(ratio > 1.1 for ratio in ratios) <= 0.045 * len(ratios)
+
+
+def test_equations_are_solved_as_exactly_as_their_condition_allows() -> None:
+    places = np.random.default_rng(0).normal(size=(120, 4))
+    apart = np.sqrt(((places[:, None] - places[None]) ** 2).sum(-1))
+    matrix = np.exp(-apart / 10) + ANY_OFFSET + NOISE * np.eye(120)
+    truth = np.random.default_rng(1).normal(size=120)
+    assert solved(matrix, matrix @ truth) == pytest.approx(truth, abs=1e-5)
+    assert solved(np.array([[4.0]]), np.array([2])) == pytest.approx([0.5])
