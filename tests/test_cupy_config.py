@@ -214,6 +214,15 @@ def test_pieces_are_as_high_as_groups_have_rows(total: int, align: int, rows: in
     assert configs.heuristic(spec).rows == rows
 
 
+@pytest.mark.parametrize(
+    ("groups", "total", "n", "rows"),
+    [(6, 2874, 320, 128), (16, 4096, 256, 128), (16, 4096, 2048, 256), (4, 4096, 4096, 256)],
+)
+def test_few_tall_tiles_become_more_lower_ones(groups: int, total: int, n: int, rows: int) -> None:
+    best = configs.heuristic(replace(SPEC, groups=groups, total=total, n=n, k=1024))
+    assert (best.rows, best.cluster) == (rows, 1 if rows == 128 else 2)
+
+
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 63, 255, 256, 257, 417, 2049, 9921, 100000])
 @pytest.mark.parametrize("most", [64, 128, 256])
 def test_pieces_are_few_equal_and_waste_less_than_a_step_each(rows: int, most: int) -> None:
@@ -264,7 +273,7 @@ def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: boo
     spec = replace(SPEC, **{"form": "jagged_k", "m": 64, "a": replace(BF16, order="col"), **changes})
     assert configs.sends(spec) is sent
     assert dict(hopper.source(spec, configs.WIDE).defines)["SEND"] == int(sent)
-    many = replace(spec, total=max(spec.total, 512 * spec.groups))
+    many = replace(spec, total=4096 * spec.groups)
     takes_turns = not sent and configs.plain_kind(spec) > 0
     assert configs._hopper_order(many)[0] == (configs.TURNS if takes_turns else configs.WIDE)
 

@@ -77,6 +77,8 @@ RESIDENT, ROUNDS, FULL_ROWS, WAVE_WORK = 264, 528, 192, 1 << 34
 LIST, CUBE_ROWS = 16, 8192
 """Groups of a list that the small kernel takes as an argument; rows from which tiles this small only lose."""
 
+PROCESSORS = 132
+"""Up to here tall tiles would leave some of them idle: lower ones, each block on its own."""
 SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
 """Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
 WORTH_COPYING = 1 << 24
@@ -106,10 +108,11 @@ def plain_kind(spec: ProblemSpec) -> int:
 def sends(spec: ProblemSpec) -> bool:
     """Whether the copy engine stores the results: plain ones, in rows of whole 16-byte pieces.
 
-    Of jagged k; of jagged m if k is contiguous in A, where no piece begins with rows of the group before.
+    Where the rows are jagged, k must be contiguous in them: then no piece begins with rows of another group.
     """
-    columns = spec.m if is_swapped(spec) else spec.n
-    known = spec.form == "jagged_k" or (spec.form == "jagged_m" and spec.a.order == "row" and spec.total <= MAX_ROWS)
+    columns, x, along = (spec.m, spec.b, "col") if is_swapped(spec) else (spec.n, spec.a, "row")
+    jagged_rows = spec.form in ("jagged_m", "jagged_n")
+    known = spec.form != "per_group" and not (jagged_rows and (x.order != along or spec.total > MAX_ROWS))
     return known and plain_kind(spec) == 1 and spec.out.align == 16 and (columns or 1) % 8 == 0
 
 
@@ -282,10 +285,19 @@ def _rows_per_group(spec: ProblemSpec) -> int:
     return spec.total // max(spec.groups, 1) if spec.form != "jagged_k" else WIDE.rows
 
 
+def _tall_tiles(spec: ProblemSpec, rows: int) -> int:
+    """Tiles of 256 rows and 128 columns, if all groups have as many rows; enough of them for jagged k."""
+    columns = (spec.m if is_swapped(spec) else spec.n) or spec.largest
+    pieces = -(-rows // WIDE.rows) * spec.groups if spec.form != "jagged_k" else PROCESSORS + 1
+    return pieces * max(-(-columns // COLUMNS), 1)
+
+
 def _hopper_order(spec: ProblemSpec) -> list[Config]:
     if spec.total <= SMALL_ROWS and (spec.n or 0) <= SMALL_COLUMNS and spec.form != "jagged_k":
         return [SINGLE, SLIM, WIDE] if spec.form == "per_group" or spec.total > 1024 else [SLIM, SINGLE, WIDE]
     rows = _rows_per_group(spec)
+    if rows > 64 and _tall_tiles(spec, rows) <= PROCESSORS:
+        return [SINGLE, SLIM, WIDE]
     if rows <= 64:
         return [NARROW, MIDDLE, WIDE] if rows <= 32 else [MIDDLE, WIDE, NARROW]
     turns = [TURNS] if plain_kind(spec) and spec.groups <= TURNS_GROUPS else []

@@ -13,7 +13,10 @@
 #define PINGPONG 0      // hopper.cu: the two warpgroups take turns, a tile each, instead of sharing every tile
 #endif
 
-constexpr int MAX_GROUPS = PINGPONG ? 448 : 960;    // as config.groups_at_most
+#ifndef MOST_GROUPS
+#define MOST_GROUPS (PINGPONG ? 448 : 960)
+#endif
+constexpr int MAX_GROUPS = MOST_GROUPS;    // as config.groups_at_most
 constexpr int BUSY_K = 288;                // from this k on a tile's products take longer than its results need to leave
 constexpr int BAND = 8;                    // pieces that share a weight tile while it is in the L2 cache
 
@@ -86,31 +89,29 @@ __device__ __forceinline__ u64 warp_running_sum(u64 mine) {
     return sum;
 }
 
-// All threads of the block: tile counts of all groups, and their running sums. The caller synchronises.
+// All threads of the block: tile counts of all groups, and their running sums. The caller synchronises. Kept short, one copy
+// of everything: a launch that follows another kernel finds none of this code in the caches.
 __device__ __forceinline__ void build_schedule(const Problem& p, Schedule& s, int swapped, int most, int columns, int busy_rows) {
-    const int tid = threadIdx.x, warp = tid >> 5, warps = blockDim.x >> 5;
+    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, warps = blockDim.x >> 5;
+    const bool alone = p.groups <= 32;                          // one warp does it alone
+    if (alone && warp != 0) return;
     u64 all = 0;
-    if (p.groups <= 32) {                       // one warp does it alone
-        if (warp != 0) return;
-        const u64 mine = tid < p.groups ? count_tiles(p, s, tid, swapped, most, columns, busy_rows) : 0;
-        const u64 sum = warp_running_sum(mine), before = sum - mine;
-        s.busy[tid] = int(before >> 32), s.lean[tid] = int(before & 0xFFFFFFFFu);
-        all = __shfl_sync(~0u, sum, 31);
-    } else {
-        for (int base = 0; base < p.groups; base += blockDim.x) {
-            const int g = base + tid;
-            const u64 mine = g < p.groups ? count_tiles(p, s, g, swapped, most, columns, busy_rows) : 0;
-            const u64 sum = warp_running_sum(mine);
-            if ((tid & 31) == 31) s.warp_sum[warp] = sum;
+#pragma unroll 1
+    for (int base = 0; base < p.groups; base += blockDim.x) {
+        const int g = base + tid;
+        const u64 mine = g < p.groups ? count_tiles(p, s, g, swapped, most, columns, busy_rows) : 0;
+        const u64 sum = warp_running_sum(mine);
+        u64 before = all + sum - mine, these = __shfl_sync(~0u, sum, 31);
+        if (!alone) {
+            if (lane == 31) s.warp_sum[warp] = sum;
             __syncthreads();
-            u64 before = all + sum - mine;
-            for (int w = 0; w < warps; ++w) {
-                if (w < warp) before += s.warp_sum[w];
-                all += s.warp_sum[w];
-            }
-            if (g < p.groups) s.busy[g] = int(before >> 32), s.lean[g] = int(before & 0xFFFFFFFFu);
-            __syncthreads();
+            const u64 upto = warp_running_sum(lane < warps ? s.warp_sum[lane] : 0);
+            const u64 lower = __shfl_sync(~0u, upto, max(warp - 1, 0));
+            before += warp > 0 ? lower : 0, these = __shfl_sync(~0u, upto, 31);
+            __syncthreads();                                    // all have read the sums
         }
+        if (g < p.groups) s.busy[g] = int(before >> 32), s.lean[g] = int(before & 0xFFFFFFFFu);
+        all += these;
     }
     if (tid == 0) s.busy_all = int(all >> 32), s.lean_all = int(all & 0xFFFFFFFFu), s.total = s.busy_all + s.lean_all;
 }
@@ -131,24 +132,25 @@ __device__ __forceinline__ int list_box(int rows, int most) {
     return (piece_rows(rows, most) / 8 + CLUSTER - 1) / CLUSTER * 8;
 }
 
-// Tiles of the lean queue among the first `t`. Where there are both kinds, lean ones are spread evenly, but as many
-// as run at once are kept for the end: they are short, so the clusters stop at about the same time.
-__device__ __forceinline__ int lean_tiles(const Schedule& s, int t) {
-    if (s.busy_all == 0 || s.lean_all == 0) return s.lean_all ? t : 0;   // spare the division
-    const int kept = min(s.lean_all, int(gridDim.x) / CLUSTER), mixed = s.total - kept;
-    return t >= mixed ? s.lean_all - (s.total - t) : int(u64(t) * (s.lean_all - kept) / mixed);
+// Tile `t` of all is which one of the lean queue, or of the busy one? Where there are both kinds, lean ones are spread evenly,
+// but as many as run at once are kept for the end: they are short, so the clusters stop at about the same time.
+__device__ __forceinline__ int place_in_queue(const Schedule& s, int t, bool& lean) {
+    lean = s.busy_all == 0;
+    if (s.busy_all == 0 || s.lean_all == 0) return t;           // spare the division
+    const int kept = min(s.lean_all, int(gridDim.x) / CLUSTER), mixed = s.total - kept, spread = s.lean_all - kept;
+    lean = true;
+    if (t >= mixed) return s.lean_all - (s.total - t);
+    const u64 share = u64(t) * spread;
+    const int before = int(share / mixed);                      // lean ones among the first t
+    lean = int(share - u64(before) * mixed) + spread >= mixed;  // one more among the first t + 1
+    return lean ? before : t - before;
 }
 
 __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int t, int swapped, int most, int columns) {
-    const int lean_before = lean_tiles(s, t), lean_after = lean_tiles(s, t + 1);
-    int local, group;
-    if (lean_after > lean_before) {
-        group = find_group(s.lean, p.groups, lean_before);
-        local = lean_before - s.lean[group];
-    } else {
-        group = find_group(s.busy, p.groups, t - lean_before);
-        local = t - lean_before - s.busy[group];
-    }
+    bool lean;
+    const int index = place_in_queue(s, t, lean);
+    const int* const queue = lean ? s.lean : s.busy;
+    const int group = find_group(queue, p.groups, index), local = index - queue[group];
     const Shape e = group_extents(p, group, swapped, s.start[group], s.length[group]);
     const int height = piece_rows(e.rows, most), pieces = pieces_of(e.rows, height), across = tiles_across(e, columns);
     const int band = local / (BAND * across), rest = local - band * BAND * across, in_band = min(BAND, pieces - band * BAND);
