@@ -18,15 +18,18 @@ EVERY = 4
 """Of the classes, this one is guessed; all others are known."""
 
 
-def classes(path: Path, where: str) -> list[Sample]:
-    """Times and configs of each class whose sizes lie in one place."""
+def classes(where: str) -> list[Sample]:
+    """Times and configs of each class whose sizes lie in one place, of the last table that holds it."""
     found: dict[str, Sample] = {}
-    for entry in json.loads(path.read_text())["entries"]:
-        for m in unfold(entry, path.name):
-            if m.key.endswith(where):
-                old = found.get(m.key, Sample(m.key))
-                us, ran = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran}
-                found[m.key] = Sample(m.key, us, ran, m.groups, m.flops)
+    for path in TUNED:
+        here: dict[str, Sample] = {}
+        for entry in json.loads(path.read_text())["entries"]:
+            for m in unfold(entry, path.name):
+                if m.key.endswith(where):
+                    old = here.get(m.key, Sample(m.key))
+                    us, ran = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran}
+                    here[m.key] = Sample(m.key, us, ran, m.groups, m.flops)
+        found |= here
     return [s for s in found.values() if len(s.us) > 1]
 
 
@@ -43,9 +46,8 @@ def behind(known: list[Sample]) -> list[float]:
     return ratios
 
 
-@pytest.mark.parametrize("path", TUNED, ids=lambda path: path.stem)
-def test_choices_for_classes_left_out_are_near_the_fastest(path: Path) -> None:
-    known = classes(path, "device-sizes")
+def test_choices_for_classes_left_out_are_near_the_fastest() -> None:
+    known = classes("device-sizes")
     ratios = behind(known)
     assert len(ratios) > 50
     assert geomean(ratios) < 1.015
