@@ -1,7 +1,6 @@
 """Faults planted in the real kernels' sources: how they are made, and that the oracles see them in emulation."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from multigemm import registry
 from multigemm.settings import settings
 from multigemm.testing import source_fates, source_hunt
-from multigemm.testing import source_live as live
 from multigemm.testing import source_mutants as sm
 from multigemm.testing import source_sites as places
 from multigemm.testing import source_trace as tracing
@@ -202,41 +200,37 @@ def test_a_hang_is_tried_once_more(root: Path, monkeypatch: pytest.MonkeyPatch) 
 class _Compiled:
     """In place of a run on a GPU: `variant.case` says what is compiled and what a burst finds."""
 
-    heard: list[str]
-
     def __init__(self, hunt: Hunt, variant: Variant, place: Any, spent: Any) -> None:
-        self.case, self.met = variant.case, 0
+        self.case = variant.case
+
+    def codes(self) -> list[str] | None:
+        return [self.case["code"]] if self.case["code"] else None
 
     def compiles(self) -> bool:
-        type(self).heard += [self.case["code"]] if self.case["code"] else []
-        return bool(self.case["code"] != "broken")
+        return True
 
     def meet(self, first: int, say: Any) -> tuple[int, Any]:
-        self.met += 1
         return 1, {"state": "killed", "oracle": "value", "text": ""} if self.case.get("dies") else None
 
 
-def chased(monkeypatch: pytest.MonkeyPatch, *cases: dict[str, Any]) -> dict[str, str]:
+def chased(monkeypatch: pytest.MonkeyPatch, *cases: dict[str, Any]) -> tuple[dict[str, str], int]:
+    """What a hunt finds, and how often it opened the device."""
+    opened: list[Any] = []
     monkeypatch.setattr(source_hunt, "Run", _Compiled)
-    monkeypatch.setattr(live, "listening", lambda backend: nullcontext(_heard()))
-    variants = [Variant(case, "pointer", "", codes=["old"]) for case in cases]
+    monkeypatch.setattr(source_hunt._Chase, "open_device", opened.append)
     chase = source_hunt._Chase(Hunt("triton", "cuda", 0.05), None, lambda word: None)
-    return chase.through(variants)
-
-
-def _heard() -> list[str]:
-    _Compiled.heard = []
-    return _Compiled.heard
+    return chase.through([Variant(case, "pointer", "", codes=["old"]) for case in cases]), len(opened)
 
 
 def test_only_variants_whose_machine_code_changes_meet_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = {"code": "old", "dies": True}, {"code": "new"}
-    assert chased(monkeypatch, old, old)["state"] == "same"
-    assert chased(monkeypatch, old, old | {"code": ""})["state"] == "same"  # compiled already
-    assert chased(monkeypatch, old, new)["state"] == "survived"
-    assert "1 variants, 1 others are the same" in chased(monkeypatch, old, new)["text"]
-    assert chased(monkeypatch, old, new | {"dies": True})["state"] == "killed"
-    assert chased(monkeypatch, old, {"code": "broken"})["state"] == "stillborn"
+    old, new, broken = {"code": "old", "dies": True}, {"code": "new"}, {"code": ""}
+    said, opened = chased(monkeypatch, old, old)
+    assert said["state"] == "same" and not opened
+    said, opened = chased(monkeypatch, old, new, new)
+    assert said["state"] == "survived" and "2 variants, 1 others are the same" in said["text"] and opened == 1
+    assert chased(monkeypatch, old, new | {"dies": True})[0]["state"] == "killed"
+    said, opened = chased(monkeypatch, old, broken)
+    assert said["state"] == "stillborn" and not opened
 
 
 def test_the_sample_outlives_edits_elsewhere() -> None:
@@ -248,9 +242,9 @@ def test_the_sample_outlives_edits_elsewhere() -> None:
 
 
 def test_problems_of_variants_that_hold_the_line_come_first() -> None:
-    site = places.Site("backends/triton/hopper_carry.py", 7, "o", "a", "b")
+    site = places.Site("backends/triton/hopper_ahead.py", 7, "o", "a", "b")
     lines: tuple[list[int], ...] = ([1], [7], [], [5, 7])
-    variants = [Variant({}, "hopper", str(at), {"hopper_carry.py": held}) for at, held in enumerate(lines)]
+    variants = [Variant({}, "hopper", str(at), {"hopper_ahead.py": held}) for at, held in enumerate(lines)]
     assert {v.config for v in reached(site, "triton", variants)[:2]} == {"1", "3"}
 
 
