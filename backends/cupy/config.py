@@ -13,7 +13,7 @@ from multigemm.spec import OperandSpec, Order, ProblemSpec
 COLUMNS = 128
 """Columns of a result that one thread block of the Hopper kernel owns."""
 MAX_GROUPS, TURNS_GROUPS = 960, 448
-"""Groups that the Hopper kernel's schedule holds; those that it holds where five stages leave it less room."""
+"""Groups that the Hopper kernel's schedule holds; those that it holds where the stages leave it less room."""
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one thread block may have on compute capability 9.0."""
 
@@ -51,7 +51,8 @@ class Config:
     @property
     def groups_at_most(self) -> int:
         """What its share of the shared memory lets the schedule hold."""
-        return TURNS_GROUPS if self.pingpong else MAX_GROUPS
+        full = self.pingpong or (self.kernel == "direct" and self.rows == DIRECT.rows)
+        return TURNS_GROUPS if full else MAX_GROUPS
 
 
 PORTABLE = Config(blocks_per_sm=1)
@@ -63,9 +64,9 @@ SINGLE = Config("hopper", rows=128, stages=6, cluster=1)
 SLIM = Config("hopper", rows=64, stages=8, cluster=1)
 TURNS = Config("hopper", rows=192, stages=5, cluster=2, pingpong=True)
 ALONE = Config("hopper", rows=256, stages=4, cluster=1)
-DIRECT = Config("direct", rows=256, stages=3, cluster=2, step=32)
-DIRECT_MIDDLE = Config("direct", rows=128, stages=5, cluster=2, step=32)
-DIRECT_NARROW = Config("direct", rows=64, stages=7, cluster=2, step=32)
+DIRECT = Config("direct", rows=256, stages=4, cluster=2, step=8)
+DIRECT_MIDDLE = Config("direct", rows=128, stages=5, cluster=2, step=8)
+DIRECT_NARROW = Config("direct", rows=64, stages=7, cluster=2, step=8)
 WAVE = Config("wave")
 WAVES = (WAVE, *(Config("wave", rows=r, stages=s) for r, s in ((64, 8), (96, 7), (128, 6), (192, 5), (256, 4))))
 CUBE = Config("small", tile=32)
@@ -83,8 +84,9 @@ SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
 """Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
 WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the portable kernel."""
-FEW_ROWS = 1024
-"""Rows per group up to which weights are shifted as they are read; more rows repay a copy of the weights."""
+SPARSE_ROWS, FEW_ROWS = 32, 1024
+"""Rows per group up to which weights that are shifted as they are read want low tiles and many stages; up to which they
+are shifted at all: more rows repay a copy of the weights."""
 SHORT_K, BRIEF_K = 768, 128
 """Up to here a list's odd operands are copied for the wave kernel, whatever the tiles; small tiles beat a wave."""
 MAX_ROWS = 1 << 30
@@ -274,7 +276,7 @@ def _larger(spec: ProblemSpec) -> list[Config]:
     copied = replace(fast[0] if rows > FEW_ROWS else next(c for c in fast if not c.pingpong), kernel="packed")
     work = spec.total * (spec.n or 256) * (spec.k or 256)
     if work >= WORTH_COPYING:
-        shifted = DIRECT_MIDDLE if rows <= DIRECT_MIDDLE.rows else DIRECT
+        shifted = DIRECT_MIDDLE if rows <= SPARSE_ROWS else DIRECT
         few = (spec.total // max(spec.groups, 1)) <= FEW_ROWS
         return [*fast, *((shifted, copied) if few else (copied, shifted)), PORTABLE, SMALL]
     return [*fast, SMALL, PORTABLE, copied] if spec.total <= SMALL_ROWS else [*fast, PORTABLE, SMALL, copied]

@@ -25,8 +25,9 @@ from multigemm.spec import ProblemSpec
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
-    """The kernel's key: that of the Hopper kernel for the same layouts."""
-    return Source("direct.cu", "direct", hopper.defines(direct_spec(spec), config))
+    """The kernel's key: that of the Hopper kernel for the same layouts, and how many groups it takes."""
+    most = ("MOST_GROUPS", config.groups_at_most)
+    return Source("direct.cu", "direct", (*hopper.defines(direct_spec(spec), config), most))
 
 
 def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, int]:

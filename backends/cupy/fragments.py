@@ -6,7 +6,7 @@ As mma_shapes.py, for kernels whose weights cannot lie in shared memory the way 
 from __future__ import annotations
 
 NAME = "fragments.cuh"
-WIDTHS = range(32, 257, 32)
+WIDTHS = range(8, 257, 8)
 
 HEAD = """// Written by fragments.py: d += W x X for 64 columns, N rows and k = 16; W in registers, X in shared memory.
 #pragma once
@@ -39,4 +39,4 @@ def _one(n: int) -> str:
 
 def text() -> str:
     """The header."""
-    return HEAD + "".join(f"#if {n} <= ROWS\n{_one(n)}#endif\n" for n in WIDTHS)
+    return HEAD + "".join(f"#if {n} <= ROWS && {n} % STEP == 0\n{_one(n)}#endif\n" for n in WIDTHS)

@@ -5,16 +5,22 @@
 // are; the consumers shift them on their way into registers, from where wgmma takes its first operand. So weights
 // are read once, where copying them first would read, write and read them again.
 //
-// Compile-time choices as in hopper.cu, with RAGGED_K and PINGPONG 0 and STEP 32.
+// Compile-time choices as in hopper.cu, with RAGGED_K and PINGPONG 0, and MOST_GROUPS that the schedule holds.
 #include "consume.cuh"
 #include "fragments.cuh"
 #include "load.cuh"
 #include "weights.cuh"
 
-constexpr int STAGE_ALL = RAW_BYTES + X_BYTES;
-static_assert(STAGES * STAGE_ALL + CONSUMERS * STAGING_BYTES + (int)sizeof(Shared) + 1024 <= 232448, "more shared memory than a thread block may have");
+constexpr int X_AT = STAGES * RAW_BYTES, RINGS_BYTES = X_AT + STAGES * X_BYTES;       // the weights' stages, then those of the rows
+static_assert(RINGS_BYTES + CONSUMERS * STAGING_BYTES + (int)sizeof(Shared) + 1024 <= SHARED, "a launch asks for less shared memory than the layout takes");
 
-struct Position {               // in the ring of stages: index and parity
+// Weights and rows have a ring each: a stage of weights is free as soon as they are in registers, a block of k before its
+// rows have been multiplied. One ring, held until then, waited for memory most of the time.
+struct Rings {
+    u64 w_full[STAGES], w_empty[STAGES], x_full[STAGES], x_empty[STAGES];
+};
+
+struct Position {               // in both rings: index and parity
     int index = 0;
     u32 parity = 0;
     __device__ __forceinline__ void next() {
@@ -24,7 +30,7 @@ struct Position {               // in the ring of stages: index and parity
 
 // Four warps: all k-blocks of all tiles. The first thread also takes tiles from the counter, announces them, and
 // asks for their rows.
-__device__ __forceinline__ void load(const Problem& p, const Launch& l, const Maps& maps, Shared& s, u32 stages, u32 rank, bool copied) {
+__device__ __forceinline__ void load(const Problem& p, const Launch& l, const Maps& maps, Shared& s, Rings& r, u32 stages, u32 rank, bool copied) {
     const int clusters = gridDim.x / CLUSTER;
     const bool leads = threadIdx.x == CONSUMERS * 128;
     Position ring;
@@ -52,13 +58,16 @@ __device__ __forceinline__ void load(const Problem& p, const Launch& l, const Ma
         x.begin(p, l, maps, t, rank);
         if (leads && LISTED) refresh_map(x.map);
         for (int kb = 0; kb < blocks; ++kb, ring.next()) {
-            const u32 stage = stages + ring.index * STAGE_ALL, full = shared_address(&s.full[ring.index]);
+            const u32 raw = stages + ring.index * RAW_BYTES;
             if (leads && rank == 0 && kb == max(blocks - 4, 0)) next = clusters + atomicAdd(l.counter, 1);  // asked early, used late
-            barrier_wait(shared_address(&s.empty[ring.index]), ring.parity ^ 1);
-            if (leads && copied) wait_for_last_launch(), copied = false;              // of all operands only rows are copies
-            if (leads) x.load(stage + RAW_BYTES, full, rank, kb * BK, 0);
-            copy_pieces(pieces, w, stage, kb * BK, t.k_len - kb * BK);
-            arrive_after_copies(full);
+            barrier_wait(shared_address(&r.w_empty[ring.index]), ring.parity ^ 1);
+            copy_pieces(pieces, w, raw, kb * BK, t.k_len - kb * BK);
+            arrive_after_copies(shared_address(&r.w_full[ring.index]));
+            if (leads) {
+                barrier_wait(shared_address(&r.x_empty[ring.index]), ring.parity ^ 1);
+                if (copied) wait_for_last_launch(), copied = false;                   // of all operands only rows are copies
+                x.load(stages + X_AT + ring.index * X_BYTES, shared_address(&r.x_full[ring.index]), rank, kb * BK, 0);
+            }
         }
     }
     if (leads && copied) wait_for_last_launch();         // whoever waits for this launch relies on the copies' end as well
@@ -72,41 +81,41 @@ __device__ __forceinline__ void load(const Problem& p, const Launch& l, const Ma
     if (p.zero_unowned) zero_unowned(p, blockIdx.x * (LOADERS / 32) + (threadIdx.x - CONSUMERS * 128) / 32, gridDim.x * (LOADERS / 32));
 }
 
-// One block of k: its products, and meanwhile the next block's weights on their way into registers.
-template <int N>
-__device__ __forceinline__ bool multiply_block(Shared& s, const Place& place, u32 stages, Position& ring, bool more, u32 (&w)[FRAGMENT], u32 (&next)[FRAGMENT], float (&d)[ROWS / 2]) {
+// A block's weights into registers; then their place is free.
+__device__ __forceinline__ void take_weights(Rings& r, const Place& place, u32 stages, const Position& ring, u32 (&w)[FRAGMENT]) {
+    barrier_wait(shared_address(&r.w_full[ring.index]), ring.parity);
+    read_fragment(w, place, stages + ring.index * RAW_BYTES);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive_here(shared_address(&r.w_empty[ring.index]));
+}
+
+// A block's products. Nothing is on its way when it ends: whoever reads the next weights may use the same registers.
+template <int N> __device__ __forceinline__ void multiply_block(float (&d)[ROWS / 2], const u32 (&w)[FRAGMENT], u64 x) {
     constexpr u32 X_STEP = X_K ? 32 : 2048;             // bytes from one k = 16 to the next
-    const int last = ring.index, lane = threadIdx.x & 31;
-    const u64 x = smem_descriptor(stages + last * STAGE_ALL + RAW_BYTES, BLOCK, 1024);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) MmaFragment<N>::run(d, w + k * 4, x + k * (X_STEP >> 4));
     wgmma_commit();
-    ring.next();
-    if (more) {
-        barrier_wait(shared_address(&s.full[ring.index]), ring.parity);
-        read_fragment(next, place, stages + ring.index * STAGE_ALL);
-    }
     wgmma_wait<0>();
-    if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[last]), lane);
-    return more;
 }
 
-template <int N>
-__device__ __forceinline__ void multiply_shifted(Shared& s, const Place& place, u32 stages, Position& ring, int blocks, int half, float (&d)[ROWS / 2], bool first) {
-    u32 even[FRAGMENT], odd[FRAGMENT];
+// All k-blocks of a tile. While one warpgroup takes its weights, the other one multiplies.
+__device__ __forceinline__ void multiply_shifted(Rings& r, const Place& place, u32 stages, Position& ring, int blocks, int half, int rows, float (&d)[ROWS / 2], bool first) {
+    const int lane = threadIdx.x & 31;
     if (first && half == 1) wait_for_other(half);
-    barrier_wait(shared_address(&s.full[ring.index]), ring.parity);
-    read_fragment(even, place, stages + ring.index * STAGE_ALL);
-    if (first && half == 0) let_other(half);
 #pragma unroll 1
-    for (int kb = 0;; kb += 2) {
-        if (!multiply_block<N>(s, place, stages, ring, kb + 1 < blocks, even, odd, d)) break;
-        if (!multiply_block<N>(s, place, stages, ring, kb + 2 < blocks, odd, even, d)) break;
+    for (int kb = 0; kb < blocks; ++kb, ring.next()) {
+        u32 w[FRAGMENT];
+        take_weights(r, place, stages, ring, w);
+        if (first && half == 0 && kb == 0) let_other(half);
+        barrier_wait(shared_address(&r.x_full[ring.index]), ring.parity);
+        const u64 x = smem_descriptor(stages + X_AT + ring.index * X_BYTES, BLOCK, 1024);
+        BY_WIDTH(rows, multiply_block<WIDTH>(d, w, x));
+        if (lane < CLUSTER) barrier_arrive(shared_address(&r.x_empty[ring.index]), lane);
     }
 }
 
-__device__ __forceinline__ void consume_shifted(const Problem& p, const Launch& l, Shared& s, u32 stages, u32 staging, u32 rank, int half) {
+__device__ __forceinline__ void consume_shifted(const Problem& p, const Launch& l, Shared& s, Rings& r, u32 stages, u32 staging, u32 rank, int half) {
     Position ring;
     bool first = true;
 #pragma unroll 1
@@ -118,7 +127,7 @@ __device__ __forceinline__ void consume_shifted(const Problem& p, const Launch& 
         clear(d);
         if (blocks > 0 && t.n > 0) {
             const Place place = place_of(weights_of(p, l, t, rank), half);
-            BY_WIDTH(t.n, multiply_shifted<WIDTH>(s, place, stages, ring, blocks, half, d, first));
+            multiply_shifted(r, place, stages, ring, blocks, half, t.n, d, first);
             first = false;
         }
         finish_tile(p, l, t, rank, half, staging, d);
@@ -128,16 +137,17 @@ __device__ __forceinline__ void consume_shifted(const Problem& p, const Launch& 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 direct(const __grid_constant__ Problem p, const __grid_constant__ Launch l, const __grid_constant__ Maps maps, const int copied) {
     extern __shared__ char bytes[];
+    __shared__ Rings r;
     const u32 stages = (shared_address(bytes) + 1023) & ~1023u;
-    const u32 staging = stages + STAGES * STAGE_ALL;
+    const u32 staging = stages + RINGS_BYTES;
     Shared& s = *(Shared*)(bytes + (staging - shared_address(bytes)) + CONSUMERS * STAGING_BYTES);
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int warpgroup = threadIdx.x >> 7;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&s.full[i]), 1 + LOADERS);                    // the rows, and each loader's pieces
-            barrier_init(shared_address(&s.empty[i]), CLUSTER * CONSUMERS * 4);
+            barrier_init(shared_address(&r.w_full[i]), LOADERS), barrier_init(shared_address(&r.w_empty[i]), CONSUMERS * 4);
+            barrier_init(shared_address(&r.x_full[i]), 1), barrier_init(shared_address(&r.x_empty[i]), CLUSTER * CONSUMERS * 4);
         }
         for (int i = 0; i < SLOTS; ++i) {
             barrier_init(shared_address(&s.tile_full[i]), 1);
@@ -153,10 +163,10 @@ direct(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
 
     if (warpgroup == CONSUMERS) {
         registers_down<72>();
-        load(p, l, maps, s, stages, rank, copied);
+        load(p, l, maps, s, r, stages, rank, copied);
     } else {
         registers_up<216>();
-        consume_shifted(p, l, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
+        consume_shifted(p, l, s, r, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
     }
     if (CLUSTER > 1) cluster_sync();      // a block must not leave while others still arrive at its barriers
 }
