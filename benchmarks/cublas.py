@@ -45,14 +45,13 @@ LOOPED, NEAR, SHORT_US, SLOWER = 64, 1.08, 40.0, 0.985
 measured in graphs; a ratio that asks for the names of the kernels."""
 
 
-def _bmm(tensors: operands.Tensors) -> Call | None:
-    """torch.bmm on the very operands of the plan, into its result; None where they are not stacked."""
-    given = [x[0]._base if isinstance(x, list) else x for x in (tensors.a, tensors.b, tensors.out)]
-    stacked = [x if x.dim() == 3 else x.view(tensors.workload.groups, -1, x.shape[-1]) for x in given if x is not None]
-    if len(stacked) < len(given):
-        return None
-    a, b, out = stacked
-    return lambda: torch.bmm(a, b, out=out)
+def _stacked(x: Any, groups: int) -> Tensor:
+    """The groups of an operand as one tensor, where they lie."""
+    if isinstance(x, Tensor):
+        return x if x.dim() == 3 else x.view(groups, -1, x.shape[-1])
+    base = x[0]._base
+    assert base is not None
+    return base.as_strided((groups, *x[0].shape), (base.stride(0), *x[0].stride()))  # type: ignore[no-any-return]
 
 
 def bare_calls(tensors: operands.Tensors) -> dict[str, Call]:
@@ -66,7 +65,8 @@ def bare_calls(tensors: operands.Tensors) -> dict[str, Call]:
         except Refused:
             continue
     if "torch_bmm" in calls:
-        calls["torch_bmm"] = _bmm(tensors) or calls["torch_bmm"]
+        a, b, out = (_stacked(x, tensors.workload.groups) for x in (tensors.a, tensors.b, tensors.out))
+        calls["torch_bmm"] = lambda: torch.bmm(a, b, out=out)
     return calls
 
 

@@ -58,6 +58,20 @@ def test_the_choice_follows_the_sizes() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+def test_many_skewed_groups_of_some_rows_go_to_grouped_mm() -> None:
+    """cuBLAS' grouped kernel took a fifth longer for the first two of these."""
+    zipf = [int(16384 / (5.43 * rank)) + 1 for rank in range(1, 129)]
+    for k, n in ((1536, 4096), (2816, 1408), (704, 2816)):
+        assert choose.choose(_spec(groups=128), _sized(*zipf, n=n, k=k), CUDA, torch.bfloat16) == Config("grouped_mm")
+
+
+def test_a_graph_holds_single_calls_where_one_large_product_is_among_few() -> None:
+    shapes = [Shape(0, 0, n, n, n, n, n, n) for n in (1024, 512, 256, 128)]
+    assert choose.apart_in_a_graph(_spec(dtype=torch.float16), shapes)
+    assert not choose.apart_in_a_graph(_spec(dtype=torch.float16), shapes[1:] * 3)
+
+
+@pytest.mark.usefixtures("hopper")
 def test_the_grouped_call_is_not_chosen_for_a_wide_intermediate() -> None:
     transposed = [Product(Shape(1, 0, 4096, 8, 4096, 4096, 4096, 4096), 0, 0, 0)] * 3
     assert choose.choose(_spec(), transposed, CUDA, torch.bfloat16) == Config("grouped")

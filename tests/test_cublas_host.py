@@ -235,6 +235,16 @@ def test_merging_keeps_every_product_once() -> None:
     assert sorted(p.out for _, same in groups for p in same) == list(range(6))
 
 
+def test_long_uneven_products_of_a_grouped_call_stay_in_their_order() -> None:
+    """Sorted by size, those that are bound by memory would follow those that are not."""
+    assert [len(same) for _, same in calls._in_groups([_product(m) for m in (4, 2, 4)])] == [2, 1]
+    large = [
+        Product(Shape(0, 0, 4096, m, 4096, 4096, 4096, 4096), at, at, at) for at, m in enumerate((900, 200, 900, 100))
+    ]
+    assert [[p.out for p in same] for _, same in calls._in_groups(large)] == [[0], [1], [2], [3]]
+    assert [[p.out for p in same] for _, same in calls._in_groups([large[0]] * 3)] == [[0, 0, 0]]
+
+
 def test_even_steps_needs_equal_and_forward_distances() -> None:
     assert even_steps([_product(1, at) for at in (8, 24, 40)]) == (16, 16, 16)
     assert even_steps([_product(1, at) for at in (8, 24, 48)]) is None

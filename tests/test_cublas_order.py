@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from multigemm.backends.cublas import nvrtc, run, streams
+from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.library import EXACT_MATH, issue
 from multigemm.errors import LibraryError
 from tests.cublas_machine import CURRENT, TORCHS, TORCHS_MODE, Machine, install, streamed
@@ -31,6 +32,15 @@ def test_a_status_is_an_error_and_the_mode_comes_back(machine: Machine) -> None:
         issue(library, machine.handle(), [machine.gemm("a", 15), machine.gemm("b")])
     assert machine.log == [("call", "a", CURRENT, EXACT_MATH)]
     assert machine.mode_of[TORCHS] == TORCHS_MODE
+
+
+def test_a_graph_may_hold_other_calls(machine: Machine) -> None:
+    library: Any = machine
+    calls = run.Calls(library, Batch([machine.gemm("eager")]), Batch([machine.gemm("a"), machine.gemm("b")]))
+    calls(CURRENT)
+    machine.capture_of[CURRENT] = 5
+    calls(CURRENT)
+    assert [entry[1] for entry in machine.log] == ["eager", "a", "b"]
 
 
 def test_the_largest_products_go_to_streams_of_their_own() -> None:

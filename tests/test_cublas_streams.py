@@ -31,6 +31,22 @@ def test_a_captured_plan_follows_its_operands(config: Config) -> None:
         assert torch.equal(out.double(), exact_rows(a, b, sizes))
 
 
+def test_a_graph_of_few_unlike_products_holds_other_calls() -> None:
+    """One call eagerly, one per product in a graph; both see the operands of the moment."""
+    a, b = ([ints(n, n, seed=n + i) for n in (1024, 512, 256, 128)] for i in (0, 1))
+    plan = mg.plan(mg.GroupedGemmProblem(a, b), backend="cublas")
+    assert "'grouped'" in plan.why
+    graph, out = captured(plan)
+    for turn, run in enumerate((plan, graph.replay, plan, graph.replay)):
+        for x in a:
+            x.copy_(ints(*x.shape, seed=turn))
+        run()
+        assert all(
+            torch.equal(z.double(), (x.double() @ y.double()).to(z.dtype).double())
+            for x, y, z in zip(a, b, out, strict=True)
+        )
+
+
 def test_captured_device_sizes_may_change() -> None:
     a, b, offsets = ints(40, 64), ints(3, 64, 32, seed=1), offsets_of([10, 20, 10])
     plan = mg.plan(mg.GroupedGemmProblem(a, b, offsets=offsets), backend="cublas")

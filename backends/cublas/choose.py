@@ -29,17 +29,17 @@ TILES = ((64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128))
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
 TENSOR_FLOPS_PER_US, TF32_FLOPS_PER_US = 742e6, 350e6
-CALL_US, STREAMS_US, GROUPED_MM_US, GROUPED_US, MEMBER_US = 3.6, 10.0, 19.5, 9.0, 0.03
+CALL_US, STREAMS_US, GROUPED_MM_US, GROUPED_US, MEMBER_US = 3.6, 10.0, 19.5, 9.0, 0.025
 """What a call on a stream costs beyond its work; what streams (to fork and join) and the two grouped launches cost on
 nothing; and what the second of those costs for each product."""
 LARGE_TILE = 128, 256, 11.6, 11.6, 1.0
-SMALL_TILE = 64, 128, 6.0, 3.5, 0.7
+SMALL_TILE = 64, 128, 4.45, 3.5, 0.8
 """grouped_mm's tiles: rows, columns, nanoseconds per step of K among others and alone, microseconds per tile."""
 GROUPED_TILE, GROUPED_TILE_US, GROUPED_SLOWDOWN, GROUPED_TRANSPOSED = (128, 64), 1.5, 2.37, 1.09
 HOST_US = 10.0
 """Of the host's time, per call: what many small products take at least."""
-MOST_FUSED, FUSED_US = 8, 12.0
-"""Calls with an epilogue of the library's own, and the host's time for one."""
+MOST_FUSED = 12
+"""Calls with an epilogue of the library's own."""
 FEW_ROWS, LONG_ROWS, NARROW = 16, 2048, 64 * 128
 SLOWER, SLOWER_TRANSPOSED = 1.05, 1.15
 """A product of few rows and too few columns for all multiprocessors does not reach the memory's speed by itself, and
@@ -72,14 +72,21 @@ def fused_calls(lengths: Ints | None, otherwise: int) -> int:
     return 1 if len(present) == len(lengths) and len(np.unique(present)) <= 1 else len(present)
 
 
-def pays_to_fuse(calls: int, elements: int) -> bool:
-    """Whether a bias or relu is better left to cuBLASLt, for a result of so many elements in so many calls.
+def pays_to_fuse(calls: int) -> bool:
+    """Whether a bias or relu is better left to cuBLASLt.
 
-    It spares a float32 result, written and read. But the host describes each call anew for other sizes, and of
-    some it has to ask the library's heuristic.
+    It spares a kernel and a float32 result, written and read. But the host describes each call anew for other sizes,
+    and of some it has to ask the library's heuristic: from some 16 calls on that takes it longer than other calls do.
     """
-    spared = 8 * elements / BYTES_PER_US
-    return calls == 1 or (calls <= MOST_FUSED and spared > FUSED_US * calls)
+    return calls <= MOST_FUSED
+
+
+def apart_in_a_graph(spec: ProblemSpec, shapes: Sequence[Shape]) -> bool:
+    """Whether a CUDA graph should hold one call per product where the grouped call is chosen otherwise.
+
+    There, calls cost the host nothing, and the library's best kernel for each makes up for their number.
+    """
+    return separately(spec, shapes) - STREAMS_US < by_grouped(spec, shapes)
 
 
 def _rate(spec: ProblemSpec) -> float:
@@ -129,7 +136,8 @@ def by_grouped_mm(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
     rows, cols, step, alone, each = SMALL_TILE if small else LARGE_TILE
     work = sum(2 * -(-s.n // (2 * rows)) * -(-s.m // cols) * (s.k * step / 1e3 + each) for s in shapes)
     longest = max(s.k for s in shapes) * alone / 1e3 + each
-    return max(work / PROCESSORS, longest, sum(_traffic(spec, s) for s in shapes)) + GROUPED_MM_US
+    work, traffic = work / PROCESSORS, sum(_traffic(spec, s) for s in shapes)
+    return max(_together(work, traffic, 5) if small else max(work, traffic), longest) + GROUPED_MM_US
 
 
 def by_grouped(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cublas import calls as library_calls
-from multigemm.backends.cublas.choose import choose, fused_calls, pays_to_fuse
+from multigemm.backends.cublas.choose import apart_in_a_graph, choose, fused_calls, pays_to_fuse
 from multigemm.backends.cublas.config import (
     FUSED,
     Config,
@@ -186,7 +186,7 @@ def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
     if products:
         beta = 0.0 if fuses else 1.0 if ops.bias is not None else ops.beta if ops.c is not None else 0.0
         scalars = (ops.alpha, beta) if direct else (1.0, 0.0)
-        steps.append(_calls(ops, chosen, products, written, scalars))
+        steps.append(_calls(ops, chosen, products, written, scalars, config.variant == "auto"))
     last = _last(ops, sizes, None if direct else target, _partly_owned(ops, sizes), direct and not fuses)
     return Steps(ops, [*steps, last] if last else steps, (a, b, target, bias))
 
@@ -200,7 +200,7 @@ def _fuses(ops: Operands, config: Config, sizes: Sizes) -> bool:
         return False
     lengths = None if whole(ops.spec) else sizes.valid if sizes.offsets is None else np.diff(sizes.offsets)
     calls = fused_calls(lengths, ops.spec.groups if isinstance(ops.out, list) else 1)
-    return pays_to_fuse(calls, sum(t.numel() for t in (ops.out if isinstance(ops.out, list) else [ops.out])))
+    return pays_to_fuse(calls)
 
 
 def _laid(ops: Operands, sizes: Sizes) -> Step | None:
@@ -229,15 +229,18 @@ def _products(ops: Operands, sizes: Sizes) -> list[Product]:
 
 
 def _calls(
-    ops: Operands, config: Config, products: list[Product], dtype: torch.dtype, scalars: tuple[float, float]
+    ops: Operands, config: Config, products: list[Product], dtype: torch.dtype, scalars: tuple[float, float], free: bool
 ) -> Step:
+    """The library calls; `free` where the config was chosen here, and a graph may hold others."""
     library: Cublas = cublas()
     types = library_calls.types(ops.spec, dtype, *scalars)
     if config.variant == "fused":
         batch, work = fused(library, products, types, dtype.itemsize, ops.spec.activation == "relu", ops.device)
         return Calls(library, batch) if len(work) == 1 else Streamed(library, batch, work, config.streams, ops.device)
     if config.variant == "grouped":
-        return Calls(library, library_calls.one_for_all(library, products, types, ops.device))
+        apart = free and apart_in_a_graph(ops.spec, [p.shape for p in products])
+        captured = library_calls.one_each(library, products, types) if apart else None
+        return Calls(library, library_calls.one_for_all(library, products, types, ops.device), captured)
     if config.variant == "batched" and ops.spec.compute is not torch.int8:
         size = ops.spec.compute.itemsize, dtype.itemsize
         return Calls(library, library_calls.one_per_shape(library, products, types, size, ops.device))

@@ -44,15 +44,19 @@ class Steps:
 
 
 class Calls:
-    """Library calls one after the other on the current stream."""
+    """Library calls one after the other on the current stream; others where a graph captures them, if given."""
 
-    __slots__ = ("_batch", "_calls", "_library")
+    __slots__ = ("_batch", "_calls", "_captured", "_library")
 
-    def __init__(self, library: Cublas, batch: Batch) -> None:
+    def __init__(self, library: Cublas, batch: Batch, captured: Batch | None = None) -> None:
         self._library, self._batch, self._calls = library, batch, tuple(batch.calls)
+        self._captured = None if captured is None else tuple(captured.calls)
 
     def __call__(self, stream: int) -> None:
-        issue(self._library, handle(), self._calls)
+        calls = self._calls
+        if self._captured is not None and torch._C._cuda_isCurrentStreamCapturing():
+            calls = self._captured
+        issue(self._library, handle(), calls)
 
 
 class Zeros:
