@@ -1,7 +1,8 @@
 """Which variant runs a problem whose sizes are known.
 
 Equal products go in one batched call. For unequal ones three estimates are compared, in
-microseconds; their constants were fitted to measurements on an H100 (33 mixture-of-experts cases):
+microseconds; their constants were fitted to measurements (33 mixture-of-experts cases on an H100, 20 of other
+models on an H200, which has the same processors):
 
 * torch's grouped_mm: whole tiles of one size, two along m at a time, over all multiprocessors;
 * one call per product, spread over streams: the library's best tile for each product, or the
