@@ -61,14 +61,14 @@ class Cublas:
     """The entry points that this backend uses; a missing one raises AttributeError at construction."""
 
     def __init__(self, path: str) -> None:
-        library = ctypes.CDLL(path, mode=NO_LOAD)
+        library, brief = ctypes.CDLL(path, mode=NO_LOAD), ctypes.PyDLL(path, mode=NO_LOAD)
         self.gemm: Status = library.cublasGemmEx_64
         self.strided: Status = library.cublasGemmStridedBatchedEx_64
         self.pointers: Status = library.cublasGemmBatchedEx_64
         self.grouped: Status | None = getattr(library, "cublasGemmGroupedBatchedEx_64", None)
         self.create: Status = library.cublasCreate_v2
-        self.set_math_mode: Status = library.cublasSetMathMode
-        self.get_math_mode: Status = library.cublasGetMathMode
+        self.set_math_mode: Status = brief.cublasSetMathMode  # too short to let go of Python's lock
+        self.get_math_mode: Status = brief.cublasGetMathMode
         self.get_stream: Status = library.cublasGetStream_v2
         self.set_stream: Status = library.cublasSetStream_v2
         self.set_workspace: Status = library.cublasSetWorkspace_v2
@@ -121,19 +121,6 @@ def handle() -> ctypes.c_void_p:
     return ctypes.c_void_p(torch._C._cuda_getCurrentBlasHandle())
 
 
-def begin(library: Cublas, blas: ctypes.c_void_p) -> ctypes.c_int:
-    """Puts the handle into exact math and returns the mode that it had."""
-    mode = ctypes.c_int()
-    check(library.get_math_mode(blas, ctypes.byref(mode)), "cublasGetMathMode")
-    check(library.set_math_mode(blas, EXACT_MATH), "cublasSetMathMode")
-    return mode
-
-
-def end(library: Cublas, blas: ctypes.c_void_p, mode: ctypes.c_int) -> None:
-    """Gives the handle back the mode that `begin` found."""
-    check(library.set_math_mode(blas, mode), "cublasSetMathMode")
-
-
 def make(blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
     """Makes the calls; the first that fails raises."""
     for function, args, name in calls:
@@ -144,11 +131,17 @@ def make(blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
 
 def issue(library: Cublas, blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
     """Makes the calls in exact math; the handle's mode comes back in any case."""
-    mode = begin(library, blas)
+    mode = ctypes.c_int()
+    status = library.get_math_mode(blas, ctypes.byref(mode)) or library.set_math_mode(blas, EXACT_MATH)
+    if status:
+        check(status, "cublasGetMathMode or cublasSetMathMode")
     try:
-        make(blas, calls)
+        for function, args, name in calls:
+            status = function(blas, *args)
+            if status:
+                check(status, name)
     finally:
-        end(library, blas, mode)
+        check(library.set_math_mode(blas, mode), "cublasSetMathMode")
 
 
 def scalar(compute: int, value: float) -> Any:
