@@ -99,11 +99,12 @@ def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: g
 @gluon.jit
 def behind(records, g, wanted):
     """Waits until the weights of group `g` have been copied, and lets the copy engine see them."""
-    there = gl.atomic_add(records + 8 + g, 0, sem="acquire")
-    while there < wanted:
-        there = gl.atomic_add(records + 8 + g, 0, sem="acquire")
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     lane = gl.arange(0, 32, lanes)
+    there = wanted * 0 - 1
+    while there < wanted:
+        seen = gl.atomic_add(records + 8 + g + lane * 0, lane * 0, mask=lane == 0, sem="acquire")
+        there = gl.sum(gl.where(lane == 0, seen, 0), 0)
     gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [lane], gl.int32, False, 1)
 
 
