@@ -10,7 +10,7 @@ import torch
 
 from multigemm import registry
 from multigemm.settings import settings
-from multigemm.testing import source_fates, source_hunt
+from multigemm.testing import source_chase, source_fates
 from multigemm.testing import source_mutants as sm
 from multigemm.testing import source_sites as places
 from multigemm.testing import source_trace as tracing
@@ -216,9 +216,9 @@ class _Compiled:
 def chased(monkeypatch: pytest.MonkeyPatch, *cases: dict[str, Any]) -> tuple[dict[str, str], int]:
     """What a hunt finds, and how often it opened the device."""
     opened: list[Any] = []
-    monkeypatch.setattr(source_hunt, "Run", _Compiled)
-    monkeypatch.setattr(source_hunt._Chase, "open_device", opened.append)
-    chase = source_hunt._Chase(Hunt("triton", "cuda", 0.05), None, lambda word: None)
+    monkeypatch.setattr(source_chase, "Run", _Compiled)
+    monkeypatch.setattr(source_chase._Chase, "open_device", lambda chase: opened.append(chase))
+    chase = source_chase._Chase(Hunt("triton", "cuda", 0.05), None, lambda word: None)
     return chase.through([Variant(case, "pointer", "", codes=["old"]) for case in cases]), len(opened)
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import import_module
+from types import CodeType
 from typing import Any, TypeVar
 
 from multigemm.testing.case import Case
@@ -123,22 +125,31 @@ def machine_code(cubin: bytes) -> bytes:
     return b"".join(kept)
 
 
-def look(backend: str, spec: Any, config: Any) -> tuple[dict[str, list[int]], list[str]]:
-    """The source lines, by file, of all kernels that a spec and a config need on Hopper, and digests of their machine
-    code; compiled without a GPU. No lines where the compiler gives no line table."""
-    texts, codes = {"cupy": _cuda_code, "numba": _numba_code, "triton": _triton_code}[backend](spec, config)
+def remember(backend: str) -> None:
+    """From here on, in this process, the slow compilers compile nothing twice."""
+    for name in {"cupy": ("compile_source",), "numba": ("to_ltoir", "assemble")}.get(backend, ()):
+        build = import_module(f"multigemm.backends.{backend}.build")
+        setattr(build, name, cache(getattr(build, name)))
+
+
+def codes_of(backend: str, spec: Any, config: Any) -> list[str]:
+    """Digests of the machine code of all kernels that a spec and a config need on Hopper; needs no GPU."""
+    made = {"cupy": _cuda_codes, "numba": _numba_codes, "triton": _triton_codes}[backend](spec, config)
+    return sorted({hashlib.sha256(code).hexdigest()[:16] for code in made})
+
+
+def lines_held(backend: str, spec: Any, config: Any) -> dict[str, list[int]]:
+    """The source lines of the same kernels, by file: those that code comes from; for Numba, whose line tables know the
+    kernel's own lines only, those of all functions that it compiles."""
+    texts = {"cupy": _cuda_tables, "numba": _numba_tables, "triton": _triton_tables}[backend](spec, config)
     found: dict[str, set[int]] = {}
     for text in texts:
         for name, lines in lines_of(text).items():
             found.setdefault(name, set()).update(lines)
-    return {name: sorted(lines) for name, lines in found.items()}, sorted({digest(code) for code in codes})
+    return {name: sorted(lines) for name, lines in found.items()}
 
 
-def digest(code: bytes) -> str:
-    return hashlib.sha256(code).hexdigest()[:16]
-
-
-def _cuda_code(spec: Any, config: Any) -> tuple[list[str], list[bytes]]:
+def _cuda_sources(spec: Any, config: Any) -> tuple[Any, list[Any]]:
     launch, configs, packing, build = (
         import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "config", "packing", "build")
     )
@@ -150,36 +161,79 @@ def _cuda_code(spec: Any, config: Any) -> tuple[list[str], list[bytes]]:
         sources = [room.source(packed if behind_a_copy else spec, config)]
     if config.kernel in COPIES or (config.kernel == "wave" and packed != spec):
         sources.append(packing.SOURCE)
-    made = [_nvrtc(build, each) for each in sources]
-    return [ptx for ptx, _ in made], [machine_code(cubin) for _, cubin in made]
+    return build, sources
 
 
-def _nvrtc(build: Any, source: Any) -> tuple[str, bytes]:
-    """The PTX of a CUDA source with a line table, and its cubin."""
+def _cuda_codes(spec: Any, config: Any) -> list[bytes]:
+    build, sources = _cuda_sources(spec, config)
+    return [machine_code(build.compile_source(source, build.architecture((9, 0)))[0]) for source in sources]
+
+
+def _cuda_tables(spec: Any, config: Any) -> list[str]:
     from cupy.cuda import nvrtc
 
-    text, included = (build.SOURCES / source.file).read_text(), build.headers()
-    names = [[part.encode() for part in column] for column in zip(*included, strict=True)]
-    program = nvrtc.createProgram(text, source.file, names[1], names[0])
-    try:
-        nvrtc.compileProgram(program, [*source.options(build.architecture((9, 0))), "-lineinfo"])
-        ptx, cubin = nvrtc.getPTX(program), nvrtc.getCUBIN(program)
-    finally:
-        nvrtc.destroyProgram(program)
-    return ptx.decode() if isinstance(ptx, bytes) else str(ptx), cubin + b"\0"
+    build, sources = _cuda_sources(spec, config)
+    names = [[part.encode() for part in column] for column in zip(*build.headers(), strict=True)]
+    found = []
+    for source in sources:
+        program = nvrtc.createProgram((build.SOURCES / source.file).read_text(), source.file, names[1], names[0])
+        try:
+            nvrtc.compileProgram(program, [*source.options("compute_90a"), "-lineinfo"])
+            ptx = nvrtc.getPTX(program)
+        finally:
+            nvrtc.destroyProgram(program)
+        found.append(ptx.decode() if isinstance(ptx, bytes) else str(ptx))
+    return found
 
 
-def _numba_code(spec: Any, config: Any) -> tuple[list[str], list[bytes]]:
+def _numba_asked(spec: Any, config: Any) -> tuple[Any, tuple[Any, Any, tuple[int, int]]]:
     build, configs = (import_module(f"multigemm.backends.numba.{name}") for name in ("build", "config"))
-    signature, target = configs.effective(config, configs.signature_of(spec)), (9, 0)
-    made = build.assemble(build.to_ltoir(config, signature, target), target)
-    return [], [machine_code(made.cubin)]
+    return build, (config, configs.effective(config, configs.signature_of(spec)), (9, 0))
 
 
-def _triton_code(spec: Any, config: Any) -> tuple[list[str], list[bytes]]:
+def _numba_codes(spec: Any, config: Any) -> list[bytes]:
+    build, asked = _numba_asked(spec, config)
+    return [machine_code(build.assemble(build.to_ltoir(*asked), asked[2]).cubin)]
+
+
+def _numba_tables(spec: Any, config: Any) -> list[str]:
+    build, asked = _numba_asked(spec, config)
+    with _functions_compiled() as codes:
+        build.to_ltoir(*asked)
+        codes.append(build.kernel_function(*asked).__code__)
+    return [_table_of(code) for code in codes]
+
+
+def _table_of(code: CodeType) -> str:
+    """The lines of a function, in the words of a line table."""
+    lines = sorted({line for *_, line in code.co_lines() if line})
+    return "\n".join([f'.file 1 "{code.co_filename}"', *(f".loc 1 {line}" for line in lines)])
+
+
+@contextmanager
+def _functions_compiled() -> Iterator[list[CodeType]]:
+    """Hears which device functions Numba compiles."""
+    dispatcher: Any = import_module("numba.cuda.dispatcher").CUDADispatcher
+    compile_device, heard = dispatcher.compile_device, list[CodeType]()
+
+    def hearing(self: Any, *arguments: Any, **more: Any) -> Any:
+        heard.append(self.py_func.__code__)
+        return compile_device(self, *arguments, **more)
+
+    dispatcher.compile_device = hearing
+    try:
+        yield heard
+    finally:
+        dispatcher.compile_device = compile_device
+
+
+def _triton_codes(spec: Any, config: Any) -> list[bytes]:
+    return [_bare(text) for text in _triton_tables(spec, config)]
+
+
+def _triton_tables(spec: Any, config: Any) -> list[str]:
     compiler = import_module("multigemm.backends.triton.compile")
-    texts = [compiler.build(source, 90).asm["ptx"] for source in triton_sources(spec, config).values()]
-    return texts, [_bare(text) for text in texts]
+    return [compiler.build(source, 90).asm["ptx"] for source in triton_sources(spec, config).values()]
 
 
 def triton_sources(spec: Any, config: Any) -> dict[str, Any]:
@@ -188,56 +242,3 @@ def triton_sources(spec: Any, config: Any) -> dict[str, Any]:
         ("hopper_launch", "hopper_sources_of") if config.kernel == "hopper" else ("launch", "pointer_sources_of")
     )
     return dict(getattr(import_module(f"multigemm.backends.triton.{room}"), name)(spec, config))
-
-
-@contextmanager
-def listening(backend: str) -> Iterator[list[str]]:
-    """Hears what a backend compiles: digests of the machine code."""
-    heard: list[str] = []
-    module, name, wrapped = {"cupy": _cupy, "numba": _numba, "triton": _triton}[backend](
-        lambda code: heard.append(digest(code))
-    )
-    before = getattr(module, name)
-    setattr(module, name, wrapped)
-    try:
-        yield heard
-    finally:
-        setattr(module, name, before)
-
-
-def _cupy(add: Callable[[bytes], None]) -> tuple[Any, str, Any]:
-    build: Any = import_module("multigemm.backends.cupy.build")
-    family: Any = import_module("multigemm.backends.cupy.family")
-    compile_source = build.compile_source
-    family.prepare_all = lambda configs, prepare: None  # one config is asked for, not its whole family
-
-    def wrapped(source: Any, arch: str, *extra: str) -> Any:
-        made = compile_source(source, arch, *extra)
-        add(machine_code(made[0]))
-        return made
-
-    return build, "compile_source", wrapped
-
-
-def _numba(add: Callable[[bytes], None]) -> tuple[Any, str, Any]:
-    build: Any = import_module("multigemm.backends.numba.build")
-    assemble = build.assemble
-
-    def wrapped(code: bytes, capability: Any) -> Any:
-        made = assemble(code, capability)
-        add(machine_code(made.cubin))
-        return made
-
-    return build, "assemble", wrapped
-
-
-def _triton(add: Callable[[bytes], None]) -> tuple[Any, str, Any]:
-    compiler: Any = import_module("multigemm.backends.triton.compile")
-    build = compiler.build
-
-    def wrapped(source: Any, capability: int) -> Any:
-        made = build(source, capability)
-        add(_bare(made.asm["ptx"]))
-        return made
-
-    return compiler, "build", wrapped

@@ -16,7 +16,8 @@ from itertools import zip_longest
 from pathlib import Path
 
 from multigemm.cache import DiskCache, fingerprint
-from multigemm.testing.source_hunt import TRIED, Hunt
+from multigemm.testing.source_chase import TRIED
+from multigemm.testing.source_hunt import Hunt
 from multigemm.testing.source_live import Variant
 from multigemm.testing.source_sites import COPIES, Site, kernels_of, reach
 from multigemm.testing.source_trace import reaching

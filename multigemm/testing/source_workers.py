@@ -17,10 +17,11 @@ from pathlib import Path
 from threading import Semaphore
 from typing import Any
 
+from multigemm.testing.source_chase import hunt_on_gpu
 from multigemm.testing.source_equivalents import excuse
 from multigemm.testing.source_fates import Fate
-from multigemm.testing.source_hunt import Hunt, hunt_emulated, hunt_on_gpu
-from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, look, spread, traits
+from multigemm.testing.source_hunt import Hunt, hunt_emulated
+from multigemm.testing.source_live import OTHERS, PER_KERNEL, Variant, codes_of, lines_held, remember, spread, traits
 from multigemm.testing.source_sites import Site, plant
 from multigemm.testing.source_trace import offered, trace
 
@@ -30,7 +31,7 @@ GPU, or in an emulator."""
 HANGS = 1000
 """Instead of an exit code."""
 PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.choice", "multigemm.testing.corpus",
-             "multigemm.testing.source_hunt", "multigemm.testing.source_live", "multigemm.testing.edges",
+             "multigemm.testing.source_chase", "multigemm.testing.source_live", "multigemm.testing.edges",
              "multigemm.testing.kinds", "multigemm.testing.source_trace")  # fmt: skip
 LIBRARIES = {"triton": ("triton", "triton.language"), "cupy": ("cupy",), "numba": ("numba", "numba.cuda")}
 KINDS, POOL, WORK = 60, 300, 1 << 16
@@ -108,13 +109,24 @@ def _take(backend: str, folder: str) -> None:
     multigemm.backends.__path__ = [folder, *multigemm.backends.__path__]
 
 
+def _take_compiler(hunt: Hunt, folder: str) -> None:
+    """The same for a GPU: only what is asked for is compiled, and that once."""
+    from multigemm.testing.choice import compile_singly
+
+    _take(hunt.backend, folder)
+    if not hunt.emulated:
+        remember(hunt.backend)
+    if hunt.backend == "cupy":
+        compile_singly()
+
+
 def _inside(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None:
     """The mutant's own process: takes the backend from the changed copy, hunts, tells."""
     import torch
 
     from multigemm.testing.oracles import short_text
 
-    _take(hunt.backend, folder)
+    _take_compiler(hunt, folder)
     place = torch.device(hunt.device)
     try:
         found = (
@@ -156,7 +168,7 @@ def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
     from multigemm.testing.choice import spec_of
     from multigemm.testing.subject import Subject
 
-    _take(hunt.backend, folder)
+    _take_compiler(hunt, folder)
     subject, place = Subject(hunt.backend), torch.device(hunt.device)
     found: dict[str, list[Any]] = {}
     for case in pool():
@@ -192,7 +204,7 @@ def survey(hunt: Hunt, root: Path, variants: list[Variant]) -> list[Variant]:
 def _survey(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None:
     import torch
 
-    _take(hunt.backend, folder)
+    _take_compiler(hunt, folder)
     if hunt.emulated:
         pipe.send(trace(hunt.backend, variants, torch.device(hunt.device)))
     else:
@@ -210,5 +222,5 @@ def looked_at(hunt: Hunt, variant: Variant) -> Variant:
     spec = spec_of(Case.from_dict(variant.case))
     shipped = Subject(hunt.backend).shipped(spec, torch.device(hunt.device))
     config = next(config for config in shipped if str(config) == variant.config)
-    lines, codes = look(hunt.backend, spec, config)
-    return replace(variant, lines=lines, codes=codes)
+    lines = lines_held(hunt.backend, spec, config)
+    return replace(variant, lines=lines, codes=codes_of(hunt.backend, spec, config))
