@@ -106,7 +106,7 @@ class Run:
         from multigemm.testing.case import Layout, dtype_name
         from multigemm.testing.edges import WORK, alike, at_edges, multitude
         from multigemm.testing.kinds import cousin, redrawn
-        from multigemm.testing.strategies import Limits, RandomChooser, factors
+        from multigemm.testing.strategies import Limits, RandomChooser, draw_layout, factors
 
         choose, ordinary, case = RandomChooser(number), Limits(work=1 << 16), self.case
         if self.backend != "triton":
@@ -116,6 +116,8 @@ class Run:
             if number % 4 == 1:  # plain, and the result without gaps or two columns apart
                 plain = replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None, out=Layout())
                 case = plain if number % 8 == 1 else replace(plain, given=True, out=Layout(step=2))
+            if number % 6 == 2:  # strides are known at run time only, where the compiler's key does not name them
+                case = replace(case, a=draw_layout(choose), b=draw_layout(choose))
         second_burst = VARIANTS * SPAN <= number < 2 * VARIANTS * SPAN
         if second_burst and number % SPAN == 0 and case.form in ("jagged_m", "jagged_n"):
             return multitude(replace(case, shared=True), choose, ordinary)

@@ -105,7 +105,7 @@ def _lengths(ch: Chooser, limits: Limits) -> tuple[int, ...]:
     return (ch.choice((0, 1, 1, 2)),) * count
 
 
-def _layout(ch: Chooser, *, written: bool = False, spacious: bool = True) -> Layout:
+def draw_layout(ch: Chooser, *, written: bool = False, spacious: bool = True) -> Layout:
     order = ch.choice(("row", "row", "col"))
     if ch.integer(0, 3) == 0:
         return Layout(order)
@@ -157,7 +157,7 @@ def _output(ch: Chooser, case: Case) -> Case:
 
     if ch.integer(0, 1) == 0:
         return case
-    case = replace(case, given=True, out=_layout(ch, written=True))
+    case = replace(case, given=True, out=draw_layout(ch, written=True))
     if case.beta and ch.integer(0, 1) == 0:
         return replace(case, alias=True, c_dtype=dtype_name(case.result_dtype), c=case.out)
     return case
@@ -188,13 +188,13 @@ def structure(ch: Chooser, limits: Limits) -> dict[str, Any]:
 
 def draw_case(ch: Chooser, limits: Limits = Limits()) -> Case:
     """One case within the limits."""
-    case = Case(**structure(ch, limits), **_dtypes(ch, limits), a=_layout(ch), b=_layout(ch))
+    case = Case(**structure(ch, limits), **_dtypes(ch, limits), a=draw_layout(ch), b=draw_layout(ch))
     mode = ch.choice(limits.modes) if case.dtype != "int8" else "int"
     case = replace(case, mode=mode, seed=ch.integer(0, 2**31 - 1), index=ch.choice(("int32", "int64")))
     case = replace(case, where=ch.choice(("device", "device", "list", "host")))
     case = _output(ch, _epilogue(ch, case))
     if case.beta and not case.alias:
-        case = replace(case, c=_layout(ch))
+        case = replace(case, c=draw_layout(ch))
     return settled(replace(case, aligned=ch.integer(0, 4) == 0), limits)
 
 

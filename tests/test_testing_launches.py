@@ -1,0 +1,39 @@
+"""How often a bound launch runs before it is believed."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm.testing import oracles
+
+
+class Stand:
+    """Old contents and operands of a few bytes, on a device that says that it is one."""
+
+    def __init__(self, kind: str) -> None:
+        self.device, self.problem = SimpleNamespace(type=kind), None
+        self.inputs = self.pristine = torch.zeros(8, dtype=torch.uint8)
+        self.outputs = torch.zeros(8, dtype=torch.uint8)
+
+    def prefill(self, number: int) -> None:
+        self.outputs.fill_(number + 100)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_launch_that_clears_its_counters_once_too_seldom_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand, launches = Stand(kind), list[int]()
+
+    def launch() -> None:
+        launches.append(1)
+        if len(launches) < 3:  # afterwards its counter says that no tile is left
+            stand.outputs.fill_(7)
+
+    recipe = SimpleNamespace(kernel="", config=None)
+    subject: Any = SimpleNamespace(name="mine", refusals=lambda spec, device: [])
+    monkeypatch.setattr(oracles, "staged_spec", lambda problem: None)
+    monkeypatch.setattr(oracles, "bind", lambda stand, subject: (launch, recipe))
+    first, last = oracles._launch_twice(stand, subject).outputs  # type: ignore[arg-type]
+    assert first.eq(7).all()
+    assert last.eq(101 if kind == "cuda" else 7).all(), "on a GPU the third launch is the one that is compared"
