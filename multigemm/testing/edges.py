@@ -65,7 +65,8 @@ def _extents(ch: Chooser, tile: Tile, style: int) -> dict[str, int]:
         return tall if ch.integer(0, 2) else {"m": tall["n"], "n": tall["m"], "k": tall["k"]}
     if style == 0:
         deep = tuple(range(tile.depth - 1, 3 * tile.depth + 2))
-        return {"m": _near(ch, m, (0, 1)), "n": _near(ch, n, (0, 1)), "k": _near(ch, tile.k, deep)}
+        thin = ch.choice((1, 7, 8, 9, 16, 24))  # or k would be cut to what is affordable
+        return {"m": _near(ch, m, (0, 1)), "n": thin, "k": _near(ch, tile.k, deep)}
     if style == 1:
         return {"m": _near(ch, m, (0, 1)), "n": _near(ch, n, many), "k": shallow}
     if style == 2:
@@ -125,8 +126,10 @@ def alike(kind: Case, case: Case) -> Case:
 
 def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits, *, free: bool = False) -> Case:
     """A problem of a kind whose sizes lie at the edges of a config's tiles; `free`: of any divisibility."""
-    tile, few, style = tile_of(config), limits.work < WORK, ch.integer(0, TALL)
+    tile, few, style = tile_of(config), limits.work < WORK, ch.choice((0, 0, 1, 2, 3, 4, TALL))
     sizes = _extents(ch, tile, style)
+    if style == 0 and ch.integer(0, 1):
+        sizes |= {"m": sizes["n"], "n": sizes["m"]}
     if style == TALL and not few:
         limits = replace(limits, work=TALL_WORK)
     changes: dict[str, Any] = {"seed": ch.integer(0, 2**31 - 1)}

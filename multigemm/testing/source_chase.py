@@ -113,11 +113,21 @@ class Run:
             case = replace(case, alpha=choose.choice(factors(case)))
             if number % 2:
                 case = cousin(case, choose, ordinary)
-            if number % 4 == 1:  # plain, and the result without gaps or two columns apart
-                plain = replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None, out=Layout())
-                case = plain if number % 8 == 1 else replace(plain, given=True, out=Layout(step=2))
-            if number % 6 == 2:  # strides are known at run time only, where the compiler's key does not name them
-                case = replace(case, a=draw_layout(choose), b=draw_layout(choose))
+            if number % 4 == 1:
+                case = replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None)
+            elif number % 4 == 2 and case.dtype != "int8":
+                own, activation = dtype_name(case.result_dtype), choose.choice((None, "gelu", "gelu_tanh", "silu"))
+                case = replace(
+                    case, beta=0.5, c_dtype=own, alias=False, bias="n", bias_dtype=own, activation=activation
+                )
+        if number % 8 in (1, 4):  # a result without gaps
+            case = replace(case, out=Layout())
+        if number % 8 == 5:  # or two columns apart
+            case = replace(case, given=True, out=Layout(step=2))
+        if number % 6 == 2:  # strides are known at run time only, where the compiler's key does not name them
+            case = replace(case, a=draw_layout(choose), b=draw_layout(choose))
+        if number % 6 == 4:
+            case = replace(case, a=Layout(case.a.order), b=Layout(case.b.order))
         second_burst = VARIANTS * SPAN <= number < 2 * VARIANTS * SPAN
         if second_burst and number % SPAN == 0 and case.form in ("jagged_m", "jagged_n"):
             return multitude(replace(case, shared=True), choose, ordinary)

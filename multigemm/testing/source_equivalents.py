@@ -123,6 +123,11 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     *(("hopper_producer.py", "g, first, end = int32(0), int32(0)", f"g, first, end = {new}",
        "the first tile lies in no group yet, so it is looked up")
       for new in ("int32(1), int32(0)", "int32(0), int32(1)")),
+    *(("hopper_epilogue.py", f"(rows + int32({rows} - 1)) //", f"(rows + int32({new})) //",
+       "one more round, of which no row is stored")
+      for rows in ("ROWS_16", "ROWS_32") for new in (rows, f"{rows} + 1")),
+    ("mma.py", "cuda.shared.array(0, np.uint8)", "cuda.shared.array(1, np.uint8)",
+     "a byte of its own at the same address, in front of memory that is asked for by the call and is rounded up"),
     ("simt.py", "blocks * threads)", "blocks)", "elements are zeroed more than once"),
 )  # fmt: skip
 """(file, text, what it becomes, reason)."""

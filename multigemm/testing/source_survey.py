@@ -72,7 +72,9 @@ def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
     queues = [various(sorted((v for v in chosen if v.kernel == kernel), key=lambda v: v.distance(name, site.line)))
               for kernel in kernels_of(site, backend)]  # fmt: skip
     taken = [each for rank in zip_longest(*queues) for each in rank if each is not None]
-    return sorted(taken, key=lambda v: v.distance(name, site.line) > 0)[:TRIED]
+    idle = [variant.case.get("alpha") == 0 for variant in taken]  # such a kernel multiplies nothing
+    ranks = [(variant.distance(name, site.line) > 0, late) for variant, late in zip(taken, idle, strict=True)]
+    return [variant for _, variant in sorted(zip(ranks, taken, strict=True), key=lambda pair: pair[0])][:TRIED]
 
 
 def various(variants: list[Variant]) -> list[Variant]:
