@@ -32,7 +32,7 @@ from multigemm.spec import ProblemSpec
 
 GROUPED = "cublasGemmGroupedBatchedEx"
 ADDRESS_ALIGNMENT = 16
-LONG, MIXED_GROUPS = 2e10, 1023
+LONG, MIXED_GROUPS = 6e9, 1023
 """Multiply-adds of a call whose products are left in their order, and how many of them at most."""
 LARGEST_BATCH = 65535
 """More products than this go in several calls: a grid's third extent, which some kernels use, ends there."""
