@@ -126,7 +126,7 @@ def test_offsets_that_lie_stay_inside() -> None:
     problem = mg.GroupedGemmProblem(draw(torch.float32, 64, 8), draw(torch.float32, 4, 8, 8), sizes=[9, 9, 9, 9])
     memory = torch.full((64 + 64, 8), 9.0)
     ops = stage(problem, problem.spec, memory[32:96]).ops
-    ops.ends, ops.head = torch.tensor([-5, 50, 20, 400, 60], dtype=torch.int64)[1:], True
+    ops.ends, ops.head = torch.tensor([-5, 50, 20, 400, 60], dtype=problem.spec.index)[1:], True
     recipe = BACKEND.plan(problem.spec, None, problem.device)
     recipe.bind(ops)()
     assert (memory[:32] == 9).all()
