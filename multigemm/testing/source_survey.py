@@ -37,6 +37,8 @@ def surveyed(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Varian
     compilers = [(name, version) for name, version in versions().items() if name in COMPILERS]
     if hunt.backend == "cupy":
         compilers.append(("nvrtc", str(import_module("cupy.cuda").nvrtc.getVersion())))
+    if hunt.backend == "numba":
+        compilers.append(("lines", "of functions"))  # unlike what was kept when its line tables were believed
     keys = [fingerprint(hunt.emulated, compilers, *texts[v.kernel], json.dumps(v.to_dict())) for v in offered]
     known = {key: Variant(**json.loads(text)) for key in keys if (text := store.get(key, ".json")) is not None}
     size = PART if hunt.emulated else 1
