@@ -242,9 +242,9 @@ def test_the_sample_outlives_edits_elsewhere() -> None:
 
 
 def test_problems_of_variants_that_hold_the_line_come_first() -> None:
-    site = places.Site("backends/triton/hopper_ahead.py", 7, "o", "a", "b")
+    site = places.Site("backends/triton/hopper_carry.py", 7, "o", "a", "b")
     lines: tuple[list[int], ...] = ([1], [7], [], [5, 7])
-    variants = [Variant({}, "hopper", str(at), {"hopper_ahead.py": held}) for at, held in enumerate(lines)]
+    variants = [Variant({}, "hopper", str(at), {"hopper_carry.py": held}) for at, held in enumerate(lines)]
     assert {v.config for v in reached(site, "triton", variants)[:2]} == {"1", "3"}
 
 

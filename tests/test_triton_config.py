@@ -83,42 +83,38 @@ def thrifty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("thrifty")
-def test_unaligned_weights_of_few_rows_are_copied_beside_the_product() -> None:
+def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
     spec = SPECS["jagged_m bf16 unaligned"]
     best = hopper_candidates(spec)[0]
-    assert (best.ahead, best.pack, best.order) == (True, ("a", "b"), "drawn")
-    assert not hopper_candidates(replace(spec, total=2**16))[0].ahead, "many rows pay for a larger tile"
-    assert any(config.ahead for config in hopper_candidates(replace(spec, total=2**16)))
-    assert hopper_candidates(replace(spec, a=replace(spec.a, align=16), k=1024))[0].pack == ("b",)
+    assert (best.carry, best.pack, best.block_m) == (True, ("a",), 256)
+    assert hopper_candidates(replace(spec, total=1024))[0].block_m == 128, "rows that half fill a tall tile"
+    assert hopper_candidates(replace(spec, a=replace(spec.a, align=16), k=1024))[0].pack == ()
+    along_k = replace(spec, b=replace(spec.b, order="col"))
+    assert hopper_candidates(along_k)[0].pack == ("a", "b"), "two tiles per group carry as much as a copy moves"
+    assert [config.block_m for config in hopper_candidates(replace(along_k, total=1024)) if config.carry] == [128, 128]
+    many = replace(along_k, groups=257, total=1024)
+    assert not any(config.carry for config in hopper_candidates(many))
     strided = replace(spec, b=replace(spec.b, order="strided"))
-    assert not any(config.ahead for config in hopper_candidates(strided))
+    assert not any(config.carry for config in hopper_candidates(replace(strided, total=1024)))
     for form in ("jagged_k", "jagged_n", "batched", "masked"):
-        assert not any(config.ahead for config in hopper_candidates(SPECS[f"{form} bf16 unaligned"]))
+        assert not any(config.carry for config in hopper_candidates(SPECS[f"{form} bf16 unaligned"]))
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "word"),
+    ("changes", "heights"),
     [
-        ({"activation": "gelu"}, {}, "no registers"),
-        ({"groups": 241}, {}, "240"),
-        ({"form": "masked", "m": 64}, {}, "jagged rows"),
-        ({}, {"block_m": 256}, "128x128"),
-        ({}, {"order": "dealt"}, "drawn"),
-        ({}, {"pack": ("a",)}, "pack b"),
+        ({}, {128, 256}),
+        ({"bias": torch.bfloat16}, {128}),
+        ({"index": torch.int64}, {128}),
+        ({"activation": "gelu"}, set()),
     ],
 )
 @pytest.mark.usefixtures("thrifty")
-def test_what_is_not_copied_beside_the_product_says_why(
-    changes: dict[str, Any], options: dict[str, Any], word: str
-) -> None:
-    spec = replace(SPECS["jagged_m bf16 unaligned"], **changes)
-    config = Config("hopper", block_m=128, block_n=128, warps=4, stages=4, pack=("a", "b"), ahead=True)
-    assert word in problem_with(replace(config, **options), spec)
-
-
-def test_copies_beside_the_product_need_a_thrifty_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multigemm.backends.triton.config.thrifty", lambda: False)
-    assert not any(config.ahead for config in hopper_candidates(SPECS["jagged_m bf16 unaligned"]))
+def test_weights_pass_through_registers_where_those_suffice(changes: dict[str, Any], heights: set[int]) -> None:
+    found = hopper_candidates(replace(SPECS["jagged_m bf16 unaligned"], total=1024, **changes))
+    assert {config.block_m for config in found if config.carry} == heights
+    refused = Config("hopper", block_m=256, block_n=256, warps=4, stages=2, pack=("a",), carry=True)
+    assert "four more warps" in problem_with(refused, SPECS["jagged_m bf16 unaligned"])
 
 
 @pytest.mark.parametrize(

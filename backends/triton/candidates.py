@@ -27,8 +27,8 @@ from multigemm.spec import ProblemSpec
 
 BRIEF_US = 50.0
 """Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""
-AHEAD_ROWS = 1000
-"""Rows per group up to which a copy of unaligned weights beside the product costs less than one before it."""
+UNCOPIED_ROWS = {"row": 640, "col": 128}
+"""Rows per group up to which a copy of unaligned weights takes longer than their slower way through registers."""
 
 
 def _pow2(value: int, low: int, high: int) -> int:
@@ -52,7 +52,7 @@ def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
         low = replace(low, block_k=32)
         return [replace(low, warps=8), replace(low, block_n=64, warps=8)]
     if spec.form == "per_group":
-        square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, programs=0)
+        square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, width=4, programs=0)
         wide = replace(big, stages=5, programs=0)
         return [square, low, mid, wide] if rows <= 600 else [wide, low, mid]
     square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, programs=0)
@@ -127,19 +127,24 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     ranked = _brief_first(_ranked(spec, large, wide, tall, flat), spec)
     found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
     if "b" in pack:
-        ahead = replace(flat, ahead=True, pack=pack, block_k=depth_of(spec), order="drawn")
-        found = [ahead, *found] if shape_of(spec).rows <= AHEAD_ROWS else [*found, ahead]
+        uncopied = _uncopied(spec, tall, flat, tuple(name for name in pack if name == "a"))
+        few = shape_of(spec).rows <= UNCOPIED_ROWS.get(spec.b.order, 0)
+        found = [*uncopied, *found] if few else [*found, *uncopied[:1]]
     found = [config for config in found if not problem_with(config, spec)]
     return _ordered(found, spec) if found else []
+
+
+def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ...]) -> list[Config]:
+    """Unaligned weights through registers; above 128 rows the low tile would carry each of them too often."""
+    order = (tall,) if shape_of(spec).rows > 128 and spec.b.order == "row" else (flat, tall)
+    return [replace(config, carry=True, pack=pack, block_k=depth_of(spec)) for config in order]
 
 
 def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
     """Tiles dealt out where the work is brief, else drawn; the best guess also the other way."""
     orders: tuple[Literal["dealt", "drawn"], ...] = ("dealt", "drawn")
     usual, other = orders if ring_us(found[0], spec) < BRIEF_US else orders[::-1]
-    # what is copied ahead is counted beside the tiles that are drawn
-    turned = [replace(config, order="drawn" if config.ahead else usual) for config in found]
-    return [*turned, *([] if found[0].ahead else [replace(found[0], order=other)])]
+    return [*(replace(config, order=usual) for config in found), replace(found[0], order=other)]
 
 
 def pointer_candidates(spec: ProblemSpec) -> list[Config]:

@@ -23,14 +23,7 @@ from multigemm.settings import settings
 
 CACHE = DiskCache("triton")
 DEVICE_CODE = ("epilogue.py", "kernels.py", "packing.py", "schedule_device.py", "zeros.py")
-HOPPER_CODE = (
-    "hopper.py",
-    "hopper_ahead.py",
-    "hopper_load.py",
-    "hopper_shift.py",
-    "hopper_store.py",
-    "hopper_tiles.py",
-)
+HOPPER_CODE = ("hopper.py", "hopper_carry.py", "hopper_load.py", "hopper_store.py", "hopper_tiles.py")
 compilations = 0
 """How many kernels this process compiled (not: loaded from disk). Tests count it."""
 

@@ -26,7 +26,7 @@ class Config:
 
     `pack` (hopper): operands that are first copied into aligned rows.
     `splits` (pointer): programs that share a tile along K, where K is long and tiles are few.
-    `ahead` (hopper): weights in `pack` are copied beside the product, by warps of their own, instead of before it.
+    `carry` (hopper): weights that no tensor map expresses pass through registers, instead of being copied first.
     `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free, which
     balances tiles that differ.
     """
@@ -42,7 +42,7 @@ class Config:
     pack: tuple[str, ...] = ()
     order: Literal["dealt", "drawn"] = "drawn"
     splits: int = 1
-    ahead: bool = False
+    carry: bool = False
 
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:
@@ -92,26 +92,37 @@ def shared_memory(config: Config, spec: ProblemSpec) -> int:
     return hopper_shared(config, spec) if config.kernel == "hopper" else shared_bytes(config, spec)
 
 
-def ahead_problem(config: Config, spec: ProblemSpec) -> str:
-    """Why the weights cannot be copied beside the product, or ''."""
+def carry_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why the weights cannot pass through registers, or ''."""
     if spec.form != "jagged_m" or spec.compute.itemsize != 2:
-        return f"{spec.form} of {spec.compute}: weights of jagged rows are copied beside the product, in 16 bits"
-    if "b" not in config.pack or spec.b.order == "strided":
-        return f"pack={config.pack}, b is {spec.b.order}: whole lines of weights are copied beside the product; pack b"
-    if (config.block_m, config.block_n, config.order) != (128, 128, "drawn"):
-        tile = f"tile {config.block_m}x{config.block_n}, order={config.order}"
-        return f"{tile}: four more warps leave registers for 128x128, and count what they copied: use that, drawn"
-    if spec.groups > 240:
-        return f"{spec.groups} groups: what is there of their weights is counted for up to 240"
-    if spec.c is not None or spec.activation == "gelu" or not thrifty():
-        return "four more warps leave no registers for a C to read or for gelu, and those of Triton 3.6 only"
+        return f"{spec.form} of {spec.compute}: weights of jagged rows pass through registers, in 16 bits"
+    if spec.b.order == "strided" or "b" in config.pack:
+        return f"b is {spec.b.order}, pack={config.pack}: weights pass through registers in whole lines, uncopied"
+    if config.block_m not in (128, 256) or config.block_n != 128:
+        return f"tile {config.block_m}x{config.block_n}: four more warps leave registers for 128|256 x 128"
+    if spec.b.order == "col" and not (config.block_m == 128 and spec.groups <= 256 and thrifty()):
+        return "weights along k are shifted into place, which leaves registers for 128x128 of few groups, by Triton 3.6"
+    if spec.c is not None or spec.activation == "gelu":
+        return "four more warps leave no registers for a C to read or for gelu"
+    if config.block_m == 256 and not (light(spec) and thrifty()):
+        return "four more warps leave registers for 128x128 here: 256x128 takes plain 16-bit results of few groups"
     return ""
 
 
 @cache
 def thrifty() -> bool:
-    """Whether the installed Triton keeps four more warps that shift lines in registers: 3.6 does, 3.9 spills."""
+    """Whether the installed Triton keeps four more warps beside a large tile, or such that shift, in registers.
+
+    3.6 does; 3.9 spills 40 bytes beside 256x128, and 16 to 136 where lines along k are shifted.
+    """
     return triton_version().startswith("3.6.")
+
+
+def light(spec: ProblemSpec) -> bool:
+    """Plain 16-bit results in rows as they come, of groups that the loading warp finds with 32-bit sizes."""
+    plain = spec.bias is None and spec.activation in (None, "relu") and spec.out.dtype.itemsize == 2
+    few = spec.groups <= 256 and spec.index != torch.int64
+    return plain and few and spec.out.order == "row" and spec.out.align < 16
 
 
 def hopper_problem(config: Config, spec: ProblemSpec) -> str:
@@ -120,8 +131,8 @@ def hopper_problem(config: Config, spec: ProblemSpec) -> str:
         return (
             f"splits={config.splits}, programs={config.programs}: one program per multiprocessor, tiles unshared; use 1"
         )
-    beside = ahead_problem(config, spec) if config.ahead else ""
-    return _kind_problem(spec) or beside or _maps_problem(config, spec) or _ring_problem(config, spec)
+    carried = carry_problem(config, spec) if config.carry else ""
+    return _kind_problem(spec) or carried or _maps_problem(config, spec) or _ring_problem(config, spec)
 
 
 def _kind_problem(spec: ProblemSpec) -> str:
@@ -144,7 +155,7 @@ def is_tf32(spec: ProblemSpec) -> bool:
 def _maps_problem(config: Config, spec: ProblemSpec) -> str:
     """Which operand no tensor map brings in the order that the kernel multiplies in, and why."""
     for name, x in (("a", spec.a), ("b", spec.b)):
-        if name in config.pack:
+        if name in config.pack or (config.carry and name == "b"):
             continue
         if not mappable(x):
             seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"
@@ -179,7 +190,7 @@ def _ring_problem(config: Config, spec: ProblemSpec) -> str:
 
 
 CHOICES = {"kernel": ("pointer", "hopper"), "order": ("dealt", "drawn"), "warps": (1, 2, 4, 8, 16),
-           "splits": (1, 2, 4, 8, 16), "ahead": (False, True), "pack": ((), ("a",), ("b",), ("a", "b"))}  # fmt: skip
+           "splits": (1, 2, 4, 8, 16), "carry": (False, True), "pack": ((), ("a",), ("b",), ("a", "b"))}  # fmt: skip
 LIMITS = {"stages": (1, 32), "width": (1, 4096), "programs": (0, 64)}
 
 
@@ -204,8 +215,8 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
 
 def pointer_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the pointer kernel cannot run this spec with this config, or ''."""
-    if config.pack or config.ahead:
-        return f"pack={config.pack}, ahead={config.ahead}: the pointer kernel reads operands as they lie; use neither"
+    if config.pack or config.carry:
+        return f"pack={config.pack}, carry={config.carry}: the pointer kernel reads operands as they lie; use neither"
     for name in ("block_m", "block_n", "block_k"):
         block = getattr(config, name)
         if not isinstance(block, int) or block < 16 or block & (block - 1):

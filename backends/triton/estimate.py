@@ -83,7 +83,7 @@ def ring_us(config: Config, spec: ProblemSpec) -> float:
     turns = max(1.0, _tiles(config, shape) / PROCESSORS)
     along = turns * steps * STEP_US[min(256, config.block_m), config.block_n]
     work = max(along, shape.elements * size / 3.2e6, shape.flops * size / 2 / 420e6)
-    return 10.0 + work * (1.2 if config.ahead else 1.0) + (10.0 if config.pack else 0.0)
+    return 10.0 + work * (1.6 if config.carry else 1.0) + (10.0 if config.pack else 0.0)
 
 
 def rounds_us(config: Config, spec: ProblemSpec) -> float:

@@ -46,7 +46,7 @@ from multigemm.backends.triton.packing_launch import pack_source, packed_operand
 from multigemm.backends.triton.pointer_sources import zero_source
 from multigemm.backends.triton.tensormap import encode, encode_ragged
 from multigemm.counters import Words, ready
-from multigemm.layouts import Operands, Packed, packed
+from multigemm.layouts import Operands, Packed
 from multigemm.schedule import most_tiles, tiles_of
 from multigemm.spec import ProblemSpec
 
@@ -64,7 +64,7 @@ def maps(spec: ProblemSpec, config: Config, shape: Packed) -> dict[str, bytes]:
             first = encode(a_at, spec.a.dtype, (rows, shape.k), (a.row or aligned_stride(shape.k), 1), box["a_desc"])
         else:
             first = encode(a_at, spec.a.dtype, (shape.k, shape.m), (a.col or aligned_stride(shape.m), 1), box["a_desc"])
-        second = _map_of_weights(spec, shape, b_at, box["b_desc"])
+        second = b"" if config.carry else _map_of_weights(spec, shape, b_at, box["b_desc"])
     third = bytes(128)
     if store_of(spec) == "tma":
         line = out.row or aligned_stride(shape.n)
@@ -88,6 +88,7 @@ def _numbers(ops: Operands, spec: ProblemSpec, shape: Packed) -> dict[str, int]:
     names["b_step"] = int(shape.b.group != 0)
     names["out_rows"] = shape.out.group // max(1, shape.out.row) if store_of(spec) == "tma" else 0
     out, c, bias = shape.out, shape.c, shape.bias
+    names |= {"b_group": shape.b.group, "b_line": shape.b.row if spec.b.order == "row" else shape.b.col}
     names |= {"out_group": out.group, "out_row": out.row, "out_col": out.col}
     if c is not None:
         names |= {"c_group": c.group, "c_row": c.row, "c_col": c.col}
@@ -96,18 +97,10 @@ def _numbers(ops: Operands, spec: ProblemSpec, shape: Packed) -> dict[str, int]:
     return names
 
 
-def copied_ahead(ops: Operands, spec: ProblemSpec, shape: Packed) -> dict[str, int]:
-    """Where weights are copied from, from the 16 bytes on that hold the first of them, and where to."""
-    source, target = packed(ops).b, shape.b
-    lines = "row" if spec.b.order == "row" else "col"
-    skip = source.ptr % 16
-    return {"b": source.ptr - skip, "b_skip": skip // 2, "b_group": source.group, "b_line": getattr(source, lines),
-            "target": target.ptr, "target_line": getattr(target, lines)}  # fmt: skip
-
-
-def counted(groups: int, config: Config) -> int:
-    """Words that a launch counts in: tiles and programs, and what was copied of each group's weights."""
-    return 8 + groups if config.ahead else 8
+def carried(spec: ProblemSpec, address: int) -> dict[str, int]:
+    """Where carried weights are read from: lines along k from the 16 bytes that hold the first of its elements."""
+    skip = address % 16 if spec.b.order == "col" else 0
+    return {"b": address - skip, "b_skip": skip // 2}
 
 
 @dataclass
@@ -119,7 +112,6 @@ class _Binding:
     shape: Packed
     config: Config
     kernels: dict[str, Cubin]
-    kept: list[Tensor]
 
     @property
     def index(self) -> int:
@@ -157,14 +149,14 @@ class _Binding:
         if listed(self.spec, self.config):
             records, listing = self.listing()
             return [listing, self.main(records, None)]
-        words = Words(self.index, counted(self.shape.groups, self.config)) if drawn(self.spec, self.config) else None
+        words = Words(self.index, 8) if drawn(self.spec, self.config) else None
         return [self.main(words.tensor if words else None, words)]
 
     def main(self, records: Tensor | None, words: Words | None) -> Callable[[], None]:
         """The launch of the kernel itself."""
         ops = self.ops
         found: dict[str, int | bytes] = {**maps(self.spec, self.config, self.shape)}
-        found |= _numbers(ops, self.spec, self.shape) | {"ends": self.ends} | copied_ahead(ops, self.spec, self.shape)
+        found |= _numbers(ops, self.spec, self.shape) | {"ends": self.ends, **carried(self.spec, self.shape.b.ptr)}
         tensors = {"c": ops.c, "out": ops.out, "bias": ops.bias, "records": records}
         found |= {name: x.data_ptr() if isinstance(x, Tensor) else 0 for name, x in tensors.items()}
         box = boxes(self.spec, self.config)
@@ -172,7 +164,7 @@ class _Binding:
         for name in names_of(self.config):
             # a descriptor's extents and strides travel beside its map; the kernel reads neither
             arguments += [found[name], *[0] * (2 * len(box.get(name, ())))]
-        return launcher(self.kernels["main"], self.index, self.programs, arguments, (ops, records, words, *self.kept),
+        return launcher(self.kernels["main"], self.index, self.programs, arguments, (ops, records, words),
                         words.pin if words else None)  # fmt: skip
 
 
@@ -181,8 +173,8 @@ def _bind(
 ) -> Launch:
     if is_empty(ops):
         return nothing
-    shape, copies, kept = packed_operands(ops, config, kernels)
-    binding = _Binding(ops, canonical(packed_spec(given, config)), canonical_shape(shape), config, kernels, kept)
+    shape, copies = packed_operands(ops, config, kernels)
+    binding = _Binding(ops, canonical(packed_spec(given, config)), canonical_shape(shape), config, kernels)
     if not fits(binding.spec, binding.shape):
         return instead().bind(ops)
     launches = [*copies, *binding.launches()]
@@ -200,8 +192,7 @@ def hopper_sources_of(spec: ProblemSpec, config: Config) -> dict[str, KernelSour
     """The kernels of a plan: the main one, copies, the list of tile rows, zeros."""
     found = {"main": hopper_source(spec, config)}
     for name in config.pack:
-        if not config.ahead or name == "a":
-            found[f"pack {name}"] = pack_source(getattr(spec, name), name, spec)
+        found[f"pack {name}"] = pack_source(getattr(spec, name), name, spec)
     if listed(canonical(packed_spec(spec, config)), config):
         found["records"] = records_source(spec, config)
     if cut_of(canonical(spec)) == "rows" and spec.zero_unowned:
@@ -215,8 +206,7 @@ def plan_hopper(
     """Compiles (or loads) the kernels; `instead` plans the pointer kernel for strides that no map expresses."""
     major, minor = torch.cuda.get_device_capability(device)
     kernels = {name: cubin(source, 10 * major + minor) for name, source in hopper_sources_of(spec, config).items()}
-    before = [name for name in config.pack if not config.ahead or name == "a"]
-    name = "hopper, weights copied ahead" if config.ahead else "hopper"
-    name += f", after a copy of {' and '.join(before)} into aligned rows" if before else ""
-    ready(index_of(device), counted(spec.groups, config))
+    name = "hopper, weights through registers" if config.carry else "hopper"
+    name += f", after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else ""
+    ready(index_of(device), 8)
     return Recipe(name, config, lambda ops: _bind(ops, spec, config, kernels, instead), why)

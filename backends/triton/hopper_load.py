@@ -9,16 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from multigemm.backends.triton.hopper_tiles import (
-    clear,
-    draw,
-    following,
-    publish,
-    record_of,
-    retire,
-    rows_up_to,
-    tile_from,
-)
+from multigemm.backends.triton.hopper_tiles import draw, following, publish, record_of, retire, rows_up_to, tile_from
 
 # Triton 3.6 calls it otherwise than later versions
 fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -97,18 +88,6 @@ def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: g
 
 
 @gluon.jit
-def behind(records, g, wanted):
-    """Waits until the weights of group `g` have been copied, and lets the copy engine see them."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    lane = gl.arange(0, 32, lanes)
-    there = wanted * 0 - 1
-    while there < wanted:
-        seen = gl.atomic_add(records + 8 + g + lane * 0, lane * 0, mask=lane == 0, sem="acquire")
-        there = gl.sum(gl.where(lane == 0, seen, 0), 0)
-    gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [lane], gl.int32, False, 1)
-
-
-@gluon.jit
 def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step,
             FORM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, MOST: gl.constexpr,
             STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr,
@@ -117,7 +96,7 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
 
     Tiles of jagged groups differ in cost, so they are drawn from a counter unless ORDER is "dealt". A tile is
     drawn, and its record read, while the last blocks of the tile before it are on their way: the answers
-    take longer to come than the ring lasts. ORDER "ahead" is drawn, of groups whose weights others copy.
+    take longer to come than the ring lasts.
     """
     DEEP: gl.constexpr = 8 * ROW_BYTES // ring[0].dtype.primitive_bitwidth
     stage = 0
@@ -125,8 +104,6 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
     slot = 0
     turn = 0
     tile = gl.program_id(0)
-    # where weights are copied ahead: how many pieces each group's are
-    wanted = total
     found = total
     if FORM == "search":
         found = rows_up_to(ends, extents, MOST, ALIGN, MASKED)
@@ -138,8 +115,6 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
         slot ^= 1
         if slot == 0:
             turn ^= 1
-        if ORDER == "ahead":
-            behind(records, work[0] * b_step, wanted)
         blocks = gl.maximum((work[6] + DEEP - 1) // DEEP, 1)
         drawing = gl.maximum(blocks - 4, 0)
         reading = gl.maximum(blocks - 2, 0)
@@ -154,7 +129,5 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
                             STAGES, A_ORDER, B_ORDER)  # fmt: skip
     if ORDER == "drawn":
         retire(records)
-    elif ORDER == "ahead":
-        clear(records, extents[3], 1)
     nothing = total * 0
     publish(mail, slot, turn, (nothing, nothing, nothing, nothing, nothing, nothing, nothing))

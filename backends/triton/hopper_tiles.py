@@ -60,21 +60,6 @@ def retire(records):
 
 
 @gluon.jit
-def clear(records, groups, WARPS: gl.constexpr):
-    """Counts the roles that draw no more; the last one of all programs clears every count for the next launch."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    lane = gl.arange(0, 32 * WARPS, lanes)
-    if WARPS == 1:
-        counted = gl.atomic_add(records + 2 + lane * 0, lane * 0 + 1, mask=lane == 0, sem="acq_rel")
-        before = gl.sum(gl.where(lane == 0, counted, 0), 0)
-    else:
-        before = gl.atomic_add(records + 2, 1, sem="acq_rel")
-    if before == 2 * gl.num_programs(0) - 1:
-        for base in range(1, groups + 8, 32 * WARPS):
-            gl.store(records + base + lane, lane * 0, mask=base + lane < groups + 8)
-
-
-@gluon.jit
 def plus(x, y):
     return x + y
 

@@ -32,10 +32,6 @@ def pack_source(operand: OperandSpec, name: str, spec: ProblemSpec) -> KernelSou
                         (("target", 16), ("target_group", 8), ("target_row", 8)))  # fmt: skip
 
 
-def whole_blocks(columns: int) -> int:
-    return -(-columns // 64) * 64
-
-
 def line_of(columns: int, size: int) -> int:
     """Elements from row to row of a copy: whole lines of 128 bytes, which are read at once, or pieces of 16."""
     whole = 128 // size if columns >= 256 else 8
@@ -43,30 +39,25 @@ def line_of(columns: int, size: int) -> int:
 
 
 def _pack_one(source: Strided, groups: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device,
-              code: Cubin | None) -> tuple[Tensor, list[Callable[[], None]]]:  # fmt: skip
+              code: Cubin) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
     from multigemm.backends.triton.driver import index_of, launcher
 
-    line = line_of(columns, dtype.itemsize) if code else whole_blocks(columns)
+    line = line_of(columns, dtype.itemsize)
     target = torch.empty((groups, rows, line), dtype=dtype, device=device)
-    # weights of no group count as one, which a copy would read at address 0
-    if code is None or not source.ptr:
-        return target, []
     values = [source.ptr, target.data_ptr(), rows, columns, source.group, source.row, source.col, rows * line, line]
     blocks = groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS)
-    return target, [launcher(code, index_of(device), max(1, blocks), values, (target,))]
+    return target, launcher(code, index_of(device), max(1, blocks), values, (target,))
 
 
 def packed_operands(
     ops: Operands, config: Config, kernels: dict[str, Cubin]
-) -> tuple[Packed, list[Callable[[], None]], list[Tensor]]:
-    """Addresses as the kernel will see them, the copies that have to run first, and where they go.
+) -> tuple[Packed, list[Callable[[], None]]]:
+    """Addresses as the kernel will see them, and the copies that have to run first.
 
-    An operand that the kernel wants as "col" is copied as its transpose, row by row. What is copied ahead, by the
-    kernel itself, has a place and no copy here.
+    An operand that the kernel wants as "col" is copied as its transpose, row by row.
     """
     shape = packed(ops)
     copies: list[Callable[[], None]] = []
-    kept: list[Tensor] = []
     for name in config.pack:
         x: Strided = getattr(shape, name)
         groups = shape.groups if x.group else 1
@@ -75,11 +66,11 @@ def packed_operands(
         if turned:
             rows, columns, x = columns, rows, Strided(x.ptr, x.group, x.col, x.row)
         dtype = getattr(ops.spec, name).dtype
-        target, copy = _pack_one(x, groups, rows, columns, dtype, ops.device, kernels.get(f"pack {name}"))
+        target, copy = _pack_one(x, groups, rows, columns, dtype, ops.device, kernels[f"pack {name}"])
         line = target.stride(1)
         row, col = (1, line) if turned else (line, 1)
         moved = Strided(target.data_ptr(), rows * line if groups > 1 else 0, row, col)
         shape = replace(shape, a=moved) if name == "a" else replace(shape, b=moved)
-        copies += copy
-        kept.append(target)
-    return shape, copies, kept
+        if x.ptr:  # else it has no elements: weights of no group count as one, which a copy would read at address 0
+            copies.append(copy)
+    return shape, copies

@@ -42,7 +42,7 @@ MAIL = frozenset({("hopper_tiles.py", "publish"), ("hopper_tiles.py", "take")})
 HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
     "triton": tuple(
         HandOver(kernel, functions, reason)
-        for kernel, file in (("hopper_kernel", "hopper.py"), ("ahead_kernel", "hopper_ahead.py"))
+        for kernel, file in (("hopper_kernel", "hopper.py"), ("carry_kernel", "hopper_carry.py"))
         for functions, reason in ((MAIL, WORDS), (frozenset({(file, kernel)}), START))
     ),
 }

@@ -62,8 +62,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     *(("hopper_tiles.py", f"gl.load({word}, mask=ok, other=0)", f"gl.load({word}, mask=ok, other=1)",
        "the record of a tile behind the last one, which is not published")
       for word in ("entry", *(f"entry + {n}" for n in range(1, 7)), "ends + g")),
-    ("hopper_ahead.py", "shift + 0 * j", "shift - 0 * j", "zero either way"),
-    ("hopper_ahead.py", "kept[None, :] + 0 * i", "kept[None, :] - 0 * i", "zero either way"),
+    ("hopper_carry.py", "shift + 0 * j", "shift - 0 * j", "zero either way"),
+    ("hopper_carry.py", "kept[None, :] + 0 * i", "kept[None, :] - 0 * i", "zero either way"),
     # CUDA C++
     ("load.cuh", "oldest = 0", "oldest = 1", "compared with multiples of 1024 only"),
     ("load.cuh", "- oldest) > 0", "- oldest) > 1", "a multiple of 1024 either way"),

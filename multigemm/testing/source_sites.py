@@ -20,8 +20,8 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "kernels.py": ("pointer", "hopper"), "schedule_device.py": ("pointer", "hopper"),
         "epilogue.py": ("pointer", "hopper"),
         "hopper.py": ("hopper",), "hopper_load.py": ("hopper",), "hopper_store.py": ("hopper",),
-        "hopper_tiles.py": ("hopper",), "hopper_ahead.py": ("hopper",), "hopper_shift.py": ("hopper",),
-        "packing.py": ("hopper",), "zeros.py": ("hopper",),
+        "hopper_tiles.py": ("hopper",), "hopper_carry.py": ("hopper",), "packing.py": ("hopper",),
+        "zeros.py": ("hopper",),
     },
     "cupy": {},
     "numba": {
