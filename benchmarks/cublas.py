@@ -40,7 +40,7 @@ Row = dict[str, Any]
 CUDA = torch.device("cuda")
 NAMES = ("moe", "wgrad", "tutorial", "helion-jagged", "l2", "cpu-tile", "small")
 BARE = {**peer_torch.ENTRIES, peer_cublas.ENTRY.name: peer_cublas.ENTRY}
-LOOPED, NEAR, SHORT_US, SLOWER = 64, 1.08, 40.0, 0.985
+LOOPED, NEAR, SHORT_US, SLOWER = 64, 1.08, 100.0, 0.985
 """Groups that a loop is worth trying for; how near the fastest a call must come to be measured again; what is also
 measured in graphs; a ratio that asks for the names of the kernels."""
 
