@@ -27,7 +27,7 @@ from multigemm.spec import ProblemSpec
 
 BRIEF_US = 50.0
 """Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""
-UNCOPIED_ROWS = {"row": 640, "col": 128}
+UNCOPIED_ROWS = {"row": 640, "col": 192}
 """Rows per group up to which a copy of unaligned weights takes longer than their slower way through registers."""
 
 
