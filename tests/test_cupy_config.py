@@ -207,7 +207,7 @@ def test_every_candidate_fits_into_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "align", "rows"), [(256, 16, 64), (8192, 16, 256), (32768, 16, 256), (8192, 8, 256), (32768, 8, 192)]
+    ("total", "align", "rows"), [(256, 16, 128), (8192, 16, 256), (32768, 16, 256), (8192, 8, 256), (32768, 8, 192)]
 )
 def test_pieces_are_as_high_as_groups_have_rows(total: int, align: int, rows: int) -> None:
     spec = replace(SPEC, groups=64 if total == 256 else 32, total=total, out=replace(BF16, align=align))
@@ -221,6 +221,18 @@ def test_pieces_are_as_high_as_groups_have_rows(total: int, align: int, rows: in
 def test_few_tall_tiles_become_more_lower_ones(groups: int, total: int, n: int, rows: int) -> None:
     best = configs.heuristic(replace(SPEC, groups=groups, total=total, n=n, k=1024))
     assert (best.rows, best.cluster) == (rows, 1 if rows == 128 else 2)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "rows_each", "rows", "cluster"),
+    [(1408, 2816, 416, 256, 1), (1536, 2048, 416, 256, 2), (5760, 2880, 256, 256, 2), (2048, 4096, 64, 256, 2),
+     (2048, 1024, 64, 128, 2), (2048, 1024, 4, 128, 1)],
+)  # fmt: skip
+def test_clusters_share_rows_unless_columns_are_odd_or_rows_few(
+    n: int, k: int, rows_each: int, rows: int, cluster: int
+) -> None:
+    best = configs.heuristic(replace(SPEC, groups=48, total=48 * rows_each, n=n, k=k))
+    assert (best.kernel, best.rows, best.cluster) == ("hopper", rows, cluster)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 63, 255, 256, 257, 417, 2049, 9921, 100000])
@@ -270,7 +282,7 @@ def test_the_kernels_key_knows_no_sizes() -> None:
     ],
 )
 def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: bool) -> None:
-    spec = replace(SPEC, **{"form": "jagged_k", "m": 64, "a": replace(BF16, order="col"), **changes})
+    spec = replace(SPEC, **{"form": "jagged_k", "m": 256, "a": replace(BF16, order="col"), **changes})
     assert configs.sends(spec) is sent
     assert dict(hopper.source(spec, configs.WIDE).defines)["SEND"] == int(sent)
     many = replace(spec, total=4096 * spec.groups)

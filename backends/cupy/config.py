@@ -91,6 +91,9 @@ SHORT_K, BRIEF_K = 768, 128
 """Up to here a list's odd operands are copied for the wave kernel, whatever the tiles; small tiles beat a wave."""
 MAX_ROWS = 1 << 30
 """Rows of a result that the copy engine can tell apart."""
+FEW_COLUMNS, LONG_K = 15, 2048
+"""Odd numbers of blocks of columns up to which clusters of two would waste too much; k from which tiles of few rows are
+as high as for many: then a large group's weights are read once."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
 
@@ -289,9 +292,13 @@ def _rows_per_group(spec: ProblemSpec) -> int:
 
 def _tall_tiles(spec: ProblemSpec, rows: int) -> int:
     """Tiles of 256 rows and 128 columns, if all groups have as many rows; enough of them for jagged k."""
-    columns = (spec.m if is_swapped(spec) else spec.n) or spec.largest
     pieces = -(-rows // WIDE.rows) * spec.groups if spec.form != "jagged_k" else PROCESSORS + 1
-    return pieces * max(-(-columns // COLUMNS), 1)
+    return pieces * _columns(spec)
+
+
+def _columns(spec: ProblemSpec) -> int:
+    """Blocks of columns that a result has; a cluster of two leaves the last of an odd number of them alone."""
+    return max(-(-((spec.m if is_swapped(spec) else spec.n) or spec.largest) // COLUMNS), 1)
 
 
 def _hopper_order(spec: ProblemSpec) -> list[Config]:
@@ -300,11 +307,15 @@ def _hopper_order(spec: ProblemSpec) -> list[Config]:
     rows = _rows_per_group(spec)
     if rows > 64 and _tall_tiles(spec, rows) <= PROCESSORS:
         return [SINGLE, SLIM, WIDE]
-    if rows <= 64:
-        return [NARROW, MIDDLE, WIDE] if rows <= 32 else [MIDDLE, WIDE, NARROW]
+    if rows <= 32:
+        return [SINGLE, NARROW, MIDDLE, WIDE]
+    if rows <= 64 and (spec.k or spec.largest) < LONG_K:
+        return [MIDDLE, WIDE, NARROW]
+    columns = _columns(spec)
+    odd = [ALONE] if columns % 2 and columns <= FEW_COLUMNS and spec.form != "jagged_k" else []
     turns = [TURNS] if plain_kind(spec) and spec.groups <= TURNS_GROUPS else []
     first = turns if (rows > MANY_ROWS or spec.form == "jagged_k") and not sends(spec) else []
-    return [*first, WIDE, *turns, ALONE, MIDDLE, NARROW]
+    return list(dict.fromkeys((*odd, *first, WIDE, *turns, ALONE, MIDDLE, NARROW)))
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
