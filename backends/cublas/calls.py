@@ -149,7 +149,7 @@ def _in_groups(products: list[Product]) -> list[tuple[Shape, list[Product]]]:
     """Products of equal shape as one group of the call, which spares it work for each; but long ones as they come.
 
     Among those, some are bound by their sums and others by reading their weights: side by side they hide each other,
-    and one kind behind the other took a twelfth longer.
+    and one kind behind the other took up to a twelfth longer.
     """
     work = sum(p.shape.m * p.shape.n * p.shape.k for p in products)
     if work > LONG and MIXED_GROUPS >= len(products) > 1 and any(p.shape != products[0].shape for p in products):
