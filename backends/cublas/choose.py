@@ -39,8 +39,8 @@ SMALL_TILE = 64, 128, 4.45, 3.5, 0.8
 GROUPED_TILE, GROUPED_TILE_US, GROUPED_SLOWDOWN, GROUPED_TRANSPOSED = (128, 64), 1.5, 2.37, 1.09
 HOST_US = 10.0
 """Of the host's time, per call: what many small products take at least."""
-MOST_FUSED = 12
-"""Calls with an epilogue of the library's own."""
+MOST_FUSED, MOST_APART = 12, 8
+"""Calls with an epilogue of the library's own; calls that a graph holds instead of a grouped one."""
 FEW_ROWS, LONG_ROWS, NARROW = 16, 2048, 64 * 128
 SLOWER, SLOWER_TRANSPOSED = 1.05, 1.15
 """A product of few rows and too few columns for all multiprocessors does not reach the memory's speed by itself, and
@@ -87,7 +87,7 @@ def apart_in_a_graph(spec: ProblemSpec, shapes: Sequence[Shape]) -> bool:
 
     There, calls cost the host nothing, and the library's best kernel for each makes up for their number.
     """
-    return separately(spec, shapes) - STREAMS_US < by_grouped(spec, shapes)
+    return len(shapes) <= MOST_APART and separately(spec, shapes) - STREAMS_US < by_grouped(spec, shapes)
 
 
 def _rate(spec: ProblemSpec) -> float:
