@@ -31,6 +31,7 @@ from multigemm.backends.cupy import (
     params,
     portable,
     small,
+    specs,
     tensor_maps,
     wave,
 )
@@ -74,7 +75,7 @@ def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -
 @pytest.mark.parametrize(
     "change",
     [
-        {"groups": configs.MAX_GROUPS + 1},
+        {"groups": specs.MAX_GROUPS + 1},
         {"groups": 0},
         {"form": "masked", "out": replace(BF16, order="col")},
         {"compute": torch.float64, "out": OperandSpec(torch.float64)},
@@ -83,7 +84,7 @@ def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -
 )
 def test_what_tma_cannot_read_goes_to_the_portable_kernel_and_says_why(change: dict[str, object]) -> None:
     spec = replace(SPEC, **change)  # type: ignore[arg-type]
-    assert configs.hopper_reasons(spec)
+    assert specs.hopper_reasons(spec)
     assert configs.heuristic(spec).kernel == "portable"
     assert {c.kernel for c in configs.candidates(spec, GPU)} <= {"portable", "small"}
 
@@ -101,11 +102,11 @@ def test_what_tma_cannot_read_goes_to_the_portable_kernel_and_says_why(change: d
 )
 def test_large_unreadable_operands_are_copied_and_small_ones_are_not(change: dict[str, object]) -> None:
     spec = replace(SPEC, **change)  # type: ignore[arg-type]
-    copied = configs.packed_spec(spec)
-    assert configs.hopper_reasons(spec) and not configs.hopper_reasons(copied)
+    copied = specs.packed_spec(spec)
+    assert specs.hopper_reasons(spec) and not specs.hopper_reasons(copied)
     assert configs.heuristic(spec).kernel == "packed"
     assert configs.heuristic(replace(spec, total=64, n=64, k=64)).kernel in ("portable", "small")
-    assert configs.packed_spec(copied) == copied and configs.packed_reasons(SPEC)
+    assert specs.packed_spec(copied) == copied and specs.packed_reasons(SPEC)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +252,9 @@ def test_the_sides_swap_where_rows_are_contiguous_in_the_result() -> None:
     assert hopper.roles(SPEC) == (False, True, False)
     assert hopper.roles(column) == (True, False, True)
     assert hopper.roles(replace(SPEC, form="jagged_n")).swapped
-    assert configs.plain_kind(SPEC) == configs.plain_kind(column) == 1
-    assert configs.plain_kind(replace(SPEC, form="jagged_n")) == configs.plain_kind(replace(SPEC, out=column.out)) == 2
-    assert configs.plain_kind(replace(SPEC, activation="relu")) == 0
+    assert specs.plain_kind(SPEC) == specs.plain_kind(column) == 1
+    assert specs.plain_kind(replace(SPEC, form="jagged_n")) == specs.plain_kind(replace(SPEC, out=column.out)) == 2
+    assert specs.plain_kind(replace(SPEC, activation="relu")) == 0
 
 
 def test_the_kernels_key_knows_no_sizes() -> None:
@@ -283,10 +284,10 @@ def test_the_kernels_key_knows_no_sizes() -> None:
 )
 def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: bool) -> None:
     spec = replace(SPEC, **{"form": "jagged_k", "m": 256, "a": replace(BF16, order="col"), **changes})
-    assert configs.sends(spec) is sent
+    assert specs.sends(spec) is sent
     assert dict(hopper.source(spec, configs.WIDE).defines)["SEND"] == int(sent)
     many = replace(spec, total=4096 * spec.groups)
-    takes_turns = not sent and configs.plain_kind(spec) > 0
+    takes_turns = not sent and specs.plain_kind(spec) > 0
     assert configs._hopper_order(many)[0] == (configs.TURNS if takes_turns else configs.WIDE)
 
 
@@ -416,7 +417,7 @@ def test_the_small_kernel_binds_every_form(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     ops = operands(form)
-    reasons = configs.small_reasons(ops.spec)
+    reasons = specs.small_reasons(ops.spec)
     if form == "jagged_n":
         assert any("any address" in reason for reason in reasons)
         return
@@ -428,7 +429,7 @@ def test_the_small_kernel_binds_every_form(
 def test_a_lists_groups_become_the_small_kernels_argument() -> None:
     raw, tiles = small._listed(operands("per_group"), 32)
     assert len(raw) == small.LISTED.size and tiles == 2 * 4 + 1 * 4
-    numbers = np.frombuffer(raw[: 5 * configs.LIST * 4], dtype=np.int32).reshape(5, configs.LIST)
+    numbers = np.frombuffer(raw[: 5 * specs.LIST * 4], dtype=np.int32).reshape(5, specs.LIST)
     assert numbers[:, 0].tolist() == [0, 4, 48, 128, 64] and numbers[:, 1].tolist() == [8, 4, 8, 128, 64]
     assert (numbers[0, 2:] == small.NEVER).all()
 
@@ -464,7 +465,7 @@ def test_a_counter_that_a_graph_may_still_use_never_comes_back(room: str, fake: 
 @pytest.mark.parametrize("form", ["odd", "odd list"])
 def test_odd_operands_are_copied_by_one_launch_before_each_product(form: str, fake: FakeDriver) -> None:
     ops = operands(form)
-    assert configs.packed_reasons(ops.spec) == []
+    assert specs.packed_reasons(ops.spec) == []
     launch = packing.bind(ops, configs.WIDE, (1, 2), 132)
     before = len(fake.calls)
     launch()
@@ -473,7 +474,7 @@ def test_odd_operands_are_copied_by_one_launch_before_each_product(form: str, fa
 
 def test_copies_are_laid_out_one_after_the_other(fake: FakeDriver) -> None:
     ops = operands("odd list")
-    copied, _ = packing.with_copies(ops, configs.packed_spec(ops.spec), 1, 132)
+    copied, _ = packing.with_copies(ops, specs.packed_spec(ops.spec), 1, 132)
     for given, copy in zip([*ops.a, *ops.b], [*copied.a, *copied.b], strict=True):
         assert copy.shape == given.shape and copy.stride(0) % 8 == 0 and copy.stride(1) == 1
         assert copy.stride(0) - given.shape[1] < 8 and copy.data_ptr() % 16 == 0
@@ -488,7 +489,7 @@ def test_copies_are_laid_out_one_after_the_other(fake: FakeDriver) -> None:
 @pytest.mark.parametrize("config", [configs.DIRECT, configs.DIRECT_MIDDLE, configs.DIRECT_NARROW], ids=str)
 def test_the_direct_kernel_copies_rows_at_most(form: str, config: Config, fake: FakeDriver) -> None:
     ops = operands(form)
-    assert is_valid(config, ops.spec), configs.direct_reasons(ops.spec)
+    assert is_valid(config, ops.spec), specs.direct_reasons(ops.spec)
     launch = direct.bind(ops, config, (1, 2), 132)
     fake.calls.clear()
     launch()
@@ -506,7 +507,7 @@ def test_the_direct_kernel_copies_rows_at_most(form: str, config: Config, fake: 
     ids=str,
 )
 def test_the_direct_kernel_says_what_it_cannot_do(change: dict[str, object], word: str) -> None:
-    reasons = configs.direct_reasons(replace(SPEC, **change))  # type: ignore[arg-type]
+    reasons = specs.direct_reasons(replace(SPEC, **change))  # type: ignore[arg-type]
     assert any(word in reason for reason in reasons)
 
 
@@ -561,7 +562,7 @@ def test_threads_that_load_a_kernel_at_once_get_one_module(monkeypatch: pytest.M
 @pytest.mark.parametrize("config", configs.WAVES)
 def test_a_wave_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDriver) -> None:
     ops = operands(form)
-    assert is_valid(config, ops.spec), configs.wave_reasons(ops.spec)
+    assert is_valid(config, ops.spec), specs.wave_reasons(ops.spec)
     groups = wave.groups_of(ops)
     config = config if config.rows else wave.height_for(tuple((g.m, g.k, g.n) for g in groups), 132)
     slots = wave.SLOTS[0]
@@ -581,7 +582,7 @@ def test_a_wave_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDri
 
 def test_odd_lists_are_copied_for_the_wave_kernel(fake: FakeDriver) -> None:
     ops = operands("odd list")
-    assert configs.hopper_reasons(ops.spec) and configs.wave_reasons(ops.spec) == []
+    assert specs.hopper_reasons(ops.spec) and specs.wave_reasons(ops.spec) == []
     launch = wave.bind(ops, configs.WAVE, (1, WAVE_KERNELS), 132)
     fake.calls.clear()
     launch()
@@ -612,7 +613,7 @@ def test_the_longest_groups_of_a_wave_start_first(fake: FakeDriver) -> None:
     ids=str,
 )
 def test_the_wave_kernel_says_what_it_cannot_do(change: dict[str, object], word: str) -> None:
-    assert any(word in reason for reason in configs.wave_reasons(replace(SPEC, **change)))  # type: ignore[arg-type]
+    assert any(word in reason for reason in specs.wave_reasons(replace(SPEC, **change)))  # type: ignore[arg-type]
 
 
 def test_every_width_of_the_shifted_weights_is_one_instruction() -> None:

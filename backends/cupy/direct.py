@@ -15,9 +15,10 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.cupy import hopper, packing, tensor_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, Config, direct_spec, plain_kind
+from multigemm.backends.cupy.config import COLUMNS, Config
 from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
+from multigemm.backends.cupy.specs import direct_spec, plain_kind
 from multigemm.backends.cupy.tensor_maps import Side
 from multigemm.counters import Words, ready
 from multigemm.layouts import Operands, to_device

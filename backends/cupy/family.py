@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 
-from multigemm.backends.cupy.config import MAX_GROUPS, Config, heuristic
+from multigemm.backends.cupy.config import Config, heuristic
+from multigemm.backends.cupy.specs import MAX_GROUPS
 from multigemm.spec import ProblemSpec
 
 TOTALS = (0, *(1 << i for i in range(21)))

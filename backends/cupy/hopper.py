@@ -17,9 +17,10 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.cupy import tensor_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, Config, is_swapped, plain_kind, sends
+from multigemm.backends.cupy.config import COLUMNS, Config
 from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
+from multigemm.backends.cupy.specs import is_swapped, plain_kind, sends
 from multigemm.backends.cupy.tensor_maps import Side
 from multigemm.counters import Words, ready
 from multigemm.layouts import Operands, Packed, Strided, to_device

@@ -10,7 +10,7 @@ import torch
 
 from multigemm.backend import Availability, Launch, Recipe
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import direct, family, hopper, packing, portable, small, support, wave
+from multigemm.backends.cupy import direct, family, hopper, packing, portable, small, specs, support, wave
 from multigemm.backends.cupy.config import Config
 from multigemm.errors import InvalidSetting
 from multigemm.layouts import Operands
@@ -73,7 +73,7 @@ def _prepare(spec: ProblemSpec, config: Config, *, index: int) -> Any:
 
 def _why(spec: ProblemSpec, config: Config) -> str:
     """What the kernel is good for, and why not the fastest one."""
-    obstacle = "; ".join(configs.hopper_reasons(spec)) or "chosen by config"
+    obstacle = "; ".join(specs.hopper_reasons(spec)) or "chosen by config"
     return {
         "hopper": "TMA and wgmma",
         "packed": f"operands are copied first: {obstacle}",

@@ -19,8 +19,9 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.cupy import hopper
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import Config, packed_spec
+from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.driver import launcher
+from multigemm.backends.cupy.specs import packed_spec
 from multigemm.layouts import Operands, strides_of, to_device
 from multigemm.spec import OperandSpec, ProblemSpec
 

@@ -8,9 +8,10 @@ import torch
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import LIST, Config, is_swapped, plain_kind
+from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.params import problem_bytes, view_of
+from multigemm.backends.cupy.specs import LIST, is_swapped, plain_kind
 from multigemm.layouts import Operands, Packed
 from multigemm.spec import ProblemSpec
 

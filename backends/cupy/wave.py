@@ -15,9 +15,10 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.cupy import hopper, packing, tensor_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, LIST, WAVES, Config, packed_spec
+from multigemm.backends.cupy.config import COLUMNS, WAVES, Config
 from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.params import view_of
+from multigemm.backends.cupy.specs import LIST, packed_spec
 from multigemm.backends.cupy.tensor_maps import Side
 from multigemm.layouts import Operands, Strided, strides_of
 from multigemm.spec import ProblemSpec

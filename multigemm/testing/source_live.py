@@ -68,9 +68,9 @@ def traits(backend: str, case: Case, spec: Any, config: Any) -> frozenset[tuple[
 def compiler_key(backend: str, spec: Any, config: Any) -> dict[str, Any]:
     """What a backend hands to its compiler for a spec and a config, without compiling."""
     if backend == "cupy":
-        launch, configs = (import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "config"))
+        launch, specs = (import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "specs"))
         room = launch.ROOMS["hopper" if config.kernel == "packed" else config.kernel]
-        return dict(room.source(configs.packed_spec(spec) if config.kernel == "packed" else spec, config).defines)
+        return dict(room.source(specs.packed_spec(spec) if config.kernel == "packed" else spec, config).defines)
     if backend == "numba":
         configs = import_module("multigemm.backends.numba.config")
         return asdict(configs.effective(config, configs.signature_of(spec)))
@@ -150,11 +150,11 @@ def lines_held(backend: str, spec: Any, config: Any) -> dict[str, list[int]]:
 
 
 def _cuda_sources(spec: Any, config: Any) -> tuple[Any, list[Any]]:
-    launch, configs, packing, build = (
-        import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "config", "packing", "build")
+    launch, specs, packing, build = (
+        import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "specs", "packing", "build")
     )
     behind_a_copy = config.kernel == "packed"
-    room, packed = launch.ROOMS["hopper" if behind_a_copy else config.kernel], configs.packed_spec(spec)
+    room, packed = launch.ROOMS["hopper" if behind_a_copy else config.kernel], specs.packed_spec(spec)
     if config.kernel == "wave":
         sources = [room.source(spec, each, slots) for each in room.heights(config) for slots in room.SLOTS]
     else:
@@ -175,7 +175,10 @@ def _cuda_tables(spec: Any, config: Any) -> list[str]:
     build, sources = _cuda_sources(spec, config)
     names = [[part.encode() for part in column] for column in zip(*build.headers(), strict=True)]
     found = []
-    for source in sources:
+    for source in [
+        *sources[:1],
+        *sources[1:][-2:],
+    ]:  # of one that is compiled for many heights, the least and the largest
         program = nvrtc.createProgram((build.SOURCES / source.file).read_text(), source.file, names[1], names[0])
         try:
             nvrtc.compileProgram(program, [*source.options("compute_90a"), "-lineinfo"])

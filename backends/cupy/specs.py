@@ -1,0 +1,135 @@
+"""What a problem is to the kernels: which way round, with which results; and why one of them cannot run it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from multigemm.spec import OperandSpec, Order, ProblemSpec
+
+MAX_GROUPS = 960
+"""Groups that the Hopper kernel's schedule holds."""
+MAX_ROWS = 1 << 30
+"""Rows of a result that the copy engine can tell apart."""
+LIST, CUBE_ROWS = 16, 8192
+"""Groups of a list that the small kernel takes as an argument; rows from which tiles this small only lose."""
+
+
+def is_swapped(spec: ProblemSpec) -> bool:
+    """Whether the rows of the result lie on the weight side: where they are contiguous, or jagged n."""
+    return spec.form == "jagged_n" or (spec.form in ("batched", "per_group", "jagged_k") and spec.out.order == "col")
+
+
+def plain_kind(spec: ProblemSpec) -> int:
+    """0: any epilogue. alpha * A @ B in the operands' type: 1 along contiguous columns (see is_swapped), 2 rows."""
+    plain = spec.c is None and spec.bias is None and spec.activation is None and spec.out.dtype == spec.compute
+    along = "col" if is_swapped(spec) else "row"
+    return 0 if not plain or spec.out.order == "strided" else 1 if spec.out.order == along else 2
+
+
+def sends(spec: ProblemSpec) -> bool:
+    """Whether the copy engine stores the results: plain ones, in rows of whole 16-byte pieces.
+
+    Where the rows are jagged, k must be contiguous in them: then no piece begins with rows of another group.
+    """
+    columns, x, along = (spec.m, spec.b, "col") if is_swapped(spec) else (spec.n, spec.a, "row")
+    jagged_rows = spec.form in ("jagged_m", "jagged_n")
+    known = spec.form != "per_group" and not (jagged_rows and (x.order != along or spec.total > MAX_ROWS))
+    return known and plain_kind(spec) == 1 and spec.out.align == 16 and (columns or 1) % 8 == 0
+
+
+def hopper_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the Hopper kernel cannot run a spec; the portable one can."""
+    reasons = []
+    if spec.compute not in (torch.float16, torch.bfloat16):
+        reasons.append(f"{spec.compute} operands")
+    for name, operand in (("a", spec.a), ("b", spec.b)):
+        if operand.order == "strided" or operand.align < 16 or not operand.dense:
+            reasons.append(
+                f"{name} is {operand.order}, aligned to {operand.align} bytes: TMA needs a contiguous direction and 16"
+            )
+    if spec.groups > MAX_GROUPS or spec.groups == 0:
+        reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
+    if spec.form == "jagged_k" and not (spec.a.order == "col" and spec.b.order == "row"):
+        reasons.append("jagged k is the contiguous direction of an operand, where a group may start at any address")
+    if spec.form == "masked" and spec.out.order == "col":
+        reasons.append("a masked result stored by columns")
+    return reasons
+
+
+def small_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the small kernel cannot run a spec."""
+    half = spec.compute in (torch.float16, torch.bfloat16)
+    reasons = [] if half else [f"{spec.compute} operands: it takes float16 and bfloat16"]
+    for name, operand in (("a", spec.a), ("b", spec.b)):
+        if operand.order == "strided" or operand.align < 16:
+            reasons.append(f"{name} is {operand.order}, aligned to {operand.align} bytes: 16-byte copies need 16")
+    inner = {"jagged_m": spec.a.order == "col", "jagged_n": spec.b.order == "row"}.get(spec.form, False)
+    if inner or (spec.form == "jagged_k" and not (spec.a.order == "col" and spec.b.order == "row")):
+        reasons.append("the jagged direction is contiguous in an operand, where a group may start at any address")
+    if spec.form == "per_group" and (spec.groups > LIST or plain_kind(spec) != 1 or is_swapped(spec)):
+        reasons.append(f"a list of {spec.groups} groups: at most {LIST}, without epilogue, results by rows")
+    if spec.groups == 0 or spec.total > CUBE_ROWS or spec.groups > CUBE_ROWS or max(spec.m or 0, spec.n or 0) > 1 << 20:
+        reasons.append(
+            f"{spec.groups} groups, T<={spec.total}, m={spec.m}, n={spec.n}: 1 to {CUBE_ROWS} and 2^20 at most"
+        )
+    return reasons
+
+
+def _copy_reasons(spec: ProblemSpec, copied: ProblemSpec) -> list[str]:
+    """Why operands that differ from their copies cannot be copied."""
+    pairs = (("a", spec.a, copied.a), ("b", spec.b, copied.b))
+    wide = [name for name, old, new in pairs if old.wide and old != new]
+    return [f"{name} has 2^31 elements or more, which are not copied: kernel='portable' reads it" for name in wide]
+
+
+def wave_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the kernel for one wave of a list or batch cannot run a spec; operands that TMA cannot read are copied."""
+    copied = packed_spec(spec)
+    reasons = [*hopper_reasons(copied), *_copy_reasons(spec, copied)]
+    if spec.form not in ("per_group", "batched") or spec.groups > LIST:
+        reasons.append(f"{spec.groups} groups of {spec.form}: it takes a list or a batch of at most {LIST}")
+    if plain_kind(spec) != 1 or is_swapped(spec):
+        reasons.append("an epilogue, or a result by columns: it stores plain results by rows")
+    return reasons
+
+
+def packed_spec(spec: ProblemSpec) -> ProblemSpec:
+    """The spec after the operands that TMA cannot read have been copied."""
+    a, b = (_packed(spec, spec.a, "col"), _packed(spec, spec.b, "row"))
+    return spec if (a, b) == (spec.a, spec.b) else replace(spec, a=a, b=b)
+
+
+def _packed(spec: ProblemSpec, operand: OperandSpec, ragged: Order) -> OperandSpec:
+    order: Order = ragged if spec.form == "jagged_k" else "row" if operand.order == "strided" else operand.order
+    readable = operand.align == 16 and operand.dense and operand.order == order
+    return operand if readable else replace(operand, order=order, align=16, dense=True)
+
+
+def packed_reasons(spec: ProblemSpec) -> list[str]:
+    """Why copying first does not help a spec."""
+    copied = packed_spec(spec)
+    reasons = [*hopper_reasons(copied), *_copy_reasons(spec, copied)]
+    if copied is spec:
+        reasons.append("nothing needs copying")
+    return reasons
+
+
+def direct_spec(spec: ProblemSpec) -> ProblemSpec:
+    """The spec after the rows have been copied, where TMA cannot read them; the weights stay."""
+    rows = "b" if is_swapped(spec) else "a"
+    return replace(spec, **{rows: getattr(packed_spec(spec), rows)})
+
+
+def direct_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the kernel that shifts its weights cannot, or need not, run a spec."""
+    weights = "a" if is_swapped(spec) else "b"
+    given, copied = getattr(spec, weights), direct_spec(spec)
+    readable = replace(given, align=16, dense=True)
+    reasons = hopper_reasons(replace(copied, **{weights: readable}))
+    if given == readable:
+        reasons.append("nothing needs shifting")
+    if spec.form == "jagged_k":
+        reasons.append("jagged k: both operands are copied")
+    return [*reasons, *_copy_reasons(spec, copied)]
