@@ -68,7 +68,9 @@ def test_many_skewed_groups_of_some_rows_go_to_grouped_mm() -> None:
 def test_a_graph_holds_single_calls_where_one_large_product_is_among_few() -> None:
     shapes = [Shape(0, 0, n, n, n, n, n, n) for n in (1024, 512, 256, 128)]
     assert choose.apart_in_a_graph(_spec(dtype=torch.float16), shapes)
-    assert not choose.apart_in_a_graph(_spec(dtype=torch.float16), shapes[1:] * 3)
+    small = [Shape(0, 0, 128, m, 256, 128, 256, 128) for m in (64, 128, 192, 256)]
+    assert not choose.apart_in_a_graph(_spec(dtype=torch.float16), small)
+    assert not choose.apart_in_a_graph(_spec(dtype=torch.float16), shapes * 3)
 
 
 @pytest.mark.usefixtures("hopper")
