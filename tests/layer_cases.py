@@ -18,6 +18,23 @@ from multigemm.integrations import bound_kernels, grouped_gemm, layer_call, op_c
 from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.layer_call import Networks
 from multigemm.integrations.routing import combine, dispatch, route
+from multigemm.nn import Experts
+
+VARIANTS = [
+    ("swiglu", torch.bfloat16, False), ("swiglu", torch.float16, True), ("swiglu", torch.float32, True),
+    ("swiglu", torch.float64, False), ("geglu", torch.float16, False), ("geglu", torch.float32, True),
+    ("gelu", torch.bfloat16, True), ("gelu_tanh", torch.float16, True), ("relu", torch.float32, False),
+    ("silu", torch.float32, True), ("silu", torch.bfloat16, False),
+]  # fmt: skip
+EXPERTS, TOKENS, HIDDEN, INNER = 6, 40, 48, 32
+
+
+def layer_of(activation: str, dtype: torch.dtype, bias: bool, device: str) -> tuple[Experts, Tensor, Tensor]:
+    """A layer, tokens and weights of two experts each."""
+    torch.manual_seed(0)
+    layer = Experts(EXPERTS, HIDDEN, INNER, activation=activation, bias=bias, dtype=dtype, device=device)
+    x = torch.randn(TOKENS, HIDDEN, dtype=dtype, device=device)
+    return layer, x, torch.rand(TOKENS, 2, device=device) + 0.1
 
 
 def in_steps(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor:

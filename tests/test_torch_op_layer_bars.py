@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from multigemm.integrations import layer_call
 from multigemm.nn import Experts
+from tests.layer_cases import EXPERTS, TOKENS, VARIANTS, layer_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-VARIANTS = [
-    ("swiglu", torch.bfloat16, False), ("swiglu", torch.float16, True), ("swiglu", torch.float32, True),
-    ("swiglu", torch.float64, False), ("geglu", torch.float16, False), ("geglu", torch.float32, True),
-    ("gelu", torch.bfloat16, True), ("gelu_tanh", torch.float16, True), ("relu", torch.float32, False),
-    ("silu", torch.float32, True), ("silu", torch.bfloat16, False),
-]  # fmt: skip
-EXPERTS, TOKENS, HIDDEN, INNER = 6, 40, 48, 32
-
-
-def layer_of(activation: str, dtype: torch.dtype, bias: bool, device: str) -> tuple[Experts, Tensor, Tensor]:
-    """A layer, tokens and weights of two experts each."""
-    torch.manual_seed(0)
-    layer = Experts(EXPERTS, HIDDEN, INNER, activation=activation, bias=bias, dtype=dtype, device=device)
-    x = torch.randn(TOKENS, HIDDEN, dtype=dtype, device=device)
-    return layer, x, torch.rand(TOKENS, 2, device=device) + 0.1
 
 
 def gradients(layer: Experts, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -91,29 +74,3 @@ def test_a_nan_stays_with_its_token_and_its_experts(
     for name, _ in layer.named_parameters():
         assert torch.equal(after[name][2:], found[name][2:])
         assert not after[name][EXPERTS - 1].any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("activation", "dtype", "bias"), VARIANTS)
-@pytest.mark.parametrize("tokens", [3, TOKENS, 700])
-def test_every_variant_is_bound_with_the_bits_of_its_steps(
-    activation: str, dtype: torch.dtype, bias: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer, _, _ = layer_of(activation, dtype, bias, "cuda")
-    x = torch.randn(tokens, HIDDEN, dtype=dtype, device="cuda")
-    index, weights = torch.rand(tokens, EXPERTS, device="cuda").topk(2).indices, torch.rand(tokens, 2, device="cuda")
-    bound: Any = layer_call.call
-    met: list[bool] = []
-
-    def counted(*args: Any) -> Tensor | None:
-        y: Tensor | None = bound(*args)
-        met.append(y is not None)
-        return y
-
-    with torch.no_grad():
-        with monkeypatch.context() as patch:
-            patch.setattr(layer_call, "call", lambda *_: None)
-            want = [layer(x, index, weights) for _ in range(2)][1]
-        monkeypatch.setattr(layer_call, "call", counted)
-        assert all(torch.equal(layer(x, index, weights), want) for _ in range(4))
-    assert met == [True] * 4
