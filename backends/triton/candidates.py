@@ -147,18 +147,21 @@ def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
     return [*(replace(config, order=usual) for config in found), replace(found[0], order=other)]
 
 
-def pointer_candidates(spec: ProblemSpec) -> list[Config]:
+def pointer_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
     """Valid configs of the pointer kernel, the best guess first."""
     size = spec.compute.itemsize
     by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: _thirty_two_bit(spec)}
     found = by_size.get(size, _sixty_four_bit)()
     found = [shared_out(found[0], spec), *found]
+    if capability[0] >= 10:
+        # four warps get 128 registers each there, and spill
+        found = [replace(x, warps=8) if (x.block_m, x.block_n, x.warps) == (64, 64, 4) else x for x in found]
     return [config for config in dict.fromkeys(found) if not problem_with(config, spec)]
 
 
 def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
     """Valid configs for a spec on a device, the best guess first."""
-    plain = pointer_candidates(spec)
+    plain = pointer_candidates(spec, capability)
     fast = hopper_candidates(spec) if capability[0] == 9 else []
     if not fast:
         return plain

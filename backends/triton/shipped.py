@@ -81,7 +81,7 @@ def _few(spec: ProblemSpec) -> bool:
 def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple[str, KernelSource]]:
     """The kernels that this spec may run: at most `most` configs of each kind."""
     multiple = multiple_of(spec) if spec.a.align == 16 else 1
-    for config in pointer_candidates(spec)[:most]:
+    for config in pointer_candidates(spec, (capability // 10, capability % 10))[:most]:
         for chunk in sorted({chunks(spec, config)[0], chunks(spec, config)[-1]}):
             yield f"pointer {config}", pointer_source(spec, config, multiple, chunk)
     if capability == 90:
