@@ -168,7 +168,16 @@ def test_the_direct_kernel_multiplies_weights_from_registers() -> None:
     text = ptx_of(source, "sm_90a")
     fragment = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16 \{[^}]*\}, \{%r\d+,%r\d+,%r\d+,%r\d+\}"
     widths = re.findall(fragment, text.replace(", %r", ",%r"))
-    assert set(widths) == {"32", "64"} and "cp.async.cg" in text
+    assert {width: widths.count(width) for width in widths} == {str(n): 4 for n in range(8, 65, 8)}
+    assert "cp.async.cg" in text
+
+
+def test_nothing_may_take_the_registers_of_products_under_way() -> None:
+    """The compiler gave them to the next weights when the wait stood behind the choice of the width."""
+    text = ptx_of(direct.source(spec(b="col"), configs.DIRECT_NARROW), "sm_90a")
+    order = re.findall(r"wgmma\.(mma_async|commit_group|wait_group)", text)
+    products = [i for i, name in enumerate(order) if name == "mma_async"]
+    assert order == (["mma_async"] * 4 + ["commit_group", "wait_group"]) * (len(products) // 4)
 
 
 def test_the_main_loop_is_wgmma_for_every_width_of_the_config() -> None:
