@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from multigemm.backends.triton.compile import KernelSource
@@ -19,7 +21,7 @@ from multigemm.backends.triton.hopper_forms import (
     stores_late,
 )
 from multigemm.backends.triton.pointer_sources import TYPES
-from multigemm.spec import ProblemSpec
+from multigemm.spec import Form, ProblemSpec
 
 EXTENTS = ("m", "n", "k", "groups", "head", "a_rows", "b_step", "out_rows")
 STRIDES = ("c_group", "c_row", "c_col", "out_group", "out_row", "out_col", "bias_group", "bias_col",
@@ -48,9 +50,22 @@ def names_of(config: Config) -> tuple[str, ...]:
 def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     """The kernel for a spec; classes only, no extents."""
     spec = canonical(packed_spec(given, config))
-    box = boxes(spec, config)
-    out_dtype = spec.out.dtype
-    signature = {
+    module, name = ("hopper_carry", "carry_kernel") if config.carry else ("hopper", "hopper_kernel")
+    types = _types(spec, config)
+    arguments = tuple((argument, types[argument]) for argument in names_of(config))
+    constants = {**_cut(spec, config), **_end(spec, config, given.form), **_roles(spec, config)}
+    if config.carry:
+        del constants["PIECE"]
+    # lines along k are read from their address rounded down
+    hints = (("b", 16),) if config.carry and spec.b.order == "col" else ()
+    return KernelSource(f"multigemm.backends.triton.{module}", name, arguments, tuple(constants.items()), hints,
+                        gluon=True)  # fmt: skip
+
+
+def _types(spec: ProblemSpec, config: Config) -> dict[str, str]:
+    """The types of all arguments that either kernel takes."""
+    box, out_dtype = boxes(spec, config), spec.out.dtype
+    return {
         "a_desc": _descriptor(spec.a.dtype, box["a_desc"]),
         "b_desc": _descriptor(spec.b.dtype, box["b_desc"]),
         "out_desc": _descriptor(out_dtype, box["out_desc"]),
@@ -63,7 +78,11 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
         **dict.fromkeys((*EXTENTS, "b_skip"), "i32"),
         **dict.fromkeys(("b_group", "b_line", *STRIDES), "i64"),
     }
-    constants = {
+
+
+def _cut(spec: ProblemSpec, config: Config) -> dict[str, Any]:
+    """How work is cut into tiles, and how operands lie."""
+    return {
         "FORM": "search" if searched(spec, config) else cut_of(spec),
         "BN": config.block_n,
         "PIECE": piece_of(config),
@@ -76,27 +95,30 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
         "MASKED": spec.form == "masked",
         "A_ORDER": spec.a.order,
         "B_ORDER": spec.b.order,
+    }
+
+
+def _end(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
+    """What becomes of a sum, and how it is stored."""
+    return {
         "STORE": store_of(spec),
         "C": spec.c.order if spec.c else None,
-        "BIAS": None if spec.bias is None else "down" if given.form == "jagged_n" else "across",
+        "BIAS": None if spec.bias is None else "down" if form == "jagged_n" else "across",
         "ALPHA": spec.alpha,
         "ACTIVATION": spec.activation,
         "LATE": stores_late(spec, config),
-        "CONSUMERS": consumers(config),
-        "CONSUMER_REGISTERS": 232 if consumers(config) == 2 else 160,
-        "PRODUCER_REGISTERS": 40 if consumers(config) == 2 else 32,
     }
+
+
+def _roles(spec: ProblemSpec, config: Config) -> dict[str, int]:
+    """The registers of each role."""
     if config.carry:
-        constants = {name: value for name, value in constants.items() if name not in ("PIECE", "CONSUMERS")}
         lines = spec.b.order == "col"
-        constants |= {"CONSUMER_REGISTERS": 144 if lines else 176, "CARRIER_REGISTERS": 176 if lines else 112}
-        constants |= {"PRODUCER_REGISTERS": 48}
-    module, name = ("hopper_carry", "carry_kernel") if config.carry else ("hopper", "hopper_kernel")
-    arguments = tuple((argument, signature[argument]) for argument in names_of(config))
-    # lines along k are read from their address rounded down
-    hints = (("b", 16),) if config.carry and spec.b.order == "col" else ()
-    return KernelSource(f"multigemm.backends.triton.{module}", name, arguments, tuple(constants.items()), hints,
-                        gluon=True)  # fmt: skip
+        return {"CONSUMER_REGISTERS": 144 if lines else 176, "PRODUCER_REGISTERS": 48,
+                "CARRIER_REGISTERS": 176 if lines else 112}  # fmt: skip
+    few = consumers(config) == 3
+    return {"CONSUMERS": consumers(config), "CONSUMER_REGISTERS": 160 if few else 232,
+            "PRODUCER_REGISTERS": 32 if few else 40}  # fmt: skip
 
 
 def records_source(given: ProblemSpec, config: Config) -> KernelSource:
