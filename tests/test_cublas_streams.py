@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ def test_a_graph_of_few_unlike_products_holds_other_calls() -> None:
     plan = mg.plan(mg.GroupedGemmProblem(a, b), backend="cublas")
     assert "'grouped'" in plan.why
     graph, out = captured(plan)
-    for turn, run in enumerate((plan, graph.replay, plan, graph.replay)):
+    calls: list[Callable[[], object]] = [plan, graph.replay, plan, graph.replay]
+    for turn, run in enumerate(calls):
         for x in a:
             x.copy_(ints(*x.shape, seed=turn))
         run()
