@@ -523,6 +523,15 @@ def test_a_layouts_family_holds_every_choice_for_other_counts(change: dict[str, 
             assert configs.heuristic(replace(spec, total=bucket, groups=groups)) in members
 
 
+@pytest.mark.parametrize("largest", [64, 128, 640, 1408, 4096])
+def test_a_lists_family_covers_any_largest_matrix(largest: int) -> None:
+    spec = replace(SPEC, form="per_group", n=None, k=None)
+    members = family.members(spec, (9, 0))
+    for total in (128, 2048, 1 << 13, 1 << 17):
+        for groups in (4, 40, 700):
+            assert configs.heuristic(replace(spec, total=total, groups=groups, largest=largest)) in members
+
+
 def test_a_family_is_prepared_whole_and_errors_come_out() -> None:
     seen: list[Config] = []
     family.prepare_all((configs.WIDE, configs.SMALL), seen.append)

@@ -200,7 +200,8 @@ def _hopper_order(spec: ProblemSpec) -> list[Config]:
     if rows <= 64 and (spec.k or spec.largest) < LONG_K:
         return [MIDDLE, WIDE, NARROW]
     columns = _columns(spec)
-    odd = [ALONE] if columns % 2 and columns <= FEW_COLUMNS and spec.form != "jagged_k" else []
+    known = spec.form not in ("jagged_k", "per_group")  # a list's columns change from call to call
+    odd = [ALONE] if known and columns % 2 and columns <= FEW_COLUMNS else []
     turns = [TURNS] if plain_kind(spec) and spec.groups <= TURNS_GROUPS else []
     first = turns if (rows > MANY_ROWS or spec.form == "jagged_k") and not sends(spec) else []
     return list(dict.fromkeys((*odd, *first, WIDE, *turns, ALONE, MIDDLE, NARROW)))
