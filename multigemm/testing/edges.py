@@ -154,6 +154,17 @@ def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits, *, free: bool
     return settled(case if free else alike(kind, case), limits)
 
 
+def crowd(kind: Case, config: Any, ch: Chooser) -> Case:
+    """A problem of a jagged kind with more or fewer groups than a kernel searches by itself, of which each may have as
+    many tiles as there is room for, and results a little wider than a tile."""
+    tile, count = tile_of(config), ch.choice((40, 257, 300))
+    few, more = (0,) * (count - 2) + (1, 1), (64, 0) * (count // 2)
+    lengths = ch.choice(((1,) * count, few, (65,) * count, more, (192,) * 40))
+    across = ch.choice((tile.n, tile.n + 9, 2 * tile.n))
+    case = replace(kind, m=across, n=across, k=ch.choice((1, 8)), lengths=lengths, head=0, tail=0)
+    return settled(alike(kind, case), Limits(work=1 << 25, groups=count))
+
+
 MULTITUDE = 66_000
 """Groups that two levels of 256 pivots cannot tell apart."""
 
@@ -163,5 +174,5 @@ def multitude(kind: Case, ch: Chooser, limits: Limits) -> Case:
     lengths = [0] * MULTITUDE
     for at in (0, 31, 32, 255, 256, 257, 1023, 1024, 4095, 33_333, 65_535, 65_536, MULTITUDE - 1):
         lengths[at] = ch.integer(1, 9)
-    sizes: dict[str, Any] = {name: min(getattr(kind, name), 20) for name in "mnk"}
+    sizes: dict[str, Any] = {name: min(getattr(kind, name), 20 if kind.shared else 8) for name in "mnk"}
     return settled(replace(kind, **sizes, lengths=tuple(lengths), head=0, tail=3), limits)

@@ -90,11 +90,11 @@ class Run:
         from multigemm.testing.choice import spec_of
 
         spec = spec_of(case)
-        if self.subject.refusals(spec, self.place) or self.config not in self.subject.shipped(spec, self.place):
-            return False
-        if compiler_key(self.backend, spec, self.config) != self.key:
+        if self.subject.refusals(spec, self.place):
             return False
         try:
+            if compiler_key(self.backend, spec, self.config) != self.key:
+                return False
             self.subject.recipe(spec, self.place)
         except (InvalidSetting, BackendUnsupported, CompileError):
             return False
@@ -104,7 +104,7 @@ class Run:
         """At the edges of the tiles or ordinary; and, where a kernel decides on them at run time, of another form,
         with another epilogue or none, with other factors."""
         from multigemm.testing.case import Layout, dtype_name
-        from multigemm.testing.edges import WORK, alike, at_edges, multitude
+        from multigemm.testing.edges import WORK, alike, at_edges, crowd, multitude
         from multigemm.testing.kinds import cousin, redrawn
         from multigemm.testing.strategies import Limits, RandomChooser, draw_layout, factors
 
@@ -130,7 +130,9 @@ class Run:
             case = replace(case, a=Layout(case.a.order), b=Layout(case.b.order))
         second_burst = VARIANTS * SPAN <= number < 2 * VARIANTS * SPAN
         if second_burst and number % SPAN == 0 and case.form in ("jagged_m", "jagged_n"):
-            return multitude(replace(case, shared=True), choose, ordinary)
+            return multitude(replace(case, shared=True) if self.backend != "triton" else case, choose, ordinary)
+        if number % 16 == 3 and case.form in ("jagged_m", "jagged_n"):
+            return crowd(case, self.config, choose)
         if number % 5 == 4:
             return alike(case, redrawn(case, choose, ordinary))
         case = at_edges(case, self.config, choose, Limits(work=WORK), free=number % 3 == 1)

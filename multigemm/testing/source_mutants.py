@@ -87,7 +87,11 @@ class Campaign:
         if site.operator == UNCHANGED:
             self.check_unchanged(site, chosen)
             return
-        hunt = replace(self.hunt, seconds=min(self.hunt.seconds, EXCUSED)) if excuse(site) else self.hunt
+        hunt = (
+            replace(self.hunt, seconds=min(self.hunt.seconds, EXCUSED))
+            if excuse(site, emulated=self.hunt.emulated)
+            else self.hunt
+        )
         fate = run_one(site, hunt, self.root, chosen)
         self.keep(replace(fate, source=identity(site, self.root), judged=self.where))
         note = f"  [{fate.text[:160]}]" if fate.oracle == "exception" or fate.state == "survived" else ""

@@ -80,9 +80,11 @@ def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
 
 
 def various(variants: list[Variant]) -> list[Variant]:
-    """The same variants, one of each dtype in turn, 16-bit floats first: kernels decide on widths at run time too."""
+    """The same variants, one of each dtype and of each form in turn, 16-bit floats first: kernels decide on widths at
+    run time too, and a form may leave a line without effect."""
     seen, ranks = Counter[str](), list[tuple[int, bool]]()
-    for dtype in (str(variant.case.get("dtype", "")) for variant in variants):
-        ranks.append((seen[dtype], not dtype.endswith("float16")))
-        seen[dtype] += 1
+    for variant in variants:
+        dtype, form = (str(variant.case.get(name, "")) for name in ("dtype", "form"))
+        ranks.append((seen[dtype] + seen[form], not dtype.endswith("float16")))
+        seen.update((dtype, form))
     return [variant for _, variant in sorted(zip(ranks, variants, strict=True), key=lambda pair: pair[0])]

@@ -62,7 +62,7 @@ def run_one(site: Site, hunt: Hunt, root: Path, variants: Sequence[Variant] = ()
             return Fate(site, "failed", "", spent)
         return Fate(site, "killed", "hang" if code == HANGS else "crash", spent, f"exit code {code}")
     steps = data.get("spent", {})
-    if data["state"] in ("survived", "same") and (reason := excuse(site)):
+    if data["state"] in ("survived", "same") and (reason := excuse(site, emulated=hunt.emulated)):
         return Fate(site, "equivalent", "", spent, reason, spent=steps)
     return Fate(site, data["state"], data["oracle"], spent, data["text"], spent=steps)
 
