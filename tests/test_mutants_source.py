@@ -16,7 +16,7 @@ from multigemm.testing import source_sites as places
 from multigemm.testing import source_trace as tracing
 from multigemm.testing import source_workers as crew
 from multigemm.testing.case import Case
-from multigemm.testing.source_equivalents import EQUIVALENT, becomes, excuse
+from multigemm.testing.source_equivalents import EQUIVALENT, ON_GPU, becomes, excuse
 from multigemm.testing.source_fates import Fate
 from multigemm.testing.source_hunt import Hunt
 from multigemm.testing.source_live import Variant
@@ -144,8 +144,8 @@ def test_survivors_are_excused_only_with_a_reason() -> None:
 def test_an_excuse_speaks_of_a_place_that_there_is() -> None:
     offered = [site for backend in places.FILES for site in places.sites(backend)]
     excused = {(Path(site.file).name, excuse(site)) for site in offered}
-    assert {(file, reason) for file, _, _, reason in EQUIVALENT} <= excused
-    idle = [entry[:3] for entry in EQUIVALENT if not any(speaks_of(entry, site) for site in offered)]
+    assert {(file, reason) for file, _, _, reason in (*EQUIVALENT, *ON_GPU)} <= excused
+    idle = [entry[:3] for entry in (*EQUIVALENT, *ON_GPU) if not any(speaks_of(entry, site) for site in offered)]
     assert not idle, idle
 
 

@@ -143,8 +143,10 @@ class Run:
     def meet(self, first: int, say: Callable[[str], None]) -> tuple[int, dict[str, str] | None]:
         """A burst of problems; how many ran, and what the first finding says."""
         from multigemm.testing.oracles import check_many
+        from multigemm.testing.source_trace import PLAIN, UNLISTED, use
         from multigemm.testing.world import Stand, World
 
+        use(self.backend, UNLISTED if first // SPAN % 2 else PLAIN)
         with timed(self.spent, "draw"):
             drawn = ((number, self.problem(number)) for number in range(first, first + SPAN))
             chosen = list(islice(((number, case) for number, case in drawn if self.takes(case)), BURST))

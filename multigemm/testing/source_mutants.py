@@ -87,12 +87,9 @@ class Campaign:
         if site.operator == UNCHANGED:
             self.check_unchanged(site, chosen)
             return
-        hunt = (
-            replace(self.hunt, seconds=min(self.hunt.seconds, EXCUSED))
-            if excuse(site, emulated=self.hunt.emulated)
-            else self.hunt
-        )
-        fate = run_one(site, hunt, self.root, chosen)
+        excused = excuse(site, emulated=self.hunt.emulated)
+        seconds = min(self.hunt.seconds, EXCUSED) if excused else self.hunt.seconds
+        fate = run_one(site, replace(self.hunt, seconds=seconds), self.root, chosen)
         self.keep(replace(fate, source=identity(site, self.root), judged=self.where))
         note = f"  [{fate.text[:160]}]" if fate.oracle == "exception" or fate.state == "survived" else ""
         print(f"{fate.state:10} {fate.seconds:5.1f} s  {fate.oracle:12} {site}{note}", flush=True)
