@@ -144,11 +144,9 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("simt.py", "blocks * threads)", "blocks)", "elements are zeroed more than once"),
 )  # fmt: skip
 """(file, text, what it becomes, reason)."""
-ON_GPU = (
-    *(("epilogue.py", text, ANY, "done in emulation only") for text in (
-        "even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536",
-        "x = tl.where(x == x, even.to(tl.float32, bitcast=True), x.to(tl.float32))")),
-)  # fmt: skip
+ON_GPU: tuple[tuple[str, str, str, str], ...] = (
+    ("epilogue.py", "even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536", ANY, "done in emulation only"),
+)
 """The same for what a GPU never runs."""
 
 
