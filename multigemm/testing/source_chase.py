@@ -122,8 +122,10 @@ class Run:
                 )
         if number % 8 in (1, 4):  # a result without gaps
             case = replace(case, out=Layout())
-        if number % 8 == 5:  # or two columns apart
+        if number % 8 == 5:  # or two columns apart, or by columns
             case = replace(case, given=True, out=Layout(step=2))
+        if number % 8 == 6:
+            case = replace(case, given=True, out=Layout("col"))
         if number % 6 == 2:  # strides are known at run time only, where the compiler's key does not name them
             case = replace(case, a=draw_layout(choose), b=draw_layout(choose))
         if number % 6 == 4:
