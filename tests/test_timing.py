@@ -132,6 +132,12 @@ def test_overhead_of_nothing_is_small() -> None:
     assert timing.overhead(CPU)["nothing"] < 100.0
 
 
+def test_an_overhead_that_cannot_be_measured_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = {"nothing": Timing("nothing", "cold", error="OutOfMemoryError: no room")}
+    monkeypatch.setattr(timing, "measure", lambda *_, **__: failed)
+    assert timing.overhead(CPU) == {}
+
+
 def least(
     call: timing.Call, modes: tuple[timing.Mode, ...], enough: Callable[[dict[str, float]], bool]
 ) -> dict[str, float]:
