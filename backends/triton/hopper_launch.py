@@ -54,7 +54,9 @@ from multigemm.spec import ProblemSpec
 def maps(spec: ProblemSpec, config: Config, shape: Packed) -> dict[str, bytes]:
     """The tensor maps by name; an operand without elements borrows the output's address, unread."""
     a, b, out, box = shape.a, shape.b, shape.out, boxes(spec, config)
-    a_at, b_at = a.ptr or out.ptr, b.ptr or out.ptr
+    # nothing is read there, but a map wants a multiple of 16 bytes
+    unread = out.ptr // 16 * 16
+    a_at, b_at = a.ptr or unread, b.ptr or unread
     if spec.form == "jagged_k":
         first = encode_ragged(a_at, spec.a.dtype, shape.m, a.col or aligned_stride(shape.m), box["a_desc"][2:])
         second = encode_ragged(b_at, spec.b.dtype, shape.n, b.row or aligned_stride(shape.n), box["b_desc"][2:])
