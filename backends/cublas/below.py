@@ -33,9 +33,9 @@ MACHINES = ("x86_64", "AMD64")
 ARGUMENTS = 5
 GROUPED_MM = "_ZN2at4cuda6detail19bf16bf16_grouped_mmENS_6TensorES2_St8optionalIS2_ES4_RS2_"
 """void at::cuda::detail::bf16bf16_grouped_mm(Tensor, Tensor, optional<Tensor>, optional<Tensor>, Tensor&)"""
-NEWEST = 2, 13
-"""Of torch. A function that moved what it takes by value would keep a reference that nobody gave it; a test shows that
-this one copies, and a newer torch has to pass it first."""
+SEEN = ((2, 11),)
+"""Releases of torch whose function was seen on a GPU. One that moved what it takes by value would keep a reference that
+nobody gave it; a test shows that this one copies, and any other torch has to pass it first."""
 _pages: list[mmap.mmap] = []
 """Executable memory, which lives as long as the process."""
 
@@ -71,8 +71,6 @@ def release() -> tuple[int, int]:
 @cache
 def function(library: str, symbol: str) -> int | None:
     """The address of a function in a library that torch has loaded, if it can be called from here."""
-    if release() > NEWEST:
-        return None
     try:
         _unpack()
         _loop()
@@ -80,6 +78,11 @@ def function(library: str, symbol: str) -> int | None:
     except (OSError, ValueError, AttributeError):
         return None
     return ctypes.cast(found, ctypes.c_void_p).value
+
+
+def grouped_mm() -> int | None:
+    """The address of torch's grouped_mm with an output, in the releases where it was seen."""
+    return function("libtorch_cuda.so", GROUPED_MM) if release() in SEEN else None
 
 
 class Cells:

@@ -55,7 +55,7 @@ class GroupedMM:
         self._out, self._where = out.detach(), out.data_ptr()
         self._into, self._call = _Into(self._out), GROUPED_MM._handle.redispatch_boxed
         self._keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-        function = below.function("libtorch_cuda.so", below.GROUPED_MM)
+        function = below.grouped_mm()
         self._below = None if function is None else below.Bound(function, (*self._args[:4], self._out))
 
     def __call__(self, stream: int) -> None:
