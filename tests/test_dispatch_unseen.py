@@ -50,8 +50,8 @@ def test_choices_for_classes_left_out_are_near_the_fastest() -> None:
     known = classes("device-sizes")
     ratios = behind(known)
     assert len(ratios) > 50
-    assert geomean(ratios) < 1.015
-    assert sum(ratio > 1.1 for ratio in ratios) <= 0.045 * len(ratios)
+    assert geomean(ratios) < 1.025
+    assert sum(ratio > 1.1 for ratio in ratios) <= 0.065 * len(ratios)
 
 
 def test_equations_are_solved_as_exactly_as_their_condition_allows() -> None:
