@@ -110,6 +110,8 @@ def pool(backend: str) -> list[tuple[Case, int]]:
         found += [(crowd(case, lengths, side), SHARED)
                   for case in [case for case in edges if case.form in ("jagged_m", "jagged_n")][:4]
                   for lengths in crowds]  # fmt: skip
+        batches = [case for case in edges if case.form == "batched"][:2]
+        found += [(legal(replace(c, m=2 * side, n=2 * side, k=40, lengths=(0,) * 3)), SHARED) for c in batches]
         found += [(liar, SHARED)]  # sizes that lie claim more tiles than there can be
         found += [
             (case, SHARED) for i, case in enumerate(edges) if case.groups <= MANY and (i % 6 == 1 or case.deepest > 64)
