@@ -106,3 +106,26 @@ def test_the_short_table_shows_who_ran_everything_and_the_best_in_bold() -> None
     for column in range(1, 4):
         cells = [line.strip("| ").split(" | ")[column] for line in lines[2:]]
         assert [cell for cell in cells if cell.startswith("**")] == [max(cells, key=lambda cell: cell.strip("*"))]
+
+
+def test_the_losses_are_those_workloads_where_no_kernel_of_ours_is_the_fastest() -> None:
+    report = made_up_report(suites="moe,small", noise=0.02)
+    lost = report.cases()[3]
+    for row in report.rows:
+        if row.us and row.case == lost and row.entry == "cupy":
+            row.us *= 2
+        if row.us and row.case == lost and row.entry == "triton":
+            row.entry, row.us = "cublas", row.us / 100
+    named = {}
+    for line in markdown.losses(report).splitlines()[2:]:
+        case, entry, share = line.strip("| ").split(" | ")
+        named[case] = entry, float(share)
+    us = {(row.case, row.entry): row.us for row in report.timed() if row.us}
+    peers, ours = ("torch_grouped", "torch_loop"), ("cupy", "triton")
+    for case in report.cases():
+        kernel, peer = (min(us[case, name] for name in names if (case, name) in us) for names in (ours, peers))
+        assert (case in named) == (kernel > peer), case
+        if case in named:
+            assert named[case][1] == pytest.approx(peer / kernel, abs=6e-4)
+    assert named[lost][0] == "cupy"
+    assert min(share for _, share in named.values()) == named[lost][1]

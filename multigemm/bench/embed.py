@@ -40,6 +40,7 @@ VIEWS: dict[str, Callable[[Report], str]] = {
     "command": lambda report: f"```\n{report.method['command']}\n```",
     "short": markdown.short,
     "details": markdown.details,
+    "losses": markdown.losses,
     "auto": markdown.auto,
     "tutorial": lambda report: f"```\n{tutorial.table(report)}\n```",
     "header": lambda report: f"```\n{table.header(report)}\n```",

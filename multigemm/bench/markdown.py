@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from multigemm.bench.results import AUTO, BEHIND, HOST_SIZES, Regret, Report, Row, auto_regret, by_entry
 from multigemm.bench.workloads import geomean
 
@@ -55,6 +57,21 @@ def details(report: Report) -> str:
         floor = next(r.floor_us for r in rows if r)
         lines.append(_line([case, f"{floor:.1f}", *(_time(r, fastest) for r in rows)]))
     return "\n".join(lines)
+
+
+def losses(report: Report) -> str:
+    """Where every kernel of ours is slower than the best peer: the nearest of them, its share of the peer's speed.
+
+    cuBLAS behind our name is no kernel of ours.
+    """
+    ours = [r for r in report.timed() if r.kind == "backend" and not r.entry.startswith((AUTO, "cublas"))]
+    best, found = best_peer(report), []
+    for case in best:
+        nearest = min((r for r in ours if r.case == case), key=lambda r: r.us or math.inf, default=None)
+        if nearest is not None and nearest.us and nearest.us > best[case]:
+            found.append((best[case] / nearest.us, case, nearest.entry))
+    lines = [_line(["workload", "nearest", "of the best peer"]), _line(["---", "---", "---:"])]
+    return "\n".join(lines + [_line([case, entry, _number(share)]) for share, case, entry in sorted(found)])
 
 
 def auto(report: Report) -> str:
