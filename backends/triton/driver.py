@@ -22,12 +22,6 @@ INVALID_CONTEXT = 201
 _loading = threading.Lock()
 
 
-class TensorMap(ctypes.Structure):
-    """A CUtensorMap: 128 opaque bytes, passed by value. `buffer` over-allocates to align it to 64."""
-
-    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
-
-
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
     """The driver, typed where it is called often."""
@@ -115,8 +109,9 @@ def launcher(
     scratch = torch.empty(0, dtype=torch.uint8)
     extra = [0] * (code.params - len(values))
     if code.scratch:
-        scratch = torch.empty(code.scratch * grid + 128, dtype=torch.uint8, device=torch.device("cuda", index))
-        extra[0] = align_up(scratch.data_ptr(), 128)
+        size = code.scratch * grid + code.scratch_align
+        scratch = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", index))
+        extra[0] = align_up(scratch.data_ptr(), code.scratch_align)
     arguments = Arguments([*values, *extra], (*keep, scratch))
     run = _bound(code, index, grid, arguments)
     return run if captured is None else partial(_told, captured, run)
