@@ -179,12 +179,12 @@ def carry_kernel(
     b_group, b_line, c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
     FORM: gl.constexpr, BN: gl.constexpr, PART: gl.constexpr, MOST: gl.constexpr,
     STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr,
-    MASKED: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
+    A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
     STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr,
     LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     CARRIER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Roles: two warpgroups multiply and write, one warp loads A, four warps carry B."""
+    """Jagged rows alone. Roles: two warpgroups multiply and write, one warp loads A, four warps carry B."""
     dtype: gl.constexpr = a_desc.dtype
     out_type: gl.constexpr = out.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
@@ -198,12 +198,10 @@ def carry_kernel(
     ring = (a_smem, b_smem, barriers(STAGES, 2), barriers(STAGES, 2))
     mail = (tickets, barriers(2, 1), barriers(2, 3))
     tiles_n = (n + BN - 1) // BN
-    if FORM == "rows":
-        total = gl.load(records) * tiles_n
-    elif FORM == "search":
+    if FORM == "search":
         total = tiles_n * 0
     else:
-        total = groups * ((m + MOST * STRIP - 1) // (MOST * STRIP)) * tiles_n
+        total = gl.load(records) * tiles_n
     if ALPHA == "zero":
         k = k * 0
     extents = (m, n, k, groups, head)
@@ -219,7 +217,7 @@ def carry_kernel(
             (consume, (1, 2, out1, ring, mail, BN, BN, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
             (carry, (ring, mail, b, b_skip, n, b_group, b_line, BN, STAGES, B_ORDER)),
             (produce, ((a_desc, a_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, 0, FORM, BN, 0,
-                       BN, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, A_ORDER, B_ORDER)),
+                       BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, A_ORDER, B_ORDER)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, CARRIER_REGISTERS, PRODUCER_REGISTERS],

@@ -55,7 +55,7 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     arguments = tuple((argument, types[argument]) for argument in names_of(config))
     constants = {**_cut(spec, config), **_end(spec, config, given.form), **_roles(spec, config)}
     if config.carry:
-        del constants["PIECE"]
+        del constants["PIECE"], constants["MASKED"]
     # lines along k are read from their address rounded down
     hints = (("b", 16),) if config.carry and spec.b.order == "col" else ()
     return KernelSource(f"multigemm.backends.triton.{module}", name, arguments, tuple(constants.items()), hints,
