@@ -9,11 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 
+from multigemm.backend import Recipe
 from multigemm.spec import FORMS
 from multigemm.staging import stage, staged_spec
 from multigemm.testing import EMULATED, Case, Layout, Limits, Stand, Subject, World, cases, check, classes, random_case
 from multigemm.testing.kinds import kinds, redrawn
 from multigemm.testing.memory import Arena, foreign_writes
+from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.strategies import REQUIRED, RandomChooser
 
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
@@ -138,3 +140,41 @@ def test_foreign_writes_are_counted_to_the_byte() -> None:
     after[region.offset - 1] = 7
     after[region.offset + 5 * 2] = 9
     assert foreign_writes(after.numpy(), before.numpy(), mask.numpy()) == 2
+
+
+@pytest.mark.parametrize("order", ["row", "col"])
+@pytest.mark.parametrize("extent", [1, 5, 15, 16, 17, 33])
+def test_lines_of_whole_pieces_begin_aligned(order: str, extent: int) -> None:
+    shape = (3, 7, extent) if order == "row" else (3, extent, 7)
+    region = Arena().add(torch.float16, shape, Layout(order, pad=-16))
+    lead = region.strides[1 if order == "row" else 2]
+    assert lead % 16 == 0
+    assert extent <= lead < extent + 16
+    assert region.strides[0] == 7 * lead
+
+
+class RunsOver(ModelBackend):
+    """Stores by twos where lines begin aligned, and so one element past a line of odd length."""
+
+    def plan(self, spec: Any, config: Any, device: torch.device) -> Recipe:
+        right = super().plan(spec, config, device)
+
+        def bind(ops: Any) -> Any:
+            launch, out = right.bind(ops), ops.out
+
+            def run() -> None:
+                launch()
+                if out.stride(0) % 8 == 0 and out.shape[1] % 2:
+                    out.as_strided((len(out), 1), out.stride(), out.storage_offset() + out.shape[1]).fill_(1.0)
+
+            return run
+
+        return Recipe(right.kernel, config, bind)
+
+
+@pytest.mark.parametrize(("pad", "seen"), [(0, []), (8, []), (-16, ["guard"])])
+def test_a_store_that_runs_over_an_odd_line_shows_where_lines_begin_aligned(pad: int, seen: list[str]) -> None:
+    """And nowhere else: lines of odd length end to end, or a fixed step apart, are all stored one by one."""
+    case = Case(dtype="float16", n=5, k=3, lengths=(2, 2), given=True, out=Layout(pad=pad))
+    outcome = check(Stand.build(World.build(case), torch.device("cpu")), Subject(RunsOver()))
+    assert [finding.oracle for finding in outcome.findings][:1] == seen

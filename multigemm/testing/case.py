@@ -25,7 +25,10 @@ MODES = (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one operand lies in memory. `zero` lists directions of stride 0: g(roup), r(ow), c(olumn)."""
+    """How one operand lies in memory. `zero` lists directions of stride 0: g(roup), r(ow), c(olumn).
+
+    `pad` elements follow each line; -p: as many as make its length a multiple of p, so that odd lines begin aligned.
+    """
 
     order: str = "row"
     pad: int = 0
@@ -243,7 +246,12 @@ def align(case: Case) -> Case:
 
 def _layout_classes(name: str, layout: Layout) -> set[str]:
     found = {f"{name}:{layout.order}"}
-    for word, present in (("padded", layout.pad), ("shifted", layout.shift), ("stepped", layout.step > 1)):
+    for word, present in (
+        ("padded", layout.pad > 0),
+        ("lined", layout.pad < 0),
+        ("shifted", layout.shift),
+        ("stepped", layout.step > 1),
+    ):
         if present:
             found.add(f"{name}:{word}")
     return found | {f"{name}:zero-{direction}" for direction in layout.zero}

@@ -70,7 +70,8 @@ def strides_for(shape: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], 
     *front, rows, cols = shape if len(shape) > 1 else (1, *shape)
     inner, outer = (cols, rows) if layout.order == "row" else (rows, cols)
     near = 0 if ("c" if layout.order == "row" else "r") in layout.zero else layout.step
-    lead = max(inner, 1) * layout.step + layout.pad
+    line = max(inner, 1) * layout.step
+    lead = line + (layout.pad if layout.pad >= 0 else -line % -layout.pad)
     far = 0 if ("r" if layout.order == "row" else "c") in layout.zero else lead
     strides = [far, near] if layout.order == "row" else [near, far]
     whole = lead * max(outer, 1)

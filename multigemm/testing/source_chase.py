@@ -122,8 +122,8 @@ class Run:
                 )
         if number % 8 in (1, 4):  # a result without gaps
             case = replace(case, out=Layout())
-        if number % 8 == 5:  # or two columns apart, or by columns
-            case = replace(case, given=True, out=Layout(step=2))
+        if number % 8 == 5:  # or two columns apart, or in lines of whole pieces, or by columns
+            case = replace(case, given=True, out=Layout(step=2) if number % 16 == 5 else Layout(pad=-16))
         if number % 8 == 6:
             case = replace(case, given=True, out=Layout("col"))
         if number % 6 == 2:  # strides are known at run time only, where the compiler's key does not name them

@@ -111,7 +111,7 @@ def draw_layout(ch: Chooser, *, written: bool = False, spacious: bool = True) ->
         return Layout(order)
     step = 2 if spacious and ch.integer(0, 9) == 0 else 1
     zero = "" if written or ch.integer(0, 11) else ch.choice(("g", "r", "c"))
-    return Layout(order, ch.choice((0, 1, 3, 7, 8, 16)), ch.choice((0, 0, 1, 2, 3, 4, 7, 8)), step, zero)
+    return Layout(order, ch.choice((0, 1, 3, 7, 8, 16, -16)), ch.choice((0, 0, 1, 2, 3, 4, 7, 8)), step, zero)
 
 
 def _dtypes(ch: Chooser, limits: Limits) -> dict[str, Any]:
@@ -253,7 +253,8 @@ REQUIRED = frozenset(
     | {f"dtype:{dtype}" for dtype in DTYPES}
     | {f"mode:{mode}" for mode in FLOAT_MODES}
     | {f"act:{act}" for act in (None, *ACTIVATIONS)}
-    | {f"{side}:{kind}" for side in ("a", "b", "out") for kind in ("row", "col", "padded", "shifted", "stepped")}
+    | {f"{side}:{kind}" for side in ("a", "b", "out") for kind in ("row", "col", "shifted", "stepped")}
+    | {f"{side}:{kind}" for side in ("a", "b", "out") for kind in ("padded", "lined")}
     | {f"{side}:zero-{direction}" for side in "ab" for direction in "grc"}
     | {"out:own"}
     | {f"groups:{word}" for word in ("none", "one", "few", "many")}
