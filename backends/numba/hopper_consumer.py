@@ -15,7 +15,7 @@ from multigemm.backends.numba import ptx
 from multigemm.backends.numba import ptx_hopper as hw
 from multigemm.backends.numba.call import JAGGED_K
 from multigemm.backends.numba.hopper_epilogue import STAGING, make_write
-from multigemm.backends.numba.hopper_shape import COLUMNS, ROW_BYTES, SLOT_BYTES, SLOTS, WEIGHT_BYTES, Layout
+from multigemm.backends.numba.hopper_shape import ROW_BYTES, SLOT_BYTES, SLOTS, WEIGHT_BYTES, Layout
 from multigemm.backends.numba.memory import BYTES
 from multigemm.backends.numba.operand import make_operands
 from multigemm.backends.numba.ptx_asm import make_zeros
@@ -29,12 +29,14 @@ _wait_one = hw.make_wgmma_wait(1)
 
 @cache
 def make_zero_tail(config, signature):
-    """zero_tail(stage, valid, height, thread): clears k >= valid of a stage, by all consumers."""
-    a_across, b_across = signature.a_order == "col", signature.b_order == "row"
-    size, bk = BYTES[signature.compute], ROW_BYTES // BYTES[signature.compute]
+    """zero_tail(stage, valid, height, thread): clears k >= valid of a stage, by all consumers.
+
+    Only a jagged k ends within a stage, and its operands lie across it (choice.hopper_obstacle): rows of a box are k.
+    """
+    bk = ROW_BYTES // BYTES[signature.compute]
 
     @synchronising
-    def clear_rows(start, boxes, valid, thread):
+    def clear(start, boxes, valid, thread):
         """Boxes of bk rows (k) x 128 bytes: 8 threads clear a row."""
         for box in range(boxes):
             first = int32(start + box * (bk * ROW_BYTES) + (thread & 7) * 16)
@@ -42,26 +44,9 @@ def make_zero_tail(config, signature):
                 ptx.store_shared_u32x4(first + row * ROW_BYTES, (0, 0, 0, 0))
 
     @synchronising
-    def clear_columns(start, rows, valid, thread):
-        """Rows of 128 bytes of k, their 16-byte chunks swizzled: a thread clears the end of a row."""
-        for row in range(int32(thread), int32(rows), int32(CONSUMERS)):
-            first, twist = int32(start + row * ROW_BYTES), int32((row & 7) << 4)
-            for byte in range(int32(valid * size), int32(ROW_BYTES), int32(size)):
-                if size == 2:
-                    ptx.store_shared_u16(first + (byte ^ twist), 0)
-                else:
-                    ptx.store_shared_u32(first + (byte ^ twist), 0)
-
-    @synchronising
     def zero_tail(stage, valid, height, thread):
-        if b_across:
-            clear_rows(stage, 2, valid, thread)
-        else:
-            clear_columns(stage, COLUMNS, valid, thread)
-        if a_across:
-            clear_rows(stage + WEIGHT_BYTES, (height + 63) // 64, valid, thread)
-        else:
-            clear_columns(stage + WEIGHT_BYTES, height, valid, thread)
+        clear(stage, 2, valid, thread)
+        clear(stage + WEIGHT_BYTES, (height + 63) // 64, valid, thread)
         hw.fence_async()
         ptx.named_barrier(BOTH_BARRIER, CONSUMERS)
 
