@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from multigemm import cuda_driver
 from multigemm.backends.cublas import run, streams
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
@@ -98,8 +99,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """The machine, in the places of the library, the driver and torch's handle."""
     found = Machine()
     monkeypatch.setattr(run, "handle", found.handle)
-    monkeypatch.setattr(streams, "driver", lambda: found)
-    monkeypatch.setattr(streams, "use_context", lambda device: None)
+    monkeypatch.setattr(cuda_driver, "library", lambda: found)
+    monkeypatch.setattr(cuda_driver, "use_context", lambda device: None)
     for module in (streams, run):
         monkeypatch.setattr(module, "workspace", lambda device, stream=None: torch.empty(SPACE, dtype=torch.uint8))
     monkeypatch.setattr(streams, "_kits", {})

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from multigemm import cuda_driver
 from multigemm.backends.cublas import nvrtc, run, streams
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.library import EXACT_MATH, issue
+from multigemm.cuda_driver import NO_CONTEXT
 from multigemm.errors import LibraryError
 from tests.cublas_machine import CURRENT, TORCHS, TORCHS_MODE, Machine, install, streamed
 
@@ -155,7 +157,7 @@ class Driver:
     def cuLaunchKernelEx(self, given: Any, function: Any, arguments: Any, extra: None) -> int:
         status = self.statuses.pop(0) if self.statuses else 0
         if not status:
-            self.launched.append((given._obj.stream, given._obj.blocks, given._obj.threads))
+            self.launched.append((given._obj.stream, given._obj.grid[0], given._obj.block[0]))
         return status
 
 
@@ -178,13 +180,13 @@ def test_a_kernel_runs_on_the_stream_of_each_call(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Driver(nvrtc.INVALID_CONTEXT)
+    machine = Driver(NO_CONTEXT)
     _kernel(monkeypatch, machine).bound(1, 32, [], None)(7)
     assert machine.launched == [(7, 1, 32)]
 
 
 def test_a_launch_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "driver", Words)
+    monkeypatch.setattr(cuda_driver, "library", Words)
     with pytest.raises(LibraryError, match="launch of name returned 700"):
         _kernel(monkeypatch, Driver(700)).bound(1, 32, [], None)(7)
 
@@ -192,5 +194,5 @@ def test_a_launch_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 class Words:
     """A driver that has no words for its errors."""
 
-    def cuGetErrorString(self, status: int, text: Any) -> int:
+    def cuGetErrorName(self, status: int, text: Any) -> int:
         return 0

@@ -14,17 +14,11 @@ from typing import Any
 import torch
 
 from multigemm.cache import DiskCache, fingerprint
-from multigemm.errors import CompileError, LibraryError
+from multigemm.cuda_driver import NO_CONTEXT, LaunchConfig, check, library, use_context
+from multigemm.errors import CompileError
 
-INVALID_CONTEXT = 201
 Step = Callable[[int], None]
 """Enqueues work on a raw stream."""
-
-
-@lru_cache(maxsize=1)
-def driver() -> Any:
-    """The driver's entry points."""
-    return ctypes.CDLL("libcuda.so.1")
 
 
 @lru_cache(maxsize=1)
@@ -32,14 +26,6 @@ def compiler() -> Any:
     """NVRTC, of the major version that torch was built with; OSError where it cannot be loaded."""
     major = (torch.version.cuda or "0").split(".")[0]
     return ctypes.CDLL(f"libnvrtc.so.{major}")
-
-
-def driver_checked(status: int, name: str) -> None:
-    """A driver status other than success raises, with the call and the driver's own words."""
-    if status:
-        text = ctypes.c_char_p()
-        driver().cuGetErrorString(status, ctypes.byref(text))
-        raise LibraryError(f"{name} returned {status}: {(text.value or b'unknown').decode()}")
 
 
 def _log(program: ctypes.c_void_p) -> str:
@@ -52,17 +38,17 @@ def _log(program: ctypes.c_void_p) -> str:
 
 def compile_source(source: str, name: str, options: tuple[str, ...]) -> bytes:
     """The cubin of one source; needs no GPU. Raises CompileError with the compiler's log."""
-    library, program, size = compiler(), ctypes.c_void_p(), ctypes.c_size_t()
-    status = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
+    nvrtc, program, size = compiler(), ctypes.c_void_p(), ctypes.c_size_t()
+    status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
     if status:
         raise CompileError(f"nvrtcCreateProgram returned {status} for {name}")
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    if library.nvrtcCompileProgram(program, len(options), arguments):
+    if nvrtc.nvrtcCompileProgram(program, len(options), arguments):
         raise CompileError(f"{name} did not compile with {' '.join(options)}\n{_log(program)}")
-    library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
     cubin = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetCUBIN(program, cubin)
-    library.nvrtcDestroyProgram(ctypes.byref(program))
+    nvrtc.nvrtcGetCUBIN(program, cubin)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     return cubin.raw
 
 
@@ -78,20 +64,8 @@ def _cubin(source: str, name: str, options: tuple[str, ...]) -> bytes:
     return kept
 
 
-def use_context(device: int) -> None:
-    """Makes the device's primary context this thread's: a new thread has none until something asks."""
-    context = ctypes.c_void_p()
-    driver_checked(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
-    driver_checked(driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
-
-
-class _Launch(ctypes.Structure):
-    """CUlaunchConfig: one argument instead of eight, of which only the stream changes."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint) for name in ("blocks", "_y", "_z", "threads", "_ty", "_tz", "shared")),
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
-    ]  # fmt: skip
+def _config(blocks: int, threads: int, stream: int) -> LaunchConfig:
+    return LaunchConfig(grid=(blocks, 1, 1), block=(threads, 1, 1), stream=stream)
 
 
 class Kernel:
@@ -102,10 +76,10 @@ class Kernel:
         image = _cubin(source, name, options)
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         use_context(device)
-        driver_checked(driver().cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
-        got = driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode())
-        driver_checked(got, "cuModuleGetFunction")
-        self._launch = driver().cuLaunchKernelEx
+        check(library().cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
+        got = library().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode())
+        check(got, "cuModuleGetFunction")
+        self._launch = library().cuLaunchKernelEx
 
     def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object) -> Step:
         """The launch of these arguments (ctypes objects) on a raw stream; `keep` lives as long as it."""
@@ -116,13 +90,13 @@ class Kernel:
         def step(stream: int, _keep: object = (values, keep)) -> None:
             ready = on.get(stream)
             if ready is None:
-                ready = on[stream] = ctypes.byref(_Launch(blocks, 1, 1, threads, 1, 1, 0, stream)), function, arguments
+                ready = on[stream] = ctypes.byref(_config(blocks, threads, stream)), function, arguments
             status = launch(*ready, None)
-            if status == INVALID_CONTEXT:
+            if status == NO_CONTEXT:
                 use_context(self._device)
                 status = launch(*ready, None)
             if status:
-                driver_checked(status, f"launch of {self.name}")
+                check(status, f"launch of {self.name}")
 
         return step
 

@@ -18,8 +18,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from multigemm import cuda_driver as driver
 from multigemm.backends.cublas.library import EXACT_MATH, Call, Cublas, check, make
-from multigemm.backends.cublas.nvrtc import INVALID_CONTEXT, driver, driver_checked, use_context
 
 NON_BLOCKING = 1
 WITHOUT_TIMING = 2
@@ -46,15 +46,15 @@ class Event:
 
     def __init__(self, device: int) -> None:
         self.raw, self._device = ctypes.c_void_p(), device
-        use_context(device)
-        driver_checked(driver().cuEventCreate(ctypes.byref(self.raw), WITHOUT_TIMING), "cuEventCreate")
+        driver.use_context(device)
+        driver.check(driver.library().cuEventCreate(ctypes.byref(self.raw), WITHOUT_TIMING), "cuEventCreate")
 
     def record(self, stream: ctypes.c_void_p) -> None:
-        status = driver().cuEventRecord(self.raw, stream)
-        if status == INVALID_CONTEXT:
-            use_context(self._device)
-            status = driver().cuEventRecord(self.raw, stream)
-        driver_checked(status, "cuEventRecord")
+        status = driver.library().cuEventRecord(self.raw, stream)
+        if status == driver.NO_CONTEXT:
+            driver.use_context(self._device)
+            status = driver.library().cuEventRecord(self.raw, stream)
+        driver.check(status, "cuEventRecord")
 
 
 class Side:
@@ -68,16 +68,16 @@ class Side:
     def __init__(self, library: Cublas, device: int) -> None:
         self.raw, self.handle = ctypes.c_void_p(), ctypes.c_void_p()
         before = ctypes.c_int(RELAXED)
-        use_context(device)
-        driver_checked(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(before)), "capture mode")
+        driver.use_context(device)
+        driver.check(driver.library().cuThreadExchangeStreamCaptureMode(ctypes.byref(before)), "capture mode")
         try:
-            driver_checked(driver().cuStreamCreate(ctypes.byref(self.raw), NON_BLOCKING), "cuStreamCreate")
+            driver.check(driver.library().cuStreamCreate(ctypes.byref(self.raw), NON_BLOCKING), "cuStreamCreate")
             check(library.create(ctypes.byref(self.handle)), "cublasCreate")
             self._own = workspace(device, self.raw)
         finally:
-            driver_checked(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(before)), "capture mode")
+            driver.check(driver.library().cuThreadExchangeStreamCaptureMode(ctypes.byref(before)), "capture mode")
         self._done = Event(device)
-        self._wait, self._record = driver().cuStreamWaitEvent, driver().cuEventRecord
+        self._wait, self._record = driver.library().cuStreamWaitEvent, driver.library().cuEventRecord
         check(library.set_stream(self.handle, self.raw), "cublasSetStream")
         check(library.set_math_mode(self.handle, EXACT_MATH), "cublasSetMathMode")
         self.lend(library, self._own)
@@ -93,13 +93,13 @@ class Side:
             make(self.handle, calls)
             status = self._record(self._done.raw, self.raw)
         if status:
-            driver_checked(status, "cuStreamWaitEvent or cuEventRecord")
+            driver.check(status, "cuStreamWaitEvent or cuEventRecord")
 
     def join(self, stream: ctypes.c_void_p) -> None:
         """What is enqueued on `stream` from now on waits for that end."""
         status = self._wait(stream, self._done.raw, 0)
         if status:
-            driver_checked(status, "cuStreamWaitEvent")
+            driver.check(status, "cuStreamWaitEvent")
 
 
 class Kit:
@@ -164,6 +164,8 @@ def lend(library: Cublas, blas: ctypes.c_void_p, space: Tensor) -> None:
 def capture_of(stream: ctypes.c_void_p) -> int:
     """The number of the capture that this stream is part of; 0 if there is none."""
     state, number = ctypes.c_int(), ctypes.c_uint64()
-    status = driver().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(state), ctypes.byref(number), None, None, None)
-    driver_checked(status, "cuStreamGetCaptureInfo")
+    status = driver.library().cuStreamGetCaptureInfo_v2(
+        stream, ctypes.byref(state), ctypes.byref(number), None, None, None
+    )
+    driver.check(status, "cuStreamGetCaptureInfo")
     return number.value if state.value else 0

@@ -8,65 +8,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
-from multigemm.errors import LibraryError
-
-SUCCESS, NO_CONTEXT = 0, 201
-CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-
-
-class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute: an identifier and a 64-byte union, of which the three numbers of a cluster are used."""
-
-    _fields_ = [
-        ("id", ctypes.c_uint),
-        ("pad", ctypes.c_uint),
-        ("dim", ctypes.c_uint * 3),
-        ("rest", ctypes.c_ubyte * 52),
-    ]
-
-
-class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("attribute_count", ctypes.c_uint),
-    ]
-
-
-@lru_cache(maxsize=1)
-def library() -> ctypes.CDLL:
-    """libcuda; raises OSError where no driver is installed."""
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def check(code: int, call: str) -> None:
-    """Raises LibraryError, with the driver's own name of the error, unless the call succeeded."""
-    if code != SUCCESS:
-        name = ctypes.c_char_p()
-        library().cuGetErrorName(code, ctypes.byref(name))
-        raise LibraryError(f"{call} returned {code} ({(name.value or b'unknown').decode()})")
-
-
-@cache
-def primary_context(index: int) -> int:
-    """The context that torch and CuPy share on this device."""
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    check(library().cuInit(0), "cuInit")
-    check(library().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
-    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
-    return context.value or 0
+from multigemm.cuda_driver import (
+    CLUSTER_DIMENSION,
+    MAX_DYNAMIC_SHARED,
+    NO_CONTEXT,
+    PROGRAMMATIC,
+    LaunchAttribute,
+    LaunchConfig,
+    check,
+    library,
+    use_context,
+)
 
 
 def allow_shared(function: int, size: int) -> None:
@@ -169,6 +126,6 @@ def _laid_out(arguments: Sequence[bytes]) -> tuple[Any, list[int]]:
 def _retry(code: int, index: int, call: Callable[[], int]) -> None:
     """A thread that never touched CUDA has no current context: give it the device's, once."""
     if code == NO_CONTEXT:
-        check(library().cuCtxSetCurrent(ctypes.c_void_p(primary_context(index))), "cuCtxSetCurrent")
+        use_context(index)
         code = call()
     check(code, "cuLaunchKernelEx")

@@ -11,45 +11,22 @@ import ctypes
 import threading
 from collections.abc import Callable
 from ctypes import c_int, c_size_t, c_uint, c_void_p
-from functools import cache
 from typing import Any
 
 import torch
 
 from multigemm.backends.numba.build import Image
-from multigemm.errors import LibraryError
+from multigemm.cuda_driver import (
+    CLUSTER_DIMENSION,
+    MAX_DYNAMIC_SHARED,
+    PROGRAMMATIC,
+    LaunchAttribute,
+    LaunchConfig,
+    check,
+    library,
+)
 
-MAX_DYNAMIC_SHARED = 8
 BUFFER_POINTER, BUFFER_SIZE, BUFFER_END = 1, 2, 0
-CLUSTER_DIMENSION, PROGRAMMATIC_LAUNCH = 4, 6
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = (("id", c_uint), ("pad", c_uint), ("value", c_int * 16))
-
-
-class _Config(ctypes.Structure):
-    _fields_ = (
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
-        ("shared", c_uint),
-        ("stream", c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", c_uint),
-    )
-
-
-@cache
-def library() -> Any:
-    """libcuda; raises OSError where no driver is installed."""
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def check(code: int, what: str) -> None:
-    if code:
-        name = ctypes.c_char_p()
-        library().cuGetErrorString(code, ctypes.byref(name))
-        raise LibraryError(f"{what} failed with CUresult {code}: {(name.value or b'?').decode()}")
 
 
 class Function:
@@ -88,17 +65,16 @@ class Function:
         extra = (c_void_p * 5)(
             BUFFER_POINTER, ctypes.addressof(buffer), BUFFER_SIZE, ctypes.addressof(size), BUFFER_END
         )
-        attributes = (_Attribute * 2)(
-            _Attribute(PROGRAMMATIC_LAUNCH, 0, (c_int * 16)(1)),
-            _Attribute(CLUSTER_DIMENSION, 0, (c_int * 16)(cluster, 1, 1)),
+        attributes = (LaunchAttribute * 2)(
+            LaunchAttribute(id=PROGRAMMATIC, dim=(1, 0, 0)), LaunchAttribute(id=CLUSTER_DIMENSION, dim=(cluster, 1, 1))
         )
         first, count = (0 if overlap else 1), int(overlap) + int(cluster > 1)
         grid3, block3 = (c_uint * 3)(grid, 1, 1), (c_uint * 3)(threads, 1, 1)
-        config = _Config(grid3, block3, self.shared, None, ctypes.pointer(attributes[first]), count)
+        config = LaunchConfig(grid3, block3, self.shared, None, ctypes.addressof(attributes[first]), count)
         return _bound_launch(self, config, extra, (buffer, size, attributes))
 
 
-def _bound_launch(function: Function, config: _Config, extra: Any, alive: Any) -> Callable[[], None]:
+def _bound_launch(function: Function, config: LaunchConfig, extra: Any, alive: Any) -> Callable[[], None]:
     call, handle, device = library().cuLaunchKernelEx, function.handle, function.device
     where, pointer = device.index, ctypes.byref(config)
     current_stream, current_device, lock = torch.cuda.current_stream, torch.cuda.current_device, threading.Lock()

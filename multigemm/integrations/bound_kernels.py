@@ -9,35 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import re
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
+from multigemm.cuda_driver import NO_CONTEXT, LaunchConfig, check, library, use_context
 from multigemm.errors import LibraryError
 
-NO_CONTEXT = 201
 _PARAMETERS = re.compile(r"\.entry[^(]*\(([^)]*)\)")
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("attribute_count", ctypes.c_uint),
-    ]
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 def words(kernel: Any, compiled: Any, values: dict[str, Any]) -> list[int]:
@@ -58,8 +39,8 @@ def bound(kernel: Any, grid: tuple[int, ...], device: int, warps: int = 4, /, **
     given = words(kernel, compiled, values)
     block = (ctypes.c_uint64 * len(given))(*given)
     pointers = (ctypes.c_void_p * len(given))(*(ctypes.addressof(block) + 8 * i for i in range(len(given))))
-    config = _Config(grid=(*grid, 1, 1)[:3], block=(32 * warps, 1, 1), shared=compiled.metadata.shared)
-    call, reference, handle = _driver().cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(compiled.function)
+    config = LaunchConfig(grid=(*grid, 1, 1)[:3], block=(32 * warps, 1, 1), shared=compiled.metadata.shared)
+    call, reference, handle = library().cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(compiled.function)
     stream_of = torch._C._cuda_getCurrentRawStream
     alive = (block, compiled)
 
@@ -67,9 +48,9 @@ def bound(kernel: Any, grid: tuple[int, ...], device: int, warps: int = 4, /, **
         config.stream = stream_of(device)
         code = call(reference, handle, pointers, None)
         if code == NO_CONTEXT:  # a thread that never touched CUDA
-            torch._C._cuda_setDevice(device)
+            use_context(device)
             code = call(reference, handle, pointers, None)
         if code:
-            raise LibraryError(f"cuLaunchKernelEx of {compiled.name} returned {code}")
+            check(code, f"cuLaunchKernelEx of {compiled.name}")
 
     return launch

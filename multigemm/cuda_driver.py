@@ -1,0 +1,70 @@
+"""What every launch through the CUDA driver needs: the library, its errors, a thread's context, the launch record.
+
+Backends lay out their own arguments and launch by one foreign call; here is what they would all write alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from multigemm.errors import LibraryError
+
+NO_CONTEXT = 201
+"""What a call returns on a thread that never touched CUDA."""
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: an identifier and a 64-byte union, of which the three numbers of a cluster are used."""
+
+    _fields_ = [
+        ("id", ctypes.c_uint),
+        ("pad", ctypes.c_uint),
+        ("dim", ctypes.c_uint * 3),
+        ("rest", ctypes.c_ubyte * 52),
+    ]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+@cache
+def library() -> Any:
+    """libcuda; raises OSError where no driver is installed."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(code: int, call: str) -> None:
+    """Raises LibraryError, with the driver's own name of the error, unless the call succeeded."""
+    if code:
+        name = ctypes.c_char_p()
+        library().cuGetErrorName(code, ctypes.byref(name))
+        raise LibraryError(f"{call} returned {code} ({(name.value or b'unknown').decode()})")
+
+
+def use_context(index: int) -> None:
+    """Makes the context that torch and CuPy share on this device the thread's own: a new thread has none."""
+    check(library().cuCtxSetCurrent(ctypes.c_void_p(_primary_context(index))), "cuCtxSetCurrent")
+
+
+@cache
+def _primary_context(index: int) -> int:
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    check(library().cuInit(0), "cuInit")
+    check(library().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
+    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    return context.value or 0
