@@ -20,7 +20,7 @@ from multigemm.testing.source_equivalents import EQUIVALENT, ON_GPU, becomes, ex
 from multigemm.testing.source_fates import Fate
 from multigemm.testing.source_hunt import Hunt
 from multigemm.testing.source_live import Variant
-from multigemm.testing.source_survey import reached
+from multigemm.testing.source_survey import reached, various
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +246,27 @@ def test_problems_of_variants_that_hold_the_line_come_first() -> None:
     lines: tuple[list[int], ...] = ([1], [7], [], [5, 7])
     variants = [Variant({}, "hopper", str(at), {"hopper_carry.py": held}) for at, held in enumerate(lines)]
     assert {v.config for v in reached(site, "triton", variants)[:2]} == {"1", "3"}
+
+
+def test_the_first_variants_show_every_form() -> None:
+    """A line may be without effect in some forms: six variants of one form once left a change alive."""
+    forms = ("jagged_m", "jagged_n", "batched", "per_group", "masked", "jagged_k")
+    layouts = [{"order": order, "pad": pad} for order in ("row", "col") for pad in (0, 8)]
+    cases = [{"form": form, "dtype": dtype, "a": a, "b": b} for form in forms for dtype in ("float16", "float32")
+             for a in layouts for b in layouts]  # fmt: skip
+    found = various([Variant(case, "hopper", "") for case in cases])
+    assert {v.case["form"] for v in found[:6]} == set(forms) and len(found) == len(cases)
+    assert {v.case["dtype"] for v in found[:2]} == {"float16", "float32"}
+
+
+def test_bursts_differ_in_more_than_their_numbers() -> None:
+    """Each variant meets lists that the host does and does not list, and each burst all classes of numbers."""
+    for count in range(1, source_chase.VARIANTS + 1):
+        modes = {(burst % count, source_chase.unlisted(burst * source_chase.SPAN)) for burst in range(36)}
+        assert len(modes) == 2 * count
+    first = [source_chase.shuffled(burst * source_chase.SPAN) for burst in range(40)]
+    assert all(sorted(numbers) == list(range(numbers[0], numbers[0] + source_chase.SPAN)) for numbers in first)
+    assert {number % 16 for numbers in first[:12] for number in numbers[: 2 * source_chase.BURST]} == set(range(16))
 
 
 def test_the_folder_is_the_packages() -> None:

@@ -155,14 +155,20 @@ def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits, *, free: bool
 
 
 def crowd(kind: Case, config: Any, ch: Chooser) -> Case:
-    """A problem of a jagged kind with more or fewer groups than a kernel searches by itself, of which each may have as
-    many tiles as there is room for, and results a little wider than a tile."""
-    tile, count = tile_of(config), ch.choice((40, 257, 300))
+    """A problem with more or fewer groups than a kernel searches by itself, and mostly with more tiles than a device
+    has multiprocessors. Of rows, or columns, each group may have as many tiles as there is room for, and results are a
+    little wider than a tile."""
+    tile, count = tile_of(config), ch.choice((40, 120, 200, 257, 300))
     few, more = (0,) * (count - 2) + (1, 1), (64, 0) * (count // 2)
-    lengths = ch.choice(((1,) * count, few, (65,) * count, more, (192,) * 40))
+    lengths = ch.choice(((1,) * count, few, (65,) * count, more, (192,) * 16))
     across = ch.choice((tile.n, tile.n + 9, 2 * tile.n))
-    case = replace(kind, m=across, n=across, k=ch.choice((1, 8)), lengths=lengths, head=0, tail=0)
-    return settled(alike(kind, case), Limits(work=1 << 25, groups=count))
+    sizes: dict[str, Any] = {"m": across, "n": across, "k": ch.choice((1, 8))}
+    if kind.jagged == "k":
+        sizes |= {"m": ch.choice((9, 17, tile.m)), "n": ch.choice((9, 16, 40))}
+    elif kind.form == "masked":
+        sizes["m"] = max(lengths)
+    case = replace(kind, **sizes, lengths=lengths, head=0, tail=0)
+    return settled(alike(kind, case), Limits(work=1 << 24, groups=count))
 
 
 MULTITUDE = 66_000

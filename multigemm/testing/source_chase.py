@@ -8,6 +8,7 @@ dtypes and layouts, which most kernels decide on at run time.
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,8 +21,9 @@ from typing import Any
 from multigemm.errors import BackendUnsupported, CompileError, InvalidSetting
 from multigemm.testing.source_hunt import STILLBORN, SURVIVED, Hunt, also, verdict
 from multigemm.testing.source_live import Variant, codes_of, compiler_key
+from multigemm.testing.source_trace import PLAIN, UNLISTED
 
-VARIANTS, TRIED = 4, 12
+VARIANTS, TRIED = 6, 14
 """Variants whose machine code a mutant changes, that meet problems in turn; and how many are compiled to find them."""
 SEARCH = 4.0
 """Times the seconds of a hunt that may pass before a first variant is found whose machine code changes."""
@@ -52,6 +54,19 @@ def timed(spent: Counter[str], name: str) -> Iterator[None]:
         yield
     finally:
         spent[name] += time.monotonic() - begin  # type: ignore[assignment]
+
+
+def shuffled(first: int) -> list[int]:
+    """The numbers of a burst: what a problem is like goes by its number, and the first ones that fit are taken."""
+    rest = list(range(first + 1, first + SPAN))
+    random.Random(first).shuffle(rest)
+    return [first, *rest]
+
+
+def unlisted(first: int) -> int:
+    """Whether the host lists tiles in a burst: in half of them, which are others in each round through the variants."""
+    burst = first // SPAN
+    return UNLISTED if (burst + burst // VARIANTS) % 2 else PLAIN
 
 
 class Run:
@@ -133,11 +148,12 @@ class Run:
         second_burst = VARIANTS * SPAN <= number < 2 * VARIANTS * SPAN
         if second_burst and number % SPAN == 0 and case.form in ("jagged_m", "jagged_n"):
             return multitude(replace(case, shared=True) if self.backend != "triton" else case, choose, ordinary)
-        if number % 16 == 3 and case.form in ("jagged_m", "jagged_n"):
-            return crowd(case, self.config, choose)
-        if number % 5 == 4:
+        if number % 8 == 3 and (case.jagged or case.form == "masked"):
+            case = crowd(case, self.config, choose)
+        elif number % 5 == 4:
             return alike(case, redrawn(case, choose, ordinary))
-        case = at_edges(case, self.config, choose, Limits(work=WORK), free=number % 3 == 1)
+        else:
+            case = at_edges(case, self.config, choose, Limits(work=WORK), free=number % 3 == 1)
         if number % 3 == 0 and case.given and case.c_dtype == dtype_name(case.result_dtype):
             return replace(case, alias=True, c=case.out)  # where a tile that is done twice shows
         return case
@@ -145,12 +161,12 @@ class Run:
     def meet(self, first: int, say: Callable[[str], None]) -> tuple[int, dict[str, str] | None]:
         """A burst of problems; how many ran, and what the first finding says."""
         from multigemm.testing.oracles import check_many
-        from multigemm.testing.source_trace import PLAIN, UNLISTED, use
+        from multigemm.testing.source_trace import use
         from multigemm.testing.world import Stand, World
 
-        use(self.backend, UNLISTED if first // SPAN % 2 else PLAIN)
+        use(self.backend, unlisted(first))
         with timed(self.spent, "draw"):
-            drawn = ((number, self.problem(number)) for number in range(first, first + SPAN))
+            drawn = ((number, self.problem(number)) for number in shuffled(first))
             chosen = list(islice(((number, case) for number, case in drawn if self.takes(case)), BURST))
         if not chosen:
             return 0, None

@@ -144,6 +144,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("hopper_consumer.py", "write(acc, staging, warpgroup + 1,", "write(acc, staging, warpgroup,",
      "other numbers of barriers, of which no other is in use then"),
     ("simt.py", "blocks * threads)", "blocks)", "elements are zeroed more than once"),
+    *(("warp_schedule.py", "uint32(LANES - 1)) // uint32(LANES)", f"uint32({new})) // uint32(LANES)",
+       "longer runs of groups for each lane, which hold all groups as well") for new in ("LANES", "LANES + 1")),
 )  # fmt: skip
 """(file, text, what it becomes, reason)."""
 ON_GPU: tuple[tuple[str, str, str, str], ...] = (

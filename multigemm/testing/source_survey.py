@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import zip_longest
@@ -71,20 +70,39 @@ def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
         return reaching(variants, name, site.line)
     chosen = list(variants)
     random.Random(zlib.crc32(str(site).encode())).shuffle(chosen)
-    queues = [various(sorted((v for v in chosen if v.kernel == kernel), key=lambda v: v.distance(name, site.line)))
-              for kernel in kernels_of(site, backend)]  # fmt: skip
+    holds = {id(variant): variant.distance(name, site.line) == 0 for variant in chosen}
+
+    def queue(kernel: str) -> list[Variant]:
+        mine = sorted((v for v in chosen if v.kernel == kernel), key=lambda v: v.distance(name, site.line))
+        return various([v for v in mine if holds[id(v)]]) + various([v for v in mine if not holds[id(v)]])
+
+    queues = [queue(kernel) for kernel in kernels_of(site, backend)]
     taken = [each for rank in zip_longest(*queues) for each in rank if each is not None]
-    idle = [variant.case.get("alpha") == 0 for variant in taken]  # such a kernel multiplies nothing
-    ranks = [(variant.distance(name, site.line) > 0, late) for variant, late in zip(taken, idle, strict=True)]
+    ranks = [(not holds[id(v)], v.case.get("alpha") == 0) for v in taken]  # such a kernel multiplies nothing
     return [variant for _, variant in sorted(zip(ranks, taken, strict=True), key=lambda pair: pair[0])][:TRIED]
 
 
+WEIGHTS = {"form": 8, "dtype": 4}
+"""Of what a variant may be the first to show: a form may leave a line without effect, and widths are often decided on
+at run time; all else, such as a layout or a config, weighs 1."""
+
+
+def shown(variant: Variant) -> set[tuple[str, str]]:
+    """What a variant shows: form, dtype, layouts, epilogue, config."""
+    case = variant.case
+    orders = {name: str(case.get(name, {}).get("order", "row")) for name in ("a", "b", "out")}
+    words = {name: str(case.get(name, "")) for name in ("form", "dtype", "activation", "bias", "alias", "given")}
+    return set({**orders, **words, "c": str(bool(case.get("c_dtype"))), "config": variant.config}.items())
+
+
 def various(variants: list[Variant]) -> list[Variant]:
-    """The same variants, one of each dtype and of each form in turn, 16-bit floats first: kernels decide on widths at
-    run time too, and a form may leave a line without effect."""
-    seen, ranks = Counter[str](), list[tuple[int, bool]]()
-    for variant in variants:
-        dtype, form = (str(variant.case.get(name, "")) for name in ("dtype", "form"))
-        ranks.append((seen[dtype] + seen[form], not dtype.endswith("float16")))
-        seen.update((dtype, form))
-    return [variant for _, variant in sorted(zip(ranks, variants, strict=True), key=lambda pair: pair[0])]
+    """The same variants, at each step the one that shows most that none before it shows; 16-bit floats first among
+    equals."""
+    rest, seen, found = list(variants), set[tuple[str, str]](), list[Variant]()
+    while rest:
+        best = max(rest, key=lambda v: (sum(WEIGHTS.get(name, 1) for name, _ in shown(v) - seen),
+                                        str(v.case.get("dtype", "")).endswith("float16")))  # fmt: skip
+        rest.remove(best)
+        found.append(best)
+        seen |= shown(best)
+    return found
