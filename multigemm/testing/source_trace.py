@@ -21,7 +21,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 from multigemm.testing import corpus
-from multigemm.testing.case import Case
+from multigemm.testing.case import Case, classes, dtype_name
 from multigemm.testing.edges import at_edges, multitude
 from multigemm.testing.kinds import kinds
 from multigemm.testing.source_live import Variant
@@ -35,6 +35,8 @@ SIDES = {"triton": 16, "numba": 8}
 """Of the tiles that emulated kernels get."""
 SLOW = 12.0
 """Seconds above which a problem is left to lines that no other one reaches."""
+HANDLING = 0.5
+"""Seconds of a problem besides its launch."""
 WHOLE_TILES = ("batched", "jagged_k", "jagged_m", "jagged_n")
 """Forms whose products may all be of as many whole tiles."""
 MANY = 20
@@ -113,6 +115,8 @@ def pool(backend: str) -> list[tuple[Case, int]]:
         batches = [case for case in edges if case.form == "batched"][:2]
         found += [(legal(replace(c, m=2 * side, n=2 * side, k=40, lengths=(0,) * 3)), SHARED) for c in batches]
         found += [(liar, SHARED)]  # sizes that lie claim more tiles than there can be
+        found += [(c, chosen) for case in edges if case.form in WHOLE_TILES
+                  for c in [in_place(case, side)] for chosen in (PLAIN, SHARED)][:16]  # fmt: skip
         found += [
             (case, SHARED) for i, case in enumerate(edges) if case.groups <= MANY and (i % 6 == 1 or case.deepest > 64)
         ]
@@ -127,6 +131,14 @@ def pool(backend: str) -> list[tuple[Case, int]]:
 def tall(kind: Case, side: int) -> Case:
     """A problem of whole tiles: five rows of tiles, which are more than a band, and two columns."""
     return legal(replace(kind, m=5 * side, n=2 * side, k=8, lengths=(5 * side,) if kind.jagged in ("m", "n") else (8,)))
+
+
+def in_place(kind: Case, side: int) -> Case:
+    """A problem of a few tiles that adds to its result: what is done twice, or stored before it is whole, shows."""
+    own = dtype_name(kind.result_dtype)
+    case = replace(kind, given=True, alias=True, beta=1.0, c_dtype=own, c=kind.out, alpha=1.0, activation=None)
+    lengths = (side + 1, side) if kind.jagged else (0,) * 2
+    return legal(replace(case, m=side + 1, n=side + 3, k=40, lengths=lengths, head=0, tail=0))
 
 
 def crowd(kind: Case, lengths: tuple[int, ...], side: int) -> Case:
@@ -189,12 +201,24 @@ def trace(backend: str, variants: list[Variant], place: Any) -> list[Variant]:
 
 
 def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
-    """Those that reach the line, of each subject in turn and the quick ones first; slow ones only where there is no
-    other."""
-    found = sorted((v for v in variants if v.distance(file, line) == 0), key=lambda variant: variant.seconds)
+    """Those that reach the line, of each subject in turn, and for each those that show most in least time first; slow
+    ones only where there is no other."""
+    found = [variant for variant in variants if variant.distance(file, line) == 0]
     quick = [variant for variant in found if variant.seconds < SLOW] or found
-    by_subject = [[v for v in quick if v.config == config] for config in sorted({v.config for v in quick})]
+    by_subject = [diverse([v for v in quick if v.config == config]) for config in sorted({v.config for v in quick})]
     return [each for rank in zip_longest(*by_subject) for each in rank if each is not None]
+
+
+def diverse(variants: list[Variant]) -> list[Variant]:
+    """The same problems, at each step the one that shows most classes that none before it shows, for its seconds."""
+    traits = {id(variant): classes(Case.from_dict(variant.case)) for variant in variants}
+    rest, seen, found = sorted(variants, key=lambda variant: variant.seconds), set[str](), list[Variant]()
+    while rest:
+        best = max(rest, key=lambda v: len(traits[id(v)] - seen) / (HANDLING + v.seconds))
+        rest.remove(best)
+        found.append(best)
+        seen |= traits[id(best)]
+    return found
 
 
 def problem(backend: str, variants: list[Variant], number: int) -> tuple[Case, int]:
