@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from multigemm import epilogue, forms, overlap
+from multigemm import again, epilogue, forms, overlap
 from multigemm.accepted import AcceptedProblem
 from multigemm.errors import InvalidProblem
 from multigemm.forms import Extents
@@ -81,7 +81,8 @@ class GroupedGemmProblem(AcceptedProblem):
 
     Raises InvalidProblem, with the value seen, the limit and the remedy, for anything without a meaning.
     The problem refers to the caller's arrays and copies none of them, except sizes that are given on the
-    host. Its attributes are not meant to be changed: make another problem.
+    host. Its attributes are not meant to be changed: make another problem. A deep copy or a pickle of it holds
+    copies of those arrays.
     """
 
     __slots__ = ()
@@ -232,6 +233,13 @@ class GroupedGemmProblem(AcceptedProblem):
 
     def __repr__(self) -> str:
         return problem_text(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, again.arguments(self)
+
+
+def _made_again(a: Any, b: Any, keywords: Keywords) -> GroupedGemmProblem:
+    return GroupedGemmProblem(a, b, **keywords)
 
 
 def checked(problem: Any) -> GroupedGemmProblem:
