@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import multigemm as mg
 from multigemm.backend import Backend
 from multigemm.backends.cpu import BACKEND
 from multigemm.backends.cpu.config import Config
@@ -273,6 +274,16 @@ def test_global_switches_change_nothing(switch: str, dtype: torch.dtype, restore
                 torch.set_default_dtype(torch.float32)
                 torch.set_float32_matmul_precision("highest")
             assert torch.equal(ops.out, other.out)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float64])
+def test_operands_beyond_31_bits_are_not_copied_for_a_few_of_their_elements(dtype: torch.dtype) -> None:
+    """A copy would take 8 to 34 GB; these operands hold one element."""
+    total = 2**31 + 5
+    one = torch.ones(1, 1, dtype=dtype)
+    a, b = one.expand(2, total), one.expand(total, 3)
+    out = mg.grouped_gemm(a, b, offsets=[total - 7, total - 3, total], jagged="k", backend="cpu")
+    assert out[:, 0, 0].tolist() == [4, 3]
 
 
 def test_autocast_and_gradients_are_left_alone() -> None:

@@ -67,9 +67,17 @@ def _tile_configs(spec: ProblemSpec) -> tuple[Config, ...]:
     return tuple(Config("tiles", rows, vectors) for rows, vectors in tiles)
 
 
+def _too_large_to_copy(spec: ProblemSpec) -> bool:
+    """Whether BLAS would read whole copies of operands beyond 2^31 elements, of which groups may own a few."""
+    dtype = torch.float32 if spec.acc is torch.int32 else spec.acc
+    return any(x.wide and (x.order == "strided" or x.dtype is not dtype) for x in (spec.a, spec.b))
+
+
 def _order(spec: ProblemSpec) -> tuple[Config, ...]:
     """Tiles for small products; torch's batches for bfloat16 that can be stacked; BLAS for the rest."""
     tiles, bmm, blas, loop = _tile_configs(spec), (Config("bmm"),), (Config("blas"),), (Config("loop"),)
+    if _too_large_to_copy(spec):
+        return loop + bmm + blas + tiles
     work = average_work(spec)
     if suits(spec) and not (work is not None and work <= SMALL_BF16 and spec.form in ("per_group", "jagged_k")):
         return bmm + blas + tiles + loop
