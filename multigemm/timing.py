@@ -9,6 +9,7 @@ Why one place: times of GPU kernels are easy to get wrong, and two clocks never 
 * what moves a whole round (the clock, another process) is taken out of it, so that two medians never
   compare a fast half of the rounds with a slow one;
 * medians and quantiles, never the mean; the raw samples are kept;
+* under load without a pause a large GPU meets its power limit and lowers its clock; `rest` asks for pauses;
 * what an empty kernel costs between two events is reported (`overhead`), never subtracted.
 """
 
@@ -35,6 +36,8 @@ LATE = 2.0
 COMPANY = 4
 """Fewer variants do not tell what moved a round from what moved one of them."""
 PASSES = 4
+REST_AFTER_MS = 3.0
+"""Of work without a pause, where pauses are asked for: a power limit takes longer than that to bite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +108,10 @@ def measure(
     reps: int = 100,
     min_reps: int = 10,
     budget_ms: float = 200.0,
+    rest: float = 0.0,
     watch: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
-    """Times each variant; `reps` rounds at most, `min_reps` at least, about `budget_ms` for all together.
+    """Times each variant; `reps` rounds at most, `min_reps` at least, about `budget_ms` of work for all together.
 
     cold      one eager call after an L2 flush, between two events (perf_counter on a CPU, no flush)
     graph     the same, but the call is a replay of a captured CUDA graph
@@ -115,14 +119,17 @@ def measure(
     host      what the caller's thread spends per call while the device works on its own
     do_bench  as triton.testing.do_bench measures: each variant alone, a flush and one call per sample
     A variant that raises, or cannot be captured, yields a Timing with the error and no samples.
+    `rest` is the part of the time in which the device shall idle, in pauses between calls: 0 none, 0.75 three quarters.
     `watch` is told the name of each variant before it runs for the first time, and "" afterwards.
     """
     where = torch.device(device)
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown; known: {', '.join(MODES)}")
+    if not 0.0 <= rest < 1.0:
+        raise ValueError(f"rest={rest}: a part of the time, from 0 to below 1")
     clock = CudaClock(where) if where.type == "cuda" else CpuClock()
     with clock.scope():
-        return _measure(clock, variants, mode, reps, min_reps, budget_ms, watch)
+        return _measure(clock, variants, mode, reps, min_reps, budget_ms, rest, watch)
 
 
 def do_bench(
@@ -152,6 +159,7 @@ def _measure(
     reps: int,
     min_reps: int,
     budget_ms: float,
+    rest: float,
     watch: Callable[[str], None],
 ) -> dict[str, Timing]:
     results: dict[str, Timing] = {}
@@ -172,22 +180,56 @@ def _measure(
         round_ms = sum(cost_us[name] for name in group) / 1e3
         rounds = max(min_reps, min(reps, int(budget_ms / max(round_ms, 1e-3))))
         samplers = {name: prepared[name] for name in group}
-        results.update(_rounds(clock, samplers, mode, rounds, min_reps, LATE * budget_ms / 1e3))
+        pauses = _Pauses(cost_us, rest / (1.0 - rest))
+        results.update(_rounds(clock, samplers, mode, rounds, min_reps, LATE * budget_ms / 1e3, pauses))
     return {name: results[name] for name in variants}
 
 
+@dataclass
+class _Pauses:
+    """When to pause, and for how long: `share` times the work since the last pause, whose cost is known by name."""
+
+    cost_us: Mapping[str, float]
+    share: float
+    worked_ms: float = 0.0
+    slept_s: float = 0.0
+
+    def due(self, name: str) -> bool:
+        """Whether a pause is due once `name` has run."""
+        self.worked_ms += self.cost_us[name] / 1e3
+        return self.share > 0 and self.worked_ms >= REST_AFTER_MS
+
+    def sleep(self) -> None:
+        pause = self.share * self.worked_ms / 1e3
+        time.sleep(pause)
+        self.slept_s += pause
+        self.worked_ms = 0.0
+
+
 def _rounds(
-    clock: Clock, samplers: dict[str, Callable[[], Any]], mode: Mode, rounds: int, least: int, late_s: float
+    clock: Clock,
+    samplers: dict[str, Callable[[], Any]],
+    mode: Mode,
+    rounds: int,
+    least: int,
+    late_s: float,
+    pauses: _Pauses,
 ) -> dict[str, Timing]:
     """Interleaved rounds. Samples are read in batches: waiting after each call would leave the GPU idle.
 
-    A machine that has become slower since the cost was taken ends after `late_s`, with the least rounds.
+    A machine that has become slower since the cost was taken ends after `late_s` of work, with the least rounds.
     """
     began = time.perf_counter()
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     errors: dict[str, str] = {}
     pending: list[tuple[str, Any]] = []
     draw = random.Random(0)
+
+    def read() -> None:
+        for name, sample in pending:
+            samples[name].append(clock.read(sample, mode))
+        pending.clear()
+
     for index in range(rounds):
         names = [name for name in samplers if name not in errors]
         for name in draw.sample(names, len(names)):
@@ -195,11 +237,12 @@ def _rounds(
                 pending.append((name, samplers[name]()))
             except Exception as error:
                 errors[name] = describe(error)
+            if pauses.due(name):
+                read()  # waits for the device, so that the pause is one
+                pauses.sleep()
         if len(pending) >= clock.batch or index == rounds - 1:
-            for name, sample in pending:
-                samples[name].append(clock.read(sample, mode))
-            pending.clear()
-        if index + 1 >= least and not pending and time.perf_counter() - began > late_s:
+            read()
+        if index + 1 >= least and not pending and time.perf_counter() - began - pauses.slept_s > late_s:
             break
     for name in errors:
         samples[name] = []

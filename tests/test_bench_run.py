@@ -261,6 +261,7 @@ def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
         (["--suite", "l2", "--modes", "warm"], "graph, hot and host"),
         (["compare", "/nonexistent", "/nonexistent"], "cannot be read as a report"),
         (["--suite", "l2", "--reps", "0"], "--reps 0: it has to be above 0"),
+        (["--suite", "l2", "--rest", "100"], "--rest 100: per cent"),
         (["--suite", "l2", "--budget-ms", "-1"], "--budget-ms -1: it has to be above 0"),
         (["--suite", "l2", "--stall", "0"], "--stall 0: it has to be above 0"),
         (["--suite", "l2", "--shape", "2,4,8,8"], "--suite and --shape"),
@@ -485,6 +486,16 @@ def test_a_lost_device_ends_the_child_with_its_own_code(monkeypatch: pytest.Monk
     monkeypatch.setattr(runner.Runner, "run", run)
     words = ["--shape", "2,4,8,8", "--device", "cpu", "--floor", "1,1", "--out", str(tmp_path)]
     assert main(["bench", *words]) == supervise.CONTEXT_LOST
+
+
+def test_a_rested_run_says_so_in_its_report_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "--shape", "2,4,8,8", "--device", "cpu", "--budget-ms", "2", "--peers", "none", "--json-only"]
+    assert main([*words, "--rest", "50", "--quiet", "--out", str(tmp_path)]) == 0
+    assert results.read(tmp_path).method["rest"] == 0.5
+    assert "idle for 50% of the time" in capsys.readouterr().out
+    assert main([*words, "--quiet", "--out", str(tmp_path / "usual")]) == 0
+    assert "idle for" not in capsys.readouterr().out
+    assert "rest" not in results.read(tmp_path / "usual").method
 
 
 def test_resuming_the_report_of_another_commit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,6 +115,18 @@ def test_a_machine_that_slows_down_ends_the_rounds_early() -> None:
     assert 4 <= len(taken.samples) <= 10
 
 
+def test_rest_pauses_between_calls_for_the_asked_part_of_the_time_and_counts_as_no_work() -> None:
+    nap: dict[str, timing.Call] = {"nap": lambda: time.sleep(0.002)}
+    began = time.perf_counter()
+    taken = measure(nap, CPU, reps=10, min_reps=10, budget_ms=20.0, rest=0.75)["nap"]
+    spent = time.perf_counter() - began
+    assert len(taken.samples) == 10
+    assert taken.median < 8000  # the pauses are outside the samples
+    assert spent > 0.06  # 20 ms of work, and three times as long a pause behind each 3 ms of it
+    with pytest.raises(ValueError, match=r"rest=1\.0"):
+        measure(nap, CPU, rest=1.0)
+
+
 def test_graphs_need_a_gpu_and_modes_have_names() -> None:
     assert "CUDA device" in measure({"x": lambda: None}, CPU, "graph")["x"].error
     with pytest.raises(ValueError, match="known: cold"):

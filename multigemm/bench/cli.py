@@ -75,6 +75,12 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--budget-ms", type=float, default=None, help="per workload and mode, all entries together")
     parser.add_argument(
+        "--rest",
+        type=float,
+        default=0.0,
+        help="per cent of the time in which the device idles between calls, below its power limit (default: 0)",
+    )
+    parser.add_argument(
         "--time-budget", type=float, default=float("inf"), help="seconds, after which no workload is begun"
     )
     parser.add_argument("--floor", default="", help="TFLOP/s,TB/s to use as ceilings instead of measuring them")
@@ -247,7 +253,9 @@ def _options(args: argparse.Namespace, device: torch.device, cases: list[Workloa
     modes = tuple(parts(args.modes))
     if unknown := set(modes) - {"graph", "hot", "host"}:
         raise InvalidSetting(f"--modes {', '.join(sorted(unknown))}: known are graph, hot and host")
-    options = Options(reps, budget, args.time_budget, goal, args.style, modes, rates=rates)
+    if not 0.0 <= args.rest < 100.0:
+        raise InvalidSetting(f"--rest {args.rest:g}: per cent of the time, from 0 to below 100")
+    options = Options(reps, budget, args.time_budget, goal, args.style, modes, rates=rates, rest=args.rest / 100.0)
     return options if args.style == "cold" else replace(options, modes=("host",))
 
 

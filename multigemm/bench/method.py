@@ -20,6 +20,7 @@ class Options:
     """How to measure. `budget_ms` is per workload and mode, for all entries together.
 
     `goal_s` is what the whole run should take: behind it, samples become fewer, but no workload is left out.
+    `rest` is the part of the time in which the device idles between calls, as `timing.measure` knows it.
     """
 
     reps: int = 100
@@ -30,6 +31,7 @@ class Options:
     modes: tuple[str, ...] = ("graph", "hot", "host")
     hot_below_us: float = 300.0
     rates: dict[str, Rates] | None = None
+    rest: float = 0.0
 
 
 def new_report(device: torch.device, dtypes: Iterable[str], options: Options, absent: dict[str, str]) -> Report:
@@ -39,6 +41,7 @@ def new_report(device: torch.device, dtypes: Iterable[str], options: Options, ab
         "reps": options.reps,
         "budget_ms": options.budget_ms,
         "modes": list(options.modes),
+        **({"rest": options.rest} if options.rest else {}),
         "flush": "256 MB written before each call" if device.type == "cuda" else "none (CPU)",
         "rates": "given" if options.rates else "measured in this run",
         "measured_rates": {},

@@ -239,7 +239,7 @@ class Runner:
         began = time.monotonic()
         taken = self._measure(calls, mode)
         for _ in range(0 if self._behind else SECOND_LOOKS):
-            if time.monotonic() - began > OVER_BUDGET * self.options.budget_ms / 1e3:
+            if time.monotonic() - began > OVER_BUDGET * self.options.budget_ms / 1e3 / (1.0 - self.options.rest):
                 break
             restless = {name: calls[name] for name, timing in taken.items() if timing.ok and timing.unrest > RESTLESS}
             if restless and self.device.type == "cuda":
@@ -271,6 +271,7 @@ class Runner:
             reps=reps or options.reps,
             min_reps=few,
             budget_ms=budget_ms,
+            rest=0.0 if mode == "host" else options.rest,
             watch=watch,
         )
 

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import shutil
 from collections import Counter
+from typing import Any
 
 from multigemm.bench import tutorial
 from multigemm.bench.results import AUTO, BEHIND, Report, Row, auto_regret, by_entry
@@ -44,9 +45,14 @@ def header(report: Report) -> str:
             packages,
             f"ceilings ({how['rates']}): {rates}",
             f"method: {how['style']}, flush: {how['flush']}, up to {how['reps']} rounds, interleaved, medians; "
+            f"{_rested(how)}"
             f"the better of eager and CUDA graph; clock overhead {how['overhead_us']} us, not subtracted",
         ]
     )
+
+
+def _rested(how: dict[str, Any]) -> str:
+    return f"idle for {how['rest']:.0%} of the time, in pauses between calls; " if how.get("rest") else ""
 
 
 def _rates(rates: dict[str, dict[str, float]]) -> str:
