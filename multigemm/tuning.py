@@ -24,6 +24,7 @@ import torch
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.classify import bucket
 from multigemm.nearest import Estimate, Sample, estimates
+from multigemm.settings import settings
 from multigemm.spec import OperandSpec, ProblemSpec
 
 SCHEMA = 2
@@ -147,6 +148,13 @@ class TuningTable:
         kept = self._cache.put(fingerprint(SCHEMA, place), json.dumps(_encode(measured)).encode(), ".json")
         _change()
         return kept
+
+    def keep(self, found: Iterable[Measured]) -> str:
+        """Records measurements; where the disk does not take them all, why."""
+        kept = [self.record(measured) for measured in found]
+        if all(kept):
+            return ""
+        return f"{settings().cache_dir} cannot be written" if settings().cache else "the cache is off (MULTIGEMM_CACHE)"
 
     def own(self) -> list[Measured]:
         """Everything in the user's cache that this version can read."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from multigemm import tuning
 from multigemm.__main__ import COMMANDS, main
 from multigemm.settings import settings
 from multigemm.tuning import SCHEMA
@@ -162,8 +163,6 @@ def test_demo_checks_and_times_the_cpu(capsys: pytest.CaptureFixture[str]) -> No
 def test_cache_export_import_and_clear(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from multigemm import tuning
-
     monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "one"))
     settings.cache_clear()
     tuning.table.cache_clear()
@@ -179,6 +178,21 @@ def test_cache_export_import_and_clear(
     settings.cache_clear()
     assert main(["cache", "import", str(tmp_path / "x.json")]) == 2
     assert "not kept: the cache is off" in capsys.readouterr().err
+    tuning.table.cache_clear()
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_what_the_cache_does_not_take_was_not_recorded(
+    out: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    settings.cache_clear()
+    tune = ["tune", "--shape", "2,4,8,8", "--backend", "cpu", "--configs", "1", "--device", "cpu", "--quiet"]
+    assert main([*tune, "--out", str(tmp_path / "x.json")] if out else tune) == (0 if out else 1)
+    told = capsys.readouterr().out
+    assert f"not recorded: {tmp_path / 'file' / 'cache'} cannot be written" in told
+    assert (tmp_path / "x.json").exists() == out
     tuning.table.cache_clear()
 
 

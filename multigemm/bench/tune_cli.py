@@ -87,14 +87,15 @@ def _keep(found: list[Measured], args: argparse.Namespace, where: dict[str, Any]
     """Shows, records and writes what was found."""
     classes = len({m.key for m in found})
     print(f"measurements: {len(found)}; classes of problems: {classes}; on {where['device']}")
+    lost = ""
     if found and not args.no_record:
-        for measured in found:
-            table().record(measured)
-        print("recorded in the cache: `multigemm cache` shows it, `multigemm cache export FILE` shares it")
+        lost = table().keep(found)
+        how = "`multigemm cache` shows it, `multigemm cache export FILE` shares it"
+        print(f"not recorded: {lost}" if lost else f"recorded in the cache: {how}")
     if args.out:
         write(args.out, found, where)
         print(f"written: {args.out}")
-    return 0 if found else 1
+    return 1 if not found or (lost and not args.out) else 0
 
 
 def _supervised(args: argparse.Namespace) -> int:

@@ -80,8 +80,7 @@ def _import(args: argparse.Namespace) -> int:
         entries = [m for entry in raw["entries"] for m in unfold(entry, "")]
     except ValueError as error:
         raise InvalidSetting(f"{args.file} is damaged: {error}") from error
-    if not all(table().record(entry) for entry in entries):
-        why = f"{settings().cache_dir} cannot be written" if settings().cache else "the cache is off (MULTIGEMM_CACHE)"
+    if why := table().keep(entries):
         raise InvalidSetting(f"the measurements were read, but not kept: {why}")
     print(f"measurements taken over: {len(entries)}")
     return 0
