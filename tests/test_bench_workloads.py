@@ -98,7 +98,7 @@ def test_spread_is_near_every_shape_and_random_is_drawn_anew_by_a_seed() -> None
     cases = suite("spread")
     assert {case.form for case in cases} == set(FORMS)
     assert {case.dtype for case in cases} == set(DTYPES)
-    assert all(case.flops < 4e11 and case.bytes < 2**30 for case in cases)
+    assert all(case.flops < 1.3e12 and case.bytes < 2**32 for case in cases)
     rows = [case for case in cases if case.form == "jagged_m" and case.dtype == "bf16"]
     assert len(rows) > 100
     for names in ("n", "k"):  # no octave between the least and the greatest is bare

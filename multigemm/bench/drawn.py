@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from multigemm.bench.workloads import DTYPES, Workload
 
 UNTUNED = "random"
 UNEVEN_AND_EVEN = ("balanced", "zipf", "empty", "multinomial", "uniform")
-SPREAD = 800
+OF_EVERY_KIND, SPREAD = 800, 1600
+"""So many are of every kind; the rest are packed rows of 16-bit floats, which most users have."""
 SEED = 20
 GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
 OTHERS = (
@@ -28,9 +29,23 @@ OTHERS = (
 )
 KINDS = " ".join("m mt k m list mt batched m masked mt m {} mt odd m n mt {}".format(*pair) for pair in OTHERS).split()
 """What `spread` deals out in turn: packed rows (t: with transposed weights), the other forms, the other dtypes."""
+USUAL = ("m", "mt")
 ANY_KIND = "m mt k m list mt m batched mt m fp16 mt masked m k mt list m mt n".split()  # noqa: SIM905
 LONG = {"fp32": 1e10, "fp64": 1e10, "int8": 1e10, "tf32": 3e10, "n": 2e10, "odd": 5e10}
-"""Products at most; a tenth of a millisecond or so, and 0.4 ms for 16-bit floats."""
+"""Products at most, where they are fewer than usual: a tenth of a millisecond or so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bounds of what is drawn: the least N and K in octaves, products and elements at most."""
+
+    least: float
+    products: float
+    elements: int
+
+
+ROOM = Room(6.5, 1.5e11, 2**28)
+MORE_ROOM = Room(7.5, 6e11, 2**30)
 
 
 def spread_out() -> list[Workload]:
@@ -39,9 +54,11 @@ def spread_out() -> list[Workload]:
     index = 0
     while len(cases) < SPREAD:
         index += 1
-        kind = KINDS[len(cases) % len(KINDS)]
+        kinds = KINDS if len(cases) < OF_EVERY_KIND else USUAL
+        kind = kinds[len(cases) % len(kinds)]
         place = [_radical_inverse(index, base) for base in (2, 3, 5, 7)]
-        cases += _placed(f"spread_{len(cases):03d}", "spread", kind, place, index)
+        room = ROOM if kinds is KINDS else MORE_ROOM
+        cases += _placed(f"spread_{len(cases):03d}", "spread", kind, place, index, room)
     return cases
 
 
@@ -54,7 +71,7 @@ def _radical_inverse(index: int, base: int) -> float:
     return value
 
 
-def _placed(name: str, suite: str, kind: str, place: Sequence[float], index: int) -> list[Workload]:
+def _placed(name: str, suite: str, kind: str, place: Sequence[float], index: int, room: Room = ROOM) -> list[Workload]:
     """One workload of a kind at a place in the unit cube: rows per group, N, K, groups; none if it is too long.
 
     Extents are multiples of 64 as models have them, some of 8, and for the kind "odd" of nothing.
@@ -62,8 +79,8 @@ def _placed(name: str, suite: str, kind: str, place: Sequence[float], index: int
     step = 1 if kind == "odd" else 8 if index % 4 == 3 else 64
     groups = GROUPS[int(place[3] * len(GROUPS))]
     rows = max(1, int(2.0 ** (place[0] * (8 if kind == "n" else 11.5))))
-    n, k = (max(step, int(step * round(2.0 ** (6.5 + 6.5 * p) / step))) for p in place[1:3])
-    if groups * rows * n * k > LONG.get(kind, 1.5e11) or groups * (n * k + rows * (n + k)) > 2**28:
+    n, k = (max(step, int(step * round(2.0 ** (room.least + (13 - room.least) * p) / step))) for p in place[1:3])
+    if groups * rows * n * k > LONG.get(kind, room.products) or groups * (n * k + rows * (n + k)) > room.elements:
         return []
     spread = UNEVEN_AND_EVEN[index % len(UNEVEN_AND_EVEN)]
     case = Workload(name, suite, groups=groups, n=n, k=k, total=groups * rows, distribution=spread, seed=index)
