@@ -267,6 +267,7 @@ def _size_classes(case: Case) -> set[str]:
     found |= {f"zero:{name}" for i, name in enumerate("mnk") if any(size[i] == 0 for size in sizes)}
     found |= {f"odd:{name}" for i, name in enumerate("mnk") if any(size[i] % 8 for size in sizes)}
     found |= {f"long:{name}" for i, name in enumerate("mnk") if any(size[i] > 128 for size in sizes)}
+    found |= {f"stretched:{name}" for i, name in enumerate("mnk") if any(size[i] > 1500 for size in sizes)}
     return found
 
 

@@ -18,6 +18,7 @@ from multigemm.testing.strategies import (
     legal,
     random_case,
     settled,
+    stretched,
     structure,
 )
 
@@ -38,7 +39,8 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
     if kind.a.zero or kind.b.zero:
         modes = [m for m in modes if m not in DISTINCT]
     mode = kind.mode if kind.dtype == "int8" or kind.mode in ("bitmask", "special") or not modes else ch.choice(modes)
-    return settled(replace(kind, **keep, mode=mode, seed=ch.integer(0, 2**31 - 1)), limits)
+    case = replace(kind, **keep, mode=mode, seed=ch.integer(0, 2**31 - 1))
+    return settled(stretched(ch, case, limits), limits)
 
 
 def cousin(kind: Case, ch: Chooser, limits: Limits) -> Case:
@@ -57,7 +59,9 @@ def cousin(kind: Case, ch: Chooser, limits: Limits) -> Case:
 def _pairs(case: Case) -> set[tuple[str, str]]:
     """Pairs of what a compiled kernel may depend on: form, dtypes, layouts, epilogue."""
     traits = [
-        name for name in classes(case) if not name.startswith(("odd:", "zero:", "empty:", "groups:", "long:", "mode:"))
+        name
+        for name in classes(case)
+        if not name.startswith(("odd:", "zero:", "empty:", "groups:", "long:", "stretched:", "mode:"))
     ]
     traits += [f"result:{case.result_dtype}", f"sides:{case.a.order}{case.b.order}"]
     if case.dtype == "int8" or case.mode in ("bitmask", "special"):

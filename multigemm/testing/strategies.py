@@ -195,7 +195,25 @@ def draw_case(ch: Chooser, limits: Limits = Limits()) -> Case:
     case = _output(ch, _epilogue(ch, case))
     if case.beta and not case.alias:
         case = replace(case, c=draw_layout(ch))
-    return settled(replace(case, aligned=ch.integer(0, 4) == 0), limits)
+    return settled(stretched(ch, replace(case, aligned=ch.integer(0, 4) == 0), limits), limits)
+
+
+def stretched(ch: Chooser, case: Case, limits: Limits) -> Case:
+    """Now and then one extent is so long that counters of 16 bits wrap where the work allows it, the others short."""
+    if limits.longest < 300 or ch.integer(0, 23):
+        return case
+    long = limits.work // ch.choice((4, 4, 16)) + ch.integer(-9, 9)
+    m, n, k = (ch.integer(1, 2) for _ in "mnk")
+    sizes = {"m": m, "n": n, "k": k} | {ch.choice("mnk"): long}
+    if case.form == "per_group":
+        return replace(case, dims=((sizes["m"], sizes["n"], sizes["k"]), (2, 3, 1)))
+    lengths: tuple[int, ...] = (0,)
+    if case.form == "masked":
+        lengths = (max(0, sizes["m"] - ch.integer(0, 1)),)
+    elif case.jagged:
+        length = sizes[case.jagged]
+        lengths = ch.choice(((length,), (0, length - 1, 1)))
+    return replace(case, m=sizes["m"], n=sizes["n"], k=sizes["k"], lengths=lengths)
 
 
 def settled(case: Case, limits: Limits) -> Case:
@@ -258,7 +276,7 @@ REQUIRED = frozenset(
     | {f"{side}:zero-{direction}" for side in "ab" for direction in "grc"}
     | {"out:own"}
     | {f"groups:{word}" for word in ("none", "one", "few", "many")}
-    | {f"{word}:{name}" for word in ("zero", "odd") for name in "mnk"}
+    | {f"{word}:{name}" for word in ("zero", "odd", "stretched") for name in "mnk"}
     | {"empty:some", "empty:all", "head", "tail", "shared", "alias", "mixed", "tf32", "beta", "alpha:zero", "alpha:any",
        "wider out", "bias:n", "bias:gn", "index:int32", "index:int64", "where:list", "where:host", "where:device",
        "kind:offsets", "kind:sizes", "kind:ends", "aligned"}

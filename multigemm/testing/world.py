@@ -183,8 +183,9 @@ class World:
         values = draw_values(case) if values is None else values
         place = plot(case, shapes(case))
         inputs = place.inputs.poisoned()
-        _write(inputs, place.a, values.a)
-        _write(inputs, place.b, values.b)
+        if case.alpha != 0:  # otherwise neither is read: NaN throughout
+            _write(inputs, place.a, values.a)
+            _write(inputs, place.b, values.b)
         _poison_unowned(case, place, inputs)
         _write(inputs, place.bias, values.bias)
         prefills = (place.outputs.poisoned(), place.outputs.random_bytes(case.seed))
