@@ -21,6 +21,7 @@ from multigemm.grouping import Grouping, Int64s
 from multigemm.intake import Operand
 from multigemm.layouts import Operands, to_device
 from multigemm.problem import GroupedGemmProblem
+from multigemm.running_sums import running_sums
 from multigemm.spec import OperandSpec, ProblemSpec
 
 BOUNDARY = 256
@@ -71,7 +72,7 @@ def _live_ends(live: Tensor, kind: str, before: list[Step]) -> tuple[Tensor, boo
     """`ends` and `head` of Operands out of a tensor that is followed in place."""
     if kind == "sizes":
         ends = torch.empty(live.shape, dtype=torch.int64, device=live.device)
-        before.append(partial(torch.cumsum, live, 0, dtype=torch.int64, out=ends))
+        before.append(running_sums(live, ends))
         return ends, False
     if live.shape[0] > 1 and live.stride(0) != 1:
         live = _follow(live, before)

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 import torch
 
+from multigemm import nvrtc
 from multigemm.backend import Availability, Launch, Recipe
-from multigemm.backends.cublas import epilogue, launch, library, nvrtc, run, support
+from multigemm.backends.cublas import epilogue, launch, library, run, support
 from multigemm.backends.cublas.config import Config, reads_sizes
 from multigemm.layouts import Operands
 from multigemm.spec import ProblemSpec

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from multigemm.backends.cublas import BACKEND, calls, choose, config, elements, kernels, launch, nvrtc
+from multigemm import nvrtc
+from multigemm.backends.cublas import BACKEND, calls, choose, config, elements, kernels, launch
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import View, _Into
 from multigemm.backends.cublas.leading import Shape
@@ -20,6 +19,7 @@ from multigemm.errors import CompileError
 from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import ProblemSpec
 from multigemm.staging import outline, staged_spec
+from tests.nvrtc_here import nvrtc_here
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -231,28 +231,13 @@ def test_grouped_mm_sees_legal_strides_on_single_rows() -> None:
     assert View(True).of(torch.zeros(4, 24)[:, :13]).stride() == (24, 1)
 
 
-def _nvrtc() -> Any:
-    for name in ("libnvrtc.so.13", "libnvrtc.so.12"):
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    from importlib.util import find_spec
-
-    spec = find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for path in sorted(Path(folder).glob("*/lib/libnvrtc.so.1*")):
-            return ctypes.CDLL(str(path))
-    pytest.skip("no NVRTC is installed")
-
-
 @pytest.mark.parametrize(
     ("acc", "out"),
     [(torch.int32, torch.int32), (torch.float64, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
     + [(torch.float32, out) for out in (torch.float16, torch.bfloat16, torch.float64)],
 )
 def test_the_epilogue_compiles(monkeypatch: pytest.MonkeyPatch, acc: torch.dtype, out: torch.dtype) -> None:
-    library = _nvrtc()
+    library = nvrtc_here()
     monkeypatch.setattr(nvrtc, "compiler", lambda: library)
     act = 1 if acc is torch.int32 else elements.ACTIVATION_CODES["gelu"]
     extra = elements.TYPE_CODES[torch.int32 if acc is torch.int32 else torch.float16]
@@ -262,7 +247,7 @@ def test_the_epilogue_compiles(monkeypatch: pytest.MonkeyPatch, acc: torch.dtype
 
 
 def test_a_broken_kernel_shows_the_compilers_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = _nvrtc()
+    library = nvrtc_here()
     monkeypatch.setattr(nvrtc, "compiler", lambda: library)
     assert nvrtc.compile_source(kernels.CUT, "cut", ("--gpu-architecture=sm_80",))
     with pytest.raises(CompileError, match="undefined_name"):

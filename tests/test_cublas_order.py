@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from multigemm import cuda_driver
-from multigemm.backends.cublas import nvrtc, run, streams
+from multigemm import cuda_driver, nvrtc
+from multigemm.backends.cublas import run, streams
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.library import EXACT_MATH, issue
 from multigemm.cuda_driver import NO_CONTEXT

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from multigemm.backends.cublas.epilogue import Cut, Need, finish
 from multigemm.backends.cublas.grouped_mm import ALIGNMENT, GroupedMM, View
-from multigemm.backends.cublas.nvrtc import Step
 from multigemm.backends.cublas.products import Ints, cut
 from multigemm.backends.cublas.run import Steps
 from multigemm.backends.cublas.staging import Copies
 from multigemm.layouts import Operands, to_device
+from multigemm.nvrtc import Step
 
 LARGEST_COPY = 8 << 20
 """Elements; copying more takes longer than a call without rows."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas import nvrtc
+from multigemm import nvrtc
 from multigemm.backends.cublas.elements import ACTIVATION_CODES, TYPE_CODES
 from multigemm.backends.cublas.kernels import CUT, CUT_THREADS, FINISH, SLAB, TABLE_COLUMNS, THREADS
 from multigemm.layouts import TABLE, Operands, Strided, group_table, packed, strides_of, to_device

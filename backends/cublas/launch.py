@@ -34,12 +34,12 @@ from multigemm.backends.cublas.direct import bind_grouped_mm
 from multigemm.backends.cublas.epilogue import Need, finish
 from multigemm.backends.cublas.library import Cublas, cublas
 from multigemm.backends.cublas.lt import fused
-from multigemm.backends.cublas.nvrtc import Step
 from multigemm.backends.cublas.products import Bytes, Ints, Product, cut, list_products, packed_products
 from multigemm.backends.cublas.run import Calls, Steps, Streamed, Zeros
 from multigemm.backends.cublas.staging import Copies, Side, expressible, scratch, stage, stage_bias, writable
 from multigemm.errors import BackendUnsupported, NotCapturable
 from multigemm.layouts import Operands, group_table, packed
+from multigemm.nvrtc import Step
 from multigemm.spec import ProblemSpec
 
 FEW_ZEROS = 8

@@ -12,9 +12,9 @@ from torch import Tensor
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Cublas, handle, issue
-from multigemm.backends.cublas.nvrtc import Step
 from multigemm.backends.cublas.streams import Kit, borrow, capture_of, lend, workspace
 from multigemm.layouts import Operands
+from multigemm.nvrtc import Step
 
 CALL_US, FLOPS_PER_US, BYTES_PER_US = 10.0, 700e6, 2.9e6
 """What the host needs for a call, and an H100 for its work: products shorter than their calls need no streams."""

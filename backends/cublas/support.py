@@ -18,7 +18,7 @@ def availability() -> Availability:
         return Availability(False, f"this torch ({torch.__version__}) was built without CUDA", install)
     if not torch.cuda.is_available():
         return Availability(False, "torch sees no CUDA GPU", "")
-    from multigemm.backends.cublas import nvrtc
+    from multigemm import nvrtc
     from multigemm.backends.cublas.library import cublas, grouped_matmul
 
     try:

@@ -1,4 +1,4 @@
-"""Compiles and launches the two small kernels: the NVRTC that torch ships, and the driver.
+"""Small kernels of CUDA C++ beside the backends' own: compiled by the NVRTC that torch ships, launched by the driver.
 
 The cubin is kept on disk, keyed by source, types, architecture and compiler, so a process compiles
 nothing that an earlier one did. A kernel belongs to one device's context; torch makes that context.
@@ -55,7 +55,7 @@ def compile_source(source: str, name: str, options: tuple[str, ...]) -> bytes:
 def _cubin(source: str, name: str, options: tuple[str, ...]) -> bytes:
     major, minor = ctypes.c_int(), ctypes.c_int()
     compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    store = DiskCache("cublas")
+    store = DiskCache("nvrtc")
     key = fingerprint(source, name, options, major.value, minor.value)
     kept = store.get(key, ".cubin")
     if kept is None:
