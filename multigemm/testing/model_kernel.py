@@ -20,7 +20,6 @@ from torch import Tensor
 from multigemm.backend import Availability, Launch, Recipe
 from multigemm.layouts import Operands
 from multigemm.reference.dtypes import numpy_dtype, round_once
-from multigemm.reference.numpy_reference import activate
 from multigemm.spec import ProblemSpec
 from multigemm.testing.model_parts import Array, Faults, Flat, Group, Index, Matrix, Tile
 
@@ -123,7 +122,7 @@ class Kernel:
         elif self.spec.form == "masked":
             extents["m"] = end
         extents = {name: self.f.extent(name, value) for name, value in extents.items()}
-        if self.spec.alpha == "zero":
+        if self.spec.alpha == "zero" and not self.f.alpha_zero_multiplies:
             extents["k"] = 0
         left = self.matrix("a", ops.a, g, skip["m"], skip["k"])
         right = self.matrix("b", ops.b, g, skip["k"], skip["n"])
@@ -219,7 +218,7 @@ class Kernel:
             x, y = (np.where(x == 0, 0, x), np.where(np.isfinite(y) | (x != 0).any(), y, 0))
             x, y = np.nan_to_num(x, nan=0.0), np.nan_to_num(y, nan=0.0)
         with np.errstate(all="ignore"):
-            acc = (acc + (x @ y)).astype(kind)
+            acc = f.sum((acc + (x @ y)).astype(kind))
         if f.accumulate is not None or (f.split_rounds and step == steps // 2):
             narrow = f.accumulate or self.spec.out.dtype
             acc = round_once(acc, narrow).astype(kind)
@@ -229,30 +228,33 @@ class Kernel:
 
     def finish(self, g: Group, acc: Array, i: Index, j: Index, inside: Array) -> Array:
         """alpha, beta, bias and the activation, in the accumulator's precision."""
-        kind, order = acc.dtype.type, self.f.epilogue
+        f, order = self.f, self.f.epilogue
         wide = self.spec.acc == torch.int32
+        kind = np.float32 if wide and order == "integers through float32" else acc.dtype.type
         with np.errstate(all="ignore"):
-            bias = None
+            acc, bias = acc.astype(kind), None
             if g.bias is not None:
-                bias = g.bias.flat.load(g.bias.at(i, j), np.broadcast_to((j < g.n)[None, :], acc.shape)).astype(kind)
+                bias = g.bias.flat.load(g.bias.at(i, j), np.broadcast_to((j < g.n)[None, :], acc.shape))
+                bias = f.bias(bias.astype(kind))
             if order == "activation first":
-                acc = activate(acc, self.spec.activation)
+                acc = f.activate(acc, self.spec.activation)
             if order == "bias before alpha" and bias is not None:
                 acc = acc + bias
-            if self.spec.alpha == "any" and order != "no alpha":
-                acc = acc * kind(self.ops.alpha)
+            if (self.spec.alpha == "any" and order != "no alpha") or f.alpha_zero_multiplies:
+                acc = acc * kind(f.factor(self.ops.alpha))
             if g.c is not None:
-                beta = 1.0 if order == "beta is one" else self.ops.beta
+                beta = 1.0 if order == "beta is one" else f.factor(self.ops.beta)
                 old = g.c.flat.load(g.c.at(i, j), inside).astype(kind)
-                acc = acc + old * kind(beta)
+                acc = acc + f.old(old) * kind(beta)
             if bias is not None and order not in ("bias before alpha", "no bias"):
                 acc = acc + bias
             if wide:
-                acc = acc.astype(np.int32).astype(np.int64)
+                ends = (-(2**31), 2**31 - 1) if order == "integers saturate" else (-(2**62), 2**62)
+                acc = np.clip(acc.astype(np.int64), *ends).astype(np.int32).astype(np.int64)
             if order == "rounds before activation":
                 acc = round_once(acc, self.spec.out.dtype).astype(kind)
             if order not in ("activation first", "no activation"):
-                acc = activate(acc, self.spec.activation)
+                acc = f.activate(acc, self.spec.activation)
         return np.asarray(acc)
 
 

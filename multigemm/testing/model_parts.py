@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from multigemm.reference.dtypes import round_once
+from multigemm.reference.numpy_reference import activate
 
 Array = npt.NDArray[Any]
 Index = npt.NDArray[np.int64]
@@ -133,3 +134,9 @@ class Faults:
     valid_rows_ignored: bool = False
     shared_bias: bool = False
     one_bias_column: bool = False
+    alpha_zero_multiplies: bool = False
+    factor: Callable[[float], float] = _no_change
+    old: Callable[[Array], Array] = _no_change
+    bias: Callable[[Array], Array] = _no_change
+    sum: Callable[[Array], Array] = _no_change
+    activate: Callable[[Array, str | None], Array] = activate

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from multigemm.reference.dtypes import round_once, ulp
+from multigemm.reference.numpy_reference import activate
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case
 from multigemm.testing.model_kernel import ModelBackend
@@ -72,6 +73,37 @@ def _cut_bfloat16(x: Any) -> Any:
 
 def _flush(x: Any) -> Any:
     return x if x.dtype.kind == "i" else np.where(np.abs(x) < 2.0**-12, 0, x).astype(x.dtype)
+
+
+def _flush_results(x: Any, dtype: torch.dtype) -> Any:
+    """Subnormal numbers of a 16-bit float are lost, as where a kernel is compiled to flush them."""
+    lost = dtype == torch.float16 and x.dtype.kind == "f"
+    return round_once(np.where(np.abs(x) < 2.0**-14, 0, x).astype(x.dtype) if lost else x, dtype)
+
+
+def _of_bits(bits: int) -> Callable[[Any], Any]:
+    """A float32 accumulator that keeps so many bits of its sums."""
+
+    def cut(x: Any) -> Any:
+        if x.dtype != np.float32:
+            return x
+        return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFFFFF << (24 - bits) & 0xFFFFFFFF)).view(
+            x.dtype
+        )
+
+    return cut
+
+
+def _factor_bfloat16(x: float) -> float:
+    return float(round_once(np.array([x]), torch.bfloat16)[0])
+
+
+def _relu_without_nan(x: Any, name: str | None) -> Any:
+    return np.fmax(x, 0).astype(x.dtype) if name == "relu" else activate(x, name)
+
+
+def _other_gelu(x: Any, name: str | None) -> Any:
+    return activate(x, {"gelu": "gelu_tanh", "gelu_tanh": "gelu"}.get(str(name), name))
 
 
 def _wrap16(index: Any) -> Any:
@@ -163,6 +195,17 @@ MUTANTS: dict[str, Faults] = {
     "NaN skipped": Faults(skip_nan=True),
     "sizes read when bound": Faults(early_metadata=True),
     "adds to the old result": Faults(adds_to_out=True),
+    "subnormal results flushed": Faults(round=_flush_results),
+    "an accumulator of 22 bits": Faults(sum=_of_bits(22)),
+    "an accumulator of 17 bits": Faults(sum=_of_bits(17)),
+    "factors through bfloat16": Faults(factor=_factor_bfloat16),
+    "C through bfloat16": Faults(old=_cut_bfloat16),
+    "bias through bfloat16": Faults(bias=_cut_bfloat16),
+    "integers saturate": Faults(epilogue="integers saturate"),
+    "integers through float32": Faults(epilogue="integers through float32"),
+    "alpha = 0 multiplies": Faults(alpha_zero_multiplies=True),
+    "relu of NaN is 0": Faults(activate=_relu_without_nan),
+    "gelu and gelu_tanh exchanged": Faults(activate=_other_gelu),
     "writes beside an input": Faults(writes_input=True),
     "another answer at the second call": Faults(drift=True),
 }
