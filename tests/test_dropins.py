@@ -140,6 +140,10 @@ def test_gmm_with_trans_a_and_with_an_output() -> None:
         grouped_gemm.ops.gmm(a, b, sizes, True, True)
     with pytest.raises(mg.InvalidProblem, match="dimensions"):
         grouped_gemm.ops.gmm(a, b, sizes)
+    torch.testing.assert_close(grouped_gemm.ops.gmm(a, b, [3, 0, 6], True), want)
+    for wrong, words in ((sizes[None], "sizes has 2 dimensions"), (9, "sizes is of type int")):
+        with pytest.raises(mg.InvalidProblem, match=words):
+            grouped_gemm.ops.gmm(a, b, wrong, True)
 
 
 class Foreign:
@@ -183,6 +187,9 @@ def test_ragged_dot_keeps_the_kind_of_array(index: Any) -> None:
         ragged_dot(lhs, rhs, sizes, group_offset=np.array([1]))
     with pytest.raises(mg.InvalidProblem, match="must hold integers"):
         ragged_dot(lhs, rhs, sizes.astype(np.float32))
+    assert ragged_dot(lhs, rhs, range(3)).shape == (7, 5)
+    with pytest.raises(mg.InvalidProblem, match="sizes is of type int"):
+        ragged_dot(lhs, rhs, 6)
 
 
 def test_tritonbench_adapters_pack_once_and_return_rows() -> None:

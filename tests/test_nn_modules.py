@@ -66,6 +66,8 @@ def test_cuts_on_the_host_are_checked_and_may_be_empty() -> None:
         with pytest.raises(mg.InvalidProblem, match=words):
             layer.to("meta")(x.to("meta"), **cut)  # another device than that of the cut
         layer.to_empty(device="cpu")
+    with pytest.raises(mg.InvalidProblem, match=r"a has shape \(1, 5, 4\)"):
+        layer(x[None], sizes=[2, 3])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ for both operands in every mode, and rows past the last group (zeros).
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from multigemm.errors import InvalidProblem
 def gmm(
     a: Tensor,
     b: Tensor,
-    batch_sizes: Tensor,
+    batch_sizes: Any,
     trans_a: bool = False,
     trans_b: bool = False,
     c: Tensor | None = None,
@@ -36,10 +37,9 @@ def gmm(
     if trans_a and trans_b:
         raise InvalidProblem("trans_a and trans_b were given together: transpose one operand with .T instead")
     wanted = 2 if trans_a else 3
-    if a.dim() != 2 or b.dim() != wanted or batch_sizes.dim() != 1:
+    if a.dim() != 2 or b.dim() != wanted:
         raise InvalidProblem(
-            f"a has {a.dim()} dimensions, b {b.dim()} and batch_sizes {batch_sizes.dim()}; with trans_a={trans_a} they "
-            f"must have 2, {wanted} and 1"
+            f"a has {a.dim()} dimensions and b {b.dim()}; with trans_a={trans_a} they must have 2 and {wanted}"
         )
     result: Tensor
     if trans_a:

@@ -40,8 +40,8 @@ def ragged_dot(
 
 def _index(sizes: Any) -> Any:
     """Group sizes as something that the core reads; other integer types than its two are converted."""
-    if isinstance(sizes, list | tuple):
-        return sizes
+    if not hasattr(sizes, "__dlpack__"):
+        return sizes  # integers, or for the core to refuse
     tensor = sizes if isinstance(sizes, torch.Tensor) else torch.utils.dlpack.from_dlpack(sizes)
     if tensor.is_floating_point() or tensor.dtype is torch.bool:
         raise InvalidProblem(f"group_sizes has dtype {tensor.dtype}; it must hold integers")

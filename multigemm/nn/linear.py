@@ -31,8 +31,9 @@ def _on(x: Tensor, kind: Kind, cut: Cut, groups: int) -> Tensor | None:
         return cut
     if torch.compiler.is_compiling():
         return torch.as_tensor(cut, device=x.device)
-    given: dict[str, Any] = {"offsets": None, "sizes": None, "ends": None, kind: cut}
-    make_grouping(**given, groups=groups, total=x.shape[0], device=x.device, full=False)
+    if x.dim() == 2:  # any other has no rows to cut, and is refused as a whole
+        given: dict[str, Any] = {"offsets": None, "sizes": None, "ends": None, kind: cut}
+        make_grouping(**given, groups=groups, total=x.shape[0], device=x.device, full=False)
     return torch.as_tensor(cut, dtype=None if isinstance(cut, Tensor) else torch.int64, device=x.device)
 
 
