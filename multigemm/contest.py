@@ -125,8 +125,10 @@ def _knowledge(
     if len(exact) > 1:
         best = min(m.us for m in exact.values()) or 1.0
         return {name: (m.us, m.us / best, m.source, False) for name, m in exact.items()}
-    ran = {name: _would_run(name, spec, device, equal, sizes) for name in names}
-    found = [e for e in table.estimates(spec, device, equal, ran) if e.backend in names]
+    configs = {name: config_for(name, spec, device, None, equal)[0] for name in names}
+    ran = {name: _would_run(name, config, spec, device, sizes) for name, config in configs.items()}
+    footprints = {name: tuning.footprint_of(config) for name, config in configs.items()}
+    found = [e for e in table.estimates(spec, device, equal, ran, footprints) if e.backend in names]
     best = min((e.slowness for e in found), default=1.0)
     told: dict[str, tuple[float | None, float | None, str, bool]]
     told = {name: (m.us, None, m.source, False) for name, m in exact.items()}
@@ -136,10 +138,9 @@ def _knowledge(
     return told
 
 
-def _would_run(name: str, spec: ProblemSpec, device: torch.device, equal: bool, sizes: Sizes | None) -> str:
+def _would_run(name: str, config: Any, spec: ProblemSpec, device: torch.device, sizes: Sizes | None) -> str:
     """What a backend would run, in short."""
-    backend, config = registry.get(name), config_for(name, spec, device, None, equal)[0]
-    told = ""
+    backend, told = registry.get(name), ""
     if sizes is not None and getattr(backend, "decides_at_bind", False):
         recipe = backend.plan(spec, config, device)
         told = recipe.tell(sizes()) if recipe.tell is not None else ""

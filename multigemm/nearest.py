@@ -10,7 +10,8 @@ function: two of its values are the more alike, exp(-distance), the nearer their
 linear guess of g at a new place (kriging) follows from the samples around it. Distances count octaves
 of the extents and of the number of the result's tiles; what changes which kernel runs, such as the
 alignment or the memory order of an operand, or that the backend itself chose another config there,
-counts as some octaves.
+counts as some octaves. How much of a GPU the last round of a backend's own tiles leaves idle goes up
+and down within an octave, where no neighbour tells of it: it is an extent of its own, by backend.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Array = npt.NDArray[Any]
 LIKE_ROWS = ("jagged_m", "masked", "batched", "per_group")
 HALF = ("float16", "bfloat16")
 WORDS = 11
-NEAREST = 80
+NEAREST = 120
 LENGTHS = (30.0, 150.0, 24.0, 60.0, 18.0)
 """Octaves of rows per group, of the two other extents, of the groups and of the result's tiles, after which values are
 unlike (a factor e). They, and the numbers below, were fitted to hundreds of measured shapes, each left out in turn."""
@@ -44,8 +45,16 @@ NOISE = 0.001
 """Of a measurement, as a part of the variance of g."""
 ANY_OFFSET = 1e4
 """The variance of what is not known beforehand: the offsets and levels."""
+PROCESSORS = 132
+"""Of the GPUs that tables ship for; others round to rounds elsewhere, but hardly by more."""
+IDLE_LENGTH = 7.0
+"""Octaves of what idle processors cost, after which values are unlike."""
 WITHIN_BUCKET = 0.72
 """Where in its bucket, a power of two, a number of rows lies on average."""
+
+
+Footprint = tuple[int, ...]
+"""Rows and columns of a result's tile, and how many processors work on one; nothing where a backend does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +85,24 @@ class Place:
     @cached_property
     def octaves(self) -> tuple[float, ...]:
         """The extents and the tiles of the result as logarithms; NaN for unknown ones."""
+        every = (*self.extents, self.tiles(TILE, TILE))
+        return tuple(math.nan if x is None else math.log2(max(x, 0.5)) for x in every)
+
+    def tiles(self, high: float, wide: float) -> float | None:
+        """About how many tiles of this height and width the results have."""
         along, one, two, groups = self.extents
-        high, wide = (one, two) if self.form == "jagged_k" else (along, one)
-        tiles = None
-        if high is not None and wide is not None and groups is not None:
-            tiles = groups * max(1.0, math.ceil(high / TILE)) * max(1.0, math.ceil(wide / TILE))
-        return tuple(math.nan if x is None else math.log2(max(x, 0.5)) for x in (*self.extents, tiles))
+        rows, columns = (one, two) if self.form == "jagged_k" else (along, one)
+        if rows is None or columns is None or groups is None:
+            return None
+        return groups * max(1.0, math.ceil(rows / high)) * max(1.0, math.ceil(columns / wide))
+
+    def idle(self, footprint: Footprint) -> float:
+        """Octaves by which whole rounds of tiles on all processors are more than the tiles; 0 where unknown."""
+        tiles = self.tiles(*footprint[:2]) if len(footprint) == 3 else None
+        if not tiles:
+            return 0.0
+        rounds = tiles * footprint[2] / PROCESSORS
+        return math.log2(math.ceil(rounds) / rounds)
 
     @cached_property
     def marks(self) -> tuple[object, ...]:
@@ -103,7 +124,7 @@ MARKS = np.array(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A class that was measured, or is asked about: microseconds and config by backend, and how large it really was.
+    """A class that was measured, or is asked about: microseconds, config and footprint by backend; how large it was.
 
     `device` is where it was measured; that is only told, for it changes the offset and hardly the rest.
     """
@@ -114,6 +135,7 @@ class Sample:
     groups: int = 0
     flops: float = 0.0
     device: str = ""
+    footprints: Mapping[str, Footprint] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,22 +179,27 @@ class Space:
     """Samples of one family and the class that is asked about (the last), with their distances."""
 
     def __init__(self, samples: Sequence[Sample], places: Sequence[Place]) -> None:
-        self.samples = samples
+        self.samples, self._places = samples, places
         self._extents = np.nan_to_num(np.array([p.octaves for p in places]), nan=TYPICAL) / np.array(LENGTHS)
         codes: dict[object, int] = {}
         self._marks = np.array([[codes.setdefault(mark, len(codes)) for mark in p.marks] for p in places])
 
-    def distances(self, rows: Sequence[int] | Array, columns: Sequence[int] | Array) -> Array:
-        """Between the places of two sets of samples, whatever the backend."""
+    def distances(self, rows: Sequence[int] | Array, columns: Sequence[int] | Array) -> tuple[Array, Array]:
+        """Between the places of two sets of samples, whatever the backend: by extents, squared, and by marks."""
         apart = self._extents[rows][:, None] - self._extents[columns][None]
         other = self._marks[rows][:, None] != self._marks[columns][None]
-        found: Array = np.sqrt((apart**2).sum(-1)) + np.einsum("ijk,k->ij", other, MARKS)
-        return found
+        return (apart**2).sum(-1), np.einsum("ijk,k->ij", other, MARKS)
 
-    def unlike(self, backend: str, chosen: Sequence[int] | Array) -> Array:
-        """Where the backend chose unlike configs."""
+    def alike(self, backend: str, chosen: Sequence[int] | Array) -> Array:
+        """How alike a backend's values at the chosen samples are: 1 for the same."""
+        apart, other = self.distances(chosen, chosen)
         ran = np.array([self.samples[i].ran.get(backend, "") for i in chosen])
-        found: Array = OTHER_CONFIG * (ran[:, None] != ran[None])
+        idle = [self._places[i].idle(self.samples[i].footprints.get(backend, ())) for i in chosen]
+        rounds = np.array(idle) / IDLE_LENGTH
+        far = (
+            np.sqrt(apart + (rounds[:, None] - rounds[None]) ** 2) + other + OTHER_CONFIG * (ran[:, None] != ran[None])
+        )
+        found: Array = np.exp(-far)
         return found
 
 
@@ -186,8 +213,8 @@ def estimates(want: Sample, known: Sequence[Sample]) -> list[Estimate]:
     if not placed:
         return []
     space = Space([*(s for s, _ in placed), want], [*(p for _, p in placed), here])
-    far = space.distances([len(placed)], range(len(placed)))[0]
-    near = np.argsort(far, kind="stable")[:NEAREST]
+    apart, other = (d[0] for d in space.distances([len(placed)], range(len(placed))))
+    near = np.argsort(np.sqrt(apart) + other, kind="stable")[:NEAREST]
     first = placed[near[0]][0]
     source = f"from {len(near)} measured classes, the nearest {first.key}{first.device and f' on {first.device}'}"
     levels = _kriging(space, [*near, len(placed)])
@@ -204,8 +231,7 @@ def _kriging(space: Space, chosen: Sequence[int]) -> dict[str, float]:
     kind = np.array([names.index(name) for _, name in points])
     y = np.log([space.samples[chosen[at]].us[name] for at, name in points])
     y = y - np.array([y[place == at].mean() for at in range(last)])[place]
-    far = space.distances(chosen, chosen)
-    alike = [np.exp(-far - space.unlike(name, chosen)) for name in names]
+    alike = [space.alike(name, chosen) for name in names]
     same = kind[:, None] == kind[None]
     stacked = np.stack(alike)
     covariance = same * (stacked[kind[:, None], place[:, None], place[None]] + ANY_OFFSET)

@@ -43,6 +43,8 @@ def run(problem: GroupedGemmProblem, spec: ProblemSpec, equal: bool) -> None:
     for name, timing in taken.items():
         if not timing.ok:
             raise MultigemmError(f"backend {name!r} failed while it was measured: {timing.error}")
-        ran = tuning.config_text(choices[name].recipe.config, bound.told(choices[name], problem))
+        config = choices[name].recipe.config
+        ran, footprint = tuning.config_text(config, bound.told(choices[name], problem)), tuning.footprint_of(config)
         us, where, key = round(timing.median, 2), tuning.device_name(device), tuning.spec_key(spec, equal)
-        tuning.table().record(Measured(name, {}, us, where, key, ran=ran, groups=spec.groups))
+        measured = Measured(name, {}, us, where, key, ran=ran, groups=spec.groups, footprint=footprint)
+        tuning.table().record(measured)

@@ -23,7 +23,7 @@ import torch
 
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.classify import bucket
-from multigemm.nearest import Estimate, Sample, estimates
+from multigemm.nearest import Estimate, Footprint, Sample, estimates
 from multigemm.settings import settings
 from multigemm.spec import OperandSpec, ProblemSpec
 
@@ -39,6 +39,7 @@ class Measured:
 
     `config` binds whoever runs this class; `ran` is what was measured, where that was the backend's own choice.
     `groups` and `flops` tell how large the measured problems really were, of which the class knows buckets only.
+    `footprint` is the config's, as `backend.Recipe` describes it.
     """
 
     backend: str
@@ -51,6 +52,12 @@ class Measured:
     ran: str = ""
     groups: int = 0
     flops: float = 0.0
+    footprint: Footprint = ()
+
+
+def footprint_of(config: Any) -> Footprint:
+    """What a config says of its tiles; nothing where it does not."""
+    return tuple(getattr(config, "footprint", ()))
 
 
 def config_text(config: Any, told: str = "") -> str:
@@ -168,13 +175,20 @@ class TuningTable:
         return self._cache.clear()
 
     def estimates(
-        self, spec: ProblemSpec, device: torch.device, equal: bool = False, ran: Mapping[str, str] | None = None
+        self,
+        spec: ProblemSpec,
+        device: torch.device,
+        equal: bool = False,
+        ran: Mapping[str, str] | None = None,
+        footprints: Mapping[str, Footprint] | None = None,
     ) -> list[Estimate]:
-        """What the nearest classes that were measured let one expect of each backend, if it runs the configs `ran`;
+        """What the nearest classes that were measured let one expect of each backend, if it runs the configs `ran` of
+        these footprints;
         empty if there are none. Besides the device itself, others of its generation that tables ship for count."""
         kinds = tuple(_where(key) for key in _stand_ins(spec, equal))
         known = self._samples_on(device_name(device), capability(device), kinds)
-        return estimates(Sample(spec_key(spec, equal), {}, ran or {}, spec.groups), known)
+        want = Sample(spec_key(spec, equal), {}, ran or {}, spec.groups, footprints=footprints or {})
+        return estimates(want, known)
 
     def _samples_on(self, device: str, generation_of: str, kinds: tuple[str, ...]) -> list[Sample]:
         """What was measured, by class, on the device or else on another of its generation."""
@@ -195,7 +209,8 @@ class TuningTable:
             rest = m.key.removesuffix(_where(m.key))
             old = known.get(rest, Sample(m.key))
             us, ran = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran or config_text(m.config)}
-            known[rest] = Sample(m.key, us, ran, m.groups, m.flops, device)
+            footprints = {**old.footprints, m.backend: m.footprint}
+            known[rest] = Sample(m.key, us, ran, m.groups, m.flops, device, footprints)
         return known
 
     def _measured_on(self, device: str, kinds: tuple[str, ...]) -> list[Measured]:
@@ -229,9 +244,14 @@ def decode(raw: Any, source: str) -> Measured:
     texts = all(isinstance(x, str) for x in (m.backend, m.device, m.key, m.source, m.ran))
     maps = isinstance(m.config, Mapping) and isinstance(m.failures, Mapping)
     counts = all(type(x) in (int, float) and x >= 0 for x in (m.us, m.groups, m.flops))
-    if not (texts and maps and counts and _is_key(m.key)):
+    tile = all(type(x) is int and x > 0 for x in m.footprint)
+    if not (texts and maps and counts and tile and _is_key(m.key)):
         raise ValueError(f"{str(raw)[:200]} is no measurement")
-    return replace(m, config={name: tuple(v) if isinstance(v, list) else v for name, v in m.config.items()})
+    return replace(
+        m,
+        footprint=tuple(m.footprint),
+        config={name: tuple(v) if isinstance(v, list) else v for name, v in m.config.items()},
+    )
 
 
 def unfold(raw: Any, source: str) -> list[Measured]:
@@ -251,7 +271,7 @@ def fold(measurements: Iterable[Measured]) -> list[dict[str, Any]]:
     for (device, key), by_name in classes.items():
         known = classes.get((device, key.replace(_where(key), ON_DEVICE)), {}) if _where(key) != ON_DEVICE else {}
         own = {
-            name: {k: v for k, v in asdict(m).items() if v and k in ("us", "ran", "config", "failures")}
+            name: {k: v for k, v in asdict(m).items() if v and k in ("us", "ran", "config", "failures", "footprint")}
             for name, m in by_name.items()
             if name not in known or replace(m, key="") != replace(known[name], key="")
         }

@@ -28,7 +28,8 @@ def classes(where: str) -> list[Sample]:
                 if m.key.endswith(where):
                     old = here.get(m.key, Sample(m.key))
                     us, ran = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran}
-                    here[m.key] = Sample(m.key, us, ran, m.groups, m.flops)
+                    footprints = {**old.footprints, m.backend: m.footprint}
+                    here[m.key] = Sample(m.key, us, ran, m.groups, m.flops, footprints=footprints)
         found |= here
     return [s for s in found.values() if len(s.us) > 1]
 
@@ -38,7 +39,7 @@ def behind(known: list[Sample]) -> list[float]:
     ratios = []
     for index in range(0, len(known), EVERY):
         left_out = known[index]
-        asked = Sample(left_out.key, {}, left_out.ran, left_out.groups)
+        asked = Sample(left_out.key, {}, left_out.ran, left_out.groups, footprints=left_out.footprints)
         guess = estimates(asked, [s for s in known if s is not left_out])
         usable = [e for e in guess if e.backend in left_out.us]
         chosen = min(usable, key=lambda e: e.slowness).backend

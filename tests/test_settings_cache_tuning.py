@@ -157,7 +157,7 @@ def test_measurements_are_folded_by_class_and_come_back() -> None:
     host = "jagged_m g2 m* n8 k16 t64 float32/row float32/row float32/row ieee host-sizes"
     device = host.replace("host-sizes", "device-sizes")
     given = [
-        Measured("x", {}, 3.0, "cpu", device, ran="16", groups=2, flops=512.0),
+        Measured("x", {}, 3.0, "cpu", device, ran="16", groups=2, flops=512.0, footprint=(64, 128, 2)),
         Measured("y", {"size": 4}, 2.0, "cpu", device, {"Tile(8)": "wrong"}, groups=2, flops=512.0),
         Measured("y", {"size": 4}, 1.0, "cpu", host, groups=2, flops=512.0),
     ]
@@ -166,9 +166,9 @@ def test_measurements_are_folded_by_class_and_come_back() -> None:
     assert len(entries) == 2
     assert [replace(m, source="") for entry in entries for m in tuning.unfold(entry, "file")] == given
     assert tuning.unfold({"backend": "x", "config": {}, "us": 3.0, "device": "cpu", "key": device}, "")[0].us == 3.0
-    for wrong in ({"backends": {"x": {"us": -1.0}}}, {"backends": {"x": {"us": 1.0, "more": 2}}}):
+    for wrong in ({"us": -1.0}, {"us": 1.0, "more": 2}, {"us": 1.0, "footprint": [64, 0, 1]}):
         with pytest.raises(ValueError, match=r"no measurement|other fields"):
-            tuning.unfold({"device": "cpu", "key": device, **wrong}, "")
+            tuning.unfold({"device": "cpu", "key": device, "backends": {"x": wrong}}, "")
 
 
 def _record(table: TuningTable, key: str, **us: float) -> None:
@@ -242,7 +242,7 @@ def test_the_host_sees_whether_its_sizes_are_equal(words: dict[str, object], equ
 
 def _far(x: str, y: str) -> float:
     places = [place_of(x), place_of(y)]
-    return float(Space([Sample(x), Sample(y)], [p for p in places if p]).distances([0], [1])[0, 0])
+    return -math.log(Space([Sample(x), Sample(y)], [p for p in places if p]).alike("", [0, 1])[0, 1])
 
 
 def test_keys_are_points_with_distances() -> None:
@@ -280,8 +280,36 @@ def test_distances_are_those_of_points_in_a_space() -> None:
     ]
     places = [place for key in keys if (place := place_of(key)) is not None]
     space = Space([Sample(key) for key in keys], places)
-    far = space.distances(range(len(keys)), range(len(keys)))
-    assert np.linalg.eigvalsh(np.exp(-far)).min() > -1e-9
+    assert np.linalg.eigvalsh(space.alike("", range(len(keys)))).min() > -1e-9
+
+
+def test_rounds_that_leave_processors_idle_are_counted_by_the_backends_own_tiles() -> None:
+    text = "jagged_m g8 m* n512 k512 t{} bfloat16/row bfloat16/row bfloat16/row ieee device-sizes"
+    place = place_of(text.format(4096), groups=6, flops=2.0 * 6 * 300 * 512 * 512)
+    assert place is not None
+    assert place.extents[0] == 300
+    assert 2 ** place.idle((128, 128, 1)) == pytest.approx(132 / (6 * 3 * 4))
+    assert 2 ** place.idle((256, 256, 2)) == pytest.approx(132 / (6 * 2 * 2 * 2))
+    assert 2 ** place.idle((64, 64, 1)) == pytest.approx(2 * 132 / (6 * 5 * 8))
+    assert place.idle(()) == 0.0
+    unknown = place_of(text.format("*"))
+    assert unknown is not None
+    assert unknown.idle((64, 64, 1)) == 0.0
+    gradients = place_of(text.format(4096).replace("jagged_m", "jagged_k").replace("m*", "m300"), groups=6)
+    assert gradients is not None
+    assert gradients.idle((128, 128, 1)) == place.idle((128, 128, 1))
+
+
+def test_neighbours_count_more_whose_rounds_leave_as_much_idle() -> None:
+    text = "jagged_m g8 m* n512 k512 t{} bfloat16/row bfloat16/row bfloat16/row ieee device-sizes"
+    full, wasted = {"a": (64, 64, 1), "b": (64, 64, 1)}, {"a": (256, 256, 1), "b": (64, 64, 1)}
+    known = [
+        Sample(text.format(1024), {"a": 1.0, "b": 2.0}, groups=8, footprints=full),
+        Sample(text.format(4096), {"a": 2.0, "b": 1.0}, groups=8, footprints=wasted),
+    ]
+    for footprints, faster in ((full, "a"), (wasted, "b")):
+        want = Sample(text.format(2048), {}, groups=8, footprints=footprints)
+        assert min(estimates(want, known), key=lambda e: e.slowness).backend == faster
 
 
 def _points(times: dict[int, dict[str, float]], ran: dict[str, str] | None = None) -> list[Sample]:

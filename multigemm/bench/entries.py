@@ -18,10 +18,11 @@ from multigemm import dispatch, registry
 from multigemm.bench.operands import Matrices, Tensors
 from multigemm.bench.results import AUTO, HOST_SIZES
 from multigemm.errors import BackendUnavailable, BackendUnsupported
+from multigemm.nearest import Footprint
 from multigemm.problem import GroupedGemmProblem
 from multigemm.staging import equal_sizes, staged_spec
 from multigemm.timing import Call
-from multigemm.tuning import config_text, spec_key
+from multigemm.tuning import config_text, footprint_of, spec_key
 
 Kind = Literal["backend", "peer", "ceiling"]
 
@@ -49,6 +50,7 @@ class Prepared:
     spec: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
     ran: str = ""
+    footprint: Footprint = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def backend_entry(name: str, config: Any = None, host_sizes: bool = False, label
         ready = Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
         if name != AUTO:
             ready.spec, ready.fields = spec_key(staged_spec(posed), equal_sizes(posed)), as_fields(plan.config)
-            ready.ran = config_text(plan.config, plan.told)
+            ready.ran, ready.footprint = config_text(plan.config, plan.told), footprint_of(plan.config)
         return ready
 
     return Entry(label or (name + HOST_SIZES if host_sizes else name), "backend", prepare)

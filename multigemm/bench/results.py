@@ -53,8 +53,8 @@ class Sample:
 class Row:
     """One entry on one workload. Times are microseconds; `us` is the better of eager and graph.
 
-    `spec`, `fields` and `ran` (the class of the problem, the config, and what ran in short, as the tuning
-    table knows them) let a report serve as a tuning.
+    `spec`, `fields`, `ran` and `footprint` (the class of the problem, the config, what ran in short and in which
+    tiles, as the tuning table knows them) let a report serve as a tuning.
     """
 
     case: str
@@ -92,6 +92,7 @@ class Row:
     spec: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
     ran: str = ""
+    footprint: list[int] = field(default_factory=list)
 
 
 @dataclass

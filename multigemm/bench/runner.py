@@ -148,6 +148,7 @@ class Runner:
             ready = entry.prepare(tensors)
             row.kernel, row.config, row.why = ready.kernel, ready.config, ready.why
             row.spec, row.fields, row.ran, row.build_s = ready.spec, ready.fields, ready.ran, round(ready.build_s, 3)
+            row.footprint = list(ready.footprint)
             if not entry.checks:
                 return ready
             poison(tensors)

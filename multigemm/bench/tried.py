@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from multigemm.bench.drawn import UNTUNED
 from multigemm.bench.entries import as_fields
 from multigemm.bench.results import HOST_SIZES, Report, Row
 from multigemm.bench.workloads import geomean
-from multigemm.tuning import Measured, config_text
+from multigemm.nearest import Footprint
+from multigemm.tuning import Measured, config_text, footprint_of
 
 STRIKES = 3
 FIRST_WINS_WITHIN = 1.01
@@ -26,10 +27,11 @@ class Tried:
 
     text: str
     fields: dict[str, Any]
+    footprint: Footprint = field(default=(), compare=False)
 
     @classmethod
     def of(cls, config: Any) -> Tried:
-        return cls(str(config), as_fields(config))
+        return cls(str(config), as_fields(config), footprint_of(config))
 
 
 @dataclass
@@ -98,7 +100,7 @@ class State:
             {
                 "key": c.key,
                 "us": [[*choice, times] for choice, times in c.us.items()],
-                "configs": [[*choice, tried.text, tried.fields] for choice, tried in c.configs.items()],
+                "configs": [[*choice, *astuple(tried)] for choice, tried in c.configs.items()],
                 "failures": c.failures,
                 "sizes": c.sizes,
             }
@@ -113,7 +115,10 @@ class State:
         classes = {}
         for c in raw["classes"]:
             us = {(name, index): times for name, index, times in c["us"]}
-            configs = {(name, index): Tried(text, values) for name, index, text, values in c["configs"]}
+            configs = {
+                (name, index): Tried(text, values, tuple(footprint))
+                for name, index, text, values, footprint in c["configs"]
+            }
             sizes = {case: (groups, flops) for case, (groups, flops) in c["sizes"].items()}
             classes[c["key"]] = ClassResult(c["key"], us, configs, c["failures"], sizes)
         return cls(path, raw["done"], classes, raw["bad"])
@@ -130,11 +135,19 @@ def winners(classes: Iterable[ClassResult], device: str, bind: bool = True) -> l
             choice = result.winner(backend)
             if choice is not None:
                 us, groups, flops = result.typical(choice)
-                config, failures = result.configs[choice].fields, dict(result.failures.get(backend, {}))
+                tried, failures = result.configs[choice], dict(result.failures.get(backend, {}))
                 measured = Measured(
-                    backend, config, round(us, 2), device, result.key, failures, groups=groups, flops=flops
+                    backend,
+                    tried.fields,
+                    round(us, 2),
+                    device,
+                    result.key,
+                    failures,
+                    groups=groups,
+                    flops=flops,
+                    footprint=tried.footprint,
                 )
-                ran = result.ran.get(choice) or config_text(config)
+                ran = result.ran.get(choice) or config_text(tried.fields)
                 found.append(measured if bind else replace(measured, config={}, ran=ran))
     return found
 
@@ -157,7 +170,7 @@ def from_reports(reports: Sequence[Report]) -> list[Measured]:
             if row.us is None:
                 result.failures.setdefault(backend, {})[row.config] = row.reason
                 continue
-            new, old = Tried(row.config, row.fields), result.configs.get((backend, 0))
+            new, old = Tried(row.config, row.fields, tuple(row.footprint)), result.configs.get((backend, 0))
             if old is not None and old != new:  # another version of the backend: its old times are of no use
                 result.us[backend, 0].clear()
             taken = samples.setdefault((device, spec, backend, row.case), [])
