@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
-from itertools import zip_longest
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -37,6 +36,8 @@ SLOW = 12.0
 """Seconds above which a problem is left to lines that no other one reaches."""
 HANDLING = 0.5
 """Seconds of a problem besides its launch."""
+SUBJECT = 4
+"""Classes that a new subject weighs as much as."""
 WHOLE_TILES = ("batched", "jagged_k", "jagged_m", "jagged_n")
 """Forms whose products may all be of as many whole tiles."""
 MANY = 20
@@ -201,20 +202,21 @@ def trace(backend: str, variants: list[Variant], place: Any) -> list[Variant]:
 
 
 def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
-    """Those that reach the line, of each subject in turn, and for each those that show most in least time first; slow
-    ones only where there is no other."""
+    """Those that reach the line: what shows most in least time first, slow ones only where there is no other."""
     found = [variant for variant in variants if variant.distance(file, line) == 0]
-    quick = [variant for variant in found if variant.seconds < SLOW] or found
-    by_subject = [diverse([v for v in quick if v.config == config]) for config in sorted({v.config for v in quick})]
-    return [each for rank in zip_longest(*by_subject) for each in rank if each is not None]
+    return diverse([variant for variant in found if variant.seconds < SLOW] or found)
 
 
 def diverse(variants: list[Variant]) -> list[Variant]:
-    """The same problems, at each step the one that shows most classes that none before it shows, for its seconds."""
-    traits = {id(variant): classes(Case.from_dict(variant.case)) for variant in variants}
+    """The same problems, at each step the one that shows most that none before it shows, for its seconds: classes, and
+    its subject, which weighs as much as some of them. Where nothing new is left, all counts as new again."""
     rest, seen, found = sorted(variants, key=lambda variant: variant.seconds), set[str](), list[Variant]()
+    traits = {id(v): classes(Case.from_dict(v.case)) | {f"{v.config} {n}" for n in range(SUBJECT)} for v in rest}
     while rest:
         best = max(rest, key=lambda v: len(traits[id(v)] - seen) / (HANDLING + v.seconds))
+        if not traits[id(best)] - seen:
+            seen.clear()
+            continue
         rest.remove(best)
         found.append(best)
         seen |= traits[id(best)]
