@@ -16,6 +16,7 @@ from multigemm.backend import Availability
 from multigemm.bound import Choice
 from multigemm.errors import InvalidSetting
 from multigemm.layouts import Operands
+from multigemm.measured import config_text, footprint_of
 from multigemm.spec import ProblemSpec
 
 Sizes = Callable[[], Operands]
@@ -127,7 +128,7 @@ def _knowledge(
         return {name: (m.us, m.us / best, m.source, False) for name, m in exact.items()}
     configs = {name: config_for(name, spec, device, None, equal)[0] for name in names}
     ran = {name: _would_run(name, config, spec, device, sizes) for name, config in configs.items()}
-    footprints = {name: tuning.footprint_of(config) for name, config in configs.items()}
+    footprints = {name: footprint_of(config) for name, config in configs.items()}
     found = [e for e in table.estimates(spec, device, equal, ran, footprints) if e.backend in names]
     best = min((e.slowness for e in found), default=1.0)
     told: dict[str, tuple[float | None, float | None, str, bool]]
@@ -144,7 +145,7 @@ def _would_run(name: str, config: Any, spec: ProblemSpec, device: torch.device, 
     if sizes is not None and getattr(backend, "decides_at_bind", False):
         recipe = backend.plan(spec, config, device)
         told = recipe.tell(sizes()) if recipe.tell is not None else ""
-    return tuning.config_text(config, told)
+    return config_text(config, told)
 
 
 def why(c: Candidate) -> str:

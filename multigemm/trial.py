@@ -13,11 +13,11 @@ from multigemm import bound, tuning
 from multigemm.contest import candidates, choice_of
 from multigemm.errors import MultigemmError
 from multigemm.layouts import capturing
+from multigemm.measured import Measured, config_text, footprint_of
 from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import ProblemSpec
 from multigemm.staging import outline
 from multigemm.timing import measure
-from multigemm.tuning import Measured
 
 LIKELY, AT_MOST = 1.4, 4
 """How much slower than the fastest a backend may be expected to be, to be timed; and how many are."""
@@ -44,7 +44,7 @@ def run(problem: GroupedGemmProblem, spec: ProblemSpec, equal: bool) -> None:
         if not timing.ok:
             raise MultigemmError(f"backend {name!r} failed while it was measured: {timing.error}")
         config = choices[name].recipe.config
-        ran, footprint = tuning.config_text(config, bound.told(choices[name], problem)), tuning.footprint_of(config)
+        ran, footprint = config_text(config, bound.told(choices[name], problem)), footprint_of(config)
         us, where, key = round(timing.median, 2), tuning.device_name(device), tuning.spec_key(spec, equal)
         measured = Measured(name, {}, us, where, key, ran=ran, groups=spec.groups, footprint=footprint)
         tuning.table().record(measured)

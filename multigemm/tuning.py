@@ -12,9 +12,8 @@ sizes on the device do not care, so that their times on the device stand in for 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -23,51 +22,21 @@ import torch
 
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.classify import bucket
+from multigemm.measured import (
+    EQUAL,
+    ON_DEVICE,
+    ON_HOST,
+    SCHEMA,
+    Measured,
+    config_text,
+    encode,
+    from_cache,
+    unfold,
+    where_of,
+)
 from multigemm.nearest import Estimate, Footprint, Sample, estimates
 from multigemm.settings import settings
 from multigemm.spec import OperandSpec, ProblemSpec
-
-SCHEMA = 2
-ON_DEVICE = "device-sizes"
-ON_HOST = "host-sizes"
-EQUAL = "equal-sizes"
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The best config of one backend for one class of problems on one device.
-
-    `config` binds whoever runs this class; `ran` is what was measured, where that was the backend's own choice.
-    `groups` and `flops` tell how large the measured problems really were, of which the class knows buckets only.
-    `footprint` is the config's, as `backend.Recipe` describes it.
-    """
-
-    backend: str
-    config: Mapping[str, Any]
-    us: float
-    device: str
-    key: str
-    failures: Mapping[str, str] = field(default_factory=dict)
-    source: str = ""
-    ran: str = ""
-    groups: int = 0
-    flops: float = 0.0
-    footprint: Footprint = ()
-
-
-def footprint_of(config: Any) -> Footprint:
-    """What a config says of its tiles; nothing where it does not."""
-    return tuple(getattr(config, "footprint", ()))
-
-
-def config_text(config: Any, told: str = "") -> str:
-    """What runs, in short: the config, and what a recipe that decides at bind tells of it, but for its counts."""
-    values = config if isinstance(config, Mapping) else _fields_of(config)
-    return "/".join([*map(str, values.values()), *([re.sub(r"\b\d+ ", "", told)] if told else [])])
-
-
-def _fields_of(config: Any) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in fields(config)} if is_dataclass(config) else {}
 
 
 @lru_cache(maxsize=16)
@@ -146,13 +115,13 @@ class TuningTable:
         return None
 
     def _read(self, place: str) -> Measured | None:
-        return _from_cache(self._cache.get(fingerprint(SCHEMA, place), ".json"))
+        return from_cache(self._cache.get(fingerprint(SCHEMA, place), ".json"))
 
     def record(self, measured: Measured) -> bool:
         """Keeps a measurement, in this process and on disk; False where the disk does not take it."""
         place = self._place(measured)
         self._own[place] = measured
-        kept = self._cache.put(fingerprint(SCHEMA, place), json.dumps(_encode(measured)).encode(), ".json")
+        kept = self._cache.put(fingerprint(SCHEMA, place), json.dumps(encode(measured)).encode(), ".json")
         _change()
         return kept
 
@@ -166,7 +135,7 @@ class TuningTable:
     def own(self) -> list[Measured]:
         """Everything in the user's cache that this version can read."""
         raws = (self._cache.get(p.stem, ".json") for p in self._cache.entries() if p.suffix == ".json")
-        return [m for raw in raws if (m := _from_cache(raw)) is not None]
+        return [m for raw in raws if (m := from_cache(raw)) is not None]
 
     def clear(self) -> int:
         """Forgets the user's measurements; the shipped ones stay."""
@@ -185,7 +154,7 @@ class TuningTable:
         """What the nearest classes that were measured let one expect of each backend, if it runs the configs `ran` of
         these footprints;
         empty if there are none. Besides the device itself, others of its generation that tables ship for count."""
-        kinds = tuple(_where(key) for key in _stand_ins(spec, equal))
+        kinds = tuple(where_of(key) for key in _stand_ins(spec, equal))
         known = self._samples_on(device_name(device), capability(device), kinds)
         want = Sample(spec_key(spec, equal), {}, ran or {}, spec.groups, footprints=footprints or {})
         return estimates(want, known)
@@ -206,7 +175,7 @@ class TuningTable:
         """What was measured on a device; a class whose sizes lay in several places counts once."""
         known: dict[str, Sample] = {}
         for m in self._measured_on(device, kinds):
-            rest = m.key.removesuffix(_where(m.key))
+            rest = m.key.removesuffix(where_of(m.key))
             old = known.get(rest, Sample(m.key))
             us, ran = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran or config_text(m.config)}
             footprints = {**old.footprints, m.backend: m.footprint}
@@ -220,79 +189,8 @@ class TuningTable:
                 self._own.setdefault(self._place(m), m)
             self._complete = True
         places = {**self._shipped, **{place: m for place, m in list(self._own.items()) if m is not None}}
-        usable = [m for m in places.values() if m.device == device and m.us > 0 and _where(m.key) in kinds]
-        return sorted(usable, key=lambda m: kinds.index(_where(m.key)), reverse=True)
-
-
-def _where(key: str) -> str:
-    """Where the sizes of a class lie."""
-    return key.rpartition(" ")[2]
-
-
-def _encode(m: Measured) -> dict[str, Any]:
-    return {"schema": SCHEMA, **{k: v for k, v in asdict(m).items() if k != "source"}}
-
-
-def decode(raw: Any, source: str) -> Measured:
-    """A measurement out of JSON, which has no tuples; raises ValueError for a damaged one or another schema."""
-    if not isinstance(raw, Mapping) or raw.get("schema", SCHEMA) != SCHEMA:
-        raise ValueError(f"{str(raw)[:80]} is no measurement of schema {SCHEMA}")
-    try:
-        m = Measured(**{"source": source, **{k: v for k, v in raw.items() if k != "schema"}})
-    except TypeError as error:
-        raise ValueError(f"a measurement has other fields: {error}") from error
-    texts = all(isinstance(x, str) for x in (m.backend, m.device, m.key, m.source, m.ran))
-    maps = isinstance(m.config, Mapping) and isinstance(m.failures, Mapping)
-    counts = all(type(x) in (int, float) and x >= 0 for x in (m.us, m.groups, m.flops))
-    tile = all(type(x) is int and x > 0 for x in m.footprint)
-    if not (texts and maps and counts and tile and _is_key(m.key)):
-        raise ValueError(f"{str(raw)[:200]} is no measurement")
-    return replace(
-        m,
-        footprint=tuple(m.footprint),
-        config={name: tuple(v) if isinstance(v, list) else v for name, v in m.config.items()},
-    )
-
-
-def unfold(raw: Any, source: str) -> list[Measured]:
-    """The measurements in one entry of a file: of one backend, or of several of one class."""
-    if not isinstance(raw, Mapping) or not isinstance(raw.get("backends"), Mapping):
-        return [decode(raw, source)]
-    common = {k: v for k, v in raw.items() if k != "backends"}
-    return [decode({"config": {}, **common, "backend": name, **own}, source) for name, own in raw["backends"].items()]
-
-
-def fold(measurements: Iterable[Measured]) -> list[dict[str, Any]]:
-    """Entries for a file, one per class; without what is said already by a class that stands in."""
-    classes: dict[tuple[str, str], dict[str, Measured]] = {}
-    for m in measurements:
-        classes.setdefault((m.device, m.key), {})[m.backend] = m
-    entries = []
-    for (device, key), by_name in classes.items():
-        known = classes.get((device, key.replace(_where(key), ON_DEVICE)), {}) if _where(key) != ON_DEVICE else {}
-        own = {
-            name: {k: v for k, v in asdict(m).items() if v and k in ("us", "ran", "config", "failures", "footprint")}
-            for name, m in by_name.items()
-            if name not in known or replace(m, key="") != replace(known[name], key="")
-        }
-        first = next(iter(by_name.values()))
-        sizes = {k: v for k, v in (("groups", first.groups), ("flops", first.flops)) if v}
-        if own:
-            entries.append({"device": device, "key": key, **sizes, "backends": own})
-    return entries
-
-
-def _is_key(key: str) -> bool:
-    """Whether the extents of a class are numbers, or "*" for any, so that classes can be compared."""
-    return all(p[1:].isdecimal() or p[1:] == "*" for p in key.split()[1:6])
-
-
-def _from_cache(raw: bytes | None) -> Measured | None:
-    """An entry that cannot be read is as good as none: it will be measured again."""
-    try:
-        return None if raw is None else decode(json.loads(raw), "own cache")
-    except ValueError:
-        return None
+        usable = [m for m in places.values() if m.device == device and m.us > 0 and where_of(m.key) in kinds]
+        return sorted(usable, key=lambda m: kinds.index(where_of(m.key)), reverse=True)
 
 
 def _tables() -> Iterable[tuple[str, dict[str, Any]]]:

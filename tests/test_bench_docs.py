@@ -15,8 +15,8 @@ from multigemm.bench.entries import problem
 from multigemm.bench.operands import make
 from multigemm.bench.suites import suite
 from multigemm.cache import DiskCache
+from multigemm.measured import SCHEMA, unfold
 from multigemm.staging import staged_spec
-from multigemm.tuning import SCHEMA, unfold
 from tests.bench_reports import made_up_report
 
 ROOT = Path(__file__).parents[1]

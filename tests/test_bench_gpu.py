@@ -14,6 +14,7 @@ from multigemm import dispatch, settings, tuning
 from multigemm.__main__ import main
 from multigemm.bench import results
 from multigemm.cache import DiskCache
+from multigemm.measured import unfold
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,7 +64,7 @@ def test_tuning_keeps_what_auto_then_goes_by(tmp_path: Path) -> None:
     kinds = {entry["key"].split()[-1]: set(entry["backends"]) for entry in entries}
     assert kinds == {"device-sizes": {"cublas", "triton"}, "equal-sizes": {"cublas"}}  # triton's time stands in
     for entry in entries:
-        for measured in tuning.unfold(entry, "here"):
+        for measured in unfold(entry, "here"):
             tuning.table().record(measured)
     told = mg.explain(posed())
     assert "fastest measured" in told.why

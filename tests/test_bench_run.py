@@ -26,6 +26,7 @@ from multigemm.bench.tried import ClassResult, from_reports
 from multigemm.bench.tune import Limits, Tuner, of_place
 from multigemm.bench.workloads import Rates, Workload, parse_shape
 from multigemm.errors import MultigemmError
+from multigemm.measured import config_text
 from multigemm.spec import ProblemSpec
 from multigemm.timing import Timing
 from tests.bench_reports import made_up_report
@@ -437,7 +438,7 @@ def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.device == "cpu"
     assert found.key == rows[0].spec == rows[1].spec
     assert found.config == {}  # the backend keeps its own first guess
-    assert found.ran == tuning.config_text(rows[0].fields) != ""
+    assert found.ran == config_text(rows[0].fields) != ""
     assert found.groups == 3
     assert found.flops == pytest.approx((rows[0].flops * rows[1].flops) ** 0.5, rel=1e-3)
     assert found.us == pytest.approx(((rows[0].us or 0) * (rows[1].us or 0)) ** 0.5, abs=0.02)

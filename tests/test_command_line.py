@@ -10,8 +10,8 @@ import pytest
 
 from multigemm import tuning
 from multigemm.__main__ import COMMANDS, main
+from multigemm.measured import SCHEMA, Measured
 from multigemm.settings import settings
-from multigemm.tuning import SCHEMA
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +166,7 @@ def test_cache_export_import_and_clear(
     monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "one"))
     settings.cache_clear()
     tuning.table.cache_clear()
-    tuning.table().record(tuning.Measured("cpu", {"kernel": "blas"}, 3.0, "cpu", "jagged_m g2"))
+    tuning.table().record(Measured("cpu", {"kernel": "blas"}, 3.0, "cpu", "jagged_m g2"))
     assert main(["cache", "export", str(tmp_path / "x.json")]) == 0
     assert main(["cache", "clear"]) == 0
     assert tuning.TuningTable().own() == []

@@ -17,9 +17,9 @@ import multigemm as mg
 from multigemm import bound, dispatch, registry, tuning
 from multigemm.backend import Availability, Backend, Recipe
 from multigemm.layouts import Operands
+from multigemm.measured import Measured
 from multigemm.settings import settings
 from multigemm.spec import ProblemSpec
-from multigemm.tuning import Measured
 
 
 @dataclass(frozen=True)

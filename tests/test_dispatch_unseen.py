@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from multigemm.bench.workloads import geomean
+from multigemm.measured import unfold
 from multigemm.nearest import ANY_OFFSET, NOISE, Sample, estimates, solved
-from multigemm.tuning import unfold
 
 TUNED = sorted((Path(__file__).parents[1] / "multigemm" / "tuned").glob("*.json"))
 EVERY = 4

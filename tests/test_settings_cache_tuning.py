@@ -18,10 +18,11 @@ import multigemm as mg
 from multigemm import nearest, tuning
 from multigemm.backends.triton.config import Config
 from multigemm.cache import DiskCache, fingerprint
+from multigemm.measured import SCHEMA, Measured, config_text, fold, unfold
 from multigemm.nearest import Sample, Space, estimates, place_of
 from multigemm.settings import Settings, parse
 from multigemm.staging import equal_sizes
-from multigemm.tuning import Measured, TuningTable, spec_key
+from multigemm.tuning import TuningTable, spec_key
 
 KEY = fingerprint("an entry")
 
@@ -138,10 +139,10 @@ def test_a_config_comes_back_as_it_was(tmp_path: Path) -> None:
     TuningTable(DiskCache("t", tmp_path)).record(kept)
     found = TuningTable(DiskCache("t", tmp_path)).find("triton", _spec(600), torch.device("cpu"))
     assert found is not None
-    (shared,) = (m for entry in json.loads(json.dumps(tuning.fold([kept]))) for m in tuning.unfold(entry, "file"))
+    (shared,) = (m for entry in json.loads(json.dumps(fold([kept]))) for m in unfold(entry, "file"))
     for again in (found, shared):
         assert Config(**again.config) == config
-        assert tuning.config_text(again.config) == tuning.config_text(config)
+        assert config_text(again.config) == config_text(config)
 
 
 def test_a_measurement_of_a_vanished_config_is_passed_over() -> None:
@@ -162,13 +163,13 @@ def test_measurements_are_folded_by_class_and_come_back() -> None:
         Measured("y", {"size": 4}, 1.0, "cpu", host, groups=2, flops=512.0),
     ]
     copied = replace(given[0], key=host)  # what the class of the device says already is left out
-    entries = tuning.fold([*given, copied])
+    entries = fold([*given, copied])
     assert len(entries) == 2
-    assert [replace(m, source="") for entry in entries for m in tuning.unfold(entry, "file")] == given
-    assert tuning.unfold({"backend": "x", "config": {}, "us": 3.0, "device": "cpu", "key": device}, "")[0].us == 3.0
+    assert [replace(m, source="") for entry in entries for m in unfold(entry, "file")] == given
+    assert unfold({"backend": "x", "config": {}, "us": 3.0, "device": "cpu", "key": device}, "")[0].us == 3.0
     for wrong in ({"us": -1.0}, {"us": 1.0, "more": 2}, {"us": 1.0, "footprint": [64, 0, 1]}):
         with pytest.raises(ValueError, match=r"no measurement|other fields"):
-            tuning.unfold({"device": "cpu", "key": device, "backends": {"x": wrong}}, "")
+            unfold({"device": "cpu", "key": device, "backends": {"x": wrong}}, "")
 
 
 def _record(table: TuningTable, key: str, **us: float) -> None:
@@ -193,7 +194,7 @@ def test_a_class_that_was_not_measured_is_judged_by_those_around_it(tmp_path: Pa
 def test_entries_that_this_version_cannot_read_are_as_good_as_none(tmp_path: Path, raw: bytes) -> None:
     cache = DiskCache("t", tmp_path)
     spec, cpu = _spec(1000), torch.device("cpu")
-    cache.put(fingerprint(tuning.SCHEMA, f"cpu|{spec_key(spec)}|cpu"), raw, ".json")
+    cache.put(fingerprint(SCHEMA, f"cpu|{spec_key(spec)}|cpu"), raw, ".json")
     cache.put("foreign", raw, ".json")
     table = TuningTable(cache)
     assert table.find("cpu", spec, cpu) is None
@@ -400,7 +401,7 @@ def test_a_gpu_without_a_table_learns_from_another_of_its_generation(
     spec, cpu = _spec(8192), torch.device("cpu")
     times = {"slow": {"us": 20.0}, "fast": {"us": 10.0}}
     entry = {"device": "GPU A", "key": spec_key(_spec(8192, n=16)), "backends": times}
-    shipped = {"schema": tuning.SCHEMA, "origin": {"device": "GPU A", "capability": "9.0"}, "entries": [entry]}
+    shipped = {"schema": SCHEMA, "origin": {"device": "GPU A", "capability": "9.0"}, "entries": [entry]}
     monkeypatch.setattr(tuning, "_tables", lambda: [("a.json", shipped)])
     monkeypatch.setattr(tuning, "device_name", lambda device: "GPU B")
     monkeypatch.setattr(tuning, "capability", lambda device: "8.0")

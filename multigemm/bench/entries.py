@@ -18,11 +18,12 @@ from multigemm import dispatch, registry
 from multigemm.bench.operands import Matrices, Tensors
 from multigemm.bench.results import AUTO, HOST_SIZES
 from multigemm.errors import BackendUnavailable, BackendUnsupported
+from multigemm.measured import config_text, footprint_of
 from multigemm.nearest import Footprint
 from multigemm.problem import GroupedGemmProblem
 from multigemm.staging import equal_sizes, staged_spec
 from multigemm.timing import Call
-from multigemm.tuning import config_text, footprint_of, spec_key
+from multigemm.tuning import spec_key
 
 Kind = Literal["backend", "peer", "ceiling"]
 

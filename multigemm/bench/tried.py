@@ -13,8 +13,8 @@ from multigemm.bench.drawn import UNTUNED
 from multigemm.bench.entries import as_fields
 from multigemm.bench.results import HOST_SIZES, Report, Row
 from multigemm.bench.workloads import geomean
+from multigemm.measured import Measured, config_text, footprint_of
 from multigemm.nearest import Footprint
-from multigemm.tuning import Measured, config_text, footprint_of
 
 STRIKES = 3
 FIRST_WINS_WITHIN = 1.01

@@ -30,10 +30,11 @@ from multigemm.bench.supervise import Marker
 from multigemm.bench.tried import Choice, ClassResult, State, Tried, winners
 from multigemm.bench.workloads import Workload
 from multigemm.bound import Plan
+from multigemm.measured import Measured, config_text
 from multigemm.problem import GroupedGemmProblem
 from multigemm.staging import equal_sizes, staged_spec
 from multigemm.timing import Call, Timing, describe, measure
-from multigemm.tuning import Measured, config_text, device_name, spec_key
+from multigemm.tuning import device_name, spec_key
 
 KEEP_WITHIN = 1.25
 RUNNERS_UP = 4

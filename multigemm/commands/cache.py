@@ -8,8 +8,9 @@ from pathlib import Path
 
 from multigemm.cache import DiskCache
 from multigemm.errors import InvalidSetting
+from multigemm.measured import SCHEMA, fold, unfold
 from multigemm.settings import settings
-from multigemm.tuning import SCHEMA, fold, table, unfold
+from multigemm.tuning import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
