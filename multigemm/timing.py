@@ -9,7 +9,8 @@ Why one place: times of GPU kernels are easy to get wrong, and two clocks never 
 * what moves a whole round (the clock, another process) is taken out of it, so that two medians never
   compare a fast half of the rounds with a slow one;
 * medians and quantiles, never the mean; the raw samples are kept;
-* under load without a pause a large GPU meets its power limit and lowers its clock; `rest` asks for pauses;
+* under load without a pause a large GPU meets its power limit and lowers its clock; `rest` asks for pauses, after
+  each of which one call wakes clock and caches and is not counted;
 * what an empty kernel costs between two events is reported (`overhead`), never subtracted.
 """
 
@@ -36,8 +37,9 @@ LATE = 2.0
 COMPANY = 4
 """Fewer variants do not tell what moved a round from what moved one of them."""
 PASSES = 4
-REST_AFTER_MS = 3.0
-"""Of work without a pause, where pauses are asked for: a power limit takes longer than that to bite."""
+BURST_MS = 25.0
+"""Of work between pauses, where pauses are asked for. A power limit takes longer to bite; after shorter bursts the clock
+is not yet what it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ def measure(
     host      what the caller's thread spends per call while the device works on its own
     do_bench  as triton.testing.do_bench measures: each variant alone, a flush and one call per sample
     A variant that raises, or cannot be captured, yields a Timing with the error and no samples.
-    `rest` is the part of the time in which the device shall idle, in pauses between calls: 0 none, 0.75 three quarters.
+    `rest` is the part of the time in which the device shall idle, in pauses between bursts of some 25 ms: 0 none, 0.8
+    gives pauses of 100 ms.
     `watch` is told the name of each variant before it runs for the first time, and "" afterwards.
     """
     where = torch.device(device)
@@ -193,17 +196,25 @@ class _Pauses:
     share: float
     worked_ms: float = 0.0
     slept_s: float = 0.0
+    waking: bool = False
 
     def due(self, name: str) -> bool:
         """Whether a pause is due once `name` has run."""
         self.worked_ms += self.cost_us[name] / 1e3
-        return self.share > 0 and self.worked_ms >= REST_AFTER_MS
+        return self.share > 0 and self.worked_ms >= BURST_MS
 
     def sleep(self) -> None:
         pause = self.share * self.worked_ms / 1e3
         time.sleep(pause)
         self.slept_s += pause
-        self.worked_ms = 0.0
+        self.worked_ms, self.waking = 0.0, True
+
+    def take(self, sampler: Callable[[], Any]) -> Any:
+        """A sample; the first behind a pause is taken twice, and counts once."""
+        if self.waking:
+            sampler()
+            self.waking = False
+        return sampler()
 
 
 def _rounds(
@@ -234,7 +245,7 @@ def _rounds(
         names = [name for name in samplers if name not in errors]
         for name in draw.sample(names, len(names)):
             try:
-                pending.append((name, samplers[name]()))
+                pending.append((name, pauses.take(samplers[name])))
             except Exception as error:
                 errors[name] = describe(error)
             if pauses.due(name):

@@ -115,14 +115,28 @@ def test_a_machine_that_slows_down_ends_the_rounds_early() -> None:
     assert 4 <= len(taken.samples) <= 10
 
 
-def test_rest_pauses_between_calls_for_the_asked_part_of_the_time_and_counts_as_no_work() -> None:
-    nap: dict[str, timing.Call] = {"nap": lambda: time.sleep(0.002)}
-    began = time.perf_counter()
-    taken = measure(nap, CPU, reps=10, min_reps=10, budget_ms=20.0, rest=0.75)["nap"]
-    spent = time.perf_counter() - began
-    assert len(taken.samples) == 10
-    assert taken.median < 8000  # the pauses are outside the samples
-    assert spent > 0.06  # 20 ms of work, and three times as long a pause behind each 3 ms of it
+def test_a_rested_device_pauses_between_bursts_and_the_first_call_behind_a_pause_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    pauses: list[tuple[float, int]] = []
+    monkeypatch.setattr("time.sleep", lambda seconds: pauses.append((seconds, len(calls))))
+
+    def work() -> None:
+        calls.append(0)
+        until = time.perf_counter() + 0.004
+        while time.perf_counter() < until:
+            pass
+
+    taken = measure({"work": work}, CPU, reps=14, min_reps=14, budget_ms=500.0, rest=0.75)["work"]
+    assert len(taken.samples) == 14
+    assert pauses
+    assert all(seconds >= 3 * timing.BURST_MS / 1e3 for seconds, _ in pauses)
+    followed = [before for _, before in pauses if before < len(calls)]
+    assert len(calls) == 3 + 14 + len(followed)  # 3 to warm up and to tell the cost
+    calls.clear()
+    measure({"work": work}, CPU, reps=14, min_reps=14, budget_ms=500.0)
+    assert len(calls) == 3 + 14
     with pytest.raises(ValueError, match=r"rest=1\.0"):
         measure(nap, CPU, rest=1.0)
 

@@ -78,7 +78,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         "--rest",
         type=float,
         default=0.0,
-        help="per cent of the time in which the device idles between calls, below its power limit (default: 0)",
+        help="per cent of the time in which the device idles, in pauses between bursts of 25 ms (default: 0)",
     )
     parser.add_argument(
         "--time-budget", type=float, default=float("inf"), help="seconds, after which no workload is begun"

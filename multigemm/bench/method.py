@@ -20,7 +20,7 @@ class Options:
     """How to measure. `budget_ms` is per workload and mode, for all entries together.
 
     `goal_s` is what the whole run should take: behind it, samples become fewer, but no workload is left out.
-    `rest` is the part of the time in which the device idles between calls, as `timing.measure` knows it.
+    `rest` is the part of the time in which the device idles between bursts of calls, as `timing.measure` knows it.
     """
 
     reps: int = 100

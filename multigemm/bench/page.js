@@ -269,7 +269,7 @@
     $$("where").textContent = `${m.device} · ${m.date.slice(0, 10)} · commit ${m.commit} · ${packages}`;
     const lines = [
       "Every answer was checked against a float32 reference, element by element, before it was timed; a wrong answer has no time.",
-      `Style: ${how.style}. Before each call: ${how.flush}. All entries of a workload are interleaved in a rotating order on the same random data; up to ${how.reps} rounds; medians.${how.rest ? ` The device idled for ${Math.round(100 * how.rest)} % of the time, in pauses between calls.` : ""}`,
+      `Style: ${how.style}. Before each call: ${how.flush}. All entries of a workload are interleaved in a rotating order on the same random data; up to ${how.reps} rounds; medians.${how.rest ? ` The device idled for ${Math.round(100 * how.rest)} % of the time, in pauses between bursts of 25 ms.` : ""}`,
       `The time shown is the better of an eager call and a CUDA graph replay. What the clock itself costs (${Object.entries(how.overhead_us).map(([k, v]) => `${k} ${v} us`).join(", ")}) is not subtracted.`,
       `Floor: the larger of FLOPs over the dense rate and bytes over the copy rate, ceilings ${how.rates}; ${how.rates === "given" ? "measured in this run " + Object.entries(how.measured_rates ?? {}).map(([k, r]) => `${k} ${r.tflops.toPrecision(4)} TFLOP/s, ${r.tbps.toPrecision(3)} TB/s`).join("; ") + "; " : ""}bytes count A, C and the B of every group with rows once. It is a yardstick, not a hard limit. "dense" is one torch.mm of the same FLOPs.`,
       `Machine: ${m.device}, Python ${m.python}, CUDA ${m.cuda || "none"}; ${clocks}`,

@@ -52,7 +52,7 @@ def header(report: Report) -> str:
 
 
 def _rested(how: dict[str, Any]) -> str:
-    return f"idle for {how['rest']:.0%} of the time, in pauses between calls; " if how.get("rest") else ""
+    return f"idle for {how['rest']:.0%} of the time, in pauses between bursts of 25 ms; " if how.get("rest") else ""
 
 
 def _rates(rates: dict[str, dict[str, float]]) -> str:
