@@ -38,8 +38,8 @@ COMPANY = 4
 """Fewer variants do not tell what moved a round from what moved one of them."""
 PASSES = 4
 BURST_MS = 25.0
-"""Of work between pauses, where pauses are asked for. A power limit takes longer to bite; after shorter bursts the clock
-is not yet what it was."""
+"""Of work between pauses, where pauses are asked for. A power limit takes longer to bite; in shorter bursts the
+clock is not yet what it was."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ def test_a_rested_device_pauses_between_bursts_and_the_first_call_behind_a_pause
     measure({"work": work}, CPU, reps=14, min_reps=14, budget_ms=500.0)
     assert len(calls) == 3 + 14
     with pytest.raises(ValueError, match=r"rest=1\.0"):
-        measure(nap, CPU, rest=1.0)
+        measure({"work": work}, CPU, rest=1.0)
 
 
 def test_graphs_need_a_gpu_and_modes_have_names() -> None:
