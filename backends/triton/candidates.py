@@ -117,6 +117,8 @@ def _brief_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config,
 
 def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     """Configs of the warp-specialised kernel, the best guess first; empty where it cannot run."""
+    if spec.form == "per_group":
+        return []
     large = Config("hopper", block_m=192, block_n=256, stages=3, warps=4)
     wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4)
     tall = Config("hopper", block_m=256, block_n=128, stages=4, warps=4)

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,13 @@ from multigemm.settings import settings
 CACHE = DiskCache("triton")
 DEVICE_CODE = ("epilogue.py", "kernels.py", "packing.py", "schedule_device.py", "zeros.py")
 HOPPER_CODE = ("hopper.py", "hopper_carry.py", "hopper_load.py", "hopper_store.py", "hopper_tiles.py")
+LIST_CODE = ("few.py", "hopper_list.py")
 compilations = 0
 """How many kernels this process compiled (not: loaded from disk). Tests count it."""
+
+
+Signature = str | tuple["Signature", ...]
+"""The type of an argument, or of a tuple of arguments."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class KernelSource:
 
     module: str
     name: str
-    signature: tuple[tuple[str, str], ...]
+    signature: tuple[tuple[str, Signature], ...]
     constants: tuple[tuple[str, Any], ...]
     divisibility: tuple[tuple[str, int], ...] = ()
     warps: int = 4
@@ -64,10 +69,11 @@ def triton_version() -> str:
         return ""
 
 
-@lru_cache(maxsize=2)
-def source_fingerprint(gluon: bool) -> str:
-    """Changes with any file of device code that such a kernel may use: they import one another."""
+@cache
+def source_fingerprint(module: str, gluon: bool) -> str:
+    """Changes with any file of device code that such a kernel may use: they import one another, not those of lists."""
     names = (*DEVICE_CODE, *HOPPER_CODE) if gluon else DEVICE_CODE
+    names = (*names, *LIST_CODE) if module.rpartition(".")[2] + ".py" in LIST_CODE else names
     return fingerprint(*((Path(__file__).parent / name).read_bytes() for name in names))
 
 
@@ -141,7 +147,7 @@ def _dump(source: KernelSource, key: str, asm: Mapping[str, Any]) -> None:
 @cache
 def cubin(source: KernelSource, capability: int) -> Cubin:
     """The kernel's machine code: from this process, from disk, or compiled now."""
-    key = fingerprint(triton_version(), source_fingerprint(source.gluon), source, capability)
+    key = fingerprint(triton_version(), source_fingerprint(source.module, source.gluon), source, capability)
     stored = CACHE.get(key, ".cubin")
     if stored is not None and settings().dump is None:
         head, _, code = stored.partition(b"\n")

@@ -18,6 +18,9 @@ from multigemm.spec import OperandSpec, ProblemSpec
 SHARED_LIMIT = 227 * 1024
 STRIP = 64
 """Rows of one wgmma: the granule of the Hopper kernel's tiles."""
+LIST_GROUPS = 16
+"""Groups of a list whose maps are a kernel's arguments."""
+LIST_TILES = ((64, 128), (128, 128), (128, 256), (256, 128))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,9 @@ def hopper_shared(config: Config, spec: ProblemSpec) -> int:
 
 def shared_memory(config: Config, spec: ProblemSpec) -> int:
     """Bytes of shared memory that a program of this config needs, at most."""
-    return hopper_shared(config, spec) if config.kernel == "hopper" else shared_bytes(config, spec)
+    if config.kernel != "hopper":
+        return shared_bytes(config, spec)
+    return list_shared(config) if spec.form == "per_group" else hopper_shared(config, spec)
 
 
 def carry_problem(config: Config, spec: ProblemSpec) -> str:
@@ -131,14 +136,49 @@ def hopper_problem(config: Config, spec: ProblemSpec) -> str:
         return (
             f"splits={config.splits}, programs={config.programs}: one program per multiprocessor, tiles unshared; use 1"
         )
+    if spec.form == "per_group":
+        return list_problem(config, spec)
     carried = carry_problem(config, spec) if config.carry else ""
     return _kind_problem(spec) or carried or _maps_problem(config, spec) or _ring_problem(config, spec)
 
 
+def list_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why the warp-specialised kernel cannot run this list with this config, or ''."""
+    if spec.groups > LIST_GROUPS or spec.c is not None or spec.bias is not None:
+        return f"{spec.groups} groups, C or bias: it takes up to {LIST_GROUPS}, plain results; kernel='pointer'"
+    if spec.compute not in (torch.float16, torch.bfloat16):
+        return f"{spec.compute} products: kernel='hopper' multiplies lists of 16-bit floats, kernel='pointer' the rest"
+    if not (mappable(spec.a) and mappable(spec.b)) or spec.out.order != "row":
+        return "tensor maps need aligned rows of unit stride, and results lie in rows here; kernel='pointer' takes all"
+    tile = f"tile {config.block_m}x{config.block_n}x{config.block_k}"
+    if (config.block_m, config.block_n) not in LIST_TILES or config.block_k != depth_of(spec):
+        return f"{tile}: lists take {', '.join(f'{m}x{n}' for m, n in LIST_TILES)}, blocks of {depth_of(spec)}"
+    large = config.block_m * config.block_n > 128 * 128
+    if config.pack or config.carry or (spec.activation == "gelu" and large):
+        return f"{tile}, pack={config.pack}, carry={config.carry}, {spec.activation}: lists are uncopied, gelu is large"
+    if list_shared(config) > SHARED_LIMIT:
+        return f"{list_shared(config)} bytes of shared memory exceed {SHARED_LIMIT}; use fewer stages"
+    return ""
+
+
+def list_warps(config: Config) -> int:
+    """Warps that multiply a list's tile: a warpgroup for 64 rows, else two."""
+    return 4 if config.block_m == STRIP else 8
+
+
+def list_shared(config: Config) -> int:
+    """Shared memory of a list's tile: the ring, and 4 KB a warp that results pass through on their way, at most."""
+    return config.stages * (config.block_m + config.block_n) * 128 + 4096 * list_warps(config)
+
+
+def list_registers(config: Config) -> int | None:
+    """Registers of a thread, where several programs fit a multiprocessor beside each other."""
+    programs = SHARED_LIMIT // list_shared(config)
+    return None if programs == 1 else 65536 // (programs * 32 * (list_warps(config) + 4)) // 8 * 8
+
+
 def _kind_problem(spec: ProblemSpec) -> str:
     """Why no config of the kernel runs this spec."""
-    if spec.form == "per_group":
-        return "lists of matrices have no whole-operand tensor map; kernel='pointer' takes them"
     if 0 in (spec.m, spec.n, spec.k) or spec.total > 2**30:
         return f"m={spec.m} n={spec.n} k={spec.k} T<={spec.total}: tensor maps need 1 to 2^30 rows and columns"
     if spec.compute not in (torch.float16, torch.bfloat16) and not is_tf32(spec):

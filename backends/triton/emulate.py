@@ -7,7 +7,7 @@ set before that; `support` refuses with a reason where it is too late.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,10 @@ from torch import Tensor
 from multigemm.backend import Launch
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.launch import (
+    bits_of,
     bound_on_tiles,
     chunk_of,
+    few_values,
     group_sizes,
     is_empty,
     nothing,
@@ -31,10 +33,12 @@ from multigemm.backends.triton.pointer_sources import (
     EXTENTS,
     STRIDES,
     constants,
+    few_constants,
+    few_slots,
     prefix_constants,
     uniform,
 )
-from multigemm.backends.triton.pointer_tiles import tile_table
+from multigemm.backends.triton.pointer_tiles import few_groups, tile_table
 from multigemm.layouts import Operands, group_table, packed
 
 
@@ -73,12 +77,30 @@ def space_of(ops: Operands, places: int, config: Config) -> dict[str, Tensor]:
     return {"partials": parts_of(ops, places, config), "arrived": torch.zeros(places, dtype=torch.int32)}
 
 
+def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tiles: int) -> Launch:
+    """The same for a list that is an argument: addresses become tensors again."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language as tl
+
+    from multigemm.backends.triton.few import few_kernel
+
+    spec, kernel = ops.spec, cast(Any, few_kernel)
+    found = {x.data_ptr(): x for xs in (ops.a, ops.b, ops.out) for x in xs}
+    slots = few_values(groups, few_slots(spec, config))
+    given = tuple((*g[:6], found[g[6]], g[7], found[g[8]], g[9], found[g[10]], g[11]) for g in slots)
+    options = {**few_constants(spec, config), "INTERPRETED": True}
+    options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
+    return lambda: kernel[(tiles,)](given, bits_of(ops.alpha, spec), **options)
+
+
 def bind_emulated(ops: Operands, config: Config) -> Launch:
     """A launch that interprets the kernel program by program."""
     if is_empty(ops):
         return nothing
-    kernel, count, tl = _kernels()
     spec = ops.spec
+    if few_slots(spec, config) and (few := few_groups(ops, config)):
+        return _bind_few(ops, config, *few)
+    kernel, count, tl = _kernels()
     shape = None if spec.form == "per_group" else packed(ops)
     tiles = tile_table(ops, config) if shape is None else None
     table = group_table(ops) if shape is None and tiles is None else tiles

@@ -26,6 +26,7 @@ from multigemm.backends.triton.hopper_forms import (
     start_multiple,
     store_of,
 )
+from multigemm.backends.triton.hopper_list_launch import list_sources, plan_list
 from multigemm.backends.triton.hopper_sources import (
     EXTENTS,
     RECORD_ROWS,
@@ -192,6 +193,8 @@ def _all(launches: list[Callable[[], None]]) -> None:
 
 def hopper_sources_of(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
     """The kernels of a plan: the main one, copies, the list of tile rows, zeros."""
+    if spec.form == "per_group":
+        return list_sources(spec, config)
     found = {"main": hopper_source(spec, config)}
     for name in config.pack:
         found[f"pack {name}"] = pack_source(getattr(spec, name), name, spec)
@@ -206,6 +209,8 @@ def plan_hopper(
     spec: ProblemSpec, config: Config, device: torch.device, why: str, instead: Callable[[], Recipe]
 ) -> Recipe:
     """Compiles (or loads) the kernels; `instead` plans the pointer kernel for strides that no map expresses."""
+    if spec.form == "per_group":
+        return plan_list(spec, config, device, why, instead)
     major, minor = torch.cuda.get_device_capability(device)
     kernels = {name: cubin(source, 10 * major + minor) for name, source in hopper_sources_of(spec, config).items()}
     name = "hopper, weights through registers" if config.carry else "hopper"

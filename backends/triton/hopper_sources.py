@@ -34,7 +34,7 @@ def _layout(rank: int, size: int) -> str:
     return f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={8 * size}, rank={rank})"
 
 
-def _descriptor(dtype: torch.dtype, box: tuple[int, ...]) -> str:
+def descriptor(dtype: torch.dtype, box: tuple[int, ...]) -> str:
     return f"tensordesc<{TYPES[dtype]}[{', '.join(map(str, box))}],{_layout(len(box), dtype.itemsize)}>"
 
 
@@ -66,9 +66,9 @@ def _types(spec: ProblemSpec, config: Config) -> dict[str, str]:
     """The types of all arguments that either kernel takes."""
     box, out_dtype = boxes(spec, config), spec.out.dtype
     return {
-        "a_desc": _descriptor(spec.a.dtype, box["a_desc"]),
-        "b_desc": _descriptor(spec.b.dtype, box["b_desc"]),
-        "out_desc": _descriptor(out_dtype, box["out_desc"]),
+        "a_desc": descriptor(spec.a.dtype, box["a_desc"]),
+        "b_desc": descriptor(spec.b.dtype, box["b_desc"]),
+        "out_desc": descriptor(out_dtype, box["out_desc"]),
         "c": "*" + TYPES[spec.c.dtype if spec.c else out_dtype],
         "out": "*" + TYPES[out_dtype],
         "bias": "*" + TYPES[spec.bias or out_dtype],

@@ -25,12 +25,14 @@ from multigemm.backends.triton.pointer_sources import (
     WHOLE,
     ZERO_NAMES,
     chunks,
+    few_slots,
+    few_source,
     multiple_of,
     pointer_source,
     prefix_source,
     uniform,
 )
-from multigemm.backends.triton.pointer_tiles import tile_table, whole
+from multigemm.backends.triton.pointer_tiles import few_groups, tile_table, whole
 from multigemm.counters import SLOTS, Words, ready
 from multigemm.errors import InvalidProblem
 from multigemm.layouts import Operands, Packed, group_table, packed, to_device
@@ -138,12 +140,15 @@ def _addresses(ops: Operands, table: Tensor | None, prefix: Tensor | None) -> di
 
 
 def _bind_cuda(
-    ops: Operands, spec: ProblemSpec, config: Config, kernels: Callable[[int, int], Cubin], count: Cubin | None
-) -> Launch:
+    ops: Operands, spec: ProblemSpec, config: Config, kernels: Callable[[int, int], Cubin], count: Cubin | None,
+    few: Cubin | None,
+) -> Launch:  # fmt: skip
     from multigemm.backends.triton.driver import index_of, launcher
 
     if is_empty(ops):
         return nothing
+    if few is not None and (launch := _few(ops, spec, config, few)):
+        return launch
     shape = None if spec.form == "per_group" else packed(ops)
     listed = tile_table(ops, config) if shape is None else None
     table = to_device(group_table(ops) if listed is None else listed, ops.device) if shape is None else None
@@ -181,6 +186,28 @@ def _both(before: Callable[[], None], run: Callable[[], None]) -> Launch:
     return launch
 
 
+def never(group: tuple[int, ...]) -> tuple[int, ...]:
+    """A group that no tile reaches: its first tile is too far."""
+    return (2**31 - 1, *group[1:])
+
+
+def few_values(groups: list[tuple[int, ...]], slots: int) -> list[tuple[int, ...]]:
+    """The arguments for all slots: no tile reaches those behind the last group."""
+    return [*groups, *[never(groups[-1])] * (slots - len(groups))]
+
+
+def _few(ops: Operands, spec: ProblemSpec, config: Config, code: Cubin) -> Launch | None:
+    """A launch whose argument is the list, where its tiles are whole."""
+    from multigemm.backends.triton.driver import index_of, launcher
+
+    found = few_groups(ops, config)
+    if found is None:
+        return None
+    groups, tiles = found
+    values = [value for group in few_values(groups, few_slots(spec, config)) for value in group]
+    return launcher(code, index_of(ops.device), tiles, [*values, bits_of(ops.alpha, spec)], (ops,))
+
+
 def chunk_of(spec: ProblemSpec, config: Config, tiles: npt.NDArray[np.int64] | None) -> int:
     """How many groups the kernel counts at once; LISTED or WHOLE if it need not count."""
     if tiles is not None:
@@ -192,6 +219,8 @@ def pointer_sources_of(spec: ProblemSpec, config: Config) -> dict[str, KernelSou
     """The kernels of a plan: the main one for few groups and for many, and the one that counts tiles."""
     usual = multiple_of(spec) if spec.form == "per_group" and spec.a.align == spec.b.align == 16 else 1
     found = {f"main {chunk}": pointer_source(spec, config, usual, chunk) for chunk in chunks(spec, config)}
+    if few_slots(spec, config):
+        found["few"] = few_source(spec, config)
     return found if uniform(spec) else {**found, "prefix": prefix_source(spec, config)}
 
 
@@ -209,7 +238,7 @@ def plan_pointer(spec: ProblemSpec, config: Config, device: torch.device, why: s
         return cubin(pointer_source(spec, config, multiple, chunk), 10 * major + minor)
 
     codes = {name: cubin(source, 10 * major + minor) for name, source in pointer_sources_of(spec, config).items()}
-    count = codes.get("prefix")
+    count, few = codes.get("prefix"), codes.get("few")
     if config.splits > 1:
         ready(index_of(device), max(SLOTS))
-    return Recipe("pointer", config, lambda ops: _bind_cuda(ops, spec, config, kernels, count), why)
+    return Recipe("pointer", config, lambda ops: _bind_cuda(ops, spec, config, kernels, count, few), why)

@@ -21,6 +21,8 @@ LISTED = 0
 """In their place: the host knows all extents and has listed the tiles (see pointer_tiles)."""
 WHOLE = -1
 """The same, where every tile is whole, so that nothing has to be masked."""
+SLOTS = 4
+"""Groups of a list that are arguments (see few): more of them take longer to read than a table in memory."""
 PREFIX_STEP = 1024
 TYPES = {
     torch.float16: "fp16",
@@ -93,8 +95,38 @@ def whole_worthwhile(spec: ProblemSpec) -> bool:
 def chunks(spec: ProblemSpec, config: Config) -> tuple[int, ...]:
     """The numbers of groups at once that kernels are compiled for: all that a problem of this spec may need."""
     if spec.form == "per_group":
-        return (LISTED, CHUNK, WHOLE) if whole_worthwhile(spec) else (LISTED, CHUNK)
+        return (LISTED, CHUNK, WHOLE) if whole_worthwhile(spec) and not few_slots(spec, config) else (LISTED, CHUNK)
     return (CHUNK, FEW) if config.programs == 0 and not uniform(spec) else (CHUNK,)
+
+
+def few_slots(spec: ProblemSpec, config: Config) -> int:
+    """The slots of the kernel that takes lists of whole tiles as arguments; 0 where it cannot run."""
+    plain = whole_worthwhile(spec) and spec.c is None and spec.bias is None
+    lines = "strided" not in (spec.a.order, spec.b.order, spec.out.order)
+    lines = lines and not (spec.a.wide or spec.b.wide or spec.out.wide)
+    few = spec.groups <= SLOTS and (config.programs, config.splits) == (0, 1)
+    return SLOTS if plain and lines and few else 0
+
+
+def few_constants(spec: ProblemSpec, config: Config) -> dict[str, Any]:
+    """The constexpr arguments of that kernel."""
+    names = ("BM", "BN", "BK", "WIDTH", "STAGES", "A_ORDER", "B_ORDER", "OUT_ORDER", "ALPHA", "ACTIVATION", "PRECISION",
+             "ACC", "INTERPRETED")  # fmt: skip
+    every = constants(spec, config)
+    return {name: every[name] for name in names}
+
+
+def few_source(spec: ProblemSpec, config: Config) -> KernelSource:
+    types = _types(spec)
+    group = ("i32",) * 6 + (types["a"], "i32", types["b"], "i32", types["out"], "i32")
+    return KernelSource(
+        module="multigemm.backends.triton.few",
+        name="few_kernel",
+        signature=(("groups", (group,) * few_slots(spec, config)), ("alpha_bits", "i64")),
+        constants=tuple(few_constants(spec, config).items()),
+        warps=config.warps,
+        stages=config.stages,
+    )
 
 
 def constants(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int = CHUNK) -> dict[str, Any]:

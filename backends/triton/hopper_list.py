@@ -1,0 +1,150 @@
+# mypy: ignore-errors
+"""The warp-specialised kernel for lists of a few groups: their tensor maps and extents are its arguments.
+
+A list has no whole-operand map, but every matrix of it has one of its own. One program per tile: one warp loads by
+TMA, two warpgroups multiply. What lies beyond a matrix comes as zeros, by the maps' own bounds.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from multigemm.backends.triton.epilogue import finish
+from multigemm.backends.triton.few import place_few
+from multigemm.backends.triton.hopper import barriers, oriented
+from multigemm.backends.triton.hopper_load import fetch
+
+# a block of K is one swizzled row of 128 bytes
+DEEP = gl.constexpr(64)
+
+
+@gluon.jit
+def pick(groups, WIDTH: gl.constexpr, MULTIPLE: gl.constexpr):
+    """This program's group and tile: (group, blocks of k, tile row, tile column, rows, columns, result, its lines)."""
+    tile = gl.program_id(0)
+    group = tile * 0
+    first, steps, down, across, by_band, by_low, rows, columns, out, out_line = groups[0]
+    for g in gl.static_range(1, len(groups)):
+        first_g, steps_g, down_g, across_g, by_band_g, by_low_g, rows_g, columns_g, out_g, out_line_g = groups[g]
+        reached = tile >= first_g
+        group = gl.where(reached, g, group)
+        first = gl.where(reached, first_g, first)
+        steps = gl.where(reached, steps_g, steps)
+        down = gl.where(reached, down_g, down)
+        across = gl.where(reached, across_g, across)
+        by_band = gl.where(reached, by_band_g, by_band)
+        by_low = gl.where(reached, by_low_g, by_low)
+        rows = gl.where(reached, rows_g, rows)
+        columns = gl.where(reached, columns_g, columns)
+        out = gl.where(reached, out_g, out)
+        out_line = gl.where(reached, out_line_g, out_line)
+    if MULTIPLE > 1:
+        columns = gl.multiple_of(columns, MULTIPLE)
+        out_line = gl.multiple_of(out_line, MULTIPLE)
+        out = gl.multiple_of(out, 16)
+    tile_m, tile_n = place_few(tile - first, down, across, by_band, by_low, WIDTH)
+    return group, steps, tile_m, tile_n, rows, columns, out, out_line
+
+
+@gluon.jit
+def send(a_map, b_map, ring, row, col, steps, STAGES: gl.constexpr, BYTES: gl.constexpr, A_ORDER: gl.constexpr,
+         B_ORDER: gl.constexpr):  # fmt: skip
+    """All blocks of a tile into the ring, as its stages become free."""
+    a_smem, b_smem, full, empty = ring
+    stage = steps * 0
+    phase = steps * 0 + 1
+    for step in range(steps):
+        mbarrier.wait(empty.index(stage), phase)
+        there = full.index(stage)
+        mbarrier.expect(there, BYTES)
+        if A_ORDER == "row":
+            fetch(a_map, [row, step * DEEP], there, a_smem.index(stage))
+        else:
+            fetch(a_map, [step * DEEP, row], there, a_smem.index(stage))
+        if B_ORDER == "row":
+            fetch(b_map, [step * DEEP, col], there, b_smem.index(stage))
+        else:
+            fetch(b_map, [col, step * DEEP], there, b_smem.index(stage))
+        stage += 1
+        if stage == STAGES:
+            stage = steps * 0
+            phase ^= 1
+
+
+@gluon.jit
+def produce(maps, groups, ring, BM: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+            MULTIPLE: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
+    """The loading warp: the maps of its group, which no address can choose, so that each has its own loop."""
+    group, steps, tile_m, tile_n, _, _, _, _ = pick(groups, WIDTH, MULTIPLE)
+    BYTES: gl.constexpr = (BM + BN) * DEEP * ring[0].dtype.primitive_bitwidth // 8
+    for g in gl.static_range(len(maps)):
+        if group == g:
+            send(maps[g][0], maps[g][1], ring, tile_m * BM, tile_n * BN, steps, STAGES, BYTES, A_ORDER, B_ORDER)
+
+
+@gluon.jit
+def consume(groups, ring, alpha_bits, BM: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+            MULTIPLE: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr, ALPHA: gl.constexpr,
+            ACTIVATION: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """Both warpgroups: one tile. A block is handed back one step late, once the tensor cores have read it."""
+    _, steps, tile_m, tile_n, rows, columns, out, out_line = pick(groups, WIDTH, MULTIPLE)
+    a_smem, b_smem, full, empty = ring
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16])  # fmt: skip
+    acc = warpgroup_mma_init(gl.zeros([BM, BN], gl.float32, layout))
+    stage = steps * 0
+    phase = steps * 0
+    # a value of its own: Triton would take `before = stage` for a name that the loop does not change
+    before = (stage + STAGES) % STAGES
+    for step in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        a = oriented(a_smem.index(stage), A_ORDER == "col")
+        b = oriented(b_smem.index(stage), B_ORDER == "col")
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=[acc]))
+        mbarrier.arrive(empty.index(before), pred=step > 0)
+        before = stage
+        stage += 1
+        if stage == STAGES:
+            stage = steps * 0
+            phase ^= 1
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    result = finish(acc, alpha_bits, alpha_bits, out, None, out, None, out.dtype.element_ty, ALPHA == "any", False,
+                    False, ACTIVATION)  # fmt: skip
+    PER_THREAD: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth if MULTIPLE > 1 else 1
+    ACROSS: gl.constexpr = min(32, 64 // PER_THREAD)
+    blocked: gl.constexpr = gl.BlockedLayout([1, PER_THREAD], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    result = gl.convert_layout(result, blocked)
+    i = tile_m * BM + gl.arange(0, BM, gl.SliceLayout(1, blocked))
+    j = gl.arange(0, BN, gl.SliceLayout(0, blocked))
+    lines = out + i.to(gl.int64) * out_line + tile_n * BN
+    gl.store(lines[:, None] + j[None, :], result, mask=(i < rows)[:, None] & (j < columns - tile_n * BN)[None, :])
+
+
+@gluon.jit
+def list_kernel(maps, groups, alpha_bits, BM: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr,
+                STAGES: gl.constexpr, MULTIPLE: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
+                ALPHA: gl.constexpr, ACTIVATION: gl.constexpr):  # fmt: skip
+    """One tile. A group: maps of a and b, and its first tile, blocks of k, tiles down and across, the inverses for
+    `place_few`, rows, columns, address and row distance of the result."""
+    dtype: gl.constexpr = maps[0][0].dtype
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
+    a_block: gl.constexpr = [STAGES, BM, DEEP] if A_ORDER == "row" else [STAGES, DEEP, BM]
+    b_block: gl.constexpr = [STAGES, DEEP, BN] if B_ORDER == "row" else [STAGES, BN, DEEP]
+    a_smem = gl.allocate_shared_memory(dtype, a_block, swizzled)
+    b_smem = gl.allocate_shared_memory(dtype, b_block, swizzled)
+    ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, 1))
+    gl.warp_specialize(
+        [
+            (consume, (groups, ring, alpha_bits, BM, BN, WIDTH, STAGES, MULTIPLE, A_ORDER, B_ORDER, ALPHA, ACTIVATION,
+                       gl.num_warps())),
+            (produce, (maps, groups, ring, BM, BN, WIDTH, STAGES, MULTIPLE, A_ORDER, B_ORDER)),
+        ],
+        [1],
+        [40],
+    )  # fmt: skip
