@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -156,7 +155,7 @@ def test_lists_and_batches_of_few_rounds_have_a_kernel_of_their_own(change: dict
 @pytest.mark.parametrize(
     ("shapes", "rows"),
     [
-        (((1024, 1024, 1024), (512, 512, 512), (256, 256, 256), (128, 128, 128)), 96),
+        (((1024, 1024, 1024), (512, 512, 512), (256, 256, 256), (128, 128, 128)), 80),
         (((512, 512, 512),) * 4, 64),
         (((1024, 1024, 1024),) * 4, 256),
         (((1024, 4096, 512),) * 2, 64),
@@ -575,18 +574,38 @@ def test_a_wave_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDri
     groups = wave.groups_of(ops)
     config = config if config.rows else wave.height_for(tuple((g.m, g.k, g.n) for g in groups), 132)
     slots = wave.SLOTS[0]
-    argument, tiles = wave.layout(ops, groups, config, slots)
-    assert tiles == sum(-(-g.m // config.rows) * -(-g.n // 128) for g in groups)
+    argument, tiles, more = wave.layout(ops, groups, config, slots)
+    assert tiles == sum(-(-g.m // config.rows) * -(-g.n // 128) for g in groups) and more is None
     maps = 2 * slots * tensor_maps.SIZE
-    first = struct.unpack(f"<{slots}i", argument[maps : maps + 4 * slots])
-    assert first[0] == 0 and set(first[len(groups) :]) == {wave.NEVER}
-    shapes = list(wave.SHAPE.iter_unpack(argument[maps + 4 * slots : -wave.TAIL.size]))
-    expected = [(-(-g.n // 128), g.m, g.n, g.k, g.out.ptr, 2 * g.out.row) for g in groups]
+    shapes_at = maps + wave.PLACE.itemsize * wave.LISTED
+    spots = np.frombuffer(argument[maps:shapes_at], wave.PLACE)[:tiles]
+    assert {(s["group"], s["blocks"]) for s in spots} == {(i, -(-g.k // 64)) for i, g in enumerate(groups)}
+    shapes = list(wave.SHAPE.iter_unpack(argument[shapes_at : -wave.TAIL.size]))
+    expected = [(g.m, g.n, g.out.ptr, 2 * g.out.row) for g in groups]
     assert shapes[: len(groups)] == expected and len(shapes) == slots
+    assert wave.TAIL.unpack(argument[-wave.TAIL.size :]) == (0, 1.0, 1, tiles)
     launch = wave.bind(ops, config, (0, {(config, slots): 1}), 132)
     fake.calls.clear()
     launch()
     assert fake.calls == ["cuLaunchKernelEx"]
+
+
+def test_tiles_beyond_the_argument_lie_in_device_memory_and_none_is_left_out(fake: FakeDriver) -> None:
+    half = partial(torch.zeros, dtype=torch.bfloat16)
+    problem = mg.GroupedGemmProblem([half(1000, 64), half(300, 130)], [half(64, 1300), half(130, 136)])
+    ops = stage(problem, staged_spec(problem), allocate(problem)).ops
+    groups = wave.groups_of(ops)
+    argument, tiles, more = wave.layout(ops, groups, configs.WAVES[1], wave.SLOTS[0])
+    maps = 2 * wave.SLOTS[0] * tensor_maps.SIZE
+    listed = np.frombuffer(argument[maps : maps + wave.PLACE.itemsize * wave.LISTED], wave.PLACE)
+    assert more is not None and tiles == 5 * 2 + 16 * 11 > wave.LISTED
+    places = np.concatenate([listed, more.numpy().view(wave.PLACE)]).tolist()
+    assert places[:10] == [(0, 3, d, a) for d in range(5) for a in range(2)], "the longest k first"
+    assert places[10:] == [(1, 1, d, a) for d in range(16) for a in range(11)]
+    assert wave.TAIL.unpack(argument[-wave.TAIL.size :])[0] == more.data_ptr()
+    zero = replace(ops, spec=replace(ops.spec, alpha="zero"))
+    argument, _, _ = wave.layout(zero, groups, configs.WAVES[1], wave.SLOTS[0])
+    assert set(np.frombuffer(argument[maps : maps + 160], wave.PLACE)["blocks"]) == {0}, "nothing is read"
 
 
 def test_odd_lists_are_copied_for_the_wave_kernel(fake: FakeDriver) -> None:

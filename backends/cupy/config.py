@@ -86,7 +86,7 @@ DIRECT = Config("direct", rows=256, stages=4, cluster=2, step=8)
 DIRECT_MIDDLE = Config("direct", rows=128, stages=5, cluster=2, step=8)
 DIRECT_NARROW = Config("direct", rows=64, stages=7, cluster=2, step=8)
 WAVE = Config("wave")
-WAVES = (WAVE, *(Config("wave", rows=r, stages=s) for r, s in ((64, 8), (96, 7), (128, 6), (192, 5), (256, 4))))
+WAVES = (WAVE, *(Config("wave", rows=r, stages=s) for r, s in ((64, 8), (80, 7), (128, 6), (192, 5), (256, 4))))
 CUBE = Config("small", tile=32)
 CUBE64 = Config("small", tile=64)
 ONE_WAVE = 160

@@ -1,38 +1,40 @@
-"""Binds the kernel for lists and batches of one wave: maps, shapes and tiles of all groups are its argument."""
+"""Binds the kernel for lists and batches of few tiles: maps, shapes and tiles of all groups are its argument."""
 
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy import hopper, packing, tensor_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, WAVES, Config
+from multigemm.backends.cupy.config import COLUMNS, SHARED_LIMIT, WAVES, Config
 from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.params import view_of
 from multigemm.backends.cupy.specs import LIST, packed_spec
 from multigemm.backends.cupy.tensor_maps import Side
-from multigemm.layouts import Operands, Strided, strides_of
+from multigemm.layouts import Operands, Strided, strides_of, to_device
 from multigemm.spec import ProblemSpec
 
 THREADS, BLOCK_K = 288, 64
 SLOTS = (4, LIST)
 """Groups that an argument holds: a short one is there sooner."""
-NEVER = 0x7FFFFFFF
-SHAPE, TAIL = struct.Struct("<4i2q"), struct.Struct("<fi")
+LISTED = 160
+"""Tiles whose places the argument holds; those of the others lie in device memory."""
+STAGED = 128
+"""Rows of results that leave at once; of higher tiles 64."""
+PLACE = np.dtype([("group", "<i4"), ("blocks", "<i4"), ("down", "<i4"), ("across", "<i4")])
+SHAPE, TAIL = struct.Struct("<2i2q"), struct.Struct("<qf2i")
 
-
-START, ROW, LINE, LATENCY, RATE = 2000, 4, 4, 2800, 8000
-"""Cycles: of a block besides its products, of storing a row, of multiplying one by 64 x 128, from asking for a stage
-until it is there; bytes per cycle that the L2 cache delivers. Fitted to 14 lists, each with all heights, on an H100."""
+START, ROW, LINE, PORT, LATENCY, RATE = 2000, 4, 4, 2.13, 2800, 8000
+"""Cycles: of a block besides its products, of storing a row, of multiplying one by 64 x 128, of receiving a line of 64,
+from asking for a stage until it is there; bytes per cycle that the L2 cache delivers. Fitted to lists, at all heights."""
 
 
 Functions = dict[tuple[Config, int], int]
@@ -58,10 +60,25 @@ class Group(NamedTuple):
     n: int
 
 
-def shared_bytes(spec: ProblemSpec, config: Config) -> int:
-    """The ring of stages, at a multiple of 1024."""
+def stage_bytes(spec: ProblemSpec, config: Config) -> int:
+    """Both operands of a block of k; rows that are contiguous come in boxes of 64."""
     rows = config.rows if hopper.roles(packed_spec(spec)).x_k else -(-config.rows // 64) * 64
-    return config.stages * (COLUMNS + rows) * 128 + 1024
+    return (COLUMNS + rows) * 2 * BLOCK_K
+
+
+def stages_of(spec: ProblemSpec, config: Config) -> int:
+    """As many as the config wants, if they fit."""
+    return min((SHARED_LIMIT - _besides(config)) // stage_bytes(spec, config), config.stages)
+
+
+def _besides(config: Config) -> int:
+    """The staging of both warpgroups' results, barriers, and what alignment may cost."""
+    return 2 * (config.rows if config.rows <= STAGED else 64) * 128 + 1024 + 128
+
+
+def shared_bytes(spec: ProblemSpec, config: Config) -> int:
+    """The ring of stages, at a multiple of 1024, and the staging."""
+    return stages_of(spec, config) * stage_bytes(spec, config) + _besides(config) - 128
 
 
 def source(spec: ProblemSpec, config: Config, slots: int = LIST) -> Source:
@@ -69,7 +86,7 @@ def source(spec: ProblemSpec, config: Config, slots: int = LIST) -> Source:
     role = hopper.roles(packed_spec(spec))
     defines = (
         ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
-        ("ROWS", config.rows), ("STAGES", config.stages), ("GROUPS", slots), ("STEP", 32), ("PINGPONG", 0),
+        ("ROWS", config.rows), ("STAGES", stages_of(spec, config)), ("GROUPS", slots), ("STEP", 16), ("PINGPONG", 0),
     )  # fmt: skip
     return Source("wave.cu", "wave", defines)
 
@@ -94,23 +111,27 @@ def height_for(shapes: tuple[tuple[int, int, int], ...], sms: int) -> Config:
 
 
 def _cycles(shapes: tuple[tuple[int, int, int], ...], config: Config, sms: int) -> float:
-    """Each free processor takes the next tile; nor can all of them together take more than the cache delivers."""
-    once = START + ROW * config.rows
-    tiles: Counter[int] = Counter()
-    for m, k, n in shapes:
-        tiles[-(-k // BLOCK_K)] += -(-m // config.rows) * -(-n // COLUMNS)
-    free, end = [(0.0, sms)], 0.0  # when, and how many processors
-    for blocks, left in tiles.items():
-        while left:
-            when, count = heappop(free)
-            taken = min(count, left)
-            if count > taken:
-                heappush(free, (when, count - taken))
-            done = when + once + blocks * max(LINE * config.rows, LATENCY / config.stages)
-            heappush(free, (done, taken))
-            left, end = left - taken, max(end, done)
-    traffic = sum(blocks * count for blocks, count in tiles.items()) * 2 * BLOCK_K * (COLUMNS + config.rows)
-    return max(end, once + traffic / RATE)
+    """Tiles are dealt there and back; nor can all blocks together take more than the cache delivers."""
+    blocks = places(shapes, config.rows)["blocks"].astype(np.int64)
+    rounds = -(-len(blocks) // sms)
+    each = max(LINE * config.rows, PORT * (COLUMNS + config.rows), LATENCY / config.stages)
+    turns = np.zeros((rounds, sms))
+    turns.reshape(-1)[: len(blocks)] = blocks * each + ROW * config.rows
+    turns[1::2] = turns[1::2, ::-1]
+    traffic = int(blocks.sum()) * 2 * BLOCK_K * (COLUMNS + config.rows)
+    return START + max(float(turns.sum(0).max()), ROW * config.rows + traffic / RATE)
+
+
+@lru_cache(maxsize=1024)
+def places(shapes: tuple[tuple[int, int, int], ...], rows: int) -> np.ndarray[Any, Any]:
+    """All tiles of groups of (m, k, n), in the order in which they are dealt."""
+    tiles = []
+    for group, (m, k, n) in enumerate(shapes):
+        down, across = np.indices((-(-m // rows), -(-n // COLUMNS)), np.int32).reshape(2, -1)
+        one = np.empty(down.size, PLACE)
+        one["group"], one["blocks"], one["down"], one["across"] = group, -(-k // BLOCK_K), down, across
+        tiles.append(one)
+    return np.concatenate([np.empty(0, PLACE), *tiles])
 
 
 def _matrix(x: Tensor) -> Matrix:
@@ -134,26 +155,25 @@ def groups_of(ops: Operands) -> list[Group]:
     return sorted((g for g in groups if g.m and g.n), key=lambda g: -g.k)
 
 
-def layout(ops: Operands, groups: Sequence[Group], config: Config, slots: int) -> tuple[bytes, int]:
-    """The kernel's argument, and the number of tiles."""
+def layout(ops: Operands, groups: Sequence[Group], config: Config, slots: int) -> tuple[bytes, int, Tensor | None]:
+    """The kernel's argument, the number of tiles, and the places of those beyond the argument's."""
     role, dtype = hopper.roles(ops.spec), ops.spec.compute
     w_maps, x_maps, shapes = bytearray(), bytearray(), bytearray()
-    first: list[int] = []
-    tiles = 0
     for a, b, out, m, k, n in groups:
-        across = -(-n // COLUMNS)
         w = Side(b.ptr, n, k, 1, 2 * (b.col if role.w_k else b.row), 0, role.w_k, dtype)
         x = Side(a.ptr, m, k, 1, 2 * (a.row if role.x_k else a.col), 0, role.x_k, dtype)
         w_maps += tensor_maps.plain(w, COLUMNS)
         x_maps += tensor_maps.plain(x, config.rows)
-        shapes += SHAPE.pack(across, m, n, k if ops.spec.alpha != "zero" else 0, out.ptr, 2 * out.row)
-        first.append(tiles)
-        tiles += across * -(-m // config.rows)
-    missing = slots - len(first)
+        shapes += SHAPE.pack(m, n, out.ptr, 2 * out.row)
+    missing = slots - len(groups)
     maps = w_maps + tensor_maps.BLANK * missing + x_maps + tensor_maps.BLANK * missing
-    numbers = struct.pack(f"<{slots}i", *first, *[NEVER] * missing)
-    tail = TAIL.pack(float(ops.alpha), int(ops.spec.out.align == 16))
-    return bytes(maps + numbers + shapes + bytes(SHAPE.size * missing) + tail), tiles
+    read = ops.spec.alpha != "zero"
+    tiles = places(tuple((g.m, g.k if read else 0, g.n) for g in groups), config.rows)
+    more = None if len(tiles) <= LISTED else to_device(tiles[LISTED:].view(np.int32), ops.device)
+    spots = tiles[:LISTED].tobytes().ljust(PLACE.itemsize * LISTED, b"\0")
+    others = 0 if more is None else more.data_ptr()
+    tail = TAIL.pack(others, float(ops.alpha), int(ops.spec.out.align == 16), len(tiles))
+    return bytes(maps + spots + shapes + bytes(SHAPE.size * missing) + tail), len(tiles), more
 
 
 def bind(ops: Operands, config: Config, kernels: tuple[int, Functions], sms: int) -> Launch:
@@ -168,18 +188,18 @@ def _bind(ops: Operands, config: Config, functions: Functions, sms: int) -> Laun
     if not config.rows:
         config = height_for(tuple((g.m, g.k, g.n) for g in groups), sms)
     slots = SLOTS[len(groups) > SLOTS[0]]
-    argument, tiles = layout(ops, groups, config, slots)
+    argument, tiles, more = layout(ops, groups, config, slots)
     if tiles == 0:
         return _nothing
     return launcher(
         functions[config, slots],
         [argument],
-        grid=tiles,
+        grid=min(tiles, sms),
         threads=THREADS,
         shared=shared_bytes(ops.spec, config),
         overlap=True,
         index=ops.device.index or 0,
-        keep=ops,
+        keep=(ops, more),
     )
 
 
