@@ -70,11 +70,31 @@ def test_a_step_of_decoding_and_jagged_columns_take_the_ring() -> None:
     assert candidates(replace(many, groups=4, total=2**9), (9, 0))[0].kernel == "pointer"
 
 
+@pytest.mark.parametrize(
+    ("total", "largest", "kernel", "tile"),
+    [
+        (4 * 1024, 1024, "hopper", (128, 256)),  # 4 x 1024^3
+        (4 * 2048, 1024, "pointer", (128, 128)),  # unequal, and many
+        (4 * 512, 512, "hopper", (64, 128)),  # 4 x 512^3, or the cubes of 1024, 512, 256 and 128
+        (4 * 256, 256, "pointer", (64, 64)),
+        (4 * 128, 128, "pointer", (32, 32)),
+    ],
+)
+def test_lists_by_their_sizes(total: int, largest: int, kernel: str, tile: tuple[int, int]) -> None:
+    spec = replace(SPECS["per_group bf16"], groups=4, total=total, largest=largest, n=None, k=None)
+    first = candidates(spec, (9, 0))[0]
+    assert (first.kernel, (first.block_m, first.block_n)) == (kernel, tile)
+    assert candidates(spec, (8, 0))[0].kernel == "pointer"
+    for other in (replace(spec, groups=17), replace(spec, bias=torch.bfloat16), replace(spec, compute=torch.float32)):
+        assert hopper_candidates(other) == []
+    assert {config.kernel for config in candidates(spec, (9, 0))} == {"pointer", "hopper"}
+
+
 def test_unaligned_operands_are_packed_and_lists_are_not() -> None:
     many = replace(SPECS["jagged_m bf16 unaligned"], total=2**14)
     assert hopper_candidates(many)[0].pack == ("a", "b")
     assert hopper_candidates(SPECS["jagged_n bf16 unaligned"])[0].pack == ("a", "b")
-    assert hopper_candidates(SPECS["per_group bf16"]) == []
+    assert hopper_candidates(SPECS["per_group bf16 unaligned"]) == []
 
 
 @pytest.fixture
@@ -87,13 +107,12 @@ def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
     spec = SPECS["jagged_m bf16 unaligned"]
     best = hopper_candidates(spec)[0]
     assert (best.carry, best.pack, best.block_m) == (True, ("a",), 256)
-    assert hopper_candidates(replace(spec, total=1024))[0].block_m == 128, "rows that half fill a tall tile"
     assert hopper_candidates(replace(spec, a=replace(spec.a, align=16), k=1024))[0].pack == ()
     along_k = replace(spec, b=replace(spec.b, order="col"))
-    assert hopper_candidates(along_k)[0].pack == ("a", "b"), "two tiles per group carry as much as a copy moves"
-    assert [config.block_m for config in hopper_candidates(replace(along_k, total=1024)) if config.carry] == [128, 128]
-    many = replace(along_k, groups=257, total=1024)
-    assert not any(config.carry for config in hopper_candidates(many))
+    assert [config.block_m for config in hopper_candidates(along_k)[:2] if config.carry] == [256, 128]
+    assert hopper_candidates(replace(along_k, total=2**14))[0].pack == ("a", "b"), "rows that pay for the copy"
+    many = replace(along_k, groups=257, total=1024, bias=torch.bfloat16)
+    assert hopper_candidates(many)[0].block_m == 256, "no elements to address one by one: registers for any results"
     strided = replace(spec, b=replace(spec.b, order="strided"))
     assert not any(config.carry for config in hopper_candidates(replace(strided, total=1024)))
     for form in ("jagged_k", "jagged_n", "batched", "masked"):
@@ -104,6 +123,7 @@ def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
     ("changes", "heights"),
     [
         ({}, {128, 256}),
+        ({"groups": 257}, {128}),
         ({"bias": torch.bfloat16}, {128}),
         ({"index": torch.int64}, {128}),
         ({"activation": "gelu"}, set()),
@@ -114,7 +134,17 @@ def test_weights_pass_through_registers_where_those_suffice(changes: dict[str, A
     found = hopper_candidates(replace(SPECS["jagged_m bf16 unaligned"], total=1024, **changes))
     assert {config.block_m for config in found if config.carry} == heights
     refused = Config("hopper", block_m=256, block_n=256, warps=4, stages=2, pack=("a",), carry=True)
-    assert "four more warps" in problem_with(refused, SPECS["jagged_m bf16 unaligned"])
+    assert "64 columns each" in problem_with(refused, SPECS["jagged_m bf16 unaligned"])
+
+
+def test_a_tall_tile_beside_four_more_warps_is_for_the_compiler_that_spills_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("multigemm.backends.triton.config.thrifty", lambda: False)
+    spec = SPECS["jagged_m bf16 unaligned"]
+    best = hopper_candidates(replace(spec, total=8 * 200))[0]
+    assert (best.carry, best.block_m) == (True, 128)
+    assert not hopper_candidates(replace(spec, total=8 * 400))[0].carry, "low tiles read weights too often"
 
 
 @pytest.mark.parametrize(

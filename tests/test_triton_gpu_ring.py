@@ -10,7 +10,7 @@ import torch
 import multigemm as mg
 from multigemm.backends.triton import Config
 from multigemm.backends.triton.candidates import hopper_candidates
-from multigemm.backends.triton.config import problem_with, thrifty
+from multigemm.backends.triton.config import problem_with
 from multigemm.staging import staged_spec
 from tests.triton_gpu_cases import draw, problem, tensor
 
@@ -58,7 +58,7 @@ def test_unaligned_weights_through_registers(form: str, extents: tuple[int, int]
     pack = () if spec.a.align == 16 else ("a",)
     low = Config("hopper", block_m=128, block_n=128, warps=4, stages=5, pack=pack, carry=True)
     carrying = [config for config in (low, replace(low, block_m=256, stages=4)) if not problem_with(config, spec)]
-    assert low in carrying or (form == "jagged_m_nt" and not thrifty())
+    assert low in carrying
     for config in carrying:
         plan = mg.plan(given, backend="triton", config=config)
         tensor(plan()).fill_(torch.nan)
@@ -76,3 +76,28 @@ def test_lines_along_k_may_start_anywhere(skipped: int) -> None:
     if reason := problem_with(low, staged_spec(given)):
         pytest.skip(reason)
     assert mg.verify(given, mg.solve(given, backend="triton", config=low))
+
+
+@pytest.mark.parametrize("block_m", [128, 256])
+@pytest.mark.parametrize("along", ["n", "k"])
+@pytest.mark.parametrize("depth", [1, 63, 65, 129, 300])
+def test_carried_weights_meet_no_neighbours(depth: int, along: str, block_m: int) -> None:
+    """Whole 16 bytes are read round each line: what lies beside it, and behind the end of k, reaches no result."""
+    sizes = [0, 1, 64, 65, 128, 129, 200, 256, 257, 500]
+    offsets = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).cuda()
+    shape = (len(sizes), depth + 3, 175 + 3) if along == "n" else (len(sizes), 175 + 3, depth + 3)
+    whole = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+    weights = whole[:, 1:-2, 1:-2]
+    weights.copy_(draw(*weights.shape))
+    weights[4] = torch.inf
+    rows = torch.full((sum(sizes), depth + 8 - depth % 8), torch.nan, dtype=torch.bfloat16, device="cuda")[:, :depth]
+    rows.copy_(draw(sum(sizes), depth))
+    given = mg.GroupedGemmProblem(rows, weights if along == "n" else weights.transpose(1, 2), offsets=offsets)
+    stages = {128: 6, 256: 4}[block_m]
+    config = Config("hopper", block_m=block_m, block_n=128, warps=4, stages=stages, carry=True)
+    if reason := problem_with(config, staged_spec(given)):
+        pytest.skip(reason)
+    plan = mg.plan(given, backend="triton", config=config)
+    tensor(plan()).fill_(torch.nan)
+    verdict = mg.verify(given, plan())
+    assert verdict, str(verdict)

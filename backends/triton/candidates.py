@@ -27,8 +27,11 @@ from multigemm.spec import ProblemSpec
 
 BRIEF_US = 50.0
 """Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""
-UNCOPIED_ROWS = {"row": 640, "col": 192}
-"""Rows per group up to which a copy of unaligned weights takes longer than their slower way through registers."""
+UNCOPIED_ROWS = {256: 1024, 128: 256}
+"""Rows per group up to which a copy of unaligned weights takes longer than tiles of that height that shift them."""
+
+MANY_TILES = 100
+"""Large tiles of a list that keep a GPU busy."""
 
 
 def _pow2(value: int, low: int, high: int) -> int:
@@ -118,7 +121,7 @@ def _brief_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config,
 def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     """Configs of the warp-specialised kernel, the best guess first; empty where it cannot run."""
     if spec.form == "per_group":
-        return []
+        return _lists(spec)
     large = Config("hopper", block_m=192, block_n=256, stages=3, warps=4)
     wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4)
     tall = Config("hopper", block_m=256, block_n=128, stages=4, warps=4)
@@ -130,16 +133,37 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
     if "b" in pack:
         uncopied = _uncopied(spec, tall, flat, tuple(name for name in pack if name == "a"))
-        few = shape_of(spec).rows <= UNCOPIED_ROWS.get(spec.b.order, 0)
+        few = bool(uncopied) and shape_of(spec).rows <= UNCOPIED_ROWS[uncopied[0].block_m]
         found = [*uncopied, *found] if few else [*found, *uncopied[:1]]
     found = [config for config in found if not problem_with(config, spec)]
     return _ordered(found, spec) if found else []
 
 
+def _lists(spec: ProblemSpec) -> list[Config]:
+    """Tiles of lists: large ones where they fill a GPU in whole rounds, else two small ones to a multiprocessor."""
+    wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4, width=4, order="dealt")
+    low = replace(wide, block_m=64, block_n=128)
+    flat = replace(wide, block_n=128, stages=6)
+    found = [wide, low, flat] if _fills(wide, spec) else [low, wide, flat]
+    return [config for config in found if not problem_with(config, spec)]
+
+
+def _fills(wide: Config, spec: ProblemSpec) -> bool:
+    """Whether a list of about equal products has enough large tiles; unequal ones leave a last round half empty."""
+    return tiles_in(wide, spec) >= MANY_TILES and spec.largest <= typical_rows(spec)
+
+
+def _maps_first(spec: ProblemSpec, low: Config) -> bool:
+    """Lists of tiny products are over before tensor maps are read, and those of many unequal tiles are no faster."""
+    small = typical_rows(spec) * typical_columns(spec) <= 256 * 256
+    return not small and tiles_in(low, spec) <= 3 * PROCESSORS
+
+
 def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ...]) -> list[Config]:
-    """Unaligned weights through registers; above 128 rows the low tile would carry each of them too often."""
-    order = (tall,) if shape_of(spec).rows > 128 and spec.b.order == "row" else (flat, tall)
-    return [replace(config, carry=True, pack=pack, block_k=depth_of(spec)) for config in order]
+    """Unaligned weights through registers, by the tiles that can: the tall one reads them less often."""
+    tiles = (tall, replace(flat, stages=6))
+    found = [replace(config, carry=True, pack=pack, block_k=depth_of(spec)) for config in tiles]
+    return [config for config in found if not problem_with(config, spec)]
 
 
 def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
@@ -167,6 +191,9 @@ def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
     fast = hopper_candidates(spec) if capability[0] == 9 else []
     if not fast:
         return plain
+    if spec.form == "per_group":
+        first = fast[0].block_m > 64 or _maps_first(spec, fast[0])
+        return [*fast, *plain] if first else [*plain, *fast]
     if ring_us(fast[0], spec) < pointer_us(plain[0], spec):
         return [*fast, *plain]
     return [*plain, fast[0]]

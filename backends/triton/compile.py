@@ -35,7 +35,10 @@ Signature = str | tuple["Signature", ...]
 
 @dataclass(frozen=True)
 class KernelSource:
-    """Everything that one compiled kernel depends on, but the target."""
+    """Everything that one compiled kernel depends on, but the target.
+
+    `room`: bytes of shared memory behind what Triton allocates, for what no layout of its expresses.
+    """
 
     module: str
     name: str
@@ -46,11 +49,12 @@ class KernelSource:
     stages: int = 1
     gluon: bool = False
     registers: int | None = None
+    room: int = 0
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code and what a launch has to know about it."""
+    """Machine code and what a launch has to know about it; `room_at` is where the room in shared memory begins."""
 
     code: bytes = field(repr=False)
     name: str
@@ -59,6 +63,7 @@ class Cubin:
     scratch: int
     scratch_align: int
     params: int
+    room_at: int = 0
 
 
 def triton_version() -> str:
@@ -120,8 +125,9 @@ def build(source: KernelSource, capability: int) -> Any:
         raise CompileError(f"triton could not compile {source.name} for sm_{capability}: {error}") from error
 
 
-def _pack(compiled: Any) -> Cubin:
+def _pack(compiled: Any, room: int) -> Cubin:
     meta = compiled.metadata
+    room_at = -(-meta.shared // 1024) * 1024 if room else 0
     entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
     if entry is None:
         raise CompileError(f"no entry point in the PTX of {meta.name}")
@@ -129,10 +135,11 @@ def _pack(compiled: Any) -> Cubin:
         code=compiled.asm["cubin"],
         name=meta.name,
         threads=32 * meta.num_warps,
-        shared=meta.shared,
+        shared=room_at + room if room else meta.shared,
         scratch=getattr(meta, "global_scratch_size", 0) or 0,
         scratch_align=getattr(meta, "global_scratch_align", 1) or 1,
         params=len(re.findall(r"\.param", entry.group(1))),
+        room_at=room_at,
     )
 
 
@@ -154,7 +161,7 @@ def cubin(source: KernelSource, capability: int) -> Cubin:
         return Cubin(code=code, **json.loads(head))
     compiled = build(source, capability)
     _dump(source, key, compiled.asm)
-    packed = _pack(compiled)
+    packed = _pack(compiled, source.room)
     facts = {name: value for name, value in asdict(packed).items() if name != "code"}
     CACHE.put(key, json.dumps(facts).encode() + b"\n" + packed.code, ".cubin")
     return packed

@@ -47,6 +47,11 @@ class Config:
     splits: int = 1
     carry: bool = False
 
+    @property
+    def footprint(self) -> tuple[int, int, int]:
+        """Rows and columns of a result that programs make together, and how many: what a round of them takes."""
+        return self.block_m, self.block_n, self.splits
+
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:
     """An upper estimate of the pipeline's shared memory."""
@@ -75,8 +80,8 @@ def tiles_per_consumer(config: Config) -> int:
 
 
 def part_of(config: Config, spec: ProblemSpec) -> int:
-    """Columns that one part of the epilogue takes: what the staging buffer holds, 256 bytes a row."""
-    return min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
+    """Columns that one part of the epilogue takes: what the staging buffer holds, 256 bytes a row; or a consumer's."""
+    return min(STRIP if config.carry else config.block_n, 256 // max(2, spec.out.dtype.itemsize))
 
 
 def depth_of(spec: ProblemSpec) -> int:
@@ -84,8 +89,18 @@ def depth_of(spec: ProblemSpec) -> int:
     return 128 // spec.compute.itemsize
 
 
+def raw_bytes(spec: ProblemSpec) -> int:
+    """A block of carried weights in shared memory: lines of 64 elements along k, or 128 along n, and 16 bytes each."""
+    return 128 * 144 if spec.b.order == "col" else 64 * 272
+
+
 def hopper_shared(config: Config, spec: ProblemSpec) -> int:
-    """Shared memory of the warp-specialised kernel: the ring, and a strip of output per consumer."""
+    """Shared memory of the warp-specialised kernel: the ring, and a strip of output per consumer.
+
+    Where weights are carried there are two rings; results turn through 16 KB, and barriers take less than 2.
+    """
+    if config.carry:
+        return config.stages * (config.block_m * 128 + raw_bytes(spec)) + 18 * 1024
     ring = config.stages * (config.block_m + config.block_n) * 128
     return ring + consumers(config) * STRIP * part_of(config, spec) * spec.out.dtype.itemsize + 1024
 
@@ -103,31 +118,28 @@ def carry_problem(config: Config, spec: ProblemSpec) -> str:
         return f"{spec.form} of {spec.compute}: weights of jagged rows pass through registers, in 16 bits"
     if spec.b.order == "strided" or "b" in config.pack:
         return f"b is {spec.b.order}, pack={config.pack}: weights pass through registers in whole lines, uncopied"
+    if spec.a.order != "row" and "a" not in config.pack:
+        return f"a is {spec.a.order}: rows that meet carried weights lie along k; pack it"
     if config.block_m not in (128, 256) or config.block_n != 128:
-        return f"tile {config.block_m}x{config.block_n}: four more warps leave registers for 128|256 x 128"
-    if spec.b.order == "col" and not (config.block_m == 128 and spec.groups <= 256 and thrifty()):
-        return "weights along k are shifted into place, which leaves registers for 128x128 of few groups, by Triton 3.6"
+        return f"tile {config.block_m}x{config.block_n}: two warpgroups hold 64 columns each, so 128|256 x 128"
     if spec.c is not None or spec.activation == "gelu":
         return "four more warps leave no registers for a C to read or for gelu"
-    if config.block_m == 256 and not (light(spec) and thrifty()):
-        return "four more warps leave registers for 128x128 here: 256x128 takes plain 16-bit results of few groups"
+    if config.block_m == 256 and not ((light(spec) or spec.b.order == "col") and thrifty()):
+        return "four more warps leave registers for 128x128 here: 256x128 takes plain results of few groups, Triton 3.6"
     return ""
 
 
 @cache
 def thrifty() -> bool:
-    """Whether the installed Triton keeps four more warps beside a large tile, or such that shift, in registers.
-
-    3.6 does; 3.9 spills 40 bytes beside 256x128, and 16 to 136 where lines along k are shifted.
-    """
+    """Whether the installed Triton keeps four more warps beside a large tile in registers: 3.6 does, 3.9 spills 80 to
+    120 bytes."""
     return triton_version().startswith("3.6.")
 
 
 def light(spec: ProblemSpec) -> bool:
-    """Plain 16-bit results in rows as they come, of groups that the loading warp finds with 32-bit sizes."""
-    plain = spec.bias is None and spec.activation in (None, "relu") and spec.out.dtype.itemsize == 2
-    few = spec.groups <= 256 and spec.index != torch.int64
-    return plain and few and spec.out.order == "row" and spec.out.align < 16
+    """Plain results of groups that the loading warp finds with 32-bit sizes."""
+    plain = spec.bias is None and spec.activation in (None, "relu")
+    return plain and spec.groups <= 256 and spec.index != torch.int64
 
 
 def hopper_problem(config: Config, spec: ProblemSpec) -> str:

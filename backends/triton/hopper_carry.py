@@ -1,159 +1,114 @@
 # mypy: ignore-errors
-"""The warp-specialised kernel for weights that no tensor map expresses: four warps carry them through registers.
+"""The warp-specialised kernel for weights that no tensor map expresses: shifted on their way into registers.
 
-A tile's rows come by TMA, as in hopper.py, and the consumers are the same. The weights are read whatever their
-alignment, element by element or in aligned pieces that are shifted into place, and written to the ring in the order
-that wgmma reads: a copy of all weights into aligned rows would cost more memory traffic than the product itself.
+The result is computed transposed, C^T = W^T X^T: wgmma takes its first operand from registers, and that are the
+weights. Four warps copy the aligned 16 bytes round each line of the weights into a ring of their own (cp.async),
+as they are; the consumers shift them when they load their fragments. The rows come by TMA, through a second ring.
+So weights are read once, where a copy into aligned lines would read, write and read them again.
+
+The ring of the weights lies behind all that Triton allocates: its lines are read at any element, which no layout
+of Triton's expresses, so addresses in it are computed here (`RAW_AT`, from the start of shared memory).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
 
-from multigemm.backends.triton.hopper import barriers, consume
+from multigemm.backends.triton.hopper import barriers
 from multigemm.backends.triton.hopper_load import produce
+from multigemm.backends.triton.hopper_store import moved, write
 from multigemm.backends.triton.hopper_tiles import take
 
 # Triton 3.6 calls it otherwise than later versions
 reinterpreted = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 STRIP = gl.constexpr(64)
 DEEP = gl.constexpr(64)
+COLUMNS = gl.constexpr(128)
+# bytes of a line in the ring: 64 elements along k, or 128 along n, and one piece of 16 bytes more
+PITCH_COL = gl.constexpr(144)
+PITCH_ROW = gl.constexpr(272)
 
 
 @gluon.jit
-def carry_elements(ring, mail, b, n, b_group, b_line, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Four warps: blocks of B whose lines run along n, element by element. The next block is asked for once this
-    one is written."""
-    _, b_smem, full, empty = ring
-    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    i = gl.arange(0, DEEP, gl.SliceLayout(1, layout))
-    j = gl.arange(0, BN, gl.SliceLayout(0, layout))
-    places = i.to(gl.int64)[:, None] * b_line + j[None, :]
-    stage = 0
-    phase = 1
-    slot = 0
-    turn = 0
-    g, _, rows, col, _, k_length = take(mail, slot, turn)
-    while rows > 0:
-        base = b + g.to(gl.int64) * b_group + col
-        for k0 in range(0, gl.maximum(k_length, 1), DEEP):
-            inside = (i < k_length - k0)[:, None] & (j < n - col)[None, :]
-            values = gl.load(base + places, mask=inside, other=0)
-            base = base + b_line * DEEP
-            mbarrier.wait(empty.index(stage), phase)
-            b_smem.index(stage).store(values)
-            fence_async_shared()
-            mbarrier.arrive(full.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-        slot ^= 1
-        if slot == 0:
-            turn ^= 1
-        g, _, rows, col, _, k_length = take(mail, slot, turn)
+def ring_start(raw_at):
+    """The address of what lies behind Triton's own shared memory."""
+    start = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [raw_at], gl.int32, True, 1)
+    return start + raw_at
 
 
 @gluon.jit
-def four(x):
-    """Each group of four neighbouring columns, which one thread holds, as four tensors."""
-    even, odd = x.reshape([x.shape[0], x.shape[1] // 4, 2, 2]).split()
-    x0, x2 = even.split()
-    x1, x3 = odd.split()
-    return x0, x1, x2, x3
+def copy16(to, source, size):
+    """16 bytes to shared memory, of which the first `size` are read and the others become zero."""
+    gl.inline_asm_elementwise("cp.async.cg.shared.global.L2::256B [$1], [$2], 16, $3; mov.u32 $0, 0;", "=r,r,l,r",
+                              [to, source, size], gl.int32, False, 1)  # fmt: skip
 
 
 @gluon.jit
-def funnel(low, high, bits):
-    """32 bits of high:low, from that bit on."""
-    return gl.inline_asm_elementwise("shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, bits], gl.int32, True, 1)
+def load_lines(ring, mail, w_barriers, weights, raw, BN: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
+    """Four warps: the aligned pieces round each line of a block of weights.
 
-
-@gluon.jit
-def shifted(low, high, shift, kept):
-    """Eight 16-bit elements, from element `shift` (0 to 7) of low:high on, as words; `kept` masks them."""
-    z0, z1, z2, z3 = four(low)
-    z4, z5, z6, z7 = four(high)
-    s, _, _, _ = four(shift)
-    k0, k1, k2, k3 = four(kept)
-    far = (s & 4) != 0
-    z0 = gl.where(far, z2, z0)
-    z1 = gl.where(far, z3, z1)
-    z2 = gl.where(far, z4, z2)
-    z3 = gl.where(far, z5, z3)
-    z4 = gl.where(far, z6, z4)
-    z5 = gl.where(far, z7, z5)
-    far = (s & 2) != 0
-    z0 = gl.where(far, z1, z0)
-    z1 = gl.where(far, z2, z1)
-    z2 = gl.where(far, z3, z2)
-    z3 = gl.where(far, z4, z3)
-    z4 = gl.where(far, z5, z4)
-    bits = (s & 1) * 16
-    even = gl.join(funnel(z0, z1, bits) & k0, funnel(z2, z3, bits) & k2)
-    odd = gl.join(funnel(z1, z2, bits) & k1, funnel(z3, z4, bits) & k3)
-    return gl.join(even, odd).reshape(low.shape)
-
-
-@gluon.jit
-def beside(x, following, chunk, i):
-    """The 16 bytes behind each 16 bytes of a line: the next lane has them, behind the last ones the next block."""
-    source = (i % 4 * 8)[:, None] + ((chunk // 8 + 1) % 8)[None, :]
-    x = gl.where(chunk[None, :] == 0, following, x)
-    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [x, source],
-                                     gl.int32, True, 1)  # fmt: skip
-
-
-@gluon.jit
-def fetch(b, places, chunk, lines, shift, k0, k_length, across):
-    """A block's aligned 16 bytes, but for those that hold no element of the tile."""
-    here = ((lines < across) & (k_length > 0))[:, None]
-    at = b + (k0 // DEEP).to(gl.int64) * (DEEP // 2)
-    return gl.load(at + places, mask=here & (chunk[None, :] < k_length - k0 + shift), other=0)
-
-
-@gluon.jit
-def carry_lines(ring, mail, b, b_skip, n, b_group, b_line, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Four warps: blocks of B whose lines run along k, 16 bytes at a time; the next two blocks are on their way.
-
-    `b` is the address of the weights rounded down to 16 bytes, `b_skip` the elements between. A line may start
-    anywhere: its 16 bytes are shifted into place, by as many elements in all of its blocks.
+    What lies behind the end of k becomes zero: products with the zeros of the rows may not meet a NaN.
     """
-    _, b_smem, full, empty = ring
-    WORDS: gl.constexpr = DEEP // 2
-    # eight lanes hold a line of a block, which `beside` relies on
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    words = reinterpreted(b_smem, gl.int32, [STAGES, BN, WORDS], gl.NVMMASharedLayout(128, 32, 2))
-    i = gl.arange(0, BN, gl.SliceLayout(1, layout))
-    j = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
-    chunk = j // 4 * 8
+    b, n, b_group, b_line = weights
+    full, empty = w_barriers
+    LINES: gl.constexpr = COLUMNS if B_ORDER == "col" else DEEP
+    PIECES: gl.constexpr = 8 if B_ORDER == "col" else 16
+    PITCH: gl.constexpr = PITCH_COL if B_ORDER == "col" else PITCH_ROW
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // PIECES, PIECES], [4, 1], [1, 0])
+    single: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    line = gl.arange(0, LINES, gl.SliceLayout(1, layout))
+    piece = gl.arange(0, PIECES, gl.SliceLayout(0, layout))
+    last = gl.arange(0, LINES, single)
+    to = raw + line[:, None] * PITCH + piece[None, :] * 16
+    to_last = raw + last * PITCH + PIECES * 16
     stage = 0
     phase = 1
     slot = 0
     turn = 0
     g, _, rows, col, _, k_length = take(mail, slot, turn)
     while rows > 0:
-        # a line's first element, counted from the rounded address: its 16 bytes, and its place in them
-        element = b_skip + g.to(gl.int64) * b_group + i.to(gl.int64) * b_line
-        element += col.to(gl.int64) * b_line
-        shift = (element & 7).to(gl.int32)[:, None]
-        places = ((element >> 3) * 4)[:, None] + j[None, :]
-        across = n - col
-        first = k_length * 0
-        one = fetch(b, places, chunk, i, shift, first, k_length, across)
-        two = fetch(b, places, chunk, i, shift, first + DEEP, k_length, across)
+        start = b + g.to(gl.int64) * b_group * 2
+        if B_ORDER == "col":
+            start = start + col.to(gl.int64) * b_line * 2
+        else:
+            start = start + col.to(gl.int64) * 2
+        lines = start + line.to(gl.int64) * b_line * 2
+        lines_last = start + last.to(gl.int64) * b_line * 2
+        ahead = (lines & 15).to(gl.int32)
+        ahead_last = (lines_last & 15).to(gl.int32)
+        source = (lines - ahead.to(gl.int64))[:, None] + (piece * 16)[None, :].to(gl.int64)
+        source_last = lines_last - ahead_last.to(gl.int64) + PIECES * 16
+        # bytes that a line has from the start of each piece on
+        before = (piece * 16)[None, :] - ahead[:, None]
+        before_last = PIECES * 16 - ahead_last
+        across = (n - col) * 2
         for k0 in range(0, gl.maximum(k_length, 1), DEEP):
-            low = one
-            one = two
-            two = fetch(b, places, chunk, i, shift, k0 + 2 * DEEP, k_length, across)
-            high = beside(low, one, chunk, i)
-            left = k_length - k0
-            kept = gl.where(2 * j + 1 < left, -1, gl.where(2 * j < left, 0xFFFF, 0))
-            values = shifted(low, high, shift + 0 * j[None, :], kept[None, :] + 0 * i[:, None])
+            left = (k_length - k0) * 2
+            if B_ORDER == "col":
+                size = gl.where((2 * line < across)[:, None], left - before, 0)
+                size_last = gl.where(2 * last < across, left - before_last, 0)
+            else:
+                size = gl.where((2 * line < left)[:, None], across - before, 0)
+                size_last = gl.where(2 * last < left, across - before_last, 0)
+            size = gl.minimum(gl.maximum(size, 0), 16)
+            size_last = gl.minimum(gl.maximum(size_last, 0), 16)
             mbarrier.wait(empty.index(stage), phase)
-            words.index(stage).store(values)
-            fence_async_shared()
-            mbarrier.arrive(full.index(stage))
+            copy16(to + stage * (LINES * PITCH), source, size)
+            copy16(to_last + stage * (LINES * PITCH), source_last, size_last)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            if B_ORDER == "col":
+                source = source + DEEP * 2
+                source_last = source_last + DEEP * 2
+            else:
+                source = source + b_line * (DEEP * 2)
+                source_last = source_last + b_line * (DEEP * 2)
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -165,37 +120,204 @@ def carry_lines(ring, mail, b, b_skip, n, b_group, b_line, BN: gl.constexpr, STA
 
 
 @gluon.jit
-def carry(ring, mail, b, b_skip, n, b_group, b_line, BN: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
-    """The weights, by the way that suits their lines (docs/triton-tuning.md): 16 bytes at a time pay along k only."""
-    if B_ORDER == "row":
-        carry_elements(ring, mail, b, n, b_group, b_line, BN, STAGES)
+def fragment(place, stage, STAGE_BYTES: gl.constexpr, TYPE: gl.constexpr, B_ORDER: gl.constexpr):
+    """64 columns of weights, 64 deep, in the registers that wgmma takes its first operand from."""
+    at, bits = place
+    at = at + stage * STAGE_BYTES
+    if B_ORDER == "col":
+        asm: gl.constexpr = """{ .reg .b32 low, high;
+            ld.shared.b32 low, [$1]; ld.shared.b32 high, [$1 + 4]; shf.r.wrap.b32 $0, low, high, $3; }"""
+        found = gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [at, bits], gl.int16, False, 2)
+        return found.to(TYPE, bitcast=True)
     else:
-        carry_lines(ring, mail, b, b_skip, n, b_group, b_line, BN, STAGES)
+        asm2: gl.constexpr = """{ .reg .b16 low, high;
+            ld.shared.b16 low, [$1]; ld.shared.b16 high, [$2]; mov.b32 $0, {low, high}; }"""
+        pairs = gl.inline_asm_elementwise(asm2, "=r,r,r", [at], gl.int16, False, 2)
+        return pairs.to(TYPE, bitcast=True)
+
+
+@gluon.jit
+def place_of(weights, raw, g, col, OPERAND: gl.constexpr, B_ORDER: gl.constexpr):
+    """Where a thread's elements lie in a stage: their addresses, and by how much a pair lies across words.
+
+    Lines eight apart lie alike in their 16 bytes: a line's offset is that of the thread's first line.
+    """
+    b, _, b_group, b_line = weights
+    m = gl.arange(0, STRIP, gl.SliceLayout(1, OPERAND))
+    k = gl.arange(0, DEEP, gl.SliceLayout(0, OPERAND))
+    start = (b + (g.to(gl.int64) * b_group) * 2).to(gl.int32)
+    step = (b_line * 2).to(gl.int32)
+    if B_ORDER == "col":
+        ahead = (start + (col + m % 8) * step) & 15
+        at = raw + (m * PITCH_COL + (ahead & 12))[:, None] + (k * 2)[None, :]
+        bits = ((ahead & 2) * 8)[:, None] + 0 * k[None, :]
+        return at, bits
+    else:
+        ahead = (start + col * 2 + (k % 8) * step) & 15
+        at = raw + (m * 2)[:, None] + (k * PITCH_ROW + ahead)[None, :]
+        return at, at
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def write_turned(acc, out, spot, PART: gl.constexpr, END: gl.constexpr):
+    """Stores C^T, 64 rows of C at once."""
+    if acc.shape[1] > STRIP:
+        upper, lower = halves(acc)
+        DOWN: gl.constexpr = acc.shape[1] // 2
+        write_turned(upper, out, spot, PART, END)
+        write_turned(lower, out, moved(spot, DOWN, 0), PART, END)
+    else:
+        if spot[2] > 0:
+            write(acc.permute(1, 0), out, spot, PART, END)
+
+
+@gluon.jit
+def rows_of(x_smem, stage, SLOTS: gl.constexpr, FIRST: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr):
+    """SLOTS strips of a block of rows, from strip FIRST on, as the second operand."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    view = reinterpreted(x_smem, x_smem.dtype, [STAGES * MOST // SLOTS, SLOTS * STRIP, DEEP], layout)
+    return view.index(stage * (MOST // SLOTS) + FIRST // SLOTS).permute((1, 0))
+
+
+@gluon.jit
+def multiply(rings, place, stage, phase, k_length, out, spot, SLOTS0: gl.constexpr, FIRST1: gl.constexpr,
+             SLOTS1: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr,
+             OPERAND: gl.constexpr, B_ORDER: gl.constexpr, PART: gl.constexpr, END: gl.constexpr):  # fmt: skip
+    """One tile, of SLOTS0 strips and SLOTS1 strips from strip FIRST1 on. The next block's weights are taken while
+    this block's products are under way."""
+    x_smem, x_full, x_empty, w_full, w_empty = rings
+    TYPE: gl.constexpr = x_smem.dtype
+    WIDTH1: gl.constexpr = (SLOTS1 if SLOTS1 > 0 else 1) * STRIP
+    LAYOUT0: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLOTS0 * STRIP, 16])  # fmt: skip
+    LAYOUT1: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH1, 16])  # fmt: skip
+    DOT0: gl.constexpr = gl.DotOperandLayout(0, LAYOUT0, 2)
+    DOT1: gl.constexpr = gl.DotOperandLayout(0, LAYOUT1, 2)
+    acc0 = warpgroup_mma_init(gl.zeros([STRIP, SLOTS0 * STRIP], gl.float32, LAYOUT0))
+    acc1 = warpgroup_mma_init(gl.zeros([STRIP, WIDTH1], gl.float32, LAYOUT1))
+    mbarrier.wait(w_full.index(stage), phase)
+    w = fragment(place, stage, STAGE_BYTES, TYPE, B_ORDER)
+    mbarrier.arrive(w_empty.index(stage))
+    for _ in range(DEEP, k_length, DEEP):
+        mbarrier.wait(x_full.index(stage), phase)
+        acc0 = warpgroup_mma(gl.convert_layout(w, DOT0), rows_of(x_smem, stage, SLOTS0, 0, MOST, STAGES), acc0,
+                             is_async=True)  # fmt: skip
+        if SLOTS1 > 0:
+            acc1 = warpgroup_mma(gl.convert_layout(w, DOT1), rows_of(x_smem, stage, SLOTS1, FIRST1, MOST, STAGES),
+                                 acc1, is_async=True)  # fmt: skip
+        before = (stage + STAGES) % STAGES
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+        mbarrier.wait(w_full.index(stage), phase)
+        w = fragment(place, stage, STAGE_BYTES, TYPE, B_ORDER)
+        mbarrier.arrive(w_empty.index(stage))
+        if SLOTS1 > 0:
+            acc0, acc1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0, acc1])
+            acc0 = warpgroup_mma_init(acc0)
+            acc1 = warpgroup_mma_init(acc1)
+        else:
+            acc0 = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=0, deps=[acc0]))
+        mbarrier.arrive(x_empty.index(before))
+    mbarrier.wait(x_full.index(stage), phase)
+    acc0 = warpgroup_mma(gl.convert_layout(w, DOT0), rows_of(x_smem, stage, SLOTS0, 0, MOST, STAGES), acc0,
+                         is_async=True)  # fmt: skip
+    if SLOTS1 > 0:
+        acc1 = warpgroup_mma(gl.convert_layout(w, DOT1), rows_of(x_smem, stage, SLOTS1, FIRST1, MOST, STAGES),
+                             acc1, is_async=True)  # fmt: skip
+        sum0, sum1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0, acc1])
+        mbarrier.arrive(x_empty.index(stage))
+        write_turned(sum0, out, spot, PART, END)
+        write_turned(sum1, out, moved(spot, SLOTS0 * STRIP, 0), PART, END)
+    else:
+        sum2 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0])
+        mbarrier.arrive(x_empty.index(stage))
+        write_turned(sum2, out, spot, PART, END)
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def consume_shifted(WHICH: gl.constexpr, out, rings, mail, weights, raw, PART: gl.constexpr, MOST: gl.constexpr,
+                   STAGES: gl.constexpr, B_ORDER: gl.constexpr, END: gl.constexpr):  # fmt: skip
+    """One warpgroup: 64 of a tile's columns."""
+    STAGE_BYTES: gl.constexpr = COLUMNS * PITCH_COL if B_ORDER == "col" else DEEP * PITCH_ROW
+    HALF_BYTES: gl.constexpr = STRIP * PITCH_COL if B_ORDER == "col" else STRIP * 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, STRIP, 16])  # fmt: skip
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    stage = 0
+    phase = 0
+    slot = 0
+    turn = 0
+    g, row, rows, col, low, k_length = take(mail, slot, turn)
+    while rows > 0:
+        strips = (rows + STRIP - 1) // STRIP
+        place = place_of(weights, raw + WHICH * HALF_BYTES, g, col, OPERAND, B_ORDER)
+        spot = (g, row, rows, low, row + rows, col + WHICH * STRIP)
+        if MOST == 4:
+            if strips == 4:
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 2, 2, 2, MOST, STAGES,
+                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+            elif strips == 3:
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 2, 2, 1, MOST, STAGES,
+                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+            elif strips == 2:
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 1, 2, 1, MOST, STAGES,
+                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+            else:
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 1, 0, 0, MOST, STAGES,
+                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+        else:
+            if strips == 2:
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 2, 0, 0, MOST, STAGES,
+                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+            else:
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 1, 0, 0, MOST, STAGES,
+                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+        slot ^= 1
+        if slot == 0:
+            turn ^= 1
+        g, row, rows, col, low, k_length = take(mail, slot, turn)
+    if END[0] == "tma":
+        tma.store_wait(0)
 
 
 @gluon.jit
 def carry_kernel(
-    a_desc, out_desc, b, c, out, bias, records, ends, m, n, k, groups, head, a_rows, out_rows, b_skip,
+    a_desc, out_desc, b, c, out, bias, records, ends, m, n, k, groups, head, a_rows, out_rows, raw_at,
     b_group, b_line, c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
     FORM: gl.constexpr, BN: gl.constexpr, PART: gl.constexpr, MOST: gl.constexpr,
     STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr,
     A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
     STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr,
-    LATE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     CARRIER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Jagged rows alone. Roles: two warpgroups multiply and write, one warp loads A, four warps carry B."""
+    """Jagged rows alone. Roles: two warpgroups multiply and write, four warps load weights, one warp rows."""
     dtype: gl.constexpr = a_desc.dtype
     out_type: gl.constexpr = out.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
     staged: gl.constexpr = gl.NVMMASharedLayout(128, out_type.primitive_bitwidth, 2)
-    a_smem = gl.allocate_shared_memory(dtype, [STAGES * MOST, STRIP, DEEP], swizzled)
-    block: gl.constexpr = [STAGES, DEEP, BN] if B_ORDER == "row" else [STAGES, BN, DEEP]
-    b_smem = gl.allocate_shared_memory(dtype, block, swizzled)
+    x_smem = gl.allocate_shared_memory(dtype, [STAGES * MOST, STRIP, DEEP], swizzled)
     held: gl.constexpr = [2, STRIP, PART] if STORE == "tma" else [2, 8, 64]
     staging = gl.allocate_shared_memory(out_type, held, staged)
     tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring = (a_smem, b_smem, barriers(STAGES, 2), barriers(STAGES, 2))
+    x_full = barriers(STAGES, 1)
+    x_empty = barriers(STAGES, 2)
+    w_full = barriers(STAGES, 128)
+    w_empty = barriers(STAGES, 2)
     mail = (tickets, barriers(2, 1), barriers(2, 3))
     tiles_n = (n + BN - 1) // BN
     if FORM == "search":
@@ -208,16 +330,20 @@ def carry_kernel(
     tensors = (c, out, bias)
     strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
                alpha_bits, beta_bits, out_rows)  # fmt: skip
-    END: gl.constexpr = (STORE, C, BIAS, ALPHA, ACTIVATION, LATE)
+    END: gl.constexpr = (STORE, C, BIAS, ALPHA, ACTIVATION, False)
+    rings = (x_smem, x_full, x_empty, w_full, w_empty)
+    weights = (b, n, b_group, b_line)
+    raw = ring_start(raw_at)
     out0 = (out_desc, staging.index(0), tensors, strides, n)
     out1 = (out_desc, staging.index(1), tensors, strides, n)
     gl.warp_specialize(
         [
-            (consume, (0, 2, out0, ring, mail, BN, BN, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
-            (consume, (1, 2, out1, ring, mail, BN, BN, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
-            (carry, (ring, mail, b, b_skip, n, b_group, b_line, BN, STAGES, B_ORDER)),
-            (produce, ((a_desc, a_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, 0, FORM, BN, 0,
-                       BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, A_ORDER, B_ORDER)),
+            (consume_shifted, (0, out0, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END)),
+            (consume_shifted, (1, out1, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END)),
+            (load_lines, (rings, mail, (w_full, w_empty), weights, raw, BN, STAGES, B_ORDER)),
+            (produce, ((a_desc, a_desc), (x_smem, x_smem, x_full, x_empty), mail, records, ends, extents, tiles_n,
+                       total, a_rows, 0, FORM, BN, 0, BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, A_ORDER,
+                       B_ORDER)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, CARRIER_REGISTERS, PRODUCER_REGISTERS],

@@ -100,12 +100,6 @@ def _numbers(ops: Operands, spec: ProblemSpec, shape: Packed) -> dict[str, int]:
     return names
 
 
-def carried(spec: ProblemSpec, address: int) -> dict[str, int]:
-    """Where carried weights are read from: lines along k from the 16 bytes that hold the first of its elements."""
-    skip = address % 16 if spec.b.order == "col" else 0
-    return {"b": address - skip, "b_skip": skip // 2}
-
-
 @dataclass
 class _Binding:
     """One problem on its way to launches."""
@@ -159,7 +153,8 @@ class _Binding:
         """The launch of the kernel itself."""
         ops = self.ops
         found: dict[str, int | bytes] = {**maps(self.spec, self.config, self.shape)}
-        found |= _numbers(ops, self.spec, self.shape) | {"ends": self.ends, **carried(self.spec, self.shape.b.ptr)}
+        found |= _numbers(ops, self.spec, self.shape)
+        found |= {"ends": self.ends, "b": self.shape.b.ptr, "raw_at": self.kernels["main"].room_at}
         tensors = {"c": ops.c, "out": ops.out, "bias": ops.bias, "records": records}
         found |= {name: x.data_ptr() if isinstance(x, Tensor) else 0 for name, x in tensors.items()}
         box = boxes(self.spec, self.config)

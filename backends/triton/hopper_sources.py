@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from multigemm.backends.triton.compile import KernelSource
-from multigemm.backends.triton.config import STRIP, Config, consumers, part_of
+from multigemm.backends.triton.config import STRIP, Config, consumers, part_of, raw_bytes
 from multigemm.backends.triton.hopper_forms import (
     boxes,
     canonical,
@@ -43,7 +43,7 @@ def names_of(config: Config) -> tuple[str, ...]:
     data = ("c", "out", "bias", "records", "ends")
     if config.carry:
         extents = tuple(name for name in EXTENTS if name != "b_step")
-        return ("a_desc", "out_desc", "b", *data, *extents, "b_skip", "b_group", "b_line", *STRIDES)
+        return ("a_desc", "out_desc", "b", *data, *extents, "raw_at", "b_group", "b_line", *STRIDES)
     return ("a_desc", "b_desc", "out_desc", *data, *EXTENTS, *STRIDES)
 
 
@@ -55,11 +55,10 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     arguments = tuple((argument, types[argument]) for argument in names_of(config))
     constants = {**_cut(spec, config), **_end(spec, config, given.form), **_roles(spec, config)}
     if config.carry:
-        del constants["PIECE"], constants["MASKED"]
-    # lines along k are read from their address rounded down
-    hints = (("b", 16),) if config.carry and spec.b.order == "col" else ()
-    return KernelSource(f"multigemm.backends.triton.{module}", name, arguments, tuple(constants.items()), hints,
-                        gluon=True)  # fmt: skip
+        del constants["PIECE"], constants["MASKED"], constants["LATE"]
+    room = config.stages * raw_bytes(spec) if config.carry else 0
+    return KernelSource(f"multigemm.backends.triton.{module}", name, arguments, tuple(constants.items()),
+                        gluon=True, room=room)  # fmt: skip
 
 
 def _types(spec: ProblemSpec, config: Config) -> dict[str, str]:
@@ -74,9 +73,8 @@ def _types(spec: ProblemSpec, config: Config) -> dict[str, str]:
         "bias": "*" + TYPES[spec.bias or out_dtype],
         "records": "*i32",
         "ends": "*" + TYPES[spec.index or torch.int32],
-        "b": "*i32" if spec.b.order == "col" else "*" + TYPES[spec.b.dtype],
-        **dict.fromkeys((*EXTENTS, "b_skip"), "i32"),
-        **dict.fromkeys(("b_group", "b_line", *STRIDES), "i64"),
+        **dict.fromkeys((*EXTENTS, "raw_at"), "i32"),
+        **dict.fromkeys(("b", "b_group", "b_line", *STRIDES), "i64"),
     }
 
 
@@ -113,9 +111,9 @@ def _end(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
 def _roles(spec: ProblemSpec, config: Config) -> dict[str, int]:
     """The registers of each role."""
     if config.carry:
-        lines = spec.b.order == "col"
-        return {"CONSUMER_REGISTERS": 144 if lines else 176, "PRODUCER_REGISTERS": 48,
-                "CARRIER_REGISTERS": 176 if lines else 112}  # fmt: skip
+        tall = config.block_m == 256
+        return {"CONSUMER_REGISTERS": 200 if tall else 176, "PRODUCER_REGISTERS": 40 if tall else 48,
+                "CARRIER_REGISTERS": 72 if tall else 104}  # fmt: skip
     few = consumers(config) == 3
     return {"CONSUMERS": consumers(config), "CONSUMER_REGISTERS": 160 if few else 232,
             "PRODUCER_REGISTERS": 32 if few else 40}  # fmt: skip
