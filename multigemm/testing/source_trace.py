@@ -36,8 +36,6 @@ SLOW = 12.0
 """Seconds above which a problem is left to lines that no other one reaches."""
 HANDLING = 0.5
 """Seconds of a problem besides its launch."""
-SUBJECT = 4
-"""Classes that a new subject weighs as much as."""
 WHOLE_TILES = ("batched", "jagged_k", "jagged_m", "jagged_n")
 """Forms whose products may all be of as many whole tiles."""
 MANY = 20
@@ -209,11 +207,12 @@ def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
 
 def diverse(variants: list[Variant]) -> list[Variant]:
     """The same problems, at each step the one that shows most that none before it shows, for its seconds: classes, and
-    its subject, which weighs as much as some of them. Where nothing new is left, all counts as new again."""
+    what of form and groups each subject meets. Groups cost too: a mutant may give each a tile that it has not. Where
+    nothing new is left, all counts as new again."""
     rest, seen, found = sorted(variants, key=lambda variant: variant.seconds), set[str](), list[Variant]()
-    traits = {id(v): classes(Case.from_dict(v.case)) | {f"{v.config} {n}" for n in range(SUBJECT)} for v in rest}
+    traits = {id(variant): _shown(variant) for variant in rest}
     while rest:
-        best = max(rest, key=lambda v: len(traits[id(v)] - seen) / (HANDLING + v.seconds))
+        best = max(rest, key=lambda v: len(traits[id(v)] - seen) / (HANDLING + v.seconds + groups_of(v) / 20))
         if not traits[id(best)] - seen:
             seen.clear()
             continue
@@ -221,6 +220,16 @@ def diverse(variants: list[Variant]) -> list[Variant]:
         found.append(best)
         seen |= traits[id(best)]
     return found
+
+
+def groups_of(variant: Variant) -> int:
+    return Case.from_dict(variant.case).groups
+
+
+def _shown(variant: Variant) -> set[str]:
+    case = Case.from_dict(variant.case)
+    met, subject = classes(case), f"{variant.config} {case.form}"
+    return met | {f"{subject} {word}" for word in met if word.startswith(("groups:", "empty:", "alias"))}
 
 
 def problem(backend: str, variants: list[Variant], number: int) -> tuple[Case, int]:
