@@ -74,7 +74,7 @@ def test_a_step_of_decoding_and_jagged_columns_take_the_ring() -> None:
     ("total", "largest", "kernel", "tile"),
     [
         (4 * 1024, 1024, "hopper", (128, 256)),  # 4 x 1024^3
-        (4 * 2048, 1024, "pointer", (128, 128)),  # unequal, and many
+        (4 * 1024, 2048, "pointer", (128, 128)),  # unequal, and many
         (4 * 512, 512, "hopper", (64, 128)),  # 4 x 512^3, or the cubes of 1024, 512, 256 and 128
         (4 * 256, 256, "pointer", (64, 64)),
         (4 * 128, 128, "pointer", (32, 32)),

@@ -19,10 +19,20 @@ import torch
 from multigemm.backends.triton.candidates import hopper_candidates, pointer_candidates
 from multigemm.backends.triton.compile import KernelSource, cubin
 from multigemm.backends.triton.hopper_forms import cut_of
+from multigemm.backends.triton.hopper_list_launch import list_sources
 from multigemm.backends.triton.hopper_sources import hopper_source, records_source
 from multigemm.backends.triton.inspect import usage
 from multigemm.backends.triton.packing_launch import pack_source
-from multigemm.backends.triton.pointer_sources import chunks, multiple_of, pointer_source, prefix_source, zero_source
+from multigemm.backends.triton.pointer_sources import (
+    SLOTS,
+    chunks,
+    few_slots,
+    few_source,
+    multiple_of,
+    pointer_source,
+    prefix_source,
+    zero_source,
+)
 from multigemm.spec import Form, OperandSpec, ProblemSpec
 
 
@@ -84,8 +94,13 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
     for config in pointer_candidates(spec, (capability // 10, capability % 10))[:most]:
         for chunk in sorted({chunks(spec, config)[0], chunks(spec, config)[-1]}):
             yield f"pointer {config}", pointer_source(spec, config, multiple, chunk)
+        if few_slots(replace(spec, groups=SLOTS), config):
+            yield f"few {config}", few_source(replace(spec, groups=SLOTS), config)
     if capability == 90:
         for config in hopper_candidates(spec)[:most]:
+            if spec.form == "per_group":
+                yield from ((f"hopper {config}", source) for source in list_sources(spec, config).values())
+                continue
             for name in config.pack:
                 yield f"pack {name}", pack_source(getattr(spec, name), name, spec)
             yield f"hopper {config}", hopper_source(spec, config)
