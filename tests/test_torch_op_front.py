@@ -36,6 +36,7 @@ def keep_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(op_route, "_route", unchecked)
     monkeypatch.setattr(op_call, "KEEPING", ("cpu", "cuda"))
     monkeypatch.setattr(op_front, "current_device", lambda: -1)
+    monkeypatch.setattr(op_call, "current_device", lambda: None)  # a CUDA build of torch would look for a driver
     monkeypatch.setattr(op_call, "empty_cuda", buffer)
     monkeypatch.setattr(op_call, "_empty", buffer)
     monkeypatch.setattr(op_call, "ends_of", lambda sizes: torch.cumsum(sizes, 0, out=_buffer(sizes.shape, torch.int64)))
