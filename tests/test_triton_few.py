@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.triton import Config
+from multigemm.backends.triton import Config, hopper_list_launch
+from multigemm.backends.triton.config import list_registers, problem_with
+from multigemm.backends.triton.hopper_list_launch import list_groups, multiples, slots_of, values_of
 from multigemm.backends.triton.launch import few_values
 from multigemm.backends.triton.pointer_sources import SLOTS, few_slots
 from multigemm.backends.triton.pointer_tiles import few_groups
 from multigemm.layouts import Operands
 from multigemm.schedule import place
 from multigemm.settings import settings
+from multigemm.spec import OperandSpec
 from multigemm.staging import stage
 
 LATE = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
@@ -120,3 +125,90 @@ def test_results_by_columns_and_in_slices() -> None:
         assert mg.verify(given, mg.solve(given, backend="triton", config=SMALL))
     assert (rows[:, :8] == 7).all() and (rows[:, 24:] == 7).all()
     assert (columns[:16] == 7).all() and (columns[48:] == 7).all()
+
+
+Seen = list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+LARGE = Config("hopper", block_m=128, block_n=256, stages=4, warps=4, width=3)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """What the driver is asked to encode."""
+    seen: Seen = []
+
+    def note(*given: Any) -> bytes:
+        seen.append(given)
+        return bytes(128)
+
+    monkeypatch.setattr(hopper_list_launch, "encode", note)
+    return seen
+
+
+def test_maps_of_a_list(encoded: Seen) -> None:
+    given = listed([(520, 264, 200), (0, 8, 8), (40, 776, 1000)], dtype=torch.bfloat16)
+    ops = staged(given)
+    groups, tiles = list_groups(ops, LARGE)
+    assert encoded == [
+        (ops.a[2].data_ptr(), torch.bfloat16, (40, 1000), (1000, 1), (128, 64)),
+        (ops.b[2].data_ptr(), torch.bfloat16, (1000, 776), (776, 1), (64, 256)),
+        (ops.a[0].data_ptr(), torch.bfloat16, (520, 200), (200, 1), (128, 64)),
+        (ops.b[0].data_ptr(), torch.bfloat16, (200, 264), (264, 1), (64, 256)),
+    ]
+    assert [numbers[:4] + numbers[6:8] for _, _, numbers in groups] == [(0, 16, 1, 4, 40, 776), (4, 4, 5, 2, 520, 264)]
+    assert [numbers[8:] for _, _, numbers in groups] == [(ops.out[i].data_ptr(), ops.out[i].stride(0)) for i in (2, 0)]
+    assert tiles == 14
+    values = values_of(groups, 4)
+    assert len(values) == 4 * (2 * (1 + 4) + 10)
+    assert [values[40 + 10 * slot] for slot in range(4)] == [0, 4, 2**31 - 1, 2**31 - 1]
+
+
+def test_turned_operands_are_read_as_they_lie(encoded: Seen) -> None:
+    list_groups(staged(listed([(136, 264, 72)], turned=True, dtype=torch.float16)), LARGE)
+    assert [seen[2:] for seen in encoded] == [((72, 136), (136, 1), (64, 128)), ((264, 72), (72, 1), (256, 64))]
+
+
+def test_matrices_without_elements_lend_maps_what_the_driver_takes(encoded: Seen) -> None:
+    outs = [torch.empty(38, 65, dtype=torch.bfloat16)[1:, 1:]]
+    given = mg.GroupedGemmProblem(
+        [torch.empty(37, 0, dtype=torch.bfloat16)], [torch.empty(0, 64, dtype=torch.bfloat16)]
+    )
+    [(_, _, numbers)], _ = list_groups(stage(given, given.spec, outs).ops, LARGE)
+    assert numbers[1] == 0
+    for address, _, _, strides, _ in encoded:
+        assert address % 16 == 0 and address > 0
+        assert strides[0] * 2 % 16 == 0 and strides[0] > 0
+
+
+def test_results_are_stored_by_16_bytes_where_they_can_be() -> None:
+    spec = staged(listed([(64, 64, 64)], dtype=torch.bfloat16)).spec
+    assert multiples(spec) == (8, 1)
+    assert multiples(replace(spec, out=replace(spec.out, dtype=torch.float32))) == (4, 1)
+    assert multiples(replace(spec, out=replace(spec.out, align=8))) == (1,)
+    assert [slots_of(replace(spec, groups=groups)) for groups in (1, 4, 5, 8, 9, 16)] == [4, 4, 8, 8, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"groups": 17}, "17 groups"),
+        ({"bias": torch.float32}, "bias"),
+        ({"compute": torch.float32}, "16-bit"),
+        ({"a": OperandSpec(torch.bfloat16, "strided")}, "unit stride"),
+        ({"b": OperandSpec(torch.bfloat16, align=8)}, "aligned"),
+        ({"out": OperandSpec(torch.bfloat16, "col")}, "results"),
+        ({"activation": "gelu"}, "gelu"),
+    ],
+)
+def test_reasons_against_maps_of_lists(change: dict[str, Any], word: str) -> None:
+    spec = staged(listed([(64, 64, 64)], dtype=torch.bfloat16)).spec
+    assert problem_with(LARGE, spec) == ""
+    assert word in problem_with(LARGE, replace(spec, **change))
+
+
+def test_reasons_against_tiles_of_lists() -> None:
+    spec = staged(listed([(64, 64, 64)], dtype=torch.bfloat16)).spec
+    assert "128x64" in problem_with(replace(LARGE, block_n=64), spec)
+    assert "pack" in problem_with(replace(LARGE, pack=("a",)), spec)
+    assert "shared memory" in problem_with(replace(LARGE, stages=5), spec)
+    assert list_registers(LARGE) is None, "one program per multiprocessor has all registers that threads can hold"
+    assert list_registers(replace(LARGE, block_m=64, block_n=128)) == 128, "two of 256 threads"
