@@ -83,16 +83,18 @@ class Arguments:
     """Kernel arguments in memory that outlives every launch, and the pointers to them."""
 
     def __init__(self, values: Sequence[int | bytes], keep: Sequence[object]) -> None:
-        sizes = [128 if isinstance(v, bytes) else 8 for v in values]
-        self._raw = ctypes.create_string_buffer(sum(align_up(s, 64) for s in sizes) + 64)
-        self.pointers = (ctypes.c_void_p * max(1, len(values)))()
-        self.keep = keep
+        raw = bytearray()
+        places: list[int] = []
+        for value in values:
+            if isinstance(value, bytes):
+                raw += bytes(-len(raw) % 64)  # tensor maps are aligned
+            places.append(len(raw))
+            raw += value if isinstance(value, bytes) else (value & (2**64 - 1)).to_bytes(8, "little")
+        self._raw = ctypes.create_string_buffer(len(raw) + 64)
         at = align_up(ctypes.addressof(self._raw), 64)
-        for i, (value, size) in enumerate(zip(values, sizes, strict=True)):
-            raw = value if isinstance(value, bytes) else (value & (2**64 - 1)).to_bytes(8, "little")
-            ctypes.memmove(at, raw, size)
-            self.pointers[i] = at
-            at += align_up(size, 64)
+        ctypes.memmove(at, bytes(raw), len(raw))
+        self.pointers = (ctypes.c_void_p * max(1, len(values)))(*(at + place for place in places))
+        self.keep = keep
 
 
 def launcher(
