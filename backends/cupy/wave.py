@@ -34,7 +34,7 @@ SHAPE, TAIL = struct.Struct("<2i2q"), struct.Struct("<qf2i")
 
 START, ROW, LINE, PORT, LATENCY, RATE = 2000, 4, 4, 2.13, 2800, 8000
 """Cycles: of a block besides its products, of storing a row, of multiplying one by 64 x 128, of receiving a line of 64,
-from asking for a stage until it is there; bytes per cycle that the L2 cache delivers. Fitted to lists, at all heights."""
+from asking for a stage until it is there; bytes per cycle that the L2 cache delivers. Fitted to lists, all heights."""
 
 
 Functions = dict[tuple[Config, int], int]
