@@ -217,7 +217,7 @@ def test_reasons_against_tiles_of_lists() -> None:
 
 
 def test_arguments_lie_where_the_driver_is_told() -> None:
-    values = [7, bytes(range(128)), -1, 2**63, bytes(128), 5]
+    values: list[int | bytes] = [7, bytes(range(128)), -1, 2**63, bytes(128), 5]
     arguments = Arguments(values, ())
     for value, address in zip(values, arguments.pointers, strict=True):
         assert address is not None
