@@ -106,10 +106,10 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("direct.cu", "t.n > 0", "t.n > 1", "a multiple of 8"),
     *((file, f"{row} += 4 * AT_ONCE", f"{row} += 4", "rows are stored eight times, each time the same")
       for file, row in (("store.cuh", "row"), ("wave.cu", "r"))),
-    ("wave.cu", "for (int i = 0; i < ROWS / 16; ++i)", "for (int i = 0; i <= ROWS / 16; ++i)",
-     "rows behind the tile's last, which are passed over"),
     ("wave.cu", "if (lane != 0) return", "if (lane != 1) return", "another lane of the warp does it"),
-    ("wave.cu", "kb > 0 && lane == 0)", "kb > 0 && lane == 1)", "another lane of the warp does it"),
+    ("wave.cu", "last >= 0 && lane == 0)", "last >= 0 && lane == 1)", "another lane of the warp does it"),
+    ("portable.cu", "for (int j = 0; j < 2; ++j) load_b<", "for (int j = 0; j <= 2; ++j) load_b<",
+     "a third fragment has no place in the array and is multiplied by nothing: compilers leave its load out"),
     ("portable.cu", "tiles_m * tiles_n < (i64(1) << 31) / 8", "tiles_m * tiles_n <= (i64(1) << 31) / 8",
      "no memory holds the results of so many tiles"),
     *(("portable.cu", line, ANY, "no memory holds the results of so many tiles") for line in (

@@ -35,6 +35,8 @@ PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.c
              "multigemm.testing.kinds", "multigemm.testing.source_trace")  # fmt: skip
 LIBRARIES = {"triton": ("triton", "triton.language"), "cupy": ("cupy",), "numba": ("numba", "numba.cuda")}
 KINDS, POOL, WORK = 60, 300, 1 << 16
+CROWDED = 4
+"""Variants of each kernel for very many groups."""
 _once_more = Semaphore(4)
 """Of those that seem to hang, so many are tried again side by side."""
 
@@ -170,14 +172,28 @@ def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
 
     _take_compiler(hunt, folder)
     subject, place = Subject(hunt.backend), torch.device(hunt.device)
-    found: dict[str, list[Any]] = {}
-    for case in pool():
-        spec = spec_of(case)
-        for config in [] if subject.refusals(spec, place) else subject.shipped(spec, place):
-            pair = (case.to_dict(), config.kernel, str(config))
-            found.setdefault(config.kernel, []).append((traits(hunt.backend, case, spec, config), pair))
-    count = PER_KERNEL.get(hunt.backend, OTHERS)
-    pipe.send([Variant(*pair) for pairs in found.values() for pair in spread(pairs, count)])
+
+    def sampled(cases: list[Any], count: int) -> list[Variant]:
+        found: dict[str, list[Any]] = {}
+        for case in cases:
+            spec = spec_of(case)
+            for config in [] if subject.refusals(spec, place) else subject.shipped(spec, place):
+                pair = (case.to_dict(), config.kernel, str(config))
+                found.setdefault(config.kernel, []).append((traits(hunt.backend, case, spec, config), pair))
+        return [Variant(*pair) for pairs in found.values() for pair in spread(pairs, count)]
+
+    more = sampled(crowded(), CROWDED) if hunt.backend == "triton" else []
+    pipe.send([*sampled(pool(), PER_KERNEL.get(hunt.backend, OTHERS)), *more])
+
+
+def crowded() -> list[Any]:
+    """Problems of more groups than a kernel searches by itself: another one lists them first."""
+    from multigemm.testing.kinds import plain_kinds
+    from multigemm.testing.strategies import Limits, legal
+
+    rows = [kind for kind in plain_kinds(Limits()) if kind.form in ("jagged_m", "jagged_n", "masked")]
+    many = [legal(replace(kind, m=16, n=64, k=64, lengths=(1,) * 300)) for kind in rows]
+    return many + [replace(case, n=63, aligned=False) for case in many if case.form == "jagged_m"]
 
 
 def pool() -> list[Any]:
