@@ -40,10 +40,13 @@ START = (
 MAIL = frozenset({("hopper_tiles.py", "publish"), ("hopper_tiles.py", "take")})
 
 HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
-    "triton": tuple(
-        HandOver(kernel, functions, reason)
-        for kernel, file in (("hopper_kernel", "hopper.py"), ("carry_kernel", "hopper_carry.py"))
-        for functions, reason in ((MAIL, WORDS), (frozenset({(file, kernel)}), START))
+    "triton": (
+        *(
+            HandOver(kernel, functions, reason)
+            for kernel, file in (("hopper_kernel", "hopper.py"), ("carry_kernel", "hopper_carry.py"))
+            for functions, reason in ((MAIL, WORDS), (frozenset({(file, kernel)}), START))
+        ),
+        HandOver("list_kernel", frozenset({("hopper_list.py", "list_kernel")}), START),
     ),
 }
 """By backend."""
