@@ -7,41 +7,64 @@
 // Compile-time choices: BFLOAT, X_K and W_K (is k the contiguous direction of the row side, of the weight
 // side), RAGGED_K (the jagged extent is k), LISTED (a tensor map per group), PLAIN (the result is
 // alpha * acc in the operands' type; else any epilogue), ROWS, STAGES, CLUSTER, STEP (of n), PINGPONG, SHARED.
+#define HALVES_LAST (CLUSTER == 2)
 #include "consume.cuh"
 #include "load.cuh"
 
 static_assert(SHARED_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
 
 // One thread of the cluster's first block takes tiles from the counter and announces them: apart from those who load,
-// because the counter's answer and the search for the group take as long as several blocks of k.
-__device__ __forceinline__ void announce_tiles(const Problem& p, const Launch& l, Shared& s) {
+// because the counter's answer and the search for the group take as long as several blocks of k. Its counterpart in the
+// other block tells each slot what is to come. The first tile follows from the cluster's number: each block finds it itself.
+__device__ __forceinline__ void announce_tiles(const Problem& p, const Launch& l, Shared& s, u32 rank) {
     const int clusters = gridDim.x / CLUSTER;
     const bool one_each = s.schedule.total <= clusters;       // then nobody needs the counter
-    int next = blockIdx.x / CLUSTER;
+    int next = blockIdx.x / CLUSTER, number = 0;
 #pragma unroll 1
-    for (int number = 0;; ++number) {
-        Tile t;
-        t.n = STOP;
-        if (next < s.schedule.total) t = decode(p, s.schedule, next, l.swapped, ROWS, COLUMNS * CLUSTER);
-        announce(s, number, t);
-        if (t.n == STOP) break;
-        barrier_wait(shared_address(&s.ask), number & 1);     // not too early: who is late shall take fewer
-        next = one_each ? s.schedule.total : clusters + atomicAdd(l.counter, 1);
+    for (;; ++number) {
+        if (rank == 0 || number == 0) {
+            Tile t = {};
+            t.n = STOP;
+            if (next < s.schedule.total) t = decode(p, s.schedule, next, l.swapped, ROWS, COLUMNS * CLUSTER);
+            announce(s, number, t, number == 0);
+            if (rank == 0 && t.n == STOP) break;
+        } else {
+            expect_tile(s, number);
+        }
+        if (rank == 0) {
+            barrier_wait(shared_address(&s.ask), number & 1);     // not too early: who is late shall take fewer
+            next = one_each ? s.schedule.total : clusters + atomicAdd(l.counter, 1);
+        } else if (take_tile(s, number, 1).n == STOP) {
+            break;
+        }
     }
     // The last cluster to stop leaves the counter as it found it, for the next launch.
-    if (!one_each) {
+    if (rank == 0 && !one_each) {
         __threadfence();
         if (atomicAdd(l.counter + 1, 1) == clusters - 1) l.counter[0] = 0, l.counter[1] = 0;
     }
+    if (CLUSTER > 1 && rank == 0) wait_until_taken(s, number);
 }
 
-// The other blocks' counterpart: each slot of an announcement is told what is to come.
-__device__ __forceinline__ void expect_tiles(Shared& s) {
-#pragma unroll 1
-    for (int number = 0;; ++number) {
-        expect_tile(s, number);
-        if (take_tile(s, number, 1).n == STOP) break;
+// By one thread, as one after the other is faster than side by side: their addresses are the same for a whole warp.
+__device__ __forceinline__ void make_barriers(Shared& s) {
+    for (int i = 0; i < PLACES; ++i) {
+        barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows
+        barrier_init(shared_address(&s.empty[i]), CLUSTER * (PINGPONG ? 1 : CONSUMERS) * 4);   // one arrival per warp that reads it
     }
+    for (int i = 0; i < SLOTS; ++i) {
+        barrier_init(shared_address(&s.tile_full[i]), 1);
+        // Warps that multiply, those that load, and the threads that expect.
+        barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + 2) + CLUSTER - 1);
+    }
+    barrier_init(shared_address(&s.ask), 1);
+    barrier_init_fence();
+}
+
+__device__ __forceinline__ void prefetch_maps(const Maps& maps) {
+    prefetch_map(&maps.w);
+#pragma unroll
+    for (int i = 0; i < (X_K ? 16 : 1); ++i) prefetch_map(&maps.x[i]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -53,28 +76,19 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int warp = threadIdx.x >> 5, warpgroup = warp >> 2;
 
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < PLACES; ++i) {
-            barrier_init(shared_address(&s.full[i]), 2);                            // weights, rows
-            barrier_init(shared_address(&s.empty[i]), CLUSTER * (PINGPONG ? 1 : CONSUMERS) * 4);   // one arrival per warp that reads it
-        }
-        for (int i = 0; i < SLOTS; ++i) {
-            barrier_init(shared_address(&s.tile_full[i]), 1);
-            // Warps that multiply, those that load, and the threads that expect.
-            barrier_init(shared_address(&s.tile_empty[i]), CLUSTER * (CONSUMERS * 4 + 2) + CLUSTER - 1);
-        }
-        barrier_init(shared_address(&s.ask), 1);
-        barrier_init_fence();
+    // The last warps, so that the first ones come to the sizes at once: those are what the first load waits for.
+    if (warp == THREADS / 32 - 1) {
+        if (elected()) make_barriers(s);
+    } else if (warp == THREADS / 32 - 2 && !LISTED) {
+        if (elected()) prefetch_maps(maps);
     }
-    else if (threadIdx.x >= 32 && threadIdx.x < 48 && !LISTED) {
-        prefetch_map(&maps.x[X_K ? threadIdx.x - 32 : 0]);
-        if (threadIdx.x == 32) prefetch_map(&maps.w);
-    }
+    __syncwarp();
     start_next_launch();
     wait_for_last_launch();
-    if (rank == 0) build_schedule(p, s.schedule, l.swapped, ROWS, COLUMNS * CLUSTER, l.busy_rows);
-    if (CLUSTER > 1) cluster_sync();
-    else __syncthreads();
+    if (CLUSTER > 1) cluster_arrive();
+    build_schedule(p, s.schedule, l.swapped, ROWS, COLUMNS * CLUSTER, l.busy_rows);
+    __syncthreads();
+    if (CLUSTER > 1) cluster_wait();
 
     if (warpgroup == CONSUMERS) {
         registers_down<56>();
@@ -82,10 +96,7 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
         if (role == 0) load_weights(p, l, maps, s, stages, rank);
         else if (role == 1) load_rows(p, l, maps, s, stages, rank);
         else if (role == 2) {
-            if ((threadIdx.x & 31) == 0) {
-                if (rank == 0) announce_tiles(p, l, s);
-                else expect_tiles(s);
-            }
+            if ((threadIdx.x & 31) == 0) announce_tiles(p, l, s, rank);
         } else {
             if (p.zero_unowned) zero_unowned(p, blockIdx.x, gridDim.x);
 #if RAGGED_K && PLAIN
@@ -97,5 +108,4 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
         registers_up<224>();
         consume(p, l, maps, s, stages, staging + warpgroup * STAGING_BYTES, rank, warpgroup);
     }
-    if (CLUSTER > 1) cluster_sync();      // a block must not leave while others still arrive at its barriers
 }

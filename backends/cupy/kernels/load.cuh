@@ -4,8 +4,9 @@
 #include "pipeline.cuh"
 
 // The next tile, in the same registers of all lanes: values that the compiler may hold once per warp.
-__device__ __forceinline__ Tile take_tile_together(Shared& s, int number, int* once = nullptr) {
-    Tile t = take_tile(s, number, ~0u, once);
+__device__ __forceinline__ Tile take_tile_together(Shared& s, int number, int& marks) {
+    Tile t = take_tile(s, number, ~0u, &marks);
+    marks = __shfl_sync(~0u, marks, 0);
     int* const word = (int*)&t;
 #pragma unroll
     for (int i = 0; i < int(sizeof(Tile) / 4); ++i) word[i] = __shfl_sync(~0u, word[i], 0);
@@ -29,6 +30,13 @@ struct Room {
             oldest = begins[place];
         }
     }
+    // Until all stages have been handed back.
+    __device__ __forceinline__ void wait_for_all(Shared& s, const Ring& ring) {
+        while (place != ring.place) {
+            barrier_wait(shared_address(&s.empty[place]), parity);
+            if (++place == PLACES) place = 0, parity ^= 1;
+        }
+    }
 };
 
 // This block's columns of the weights. Of the leader block this warp also says when the next tile is wanted.
@@ -40,9 +48,9 @@ __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, 
     Room room;
 #pragma unroll 1
     for (int number = 0;; ++number) {
-        int once = 0;
-        const Tile t = take_tile_together(s, number, &once);
-        const u64 hint = __shfl_sync(~0u, once, 0) && !one_for_all && t.k_len <= SHORT_K ? EVICT_FIRST : EVICT_NORMAL;
+        int marks;
+        const Tile t = take_tile_together(s, number, marks);
+        const u64 hint = (marks & ONCE) && !one_for_all && t.k_len <= SHORT_K ? EVICT_FIRST : EVICT_NORMAL;
         if (t.n == STOP) break;
         const u32 bytes = stage_bytes(t);
         const int blocks = t.n > 0 ? k_blocks(t) : 0, col = int(first_column(t, rank, 0)), group = one_for_all ? 0 : t.group;
@@ -67,21 +75,25 @@ __device__ __forceinline__ void load_weights(const Problem& p, const Launch& l, 
             }
         }
     }
+    if (CLUSTER > 1) room.wait_for_all(s, ring);            // no block leaves while others will still arrive at its barriers
 }
 
-// A tile's boxes of rows: this block's part, which goes to all blocks of the cluster.
+// A tile's boxes of rows: this block's part, which goes to all blocks of the cluster; or all of its half of a tile.
 struct RowBoxes {
     const TensorMap *map, *second;
     u64 hint;
     u32 coming;                 // bytes of a stage, from all blocks
     int first, upper, lower;    // where k is contiguous: one box, or two of at most 128 rows if there is no other block to load the second
     int boxes, group, row;      // else: boxes of 64 rows, every CLUSTER-th of them here
+    bool alone;                 // all of them, for this block only
+    u16 blocks;                 // a bit for each block that they go to
 
-    __device__ __forceinline__ void begin(const Problem& p, const Launch& l, const Maps& maps, const Tile& t, u32 rank) {
+    __device__ __forceinline__ void begin(const Problem& p, const Launch& l, const Maps& maps, const Tile& t, u32 rank, bool halves = false) {
         const bool one_for_all = p.table || p.jagged == JAG_M || p.jagged == JAG_N || (l.swapped ? p.b.group : p.a.group) == 0;
         // A list has one map, and thus one height of box, per matrix.
-        const int part = LISTED ? t.extra : (t.n / 8 + CLUSTER - 1) / CLUSTER * 8;
-        first = rank * part, boxes = (t.n + 63) / 64, group = one_for_all ? 0 : t.group, row = t.x_row;
+        alone = CLUSTER == 1 || halves, blocks = alone ? 1 << rank : (1 << CLUSTER) - 1;
+        const int part = LISTED ? t.extra : alone ? t.n : (t.n / 8 + CLUSTER - 1) / CLUSTER * 8;
+        first = alone ? 0 : rank * part, boxes = (t.n + 63) / 64, group = one_for_all ? 0 : t.group, row = t.x_row;
         const int height = LISTED ? part : min(part, t.n - first);
         upper = LISTED ? height : min(height, 128), lower = height - upper;
         map = LISTED ? l.listed + 2 * t.group + 1 : &maps.x[X_K ? max(upper, 8) / 8 - 1 : 0];
@@ -90,10 +102,9 @@ struct RowBoxes {
         hint = l.keep_rows ? EVICT_LAST : EVICT_NORMAL;
     }
     __device__ __forceinline__ void one(u32 to, const TensorMap* from, u32 full, int x, int y, int z, int w) const {
-        constexpr u16 ALL = (1 << CLUSTER) - 1;
-        if (RAGGED_K && CLUSTER > 1) multicast_box(to, from, full, ALL, x, y, z, w, hint);
+        if (RAGGED_K && CLUSTER > 1) multicast_box(to, from, full, blocks, x, y, z, w, hint);
         else if (RAGGED_K) load_box(to, from, full, x, y, z, w, hint);
-        else if (CLUSTER > 1) multicast_box(to, from, full, ALL, x, y, z, hint);
+        else if (CLUSTER > 1) multicast_box(to, from, full, blocks, x, y, z, hint);
         else load_box(to, from, full, x, y, z, hint);
     }
     // One block of k, by one thread; `ragged`: the third coordinate of a ragged map (tensor_maps.py).
@@ -104,9 +115,8 @@ struct RowBoxes {
             if (CLUSTER == 1 && !LISTED && lower > 0) one(to + 128 * BK * 2, second, full, k, row + 128, group, 0);
         } else {
 #pragma unroll
-            for (int i = 0; i < (ROWS + 63) / 64; i += CLUSTER) {
-                const int b = i + rank;
-                if (b < boxes) one(to + b * BLOCK, map, full, row + b * 64, k, RAGGED_K ? ragged : group, int(FAR));
+            for (int b = 0; b < (ROWS + 63) / 64; ++b) {
+                if (b < boxes && (alone || b % CLUSTER == rank)) one(to + b * BLOCK, map, full, row + b * 64, k, RAGGED_K ? ragged : group, int(FAR));
             }
         }
     }
@@ -117,12 +127,13 @@ __device__ __forceinline__ void load_rows(const Problem& p, const Launch& l, con
     Room room;
 #pragma unroll 1
     for (int number = 0;; ++number) {
-        const Tile t = take_tile_together(s, number);
+        int marks;
+        const Tile t = take_tile_together(s, number, marks);
         if (t.n == STOP) break;
         const int blocks = t.n > 0 ? k_blocks(t) : 0;
         const u32 rows = stages + W_BYTES, bytes = stage_bytes(t);
         RowBoxes x;
-        x.begin(p, l, maps, t, rank);
+        x.begin(p, l, maps, t, rank, marks & HALVES);
         if (LISTED && blocks > 0) refresh_map(x.map);
         if (blocks > 0) ring.fit(bytes);
         int k = RAGGED_K ? int(FAR) - t.k_len : 0;

@@ -67,14 +67,22 @@ struct Ring {
     }
 };
 
+// A block's half of a tile whose columns are one block's. The halves take as many bytes of the ring in both blocks.
+__device__ __forceinline__ void take_half(Tile& t, u32 rank) {
+    const int half = (t.n / 8 + 1) / 2 * 8, before = rank * half;
+    t.row0 += before, t.x_row += before, t.rows = max(min(t.rows - before, half), 0);
+    t.n = half, t.col0 -= rank * COLUMNS;           // first_column adds this again
+}
+
 // The next tile, as every role reads it: whole warps, or (`lanes` = 1) the first thread of one. Each frees the slot for
 // itself alone, when all of its lanes hold their copies: nobody may arrive for a warp that could still be reading.
-__device__ __forceinline__ Tile take_tile(Shared& s, int number, u32 lanes, int* once = nullptr) {
+__device__ __forceinline__ Tile take_tile(Shared& s, int number, u32 lanes, int* marks = nullptr) {
     const int slot = number % SLOTS;
     barrier_wait(shared_address(&s.tile_full[slot]), (number / SLOTS) & 1);
     Tile t = s.tiles[slot];
-    if (once) *once = t.group & ONCE;
-    t.group &= ~ONCE;
+    if (marks) *marks = t.group & MARKS;
+    if (HALVES_LAST && (t.group & HALVES)) take_half(t, cluster_rank());
+    t.group &= ~MARKS;
     __syncwarp(lanes);
     if ((threadIdx.x & 31) == 0) barrier_arrive(shared_address(&s.tile_empty[slot]), 0);
     return t;
@@ -83,13 +91,14 @@ __device__ __forceinline__ Tile take_tile(Shared& s, int number, u32 lanes, int*
 // Each block's producer thread, before the slot is filled: 32 bytes will come.
 __device__ __forceinline__ void expect_tile(Shared& s, int number) { barrier_expect(shared_address(&s.tile_full[number % SLOTS]), sizeof(Tile)); }
 
-__device__ __forceinline__ void announce(Shared& s, int number, const Tile& t) {
+// `here`: in this block alone.
+__device__ __forceinline__ void announce(Shared& s, int number, const Tile& t, bool here = CLUSTER == 1) {
     const int slot = number % SLOTS;
     const u32 to = shared_address(&s.tiles[slot]), full = shared_address(&s.tile_full[slot]);
     barrier_wait(shared_address(&s.tile_empty[slot]), ((number / SLOTS) & 1) ^ 1);
-    if (CLUSTER == 1) {                              // st.async exists in clusters only
+    if (CLUSTER == 1 || here) {                      // st.async exists in clusters only
         s.tiles[slot] = t;
-        barrier_arrive(full, 0);
+        barrier_arrive_here(full);
         return;
     }
     expect_tile(s, number);
@@ -98,6 +107,11 @@ __device__ __forceinline__ void announce(Shared& s, int number, const Tile& t) {
         store_remote(to, full, rank, make_int4(t.group, t.n, t.rows, t.row0));
         store_remote(to + 16, full, rank, make_int4(t.col0, t.k_len, t.x_row, t.extra));
     }
+}
+
+// The announcing thread leaves last of all that arrive at its slots: those of other blocks may be late.
+__device__ __forceinline__ void wait_until_taken(Shared& s, int last) {
+    for (int number = max(last - SLOTS + 1, 0); number <= last; ++number) barrier_wait(shared_address(&s.tile_empty[number % SLOTS]), (number / SLOTS) & 1);
 }
 
 // Where a block's columns begin, or those of one of two warpgroups that share them.

@@ -41,6 +41,10 @@ __device__ __forceinline__ u32 cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// The same in two halves that order no memory: enough after barrier_init_fence. A release would wait until all of the GPU
+// sees whatever was written before.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Writes 16 bytes into the shared memory of thread block `rank`, whose barrier counts them: whoever
 // waits there sees them, without a fence.
 __device__ __forceinline__ void store_remote(u32 address, u32 barrier, u32 rank, int4 v) {

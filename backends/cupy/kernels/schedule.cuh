@@ -13,6 +13,10 @@
 #define PINGPONG 0      // hopper.cu: the two warpgroups take turns, a tile each, instead of sharing every tile
 #endif
 
+#ifndef HALVES_LAST
+#define HALVES_LAST 0   // hopper.cu: the last of an odd number of blocks of columns is halved by its rows
+#endif
+
 #ifndef MOST_GROUPS
 #define MOST_GROUPS (PINGPONG ? 448 : 960)
 #endif
@@ -22,7 +26,9 @@ constexpr int BAND = 8;                    // pieces that share a weight tile wh
 
 // What the roles of a thread block need to know of a tile. `n` = STOP: no more tiles; 0: an empty one.
 constexpr int STOP = -1;
-constexpr int ONCE = 1 << 30;   // added to an announced tile's group: no other tile of it reads these weights
+// Added to an announced tile's group. ONCE: no other tile of it reads these weights. HALVES: its columns are one block's,
+// so the blocks of a cluster take half of its rows each.
+constexpr int ONCE = 1 << 30, HALVES = 1 << 29, MARKS = ONCE | HALVES;
 
 struct Tile {
     int group, n, rows, row0;      // rows of the piece (n: rounded up to 8), first row within the group
@@ -60,10 +66,11 @@ __device__ __forceinline__ Shape group_extents(const Problem& p, int g, int swap
 
 // Height of a group's pieces, and their number (rounding the height up can make one superfluous).
 __device__ __forceinline__ int piece_rows(int rows, int most) {
-    const int pieces = max((rows + most - 1) / most, 1);
+    if (rows <= most) return max((rows + 7) & ~7, 8);           // the first tile waits for this: spare it the division
+    const int pieces = (rows + most - 1) / most;
     return max(((rows + pieces - 1) / pieces + 7) & ~7, 8);
 }
-__device__ __forceinline__ int pieces_of(int rows, int height) { return (rows + height - 1) / height; }
+__device__ __forceinline__ int pieces_of(int rows, int height) { return rows <= height ? rows > 0 : (rows + height - 1) / height; }
 
 __device__ __forceinline__ int tiles_across(const Shape& e, int columns) { return (e.cols + columns - 1) / columns; }
 
@@ -153,12 +160,16 @@ __device__ __forceinline__ Tile decode(const Problem& p, const Schedule& s, int 
     const int group = find_group(queue, p.groups, index), local = index - queue[group];
     const Shape e = group_extents(p, group, swapped, s.start[group], s.length[group]);
     const int height = piece_rows(e.rows, most), pieces = pieces_of(e.rows, height), across = tiles_across(e, columns);
-    const int band = local / (BAND * across), rest = local - band * BAND * across, in_band = min(BAND, pieces - band * BAND);
-    const int piece = band * BAND + rest % in_band;
+    int piece = 0, column = local;
+    if (pieces > 1) {
+        const int band = local / (BAND * across), rest = local - band * BAND * across, in_band = min(BAND, pieces - band * BAND);
+        piece = band * BAND + rest % in_band, column = rest / in_band;
+    }
     Tile r;
-    r.group = group | (pieces == 1 ? ONCE : 0);
     r.row0 = piece * height, r.rows = min(height, e.rows - r.row0);
-    r.col0 = rest / in_band * columns;
+    r.col0 = column * columns;
+    const bool halves = HALVES_LAST && !p.table && e.cols - r.col0 <= columns / CLUSTER;
+    r.group = group | (pieces == 1 && !halves ? ONCE : 0) | (halves ? HALVES : 0);
     r.n = (max(r.rows, 0) + 7) & ~7;
     const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
     r.x_row = r.row0 + (along_rows ? s.start[group] - e.lead : 0);
