@@ -11,6 +11,7 @@ import torch
 
 from multigemm.backends.cpu import BACKEND, config, jit, mkl
 from multigemm.backends.cpu.config import Config, invalid_reasons
+from multigemm.backends.cpu.groups import Sizes, empty_products
 from multigemm.backends.cpu.segments import segments
 from multigemm.backends.cpu.tables import leading, merged
 from multigemm.errors import InvalidSetting
@@ -29,6 +30,14 @@ def test_tiles_of_every_size(rows: int, vectors: int) -> None:
             sizes = (0, 1, 2, 5, 6, 7, 13, 14, 15, 29)
             ops = build(Case("jagged_m", sizes=sizes, n=n, k=3, transposed=transposed, head=1, tail=1))
             assert_right(run(ops, Config("tiles", rows, vectors)))
+
+
+def test_neighbours_without_k_are_cleared_together() -> None:
+    """One by one, a thousand empty experts would take longer than the products of all others."""
+    ops = build(Case("jagged_k", sizes=(0, 0, 3, 0, 4, 0, 0, 0), m=2, n=3))
+    sizes = Sizes(ops)
+    sizes.changed()
+    assert [x.shape[0] for x in empty_products(ops, sizes.start, sizes.end)] == [2, 1, 3]
 
 
 @tiles_needed

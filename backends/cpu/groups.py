@@ -105,7 +105,8 @@ def empty_products(ops: Operands, start: Index | None, end: Index | None) -> lis
     if ops.spec.form == "per_group":
         return [out for a, out in zip(ops.a, ops.out, strict=True) if a.shape[1] == 0]
     if ops.spec.form == "jagged_k":
-        return [ops.out[g] for g in np.flatnonzero(cast(Index, end) <= cast(Index, start)).tolist()]
+        filled = (cast(Index, end) > cast(Index, start)).astype(np.int64)
+        return [cast(Tensor, ops.out)[lo:hi] for lo, hi in _runs_of_zero(filled)]
     return [group.out for group in walk(ops, start, end)] if cast(Tensor, ops.a).shape[-1] == 0 else []
 
 
