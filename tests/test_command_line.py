@@ -173,7 +173,8 @@ def test_cache_export_import_and_clear(
     assert main(["cache", "import", str(tmp_path / "x.json")]) == 0
     assert [m.us for m in tuning.TuningTable().own()] == [3.0]
     assert main(["cache", "show"]) == 0
-    assert "jagged_m g2" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "jagged_m g2" in told and "cannot be written" not in told
     monkeypatch.setenv("MULTIGEMM_CACHE", "0")
     settings.cache_clear()
     assert main(["cache", "import", str(tmp_path / "x.json")]) == 2
@@ -193,6 +194,8 @@ def test_what_the_cache_does_not_take_was_not_recorded(
     told = capsys.readouterr().out
     assert f"not recorded: {tmp_path / 'file' / 'cache'} cannot be written" in told
     assert (tmp_path / "x.json").exists() == out
+    assert main(["cache"]) == 0
+    assert "(cannot be written: nothing is kept)" in capsys.readouterr().out
     tuning.table.cache_clear()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from multigemm.cache import DiskCache
@@ -39,8 +40,16 @@ def _folders() -> list[DiskCache]:
     return [part for part in map(DiskCache, found) if part.entries()]
 
 
+def _state() -> str:
+    """What a user has to know who finds the cache empty."""
+    if not settings().cache:
+        return " (switched off)"
+    folder = next(path for path in (settings().cache_dir, *settings().cache_dir.resolve().parents) if path.exists())
+    return "" if folder.is_dir() and os.access(folder, os.W_OK) else " (cannot be written: nothing is kept)"
+
+
 def _show(args: argparse.Namespace) -> int:
-    print(f"cache: {settings().cache_dir}{'' if settings().cache else ' (switched off)'}")
+    print(f"cache: {settings().cache_dir}{_state()}")
     for part in _folders():
         entries = part.entries()
         print(f"  {part.name:12}{len(entries):6} entries {sum(p.stat().st_size for p in entries) / 1024:10.1f} KiB")
