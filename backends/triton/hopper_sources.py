@@ -112,8 +112,8 @@ def _roles(spec: ProblemSpec, config: Config) -> dict[str, int]:
     """The registers of each role."""
     if config.carry:
         tall = config.block_m == 256
-        return {"CONSUMER_REGISTERS": 200 if tall else 176, "PRODUCER_REGISTERS": 40 if tall else 48,
-                "CARRIER_REGISTERS": 72 if tall else 104}  # fmt: skip
+        return {"CONSUMER_REGISTERS": 200 if tall else 184, "PRODUCER_REGISTERS": 40 if tall else 48,
+                "CARRIER_REGISTERS": 72 if tall else 96}  # fmt: skip
     few = consumers(config) == 3
     return {"CONSUMERS": consumers(config), "CONSUMER_REGISTERS": 160 if few else 232,
             "PRODUCER_REGISTERS": 32 if few else 40}  # fmt: skip
