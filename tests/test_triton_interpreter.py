@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,16 @@ def test_zero_alpha_reads_neither_operand() -> None:
     nan = torch.full((8, 8), float("nan"))
     out = check(nan, nan, alpha=0.0, beta=2.0, c=torch.ones(8, 8))
     assert (out == 2).all()
+
+
+def test_threads_are_interpreted_one_after_the_other() -> None:
+    """The interpreter changes triton.language while it runs: side by side, two gave errors and wrong numbers."""
+    a, b = draw(torch.float32, 9, 7), draw(torch.float32, 3, 7, 5)
+    plans = [mg.plan(mg.GroupedGemmProblem(a, b, sizes=[2, 3, 4]), "triton") for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        outs = list(pool.map(lambda plan: plan(), plans))
+    for plan, out in zip(plans, outs, strict=True):
+        assert mg.verify(plan.problem, out).ok
 
 
 @pytest.mark.parametrize("along", ["row", "col", "none"])

@@ -7,6 +7,7 @@ set before that; `support` refuses with a reason where it is too late.
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any, cast
 
 import numpy as np
@@ -93,10 +94,24 @@ def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tile
     return lambda: kernel[(tiles,)](given, bits_of(ops.alpha, spec), **options)
 
 
+_alone = threading.Lock()
+"""The interpreter puts its own functions into triton.language while a kernel runs, for all threads of the process."""
+
+
 def bind_emulated(ops: Operands, config: Config) -> Launch:
     """A launch that interprets the kernel program by program."""
     if is_empty(ops):
         return nothing
+    launch = _bind(ops, config)
+
+    def alone() -> None:
+        with _alone:
+            launch()
+
+    return alone
+
+
+def _bind(ops: Operands, config: Config) -> Launch:
     spec = ops.spec
     if few_slots(spec, config) and (few := few_groups(ops, config)):
         return _bind_few(ops, config, *few)
