@@ -65,6 +65,25 @@ def test_reasons_name_what_was_seen(change: dict[str, object], word: str) -> Non
     assert reasons and any(word in reason for reason in reasons)
 
 
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"n": 2**31 - 1}, False),
+        ({"n": 2**31}, True),
+        ({"k": 2**31 + 72}, True),
+        ({"total": 2**30}, False),
+        ({"total": 2**31}, True),
+        ({"form": "batched", "m": 2**20, "total": 2**34}, False),
+        ({"form": "per_group", "n": None, "k": None, "total": 2**34, "largest": 2**30}, False),
+        ({"form": "per_group", "n": None, "k": None, "total": 2**34, "largest": 2**31}, True),
+    ],
+    ids=str,
+)
+def test_extents_that_31_bits_do_not_count_are_refused(change: dict[str, object], refused: bool) -> None:
+    reasons = BACKEND.not_supported_reasons(replace(SPEC, **change), GPU)  # type: ignore[arg-type]
+    assert [("31 bits" in reason and "split" in reason) for reason in reasons] == [True] * refused
+
+
 def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -> None:
     best = configs.heuristic(SPEC, (9, 0))
     assert best.kernel == "hopper" and is_valid(best, SPEC, (9, 0)) and not is_valid(best, SPEC, (8, 0))
