@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("action", nargs="?", default="show", choices=("show", "clear", "export", "import"))
     parser.add_argument("file", nargs="?", help="the JSON file that export writes and import reads")
-    parser.add_argument("--what", help="for clear: tuning, a backend's kernels (its folder), or all (the default)")
+    parser.add_argument("--what", help="for clear: a part that show lists, as tuning or cupy, or all (the default)")
 
 
 def main(args: argparse.Namespace) -> int:
