@@ -47,8 +47,11 @@ ALLOWED = {
 }
 
 
-def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool) -> Extents:
-    """The form and its extents; raises InvalidProblem with the shapes seen and the shapes wanted."""
+def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool, squeezed: bool = False) -> Extents:
+    """The form and its extents; raises InvalidProblem with the shapes seen and the shapes wanted.
+
+    `squeezed`: the caller gave two matrices, and knows nothing of the dimension before them.
+    """
     if not isinstance(jagged, str) or jagged not in JAGGED:
         raise InvalidProblem(f"jagged={jagged!r} is not a direction: use 'm', 'n' or 'k'")
     if masked and grouped:
@@ -62,8 +65,8 @@ def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool) -> 
         raise InvalidProblem(f"{seen}; the form {form} takes {RANKS[form]}{_hint(form, a, b)}")
     if x[-1] != y[-2]:
         raise InvalidProblem(
-            f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}: the last extent of a, {a.shape[-1]}, must equal the "
-            f"second last of b, {b.shape[-2]}; pass a transposed view if one of them is stored the other way"
+            f"a has shape {tuple(x[squeezed:])} and b {tuple(y[squeezed:])}: the last extent of a, {x[-1]}, must equal "
+            f"the second last of b, {y[-2]}; pass a transposed view if one of them is stored the other way"
         )
     if len(x) == 3 and len(y) == 3 and x[0] != y[0]:
         raise InvalidProblem(f"a has {x[0]} groups and b has {y[0]}: they must have as many")

@@ -147,7 +147,7 @@ class GroupedGemmProblem(AcceptedProblem):
         if not grouped and not masked and x.dim() == 2 and y.dim() == 2:
             self.squeezed, x, y = True, x.unsqueeze(0), y.unsqueeze(0)
         self.a, self.b, self.device = x, y, intake.device
-        self.extents = forms.infer(x, y, jagged=jagged, grouped=grouped, masked=masked)
+        self.extents = forms.infer(x, y, jagged=jagged, grouped=grouped, masked=masked, squeezed=self.squeezed)
         self.form = self.extents.form
         return self.extents
 

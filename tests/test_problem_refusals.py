@@ -86,6 +86,7 @@ def test_bad_keywords(kwargs: dict[str, Any], match: str) -> None:
     ("a", "b", "kwargs", "match"),
     [
         (torch.ones(10, 3), B, {"offsets": CUT}, "the last extent of a, 3, must equal"),
+        (torch.ones(10, 3), torch.ones(4, 5), {}, r"a has shape \(10, 3\) and b \(4, 5\): the last extent of a, 3"),
         (torch.ones(10), B, {"offsets": CUT}, r"a has shape \(10,\)"),
         (torch.ones(2, 10, 4), B, {"offsets": CUT}, "the form jagged_m takes"),
         (torch.ones(2, 10, 4), B, {}, "a has 2 groups and b has 3"),

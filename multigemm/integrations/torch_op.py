@@ -56,7 +56,8 @@ def result_like(
     squeezed = not cuts and valid_rows is None and a.dim() == 2 and b.dim() == 2
     if squeezed:
         a, b = a.unsqueeze(0), b.unsqueeze(0)
-    extents = forms.infer(a, b, jagged=jagged, grouped=bool(cuts), masked=valid_rows is not None)
+    masked = valid_rows is not None
+    extents = forms.infer(a, b, jagged=jagged, grouped=bool(cuts), masked=masked, squeezed=squeezed)
     groups = _count(extents.groups, cuts, offsets is not None)
     result = Result(extents.form, groups, extents.result_shape(groups), squeezed)
     compute = epilogue.compute_dtype(a.dtype, b.dtype)
