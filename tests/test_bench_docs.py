@@ -52,6 +52,27 @@ def test_shipped_tunings_can_be_read_and_say_where_they_come_from(path: Path) ->
     assert all(m.us > 0 for m in entries)
 
 
+def test_a_rested_and_a_sustained_run_stand_side_by_side(tmp_path: Path) -> None:
+    rested, sustained = made_up_report(suites="moe"), made_up_report(suites="moe")
+    for row in sustained.rows:
+        row.of_floor = row.of_floor and row.of_floor / 2
+    sustained.rows = [row for row in sustained.rows if row.entry != "triton"]
+    for name, report in (("a", rested), ("b", sustained)):
+        results.write(tmp_path / f"{name}.json", report)
+    head, _, *lines = embed.filled("<!-- bench a.json,b.json both moe -->\n<!-- end bench -->", tmp_path).splitlines()[
+        1:-1
+    ]
+    names = [cell.strip() for cell in head.split("|")[1:-1]]
+    assert names[1].startswith("rested: ")
+    assert names[-1] == "sustained: all"
+    cells = {line.split("|")[1].strip(): [c.strip(" *") for c in line.split("|")[2:-1]] for line in lines}
+    half = len(names) // 2
+    assert all(
+        float(x) == pytest.approx(2 * float(y), abs=2e-3) for x, y in zip(cells["**cupy**"], cells["**cupy**"][half:])
+    )
+    assert cells["**triton**"][half:] == [""] * half
+
+
 def test_a_block_is_filled_and_a_stale_page_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,8 +6,8 @@ A page holds, on lines of their own,
     <!-- end bench -->
 
 and `python -m multigemm.bench.embed README.md docs/benchmarks.md` fills in what lies between them.
-PATH is relative to the page's repository; the suites, comma separated, may be left out. `--check`
-only says whether it would change anything.
+PATH is relative to the page's repository; the suites, comma separated, may be left out. A view of two
+reports (`both`) takes two, comma separated. `--check` only says whether it would change anything.
 """
 
 from __future__ import annotations
@@ -45,16 +45,18 @@ VIEWS: dict[str, Callable[[Report], str]] = {
     "tutorial": lambda report: f"```\n{tutorial.table(report)}\n```",
     "header": lambda report: f"```\n{table.header(report)}\n```",
 }
+PAIRS: dict[str, Callable[[Report, Report], str]] = {"both": markdown.both}
 
 
 def filled(text: str, root: Path) -> str:
     """The page with every block drawn anew."""
 
     def draw(match: re.Match[str]) -> str:
-        report = results.read(root / match[2])
-        if match[4]:
+        reports = [results.read(root / path) for path in match[2].split(",")]
+        for report in reports if match[4] else ():
             report.rows = [row for row in report.rows if row.suite in match[4].split(",")]
-        return f"{match[1]}{VIEWS[match[3]](report)}\n{match[5]}"
+        view: Callable[..., str] = (PAIRS if match[3] in PAIRS else VIEWS)[match[3]]
+        return f"{match[1]}{view(*reports)}\n{match[5]}"
 
     return BLOCK.sub(draw, text)
 

@@ -30,6 +30,25 @@ def summary(report: Report) -> str:
 
 def short(report: Report) -> str:
     """The fraction of the floor of whoever ran every workload; the best of each column in bold."""
+    kinds, shares = _shares(report)
+    lines = [_line(["", *kinds]), _line(["---", *["---:"] * len(kinds)])]
+    return "\n".join(lines + [_line([name, *cells]) for name, cells in shares.items()])
+
+
+def both(rested: Report, sustained: Report) -> str:
+    """The same of a run with pauses and of one without, side by side."""
+    kinds, first = _shares(rested)
+    others, second = _shares(sustained)
+    heads = [*(f"rested: {kind}" for kind in kinds), *(f"sustained: {kind}" for kind in others)]
+    lines = [_line(["", *heads]), _line(["---", *["---:"] * len(heads)])]
+    for name in dict.fromkeys([*first, *second]):
+        cells = [*first.get(name, [""] * len(kinds)), *second.get(name, [""] * len(others))]
+        lines.append(_line([name, *cells]))
+    return "\n".join(lines)
+
+
+def _shares(report: Report) -> tuple[list[str], dict[str, list[str]]]:
+    """Distributions, and by entry its fractions of the floor."""
     kinds = list(dict.fromkeys(row.distribution for row in report.rows))
     whole = [
         rows
@@ -38,12 +57,12 @@ def short(report: Report) -> str:
     ]
     cells = [[_mean([r for r in rows if kind in (r.distribution, "")]) for kind in (*kinds, "")] for rows in whole]
     best = [max(column, default="") for column in zip(*cells, strict=True)]
-    lines = [_line(["", *kinds, "all"]), _line(["---", *["---:"] * (len(kinds) + 1)])]
+    found = {}
     for rows, mine in zip(whole, cells, strict=True):
         bold = [f"**{cell}**" if cell == top else cell for cell, top in zip(mine, best, strict=True)]
         name = _name(rows[0]).replace(f"{HOST_SIZES}**", "** (sizes on the host)")
-        lines.append(_line([LABELS.get(name, name), *bold]))
-    return "\n".join(lines)
+        found[LABELS.get(name, name)] = bold
+    return [*kinds, "all"], found
 
 
 def details(report: Report) -> str:
