@@ -139,7 +139,7 @@ def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits, *, free: bool
         first = tuple(sizes[name] for name in "mnk")
         rest = [tuple(max(0, size // ch.choice((1, 2, 3, 64)) + ch.choice(OFFSETS)) for size in first)
                 for _ in range(ch.choice((0, 1, 2, 4) if few else (0, 1, 2, 4, 15, 16, 32, 140)))]  # fmt: skip
-        changes["dims"] = (first, *rest)
+        changes["dims"] = _whole(ch, tile, limits.work) if ch.integer(0, 3) == 0 else (first, *rest)
     elif kind.jagged:
         changes |= {name: size for name, size in sizes.items() if name != kind.jagged}
         changes["lengths"] = _lengths(ch, sizes[kind.jagged], limits, 2 if style == TALL else 6)
@@ -152,6 +152,17 @@ def at_edges(kind: Case, config: Any, ch: Chooser, limits: Limits, *, free: bool
         changes |= sizes | {"lengths": rows if kind.form == "masked" else (0,) * count}
     case = replace(kind, **changes)
     return settled(case if free else alike(kind, case), limits)
+
+
+def _whole(ch: Chooser, tile: Tile, work: int) -> tuple[tuple[int, int, int], ...]:
+    """A list whose tiles are all whole, for which some kernels have a way of their own; as many as are affordable."""
+    found: list[tuple[int, int, int]] = []
+    for _ in range(5):
+        m, n = (tile.m, tile.n) if ch.integer(0, 1) else (tile.n, tile.m)
+        size = (m * ch.choice((1, 1, 2, 3)), n * ch.choice((1, 1, 2, 9)), tile.k * ch.choice((0, 1, 1, 2, 5)))
+        if sum(x * y * max(z, 1) for x, y, z in (*found, size)) <= work:
+            found.append(size)
+    return tuple(found)
 
 
 def crowd(kind: Case, config: Any, ch: Chooser) -> Case:

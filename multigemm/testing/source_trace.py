@@ -22,7 +22,7 @@ from typing import Any
 from multigemm.testing import corpus
 from multigemm.testing.case import Case, classes, dtype_name
 from multigemm.testing.edges import at_edges, multitude
-from multigemm.testing.kinds import kinds
+from multigemm.testing.kinds import kinds, plain_kinds
 from multigemm.testing.source_live import Variant
 from multigemm.testing.source_sites import ROOT
 from multigemm.testing.strategies import EMULATED, Limits, RandomChooser, legal, random_case, settled
@@ -40,6 +40,8 @@ WHOLE_TILES = ("batched", "jagged_k", "jagged_m", "jagged_n")
 """Forms whose products may all be of as many whole tiles."""
 MANY = 20
 """Groups above which several programs for each tile take an emulator too long."""
+WHOLE_LISTS = (((16, 16, 32), (48, 32, 64), (0, 16, 32), (32, 48, 0)), ((144, 32, 32), (80, 48, 32)))
+"""Lists of whole tiles, for which kernels may have a way of their own: a few, and more rows of them than a band."""
 CHUNKS = (32, 256)
 """Numbers of groups that a schedule counts at once: as many, and not one less."""
 MOST_LISTED = 2048
@@ -63,14 +65,20 @@ def shared_tiles(config: Any) -> Any:
     return replace(small, splits=4, programs=3, block_k=16) if hasattr(small, "splits") else small
 
 
-PLAIN, UNLISTED, SHARED = 0, 3, 4
-"""Positions of subjects: small tiles; without a list of tiles that the host makes; several programs for a tile."""
+def single_tiles(config: Any) -> Any:
+    """Small tiles, a program for each where a config knows that."""
+    small = small_tiles(config)
+    return replace(small, programs=0) if hasattr(small, "programs") else small
+
+
+PLAIN, UNLISTED, SHARED, SINGLE = 0, 3, 4, 5
+"""Positions of subjects: small tiles; without a list of tiles that the host makes; several programs for a tile; one."""
 
 
 def subjects_of(backend: str) -> list[Subject]:
     """Small tiles, two configs as they are, and small tiles in ways that take very large problems elsewhere."""
     usual = [Subject(backend, adapt=small_tiles), Subject(backend, 1), Subject(backend)]
-    return [*usual, Subject(backend, adapt=small_tiles), Subject(backend, adapt=shared_tiles)]
+    return [*usual, *(Subject(backend, adapt=adapt) for adapt in (small_tiles, shared_tiles, single_tiles))]
 
 
 def use(backend: str, chosen: int) -> None:
@@ -105,6 +113,10 @@ def pool(backend: str) -> list[tuple[Case, int]]:
     found = [(case, PLAIN) for case in edges] + [(case, i % 3) for i, case in enumerate(stored_cases())]
     if backend == "triton":
         found += [(case, UNLISTED) for case in edges if case.form == "per_group"]
+        found += [(replace(kind, dims=dims, activation=act, alpha=2.0 if act else 1.0), SINGLE)
+                  for kind in plain_kinds(limits()) if kind.form == "per_group"
+                  for act in (None, "silu") for dims in WHOLE_LISTS]  # fmt: skip
+        found += [(case, SINGLE) for case in edges if case.form in ("jagged_m", "jagged_n", "masked")][:8]
         liar = settled(replace(shared, n=8, k=8, lengths=(8,) * 16, head=0, tail=0, where="device"), limits())
         found += [(tall(case, side), PLAIN) for case in edges if case.form in WHOLE_TILES][:8]
         crowds = [(side - 1,) * 18, (1,) * 18, (0,) * 16 + (1, 1)]
@@ -244,6 +256,6 @@ def problem(backend: str, variants: list[Variant], number: int) -> tuple[Case, i
         kind = Case.from_dict(choose.choice(variants).case)
         if kind.groups < limits().groups:
             near = at_edges(kind, tile_of(backend), choose, limits())
-            return near, choose.choice((PLAIN, UNLISTED, SHARED if near.groups <= MANY else PLAIN))
+            return near, choose.choice((PLAIN, UNLISTED, SINGLE, SHARED if near.groups <= MANY else PLAIN))
     case = random_case(number, limits())
     return (at_edges(case, tile_of(backend), choose, limits()) if number % 3 == 0 else case), number % 3
