@@ -81,6 +81,12 @@ class ProblemSpec:
         return {"jagged_m": "m", "jagged_n": "n", "jagged_k": "k"}.get(self.form)  # type: ignore[return-value]
 
     @property
+    def longest(self) -> int:
+        """What no extent of a group exceeds: where only the bucket of an extent is known, that."""
+        known = [extent for extent in (self.m, self.n, self.k) if extent is not None]
+        return max(*known, 0, self.largest, self.total if self.jagged else 0)
+
+    @property
     def acc(self) -> torch.dtype:
         """The accumulator: float64 for float64, int32 for int8, float32 for the rest."""
         return {torch.float64: torch.float64, torch.int8: torch.int32}.get(self.compute, torch.float32)

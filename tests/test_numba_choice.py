@@ -135,6 +135,23 @@ def test_facts_that_a_kernel_ignores_do_not_compile_it_twice() -> None:
     assert effective(HopperConfig(), one).a_aligned
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"n": 2**31 - 1}, False), ({"n": 2**31}, True), ({"k": 2**31 + 72}, True), ({"total": 2**30}, False),
+        ({"total": 2**31}, True), ({"form": "batched", "m": 2**20, "total": 2**34}, False),
+        ({"form": "per_group", "n": None, "k": None, "total": 2**34, "largest": 2**30}, False),
+        ({"form": "per_group", "n": None, "k": None, "total": 2**34, "largest": 2**31}, True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_extents_that_31_bits_do_not_count_are_refused(changes: dict[str, object], refused: bool) -> None:
+    """A kernel counts them in int32; what is beyond came out as if it was negative, and all of it was wrong."""
+    reasons = BACKEND.not_supported_reasons(spec(**changes), GPU)
+    assert ["31 bits: split" in reason for reason in reasons] == [True] * refused
+
+
 def test_the_cpu_is_refused_with_a_remedy() -> None:
     from multigemm.settings import settings
 

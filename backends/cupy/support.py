@@ -50,12 +50,6 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         )
     if (spec.compute == torch.int8) != (spec.out.dtype == torch.int32):
         reasons.append(f"{spec.compute} gives {spec.out.dtype}: int8 operands give int32 results, and no others do")
-    if (extent := longest(spec)) >= EXTENT:
-        reasons.append(f"an extent of up to {extent} is not counted in 31 bits: split the problem")
+    if spec.longest >= EXTENT:
+        reasons.append(f"an extent of up to {spec.longest} is not counted in 31 bits: split the problem")
     return reasons
-
-
-def longest(spec: ProblemSpec) -> int:
-    """What no extent of a group exceeds: of those that a spec rounds up to a power of two, that."""
-    known = [extent for extent in (spec.m, spec.n, spec.k) if extent is not None]
-    return max(*known, 0, spec.largest, spec.total if spec.form.startswith("jagged") else 0)

@@ -18,6 +18,8 @@ from multigemm.spec import ProblemSpec
 
 INSTALL = "pip install 'multigemm[numba]'"
 PACKAGES = {"numba": "numba", "numba_cuda": "numba-cuda", "llvmlite": "llvmlite", "cuda.bindings": "cuda-bindings"}
+EXTENT = 1 << 31
+"""Kernels count the rows and columns of a group in 32 bits with a sign; addresses have 64."""
 MINIMUM = (7, 5)
 BF16_MINIMUM = (8, 0)
 
@@ -92,4 +94,6 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         reasons.append(f"compute capability {capability} is below {MINIMUM}, the oldest that CUDA 13 compiles for")
     elif capability < BF16_MINIMUM and torch.bfloat16 in {x.dtype for x in (spec.a, spec.b, spec.out)}:
         reasons.append(f"bfloat16 needs compute capability {BF16_MINIMUM}, this GPU has {capability}; use float16")
+    if spec.longest >= EXTENT:
+        reasons.append(f"an extent of up to {spec.longest} is not counted in 31 bits: split the problem")
     return reasons
