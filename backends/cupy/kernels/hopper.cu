@@ -74,7 +74,7 @@ hopper(const __grid_constant__ Problem p, const __grid_constant__ Launch l, cons
     const u32 staging = stages + RING_BYTES;
     Shared& s = *(Shared*)(raw + (staging - shared_address(raw)) + CONSUMERS * STAGING_BYTES);
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-    const int warp = threadIdx.x >> 5, warpgroup = warp >> 2;
+    const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), warpgroup = warp >> 2;      // known to be the same for a whole warp
 
     // The last warps, so that the first ones come to the sizes at once: those are what the first load waits for.
     if (warp == THREADS / 32 - 1) {
