@@ -79,7 +79,7 @@ def space_of(ops: Operands, places: int, config: Config) -> dict[str, Tensor]:
 
 
 def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tiles: int) -> Launch:
-    """The same for a list that is an argument: addresses become tensors again."""
+    """Interprets the kernel whose argument is the list: addresses become tensors again."""
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
 
