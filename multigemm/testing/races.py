@@ -37,6 +37,11 @@ START = (
     "Triton's own start and end of specialised warps: arguments and numbers of partitions in shared memory, between "
     "barrier.sync 1 of all warps of the block"
 )
+LINES = (
+    "a block of unaligned weights: copies, an arrival of each copying thread at `w_full` once its copies are there, "
+    "acquired by the readers' try_wait; their loads, bar.sync of their warps, one arrival of each partition at "
+    "`w_empty`, acquired before the next copies"
+)
 MAIL = frozenset({("hopper_tiles.py", "publish"), ("hopper_tiles.py", "take")})
 
 HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
@@ -46,6 +51,7 @@ HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
             for kernel, file in (("hopper_kernel", "hopper.py"), ("carry_kernel", "hopper_carry.py"))
             for functions, reason in ((MAIL, WORDS), (frozenset({(file, kernel)}), START))
         ),
+        HandOver("carry_kernel", frozenset({("hopper_carry.py", "copy16"), ("hopper_carry.py", "fragment")}), LINES),
         HandOver("list_kernel", frozenset({("hopper_list.py", "list_kernel")}), START),
     ),
 }
