@@ -30,6 +30,13 @@ def cut() -> torch.Tensor:
 
 FORMS: dict[str, Make] = {
     "jagged_m": lambda: mg.GroupedGemmProblem(r(304, 136), r(4, 136, 264), offsets=cut()),
+    "jagged_m, one block of columns": lambda: mg.GroupedGemmProblem(r(304, 136), r(4, 136, 72), offsets=cut()),
+    "jagged_m, three blocks, few rows": lambda: mg.GroupedGemmProblem(
+        r(60, 136), r(9, 136, 384), sizes=torch.tensor([1, 0, 8, 9, 16, 2, 0, 23, 1], device="cuda")
+    ),
+    "jagged_k, one block of columns": lambda: mg.GroupedGemmProblem(
+        r(304, 264).T, r(304, 72), offsets=cut(), jagged="k"
+    ),
     "jagged_m, weights by columns": lambda: mg.GroupedGemmProblem(r(304, 136), r(4, 264, 136).mT, offsets=cut()),
     "jagged_m, rows by columns": lambda: mg.GroupedGemmProblem(r(136, 304).T, r(4, 136, 264), offsets=cut()),
     "jagged_m, rows by columns, odd results": lambda: mg.GroupedGemmProblem(
