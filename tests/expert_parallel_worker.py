@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import multigemm as mg
@@ -28,6 +29,8 @@ from tests.plain_expert_parallel import layer as plain_layer
 
 EXPERTS, WIDTH, HIDDEN, TOP = 8, 6, 10, 2
 TIMEOUT = 20
+GATHERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""torch 2.11 cannot put the slices of both halves of a gated weight back together."""
 
 
 def mesh_of(replicas: int) -> Any:
@@ -101,7 +104,9 @@ def slices(activation: str) -> None:
     expected = torch.autograd.grad(want.square().sum(), [everything, *whole.experts.parameters(), whole.gate.weight])
     close(grads[0], expected[0][rows])
     for g, w in zip(grads[1:-1], expected[1:-1], strict=True):
-        torch.testing.assert_close(g.full_tensor(), w)
+        torch.testing.assert_close(g.to_local(), distribute_tensor(w, mesh, g.placements).to_local())
+        if GATHERS:
+            torch.testing.assert_close(g.full_tensor(), w)
     router = grads[-1].clone()
     dist.all_reduce(router, group=mesh["ep"].get_group())
     close(router, expected[-1])
