@@ -18,8 +18,8 @@ from multigemm.spec import ProblemSpec
 
 INSTALL = "pip install 'multigemm[numba]'"
 PACKAGES = {"numba": "numba", "numba_cuda": "numba-cuda", "llvmlite": "llvmlite", "cuda.bindings": "cuda-bindings"}
-EXTENT = 1 << 31
-"""Kernels count the rows and columns of a group in 32 bits with a sign; addresses have 64."""
+EXTENT = (1 << 31) - 4096
+"""Kernels count rows and columns of a group, up to the ends of tiles, in 32 bits with a sign; addresses have 64."""
 MINIMUM = (7, 5)
 BF16_MINIMUM = (8, 0)
 
