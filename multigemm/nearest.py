@@ -10,8 +10,9 @@ function: two of its values are the more alike, exp(-distance), the nearer their
 linear guess of g at a new place (kriging) follows from the samples around it. Distances count octaves
 of the extents and of the number of the result's tiles; what changes which kernel runs, such as the
 alignment or the memory order of an operand, or that the backend itself chose another config there,
-counts as some octaves. How much of a GPU the last round of a backend's own tiles leaves idle goes up
-and down within an octave, where no neighbour tells of it: it is an extent of its own, by backend.
+counts as some octaves. A backend that says which tiles its config makes is judged by them, its values
+being alike where the tiles are, and how many rounds of them the processors need, and how much of a GPU the
+last round leaves idle: that goes up and down within an octave, where no neighbour tells of it.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ Array = npt.NDArray[Any]
 LIKE_ROWS = ("jagged_m", "masked", "batched", "per_group")
 HALF = ("float16", "bfloat16")
 WORDS = 11
-NEAREST = 120
-LENGTHS = (30.0, 150.0, 24.0, 60.0, 18.0)
+NEAREST = 80
+LENGTHS = (40.0, 52.0, 12.0, 160.0, 19.0)
 """Octaves of rows per group, of the two other extents, of the groups and of the result's tiles, after which values are
-unlike (a factor e). They, and the numbers below, were fitted to hundreds of measured shapes, each left out in turn."""
+unlike (a factor e). They, and the numbers below, were fitted to hundreds of measured shapes: by their likelihood, and
+by what is lost where each shape is left out in turn."""
+OWN_LENGTHS = (7.5, 18.0, 8.0, 12.0)
+"""The same for a backend's own tiles: of processors idle in the last round, of rounds, of a tile's height and width."""
+MOST_ROUNDS = 3.0
+"""Octaves of rounds; more are like as many."""
 TILE = 128.0
 """Most kernels cut the result into tiles of about this height and width; groups of fewer rows waste a part of them."""
 OTHER_FORM, OTHER_JAGGED, OTHER_ALIGNMENT, OTHER_SIZES = 0.02, 0.4, 0.2, 0.55
-OTHER_ORDER, OTHER_SHARING, OTHER_HALF, OTHER_CONFIG = 0.045, 0.3, 0.02, 2.0
-OTHER_UNKNOWN, TYPICAL = 0.1, 9.0
+OTHER_ORDER, OTHER_SHARING, OTHER_HALF, OTHER_DETAIL = 0.045, 0.3, 0.02, 0.05
+OTHER_UNKNOWN, OTHER_CONFIG, TYPICAL = 0.1, 2.0, 9.0
 """What is unknown counts as this many octaves, and as unlike what is known: a distance has to remain one between
 points of a space, or the guess has no solution."""
 NOISE = 0.001
@@ -47,8 +53,6 @@ ANY_OFFSET = 1e4
 """The variance of what is not known beforehand: the offsets and levels."""
 PROCESSORS = 132
 """Of the GPUs that tables ship for; others round to rounds elsewhere, but hardly by more."""
-IDLE_LENGTH = 7.0
-"""Octaves of what idle processors cost, after which values are unlike."""
 WITHIN_BUCKET = 0.72
 """Where in its bucket, a power of two, a number of rows lies on average."""
 
@@ -96,13 +100,16 @@ class Place:
             return None
         return groups * max(1.0, math.ceil(rows / high)) * max(1.0, math.ceil(columns / wide))
 
-    def idle(self, footprint: Footprint) -> float:
-        """Octaves by which whole rounds of tiles on all processors are more than the tiles; 0 where unknown."""
+    def own(self, footprint: Footprint) -> tuple[float, ...]:
+        """What a backend's tiles make of this place, in octaves: by how much whole rounds on all processors are more
+        than the tiles, rounds, height and width of a tile; zeros where unknown."""
         tiles = self.tiles(*footprint[:2]) if len(footprint) == 3 else None
         if not tiles:
-            return 0.0
-        rounds = tiles * footprint[2] / PROCESSORS
-        return math.log2(math.ceil(rounds) / rounds)
+            return (0.0,) * len(OWN_LENGTHS)
+        high, wide, processors = footprint
+        rounds = tiles * processors / PROCESSORS
+        idle = math.log2(math.ceil(rounds) / rounds)
+        return idle, min(math.log2(rounds), MOST_ROUNDS), math.log2(high), math.log2(wide)
 
     @cached_property
     def marks(self) -> tuple[object, ...]:
@@ -194,11 +201,13 @@ class Space:
         """How alike a backend's values at the chosen samples are: 1 for the same."""
         apart, other = self.distances(chosen, chosen)
         ran = np.array([self.samples[i].ran.get(backend, "") for i in chosen])
-        idle = [self._places[i].idle(self.samples[i].footprints.get(backend, ())) for i in chosen]
-        rounds = np.array(idle) / IDLE_LENGTH
-        far = (
-            np.sqrt(apart + (rounds[:, None] - rounds[None]) ** 2) + other + OTHER_CONFIG * (ran[:, None] != ran[None])
+        footprints = [self.samples[i].footprints.get(backend, ()) for i in chosen]
+        own = np.array([self._places[i].own(f) for i, f in zip(chosen, footprints, strict=True)]) / np.array(
+            OWN_LENGTHS
         )
+        known = np.array([len(f) > 0 for f in footprints])
+        differs = np.where(known[:, None] & known[None], OTHER_DETAIL, OTHER_CONFIG) * (ran[:, None] != ran[None])
+        far = np.sqrt(apart + ((own[:, None] - own[None]) ** 2).sum(-1)) + other + differs
         found: Array = np.exp(-far)
         return found
 

@@ -289,16 +289,20 @@ def test_rounds_that_leave_processors_idle_are_counted_by_the_backends_own_tiles
     place = place_of(text.format(4096), groups=6, flops=2.0 * 6 * 300 * 512 * 512)
     assert place is not None
     assert place.extents[0] == 300
-    assert 2 ** place.idle((128, 128, 1)) == pytest.approx(132 / (6 * 3 * 4))
-    assert 2 ** place.idle((256, 256, 2)) == pytest.approx(132 / (6 * 2 * 2 * 2))
-    assert 2 ** place.idle((64, 64, 1)) == pytest.approx(2 * 132 / (6 * 5 * 8))
-    assert place.idle(()) == 0.0
+    assert 2 ** place.own((128, 128, 1))[0] == pytest.approx(132 / (6 * 3 * 4))
+    assert 2 ** place.own((256, 256, 2))[0] == pytest.approx(132 / (6 * 2 * 2 * 2))
+    idle, rounds, *tile = place.own((64, 128, 2))
+    assert 2**idle == pytest.approx(2 * 132 / (6 * 5 * 4 * 2))
+    assert 2**rounds == pytest.approx(6 * 5 * 4 * 2 / 132)
+    assert tile == [6, 7]
+    assert place.own((1, 1, 1))[1] == nearest.MOST_ROUNDS
+    assert place.own(()) == (0.0,) * 4
     unknown = place_of(text.format("*"))
     assert unknown is not None
-    assert unknown.idle((64, 64, 1)) == 0.0
+    assert unknown.own((64, 64, 1)) == (0.0,) * 4
     gradients = place_of(text.format(4096).replace("jagged_m", "jagged_k").replace("m*", "m300"), groups=6)
     assert gradients is not None
-    assert gradients.idle((128, 128, 1)) == place.idle((128, 128, 1))
+    assert gradients.own((128, 128, 1)) == place.own((128, 128, 1))
 
 
 def test_neighbours_count_more_whose_rounds_leave_as_much_idle() -> None:
