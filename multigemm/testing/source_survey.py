@@ -45,7 +45,12 @@ def surveyed(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Varian
 
     def look(at: int) -> None:
         part = rest[at : at + size]
-        for variant in survey(hunt, root, [variant for _, variant in part]):
+        try:
+            seen = survey(hunt, root, [variant for _, variant in part])
+        except EOFError:  # its process says why on stderr
+            print(f"not looked at, for it does not compile: {', '.join(str(v.to_dict()) for _, v in part)}", flush=True)
+            return
+        for variant in seen:
             key = next(key for key, each in part if (each.case, each.config) == (variant.case, variant.config))
             known[key] = variant
             store.put(key, json.dumps(variant.to_dict()).encode(), ".json")
