@@ -20,7 +20,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 from multigemm.testing import corpus
-from multigemm.testing.case import Case, classes, dtype_name
+from multigemm.testing.case import Case, Layout, classes, dtype_name
 from multigemm.testing.edges import at_edges, multitude
 from multigemm.testing.kinds import kinds, plain_kinds
 from multigemm.testing.source_live import Variant
@@ -113,9 +113,9 @@ def pool(backend: str) -> list[tuple[Case, int]]:
     found = [(case, PLAIN) for case in edges] + [(case, i % 3) for i, case in enumerate(stored_cases())]
     if backend == "triton":
         found += [(case, UNLISTED) for case in edges if case.form == "per_group"]
-        found += [(replace(kind, dims=dims, activation=act, alpha=2.0 if act else 1.0), SINGLE)
-                  for kind in plain_kinds(limits()) if kind.form == "per_group"
-                  for act in (None, "silu") for dims in WHOLE_LISTS]  # fmt: skip
+        found += [(replace(kind, dims=dims, a=a, activation=act, alpha=alpha), SINGLE)
+                  for kind in plain_kinds(limits()) if kind.form == "per_group" for dims in WHOLE_LISTS
+                  for a, act, alpha in ((kind.a, None, 1.0), (Layout("col"), "silu", 2.0))]  # fmt: skip
         found += [(case, SINGLE) for case in edges if case.form in ("jagged_m", "jagged_n", "masked")][:8]
         liar = settled(replace(shared, n=8, k=8, lengths=(8,) * 16, head=0, tail=0, where="device"), limits())
         found += [(tall(case, side), PLAIN) for case in edges if case.form in WHOLE_TILES][:8]
