@@ -32,9 +32,11 @@ STAGED = 128
 PLACE = np.dtype([("group", "<i4"), ("blocks", "<i4"), ("down", "<i4"), ("across", "<i4")])
 SHAPE, TAIL = struct.Struct("<2i2q"), struct.Struct("<qf2i")
 
-START, ROW, LINE, PORT, LATENCY, RATE = 2000, 4, 4, 2.13, 2800, 8000
+START, ROW, LINE, PORT, LATENCY, RATE = 2000, 4, 4, 2.03, 2800, 8000
 """Cycles: of a block besides its products, of storing a row, of multiplying one by 64 x 128, of receiving a line of 64,
 from asking for a stage until it is there; bytes per cycle that the L2 cache delivers. Fitted to lists, all heights."""
+SLOW_ROW, SLOW_FROM = 6, 256
+"""Tiles so high store a row in so many cycles: four rounds through the staging, with nothing to multiply meanwhile."""
 
 
 Functions = dict[tuple[Config, int], int]
@@ -73,7 +75,8 @@ def stages_of(spec: ProblemSpec, config: Config) -> int:
 
 def _besides(config: Config) -> int:
     """The staging of both warpgroups' results, barriers, and what alignment may cost."""
-    return 2 * (config.rows if config.rows <= STAGED else 64) * 128 + 1024 + 128
+    rows = config.rows if config.rows <= STAGED else 64
+    return 2 * -(-rows // 32) * 32 * 128 + 1024 + 128
 
 
 def shared_bytes(spec: ProblemSpec, config: Config) -> int:
@@ -116,7 +119,7 @@ def _cycles(shapes: tuple[tuple[int, int, int], ...], config: Config, sms: int) 
     rounds = -(-len(blocks) // sms)
     each = max(LINE * config.rows, PORT * (COLUMNS + config.rows), LATENCY / config.stages)
     turns = np.zeros((rounds, sms))
-    turns.reshape(-1)[: len(blocks)] = blocks * each + ROW * config.rows
+    turns.reshape(-1)[: len(blocks)] = blocks * each + (SLOW_ROW if config.rows >= SLOW_FROM else ROW) * config.rows
     turns[1::2] = turns[1::2, ::-1]
     traffic = int(blocks.sum()) * 2 * BLOCK_K * (COLUMNS + config.rows)
     return START + max(float(turns.sum(0).max()), ROW * config.rows + traffic / RATE)

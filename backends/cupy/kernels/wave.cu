@@ -15,7 +15,7 @@ constexpr int BK = 64, COLUMNS = 128, CONSUMERS = 2, THREADS = CONSUMERS * 128 +
 constexpr int LINES = X_K ? ROWS : (ROWS + 63) / 64 * 64;                          // rows of X that are loaded: whole boxes
 constexpr int W_BYTES = COLUMNS * BK * 2, X_BYTES = LINES * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES, BLOCK = 64 * BK * 2;
 constexpr int STAGED = ROWS <= 128 ? ROWS : 64;    // rows of results of a warpgroup that leave at once
-constexpr int STAGING_BYTES = STAGED * 64 * 2;
+constexpr int STAGING_BYTES = (STAGED + 31) / 32 * 32 * 64 * 2;             // odd results are read in turns of 32 rows
 static_assert(ROWS % 16 == 0 && ROWS % STAGED == 0, "whole blocks of results");
 
 struct Shape { int m, n; u64 out; i64 pitch; };    // a group's; bytes between rows of the result
