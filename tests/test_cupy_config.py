@@ -176,7 +176,7 @@ def test_lists_and_batches_of_few_rounds_have_a_kernel_of_their_own(change: dict
     [
         (((1024, 1024, 1024), (512, 512, 512), (256, 256, 256), (128, 128, 128)), 80),
         (((512, 512, 512),) * 4, 64),
-        (((1024, 1024, 1024),) * 4, 256),
+        (((1024, 1024, 1024),) * 4, 128),
         (((1024, 4096, 512),) * 2, 64),
         (((2048, 512, 1024),) * 3, 192),
         (((384, 768, 640),) * 8, 128),
@@ -514,12 +514,56 @@ def test_the_direct_kernel_copies_rows_at_most(form: str, config: Config, fake: 
     assert fake.calls == ["cuLaunchKernelEx"] * (1 if form == "odd weights" else 2)
 
 
+def test_weights_that_are_no_whole_number_of_lines_apart_are_copied(fake: FakeDriver) -> None:
+    x, memory = torch.zeros(3, 16, 64, dtype=torch.bfloat16), torch.zeros(8000, dtype=torch.bfloat16)
+    for group, copies in ((64 * 33, 0), (66 * 33, 0), (64 * 33 + 1, 1)):
+        problem = mg.GroupedGemmProblem(x, memory.as_strided((3, 64, 33), (group, 33, 1)))
+        launch = direct.bind(stage(problem, staged_spec(problem), allocate(problem)).ops, configs.DIRECT, (1, 2), 132)
+        fake.calls.clear()
+        launch()
+        assert fake.calls == ["cuLaunchKernelEx"] * (1 + copies)
+
+
+@pytest.mark.parametrize(("offset", "pitch"), [(0, 14), (3, 22), (5, 32), (7, 2 * 1023)])
+@pytest.mark.parametrize("count", [1, 5, 8, 77])
+def test_eight_maps_find_every_line(offset: int, pitch: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(tensor_maps, "encode", lambda *call: seen.append(call) or b"")
+    start, length = 4096 + 2 * offset, 7
+    tensor_maps.eighths.__wrapped__(tensor_maps.Lines(start, pitch, count, length, torch.bfloat16), 160, 8)
+    assert len(seen) == 8
+    for line in range(count):
+        _, base, (width, lines, one), (step, _), box, swizzle = seen[line & 7]
+        shift = ((start + (line & 7) * pitch) & 15) >> 1  # as in weights.cuh
+        assert base % 16 == step % 16 == 0 and (box, one, swizzle) == ((160, 8, 1), 1, tensor_maps.NO_SWIZZLE)
+        assert base + step * (line >> 3) + 2 * shift == start + line * pitch
+        assert width == shift + length and (line >> 3) < lines
+    assert [lines for _, _, (_, lines, _), *_ in seen] == [max((count - i + 7) // 8, 1) for i in range(8)]
+
+
+@pytest.mark.parametrize("form", ["odd list", "odd weights", "odd"])
+def test_the_weights_of_the_direct_kernel_lie_where_it_looks_for_them(form: str, fake: FakeDriver) -> None:
+    ops = operands(form)
+    role = hopper.roles(specs.direct_spec(ops.spec))
+    if form == "odd list":
+        maps = direct._listed_weights(ops, role)
+        assert maps.shape == (2, 8 * tensor_maps.SIZE // 8)
+        return
+    weights = direct._weights(params.view_of(ops), role)
+    lines, per_group = direct._stack(weights, 3, torch.bfloat16)
+    for g, k in ((0, 0), (1, 5), (2, 62)):
+        assert lines.ptr + (g * per_group + k) * lines.pitch == ops.b[g, k].data_ptr()
+    assert lines.length == ops.b.shape[2] and lines.count == 2 * per_group + ops.b.shape[1]
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
         ({}, "nothing needs shifting"),
         ({"form": "jagged_k", "b": replace(BF16, align=2)}, "jagged k"),
         ({"b": replace(BF16, order="strided")}, "strided"),
+        ({"b": replace(BF16, align=2, dense=False)}, "contiguous direction"),
+        ({"b": replace(BF16, align=2, wide=True), "n": 33}, "short lines"),
         ({"b": replace(BF16, align=2), "a": replace(BF16, align=2, wide=True)}, "not copied"),
     ],
     ids=str,
@@ -625,6 +669,17 @@ def test_tiles_beyond_the_argument_lie_in_device_memory_and_none_is_left_out(fak
     zero = replace(ops, spec=replace(ops.spec, alpha="zero"))
     argument, _, _ = wave.layout(zero, groups, configs.WAVES[1], wave.SLOTS[0])
     assert set(np.frombuffer(argument[maps : maps + 160], wave.PLACE)["blocks"]) == {0}, "nothing is read"
+
+
+@pytest.mark.parametrize("config", configs.WAVES[1:], ids=lambda c: str(c.rows))
+@pytest.mark.parametrize("order", ["row", "col"])
+def test_odd_results_of_a_wave_are_read_within_the_staging(order: Any, config: Config) -> None:
+    """In turns of 32 rows, the last of which may reach past the tile's."""
+    spec = _batch(a=replace(BF16, order=order))
+    staged = config.rows if config.rows <= wave.STAGED else 64
+    stages = wave.stages_of(spec, config) * wave.stage_bytes(spec, config)
+    read = -(-staged // 32) * 32 * 64 * 2
+    assert wave.shared_bytes(spec, config) >= stages + 2 * read + 1023 and staged % 16 == 0
 
 
 def test_odd_lists_are_copied_for_the_wave_kernel(fake: FakeDriver) -> None:

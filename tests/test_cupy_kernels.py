@@ -151,7 +151,7 @@ def test_hopper_kernel_does_not_spill_in_its_consumers(problem: ProblemSpec, con
 def test_direct_kernel_does_not_spill(problem: ProblemSpec, config: Config) -> None:
     odd = replace(problem, b=replace(problem.b, align=2))
     registers, spilled = report(direct.source(odd, config), "sm_90a")
-    assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled <= 64
+    assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled == 0
 
 
 @pytest.mark.parametrize("config", configs.WAVES[1:], ids=lambda c: f"{c.rows}x{c.stages}")
@@ -170,7 +170,7 @@ def test_the_direct_kernel_multiplies_weights_from_registers() -> None:
     fragment = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16 \{[^}]*\}, \{%r\d+,%r\d+,%r\d+,%r\d+\}"
     widths = re.findall(fragment, text.replace(", %r", ",%r"))
     assert {width: widths.count(width) for width in widths} == {str(n): 4 for n in range(8, 65, 8)}
-    assert "cp.async.cg" in text
+    assert "cp.async.cg" not in text, "the copy engine brings the weights too"
 
 
 def test_nothing_may_take_the_registers_of_products_under_way() -> None:

@@ -25,6 +25,8 @@ COLUMNS = 128
 """Columns of a result that one thread block of the Hopper kernel owns."""
 TURNS_GROUPS = 448
 """Groups that the Hopper kernel's schedule holds where the stages leave it little room."""
+ODD_WEIGHTS = 24576
+"""Bytes of a stage of weights whose lines begin anywhere, the larger of both layouts (weights.cuh)."""
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one thread block may have on compute capability 9.0."""
 
@@ -55,9 +57,19 @@ class Config:
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
-        weights = COLUMNS * (144 if self.kernel == "direct" else 128)
-        schedule = 16 * self.groups_at_most + 1024 + 768
-        return self.stages * (weights + self.rows * 128) + 2 * (8192 if plain else 9216) + schedule
+        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "direct" else self.stages * COLUMNS * 128
+        return self.stages * self.rows * 128 + weights + 2 * (8192 if plain else 9216) + self._bookkeeping
+
+    @property
+    def _bookkeeping(self) -> int:
+        """Bytes of the schedule, of tiles and barriers."""
+        return 16 * self.groups_at_most + 1024 + 768
+
+    @property
+    def weight_stages(self) -> int:
+        """Stages of weights in a ring of their own (direct.cu): as many as fit beside those of the rows."""
+        room = SHARED_LIMIT - self.stages * self.rows * 128 - 2 * 9216 - self._bookkeeping
+        return min(room // ODD_WEIGHTS, self.stages)
 
     @property
     def footprint(self) -> tuple[int, int, int]:
@@ -83,7 +95,7 @@ SLIM = Config("hopper", rows=64, stages=8, cluster=1)
 TURNS = Config("hopper", rows=192, stages=5, cluster=2, pingpong=True)
 ALONE = Config("hopper", rows=256, stages=4, cluster=1)
 DIRECT = Config("direct", rows=256, stages=4, cluster=2, step=8)
-DIRECT_MIDDLE = Config("direct", rows=128, stages=5, cluster=2, step=8)
+DIRECT_MIDDLE = Config("direct", rows=128, stages=6, cluster=2, step=8)
 DIRECT_NARROW = Config("direct", rows=64, stages=7, cluster=2, step=8)
 WAVE = Config("wave")
 WAVES = (WAVE, *(Config("wave", rows=r, stages=s) for r, s in ((64, 8), (80, 7), (128, 6), (192, 5), (256, 4))))

@@ -78,14 +78,14 @@ class _Copies:
 
 
 def with_copies(
-    ops: Operands, spec: ProblemSpec, function: int, sms: int
+    ops: Operands, spec: ProblemSpec, function: int, sms: int, also: str = ""
 ) -> tuple[Operands, Callable[[], None] | None]:
-    """`ops` with the operands that `spec` wants otherwise replaced by copies, and the launch that fills them."""
+    """`ops` with copies of the operands that `spec` wants otherwise, and of `also`; and the launch that fills them."""
     copies = _Copies()
     operands: dict[str, Any] = {}
     for name in ("a", "b"):
         x, wanted = getattr(ops, name), getattr(spec, name)
-        if wanted != getattr(ops.spec, name):
+        if name == also or wanted != getattr(ops.spec, name):
             operands[name] = copies.add(x, wanted) if isinstance(x, Tensor) else [copies.add(t, wanted) for t in x]
     return replace(ops, spec=spec, **operands), copies.launch(function, sms, ops.device)
 

@@ -126,10 +126,12 @@ def direct_reasons(spec: ProblemSpec) -> list[str]:
     """Why the kernel that shifts its weights cannot, or need not, run a spec."""
     weights = "a" if is_swapped(spec) else "b"
     given, copied = getattr(spec, weights), direct_spec(spec)
-    readable = replace(given, align=16, dense=True)
+    readable = replace(given, align=16)
     reasons = hopper_reasons(replace(copied, **{weights: readable}))
     if given == readable:
         reasons.append("nothing needs shifting")
     if spec.form == "jagged_k":
         reasons.append("jagged k: both operands are copied")
+    if given.wide and spec.form != "per_group" and min(x for x in (spec.m, spec.n, spec.k, 64) if x is not None) < 64:
+        reasons.append("2^31 elements of weights or more in short lines, which it would have to count")
     return [*reasons, *_copy_reasons(spec, copied)]

@@ -1,6 +1,6 @@
 """Tensor maps: how the copy engine (TMA) sees an operand. Encoded on the host, when a problem is bound.
 
-Every box is 64 elements (128 bytes, the swizzle's width) along the contiguous direction. Four kinds:
+A box is 64 elements (128 bytes, the swizzle's width) along the contiguous direction, but for the last of five kinds:
 
 * an operand with k contiguous: dims (k, mn, group), boxes of 64 k by some rows of mn;
 * an operand with mn contiguous: dims (mn, k, group), boxes of 64 mn by 64 k;
@@ -9,7 +9,8 @@ Every box is 64 elements (128 bytes, the swizzle's width) along the contiguous d
   inside the extent FAR while `left` > 0 and outside after it, where TMA fills in zeros. The address,
   base + wrap * FAR + (k' + end) * step, is brought back by `wrap`, whose stride times FAR is
   -FAR * step modulo 2^64;
-* results, which the copy engine stores: the same for their rows, since a piece ends at any row.
+* results, which the copy engine stores: the same for their rows, since a piece ends at any row;
+* lines that begin anywhere, by eight maps: see `eighths`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from multigemm.cuda_driver import check, library
 FAR = 1 << 30
 EDGE = 0x7FFF0000
 TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
-SWIZZLE_128B, PROMOTION_256B = 3, 3
+NO_SWIZZLE, SWIZZLE_128B, PROMOTION_256B = 0, 3, 3
 SIZE = 128
 BLANK = bytes(SIZE)
 
@@ -45,8 +46,24 @@ class Side:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Contiguous lines of `length` elements, `pitch` bytes apart, at any address."""
+
+    ptr: int
+    pitch: int
+    count: int
+    length: int
+    dtype: torch.dtype
+
+
 def encode(
-    dtype: torch.dtype, ptr: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    dtype: torch.dtype,
+    ptr: int,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int = SWIZZLE_128B,
 ) -> bytes:
     """One tensor map; raises LibraryError where the driver refuses it."""
     sizes, steps, boxes, ones = _arrays(len(dims))
@@ -55,7 +72,7 @@ def encode(
     start = (ctypes.addressof(buffer) + 63) // 64 * 64
     code = library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(start), TYPES[dtype], len(dims), ctypes.c_void_p(ptr), sizes, steps, boxes, ones,
-        0, SWIZZLE_128B, PROMOTION_256B, 0,
+        0, swizzle, PROMOTION_256B, 0,
     )  # fmt: skip
     if code:
         check(code, f"cuTensorMapEncodeTiled(dims={dims}, strides={strides}, box={box})")
@@ -102,6 +119,25 @@ def results(side: Side) -> bytes:
     step = max(side.step, 16)
     dims, strides = (side.mn, FAR, EDGE, EDGE, side.groups), (step, step, 2**35 - step, max(side.group, 16))
     return encode(side.dtype, side.ptr, dims, strides, (64, 64, 1, 1, 1))
+
+
+@lru_cache(maxsize=4096)
+def eighths(lines: Lines, inner: int, height: int) -> bytes:
+    """Eight maps with boxes of `inner` elements by `height` lines: one for the lines of each residue modulo 8.
+
+    Lines eight apart are a multiple of 16 bytes apart whatever their pitch. Each map begins at the aligned address
+    before its first line. A residue without any line gets the first one's: what it reads belongs to no column and no k.
+    """
+    if min(lines.count, lines.length) == 0:
+        return BLANK * 8
+    text = b""
+    for residue in range(8):
+        count = (lines.count - residue + 7) // 8
+        start = lines.ptr + residue * lines.pitch if count > 0 else lines.ptr
+        dims = (start % 16 // lines.dtype.itemsize + lines.length, max(count, 1), 1)
+        steps = (max(8 * lines.pitch, 16), 16)
+        text += encode(lines.dtype, start // 16 * 16, dims, steps, (inner, height, 1), NO_SWIZZLE)
+    return text
 
 
 def piece_height(rows: int, most: int) -> int:
