@@ -137,6 +137,19 @@ def test_weights_pass_through_registers_where_those_suffice(changes: dict[str, A
     assert "64 columns each" in problem_with(refused, SPECS["jagged_m bf16 unaligned"])
 
 
+@pytest.mark.usefixtures("thrifty")
+def test_copied_weights_where_rows_pay_for_the_copy() -> None:
+    """Measured on an H200: 489 us carried and 523 copied (G=12, T=10861, N=2993, K=3427); 118 and 104 (G=6, T=7859,
+    N=2643, K=801); copied with 256 columns 250, with 128 columns 220 (G=12, T=17709, N=639, K=3227)."""
+    spec = SPECS["jagged_m bf16 unaligned"]
+    carried = replace(spec, groups=12, total=bucket(10861), n=2993, k=3427)
+    assert hopper_candidates(carried)[0].carry
+    copied = hopper_candidates(replace(spec, groups=6, total=bucket(7859), n=2643, k=801))[0]
+    assert (copied.pack, copied.block_n) == (("a", "b"), 256)
+    narrow = hopper_candidates(replace(spec, groups=8, total=bucket(17709), n=639, k=3227))[0]
+    assert (narrow.pack, narrow.block_n) == (("a", "b"), 128)
+
+
 def test_a_tall_tile_beside_four_more_warps_is_for_the_compiler_that_spills_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

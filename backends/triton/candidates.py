@@ -29,6 +29,8 @@ BRIEF_US = 50.0
 """Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""
 UNCOPIED_ROWS = {256: 1024, 128: 256}
 """Rows per group up to which a copy of unaligned weights takes longer than tiles of that height that shift them."""
+DEEP = 2048
+"""From that K on half as many rows again: a tile's end, which the copied way hides better, counts for less."""
 
 MANY_TILES = 100
 """Large tiles of a list that keep a GPU busy."""
@@ -108,6 +110,14 @@ def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: 
     return large, wide, tall, flat
 
 
+def _narrow_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config, ...]:
+    """Where columns of 256 would be empty for an eighth or more, those of 128 come first."""
+    columns = shape_of(spec).columns
+    if -(-columns // 256) * 256 < 1.125 * (-(-columns // 128) * 128):
+        return ranked
+    return tuple(sorted(ranked, key=lambda config: config.block_n))
+
+
 def _brief_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config, ...]:
     """Where programs take few tiles each, what an incomplete last round costs outweighs what a tile is good for."""
     if tiles_in(ranked[0], spec) > 4 * PROCESSORS:
@@ -130,11 +140,12 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     operands = (("a", spec.a), ("b", spec.b))
     pack = tuple(name for name, x in operands if not mappable(x) or x.order != along[name])
     ranked = _brief_first(_ranked(spec, large, wide, tall, flat), spec)
+    if "b" in pack:
+        ranked = _narrow_first(ranked, spec)
     found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
     if "b" in pack:
         uncopied = _uncopied(spec, tall, flat, tuple(name for name in pack if name == "a"))
-        few = bool(uncopied) and shape_of(spec).rows <= UNCOPIED_ROWS[uncopied[0].block_m]
-        found = [*uncopied, *found] if few else [*found, *uncopied[:1]]
+        found = [*uncopied, *found] if _few(uncopied, spec) else [*found, *uncopied[:1]]
     found = [config for config in found if not problem_with(config, spec)]
     return _ordered(found, spec) if found else []
 
@@ -164,6 +175,14 @@ def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ..
     tiles = (tall, replace(flat, stages=6))
     found = [replace(config, carry=True, pack=pack, block_k=depth_of(spec)) for config in tiles]
     return [config for config in found if not problem_with(config, spec)]
+
+
+def _few(uncopied: list[Config], spec: ProblemSpec) -> bool:
+    """Whether groups have so few rows that their weights are better shifted in every tile than copied once."""
+    if not uncopied:
+        return False
+    limit = UNCOPIED_ROWS[uncopied[0].block_m]
+    return shape_of(spec).rows <= (limit * 3 // 2 if shape_of(spec).deep >= DEEP else limit)
 
 
 def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
