@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from multigemm.nearest import Footprint
@@ -70,21 +71,22 @@ def decode(raw: Any, source: str) -> Measured:
     """A measurement out of JSON, which has no tuples; raises ValueError for a damaged one or another schema."""
     if not isinstance(raw, Mapping) or raw.get("schema", SCHEMA) != SCHEMA:
         raise ValueError(f"{str(raw)[:80]} is no measurement of schema {SCHEMA}")
+    values = {"source": source, **{k: v for k, v in raw.items() if k != "schema"}}
+    if isinstance(values.get("config"), Mapping):
+        values["config"] = {name: tuple(v) if isinstance(v, list) else v for name, v in values["config"].items()}
+    if isinstance(values.get("footprint"), list):
+        values["footprint"] = tuple(values["footprint"])
     try:
-        m = Measured(**{"source": source, **{k: v for k, v in raw.items() if k != "schema"}})
+        m = Measured(**values)
     except TypeError as error:
         raise ValueError(f"a measurement has other fields: {error}") from error
     texts = all(isinstance(x, str) for x in (m.backend, m.device, m.key, m.source, m.ran))
     maps = isinstance(m.config, Mapping) and isinstance(m.failures, Mapping)
     counts = all(type(x) in (int, float) and x >= 0 for x in (m.us, m.groups, m.flops))
-    tile = isinstance(m.footprint, (list, tuple)) and all(type(x) is int and x > 0 for x in m.footprint)
+    tile = isinstance(m.footprint, tuple) and all(type(x) is int and x > 0 for x in m.footprint)
     if not (texts and maps and counts and tile and _is_key(m.key)):
         raise ValueError(f"{str(raw)[:200]} is no measurement")
-    return replace(
-        m,
-        footprint=tuple(m.footprint),
-        config={name: tuple(v) if isinstance(v, list) else v for name, v in m.config.items()},
-    )
+    return m
 
 
 def unfold(raw: Any, source: str) -> list[Measured]:
@@ -115,6 +117,7 @@ def fold(measurements: Iterable[Measured]) -> list[dict[str, Any]]:
     return entries
 
 
+@lru_cache(maxsize=16384)
 def _is_key(key: str) -> bool:
     """Whether the extents of a class are numbers, or "*" for any, so that classes can be compared."""
     return all(p[1:].isdecimal() or p[1:] == "*" for p in key.split()[1:6])
