@@ -16,7 +16,7 @@ import multigemm as mg
 from multigemm.backends.triton import Config, hopper_list_launch
 from multigemm.backends.triton.config import list_registers, problem_with
 from multigemm.backends.triton.driver import Arguments
-from multigemm.backends.triton.hopper_list_launch import list_groups, multiples, slots_of, values_of
+from multigemm.backends.triton.hopper_list_launch import list_groups, list_sources, multiples, slots_of, values_of
 from multigemm.backends.triton.launch import few_values
 from multigemm.backends.triton.pointer_sources import SLOTS, few_slots
 from multigemm.backends.triton.pointer_tiles import few_groups
@@ -205,6 +205,15 @@ def test_reasons_against_maps_of_lists(change: dict[str, Any], word: str) -> Non
     spec = staged(listed([(64, 64, 64)], dtype=torch.bfloat16)).spec
     assert problem_with(LARGE, spec) == ""
     assert word in problem_with(LARGE, replace(spec, **change))
+
+
+def test_tiles_are_dealt_out_where_programs_are_counted() -> None:
+    spec = staged(listed([(64, 64, 64)], dtype=torch.bfloat16)).spec
+    for programs in (0, 1):
+        config = replace(LARGE, programs=programs)
+        for multiple, source in zip(multiples(spec), list_sources(spec, config).values(), strict=True):
+            given = dict(source.constants)
+            assert (given["MULTIPLE"], given["DEALT"]) == (multiple, programs > 0)
 
 
 def test_reasons_against_tiles_of_lists() -> None:

@@ -25,16 +25,25 @@ def listed(shapes: list[tuple[int, int, int]], dtype: torch.dtype, a_turned: boo
     return mg.GroupedGemmProblem(a, b, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8], ids=str)
-@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("dtype", "turned"),
+    [
+        (torch.bfloat16, (False, False)),
+        (torch.bfloat16, (True, False)),
+        (torch.float16, (False, True)),
+        (torch.float32, (False, False)),
+        (torch.float64, (True, False)),
+        (torch.int8, (False, True)),
+    ],
+    ids=str,
+)
 def test_dtypes_and_orders(dtype: torch.dtype, turned: tuple[bool, bool]) -> None:
     given = listed([(512, 256, 192), (64, 128, 1024), (0, 64, 64), (192, 320, 64)], dtype, *turned)
     config = Config(block_m=64, block_n=32, block_k=32, warps=4, stages=3, width=3, programs=0)
     assert mg.verify(given, mg.plan(given, backend="triton", config=config)())
 
 
-@pytest.mark.parametrize("groups", [1, 4, 5])
-@pytest.mark.parametrize("config", [SQUARE, SMALL], ids=["square", "small"])
+@pytest.mark.parametrize(("groups", "config"), [(1, SQUARE), (4, SMALL), (4, SQUARE), (5, SQUARE)])
 def test_numbers_of_groups(groups: int, config: Config) -> None:
     shapes = [(64 * (1 + g * 5 % 7), 64 * (1 + g * 3 % 4), 64 * (g % 6)) for g in range(groups)]
     given = listed(shapes, torch.bfloat16)
@@ -57,19 +66,35 @@ def test_what_a_user_gets_of_mixed_squares_in_a_graph() -> None:
     assert mg.verify(given, out)
 
 
-TILES = [(128, 256, 4), (256, 128, 4), (128, 128, 6), (64, 128, 4)]
-
-
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
-def test_maps_of_ragged_lists(tile: tuple[int, int, int], turned: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize(
+    ("tile", "turned", "programs"),
+    [
+        ((128, 256, 4), (False, False), 0),
+        ((256, 128, 4), (False, True), 1),
+        ((128, 128, 6), (True, False), 0),
+        ((64, 128, 4), (True, True), 1),
+        ((64, 128, 4), (False, False), 0),
+    ],
+    ids=str,
+)
+def test_maps_of_ragged_lists(tile: tuple[int, int, int], turned: tuple[bool, bool], programs: int) -> None:
     shapes = [(520, 264, 200), (8, 8, 1000), (264, 776, 8), (0, 64, 64), (1040, 128, 64)]
     given = listed(shapes, torch.bfloat16, *turned)
-    config = Config("hopper", block_m=tile[0], block_n=tile[1], stages=tile[2], warps=4, width=3)
+    config = Config("hopper", block_m=tile[0], block_n=tile[1], stages=tile[2], warps=4, width=3, programs=programs)
     assert mg.verify(given, mg.plan(given, backend="triton", config=config)())
 
 
-@pytest.mark.parametrize("groups", [1, 4, 7, 16])
+@pytest.mark.parametrize("tile", [(64, 128, 4), (128, 256, 4)], ids=str)
+def test_tiles_in_several_rounds(tile: tuple[int, int, int]) -> None:
+    given = listed([(2048, 1544, 192), (1024, 1032, 0), (2056, 2048, 1024), (200, 4096, 64)], torch.bfloat16)
+    config = Config("hopper", block_m=tile[0], block_n=tile[1], stages=tile[2], warps=4, width=4, programs=1)
+    plan = mg.plan(given, backend="triton", config=config)
+    for _ in range(20):
+        out = plan()
+    assert mg.verify(given, out)
+
+
+@pytest.mark.parametrize("groups", [4, 7, 16])
 def test_maps_of_more_groups_and_odd_results(groups: int) -> None:
     shapes = [(37 * (1 + g * 5 % 7), 64 * (1 + g * 3 % 4), 64 * (g % 6)) for g in range(groups)]
     given = listed(shapes, torch.float16, alpha=0.5, activation="relu", out_dtype=torch.float32)

@@ -42,7 +42,9 @@ def _pow2(value: int, low: int, high: int) -> int:
 
 def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
     rows, columns = typical_rows(spec), typical_columns(spec)
-    if rows * columns <= 160 * 160 or spec.groups * rows * columns <= PROCESSORS * 32 * 32:
+    # lists of many small products fill a GPU with larger tiles
+    tiny = rows * columns <= 160 * 160 and not (spec.form == "per_group" and min(rows, columns) >= 64)
+    if tiny or spec.groups * rows * columns <= PROCESSORS * 32 * 32:
         small = Config(block_m=32, block_n=32, block_k=64, warps=4, stages=3, programs=0)
         if shape_of(spec).deep > 512:
             small = replace(small, block_k=128, stages=4)
@@ -151,23 +153,28 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
 
 
 def _lists(spec: ProblemSpec) -> list[Config]:
-    """Tiles of lists: large ones where they fill a GPU in whole rounds, else two small ones to a multiprocessor."""
-    wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4, width=4, order="dealt")
+    """Tiles of lists: large ones where they fill a GPU, dealt out where that takes several rounds; else small ones."""
+    wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4, width=4, programs=0, order="dealt")
     low = replace(wide, block_m=64, block_n=128)
     flat = replace(wide, block_n=128, stages=6)
-    found = [wide, low, flat] if _fills(wide, spec) else [low, wide, flat]
+    dealt = replace(wide, programs=1)
+    found = [low, wide, flat, dealt]
+    if _fills(wide, spec):
+        found = [dealt, wide, low, flat] if tiles_in(wide, spec) >= 3 * PROCESSORS else [wide, dealt, low, flat]
     return [config for config in found if not problem_with(config, spec)]
 
 
 def _fills(wide: Config, spec: ProblemSpec) -> bool:
-    """Whether a list of about equal products has enough large tiles; unequal ones leave a last round half empty."""
-    return tiles_in(wide, spec) >= MANY_TILES and spec.largest <= typical_rows(spec)
+    """Whether a list has enough large tiles, and columns for them: unequal products leave a last round half empty."""
+    enough = MANY_TILES if spec.largest <= typical_rows(spec) else 2 * MANY_TILES
+    columns = typical_columns(spec)
+    return tiles_in(wide, spec) >= enough and 4 * columns >= 3 * wide.block_n * -(-columns // wide.block_n)
 
 
-def _maps_first(spec: ProblemSpec, low: Config) -> bool:
-    """Lists of tiny products are over before tensor maps are read, and those of many unequal tiles are no faster."""
-    small = typical_rows(spec) * typical_columns(spec) <= 256 * 256
-    return not small and tiles_in(low, spec) <= 3 * PROCESSORS
+def _maps_first(spec: ProblemSpec, best: Config) -> bool:
+    """Lists that large tiles fill, or small ones of a few groups: fewer are over before maps are read."""
+    some = MANY_TILES <= tiles_in(best, spec) <= 2 * PROCESSORS and spec.groups <= 8
+    return best.block_m > 64 or some
 
 
 def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ...]) -> list[Config]:
@@ -211,8 +218,7 @@ def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
     if not fast:
         return plain
     if spec.form == "per_group":
-        first = fast[0].block_m > 64 or _maps_first(spec, fast[0])
-        return [*fast, *plain] if first else [*plain, *fast]
+        return [*fast, *plain] if _maps_first(spec, fast[0]) else [*plain, *fast]
     if ring_us(fast[0], spec) < pointer_us(plain[0], spec):
         return [*fast, *plain]
     return [*plain, fast[0]]

@@ -144,12 +144,12 @@ def light(spec: ProblemSpec) -> bool:
 
 def hopper_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the warp-specialised kernel cannot run this spec with this config, or ''."""
+    if spec.form == "per_group":
+        return list_problem(config, spec)
     if (config.splits, config.programs) != (1, 1):
         return (
             f"splits={config.splits}, programs={config.programs}: one program per multiprocessor, tiles unshared; use 1"
         )
-    if spec.form == "per_group":
-        return list_problem(config, spec)
     carried = carry_problem(config, spec) if config.carry else ""
     return _kind_problem(spec) or carried or _maps_problem(config, spec) or _ring_problem(config, spec)
 
@@ -165,6 +165,8 @@ def list_problem(config: Config, spec: ProblemSpec) -> str:
     tile = f"tile {config.block_m}x{config.block_n}x{config.block_k}"
     if (config.block_m, config.block_n) not in LIST_TILES or config.block_k != depth_of(spec):
         return f"{tile}: lists take {', '.join(f'{m}x{n}' for m, n in LIST_TILES)}, blocks of {depth_of(spec)}"
+    if config.splits != 1:
+        return f"splits={config.splits}: tiles of lists are unshared; use 1"
     large = config.block_m * config.block_n > 128 * 128
     if config.pack or config.carry or (spec.activation == "gelu" and large):
         return f"{tile}, pack={config.pack}, carry={config.carry}, {spec.activation}: lists are uncopied, gelu is large"

@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """The warp-specialised kernel for lists of a few groups: their tensor maps and extents are its arguments.
 
-A list has no whole-operand map, but every matrix of it has one of its own. One program per tile: one warp loads by
-TMA, two warpgroups multiply. What lies beyond a matrix comes as zeros, by the maps' own bounds.
+A list has no whole-operand map, but every matrix of it has one of its own. One warp loads by TMA, one or two
+warpgroups multiply. What lies beyond a matrix comes as zeros, by the maps' own bounds. A program has one tile, or
+(DEALT) every so many: then the next tile's blocks arrive while results are stored.
 """
 
 from triton.experimental import gluon
@@ -24,9 +25,8 @@ DEEP = gl.constexpr(64)
 
 
 @gluon.jit
-def pick(groups, WIDTH: gl.constexpr, MULTIPLE: gl.constexpr):
-    """This program's group and tile: (group, blocks of k, tile row, tile column, rows, columns, result, its lines)."""
-    tile = gl.program_id(0)
+def pick(groups, tile, WIDTH: gl.constexpr, MULTIPLE: gl.constexpr):
+    """A tile's group and place: (group, blocks of k, tile row, tile column, rows, columns, result, its lines)."""
     group = tile * 0
     first, steps, down, across, by_band, by_low, rows, columns, out, out_line = groups[0]
     for g in gl.static_range(1, len(groups)):
@@ -52,12 +52,13 @@ def pick(groups, WIDTH: gl.constexpr, MULTIPLE: gl.constexpr):
 
 
 @gluon.jit
-def send(a_map, b_map, ring, row, col, steps, STAGES: gl.constexpr, BYTES: gl.constexpr, A_ORDER: gl.constexpr,
-         B_ORDER: gl.constexpr):  # fmt: skip
+def send(a_map, b_map, ring, stage, phase, row, col, steps, STAGES: gl.constexpr, BYTES: gl.constexpr,
+         A_ORDER: gl.constexpr, B_ORDER: gl.constexpr, DEALT: gl.constexpr):  # fmt: skip
     """All blocks of a tile into the ring, as its stages become free."""
     a_smem, b_smem, full, empty = ring
-    stage = steps * 0
-    phase = steps * 0 + 1
+    if not DEALT:
+        stage = steps * 0
+        phase = steps * 0 + 1
     for step in range(steps):
         mbarrier.wait(empty.index(stage), phase)
         there = full.index(stage)
@@ -72,33 +73,54 @@ def send(a_map, b_map, ring, row, col, steps, STAGES: gl.constexpr, BYTES: gl.co
             fetch(b_map, [col, step * DEEP], there, b_smem.index(stage))
         stage += 1
         if stage == STAGES:
-            stage = steps * 0
+            stage = stage * 0
             phase ^= 1
+    return stage, phase
 
 
 @gluon.jit
-def produce(maps, groups, ring, BM: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-            MULTIPLE: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
-    """The loading warp: the maps of its group, which no address can choose, so that each has its own loop."""
-    group, steps, tile_m, tile_n, _, _, _, _ = pick(groups, WIDTH, MULTIPLE)
+def load_tile(maps, groups, tile, ring, stage, phase, BM: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr,
+              STAGES: gl.constexpr, MULTIPLE: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
+              DEALT: gl.constexpr):  # fmt: skip
+    """By the maps of the tile's group, which no address can choose, so that each has its own loop."""
+    group, steps, tile_m, tile_n, _, _, _, _ = pick(groups, tile, WIDTH, MULTIPLE)
     BYTES: gl.constexpr = (BM + BN) * DEEP * ring[0].dtype.primitive_bitwidth // 8
     for g in gl.static_range(len(maps)):
         if group == g:
-            send(maps[g][0], maps[g][1], ring, tile_m * BM, tile_n * BN, steps, STAGES, BYTES, A_ORDER, B_ORDER)
+            stage, phase = send(maps[g][0], maps[g][1], ring, stage, phase, tile_m * BM, tile_n * BN, steps, STAGES,
+                                BYTES, A_ORDER, B_ORDER, DEALT)  # fmt: skip
+    return stage, phase
 
 
 @gluon.jit
-def consume(groups, ring, alpha_bits, BM: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-            MULTIPLE: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr, ALPHA: gl.constexpr,
-            ACTIVATION: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Both warpgroups: one tile. A block is handed back one step late, once the tensor cores have read it."""
-    _, steps, tile_m, tile_n, rows, columns, out, out_line = pick(groups, WIDTH, MULTIPLE)
+def produce(maps, groups, total, ring, BM: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+            MULTIPLE: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr, DEALT: gl.constexpr):  # fmt: skip
+    """The loading warp."""
+    stage = total * 0
+    phase = total * 0 + 1
+    if DEALT:
+        for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+            stage, phase = load_tile(maps, groups, tile, ring, stage, phase, BM, BN, WIDTH, STAGES, MULTIPLE, A_ORDER,
+                                     B_ORDER, DEALT)  # fmt: skip
+    else:
+        load_tile(maps, groups, gl.program_id(0), ring, stage, phase, BM, BN, WIDTH, STAGES, MULTIPLE, A_ORDER, B_ORDER,
+                  DEALT)  # fmt: skip
+
+
+@gluon.jit
+def multiply_tile(groups, tile, ring, stage, phase, alpha_bits, BM: gl.constexpr, BN: gl.constexpr,
+                  WIDTH: gl.constexpr, STAGES: gl.constexpr, MULTIPLE: gl.constexpr, A_ORDER: gl.constexpr,
+                  B_ORDER: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr, DEALT: gl.constexpr,
+                  WARPS: gl.constexpr):  # fmt: skip
+    """A block is handed back one step late, once the tensor cores have read it; the last one if more are to come."""
+    _, steps, tile_m, tile_n, rows, columns, out, out_line = pick(groups, tile, WIDTH, MULTIPLE)
     a_smem, b_smem, full, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16])  # fmt: skip
     acc = warpgroup_mma_init(gl.zeros([BM, BN], gl.float32, layout))
-    stage = steps * 0
-    phase = steps * 0
+    if not DEALT:
+        stage = steps * 0
+        phase = steps * 0
     # a value of its own: Triton would take `before = stage` for a name that the loop does not change
     before = (stage + STAGES) % STAGES
     for step in range(steps):
@@ -111,9 +133,11 @@ def consume(groups, ring, alpha_bits, BM: gl.constexpr, BN: gl.constexpr, WIDTH:
         before = stage
         stage += 1
         if stage == STAGES:
-            stage = steps * 0
+            stage = stage * 0
             phase ^= 1
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    if DEALT:
+        mbarrier.arrive(empty.index(before), pred=steps > 0)
     result = finish(acc, alpha_bits, alpha_bits, out, None, out, None, out.dtype.element_ty, ALPHA == "any", False,
                     False, ACTIVATION)  # fmt: skip
     PER_THREAD: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth if MULTIPLE > 1 else 1
@@ -124,13 +148,30 @@ def consume(groups, ring, alpha_bits, BM: gl.constexpr, BN: gl.constexpr, WIDTH:
     j = gl.arange(0, BN, gl.SliceLayout(0, blocked))
     lines = out + i.to(gl.int64) * out_line + tile_n * BN
     gl.store(lines[:, None] + j[None, :], result, mask=(i < rows)[:, None] & (j < columns - tile_n * BN)[None, :])
+    return stage, phase
 
 
 @gluon.jit
-def list_kernel(maps, groups, alpha_bits, BM: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr,
+def consume(groups, total, ring, alpha_bits, BM: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr,
+            STAGES: gl.constexpr, MULTIPLE: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
+            ALPHA: gl.constexpr, ACTIVATION: gl.constexpr, DEALT: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """The warpgroups that multiply, all of them one tile."""
+    stage = total * 0
+    phase = total * 0
+    if DEALT:
+        for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+            stage, phase = multiply_tile(groups, tile, ring, stage, phase, alpha_bits, BM, BN, WIDTH, STAGES, MULTIPLE,
+                                         A_ORDER, B_ORDER, ALPHA, ACTIVATION, DEALT, WARPS)  # fmt: skip
+    else:
+        multiply_tile(groups, gl.program_id(0), ring, stage, phase, alpha_bits, BM, BN, WIDTH, STAGES, MULTIPLE,
+                      A_ORDER, B_ORDER, ALPHA, ACTIVATION, DEALT, WARPS)  # fmt: skip
+
+
+@gluon.jit
+def list_kernel(maps, groups, alpha_bits, total, BM: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr,
                 STAGES: gl.constexpr, MULTIPLE: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
-                ALPHA: gl.constexpr, ACTIVATION: gl.constexpr):  # fmt: skip
-    """One tile. A group: maps of a and b, and its first tile, blocks of k, tiles down and across, the inverses for
+                ALPHA: gl.constexpr, ACTIVATION: gl.constexpr, DEALT: gl.constexpr):  # fmt: skip
+    """`total` tiles. A group: maps of a and b, and its first tile, blocks of k, tiles down and across, the inverses for
     `place_few`, rows, columns, address and row distance of the result."""
     dtype: gl.constexpr = maps[0][0].dtype
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2)
@@ -141,9 +182,9 @@ def list_kernel(maps, groups, alpha_bits, BM: gl.constexpr, BN: gl.constexpr, WI
     ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, 1))
     gl.warp_specialize(
         [
-            (consume, (groups, ring, alpha_bits, BM, BN, WIDTH, STAGES, MULTIPLE, A_ORDER, B_ORDER, ALPHA, ACTIVATION,
-                       gl.num_warps())),
-            (produce, (maps, groups, ring, BM, BN, WIDTH, STAGES, MULTIPLE, A_ORDER, B_ORDER)),
+            (consume, (groups, total, ring, alpha_bits, BM, BN, WIDTH, STAGES, MULTIPLE, A_ORDER, B_ORDER, ALPHA,
+                       ACTIVATION, DEALT, gl.num_warps())),
+            (produce, (maps, groups, total, ring, BM, BN, WIDTH, STAGES, MULTIPLE, A_ORDER, B_ORDER, DEALT)),
         ],
         [1],
         [40],

@@ -13,7 +13,7 @@ from multigemm.backends.triton.config import Config, depth_of, list_registers, l
 from multigemm.backends.triton.driver import index_of, launcher
 from multigemm.backends.triton.hopper_forms import aligned_stride
 from multigemm.backends.triton.hopper_sources import descriptor
-from multigemm.backends.triton.launch import bits_of, is_empty, never, nothing
+from multigemm.backends.triton.launch import bits_of, is_empty, never, nothing, processors, programs
 from multigemm.backends.triton.pointer_sources import TYPES
 from multigemm.backends.triton.pointer_tiles import inverses
 from multigemm.backends.triton.tensormap import encode
@@ -51,8 +51,8 @@ def list_source(spec: ProblemSpec, config: Config, multiple: int) -> KernelSourc
     slots = slots_of(spec)
     constants = {"BM": config.block_m, "BN": config.block_n, "WIDTH": config.width, "STAGES": config.stages,
                  "MULTIPLE": multiple, "A_ORDER": spec.a.order, "B_ORDER": spec.b.order, "ALPHA": spec.alpha,
-                 "ACTIVATION": spec.activation}  # fmt: skip
-    signature = (("maps", (maps,) * slots), ("groups", (group,) * slots), ("alpha_bits", "i64"))
+                 "ACTIVATION": spec.activation, "DEALT": config.programs > 0}  # fmt: skip
+    signature = (("maps", (maps,) * slots), ("groups", (group,) * slots), ("alpha_bits", "i64"), ("total", "i32"))
     return KernelSource("multigemm.backends.triton.hopper_list", "list_kernel", signature, tuple(constants.items()),
                         warps=list_warps(config), gluon=True, registers=list_registers(config))  # fmt: skip
 
@@ -119,8 +119,9 @@ def _bind(
     if tiles > MOST_TILES:
         return instead().bind(ops)
     multiple = next(x for x in multiples(spec) if all(numbers[7] % x == 0 for _, _, numbers in groups))
-    values = [*values_of(groups, slots_of(spec)), bits_of(ops.alpha, spec)]
-    return launcher(kernels[f"main {multiple}"], index_of(ops.device), tiles, values, (ops,))
+    values = [*values_of(groups, slots_of(spec)), bits_of(ops.alpha, spec), tiles]
+    index = index_of(ops.device)
+    return launcher(kernels[f"main {multiple}"], index, programs(tiles, config, processors(index)), values, (ops,))
 
 
 def plan_list(
