@@ -206,7 +206,10 @@ class Space:
             OWN_LENGTHS
         )
         known = np.array([len(f) > 0 for f in footprints])
-        differs = np.where(known[:, None] & known[None], OTHER_DETAIL, OTHER_CONFIG) * (ran[:, None] != ran[None])
+        alone = known[:, None] != known[None]  # as unlike as two unknown configs, or these would be no distances
+        differs = np.where(known[:, None] & known[None], OTHER_DETAIL, OTHER_CONFIG) * (
+            alone | (ran[:, None] != ran[None])
+        )
         far = np.sqrt(apart + ((own[:, None] - own[None]) ** 2).sum(-1)) + other + differs
         found: Array = np.exp(-far)
         return found

@@ -284,6 +284,20 @@ def test_distances_are_those_of_points_in_a_space() -> None:
     assert np.linalg.eigvalsh(space.alike("", range(len(keys)))).min() > -1e-9
 
 
+def test_classes_with_and_without_footprints_make_one_space() -> None:
+    """Tables of an older version know none: with the same text of what ran, they are not near those that do."""
+    text = "jagged_m g8 m* n{} k512 t4096 bfloat16/row bfloat16/row bfloat16/row ieee device-sizes"
+    samples = [
+        Sample(text.format(n), {"x": 1.0, "y": 2.0}, {"x": ran}, 8, footprints={"x": tile} if tile else {})
+        for n in (512, 520)
+        for ran in ("a", "b")
+        for tile in ((), (64, 64, 1), (128, 256, 2))
+    ]
+    places = [place for s in samples if (place := place_of(s.key, s.groups)) is not None]
+    assert np.linalg.eigvalsh(Space(samples, places).alike("x", range(len(samples)))).min() > -1e-9
+    assert estimates(Sample(text.format(516), {}, {"x": "a"}, 8, footprints={"x": (64, 64, 1)}), samples)
+
+
 def test_rounds_that_leave_processors_idle_are_counted_by_the_backends_own_tiles() -> None:
     text = "jagged_m g8 m* n512 k512 t{} bfloat16/row bfloat16/row bfloat16/row ieee device-sizes"
     place = place_of(text.format(4096), groups=6, flops=2.0 * 6 * 300 * 512 * 512)
