@@ -105,7 +105,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "behind the end of k: zeros for a stage that nobody reads"),
     *(("small.cu", "if (kb + STAGES < blocks)", f"if (kb {new} blocks)",
        "behind the end of k: zeros for a stage that nobody reads") for new in ("+ STAGES <=", "- STAGES <")),
-    ("direct.cu", "t.n > 0", "t.n > 1", "a multiple of 8"),
     *((file, f"{row} += 4 * AT_ONCE", f"{row} += 4", "rows are stored eight times, each time the same")
       for file, row in (("store.cuh", "row"), ("wave.cu", "r"))),
     ("wave.cu", "if (lane != 0) return", "if (lane != 1) return", "another lane of the warp does it"),
@@ -117,7 +116,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     *(("portable.cu", line, ANY, "no memory holds the results of so many tiles") for line in (
         "const i64 band = local / (8 * tiles_n), height = min64(8, tiles_m - band * 8), "
         "rest = local - band * 8 * tiles_n;",)),
-    ("direct.cu", "if (leads && copied) wait", "if (leads) wait", "a wait for the launch before that nothing needs"),
     ("portable.cu", "g.out_col == 1;", "g.out_row == 1;",
      "such rows have addresses that are no multiples of 4, so all results leave by the other way, which is right"),
     ("small.cu", "int start = 0, end = 0;", "int start = 1, end = 0;",
