@@ -24,7 +24,7 @@ from multigemm.backends.triton.shipped import specs
 from multigemm.classify import bucket
 from multigemm.errors import InvalidSetting
 from multigemm.layouts import TABLE
-from multigemm.spec import Form, Order
+from multigemm.spec import Form, OperandSpec, Order
 from multigemm.staging import stage
 
 SPECS = dict(specs())
@@ -134,6 +134,9 @@ def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
         ({"bias": torch.bfloat16}, {128}),
         ({"index": torch.int64}, {128}),
         ({"activation": "gelu"}, set()),
+        ({"out": OperandSpec(torch.float32, "row", 4)}, {128, 256}),
+        ({"out": OperandSpec(torch.float64, "row", 8)}, set()),
+        ({"out": OperandSpec(torch.bfloat16, "col", 2)}, set()),
     ],
 )
 @pytest.mark.usefixtures("thrifty")

@@ -81,7 +81,7 @@ def tiles_per_consumer(config: Config) -> int:
 
 def part_of(config: Config, spec: ProblemSpec) -> int:
     """Columns that one part of the epilogue takes: what the staging buffer holds, 256 bytes a row; or a consumer's."""
-    return min(STRIP if config.carry else config.block_n, 256 // max(2, spec.out.dtype.itemsize))
+    return STRIP if config.carry else min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
 
 
 def depth_of(spec: ProblemSpec) -> int:
@@ -124,6 +124,8 @@ def carry_problem(config: Config, spec: ProblemSpec) -> str:
         return f"tile {config.block_m}x{config.block_n}: two warpgroups hold 64 columns each, so 128|256 x 128"
     if spec.c is not None or spec.activation == "gelu":
         return "four more warps leave no registers for a C to read or for gelu"
+    if spec.out.order != "row" or spec.out.dtype.itemsize > 4:
+        return f"{spec.out.order} results of {spec.out.dtype}: two rings leave room to turn rows of up to 32 bits"
     if config.block_m == 256 and not ((light(spec) or spec.b.order == "col") and thrifty()):
         return "four more warps leave registers for 128x128 here: 256x128 takes plain results of few groups, Triton 3.6"
     return ""
