@@ -83,8 +83,17 @@ def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
 
     queues = [queue(kernel) for kernel in kernels_of(site, backend)]
     taken = [each for rank in zip_longest(*queues) for each in rank if each is not None]
-    ranks = [(not holds[id(v)], v.case.get("alpha") == 0) for v in taken]  # such a kernel multiplies nothing
-    return [variant for _, variant in sorted(zip(ranks, taken, strict=True), key=lambda pair: pair[0])][:TRIED]
+    ordered = sorted(taken, key=lambda v: (not holds[id(v)], idle(v)))
+    late = [variant for variant in ordered[TRIED:] if idle(variant)][:IDLE]
+    return ordered[: TRIED - len(late)] + late
+
+
+IDLE = 2
+"""Variants that multiply nothing (alpha = 0), of those that a mutant is compiled for: the last ones."""
+
+
+def idle(variant: Variant) -> bool:
+    return variant.case.get("alpha") == 0
 
 
 WEIGHTS = {"form": 8, "dtype": 4}
