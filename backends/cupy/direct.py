@@ -32,6 +32,7 @@ EIGHTHS = struct.Struct("<q2I2i")
 BLOCK_K, SKEW = 64, 32
 """As in pipeline.cuh and weights.cuh, in elements."""
 LOW = 0xFFFFFFFF
+"""What the kernel is told of an address and a pitch: it needs them modulo 16."""
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
