@@ -90,6 +90,7 @@ def _fbgemm(tensors: Tensors) -> Prepared:
 
 
 def _triton_kernels(tensors: Tensors) -> Prepared:
+    """The folder python/triton_kernels of Triton's repository since 3.6 began; the package of that name is another."""
     a, b, sizes = packed_rows(tensors, "bf16", "fp16")
     matmul: Any = importlib.import_module("triton_kernels.matmul").matmul
     make: Any = importlib.import_module("triton_kernels.tensor").make_ragged_tensor_metadata
