@@ -92,6 +92,8 @@ def test_lists_by_their_sizes(
     first = candidates(spec, (9, 0))[0]
     assert (first.kernel, (first.block_m, first.block_n, first.programs)) == (kernel, tile)
     assert candidates(spec, (8, 0))[0].kernel == "pointer"
+    wider = replace(spec, out=replace(spec.out, dtype=torch.float32))
+    assert all(config.block_m == 64 for config in hopper_candidates(wider)), "results turn through shared memory"
     for other in (replace(spec, groups=17), replace(spec, bias=torch.bfloat16), replace(spec, compute=torch.float32)):
         assert hopper_candidates(other) == []
     assert {config.kernel for config in candidates(spec, (9, 0))} == {"pointer", "hopper"}
@@ -111,13 +113,13 @@ def thrifty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("thrifty")
 def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
-    spec = SPECS["jagged_m bf16 unaligned"]
+    spec = replace(SPECS["jagged_m bf16 unaligned"], groups=32, total=32 * 256)
     best = hopper_candidates(spec)[0]
     assert (best.carry, best.pack, best.block_m) == (True, ("a",), 256)
     assert hopper_candidates(replace(spec, a=replace(spec.a, align=16), k=1024))[0].pack == ()
     along_k = replace(spec, b=replace(spec.b, order="col"))
     assert [config.block_m for config in hopper_candidates(along_k)[:2] if config.carry] == [256, 128]
-    assert hopper_candidates(replace(along_k, total=2**14))[0].pack == ("a", "b"), "rows that pay for the copy"
+    assert hopper_candidates(replace(along_k, total=2**16))[0].pack == ("a", "b"), "rows that pay for the copy"
     many = replace(along_k, groups=257, total=1024, bias=torch.bfloat16)
     assert hopper_candidates(many)[0].block_m == 256, "no elements to address one by one: registers for any results"
     strided = replace(spec, b=replace(spec.b, order="strided"))
@@ -156,6 +158,8 @@ def test_copied_weights_where_rows_pay_for_the_copy() -> None:
     assert hopper_candidates(carried)[0].carry
     copied = hopper_candidates(replace(spec, groups=6, total=bucket(7859), n=2643, k=801))[0]
     assert (copied.pack, copied.block_n) == (("a", "b"), 256)
+    little = hopper_candidates(replace(spec, groups=8, total=4096, n=511))[0]
+    assert (little.carry, little.block_m) == (True, 128), "64 tall tiles leave half of the multiprocessors idle"
     narrow = hopper_candidates(replace(spec, groups=8, total=bucket(17709), n=639, k=3227))[0]
     assert (narrow.pack, narrow.block_n) == (("a", "b"), 128)
 
