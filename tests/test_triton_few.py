@@ -198,7 +198,9 @@ def test_results_are_stored_by_16_bytes_where_they_can_be() -> None:
         ({"a": OperandSpec(torch.bfloat16, "strided")}, "unit stride"),
         ({"b": OperandSpec(torch.bfloat16, align=8)}, "aligned"),
         ({"out": OperandSpec(torch.bfloat16, "col")}, "results"),
-        ({"activation": "gelu"}, "gelu"),
+        ({"activation": "silu"}, "silu"),
+        ({"out": OperandSpec(torch.float32)}, "262144 bytes of shared memory"),
+        ({"out": OperandSpec(torch.float64)}, "float64"),
     ],
 )
 def test_reasons_against_maps_of_lists(change: dict[str, Any], word: str) -> None:

@@ -109,7 +109,7 @@ def shared_memory(config: Config, spec: ProblemSpec) -> int:
     """Bytes of shared memory that a program of this config needs, at most."""
     if config.kernel != "hopper":
         return shared_bytes(config, spec)
-    return list_shared(config) if spec.form == "per_group" else hopper_shared(config, spec)
+    return list_shared(config, spec) if spec.form == "per_group" else hopper_shared(config, spec)
 
 
 def carry_problem(config: Config, spec: ProblemSpec) -> str:
@@ -162,6 +162,10 @@ def list_problem(config: Config, spec: ProblemSpec) -> str:
         return f"{spec.groups} groups, C or bias: it takes up to {LIST_GROUPS}, plain results; kernel='pointer'"
     if spec.compute not in (torch.float16, torch.bfloat16):
         return f"{spec.compute} products: kernel='hopper' multiplies lists of 16-bit floats, kernel='pointer' the rest"
+    if spec.out.dtype.itemsize > 4:
+        return (
+            f"results in {spec.out.dtype}: kernel='hopper' has those of lists in 16 or 32 bits, kernel='pointer' in all"
+        )
     if not (mappable(spec.a) and mappable(spec.b)) or spec.out.order != "row":
         return "tensor maps need aligned rows of unit stride, and results lie in rows here; kernel='pointer' takes all"
     tile = f"tile {config.block_m}x{config.block_n}x{config.block_k}"
@@ -170,10 +174,12 @@ def list_problem(config: Config, spec: ProblemSpec) -> str:
     if config.splits != 1:
         return f"splits={config.splits}: tiles of lists are unshared; use 1"
     large = config.block_m * config.block_n > 128 * 128
-    if config.pack or config.carry or (spec.activation == "gelu" and large):
-        return f"{tile}, pack={config.pack}, carry={config.carry}, {spec.activation}: lists are uncopied, gelu is large"
-    if list_shared(config) > SHARED_LIMIT:
-        return f"{list_shared(config)} bytes of shared memory exceed {SHARED_LIMIT}; use fewer stages"
+    if config.pack or config.carry or (spec.activation not in (None, "relu") and large):
+        return (
+            f"{tile}, pack={config.pack}, carry={config.carry}: lists are uncopied, {spec.activation} takes registers"
+        )
+    if list_shared(config, spec) > SHARED_LIMIT:
+        return f"{list_shared(config, spec)} bytes of shared memory exceed {SHARED_LIMIT}; use fewer stages"
     return ""
 
 
@@ -182,14 +188,19 @@ def list_warps(config: Config) -> int:
     return 4 if config.block_m == STRIP else 8
 
 
-def list_shared(config: Config) -> int:
-    """Shared memory of a list's tile: the ring, and 4 KB a warp that results pass through on their way, at most."""
+def list_ring(config: Config) -> int:
+    """Shared memory of a list's tile: the ring, and 4 KB a warp that 16-bit results turn through, at most."""
     return config.stages * (config.block_m + config.block_n) * 128 + 4096 * list_warps(config)
+
+
+def list_shared(config: Config, spec: ProblemSpec) -> int:
+    """The same for any results: those of 32 bits take twice as much."""
+    return list_ring(config) + 4096 * list_warps(config) * (spec.out.dtype.itemsize // 4)
 
 
 def list_registers(config: Config) -> int | None:
     """Registers of a thread, where several programs fit a multiprocessor beside each other."""
-    programs = SHARED_LIMIT // list_shared(config)
+    programs = SHARED_LIMIT // list_ring(config)
     return None if programs == 1 else 65536 // (programs * 32 * (list_warps(config) + 4)) // 8 * 8
 
 
