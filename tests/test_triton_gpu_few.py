@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.triton import Config
+from multigemm.backends.triton import BACKEND, Config
+from multigemm.staging import staged_spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SQUARE = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, width=4, programs=0)
@@ -103,6 +104,14 @@ def test_maps_of_more_groups_and_odd_results(groups: int) -> None:
     assert mg.verify(given, mg.plan(given, backend="triton", config=config)())
     sliced = mg.GroupedGemmProblem(given.a, given.b, out=outs)
     assert mg.verify(sliced, mg.plan(sliced, backend="triton", config=config)())
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float64], ids=str)
+def test_wider_results_by_every_config_that_is_offered(out_dtype: torch.dtype) -> None:
+    """They turn through more shared memory than 16-bit results."""
+    given = listed([(264, 520, 192), (40, 264, 64)], torch.bfloat16, out_dtype=out_dtype)
+    for config in BACKEND.configs(staged_spec(given), torch.device("cuda", 0)):
+        assert mg.verify(given, mg.plan(given, backend="triton", config=config)())
 
 
 @pytest.mark.parametrize("extents", [(72, 64, 64), (64, 72, 64), (64, 64, 72)])
