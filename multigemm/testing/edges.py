@@ -23,7 +23,7 @@ LONG = 260
 TALL = 5
 """The style of sizes that needs so much."""
 OFFSETS = (-9, -8, -7, -1, 0, 0, 0, 1, 2, 3, 7, 8, 9, 16)
-COUNTS = (16, 17, 31, 32, 33, 64, 130, 256, 257, 300, 513, 961, 1025)
+COUNTS = (16, 17, 31, 32, 33, 64, 130, 256, 257, 300, 513, 960, 961, 1025)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +167,17 @@ def _whole(ch: Chooser, tile: Tile, work: int) -> tuple[tuple[int, int, int], ..
 
 def crowd(kind: Case, config: Any, ch: Chooser) -> Case:
     """A problem with more or fewer groups than a kernel searches by itself, and mostly with more tiles than a device
-    has multiprocessors. Of rows, or columns, each group may have as many tiles as there is room for, and results are a
-    little wider than a tile."""
-    tile, count = tile_of(config), ch.choice((40, 120, 200, 257, 300))
-    few, more = (0,) * (count - 2) + (1, 1), (64, 0) * (count // 2)
-    lengths = ch.choice(((1,) * count, few, (65,) * count, more, (192,) * 16))
+    has multiprocessors; a few may be long among many short ones. Of rows, or columns, each group may have as many
+    tiles as there is room for, and results are a little wider than a tile."""
+    tile, count = tile_of(config), ch.choice((40, 120, 200, 257, 300, 960))
+    few, more, mixed = (0,) * (count - 2) + (1, 1), (64, 0) * (count // 2), (LONG + 40, *(1,) * (count - 2), LONG + 40)
+    lengths = ch.choice(((1,) * count, few, (65,) * min(count, 300), more, mixed, (192,) * 16))
     across = ch.choice((tile.n, tile.n + 9, 2 * tile.n))
     sizes: dict[str, Any] = {"m": across, "n": across, "k": ch.choice((1, 8))}
     if kind.jagged == "k":
         sizes |= {"m": ch.choice((9, 17, tile.m)), "n": ch.choice((9, 16, 40))}
-    elif kind.form == "masked":
+    elif kind.form == "masked":  # every group takes as much memory as the longest
+        lengths = tuple(min(length, 65) for length in lengths)
         sizes["m"] = max(lengths)
     case = replace(kind, **sizes, lengths=lengths, head=0, tail=0)
     return settled(alike(kind, case), Limits(work=1 << 24, groups=count))

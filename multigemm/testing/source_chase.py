@@ -31,6 +31,8 @@ ENDLESS = 5.0
 """Seconds that a burst of small problems may keep a GPU busy, which others use as well."""
 BURST = 8
 """Problems in a row of one variant."""
+MULTITUDES = (2, 3, 4, 7, 10, 11, 14)
+"""Bursts that begin with 66,000 groups, which take a second or two."""
 SPAN = 96
 """Problems that are drawn for a burst: of those that need what is compiled already it takes the first."""
 
@@ -145,8 +147,9 @@ class Run:
             case = replace(case, a=draw_layout(choose), b=draw_layout(choose))
         if number % 6 == 4:
             case = replace(case, a=Layout(case.a.order), b=Layout(case.b.order))
-        second_burst = VARIANTS * SPAN <= number < 2 * VARIANTS * SPAN
-        if second_burst and number % SPAN == 0 and case.form in ("jagged_m", "jagged_n"):
+        if number % 12 == 8:
+            case = replace(case, a=Layout(step=2), b=Layout(step=2))
+        if number % SPAN == 0 and number // SPAN in MULTITUDES and case.form in ("jagged_m", "jagged_n"):
             return multitude(replace(case, shared=True) if self.backend != "triton" else case, choose, ordinary)
         if number % 8 == 3 and (case.jagged or case.form == "masked"):
             case = crowd(case, self.config, choose)

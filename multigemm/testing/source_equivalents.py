@@ -63,6 +63,9 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     *(("hopper_tiles.py", f"gl.load({word}, mask=ok, other=0)", f"gl.load({word}, mask=ok, other=1)",
        "the record of a tile behind the last one, which is not published")
       for word in ("entry", *(f"entry + {n}" for n in range(1, 7)), "ends + g")),
+    *(("hopper_carry.py", f"spot, {strips}, 0, 0, MOST", f"spot, {strips}, {new}, MOST",
+       "a second part that begins behind the tile's last row, and stores nothing")
+      for strips in (1, 2) for new in ("0, 1", "1, 0")),
     ("hopper_carry.py", "* 8)[:, None] + 0 * k", "* 8)[:, None] - 0 * k", "zero either way"),
     *((file, "tiles_n = (n + BN - 1) // BN", f"tiles_n = ({new}) // BN",
        "all roles see a tile more behind the last column, which stores nothing")
@@ -74,6 +77,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "the first stages wait for one more than they need, which has been filled and will be read"),
     ("load.cuh", "word[i], 0)", "word[i], 1)", "all lanes hold the same tile"),
     ("load.cuh", "marks, 0)", "marks, 1)", "all lanes hold the same word"),
+    *(("load.cuh", f"if (LISTED && blocks > 0) refresh_map({of})", f"if (LISTED) refresh_map({of})",
+       "a map is refreshed that nothing is loaded by") for of in ("w", "x.map")),
     ("load.cuh", "t.k_len <= SHORT_K", "t.k_len < SHORT_K", "a hint for the cache"),
     ("load.cuh", "if (upper > 0)", "if (upper > 1)", "a multiple of 8"),
     ("load.cuh", "lower > 0", "lower > 1", "a multiple of 8"),
@@ -109,6 +114,10 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
       for file, row in (("store.cuh", "row"), ("wave.cu", "r"))),
     ("wave.cu", "if (lane != 0) return", "if (lane != 1) return", "another lane of the warp does it"),
     ("wave.cu", "last >= 0 && lane == 0)", "last >= 0 && lane == 1)", "another lane of the warp does it"),
+    ("portable.cu", "^    tm = band * 8 + rest % height, tn = rest / height;", ANY,
+     "no memory holds the results of so many tiles"),
+    ("tile_load.cuh", "along(int c) { return ((threadIdx.x + c", "along(int c) { return ((threadIdx.x - c",
+     "the threads of a block are a multiple of the chunks along a line"),
     ("portable.cu", "for (int j = 0; j < 2; ++j) load_b<", "for (int j = 0; j <= 2; ++j) load_b<",
      "a third fragment has no place in the array and is multiplied by nothing: compilers leave its load out"),
     ("portable.cu", "tiles_m * tiles_n < (i64(1) << 31) / 8", "tiles_m * tiles_n <= (i64(1) << 31) / 8",
@@ -146,7 +155,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     *(("warp_schedule.py", "uint32(LANES - 1)) // uint32(LANES)", f"uint32({new})) // uint32(LANES)",
        "longer runs of groups for each lane, which hold all groups as well") for new in ("LANES", "LANES + 1")),
 )  # fmt: skip
-"""(file, text, what it becomes, reason)."""
+"""(file, text, what it becomes, reason); a text that begins with ^ is a whole line with its indentation."""
 ON_GPU: tuple[tuple[str, str, str, str], ...] = (
     ("epilogue.py", "even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536", ANY, "done in emulation only"),
 )
@@ -156,7 +165,7 @@ ON_GPU: tuple[tuple[str, str, str, str], ...] = (
 def becomes(site: Site, old: str, new: str) -> bool:
     """Whether the change is that of `old` into `new`, at one place of the line."""
     if new == ANY:
-        return old in site.before
+        return site.before == old[1:] if old.startswith("^") else old in site.before
     at = site.before.find(old)
     while at >= 0:
         if site.before[:at] + new + site.before[at + len(old) :] == site.after:

@@ -35,7 +35,7 @@ PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.c
              "multigemm.testing.kinds", "multigemm.testing.source_trace")  # fmt: skip
 LIBRARIES = {"triton": ("triton", "triton.language"), "cupy": ("cupy",), "numba": ("numba", "numba.cuda")}
 KINDS, POOL, WORK = 60, 300, 1 << 16
-CROWDED = 4
+CROWDED = 6
 """Variants of each kernel for very many groups."""
 _once_more = Semaphore(4)
 """Of those that seem to hang, so many are tried again side by side."""
@@ -188,12 +188,14 @@ def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
 
 def crowded() -> list[Any]:
     """Problems of more groups than a kernel searches by itself: another one lists them first."""
+    from multigemm.testing.case import Layout
     from multigemm.testing.kinds import plain_kinds
     from multigemm.testing.strategies import Limits, legal
 
     rows = [kind for kind in plain_kinds(Limits()) if kind.form in ("jagged_m", "jagged_n", "masked")]
     many = [legal(replace(kind, m=16, n=64, k=64, lengths=(1,) * 300)) for kind in rows]
-    return many + [replace(case, n=63, aligned=False) for case in many if case.form == "jagged_m"]
+    rows = [case for case in many if case.form == "jagged_m"]
+    return [*many, *(replace(case, n=63, aligned=False) for case in rows), *(replace(c, a=Layout("col")) for c in rows)]
 
 
 def pool() -> list[Any]:
