@@ -15,6 +15,7 @@ from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import View, _Into
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.products import Product
+from multigemm.backends.cublas.support import EXTENT
 from multigemm.errors import CompileError
 from multigemm.problem import GroupedGemmProblem
 from multigemm.spec import ProblemSpec
@@ -194,6 +195,8 @@ def test_plain_products_need_no_intermediate() -> None:
 def test_reasons_name_the_value_the_limit_and_the_remedy() -> None:
     assert "cpu" in BACKEND.not_supported_reasons(_spec(), CPU)[0]
     assert BACKEND.not_supported_reasons(_spec(), CUDA) == []
+    assert BACKEND.not_supported_reasons(replace(_spec(), n=EXTENT), CUDA) == []
+    assert "split the problem" in BACKEND.not_supported_reasons(replace(_spec(), n=EXTENT + 1), CUDA)[0]
     x, dy = torch.zeros(8, 16, dtype=torch.int8), torch.zeros(16, 8, dtype=torch.int8)
     spec = GroupedGemmProblem(x, dy, sizes=[8, 8], jagged="k").spec
     assert "multiple of 4" in BACKEND.not_supported_reasons(spec, CUDA)[0]

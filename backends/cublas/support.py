@@ -10,6 +10,9 @@ from multigemm.spec import FLOAT_DTYPES, ProblemSpec
 INT8_STEP = 4
 """cuBLAS reads int8 in words of four: K, leading dimensions and addresses are multiples of it."""
 
+EXTENT = 1 << 32
+"""cuBLAS 13.0 leaves the rows behind the first 2^32 as they were, and says nothing."""
+
 
 def availability() -> Availability:
     """Whether torch has a GPU and a cuBLAS that can be called."""
@@ -38,6 +41,8 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         reasons.append(f"cuBLAS variants compute in float16, bfloat16, float32, float64 or int8, not {spec.compute}")
     if spec.compute is torch.int8:
         reasons += _int8_reasons(spec)
+    if spec.longest > EXTENT:
+        reasons.append(f"an extent of up to {spec.longest}: cuBLAS writes no further than {EXTENT}: split the problem")
     return reasons
 
 
