@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# of the cores, for each of the two processes that test: threads of both that spin for one core hold each other up
+SHARE = $(shell echo $$(( ($$(nproc) + 1) / 2 )))
 
 .PHONY: demo test check bench fuzz clean
 
@@ -16,7 +18,7 @@ demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on 
 	MULTIGEMM_EMULATE=1 $(BIN)/python -m multigemm demo
 
 test: $(STAMP)  ## the whole suite
-	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/test_triton_interpreter.py $(ARGS)
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/test_triton_interpreter.py $(ARGS)
 	$(BIN)/python -m pytest tests/test_triton_interpreter.py  # apart: triton is interpreted or compiled, per process
 
 check: $(STAMP)  ## style, types, import layers, packaging
