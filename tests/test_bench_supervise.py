@@ -125,7 +125,7 @@ def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Pat
     (site / "sleeper-1.dist-info" / "entry_points.txt").write_text("[multigemm.backends]\nsleeper = sleeper:BACKEND\n")
     root = Path(__file__).parents[1]
     environment = dict(os.environ) | {"PYTHONPATH": f"{site}{os.pathsep}{root}"}
-    words = ["bench", "--shape", "2,8,8,8", "--device", "cpu", "--isolate", "--stall", "5"]
+    words = ["bench", "--shape", "2,8,8,8", "--device", "cpu", "--isolate", "--stall", "15"]
     words += ["--backend", "sleeper,cpu", "--peers", "none", "--floor", "1,1"]
     done = subprocess.run(
         [sys.executable, "-m", "multigemm", *words, "--out", str(tmp_path / "out")],
@@ -134,7 +134,7 @@ def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     rows = {row.entry: row for row in results.read(tmp_path / "out" / "report.json").rows}
     assert rows["sleeper"].status == "failed"
-    assert rows["sleeper"].reason == "no answer within 5 s (preparing and checking)"
+    assert rows["sleeper"].reason == "no answer within 15 s (preparing and checking)"
     assert rows["cpu"].status == rows["dense"].status == "ok"
     assert "going on in a fresh process after: no answer within 5 s" in done.stderr
 
