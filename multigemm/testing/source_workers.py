@@ -35,8 +35,8 @@ PRELOADED = ("torch", "numpy", "multigemm.testing.mutants", "multigemm.testing.c
              "multigemm.testing.kinds", "multigemm.testing.source_trace")  # fmt: skip
 LIBRARIES = {"triton": ("triton", "triton.language"), "cupy": ("cupy",), "numba": ("numba", "numba.cuda")}
 KINDS, POOL, WORK = 60, 300, 1 << 16
-CROWDED = 6
-"""Variants of each kernel for very many groups."""
+PARTICULAR = 14
+"""Variants of each kernel for problems that the pool has few of."""
 _once_more = Semaphore(4)
 """Of those that seem to hang, so many are tried again side by side."""
 
@@ -182,20 +182,24 @@ def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
                 found.setdefault(config.kernel, []).append((traits(hunt.backend, case, spec, config), pair))
         return [Variant(*pair) for pairs in found.values() for pair in spread(pairs, count)]
 
-    more = sampled(crowded(), CROWDED) if hunt.backend == "triton" else []
+    more = sampled(particular(), PARTICULAR) if hunt.backend == "triton" else []
     pipe.send([*sampled(pool(), PER_KERNEL.get(hunt.backend, OTHERS)), *more])
 
 
-def crowded() -> list[Any]:
-    """Problems of more groups than a kernel searches by itself: another one lists them first."""
+def particular() -> list[Any]:
+    """Problems that the pool has few of: with more groups than a kernel searches by itself, which another one lists
+    first, and with weights in lines of odd length."""
     from multigemm.testing.case import Layout
     from multigemm.testing.kinds import plain_kinds
     from multigemm.testing.strategies import Limits, legal
 
-    rows = [kind for kind in plain_kinds(Limits()) if kind.form in ("jagged_m", "jagged_n", "masked")]
-    many = [legal(replace(kind, m=16, n=64, k=64, lengths=(1,) * 300)) for kind in rows]
+    kinds = [kind for kind in plain_kinds(Limits()) if kind.form in ("jagged_m", "jagged_n", "masked")]
+    many = [legal(replace(kind, m=16, n=64, k=64, lengths=(1,) * 304)) for kind in kinds]
     rows = [case for case in many if case.form == "jagged_m"]
-    return [*many, *(replace(case, n=63, aligned=False) for case in rows), *(replace(c, a=Layout("col")) for c in rows)]
+    odd = [replace(case, n=63, b=Layout(), aligned=False) for case in rows]
+    odd += [replace(case, k=63, a=Layout(pad=-16), b=Layout("col"), aligned=False) for case in rows]
+    few = [replace(case, lengths=(300, 5)) for case in odd]
+    return [*many, *few, *odd, *(replace(case, a=Layout("col")) for case in rows)]
 
 
 def pool() -> list[Any]:
