@@ -528,7 +528,12 @@ def test_weights_that_are_no_whole_number_of_lines_apart_are_copied(fake: FakeDr
 @pytest.mark.parametrize("count", [1, 5, 8, 77])
 def test_eight_maps_find_every_line(offset: int, pitch: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(tensor_maps, "encode", lambda *call: seen.append(call) or b"")
+
+    def encode(*call: Any) -> bytes:
+        seen.append(call)
+        return b""
+
+    monkeypatch.setattr(tensor_maps, "encode", encode)
     start, length = 4096 + 2 * offset, 7
     tensor_maps.eighths.__wrapped__(tensor_maps.Lines(start, pitch, count, length, torch.bfloat16), 160, 8)
     assert len(seen) == 8
@@ -549,6 +554,7 @@ def test_the_weights_of_the_direct_kernel_lie_where_it_looks_for_them(form: str,
         maps = direct._listed_weights(ops, role)
         assert maps.shape == (2, 8 * tensor_maps.SIZE // 8)
         return
+    assert isinstance(ops.b, torch.Tensor)
     weights = direct._weights(params.view_of(ops), role)
     lines, per_group = direct._stack(weights, 3, torch.bfloat16)
     for g, k in ((0, 0), (1, 5), (2, 62)):
