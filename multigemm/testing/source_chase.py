@@ -149,6 +149,8 @@ class Run:
             case = replace(case, a=Layout(case.a.order), b=Layout(case.b.order))
         if number % 12 == 8:
             case = replace(case, a=Layout(step=2), b=Layout(step=2))
+        if number % 10 == 6 and case.form in ("jagged_m", "jagged_n"):
+            case = replace(case, shared=not case.shared)
         if number % SPAN == 0 and number // SPAN in MULTITUDES and case.form in ("jagged_m", "jagged_n"):
             return multitude(replace(case, shared=True) if self.backend != "triton" else case, choose, ordinary)
         if number % 8 == 3 and (case.jagged or case.form == "masked"):
