@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selection(parser)
     _add_method(parser)
     _add_run(parser)
-    commands = parser.add_subparsers(dest="bench_command", metavar="")
+    commands = parser.add_subparsers(dest="bench_command", metavar="[COMMAND]")
     pair = commands.add_parser(
         "compare", help="what became slower between two reports (or their folders); exits 1 if anything did"
     )
