@@ -139,6 +139,8 @@ def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
         ({"out": OperandSpec(torch.float32, "row", 4)}, {128, 256}),
         ({"out": OperandSpec(torch.float64, "row", 8)}, set()),
         ({"out": OperandSpec(torch.bfloat16, "col", 2)}, set()),
+        ({"k": 2**30 - 1}, {128, 256}),
+        ({"k": 2**30 + 1}, set()),
     ],
 )
 @pytest.mark.usefixtures("thrifty")

@@ -122,6 +122,8 @@ def carry_problem(config: Config, spec: ProblemSpec) -> str:
         return f"a is {spec.a.order}: rows that meet carried weights lie along k; pack it"
     if config.block_m not in (128, 256) or config.block_n != 128:
         return f"tile {config.block_m}x{config.block_n}: two warpgroups hold 64 columns each, so 128|256 x 128"
+    if max(spec.n or 0, spec.k or 0) >= 2**30:
+        return f"n={spec.n}, k={spec.k}: bytes along a line of carried weights are counted in 31 bits"
     if spec.c is not None or spec.activation == "gelu":
         return "four more warps leave no registers for a C to read or for gelu"
     if spec.out.order != "row" or spec.out.dtype.itemsize > 4:
