@@ -147,6 +147,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "a byte of its own at the same address, in front of memory that is asked for by the call and is rounded up"),
     ("schedule.py", "last = start_of(p, p.groups - 1, total)", "last = start_of(p, p.groups, total)",
      "unless sizes lie, the last group does not end before it starts, and a clamp holds the tail inside"),
+    ("schedule.py", "while high - low > 1", "while high - low < 1",
+     "the walk that follows starts at the first group and finds the same one, later"),
     ("mma.py", "if block + ahead < blocks", "if block - ahead < blocks",
      "behind the end of k: zeros for a stage that nobody reads"),
     ("hopper_consumer.py", "write(acc, staging, warpgroup + 1,", "write(acc, staging, warpgroup,",
