@@ -208,6 +208,13 @@ def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, k
     assert configs.heuristic(replace(odd, b=BF16)).kernel == "packed", "only the rows are odd: they are copied anyway"
 
 
+@pytest.mark.parametrize("columns", [1047, 1201, 3939])
+def test_copies_of_many_rows_take_high_tiles_in_pairs_where_results_are_odd(columns: int) -> None:
+    odd = replace(BF16, align=2)
+    spec = replace(SPEC, groups=4, n=columns, k=2047, total=16384, a=odd, b=odd, out=odd)
+    assert configs.heuristic(spec) == replace(configs.WIDE, kernel="packed")
+
+
 def test_one_b_for_all_groups_needs_no_tile_per_group(fake: FakeDriver) -> None:
     x, w = torch.zeros(70, 64, dtype=torch.bfloat16), torch.zeros(64, 100, dtype=torch.bfloat16)
     problem = mg.GroupedGemmProblem(x, w, ends=torch.tensor([8, 24, 70]))

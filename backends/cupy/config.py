@@ -183,12 +183,14 @@ def _small_order(spec: ProblemSpec) -> list[Config]:
 
 def _larger(spec: ProblemSpec) -> list[Config]:
     fast, rows = _hopper_order(spec), _rows_per_group(spec)
-    copied = replace(fast[0] if rows > FEW_ROWS else next(c for c in fast if not c.pingpong), kernel="packed")
+    usual = fast[0] if rows > FEW_ROWS else next(c for c in fast if not c.pingpong)
+    tall = rows > FEW_ROWS and not sends(spec) and usual in (ALONE, TURNS)  # odd results: high tiles end least often
+    copied, other = (replace(c, kernel="packed") for c in (WIDE if tall else usual, usual))
     work = spec.total * (spec.n or 256) * (spec.k or 256)
     if work >= WORTH_COPYING:
         shifted = DIRECT_MIDDLE if rows <= SPARSE_ROWS else DIRECT
         few = (spec.total // max(spec.groups, 1)) <= FEW_ROWS
-        return [*fast, *((shifted, copied) if few else (copied, shifted)), PORTABLE, SMALL]
+        return [*fast, *((shifted, copied) if few else (copied, shifted)), other, PORTABLE, SMALL]
     return [*fast, SMALL, PORTABLE, copied] if spec.total <= SMALL_ROWS else [*fast, PORTABLE, SMALL, copied]
 
 
