@@ -29,6 +29,8 @@ BRIEF_US = 50.0
 """Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""
 UNCOPIED_ROWS = {256: 1024, 128: 256}
 """Rows per group up to which a copy of unaligned weights takes longer than tiles of that height that shift them."""
+CHEAP_TO_COPY = 4 << 20
+"""Elements of weights up to which a copy of them costs less than the slower products: it never leaves the L2 cache."""
 DEEP = 2048
 """From that K on half as many rows again: a tile's end, which the copied way hides better, counts for less."""
 
@@ -143,7 +145,8 @@ def hopper_candidates(spec: ProblemSpec) -> list[Config]:
     pack = tuple(name for name, x in operands if not mappable(x) or x.order != along[name])
     ranked = _brief_first(_ranked(spec, large, wide, tall, flat), spec)
     if "b" in pack:
-        ranked = _narrow_first(ranked, spec)
+        idle = spec.form == "jagged_m" and tiles_in(tall, spec) < PROCESSORS
+        ranked = (flat, wide, tall) if idle else _narrow_first(ranked, spec)
     found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
     if "b" in pack:
         uncopied = _uncopied(spec, tall, flat, tuple(name for name in pack if name == "a"))
@@ -189,10 +192,11 @@ def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ..
 
 def _few(uncopied: list[Config], spec: ProblemSpec) -> bool:
     """Whether groups have so few rows that their weights are better shifted in every tile than copied once."""
-    if not uncopied:
+    shape = shape_of(spec)
+    if not uncopied or shape.groups * shape.columns * shape.deep <= CHEAP_TO_COPY:
         return False
     limit = UNCOPIED_ROWS[max(config.block_m for config in uncopied)]
-    return shape_of(spec).rows <= (limit * 3 // 2 if shape_of(spec).deep >= DEEP else limit)
+    return shape.rows <= (limit * 3 // 2 if shape.deep >= DEEP else limit)
 
 
 def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
