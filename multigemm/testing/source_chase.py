@@ -147,8 +147,9 @@ class Run:
             case = replace(case, a=draw_layout(choose), b=draw_layout(choose))
         if number % 6 == 4:
             case = replace(case, a=Layout(case.a.order), b=Layout(case.b.order))
-        if number % 12 == 8:
-            case = replace(case, a=Layout(step=2), b=Layout(step=2))
+        if number % 12 == 8:  # two elements apart, where the compiler takes that for rows
+            a, b = (Layout(step=2) if side.order == "row" else side for side in (self.case.a, self.case.b))
+            case = replace(case, a=a, b=b, aligned=False)
         if number % 10 == 6 and case.form in ("jagged_m", "jagged_n"):
             case = replace(case, shared=not case.shared)
         if number % SPAN == 0 and number // SPAN in MULTITUDES and case.form in ("jagged_m", "jagged_n"):
