@@ -106,10 +106,7 @@ def candidates(
     `sizes` gives the operands in outline, for backends that decide by them what they run.
     """
     states = {name: registry.state(name) for name in registry.names()}
-    reasons = {
-        name: tuple(registry.get(name).not_supported_reasons(spec, device)) if state.ok else ()
-        for name, state in states.items()
-    }
+    reasons = {name: registry.reasons(name, spec, device) if state.ok else () for name, state in states.items()}
     able = [name for name, state in states.items() if state.ok and not reasons[name]]
     known = _knowledge(able, spec, device, equal, sizes)
     found = [Candidate(name, states[name], reasons[name], *known.get(name, ())) for name in states]

@@ -93,6 +93,16 @@ def state(name: str) -> Availability:
         return Availability(ok=False, reason=f"its availability() failed: {type(error).__name__}: {error}")
 
 
+def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ...]:
+    """What a backend does not support of a problem; a failure to say so is a reason too, and the others go on."""
+    try:
+        return tuple(get(name).not_supported_reasons(spec, device))
+    except MultigemmError:
+        raise
+    except Exception as error:  # foreign code, like its availability
+        return (f"its not_supported_reasons() failed: {type(error).__name__}: {error}",)
+
+
 def integration(name: str) -> ModuleType:
     """A module of `multigemm.integrations`, which lies above dispatch and is loaded when dispatch first needs it."""
     return importlib.import_module(f"multigemm.integrations.{name}")

@@ -348,6 +348,19 @@ class Mute(Fake):
         raise ZeroDivisionError("as it is")
 
 
+class Clumsy(Fake):
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        raise ZeroDivisionError("as it is")
+
+
+def test_a_backend_that_fails_to_say_what_it_supports_is_passed_over_and_named(install: Callable[..., None]) -> None:
+    install(Clumsy("clumsy"), Fake("sound"))
+    assert mg.plan(problem()).backend == "sound"
+    assert "not_supported_reasons() failed: ZeroDivisionError: as it is" in str(mg.explain(problem()))
+    with pytest.raises(ZeroDivisionError):  # asked for by name: its author wants to see where
+        mg.solve(problem(), "clumsy")
+
+
 def give(x: Any) -> Any:
     class Point:
         def load(self) -> Any:
