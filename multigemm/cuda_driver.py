@@ -42,6 +42,21 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
+class Records(dict[int, Any]):
+    """References to a launch record, one for each raw stream that it is launched on: threads that launch the same
+    plan at once must not write their streams into one record."""
+
+    def __init__(self, record: LaunchConfig) -> None:
+        super().__init__()
+        self._record = record
+
+    def __missing__(self, stream: int) -> Any:
+        own = LaunchConfig.from_buffer_copy(self._record)
+        own.stream = stream
+        reference = self[stream] = ctypes.byref(own)
+        return reference
+
+
 @cache
 def library() -> Any:
     """libcuda; raises OSError where no driver is installed."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from multigemm.cache import DiskCache, fingerprint
-from multigemm.cuda_driver import NO_CONTEXT, LaunchConfig, check, library, use_context
+from multigemm.cuda_driver import NO_CONTEXT, LaunchConfig, Records, check, library, use_context
 from multigemm.errors import CompileError
 
 Step = Callable[[int], None]
@@ -64,10 +64,6 @@ def _cubin(source: str, name: str, options: tuple[str, ...]) -> bytes:
     return kept
 
 
-def _config(blocks: int, threads: int, stream: int) -> LaunchConfig:
-    return LaunchConfig(grid=(blocks, 1, 1), block=(threads, 1, 1), stream=stream)
-
-
 class Kernel:
     """A loaded kernel of one device."""
 
@@ -85,16 +81,14 @@ class Kernel:
         """The launch of these arguments (ctypes objects) on a raw stream; `keep` lives as long as it."""
         launch, function = self._launch, self._function
         arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        on: dict[int, tuple[Any, ...]] = {}  # one for each stream, so that threads do not write into each other's
+        records = Records(LaunchConfig(grid=(blocks, 1, 1), block=(threads, 1, 1)))
 
         def step(stream: int, _keep: object = (values, keep)) -> None:
-            ready = on.get(stream)
-            if ready is None:
-                ready = on[stream] = ctypes.byref(_config(blocks, threads, stream)), function, arguments
-            status = launch(*ready, None)
+            record = records[stream]
+            status = launch(record, function, arguments, None)
             if status == NO_CONTEXT:
                 use_context(self._device)
-                status = launch(*ready, None)
+                status = launch(record, function, arguments, None)
             if status:
                 check(status, f"launch of {self.name}")
 

@@ -20,6 +20,7 @@ from multigemm.cuda_driver import (
     PROGRAMMATIC,
     LaunchAttribute,
     LaunchConfig,
+    Records,
     check,
     library,
     use_context,
@@ -90,22 +91,22 @@ def _launch_of(
     function: int, config: LaunchConfig, pointers: Any, index: int, captured: Callable[[], object] | None, keep: Any
 ) -> Callable[[], None]:
     """What a bound problem keeps: as few steps per launch as Python allows."""
-    call, reference, handle = library().cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(function)
+    call, records, handle = library().cuLaunchKernelEx, Records(config), ctypes.c_void_p(function)
     stream_of: Any = torch._C._cuda_getCurrentRawStream
     current: Any = torch._C._cuda_getDevice
     capturing: Any = torch._C._cuda_isCurrentStreamCapturing
 
     def launch(_alive: Any = keep) -> None:
-        config.stream = stream_of(index)
+        record = records[stream_of(index)]
         if captured is not None and capturing():
             captured()
         if current() == index:
-            code = call(reference, handle, pointers, None)
+            code = call(record, handle, pointers, None)
         else:
             with torch.cuda.device(index):
-                code = call(reference, handle, pointers, None)
+                code = call(record, handle, pointers, None)
         if code:
-            _retry(code, index, lambda: int(call(reference, handle, pointers, None)))
+            _retry(code, index, lambda: int(call(record, handle, pointers, None)))
 
     return launch
 

@@ -8,7 +8,6 @@ and what varies between launches is the stream alone.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from ctypes import c_int, c_size_t, c_uint, c_void_p
 from typing import Any
@@ -22,6 +21,7 @@ from multigemm.cuda_driver import (
     PROGRAMMATIC,
     LaunchAttribute,
     LaunchConfig,
+    Records,
     check,
     library,
 )
@@ -76,17 +76,16 @@ class Function:
 
 def _bound_launch(function: Function, config: LaunchConfig, extra: Any, alive: Any) -> Callable[[], None]:
     call, handle, device = library().cuLaunchKernelEx, function.handle, function.device
-    where, pointer = device.index, ctypes.byref(config)
-    current_stream, current_device, lock = torch.cuda.current_stream, torch.cuda.current_device, threading.Lock()
+    where, records = device.index, Records(config)
+    current_stream, current_device = torch.cuda.current_stream, torch.cuda.current_device
 
     def launch(_alive: Any = alive) -> None:
-        with lock:  # the stream is written into the shared launch record
-            config.stream = current_stream(where).cuda_stream
-            if current_device() == where:
-                code = call(pointer, handle, None, extra)
-            else:
-                with torch.cuda.device(device):
-                    code = call(pointer, handle, None, extra)
+        record = records[current_stream(where).cuda_stream]
+        if current_device() == where:
+            code = call(record, handle, None, extra)
+        else:
+            with torch.cuda.device(device):
+                code = call(record, handle, None, extra)
         if code:
             check(code, "cuLaunchKernelEx")
 

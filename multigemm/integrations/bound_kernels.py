@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.cuda_driver import NO_CONTEXT, LaunchConfig, check, library, use_context
+from multigemm.cuda_driver import NO_CONTEXT, LaunchConfig, Records, check, library, use_context
 from multigemm.errors import LibraryError
 
 _PARAMETERS = re.compile(r"\.entry[^(]*\(([^)]*)\)")
@@ -40,16 +40,16 @@ def bound(kernel: Any, grid: tuple[int, ...], device: int, warps: int = 4, /, **
     block = (ctypes.c_uint64 * len(given))(*given)
     pointers = (ctypes.c_void_p * len(given))(*(ctypes.addressof(block) + 8 * i for i in range(len(given))))
     config = LaunchConfig(grid=(*grid, 1, 1)[:3], block=(32 * warps, 1, 1), shared=compiled.metadata.shared)
-    call, reference, handle = library().cuLaunchKernelEx, ctypes.byref(config), ctypes.c_void_p(compiled.function)
+    call, records, handle = library().cuLaunchKernelEx, Records(config), ctypes.c_void_p(compiled.function)
     stream_of = torch._C._cuda_getCurrentRawStream
     alive = (block, compiled)
 
     def launch(_alive: Any = alive) -> None:
-        config.stream = stream_of(device)
-        code = call(reference, handle, pointers, None)
+        record = records[stream_of(device)]
+        code = call(record, handle, pointers, None)
         if code == NO_CONTEXT:  # a thread that never touched CUDA
             use_context(device)
-            code = call(reference, handle, pointers, None)
+            code = call(record, handle, pointers, None)
         if code:
             check(code, f"cuLaunchKernelEx of {compiled.name}")
 

@@ -1,0 +1,76 @@
+"""Launches of one plan from several threads: each goes to its own stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm.backends.cupy import driver as cupy_driver
+from multigemm.backends.numba import driver as numba_driver
+from multigemm.cuda_driver import LaunchAttribute, LaunchConfig, Records
+
+Launch = Callable[[], None]
+
+
+def test_each_stream_has_a_record_of_its_own_that_is_kept() -> None:
+    attributes = (LaunchAttribute * 1)(LaunchAttribute(id=4, dim=(2, 1, 1)))
+    shape = LaunchConfig(grid=(5, 6, 7), block=(64, 1, 1), shared=99)
+    shape.attributes, shape.attribute_count = ctypes.addressof(attributes), 1
+    records = Records(shape)
+    for stream in (7, 0, 9):
+        own = records[stream]._obj
+        assert (own.stream or 0, tuple(own.grid), tuple(own.block), own.shared) == (stream, (5, 6, 7), (64, 1, 1), 99)
+        assert (own.attributes, own.attribute_count) == (ctypes.addressof(attributes), 1)
+        assert records[stream] is records[stream]
+    assert records[7]._obj.stream == 7
+    assert not shape.stream
+
+
+class Machine:
+    """A driver that notes the stream of each launch; asked which device is current, it lets another thread run."""
+
+    def __init__(self) -> None:
+        self.stream, self.launched, self.meanwhile = 7, list[int](), list[Launch]()
+
+    def cuLaunchKernelEx(self, record: Any, *rest: Any) -> int:
+        self.launched.append(record._obj.stream)
+        return 0
+
+    def device(self) -> int:
+        if self.meanwhile:
+            before, self.stream = self.stream, 9
+            self.meanwhile.pop()()
+            self.stream = before
+        return 0
+
+
+def _of_cupy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setattr(cupy_driver, "library", lambda: machine)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: machine.stream, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", machine.device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    return cupy_driver.launcher(1, [], grid=1, threads=32, index=0)
+
+
+def _of_numba(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setattr(numba_driver, "library", lambda: machine)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=machine.stream))
+    monkeypatch.setattr(torch.cuda, "current_device", machine.device)
+    function: Any = SimpleNamespace(handle=1, device=torch.device("cuda", 0))
+    return numba_driver._bound_launch(function, LaunchConfig(), None, None)
+
+
+@pytest.mark.parametrize("make", [_of_cupy, _of_numba], ids=["cupy", "numba"])
+def test_a_thread_between_two_steps_of_a_launch_does_not_move_it(
+    make: Callable[[Machine, pytest.MonkeyPatch], Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine()
+    launch = make(machine, monkeypatch)
+    machine.meanwhile.append(launch)
+    launch()
+    assert machine.launched == [9, 7]
