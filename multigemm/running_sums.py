@@ -17,6 +17,9 @@ from multigemm.arrays import Step
 from multigemm.layouts import capturing
 
 THREADS = 256
+MOST = 2048
+"""One block goes through them in turn, 256 at a time: 4.9 us for 128 sizes on an H200 (torch 7.0) and 7.3 for 1024
+(torch 7.8), 0.8 for each further round."""
 SOURCE = """
 extern "C" __global__ void __launch_bounds__(256)
 running_sums(const SIZE* sizes, long long stride, long long* ends, int count)
@@ -57,10 +60,11 @@ def _compiles() -> bool:
 def running_sums(sizes: Tensor, ends: Tensor) -> Step:
     """A launch that writes the sums of the first 1, 2, ... `sizes` to `ends` (int64), as torch's cumsum does.
 
-    It is torch's where there is no NVRTC, and in a capture, where no kernel may be loaded and the host's time is free.
+    It is torch's for many sizes, where there is no NVRTC, and in a capture, where no kernel may be loaded and the
+    host's time is free.
     """
     device = sizes.device
-    if device.type != "cuda" or not sizes.numel() or capturing(device) or not _compiles():
+    if device.type != "cuda" or not 0 < sizes.numel() <= MOST or capturing(device) or not _compiles():
         return partial(torch.cumsum, sizes, 0, dtype=torch.int64, out=ends)
     index = device.index
     size = "int" if sizes.dtype is torch.int32 else "long long"

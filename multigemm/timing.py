@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -217,6 +218,37 @@ class _Pauses:
         return sampler()
 
 
+class _Taken:
+    """Samples by variant, read in batches: waiting after each call would leave the GPU idle."""
+
+    def __init__(self, clock: Clock, mode: Mode, names: Iterable[str]) -> None:
+        self._clock, self._mode = clock, mode
+        self.samples: dict[str, list[float]] = {name: [] for name in names}
+        self.errors: dict[str, str] = {}
+        self.pending: list[tuple[str, Any]] = []
+
+    def take(self, name: str, call: Callable[[], Any]) -> None:
+        try:
+            self.pending.append((name, call()))
+        except Exception as error:
+            self.errors[name] = describe(error)
+
+    def read(self) -> None:
+        """Waits for the device."""
+        for name, sample in self.pending:
+            self.samples[name].append(self._clock.read(sample, self._mode))
+        self.pending.clear()
+
+    def timings(self) -> dict[str, Timing]:
+        """What failed has no samples."""
+        samples = {name: [] if name in self.errors else taken for name, taken in self.samples.items()}
+        calm = steadied({name: taken for name, taken in samples.items() if taken})
+        return {
+            name: Timing(name, self._mode, tuple(taken), self.errors.get(name, ""), calm.get(name, ()))
+            for name, taken in samples.items()
+        }
+
+
 def _rounds(
     clock: Clock,
     samplers: dict[str, Callable[[], Any]],
@@ -226,41 +258,23 @@ def _rounds(
     late_s: float,
     pauses: _Pauses,
 ) -> dict[str, Timing]:
-    """Interleaved rounds. Samples are read in batches: waiting after each call would leave the GPU idle.
+    """Interleaved rounds.
 
     A machine that has become slower since the cost was taken ends after `late_s` of work, with the least rounds.
     """
-    began = time.perf_counter()
-    samples: dict[str, list[float]] = {name: [] for name in samplers}
-    errors: dict[str, str] = {}
-    pending: list[tuple[str, Any]] = []
-    draw = random.Random(0)
-
-    def read() -> None:
-        for name, sample in pending:
-            samples[name].append(clock.read(sample, mode))
-        pending.clear()
-
+    began, taken, draw = time.perf_counter(), _Taken(clock, mode, samplers), random.Random(0)
     for index in range(rounds):
-        names = [name for name in samplers if name not in errors]
+        names = [name for name in samplers if name not in taken.errors]
         for name in draw.sample(names, len(names)):
-            try:
-                pending.append((name, pauses.take(samplers[name])))
-            except Exception as error:
-                errors[name] = describe(error)
+            taken.take(name, partial(pauses.take, samplers[name]))
             if pauses.due(name):
-                read()  # waits for the device, so that the pause is one
+                taken.read()  # waits for the device, so that the pause is one
                 pauses.sleep()
-        if len(pending) >= clock.batch or index == rounds - 1:
-            read()
-        if index + 1 >= least and not pending and time.perf_counter() - began - pauses.slept_s > late_s:
+        if len(taken.pending) >= clock.batch or index == rounds - 1:
+            taken.read()
+        if index + 1 >= least and not taken.pending and time.perf_counter() - began - pauses.slept_s > late_s:
             break
-    for name in errors:
-        samples[name] = []
-    calm = steadied({name: taken for name, taken in samples.items() if taken})
-    return {
-        name: Timing(name, mode, tuple(samples[name]), errors.get(name, ""), calm.get(name, ())) for name in samplers
-    }
+    return taken.timings()
 
 
 def steadied(rounds: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:

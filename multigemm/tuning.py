@@ -151,9 +151,9 @@ class TuningTable:
         ran: Mapping[str, str] | None = None,
         footprints: Mapping[str, Footprint] | None = None,
     ) -> list[Estimate]:
-        """What the nearest classes that were measured let one expect of each backend, if it runs the configs `ran` of
-        these footprints;
-        empty if there are none. Besides the device itself, others of its generation that tables ship for count."""
+        """What the nearest classes that were measured let one expect of each backend, if it runs the configs `ran`, of
+        these footprints; empty if there are none. Besides the device itself, others of its generation that tables ship
+        for count."""
         kinds = tuple(where_of(key) for key in _stand_ins(spec, equal))
         known = self._samples_on(device_name(device), capability(device), kinds)
         want = Sample(spec_key(spec, equal), {}, ran or {}, spec.groups, footprints=footprints or {})

@@ -10,7 +10,8 @@ import torch
 
 import multigemm as mg
 from multigemm import nvrtc
-from multigemm.running_sums import SOURCE, running_sums
+from multigemm import running_sums as module
+from multigemm.running_sums import MOST, SOURCE, running_sums
 from tests.nvrtc_here import nvrtc_here
 
 INDEX = [torch.int32, torch.int64]
@@ -35,6 +36,24 @@ def check(device: str, count: int, dtype: torch.dtype, step: int) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 def test_on_the_host_it_is_torchs(count: int) -> None:
     check("cpu", count, torch.int32, 1)
+
+
+@pytest.mark.parametrize(("count", "ours"), [(0, False), (1, True), (MOST, True), (MOST + 1, False)])
+def test_many_sizes_are_left_to_torch(count: int, ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        device, dtype, shape = torch.device("cuda", 0), torch.int64, (count,)
+        data_ptr, stride, numel = (lambda self: 8), (lambda self, axis: 1), (lambda self: count)
+
+    class Kernel:
+        def bound(self, *given: Any) -> str:
+            return "ours"
+
+    monkeypatch.setattr(module, "capturing", lambda device: False)
+    monkeypatch.setattr(module, "_compiles", lambda: True)
+    monkeypatch.setattr(module, "_on_current_stream", lambda step, index: step)
+    monkeypatch.setattr(nvrtc, "kernel", lambda *given: Kernel())
+    live: Any = OnGpu()
+    assert (running_sums(live, live) == "ours") is ours  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize("size", ["int", "long long"])
