@@ -37,6 +37,23 @@ SPAN = 96
 """Problems that are drawn for a burst: of those that need what is compiled already it takes the first."""
 
 
+def _otherwise(case: Any, number: int, choose: Any, limits: Any) -> Any:
+    """With what a kernel decides on at run time drawn anew: factors, form, epilogue."""
+    from multigemm.testing.case import dtype_name
+    from multigemm.testing.kinds import cousin
+    from multigemm.testing.strategies import factors
+
+    case = replace(case, alpha=choose.choice(factors(case)))
+    if number % 2:
+        case = cousin(case, choose, limits)
+    if number % 4 == 1:
+        return replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None)
+    if number % 4 == 2 and case.dtype != "int8":
+        own, activation = dtype_name(case.result_dtype), choose.choice((None, "gelu", "gelu_tanh", "silu"))
+        return replace(case, beta=0.5, c_dtype=own, alias=False, bias="n", bias_dtype=own, activation=activation)
+    return case
+
+
 def wait_for(place: Any) -> None:
     """Waits for the device, but not for ever: on its own clock, so that a busy host does not look like a hang."""
     import torch
@@ -120,23 +137,34 @@ class Run:
     def problem(self, number: int) -> Any:
         """At the edges of the tiles or ordinary; and, where a kernel decides on them at run time, of another form,
         with another epilogue or none, with other factors."""
-        from multigemm.testing.case import Layout, dtype_name
+        from multigemm.testing.case import dtype_name
         from multigemm.testing.edges import WORK, alike, at_edges, crowd, multitude
-        from multigemm.testing.kinds import cousin, redrawn
-        from multigemm.testing.strategies import Limits, RandomChooser, draw_layout, factors
+        from multigemm.testing.kinds import redrawn
+        from multigemm.testing.strategies import Limits, RandomChooser
 
         choose, ordinary, case = RandomChooser(number), Limits(work=1 << 16), self.case
         if self.backend != "triton":
-            case = replace(case, alpha=choose.choice(factors(case)))
-            if number % 2:
-                case = cousin(case, choose, ordinary)
-            if number % 4 == 1:
-                case = replace(case, beta=0, c_dtype="", alias=False, bias="", activation=None)
-            elif number % 4 == 2 and case.dtype != "int8":
-                own, activation = dtype_name(case.result_dtype), choose.choice((None, "gelu", "gelu_tanh", "silu"))
-                case = replace(
-                    case, beta=0.5, c_dtype=own, alias=False, bias="n", bias_dtype=own, activation=activation
-                )
+            case = _otherwise(case, number, choose, ordinary)
+        case = self._elsewhere(case, number, choose)
+        if number % 10 == 6 and case.form in ("jagged_m", "jagged_n"):
+            case = replace(case, shared=not case.shared)
+        if number % SPAN == 0 and number // SPAN in MULTITUDES and case.form in ("jagged_m", "jagged_n"):
+            return multitude(replace(case, shared=True) if self.backend != "triton" else case, choose, ordinary)
+        if number % 8 == 3 and (case.jagged or case.form == "masked"):
+            case = crowd(case, self.config, choose)
+        elif number % 5 == 4:
+            return alike(case, redrawn(case, choose, ordinary))
+        else:
+            case = at_edges(case, self.config, choose, Limits(work=WORK), free=number % 3 == 1)
+        if number % 3 == 0 and case.given and case.c_dtype == dtype_name(case.result_dtype):
+            return replace(case, alias=True, c=case.out)  # where a tile that is done twice shows
+        return case
+
+    def _elsewhere(self, case: Any, number: int, choose: Any) -> Any:
+        """The same, lying otherwise."""
+        from multigemm.testing.case import Layout
+        from multigemm.testing.strategies import draw_layout
+
         if number % 8 in (1, 4):  # a result without gaps
             case = replace(case, out=Layout())
         if number % 8 == 5:  # or two columns apart, or in lines of whole pieces, or by columns
@@ -150,18 +178,6 @@ class Run:
         if number % 12 == 8:  # two elements apart, where the compiler takes that for rows
             a, b = (Layout(step=2) if side.order == "row" else side for side in (self.case.a, self.case.b))
             case = replace(case, a=a, b=b, aligned=False)
-        if number % 10 == 6 and case.form in ("jagged_m", "jagged_n"):
-            case = replace(case, shared=not case.shared)
-        if number % SPAN == 0 and number // SPAN in MULTITUDES and case.form in ("jagged_m", "jagged_n"):
-            return multitude(replace(case, shared=True) if self.backend != "triton" else case, choose, ordinary)
-        if number % 8 == 3 and (case.jagged or case.form == "masked"):
-            case = crowd(case, self.config, choose)
-        elif number % 5 == 4:
-            return alike(case, redrawn(case, choose, ordinary))
-        else:
-            case = at_edges(case, self.config, choose, Limits(work=WORK), free=number % 3 == 1)
-        if number % 3 == 0 and case.given and case.c_dtype == dtype_name(case.result_dtype):
-            return replace(case, alias=True, c=case.out)  # where a tile that is done twice shows
         return case
 
     def meet(self, first: int, say: Callable[[str], None]) -> tuple[int, dict[str, str] | None]:
