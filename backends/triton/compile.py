@@ -23,7 +23,14 @@ from multigemm.settings import settings
 
 CACHE = DiskCache("triton")
 DEVICE_CODE = ("epilogue.py", "kernels.py", "packing.py", "schedule_device.py", "zeros.py")
-HOPPER_CODE = ("hopper.py", "hopper_carry.py", "hopper_load.py", "hopper_store.py", "hopper_tiles.py")
+HOPPER_CODE = (
+    "hopper.py",
+    "hopper_carry.py",
+    "hopper_lines.py",
+    "hopper_load.py",
+    "hopper_store.py",
+    "hopper_tiles.py",
+)
 LIST_CODE = ("few.py", "hopper_list.py")
 compilations = 0
 """How many kernels this process compiled (not: loaded from disk). Tests count it."""

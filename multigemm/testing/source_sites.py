@@ -20,8 +20,9 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "kernels.py": ("pointer", "hopper"), "schedule_device.py": ("pointer", "hopper"),
         "epilogue.py": ("pointer", "hopper"),
         "hopper.py": ("hopper",), "hopper_load.py": ("hopper",), "hopper_store.py": ("hopper",),
-        "hopper_tiles.py": ("hopper",), "hopper_carry.py": ("hopper",), "packing.py": ("hopper",),
-        "zeros.py": ("hopper",), "few.py": ("pointer", "hopper"), "hopper_list.py": ("hopper",),
+        "hopper_tiles.py": ("hopper",), "hopper_carry.py": ("hopper",), "hopper_lines.py": ("hopper",),
+        "packing.py": ("hopper",), "zeros.py": ("hopper",),
+        "few.py": ("pointer", "hopper"), "hopper_list.py": ("hopper",),
     },
     "cupy": {},
     "numba": {
