@@ -232,6 +232,16 @@ def test_every_candidate_fits_into_shared_memory() -> None:
     assert not is_valid(Config(blocks_per_sm=4), SPEC)
 
 
+def test_shifted_weights_need_two_stages_beside_those_of_the_rows() -> None:
+    """Many stages of high rows leave weights no room, which once counted as less than no shared memory."""
+    spec = replace(SPEC, b=replace(BF16, align=2))
+    for rows, most in ((256, 4), (192, 6), (128, 9), (64, 18)):
+        fitting = Config("direct", rows=rows, stages=most, cluster=2, step=8)
+        assert fitting.weight_stages >= 2 and is_valid(fitting, spec)
+        for stages in range(most + 1, 40):
+            assert not is_valid(replace(fitting, stages=stages), spec), (rows, stages)
+
+
 @pytest.mark.parametrize(
     ("total", "align", "rows"), [(256, 16, 128), (8192, 16, 256), (32768, 16, 256), (8192, 8, 256), (32768, 8, 192)]
 )

@@ -132,7 +132,8 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
         return config.tile in (32, 64) and not small_reasons(spec)
     if config.kernel == "wave":
         return config in WAVES and capability == (9, 0) and not wave_reasons(spec)
-    known = config.rows in (64, 128, 192, 256) and config.stages >= 2
+    stages = config.weight_stages if config.kernel == "direct" else config.stages
+    known = config.rows in (64, 128, 192, 256) and stages >= 2
     fits = known and config.shared_bytes(plain_kind(spec) > 0) <= SHARED_LIMIT
     shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
     shape = shape and spec.groups <= config.groups_at_most
