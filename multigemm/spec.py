@@ -21,6 +21,8 @@ ACTIVATIONS: tuple[Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu")
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INPUT_DTYPES = (*FLOAT_DTYPES, torch.int8)
+GIANT = 2**31 - 2**16
+"""From here an extent may be more than a kernel counts in 32 bits with a sign, up to the end of its last tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class ProblemSpec:
     up) of the jagged extent T, of the sum of M over a list, or of G*M. `largest` is the bucket of
     the largest M of a group where the host knows it (lists, batched), else 0.
     `compute` is the dtype that products are formed in; it equals both operand dtypes once staged.
+    `longest` is the longest extent of any group, T or the number of groups, itself, where it reaches GIANT, else 0:
+    a bucket says too little to refuse a problem by, and a list's N and K have none.
     """
 
     form: Form
@@ -74,17 +78,12 @@ class ProblemSpec:
     index: torch.dtype | None = None
     device_sizes: bool = False
     zero_unowned: bool = True
+    longest: int = 0
 
     @property
     def jagged(self) -> Literal["m", "n", "k"] | None:
         """The direction that offsets cut, or None."""
         return {"jagged_m": "m", "jagged_n": "n", "jagged_k": "k"}.get(self.form)  # type: ignore[return-value]
-
-    @property
-    def longest(self) -> int:
-        """What no extent of a group exceeds: where only the bucket of an extent is known, that."""
-        known = [extent for extent in (self.m, self.n, self.k) if extent is not None]
-        return max(*known, 0, self.largest, self.total if self.jagged else 0)
 
     @property
     def acc(self) -> torch.dtype:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multigemm.accepted import AcceptedProblem
 from multigemm.classify import bucket, classify, classify_fresh, classify_list
-from multigemm.spec import OperandSpec, ProblemSpec
+from multigemm.spec import GIANT, OperandSpec, ProblemSpec
 
 KEPT = 8192
 _by_geometry: dict[Any, ProblemSpec] = {}
@@ -40,7 +40,8 @@ def specify(problem: AcceptedProblem, groups: int, compute: torch.dtype) -> Prob
         problem.deterministic, index, on_device, problem.out is None,
     )  # fmt: skip
     if problem.extents is None:
-        fields: tuple[Any, ...] = (*_list_part(problem, compute), *rest)
+        part, longest = _list_part(problem, compute)
+        fields: tuple[Any, ...] = (*part, *rest, longest)
         return _intern(ProblemSpec("per_group", groups, *fields))
     a, b, c, out = problem.a, problem.b, problem.c, problem.out
     key = (problem.form, groups, _geometry(a), _geometry(b), _geometry(c), _geometry(out), problem.out_dtype, rest)
@@ -48,7 +49,8 @@ def specify(problem: AcceptedProblem, groups: int, compute: torch.dtype) -> Prob
     if found is None:
         if len(_by_geometry) >= KEPT:
             _by_geometry.clear()
-        fields = (*_packed_part(problem, groups), *rest)
+        part, longest = _packed_part(problem, groups)
+        fields = (*part, *rest, longest)
         spec = ProblemSpec(problem.form, groups, *fields)
         found = _by_geometry[key] = _intern(spec)
     return found
@@ -60,14 +62,21 @@ def _intern(spec: ProblemSpec) -> ProblemSpec:
     return _by_value.setdefault(spec, spec)
 
 
-def _packed_part(problem: AcceptedProblem, groups: int) -> tuple[Any, ...]:
+def _giant(*extents: int) -> int:
+    """The longest, if a kernel may not be able to count it; else 0, so that usual problems share their specs."""
+    longest = max(extents, default=0)
+    return longest if longest >= GIANT else 0
+
+
+def _packed_part(problem: AcceptedProblem, groups: int) -> tuple[tuple[Any, ...], int]:
+    """The spec's fields up to those of the epilogue, and the last one."""
     assert problem.extents is not None
     form, _, m, n, k = problem.extents
     jagged = form[-1] if form.startswith("jagged") else ""
     total = problem.extents.along(jagged) if jagged else groups * m
     a, b = _tensor(problem.a), _tensor(problem.b)
     fresh = problem.out is None
-    return (
+    part = (
         None if jagged == "m" else m,
         None if jagged == "n" else n,
         None if jagged == "k" else k,
@@ -78,6 +87,7 @@ def _packed_part(problem: AcceptedProblem, groups: int) -> tuple[Any, ...]:
         classify_fresh(problem.out_dtype, [problem.out_shape]) if fresh else classify(_tensor(problem.out)),
         None if problem.c is None else classify(_tensor(problem.c)),
     )
+    return part, _giant(groups, m, n, k)
 
 
 def _tensor(x: Any) -> Tensor:
@@ -85,14 +95,15 @@ def _tensor(x: Any) -> Tensor:
     return x
 
 
-def _list_part(problem: AcceptedProblem, compute: torch.dtype) -> tuple[Any, ...]:
+def _list_part(problem: AcceptedProblem, compute: torch.dtype) -> tuple[tuple[Any, ...], int]:
+    """The same of a list."""
     a, b, dtype = problem.each("a"), problem.each("b"), problem.out_dtype
     ms, ns, ks = [x.shape[0] for x in a], [y.shape[1] for y in b], [x.shape[1] for x in a]
     out: OperandSpec = classify_fresh(dtype, problem.out_shape)
     if problem.out is not None:
         out = classify_list(problem.each("out"), dtype)
     common = (v[0] if v and min(v) == max(v) else None for v in (ms, ns, ks))
-    return (
+    part = (
         *common,
         bucket(sum(ms)),
         bucket(max(ms, default=0)),
@@ -101,3 +112,4 @@ def _list_part(problem: AcceptedProblem, compute: torch.dtype) -> tuple[Any, ...
         out,
         None if problem.c is None else classify_list(problem.each("c"), dtype),
     )
+    return part, _giant(*ms, *ns, *ks)

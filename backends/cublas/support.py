@@ -42,7 +42,7 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     if spec.compute is torch.int8:
         reasons += _int8_reasons(spec)
     if spec.longest > EXTENT:
-        reasons.append(f"an extent of up to {spec.longest}: cuBLAS writes no further than {EXTENT}: split the problem")
+        reasons.append(f"an extent of {spec.longest}: cuBLAS writes no further than {EXTENT}: split the problem")
     return reasons
 
 

@@ -14,12 +14,10 @@ import torch
 
 from multigemm.backend import Availability
 from multigemm.settings import settings
-from multigemm.spec import ProblemSpec
+from multigemm.spec import GIANT, ProblemSpec
 
 INSTALL = "pip install 'multigemm[numba]'"
 PACKAGES = {"numba": "numba", "numba_cuda": "numba-cuda", "llvmlite": "llvmlite", "cuda.bindings": "cuda-bindings"}
-EXTENT = (1 << 31) - 4096
-"""Kernels count rows and columns of a group, up to the ends of tiles, in 32 bits with a sign; addresses have 64."""
 MINIMUM = (7, 5)
 BF16_MINIMUM = (8, 0)
 
@@ -94,6 +92,6 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         reasons.append(f"compute capability {capability} is below {MINIMUM}, the oldest that CUDA 13 compiles for")
     elif capability < BF16_MINIMUM and torch.bfloat16 in {x.dtype for x in (spec.a, spec.b, spec.out)}:
         reasons.append(f"bfloat16 needs compute capability {BF16_MINIMUM}, this GPU has {capability}; use float16")
-    if spec.longest >= EXTENT:
-        reasons.append(f"an extent of up to {spec.longest} is not counted in 31 bits: split the problem")
+    if spec.longest:
+        reasons.append(f"an extent of {spec.longest}: kernels count less than {GIANT} in 31 bits: split the problem")
     return reasons

@@ -12,10 +12,12 @@ import torch
 from multigemm.backend import Availability
 from multigemm.backends.triton.compile import triton_version
 from multigemm.settings import settings
-from multigemm.spec import ProblemSpec
+from multigemm.spec import GIANT, ProblemSpec
 
 INSTALL = "pip install 'triton>=3.6'"
 MINIMUM_CAPABILITY = (8, 0)
+ROWS = 2**31
+"""Rows of all groups of a list or batch together."""
 
 
 def _interpreter_reason() -> str:
@@ -65,7 +67,8 @@ def _device_reasons(device: torch.device) -> list[str]:
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against; an empty list means that `plan` will work."""
     reasons = _device_reasons(device)
-    extents = [extent for extent in (spec.m, spec.n, spec.k) if extent is not None]
-    if any(extent >= 2**31 for extent in extents) or spec.total > 2**31:
-        reasons.append(f"an extent of {max([*extents, spec.total])} does not fit 32-bit tile counts; split the problem")
+    if spec.longest:
+        reasons.append(f"an extent of {spec.longest}: kernels count less than {GIANT} in 31 bits: split the problem")
+    elif spec.total > ROWS:
+        reasons.append(f"up to {spec.total} rows in all groups: tiles are counted up to {ROWS} rows: split the problem")
     return reasons

@@ -33,7 +33,7 @@ def kind_of(spec: ProblemSpec) -> ProblemSpec:
     """The spec without its sizes; only whether an extent is zero remains."""
     m, n, k = (None if extent is None else min(extent, 1) for extent in (spec.m, spec.n, spec.k))
     groups, total, largest = (min(count, 1) for count in (spec.groups, spec.total, spec.largest))
-    return replace(spec, groups=groups, m=m, n=n, k=k, total=total, largest=largest)
+    return replace(spec, groups=groups, m=m, n=n, k=k, total=total, largest=largest, longest=0)
 
 
 def _larger(spec: ProblemSpec) -> list[ProblemSpec]:
