@@ -36,6 +36,7 @@ from multigemm.backends.cupy import (
 )
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
+from multigemm.backends.cupy.launch import _why
 from multigemm.errors import InvalidSetting
 from multigemm.layouts import Operands
 from multigemm.spec import GIANT, OperandSpec, ProblemSpec
@@ -369,10 +370,11 @@ def test_every_width_is_one_wgmma_instruction() -> None:
 
 
 class FakeDriver:
-    """Answers every driver call with success and counts the calls."""
+    """Answers every driver call with success, counts the calls and remembers which kernels were launched."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.launched: list[int] = []
         self.capturing = False
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -380,6 +382,8 @@ class FakeDriver:
             self.calls.append(name)
             if name == "cuOccupancyMaxActiveClusters":
                 args[0]._obj.value = 66
+            if name == "cuLaunchKernelEx":
+                self.launched.append(args[1].value)
             return 0
 
         return call
@@ -482,7 +486,7 @@ def test_a_counter_that_a_graph_may_still_use_never_comes_back(room: str, fake: 
     def bound() -> Callable[[], object]:
         if room == "hopper":
             return hopper.bind(operands("batched"), configs.WIDE, 1)
-        return direct.bind(operands("odd weights"), configs.DIRECT, (1, 2), 132)
+        return direct.bind(operands("odd weights"), configs.DIRECT, (1, 2, 0), 132)
 
     eager, captured = bound(), bound()
     eager()
@@ -524,7 +528,7 @@ def test_copies_are_laid_out_one_after_the_other(fake: FakeDriver) -> None:
 def test_the_direct_kernel_copies_rows_at_most(form: str, config: Config, fake: FakeDriver) -> None:
     ops = operands(form)
     assert is_valid(config, ops.spec), specs.direct_reasons(ops.spec)
-    launch = direct.bind(ops, config, (1, 2), 132)
+    launch = direct.bind(ops, config, (1, 2, 0), 132)
     fake.calls.clear()
     launch()
     assert fake.calls == ["cuLaunchKernelEx"] * (1 if form == "odd weights" else 2)
@@ -534,10 +538,37 @@ def test_weights_that_are_no_whole_number_of_lines_apart_are_copied(fake: FakeDr
     x, memory = torch.zeros(3, 16, 64, dtype=torch.bfloat16), torch.zeros(8000, dtype=torch.bfloat16)
     for group, copies in ((64 * 33, 0), (66 * 33, 0), (64 * 33 + 1, 1)):
         problem = mg.GroupedGemmProblem(x, memory.as_strided((3, 64, 33), (group, 33, 1)))
-        launch = direct.bind(stage(problem, staged_spec(problem), allocate(problem)).ops, configs.DIRECT, (1, 2), 132)
+        launch = direct.bind(
+            stage(problem, staged_spec(problem), allocate(problem)).ops, configs.DIRECT, (1, 2, 0), 132
+        )
         fake.calls.clear()
         launch()
         assert fake.calls == ["cuLaunchKernelEx"] * (1 + copies)
+
+
+def test_wide_weights_that_are_no_whole_number_of_lines_apart_are_read_where_they_lie(fake: FakeDriver) -> None:
+    """A copy of 2^31 elements is more memory than a product may take without being asked."""
+    x, memory = torch.zeros(3, 16, 64, dtype=torch.bfloat16), torch.zeros(16000, dtype=torch.bfloat16)
+    for group, function in ((64 * 65, 2), (64 * 65 + 1, 3)):
+        problem = mg.GroupedGemmProblem(x, memory.as_strided((3, 64, 65), (group, 65, 1)))
+        ops = stage(problem, staged_spec(problem), allocate(problem)).ops
+        ops = replace(ops, spec=replace(ops.spec, b=replace(ops.spec.b, wide=True)))
+        assert is_valid(configs.DIRECT, ops.spec)
+        direct.bind(ops, configs.DIRECT, (1, 2, 3), 132)()
+        assert fake.launched == [function]
+        assert "portable" in _why(ops.spec, configs.DIRECT)
+
+
+def test_only_wide_weights_may_need_the_portable_kernel_beside_the_one_that_shifts(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "load", lambda source, index: (1, None))
+    monkeypatch.setattr(direct, "ready", lambda index, words: None)
+    monkeypatch.setattr(portable, "prepare", lambda spec, config, index: 3)
+    spec = replace(SPEC, b=replace(BF16, align=2))
+    assert direct.prepare(spec, configs.DIRECT, 0) == (1, 1, 0)
+    assert direct.prepare(replace(spec, b=replace(spec.b, wide=True)), configs.DIRECT, 0) == (1, 1, 3)
+    assert "portable" not in _why(spec, configs.DIRECT)
 
 
 @pytest.mark.parametrize(("offset", "pitch"), [(0, 14), (3, 22), (5, 32), (7, 2 * 1023)])

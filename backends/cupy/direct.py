@@ -2,7 +2,7 @@
 
 The weights come by eight tensor maps (`tensor_maps.eighths`). Rows that TMA cannot read are copied first: they are the
 smaller operand, and every block of a cluster would have to shift them anew. So are stacks of weights that do not lie a
-whole number of lines apart.
+whole number of lines apart; of 2^31 elements or more the portable kernel reads them, since no copy is as large.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy import hopper, packing, tensor_maps
+from multigemm.backends.cupy import hopper, packing, portable, tensor_maps
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, Config
+from multigemm.backends.cupy.config import COLUMNS, PORTABLE, Config
 from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
 from multigemm.backends.cupy.hopper import Roles
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
-from multigemm.backends.cupy.specs import direct_spec, plain_kind
+from multigemm.backends.cupy.specs import direct_spec, plain_kind, weights_of
 from multigemm.backends.cupy.tensor_maps import BLANK, SIZE, Lines, Side
 from multigemm.counters import Words, ready
 from multigemm.layouts import Operands, Packed, strides_of, to_device
@@ -41,12 +41,13 @@ def source(spec: ProblemSpec, config: Config) -> Source:
     return Source("direct.cu", "direct", (*hopper.defines(direct_spec(spec), config), *more))
 
 
-def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, int]:
-    """The copying kernel and the product."""
+def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, int, int]:
+    """The copying kernel, the product, and for weights that are too large to copy the portable one."""
     function, _ = load(source(spec, config), index)
     allow_shared(function, config.shared_bytes(plain_kind(spec) > 0))
     ready(index, hopper.COUNTERS)
-    return load(packing.SOURCE, index)[0], function
+    other = portable.prepare(spec, PORTABLE, index) if weights_of(spec).wide else 0
+    return load(packing.SOURCE, index)[0], function, other
 
 
 @lru_cache(maxsize=1024)
@@ -110,11 +111,13 @@ def _listed_weights(ops: Operands, role: Roles) -> Tensor:
     return to_device(np.frombuffer(text, dtype=np.int64).reshape(-1, 8 * SIZE // 8), ops.device)
 
 
-def bind(ops: Operands, config: Config, functions: tuple[int, int], sms: int) -> Launch:
-    """Copies of what neither TMA nor eight maps can read, then the product."""
+def bind(ops: Operands, config: Config, functions: tuple[int, int, int], sms: int) -> Launch:
+    """Copies of what neither TMA nor eight maps can read, then the product; or the portable kernel."""
     spec = direct_spec(ops.spec)
     w = _weights(view_of(ops), hopper.roles(spec))
     also = w.operand if w.group % w.step else ""
+    if also and weights_of(ops.spec).wide:
+        return portable.bind(ops, PORTABLE, functions[2], sms)
     copied, copy = packing.with_copies(ops, spec, functions[0], sms, also)
     which = int(spec != ops.spec) + 2 * bool(also) if copy else 0
     return packing.after(copy, _bind(copied, config, functions[1], which))

@@ -74,6 +74,8 @@ def _prepare(spec: ProblemSpec, config: Config, *, index: int) -> Any:
 def _why(spec: ProblemSpec, config: Config) -> str:
     """What the kernel is good for, and why not the fastest one."""
     obstacle = "; ".join(specs.hopper_reasons(spec)) or "chosen by config"
+    if config.kernel == "direct" and specs.weights_of(spec).wide:
+        obstacle += "; by the portable kernel where groups of 2^31 elements lie no whole number of lines apart"
     return {
         "hopper": "TMA and wgmma",
         "packed": f"operands are copied first: {obstacle}",

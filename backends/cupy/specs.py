@@ -13,7 +13,8 @@ MAX_GROUPS = 960
 MAX_ROWS = 1 << 30
 """Rows of a result that the copy engine can tell apart."""
 LIST, CUBE_ROWS = 16, 8192
-"""Groups of a list that the small kernel takes as an argument; rows from which tiles this small only lose."""
+"""Groups that the small kernel (of a list) and the wave kernel take as an argument; rows from which tiles as small as
+the small kernel's only lose."""
 
 
 def is_swapped(spec: ProblemSpec) -> bool:
@@ -116,6 +117,11 @@ def packed_reasons(spec: ProblemSpec) -> list[str]:
     return reasons
 
 
+def weights_of(spec: ProblemSpec) -> OperandSpec:
+    """The operand whose lines give a result's columns, or its rows where the problem is swapped."""
+    return spec.a if is_swapped(spec) else spec.b
+
+
 def direct_spec(spec: ProblemSpec) -> ProblemSpec:
     """The spec after the rows have been copied, where TMA cannot read them; the weights stay."""
     rows = "b" if is_swapped(spec) else "a"
@@ -124,10 +130,9 @@ def direct_spec(spec: ProblemSpec) -> ProblemSpec:
 
 def direct_reasons(spec: ProblemSpec) -> list[str]:
     """Why the kernel that shifts its weights cannot, or need not, run a spec."""
-    weights = "a" if is_swapped(spec) else "b"
-    given, copied = getattr(spec, weights), direct_spec(spec)
+    given, copied = weights_of(spec), direct_spec(spec)
     readable = replace(given, align=16)
-    reasons = hopper_reasons(replace(copied, **{weights: readable}))
+    reasons = hopper_reasons(replace(copied, a=readable) if is_swapped(spec) else replace(copied, b=readable))
     if given == readable:
         reasons.append("nothing needs shifting")
     if spec.form == "jagged_k":
