@@ -548,7 +548,7 @@ def test_weights_that_are_no_whole_number_of_lines_apart_are_copied(fake: FakeDr
 
 def test_wide_weights_that_are_no_whole_number_of_lines_apart_are_read_where_they_lie(fake: FakeDriver) -> None:
     """A copy of 2^31 elements is more memory than a product may take without being asked."""
-    x, memory = torch.zeros(3, 16, 64, dtype=torch.bfloat16), torch.zeros(16000, dtype=torch.bfloat16)
+    x, memory = torch.zeros(3, 64, 64, dtype=torch.bfloat16), torch.zeros(16000, dtype=torch.bfloat16)
     for group, function in ((64 * 65, 2), (64 * 65 + 1, 3)):
         problem = mg.GroupedGemmProblem(x, memory.as_strided((3, 64, 65), (group, 65, 1)))
         ops = stage(problem, staged_spec(problem), allocate(problem)).ops
