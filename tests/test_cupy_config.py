@@ -555,7 +555,7 @@ def test_wide_weights_that_are_no_whole_number_of_lines_apart_are_read_where_the
         ops = replace(ops, spec=replace(ops.spec, b=replace(ops.spec.b, wide=True)))
         assert is_valid(configs.DIRECT, ops.spec)
         direct.bind(ops, configs.DIRECT, (1, 2, 3), 132)()
-        assert fake.launched == [function]
+        assert fake.launched.pop() == function and not fake.launched
         assert "portable" in _why(ops.spec, configs.DIRECT)
 
 
