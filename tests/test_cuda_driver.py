@@ -1,4 +1,4 @@
-"""Launches of one plan from several threads: each goes to its own stream."""
+"""Launches of one plan from several threads: each goes to its own stream, and new threads get a context."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from multigemm import cuda_driver
 from multigemm.backends.cupy import driver as cupy_driver
 from multigemm.backends.numba import driver as numba_driver
-from multigemm.cuda_driver import LaunchAttribute, LaunchConfig, Records
+from multigemm.backends.triton import driver as triton_driver
+from multigemm.cuda_driver import NO_CONTEXT, LaunchAttribute, LaunchConfig, Records
+from multigemm.errors import LibraryError
 
 Launch = Callable[[], None]
 
@@ -36,9 +39,21 @@ class Machine:
 
     def __init__(self) -> None:
         self.stream, self.launched, self.meanwhile = 7, list[int](), list[Launch]()
+        self.answers = list[int]()
 
     def cuLaunchKernelEx(self, record: Any, *rest: Any) -> int:
+        if self.answers and (code := self.answers.pop()):
+            return code
         self.launched.append(record._obj.stream)
+        return 0
+
+    def cuLaunchKernel(self, handle: Any, *rest: Any) -> int:
+        code = self.answers.pop() if self.answers else 0
+        if not code:
+            self.launched.append(rest[7])
+        return code
+
+    def cuGetErrorName(self, code: int, text: Any) -> int:
         return 0
 
     def device(self) -> int:
@@ -65,12 +80,41 @@ def _of_numba(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
     return numba_driver._bound_launch(function, LaunchConfig(), None, None)
 
 
-@pytest.mark.parametrize("make", [_of_cupy, _of_numba], ids=["cupy", "numba"])
-def test_a_thread_between_two_steps_of_a_launch_does_not_move_it(
-    make: Callable[[Machine, pytest.MonkeyPatch], Launch], monkeypatch: pytest.MonkeyPatch
+def _of_triton(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setattr(triton_driver, "launch_kernel", lambda: machine.cuLaunchKernel)
+    monkeypatch.setattr(triton_driver, "function", lambda code, index: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: machine.stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", machine.device)
+    code: Any = SimpleNamespace(threads=32, shared=0, name="name")
+    return triton_driver._bound(code, 0, 1, triton_driver.Arguments([], ()))
+
+
+MAKERS = {"cupy": _of_cupy, "numba": _of_numba, "triton": _of_triton}
+
+
+@pytest.mark.parametrize("backend", MAKERS)
+@pytest.mark.parametrize("codes", [[], [NO_CONTEXT], [NO_CONTEXT, NO_CONTEXT], [700]], ids=str)
+def test_a_thread_without_a_context_gets_one_and_no_other_error_is_tried_again(
+    backend: str, codes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    machine, contexts = Machine(), list[int]()
+    launch = MAKERS[backend](machine, monkeypatch)
+    monkeypatch.setattr(cuda_driver, "library", lambda: machine)
+    for module in (cupy_driver, numba_driver, triton_driver):
+        monkeypatch.setattr(module, "use_context", contexts.append)
+    machine.answers = list(codes)
+    if codes in ([], [NO_CONTEXT]):
+        launch()
+    else:
+        with pytest.raises(LibraryError, match=rf"cuLaunchKernel.* returned {codes[-1]}"):
+            launch()
+    assert (contexts, machine.launched) == ([0] * (NO_CONTEXT in codes), [7] * (codes in ([], [NO_CONTEXT])))
+
+
+@pytest.mark.parametrize("backend", ["cupy", "numba"])
+def test_a_thread_between_two_steps_of_a_launch_does_not_move_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
-    launch = make(machine, monkeypatch)
+    launch = MAKERS[backend](machine, monkeypatch)
     machine.meanwhile.append(launch)
     launch()
     assert machine.launched == [9, 7]

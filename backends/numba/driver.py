@@ -18,12 +18,14 @@ from multigemm.backends.numba.build import Image
 from multigemm.cuda_driver import (
     CLUSTER_DIMENSION,
     MAX_DYNAMIC_SHARED,
+    NO_CONTEXT,
     PROGRAMMATIC,
     LaunchAttribute,
     LaunchConfig,
     Records,
     check,
     library,
+    use_context,
 )
 
 BUFFER_POINTER, BUFFER_SIZE, BUFFER_END = 1, 2, 0
@@ -86,6 +88,9 @@ def _bound_launch(function: Function, config: LaunchConfig, extra: Any, alive: A
         else:
             with torch.cuda.device(device):
                 code = call(record, handle, None, extra)
+        if code == NO_CONTEXT:  # a thread that never touched CUDA
+            use_context(where)
+            code = call(record, handle, None, extra)
         if code:
             check(code, "cuLaunchKernelEx")
 

@@ -15,40 +15,22 @@ from typing import Any
 import torch
 
 from multigemm.backends.triton.compile import Cubin
-from multigemm.errors import LibraryError
+from multigemm.cuda_driver import MAX_DYNAMIC_SHARED, NO_CONTEXT, check, library, use_context
 
-SHARED_LIMIT_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-INVALID_CONTEXT = 201
 _loading = threading.Lock()
 
 
 @lru_cache(maxsize=1)
-def library() -> ctypes.CDLL:
-    """The driver, typed where it is called often."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    cuda.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
-    return cuda
-
-
-def check(code: int, call: str) -> None:
-    """Raises LibraryError with the driver's own name for the code."""
-    if code:
-        text = ctypes.c_char_p()
-        library().cuGetErrorName(code, ctypes.byref(text))
-        raise LibraryError(f"{call} failed: {(text.value or b'unknown').decode()} ({code})")
+def launch_kernel() -> Any:
+    """The driver's cuLaunchKernel, typed since it is called often."""
+    call = library().cuLaunchKernel
+    call.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    return call
 
 
 def index_of(device: torch.device) -> int:
     """The device's number; the current one where a device has none."""
     return device.index if device.index is not None else torch.cuda.current_device()
-
-
-def use_context(index: int) -> None:
-    """Makes the device's primary context current on this thread (torch made it, maybe on another)."""
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    check(library().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
-    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
-    check(library().cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
 
 _functions: dict[tuple[int, int], tuple[Cubin, int]] = {}
@@ -71,7 +53,7 @@ def _load(code: Cubin, index: int) -> int:
     check(cuda.cuModuleLoadData(ctypes.byref(module), code.code), "cuModuleLoadData")
     check(cuda.cuModuleGetFunction(ctypes.byref(handle), module, code.name.encode()), "cuModuleGetFunction")
     if code.shared > 48 * 1024:
-        check(cuda.cuFuncSetAttribute(handle, SHARED_LIMIT_ATTRIBUTE, code.shared), "cuFuncSetAttribute")
+        check(cuda.cuFuncSetAttribute(handle, MAX_DYNAMIC_SHARED, code.shared), "cuFuncSetAttribute")
     return int(handle.value or 0)
 
 
@@ -126,7 +108,7 @@ def _told(captured: Callable[[], object], run: Callable[[], None]) -> None:
 
 
 def _bound(code: Cubin, index: int, grid: int, arguments: Arguments) -> Callable[[], None]:
-    call, handle, pointers = library().cuLaunchKernel, ctypes.c_void_p(function(code, index)), arguments.pointers
+    call, handle, pointers = launch_kernel(), ctypes.c_void_p(function(code, index)), arguments.pointers
     blocks, threads, shared = ctypes.c_uint(grid), ctypes.c_uint(code.threads), ctypes.c_uint(code.shared)
     one = ctypes.c_uint(1)
     stream_of: Any = torch._C._cuda_getCurrentRawStream
@@ -142,7 +124,7 @@ def _bound(code: Cubin, index: int, grid: int, arguments: Arguments) -> Callable
         else:
             with torch.cuda.device(index):
                 result = start()
-        if result == INVALID_CONTEXT:
+        if result == NO_CONTEXT:
             use_context(index)
             result = start()
         if result:

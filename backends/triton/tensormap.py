@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-from multigemm.backends.triton.driver import align_up, check, library
+from multigemm.backends.triton.driver import align_up
+from multigemm.cuda_driver import check, library
 
 BILLION = 1 << 30
 FAR = 0x7FFF0000
