@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from multigemm.backends.triton.driver import Arguments
 from multigemm.backends.triton.hopper_list_launch import list_groups, list_sources, multiples, slots_of, values_of
 from multigemm.backends.triton.launch import few_values
 from multigemm.backends.triton.pointer_sources import SLOTS, few_slots
-from multigemm.backends.triton.pointer_tiles import few_groups
+from multigemm.backends.triton.pointer_tiles import MOST_LISTED, few_groups
 from multigemm.layouts import Operands
 from multigemm.schedule import place
 from multigemm.settings import settings
@@ -54,7 +55,7 @@ def staged(given: mg.GroupedGemmProblem) -> Operands:
     return stage(given, given.spec, out).ops
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 100])
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 100, 4096])
 def test_places_without_divisions(width: int) -> None:
     """quotient(x, d) is (2 * x * inverse) >> 32 there."""
     config = Config(block_m=16, block_n=16, block_k=16, width=width, programs=0)
@@ -69,6 +70,15 @@ def test_places_without_divisions(width: int) -> None:
                 inside, height = tile - band * width * across, min(width, down - band * width)
                 column = 2 * inside * (by_low if height < width else -(-(2**31) // width)) >> 32
                 assert (band * width + inside - column * height, column) == place(tile, down, across, width)
+
+
+def test_quotients_are_exact_whatever_is_divided_by() -> None:
+    """Up to 2^15, which is more than there are tiles: then divisors of a band's tiles may be as large as they like."""
+    assert MOST_LISTED <= 2**15
+    x = np.arange(2**15, dtype=np.int64)
+    near = [2**n + i for n in range(1, 32) for i in (-1, 0, 1)]
+    for d in (*range(1, 300), *(d for d in near if 300 <= d <= 2**31)):
+        assert ((2 * x * -(-(2**31) // d) >> 32) == x // d).all(), d
 
 
 def test_groups_with_a_long_k_come_first_and_empty_ones_not_at_all() -> None:

@@ -15,7 +15,8 @@ from multigemm.backends.triton.kernels import corner, offsets
 
 @triton.jit
 def quotient(x, inverse):
-    """x // d for inverse = 2^31 / d, rounded up: exact while x * d stays below 2^31."""
+    """x // d for inverse = 2^31 / d, rounded up: exact for x below 2^15 and any d up to 2^31, for what rounding adds,
+    less than x / 2^31, is less than 1 / d up to d = 2^16, and any larger d is more than 2 * x."""
     return tl.umulhi(2 * x.to(tl.uint32), inverse.to(tl.uint32)).to(tl.int32)
 
 

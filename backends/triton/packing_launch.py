@@ -38,15 +38,14 @@ def line_of(columns: int, size: int) -> int:
     return -(-columns // whole) * whole
 
 
-def _pack_one(source: Strided, groups: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device,
-              code: Cubin) -> tuple[Tensor, Callable[[], None]]:  # fmt: skip
+def _pack_one(source: Strided, target: Tensor, columns: int, code: Cubin) -> Callable[[], None]:
+    """The copy of [groups, rows, columns] into the first columns of `target`."""
     from multigemm.backends.triton.driver import index_of, launcher
 
-    line = line_of(columns, dtype.itemsize)
-    target = torch.empty((groups, rows, line), dtype=dtype, device=device)
+    groups, rows, line = target.shape
     values = [source.ptr, target.data_ptr(), rows, columns, source.group, source.row, source.col, rows * line, line]
     blocks = groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS)
-    return target, launcher(code, index_of(device), max(1, blocks), values, (target,))
+    return launcher(code, index_of(target.device), max(1, blocks), values, (target,))
 
 
 def packed_operands(
@@ -66,11 +65,11 @@ def packed_operands(
         if turned:
             rows, columns, x = columns, rows, Strided(x.ptr, x.group, x.col, x.row)
         dtype = getattr(ops.spec, name).dtype
-        target, copy = _pack_one(x, groups, rows, columns, dtype, ops.device, kernels[f"pack {name}"])
-        line = target.stride(1)
+        line = line_of(columns, dtype.itemsize)
+        target = torch.empty((groups, rows, line), dtype=dtype, device=ops.device)
         row, col = (1, line) if turned else (line, 1)
         moved = Strided(target.data_ptr(), rows * line if groups > 1 else 0, row, col)
         shape = replace(shape, a=moved) if name == "a" else replace(shape, b=moved)
         if x.ptr:  # else it has no elements: weights of no group count as one, which a copy would read at address 0
-            copies.append(copy)
+            copies.append(_pack_one(x, target, columns, kernels[f"pack {name}"]))
     return shape, copies
