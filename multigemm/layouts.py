@@ -170,7 +170,8 @@ def to_device(array: npt.NDArray[np.int64] | npt.NDArray[np.int32], device: torc
     source could make the driver wait for the stream.
     """
     if device.type != "cuda":
-        return torch.from_numpy(array).to(device)
+        own = array if array.flags.writeable else array.copy()  # torch would hand out memory that must not be written
+        return torch.from_numpy(own).to(device)
     if capturing(device):
         raise NotCapturable(
             "host data cannot be copied while a graph is captured: make the plan before, or pass device sizes"

@@ -724,6 +724,24 @@ def test_tiles_beyond_the_argument_lie_in_device_memory_and_none_is_left_out(fak
     assert set(np.frombuffer(argument[maps : maps + 160], wave.PLACE)["blocks"]) == {0}, "nothing is read"
 
 
+def test_a_height_is_chosen_without_laying_any_tile_out() -> None:
+    """Of 65,536 x 65,536 there are up to half a million tiles, 8 MB for each height; few tables are kept at all."""
+    wave.places.cache_clear()
+    wave.height_for.cache_clear()
+    assert wave.height_for(((1 << 16, 4096, 1 << 16), (64, 64, 64)), 132) in configs.WAVES[1:]
+    assert wave.places.cache_info().currsize == 0
+    for rows in range(1, 200):
+        wave.places(((rows, 64, 128),), 64)
+    assert wave.places.cache_info().currsize <= 32
+
+
+def test_a_kept_table_of_tiles_cannot_be_written() -> None:
+    tiles = wave.places(((100, 64, 128),), 64)
+    assert tiles is wave.places(((100, 64, 128),), 64)
+    with pytest.raises(ValueError, match="read-only"):
+        tiles["group"] = 1
+
+
 @pytest.mark.parametrize("config", configs.WAVES[1:], ids=lambda c: str(c.rows))
 @pytest.mark.parametrize("order", ["row", "col"])
 def test_odd_results_of_a_wave_are_read_within_the_staging(order: Any, config: Config) -> None:

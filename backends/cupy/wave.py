@@ -115,7 +115,8 @@ def height_for(shapes: tuple[tuple[int, int, int], ...], sms: int) -> Config:
 
 def _cycles(shapes: tuple[tuple[int, int, int], ...], config: Config, sms: int) -> float:
     """Tiles are dealt there and back; nor can all blocks together take more than the cache delivers."""
-    blocks = places(shapes, config.rows)["blocks"].astype(np.int64)
+    tiles = [-(-m // config.rows) * -(-n // COLUMNS) for m, _, n in shapes]
+    blocks = np.repeat(np.array([-(-k // BLOCK_K) for _, k, _ in shapes], np.int64), tiles)
     rounds = -(-len(blocks) // sms)
     each = max(LINE * config.rows, PORT * (COLUMNS + config.rows), LATENCY / config.stages)
     turns = np.zeros((rounds, sms))
@@ -125,16 +126,18 @@ def _cycles(shapes: tuple[tuple[int, int, int], ...], config: Config, sms: int) 
     return START + max(float(turns.sum(0).max()), ROW * config.rows + traffic / RATE)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=32)
 def places(shapes: tuple[tuple[int, int, int], ...], rows: int) -> np.ndarray[Any, Any]:
-    """All tiles of groups of (m, k, n), in the order in which they are dealt."""
+    """All tiles of groups of (m, k, n), in the order in which they are dealt: read only, for all who ask."""
     tiles = []
     for group, (m, k, n) in enumerate(shapes):
         down, across = np.indices((-(-m // rows), -(-n // COLUMNS)), np.int32).reshape(2, -1)
         one = np.empty(down.size, PLACE)
         one["group"], one["blocks"], one["down"], one["across"] = group, -(-k // BLOCK_K), down, across
         tiles.append(one)
-    return np.concatenate([np.empty(0, PLACE), *tiles])
+    found = np.concatenate([np.empty(0, PLACE), *tiles])
+    found.flags.writeable = False
+    return found
 
 
 def _matrix(x: Tensor) -> Matrix:
