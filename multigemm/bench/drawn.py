@@ -16,7 +16,7 @@ from multigemm.bench.workloads import DTYPES, Workload
 UNTUNED = "random"
 UNEVEN_AND_EVEN = ("balanced", "zipf", "empty", "multinomial", "uniform")
 OF_EVERY_KIND, OF_USUAL, SPREAD = 800, 1600, 2800
-"""Up to the first, shapes of every kind; up to the next, packed rows of 16-bit floats; then every form of these."""
+"""Up to the first, shapes of every kind; up to the next, packed rows of 16-bit floats; then every form and dtype again."""
 SEED = 20
 GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
 OTHERS = (
@@ -30,7 +30,7 @@ OTHERS = (
 KINDS = " ".join("m mt k m list mt batched m masked mt m {} mt odd m n mt {}".format(*pair) for pair in OTHERS).split()
 """What `spread` deals out in turn: packed rows (t: with transposed weights), the other forms, the other dtypes."""
 USUAL = ("m", "mt")
-FORMS = "k list masked mt batched m n k list masked fp16 mt m".split()  # noqa: SIM905
+FORMS = "k list masked mt batched m n k list masked fp16 mt m fp32 tf32 fp64 int8".split()  # noqa: SIM905
 ANY_KIND = "m mt k m list mt m batched mt m fp16 mt masked m k mt list m mt n".split()  # noqa: SIM905
 LONG = {"fp32": 1e10, "fp64": 1e10, "int8": 1e10, "tf32": 3e10, "n": 2e10, "odd": 5e10}
 """Products at most, where they are fewer than usual: a tenth of a millisecond or so."""
