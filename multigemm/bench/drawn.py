@@ -16,7 +16,7 @@ from multigemm.bench.workloads import DTYPES, Workload
 UNTUNED = "random"
 UNEVEN_AND_EVEN = ("balanced", "zipf", "empty", "multinomial", "uniform")
 OF_EVERY_KIND, OF_USUAL, SPREAD = 800, 1600, 2800
-"""Up to the first, shapes of every kind; up to the next, packed rows of 16-bit floats; then every form and dtype again."""
+"""Up to the first, shapes of every kind; up to the next, packed rows of 16-bit floats; then every kind again."""
 SEED = 20
 GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
 OTHERS = (
