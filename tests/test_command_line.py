@@ -13,6 +13,8 @@ from multigemm.__main__ import COMMANDS, main
 from multigemm.measured import SCHEMA, Measured
 from multigemm.settings import settings
 
+HERE = str(Path(__file__).parent)
+
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
@@ -92,6 +94,16 @@ def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
         (["cache", "clear", "tuning"], "takes no file, but 'tuning' was given; to clear a part, --what tuning"),
         (["cache", "show", "x.json"], "takes no file"),
         (["cache", "show", "--what", "cpu"], "--what goes with clear"),
+        (["fuzz", "--device", "nowhere"], "--device 'nowhere' is not a device: use cpu or cuda"),
+        (["fuzz", "--device", "cuda:99", "--backends", "cpu"], "--device cuda:99, but there are"),
+        (["fuzz", "--emulate", "--device", "cuda"], "--device cuda beside --emulate"),
+        (["fuzz", "--replay", "no-such-file.json"], "no-such-file.json is no stored problem"),
+        (["fuzz", "--replay", HERE], f"{HERE} holds no stored problem"),
+        (["fuzz", "--json", HERE, "--examples", "1"], "is a folder: name a file"),
+        (["fuzz", "--json", f"{__file__}/x.json", "--examples", "1"], f"--json {__file__}/x.json: "),
+        (["fuzz", "--corpus", __file__, "--examples", "1"], f"--corpus {__file__}: "),
+        (["fuzz", "--forms", "ragged"], "unknown form 'ragged': use per_group"),
+        (["fuzz", "--backends", "cpuu"], "unknown backend 'cpuu'"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(words: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +114,13 @@ def test_errors_are_one_line_and_exit_code_2(words: list[str], match: str, capsy
     assert len(text.splitlines()) == 1
 
 
-@pytest.mark.parametrize("words", [["explain", "--form", "nope"], ["info", "--jsonn"], ["--nope"], ["explain", "x"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["explain", "--form", "nope"], ["info", "--jsonn"], ["--nope"], ["explain", "x"], ["fuzz", "--examples", "0"],
+        ["fuzz", "--seconds", "nan"],
+    ],
+)  # fmt: skip
 def test_words_that_no_option_takes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main(words)

@@ -61,7 +61,7 @@ def _what(parser: argparse.ArgumentParser) -> None:
 def _how_far(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--seconds", type=at_least(0, float), default=0.0, help="stop after so long")
-    add("--examples", type=at_least(0), default=0, help="stop after so many problems (default 1000 without --seconds)")
+    add("--examples", type=at_least(1), default=0, help="stop after so many problems (default 1000 without --seconds)")
     add("--jobs", type=at_least(1), default=1, help="worker processes")
 
 
@@ -93,7 +93,10 @@ def _emulate() -> None:
 def _device(asked: str, emulate: bool) -> str:
     import torch
 
+    from multigemm.fleet import default_device
+
     if asked:
+        default_device(asked)  # raises where there is no such device: every problem would fail there
         return asked
     return "cuda" if torch.cuda.is_available() and not emulate else "cpu"
 
@@ -114,6 +117,8 @@ def _backends(asked: str, device: str) -> tuple[str, ...]:
         fits = name != "cpu" if device.startswith("cuda") else name == "cpu" or state.emulated
         if state.ok and name != "null" and (fits or name not in registry.BUILTIN):
             found.append(name)
+    if not found:
+        raise InvalidSetting(f"no backend can run on {device}: see `multigemm info`, or pass --emulate")
     return tuple(found)
 
 
@@ -122,6 +127,8 @@ def options_of(args: argparse.Namespace) -> Options:
     from multigemm.testing.strategies import DTYPES
 
     named = _split(args.backends, (), "backend")
+    if args.emulate and args.device not in ("", "cpu"):
+        raise InvalidSetting(f"--device {args.device} beside --emulate, which runs CPU tensors: leave one of them out")
     if args.emulate or (args.device == "cpu" and any(name in EMULATORS for name in named)):
         _emulate()
         args.emulate = True
@@ -172,13 +179,33 @@ def _write_json(summary: Summary, target: str) -> None:
     part.replace(path)
 
 
+def _make_room(args: argparse.Namespace) -> None:
+    """Folders for what will be written: a campaign's results would be lost if that failed behind it."""
+    for option, name, folder in (("--corpus", args.corpus, args.corpus), ("--json", args.json, Path(args.json).parent)):
+        try:
+            if name:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidSetting(f"{option} {name}: the folder cannot be made: {error}") from error
+    if args.json and Path(args.json).is_dir():
+        raise InvalidSetting(f"--json {args.json} is a folder: name a file")
+
+
+def _stored(name: str) -> list[Path]:
+    """A file, or all stored problems of a folder."""
+    if not Path(name).is_dir():
+        return [Path(name)]
+    if found := sorted(Path(name).glob("*.json")):
+        return found
+    raise InvalidSetting(f"{name} holds no stored problem: name a file that --corpus wrote, or a folder of them")
+
+
 def replay(files: list[str], args: argparse.Namespace) -> int:
     """Stored problems on every chosen backend; 1 if any fails."""
     from multigemm.testing import check_case, corpus
 
     options, bad = options_of(args), 0
-    paths = [p for f in files for p in (sorted(Path(f).glob("*.json")) if Path(f).is_dir() else [Path(f)])]
-    for path in paths:
+    for path in [path for name in files for path in _stored(name)]:
         entry = corpus.load(path)
         for name in options.backends:
             outcome = check_case(entry.case, name, options.device, entry.config if name == entry.backend else 0)
@@ -198,8 +225,7 @@ def main(args: argparse.Namespace) -> int:
     from multigemm.fuzz import fleet, report
 
     place, options = places.here(), options_of(args)
-    if not options.backends:
-        raise InvalidSetting(f"no backend can run on {options.device}: see `multigemm info`, or pass --emulate")
+    _make_room(args)
     mine = fleet.of_rank(options, place)
     rank = f", rank {place.rank} of {place.ranks}" if place.ranks > 1 else ""
     print(
