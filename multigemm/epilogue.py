@@ -75,12 +75,12 @@ def scalar(x: Any, name: str, compute: torch.dtype) -> float:
 
 
 def one_of(x: Any, name: str, allowed: Sequence[str], optional: bool = False) -> Any:
-    """A word out of a list, with the nearest one in the error."""
+    """A word out of a list; the error has the list, and the nearest word of it."""
     if (isinstance(x, str) and x in allowed) or (optional and x is None):
         return x
     near = difflib.get_close_matches(str(x), allowed, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, allowed))}"
-    raise InvalidProblem(f"{name}={x!r} is unknown: {hint}")
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise InvalidProblem(f"{name}={x!r} is unknown: use one of {', '.join(map(repr, allowed))}{hint}")
 
 
 def check_activation(activation: Any, compute: torch.dtype) -> None:

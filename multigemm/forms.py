@@ -55,7 +55,9 @@ def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool, squ
     if not isinstance(jagged, str) or jagged not in JAGGED:
         raise InvalidProblem(f"jagged={jagged!r} is not a direction: use 'm', 'n' or 'k'")
     if masked and grouped:
-        raise InvalidProblem("valid_rows and offsets were given together: the masked form has no offsets")
+        raise InvalidProblem(
+            "valid_rows and offsets, sizes or ends were given together: the masked form has no cut, leave one out"
+        )
     if jagged != "m" and not grouped:
         raise InvalidProblem(f"jagged={jagged!r} without a cut: pass offsets, sizes or ends, or leave jagged out")
     form: Form = "masked" if masked else JAGGED[jagged] if grouped else "batched"

@@ -83,7 +83,7 @@ def read_index_array(x: Any, name: str, device: torch.device) -> tuple[Tensor | 
             f"{name} is on {tensor.device}, the operands are on {device}: move it there or to the host"
         )
     if isinstance(x, str | bytes | bytearray):
-        raise InvalidProblem(f"{name} is text; it must be integers")
+        raise InvalidProblem(f"{name}={x!r} is text: pass a list, an int32 or int64 array")
     if not isinstance(x, Sequence):
         raise InvalidProblem(
             f"{name} is of type {type(x).__name__}; it must be a vector of integers: a list, an int32 or int64 array"
