@@ -28,6 +28,27 @@ def root(tmp_path_factory: Any) -> Any:
     return places.snapshot(tmp_path_factory.mktemp("snapshot"))
 
 
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--backend", "cupy", "--emulate"], "--emulate runs triton and numba, not cupy"),
+        (["--backend", "cupy"], "--device cpu: the kernels run on a GPU"),
+        (["--backend", "triton", "--device", "cuda:99"], "--device cuda:99, but there are"),
+        (["--backend", "triton", "--device", "abacus"], "'abacus' is not a device"),
+        (["--backend", "triton", "--emulate", "--known", "no-such-file.json"], "--known no-such-file.json"),
+    ],
+)  # fmt: skip
+def test_a_campaign_where_nothing_could_run_is_refused(
+    words: list[str], match: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that all mutants survive, or that all of none were killed."""
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "")
+    with pytest.raises(SystemExit) as done:
+        sm.main(words)
+    assert done.value.code == 2
+    assert match in capsys.readouterr().err
+
+
 DEVICE_CODE = {"triton": ("@triton.jit", "@gluon.jit"), "cupy": ("__device__",), "numba": ("@device", "@kernel")}
 
 

@@ -23,7 +23,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from multigemm import registry
 from multigemm.cache import DiskCache
+from multigemm.errors import InvalidSetting
+from multigemm.fleet import default_device
 from multigemm.settings import settings
 from multigemm.testing.source_equivalents import excuse
 from multigemm.testing.source_fates import Fate, identity, judged, summary, write
@@ -37,6 +40,7 @@ from multigemm.testing.versions import versions
 EXCUSED = 4.0
 """Seconds for a change that is said to be none."""
 UNCHANGED = "nothing"
+EMULATORS = ("triton", "numba")
 CONTROL = 25
 """Mutants after which the unchanged sources are hunted again, in the next one's variants."""
 
@@ -133,6 +137,20 @@ def campaign(
     return made.fates
 
 
+def refusal(backend: str, device: str, emulate: bool) -> str:
+    """Why no kernel of a backend can run there: then every mutant would survive, and that would mean nothing."""
+    if emulate:
+        return "" if backend in EMULATORS else f"--emulate runs {' and '.join(EMULATORS)}, not {backend}: use a GPU"
+    try:
+        kind = default_device(device).type
+    except InvalidSetting as error:
+        return str(error)
+    if kind != "cuda":
+        return f"--device {device}: the kernels run on a GPU, or those of {' and '.join(EMULATORS)} with --emulate"
+    state = registry.get(backend).availability()
+    return "" if state.ok else f"backend {backend!r} is not available: {state.reason}"
+
+
 def main(arguments: list[str]) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description="hunts small faults planted in the real kernels' sources")
@@ -150,10 +168,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", default="")
     parser.add_argument("--commit", default="", help="what to call the code, for the --json")
     args = parser.parse_args(arguments)
+    if why := refusal(args.backend, args.device, args.emulate):
+        parser.error(why)
     if args.emulate:
         os.environ["MULTIGEMM_EMULATE"] = "1"
     hunt = Hunt(args.backend, args.device, args.seconds)
-    known = judged(args.known)
+    try:
+        known = judged(args.known)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--known {' '.join(args.known)}: no file of an earlier --json: {type(error).__name__}: {error}")
     fates = campaign(
         hunt, args.count, args.jobs, args.seed, args.limit or 1e9, args.only, args.json, known, args.commit
     )
