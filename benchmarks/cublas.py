@@ -285,6 +285,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=300.0, help="milliseconds for each case")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no CUDA GPU, and what is measured here runs on one")
     every = [w for name in args.suites.split(",") for w in SUITES[name]() if not w.bias]
     cases = [w for w in every if any(word in w.key for word in args.only.split(","))]
     host, rows = host_times(), device_times(cases, args.seconds, args.budget)

@@ -161,6 +161,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--timeline", type=Path, default=None, help="kernels of one step on rank 0, last chunk count")
     args = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("it takes one process for each GPU: torchrun --nproc-per-node 2 benchmarks/expert_parallel.py")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch sees no CUDA GPU; to try it out: --device cpu --scale 64")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

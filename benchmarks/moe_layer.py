@@ -138,6 +138,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     args = parser.parse_args()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch sees no CUDA GPU; to try it out: --device cpu --scale 64")
     table = []
     print("| layer | tokens | | " + " | ".join((*NAMES, *FLOORS)) + " | at most |\n|" + "---|" * 9)
     for title, shape in LAYERS.items():

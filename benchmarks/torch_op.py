@@ -38,6 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", default="cupy,triton,numba,cublas,auto")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no CUDA GPU, and what is measured here runs on one")
     a = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(4, 64, 64, device="cuda", dtype=torch.bfloat16)
     ends = torch.tensor([16, 32, 48, 64], device="cuda", dtype=torch.int32)

@@ -23,6 +23,28 @@ SHOWS = {
 LIMIT = 60
 
 
+@pytest.mark.parametrize(
+    ("script", "match"),
+    [
+        ("cublas.py", "torch sees no CUDA GPU"), ("torch_op.py", "torch sees no CUDA GPU"),
+        ("moe_layer.py", "--device cpu --scale 64"), ("expert_parallel.py", "torchrun --nproc-per-node 2"),
+    ],
+)  # fmt: skip
+def test_a_measurement_that_cannot_run_here_says_why(script: str, match: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"} | {"CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{script}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 2
+    assert match in done.stderr and "Traceback" not in done.stderr
+
+
 def test_no_example_is_forgotten() -> None:
     scripts = {str(p.relative_to(ROOT / "examples")) for p in (ROOT / "examples").rglob("*.py")}
     assert scripts == {*SHOWS, "own_backend/multigemm_padded.py"}
