@@ -19,7 +19,7 @@ BACKENDS = ("cublas", "cupy", "numba", "triton")
 COUNTING = ("cupy", "numba", "triton")
 """Backends whose own kernels count in 31 bits."""
 LONG = 2**31 + 72
-ROOM = 44 << 30
+ROOM = 40 << 30
 GPU = torch.device("cuda", 0)
 
 
