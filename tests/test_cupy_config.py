@@ -107,6 +107,31 @@ def test_what_tma_cannot_read_goes_to_the_portable_kernel_and_says_why(change: d
     assert {c.kernel for c in configs.candidates(spec, GPU)} <= {"portable", "small"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("change", "tile"),
+    [
+        ({"form": "batched", "groups": 2, "m": 4096, "n": 4096, "k": 4096, "total": 8192}, 128),
+        ({"form": "batched", "groups": 4, "m": 512, "n": 512, "k": 256, "total": 2048}, 64),
+        ({"form": "batched", "groups": 1, "m": 512, "n": 512, "k": 256, "total": 512}, 32),
+        ({"groups": 8, "n": 1024, "total": 64}, 32),
+        ({"groups": 8, "n": 1024, "total": 8192}, 128),
+        ({"form": "jagged_n", "groups": 8, "m": 1024, "n": None, "total": 8192}, 128),
+        ({"form": "jagged_k", "groups": 1, "m": 256, "n": 256, "total": 8192}, 32),
+        ({"form": "per_group", "groups": 2, "n": None, "k": None, "total": 1024, "largest": 512}, 64),
+    ],
+    ids=str,
+)
+def test_tiles_of_other_dtypes_are_as_large_as_leaves_no_processor_idle(
+    change: dict[str, Any], tile: int, dtype: torch.dtype
+) -> None:
+    other = OperandSpec(dtype)
+    spec = replace(SPEC, **change, a=other, b=other, out=other, compute=dtype)
+    assert configs.heuristic(spec).tile == tile
+    assert {c.tile for c in configs.candidates(spec, GPU)} == {32, 64, 128}
+    assert not is_valid(configs.TINY, SPEC), "16 bits have a kernel of their own for low tiles"
+
+
 @pytest.mark.parametrize(
     "change",
     [

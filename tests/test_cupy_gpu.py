@@ -67,6 +67,41 @@ FORMS: dict[str, Make] = {
         activation="gelu", out_dtype=torch.float32,
     ),
     "float64": lambda: mg.GroupedGemmProblem(r(2, 70, 50, dtype=torch.float64), r(2, 50, 90, dtype=torch.float64)),
+    "float64, any epilogue": lambda: mg.GroupedGemmProblem(
+        r(304, 137, dtype=torch.float64), r(4, 263, 137, dtype=torch.float64).mT, offsets=cut(), alpha=0.5, beta=2.0,
+        c=r(304, 263, dtype=torch.float64), bias=r(4, 263, dtype=torch.float64), activation="silu",
+    ),
+    "float32": lambda: mg.GroupedGemmProblem(
+        r(304, 136, dtype=torch.float32), r(4, 136, 264, dtype=torch.float32), offsets=cut()
+    ),
+    "float32, odd": lambda: mg.GroupedGemmProblem(
+        r(304, 138, dtype=torch.float32)[:, 1:], r(4, 137, 263, dtype=torch.float32), offsets=cut()
+    ),
+    "float32, turned": lambda: mg.GroupedGemmProblem(
+        r(136, 304, dtype=torch.float32).T, r(4, 264, 136, dtype=torch.float32).mT, offsets=cut()
+    ),
+    "float32, both k apart": lambda: mg.GroupedGemmProblem(
+        r(304, 272, dtype=torch.float32)[:, ::2], r(4, 136, 528, dtype=torch.float32)[..., ::2], offsets=cut()
+    ),
+    "float32, jagged k, any epilogue": lambda: mg.GroupedGemmProblem(
+        r(304, 263, dtype=torch.float32).T, r(304, 135, dtype=torch.float32), offsets=cut(), jagged="k", alpha=0.5,
+        bias=r(4, 135, dtype=torch.float32), activation="gelu",
+    ),
+    "float32, jagged n": lambda: mg.GroupedGemmProblem(
+        r(4, 71, 135, dtype=torch.float32), r(135, 303, dtype=torch.float32), offsets=cut(), jagged="n"
+    ),
+    "int8": lambda: mg.GroupedGemmProblem(
+        torch.randint(-9, 9, (304, 137), device="cuda", dtype=torch.int8),
+        torch.randint(-9, 9, (4, 137, 263), device="cuda", dtype=torch.int8), offsets=cut(),
+    ),
+    "int8, turned": lambda: mg.GroupedGemmProblem(
+        torch.randint(-9, 9, (144, 304), device="cuda", dtype=torch.int8).T,
+        torch.randint(-9, 9, (4, 264, 144), device="cuda", dtype=torch.int8).mT, offsets=cut(), alpha=3,
+    ),
+    "tf32, odd, turned": lambda: mg.GroupedGemmProblem(
+        r(137, 304, dtype=torch.float32).T, r(4, 263, 137, dtype=torch.float32).mT, offsets=cut(), precision="tf32",
+        bias=r(263, dtype=torch.float32), activation="relu",
+    ),
     "tf32": lambda: mg.GroupedGemmProblem(
         r(2, 150, 50, dtype=torch.float32), r(2, 50, 190, dtype=torch.float32), precision="tf32"
     ),

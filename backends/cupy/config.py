@@ -35,8 +35,8 @@ SHARED_LIMIT = 232448
 class Config:
     """One way to run a problem.
 
-    `portable` takes any problem, in tiles of `tile` squared, with `blocks_per_sm` resident blocks. `hopper`
-    cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple of
+    `portable` takes any problem, in tiles of `tile` squared (32 is not for 16 bits; 256, for tf32 and int8, means 128
+    rows of 256 columns), with `blocks_per_sm` resident blocks. `hopper` cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple of
     `step`; `stages` blocks of 64 k are in flight, or more of lower pieces; `cluster` thread blocks share their
     rows; `pingpong`: the two warpgroups of a block work on a tile each, not together on one, so that one stores
     while the other multiplies. `packed` copies the operands that TMA cannot read and then runs `hopper` on the
@@ -75,7 +75,7 @@ class Config:
     def footprint(self) -> tuple[int, int, int]:
         """Rows and columns of a result that thread blocks make together, and how many: what a round of them takes."""
         if self.kernel in ("portable", "small"):
-            return self.tile, self.tile, 1
+            return min(self.tile, 128), self.tile, 1
         return self.rows or 256, COLUMNS * self.cluster, self.cluster
 
     @property
@@ -86,7 +86,9 @@ class Config:
 
 
 PORTABLE = Config(blocks_per_sm=1)
+PAIR = Config(blocks_per_sm=2)
 SMALL = Config(blocks_per_sm=3, tile=64)
+TINY = Config(blocks_per_sm=3, tile=32)
 WIDE = Config("hopper", rows=256, stages=4, cluster=2)
 MIDDLE = Config("hopper", rows=128, stages=6, cluster=2)
 NARROW = Config("hopper", rows=64, stages=8, cluster=2)
@@ -120,6 +122,9 @@ SHORT_K, BRIEF_K = 768, 128
 FEW_COLUMNS, LONG_K = 15, 2048
 """Odd numbers of blocks of columns up to which clusters of two would waste too much; k from which tiles of few rows are
 as high as for many: then a large group's weights are read once."""
+HALVES = (torch.float16, torch.bfloat16)
+SIDE_COST = {128: 1.0, 64: 1.25, 32: 2.0}
+"""What a product takes in the portable kernel's tiles, relative to the largest, which read each operand least often."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
 
@@ -127,7 +132,7 @@ MANY_ROWS = 448
 def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
     """Whether `config` runs `spec` on a device: the limits of shared memory and registers included."""
     if config.kernel == "portable":
-        return 1 <= config.blocks_per_sm <= 3 and config.tile in (64, 128)
+        return 1 <= config.blocks_per_sm <= 3 and config.tile in _sides(spec)
     if config.kernel == "small":
         return config.tile in (32, 64) and not small_reasons(spec)
     if config.kernel == "wave":
@@ -143,6 +148,14 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
     return fits and shape and capability == (9, 0) and not reasons
 
 
+def _sides(spec: ProblemSpec) -> tuple[int, ...]:
+    """Tiles that the portable kernel has; the small kernel has low ones of 16 bits."""
+    if spec.compute in HALVES:
+        return 64, 128
+    fast = spec.compute == torch.int8 or spec.precision == "tf32"
+    return (32, 64, 128, 256) if fast and spec.compute != torch.float64 else (32, 64, 128)
+
+
 def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config:
     """The best guess without measuring: the first valid one of `_order`."""
     return next(c for c in _order(spec) if is_valid(c, spec, capability))
@@ -150,10 +163,29 @@ def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config
 
 def _order(spec: ProblemSpec) -> list[Config]:
     """All configs, the best guess first: pieces as high as the average group; copies only where they pay."""
+    if spec.compute not in HALVES:
+        return _portable_order(spec)
     small, wave = _small_order(spec), _wave_order(spec)
     first = (*wave, *small) if (spec.k or spec.largest) > BRIEF_K else (*small, *wave)
     rest = (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, *WAVES)
     return list(dict.fromkeys((*first, *_larger(spec), *rest)))
+
+
+def _portable_order(spec: ProblemSpec) -> list[Config]:
+    """What runs nowhere else: the tile with which the busiest processor has least to do."""
+    large = PORTABLE if spec.compute in (torch.float64, torch.int8) else PAIR  # two blocks' sums would not fit
+    order = sorted((large, SMALL, TINY), key=lambda config: _busiest(spec, config.tile))
+    return [*order, PAIR if large == PORTABLE else PORTABLE]
+
+
+def _busiest(spec: ProblemSpec, side: int) -> float:
+    """Work of the processor that has most tiles, if groups are alike; a list's are square."""
+    groups, columns = max(spec.groups, 1), max(spec.n or spec.largest, 1)
+    rows = max(spec.m or 0, 1) if spec.form in ("jagged_n", "jagged_k") else max(spec.total // groups, 1)
+    if spec.form == "jagged_n":
+        columns = max(spec.total // groups, 1)
+    tiles = -(-rows // side) * -(-columns // side) * groups
+    return -(-tiles // PROCESSORS) * side * side * SIDE_COST[side]
 
 
 def _wave_order(spec: ProblemSpec) -> list[Config]:

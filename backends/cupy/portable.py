@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from multigemm.backend import Launch
@@ -12,11 +14,27 @@ from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_mos
 from multigemm.layouts import Operands
 from multigemm.spec import ProblemSpec
 
-F16, BF16, TF32, I8, F32, F64 = range(6)
-SIZES = {F16: 2, BF16: 2, TF32: 4, F32: 4, F64: 8, I8: 1}
-BLOCK_K = {
-    (F16, 128): 32, (F16, 64): 64, (TF32, 128): 16, (TF32, 64): 32, (I8, 128): 64, (I8, 64): 128,
-    (F32, 128): 16, (F64, 64): 16,
+F16, BF16, TF32, I8, F64, F32 = range(6)
+SIZES = {F16: 2, BF16: 2, TF32: 4, I8: 1, F64: 8, F32: 4}
+
+
+class Shape(NamedTuple):
+    """What a tile's side leaves open: k of a stage, stages, threads, and blocks that a multiprocessor must hold."""
+
+    depth: int
+    stages: int
+    threads: int
+    resident: int
+
+
+SHAPES = {
+    (F16, 128): Shape(32, 4, 256, 1), (F16, 64): Shape(64, 4, 128, 3),
+    (I8, 256): Shape(64, 3, 256, 1), (I8, 128): Shape(64, 4, 256, 1),
+    (I8, 64): Shape(128, 4, 128, 2), (I8, 32): Shape(128, 4, 64, 3),
+    (TF32, 256): Shape(16, 3, 256, 1), (TF32, 128): Shape(16, 4, 128, 2),
+    (TF32, 64): Shape(32, 4, 128, 2), (TF32, 32): Shape(32, 6, 64, 3),
+    (F64, 128): Shape(8, 4, 256, 1), (F64, 64): Shape(8, 6, 128, 3), (F64, 32): Shape(16, 6, 64, 3),
+    (F32, 128): Shape(16, 4, 256, 2), (F32, 64): Shape(32, 4, 128, 3), (F32, 32): Shape(32, 8, 64, 3),
 }  # fmt: skip
 
 
@@ -27,47 +45,50 @@ def kind_of(spec: ProblemSpec) -> int:
     return {torch.float16: F16, torch.bfloat16: BF16, torch.float64: F64, torch.int8: I8}[spec.compute]
 
 
-def side_of(kind: int, config: Config) -> int:
-    """The side of a tile; only the tensor-core kinds come in two sizes."""
-    return config.tile if kind <= I8 else 128 if kind == F32 else 64
+def shape_of(spec: ProblemSpec, config: Config) -> Shape:
+    """The kernel's inner measures."""
+    kind = kind_of(spec)
+    return SHAPES[F16 if kind == BF16 else kind, config.tile]
 
 
-def threads_of(kind: int, side: int) -> int:
-    """Threads per block."""
-    return 128 if kind <= I8 and side == 64 else 256
+def _lines(kind: int, depth: int, side: int) -> tuple[int, int]:
+    """Elements of an operand's stage, padding included: in lines of k, and in lines across it (mma_tile.cuh)."""
+    along, across = {F64: (4, 4), F32: (0, 4)}.get(kind, (16 // SIZES[kind], 8))
+    return side * (depth + along), depth * (side + across)
 
 
-def shared_bytes(kind: int, side: int) -> int:
-    """Dynamic shared memory: the ring of k-blocks or the staging of results (portable.cu), padding included."""
-    size, depth = SIZES[kind], BLOCK_K[(F16 if kind == BF16 else kind, side)]
-    tensor_cores = kind <= I8
-    rows = (side * (depth + 16 // size), depth * (side + 8)) if tensor_cores else (depth * (side + 16 // size),)
-    stages = 4 if tensor_cores else 2
-    staging = threads_of(kind, side) // 32 * 16 * 36 * 4 if tensor_cores else 16 * (side + 4) * max(size, 4)
-    return max(stages * 2 * max(rows) * size, staging)
+def shared_bytes(spec: ProblemSpec, config: Config) -> int:
+    """Dynamic shared memory: the ring of k-blocks or the staging of results (portable.cu)."""
+    kind, shape = kind_of(spec), shape_of(spec, config)
+    lines = [_lines(kind, shape.depth, side) for side in config.footprint[:2]]
+    stage = sum(across if kind == F32 else max(along, across) for along, across in lines) * SIZES[kind]
+    return max(shape.stages * stage, shape.threads // 32 * 16 * 36 * max(SIZES[kind], 4))
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: arithmetic, contiguous directions and the tile, no sizes."""
-    kind, a_k, b_k = kind_of(spec), int(spec.a.order != "col"), int(spec.b.order == "col")
-    side = side_of(kind, config)
-    defines = (("KIND", kind), ("A_K", a_k), ("B_K", b_k), ("TILE", side), ("SHARED", shared_bytes(kind, side)))
+    kind, a_k, b_k, shape = kind_of(spec), spec.a.order != "col", spec.b.order == "col", shape_of(spec, config)
+    rows, columns, _ = config.footprint
+    defines = (
+        ("KIND", kind), ("A_K", int(a_k)), ("B_K", int(b_k)), ("TILE_M", rows), ("TILE_N", columns),
+        ("BLOCK_K", shape.depth), ("STAGES", shape.stages), ("BLOCK_THREADS", shape.threads), ("RESIDENT", shape.resident),
+        ("SHARED", shared_bytes(spec, config)),
+    )  # fmt: skip
     return Source("portable.cu", "portable", defines)
 
 
 def bind(ops: Operands, config: Config, function: int, sms: int) -> Launch:
     """Lays out the arguments of one problem."""
-    table, view, kind = table_of(ops), view_of(ops), kind_of(ops.spec)
-    side = side_of(kind, config)
-    tiles = tiles_at_most(ops, view, side, side)
+    table, view = table_of(ops), view_of(ops)
+    tiles = tiles_at_most(ops, view, *config.footprint[:2])
     zeroes = ops.spec.zero_unowned and ops.spec.form in ("jagged_m", "jagged_n", "masked")
     grid = max(1, sms if zeroes else 1, min(tiles, sms * config.blocks_per_sm))
     return launcher(
         function,
         [problem_bytes(ops, table, view)],
         grid=grid,
-        threads=threads_of(kind, side),
-        shared=shared_bytes(kind, side),
+        threads=shape_of(ops.spec, config).threads,
+        shared=shared_bytes(ops.spec, config),
         index=ops.device.index or 0,
         keep=(ops, table),
     )
@@ -76,6 +97,5 @@ def bind(ops: Operands, config: Config, function: int, sms: int) -> Launch:
 def prepare(spec: ProblemSpec, config: Config, index: int) -> int:
     """Compiles (or finds) and loads the kernel of a spec."""
     function = load(source(spec, config), index)[0]
-    kind = kind_of(spec)
-    allow_shared(function, shared_bytes(kind, side_of(kind, config)))
+    allow_shared(function, shared_bytes(spec, config))
     return function

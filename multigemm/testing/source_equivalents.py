@@ -58,7 +58,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("epilogue.py", "tl.where(x <= 0, 0, x)", "tl.where(x < 0, 0, x)", "zero either way; its sign is not specified"),
     ("epilogue.py", "mask=c_mask, other=0", "mask=c_mask, other=1", "what the mask leaves out is not stored"),
     ("epilogue.py", "mask=bias_mask, other=0", "mask=bias_mask, other=1", "what the mask leaves out is not stored"),
-    ("portable.cu", "if (next < blocks) loader.load(g, to)", "if (next <= blocks) loader.load(g, to)",
+    ("portable.cu", "if (next < blocks) loader.load(g, to, next)", "if (next <= blocks) loader.load(g, to, next)",
      "behind the end of K nothing is owned: zeros for a stage that nobody reads"),
     *(("hopper_tiles.py", f"gl.load({word}, mask=ok, other=0)", f"gl.load({word}, mask=ok, other=1)",
        "the record of a tile behind the last one, which is not published")
@@ -118,19 +118,19 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "no memory holds the results of so many tiles"),
     ("tile_load.cuh", "along(int c) { return ((threadIdx.x + c", "along(int c) { return ((threadIdx.x - c",
      "the threads of a block are a multiple of the chunks along a line"),
-    ("portable.cu", "for (int j = 0; j < 2; ++j) load_b<", "for (int j = 0; j <= 2; ++j) load_b<",
+    ("mma_tile.cuh", "for (int j = 0; j < NJ / 2; ++j) fragment_b<", "for (int j = 0; j <= NJ / 2; ++j) fragment_b<",
      "a third fragment has no place in the array and is multiplied by nothing: compilers leave its load out"),
     ("portable.cu", "tiles_m * tiles_n < (i64(1) << 31) / 8", "tiles_m * tiles_n <= (i64(1) << 31) / 8",
      "no memory holds the results of so many tiles"),
     *(("portable.cu", line, ANY, "no memory holds the results of so many tiles") for line in (
         "const i64 band = local / (8 * tiles_n), height = min64(8, tiles_m - band * 8), "
         "rest = local - band * 8 * tiles_n;",)),
-    ("portable.cu", "g.out_col == 1;", "g.out_row == 1;",
-     "such rows have addresses that are no multiples of 4, so all results leave by the other way, which is right"),
+    ("mma_tile.cuh", "g.out_col != 1) return", "g.out_row != 1) return",
+     "such rows have addresses that no pairs are aligned to, so all results leave by the other way, which is right"),
     ("small.cu", "int start = 0, end = 0;", "int start = 1, end = 0;",
      "read only where a group was found, which sets it"),
-    ("portable.cu", "u64(g.out_row * 2)) & 3)", "u64(g.out_row)) & 3)",
-     "rows of even addresses leave one by one where their pitch is no multiple of 8 bytes"),
+    ("mma_tile.cuh", "u64(g.out_row * size)) &", "u64(g.out_row)) &",
+     "elements of aligned rows leave one by one where their pitch is no multiple of two pairs"),
     # Numba
     *(("hopper_producer.py", "announce(base, slot_step, 0" + ", 0" * 8 + ")",
        "announce(base, slot_step, 0" + ", 0" * at + ", 1" + ", 0" * (7 - at) + ")",

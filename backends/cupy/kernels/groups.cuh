@@ -78,18 +78,16 @@ template <int BM, int BN>
 struct TileWalk {
     i64 base = 0;        // tiles of all groups before `first`
     i64 upto = 0;        // this lane: tiles of groups first .. first + lane
-    i64 mine = 0;        // this lane: tiles of group first + lane
     int first = -32;
 
     __device__ __forceinline__ void load(const Problem& p) {
         const int lane = threadIdx.x & 31, g = first + lane;
-        mine = 0;
+        upto = 0;
         if (g < p.groups) {
             i64 m, n;
             group_shape(p, g, m, n);
-            mine = ceil_div(max64(m, 0), BM) * ceil_div(max64(n, 0), BN);
+            upto = ceil_div(max64(m, 0), BM) * ceil_div(max64(n, 0), BN);
         }
-        upto = mine;
         for (int d = 1; d < 32; d <<= 1) {
             const i64 other = __shfl_up_sync(~0u, upto, d);
             if (lane >= d) upto += other;
@@ -107,7 +105,8 @@ struct TileWalk {
         }
         const int lane = __ffs(__ballot_sync(~0u, tile < base + upto)) - 1;
         group = first + lane;
-        local = tile - base - __shfl_sync(~0u, upto - mine, lane);
+        const i64 before = __shfl_sync(~0u, upto, max(lane - 1, 0));
+        local = tile - base - (lane > 0 ? before : 0);
         return true;
     }
 };

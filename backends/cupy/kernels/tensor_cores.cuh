@@ -24,6 +24,19 @@ MMA(mma_tf32, "m16n8k8.row.col.f32.tf32.tf32.f32", float, "f")
 MMA(mma_s8, "m16n8k32.row.col.s32.s8.s8.s32", int, "r")
 #undef MMA
 
+// Eight k of float64: one instruction from sm_90 on, four of half the rows and half the k before.
+__device__ __forceinline__ void mma_f64(double (&d)[4], const double* a, const double* b) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3]) : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                     : "+d"(d[(i & 1) * 2]), "+d"(d[(i & 1) * 2 + 1]) : "d"(a[i]), "d"(b[i >> 1]));
+#endif
+}
+
 // 16 rows of A, or 16 columns of B, by 32 bytes of k from a tile that is contiguous along k, or (16 bits only) across it.
 template <bool CONTIG_K, int PITCH, class T>
 __device__ __forceinline__ void load_a(u32 (&r)[4], const T* tile, int m, int k) {

@@ -1,4 +1,4 @@
-// Global to shared memory for any strides and any alignment.
+// Global to shared memory for any strides and any alignment: 16 bits and bytes, which cp.async cannot copy one by one.
 //
 // A tile is MN x BK elements; CONTIG_K says which of its directions is taken to be contiguous in
 // memory. Rows that are contiguous and aligned travel as 16 bytes by cp.async; at any other address as the two aligned
@@ -105,14 +105,5 @@ struct TileLoad {
         for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
             for (int i = 0; i < V; ++i) tile[(along(c) + i) * PITCH + across(c)] = chunk[c].e[i];
-    }
-
-    // Always [k][mn], for kernels that read columns of k: transposes where k was contiguous.
-    template <int PITCH> __device__ __forceinline__ void store_k_major(T* tile) const {
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-#pragma unroll
-            for (int i = 0; i < V; ++i)
-                tile[CONTIG_K ? (along(c) + i) * PITCH + across(c) : across(c) * PITCH + along(c) + i] = chunk[c].e[i];
     }
 };
