@@ -35,13 +35,13 @@ SHARED_LIMIT = 232448
 class Config:
     """One way to run a problem.
 
-    `portable` takes any problem, in tiles of `tile` squared (32 is not for 16 bits; 256, for tf32 and int8, means 128
-    rows of 256 columns), with `blocks_per_sm` resident blocks. `hopper` cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple of
-    `step`; `stages` blocks of 64 k are in flight, or more of lower pieces; `cluster` thread blocks share their
-    rows; `pingpong`: the two warpgroups of a block work on a tile each, not together on one, so that one stores
-    while the other multiplies. `packed` copies the operands that TMA cannot read and then runs `hopper` on the
-    copies. `direct` copies the rows at most and shifts the weights into place itself. `small` gives each
-    tile of `tile` squared a thread block of its own.
+    `portable` takes any problem, in tiles of `tile` squared (32 is not for 16 bits; 256, for tf32 and int8, means
+    128 rows of 256 columns), with `blocks_per_sm` resident blocks. `hopper` cuts a group's rows into pieces of at
+    most `rows`, whose width on wgmma's n side is a multiple of `step`; `stages` blocks of 64 k are in flight, or
+    more of lower pieces; `cluster` thread blocks share their rows; `pingpong`: the two warpgroups of a block work
+    on a tile each, not together on one, so that one stores while the other multiplies. `packed` copies the operands
+    that TMA cannot read and then runs `hopper` on the copies. `direct` copies the rows at most and shifts the
+    weights into place itself. `small` gives each tile of `tile` squared a thread block of its own.
     `wave` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves their height
     to it, which knows all sizes.
     """

@@ -71,8 +71,8 @@ def source(spec: ProblemSpec, config: Config) -> Source:
     rows, columns, _ = config.footprint
     defines = (
         ("KIND", kind), ("A_K", int(a_k)), ("B_K", int(b_k)), ("TILE_M", rows), ("TILE_N", columns),
-        ("BLOCK_K", shape.depth), ("STAGES", shape.stages), ("BLOCK_THREADS", shape.threads), ("RESIDENT", shape.resident),
-        ("SHARED", shared_bytes(spec, config)),
+        ("BLOCK_K", shape.depth), ("STAGES", shape.stages), ("BLOCK_THREADS", shape.threads),
+        ("RESIDENT", shape.resident), ("SHARED", shared_bytes(spec, config)),
     )  # fmt: skip
     return Source("portable.cu", "portable", defines)
 
