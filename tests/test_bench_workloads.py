@@ -87,11 +87,47 @@ def test_own_shapes(text: str, extents: list[tuple[int, int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1,2,3", "a,b,c,d", "3x4", "G=2,Q=4", "G=4,T=8,N=8,K=8,dtype=fp3", "G=4,dist=odd"]
+    "text",
+    [
+        "",
+        "1,2,3",
+        "a,b,c,d",
+        "3x4",
+        "G=2,Q=4",
+        "G=4,T=8,N=8,K=8,dtype=fp3",
+        "G=4,T=8,N=8,K=8,dist=odd",
+        "1,2,3,-4",
+        "0,2,3,4",
+        "64x-2x3",
+        "G=4,T=-8,N=8,K=8",
+        "G=4,T=8,N=8,K=8,form=ragged",
+        "G=4,T=8,N=8,K=8,form=per_group",
+        "G=4,T=8,N=8,K=8,seed=-1",
+    ],
 )
 def test_unreadable_shapes_are_refused_with_a_hint(text: str) -> None:
     with pytest.raises(InvalidSetting):
         parse_shape(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("G=4,M=16,N=8,K=8", "jagged_m needs T"), ("G=4,T=64,M=16,N=8,K=8", "jagged_m has no M"),
+        ("G=4,T=64,N=8", "jagged_m needs K"), ("G=4,T=64,N=8,K=8,form=batched", "batched has no T"),
+        ("G=4,N=8,K=8,form=batched", "batched needs M"), ("G=4,T=64,N=8,K=8,form=jagged_k", "jagged_k needs M"),
+        ("G=4,T=100,M=16,N=8,K=8,form=masked,dist=balanced", "a group of 25 rows, where M is 16: .* cap=16"),
+        ("5,1,2", "3 numbers, not 4"), ("G=-4,T=8,N=8,K=8", "-4 groups: at least 1"),
+    ],
+)  # fmt: skip
+def test_an_extent_that_would_be_ignored_or_is_forgotten_is_said(text: str, match: str) -> None:
+    with pytest.raises(InvalidSetting, match=match):
+        parse_shape(text)
+
+
+def test_a_masked_workload_whose_sizes_are_capped_is_one() -> None:
+    own = parse_shape("G=4,T=100,M=16,N=8,K=8,form=masked,cap=16,dist=balanced")
+    assert own.extents == [(16, 8, 8)] * 4
 
 
 def test_spread_is_near_every_shape_and_random_is_drawn_anew_by_a_seed() -> None:

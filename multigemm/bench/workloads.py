@@ -188,12 +188,15 @@ def _parse_shape(text: str, dtype: str) -> Workload:
     name = "shape:" + text
     if "x" in text and "=" not in text:
         products = tuple(tuple(int(n) for n in part.split("x")) for part in text.split("+"))
-        if any(len(p) != 3 for p in products):
-            raise ValueError("each product needs three numbers")
+        if any(len(p) != 3 or min(p) < 0 for p in products):
+            raise ValueError("each product needs three numbers, 0 or more")
         return Workload(name, "own", "per_group", len(products), dtype=dtype, products=products)  # type: ignore[arg-type]
     if "=" not in text:
-        groups, m, n, k = (int(part) for part in text.split(","))
-        return Workload(name, "own", "jagged_m", groups, n=n, k=k, total=groups * m, dtype=dtype)
+        numbers = [int(part) for part in text.split(",")]
+        if len(numbers) != 4:
+            raise ValueError(f"{len(numbers)} numbers, not 4")
+        groups, m, n, k = numbers
+        return _sensible(Workload(name, "own", "jagged_m", groups, n=n, k=k, total=groups * m, dtype=dtype), set())
     words = dict(part.split("=", 1) for part in text.split(","))
     names = {
         "g": "groups",
@@ -210,9 +213,36 @@ def _parse_shape(text: str, dtype: str) -> Workload:
         if field in ("name", "suite", "products", "note") or field not in Workload.__dataclass_fields__:
             raise ValueError(f"no field {word}")
         values[field] = value if field in plain else (int(value) != 0 if field in _FLAGS else int(value))
-    own = Workload(name, "own", **values)  # type: ignore[arg-type]
+    own = _sensible(Workload(name, "own", **values), set(values))  # type: ignore[arg-type]
     with_dtype(own, own.dtype)
     draw(own.distribution, own.groups, own.total, own.seed)
+    return own
+
+
+EXTENTS = {
+    "jagged_m": ("total", "n", "k"),
+    "jagged_n": ("m", "total", "k"),
+    "jagged_k": ("m", "n", "total"),
+    "batched": ("m", "n", "k"),
+    "masked": ("m", "n", "k", "total"),
+}
+"""What a form is cut and multiplied along; `total`, the T of a text, for what the sizes of groups add up to."""
+
+
+def _sensible(own: Workload, said: set[str]) -> Workload:
+    """Refuses what no problem has: an extent that the form would ignore, and one that was forgotten and so is 0."""
+    if own.form not in EXTENTS:
+        raise ValueError(f"form {own.form!r} is not one of {', '.join(EXTENTS)}")
+    if own.groups < 1:
+        raise ValueError(f"{own.groups} groups: at least 1")
+    for name in ("total", "m", "n", "k", "cap", "seed"):
+        shown, value = "T" if name == "total" else name.upper(), getattr(own, name)
+        if value < 0:
+            raise ValueError(f"{shown} is {value}: 0 or more")
+        if said and name in ("total", "m", "n", "k") and (name in said) != (name in EXTENTS[own.form]):
+            raise ValueError(f"{own.form} {'has no' if name in said else 'needs'} {shown}")
+    if own.form == "masked" and int(own.sizes.max()) > own.m:
+        raise ValueError(f"a group of {int(own.sizes.max())} rows, where M is {own.m}: a larger M, or cap={own.m}")
     return own
 
 
