@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from multigemm import registry, tuning
 from multigemm.__main__ import main
-from multigemm.bench import plots, results, roofline, runner, supervise, table, tune
+from multigemm.bench import cli, plots, results, roofline, runner, supervise, table, tune
 from multigemm.bench.check import group_inputs, group_outputs
 from multigemm.bench.drawn import UNTUNED
 from multigemm.bench.entries import Entry, Prepared, Refused, backend_entries, backend_entry, ceiling_entry
@@ -241,6 +242,19 @@ def test_the_command_writes_everything_and_compares(tmp_path: Path, capsys: pyte
     assert main(["bench", "render", str(tmp_path / "report.json")]) == 0
 
 
+@pytest.mark.parametrize("out", [["--out", "/my/own/folder"], ["--out=/my/own/folder"]], ids=len)
+def test_the_kept_command_names_no_place_of_this_machine(out: list[str]) -> None:
+    words = ["--suite", "moe", *out, "--resume", "--stall=5", "--rest", "80", "--commit", "abc"]
+    assert cli._repeatable(Namespace(words=words)) == "multigemm bench --suite moe --rest 80"
+
+
+def test_an_option_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a place would be kept with its abbreviated option."""
+    with pytest.raises(SystemExit):
+        main(["bench", "--suite", "l2", "--ou=somewhere"])
+    assert "unrecognized arguments: --ou=somewhere" in capsys.readouterr().err
+
+
 def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
     old, new = made_up_report(1), made_up_report(1)
     for row in new.rows:
@@ -259,6 +273,12 @@ def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
         (["--shape", "1,2"], "cannot be read"),
         (["--suite", "l2", "--only", "nothing"], "no workload is left"),
         (["--suite", "l2", "--floor", "x"], "TFLOP/s,TB/s"),
+        (["--suite", "l2", "--device", "cpu", "--floor", "0,3"], "--floor '0,3': write TFLOP/s,TB/s above 0"),
+        (["--suite", "l2", "--device", "cpu", "--floor", "nan,3"], "above 0"),
+        (["--suite", "l2", "--device", "cpu", "--floor", "770,inf"], "above 0"),
+        (["--suite", "l2", "--device", "cpu", "--floor=-770,3"], "above 0"),
+        (["--suite", "moe", "--dist", "zipff"], "--dist 'zipff' matches none of 33 (by distribution: balanced, empty"),
+        (["--suite", "moe", "--only", "qx", "--dist", "zipf"], "no workload is left: --only 'qx' and --dist 'zipf'"),
         (["--suite", "l2", "--modes", "warm"], "graph, hot and host"),
         (["compare", "/nonexistent", "/nonexistent"], "cannot be read as a report"),
         (["--suite", "l2", "--reps", "0"], "--reps 0: it has to be above 0"),

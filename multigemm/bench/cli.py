@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair = commands.add_parser(
         "compare", help="what became slower between two reports (or their folders); exits 1 if anything did"
     )
-    pair.add_argument("old", type=Path)
-    pair.add_argument("new", type=Path)
+    pair.add_argument("old", type=Path, help="a report.json, or its folder")
+    pair.add_argument("new", type=Path, help="another one of the same suites and device")
     again = commands.add_parser("render", help="table, PNG and HTML from a report (or its folder)")
-    again.add_argument("report", type=Path)
+    again.add_argument("report", type=Path, help="a report.json, or its folder, which receives what is drawn")
     again.add_argument("--markdown", action="store_true", help="print Markdown tables instead")
     commands.add_parser("list", help="suites and their workloads")
 
@@ -185,8 +185,10 @@ def _repeatable(args: argparse.Namespace) -> str:
     words = iter(_own_words(args))
     kept = []
     for word in words:
-        if word in ("--out", "--commit", "--stall", "--time-budget"):
-            next(words, None)
+        name, joined, _ = word.partition("=")
+        if name in ("--out", "--commit", "--stall", "--time-budget"):
+            if not joined:
+                next(words, None)
         elif word not in ("--resume", "--json-only", "--quiet"):
             kept.append(word)
     return shlex.join(["multigemm", "bench", *kept])
@@ -239,14 +241,18 @@ def _entries(args: argparse.Namespace, device: torch.device) -> tuple[list[Entry
     return entries, {**absent, **missing, **dropped}
 
 
+def _floor(text: str) -> Rates:
+    try:
+        tflops, tbps = (float(part) for part in text.split(","))
+        if not (0 < tflops < math.inf and 0 < tbps < math.inf):
+            raise ValueError("both have to be above 0")
+    except ValueError as error:
+        raise InvalidSetting(f"--floor {text!r}: write TFLOP/s,TB/s above 0, as in 770,3.0") from error
+    return Rates(tflops, tbps)
+
+
 def _options(args: argparse.Namespace, device: torch.device, cases: list[Workload]) -> Options:
-    rates = None
-    if args.floor:
-        try:
-            tflops, tbps = (float(part) for part in args.floor.split(","))
-        except ValueError as error:
-            raise InvalidSetting(f"--floor {args.floor!r}: write TFLOP/s,TB/s, as in 770,3.0") from error
-        rates = {c.dtype: Rates(tflops, tbps) for c in cases}
+    rates = {c.dtype: _floor(args.floor) for c in cases} if args.floor else None
     reps = args.reps if args.reps is not None else 300 if device.type == "cuda" else 100
     budget = args.budget_ms or (400.0 if device.type == "cuda" else 600.0)
     goal = CPU_GOAL_S * len(cases) if device.type == "cpu" else math.inf

@@ -32,11 +32,16 @@ def selected(args: argparse.Namespace) -> list[Workload]:
     if args.dtype:
         cases = list({c.key: c for c in (with_dtype(case, args.dtype) for case in cases)}.values())
     only, dists = parts(args.only), parts(args.dist)
-    cases = [c for c in cases if not only or any(part in c.key for part in only)]
-    cases = [c for c in cases if not dists or c.distribution in dists]
-    if not cases:
-        raise InvalidSetting("no workload is left: see `multigemm bench list`, --only and --dist")
-    return cases
+    left = [c for c in cases if not only or any(part in c.key for part in only)]
+    left = [c for c in left if not dists or c.distribution in dists]
+    if not left:
+        asked = " and ".join(f"--{name} {text!r}" for name, text in (("only", args.only), ("dist", args.dist)) if text)
+        seen = ", ".join(sorted({c.distribution for c in cases}))
+        raise InvalidSetting(
+            f"no workload is left: {asked} matches none of {len(cases)} (by distribution: {seen}); "
+            "`multigemm bench list` prints their keys"
+        )
+    return left
 
 
 def above_zero(args: argparse.Namespace, *names: str) -> None:
