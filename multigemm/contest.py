@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -17,9 +18,12 @@ from multigemm.bound import Choice
 from multigemm.errors import InvalidSetting
 from multigemm.layouts import Operands
 from multigemm.measured import config_text, footprint_of
+from multigemm.shape import Shape, shape_of
 from multigemm.spec import ProblemSpec
 
 Sizes = Callable[[], Operands]
+SAME_SIZE = 0.2
+"""Octaves of operations within which a class counts as measured at a size."""
 
 
 def unavailable_text(state: Availability) -> str:
@@ -108,25 +112,25 @@ def candidates(
     states = {name: registry.state(name) for name in registry.names()}
     reasons = {name: registry.reasons(name, spec, device) if state.ok else () for name, state in states.items()}
     able = [name for name, state in states.items() if state.ok and not reasons[name]]
-    known = _knowledge(able, spec, device, equal, sizes)
+    known = _knowledge(able, spec, device, equal, sizes() if sizes is not None else None)
     found = [Candidate(name, states[name], reasons[name], *known.get(name, ())) for name in states]
     return sorted(found, key=lambda c: (c.slowness is None, c.slowness or 0.0))
 
 
 def _knowledge(
-    names: Sequence[str], spec: ProblemSpec, device: torch.device, equal: bool, sizes: Sizes | None
+    names: Sequence[str], spec: ProblemSpec, device: torch.device, equal: bool, ops: Operands | None
 ) -> dict[str, tuple[float | None, float | None, str, bool]]:
     """Per backend the measured time of this class and how it compares; where fewer than two were measured, what
-    the classes around it let one expect."""
-    table = tuning.table()
+    other classes let one expect."""
+    table, shape = tuning.table(), None if ops is None else shape_of(ops)
     exact = {name: m for name in names if (m := table.find(name, spec, device, equal)) is not None}
-    if len(exact) > 1:
+    if len(exact) > 1 and all(as_large(m.flops, shape, spec) for m in exact.values()):
         best = min(m.us for m in exact.values()) or 1.0
         return {name: (m.us, m.us / best, m.source, False) for name, m in exact.items()}
     configs = {name: config_for(name, spec, device, None, equal)[0] for name in names}
-    ran = {name: _would_run(name, config, spec, device, sizes) for name, config in configs.items()}
+    ran = {name: _would_run(name, config, spec, device, ops) for name, config in configs.items()}
     footprints = {name: footprint_of(config) for name, config in configs.items()}
-    found = [e for e in table.estimates(spec, device, equal, ran, footprints) if e.backend in names]
+    found = [e for e in table.estimates(spec, device, equal, ran, footprints, shape) if e.backend in names]
     best = min((e.slowness for e in found), default=1.0)
     told: dict[str, tuple[float | None, float | None, str, bool]]
     told = {name: (m.us, None, m.source, False) for name, m in exact.items()}
@@ -136,12 +140,22 @@ def _knowledge(
     return told
 
 
-def _would_run(name: str, config: Any, spec: ProblemSpec, device: torch.device, sizes: Sizes | None) -> str:
+def as_large(flops: float, shape: Shape | None, spec: ProblemSpec) -> bool:
+    """Whether a class was measured at about the size that is asked for: it holds all token counts of an octave.
+
+    Where rows are masked nobody knows how many count.
+    """
+    if shape is None or not flops or not shape.flops or spec.form == "masked":
+        return True
+    return abs(math.log2(shape.flops / flops)) <= SAME_SIZE
+
+
+def _would_run(name: str, config: Any, spec: ProblemSpec, device: torch.device, ops: Operands | None) -> str:
     """What a backend would run, in short."""
     backend, told = registry.get(name), ""
-    if sizes is not None and getattr(backend, "decides_at_bind", False):
+    if ops is not None and getattr(backend, "decides_at_bind", False):
         recipe = backend.plan(spec, config, device)
-        told = recipe.tell(sizes()) if recipe.tell is not None else ""
+        told = recipe.tell(ops) if recipe.tell is not None else ""
     return config_text(config, told)
 
 

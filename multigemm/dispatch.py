@@ -9,14 +9,16 @@ device while another need not, are passed over.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
+from torch import Tensor
 
 from multigemm import bound, registry, tracing, trial, tuning
 from multigemm.bound import Choice, Plan
@@ -30,6 +32,8 @@ from multigemm.untraced import untraced
 
 Which = str | Sequence[str]
 CHOICES_KEPT = 4096
+NOTCHES = 16
+"""To an octave of the jagged extent; a choice holds within one."""
 _choices: dict[Any, Choice] = {}
 _lock = threading.RLock()
 
@@ -65,12 +69,14 @@ def plan(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = Non
 
 
 def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Choice:
-    """The backend and recipe for a problem; remembered by spec, so that a new token count costs nothing."""
+    """The backend and recipe for a problem; remembered by spec, so that a new token count costs nothing, but that
+    "auto" asks again every sixteenth of an octave."""
     spec = staged_spec(problem)
     which = backend if isinstance(backend, str) else _names(backend)
     try:
         equal = equal_sizes(problem)
-        key = (spec, equal, problem.device, which, _hashable(config), tuning.generation)
+        size = notch(problem) if which == "auto" else 0
+        key = (spec, equal, problem.device, which, _hashable(config), size, tuning.generation)
         found = _choices.get(key)
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
@@ -84,6 +90,16 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
                 _choices.clear()
             _choices[(*key[:-1], tuning.generation)] = found
     return found
+
+
+def notch(problem: GroupedGemmProblem) -> int:
+    """About how long the extent is that offsets cut, in parts of an octave: what is fastest changes within one."""
+    form = problem.form
+    if not form.startswith("jagged"):
+        return 0
+    a, b = cast(Tensor, problem.a), cast(Tensor, problem.b)
+    extent = b.shape[-1] if form == "jagged_n" else a.shape[0 if form == "jagged_m" else -1]
+    return int(NOTCHES * math.log2(extent)) if extent else -1
 
 
 def _names(backend: Any) -> tuple[str, ...]:
@@ -147,13 +163,21 @@ def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, eq
         able = sorted((c for c in able if c.name in allowed), key=lambda c: allowed.index(c.name))
     syncing: list[Choice] = []
     for c in able:
-        choice = choice_of(c.name, spec, device, config, why(c), equal)
+        choice = _planned(c.name, spec, device, config, why(c), equal)
         if not choice.recipe.syncs:
             return choice
         syncing.append(choice)
     if syncing:
         return syncing[0]
     raise BackendUnsupported({c.name: why_not(c, allowed) for c in found})
+
+
+def _planned(name: str, spec: ProblemSpec, device: torch.device, config: Any, why: str, equal: bool) -> Choice:
+    """A backend with its recipe, which another number of tokens may have asked for before."""
+    key = (name, spec, equal, device, _hashable(config), tuning.generation)
+    if key not in _choices:
+        _choices[key] = choice_of(name, spec, device, config, "", equal)
+    return replace(_choices[key], why=why + _choices[key].why)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
+from multigemm import forecast
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.classify import bucket
+from multigemm.forecast import Asked
 from multigemm.measured import (
     EQUAL,
     ON_DEVICE,
@@ -36,6 +38,7 @@ from multigemm.measured import (
 )
 from multigemm.nearest import Estimate, Footprint, Sample, estimates
 from multigemm.settings import settings
+from multigemm.shape import Shape
 from multigemm.spec import OperandSpec, ProblemSpec
 
 
@@ -150,10 +153,18 @@ class TuningTable:
         equal: bool = False,
         ran: Mapping[str, str] | None = None,
         footprints: Mapping[str, Footprint] | None = None,
+        shape: Shape | None = None,
     ) -> list[Estimate]:
-        """What the nearest classes that were measured let one expect of each backend, if it runs the configs `ran`, of
-        these footprints; empty if there are none. Besides the device itself, others of its generation that tables ship
-        for count."""
+        """What other classes that were measured let one expect of each backend, if it runs the configs `ran`, of these
+        footprints, on a problem of this shape; empty if there are none.
+
+        What was fitted ships for one generation of GPUs. Else the nearest classes tell: besides the device itself,
+        others of its generation that tables ship for count.
+        """
+        if shape is not None and ran and capability(device) == forecast.CAPABILITY:
+            asked = Asked(spec_key(spec, equal), shape, device_name(device), ran, footprints or {})
+            if told := forecast.shipped().estimates(asked):
+                return told
         kinds = tuple(where_of(key) for key in _stand_ins(spec, equal))
         known = self._samples_on(device_name(device), capability(device), kinds)
         want = Sample(spec_key(spec, equal), {}, ran or {}, spec.groups, footprints=footprints or {})

@@ -1,0 +1,185 @@
+"""How the backends stand to each other at a shape that nobody measured: what the shapes around it say.
+
+For each two backends the logarithm of the ratio of their times is modelled as a smooth random function of
+the place (kriging, or a Gaussian process with Matern's covariance 3/2):
+
+    covariance(x, y) = amplitude * (1 + d) * exp(-d) + slope * <x, y> + level,    d = sqrt(3) * |x - y| / lengths
+
+A place has what any kernel meets (octaves of the extents, of the work, of the bytes, of how the lines of the
+operands are aligned) and what these two would make of it: their tiles, how many rounds of them the processors
+need and how much of the last round is idle. Nothing in between is written by hand: the lengths, amplitudes and
+weights of the measurements are fitted to thousands of them by `multigemm.bench.fit`, which also leaves each
+measured shape out in turn; by how much those around it then err is what a forecast is held to be uncertain by.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from multigemm.nearest import Estimate, Footprint
+from multigemm.shape import Shape, even, family_of, knows_sizes, labels, point
+
+Array = npt.NDArray[Any]
+
+NEAR = 12
+"""Measured shapes, the nearest, that tell how uncertain a forecast is."""
+LEAST_ERROR = 0.01
+LEVEL = 0.3
+"""The variance of how two backends stand to each other on the whole."""
+SCALARS = ("marks", "amplitude", "slope", "noise")
+FILE, CAPABILITY = "forecast.npz", "9.0"
+"""What ships, and the generation of GPUs that it was measured on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A class of problems, its size, and per backend what it would run there and in which tiles."""
+
+    key: str
+    shape: Shape
+    device: str
+    ran: Mapping[str, str]
+    footprints: Mapping[str, Footprint]
+
+
+class Pair(NamedTuple):
+    """How two backends stand to each other in one family: points, marks and weights of what was measured; how far
+    points may lie apart along each coordinate, and by marks, amplitude, slope and noise; the errors when left out."""
+
+    family: str
+    one: str
+    two: str
+    points: Array
+    marks: Array
+    vocabulary: list[list[str]]
+    lengths: Array
+    scalars: dict[str, Array]
+    weights: Array
+    errors: Array
+    cases: list[str]
+
+    def covariance(self) -> Array:
+        """Of the measured points with each other."""
+        return self._alike(self.points, self.marks)
+
+    def toward(self, at: Sequence[float], words: Sequence[str]) -> Array:
+        """How alike the ratio at a point is to each measured one, as a covariance."""
+        codes = [v.index(word) if word in v else -1 for v, word in zip(self.vocabulary, words, strict=True)]
+        row: Array = self._alike(np.array([at]), np.array([codes]))[0]
+        return row
+
+    def _alike(self, points: Array, marks: Array) -> Array:
+        here, there = points / self.lengths, self.points / self.lengths
+        apart = (here**2).sum(1)[:, None] + (there**2).sum(1)[None] - 2.0 * np.einsum("ik,jk->ij", here, there)
+        for column, step in enumerate(self.scalars["marks"]):
+            apart += step * (marks[:, None, column] != self.marks[None, :, column])
+        far = np.sqrt(3.0 * np.maximum(apart, 0.0) + 1e-9)
+        slope = np.einsum("ik,jk->ij", points, self.points)
+        found: Array = self.scalars["amplitude"] * (1 + far) * np.exp(-far) + self.scalars["slope"] * slope + LEVEL
+        return found
+
+    def expected(self, at: Sequence[float], words: Sequence[str]) -> tuple[float, float, int]:
+        """The logarithm of the ratio of times to expect, how uncertain that is, and the nearest point.
+
+        Uncertain by what the nearest points leave open, and at least by how much the model errs at them if left out.
+        """
+        alike = self.toward(at, words)
+        near = np.argsort(-alike, kind="stable")[:NEAR]
+        known = self._alike(self.points[near], self.marks[near])[:, near] + self.scalars["noise"] * np.eye(len(near))
+        whole = self.scalars["amplitude"] + self.scalars["slope"] * float(np.dot(at, at)) + LEVEL
+        left = float(whole - alike[near] @ np.linalg.solve(known, alike[near]) + self.scalars["noise"])
+        error = float((self.errors[near] ** 2).mean())
+        return float(alike @ self.weights), math.sqrt(max(left, error, LEAST_ERROR**2)), int(near[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Everything that was fitted, for GPUs of one generation."""
+
+    models: Mapping[tuple[str, str, str], Pair]
+    capability: str = ""
+
+    def estimates(self, asked: Asked) -> list[Estimate]:
+        """How many times slower than the fastest each backend is to be expected, of those that it knows at this place;
+        empty if it knows fewer than two."""
+        family, form = family_of(asked.key), asked.key.split()[0]
+        names = {label: name for name, ran in asked.ran.items() for label in labels(name, ran, asked.key)}
+        told = []
+        for (its, first, second), model in self.models.items():
+            if its == family and first in names and second in names:
+                one, two = names[first], names[second]
+                tiles = asked.footprints.get(one, ()), asked.footprints.get(two, ())
+                shape = asked.shape if knows_sizes(asked.key, (first, second)) else even(asked.shape)
+                at = point(asked.key, shape, asked.device, *tiles)
+                told.append((one, two, model, *model.expected(at, (asked.ran[one], asked.ran[two], form))))
+        if not told:
+            return []
+        levels = _levels([(one, two, mean, error) for one, two, _, mean, error, _ in told])
+        best = min(levels, key=lambda name: levels[name])
+        found = []
+        for name, level in levels.items():
+            with_best = [t for t in told if {t[0], t[1]} == {name, best}] or [t for t in told if name in t[:2]]
+            _, _, model, _, error, nearest = min(with_best, key=lambda t: t[4])
+            source = f"{len(model.weights)} measured ratios say so, give or take {100 * error:.0f} %"
+            source += f", the nearest of {model.cases[nearest]}"
+            found.append(Estimate(name, math.exp(level - levels[best]), source))
+        return found
+
+
+def _levels(told: Sequence[tuple[str, str, float, float]]) -> dict[str, float]:
+    """Logarithms of times, but for a constant, that fit the ratios of pairs best (least squares by their errors); of
+    the backends that hang together with the first."""
+    names = list(dict.fromkeys(name for one, two, _, _ in told for name in (one, two)))
+    rows = np.zeros((len(told), len(names)))
+    for row, (one, two, _, error) in zip(rows, told, strict=True):
+        row[names.index(one)], row[names.index(two)] = 1.0 / error, -1.0 / error
+    right = np.array([mean / error for _, _, mean, error in told])
+    normal = rows.T @ rows + 1e-9 * np.eye(len(names))
+    return dict(zip(names, np.linalg.solve(normal, rows.T @ right).tolist(), strict=True))
+
+
+def write(path: Path, models: Iterable[Pair]) -> None:
+    """All models in one file of arrays."""
+    kept: list[dict[str, Any]] = []
+    arrays: dict[str, Any] = {}
+    for index, p in enumerate(models):
+        kept.append({"pair": p[:3], "words": p.vocabulary, "cases": p.cases})
+        arrays |= {f"points{index}": p.points.astype(np.float16), f"codes{index}": p.marks.astype(np.int16)}
+        arrays |= {f"lengths{index}": p.lengths, f"weights{index}": p.weights}
+        arrays[f"errors{index}"] = p.errors.astype(np.float16)
+        arrays |= {f"{name}{index}": value for name, value in p.scalars.items()}
+    arrays["models"] = np.frombuffer(json.dumps(kept).encode(), dtype=np.uint8)
+    np.savez_compressed(path, **arrays)
+
+
+def read(path: Path) -> list[Pair]:
+    """What `write` wrote."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    found = []
+    for index, kept in enumerate(json.loads(arrays["models"].tobytes())):
+        own = {name: arrays[f"{name}{index}"] for name in ("points", "codes", "lengths", "weights", "errors")}
+        scalars = {name: arrays[f"{name}{index}"] for name in SCALARS}
+        points, errors = own["points"].astype(np.float64), own["errors"].astype(np.float64)
+        words, cases = kept["words"], kept["cases"]
+        family, one, two = kept["pair"]
+        last = own["lengths"], scalars, own["weights"], errors, cases
+        found.append(Pair(family, one, two, points, own["codes"], words, *last))
+    return found
+
+
+@lru_cache(maxsize=1)
+def shipped() -> Known:
+    """What ships with the package."""
+    path = Path(__file__).parent / "tuned" / FILE
+    models = read(path) if path.exists() else []
+    return Known({p[:3]: p for p in models}, CAPABILITY)
