@@ -15,8 +15,8 @@ from multigemm.bench.workloads import DTYPES, Workload
 
 UNTUNED = "random"
 UNEVEN_AND_EVEN = ("balanced", "zipf", "empty", "multinomial", "uniform")
-OF_EVERY_KIND, OF_USUAL, SPREAD = 800, 1600, 2800
-"""Up to the first, shapes of every kind; up to the next, packed rows of 16-bit floats; then every kind again."""
+OF_EVERY_KIND, OF_USUAL, OF_FORMS, SPREAD = 800, 1600, 2800, 3200
+"""Up to these, shapes of every kind; packed rows of 16-bit floats; every kind again; rows of extents without a factor."""
 SEED = 20
 GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
 OTHERS = (
@@ -31,6 +31,7 @@ KINDS = " ".join("m mt k m list mt batched m masked mt m {} mt odd m n mt {}".fo
 """What `spread` deals out in turn: packed rows (t: with transposed weights), the other forms, the other dtypes."""
 USUAL = ("m", "mt")
 FORMS = "k list masked mt batched m n k list masked fp16 mt m fp32 tf32 fp64 int8".split()  # noqa: SIM905
+SECTIONS = ((OF_EVERY_KIND, KINDS), (OF_USUAL, USUAL), (OF_FORMS, FORMS), (SPREAD, ("odd",)))
 ANY_KIND = "m mt k m list mt m batched mt m fp16 mt masked m k mt list m mt n".split()  # noqa: SIM905
 LONG = {"fp32": 1e10, "fp64": 1e10, "int8": 1e10, "tf32": 3e10, "n": 2e10, "odd": 5e10}
 """Products at most, where they are fewer than usual: a tenth of a millisecond or so."""
@@ -55,7 +56,7 @@ def spread_out() -> list[Workload]:
     index = 0
     while len(cases) < SPREAD:
         index += 1
-        kinds = KINDS if len(cases) < OF_EVERY_KIND else USUAL if len(cases) < OF_USUAL else FORMS
+        kinds = next(its for end, its in SECTIONS if len(cases) < end)
         kind = kinds[len(cases) % len(kinds)]
         place = [_radical_inverse(index, base) for base in (2, 3, 5, 7)]
         room = MORE_ROOM if kinds is USUAL else ROOM
