@@ -16,7 +16,7 @@ from multigemm.bench.workloads import DTYPES, Workload
 UNTUNED = "random"
 UNEVEN_AND_EVEN = ("balanced", "zipf", "empty", "multinomial", "uniform")
 OF_EVERY_KIND, OF_USUAL, OF_FORMS, SPREAD = 800, 1600, 2800, 3200
-"""Up to these, shapes of every kind; packed rows of 16-bit floats; every kind again; rows of extents without a factor."""
+"""Up to these, shapes of every kind; packed rows of 16-bit floats; every kind again; extents without a factor."""
 SEED = 20
 GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
 OTHERS = (
