@@ -160,8 +160,10 @@ def test_copied_weights_where_rows_pay_for_the_copy() -> None:
     assert hopper_candidates(carried)[0].carry
     copied = hopper_candidates(replace(spec, groups=6, total=bucket(7859), n=2643, k=801))[0]
     assert (copied.pack, copied.block_n) == (("a", "b"), 256)
-    little = hopper_candidates(replace(spec, groups=16, total=8192, n=511))[0]
+    little = hopper_candidates(replace(spec, groups=8, total=4096, n=511, k=1533))[0]
     assert (little.carry, little.block_m) == (True, 128), "few tall tiles leave multiprocessors idle"
+    more = hopper_candidates(replace(spec, groups=6, total=bucket(2046), n=1141, k=2803))[0]
+    assert (more.carry, more.block_m) == (True, 256), "one round of tall tiles, 63 us, and not two of low ones, 79"
     cheap = hopper_candidates(replace(spec, groups=2, total=2048, n=459, k=1245))[0]
     assert (cheap.pack, cheap.block_m, cheap.block_n) == (("a", "b"), 128, 128), "a copy that stays in the L2 cache"
     narrow = hopper_candidates(replace(spec, groups=8, total=bucket(17709), n=639, k=3227))[0]

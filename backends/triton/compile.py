@@ -26,6 +26,7 @@ DEVICE_CODE = ("epilogue.py", "kernels.py", "packing.py", "schedule_device.py", 
 HOPPER_CODE = (
     "hopper.py",
     "hopper_carry.py",
+    "hopper_fragments.py",
     "hopper_lines.py",
     "hopper_load.py",
     "hopper_store.py",

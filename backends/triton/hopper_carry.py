@@ -3,8 +3,9 @@
 
 The result is computed transposed, C^T = W^T X^T: wgmma takes its first operand from registers, and that are the
 weights. Four warps copy the aligned 16 bytes round each line of the weights into a ring of their own (cp.async),
-as they are; the consumers shift them when they load their fragments. The rows come by TMA, through a second ring.
-So weights are read once, where a copy into aligned lines would read, write and read them again.
+as they are; the consumers shift them when they load their fragments, 16 of K at a time, between the products of the
+16 before. The rows come by TMA, through a second ring. So weights are read once, where a copy into aligned lines would
+read, write and read them again.
 
 The ring of the weights lies behind all that Triton allocates: its lines are read at any element, which no layout
 of Triton's expresses, so addresses in it are computed here (`RAW_AT`, from the start of shared memory).
@@ -21,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from multigemm.backends.triton.hopper import barriers
+from multigemm.backends.triton.hopper_fragments import STEP, STRIP, elements, fragment, in_stage, place_of
 from multigemm.backends.triton.hopper_lines import COLUMNS, DEEP, PITCH_COL, PITCH_ROW, load_lines, ring_start
 from multigemm.backends.triton.hopper_load import produce
 from multigemm.backends.triton.hopper_store import moved, write
@@ -28,46 +30,6 @@ from multigemm.backends.triton.hopper_tiles import take
 
 # Triton 3.6 calls it otherwise than later versions
 reinterpreted = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-STRIP = gl.constexpr(64)
-
-
-@gluon.jit
-def fragment(place, stage, STAGE_BYTES: gl.constexpr, TYPE: gl.constexpr, B_ORDER: gl.constexpr):
-    """64 columns of weights, 64 deep, in the registers that wgmma takes its first operand from."""
-    at, bits = place
-    at = at + stage * STAGE_BYTES
-    if B_ORDER == "col":
-        asm: gl.constexpr = """{ .reg .b32 low, high;
-            ld.shared.b32 low, [$1]; ld.shared.b32 high, [$1 + 4]; shf.r.wrap.b32 $0, low, high, $3; }"""
-        found = gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [at, bits], gl.int16, False, 2)
-        return found.to(TYPE, bitcast=True)
-    else:
-        asm2: gl.constexpr = """{ .reg .b16 low, high;
-            ld.shared.b16 low, [$1]; ld.shared.b16 high, [$2]; mov.b32 $0, {low, high}; }"""
-        pairs = gl.inline_asm_elementwise(asm2, "=r,r,r", [at], gl.int16, False, 2)
-        return pairs.to(TYPE, bitcast=True)
-
-
-@gluon.jit
-def place_of(weights, raw, g, col, OPERAND: gl.constexpr, B_ORDER: gl.constexpr):
-    """Where a thread's elements lie in a stage: their addresses, and by how much a pair lies across words.
-
-    Lines eight apart lie alike in their 16 bytes: a line's offset is that of the thread's first line.
-    """
-    b, _, b_group, b_line = weights
-    m = gl.arange(0, STRIP, gl.SliceLayout(1, OPERAND))
-    k = gl.arange(0, DEEP, gl.SliceLayout(0, OPERAND))
-    start = (b + (g.to(gl.int64) * b_group) * 2).to(gl.int32)
-    step = (b_line * 2).to(gl.int32)
-    if B_ORDER == "col":
-        ahead = (start + (col + m % 8) * step) & 15
-        at = raw + (m * PITCH_COL + (ahead & 12))[:, None] + (k * 2)[None, :]
-        bits = ((ahead & 2) * 8)[:, None] + 0 * k[None, :]
-        return at, bits
-    else:
-        ahead = (start + col * 2 + (k % 8) * step) & 15
-        at = raw + (m * 2)[:, None] + (k * PITCH_ROW + ahead)[None, :]
-        return at, at
 
 
 @gluon.jit
@@ -98,61 +60,109 @@ def rows_of(x_smem, stage, SLOTS: gl.constexpr, FIRST: gl.constexpr, MOST: gl.co
 
 
 @gluon.jit
-def multiply(rings, place, stage, phase, k_length, out, spot, SLOTS0: gl.constexpr, FIRST1: gl.constexpr,
-             SLOTS1: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr,
-             OPERAND: gl.constexpr, B_ORDER: gl.constexpr, PART: gl.constexpr, END: gl.constexpr):  # fmt: skip
-    """One tile, of SLOTS0 strips and SLOTS1 strips from strip FIRST1 on. The next block's weights are taken while
-    this block's products are under way."""
-    x_smem, x_full, x_empty, w_full, w_empty = rings
+def multiply_step(pairs, x_smem, stage, sums, AT: gl.constexpr, STRIPS: gl.constexpr, LAYOUTS: gl.constexpr,
+                  MOST: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """Starts the products of step AT of a block, 16 of K."""
     TYPE: gl.constexpr = x_smem.dtype
-    WIDTH1: gl.constexpr = (SLOTS1 if SLOTS1 > 0 else 1) * STRIP
+    OPERAND0: gl.constexpr = gl.DotOperandLayout(0, LAYOUTS[0], 2)
+    OPERAND1: gl.constexpr = gl.DotOperandLayout(0, LAYOUTS[1], 2)
+    first, second = sums
+    x = rows_of(x_smem, stage, STRIPS[0], 0, MOST, STAGES).slice(AT * STEP, STEP, 0)
+    first = warpgroup_mma(elements(pairs, TYPE, OPERAND0), x, first, is_async=True)
+    if STRIPS[2] > 0:
+        y = rows_of(x_smem, stage, STRIPS[2], STRIPS[1], MOST, STAGES).slice(AT * STEP, STEP, 0)
+        second = warpgroup_mma(elements(pairs, TYPE, OPERAND1), y, second, is_async=True)
+    return first, second
+
+
+@gluon.jit
+def settled(sums, LEFT: gl.constexpr, STRIPS: gl.constexpr):
+    """Waits until at most LEFT steps are under way: the registers of those before may be loaded again."""
+    first, second = sums
+    if STRIPS[2] > 0:
+        first, second = warpgroup_mma_wait(num_outstanding=2 * LEFT, deps=[first, second])
+        return warpgroup_mma_init(first), warpgroup_mma_init(second)
+    else:
+        return warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=LEFT, deps=[first])), second
+
+
+@gluon.jit
+def multiply_block(rings, place, stage, phase, pairs, sums, older, LAST: gl.constexpr, STRIPS: gl.constexpr,
+                   LAYOUTS: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr,
+                   B_ORDER: gl.constexpr):  # fmt: skip
+    """One block. While the tensor cores are at a step, what is needed three steps later is loaded into the registers
+    of the step before: of this block the last step's weights, then of the next block, unless this is the LAST.
+
+    It ends with nothing under way. Products that went on through the end of a loop's turn would be serialised
+    (ptxas: "insufficient register resources"), each waiting for the one before.
+    """
+    x_smem, x_full, x_empty, w_full, w_empty = rings
+    w0, w1, w2 = pairs
+    mbarrier.wait(x_full.index(stage), phase)
+    sums = multiply_step(w0, x_smem, stage, sums, 0, STRIPS, LAYOUTS, MOST, STAGES)
+    sums = settled(sums, 1, STRIPS)
+    w3 = fragment(in_stage(place, stage, STAGE_BYTES), 3, B_ORDER)
+    sums = multiply_step(w1, x_smem, stage, sums, 1, STRIPS, LAYOUTS, MOST, STAGES)
+    # the rows of the block before: handed back here, where it delays no product
+    mbarrier.arrive(x_empty.index((stage + STAGES - 1) % STAGES), pred=older)
+    mbarrier.arrive(w_empty.index(stage))
+    now = (stage + STAGES) % STAGES
+    if not LAST:
+        stage, phase = after(stage, phase, STAGES)
+        mbarrier.wait(w_full.index(stage), phase)
+    sums = settled(sums, 1, STRIPS)
+    following = in_stage(place, stage, STAGE_BYTES)
+    if not LAST:
+        w0 = fragment(following, 0, B_ORDER)
+    sums = multiply_step(w2, x_smem, now, sums, 2, STRIPS, LAYOUTS, MOST, STAGES)
+    sums = settled(sums, 1, STRIPS)
+    if not LAST:
+        w1 = fragment(following, 1, B_ORDER)
+    sums = multiply_step(w3, x_smem, now, sums, 3, STRIPS, LAYOUTS, MOST, STAGES)
+    if not LAST:
+        sums = settled(sums, 1, STRIPS)
+        w2 = fragment(following, 2, B_ORDER)
+    sums = settled(sums, 0, STRIPS)
+    return stage, phase, (w0, w1, w2), sums
+
+
+@gluon.jit
+def multiply(rings, place, stage, phase, k_length, out, spot, STRIPS: gl.constexpr, MOST: gl.constexpr,
+             STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr, B_ORDER: gl.constexpr, PART: gl.constexpr,
+             END: gl.constexpr):  # fmt: skip
+    """One tile, of STRIPS[0] strips and of STRIPS[2] strips from strip STRIPS[1] on."""
+    WIDTH0: gl.constexpr = STRIPS[0] * STRIP
+    WIDTH1: gl.constexpr = (STRIPS[2] if STRIPS[2] > 0 else 1) * STRIP
     LAYOUT0: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SLOTS0 * STRIP, 16])  # fmt: skip
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH0, 16])  # fmt: skip
     LAYOUT1: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH1, 16])  # fmt: skip
-    DOT0: gl.constexpr = gl.DotOperandLayout(0, LAYOUT0, 2)
-    DOT1: gl.constexpr = gl.DotOperandLayout(0, LAYOUT1, 2)
-    acc0 = warpgroup_mma_init(gl.zeros([STRIP, SLOTS0 * STRIP], gl.float32, LAYOUT0))
-    acc1 = warpgroup_mma_init(gl.zeros([STRIP, WIDTH1], gl.float32, LAYOUT1))
+    LAYOUTS: gl.constexpr = (LAYOUT0, LAYOUT1)
+    _, _, x_empty, w_full, _ = rings
+    sums = (warpgroup_mma_init(gl.zeros([STRIP, WIDTH0], gl.float32, LAYOUT0)),
+            warpgroup_mma_init(gl.zeros([STRIP, WIDTH1], gl.float32, LAYOUT1)))  # fmt: skip
     mbarrier.wait(w_full.index(stage), phase)
-    w = fragment(place, stage, STAGE_BYTES, TYPE, B_ORDER)
-    mbarrier.arrive(w_empty.index(stage))
-    for _ in range(DEEP, k_length, DEEP):
-        mbarrier.wait(x_full.index(stage), phase)
-        acc0 = warpgroup_mma(gl.convert_layout(w, DOT0), rows_of(x_smem, stage, SLOTS0, 0, MOST, STAGES), acc0,
-                             is_async=True)  # fmt: skip
-        if SLOTS1 > 0:
-            acc1 = warpgroup_mma(gl.convert_layout(w, DOT1), rows_of(x_smem, stage, SLOTS1, FIRST1, MOST, STAGES),
-                                 acc1, is_async=True)  # fmt: skip
-        before = (stage + STAGES) % STAGES
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-        mbarrier.wait(w_full.index(stage), phase)
-        w = fragment(place, stage, STAGE_BYTES, TYPE, B_ORDER)
-        mbarrier.arrive(w_empty.index(stage))
-        if SLOTS1 > 0:
-            acc0, acc1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0, acc1])
-            acc0 = warpgroup_mma_init(acc0)
-            acc1 = warpgroup_mma_init(acc1)
-        else:
-            acc0 = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=0, deps=[acc0]))
-        mbarrier.arrive(x_empty.index(before))
-    mbarrier.wait(x_full.index(stage), phase)
-    acc0 = warpgroup_mma(gl.convert_layout(w, DOT0), rows_of(x_smem, stage, SLOTS0, 0, MOST, STAGES), acc0,
-                         is_async=True)  # fmt: skip
-    if SLOTS1 > 0:
-        acc1 = warpgroup_mma(gl.convert_layout(w, DOT1), rows_of(x_smem, stage, SLOTS1, FIRST1, MOST, STAGES),
-                             acc1, is_async=True)  # fmt: skip
-        sum0, sum1 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0, acc1])
-        mbarrier.arrive(x_empty.index(stage))
-        write_turned(sum0, out, spot, PART, END)
-        write_turned(sum1, out, moved(spot, SLOTS0 * STRIP, 0), PART, END)
+    at = in_stage(place, stage, STAGE_BYTES)
+    pairs = (fragment(at, 0, B_ORDER), fragment(at, 1, B_ORDER), fragment(at, 2, B_ORDER))
+    for k0 in range(DEEP, k_length, DEEP):
+        stage, phase, pairs, sums = multiply_block(rings, place, stage, phase, pairs, sums, k0 > DEEP, False, STRIPS,
+                                                   LAYOUTS, MOST, STAGES, STAGE_BYTES, B_ORDER)  # fmt: skip
+    stage, phase, pairs, sums = multiply_block(rings, place, stage, phase, pairs, sums, k_length > DEEP, True, STRIPS,
+                                               LAYOUTS, MOST, STAGES, STAGE_BYTES, B_ORDER)  # fmt: skip
+    mbarrier.arrive(x_empty.index(stage))
+    first, second = sums
+    if STRIPS[2] > 0:
+        first, second = warpgroup_mma_wait(num_outstanding=0, deps=[first, second])
+        write_turned(first, out, spot, PART, END)
+        write_turned(second, out, moved(spot, WIDTH0, 0), PART, END)
     else:
-        sum2 = warpgroup_mma_wait(num_outstanding=0, deps=[acc0])
-        mbarrier.arrive(x_empty.index(stage))
-        write_turned(sum2, out, spot, PART, END)
+        write_turned(warpgroup_mma_wait(num_outstanding=0, deps=[first]), out, spot, PART, END)
+    return after(stage, phase, STAGES)
+
+
+@gluon.jit
+def after(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and its phase."""
     stage += 1
     if stage == STAGES:
         stage = 0
@@ -168,7 +178,7 @@ def consume_shifted(WHICH: gl.constexpr, out, rings, mail, weights, raw, PART: g
     HALF_BYTES: gl.constexpr = STRIP * PITCH_COL if B_ORDER == "col" else STRIP * 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, STRIP, 16])  # fmt: skip
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    PAIRS: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
     stage = 0
     phase = 0
     slot = 0
@@ -176,28 +186,28 @@ def consume_shifted(WHICH: gl.constexpr, out, rings, mail, weights, raw, PART: g
     g, row, rows, col, low, k_length = take(mail, slot, turn)
     while rows > 0:
         strips = (rows + STRIP - 1) // STRIP
-        place = place_of(weights, raw + WHICH * HALF_BYTES, g, col, OPERAND, B_ORDER)
+        place = place_of(weights, raw + WHICH * HALF_BYTES, g, col, PAIRS, B_ORDER)
         spot = (g, row, rows, low, row + rows, col + WHICH * STRIP)
         if MOST == 4:
             if strips == 4:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 2, 2, 2, MOST, STAGES,
-                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (2, 2, 2), MOST, STAGES,
+                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
             elif strips == 3:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 2, 2, 1, MOST, STAGES,
-                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (2, 2, 1), MOST, STAGES,
+                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
             elif strips == 2:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 1, 2, 1, MOST, STAGES,
-                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (1, 2, 1), MOST, STAGES,
+                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
             else:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 1, 0, 0, MOST, STAGES,
-                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (1, 0, 0), MOST, STAGES,
+                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
         else:
             if strips == 2:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 2, 0, 0, MOST, STAGES,
-                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (2, 0, 0), MOST, STAGES,
+                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
             else:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, 1, 0, 0, MOST, STAGES,
-                                        STAGE_BYTES, OPERAND, B_ORDER, PART, END)  # fmt: skip
+                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (1, 0, 0), MOST, STAGES,
+                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
         slot ^= 1
         if slot == 0:
             turn ^= 1

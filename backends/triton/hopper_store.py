@@ -11,6 +11,8 @@ from multigemm.backends.triton.epilogue import finish
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 STRIP = gl.constexpr(64)
+# of a role that stores
+WARPS = gl.constexpr(4)
 BILLION = gl.constexpr(1 << 30)
 
 
@@ -115,16 +117,38 @@ def store_bounded(result, out_desc, staging, end, at, col):
 def store_plain(result, out, strides, g, row, rows, low, col, n, STORE: gl.constexpr):
     """Element by element, neighbouring lanes at neighbouring addresses, for outputs that no map can express."""
     COLUMNS: gl.constexpr = result.shape[1]
+    lines = out + g.to(gl.int64) * strides[3]
     if STORE == "row":
         blocked: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+        i = gl.arange(0, WARPS, gl.SliceLayout(1, blocked))
+        j = gl.arange(0, COLUMNS, gl.SliceLayout(0, blocked))
+        start = lines + row.to(gl.int64) * strides[4] + col
+        at = start + (i.to(gl.int64) * strides[4])[:, None] + j[None, :]
+        store_rows(gl.convert_layout(result, blocked), at, strides[4] * WARPS, low - row, rows, j < n - col, blocked)
     else:
-        blocked: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
-    result = gl.convert_layout(result, blocked)
-    i = gl.arange(0, STRIP, gl.SliceLayout(1, blocked))
-    j = gl.arange(0, COLUMNS, gl.SliceLayout(0, blocked))
-    owned = owned_in(blocked, COLUMNS, row, rows, low, col, n)
-    lines = out + g.to(gl.int64) * strides[3] + (row + i).to(gl.int64) * strides[4]
-    if STORE == "row":
-        gl.store((lines + col)[:, None] + j[None, :], result, mask=owned)
+        turned: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
+        i = gl.arange(0, STRIP, gl.SliceLayout(1, turned))
+        j = gl.arange(0, COLUMNS, gl.SliceLayout(0, turned))
+        owned = owned_in(turned, COLUMNS, row, rows, low, col, n)
+        places = (lines + (row + i).to(gl.int64) * strides[4])[:, None] + (col + j).to(gl.int64)[None, :] * strides[5]
+        gl.store(places, gl.convert_layout(result, turned), mask=owned)
+
+
+@gluon.jit
+def store_rows(result, at, step, first, rows, within, LAYOUT: gl.constexpr):
+    """The rows from `first` on and before `rows`: one by each warp, then the next ones.
+
+    An address is one addition away from another: the product of each row's number and the stride would cost more
+    instructions than the stores do.
+    """
+    ROWS: gl.constexpr = result.shape[0]
+    if ROWS > WARPS:
+        HALF: gl.constexpr = ROWS // 2
+        upper, lower = result.reshape([2, HALF, result.shape[1]]).permute(1, 2, 0).split()
+        at = store_rows(upper, at, step, first, rows, within, LAYOUT)
+        return store_rows(lower, at, step, first - HALF, rows - HALF, within, LAYOUT)
     else:
-        gl.store(lines[:, None] + (col + j).to(gl.int64)[None, :] * strides[5], result, mask=owned)
+        i = gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
+        owned = ((i >= first) & (i < rows))[:, None] & within[None, :]
+        gl.store(at, gl.convert_layout(result, LAYOUT), mask=owned)
+        return at + step

@@ -51,7 +51,9 @@ HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
             for kernel, file in (("hopper_kernel", "hopper.py"), ("carry_kernel", "hopper_carry.py"))
             for functions, reason in ((MAIL, WORDS), (frozenset({(file, kernel)}), START))
         ),
-        HandOver("carry_kernel", frozenset({("hopper_lines.py", "copy16"), ("hopper_carry.py", "fragment")}), LINES),
+        HandOver(
+            "carry_kernel", frozenset({("hopper_lines.py", "copy16"), ("hopper_fragments.py", "fragment")}), LINES
+        ),
         HandOver("list_kernel", frozenset({("hopper_list.py", "list_kernel")}), START),
     ),
 }

@@ -63,10 +63,11 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     *(("hopper_tiles.py", f"gl.load({word}, mask=ok, other=0)", f"gl.load({word}, mask=ok, other=1)",
        "the record of a tile behind the last one, which is not published")
       for word in ("entry", *(f"entry + {n}" for n in range(1, 7)), "ends + g")),
-    *(("hopper_carry.py", f"spot, {strips}, 0, 0, MOST", f"spot, {strips}, {new}, MOST",
+    *(("hopper_carry.py", f"spot, ({strips}, 0, 0), MOST", f"spot, ({strips}, {new}), MOST",
        "a second part that begins behind the tile's last row, and stores nothing")
       for strips in (1, 2) for new in ("0, 1", "1, 0")),
-    ("hopper_carry.py", "* 8)[:, None] + 0 * k", "* 8)[:, None] - 0 * k", "zero either way"),
+    ("hopper_fragments.py", "* 8)[:, None] + 0 * k", "* 8)[:, None] - 0 * k", "zero either way"),
+    ("hopper_fragments.py", "- ahead)[None, :] + 0 * m", "- ahead)[None, :] - 0 * m", "zero either way"),
     *((file, "tiles_n = (n + BN - 1) // BN", f"tiles_n = ({new}) // BN",
        "all roles see a tile more behind the last column, which stores nothing")
       for file in ("hopper.py", "hopper_carry.py") for new in ("n + BN", "n + BN + 1")),

@@ -21,6 +21,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "epilogue.py": ("pointer", "hopper"),
         "hopper.py": ("hopper",), "hopper_load.py": ("hopper",), "hopper_store.py": ("hopper",),
         "hopper_tiles.py": ("hopper",), "hopper_carry.py": ("hopper",), "hopper_lines.py": ("hopper",),
+        "hopper_fragments.py": ("hopper",),
         "packing.py": ("hopper",), "zeros.py": ("hopper",),
         "few.py": ("pointer", "hopper"), "hopper_list.py": ("hopper",),
     },
