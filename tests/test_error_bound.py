@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from multigemm.problem import GroupedGemmProblem
-from multigemm.reference import answer, dtypes, judge
+from multigemm.reference import answer, dtypes, expected, judge, verify
 from multigemm.reference.error_bound import MINIMUM, TF32_INPUT, sum_coefficient
 from multigemm.reference.numpy_reference import activate
 
@@ -214,6 +214,28 @@ def test_whole_numbers_are_judged_bit_for_bit() -> None:
     away = rounded(exact * (1 + 2.0**-20), torch.bfloat16)  # halves away from zero
     assert (away != rounded(exact, torch.bfloat16)).any(), "the data holds no tie"
     assert not judge(right, away)
+
+
+def verdict_of(a: list[float], b: list[float], result: float, **more: Any) -> Any:
+    """Of one element, the product of a row and a column."""
+    problem = GroupedGemmProblem(
+        torch.tensor([[a]], dtype=torch.float32), torch.tensor(b, dtype=torch.float32).reshape(1, -1, 1), **more
+    )
+    return verify(problem, torch.full((1, 1, 1), result))
+
+
+def test_whole_numbers_are_judged_bit_for_bit_as_far_as_float32_holds_them_and_no_further() -> None:
+    assert verdict_of([2.0**22, 1], [2, 1], 2.0**23 + 1)
+    assert not verdict_of([2.0**22, 1], [2, 1], 2.0**23 + 2), "off by one"
+    assert verdict_of([2.0**12, 1, 1], [2.0**12, 1, 1], 2.0**24), "ones that are added to 2^24 one by one are lost"
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_an_activation_may_be_off_by_a_few_ulp_and_by_no_more(activation: str) -> None:
+    problem = GroupedGemmProblem(torch.ones(1, 1, 1), torch.ones(1, 1, 1), activation=activation)
+    right = float(expected(problem)[0, 0, 0])
+    for ulps, ok in ((0, True), (4, True), (-4, True), (20, False), (-20, False)):
+        assert bool(verdict_of([1.0], [1.0], right + ulps * 2.0**-24, activation=activation)) is ok
 
 
 def test_tf32_is_allowed_its_inputs_only_where_asked() -> None:

@@ -45,6 +45,7 @@ def test_stacked_results_are_told_by_group_too(form: Any) -> None:
     result[1, 3, 2] = np.nan
     verdict = reference.verify(problem, result)
     assert (verdict.group, verdict.within) == (1, (3, 2)) and "NaN" in verdict.text
+    assert "of output" not in verdict.text, "there is but one"
 
 
 def test_lists_name_the_matrix() -> None:
@@ -95,6 +96,13 @@ def test_rho_tells_ordinary_errors_from_large_ones() -> None:
     usual = reference.verify(problem, a @ b)
     assert usual and 0 < usual.rho_rms <= usual.rho < 20
     assert reference.verify(problem, exact).rho < 1.01
+
+
+def test_rho_counts_half_an_ulp_and_the_root_of_k() -> None:
+    """One ulp of 4 is 2^-21, and sqrt(4) u 4 = 2^-21 as well: an error of one is 2 / 3 of what is ordinary."""
+    problem = GroupedGemmProblem(torch.full((1, 1, 4), 0.5), torch.full((1, 4, 1), 2.0))
+    verdict = reference.verify(problem, torch.full((1, 1, 1), 4.0 + 2.0**-21))
+    assert verdict.rho == verdict.rho_rms == pytest.approx(2 / 3)
 
 
 def test_a_c_that_the_result_has_overwritten_judges_nothing() -> None:
