@@ -88,7 +88,19 @@ def test_a_slower_machine_is_no_regression_of_ours_but_a_uniform_shift_is_told()
     same = made_up_report(1, **NOISE)
     for entry in ("cupy", "triton", "torch_grouped", "torch_loop", "dense"):
         slow_down(same, 1.10, entry)
-    assert any("everything" in text for text in compare(old, same).regressions)
+    assert any(
+        text.startswith("everything, peers and ceilings too: +10.0 %") for text in compare(old, same).regressions
+    )
+    assert "drift of peers and ceilings +10.0 %" in compare(old, same).text()
+
+
+def test_peers_that_moved_by_many_factors_are_no_uniform_shift() -> None:
+    old, new = made_up_report(1), made_up_report(1)
+    for entry, factor in (("torch_loop", 1.1), ("dense", 1.3)):
+        slow_down(new, factor, entry)
+    found = compare(old, new)
+    assert "drift of peers and ceilings +10.0 %" in found.text()
+    assert not any("everything" in text for text in found.regressions)
 
 
 def test_only_the_printed_time_changed() -> None:
