@@ -19,7 +19,7 @@ from multigemm import nearest, tuning
 from multigemm.backends.triton.config import Config
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.measured import SCHEMA, Measured, config_text, fold, unfold
-from multigemm.nearest import Sample, Space, estimates, place_of
+from multigemm.nearest import ANY_OFFSET, NOISE, Sample, Space, estimates, place_of, solved
 from multigemm.settings import Settings, parse
 from multigemm.staging import equal_sizes
 from multigemm.tuning import TuningTable, spec_key
@@ -439,3 +439,12 @@ def test_shipped_files_are_read_and_name_real_configs() -> None:
     for measured in TuningTable()._shipped.values():
         assert measured.us > 0
         assert json.dumps(dict(measured.config))
+
+
+def test_equations_are_solved_as_exactly_as_their_condition_allows() -> None:
+    places = np.random.default_rng(0).normal(size=(120, 4))
+    apart = np.sqrt(((places[:, None] - places[None]) ** 2).sum(-1))
+    matrix = np.exp(-apart / 10) + ANY_OFFSET + NOISE * np.eye(120)
+    truth = np.random.default_rng(1).normal(size=120)
+    assert solved(matrix, matrix @ truth) == pytest.approx(truth, abs=1e-5)
+    assert solved(np.array([[4.0]]), np.array([2])) == pytest.approx([0.5])
