@@ -55,7 +55,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _coerce(explicit: Any, valid: Sequence[Any]) -> Any:
-    """What the user gave as a config: a mapping completes the best guess, anything else is the backend's to judge."""
+    """What the user gave as a config: a mapping completes the best guess, another config is the backend's to judge."""
     if not valid or not is_dataclass(valid[0]):
         return explicit
     kind: Any = type(valid[0])
@@ -66,9 +66,23 @@ def _coerce(explicit: Any, valid: Sequence[Any]) -> Any:
                 f"config has no field {min(wrong, key=str)!r}; {kind.__name__} has {', '.join(sorted(known)) or 'none'}"
             )
         explicit = kind(**{**known, **explicit})
+    elif (
+        not is_dataclass(explicit)
+        or isinstance(explicit, type)
+        or _home(type(explicit)) not in {_home(type(config)) for config in valid}
+    ):
+        raise InvalidSetting(
+            f"config={explicit!r} is no config of this backend: pass its {kind.__name__}, or a mapping of some of its "
+            f"fields ({', '.join(sorted(known)) or 'none'})"
+        )
     if type(explicit) is kind:
         _check_types(_as_dict(explicit), known)
     return explicit
+
+
+def _home(kind: type) -> str:
+    """The package of a config's class: a backend may have several, in modules beside each other."""
+    return kind.__module__.rpartition(".")[0]
 
 
 def _check_types(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm.backends.cpu.config import Config
+from multigemm.backends.cupy.config import Config as CuPyConfig
 
 A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
 CUT = [0, 2, 5, 10]
@@ -191,5 +193,10 @@ def test_unknown_backend_names_the_nearest() -> None:
         mg.plan(problem, backend=["cpu", "auto"])
     with pytest.raises(mg.InvalidSetting, match="config has rows=None, a NoneType; it must be of type int"):
         mg.solve(problem, backend="cpu", config={"rows": None})
+    for wrong in ("fast", 3, (1,), CuPyConfig(), Config):
+        with pytest.raises(
+            mg.InvalidSetting, match="is no config of this backend: pass its Config, or a mapping of some"
+        ):
+            mg.solve(mg.GroupedGemmProblem(A, B, offsets=CUT), backend="cpu", config=wrong)
     with pytest.raises(mg.InvalidSetting, match="config has no field 'tile'"):
         mg.solve(problem, backend="cpu", config={"tile": 3})
