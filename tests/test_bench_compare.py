@@ -124,6 +124,20 @@ def test_a_faster_run_is_said_and_is_no_regression() -> None:
     assert found.regressions == []
     assert "faster: triton" in found.text()
     assert found.text().endswith("0 regressions")
+    slow_down(new, 0.8, "torch_loop")
+    told = [line for line in compare(made_up_report(1), new).text().splitlines() if line.startswith("faster: ")]
+    assert told and all(line.startswith("faster: triton on ") for line in told), "peers are no news"
+
+
+def test_peers_of_another_torch_correct_nothing() -> None:
+    """They are other programs then, and what they gained says nothing about the machine."""
+    old, new = made_up_report(1), made_up_report(1)
+    for entry in ("torch_grouped", "torch_loop", "dense"):
+        slow_down(new, 0.8, entry)
+    assert "drift of peers and ceilings -20.0 %" in compare(old, new).text()
+    new.machine["packages"] = {**new.machine["packages"], "torch": "9.9.9"}
+    assert "drift of peers and ceilings +0.0 %" in compare(old, new).text()
+    assert compare(old, new).regressions == []
 
 
 def test_reports_survive_a_file(tmp_path: Path) -> None:
