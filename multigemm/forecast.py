@@ -51,6 +51,14 @@ class Asked:
     footprints: Mapping[str, Footprint]
 
 
+class Own(NamedTuple):
+    """What a user measured: a point with its marks, and the logarithm of the ratio of two backends' times."""
+
+    point: list[float]
+    words: tuple[str, str, str]
+    ratio: float
+
+
 class Pair(NamedTuple):
     """How two backends stand to each other in one family: points, marks and weights of what was measured; how far
     points may lie apart along each coordinate, and by marks, amplitude, slope and noise; the errors when left out."""
@@ -73,19 +81,40 @@ class Pair(NamedTuple):
 
     def toward(self, at: Sequence[float], words: Sequence[str]) -> Array:
         """How alike the ratio at a point is to each measured one, as a covariance."""
-        codes = [v.index(word) if word in v else -1 for v, word in zip(self.vocabulary, words, strict=True)]
-        row: Array = self._alike(np.array([at]), np.array([codes]))[0]
+        row: Array = self._alike(np.array([at]), np.array([self._codes(words)]))[0]
         return row
 
+    def _codes(self, words: Sequence[str]) -> list[int]:
+        """Marks as numbers; what was never met is like nothing."""
+        return [v.index(word) if word in v else -1 for v, word in zip(self.vocabulary, words, strict=True)]
+
     def _alike(self, points: Array, marks: Array) -> Array:
-        here, there = points / self.lengths, self.points / self.lengths
+        slope: Array = self.scalars["slope"] * np.einsum("ik,jk->ij", points, self.points)
+        found: Array = self._near(points, marks, self.points, self.marks) + slope + LEVEL
+        return found
+
+    def _near(self, points: Array, marks: Array, others: Array, their_marks: Array) -> Array:
+        """The part of the covariance that fades with the distance."""
+        here, there = points / self.lengths, others / self.lengths
         apart = (here**2).sum(1)[:, None] + (there**2).sum(1)[None] - 2.0 * np.einsum("ik,jk->ij", here, there)
         for column, step in enumerate(self.scalars["marks"]):
-            apart += step * (marks[:, None, column] != self.marks[None, :, column])
+            apart += step * (marks[:, None, column] != their_marks[None, :, column])
         far = np.sqrt(3.0 * np.maximum(apart, 0.0) + 1e-9)
-        slope = np.einsum("ik,jk->ij", points, self.points)
-        found: Array = self.scalars["amplitude"] * (1 + far) * np.exp(-far) + self.scalars["slope"] * slope + LEVEL
+        found: Array = self.scalars["amplitude"] * (1 + far) * np.exp(-far)
         return found
+
+    def correction(self, at: Sequence[float], words: Sequence[str], own: Sequence[Own]) -> float:
+        """By how much to correct what is expected here, for the surprises that a user's measurements near by were."""
+        if not own:
+            return 0.0
+        points, marks = np.array([o.point for o in own]), np.array([self._codes(o.words) for o in own])
+        alike = self._near(np.array([at]), np.array([self._codes(words)]), points, marks)[0]
+        near = np.argsort(-alike, kind="stable")[:NEAR]
+        surprise = np.array(
+            [own[i].ratio - float(self.toward(own[i].point, own[i].words) @ self.weights) for i in near]
+        )
+        known = self._near(points[near], marks[near], points[near], marks[near])
+        return float(alike[near] @ np.linalg.solve(known + self.scalars["noise"] * np.eye(len(near)), surprise))
 
     def expected(self, at: Sequence[float], words: Sequence[str]) -> tuple[float, float, int]:
         """The logarithm of the ratio of times to expect, how uncertain that is, and the nearest point.
@@ -108,19 +137,19 @@ class Known:
     models: Mapping[tuple[str, str, str], Pair]
     capability: str = ""
 
-    def estimates(self, asked: Asked) -> list[Estimate]:
+    def estimates(self, asked: Asked, own: Sequence[tuple[Asked, Mapping[str, float]]] = ()) -> list[Estimate]:
         """How many times slower than the fastest each backend is to be expected, of those that it knows at this place;
-        empty if it knows fewer than two."""
-        family, form = family_of(asked.key), asked.key.split()[0]
-        names = {label: name for name, ran in asked.ran.items() for label in labels(name, ran, asked.key)}
+        empty if it knows fewer than two. `own` are classes with their times that the user measured on this device."""
+        names = _named(asked)
         told = []
         for (its, first, second), model in self.models.items():
-            if its == family and first in names and second in names:
-                one, two = names[first], names[second]
-                tiles = asked.footprints.get(one, ()), asked.footprints.get(two, ())
-                shape = asked.shape if knows_sizes(asked.key, (first, second)) else even(asked.shape)
-                at = point(asked.key, shape, asked.device, *tiles)
-                told.append((one, two, model, *model.expected(at, (asked.ran[one], asked.ran[two], form))))
+            if its == family_of(asked.key) and first in names and second in names:
+                one, two, at, words = _met(asked, (first, second))
+                lately = [
+                    Own(*_met(a, (first, second))[2:], math.log(us[one] / us[two])) for a, us in _both(own, model)
+                ]
+                mean, error, nearest = model.expected(at, words)
+                told.append((one, two, model, mean + model.correction(at, words, lately), error, nearest))
         if not told:
             return []
         levels = _levels([(one, two, mean, error) for one, two, _, mean, error, _ in told])
@@ -135,10 +164,35 @@ class Known:
         return found
 
 
+def _named(asked: Asked) -> dict[str, str]:
+    """The backends by what models call them."""
+    return {label: name for name, ran in asked.ran.items() for label in labels(name, ran, asked.key)}
+
+
+def _met(asked: Asked, called: tuple[str, str]) -> tuple[str, str, list[float], tuple[str, str, str]]:
+    """Two backends, and the point where they meet, with its marks."""
+    one, two = (_named(asked)[name] for name in called)
+    shape = asked.shape if knows_sizes(asked.key, called) else even(asked.shape)
+    at = point(asked.key, shape, asked.device, asked.footprints.get(one, ()), asked.footprints.get(two, ()))
+    return one, two, at, (asked.ran[one], asked.ran[two], asked.key.split()[0])
+
+
+def _both(own: Sequence[tuple[Asked, Mapping[str, float]]], model: Pair) -> list[tuple[Asked, Mapping[str, float]]]:
+    """The user's classes in which the two backends of a model met."""
+    return [
+        (asked, us)
+        for asked, us in own
+        if family_of(asked.key) == model.family and {model.one, model.two} <= _named(asked).keys()
+    ]
+
+
 def _levels(told: Sequence[tuple[str, str, float, float]]) -> dict[str, float]:
     """Logarithms of times, but for a constant, that fit the ratios of pairs best (least squares by their errors); of
     the backends that hang together with the first."""
-    names = list(dict.fromkeys(name for one, two, _, _ in told for name in (one, two)))
+    names = [told[0][0]]
+    for name in names:  # each brings those that it was compared with
+        names += [x for x in dict.fromkeys(x for t in told if name in t[:2] for x in t[:2]) if x not in names]
+    told = [t for t in told if t[0] in names]
     rows = np.zeros((len(told), len(names)))
     for row, (one, two, _, error) in zip(rows, told, strict=True):
         row[names.index(one)], row[names.index(two)] = 1.0 / error, -1.0 / error

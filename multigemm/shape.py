@@ -67,6 +67,16 @@ def shape_of(ops: Operands) -> Shape:
     return summary(extents)
 
 
+def shape_in(key: str, groups: int, flops: float) -> Shape | None:
+    """The shape that a class and its counts tell of; None where they do not."""
+    place = place_of(key, groups, flops)
+    if place is None or any(extent is None for extent in place.extents):
+        return None
+    along, one, two, count = (extent or 0.0 for extent in place.extents)
+    m, n, k = {"jagged_n": (one, along, two), "jagged_k": (one, two, along)}.get(place.form, (along, one, two))
+    return Shape(int(count), m, n, k)
+
+
 def summary(extents: Any) -> Shape:
     """The shape of groups of these (M, N, K)."""
     each = np.asarray(extents, dtype=float).reshape(-1, 3)

@@ -38,7 +38,7 @@ from multigemm.measured import (
 )
 from multigemm.nearest import Estimate, Footprint, Sample, estimates
 from multigemm.settings import settings
-from multigemm.shape import Shape
+from multigemm.shape import Shape, shape_in
 from multigemm.spec import OperandSpec, ProblemSpec
 
 
@@ -100,6 +100,7 @@ class TuningTable:
         self._generations = {o["device"]: o["capability"] for o in origins if o.get("capability")}
         self._own: dict[str, Measured | None] = {}
         self._complete = False
+        self._met: dict[tuple[str, int], list[tuple[Asked, Mapping[str, float]]]] = {}
         self._samples: dict[tuple[str, str, tuple[str, ...], int], list[Sample]] = {}
         _change()
 
@@ -163,12 +164,24 @@ class TuningTable:
         """
         if shape is not None and ran and capability(device) == forecast.CAPABILITY:
             asked = Asked(spec_key(spec, equal), shape, device_name(device), ran, footprints or {})
-            if told := forecast.shipped().estimates(asked):
+            if told := forecast.shipped().estimates(asked, self._own_on(device_name(device))):
                 return told
         kinds = tuple(where_of(key) for key in _stand_ins(spec, equal))
         known = self._samples_on(device_name(device), capability(device), kinds)
         want = Sample(spec_key(spec, equal), {}, ran or {}, spec.groups, footprints=footprints or {})
         return estimates(want, known)
+
+    def _own_on(self, device: str) -> list[tuple[Asked, Mapping[str, float]]]:
+        """The classes that the user measured on a device, with what each backend took."""
+        place = device, generation
+        if place not in self._met:
+            self._read_all()
+            classes: dict[str, dict[str, Measured]] = {}
+            for m in list(self._own.values()):
+                if m is not None and m.device == device and m.us > 0:
+                    classes.setdefault(m.key, {})[m.backend] = m
+            self._met = {place: [its for by in classes.values() if (its := _together(by)) is not None]}
+        return self._met[place]
 
     def _samples_on(self, device: str, generation_of: str, kinds: tuple[str, ...]) -> list[Sample]:
         """What was measured, by class, on the device or else on another of its generation."""
@@ -193,15 +206,30 @@ class TuningTable:
             known[rest] = Sample(m.key, us, ran, m.groups, m.flops, device, footprints)
         return known
 
-    def _measured_on(self, device: str, kinds: tuple[str, ...]) -> list[Measured]:
-        """Everything measured on a device with sizes in these places; what stands in comes first and gives way."""
+    def _read_all(self) -> None:
+        """Everything on disk, once."""
         if not self._complete:
             for m in self.own():
                 self._own.setdefault(self._place(m), m)
             self._complete = True
+
+    def _measured_on(self, device: str, kinds: tuple[str, ...]) -> list[Measured]:
+        """Everything measured on a device with sizes in these places; what stands in comes first and gives way."""
+        self._read_all()
         places = {**self._shipped, **{place: m for place, m in list(self._own.items()) if m is not None}}
         usable = [m for m in places.values() if m.device == device and m.us > 0 and where_of(m.key) in kinds]
         return sorted(usable, key=lambda m: kinds.index(where_of(m.key)), reverse=True)
+
+
+def _together(by: Mapping[str, Measured]) -> tuple[Asked, Mapping[str, float]] | None:
+    """What several backends took for one class; None where fewer than two did, or nothing tells how large it was."""
+    first = next(iter(by.values()))
+    shape = shape_in(first.key, first.groups, first.flops)
+    if len(by) < 2 or shape is None:
+        return None
+    ran = {name: m.ran or config_text(m.config) for name, m in by.items()}
+    asked = Asked(first.key, shape, first.device, ran, {name: m.footprint for name, m in by.items()})
+    return asked, {name: m.us for name, m in by.items()}
 
 
 def _tables() -> Iterable[tuple[str, dict[str, Any]]]:

@@ -19,9 +19,11 @@ from multigemm import contest, dispatch, forecast, tuning
 from multigemm.bench import fit, results
 from multigemm.bench.results import HOST_SIZES, Report, Row
 from multigemm.bench.suites import suite
+from multigemm.cache import DiskCache
 from multigemm.forecast import Asked, Known, Pair
+from multigemm.measured import Measured
 from multigemm.nearest import Estimate
-from multigemm.shape import MOST, Shape, coordinates, knows_sizes, labels, of_tiles, point, shape_of
+from multigemm.shape import MOST, Shape, coordinates, knows_sizes, labels, of_tiles, point, shape_in, shape_of
 from multigemm.staging import outline, staged_spec
 
 KEY = "jagged_m g8 m* n512 k608 t4096 bfloat16/row bfloat16/col bfloat16/row ieee device-sizes"
@@ -142,6 +144,7 @@ def test_levels_fit_all_pairs_the_surer_ones_better() -> None:
     assert [levels[name] - levels["c"] for name in "ab"] == pytest.approx([0.3, 0.2], abs=1e-6)
     levels = forecast._levels([("a", "b", 0.5, 0.01), ("a", "b", -0.5, 0.5)])
     assert levels["a"] - levels["b"] == pytest.approx(0.5, abs=1e-2)
+    assert set(forecast._levels([("a", "b", 0.1, 0.1), ("c", "d", 0.1, 0.1), ("e", "b", 0.0, 0.1)])) == {"a", "b", "e"}
 
 
 def test_estimates_name_their_grounds(model: Pair) -> None:
@@ -155,6 +158,38 @@ def test_estimates_name_their_grounds(model: Pair) -> None:
     assert "case_" in found["x"].source
     assert known.estimates(replace(asked, key=KEY.replace("bfloat16", "float64"))) == []
     assert known.estimates(replace(asked, ran={"x": "a"})) == []
+
+
+def test_what_a_user_measured_near_by_corrects_the_forecast(model: Pair) -> None:
+    known = Known({model[:3]: model})
+    asked = Asked(KEY, Shape(8, 256.0, 512.0, 2**9.0), "H100", {"x": "a", "y": "b"}, TILES)
+    close, far = replace(asked, shape=Shape(8, 260.0, 512.0, 2**9.0)), replace(asked, shape=Shape(1, 1.0, 16.0, 64.0))
+
+    def ratio(*own: tuple[Asked, dict[str, float]]) -> float:
+        slowness = {e.backend: e.slowness for e in known.estimates(asked, own)}
+        return slowness["x"] / slowness["y"]
+
+    usual = ratio()
+    assert 1.6 * usual < ratio((close, {"x": 30.0, "y": 10.0})) < 3.0
+    assert usual <= ratio((far, {"x": 30.0, "y": 10.0})) < 1.5 * usual
+    assert ratio((close, {"x": 30.0, "z": 10.0})) == usual
+    assert ratio((replace(close, ran={"x": "a", "z": "c"}), {"x": 30.0, "z": 1.0})) == usual
+
+
+def test_own_measurements_are_read_once_and_tell_their_shape(tmp_path: Path) -> None:
+    table = tuning.TuningTable(DiskCache("t", tmp_path))
+    flops = 2.0 * 8 * 300 * 512 * 608
+    for name, us in (("x", 3.0), ("y", 4.0)):
+        table.record(Measured(name, {}, us, "cpu", KEY, ran="a", groups=8, flops=flops, footprint=(64, 64, 1)))
+    table.record(Measured("x", {}, 3.0, "cpu", KEY.replace("n512", "n*"), ran="a", groups=8))
+    ((asked, times),) = tuning.TuningTable(DiskCache("t", tmp_path))._own_on("cpu")
+    assert asked.shape == Shape(8, about(300.0), 512.0, 608.0)
+    assert times == {"x": 3.0, "y": 4.0}
+    assert shape_in("jagged_k g2 m30 n50 k* t64 float32/row float32/row float32/row ieee host-sizes", 2, 48e3) == Shape(
+        2, 30.0, 50.0, about(8.0)
+    )
+    assert table._own_on("cpu") is table._own_on("cpu")
+    assert table._own_on("gpu") == []
 
 
 def test_models_come_back_from_a_file(model: Pair, tmp_path: Path) -> None:
@@ -252,7 +287,8 @@ def test_on_the_generation_that_ships_the_forecast_is_asked(monkeypatch: pytest.
     asked: list[Asked] = []
 
     class Oracle:
-        def estimates(self, what: Asked) -> list[Estimate]:
+        def estimates(self, what: Asked, own: object) -> list[Estimate]:
+            assert own == []
             asked.append(what)
             return [Estimate("x", 1.0, "said so"), Estimate("y", 2.0, "said so")]
 
