@@ -15,6 +15,9 @@ from multigemm.backends.numba import BACKEND, choice, support
 from multigemm.backends.numba.config import (
     HOPPER,
     MMA,
+    SIMT,
+    SIMT_LARGE,
+    SIMT_LOW,
     Config,
     HopperConfig,
     MmaConfig,
@@ -51,6 +54,26 @@ def test_is_a_backend_and_imports_nothing_heavy() -> None:
     program = "import sys, multigemm.backends.numba; print([m for m in ('numba', 'llvmlite') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        ({"form": "batched", "groups": 4, "m": 1024, "n": 1024, "total": 4096}, SIMT_LARGE),
+        ({"form": "batched", "groups": 3, "m": 1001, "n": 777, "total": 3003}, SIMT_LARGE),
+        ({"form": "batched", "groups": 2, "m": 512, "n": 512, "total": 1024}, SIMT),
+        ({"form": "batched", "groups": 1, "m": 512, "n": 512, "total": 512}, SIMT_LOW),
+        ({"form": "jagged_n", "groups": 4, "m": 256, "n": None, "total": 1 << 17}, SIMT_LARGE),
+        ({"groups": 64, "n": 2048, "total": 256}, SIMT_LOW),
+        ({"form": "batched", "groups": 4, "m": 1024, "n": 1024, "total": 4096, "activation": "silu"}, SIMT),
+    ],
+    ids=str,
+)
+def test_plain_cores_take_tiles_that_leave_no_multiprocessor_idle(change: dict[str, Any], first: SimtConfig) -> None:
+    single = OperandSpec(torch.float32)
+    found = choice.candidates(spec(compute=torch.float32, a=single, b=single, out=single, **change), GPU)
+    assert found[0] == first and {SIMT, SIMT_LOW} <= set(found)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -30,6 +30,7 @@ from multigemm.backends.numba.config import (
     MMA_SMALL,
     SIMT,
     SIMT_LARGE,
+    SIMT_LOW,
     Config,
     HopperConfig,
     Signature,
@@ -56,7 +57,8 @@ def number(pattern: str, log: str) -> int:
 
 @pytest.mark.parametrize(
     ("config", "signature"),
-    [*((config, PLAIN) for config in (SIMT, SIMT_LARGE, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)),
+    [*((config, PLAIN) for config in
+       (SIMT, SIMT_LARGE, SIMT_LOW, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)),
      (HOPPER, RAGGED)], ids=str,
 )  # fmt: skip
 def test_shipped_config_fits_the_registers(config: Config, signature: Signature) -> None:

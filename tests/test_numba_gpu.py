@@ -13,11 +13,20 @@ pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 pytestmark = pytest.mark.gpu
 
 from multigemm.backends.numba import BACKEND, build  # noqa: E402
-from multigemm.backends.numba.config import HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, MMA, MMA_SMALL, SIMT, SIMT_LARGE  # noqa: E402
+from multigemm.backends.numba.config import (  # noqa: E402
+    HOPPER,
+    HOPPER_MEDIUM,
+    HOPPER_NARROW,
+    MMA,
+    MMA_SMALL,
+    SIMT,
+    SIMT_LARGE,
+    SIMT_LOW,
+)
 from tests.numba_cases import DTYPES, Maker, cases, operands  # noqa: E402
 from tests.numba_contract import checks  # noqa: E402
 
-CONFIGS = (SIMT, SIMT_LARGE, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)
+CONFIGS = (SIMT, SIMT_LARGE, SIMT_LOW, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)
 DEVICE = "cuda"
 SCALE = 8
 """Extents become multiples of 8, so that rows are aligned; offsets do not."""

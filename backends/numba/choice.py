@@ -15,6 +15,7 @@ from multigemm.backends.numba.config import (
     SIMT,
     SIMT_EMULATED,
     SIMT_LARGE,
+    SIMT_LOW,
     Config,
     HopperConfig,
     MmaConfig,
@@ -36,6 +37,8 @@ MMA_MINIMUM = (8, 0)
 MULTIPROCESSORS = 128
 """Of an ordinary Hopper GPU (they have 114 to 132)."""
 HALVES = (torch.float16, torch.bfloat16)
+SIMT_COST = {SIMT_LARGE: 1.0, SIMT: 1.9, SIMT_LOW: 2.1}
+"""What a product takes in a tile on plain cores, relative to the largest: float32 on an H200."""
 MOST_THREADS = 1024
 STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a kernel may declare."""
@@ -129,10 +132,21 @@ def _columns(spec: ProblemSpec) -> int:
 
 
 def _simt(spec: ProblemSpec) -> list[Config]:
-    """Large tiles need a plain epilogue: others push their sums out of the registers."""
+    """First the tile with which the busiest multiprocessor has least to do.
+
+    Large ones need a plain epilogue: others push their sums out of the registers.
+    """
+    sizes: list[SimtConfig] = [SIMT_LARGE, SIMT, SIMT_LOW]
     if not signature_of(spec).plain or spec.compute == torch.float64:
-        return [SIMT]
-    return [SIMT, SIMT_LARGE] if rows_per_group(spec) <= FEW_ROWS else [SIMT_LARGE, SIMT]
+        sizes.remove(SIMT_LARGE)
+    return sorted(sizes, key=lambda config: _busiest(spec, config))
+
+
+def _busiest(spec: ProblemSpec, config: SimtConfig) -> float:
+    """Work of the multiprocessor that has most tiles, if groups are alike."""
+    columns = spec.total // max(spec.groups, 1) if spec.form == "jagged_n" else _columns(spec)
+    tiles = spec.groups * -(-max(rows_per_group(spec), 1) // config.bm) * -(-max(columns, 1) // config.bn)
+    return -(-tiles // MULTIPROCESSORS) * config.bm * config.bn * SIMT_COST[config]
 
 
 def obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:

@@ -141,6 +141,7 @@ MMA = MmaConfig()
 MMA_SMALL = MmaConfig(64, 64, 4)
 SIMT = SimtConfig()
 SIMT_LARGE = SimtConfig(128, 128, 8, 8, 8)
+SIMT_LOW = SimtConfig(32, 32, 32, 4, 4)
 SIMT_EMULATED = SimtConfig(8, 8, 8, 4, 4)
 
 Config = SimtConfig | MmaConfig | HopperConfig
