@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -139,7 +140,8 @@ def _simt(spec: ProblemSpec) -> list[Config]:
     sizes: list[SimtConfig] = [SIMT_LARGE, SIMT, SIMT_LOW]
     if not signature_of(spec).plain or spec.compute == torch.float64:
         sizes.remove(SIMT_LARGE)
-    return sorted(sizes, key=lambda config: _busiest(spec, config))
+    sizes.sort(key=partial(_busiest, spec))
+    return [*sizes]
 
 
 def _busiest(spec: ProblemSpec, config: SimtConfig) -> float:
