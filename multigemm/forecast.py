@@ -158,8 +158,8 @@ class Known:
         for name, level in levels.items():
             with_best = [t for t in told if {t[0], t[1]} == {name, best}] or [t for t in told if name in t[:2]]
             _, _, model, _, error, nearest = min(with_best, key=lambda t: t[4])
-            source = f"{len(model.weights)} measured ratios say so, give or take {100 * error:.0f} %"
-            source += f", the nearest of {model.cases[nearest]}"
+            source = f"forecast from {len(model.weights)} measured ratios, give or take {100 * error:.0f} %, "
+            source += f"the nearest of {model.cases[nearest]}"
             found.append(Estimate(name, math.exp(level - levels[best]), source))
         return found
 

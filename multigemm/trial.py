@@ -15,6 +15,7 @@ from multigemm.errors import MultigemmError
 from multigemm.layouts import capturing
 from multigemm.measured import Measured, config_text, footprint_of
 from multigemm.problem import GroupedGemmProblem
+from multigemm.shape import shape_of
 from multigemm.spec import ProblemSpec
 from multigemm.staging import outline
 from multigemm.timing import measure
@@ -46,5 +47,6 @@ def run(problem: GroupedGemmProblem, spec: ProblemSpec, equal: bool) -> None:
         config = choices[name].recipe.config
         ran, footprint = config_text(config, bound.told(choices[name], problem)), footprint_of(config)
         us, where, key = round(timing.median, 2), tuning.device_name(device), tuning.spec_key(spec, equal)
-        measured = Measured(name, {}, us, where, key, ran=ran, groups=spec.groups, footprint=footprint)
+        flops = shape_of(outline(problem, spec)).flops
+        measured = Measured(name, {}, us, where, key, ran=ran, groups=spec.groups, flops=flops, footprint=footprint)
         tuning.table().record(measured)
