@@ -46,6 +46,23 @@ def test_repr_init_and_refusals() -> None:
     assert 0.2 < layer.weight.abs().max() <= 0.25  # 1 / sqrt(16), as torch.nn.Linear
     with pytest.raises(mg.InvalidProblem, match="did you mean 'gelu'"):
         GroupedLinear(3, 5, 4, activation="gelo")
+    for arguments, words in (
+        ((-1, 16, 4), "groups=-1; it must be a whole number"), ((3, 1.5, 4), "in_features=1.5; it must"),
+        ((3, 16, "4"), "out_features='4'; it must"),
+    ):  # fmt: skip
+        with pytest.raises(mg.InvalidProblem, match=words):
+            GroupedLinear(*arguments)
+    with pytest.raises(mg.InvalidProblem, match=r"dtype=torch.int32; weights that learn are one of .*torch.bfloat16"):
+        GroupedLinear(3, 16, 4, dtype=torch.int32)
+    for make in (lambda **more: GroupedLinear(3, 5, 4, **more), lambda **more: MoE(8, 6, 4, **more)):
+        assert make(backend="triton,cpu") is not None
+        with pytest.raises(mg.UnknownBackend, match="unknown backend 'cpuu': did you mean 'cpu'"):
+            make(backend="triton,cpuu")
+    for sizes, words in (((8, -6, 4), "intermediate_size=-6"), ((8.0, 6, 4), "hidden_size=8.0"), ((8, 6, "4"), "'4'")):
+        with pytest.raises(mg.InvalidProblem, match=words):
+            MoE(*sizes)
+    with pytest.raises(mg.InvalidProblem, match="top_k='2'; it must"):
+        MoE(8, 6, 4, top_k="2")  # type: ignore[arg-type]
     with pytest.raises(mg.InvalidProblem, match="did you mean 'swiglu'"):
         Experts(4, 8, 6, activation="swigl")
     assert "num_experts=4, hidden_size=8, intermediate_size=6, activation='swiglu'" in repr(MoE(8, 6, 4))

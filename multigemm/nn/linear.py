@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multigemm import epilogue
+from multigemm import epilogue, registry
+from multigemm.errors import InvalidProblem
 from multigemm.grouping import Kind, make_grouping
 from multigemm.integrations.torch_op import grouped_gemm
-from multigemm.spec import ACTIVATIONS
+from multigemm.spec import ACTIVATIONS, FLOAT_DTYPES
 
 Cut = Tensor | Sequence[int] | None
+
+
+def check_layer(backend: str, dtype: torch.dtype | None, **extents: Any) -> None:
+    """Refuses what no layer can be made of, and a backend that its first call would not find."""
+    for name, value in extents.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+            raise InvalidProblem(f"{name}={value!r}; it must be a whole number, 0 or more")
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        raise InvalidProblem(f"dtype={dtype}; weights that learn are one of {', '.join(map(str, FLOAT_DTYPES))}")
+    if backend != "auto":
+        for name in backend.split(","):
+            registry.check(name)
 
 
 def init_linear_(weight: Tensor, bias: Tensor | None = None) -> None:
@@ -60,6 +74,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         epilogue.one_of(activation, "activation", ACTIVATIONS, optional=True)
+        check_layer(backend, dtype, groups=groups, in_features=in_features, out_features=out_features)
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
         self.activation, self.backend = activation, backend
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features, device=device, dtype=dtype))

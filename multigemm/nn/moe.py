@@ -18,7 +18,7 @@ from multigemm.integrations import layer_call
 from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
-from multigemm.nn.linear import init_linear_
+from multigemm.nn.linear import check_layer, init_linear_
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
 PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
@@ -46,6 +46,8 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         epilogue.one_of(activation, "activation", (*GATED, *PLAIN))
+        extents = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        check_layer(backend, dtype, num_experts=num_experts, **extents)
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
         self.activation, self.backend = activation, backend
         self.mesh: Any = None
@@ -154,6 +156,7 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_layer(backend, dtype, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size)
         if num_experts < 1:
             raise InvalidProblem(f"num_experts={num_experts}; it must be 1 or more")
         if not 1 <= top_k <= num_experts:
