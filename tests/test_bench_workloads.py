@@ -10,8 +10,9 @@ import torch
 
 from multigemm.bench import distributions, operands
 from multigemm.bench.check import group_inputs, group_outputs, reference
+from multigemm.bench.entries import problem
 from multigemm.bench.suites import SUITES, suite
-from multigemm.bench.workloads import DTYPES, Workload, parse_shape, with_dtype
+from multigemm.bench.workloads import DTYPES, Rates, Workload, parse_shape, with_dtype
 from multigemm.errors import InvalidSetting
 from multigemm.spec import FORMS
 
@@ -123,6 +124,38 @@ def test_unreadable_shapes_are_refused_with_a_hint(text: str) -> None:
 def test_an_extent_that_would_be_ignored_or_is_forgotten_is_said(text: str, match: str) -> None:
     with pytest.raises(InvalidSetting, match=match):
         parse_shape(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "G=5,T=40,N=24,K=16,dist=empty", "G=5,T=40,N=24,K=16,dist=zipf,shared=1", "G=3,M=6,T=40,K=16,form=jagged_n",
+        "G=5,M=24,T=40,N=16,form=jagged_k,dist=empty", "G=3,M=6,N=24,K=16,form=batched",
+        "G=4,M=16,T=30,N=24,K=8,form=masked,dist=balanced", "4x24x16+7x8x3", "4x24x16+4x24x16",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_floors_count_what_a_problem_counts_and_memory_what_tensors_take(text: str, dtype: str) -> None:
+    case = parse_shape(text, dtype)
+    tensors = operands.make(case, "cpu")
+    posed = problem(tensors)
+    assert (case.flops, case.bytes) == (posed.flops, posed.bytes)
+    every = [x for each in (tensors.a, tensors.b, tensors.out) for x in (each if isinstance(each, list) else [each])]
+    assert case.resident_bytes == sum(x.numel() * x.element_size() for x in every)
+    rates = Rates(2.0, 0.5)
+    assert case.floor_us(rates) == pytest.approx(max(case.flops / 2e6, case.bytes / 5e5))
+
+
+def test_a_workload_in_words_and_with_fewer_rows() -> None:
+    wide = parse_shape("G=3,M=6,T=40,N=8,form=jagged_k")
+    assert wide.describe() == "jagged_k G=3 T=40 M=6 N=8 K=0 balanced bf16"
+    assert parse_shape("3,8,16,24").describe() == "jagged_m G=3 T=24 N=16 K=24 balanced bf16"
+    assert parse_shape("4x4x4+4x4x4").describe().startswith("per_group 2 x 4x4x4 ")
+    case = parse_shape("4,1000,16,24")
+    assert case.scaled(case.flops) is case
+    fewer = case.scaled(case.flops / 8)
+    assert (fewer.total, fewer.note) == (500, "fewer rows than the name says")
+    assert case.scaled(1.0).total == 4, "a row for each group"
 
 
 def test_a_masked_workload_whose_sizes_are_capped_is_one() -> None:
