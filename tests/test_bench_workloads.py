@@ -12,7 +12,7 @@ from multigemm.bench import distributions, operands
 from multigemm.bench.check import group_inputs, group_outputs, reference
 from multigemm.bench.entries import problem
 from multigemm.bench.suites import SUITES, suite
-from multigemm.bench.workloads import DTYPES, Rates, Workload, parse_shape, with_dtype
+from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parse_shape, with_dtype
 from multigemm.errors import InvalidSetting
 from multigemm.spec import FORMS
 
@@ -144,6 +144,22 @@ def test_floors_count_what_a_problem_counts_and_memory_what_tensors_take(text: s
     assert case.resident_bytes == sum(x.numel() * x.element_size() for x in every)
     rates = Rates(2.0, 0.5)
     assert case.floor_us(rates) == pytest.approx(max(case.flops / 2e6, case.bytes / 5e5))
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("uniform", 0.7, 1.3), ("empty", 0.3, 1.7)])
+def test_sizes_lie_as_far_apart_as_their_description_says(name: str, low: float, high: float) -> None:
+    for seed in range(4):
+        sizes = distributions.draw(name, 256, 256 * 4000, seed)
+        held = sizes[sizes > 0]
+        assert 0.9 * high / low < held.max() / held.min() < 1.01 * high / low
+        if name == "empty":
+            assert len(held) == 192 and sizes[0] == sizes[-1] == 0
+
+
+def test_a_geometric_mean_is_of_what_was_measured() -> None:
+    assert geomean([1.0, 4.0]) == pytest.approx(2.0)
+    assert geomean([4.0, 0.0, math.nan, math.inf, -1.0]) == pytest.approx(4.0)
+    assert math.isnan(geomean([math.nan]))
 
 
 def test_a_workload_in_words_and_with_fewer_rows() -> None:
