@@ -315,6 +315,29 @@ def test_entries_of_two_passes_of_a_gpu_are_never_compared(
     assert {name: timing.median for name, timing in taken.items()} == pytest.approx(kept)
 
 
+def test_ceilings_are_in_teraflops_and_terabytes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of the products, a copy's bytes twice; torch's switch is turned for tf32, and put back."""
+    switches = []
+
+    def millisecond(calls: dict[str, Any], *_: object, **__: object) -> dict[str, Timing]:
+        switches.append(torch.get_float32_matmul_precision())
+        return {name: Timing(name, "cold", (1000.0,) * 3) for name in calls}
+
+    monkeypatch.setattr(roofline, "measure", millisecond)
+    monkeypatch.setattr(roofline, "DENSE_SIZES", {"cpu": (100, 10)})
+    monkeypatch.setattr(roofline, "COPY_BYTES", {"cpu": 5000})
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        rates = roofline.measured_rates(CPU, {"tf32", "fp32", "int8"})
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert switches == ["medium", *["highest"] * 4, *["high"] * 2]
+    assert set(rates) == {"fp32", "int8", "tf32"}
+    assert all(each.tflops == pytest.approx(2e-3) and each.tbps == pytest.approx(1e-5) for each in rates.values())
+
+
 def test_a_ceiling_that_cannot_be_measured_is_said_and_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> dict[str, Timing]:
         return {"copy": Timing("copy", "cold", error="OutOfMemoryError: no room")}
