@@ -55,3 +55,25 @@ def test_a_second_process_loads_what_the_first_compiled(tmp_path: Any) -> None:
     assert second[0] == "0"
     assert second[1] == "False", "a cached kernel must not import triton"
     assert first[2:] == second[2:]
+
+
+def test_products_of_shifted_weights_overlap(tmp_path: Any) -> None:
+    """ptxas lets each wgmma wait for the one before where a register that one reads is written in between, and only
+    tells a log that nobody reads. Then every product would be followed by a wait for all."""
+    code = (
+        "import subprocess; from triton import knobs; from multigemm.backends.triton import compile as c, shipped as s;"
+        "from multigemm.backends.triton.candidates import hopper_candidates;"
+        "from multigemm.backends.triton.hopper_sources import hopper_source;"
+        "spec = dict(s.specs())['jagged_m bf16 unaligned'];"
+        "found = [x for x in hopper_candidates(spec) if x.carry and x.block_m == 128];"
+        "open('carry.cubin', 'wb').write(c.cubin(hopper_source(spec, found[0]), 90).code);"
+        "print(subprocess.check_output([knobs.nvidia.nvdisasm.path, '-c', 'carry.cubin'], text=True))"
+    )
+    environment = {**os.environ, "MULTIGEMM_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "own")}
+    environment.pop("TRITON_INTERPRET", None)
+    run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True,
+                         check=False)  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    products, waits_for_all = run.stdout.count("HGMMA"), run.stdout.count("DEPBAR.LE gsb0, 0x0")
+    assert products >= 16
+    assert waits_for_all < products / 2
