@@ -558,7 +558,9 @@ def test_a_resumed_run_may_bring_other_dtypes(tmp_path: Path) -> None:
     assert set(report.rates) == set(report.method["measured_rates"]) == {"fp32", "fp64"}
 
 
-def test_the_quick_timer_checks_times_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quick_timer_checks_times_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from multigemm.bench import quick
 
     words = [
@@ -575,5 +577,11 @@ def test_the_quick_timer_checks_times_and_writes(tmp_path: Path, capsys: pytest.
     raw = json.loads((tmp_path / "q").read_text())
     assert {row["variant"] for row in raw["rows"]} == {"cpu", "torch"}
     assert raw["means"]["cpu"]["zipf"] > 0
-    assert quick.main([*words, "--backend", "nothing"]) == 1
+    for wrong, match in ((["--backend", "cpuu"], "did you mean 'cpu'"), (["--shape", "1,2"], "cannot be read")):
+        with pytest.raises(SystemExit) as done:
+            quick.main([*words, *wrong])
+        assert done.value.code == 2
+        assert match in capsys.readouterr().err
+    monkeypatch.setattr(registry, "check", lambda name: None)
+    assert quick.main([*words, "--backend", "nothing"]) == 1, "a backend that does not import is a row"
     assert "ModuleNotFoundError" in capsys.readouterr().out

@@ -94,6 +94,8 @@ def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
         (["cache", "clear", "tuning"], "takes no file, but 'tuning' was given; to clear a part, --what tuning"),
         (["cache", "show", "x.json"], "takes no file"),
         (["cache", "show", "--what", "cpu"], "--what goes with clear"),
+        (["tune", "--shape", "1,2,3,4", "--device", "cpu", "--out", HERE], f"--out {HERE} is a folder: name a file"),
+        (["tune", "--shape", "1,2,3,4", "--device", "cpu", "--out", f"{__file__}/x"], __file__),
         (["fuzz", "--device", "nowhere"], "--device 'nowhere' is not a device: use cpu or cuda"),
         (["fuzz", "--device", "cuda:99", "--backends", "cpu"], "--device cuda:99, but there are"),
         (["fuzz", "--emulate", "--device", "cuda"], "--device cuda beside --emulate"),

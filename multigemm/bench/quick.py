@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
+from multigemm import registry
 from multigemm.bench.check import Reference, reference
 from multigemm.bench.operands import Tensors, as_operands, make, poison
 from multigemm.bench.suites import suite
 from multigemm.bench.workloads import Rates, Workload, geomean, parse_shape, with_dtype
+from multigemm.errors import MultigemmError
 from multigemm.timing import Call, describe, measure
 
 
@@ -178,9 +180,16 @@ def means(everything: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = arguments().parse_args(argv)
+    parser = arguments()
+    args = parser.parse_args(argv)
+    try:
+        cases = chosen(args)
+        for name in args.backend.split(",") if args.backend else ():
+            registry.check(name)
+    except MultigemmError as error:
+        parser.error(str(error))
     everything: list[dict[str, Any]] = []
-    for case in chosen(args):
+    for case in cases:
         for row in rows(case, args):
             show(row)
             everything.append(row)

@@ -57,6 +57,10 @@ def main(args: argparse.Namespace) -> int:
         found = from_reports([results.read(path) for path in args.from_report])
         return _keep(found, args, results.read(args.from_report[0]).machine)
     above_zero(args, "time_budget", "stall")
+    if args.out:  # before the measurements, which would be lost
+        if args.out.is_dir():
+            raise InvalidSetting(f"--out {args.out} is a folder: name a file")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.configs < 0:
         raise InvalidSetting(f"--configs {args.configs}: a count, or 0 for all")
     device = default_device(args.device)
