@@ -116,9 +116,10 @@ def knows_sizes(key: str, names: Sequence[str]) -> bool:
 
 
 def family_of(key: str) -> str:
-    """Only classes of one family say anything about each other: 16-bit floats, else a dtype and its precision."""
+    """Only classes of one family say anything about each other: of 16-bit floats, else of a dtype and its precision.
+    In what dtype results are written changes less than that."""
     place = place_of(key)
-    return "" if place is None else " ".join(map(str, dict.fromkeys(place.family)))
+    return "" if place is None else f"{place.precision} {place.family[1]}"
 
 
 def coordinates(key: str, shape: Shape, device: str) -> list[float]:

@@ -23,7 +23,18 @@ from multigemm.cache import DiskCache
 from multigemm.forecast import Asked, Known, Pair
 from multigemm.measured import Measured
 from multigemm.nearest import Estimate
-from multigemm.shape import MOST, Shape, coordinates, knows_sizes, labels, of_tiles, point, shape_in, shape_of
+from multigemm.shape import (
+    MOST,
+    Shape,
+    coordinates,
+    family_of,
+    knows_sizes,
+    labels,
+    of_tiles,
+    point,
+    shape_in,
+    shape_of,
+)
 from multigemm.staging import outline, staged_spec
 
 KEY = "jagged_m g8 m* n512 k608 t4096 bfloat16/row bfloat16/col bfloat16/row ieee device-sizes"
@@ -66,6 +77,15 @@ def test_coordinates_tell_what_any_kernel_meets() -> None:
     assert h200[5] < traffic
     uneven = coordinates(KEY, Shape(8, 512, 512, 608, 4.0, 0.5), "H100")
     assert uneven[-2:] == [2, -1]
+
+
+def test_families_are_of_what_is_multiplied() -> None:
+    assert family_of(KEY) == family_of(KEY.replace("bfloat16", "float16")) == "ieee half"
+    assert family_of(KEY.replace("bfloat16/row ieee", "float32/row ieee")) == "ieee half"
+    assert family_of(KEY.replace("bfloat16", "float32")) == "ieee float32"
+    assert family_of(KEY.replace("bfloat16", "float32").replace("ieee", "tf32")) == "tf32 float32"
+    assert family_of("no class") == ""
+    assert {family for family, _, _ in forecast.shipped().models} >= {"ieee half", "ieee float32", "ieee int8"}
 
 
 def test_tiles_tell_rounds_and_waste() -> None:
