@@ -249,7 +249,12 @@ def test_reports_become_pairs_and_a_file(tmp_path: Path) -> None:
     assert both["an H100", cases[0].key]["x"].us == pytest.approx(12.0)
     results.write(tmp_path / "report.json", report)
     assert fit.main([str(tmp_path / "out.npz"), str(tmp_path / "report.json"), "--steps", "2"]) == 0
-    assert len(forecast.read(tmp_path / "out.npz")) == 3
+    first = forecast.read(tmp_path / "out.npz")
+    assert len(first) == 3
+    words = [str(tmp_path / "again.npz"), str(tmp_path / "report.json"), "--former", str(tmp_path / "out.npz")]
+    assert fit.main([*words, "--steps", "0"]) == 0
+    again = forecast.read(tmp_path / "again.npz")
+    assert all(a.lengths == pytest.approx(b.lengths) for a, b in zip(first, again, strict=True))
     results.write(tmp_path / "none.json", replace(report, rows=found[:1]))
     with pytest.raises(mg.MultigemmError, match="no two backends"):
         fit.main([str(tmp_path / "out.npz"), str(tmp_path / "none.json")])

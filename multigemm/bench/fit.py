@@ -110,8 +110,11 @@ def pairs(found: dict[tuple[str, str], dict[str, Run]]) -> dict[tuple[str, str, 
     return {key: its for key, its in met.items() if len({a.case for a, _ in its}) >= LEAST_SHAPES}
 
 
-def fit(key: tuple[str, str, str], its: Sequence[tuple[Run, Run]], steps: int = STEPS) -> Pair:
-    """The model of two backends, with the error of each point if its workload is left out."""
+def fit(
+    key: tuple[str, str, str], its: Sequence[tuple[Run, Run]], steps: int = STEPS, former: Pair | None = None
+) -> Pair:
+    """The model of two backends, with the error of each point if its workload is left out; from a former one's lengths
+    on, if there is one."""
     points = np.array([point(a.key, a.shape, a.device, a.footprint, b.footprint) for a, b in its])
     points = points.astype(np.float16).astype(np.float64)  # as they are kept
     words = [[a.ran for a, _ in its], [b.ran for _, b in its], [a.key.split()[0] for a, _ in its]]
@@ -120,7 +123,7 @@ def fit(key: tuple[str, str, str], its: Sequence[tuple[Run, Run]], steps: int = 
     y = np.log([a.us / b.us for a, b in its])
     cases = [a.case for a, _ in its]
     chosen = _subset(cases)
-    lengths, scalars = _likeliest(points[chosen], marks[chosen], y[chosen], steps)
+    lengths, scalars = _likeliest(points[chosen], marks[chosen], y[chosen], steps, former)
     model = Pair(*key, points, marks, vocabulary, lengths, scalars, np.zeros(len(y)), np.zeros(len(y)), cases)
     weights, errors = solved(model, y)
     return model._replace(weights=weights, errors=errors)
@@ -144,12 +147,16 @@ def _subset(cases: Sequence[str]) -> Array:
     return np.array([index for index, case in enumerate(cases) if case in kept])
 
 
-def _likeliest(points: Array, marks: Array, y: Array, steps: int) -> tuple[Array, dict[str, Array]]:
+def _likeliest(
+    points: Array, marks: Array, y: Array, steps: int, former: Pair | None
+) -> tuple[Array, dict[str, Array]]:
     """Lengths and amplitudes under which the ratios are likeliest."""
     z, ratios = torch.tensor(points), torch.tensor(y)
     differ = torch.tensor((marks[:, None] != marks[None]).astype(float))
     start = {"lengths": [math.log(3.0)] * z.shape[1], "marks": [0.0] * 3, "amplitude": 2 * math.log(0.3)}
     start |= {"slope": 2 * math.log(0.03), "noise": 2 * math.log(0.02)}
+    if former is not None and len(former.lengths) == z.shape[1]:
+        start = {name: np.log(x).tolist() for name, x in {"lengths": former.lengths, **former.scalars}.items()}
     p = {name: torch.tensor(x, dtype=torch.float64, requires_grad=True) for name, x in start.items()}
     ascent = torch.optim.Adam(list(p.values()), lr=RATE)
     for _ in range(steps):
@@ -182,10 +189,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--former", type=Path, default=None, help="a file of before, whose lengths to begin with")
     args = parser.parse_args(words)
+    known = {} if args.former is None else {model[:3]: model for model in forecast.read(args.former)}
     models = []
     for key, its in pairs(runs(map(results.read, args.reports))).items():
-        model = fit(key, its, args.steps)
+        model = fit(key, its, args.steps, known.get(key))
         print(
             f"{', '.join(key)}: {len(its)} points of {len(set(model.cases))} workloads; left out in turn, they err by "
             f"{np.median(np.abs(model.errors)):.3f} in the median, {np.sqrt((model.errors**2).mean()):.3f} rms",
