@@ -205,7 +205,10 @@ class Explanation:
         if self.chosen:
             lines.append(f"chosen: {self.chosen}, {self.kernel}, {self.config}: {self.why}")
         else:
-            lines.append(f"chosen: none, {self.why.splitlines()[0]}")
+            first, *each = self.why.splitlines()
+            able = tuple(f"  {c.name}: " for c in self.candidates if c.can)  # what passed them over is not in the table
+            passed = [line.strip() for line in each if line.startswith(able)]
+            lines.append("; ".join([f"chosen: none, {first}", *passed]))
         return "\n".join(lines)
 
 

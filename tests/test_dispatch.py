@@ -279,6 +279,9 @@ def test_settings_that_name_no_backend(install: Callable[..., None], monkeypatch
     with pytest.raises(mg.BackendUnsupported) as caught:
         mg.plan(problem())
     assert caught.value.reasons["first"] == ["MULTIGEMM_BACKEND allows null, slowly only"]
+    told = str(mg.explain(problem())).splitlines()[-1]
+    assert told.startswith("chosen: none, no asked backend supports this problem; ")
+    assert "; first: MULTIGEMM_BACKEND allows null, slowly only" in told
     assert "computes nothing" in caught.value.reasons["null"][0]
     assert "is emulated here" in caught.value.reasons["slowly"][0]
 
