@@ -52,7 +52,10 @@ def here() -> Place:
         return Place()
     if missing := [name for name, value in said.items() if not value.isdecimal()]:
         raise InvalidSetting(f"{missing[0]}={said[missing[0]]!r} is no number: start through torchrun, or unset {said}")
-    return Place(*(int(said[name]) for name in VARIABLES))
+    place = Place(*(int(said[name]) for name in VARIABLES))
+    if place.rank >= place.ranks or place.local >= place.locals:
+        raise InvalidSetting(f"a rank has to be below the number of ranks: start through torchrun, or unset {said}")
+    return place
 
 
 def default_device(text: str = "") -> torch.device:
@@ -75,7 +78,10 @@ def joined(place: Place) -> Iterator[None]:
     if place.ranks == 1:
         yield
         return
-    dist.init_process_group("gloo", timeout=LONGEST)
+    try:
+        dist.init_process_group("gloo", timeout=LONGEST)
+    except ValueError as error:  # what torch says of a variable that is missing
+        raise InvalidSetting(f"{place.ranks} ranks cannot meet: {error}: start through torchrun") from error
     try:
         yield
     finally:

@@ -69,6 +69,15 @@ def test_a_place_that_is_told_in_part_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(InvalidSetting, match="WORLD_SIZE='' is no number"):
         fleet.here()
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "5"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidSetting, match=r"a rank has to be below the number of ranks: .*'RANK': '5'"):
+        fleet.here()
+    monkeypatch.setenv("RANK", "1")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidSetting, match=r"2 ranks cannot meet: .*MASTER_ADDR"), fleet.joined(fleet.here()):
+        pass
 
 
 @pytest.mark.parametrize("text", ["2/2", "a/b", "1", "-1/2", "0/0"])
