@@ -202,6 +202,32 @@ def test_the_table_works_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     assert head.split() == ["workload", "floor", "cupy", "triton", "torch_grouped", "torch_loop", "dense"]
 
 
+def test_stars_and_wins_go_to_the_fastest_and_ceilings_get_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    report = made_up_report(suites="l2")
+    for row in report.rows:
+        if row.kind == "ceiling" and row.us:
+            row.us /= 100
+    report.rows = [row for row in report.rows if (row.case, row.entry) != (report.cases()[0], "triton")]
+    report.rows[0].status, report.rows[0].reason, report.rows[0].us = "refused", "for fun", None
+    whole = table.text(report).splitlines()
+    lines = [line.split() for line in whole]
+    head = next(line for line in lines if line[:1] == ["workload"])
+    us = {(row.case, row.entry): row.us for row in report.rows if row.us and row.kind != "ceiling"}
+    wins = dict.fromkeys(head[2:], 0)
+    for case in report.cases():
+        cells = next(line for line in lines if line[:1] == [case])[2:]
+        fastest = min((entry for c, entry in us if c == case), key=lambda entry: us[case, entry])
+        assert [cell for cell in cells if cell.startswith("*")] == [f"*{us[case, fastest]:.1f}"]
+        wins[fastest] += 1
+    assert "no" in next(line for line in lines if line[:1] == [report.cases()[0]])
+    top = next(number for number, line in enumerate(lines) if line[:1] == ["entry"])
+    end = whole[top].index("wins") + len("wins")  # the column's: some cells before it are empty
+    told = {line.split()[0]: line[:end].split()[-1] for line in whole[top + 1 : top + 1 + len(wins)]}
+    assert told == {name: str(count) for name, count in wins.items()}
+    assert "cupy: refused on 1 workload(s): for fun" in whole
+
+
 def test_brackets_in_names_are_shown() -> None:
     report = made_up_report(suites="l2")
     for row in report.rows:
