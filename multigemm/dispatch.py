@@ -9,7 +9,6 @@ device while another need not, are passed over.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections.abc import Mapping, Sequence, Set
@@ -32,8 +31,8 @@ from multigemm.untraced import untraced
 
 Which = str | Sequence[str]
 CHOICES_KEPT = 4096
-NOTCHES = 16
-"""To an octave of the jagged extent; a choice holds within one."""
+DIGITS = 5
+"""Binary ones of the jagged extent that a choice goes by: it holds within a sixteenth of an octave."""
 _choices: dict[Any, Choice] = {}
 _lock = threading.RLock()
 
@@ -93,13 +92,19 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
 
 
 def notch(problem: GroupedGemmProblem) -> int:
-    """About how long the extent is that offsets cut, in parts of an octave: what is fastest changes within one."""
+    """About how long the extent is that offsets cut: what is fastest changes within an octave of it."""
     form = problem.form
-    if not form.startswith("jagged"):
+    if form == "jagged_m":
+        extent = cast(Tensor, problem.a).shape[0]
+    elif form == "jagged_k":
+        extent = cast(Tensor, problem.a).shape[-1]
+    elif form == "jagged_n":
+        extent = cast(Tensor, problem.b).shape[-1]
+    else:
         return 0
-    a, b = cast(Tensor, problem.a), cast(Tensor, problem.b)
-    extent = b.shape[-1] if form == "jagged_n" else a.shape[0 if form == "jagged_m" else -1]
-    return int(NOTCHES * math.log2(extent)) if extent else -1
+    octave = extent.bit_length()
+    behind = extent >> (octave - DIGITS) if octave > DIGITS else extent << (DIGITS - octave)
+    return (octave << (DIGITS - 1)) + behind
 
 
 def _names(backend: Any) -> tuple[str, ...]:

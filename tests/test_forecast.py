@@ -332,7 +332,8 @@ def test_notches_divide_octaves_of_the_jagged_extent() -> None:
     def notch(rows: int) -> int:
         return dispatch.notch(mg.GroupedGemmProblem(torch.ones(rows, 3), torch.ones(3, 2), offsets=[0, rows]))
 
-    assert notch(2048) - notch(1024) == dispatch.NOTCHES
+    assert notch(2048) - notch(1024) == notch(1024) - notch(512) == 16
+    assert len({notch(rows) for rows in range(1024, 2048)}) == 16
     assert notch(1024) == notch(1030) < notch(1100)
-    assert notch(0) < notch(1) == 0
+    assert notch(0) < notch(1) < notch(2) < notch(3) < notch(33)
     assert dispatch.notch(mg.GroupedGemmProblem([torch.ones(2, 3)], [torch.ones(3, 2)])) == 0
