@@ -25,7 +25,7 @@ from multigemm.bench.results import Report, Row
 from multigemm.bench.runner import Runner
 from multigemm.bench.tried import ClassResult, from_reports
 from multigemm.bench.tune import Limits, Tuner, of_place
-from multigemm.bench.workloads import Rates, Workload, parse_shape
+from multigemm.bench.workloads import Rates, Workload, geomean, parse_shape
 from multigemm.errors import MultigemmError
 from multigemm.measured import config_text
 from multigemm.spec import ProblemSpec
@@ -219,6 +219,8 @@ def test_stars_and_wins_go_to_the_fastest_and_ceilings_get_neither(monkeypatch: 
         cells = next(line for line in lines if line[:1] == [case])[2:]
         fastest = min((entry for c, entry in us if c == case), key=lambda entry: us[case, entry])
         assert [cell for cell in cells if cell.startswith("*")] == [f"*{us[case, fastest]:.1f}"]
+        floor = next(line for line in lines if line[:1] == [case])[1]
+        assert floor == f"{next(row.floor_us for row in report.rows if row.case == case):.1f}"
         wins[fastest] += 1
     assert "no" in next(line for line in lines if line[:1] == [report.cases()[0]])
     top = next(number for number, line in enumerate(lines) if line[:1] == ["entry"])
@@ -226,6 +228,17 @@ def test_stars_and_wins_go_to_the_fastest_and_ceilings_get_neither(monkeypatch: 
     told = {line.split()[0]: line[:end].split()[-1] for line in whole[top + 1 : top + 1 + len(wins)]}
     assert told == {name: str(count) for name, count in wins.items()}
     assert "cupy: refused on 1 workload(s): for fun" in whole
+
+
+def test_means_are_told_by_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    report = made_up_report(suites="moe")
+    lines = [line.split() for line in table.text(report).splitlines()]
+    head = next(line for line in lines if line[:1] == ["entry"])
+    means = next(line for line in lines[lines.index(head) :] if line[:1] == ["cupy"])
+    for number, kind in enumerate(head[1:4], 1):
+        rows = [row for row in report.rows if row.entry == "cupy" and row.distribution == kind]
+        assert rows and means[number] == f"{geomean(row.of_floor or 0.0 for row in rows):.3f}"
 
 
 def test_brackets_in_names_are_shown() -> None:
