@@ -10,6 +10,7 @@ import torch
 
 from multigemm.backend import Recipe
 from multigemm.errors import InvalidSetting
+from multigemm.fuzz import worker as workers
 from multigemm.fuzz.dealer import Batch
 from multigemm.fuzz.plan import Options, Summary, Tally
 from multigemm.fuzz.report import GATE_FROM, failed, idle, to_dict, to_text
@@ -21,6 +22,8 @@ from multigemm.testing.corpus import snippet
 from multigemm.testing.kinds import kinds
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.model_parts import Faults, Tile
+from multigemm.testing.mutants import MUTANTS
+from multigemm.testing.oracles import Finding, Outcome
 from multigemm.testing.subject import kind_of
 
 CPU = torch.device("cpu")
@@ -100,6 +103,28 @@ def test_a_campaign_counts_every_config_and_takes_turns(monkeypatch: pytest.Monk
     assert {text for name, text in pipe.total.configs} >= {str(LARGE), str(SMALL)}
     assert [options.config_of(number) for number in (0, 4, 8)] == [0, 1, 0]
     assert all(pipe.total.configs["choosy", text] for text in pipe.total.assigned.values())
+
+
+@pytest.mark.parametrize("oracle", ["cliff", "lying sizes", "other contents", "relation: split", "value"])
+@pytest.mark.parametrize("faulty", [False, True], ids=["right when it runs again", "wrong again"])
+def test_only_what_a_plain_run_repeats_is_made_smaller(
+    oracle: str, faulty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only a costlier oracle saw was searched for in vain, and called small when the time was over."""
+    searched: list[Case] = []
+
+    def noted(case: Case, *_: object) -> Case:
+        searched.append(case)
+        return case
+
+    monkeypatch.setattr(workers, "shrink", noted)
+    worker = Worker(Options(("model",)), _Pipe(), [0] * 5)
+    fault = MUTANTS["no M mask on the store"] if faulty else Faults()
+    worker.subjects["model", 0] = Subject(ModelBackend("model", fault))
+    case = Case(n=5, k=4, lengths=(3, 2), head=1)
+    worker.report(case, "model", 0, 7, Outcome("model", findings=[Finding(oracle, "text")]), "")
+    [failure] = worker.tally.failures
+    assert (searched, failure.shrunk) == (([case], case.to_dict()) if faulty else ([], None))
 
 
 class Rare(ModelBackend):

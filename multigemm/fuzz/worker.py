@@ -247,11 +247,7 @@ class Worker:
         found = outcome.findings[0]
         failure = Failure(name, found.oracle, found.text, case.to_dict(), number, config, chosen)
         lost = is_lost(outcome)
-        if (
-            not lost
-            and self.shrunk < 8
-            and not found.oracle.startswith(("relation", "graph", "threads", "side", "changed", "launch after"))
-        ):
+        if not lost and self.shrunk < 8 and self.fails(case, name, config):  # else only a costlier oracle sees it
             self.shrunk += 1
             small = shrink(case, lambda c: self.fails(c, name, config), self.options.shrink_seconds)
             failure.shrunk = small.to_dict()
