@@ -89,18 +89,19 @@ def depth_of(spec: ProblemSpec) -> int:
     return 128 // spec.compute.itemsize
 
 
-def raw_bytes(spec: ProblemSpec) -> int:
-    """A block of carried weights in shared memory: lines of 64 elements along k, or 128 along n, and 16 bytes each."""
-    return 128 * 144 if spec.b.order == "col" else 64 * 272
+def raw_bytes(config: Config, spec: ProblemSpec) -> int:
+    """The ring of carried weights: lines of 128 elements along n, or 128 lines of a slot more than stages along k; each
+    line has 16 bytes more."""
+    return 128 * (128 * (config.stages + 1) + 16) if spec.b.order == "col" else config.stages * 64 * 272
 
 
 def hopper_shared(config: Config, spec: ProblemSpec) -> int:
     """Shared memory of the warp-specialised kernel: the ring, and a strip of output per consumer.
 
-    Where weights are carried there are two rings; results turn through 16 KB, and barriers take less than 2.
+    Where weights are carried there are two rings; results turn through 16 KB, and barriers take less than another.
     """
     if config.carry:
-        return config.stages * (config.block_m * 128 + raw_bytes(spec)) + 18 * 1024
+        return config.stages * config.block_m * 128 + raw_bytes(config, spec) + 17 * 1024
     ring = config.stages * (config.block_m + config.block_n) * 128
     return ring + consumers(config) * STRIP * part_of(config, spec) * spec.out.dtype.itemsize + 1024
 

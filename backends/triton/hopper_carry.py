@@ -2,8 +2,8 @@
 """The warp-specialised kernel for weights that no tensor map expresses: shifted on their way into registers.
 
 The result is computed transposed, C^T = W^T X^T: wgmma takes its first operand from registers, and that are the
-weights. Four warps copy the aligned 16 bytes round each line of the weights into a ring of their own (cp.async),
-as they are; the consumers shift them when they load their fragments, 16 of K at a time, between the products of the
+weights. Four warps copy the lines of the weights into a ring of their own (cp.async), in aligned pieces of 16 bytes,
+as they lie; the consumers shift them when they load their fragments, 16 of K at a time, between the products of the
 16 before. The rows come by TMA, through a second ring. So weights are read once, where a copy into aligned lines would
 read, write and read them again.
 
@@ -22,8 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from multigemm.backends.triton.hopper import barriers
-from multigemm.backends.triton.hopper_fragments import STEP, STRIP, elements, fragment, in_stage, place_of
-from multigemm.backends.triton.hopper_lines import COLUMNS, DEEP, PITCH_COL, PITCH_ROW, load_lines, ring_start
+from multigemm.backends.triton.hopper_fragments import (
+    STEP,
+    STRIP,
+    await_lines,
+    elements,
+    fragment,
+    hand_back,
+    place_of,
+)
+from multigemm.backends.triton.hopper_lines import DEEP, after, line_pitch, load_lines, ring_start, slots
 from multigemm.backends.triton.hopper_load import produce
 from multigemm.backends.triton.hopper_store import moved, write
 from multigemm.backends.triton.hopper_tiles import take
@@ -87,9 +95,8 @@ def settled(sums, LEFT: gl.constexpr, STRIPS: gl.constexpr):
 
 
 @gluon.jit
-def multiply_block(rings, place, stage, phase, pairs, sums, older, LAST: gl.constexpr, STRIPS: gl.constexpr,
-                   LAYOUTS: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr,
-                   B_ORDER: gl.constexpr):  # fmt: skip
+def multiply_block(rings, place, at_x, at_w, pairs, sums, older, LAST: gl.constexpr, STRIPS: gl.constexpr,
+                   LAYOUTS: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
     """One block. While the tensor cores are at a step, what is needed three steps later is loaded into the registers
     of the step before: of this block the last step's weights, then of the next block, unless this is the LAST.
 
@@ -98,38 +105,39 @@ def multiply_block(rings, place, stage, phase, pairs, sums, older, LAST: gl.cons
     """
     x_smem, x_full, x_empty, w_full, w_empty = rings
     w0, w1, w2 = pairs
+    stage, phase = at_x
+    if B_ORDER == "row":
+        at_w = at_x  # both rings turn alike
     mbarrier.wait(x_full.index(stage), phase)
     sums = multiply_step(w0, x_smem, stage, sums, 0, STRIPS, LAYOUTS, MOST, STAGES)
     sums = settled(sums, 1, STRIPS)
-    w3 = fragment(in_stage(place, stage, STAGE_BYTES), 3, B_ORDER)
+    w3 = fragment(place, at_w[0], 3, STAGES, B_ORDER)
     sums = multiply_step(w1, x_smem, stage, sums, 1, STRIPS, LAYOUTS, MOST, STAGES)
     # the rows of the block before: handed back here, where it delays no product
     mbarrier.arrive(x_empty.index((stage + STAGES - 1) % STAGES), pred=older)
-    mbarrier.arrive(w_empty.index(stage))
+    at_w = hand_back(w_empty, at_w, LAST, STAGES, B_ORDER)
     now = (stage + STAGES) % STAGES
     if not LAST:
-        stage, phase = after(stage, phase, STAGES)
-        mbarrier.wait(w_full.index(stage), phase)
+        at_x = after(stage, phase, STAGES)
+        await_lines(w_full, at_w, STAGES, B_ORDER)
     sums = settled(sums, 1, STRIPS)
-    following = in_stage(place, stage, STAGE_BYTES)
     if not LAST:
-        w0 = fragment(following, 0, B_ORDER)
+        w0 = fragment(place, at_w[0], 0, STAGES, B_ORDER)
     sums = multiply_step(w2, x_smem, now, sums, 2, STRIPS, LAYOUTS, MOST, STAGES)
     sums = settled(sums, 1, STRIPS)
     if not LAST:
-        w1 = fragment(following, 1, B_ORDER)
+        w1 = fragment(place, at_w[0], 1, STAGES, B_ORDER)
     sums = multiply_step(w3, x_smem, now, sums, 3, STRIPS, LAYOUTS, MOST, STAGES)
     if not LAST:
         sums = settled(sums, 1, STRIPS)
-        w2 = fragment(following, 2, B_ORDER)
+        w2 = fragment(place, at_w[0], 2, STAGES, B_ORDER)
     sums = settled(sums, 0, STRIPS)
-    return stage, phase, (w0, w1, w2), sums
+    return at_x, at_w, (w0, w1, w2), sums
 
 
 @gluon.jit
-def multiply(rings, place, stage, phase, k_length, out, spot, STRIPS: gl.constexpr, MOST: gl.constexpr,
-             STAGES: gl.constexpr, STAGE_BYTES: gl.constexpr, B_ORDER: gl.constexpr, PART: gl.constexpr,
-             END: gl.constexpr):  # fmt: skip
+def multiply(rings, place, at_x, at_w, k_length, out, spot, STRIPS: gl.constexpr, MOST: gl.constexpr,
+             STAGES: gl.constexpr, B_ORDER: gl.constexpr, PART: gl.constexpr, END: gl.constexpr):  # fmt: skip
     """One tile, of STRIPS[0] strips and of STRIPS[2] strips from strip STRIPS[1] on."""
     WIDTH0: gl.constexpr = STRIPS[0] * STRIP
     WIDTH1: gl.constexpr = (STRIPS[2] if STRIPS[2] > 0 else 1) * STRIP
@@ -141,15 +149,20 @@ def multiply(rings, place, stage, phase, k_length, out, spot, STRIPS: gl.constex
     _, _, x_empty, w_full, _ = rings
     sums = (warpgroup_mma_init(gl.zeros([STRIP, WIDTH0], gl.float32, LAYOUT0)),
             warpgroup_mma_init(gl.zeros([STRIP, WIDTH1], gl.float32, LAYOUT1)))  # fmt: skip
-    mbarrier.wait(w_full.index(stage), phase)
-    at = in_stage(place, stage, STAGE_BYTES)
-    pairs = (fragment(at, 0, B_ORDER), fragment(at, 1, B_ORDER), fragment(at, 2, B_ORDER))
+    if B_ORDER == "col":
+        mbarrier.wait(w_full.index(at_w[0]), at_w[1])
+    else:
+        at_w = at_x
+    await_lines(w_full, at_w, STAGES, B_ORDER)
+    slot = at_w[0]
+    pairs = (fragment(place, slot, 0, STAGES, B_ORDER), fragment(place, slot, 1, STAGES, B_ORDER),
+             fragment(place, slot, 2, STAGES, B_ORDER))  # fmt: skip
     for k0 in range(DEEP, k_length, DEEP):
-        stage, phase, pairs, sums = multiply_block(rings, place, stage, phase, pairs, sums, k0 > DEEP, False, STRIPS,
-                                                   LAYOUTS, MOST, STAGES, STAGE_BYTES, B_ORDER)  # fmt: skip
-    stage, phase, pairs, sums = multiply_block(rings, place, stage, phase, pairs, sums, k_length > DEEP, True, STRIPS,
-                                               LAYOUTS, MOST, STAGES, STAGE_BYTES, B_ORDER)  # fmt: skip
-    mbarrier.arrive(x_empty.index(stage))
+        at_x, at_w, pairs, sums = multiply_block(rings, place, at_x, at_w, pairs, sums, k0 > DEEP, False, STRIPS,
+                                                 LAYOUTS, MOST, STAGES, B_ORDER)  # fmt: skip
+    at_x, at_w, pairs, sums = multiply_block(rings, place, at_x, at_w, pairs, sums, k_length > DEEP, True, STRIPS,
+                                             LAYOUTS, MOST, STAGES, B_ORDER)  # fmt: skip
+    mbarrier.arrive(x_empty.index(at_x[0]))
     first, second = sums
     if STRIPS[2] > 0:
         first, second = warpgroup_mma_wait(num_outstanding=0, deps=[first, second])
@@ -157,57 +170,46 @@ def multiply(rings, place, stage, phase, k_length, out, spot, STRIPS: gl.constex
         write_turned(second, out, moved(spot, WIDTH0, 0), PART, END)
     else:
         write_turned(warpgroup_mma_wait(num_outstanding=0, deps=[first]), out, spot, PART, END)
-    return after(stage, phase, STAGES)
-
-
-@gluon.jit
-def after(stage, phase, STAGES: gl.constexpr):
-    """The next stage of a ring, and its phase."""
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
+    return after(at_x[0], at_x[1], STAGES), at_w
 
 
 @gluon.jit
 def consume_shifted(WHICH: gl.constexpr, out, rings, mail, weights, raw, PART: gl.constexpr, MOST: gl.constexpr,
                    STAGES: gl.constexpr, B_ORDER: gl.constexpr, END: gl.constexpr):  # fmt: skip
     """One warpgroup: 64 of a tile's columns."""
-    STAGE_BYTES: gl.constexpr = COLUMNS * PITCH_COL if B_ORDER == "col" else DEEP * PITCH_ROW
-    HALF_BYTES: gl.constexpr = STRIP * PITCH_COL if B_ORDER == "col" else STRIP * 2
+    HALF_BYTES: gl.constexpr = STRIP * line_pitch(STAGES) if B_ORDER == "col" else STRIP * 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, STRIP, 16])  # fmt: skip
     PAIRS: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
-    stage = 0
-    phase = 0
     slot = 0
     turn = 0
+    at_x = (0, 0)
+    at_w = (0, 0)
     g, row, rows, col, low, k_length = take(mail, slot, turn)
     while rows > 0:
         strips = (rows + STRIP - 1) // STRIP
-        place = place_of(weights, raw + WHICH * HALF_BYTES, g, col, PAIRS, B_ORDER)
+        place = place_of(weights, raw + WHICH * HALF_BYTES, g, col, PAIRS, STAGES, B_ORDER)
         spot = (g, row, rows, low, row + rows, col + WHICH * STRIP)
         if MOST == 4:
             if strips == 4:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (2, 2, 2), MOST, STAGES,
-                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
+                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (2, 2, 2), MOST, STAGES,
+                                      B_ORDER, PART, END)  # fmt: skip
             elif strips == 3:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (2, 2, 1), MOST, STAGES,
-                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
+                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (2, 2, 1), MOST, STAGES,
+                                      B_ORDER, PART, END)  # fmt: skip
             elif strips == 2:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (1, 2, 1), MOST, STAGES,
-                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
+                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (1, 2, 1), MOST, STAGES,
+                                      B_ORDER, PART, END)  # fmt: skip
             else:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (1, 0, 0), MOST, STAGES,
-                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
+                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (1, 0, 0), MOST, STAGES,
+                                      B_ORDER, PART, END)  # fmt: skip
         else:
             if strips == 2:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (2, 0, 0), MOST, STAGES,
-                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
+                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (2, 0, 0), MOST, STAGES,
+                                      B_ORDER, PART, END)  # fmt: skip
             else:
-                stage, phase = multiply(rings, place, stage, phase, k_length, out, spot, (1, 0, 0), MOST, STAGES,
-                                        STAGE_BYTES, B_ORDER, PART, END)  # fmt: skip
+                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (1, 0, 0), MOST, STAGES,
+                                      B_ORDER, PART, END)  # fmt: skip
         slot ^= 1
         if slot == 0:
             turn ^= 1
@@ -238,8 +240,8 @@ def carry_kernel(
     tickets = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     x_full = barriers(STAGES, 1)
     x_empty = barriers(STAGES, 2)
-    w_full = barriers(STAGES, 128)
-    w_empty = barriers(STAGES, 2)
+    w_full = barriers(slots(STAGES, B_ORDER), 128)
+    w_empty = barriers(slots(STAGES, B_ORDER), 2)
     mail = (tickets, barriers(2, 1), barriers(2, 3))
     tiles_n = (n + BN - 1) // BN
     if FORM == "search":
@@ -262,7 +264,7 @@ def carry_kernel(
         [
             (consume_shifted, (0, out0, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END)),
             (consume_shifted, (1, out1, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END)),
-            (load_lines, (rings, mail, (w_full, w_empty), weights, raw, BN, STAGES, B_ORDER)),
+            (load_lines, (mail, (w_full, w_empty), weights, raw, STAGES, B_ORDER)),
             (produce, ((a_desc, a_desc), (x_smem, x_smem, x_full, x_empty), mail, records, ends, extents, tiles_n,
                        total, a_rows, 0, FORM, BN, 0, BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, A_ORDER,
                        B_ORDER)),

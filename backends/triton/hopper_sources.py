@@ -56,7 +56,9 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     constants = {**_cut(spec, config), **_end(spec, config, given.form), **_roles(spec, config)}
     if config.carry:
         del constants["PIECE"], constants["MASKED"], constants["LATE"]
-    room = config.stages * raw_bytes(spec) if config.carry else 0
+        # two rings leave no room for rows of 32 bits to turn in
+        constants["STORE"] = "row" if spec.out.dtype.itemsize == 4 else constants["STORE"]
+    room = raw_bytes(config, spec) if config.carry else 0
     return KernelSource(f"multigemm.backends.triton.{module}", name, arguments, tuple(constants.items()),
                         gluon=True, room=room)  # fmt: skip
 

@@ -42,6 +42,9 @@ LINES = (
     "acquired by the readers' try_wait; their loads, bar.sync of their warps, one arrival of each partition at "
     "`w_empty`, acquired before the next copies"
 )
+COPIED = frozenset(
+    {("hopper_lines.py", "copy16"), ("hopper_lines.py", "copy_some"), ("hopper_fragments.py", "fragment")}
+)
 MAIL = frozenset({("hopper_tiles.py", "publish"), ("hopper_tiles.py", "take")})
 
 HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
@@ -51,9 +54,7 @@ HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
             for kernel, file in (("hopper_kernel", "hopper.py"), ("carry_kernel", "hopper_carry.py"))
             for functions, reason in ((MAIL, WORDS), (frozenset({(file, kernel)}), START))
         ),
-        HandOver(
-            "carry_kernel", frozenset({("hopper_lines.py", "copy16"), ("hopper_fragments.py", "fragment")}), LINES
-        ),
+        HandOver("carry_kernel", COPIED, LINES),
         HandOver("list_kernel", frozenset({("hopper_list.py", "list_kernel")}), START),
     ),
 }

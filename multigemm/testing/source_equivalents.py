@@ -67,6 +67,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
        "a second part that begins behind the tile's last row, and stores nothing")
       for strips in (1, 2) for new in ("0, 1", "1, 0")),
     ("hopper_fragments.py", "* 8)[:, None] + 0 * k", "* 8)[:, None] - 0 * k", "zero either way"),
+    ("hopper_fragments.py", "line_pitch(STAGES))[:, None] + 0 * k", "line_pitch(STAGES))[:, None] - 0 * k",
+     "zero either way"),
     ("hopper_fragments.py", "- ahead)[None, :] + 0 * m", "- ahead)[None, :] - 0 * m", "zero either way"),
     *((file, "tiles_n = (n + BN - 1) // BN", f"tiles_n = ({new}) // BN",
        "all roles see a tile more behind the last column, which stores nothing")
