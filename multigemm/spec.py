@@ -21,8 +21,9 @@ ACTIVATIONS: tuple[Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu")
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INPUT_DTYPES = (*FLOAT_DTYPES, torch.int8)
-GIANT = 2**31 - 2**16
-"""From here an extent may be more than a kernel counts in 32 bits with a sign, up to the end of its last tile."""
+GIANT = 2**31 - 2**26
+"""From here an extent may be more than a kernel counts in 32 bits with a sign: up to the end of its last tile, and with
+the number of its tiles, of 64 rows and more, added where it is cut into even ones."""
 
 
 @dataclass(frozen=True, slots=True)
