@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multigemm.nearest import Estimate, Footprint
-from multigemm.shape import Shape, even, family_of, knows_sizes, labels, point
+from multigemm.shape import Shape, even, families_of, knows_sizes, labels, point
 
 Array = npt.NDArray[Any]
 
@@ -140,16 +140,7 @@ class Known:
     def estimates(self, asked: Asked, own: Sequence[tuple[Asked, Mapping[str, float]]] = ()) -> list[Estimate]:
         """How many times slower than the fastest each backend is to be expected, of those that it knows at this place;
         empty if it knows fewer than two. `own` are classes with their times that the user measured on this device."""
-        names = _named(asked)
-        told = []
-        for (its, first, second), model in self.models.items():
-            if its == family_of(asked.key) and first in names and second in names:
-                one, two, at, words = _met(asked, (first, second))
-                lately = [
-                    Own(*_met(a, (first, second))[2:], math.log(us[one] / us[two])) for a, us in _both(own, model)
-                ]
-                mean, error, nearest = model.expected(at, words)
-                told.append((one, two, model, mean + model.correction(at, words, lately), error, nearest))
+        told = next(filter(None, (self._ratios(asked, own, family) for family in families_of(asked.key))), [])
         if not told:
             return []
         levels = _levels([(one, two, mean, error) for one, two, _, mean, error, _ in told])
@@ -162,6 +153,21 @@ class Known:
             source += f"the nearest of {model.cases[nearest]}"
             found.append(Estimate(name, math.exp(level - levels[best]), source))
         return found
+
+    def _ratios(
+        self, asked: Asked, own: Sequence[tuple[Asked, Mapping[str, float]]], family: str
+    ) -> list[tuple[str, str, Pair, float, float, int]]:
+        """What the models of one family say: two backends, the model, the ratio, its error, the nearest point."""
+        names, told = _named(asked), []
+        for (its, first, second), model in self.models.items():
+            if its == family and first in names and second in names:
+                one, two, at, words = _met(asked, (first, second))
+                lately = [
+                    Own(*_met(a, (first, second))[2:], math.log(us[one] / us[two])) for a, us in _both(own, model)
+                ]
+                mean, error, nearest = model.expected(at, words)
+                told.append((one, two, model, mean + model.correction(at, words, lately), error, nearest))
+        return told
 
 
 def _named(asked: Asked) -> dict[str, str]:
@@ -182,7 +188,7 @@ def _both(own: Sequence[tuple[Asked, Mapping[str, float]]], model: Pair) -> list
     return [
         (asked, us)
         for asked, us in own
-        if family_of(asked.key) == model.family and {model.one, model.two} <= _named(asked).keys()
+        if model.family in families_of(asked.key) and {model.one, model.two} <= _named(asked).keys()
     ]
 
 

@@ -27,6 +27,7 @@ MOST = 4.0
 """Octaves of rounds or of waste; more are like as many."""
 DECIDED = "bound: "
 """Before what a backend that decides by the sizes tells of its decision: it is then modelled for each by itself."""
+UNALIGNED, ALIGNED = ", unaligned", 16
 ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1}
 OF_PLACE = (3.0, 2.0, 2.0, 3.0, 4.0, 4.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 1.0, 0.5)
 OF_TILES = (1.5, 0.3, 1.0, 1.0, 1.0, 1.0)
@@ -115,11 +116,15 @@ def knows_sizes(key: str, names: Sequence[str]) -> bool:
     return not key.startswith("jagged") or any(": " in name for name in names)
 
 
-def family_of(key: str) -> str:
+def families_of(key: str) -> list[str]:
     """Only classes of one family say anything about each other: of 16-bit floats, else of a dtype and its precision.
-    In what dtype results are written changes less than that."""
+    In what dtype results are written changes less than that. Operands that are not aligned make a family of their own,
+    for they are multiplied in other ways; where nothing is known of it, the aligned ones have to do."""
     place = place_of(key)
-    return "" if place is None else f"{place.precision} {place.family[1]}"
+    if place is None:
+        return []
+    usual = f"{place.precision} {place.family[1]}"
+    return [f"{usual}{UNALIGNED}", usual] if any(x.align < ALIGNED for x in place.operands) else [usual]
 
 
 def coordinates(key: str, shape: Shape, device: str) -> list[float]:

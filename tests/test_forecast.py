@@ -27,7 +27,7 @@ from multigemm.shape import (
     MOST,
     Shape,
     coordinates,
-    family_of,
+    families_of,
     knows_sizes,
     labels,
     of_tiles,
@@ -80,11 +80,12 @@ def test_coordinates_tell_what_any_kernel_meets() -> None:
 
 
 def test_families_are_of_what_is_multiplied() -> None:
-    assert family_of(KEY) == family_of(KEY.replace("bfloat16", "float16")) == "ieee half"
-    assert family_of(KEY.replace("bfloat16/row ieee", "float32/row ieee")) == "ieee half"
-    assert family_of(KEY.replace("bfloat16", "float32")) == "ieee float32"
-    assert family_of(KEY.replace("bfloat16", "float32").replace("ieee", "tf32")) == "tf32 float32"
-    assert family_of("no class") == ""
+    assert families_of(KEY) == families_of(KEY.replace("bfloat16", "float16")) == ["ieee half"]
+    assert families_of(KEY.replace("bfloat16/row ieee", "float32/row ieee")) == ["ieee half"]
+    assert families_of(KEY.replace("bfloat16", "float32")) == ["ieee float32"]
+    assert families_of(KEY.replace("bfloat16", "float32").replace("ieee", "tf32")) == ["tf32 float32"]
+    assert families_of(KEY.replace("bfloat16/col", "bfloat16/col8")) == ["ieee half, unaligned", "ieee half"]
+    assert families_of("no class") == []
     assert {family for family, _, _ in forecast.shipped().models} >= {"ieee half", "ieee float32", "ieee int8"}
 
 
@@ -178,6 +179,11 @@ def test_estimates_name_their_grounds(model: Pair) -> None:
     assert "case_" in found["x"].source
     assert known.estimates(replace(asked, key=KEY.replace("bfloat16", "float64"))) == []
     assert known.estimates(replace(asked, ran={"x": "a"})) == []
+    odd = replace(asked, key=KEY.replace("bfloat16/row ", "bfloat16/row2 ", 1))
+    assert {e.backend for e in known.estimates(odd)} == {"x", "y"}
+    other = model._replace(family="ieee half, unaligned", two="z")
+    both = Known({model[:3]: model, other[:3]: other})
+    assert {e.backend for e in both.estimates(replace(odd, ran={"x": "a", "y": "b", "z": "b"}))} == {"x", "z"}
 
 
 def test_what_a_user_measured_near_by_corrects_the_forecast(model: Pair) -> None:

@@ -28,7 +28,7 @@ from multigemm.bench.workloads import Workload
 from multigemm.errors import MultigemmError
 from multigemm.forecast import Array, Pair
 from multigemm.measured import ON_DEVICE
-from multigemm.shape import Shape, even, family_of, knows_sizes, labels, point, summary
+from multigemm.shape import Shape, even, families_of, knows_sizes, labels, point, summary
 
 WAITS = "chosen at each launch"
 """What such a backend tells that has to wait for the sizes: `auto` passes over it."""
@@ -106,7 +106,7 @@ def pairs(found: dict[tuple[str, str], dict[str, Run]]) -> dict[tuple[str, str, 
             called = [labels(name.removesuffix(HOST_SIZES), by[name].ran, by[name].key) for name in (one, two)]
             for first, second in product(*called):
                 shape = a.shape if knows_sizes(key, (first, second)) else even(a.shape)
-                met[family_of(key), first, second].append((replace(a, shape=shape), replace(b, shape=shape)))
+                met[families_of(key)[0], first, second].append((replace(a, shape=shape), replace(b, shape=shape)))
     return {key: its for key, its in met.items() if len({a.case for a, _ in its}) >= LEAST_SHAPES}
 
 
