@@ -170,6 +170,21 @@ def test_who_is_absent_is_named_with_a_reason() -> None:
     assert "CUDA" in missing["cublas_grouped"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "G=3,M=4,T=24,K=8,form=jagged_n,bias=1,dist=zipf", "G=3,M=4,T=24,N=8,form=jagged_k,bias=1",
+        "G=3,T=24,N=8,K=8,bias=1", "G=3,M=4,T=9,N=8,K=8,form=masked,bias=1", "G=3,T=24,N=0,K=8", "G=3,T=24,N=8,K=0",
+        "G=3,T=0,N=8,K=8", "0x4x4+2x0x2",
+    ],
+)  # fmt: skip
+def test_biases_of_every_form_and_empty_problems_are_measured(text: str) -> None:
+    peers, _ = peer_entries(["torch_loop", "torch_bmm"], CPU)
+    rows = by_name(run([parse_shape(text)], [backend_entry("cpu"), *peers]))
+    assert rows["cpu"].status == "ok", rows["cpu"].reason
+    assert all(row.status in ("ok", "refused") for row in rows.values()), [row.reason for row in rows.values()]
+
+
 @pytest.mark.parametrize("name", ["torch_grouped", "torch_loop", "torch_bmm"])
 @pytest.mark.parametrize(
     "text", ["4,8,16,16", "G=4,T=32,N=16,K=16,dist=empty", "8x8x8+8x8x8", "G=3,M=8,N=16,T=32,form=jagged_k"]

@@ -8,6 +8,7 @@ problems of 10^12 operations.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,15 +84,23 @@ def group_inputs(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
 def reference(tensors: Tensors) -> Reference:
     """The expected answer of a workload with its per-element bounds."""
     expected, bounds = [], []
-    biases = tensors.bias if isinstance(tensors.bias, list) else None
+    pairs = group_inputs(tensors)
     with _true_float32():
-        for g, (a, b) in enumerate(group_inputs(tensors)):
-            bias = biases[g] if biases is not None else tensors.bias
-            assert not isinstance(bias, list)
+        for (a, b), bias in zip(pairs, _group_biases(tensors, len(pairs)), strict=True):
             want, bound = _product(a, b, bias, tensors.workload.dtype, tensors.workload.out_dtype)
             expected.append(want)
             bounds.append(bound)
     return Reference(tensors, expected, bounds)
+
+
+def _group_biases(tensors: Tensors, groups: int) -> Sequence[Tensor | None]:
+    """One value for each column of a group's result: its own columns of them all for jagged n."""
+    bias = tensors.bias
+    if isinstance(bias, list):
+        return bias
+    if bias is not None and tensors.workload.form == "jagged_n":
+        return list(torch.split(bias, tensors.workload.sizes.tolist()))
+    return [bias] * groups
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: str, out: torch.dtype) -> tuple[Tensor, Tensor]:

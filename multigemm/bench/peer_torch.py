@@ -100,7 +100,13 @@ def _bmm(tensors: Tensors) -> Prepared:
     else:
         raise Refused("bmm would need copies of the operands")
     out = torch.empty(len(pairs), m, n, dtype=a.dtype, device=a.device)
-    result = list(out) if isinstance(tensors.out, list) else out.view(-1, n) if workload.form == "jagged_m" else out
+    result = (
+        list(out)
+        if isinstance(tensors.out, list)
+        else out.view(len(pairs) * m, n)
+        if workload.form == "jagged_m"
+        else out
+    )
     return Prepared(lambda: torch.bmm(a, b, out=out), result, "torch.bmm", why="stacked beforehand")
 
 
