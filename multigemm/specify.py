@@ -64,7 +64,7 @@ def _intern(spec: ProblemSpec) -> ProblemSpec:
 
 def _giant(*extents: int) -> int:
     """The longest, if a kernel may not be able to count it; else 0, so that usual problems share their specs."""
-    longest = max(extents, default=0)
+    longest = max(extents)
     return longest if longest >= GIANT else 0
 
 
@@ -102,14 +102,15 @@ def _list_part(problem: AcceptedProblem, compute: torch.dtype) -> tuple[tuple[An
     out: OperandSpec = classify_fresh(dtype, problem.out_shape)
     if problem.out is not None:
         out = classify_list(problem.each("out"), dtype)
-    common = (v[0] if v and min(v) == max(v) else None for v in (ms, ns, ks))
+    tops = [max(v, default=0) for v in (ms, ns, ks)]
+    common = (top if v and min(v) == top else None for v, top in zip((ms, ns, ks), tops, strict=True))
     part = (
         *common,
         bucket(sum(ms)),
-        bucket(max(ms, default=0)),
+        bucket(tops[0]),
         classify_list(a, a[0].dtype if a else compute),
         classify_list(b, b[0].dtype if b else compute),
         out,
         None if problem.c is None else classify_list(problem.each("c"), dtype),
     )
-    return part, _giant(*ms, *ns, *ks)
+    return part, _giant(*tops)
