@@ -43,7 +43,8 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "bf16", "tf32"])
 def test_explain(form: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--form", form, "--sizes", "4,0,9", "--dtype", dtype, "--device", "cpu"]) == 0
+    sizes = "9,9,9" if form == "batched" else "4,0,9"
+    assert main(["explain", "--form", form, "--sizes", sizes, "--dtype", dtype, "--device", "cpu"]) == 0
     assert "chosen: cpu" in capsys.readouterr().out
 
 
@@ -53,6 +54,13 @@ def test_explain_takes_the_workloads_of_bench(shape: str, capsys: pytest.Capture
     assert "2 groups" in (text := capsys.readouterr().out)
     assert "None" not in text
     assert "torch.bfloat16" in text
+
+
+def test_equal_sizes_are_the_rows_of_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--form", "batched", "--sizes", "8,8,8", "--device", "cpu"]) == 0
+    assert "batched: 3 groups, m=8, n=48, k=96" in capsys.readouterr().out
+    assert main(["explain", "--form", "batched", "--m", "8", "--device", "cpu"]) == 0
+    assert "batched: 4 groups, m=8, n=48, k=96" in capsys.readouterr().out
 
 
 def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +93,8 @@ def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--device", "cpu:3"], "--device 'cpu:3'"),
         (["explain", "--m", "8"], "--m beside --form jagged_m, where --sizes gives it"),
         (["explain", "--form", "per_group", "--m", "8"], "--m beside --form per_group"),
+        (["explain", "--form", "batched", "--sizes", "3,4"], "--sizes 3,4 with --form batched, whose groups are alike"),
+        (["explain", "--form", "batched", "--sizes", "4,4", "--m", "8"], "--m beside --form batched, where --sizes"),
         (["explain", "--form", "jagged_n", "--n", "8"], "--n beside --form jagged_n"),
         (["explain", "--form", "jagged_k", "--k", "8"], "--k beside --form jagged_k"),
         (["explain", "--backend", "cpuu"], "did you mean 'cpu'"),

@@ -71,8 +71,16 @@ def _complete(args: argparse.Namespace) -> None:
     given = [name for name in WITHOUT_SHAPE if getattr(args, name) is not None]
     for name in WITHOUT_SHAPE.keys() - given:
         setattr(args, name, WITHOUT_SHAPE[name])
-    if (cut := CUT.get(args.form)) in given:
+    even = args.form == "batched" and "sizes" in given
+    if (cut := "m" if even else CUT.get(args.form)) in given:
         raise InvalidSetting(f"--{cut} beside --form {args.form}, where --sizes gives it: leave it out")
+    if even:
+        rows = set(_sizes(args.sizes)) or {0}
+        if len(rows) > 1:
+            raise InvalidSetting(
+                f"--sizes {args.sizes} with --form batched, whose groups are alike: jagged_m or masked"
+            )
+        args.m = rows.pop()
     for name in ("m", "n", "k"):
         if getattr(args, name) < 0:
             raise InvalidSetting(f"--{name} {getattr(args, name)}: an extent cannot be negative")
