@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +59,8 @@ class Own(NamedTuple):
     ratio: float
 
 
-class Pair(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Pair:
     """How two backends stand to each other in one family: points, marks and weights of what was measured; how far
     points may lie apart along each coordinate, and by marks, amplitude, slope and noise; the errors when left out."""
 
@@ -75,46 +76,62 @@ class Pair(NamedTuple):
     errors: Array
     cases: list[str]
 
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """The family and the two backends."""
+        return self.family, self.one, self.two
+
+    @cached_property
+    def _scaled(self) -> tuple[Array, Array, Array]:
+        """The points in lengths, their squares, and the points times the slopes."""
+        scaled = np.ascontiguousarray(self.points / self.lengths)
+        return scaled, (scaled**2).sum(1), self.points * self.scalars["slope"]
+
     def covariance(self) -> Array:
         """Of the measured points with each other."""
-        return self._alike(self.points, self.marks)
+        every = range(len(self.points))
+        return np.array([self._alike(self.points[i], self.marks[i]) for i in every])
 
     def toward(self, at: Sequence[float], words: Sequence[str]) -> Array:
         """How alike the ratio at a point is to each measured one, as a covariance."""
-        row: Array = self._alike(np.array([at]), np.array([self._codes(words)]))[0]
-        return row
+        return self._alike(np.array(at), self._codes(words))
 
-    def _codes(self, words: Sequence[str]) -> list[int]:
+    def _codes(self, words: Sequence[str]) -> Array:
         """Marks as numbers; what was never met is like nothing."""
-        return [v.index(word) if word in v else -1 for v, word in zip(self.vocabulary, words, strict=True)]
+        return np.array([v.index(word) if word in v else -1 for v, word in zip(self.vocabulary, words, strict=True)])
 
-    def _alike(self, points: Array, marks: Array) -> Array:
-        slope: Array = self.scalars["slope"] * np.einsum("ik,jk->ij", points, self.points)
-        found: Array = self._near(points, marks, self.points, self.marks) + slope + LEVEL
+    def _alike(self, point: Array, marks: Array) -> Array:
+        scaled, squares, sloped = self._scaled
+        here = point / self.lengths
+        apart = squares + (here @ here) - 2.0 * np.einsum("jk,k->j", scaled, here)
+        found: Array = self._near(apart, marks, self.marks) + np.einsum("jk,k->j", sloped, point) + LEVEL
         return found
 
-    def _near(self, points: Array, marks: Array, others: Array, their_marks: Array) -> Array:
-        """The part of the covariance that fades with the distance."""
-        here, there = points / self.lengths, others / self.lengths
-        apart = (here**2).sum(1)[:, None] + (there**2).sum(1)[None] - 2.0 * np.einsum("ik,jk->ij", here, there)
-        for column, step in enumerate(self.scalars["marks"]):
-            apart += step * (marks[:, None, column] != their_marks[None, :, column])
+    def _near(self, apart: Array, marks: Array, others: Array) -> Array:
+        """The part of the covariance that fades with the distance, whose square but for marks is given."""
+        apart = apart + ((marks[..., None, :] != others) * self.scalars["marks"]).sum(-1)
         far = np.sqrt(3.0 * np.maximum(apart, 0.0) + 1e-9)
         found: Array = self.scalars["amplitude"] * (1 + far) * np.exp(-far)
         return found
+
+    def _among(self, points: Array, marks: Array) -> Array:
+        """The same of some points with each other."""
+        scaled = points / self.lengths
+        return self._near(((scaled[:, None] - scaled[None]) ** 2).sum(-1), marks, marks)
 
     def correction(self, at: Sequence[float], words: Sequence[str], own: Sequence[Own]) -> float:
         """By how much to correct what is expected here, for the surprises that a user's measurements near by were."""
         if not own:
             return 0.0
         points, marks = np.array([o.point for o in own]), np.array([self._codes(o.words) for o in own])
-        alike = self._near(np.array([at]), np.array([self._codes(words)]), points, marks)[0]
+        apart = (((points - np.array(at)) / self.lengths) ** 2).sum(-1)
+        alike = self._near(apart, self._codes(words), marks)
         near = np.argsort(-alike, kind="stable")[:NEAR]
         surprise = np.array(
             [own[i].ratio - float(self.toward(own[i].point, own[i].words) @ self.weights) for i in near]
         )
-        known = self._near(points[near], marks[near], points[near], marks[near])
-        return float(alike[near] @ np.linalg.solve(known + self.scalars["noise"] * np.eye(len(near)), surprise))
+        known = self._among(points[near], marks[near]) + self.scalars["noise"] * np.eye(len(near))
+        return float(alike[near] @ np.linalg.solve(known, surprise))
 
     def expected(self, at: Sequence[float], words: Sequence[str]) -> tuple[float, float, int]:
         """The logarithm of the ratio of times to expect, how uncertain that is, and the nearest point.
@@ -122,9 +139,12 @@ class Pair(NamedTuple):
         Uncertain by what the nearest points leave open, and at least by how much the model errs at them if left out.
         """
         alike = self.toward(at, words)
-        near = np.argsort(-alike, kind="stable")[:NEAR]
-        known = self._alike(self.points[near], self.marks[near])[:, near] + self.scalars["noise"] * np.eye(len(near))
-        whole = self.scalars["amplitude"] + self.scalars["slope"] * float(np.dot(at, at)) + LEVEL
+        near = np.argpartition(-alike, min(NEAR, len(alike) - 1))[:NEAR]
+        near = near[np.argsort(-alike[near], kind="stable")]
+        points, sloped = self.points[near], self._scaled[2][near]
+        known = self._among(points, self.marks[near]) + np.einsum("ik,jk->ij", sloped, points) + LEVEL
+        known += self.scalars["noise"] * np.eye(len(near))
+        whole = self.scalars["amplitude"] + float((self.scalars["slope"] * np.square(at)).sum()) + LEVEL
         left = float(whole - alike[near] @ np.linalg.solve(known, alike[near]) + self.scalars["noise"])
         error = float((self.errors[near] ** 2).mean())
         return float(alike @ self.weights), math.sqrt(max(left, error, LEAST_ERROR**2)), int(near[0])
@@ -212,7 +232,7 @@ def write(path: Path, models: Iterable[Pair]) -> None:
     kept: list[dict[str, Any]] = []
     arrays: dict[str, Any] = {}
     for index, p in enumerate(models):
-        kept.append({"pair": p[:3], "words": p.vocabulary, "cases": p.cases})
+        kept.append({"pair": p.names, "words": p.vocabulary, "cases": p.cases})
         arrays |= {f"points{index}": p.points.astype(np.float16), f"codes{index}": p.marks.astype(np.int16)}
         arrays |= {f"lengths{index}": p.lengths, f"weights{index}": p.weights}
         arrays[f"errors{index}"] = p.errors.astype(np.float16)
@@ -242,4 +262,4 @@ def shipped() -> Known:
     """What ships with the package."""
     path = Path(__file__).parent / "tuned" / FILE
     models = read(path) if path.exists() else []
-    return Known({p[:3]: p for p in models}, CAPABILITY)
+    return Known({p.names: p for p in models}, CAPABILITY)

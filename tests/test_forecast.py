@@ -169,7 +169,7 @@ def test_levels_fit_all_pairs_the_surer_ones_better() -> None:
 
 
 def test_estimates_name_their_grounds(model: Pair) -> None:
-    known = Known({model[:3]: model})
+    known = Known({model.names: model})
     asked = Asked(KEY, Shape(8, 256.0, 512.0, 2**9.0), "H100", {"x": "a", "y": "b", "z": "c"}, TILES)
     found = {e.backend: e for e in known.estimates(asked)}
     assert set(found) == {"x", "y"}
@@ -181,13 +181,13 @@ def test_estimates_name_their_grounds(model: Pair) -> None:
     assert known.estimates(replace(asked, ran={"x": "a"})) == []
     odd = replace(asked, key=KEY.replace("bfloat16/row ", "bfloat16/row2 ", 1))
     assert {e.backend for e in known.estimates(odd)} == {"x", "y"}
-    other = model._replace(family="ieee half, unaligned", two="z")
-    both = Known({model[:3]: model, other[:3]: other})
+    other = replace(model, family="ieee half, unaligned", two="z")
+    both = Known({model.names: model, other.names: other})
     assert {e.backend for e in both.estimates(replace(odd, ran={"x": "a", "y": "b", "z": "b"}))} == {"x", "z"}
 
 
 def test_what_a_user_measured_near_by_corrects_the_forecast(model: Pair) -> None:
-    known = Known({model[:3]: model})
+    known = Known({model.names: model})
     asked = Asked(KEY, Shape(8, 256.0, 512.0, 2**9.0), "H100", {"x": "a", "y": "b"}, TILES)
     close, far = replace(asked, shape=Shape(8, 260.0, 512.0, 2**9.0)), replace(asked, shape=Shape(1, 1.0, 16.0, 64.0))
 
@@ -218,9 +218,9 @@ def test_own_measurements_are_read_once_and_tell_their_shape(tmp_path: Path) -> 
 
 
 def test_models_come_back_from_a_file(model: Pair, tmp_path: Path) -> None:
-    forecast.write(tmp_path / "f.npz", [model, model._replace(one="z")])
+    forecast.write(tmp_path / "f.npz", [model, replace(model, one="z")])
     (again, other) = forecast.read(tmp_path / "f.npz")
-    assert (again[:3], other.one) == (model[:3], "z")
+    assert (again.names, other.one) == (model.names, "z")
     assert (again.points == model.points).all()
     assert (again.marks == model.marks).all()
     assert again.vocabulary == model.vocabulary

@@ -126,7 +126,7 @@ def fit(
     lengths, scalars = _likeliest(points[chosen], marks[chosen], y[chosen], steps, former)
     model = Pair(*key, points, marks, vocabulary, lengths, scalars, np.zeros(len(y)), np.zeros(len(y)), cases)
     weights, errors = solved(model, y)
-    return model._replace(weights=weights, errors=errors)
+    return replace(model, weights=weights, errors=errors)
 
 
 def solved(model: Pair, y: Array) -> tuple[Array, Array]:
@@ -191,7 +191,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--former", type=Path, default=None, help="a file of before, whose lengths to begin with")
     args = parser.parse_args(words)
-    known = {} if args.former is None else {model[:3]: model for model in forecast.read(args.former)}
+    known = {} if args.former is None else {model.names: model for model in forecast.read(args.former)}
     models = []
     for key, its in pairs(runs(map(results.read, args.reports))).items():
         model = fit(key, its, args.steps, known.get(key))
