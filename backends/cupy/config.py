@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from multigemm.backends.cupy import shapes
 from multigemm.backends.cupy.specs import (
     MAX_GROUPS,
     direct_reasons,
@@ -35,13 +36,13 @@ SHARED_LIMIT = 232448
 class Config:
     """One way to run a problem.
 
-    `portable` takes any problem, in tiles of `tile` squared (32 is not for 16 bits; 256, for tf32 and int8, means
-    128 rows of 256 columns), with `blocks_per_sm` resident blocks. `hopper` cuts a group's rows into pieces of at
-    most `rows`, whose width on wgmma's n side is a multiple of `step`; `stages` blocks of 64 k are in flight, or
-    more of lower pieces; `cluster` thread blocks share their rows; `pingpong`: the two warpgroups of a block work
-    on a tile each, not together on one, so that one stores while the other multiplies. `packed` copies the operands
-    that TMA cannot read and then runs `hopper` on the copies. `direct` copies the rows at most and shifts the
-    weights into place itself. `small` gives each tile of `tile` squared a thread block of its own.
+    `portable` takes any problem, in tiles of `tile` squared (32 is not for 16 bits), with `blocks_per_sm` resident
+    blocks. `hopper` cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple
+    of `step`; `stages` blocks of 64 k are in flight, or more of lower pieces; `cluster` thread blocks share their
+    rows; `pingpong`: the two warpgroups of a block work on a tile each, not together on one, so that one stores
+    while the other multiplies. `packed` copies the operands that TMA cannot read and then runs `hopper` on the
+    copies. `direct` copies the rows at most and shifts the weights into place itself. `small` gives each tile of
+    `tile` squared a thread block of its own.
     `wave` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves their height
     to it, which knows all sizes.
     """
@@ -75,7 +76,7 @@ class Config:
     def footprint(self) -> tuple[int, int, int]:
         """Rows and columns of a result that thread blocks make together, and how many: what a round of them takes."""
         if self.kernel in ("portable", "small"):
-            return min(self.tile, 128), self.tile, 1
+            return self.tile, self.tile, 1
         return self.rows or 256, COLUMNS * self.cluster, self.cluster
 
     @property
@@ -123,8 +124,6 @@ FEW_COLUMNS, LONG_K = 15, 2048
 """Odd numbers of blocks of columns up to which clusters of two would waste too much; k from which tiles of few rows are
 as high as for many: then a large group's weights are read once."""
 HALVES = (torch.float16, torch.bfloat16)
-SIDE_COST = {128: 1.0, 64: 1.25, 32: 2.0}
-"""What a product takes in the portable kernel's tiles, relative to the largest, which read each operand least often."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
 
@@ -132,7 +131,7 @@ MANY_ROWS = 448
 def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
     """Whether `config` runs `spec` on a device: the limits of shared memory and registers included."""
     if config.kernel == "portable":
-        return 1 <= config.blocks_per_sm <= 3 and config.tile in _sides(spec)
+        return 1 <= config.blocks_per_sm <= 3 and shapes.fits(spec, config.tile, capability)
     if config.kernel == "small":
         return config.tile in (32, 64) and not small_reasons(spec)
     if config.kernel == "wave":
@@ -146,14 +145,6 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
     check = {"packed": packed_reasons, "direct": direct_reasons}.get(config.kernel, hopper_reasons)
     reasons = check(spec)
     return fits and shape and capability == (9, 0) and not reasons
-
-
-def _sides(spec: ProblemSpec) -> tuple[int, ...]:
-    """Tiles that the portable kernel has; the small kernel has low ones of 16 bits."""
-    if spec.compute in HALVES:
-        return 64, 128
-    fast = spec.compute == torch.int8 or spec.precision == "tf32"
-    return (32, 64, 128, 256) if fast and spec.compute != torch.float64 else (32, 64, 128)
 
 
 def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config:
@@ -173,19 +164,20 @@ def _order(spec: ProblemSpec) -> list[Config]:
 
 def _portable_order(spec: ProblemSpec) -> list[Config]:
     """What runs nowhere else: the tile with which the busiest processor has least to do."""
-    large = PORTABLE if spec.compute in (torch.float64, torch.int8) else PAIR  # two blocks' sums would not fit
-    order = sorted((large, SMALL, TINY), key=lambda config: _busiest(spec, config.tile))
-    return [*order, PAIR if large == PORTABLE else PORTABLE]
+    here = [c for c in (PAIR, PORTABLE, SMALL, TINY) if c.tile in shapes.shapes_of(spec)]
+    alone = shapes.shapes_of(spec)[128].resident == 1
+    here.remove(PAIR if alone else PORTABLE)
+    return [*sorted(here, key=lambda config: _busiest(spec, config)), PAIR if alone else PORTABLE]
 
 
-def _busiest(spec: ProblemSpec, side: int) -> float:
+def _busiest(spec: ProblemSpec, config: Config) -> float:
     """Work of the processor that has most tiles, if groups are alike; a list's are square."""
-    groups, columns = max(spec.groups, 1), max(spec.n or spec.largest, 1)
-    rows = max(spec.m or 0, 1) if spec.form in ("jagged_n", "jagged_k") else max(spec.total // groups, 1)
+    groups, across = max(spec.groups, 1), max(spec.n or spec.largest, 1)
+    down = max(spec.m or 0, 1) if spec.form in ("jagged_n", "jagged_k") else max(spec.total // groups, 1)
     if spec.form == "jagged_n":
-        columns = max(spec.total // groups, 1)
-    tiles = -(-rows // side) * -(-columns // side) * groups
-    return -(-tiles // PROCESSORS) * side * side * SIDE_COST[side]
+        across = max(spec.total // groups, 1)
+    tiles = -(-down // config.tile) * -(-across // config.tile) * groups
+    return -(-tiles // PROCESSORS) * config.tile**2 * shapes.shapes_of(spec)[config.tile].cost
 
 
 def _wave_order(spec: ProblemSpec) -> list[Config]:

@@ -16,13 +16,18 @@ constexpr int A_TILE = (A_LINES_K ? BM : BK) * A_PITCH, B_TILE = (B_LINES_K ? BN
 
 template <class T> struct alignas(2 * sizeof(T)) Pair { T low, high; };
 
+#if KIND == KIND_F64
+typedef double Fragment;
+constexpr int K = 4, WORDS = K / 2;           // k of one product, and registers of its operands
+#else
+typedef u32 Fragment;
+constexpr int K = 32 / int(sizeof(Element)), WORDS = 4;
+#endif
+constexpr int STEPS = BK / K;
+
 // To 11 significant bits, ties away from zero, as cvt.rna.tf32 does: the instruction itself drops the low 13 bits.
 __device__ __forceinline__ u32 tf32(u32 bits) {
-#ifdef CUT
-    return bits;
-#else
     return fabsf(__uint_as_float(bits)) < __uint_as_float(0x7F800000u) ? bits + 0x1000 : bits;
-#endif
 }
 
 // Element `i` of eight by four, of which every lane has one: line mn + lane / 4, k + lane % 4.
@@ -31,7 +36,7 @@ template <bool LINES_K, int PITCH, class T> __device__ __forceinline__ T one(con
     return LINES_K ? tile[line * PITCH + deep] : tile[deep * PITCH + line];
 }
 
-// 16 rows of A, or 16 columns of B, by eight k.
+// 16 rows of A, or 16 columns of B, by the k of one product.
 template <bool LINES_K, int PITCH> __device__ __forceinline__ void fragment_a(u32 (&r)[4], const float* tile, int m, int k) {
     if constexpr (LINES_K) load_a<true, PITCH>(r, tile, m, k);
 #pragma unroll
@@ -44,13 +49,11 @@ template <bool LINES_K, int PITCH> __device__ __forceinline__ void fragment_b(u3
     for (int q = 0; q < 4; ++q)
         r[q] = tf32(LINES_K ? r[q] : __float_as_uint(one<false, PITCH>(tile, n + (q >> 1) * 8, k + (q & 1) * 4)));
 }
-template <bool LINES_K, int PITCH> __device__ __forceinline__ void fragment_a(double (&r)[4], const double* tile, int m, int k) {
-#pragma unroll
-    for (int q = 0; q < 4; ++q) r[q] = one<LINES_K, PITCH>(tile, m + (q & 1) * 8, k + (q >> 1) * 4);
+template <bool LINES_K, int PITCH> __device__ __forceinline__ void fragment_a(double (&r)[2], const double* tile, int m, int k) {
+    r[0] = one<LINES_K, PITCH>(tile, m, k), r[1] = one<LINES_K, PITCH>(tile, m + 8, k);
 }
-template <bool LINES_K, int PITCH> __device__ __forceinline__ void fragment_b(double (&r)[4], const double* tile, int n, int k) {
-#pragma unroll
-    for (int q = 0; q < 4; ++q) r[q] = one<LINES_K, PITCH>(tile, n + (q >> 1) * 8, k + (q & 1) * 4);
+template <bool LINES_K, int PITCH> __device__ __forceinline__ void fragment_b(double (&r)[2], const double* tile, int n, int k) {
+    r[0] = one<LINES_K, PITCH>(tile, n, k), r[1] = one<LINES_K, PITCH>(tile, n + 8, k);
 }
 // 16 bits and bytes, by 32 bytes of k.
 template <bool LINES_K, int PITCH, class T> __device__ __forceinline__ void fragment_a(u32 (&r)[4], const T* tile, int m, int k) {
@@ -60,45 +63,42 @@ template <bool LINES_K, int PITCH, class T> __device__ __forceinline__ void frag
     load_b<LINES_K, PITCH>(r, tile, n, k);
 }
 
-#if KIND == KIND_F64
-typedef double Fragment;
-#else
-typedef u32 Fragment;
-#endif
-constexpr int K = KIND == KIND_F64 ? 8 : 32 / int(sizeof(Element));      // of one product
-
 struct Compute {
     Acc acc[MI][NJ][4];
 
     static __device__ __forceinline__ int row() { return ((threadIdx.x >> 5) & 1) * (BM / 2); }
     static __device__ __forceinline__ int column() { return (threadIdx.x >> 6) * (NJ * 8); }
 
-    __device__ __forceinline__ void step(const Element* a, const Element* b) {
+    struct Fragments {
+        Fragment a[MI][WORDS], b[NJ / 2][WORDS];
+    };
+
+    // The operands of step `s` of a stage.
+    static __device__ __forceinline__ void read(Fragments& f, const Element* a, const Element* b, int s) {
 #pragma unroll
-        for (int k = 0; k < BK; k += K) {
-            Fragment fa[MI][4], fb[NJ / 2][4];
+        for (int i = 0; i < MI; ++i) fragment_a<A_LINES_K, A_PITCH>(f.a[i], a, row() + i * 16, s * K);
 #pragma unroll
-            for (int i = 0; i < MI; ++i) fragment_a<A_LINES_K, A_PITCH>(fa[i], a, row() + i * 16, k);
+        for (int j = 0; j < NJ / 2; ++j) fragment_b<B_LINES_K, B_PITCH>(f.b[j], b, column() + j * 16, s * K);
+    }
+
+    __device__ __forceinline__ void multiply(const Fragments& f) {
 #pragma unroll
-            for (int j = 0; j < NJ / 2; ++j) fragment_b<B_LINES_K, B_PITCH>(fb[j], b, column() + j * 16, k);
+        for (int i = 0; i < MI; ++i)
 #pragma unroll
-            for (int i = 0; i < MI; ++i)
-#pragma unroll
-                for (int j = 0; j < NJ; ++j) {
-                    const Fragment* const columns = fb[j >> 1] + (j & 1) * 2;
+            for (int j = 0; j < NJ; ++j) {
+                const Fragment* const columns = f.b[j >> 1] + (j & 1) * (WORDS / 2);
 #if KIND == KIND_I8
-                    mma_s8(acc[i][j], fa[i], columns);
+                mma_s8(acc[i][j], f.a[i], columns);
 #elif KIND == KIND_BF16
-                    mma_bf16(acc[i][j], fa[i], columns);
+                mma_bf16(acc[i][j], f.a[i], columns);
 #elif KIND == KIND_F16
-                    mma_f16(acc[i][j], fa[i], columns);
+                mma_f16(acc[i][j], f.a[i], columns);
 #elif KIND == KIND_TF32
-                    mma_tf32(acc[i][j], fa[i], columns);
+                mma_tf32(acc[i][j], f.a[i], columns);
 #else
-                    mma_f64(acc[i][j], fa[i], columns);
+                mma_f64(acc[i][j], f.a[i], columns);
 #endif
-                }
-        }
+            }
     }
 
     // Two neighbours of a row, of which the second may lie past the edge; 16 bits, or the sums' own type.

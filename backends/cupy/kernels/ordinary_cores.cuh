@@ -2,7 +2,7 @@
 //
 // Both operands lie in shared memory as [k][mn]. A thread's rows and columns are fours of neighbours, so that it reads them as
 // vectors of 16 bytes; the lanes of a warp lie so that eight of them that are served together read 128 different bytes or the
-// same ones. The next k's values are on their way into registers while this one's are multiplied.
+// same ones.
 #pragma once
 #include "epilogue.cuh"
 
@@ -21,7 +21,7 @@ struct OrdinaryCores {
     static __device__ __forceinline__ int column() { return (threadIdx.x >> 5) / WARPS_M * WARP_N + lane_n() * 4; }
 
     template <int COUNT, int APART>
-    static __device__ __forceinline__ void read(float (&to)[COUNT], const float* from) {
+    static __device__ __forceinline__ void vectors(float (&to)[COUNT], const float* from) {
 #pragma unroll
         for (int q = 0; q < COUNT / 4; ++q) {
             const float4 v = *(const float4*)(from + q * APART);
@@ -29,21 +29,21 @@ struct OrdinaryCores {
         }
     }
 
-    __device__ __forceinline__ void step(const float* a, const float* b) {
-        a += row(), b += column();
-        float x[2][RM], y[2][RN];
-        read<RM, LANES_M * 4>(x[0], a), read<RN, LANES_N * 4>(y[0], b);
+    struct Fragments {
+        float a[RM], b[RN];
+    };
+
+    // The operands of k `s` of a stage.
+    static __device__ __forceinline__ void read(Fragments& f, const float* a, const float* b, int s) {
+        vectors<RM, LANES_M * 4>(f.a, a + s * A_PITCH + row());
+        vectors<RN, LANES_N * 4>(f.b, b + s * B_PITCH + column());
+    }
+
+    __device__ __forceinline__ void multiply(const Fragments& f) {
 #pragma unroll
-        for (int k = 0; k < BK; ++k) {
-            if (k + 1 < BK) {
-                read<RM, LANES_M * 4>(x[(k + 1) & 1], a + (k + 1) * A_PITCH);
-                read<RN, LANES_N * 4>(y[(k + 1) & 1], b + (k + 1) * B_PITCH);
-            }
+        for (int i = 0; i < RM; ++i)
 #pragma unroll
-            for (int i = 0; i < RM; ++i)
-#pragma unroll
-                for (int j = 0; j < RN; ++j) acc[i][j] += x[k & 1][i] * y[k & 1][j];
-        }
+            for (int j = 0; j < RN; ++j) acc[i][j] += f.a[i] * f.b[j];
     }
 
     // alpha * acc in float32, rows that are contiguous: straight from the registers.

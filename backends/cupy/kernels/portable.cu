@@ -1,7 +1,7 @@
 // The kernel that is right everywhere: any form, strides, alignment, size and dtype, on sm_80 and later.
 //
 // KIND picks the arithmetic (16-bit, tf32, int8 and float64 on tensor cores through mma.sync, float32 on the ordinary
-// cores); A_K and B_K say whether k is the contiguous direction of A and of B; a tile has TILE_M x TILE_N results. Thread blocks stay
+// cores); A_K and B_K say whether k is the contiguous direction of A and of B; TILE is the side of a tile. Thread blocks stay
 // resident and take tiles in turn. A ring of STAGES k-blocks in shared memory lets loads run ahead of the products.
 #define KIND_F16 0
 #define KIND_BF16 1
@@ -23,14 +23,14 @@ typedef double Acc;
 typedef float Element;
 typedef float Acc;
 #endif
-constexpr int BM = TILE_M, BN = TILE_N, BK = BLOCK_K, THREADS = BLOCK_THREADS;      // as portable.SHAPES
+constexpr int BM = TILE, BN = TILE, BK = BLOCK_K, THREADS = BLOCK_THREADS;      // as shapes.SHAPES
 
 #if KIND <= KIND_F64
 #include "mma_tile.cuh"
 #else
 #include "ordinary_cores.cuh"
 constexpr bool A_LINES_K = false, B_LINES_K = false;
-constexpr int A_PITCH = BM + 4, B_PITCH = BN + 4, A_TILE = BK * A_PITCH, B_TILE = BK * B_PITCH;
+constexpr int STEPS = BK, A_PITCH = BM + 4, B_PITCH = BN + 4, A_TILE = BK * A_PITCH, B_TILE = BK * B_PITCH;
 typedef OrdinaryCores<BM, BN, BK, BM == 32 ? 4 : 8, BM == 128 ? 8 : 4, BM == 64 ? 4 : 8, THREADS, A_PITCH, B_PITCH> Compute;
 #endif
 #include "tile_copy.cuh"
@@ -39,34 +39,35 @@ typedef OrdinaryCores<BM, BN, BK, BM == 32 ? 4 : 8, BM == 128 ? 8 : 4, BM == 64 
 // Enough for the ring, and for the staging of results after it. As portable.shared_bytes.
 constexpr int STAGE_BYTES = (A_TILE + B_TILE) * (int)sizeof(Element);
 constexpr int STAGING_BYTES = THREADS / 32 * 16 * 36 * (int)sizeof(Acc);
+static_assert(STEPS % 2 == 0, "registers of the operands take turns");
 static_assert(SHARED >= STAGES * STAGE_BYTES && SHARED >= STAGING_BYTES, "shared memory of the launch");
 
-// Tiles in bands of 8 rows, so that resident blocks share operand tiles in the L2 cache.
-__device__ __forceinline__ void tile_position(i64 local, i64 tiles_m, i64 tiles_n, i64& tm, i64& tn) {
-    if (tiles_m * tiles_n < (i64(1) << 31) / 8) {     // the usual case, with divisions of 32 bits
-        const u32 across = u32(tiles_n), band = u32(local) / (8 * across), rest = u32(local) - band * 8 * across;
-        const u32 height = min(8u, u32(tiles_m) - band * 8);
-        tm = band * 8 + rest % height, tn = rest / height;
-        return;
-    }
-    const i64 band = local / (8 * tiles_n), height = min64(8, tiles_m - band * 8), rest = local - band * 8 * tiles_n;
-    tm = band * 8 + rest % height, tn = rest / height;
+// Tiles in bands of 8 rows, so that resident blocks share operand tiles in the L2 cache. No memory holds the results of a
+// group of more tiles than 32 bits count.
+__device__ __forceinline__ void tile_position(u32 local, u32 down, u32 across, int& row, int& column) {
+    const u32 band = local / (8 * across), rest = local - band * 8 * across, height = min(8u, down - band * 8);
+    row = int(band * 8 + rest % height) * BM, column = int(rest / height) * BN;
 }
 
 #if KIND == KIND_TF32 || KIND >= KIND_F64
 // Both operands of one k-block on their way into a stage, all by cp.async.
-struct Loader {
-    TileCopy<Element, BM, BK, A_K, A_LINES_K, A_PITCH, THREADS> la;
-    TileCopy<Element, BN, BK, B_K, B_LINES_K, B_PITCH, THREADS> lb;
+typedef TileCopy<Element, BM, BK, A_K, A_LINES_K, A_PITCH, THREADS> CopyA;
+typedef TileCopy<Element, BN, BK, B_K, B_LINES_K, B_PITCH, THREADS> CopyB;
+struct Sources {
+    CopyA::Source a;
+    CopyB::Source b;
 
     __device__ __forceinline__ void begin(const Group& g, i64 i0, i64 j0) {
-        la.begin(g.a + i0 * g.a_row * i64(sizeof(Element)), g.a_row, g.a_col, g.m - i0, g.k);
-        lb.begin(g.b + j0 * g.b_col * i64(sizeof(Element)), g.b_col, g.b_row, g.n - j0, g.k);
+        a.begin(g.a + i0 * g.a_row * i64(sizeof(Element)), g.a_row, g.a_col, g.m - i0, g.k);
+        b.begin(g.b + j0 * g.b_col * i64(sizeof(Element)), g.b_col, g.b_row, g.n - j0, g.k);
     }
-    __device__ __forceinline__ void load(const Group& g, Element* stage, int block) {
+};
+struct Loader {
+    __device__ __forceinline__ void begin(const Group&, i64, i64) {}
+    __device__ __forceinline__ void load(const Group& g, const Sources& s, Element* stage, int block) const {
         const int k_left = int(min64(g.k - i64(block) * BK, BK));
-        la.start(stage, g.a_row, g.a_col, k_left);
-        lb.start(stage + A_TILE, g.b_col, g.b_row, k_left);
+        CopyA::start(stage, s.a, g.a_row, g.a_col, block, k_left);
+        CopyB::start(stage + A_TILE, s.b, g.b_col, g.b_row, block, k_left);
     }
     __device__ __forceinline__ void store(Element*) const {}
 };
@@ -75,6 +76,9 @@ struct Loader {
 constexpr bool A_COPIED = A_K || KIND != KIND_I8, B_COPIED = B_K || KIND != KIND_I8;
 
 // Both operands of one k-block on their way into a stage: by cp.async at once, or through registers.
+struct Sources {
+    __device__ __forceinline__ void begin(const Group&, i64, i64) {}
+};
 struct Loader {
     TileLoad<Element, BM, BK, A_K, THREADS> la;
     TileLoad<Element, BN, BK, B_K, THREADS> lb;
@@ -88,7 +92,7 @@ struct Loader {
         la.begin(a, g.a_row, g.a_col, g.m - i0, g.k);
         lb.begin(b, g.b_col, g.b_row, g.n - j0, g.k);
     }
-    __device__ __forceinline__ void load(const Group& g, Element* stage, int) {
+    __device__ __forceinline__ void load(const Group& g, const Sources&, Element* stage, int) {
         const int k_left = int(min64(left, 2 * BK));
         if (A_COPIED && la.width == 16) la.template start<A_PITCH>(stage, a, k_left);
         else la.load(a, A_K ? g.a_col : g.a_row, k_left);
@@ -105,47 +109,79 @@ struct Loader {
 };
 #endif
 
+// The tile in hand, and how far the walk over the groups has come: too much for registers that every thread would hold.
+struct Place {
+    TileWalk<BM, BN> walk[32];
+    Group group;
+    Sources sources;
+    i64 tile;                        // the next one's number
+    int number, row, column;         // of the group, -1 behind the last tile; the tile's first row and column
+};
+
+// One warp finds the block's next tile. Not inlined: it runs once per tile, and would take registers from the products.
+__device__ __noinline__ void find_tile(const Problem& p, Place& s) {
+    const int lane = threadIdx.x & 31;
+    TileWalk<BM, BN> walk = s.walk[lane];
+    int number = -1;
+    i64 local;
+    const i64 tile = s.tile;
+    const bool found = walk.find(p, tile, number, local);
+    s.walk[lane] = walk;
+    if (lane != 0) return;
+    s.tile = tile + gridDim.x;
+    if (found && number != s.number) s.group = resolve(p, number, sizeof(Element));
+    s.number = found ? number : -1;
+    if (!found) return;
+    tile_position(u32(local), (u32(s.group.m) + BM - 1) / BM, (u32(s.group.n) + BN - 1) / BN, s.row, s.column);
+    s.sources.begin(s.group, s.row, s.column);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) portable(const __grid_constant__ Problem p) {
     extern __shared__ __align__(16) char shared[];
     Element* const ring = (Element*)shared;
-    TileWalk<BM, BN> walk;
-    int group = -1;
-    i64 local;
-    __shared__ Group g;                              // too much for registers that every thread would hold
-    __shared__ int corner[2];
+    __shared__ Place place;
+    const Group& g = place.group;
+    if (threadIdx.x < 32) place.walk[threadIdx.x] = TileWalk<BM, BN>();
+    if (threadIdx.x == 0) place.number = -1, place.tile = blockIdx.x;
+    __syncwarp();
     Compute work;
     Loader loader;
-    for (i64 tile = blockIdx.x;; tile += gridDim.x) {
-        const int last_group = group;
-        if (!walk.find(p, tile, group, local)) break;
-        if (group != last_group) {
-            if (threadIdx.x == 0) g = resolve(p, group, sizeof(Element));
-            __syncthreads();
-        }
-        i64 tm, tn;
-        tile_position(local, ceil_div(g.m, BM), ceil_div(g.n, BN), tm, tn);
-        const int i0 = int(tm) * BM, j0 = int(tn) * BN;       // a group's rows and columns are counted in 31 bits
-        if (threadIdx.x == 0) corner[0] = i0, corner[1] = j0;
+    while (true) {
+        if (threadIdx.x < 32) find_tile(p, place);
+        __syncthreads();
+        if (place.number < 0) break;
         const int blocks = int(ceil_div(g.k, BK));
-        loader.begin(g, i0, j0);
+        loader.begin(g, place.row, place.column);
 #pragma unroll
         for (int e = 0; e < int(sizeof(work.acc) / sizeof(Acc)); ++e) ((Acc*)work.acc)[e] = 0;
-        // Step kb multiplies block kb while block kb + STAGES - 1 is loaded; the first steps only load.
+        // Round kb multiplies block kb while block kb + STAGES - 1 is loaded; the first rounds only load. What a step multiplies
+        // is read one step before, so a block's last step reads from the next block, and waits for it.
+        Compute::Fragments f[2];
         for (int kb = 1 - STAGES; kb < blocks; ++kb) {
             const int next = kb + STAGES - 1;
-            Element *to = ring + next % STAGES * (A_TILE + B_TILE), *at = ring + kb % STAGES * (A_TILE + B_TILE);
-            if (kb >= 0) {
-                wait_for_copies<STAGES - 2>();
-                __syncthreads();                     // block kb is there for all, block kb - 1 is done with
-            }
-            if (next < blocks) loader.load(g, to, next);
+            const Element* at = ring + (kb + STAGES) % STAGES * (A_TILE + B_TILE);
+            Element* const to = ring + next % STAGES * (A_TILE + B_TILE);
+            if (next < blocks) loader.load(g, place.sources, to, next);
             commit_copies();
-            if (kb >= 0) work.step(at, at + A_TILE);
+            if (kb >= 0) {
+#pragma unroll
+                for (int s = 0; s + 1 < STEPS; ++s) {
+                    Compute::read(f[(s + 1) & 1], at, at + A_TILE, s + 1);
+                    work.multiply(f[s & 1]);
+                }
+            }
+            if (kb >= -1) {
+                at = ring + (kb + 1) % STAGES * (A_TILE + B_TILE);
+                wait_for_copies<STAGES - 2>();
+                __syncthreads();                     // block kb + 1 is there for all, block kb is done with
+                Compute::read(f[0], at, at + A_TILE, 0);
+            }
+            if (kb >= 0) work.multiply(f[1]);
             if (next < blocks) loader.store(to);
         }
         wait_for_copies<0>();
         __syncthreads();
-        work.finish(p, g, shared, corner[0], corner[1]);
+        work.finish(p, g, shared, place.row, place.column);
         __syncthreads();
     }
     if (p.zero_unowned) zero_unowned(p, i64(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32, i64(gridDim.x) * (THREADS / 32));

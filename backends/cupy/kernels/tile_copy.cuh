@@ -25,29 +25,33 @@ struct TileCopy {
     // A warp that turns takes DEEP elements of 32 / DEEP lines: as few cache lines as the banks allow.
     static constexpr int LINE = CONTIG_K ? BK : MN, DEEP = LINE / WARPS > 8 ? LINE / WARPS : 8;
 
-    const char* from;        // the next k-block's first element of this tile
-    int left;                // lines or elements along mn that exist, as far as a tile
-    bool wide;               // copies of 16 bytes
+    // What is the same for all threads and k-blocks of a tile, kept in shared memory: registers are short.
+    struct Source {
+        const char* from;    // the tile's first element
+        int left;            // lines or elements along mn that exist, as far as a tile
+        bool wide;           // copies of 16 bytes
 
-    __device__ __forceinline__ void begin(const char* base, i64 mn_stride, i64 k_stride, i64 mn_left, i64 k) {
-        const i64 along = CONTIG_K ? k_stride : mn_stride, across = CONTIG_K ? mn_stride : k_stride;
-        from = base, left = int(min64(mn_left, MN));
-        wide = !TURNS && (along == 1 || (CONTIG_K ? k : mn_left) <= 1) && ((u64(base) | u64(across * SIZE)) & 15) == 0;
-    }
+        __device__ __forceinline__ void begin(const char* base, i64 mn_stride, i64 k_stride, i64 mn_left, i64 k) {
+            const i64 along = CONTIG_K ? k_stride : mn_stride, across = CONTIG_K ? mn_stride : k_stride;
+            from = base, left = int(min64(mn_left, MN));
+            wide = !TURNS && (along == 1 || (CONTIG_K ? k : mn_left) <= 1) && ((u64(base) | u64(across * SIZE)) & 15) == 0;
+        }
+    };
 
-    // Strides are read anew for every block: they would take registers all the time. `k_left` counts as far as a block.
-    __device__ __forceinline__ void start(T* tile, const i64& mn_stride, const i64& k_stride, int k_left) {
+    // Of `block`, of which as many as `k_left` exist.
+    static __device__ __forceinline__ void start(T* tile, const Source& s, i64 mn_stride, i64 k_stride, int block, int k_left) {
+        const char* const from = s.from + i64(block) * BK * k_stride * SIZE;
         bool whole = false;
         if constexpr (!TURNS) {
-            whole = wide;
-            if (whole) copy<16>(tile, 1, (CONTIG_K ? mn_stride : k_stride) * SIZE, k_left);
+            whole = s.wide;
+            if (whole) copy<16>(tile, from, s.left, 1, (CONTIG_K ? mn_stride : k_stride) * SIZE, k_left);
         }
-        if (!whole) copy<SIZE>(tile, CONTIG_K ? k_stride : mn_stride, (CONTIG_K ? mn_stride : k_stride) * SIZE, k_left);
-        from += k_stride * (BK * SIZE);
+        if (!whole) copy<SIZE>(tile, from, s.left, CONTIG_K ? k_stride : mn_stride, (CONTIG_K ? mn_stride : k_stride) * SIZE, k_left);
     }
 
     // `stride` is that along a line in elements, `pitch` that between lines in bytes.
-    template <int WIDTH> __device__ __forceinline__ void copy(T* tile, i64 stride, i64 pitch, int k_left) const {
+    template <int WIDTH>
+    static __device__ __forceinline__ void copy(T* tile, const char* from, int left, i64 stride, i64 pitch, int k_left) {
         constexpr int V = WIDTH / SIZE, PER_LINE = LINE / V;                    // copies
         constexpr int COUNT = MN * BK / V / THREADS, HOP = TURNS ? WARPS * DEEP / LINE * (32 / DEEP) : THREADS / PER_LINE;
         static_assert(COUNT * HOP == (CONTIG_K ? MN : BK), "a tile is a whole number of copies per thread");
