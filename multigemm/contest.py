@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from multigemm.bound import Choice
 from multigemm.errors import InvalidSetting
 from multigemm.layouts import Operands
 from multigemm.measured import config_text, footprint_of
+from multigemm.settings import settings
 from multigemm.shape import Shape, shape_of
 from multigemm.spec import ProblemSpec
 
@@ -41,6 +43,12 @@ def config_for(name: str, spec: ProblemSpec, device: torch.device, explicit: Any
         if match:
             return match[0], f"measured ({measured.us:.1f} us, {measured.source})"
     return (valid[0] if valid else None), "heuristic"
+
+
+@lru_cache(maxsize=4096)
+def _usual_config(name: str, spec: ProblemSpec, device: torch.device, equal: bool, now: tuple[object, ...]) -> Any:
+    """What a backend would run: the same for all token counts of a spec, until it, a table or a setting changes."""
+    return config_for(name, spec, device, None, equal)[0]
 
 
 def choice_of(name: str, spec: ProblemSpec, device: torch.device, config: Any, why: str, equal: bool) -> Choice:
@@ -141,7 +149,8 @@ def _knowledge(
     if len(exact) > 1 and all(as_large(m.flops, shape, spec) for m in exact.values()):
         best = min(m.us for m in exact.values()) or 1.0
         return {name: (m.us, m.us / best, m.source, False) for name, m in exact.items()}
-    configs = {name: config_for(name, spec, device, None, equal)[0] for name in names}
+    now = tuning.generation, settings()
+    configs = {name: _usual_config(name, spec, device, equal, (id(registry.get(name)), *now)) for name in names}
     ran = {name: _would_run(name, config, spec, device, ops) for name, config in configs.items()}
     footprints = {name: footprint_of(config) for name, config in configs.items()}
     found = [e for e in table.estimates(spec, device, equal, ran, footprints, shape) if e.backend in names]

@@ -32,6 +32,8 @@ from multigemm.shape import Shape, even, families_of, knows_sizes, labels, point
 
 WAITS = "chosen at each launch"
 """What such a backend tells that has to wait for the sizes: `auto` passes over it."""
+FEW = 4
+"""A backend that ran less than this part of what another did ran few shapes."""
 LEAST_SHAPES = 4
 """Two backends that met on fewer are not modelled."""
 STEPS, RATE, FITTED_ON = 60, 0.12, 700
@@ -107,7 +109,22 @@ def pairs(found: dict[tuple[str, str], dict[str, Run]]) -> dict[tuple[str, str, 
             for first, second in product(*called):
                 shape = a.shape if knows_sizes(key, (first, second)) else even(a.shape)
                 met[families_of(key)[0], first, second].append((replace(a, shape=shape), replace(b, shape=shape)))
-    return {key: its for key, its in met.items() if len({a.case for a, _ in its}) >= LEAST_SHAPES}
+    return _lean({key: its for key, its in met.items() if len({a.case for a, _ in its}) >= LEAST_SHAPES})
+
+
+def _lean(met: dict[tuple[str, str, str], list[tuple[Run, Run]]]) -> dict[tuple[str, str, str], list[tuple[Run, Run]]]:
+    """Without what costs time at each forecast and tells little: a backend that ran few shapes is compared only with
+    those that it met most often."""
+    most: dict[tuple[str, str], int] = defaultdict(int)
+    for (family, *names), its in met.items():
+        for name in (*names, ""):
+            most[family, name] = max(most[family, name], len(its))
+    few = {place for place, count in most.items() if FEW * count < most[place[0], ""] and ": " not in place[1]}
+    return {
+        (family, one, two): its
+        for (family, one, two), its in met.items()
+        if all(len(its) == most[family, name] for name in (one, two) if (family, name) in few)
+    }
 
 
 def fit(
