@@ -266,6 +266,18 @@ def test_reports_become_pairs_and_a_file(tmp_path: Path) -> None:
         fit.main([str(tmp_path / "out.npz"), str(tmp_path / "none.json")])
 
 
+def test_a_backend_of_few_shapes_is_compared_with_whom_it_met_most() -> None:
+    runs = [(a, b) for a, b in made_up(16)[0]]
+    met = {
+        ("f", "a", "b"): runs,
+        ("f", "a", "rare"): runs[:3],
+        ("f", "b", "rare"): runs[:2],
+        ("g", "a", "rare"): runs[:2],
+    }
+    met["f", "a: by sizes", "b"] = runs[:2]
+    assert set(fit._lean(met)) == {*met} - {("f", "b", "rare")}
+
+
 def test_what_ships_is_solved_and_its_errors_are_those_of_leaving_out() -> None:
     models = forecast.shipped().models
     small = [m for m in models.values() if 20 < len(m.weights) < 400][:3]
