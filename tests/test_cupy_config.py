@@ -451,6 +451,12 @@ def operands(form: str) -> Operands:
     return stage(problem, staged_spec(problem), allocate(problem)).ops
 
 
+@pytest.mark.parametrize(("total", "alone"), [(128, True), (32 * 128, True), (32 * 256, False)])
+def test_results_of_little_k_are_stored_by_single_blocks(total: int, alone: bool) -> None:
+    weights = replace(SPEC, form="jagged_k", m=5632, n=2048, k=None, total=total, a=replace(BF16, order="col"))
+    assert (configs.heuristic(weights) == configs.ALONE) is alone
+
+
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "per_group"])
 def test_a_bound_problem_launches_with_one_driver_call(form: str, fake: FakeDriver) -> None:
     ops = operands(form)

@@ -124,6 +124,8 @@ FEW_COLUMNS, LONG_K = 15, 2048
 """Odd numbers of blocks of columns up to which clusters of two would waste too much; k from which tiles of few rows are
 as high as for many: then a large group's weights are read once."""
 HALVES = (torch.float16, torch.bfloat16)
+THIN_K = 128
+"""k per group of jagged k up to which storing is most of the work: clusters would share rows that cost nothing."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
 
@@ -247,10 +249,11 @@ def _hopper_order(spec: ProblemSpec) -> list[Config]:
         return [MIDDLE, WIDE, NARROW]
     columns = _columns(spec)
     known = spec.form not in ("jagged_k", "per_group")  # a list's columns change from call to call
-    odd = [ALONE] if known and columns % 2 and columns <= FEW_COLUMNS else []
+    thin = spec.form == "jagged_k" and spec.total <= THIN_K * spec.groups
+    single = [ALONE] if thin or (known and columns % 2 and columns <= FEW_COLUMNS) else []
     turns = [TURNS] if plain_kind(spec) and spec.groups <= TURNS_GROUPS else []
     first = turns if (rows > MANY_ROWS or spec.form == "jagged_k") and not sends(spec) else []
-    return list(dict.fromkeys((*odd, *first, WIDE, *turns, ALONE, MIDDLE, NARROW)))
+    return list(dict.fromkeys((*single, *first, WIDE, *turns, ALONE, MIDDLE, NARROW)))
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
