@@ -21,6 +21,7 @@ COLUMNS = gl.constexpr(128)
 CHUNK = gl.constexpr(128)
 # bytes of a line along n in the ring: 128 elements and one piece of 16 bytes more
 PITCH_ROW = gl.constexpr(272)
+EACH = gl.constexpr(17)
 # pieces of a block that are copied as one tensor, whose size is a power of two; the rest follows
 MANY = gl.constexpr(1024)
 
@@ -63,15 +64,14 @@ def copy16(to, source, size):
 
 @gluon.jit
 def pieces_of(FIRST: gl.constexpr, NUMBER: gl.constexpr):
-    """NUMBER pieces of a block, counted along its lines: each one's line, and where it lies in the line.
+    """NUMBER pieces of a block, counted along its lines: each one's number, its line, and where it lies in the line.
 
     So neighbouring threads copy neighbouring pieces. A line's last piece by itself would ask for its 128 bytes again.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    each: gl.constexpr = PITCH_ROW // 16
     number = gl.arange(0, NUMBER, layout) + FIRST
-    line = number // each
-    return line, (number - line * each) * 16
+    line = number // EACH
+    return number, line, (number - line * EACH) * 16
 
 
 @gluon.jit
@@ -83,9 +83,9 @@ def sources(start, line, inside, b_line):
 
 
 @gluon.jit
-def bytes_of(line, before, across, left):
+def bytes_of(number, before, across, deep):
     """How many bytes of a piece there are: none behind the last line, nor behind the end of a line."""
-    size = gl.where(2 * line < left, across - before, 0)
+    size = gl.where(number < deep * EACH, across - before, 0)
     return gl.minimum(gl.maximum(size, 0), 16)
 
 
@@ -97,11 +97,9 @@ def load_along_n(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
     """
     b, n, b_group, b_line = weights
     full, empty = w_barriers
-    REST: gl.constexpr = DEEP * PITCH_ROW // 16 - MANY
-    line, inside = pieces_of(0, MANY)
-    line_last, inside_last = pieces_of(MANY, REST)
-    to = raw + line * PITCH_ROW + inside
-    to_last = raw + line_last * PITCH_ROW + inside_last
+    REST: gl.constexpr = DEEP * EACH - MANY
+    number, line, inside = pieces_of(0, MANY)
+    number_last, line_last, inside_last = pieces_of(MANY, REST)
     stage = 0
     phase = 1
     slot = 0
@@ -113,12 +111,12 @@ def load_along_n(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
         source_last, before_last = sources(start, line_last, inside_last, b_line)
         across = (n - col) * 2
         for k0 in range(0, gl.maximum(k_length, 1), DEEP):
-            left = (k_length - k0) * 2
-            size = bytes_of(line, before, across, left)
-            size_last = bytes_of(line_last, before_last, across, left)
+            deep = gl.minimum(k_length - k0, DEEP)
+            size = bytes_of(number, before, across, deep)
+            size_last = bytes_of(number_last, before_last, across, deep)
             mbarrier.wait(empty.index(stage), phase)
-            copy16(to + stage * (DEEP * PITCH_ROW), source, size)
-            copy16(to_last + stage * (DEEP * PITCH_ROW), source_last, size_last)
+            copy16(raw + stage * (DEEP * PITCH_ROW) + number * 16, source, size)
+            copy16(raw + stage * (DEEP * PITCH_ROW) + number_last * 16, source_last, size_last)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             source = source + b_line * (DEEP * 2)
             source_last = source_last + b_line * (DEEP * 2)

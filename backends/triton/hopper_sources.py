@@ -113,9 +113,10 @@ def _end(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
 def _roles(spec: ProblemSpec, config: Config) -> dict[str, int]:
     """The registers of each role."""
     if config.carry:
-        tall = config.block_m == 256
-        return {"CONSUMER_REGISTERS": 200 if tall else 184, "PRODUCER_REGISTERS": 40 if tall else 48,
-                "CARRIER_REGISTERS": 72 if tall else 96}  # fmt: skip
+        # of low tiles: lines along k take the warps that load them more registers, those along n the others
+        low = (184, 48, 96) if spec.b.order == "row" else (176, 48, 112)
+        numbers = (200, 40, 72) if config.block_m == 256 else low
+        return dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS", "CARRIER_REGISTERS"), numbers, strict=True))
     few = consumers(config) == 3
     return {"CONSUMERS": consumers(config), "CONSUMER_REGISTERS": 160 if few else 232,
             "PRODUCER_REGISTERS": 32 if few else 40}  # fmt: skip
