@@ -164,11 +164,12 @@ class Known:
         if not told:
             return []
         levels = _levels([(one, two, mean, error) for one, two, _, mean, error, _ in told])
-        best = min(levels, key=lambda name: levels[name])
+        best, second, *_ = sorted(levels, key=lambda name: levels[name])
         found = []
         for name, level in levels.items():
-            with_best = [t for t in told if {t[0], t[1]} == {name, best}] or [t for t in told if name in t[:2]]
-            _, _, model, _, error, nearest = min(with_best, key=lambda t: t[4])
+            rivals = {name, second if name == best else best}
+            met = [t for t in told if {t[0], t[1]} == rivals] or [t for t in told if name in t[:2]]
+            _, _, model, _, error, nearest = min(met, key=lambda t: t[4])
             source = f"forecast from {len(model.weights)} measured ratios, give or take {100 * error:.0f} %, "
             source += f"the nearest of {model.cases[nearest]}"
             found.append(Estimate(name, math.exp(level - levels[best]), source))
