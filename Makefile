@@ -19,7 +19,7 @@ demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on 
 
 test: $(STAMP)  ## the whole suite
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/test_triton_interpreter.py $(ARGS)
-	$(BIN)/python -m pytest tests/test_triton_interpreter.py  # apart: triton is interpreted or compiled, per process
+	$(BIN)/python -m pytest tests/test_triton_interpreter.py tests/test_triton_few.py  # apart: triton is interpreted or compiled, per process
 
 check: $(STAMP)  ## style, types, import layers, packaging
 	$(BIN)/ruff check .

@@ -27,10 +27,7 @@ from multigemm.settings import settings
 from multigemm.spec import OperandSpec
 from multigemm.staging import stage
 
-LATE = "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"
-interpreted = pytest.mark.skipif(
-    LATE or torch.cuda.is_available(), reason="the interpreter must be chosen before triton is imported, without a GPU"
-)
+interpreted = pytest.mark.usefixtures("interpreter")
 SMALL = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=0, width=2)
 
 
@@ -40,6 +37,13 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     settings.cache_clear()
     yield
     settings.cache_clear()
+
+
+@pytest.fixture
+def interpreter() -> None:
+    """Tests of other files may import triton to compile, at any time before these."""
+    if torch.cuda.is_available() or ("triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1"):
+        pytest.skip("the interpreter must be chosen before triton is imported, without a GPU: run this file alone")
 
 
 def listed(shapes: list[tuple[int, int, int]], turned: bool = False, dtype: torch.dtype = torch.float32,
