@@ -258,7 +258,7 @@ def test_reports_become_pairs_and_a_file(tmp_path: Path) -> None:
     first = forecast.read(tmp_path / "out.npz")
     assert len(first) == 3
     words = [str(tmp_path / "again.npz"), str(tmp_path / "report.json"), "--former", str(tmp_path / "out.npz")]
-    assert fit.main([*words, "--steps", "0"]) == 0
+    assert fit.main([*words, "--more", "0"]) == 0
     again = forecast.read(tmp_path / "again.npz")
     assert all(a.lengths == pytest.approx(b.lengths) for a, b in zip(first, again, strict=True))
     results.write(tmp_path / "none.json", replace(report, rows=found[:1]))

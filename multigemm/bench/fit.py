@@ -207,11 +207,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--former", type=Path, default=None, help="a file of before, whose lengths to begin with")
+    parser.add_argument("--more", type=int, default=STEPS, help="steps for those that a former file knows")
     args = parser.parse_args(words)
     known = {} if args.former is None else {model.names: model for model in forecast.read(args.former)}
     models = []
     for key, its in pairs(runs(map(results.read, args.reports))).items():
-        model = fit(key, its, args.steps, known.get(key))
+        model = fit(key, its, args.more if key in known else args.steps, known.get(key))
         print(
             f"{', '.join(key)}: {len(its)} points of {len(set(model.cases))} workloads; left out in turn, they err by "
             f"{np.median(np.abs(model.errors)):.3f} in the median, {np.sqrt((model.errors**2).mean()):.3f} rms",
