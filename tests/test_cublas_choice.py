@@ -195,8 +195,8 @@ def test_plain_products_need_no_intermediate() -> None:
 def test_reasons_name_the_value_the_limit_and_the_remedy() -> None:
     assert "cpu" in BACKEND.not_supported_reasons(_spec(), CPU)[0]
     assert BACKEND.not_supported_reasons(_spec(), CUDA) == []
-    assert BACKEND.not_supported_reasons(replace(_spec(), n=EXTENT), CUDA) == []
-    assert "split the problem" in BACKEND.not_supported_reasons(replace(_spec(), n=EXTENT + 1), CUDA)[0]
+    assert BACKEND.not_supported_reasons(replace(_spec(), n=EXTENT, longest=EXTENT), CUDA) == []
+    assert "split the problem" in BACKEND.not_supported_reasons(replace(_spec(), longest=EXTENT + 1), CUDA)[0]
     x, dy = torch.zeros(8, 16, dtype=torch.int8), torch.zeros(16, 8, dtype=torch.int8)
     spec = GroupedGemmProblem(x, dy, sizes=[8, 8], jagged="k").spec
     assert "multiple of 4" in BACKEND.not_supported_reasons(spec, CUDA)[0]
