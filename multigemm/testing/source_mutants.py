@@ -23,10 +23,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import torch
+
 from multigemm import registry
 from multigemm.cache import DiskCache
-from multigemm.errors import InvalidSetting
-from multigemm.fleet import default_device
 from multigemm.settings import settings
 from multigemm.testing.source_equivalents import excuse
 from multigemm.testing.source_fates import Fate, identity, judged, summary, write
@@ -142,11 +142,13 @@ def refusal(backend: str, device: str, emulate: bool) -> str:
     if emulate:
         return "" if backend in EMULATORS else f"--emulate runs {' and '.join(EMULATORS)}, not {backend}: use a GPU"
     try:
-        kind = default_device(device).type
-    except InvalidSetting as error:
-        return str(error)
-    if kind != "cuda":
+        asked = torch.device(device)
+    except RuntimeError:
+        return f"--device {device!r} is not a device: use cuda"
+    if asked.type != "cuda":
         return f"--device {device}: the kernels run on a GPU, or those of {' and '.join(EMULATORS)} with --emulate"
+    if (asked.index or 0) >= torch.cuda.device_count():
+        return f"--device {device}, but there are {torch.cuda.device_count()} CUDA devices here"
     state = registry.get(backend).availability()
     return "" if state.ok else f"backend {backend!r} is not available: {state.reason}"
 
