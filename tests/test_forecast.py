@@ -325,7 +325,7 @@ def test_a_class_measured_at_another_size_is_no_measurement_of_this_one() -> Non
     assert contest.as_large(at.flops * 9.0, at, replace(spec, form="masked"))
 
 
-def test_on_the_generation_that_ships_the_forecast_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_generation_that_ships_the_forecast_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Asked] = []
 
     class Oracle:
@@ -336,7 +336,8 @@ def test_on_the_generation_that_ships_the_forecast_is_asked(monkeypatch: pytest.
 
     monkeypatch.setattr(forecast, "shipped", Oracle)
     problem = mg.GroupedGemmProblem(torch.ones(30, 5), torch.ones(3, 5, 7), sizes=[10, 10, 10])
-    ask = partial(tuning.table().estimates, problem.spec, torch.device("cpu"), True, {"x": "a", "y": "b"}, TILES)
+    table = tuning.TuningTable(DiskCache("t", tmp_path))  # a user's who has measured nothing
+    ask = partial(table.estimates, problem.spec, torch.device("cpu"), True, {"x": "a", "y": "b"}, TILES)
     at = shape(problem)
     assert [e.source for e in ask(at)] != ["said so", "said so"]
     monkeypatch.setattr(tuning, "capability", lambda device: forecast.CAPABILITY)
