@@ -23,7 +23,7 @@ from multigemm.bench.operands import Tensors
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.results import Report, Row
 from multigemm.bench.runner import Runner
-from multigemm.bench.tried import ClassResult, from_reports
+from multigemm.bench.tried import ClassResult, State, from_reports
 from multigemm.bench.tune import Limits, Tuner, of_place
 from multigemm.bench.workloads import Rates, Workload, geomean, parse_shape
 from multigemm.errors import MultigemmError
@@ -399,6 +399,21 @@ def test_a_ceiling_that_cannot_be_measured_is_said_and_is_no_number(monkeypatch:
     monkeypatch.setattr(roofline, "measure", fails)
     with pytest.raises(MultigemmError, match="ceiling of memory failed: OutOfMemoryError"):
         roofline.copy_tbps(CPU)
+
+
+def test_who_is_stopped_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = State(tmp_path / "state.json", done=["one"])
+    state.save()
+
+    def half(path: Path, text: str) -> None:
+        path.write_bytes(text[:9].encode())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    state.done.append("two")
+    with pytest.raises(KeyboardInterrupt):
+        state.save()
+    assert State.load(tmp_path / "state.json").done == ["one"]
 
 
 def test_bounds_that_leave_nothing_to_tune_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

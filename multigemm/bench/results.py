@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from multigemm.bench.whole import write_whole
 from multigemm.errors import InvalidSetting
 from multigemm.timing import Timing
 
@@ -116,11 +116,9 @@ class Report:
 
 
 def write(path: Path, report: Report) -> None:
-    """Through a temporary file and a rename."""
+    """As a whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(dumps(report))
-    os.replace(part, path)
+    write_whole(path, dumps(report))
 
 
 def dumps(report: Report) -> str:

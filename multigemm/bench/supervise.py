@@ -9,7 +9,6 @@ lets `blame` record the culprit, and starts a child that carries on where the la
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from multigemm.bench.whole import write_whole
 from multigemm.errors import MultigemmError
 
 CONTEXT_LOST = 75
@@ -48,9 +48,7 @@ class Marker:
         if text == self._last[1] and now - self._last[0] < NEWS_S:
             return
         self._last = (now, text)
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(text)
-        os.replace(part, self.path)
+        write_whole(self.path, text)
 
 
 def read(path: Path) -> dict[str, Any]:

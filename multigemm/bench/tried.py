@@ -12,6 +12,7 @@ from typing import Any
 from multigemm.bench.drawn import UNTUNED
 from multigemm.bench.entries import as_fields
 from multigemm.bench.results import HOST_SIZES, Report, Row
+from multigemm.bench.whole import write_whole
 from multigemm.bench.workloads import geomean
 from multigemm.measured import Measured, config_text, footprint_of
 from multigemm.nearest import Footprint
@@ -107,7 +108,7 @@ class State:
             for c in self.classes.values()
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({"done": self.done, "classes": classes, "bad": self.bad}))
+        write_whole(self.path, json.dumps({"done": self.done, "classes": classes, "bad": self.bad}))
 
     @classmethod
     def load(cls, path: Path) -> State:
