@@ -6,6 +6,7 @@ Backends lay out their own arguments and launch by one foreign call; here is wha
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -61,6 +62,15 @@ class Records(dict[int, Any]):
 def library() -> Any:
     """libcuda; raises OSError where no driver is installed."""
     return ctypes.CDLL("libcuda.so.1")
+
+
+def settle(code: int, device: int, again: Callable[[], int], call: str) -> None:
+    """After a launch that did not succeed: once more with the device's context, which a thread that never touched CUDA
+    lacks; any other error is raised."""
+    if code == NO_CONTEXT:
+        use_context(device)
+        code = again()
+    check(code, call)
 
 
 def check(code: int, call: str) -> None:

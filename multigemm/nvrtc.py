@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 
 from multigemm.cache import DiskCache, fingerprint
-from multigemm.cuda_driver import NO_CONTEXT, LaunchConfig, Records, check, library, use_context
+from multigemm.cuda_driver import LaunchConfig, Records, check, library, settle, use_context
 from multigemm.errors import CompileError
 
 Step = Callable[[int], None]
@@ -86,11 +86,9 @@ class Kernel:
         def step(stream: int, _keep: object = (values, keep)) -> None:
             record = records[stream]
             status = launch(record, function, arguments, None)
-            if status == NO_CONTEXT:
-                use_context(self._device)
-                status = launch(record, function, arguments, None)
             if status:
-                check(status, f"launch of {self.name}")
+                again = partial(launch, record, function, arguments, None)
+                settle(status, self._device, again, f"launch of {self.name}")
 
         return step
 

@@ -100,8 +100,7 @@ def test_a_thread_without_a_context_gets_one_and_no_other_error_is_tried_again(
     machine, contexts = Machine(), list[int]()
     launch = MAKERS[backend](machine, monkeypatch)
     monkeypatch.setattr(cuda_driver, "library", lambda: machine)
-    for module in (cupy_driver, numba_driver, triton_driver):
-        monkeypatch.setattr(module, "use_context", contexts.append)
+    monkeypatch.setattr(cuda_driver, "use_context", contexts.append)
     machine.answers = list(codes)
     if codes in ([], [NO_CONTEXT]):
         launch()

@@ -16,14 +16,13 @@ import torch
 from multigemm.cuda_driver import (
     CLUSTER_DIMENSION,
     MAX_DYNAMIC_SHARED,
-    NO_CONTEXT,
     PROGRAMMATIC,
     LaunchAttribute,
     LaunchConfig,
     Records,
     check,
     library,
-    use_context,
+    settle,
 )
 
 
@@ -106,7 +105,7 @@ def _launch_of(
             with torch.cuda.device(index):
                 code = call(record, handle, pointers, None)
         if code:
-            _retry(code, index, lambda: int(call(record, handle, pointers, None)))
+            settle(code, index, lambda: call(record, handle, pointers, None), "cuLaunchKernelEx")
 
     return launch
 
@@ -122,11 +121,3 @@ def _laid_out(arguments: Sequence[bytes]) -> tuple[Any, list[int]]:
     start = (ctypes.addressof(buffer) + 63) // 64 * 64
     ctypes.memmove(start, bytes(text), len(text))
     return buffer, [start + offset for offset in offsets]
-
-
-def _retry(code: int, index: int, call: Callable[[], int]) -> None:
-    """A thread that never touched CUDA has no current context: give it the device's, once."""
-    if code == NO_CONTEXT:
-        use_context(index)
-        code = call()
-    check(code, "cuLaunchKernelEx")

@@ -18,14 +18,13 @@ from multigemm.backends.numba.build import Image
 from multigemm.cuda_driver import (
     CLUSTER_DIMENSION,
     MAX_DYNAMIC_SHARED,
-    NO_CONTEXT,
     PROGRAMMATIC,
     LaunchAttribute,
     LaunchConfig,
     Records,
     check,
     library,
-    use_context,
+    settle,
 )
 
 BUFFER_POINTER, BUFFER_SIZE, BUFFER_END = 1, 2, 0
@@ -88,10 +87,7 @@ def _bound_launch(function: Function, config: LaunchConfig, extra: Any, alive: A
         else:
             with torch.cuda.device(device):
                 code = call(record, handle, None, extra)
-        if code == NO_CONTEXT:  # a thread that never touched CUDA
-            use_context(where)
-            code = call(record, handle, None, extra)
         if code:
-            check(code, "cuLaunchKernelEx")
+            settle(code, where, lambda: call(record, handle, None, extra), "cuLaunchKernelEx")
 
     return launch

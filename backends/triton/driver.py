@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from multigemm.backends.triton.compile import Cubin
-from multigemm.cuda_driver import MAX_DYNAMIC_SHARED, NO_CONTEXT, check, library, use_context
+from multigemm.cuda_driver import MAX_DYNAMIC_SHARED, check, library, settle, use_context
 
 _loading = threading.Lock()
 
@@ -124,10 +124,7 @@ def _bound(code: Cubin, index: int, grid: int, arguments: Arguments) -> Callable
         else:
             with torch.cuda.device(index):
                 result = start()
-        if result == NO_CONTEXT:
-            use_context(index)
-            result = start()
         if result:
-            check(result, f"cuLaunchKernel of {code.name}")
+            settle(result, index, start, f"cuLaunchKernel of {code.name}")
 
     return launch

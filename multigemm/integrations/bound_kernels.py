@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import re
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.cuda_driver import NO_CONTEXT, LaunchConfig, Records, check, library, use_context
+from multigemm.cuda_driver import LaunchConfig, Records, library, settle
 from multigemm.errors import LibraryError
 
 _PARAMETERS = re.compile(r"\.entry[^(]*\(([^)]*)\)")
@@ -47,10 +48,8 @@ def bound(kernel: Any, grid: tuple[int, ...], device: int, warps: int = 4, /, **
     def launch(_alive: Any = alive) -> None:
         record = records[stream_of(device)]
         code = call(record, handle, pointers, None)
-        if code == NO_CONTEXT:  # a thread that never touched CUDA
-            use_context(device)
-            code = call(record, handle, pointers, None)
         if code:
-            check(code, f"cuLaunchKernelEx of {compiled.name}")
+            again = partial(call, record, handle, pointers, None)
+            settle(code, device, again, f"cuLaunchKernelEx of {compiled.name}")
 
     return launch
