@@ -14,10 +14,9 @@ import threading
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor
 
 from multigemm import bound, registry, tracing, trial, tuning
 from multigemm.bound import Choice, Plan
@@ -93,15 +92,9 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
 
 def notch(problem: GroupedGemmProblem) -> int:
     """About how long the extent is that offsets cut: what is fastest changes within an octave of it."""
-    form = problem.form
-    if form == "jagged_m":
-        extent = cast(Tensor, problem.a).shape[0]
-    elif form == "jagged_k":
-        extent = cast(Tensor, problem.a).shape[-1]
-    elif form == "jagged_n":
-        extent = cast(Tensor, problem.b).shape[-1]
-    else:
+    if problem.extents is None or not problem.form.startswith("jagged"):
         return 0
+    extent = problem.extents.along(problem.form[-1])
     octave = extent.bit_length()
     behind = extent >> (octave - DIGITS) if octave > DIGITS else extent << (DIGITS - octave)
     return (octave << (DIGITS - 1)) + behind

@@ -15,9 +15,8 @@ import numpy as np
 
 from multigemm.layouts import Operands
 from multigemm.measured import ON_DEVICE
-from multigemm.nearest import Footprint, place_of
+from multigemm.nearest import PROCESSORS, Footprint, place_of
 
-PROCESSORS = 132
 LONGEST_LINE = 256
 """Bytes; lines that begin at multiples of it are as well aligned as any."""
 BLOCK = 64

@@ -87,6 +87,22 @@ class ProblemSpec:
         return {"jagged_m": "m", "jagged_n": "n", "jagged_k": "k"}.get(self.form)  # type: ignore[return-value]
 
     @property
+    def too_long(self) -> list[str]:
+        """Why kernels that count extents in 32 bits with a sign cannot run this; empty if they can."""
+        if not self.longest:
+            return []
+        return [f"an extent of {self.longest}: kernels count less than {GIANT} in 31 bits: split the problem"]
+
+    def busiest(self, high: int, wide: int, processors: int) -> int:
+        """Elements of the result that the processor with most tiles of this size makes, if groups are alike."""
+        groups = max(self.groups, 1)
+        mean = self.total // groups
+        rows = self.m if self.m is not None else mean if self.form == "jagged_m" else self.largest
+        columns = self.n if self.n is not None else mean if self.form == "jagged_n" else self.largest
+        tiles = groups * -(-max(rows, 1) // high) * -(-max(columns, 1) // wide)
+        return -(-tiles // processors) * high * wide
+
+    @property
     def acc(self) -> torch.dtype:
         """The accumulator: float64 for float64, int32 for int8, float32 for the rest."""
         return {torch.float64: torch.float64, torch.int8: torch.int32}.get(self.compute, torch.float32)

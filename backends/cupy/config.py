@@ -169,17 +169,12 @@ def _portable_order(spec: ProblemSpec) -> list[Config]:
     here = [c for c in (PAIR, PORTABLE, SMALL, TINY) if c.tile in shapes.shapes_of(spec)]
     alone = shapes.shapes_of(spec)[128].resident == 1
     here.remove(PAIR if alone else PORTABLE)
-    return [*sorted(here, key=lambda config: _busiest(spec, config)), PAIR if alone else PORTABLE]
+    return [*sorted(here, key=lambda config: _longest_time(spec, config.tile)), PAIR if alone else PORTABLE]
 
 
-def _busiest(spec: ProblemSpec, config: Config) -> float:
-    """Work of the processor that has most tiles, if groups are alike; a list's are square."""
-    groups, across = max(spec.groups, 1), max(spec.n or spec.largest, 1)
-    down = max(spec.m or 0, 1) if spec.form in ("jagged_n", "jagged_k") else max(spec.total // groups, 1)
-    if spec.form == "jagged_n":
-        across = max(spec.total // groups, 1)
-    tiles = -(-down // config.tile) * -(-across // config.tile) * groups
-    return -(-tiles // PROCESSORS) * config.tile**2 * shapes.shapes_of(spec)[config.tile].cost
+def _longest_time(spec: ProblemSpec, tile: int) -> float:
+    """Of the processor that has most tiles."""
+    return spec.busiest(tile, tile, PROCESSORS) * shapes.shapes_of(spec)[tile].cost
 
 
 def _wave_order(spec: ProblemSpec) -> list[Config]:

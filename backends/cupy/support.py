@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from multigemm.backend import Availability
-from multigemm.spec import GIANT, INPUT_DTYPES, ProblemSpec
+from multigemm.spec import INPUT_DTYPES, ProblemSpec
 
 OLDEST = (8, 0)
 RESULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32)
@@ -48,6 +48,4 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         )
     if (spec.compute == torch.int8) != (spec.out.dtype == torch.int32):
         reasons.append(f"{spec.compute} gives {spec.out.dtype}: int8 operands give int32 results, and no others do")
-    if spec.longest:
-        reasons.append(f"an extent of {spec.longest}: kernels count less than {GIANT} in 31 bits: split the problem")
-    return reasons
+    return reasons + spec.too_long

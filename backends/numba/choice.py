@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -140,15 +139,8 @@ def _simt(spec: ProblemSpec) -> list[Config]:
     sizes: list[SimtConfig] = [SIMT_LARGE, SIMT, SIMT_LOW]
     if not signature_of(spec).plain or spec.compute == torch.float64:
         sizes.remove(SIMT_LARGE)
-    sizes.sort(key=partial(_busiest, spec))
+    sizes.sort(key=lambda config: spec.busiest(config.bm, config.bn, MULTIPROCESSORS) * SIMT_COST[config])
     return [*sizes]
-
-
-def _busiest(spec: ProblemSpec, config: SimtConfig) -> float:
-    """Work of the multiprocessor that has most tiles, if groups are alike."""
-    columns = spec.total // max(spec.groups, 1) if spec.form == "jagged_n" else _columns(spec)
-    tiles = spec.groups * -(-max(rows_per_group(spec), 1) // config.bm) * -(-max(columns, 1) // config.bn)
-    return -(-tiles // MULTIPROCESSORS) * config.bm * config.bn * SIMT_COST[config]
 
 
 def obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:

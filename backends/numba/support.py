@@ -14,7 +14,7 @@ import torch
 
 from multigemm.backend import Availability
 from multigemm.settings import settings
-from multigemm.spec import GIANT, ProblemSpec
+from multigemm.spec import ProblemSpec
 
 INSTALL = "pip install 'multigemm[numba]'"
 PACKAGES = {"numba": "numba", "numba_cuda": "numba-cuda", "llvmlite": "llvmlite", "cuda.bindings": "cuda-bindings"}
@@ -92,6 +92,4 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         reasons.append(f"compute capability {capability} is below {MINIMUM}, the oldest that CUDA 13 compiles for")
     elif capability < BF16_MINIMUM and torch.bfloat16 in {x.dtype for x in (spec.a, spec.b, spec.out)}:
         reasons.append(f"bfloat16 needs compute capability {BF16_MINIMUM}, this GPU has {capability}; use float16")
-    if spec.longest:
-        reasons.append(f"an extent of {spec.longest}: kernels count less than {GIANT} in 31 bits: split the problem")
-    return reasons
+    return reasons + spec.too_long

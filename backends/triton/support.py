@@ -12,7 +12,7 @@ import torch
 from multigemm.backend import Availability
 from multigemm.backends.triton.compile import triton_version
 from multigemm.settings import settings
-from multigemm.spec import GIANT, ProblemSpec
+from multigemm.spec import ProblemSpec
 
 INSTALL = "pip install 'triton>=3.6'"
 MINIMUM_CAPABILITY = (8, 0)
@@ -66,9 +66,7 @@ def _device_reasons(device: torch.device) -> list[str]:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against; an empty list means that `plan` will work."""
-    reasons = _device_reasons(device)
-    if spec.longest:
-        reasons.append(f"an extent of {spec.longest}: kernels count less than {GIANT} in 31 bits: split the problem")
-    elif spec.total > ROWS:
+    reasons = _device_reasons(device) + spec.too_long
+    if spec.total > ROWS and not spec.longest:
         reasons.append(f"up to {spec.total} rows in all groups: tiles are counted up to {ROWS} rows: split the problem")
     return reasons
