@@ -7,6 +7,7 @@ that it `syncs`.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -45,7 +46,7 @@ def told(choice: Choice, problem: GroupedGemmProblem) -> str:
     return "" if tell is None else tell(outline(problem, choice.spec))
 
 
-def _launcher(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Launch:
+def launcher(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Launch:
     """Binds, and joins the steps that must run before each launch to the launch."""
     if choice.recipe.syncs and capturing(problem.device):
         raise NotCapturable(
@@ -85,12 +86,18 @@ class _OnCallerStream:
         self._launch, self._device = launch, device
 
     def __call__(self) -> None:
-        stream = cupy_stream(self._device)
-        if stream is None:
+        with _stream_of_cupy(self._device):
             self._launch()
-        else:
-            with torch.cuda.stream(_external(stream, self._device)):
-                self._launch()
+
+
+def _stream_of_cupy(device: torch.device) -> AbstractContextManager[Any]:
+    stream = cupy_stream(device)
+    return nullcontext() if stream is None else torch.cuda.stream(_external(stream, device))
+
+
+def callers_stream(problem: GroupedGemmProblem) -> AbstractContextManager[Any]:
+    """The stream that a call of this problem launches on, as torch's current one."""
+    return _stream_of_cupy(problem.device) if problem.kind == "cupy" else nullcontext()
 
 
 def _result(problem: GroupedGemmProblem, out: Operand) -> Any:
@@ -114,16 +121,16 @@ def refuse_gradients(problem: GroupedGemmProblem) -> None:
 def run(choice: Choice, problem: GroupedGemmProblem) -> Any:
     """One call: allocate, bind, launch."""
     out = allocate(problem)
-    _launcher(choice, problem, out)()
+    launcher(choice, problem, out)()
     return _result(problem, out)
 
 
-def rehearsal(choice: Choice, problem: GroupedGemmProblem) -> Launch:
-    """A launch whose result goes to memory of its own, laid out as the problem's `out`."""
+def scratch(problem: GroupedGemmProblem) -> Operand:
+    """Memory for a result that nobody needs, laid out as the problem's `out`."""
     out = allocate(problem)
-    if problem.out is not None:
-        out = _twin(out) if isinstance(out, torch.Tensor) else [_twin(x) for x in out]
-    return _launcher(choice, problem, out)
+    if problem.out is None:
+        return out
+    return _twin(out) if isinstance(out, torch.Tensor) else [_twin(x) for x in out]
 
 
 def _twin(x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +162,7 @@ class Plan:
         self.problem = problem
         self._choice = choice
         self._out = allocate(problem, together=True)
-        launch = _launcher(choice, problem, self._out)
+        launch = launcher(choice, problem, self._out)
         self._launch = partial(_in_a_capture, launch, problem.device) if capturing(problem.device) else launch
         self._result = _result(problem, self._out)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -26,6 +27,14 @@ WARMUP_MS = 25.0
 def _warm_calls(mode: Mode, cost_us: float) -> int:
     """do_bench warms up for a time, the other modes for a few calls."""
     return int(WARMUP_MS * 1e3 / max(cost_us, 1.0)) if mode == "do_bench" else 0
+
+
+def room(device: torch.device) -> float:
+    """Bytes that can be allocated now; of a CPU nobody asks."""
+    if device.type != "cuda":
+        return math.inf
+    cached = cuda.memory_reserved(device) - cuda.memory_allocated(device)
+    return float(cuda.mem_get_info(device)[0] + cached)
 
 
 class Clock(ABC):

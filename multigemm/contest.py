@@ -18,14 +18,17 @@ from multigemm.backend import Availability
 from multigemm.bound import Choice
 from multigemm.errors import InvalidSetting
 from multigemm.layouts import Operands
-from multigemm.measured import config_text, footprint_of
+from multigemm.measured import Measured, config_text, footprint_of
+from multigemm.met import near
 from multigemm.settings import settings
 from multigemm.shape import Shape, shape_of
 from multigemm.spec import ProblemSpec
 
 Sizes = Callable[[], Operands]
-SAME_SIZE = 0.2
-"""Octaves of operations within which a class counts as measured at a size."""
+Knowledge = tuple[float | None, float | None, str, bool, float]
+"""Of one backend: the last fields of a `Candidate`."""
+MATTERS, SURE = 1.1, 2.5
+"""A backend is sure not to be faster by this factor where that is so many typical errors away from what is expected."""
 
 
 def unavailable_text(state: Availability) -> str:
@@ -106,7 +109,8 @@ def _check_types(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend's answer to one spec, and how many times slower than the fastest it was measured or is expected.
+    """One backend's answer to one spec, and how many times slower than the fastest it was measured or is expected, give
+    or take `error` (a logarithm).
 
     `us` may be known of one backend alone, which says nothing about how it compares.
     """
@@ -118,10 +122,18 @@ class Candidate:
     slowness: float | None = None
     source: str = ""
     expected: bool = False
+    error: float = 0.0
 
     @property
     def can(self) -> bool:
         return self.availability.ok and not self.reasons
+
+    @property
+    def in_question(self) -> bool:
+        """Whether it may be faster than the one that is expected to be fastest by more than matters."""
+        if self.slowness is None:
+            return True
+        return math.log(self.slowness * MATTERS) < SURE * self.error
 
 
 def candidates(
@@ -141,26 +153,34 @@ def candidates(
 
 def _knowledge(
     names: Sequence[str], spec: ProblemSpec, device: torch.device, equal: bool, ops: Operands | None
-) -> dict[str, tuple[float | None, float | None, str, bool]]:
+) -> dict[str, Knowledge]:
     """Per backend the measured time of this class and how it compares; where fewer than two were measured, what
     other classes let one expect."""
     table, shape = tuning.table(), None if ops is None else shape_of(ops)
     exact = {name: m for name in names if (m := table.find(name, spec, device, equal)) is not None}
     if len(exact) > 1 and all(as_large(m.flops, shape, spec) for m in exact.values()):
-        best = min(m.us for m in exact.values()) or 1.0
-        return {name: (m.us, m.us / best, m.source, False) for name, m in exact.items()}
+        return _compared(exact)
     now = tuning.generation, settings()
     configs = {name: _usual_config(name, spec, device, equal, (id(registry.get(name)), *now)) for name in names}
-    ran = {name: _would_run(name, config, spec, device, ops) for name, config in configs.items()}
+    ran = {name: would_run(name, config, spec, device, ops) for name, config in configs.items()}
     footprints = {name: footprint_of(config) for name, config in configs.items()}
+    met = {} if shape is None else table.met(spec, device, equal, shape.flops)
+    met = {name: m for name, m in met.items() if m.ran == ran.get(name)}
+    if len(met) > 1:
+        return _compared(met)
     found = [e for e in table.estimates(spec, device, equal, ran, footprints, shape) if e.backend in names]
     best = min((e.slowness for e in found), default=1.0)
-    told: dict[str, tuple[float | None, float | None, str, bool]]
-    told = {name: (m.us, None, m.source, False) for name, m in exact.items()}
+    told: dict[str, Knowledge] = {name: (m.us, None, m.source, False, 0.0) for name, m in exact.items()}
     for e in found:
         us = exact[e.backend].us if e.backend in exact else None
-        told[e.backend] = us, e.slowness / best, e.source, True
+        told[e.backend] = us, e.slowness / best, e.source, True, e.error
     return told
+
+
+def _compared(exact: Mapping[str, Measured]) -> dict[str, Knowledge]:
+    """What was measured together."""
+    best = min(m.us for m in exact.values()) or 1.0
+    return {name: (m.us, m.us / best, m.source, False, 0.0) for name, m in exact.items()}
 
 
 def as_large(flops: float, shape: Shape | None, spec: ProblemSpec) -> bool:
@@ -170,10 +190,10 @@ def as_large(flops: float, shape: Shape | None, spec: ProblemSpec) -> bool:
     """
     if shape is None or not flops or not shape.flops or spec.form == "masked":
         return True
-    return abs(math.log2(shape.flops / flops)) <= SAME_SIZE
+    return near(flops, shape.flops)
 
 
-def _would_run(name: str, config: Any, spec: ProblemSpec, device: torch.device, ops: Operands | None) -> str:
+def would_run(name: str, config: Any, spec: ProblemSpec, device: torch.device, ops: Operands | None) -> str:
     """What a backend would run, in short."""
     backend, told = registry.get(name), ""
     if ops is not None and getattr(backend, "decides_at_bind", False):

@@ -79,14 +79,15 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
+        tuning.table()  # to make it counts as a change, which must not undo the first choice
+        key = (*key[:-1], tuning.generation)
+        if settings().measure and which == "auto" and config is None and not settings().backend:
+            trial.run(problem, spec, equal)
         with _lock:
-            if settings().measure and which == "auto" and config is None and not settings().backend:
-                trial.run(problem, spec, equal)
-            kept = _choices.get((*key[:-1], tuning.generation))  # another thread's, while this one waited
-            found = kept or _choose(problem, spec, which, config, equal)
+            found = _choices.get(key) or _choose(problem, spec, which, config, equal)  # or another thread's
             if len(_choices) >= CHOICES_KEPT:
                 _choices.clear()
-            _choices[(*key[:-1], tuning.generation)] = found
+            _choices[key] = found
     return found
 
 
@@ -219,14 +220,14 @@ def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = 
     ]
     if problem.refreshes:
         steps.append(f"{len(problem.refreshes)} array(s) with negative strides are copied")
-    found = tuple(candidates(spec, problem.device, equal, partial(outline, problem, spec)))
+    told = partial(candidates, spec, problem.device, equal, partial(outline, problem, spec))
     try:
         choice = choose(problem, backend, config)
     except (BackendUnsupported, BackendUnavailable) as error:
-        return Explanation(spec, found, None, "", None, str(error), tuple(steps))
+        return Explanation(spec, tuple(told()), None, "", None, str(error), tuple(steps))
     return Explanation(
         spec,
-        found,
+        tuple(told()),
         choice.backend,
         choice.recipe.kernel,
         choice.recipe.config,

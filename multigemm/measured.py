@@ -6,6 +6,7 @@ The tables that ship, the user's cache and files to share all hold this form; th
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -82,7 +83,7 @@ def decode(raw: Any, source: str) -> Measured:
         raise ValueError(f"a measurement has other fields: {error}") from error
     texts = all(isinstance(x, str) for x in (m.backend, m.device, m.key, m.source, m.ran))
     maps = isinstance(m.config, Mapping) and isinstance(m.failures, Mapping)
-    counts = all(type(x) in (int, float) and x >= 0 for x in (m.us, m.groups, m.flops))
+    counts = all(type(x) in (int, float) and 0 <= x < math.inf for x in (m.us, m.groups, m.flops))
     tile = isinstance(m.footprint, tuple) and all(type(x) is int and x > 0 for x in m.footprint)
     if not (texts and maps and counts and tile and _is_key(m.key)):
         raise ValueError(f"{str(raw)[:200]} is no measurement")

@@ -53,6 +53,8 @@ ANY_OFFSET = 1e4
 """The variance of what is not known beforehand: the offsets and levels."""
 PROCESSORS = 132
 """Of the GPUs that tables ship for; others round to rounds elsewhere, but hardly by more."""
+TYPICAL_ERROR = 0.2
+"""By how much (a logarithm) what is expected of two backends errs where nothing tells it better."""
 WITHIN_BUCKET = 0.72
 """Where in its bucket, a power of two, a number of rows lies on average."""
 
@@ -147,11 +149,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How many times slower than the fastest a backend is expected to be, and why."""
+    """How many times slower than the fastest a backend is expected to be, why, and by how much (a logarithm) that
+    typically errs."""
 
     backend: str
     slowness: float
     source: str
+    error: float = TYPICAL_ERROR
 
 
 @lru_cache(maxsize=16384)

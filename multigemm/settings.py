@@ -42,7 +42,7 @@ class Settings:
     cache_dir: Path = _doc("where that cache lives", _default_cache_dir)
     dump: Path | None = _doc("a folder that receives the PTX, SASS and source of each compiled kernel", None)
     print_config: bool = _doc("print, once per spec, which backend, kernel and config was chosen and why", False)
-    measure: bool = _doc("let backend='auto' time the likely backends once on a class that no table knows", False)
+    measure: bool = _doc("let backend='auto' time backends once where it is open which of them is fastest", True)
     bind_layers: bool = _doc("bind a MoE layer's launches on a GPU together, where no gradient is wanted", True)
     lineinfo: bool = _doc("keep source lines in compiled kernels, for profilers and sanitizers", False)
 

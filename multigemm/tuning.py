@@ -12,7 +12,8 @@ sizes on the device do not care, so that their times on the device stand in for 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
@@ -23,7 +24,7 @@ import torch
 from multigemm import forecast
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.classify import bucket
-from multigemm.forecast import Asked
+from multigemm.forecast import Asked, Lately
 from multigemm.measured import (
     EQUAL,
     ON_DEVICE,
@@ -36,6 +37,7 @@ from multigemm.measured import (
     unfold,
     where_of,
 )
+from multigemm.met import Class, Met
 from multigemm.nearest import Estimate, Footprint, Sample, estimates
 from multigemm.settings import settings
 from multigemm.shape import Shape, shape_in
@@ -100,7 +102,9 @@ class TuningTable:
         self._generations = {o["device"]: o["capability"] for o in origins if o.get("capability")}
         self._own: dict[str, Measured | None] = {}
         self._complete = False
-        self._met: dict[tuple[str, int], list[tuple[Asked, Mapping[str, float]]]] = {}
+        self._met = Met(None if cache is None else DiskCache("met", cache.folder))
+        self._lock = threading.RLock()
+        self._lately: dict[tuple[str, int], Lately] = {}
         self._samples: dict[tuple[str, str, tuple[str, ...], int], list[Sample]] = {}
         _change()
 
@@ -129,6 +133,18 @@ class TuningTable:
         _change()
         return kept
 
+    def learn(self, together: Sequence[Measured]) -> None:
+        """Keeps what several backends took for one problem, for choices that are still to be made: those made stay."""
+        with self._lock:
+            self._met.keep(together)
+            self._samples.clear()
+            if (its := _together({m.backend: m for m in together})) is not None:
+                self._own_on(together[0].device).add(*its)
+
+    def met(self, spec: ProblemSpec, device: torch.device, equal: bool, flops: float) -> Class:
+        """What "auto" measured by itself of this class at about this size."""
+        return self._met.find(device_name(device), spec_key(spec, equal), flops)
+
     def keep(self, found: Iterable[Measured]) -> str:
         """Records measurements; where the disk does not take them all, why."""
         kept = [self.record(measured) for measured in found]
@@ -144,6 +160,7 @@ class TuningTable:
     def clear(self) -> int:
         """Forgets the user's measurements; the shipped ones stay."""
         self._own.clear()
+        self._met.forget()
         _change()
         return self._cache.clear()
 
@@ -171,29 +188,33 @@ class TuningTable:
         want = Sample(spec_key(spec, equal), {}, ran or {}, spec.groups, footprints=footprints or {})
         return estimates(want, known)
 
-    def _own_on(self, device: str) -> list[tuple[Asked, Mapping[str, float]]]:
+    def _own_on(self, device: str) -> Lately:
         """The classes that the user measured on a device, with what each backend took."""
-        place = device, generation
-        if place not in self._met:
-            self._read_all()
-            classes: dict[str, dict[str, Measured]] = {}
-            for m in list(self._own.values()):
-                if m is not None and m.device == device and m.us > 0:
-                    classes.setdefault(m.key, {})[m.backend] = m
-            self._met = {place: [its for by in classes.values() if (its := _together(by)) is not None]}
-        return self._met[place]
+        with self._lock:
+            place = device, generation
+            if place not in self._lately:
+                self._read_all()
+                classes: dict[str, dict[str, Measured]] = {}
+                for m in list(self._own.values()):
+                    if m is not None and m.device == device and m.us > 0:
+                        classes.setdefault(m.key, {})[m.backend] = m
+                met = [its for its in self._met.every() if next(iter(its.values())).device == device]
+                every = map(_together, [*classes.values(), *met])
+                self._lately = {place: Lately(its for its in every if its is not None)}
+            return self._lately[place]
 
     def _samples_on(self, device: str, generation_of: str, kinds: tuple[str, ...]) -> list[Sample]:
         """What was measured, by class, on the device or else on another of its generation."""
-        place = device, generation_of, kinds, generation
-        if place not in self._samples:
-            akin = [name for name, its in self._generations.items() if its == generation_of and name != device]
-            known = {rest: s for name in (*akin, device) for rest, s in self._classes_on(name, kinds).items()}
-            self._samples = {
-                place: list(known.values()),
-                **{p: s for p, s in self._samples.items() if p[3] == place[3]},
-            }
-        return self._samples[place]
+        with self._lock:
+            place = device, generation_of, kinds, generation
+            if place not in self._samples:
+                akin = [name for name, its in self._generations.items() if its == generation_of and name != device]
+                known = {rest: s for name in (*akin, device) for rest, s in self._classes_on(name, kinds).items()}
+                self._samples = {
+                    place: list(known.values()),
+                    **{p: s for p, s in self._samples.items() if p[3] == place[3]},
+                }
+            return self._samples[place]
 
     def _classes_on(self, device: str, kinds: tuple[str, ...]) -> dict[str, Sample]:
         """What was measured on a device; a class whose sizes lay in several places counts once."""
@@ -204,6 +225,12 @@ class TuningTable:
             us, ran = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran or config_text(m.config)}
             footprints = {**old.footprints, m.backend: m.footprint}
             known[rest] = Sample(m.key, us, ran, m.groups, m.flops, device, footprints)
+        for its in self._met.every():
+            m = next(iter(its.values()))
+            if m.device == device and where_of(m.key) in kinds:
+                us, ran = {name: x.us for name, x in its.items()}, {name: x.ran for name, x in its.items()}
+                footprints = {name: x.footprint for name, x in its.items()}
+                known[f"{m.key} {m.flops}"] = Sample(m.key, us, ran, m.groups, m.flops, device, footprints)
         return known
 
     def _read_all(self) -> None:

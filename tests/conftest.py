@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings as hypothesis_settings
 
+from multigemm import dispatch, registry, tuning
 from multigemm.settings import settings
 
 hypothesis_settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=50)
@@ -41,9 +43,26 @@ def same_values_each_time() -> None:
 
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Tests neither read nor write the user's own cache of tunings and kernels."""
+    """Tests neither read nor write the user's own cache of tunings and kernels, and choose by what is known already."""
     folder = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(folder))
+    monkeypatch.setenv("MULTIGEMM_MEASURE", "0")
     settings.cache_clear()
     yield folder
     settings.cache_clear()
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Replaces the whole registry by the given backends, and forgets what was chosen and known, as a new process."""
+
+    def put(*backends: Any) -> None:
+        by_name = {b.name: b for b in backends}
+        monkeypatch.setattr(registry, "names", lambda: tuple(by_name))
+        monkeypatch.setattr(registry, "get", by_name.__getitem__)
+        dispatch._choices.clear()
+        tuning.table.cache_clear()
+
+    yield put
+    dispatch._choices.clear()
+    tuning.table.cache_clear()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,69 +16,9 @@ from multigemm import bound, dispatch, registry, tuning
 from multigemm.backend import Availability, Backend, Recipe
 from multigemm.layouts import Operands
 from multigemm.measured import Measured
-from multigemm.settings import settings
+from multigemm.settings import Settings, settings
 from multigemm.spec import ProblemSpec
-
-
-@dataclass(frozen=True)
-class Tile:
-    size: int = 16
-
-
-@dataclass
-class Fake:
-    """A backend that fills the result with its own number."""
-
-    name: str
-    number: float = 0.0
-    here: Availability = field(default_factory=lambda: Availability(True))
-    reasons: list[str] = field(default_factory=list)
-    syncs: bool = False
-    planned: list[ProblemSpec] = field(default_factory=list)
-
-    def availability(self) -> Availability:
-        return self.here
-
-    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
-        return self.reasons
-
-    def configs(self, spec: ProblemSpec, device: torch.device) -> list[Tile]:
-        return [Tile(16), Tile(32)]
-
-    def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
-        self.planned.append(spec)
-
-        def bind(ops: Operands) -> Callable[[], object]:
-            assert isinstance(ops.out, torch.Tensor)
-            return partial(ops.out.fill_, self.number)
-
-        def tell(ops: Operands) -> str:
-            assert isinstance(ops.out, torch.Tensor)
-            assert ops.out.is_meta or ops.out.eq(7.0).all()
-            assert ops.host_offsets is not None
-            return f"fills {ops.host_offsets[-1]} rows"
-
-        return Recipe("fill", config, bind, syncs=self.syncs, tell=tell)
-
-
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Replaces the whole registry by the given backends."""
-
-    def put(*backends: Any) -> None:
-        by_name = {b.name: b for b in backends}
-        monkeypatch.setattr(registry, "names", lambda: tuple(by_name))
-        monkeypatch.setattr(registry, "get", by_name.__getitem__)
-        dispatch._choices.clear()
-        tuning.table.cache_clear()
-
-    yield put
-    dispatch._choices.clear()
-    tuning.table.cache_clear()
-
-
-def problem(rows: int = 4) -> mg.GroupedGemmProblem:
-    return mg.GroupedGemmProblem(torch.ones(rows, 3), torch.ones(3, 2), offsets=[0, rows])
+from tests.fake_backends import Dawdler, Fake, Tile, problem
 
 
 def test_fakes_are_backends() -> None:
@@ -186,39 +124,17 @@ def test_only_those_that_can_are_compared_and_by_the_configs_that_they_would_run
     assert "second   can, about 1.00 x the fastest" in text
 
 
-@dataclass
-class Dawdler(Fake):
-    """A fake that takes some milliseconds."""
-
-    nap_s: float = 0.0
-    launches: int = 0
-
-    def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
-        recipe = super().plan(spec, config, device)
-
-        def bind(ops: Operands) -> Callable[[], object]:
-            launch = recipe.bind(ops)
-
-            def slowly() -> None:
-                self.launches += 1
-                time.sleep(self.nap_s)
-                launch()
-
-            return slowly
-
-        return replace(recipe, bind=bind)
-
-
-def test_an_unknown_class_is_measured_once_where_that_is_asked_for(
+def test_an_unknown_class_is_measured_once_unless_that_is_forbidden(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path))
     slow, fast, bad = Dawdler("slow", 1, nap_s=0.004), Dawdler("fast", 2, nap_s=0.001), Fake("bad", reasons=["why"])
     settings.cache_clear()
     install(slow, fast, bad)
-    assert mg.solve(problem()).eq(1).all()  # the first in order: by default nothing is measured
+    assert mg.solve(problem()).eq(1).all()  # the first in order: nothing is known, and here nothing is measured
     assert (slow.launches, fast.launches) == (1, 0)
-    monkeypatch.setenv("MULTIGEMM_MEASURE", "1")
+    assert Settings().measure is True
+    monkeypatch.delenv("MULTIGEMM_MEASURE")
     settings.cache_clear()
     install(slow, fast, bad)
     kept = torch.full((2, 4), 7.0).t()
@@ -230,8 +146,11 @@ def test_an_unknown_class_is_measured_once_where_that_is_asked_for(
     assert mg.solve(problem()).eq(2).all()
     assert slow.launches == seen  # another class, but by its neighbour there is only one likely backend
     assert "expected to be fastest" in str(mg.explain(problem()))
-    kept_us = [tuning.table().find(name, posed.spec, torch.device("cpu"), equal=True) for name in ("slow", "fast")]
-    assert [m is not None and m.us >= least for m, least in zip(kept_us, (4000, 1000), strict=True)] == [True, True]
+    met = tuning.table().met(posed.spec, torch.device("cpu"), equal=True, flops=2.0 * 4 * 3 * 2)
+    assert met.keys() == {"slow", "fast"}
+    assert met["slow"].us >= 4000
+    assert met["fast"].us >= 1000
+    assert tuning.table().find("fast", posed.spec, torch.device("cpu"), equal=True) is None
 
 
 @dataclass

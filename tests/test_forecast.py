@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +13,15 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import contest, dispatch, forecast, tuning
-from multigemm.bench import fit, results
-from multigemm.bench.results import HOST_SIZES, Report, Row
+from multigemm import contest, dispatch, forecast, pair, tuning
+from multigemm.bench import fit, left_out, results
+from multigemm.bench.results import Report, Row
 from multigemm.bench.suites import suite
 from multigemm.cache import DiskCache
-from multigemm.forecast import Asked, Known, Pair
+from multigemm.forecast import Asked, Known, Lately
 from multigemm.measured import Measured
 from multigemm.nearest import Estimate
+from multigemm.pair import Pair
 from multigemm.shape import (
     MOST,
     Shape,
@@ -36,9 +35,7 @@ from multigemm.shape import (
     shape_of,
 )
 from multigemm.staging import outline, staged_spec
-
-KEY = "jagged_m g8 m* n512 k608 t4096 bfloat16/row bfloat16/col bfloat16/row ieee device-sizes"
-TILES = {"x": (128, 256, 1), "y": (64, 64, 1)}
+from tests.made_up_runs import KEY, TILES, made_up, rows
 
 
 def about(x: float) -> Any:
@@ -111,24 +108,9 @@ def test_a_backend_that_decides_by_sizes_is_modelled_by_its_decision() -> None:
     assert knows_sizes(host.replace("jagged_m", "per_group"), ("x", "y"))
 
 
-def made_up(count: int = 40) -> tuple[list[tuple[fit.Run, fit.Run]], np.ndarray[Any, Any]]:
-    """Runs of two backends whose ratio is a smooth function of K."""
-    draw, its, truth = np.random.default_rng(0), [], []
-    for index in range(count):
-        k = float(2 ** draw.uniform(6, 12))
-        place = Shape(8, 256.0, 512.0, k)
-        key = KEY.replace("k608", f"k{int(k)}")
-        ratio = 0.3 * math.sin(math.log2(k))
-        case = f"case_{index // 2}"
-        one = fit.Run(case, "H100" if index % 2 else "H200", key, place, 10.0 * math.exp(ratio), "a", TILES["x"])
-        its.append((one, replace(one, us=10.0, ran="b", footprint=TILES["y"])))
-        truth.append(ratio)
-    return its, np.array(truth)
-
-
 @pytest.fixture(scope="module")
 def model() -> Pair:
-    return fit.fit(("ieee half", "x", "y"), made_up()[0], steps=25)
+    return fit.fit(("ieee half", "x", "y"), fit.ratios(made_up()[0]), steps=25)
 
 
 def test_a_model_knows_what_was_measured_and_guesses_between(model: Pair) -> None:
@@ -161,11 +143,15 @@ def test_errors_are_those_of_a_model_without_the_workload(model: Pair) -> None:
 
 def test_levels_fit_all_pairs_the_surer_ones_better() -> None:
     agreeing = [("a", "b", 0.1, 0.05), ("b", "c", 0.2, 0.01), ("a", "c", 0.3, 0.2)]
-    levels = forecast._levels(agreeing)
+    levels = forecast.levels_of(agreeing)
     assert [levels[name] - levels["c"] for name in "ab"] == pytest.approx([0.3, 0.2], abs=1e-6)
-    levels = forecast._levels([("a", "b", 0.5, 0.01), ("a", "b", -0.5, 0.5)])
+    levels = forecast.levels_of([("a", "b", 0.5, 0.01), ("a", "b", -0.5, 0.5)])
     assert levels["a"] - levels["b"] == pytest.approx(0.5, abs=1e-2)
-    assert set(forecast._levels([("a", "b", 0.1, 0.1), ("c", "d", 0.1, 0.1), ("e", "b", 0.0, 0.1)])) == {"a", "b", "e"}
+    assert set(forecast.levels_of([("a", "b", 0.1, 0.1), ("c", "d", 0.1, 0.1), ("e", "b", 0.0, 0.1)])) == {
+        "a",
+        "b",
+        "e",
+    }
 
 
 def test_estimates_name_their_grounds(model: Pair) -> None:
@@ -192,7 +178,7 @@ def test_what_a_user_measured_near_by_corrects_the_forecast(model: Pair) -> None
     close, far = replace(asked, shape=Shape(8, 260.0, 512.0, 2**9.0)), replace(asked, shape=Shape(1, 1.0, 16.0, 64.0))
 
     def ratio(*own: tuple[Asked, dict[str, float]]) -> float:
-        slowness = {e.backend: e.slowness for e in known.estimates(asked, own)}
+        slowness = {e.backend: e.slowness for e in known.estimates(asked, Lately(own))}
         return slowness["x"] / slowness["y"]
 
     usual = ratio()
@@ -207,19 +193,19 @@ def test_own_measurements_are_read_once_and_tell_their_shape(tmp_path: Path) -> 
     for name, us in (("x", 3.0), ("y", 4.0)):
         table.record(Measured(name, {}, us, "cpu", KEY, ran="a", groups=8, flops=flops, footprint=(64, 64, 1)))
     table.record(Measured("x", {}, 3.0, "cpu", KEY.replace("n512", "n*"), ran="a", groups=8))
-    ((asked, times),) = tuning.TuningTable(DiskCache("t", tmp_path))._own_on("cpu")
+    ((asked, times),) = tuning.TuningTable(DiskCache("t", tmp_path))._own_on("cpu").classes.values()
     assert asked.shape == Shape(8, about(300.0), 512.0, 608.0)
     assert times == {"x": 3.0, "y": 4.0}
     assert shape_in("jagged_k g2 m30 n50 k* t64 float32/row float32/row float32/row ieee host-sizes", 2, 48e3) == Shape(
         2, 30.0, 50.0, about(8.0)
     )
     assert table._own_on("cpu") is table._own_on("cpu")
-    assert table._own_on("gpu") == []
+    assert not table._own_on("gpu").classes
 
 
 def test_models_come_back_from_a_file(model: Pair, tmp_path: Path) -> None:
-    forecast.write(tmp_path / "f.npz", [model, replace(model, one="z")])
-    (again, other) = forecast.read(tmp_path / "f.npz")
+    pair.write(tmp_path / "f.npz", [model, replace(model, one="z")])
+    (again, other) = pair.read(tmp_path / "f.npz")
     assert (again.names, other.one) == (model.names, "z")
     assert (again.points == model.points).all()
     assert (again.marks == model.marks).all()
@@ -230,20 +216,11 @@ def test_models_come_back_from_a_file(model: Pair, tmp_path: Path) -> None:
     )
 
 
-def _rows(case: Any, **us: float) -> Iterator[Row]:
-    for name, took in us.items():
-        entry = name.replace("_host", HOST_SIZES)
-        told = case.key, case.name, case.suite, case.form, case.distribution, case.dtype, "of some shape"
-        row = Row(*told, 1, 1, 1, 1.0, False, entry, "backend", "ok")
-        row.us, row.spec, row.ran = took, KEY, "auto/bound: a loop" if "picks" in name else "64"
-        yield row
-
-
 def test_reports_become_pairs_and_a_file(tmp_path: Path) -> None:
     cases = [*suite("small")[:5], suite("random")[0]]
     found: list[Row] = []
     for index, case in enumerate(cases):
-        found += _rows(case, x=10.0 + index, y=20.0, picks=5.0, picks_host=4.0)
+        found += rows(case, x=10.0 + index, y=20.0, picks=5.0, picks_host=4.0)
     found[3].ran = "auto/bound: it is chosen at each launch"
     device = {"device": "an H100", "device_type": "cuda"}
     report = Report(device, {}, {}, found)
@@ -251,15 +228,15 @@ def test_reports_become_pairs_and_a_file(tmp_path: Path) -> None:
     assert {key[1:] for key in met} == {("picks: a loop", "x"), ("picks: a loop", "y"), ("x", "y")}
     assert all(len({a.case for a, _ in its}) == 5 for its in met.values()), "random shapes are left out of every tuning"
     assert len(met["ieee half", "picks: a loop", "x"]) == 9
-    both = fit.runs([report, Report(device, {}, {}, [*_rows(cases[0], x=14.4)])])
+    both = fit.runs([report, Report(device, {}, {}, [*rows(cases[0], x=14.4)])])
     assert both["an H100", cases[0].key]["x"].us == pytest.approx(12.0)
     results.write(tmp_path / "report.json", report)
     assert fit.main([str(tmp_path / "out.npz"), str(tmp_path / "report.json"), "--steps", "2"]) == 0
-    first = forecast.read(tmp_path / "out.npz")
+    first = pair.read(tmp_path / "out.npz")
     assert len(first) == 3
     words = [str(tmp_path / "again.npz"), str(tmp_path / "report.json"), "--former", str(tmp_path / "out.npz")]
     assert fit.main([*words, "--more", "0"]) == 0
-    again = forecast.read(tmp_path / "again.npz")
+    again = pair.read(tmp_path / "again.npz")
     assert all(a.lengths == pytest.approx(b.lengths) for a, b in zip(first, again, strict=True))
     results.write(tmp_path / "none.json", replace(report, rows=found[:1]))
     with pytest.raises(mg.MultigemmError, match="no two backends"):
@@ -267,15 +244,17 @@ def test_reports_become_pairs_and_a_file(tmp_path: Path) -> None:
 
 
 def test_a_backend_of_few_shapes_is_compared_with_whom_it_met_most() -> None:
-    runs = [(a, b) for a, b in made_up(16)[0]]
-    met = {
-        ("f", "a", "b"): runs,
-        ("f", "a", "rare"): runs[:3],
-        ("f", "b", "rare"): runs[:2],
-        ("g", "a", "rare"): runs[:2],
+    runs = made_up(64)[0]
+    counts = {
+        ("f", "a", "b"): 64,
+        ("f", "a", "rare"): 10,
+        ("f", "b", "rare"): 8,
+        ("g", "a", "rare"): 8,
+        ("f", "a: by sizes", "b"): 8,
+        ("h", "a", "b"): 6,  # of three workloads only
     }
-    met["f", "a: by sizes", "b"] = runs[:2]
-    assert set(fit._lean(met)) == {*met} - {("f", "b", "rare")}
+    met = {key: fit.ratios(runs[:count]) for key, count in counts.items()}
+    assert set(fit.lean(met)) == {*met} - {("f", "b", "rare"), ("h", "a", "b")}
 
 
 def test_what_ships_is_solved_and_its_errors_are_those_of_leaving_out() -> None:
@@ -289,30 +268,28 @@ def test_what_ships_is_solved_and_its_errors_are_those_of_leaving_out() -> None:
         assert errors == pytest.approx(m.errors, rel=2e-3, abs=2e-3)
 
 
-def left_out(names: tuple[str, ...]) -> list[float]:
-    """How many times slower than the fastest the choice among backends is, at each workload that they all ran, by
-    models that never saw it; models of one weight each, for a model's errors near by know the workload again."""
-    told: dict[Any, list[tuple[str, str, float, float]]] = defaultdict(list)
-    true: dict[Any, list[tuple[str, str, float, float]]] = defaultdict(list)
-    for (family, one, two), m in forecast.shipped().models.items():
-        if family == "ieee half" and one in names and two in names:
-            ratios = m.covariance() @ m.weights + m.scalars["noise"] * m.weights
-            for at, case, ratio, error in zip(m.points, m.cases, ratios, m.errors, strict=True):
-                told[case, at[14]].append((one, two, ratio + error, 0.05))
-                true[case, at[14]].append((one, two, ratio, 0.05))
-    behind = []
-    for case, guesses in told.items():
-        if len(guesses) == len(names) * (len(names) - 1) // 2:
-            guessed, levels = forecast._levels(guesses), forecast._levels(true[case])
-            behind.append(math.exp(levels[min(guessed, key=lambda name: guessed[name])] - min(levels.values())))
-    return behind
-
-
 def test_choices_at_shapes_left_out_are_near_the_fastest() -> None:
-    behind = left_out(("cublas: grouped_mm, with the sizes on the device", "cupy", "triton"))
-    assert len(behind) > 1000
-    assert sum(b > 1.1 for b in behind) <= 0.02 * len(behind)
-    assert math.exp(sum(map(math.log, behind)) / len(behind)) < 1.01
+    packed = [m for m in forecast.shipped().models.values() if m.family == "ieee half"]
+    every = [c for c in left_out.chosen(packed) if c.kind.startswith("jagged_m") and c.sizes == "device"]
+    assert len(every) > 1000
+    assert sum(c.slowness[c.picked] > 1.1 for c in every) <= 0.02 * len(every)
+    assert math.exp(sum(math.log(c.slowness[c.picked]) for c in every) / len(every)) < 1.01
+    assert sum(c.measured > 1.1 for c in every) <= 0.002 * len(every)
+    assert sum(bool(c.asked) for c in every) < 0.45 * len(every)
+
+
+def test_a_place_left_out_tells_who_is_fastest_and_who_is_in_question() -> None:
+    its = [left_out.Guess("cupy", "triton", 0.2, -0.1, 0.1), left_out.Guess("cupy", "numba", -0.9, -1.0, 0.1)]
+    its.append(left_out.Guess("numba", "triton", 1.1, 0.9, 0.1))
+    made = left_out._chosen("jagged_m, ieee half", "device", its)
+    assert (made.fastest, made.picked, made.asked, made.alone) == ("triton", "cupy", ["cupy", "triton"], True)
+    assert made.slowness["cupy"] == pytest.approx(math.exp(0.2), rel=0.01)
+    assert made.measured == 1.0
+    sure = left_out._chosen("jagged_m, ieee half", "device", [replace(g, error=0.01) for g in its])
+    assert (sure.picked, sure.asked, sure.measured) == ("cupy", [], sure.slowness["cupy"])
+    assert left_out.table([made, made, sure, sure])[-1] == (
+        "| jagged_m, ieee 16 bits | device | 4 | 0 % | 100 % | 0 % | 0 % | 100 % | 100 % | 50 % | 50.0 % |"
+    )
 
 
 def test_a_class_measured_at_another_size_is_no_measurement_of_this_one() -> None:
@@ -329,8 +306,8 @@ def test_on_the_generation_that_ships_the_forecast_is_asked(monkeypatch: pytest.
     asked: list[Asked] = []
 
     class Oracle:
-        def estimates(self, what: Asked, own: object) -> list[Estimate]:
-            assert own == []
+        def estimates(self, what: Asked, own: Lately) -> list[Estimate]:
+            assert not own.classes
             asked.append(what)
             return [Estimate("x", 1.0, "said so"), Estimate("y", 2.0, "said so")]
 

@@ -2,7 +2,7 @@
 
 For each two backends and each family of dtypes: the ratios of their times on every workload that both ran, the
 lengths and amplitudes under which these ratios are likeliest (gradient ascent), the weights that follow, and the
-error at each workload if it, on whatever device, is left out. `multigemm.forecast` says what all of it means.
+error at each workload if it, on whatever device, is left out. `multigemm.pair` says what all of it means.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from multigemm import forecast
+from multigemm import pair
 from multigemm.bench import results
 from multigemm.bench.drawn import UNTUNED
 from multigemm.bench.results import HOST_SIZES, Report, Row
 from multigemm.bench.suites import suite
 from multigemm.bench.workloads import Workload
 from multigemm.errors import MultigemmError
-from multigemm.forecast import Array, Pair
 from multigemm.measured import ON_DEVICE
+from multigemm.pair import Array, Pair
 from multigemm.shape import Shape, even, families_of, knows_sizes, labels, point, summary
 
 WAITS = "chosen at each launch"
@@ -38,6 +38,10 @@ LEAST_SHAPES = 4
 """Two backends that met on fewer are not modelled."""
 STEPS, RATE, FITTED_ON = 60, 0.12, 700
 """Of gradient ascent; and shapes, drawn at random, that lengths are fitted on: the weights take all."""
+DEVICE = 14
+"""The coordinate that tells which device it was."""
+Names = tuple[str, str, str]
+"""A family and two backends."""
 PRIOR = 0.02
 """Holds the logarithms of lengths near that of 3 where the data do not care."""
 LEAST_NOISE = 0.008
@@ -95,10 +99,10 @@ def _mean(its: Sequence[Run]) -> Run:
     return Run(its[-1].case, its[-1].device, its[-1].key, its[-1].shape, us, its[-1].ran, its[-1].footprint)
 
 
-def pairs(found: dict[tuple[str, str], dict[str, Run]]) -> dict[tuple[str, str, str], list[tuple[Run, Run]]]:
+def pairs(found: dict[tuple[str, str], dict[str, Run]]) -> dict[Names, list[tuple[Run, Run]]]:
     """By family and two backends, every workload that both ran. A backend that decides by the sizes counts for each
     decision by itself, and is compared with those that do not."""
-    met: dict[tuple[str, str, str], list[tuple[Run, Run]]] = defaultdict(list)
+    met: dict[Names, list[tuple[Run, Run]]] = defaultdict(list)
     for by in found.values():
         for one, two in combinations(sorted(by), 2):
             if one.removesuffix(HOST_SIZES) == two.removesuffix(HOST_SIZES) or WAITS in by[one].ran + by[two].ran:
@@ -109,40 +113,76 @@ def pairs(found: dict[tuple[str, str], dict[str, Run]]) -> dict[tuple[str, str, 
             for first, second in product(*called):
                 shape = a.shape if knows_sizes(key, (first, second)) else even(a.shape)
                 met[families_of(key)[0], first, second].append((replace(a, shape=shape), replace(b, shape=shape)))
-    return _lean({key: its for key, its in met.items() if len({a.case for a, _ in its}) >= LEAST_SHAPES})
+    return met
 
 
-def _lean(met: dict[tuple[str, str, str], list[tuple[Run, Run]]]) -> dict[tuple[str, str, str], list[tuple[Run, Run]]]:
-    """Without what costs time at each forecast and tells little: a backend that ran few shapes is compared only with
-    those that it met most often."""
+def lean(met: dict[Names, Ratios]) -> dict[Names, Ratios]:
+    """Without what costs time at each forecast and tells little: two backends that met on very few workloads are not
+    modelled, and one that ran few is compared only with those that it met most often."""
+    met = {key: its for key, its in met.items() if len(set(its.cases)) >= LEAST_SHAPES}
     most: dict[tuple[str, str], int] = defaultdict(int)
     for (family, *names), its in met.items():
         for name in (*names, ""):
-            most[family, name] = max(most[family, name], len(its))
+            most[family, name] = max(most[family, name], len(its.logs))
     few = {place for place, count in most.items() if FEW * count < most[place[0], ""] and ": " not in place[1]}
     return {
         (family, one, two): its
         for (family, one, two), its in met.items()
-        if all(len(its) == most[family, name] for name in (one, two) if (family, name) in few)
+        if all(len(its.logs) == most[family, name] for name in (one, two) if (family, name) in few)
     }
 
 
-def fit(
-    key: tuple[str, str, str], its: Sequence[tuple[Run, Run]], steps: int = STEPS, former: Pair | None = None
-) -> Pair:
+@dataclass(frozen=True)
+class Ratios:
+    """Logarithms of the ratios of two backends' times, each at its point, with its marks and its workload."""
+
+    points: Array
+    words: list[tuple[str, str, str]]
+    logs: Array
+    cases: list[str]
+
+    @property
+    def places(self) -> list[tuple[str, bool]]:
+        """Which workload on which device each is of."""
+        return list(zip(self.cases, self.points[:, DEVICE].astype(bool).tolist(), strict=True))
+
+
+def ratios(its: Sequence[tuple[Run, Run]]) -> Ratios:
+    """What two backends took for the same workloads."""
+    points = np.array([point(a.key, a.shape, a.device, a.footprint, b.footprint) for a, b in its])
+    words = [(a.ran, b.ran, a.key.split()[0]) for a, b in its]
+    logs = np.log([a.us / b.us for a, b in its])
+    return Ratios(points.astype(np.float16).astype(np.float64), words, logs, [a.case for a, _ in its])  # as kept
+
+
+def fitted_to(model: Pair) -> Ratios:
+    """What a model was fitted to: its weights tell, for they were solved for."""
+    logs = model.covariance() @ model.weights + model.scalars["noise"] * model.weights
+    words = [tuple(v[i] for v, i in zip(model.vocabulary, marks, strict=True)) for marks in model.marks.tolist()]
+    return Ratios(model.points, words, logs, model.cases)
+
+
+def joined(new: Ratios, old: Ratios) -> Ratios:
+    """Both; of what was measured again the new."""
+    again = set(new.places)
+    kept = [index for index, place in enumerate(old.places) if place not in again]
+    points, logs = np.concatenate([new.points, old.points[kept]]), np.concatenate([new.logs, old.logs[kept]])
+    return Ratios(
+        points, [*new.words, *(old.words[i] for i in kept)], logs, [*new.cases, *(old.cases[i] for i in kept)]
+    )
+
+
+def fit(key: Names, its: Ratios, steps: int = STEPS, former: Pair | None = None) -> Pair:
     """The model of two backends, with the error of each point if its workload is left out; from a former one's lengths
     on, if there is one."""
-    points = np.array([point(a.key, a.shape, a.device, a.footprint, b.footprint) for a, b in its])
-    points = points.astype(np.float16).astype(np.float64)  # as they are kept
-    words = [[a.ran for a, _ in its], [b.ran for _, b in its], [a.key.split()[0] for a, _ in its]]
+    words = list(zip(*its.words, strict=True))
     vocabulary = [list(dict.fromkeys(w)) for w in words]
     marks = np.array([[v.index(x) for x in w] for v, w in zip(vocabulary, words, strict=True)]).T
-    y = np.log([a.us / b.us for a, b in its])
-    cases = [a.case for a, _ in its]
-    chosen = _subset(cases)
-    lengths, scalars = _likeliest(points[chosen], marks[chosen], y[chosen], steps, former)
-    model = Pair(*key, points, marks, vocabulary, lengths, scalars, np.zeros(len(y)), np.zeros(len(y)), cases)
-    weights, errors = solved(model, y)
+    chosen = _subset(its.cases)
+    lengths, scalars = _likeliest(its.points[chosen], marks[chosen], its.logs[chosen], steps, former)
+    nothing = np.zeros(len(its.logs))
+    model = Pair(*key, its.points, marks, vocabulary, lengths, scalars, nothing, nothing, its.cases)
+    weights, errors = solved(model, its.logs)
     return replace(model, weights=weights, errors=errors)
 
 
@@ -193,7 +233,7 @@ def _surprise(z: torch.Tensor, differ: torch.Tensor, y: torch.Tensor, p: dict[st
     square = (q * q).sum(-1)
     apart = (square[:, None] + square[None] - 2 * q @ q.T).clamp_min(0.0) + differ @ p["marks"].exp()
     far = (3.0 * apart + 1e-9).sqrt()
-    covariance = p["amplitude"].exp() * (1 + far) * torch.exp(-far) + p["slope"].exp() * (z @ z.T) + forecast.LEVEL
+    covariance = p["amplitude"].exp() * (1 + far) * torch.exp(-far) + p["slope"].exp() * (z @ z.T) + pair.LEVEL
     lower = torch.linalg.cholesky(covariance + p["noise"].exp() * torch.eye(len(y), dtype=torch.float64))
     solution = torch.cholesky_solve(y[:, None], lower)[:, 0]
     surprise: torch.Tensor = 0.5 * (y * solution).sum() + lower.diagonal().log().sum()
@@ -206,22 +246,25 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--former", type=Path, default=None, help="a file of before, whose lengths to begin with")
-    parser.add_argument("--more", type=int, default=STEPS, help="steps for those that a former file knows")
+    parser.add_argument("--former", type=Path, default=None, help="a file of before, whose ratios count too")
+    parser.add_argument("--more", type=int, default=STEPS, help="steps for models that it holds")
     args = parser.parse_args(words)
-    known = {} if args.former is None else {model.names: model for model in forecast.read(args.former)}
+    known = {} if args.former is None else {model.names: model for model in pair.read(args.former)}
+    met = {key: ratios(its) for key, its in pairs(runs(map(results.read, args.reports))).items()}
+    for key, model in known.items():
+        met[key] = joined(met[key], fitted_to(model)) if key in met else fitted_to(model)
     models = []
-    for key, its in pairs(runs(map(results.read, args.reports))).items():
+    for key, its in lean(met).items():
         model = fit(key, its, args.more if key in known else args.steps, known.get(key))
         print(
-            f"{', '.join(key)}: {len(its)} points of {len(set(model.cases))} workloads; left out in turn, they err by "
-            f"{np.median(np.abs(model.errors)):.3f} in the median, {np.sqrt((model.errors**2).mean()):.3f} rms",
+            f"{', '.join(key)}: {len(its.logs)} points of {len(set(its.cases))} workloads; left out in turn, they err "
+            f"by {np.median(np.abs(model.errors)):.3f} in the median, {np.sqrt((model.errors**2).mean()):.3f} rms",
             flush=True,
         )
         models.append(model)
     if not models:
         raise MultigemmError("no two backends ran the same workloads in these reports")
-    forecast.write(args.out, models)
+    pair.write(args.out, models)
     return 0
 
 
