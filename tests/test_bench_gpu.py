@@ -69,16 +69,3 @@ def test_tuning_keeps_what_auto_then_goes_by(tmp_path: Path) -> None:
     told = mg.explain(posed())
     assert "fastest measured" in told.why
     assert told.chosen == min(entries[0]["backends"].items(), key=lambda item: item[1]["us"])[0]
-
-
-def test_auto_measures_an_unknown_class_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MULTIGEMM_MEASURE", "1")
-    monkeypatch.setenv("MULTIGEMM_BACKEND", "")
-    settings.settings.cache_clear()
-    problem = posed()
-    out = mg.solve(problem)
-    assert mg.verify(problem, out).ok
-    known = [c for c in mg.explain(problem).candidates if c.us is not None]
-    assert len(known) > 1
-    assert "fastest measured" in mg.explain(problem).why
-    settings.settings.cache_clear()
