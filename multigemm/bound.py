@@ -7,6 +7,7 @@ that it `syncs`.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,7 @@ def told(choice: Choice, problem: GroupedGemmProblem) -> str:
 
 def launcher(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Launch:
     """Binds, and joins the steps that must run before each launch to the launch."""
-    if choice.recipe.syncs and capturing(problem.device):
+    if choice.recipe.syncs and captured(problem):
         raise NotCapturable(
             f"backend {choice.backend!r} ({choice.recipe.kernel}) reads sizes on the host and cannot be captured: "
             "give the sizes on the host, or choose another backend"
@@ -100,6 +101,12 @@ def callers_stream(problem: GroupedGemmProblem) -> AbstractContextManager[Any]:
     return _stream_of_cupy(problem.device) if problem.kind == "cupy" else nullcontext()
 
 
+def captured(problem: GroupedGemmProblem) -> bool:
+    """Whether a call of this problem would be recorded into a CUDA graph instead of run."""
+    with callers_stream(problem):
+        return capturing(problem.device)
+
+
 def _result(problem: GroupedGemmProblem, out: Operand) -> Any:
     """What the caller gets: the `out` that they gave, or the fresh result as their kind of array."""
     if problem.given_out is not None:
@@ -133,13 +140,28 @@ def scratch(problem: GroupedGemmProblem) -> Operand:
     return _twin(out) if isinstance(out, torch.Tensor) else [_twin(x) for x in out]
 
 
+def scratch_elements(problem: GroupedGemmProblem) -> tuple[int, int]:
+    """What `scratch` takes, in elements, and how many of them the result has."""
+    shapes = problem.out_shape if problem.form == "per_group" else [problem.out_shape]
+    elements = sum(map(math.prod, shapes))
+    if problem.out is None:
+        return elements, elements
+    outs = [problem.out] if isinstance(problem.out, torch.Tensor) else problem.out
+    return sum(_span(x) for x in outs), elements
+
+
+def _span(x: torch.Tensor) -> int:
+    """From the first element to the last."""
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
 def _twin(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def _in_a_capture(launch: Launch, device: torch.device) -> None:
+def _in_a_capture(launch: Launch, problem: GroupedGemmProblem) -> None:
     """A launch that was bound in a capture: what fills its workspaces was recorded, and has not run by itself."""
-    if not capturing(device):
+    if not captured(problem):
         raise InvalidProblem(
             "this plan was made while a CUDA graph was captured, and is called outside of a capture, where its "
             "workspaces hold nothing: make the plan before the capture, or another one for calls outside"
@@ -163,7 +185,7 @@ class Plan:
         self._choice = choice
         self._out = allocate(problem, together=True)
         launch = launcher(choice, problem, self._out)
-        self._launch = partial(_in_a_capture, launch, problem.device) if capturing(problem.device) else launch
+        self._launch = partial(_in_a_capture, launch, problem) if captured(problem) else launch
         self._result = _result(problem, self._out)
 
     @untraced

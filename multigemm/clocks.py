@@ -33,8 +33,27 @@ def room(device: torch.device) -> float:
     """Bytes that can be allocated now; of a CPU nobody asks."""
     if device.type != "cuda":
         return math.inf
-    cached = cuda.memory_reserved(device) - cuda.memory_allocated(device)
-    return float(cuda.mem_get_info(device)[0] + cached)
+    free = float(cuda.mem_get_info(device)[0])
+    try:
+        return free + float(cuda.memory_reserved(device) - cuda.memory_allocated(device))
+    except RuntimeError:  # an allocator that a user plugged in does not tell
+        return free
+
+
+def glance(call: Call, device: torch.device) -> float:
+    """Microseconds of one call behind a first one, roughly."""
+    call()
+    _wait(device)
+    begin = time.perf_counter()
+    call()
+    _wait(device)
+    return (time.perf_counter() - begin) * 1e6
+
+
+def _wait(device: torch.device) -> None:
+    """For the current stream; a device as a whole may be captured on by another thread."""
+    if device.type == "cuda":
+        cuda.current_stream(device).synchronize()
 
 
 class Clock(ABC):
@@ -101,7 +120,7 @@ class CudaClock(Clock):
     def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
         for _ in range(2):
             call()
-        torch.cuda.synchronize(self.device)
+        _wait(self.device)
         if mode == "host":
             return lambda: self._host(call), HOST_CALLS * self._host(call)
         repeat = HOT_CALLS if mode == "hot" else 1

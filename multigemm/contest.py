@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,16 +17,14 @@ from multigemm import registry, tuning
 from multigemm.backend import Availability
 from multigemm.bound import Choice
 from multigemm.errors import InvalidSetting
+from multigemm.first_met import near
 from multigemm.layouts import Operands
 from multigemm.measured import Measured, config_text, footprint_of
-from multigemm.met import near
 from multigemm.settings import settings
 from multigemm.shape import Shape, shape_of
 from multigemm.spec import ProblemSpec
 
 Sizes = Callable[[], Operands]
-Knowledge = tuple[float | None, float | None, str, bool, float]
-"""Of one backend: the last fields of a `Candidate`."""
 MATTERS, SURE = 1.1, 2.5
 """A backend is sure not to be faster by this factor where that is so many typical errors away from what is expected."""
 
@@ -109,8 +107,8 @@ def _check_types(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend's answer to one spec, and how many times slower than the fastest it was measured or is expected, give
-    or take `error` (a logarithm).
+    """One backend's answer to one spec, what it would run, and how many times slower than the fastest it was measured
+    or is expected, give or take `error` (a logarithm).
 
     `us` may be known of one backend alone, which says nothing about how it compares.
     """
@@ -123,10 +121,16 @@ class Candidate:
     source: str = ""
     expected: bool = False
     error: float = 0.0
+    ran: str = ""
 
     @property
     def can(self) -> bool:
         return self.availability.ok and not self.reasons
+
+    @property
+    def for_auto(self) -> bool:
+        """Whether "auto" may take it."""
+        return self.can and not self.availability.emulated and self.name != "null"
 
     @property
     def in_question(self) -> bool:
@@ -145,42 +149,46 @@ def candidates(
     """
     states = {name: registry.state(name) for name in registry.names()}
     reasons = {name: registry.reasons(name, spec, device) if state.ok else () for name, state in states.items()}
-    able = [name for name, state in states.items() if state.ok and not reasons[name]]
-    known = _knowledge(able, spec, device, equal, sizes() if sizes is not None else None)
-    found = [Candidate(name, states[name], reasons[name], *known.get(name, ())) for name in states]
+    every = {name: Candidate(name, states[name], reasons[name]) for name in states}
+    able = {name: c for name, c in every.items() if c.can}
+    found = [*({**every, **_informed(able, spec, device, equal, sizes() if sizes is not None else None)}).values()]
     return sorted(found, key=lambda c: (c.slowness is None, c.slowness or 0.0))
 
 
-def _knowledge(
-    names: Sequence[str], spec: ProblemSpec, device: torch.device, equal: bool, ops: Operands | None
-) -> dict[str, Knowledge]:
-    """Per backend the measured time of this class and how it compares; where fewer than two were measured, what
-    other classes let one expect."""
+def _informed(
+    able: Mapping[str, Candidate], spec: ProblemSpec, device: torch.device, equal: bool, ops: Operands | None
+) -> dict[str, Candidate]:
+    """Those that can, with the measured time of this class and how it compares; where that does not tell who is
+    fastest, with what other classes let one expect."""
     table, shape = tuning.table(), None if ops is None else shape_of(ops)
-    exact = {name: m for name in names if (m := table.find(name, spec, device, equal)) is not None}
+    exact = {name: m for name in able if (m := table.find(name, spec, device, equal)) is not None}
     if len(exact) > 1 and all(as_large(m.flops, shape, spec) for m in exact.values()):
-        return _compared(exact)
+        return _compared(able, exact)
     now = tuning.generation, settings()
-    configs = {name: _usual_config(name, spec, device, equal, (id(registry.get(name)), *now)) for name in names}
-    ran = {name: would_run(name, config, spec, device, ops) for name, config in configs.items()}
+    configs = {name: _usual_config(name, spec, device, equal, (id(registry.get(name)), *now)) for name in able}
+    ran = {name: _would_run(name, config, spec, device, ops) for name, config in configs.items()}
     footprints = {name: footprint_of(config) for name, config in configs.items()}
-    met = {} if shape is None else table.met(spec, device, equal, shape.flops)
-    met = {name: m for name, m in met.items() if m.ran == ran.get(name)}
-    if len(met) > 1:
-        return _compared(met)
-    found = [e for e in table.estimates(spec, device, equal, ran, footprints, shape) if e.backend in names]
+    told = {name: replace(c, ran=ran[name]) for name, c in able.items()}
+    met = None if shape is None else table.first_met(spec, device, equal, shape.flops)
+    if met is not None and met.tells({name: ran[name] for name, c in able.items() if c.for_auto}):
+        return _compared(told, met.times)
+    found = [e for e in table.estimates(spec, device, equal, ran, footprints, shape) if e.backend in able]
     best = min((e.slowness for e in found), default=1.0)
-    told: dict[str, Knowledge] = {name: (m.us, None, m.source, False, 0.0) for name, m in exact.items()}
+    for name, m in exact.items():
+        told[name] = replace(told[name], us=m.us, source=m.source)
     for e in found:
-        us = exact[e.backend].us if e.backend in exact else None
-        told[e.backend] = us, e.slowness / best, e.source, True, e.error
+        known = replace(told[e.backend], slowness=e.slowness / best, error=e.error)
+        told[e.backend] = replace(known, source=e.source, expected=True)
     return told
 
 
-def _compared(exact: Mapping[str, Measured]) -> dict[str, Knowledge]:
-    """What was measured together."""
+def _compared(able: Mapping[str, Candidate], exact: Mapping[str, Measured]) -> dict[str, Candidate]:
+    """With what was measured together."""
     best = min(m.us for m in exact.values()) or 1.0
-    return {name: (m.us, m.us / best, m.source, False, 0.0) for name, m in exact.items()}
+    return {
+        name: replace(c, us=m.us, slowness=m.us / best, source=m.source) if (m := exact.get(name)) else c
+        for name, c in able.items()
+    }
 
 
 def as_large(flops: float, shape: Shape | None, spec: ProblemSpec) -> bool:
@@ -193,7 +201,7 @@ def as_large(flops: float, shape: Shape | None, spec: ProblemSpec) -> bool:
     return near(flops, shape.flops)
 
 
-def would_run(name: str, config: Any, spec: ProblemSpec, device: torch.device, ops: Operands | None) -> str:
+def _would_run(name: str, config: Any, spec: ProblemSpec, device: torch.device, ops: Operands | None) -> str:
     """What a backend would run, in short."""
     backend, told = registry.get(name), ""
     if ops is not None and getattr(backend, "decides_at_bind", False):

@@ -6,7 +6,8 @@ Backends lay out their own arguments and launch by one foreign call; here is wha
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from multigemm.errors import LibraryError
 
 NO_CONTEXT = 201
 """What a call returns on a thread that never touched CUDA."""
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -62,6 +64,18 @@ class Records(dict[int, Any]):
 def library() -> Any:
     """libcuda; raises OSError where no driver is installed."""
     return ctypes.CDLL("libcuda.so.1")
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Calls that a CUDA graph's capture in another thread forbids (allocating, waiting, loading code) are allowed to
+    this thread, whose streams are not captured."""
+    mode = ctypes.c_int(RELAXED)
+    check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+    try:
+        yield
+    finally:  # `mode` holds what it was before
+        check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
 
 
 def settle(code: int, device: int, again: Callable[[], int], call: str) -> None:

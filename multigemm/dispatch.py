@@ -2,9 +2,9 @@
 
 The rule of choice. A name means that backend and no other: if it cannot, it says why. A list means
 the first that can. "auto" means, of all that can, the fastest by measurement (for this class of
-problems on this device, or by the classes around it that were measured), else the first in the
-registry's order; emulated ones, the null backend, and plans that must read sizes back from the
-device while another need not, are passed over.
+problems on this device, or by the classes around it that were measured; where that leaves it open, those in question
+are measured once, see `multigemm.trial`), else the first in the registry's order; emulated ones, the
+null backend, and plans that must read sizes back from the device while another need not, are passed over.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ CHOICES_KEPT = 4096
 DIGITS = 5
 """Binary ones of the jagged extent that a choice goes by: it holds within a sixteenth of an octave."""
 _choices: dict[Any, Choice] = {}
+_picks: dict[int, str] = {}
+"""The backend of every choice that "auto" made, which outlives the choice: the same call gives the same bits."""
 _lock = threading.RLock()
 
 
@@ -50,8 +52,10 @@ def grouped_gemm(a: Any, b: Any, *, backend: Which = "auto", config: Any = None,
 def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Any:
     """The result of `problem`, as the caller's kind of array (a list of them for lists).
 
-    `backend` is a name (that one and no other), several names (the first that can) or "auto" (the fastest
-    that can). `config` fixes the backend's own parameters: its Config, or a mapping of some of its fields.
+    `backend` is a name (that one and no other), several names (the first that can) or "auto" (the fastest that can;
+    a first call may measure, for some 10 to 40 ms besides compiling, where it is open which one that is:
+    MULTIGEMM_MEASURE=0 forbids it). `config` fixes the backend's own parameters: its Config, or a mapping of some of
+    its fields.
     Differentiable where an input requires grad.
     """
     if checked(problem).requires_grad and torch.is_grad_enabled():
@@ -81,14 +85,24 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
     if found is None:
         tuning.table()  # to make it counts as a change, which must not undo the first choice
         key = (*key[:-1], tuning.generation)
-        if settings().measure and which == "auto" and config is None and not settings().backend:
-            trial.run(problem, spec, equal)
+        may_measure = settings().measure and config is None and not settings().backend
+        known = trial.settled(problem, spec, equal, may_measure) if which == "auto" else []
         with _lock:
-            found = _choices.get(key) or _choose(problem, spec, which, config, equal)  # or another thread's
+            known = [c for c in known if c.name == _picks.get(hash(key), c.name)] or known
+            found = _choices.get(key) or _choose(problem, spec, which, config, equal, known)  # or another thread's
+            if which == "auto":
+                _picks[hash(key)] = found.backend
             if len(_choices) >= CHOICES_KEPT:
                 _choices.clear()
             _choices[key] = found
     return found
+
+
+def forget() -> None:
+    """Chooses anew from now on, as another process would."""
+    with _lock:
+        _choices.clear()
+        _picks.clear()
 
 
 def notch(problem: GroupedGemmProblem) -> int:
@@ -120,9 +134,11 @@ def _hashable(config: Any) -> Any:
     return frozenset(config.items()) if isinstance(config, Mapping) else config
 
 
-def _choose(problem: GroupedGemmProblem, spec: ProblemSpec, which: Which, config: Any, equal: bool) -> Choice:
+def _choose(
+    problem: GroupedGemmProblem, spec: ProblemSpec, which: Which, config: Any, equal: bool, known: Sequence[Candidate]
+) -> Choice:
     if which == "auto":
-        choice = _choose_auto(problem, spec, config, equal)
+        choice = _choose_auto(spec, problem.device, config, equal, known)
     else:
         choice = _choose_named(spec, problem.device, [which] if isinstance(which, str) else list(which), config, equal)
     if settings().print_config:
@@ -150,14 +166,14 @@ def _choose_named(spec: ProblemSpec, device: torch.device, names: list[str], con
     raise BackendUnsupported(reasons)
 
 
-def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, equal: bool) -> Choice:
-    device = problem.device
+def _choose_auto(
+    spec: ProblemSpec, device: torch.device, config: Any, equal: bool, found: Sequence[Candidate]
+) -> Choice:
     allowed = settings().backend
     if unknown := [name for name in allowed if name not in registry.names()]:
         known = ", ".join(registry.names())
         raise UnknownBackend(f"MULTIGEMM_BACKEND holds {unknown[0]!r}, which is no backend; known: {known}")
-    found = candidates(spec, device, equal, partial(outline, problem, spec))
-    able = [c for c in found if c.can and not c.availability.emulated and c.name != "null"]
+    able = [c for c in found if c.for_auto]
     if allowed:
         able = sorted((c for c in able if c.name in allowed), key=lambda c: allowed.index(c.name))
     syncing: list[Choice] = []
@@ -213,7 +229,7 @@ class Explanation:
 
 @untraced
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
-    """Why `solve(problem, backend, config)` would run what it runs."""
+    """Why `solve(problem, backend, config)` would run what it runs; measures as that would."""
     spec, equal = staged_spec(checked(problem)), equal_sizes(problem)
     steps = [
         f"{name} is cast to {spec.compute}" for name in "ab" if getattr(problem.spec, name).dtype is not spec.compute

@@ -62,7 +62,7 @@ class Lately:
         with self._lock:
             if model.names not in self._own:
                 rows = self._rows.setdefault(model.names, {})
-                for place in self.classes.keys() - rows.keys():
+                for place in sorted(self.classes.keys() - rows.keys()):  # in one order, whatever the process
                     rows[place] = _row(model, *self.classes[place])
                 self._own[model.names] = Own([row for row in rows.values() if row is not None])
             return self._own[model.names]
@@ -73,7 +73,7 @@ def _row(model: Pair, asked: Asked, us: Mapping[str, float]) -> Meeting | None:
     called = model.one, model.two
     if model.family not in families_of(asked.key) or not set(called) <= _named(asked).keys():
         return None
-    one, two, at, words = _met(asked, called)
+    one, two, at, words = _meeting_point(asked, called)
     return Meeting(np.array(at), model.codes(words), math.log(us[one] / us[two]))
 
 
@@ -108,7 +108,7 @@ class Known:
         names, told = _named(asked), []
         for (its, first, second), model in self.models.items():
             if its == family and first in names and second in names:
-                one, two, at, words = _met(asked, (first, second))
+                one, two, at, words = _meeting_point(asked, (first, second))
                 mean, error, nearest = model.expected(at, words)
                 shift, error = model.correction(at, words, lately.of(model), error)
                 told.append((one, two, model, mean + shift, error, nearest))
@@ -120,7 +120,7 @@ def _named(asked: Asked) -> dict[str, str]:
     return {label: name for name, ran in asked.ran.items() for label in labels(name, ran, asked.key)}
 
 
-def _met(asked: Asked, called: tuple[str, str]) -> tuple[str, str, list[float], tuple[str, str, str]]:
+def _meeting_point(asked: Asked, called: tuple[str, str]) -> tuple[str, str, list[float], tuple[str, str, str]]:
     """Two backends, and the point where they meet, with its marks."""
     one, two = (_named(asked)[name] for name in called)
     shape = asked.shape if knows_sizes(asked.key, called) else even(asked.shape)

@@ -29,6 +29,8 @@ DECIDED = "bound: "
 UNALIGNED, ALIGNED = ", unaligned", 16
 ELEMENT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1}
 OF_PLACE = (3.0, 2.0, 2.0, 3.0, 4.0, 4.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 1.0, 0.5)
+ON_H100 = 14
+"""Which coordinate tells the two GPUs apart that were measured."""
 OF_TILES = (1.5, 0.3, 1.0, 1.0, 1.0, 1.0)
 SCALES = OF_PLACE + 2 * OF_TILES
 """Octaves, or parts of them, that count as one step of each coordinate before any length is fitted."""

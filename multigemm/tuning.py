@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
@@ -24,6 +24,7 @@ import torch
 from multigemm import forecast
 from multigemm.cache import DiskCache, fingerprint
 from multigemm.classify import bucket
+from multigemm.first_met import FirstMeetings, FirstMet
 from multigemm.forecast import Asked, Lately
 from multigemm.measured import (
     EQUAL,
@@ -37,7 +38,6 @@ from multigemm.measured import (
     unfold,
     where_of,
 )
-from multigemm.met import Class, Met
 from multigemm.nearest import Estimate, Footprint, Sample, estimates
 from multigemm.settings import settings
 from multigemm.shape import Shape, shape_in
@@ -102,7 +102,7 @@ class TuningTable:
         self._generations = {o["device"]: o["capability"] for o in origins if o.get("capability")}
         self._own: dict[str, Measured | None] = {}
         self._complete = False
-        self._met = Met(None if cache is None else DiskCache("met", cache.folder))
+        self._first_met = FirstMeetings(None if cache is None else DiskCache("first_met", cache.folder))
         self._lock = threading.RLock()
         self._lately: dict[tuple[str, int], Lately] = {}
         self._samples: dict[tuple[str, str, tuple[str, ...], int], list[Sample]] = {}
@@ -133,17 +133,19 @@ class TuningTable:
         _change()
         return kept
 
-    def learn(self, together: Sequence[Measured]) -> None:
-        """Keeps what several backends took for one problem, for choices that are still to be made: those made stay."""
+    def learn(self, met: FirstMet) -> None:
+        """Keeps what became of one problem, for choices that are still to be made: those that were made stay."""
         with self._lock:
-            self._met.keep(together)
+            self._first_met.keep(met)
             self._samples.clear()
-            if (its := _together({m.backend: m for m in together})) is not None:
-                self._own_on(together[0].device).add(*its)
+            if (its := _together(met.times)) is not None:
+                self._lately_on(met.any.device).add(*its)
 
-    def met(self, spec: ProblemSpec, device: torch.device, equal: bool, flops: float) -> Class:
-        """What "auto" measured by itself of this class at about this size."""
-        return self._met.find(device_name(device), spec_key(spec, equal), flops)
+    def first_met(self, spec: ProblemSpec, device: torch.device, equal: bool, flops: float) -> FirstMet | None:
+        """What "auto" measured by itself of this class at about this size; nothing where it may not measure."""
+        if not settings().measure:
+            return None
+        return self._first_met.find(device_name(device), spec_key(spec, equal), flops)
 
     def keep(self, found: Iterable[Measured]) -> str:
         """Records measurements; where the disk does not take them all, why."""
@@ -160,7 +162,6 @@ class TuningTable:
     def clear(self) -> int:
         """Forgets the user's measurements; the shipped ones stay."""
         self._own.clear()
-        self._met.forget()
         _change()
         return self._cache.clear()
 
@@ -181,14 +182,14 @@ class TuningTable:
         """
         if shape is not None and ran and capability(device) == forecast.CAPABILITY:
             asked = Asked(spec_key(spec, equal), shape, device_name(device), ran, footprints or {})
-            if told := forecast.shipped().estimates(asked, self._own_on(device_name(device))):
+            if told := forecast.shipped().estimates(asked, self._lately_on(device_name(device))):
                 return told
         kinds = tuple(where_of(key) for key in _stand_ins(spec, equal))
         known = self._samples_on(device_name(device), capability(device), kinds)
         want = Sample(spec_key(spec, equal), {}, ran or {}, spec.groups, footprints=footprints or {})
         return estimates(want, known)
 
-    def _own_on(self, device: str) -> Lately:
+    def _lately_on(self, device: str) -> Lately:
         """The classes that the user measured on a device, with what each backend took."""
         with self._lock:
             place = device, generation
@@ -198,8 +199,7 @@ class TuningTable:
                 for m in list(self._own.values()):
                     if m is not None and m.device == device and m.us > 0:
                         classes.setdefault(m.key, {})[m.backend] = m
-                met = [its for its in self._met.every() if next(iter(its.values())).device == device]
-                every = map(_together, [*classes.values(), *met])
+                every = map(_together, [*classes.values(), *(met.times for met in self._met_on(device))])
                 self._lately = {place: Lately(its for its in every if its is not None)}
             return self._lately[place]
 
@@ -225,13 +225,16 @@ class TuningTable:
             us, ran = {**old.us, m.backend: m.us}, {**old.ran, m.backend: m.ran or config_text(m.config)}
             footprints = {**old.footprints, m.backend: m.footprint}
             known[rest] = Sample(m.key, us, ran, m.groups, m.flops, device, footprints)
-        for its in self._met.every():
-            m = next(iter(its.values()))
-            if m.device == device and where_of(m.key) in kinds:
-                us, ran = {name: x.us for name, x in its.items()}, {name: x.ran for name, x in its.items()}
-                footprints = {name: x.footprint for name, x in its.items()}
+        for met in self._met_on(device):
+            m, its = met.any, met.times.items()
+            if where_of(m.key) in kinds:
+                us, ran = {name: x.us for name, x in its}, {name: x.ran for name, x in its}
+                footprints = {name: x.footprint for name, x in its}
                 known[f"{m.key} {m.flops}"] = Sample(m.key, us, ran, m.groups, m.flops, device, footprints)
         return known
+
+    def _met_on(self, device: str) -> list[FirstMet]:
+        return [met for met in self._first_met.every() if met.any.device == device] if settings().measure else []
 
     def _read_all(self) -> None:
         """Everything on disk, once."""

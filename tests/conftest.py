@@ -60,9 +60,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         by_name = {b.name: b for b in backends}
         monkeypatch.setattr(registry, "names", lambda: tuple(by_name))
         monkeypatch.setattr(registry, "get", by_name.__getitem__)
-        dispatch._choices.clear()
+        dispatch.forget()
         tuning.table.cache_clear()
 
     yield put
-    dispatch._choices.clear()
+    dispatch.forget()
     tuning.table.cache_clear()

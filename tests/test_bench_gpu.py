@@ -33,7 +33,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         settings.settings.cache_clear()
     own = tuning.TuningTable(DiskCache("tuning", tmp_path))
     monkeypatch.setattr(tuning, "table", lambda: own)
-    dispatch._choices.clear()
+    dispatch.forget()
 
 
 def posed() -> mg.GroupedGemmProblem:

@@ -162,7 +162,7 @@ class Driver:
 
 
 def _kernel(monkeypatch: pytest.MonkeyPatch, machine: Driver) -> nvrtc.Kernel:
-    monkeypatch.setattr(nvrtc, "use_context", lambda device: None)
+    monkeypatch.setattr(cuda_driver, "use_context", lambda device: None)
     kernel = nvrtc.Kernel.__new__(nvrtc.Kernel)
     kernel.name, kernel._device = "name", 3
     kernel._function, kernel._launch = ctypes.c_void_p(1), machine.cuLaunchKernelEx

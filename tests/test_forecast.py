@@ -193,14 +193,14 @@ def test_own_measurements_are_read_once_and_tell_their_shape(tmp_path: Path) -> 
     for name, us in (("x", 3.0), ("y", 4.0)):
         table.record(Measured(name, {}, us, "cpu", KEY, ran="a", groups=8, flops=flops, footprint=(64, 64, 1)))
     table.record(Measured("x", {}, 3.0, "cpu", KEY.replace("n512", "n*"), ran="a", groups=8))
-    ((asked, times),) = tuning.TuningTable(DiskCache("t", tmp_path))._own_on("cpu").classes.values()
+    ((asked, times),) = tuning.TuningTable(DiskCache("t", tmp_path))._lately_on("cpu").classes.values()
     assert asked.shape == Shape(8, about(300.0), 512.0, 608.0)
     assert times == {"x": 3.0, "y": 4.0}
     assert shape_in("jagged_k g2 m30 n50 k* t64 float32/row float32/row float32/row ieee host-sizes", 2, 48e3) == Shape(
         2, 30.0, 50.0, about(8.0)
     )
-    assert table._own_on("cpu") is table._own_on("cpu")
-    assert not table._own_on("gpu").classes
+    assert table._lately_on("cpu") is table._lately_on("cpu")
+    assert not table._lately_on("gpu").classes
 
 
 def test_models_come_back_from_a_file(model: Pair, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fits what `auto` forecasts by: `python -m multigemm.bench.fit FILE REPORT...`, from reports of `multigemm bench`.
+"""Fits what `auto` forecasts by: `python -m multigemm.bench.fit OUT REPORT... [--former FILE]`, from reports.
 
 For each two backends and each family of dtypes: the ratios of their times on every workload that both ran, the
 lengths and amplitudes under which these ratios are likeliest (gradient ascent), the weights that follow, and the
@@ -28,7 +28,7 @@ from multigemm.bench.workloads import Workload
 from multigemm.errors import MultigemmError
 from multigemm.measured import ON_DEVICE
 from multigemm.pair import Array, Pair
-from multigemm.shape import Shape, even, families_of, knows_sizes, labels, point, summary
+from multigemm.shape import ON_H100, Shape, even, families_of, knows_sizes, labels, point, summary
 
 WAITS = "chosen at each launch"
 """What such a backend tells that has to wait for the sizes: `auto` passes over it."""
@@ -38,8 +38,6 @@ LEAST_SHAPES = 4
 """Two backends that met on fewer are not modelled."""
 STEPS, RATE, FITTED_ON = 60, 0.12, 700
 """Of gradient ascent; and shapes, drawn at random, that lengths are fitted on: the weights take all."""
-DEVICE = 14
-"""The coordinate that tells which device it was."""
 Names = tuple[str, str, str]
 """A family and two backends."""
 PRIOR = 0.02
@@ -144,7 +142,7 @@ class Ratios:
     @property
     def places(self) -> list[tuple[str, bool]]:
         """Which workload on which device each is of."""
-        return list(zip(self.cases, self.points[:, DEVICE].astype(bool).tolist(), strict=True))
+        return list(zip(self.cases, self.points[:, ON_H100].astype(bool).tolist(), strict=True))
 
 
 def ratios(its: Sequence[tuple[Run, Run]]) -> Ratios:

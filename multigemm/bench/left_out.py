@@ -7,6 +7,7 @@ often the forecast by all other shapes picks one that is more than 10 % behind; 
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections import defaultdict
@@ -135,12 +136,15 @@ def table(every: Sequence[Chosen]) -> list[str]:
     return lines
 
 
-def main(words: Sequence[str]) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """The command."""
-    models = pair.read(Path(words[0])) if words else list(forecast.shipped().models.values())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, nargs="?", help="what `multigemm.bench.fit` wrote; else what ships")
+    args = parser.parse_args(words)
+    models = pair.read(args.file) if args.file else list(forecast.shipped().models.values())
     print("\n".join(table(chosen(models))))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
