@@ -35,9 +35,13 @@ def room(device: torch.device) -> float:
         return math.inf
     free = float(cuda.mem_get_info(device)[0])
     try:
-        return free + float(cuda.memory_reserved(device) - cuda.memory_allocated(device))
+        stats = cuda.memory_stats(device)
     except RuntimeError:  # an allocator that a user plugged in does not tell
         return free
+    cached, used, pieces = (
+        stats.get(f"{name}_bytes.all.current", 0) for name in ("reserved", "allocated", "inactive_split")
+    )
+    return free + float(cached - used - pieces)
 
 
 def glance(call: Call, device: torch.device) -> float:

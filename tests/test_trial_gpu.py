@@ -233,7 +233,7 @@ def test_where_the_gpu_is_full_the_forecast_decides(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(trial, "measure", None)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    ballast = torch.empty(free - (200 << 20), dtype=torch.int8, device="cuda")
+    ballast = torch.empty(free - (128 << 20), dtype=torch.int8, device="cuda")
     try:
         assert mg.verify(problem, mg.solve(problem)).ok
     finally:
