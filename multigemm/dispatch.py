@@ -83,7 +83,8 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
-        tuning.table()  # to make it counts as a change, which must not undo the first choice
+        with _lock:
+            tuning.table()  # to make it counts as a change, which must not undo the first choice
         key = (*key[:-1], tuning.generation)
         may_measure = settings().measure and config is None and not settings().backend
         known = trial.settled(problem, spec, equal, may_measure) if which == "auto" else []
