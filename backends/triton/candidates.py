@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from multigemm.backends.triton.config import Config, depth_of, mappable, problem_with
+from multigemm.backends.triton.config import Config, depth_of, is_tf32, mappable, problem_with
 from multigemm.backends.triton.estimate import (
     PROCESSORS,
     pointer_us,
@@ -23,6 +23,7 @@ from multigemm.backends.triton.estimate import (
     typical_columns,
     typical_rows,
 )
+from multigemm.backends.triton.wide_tiles import tf32
 from multigemm.spec import ProblemSpec
 
 BRIEF_US = 50.0
@@ -78,8 +79,7 @@ def heavy(spec: ProblemSpec) -> bool:
 
 def _thirty_two_bit(spec: ProblemSpec) -> list[Config]:
     if spec.precision == "tf32":
-        first = Config(block_m=128, block_n=128, block_k=32, warps=8, stages=3, programs=1)
-        return [first, Config(block_m=64, block_n=64, block_k=32, warps=4, stages=3, programs=3)]
+        return tf32(spec)
     first = Config(block_m=64, block_n=64, block_k=16, warps=4, stages=3, programs=3)
     return [first, replace(first, block_m=32, block_n=32, programs=4)]
 
@@ -226,6 +226,8 @@ def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
         return plain
     if spec.form == "per_group":
         return [*fast, *plain] if _maps_first(spec, fast[0]) else [*plain, *fast]
-    if ring_us(fast[0], spec) < pointer_us(plain[0], spec):
+    # what is known of both in tf32 is how large tiles compare
+    fitted = max(plain, key=lambda x: x.block_m * x.block_n) if is_tf32(spec) else plain[0]
+    if ring_us(fast[0], spec) < pointer_us(fitted, spec):
         return [*fast, *plain]
     return [*plain, fast[0]]

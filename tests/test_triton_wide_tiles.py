@@ -1,0 +1,48 @@
+"""Which tiles the pointer kernel takes for products of 32 and 64 bits. No GPU, no Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from multigemm.backends.triton.candidates import candidates, pointer_candidates
+from multigemm.backends.triton.config import Config
+from multigemm.backends.triton.shipped import specs
+from multigemm.classify import bucket
+from multigemm.spec import Order, ProblemSpec
+
+SPECS = dict(specs())
+
+
+def rows(name: str, groups: int, total: int, n: int, k: int, order: Order = "row") -> ProblemSpec:
+    spec = SPECS[f"jagged_m {name}"]
+    return replace(spec, groups=groups, total=bucket(total), n=n, k=k, b=replace(spec.b, order=order))
+
+
+def tile(config: Config) -> tuple[int, int]:
+    return config.block_m, config.block_n
+
+
+@pytest.mark.parametrize("order", ["row", "col"])
+def test_few_tiles_of_tf32_are_small(order: Order) -> None:
+    """Measured, nn: 31 us by 32x32 and 127 by 128x128; 28 by 32x64 and 87; nt: 31 by 64x64 and 47; 26 and 36."""
+    low = {"row": [(32, 32), (32, 64)], "col": [(64, 64), (64, 64)]}[order]
+    shapes = (rows("tf32", 8, 1704, 192, 2240, order), rows("tf32", 16, 1168, 256, 1408, order))
+    assert [tile(candidates(spec, (9, 0))[0]) for spec in shapes] == low
+
+
+def test_many_tiles_of_tf32_are_large_and_on_the_ring() -> None:
+    many = rows("tf32", 8, 2**16, 4096, 2048, "col")
+    assert tile(pointer_candidates(many)[0]) == (128, 128)
+    assert candidates(many, (9, 0))[0].kernel == "hopper"
+
+
+def test_single_elements_keep_large_tiles_of_tf32() -> None:
+    spec = rows("tf32", 8, 1704, 192, 2240)
+    for changed in (
+        replace(spec, a=replace(spec.a, align=4)),
+        replace(spec, form="jagged_n", n=None, m=192),
+        replace(spec, form="jagged_k", k=None, m=192),
+    ):
+        assert tile(pointer_candidates(changed)[0]) == (128, 128)
