@@ -46,3 +46,42 @@ def test_single_elements_keep_large_tiles_of_tf32() -> None:
         replace(spec, form="jagged_k", k=None, m=192),
     ):
         assert tile(pointer_candidates(changed)[0]) == (128, 128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "best"),
+    [
+        ((32, 320, 1088, 3456), (16, 64)),
+        ((48, 3408, 768, 1024), (32, 128)),
+        ((256, 110848, 272, 200), (64, 64)),
+        ((8, 2944, 5056, 128), (64, 64)),
+        ((1, 4, 1536, 896), (32, 32)),
+    ],
+)
+def test_tiles_of_float64_follow_rows_per_group(shape: tuple[int, int, int, int], best: tuple[int, int]) -> None:
+    """Measured, nt: 353 us by 16x64 and 606 by 64x64 of 8 warps; 169 by 32x128 and 320; 389 by 64x64 and 576."""
+    for order in ("row", "col"):
+        found = candidates(rows("torch.float64", *shape, order), (9, 0))
+        assert tile(found[0]) == best
+        assert all(config.warps <= 4 for config in found)
+
+
+def test_what_takes_registers_in_float64_gets_more_warps() -> None:
+    """C and gelu spilled 350 bytes with four."""
+    spec = rows("torch.float64", 256, 110848, 272, 200)
+    assert pointer_candidates(spec)[0].warps == 4
+    for changed in (
+        replace(spec, c=spec.out),
+        replace(spec, activation="gelu"),
+        replace(spec, b=replace(spec.b, order="strided")),
+        replace(spec, a=replace(spec.a, align=8)),
+        replace(spec, form="jagged_n", n=None, m=272),
+    ):
+        assert all(config.warps >= 4 for config in pointer_candidates(changed))
+        assert pointer_candidates(changed)[0].warps == 8
+    assert pointer_candidates(replace(spec, activation="relu"))[0].warps == 4
+
+
+def test_tiles_of_float64_share_a_long_k() -> None:
+    best = pointer_candidates(rows("torch.float64", 3, 4, 512, 5120))[0]
+    assert (tile(best), best.splits) == ((16, 64), 4)

@@ -23,7 +23,7 @@ from multigemm.backends.triton.estimate import (
     typical_columns,
     typical_rows,
 )
-from multigemm.backends.triton.wide_tiles import tf32
+from multigemm.backends.triton.wide_tiles import sixty_four_bit, tf32
 from multigemm.spec import ProblemSpec
 
 BRIEF_US = 50.0
@@ -82,11 +82,6 @@ def _thirty_two_bit(spec: ProblemSpec) -> list[Config]:
         return tf32(spec)
     first = Config(block_m=64, block_n=64, block_k=16, warps=4, stages=3, programs=3)
     return [first, replace(first, block_m=32, block_n=32, programs=4)]
-
-
-def _sixty_four_bit() -> list[Config]:
-    first = Config(block_m=64, block_n=64, block_k=16, warps=8, stages=3, programs=1)
-    return [first, replace(first, block_m=32, block_n=32, warps=4, programs=2)]
 
 
 def _eight_bit(spec: ProblemSpec) -> list[Config]:
@@ -210,7 +205,7 @@ def pointer_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
     """Valid configs of the pointer kernel, the best guess first."""
     size = spec.compute.itemsize
     by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: _thirty_two_bit(spec)}
-    found = by_size.get(size, _sixty_four_bit)()
+    found = by_size.get(size, lambda: sixty_four_bit(spec))()
     found = [shared_out(found[0], spec), *found]
     if capability[0] >= 10:
         # four warps get 128 registers each there, and spill

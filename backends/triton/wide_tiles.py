@@ -7,7 +7,7 @@ tile's start and end as long as ENDS elements of K. Fitted to an H100 (docs/trit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.estimate import PROCESSORS, shape_of, shared_out, tiles_in
@@ -31,6 +31,13 @@ def _timed(tile: tuple[int, int, int], warps: int, stages: int, programs: int, a
     return Timed(config, alone, busy)
 
 
+DOUBLE = (
+    _timed((64, 64, 16), 4, 4, 2, 0.70, 0.40),
+    _timed((32, 128, 16), 4, 4, 2, 0.75, 0.41),
+    _timed((32, 32, 32), 2, 4, 3, 0.50, 0.25),
+    _timed((16, 64, 32), 4, 4, 2, 0.60, 0.32),
+)
+"""float64: few rows per group waste most of 64, and low tiles read shared memory more often."""
 ALONG = (
     _timed((128, 128, 32), 8, 3, 1, 0.62, 0.62),
     _timed((64, 64, 32), 4, 5, 2, 0.36, 0.25),
@@ -58,6 +65,18 @@ def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
 def ranked(tiles: tuple[Timed, ...], spec: ProblemSpec) -> list[Config]:
     """The tiles, the briefest first."""
     return [timed.config for timed in sorted(tiles, key=lambda timed: busiest_us(timed, spec))]
+
+
+def sixty_four_bit(spec: ProblemSpec) -> list[Config]:
+    found = ranked(DOUBLE, spec)
+    return [replace(x, warps=2 * x.warps) if x.block_m > 16 else x for x in found] if burdened(spec) else found
+
+
+def burdened(spec: ProblemSpec) -> bool:
+    """Whether addresses, a C or a function of each element take registers that half the warps do not have."""
+    operands = (spec.a, spec.b, spec.out)
+    single = spec.form == "jagged_n" or any(x.align < 16 or x.order == "strided" for x in operands)
+    return single or spec.c is not None or spec.activation not in (None, "relu")
 
 
 def tf32(spec: ProblemSpec) -> list[Config]:
