@@ -23,7 +23,7 @@ from multigemm.backends.triton.estimate import (
     typical_columns,
     typical_rows,
 )
-from multigemm.backends.triton.wide_tiles import sixty_four_bit, tf32
+from multigemm.backends.triton.wide_tiles import sixty_four_bit, thirty_two_bit
 from multigemm.spec import ProblemSpec
 
 BRIEF_US = 50.0
@@ -75,13 +75,6 @@ def heavy(spec: ProblemSpec) -> bool:
     """Element-wise addresses or a C to read take the registers that a large tile would need."""
     aligned = min(spec.a.align, spec.b.align, spec.out.align) == 16 and spec.form != "jagged_n"
     return not aligned or spec.c is not None
-
-
-def _thirty_two_bit(spec: ProblemSpec) -> list[Config]:
-    if spec.precision == "tf32":
-        return tf32(spec)
-    first = Config(block_m=64, block_n=64, block_k=16, warps=4, stages=3, programs=3)
-    return [first, replace(first, block_m=32, block_n=32, programs=4)]
 
 
 def _eight_bit(spec: ProblemSpec) -> list[Config]:
@@ -204,7 +197,7 @@ def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
 def pointer_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
     """Valid configs of the pointer kernel, the best guess first."""
     size = spec.compute.itemsize
-    by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: _thirty_two_bit(spec)}
+    by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: thirty_two_bit(spec)}
     found = by_size.get(size, lambda: sixty_four_bit(spec))()
     found = [shared_out(found[0], spec), *found]
     if capability[0] >= 10:

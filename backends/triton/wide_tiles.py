@@ -1,4 +1,4 @@
-"""Tiles of the pointer kernel for wider products: the one whose rounds on the busiest multiprocessor
+"""Tiles of the pointer kernel for products in 32 and 64 bits: the one whose rounds on the busiest multiprocessor
 take least, padding included.
 
 A program alone on a multiprocessor takes `alone` us for a block of K, several beside each other `busy` us each, and a
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from multigemm.backends.triton.config import Config
-from multigemm.backends.triton.estimate import PROCESSORS, shape_of, shared_out, tiles_in
+from multigemm.backends.triton.estimate import PROCESSORS, crossed, shape_of, shared_out, tiles_in
 from multigemm.spec import ProblemSpec
 
 ENDS = 48
@@ -50,6 +50,12 @@ ACROSS = (
     _timed((32, 32, 64), 4, 4, 3, 0.50, 0.25),
 )
 """tf32 otherwise: operands turn on their way from shared memory to registers."""
+CROSSED = (
+    _timed((64, 64, 16), 4, 3, 3, 1.60, 1.60),
+    _timed((32, 32, 16), 4, 3, 4, 0.71, 0.71),
+    _timed((16, 32, 32), 4, 4, 4, 1.16, 1.16),
+)
+"""float32 whose weights run along k: reading them from shared memory is what a program waits for, alone or not."""
 
 
 def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
@@ -79,10 +85,12 @@ def burdened(spec: ProblemSpec) -> bool:
     return single or spec.c is not None or spec.activation not in (None, "relu")
 
 
-def tf32(spec: ProblemSpec) -> list[Config]:
-    along = (spec.a.order, spec.b.order) == ("row", "col")
-    # low tiles read more single elements for each product
-    return ranked(ALONG if along else ACROSS, spec) if in_pieces(spec) else [timed.config for timed in ALONG[:2]]
+def thirty_two_bit(spec: ProblemSpec) -> list[Config]:
+    if spec.precision == "tf32":
+        along = (spec.a.order, spec.b.order) == ("row", "col")
+        # low tiles read more single elements for each product
+        return ranked(ALONG if along else ACROSS, spec) if in_pieces(spec) else [timed.config for timed in ALONG[:2]]
+    return ranked(CROSSED, spec) if crossed(spec) else [timed.config for timed in CROSSED[:2]]
 
 
 def in_pieces(spec: ProblemSpec) -> bool:
