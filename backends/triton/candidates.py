@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from multigemm.backends.triton.config import Config, depth_of, mappable, problem_with
+from multigemm.backends.triton.config import Config, depth_of, is_tf32, mappable, problem_with
 from multigemm.backends.triton.estimate import (
     PROCESSORS,
     pointer_us,
@@ -23,6 +23,7 @@ from multigemm.backends.triton.estimate import (
     typical_columns,
     typical_rows,
 )
+from multigemm.backends.triton.wide_tiles import sixty_four_bit, thirty_two_bit
 from multigemm.spec import ProblemSpec
 
 BRIEF_US = 50.0
@@ -74,19 +75,6 @@ def heavy(spec: ProblemSpec) -> bool:
     """Element-wise addresses or a C to read take the registers that a large tile would need."""
     aligned = min(spec.a.align, spec.b.align, spec.out.align) == 16 and spec.form != "jagged_n"
     return not aligned or spec.c is not None
-
-
-def _thirty_two_bit(spec: ProblemSpec) -> list[Config]:
-    if spec.precision == "tf32":
-        first = Config(block_m=128, block_n=128, block_k=32, warps=8, stages=3, programs=1)
-        return [first, Config(block_m=64, block_n=64, block_k=32, warps=4, stages=3, programs=3)]
-    first = Config(block_m=64, block_n=64, block_k=16, warps=4, stages=3, programs=3)
-    return [first, replace(first, block_m=32, block_n=32, programs=4)]
-
-
-def _sixty_four_bit() -> list[Config]:
-    first = Config(block_m=64, block_n=64, block_k=16, warps=8, stages=3, programs=1)
-    return [first, replace(first, block_m=32, block_n=32, warps=4, programs=2)]
 
 
 def _eight_bit(spec: ProblemSpec) -> list[Config]:
@@ -209,8 +197,8 @@ def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
 def pointer_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
     """Valid configs of the pointer kernel, the best guess first."""
     size = spec.compute.itemsize
-    by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: _thirty_two_bit(spec)}
-    found = by_size.get(size, _sixty_four_bit)()
+    by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: thirty_two_bit(spec)}
+    found = by_size.get(size, lambda: sixty_four_bit(spec))()
     found = [shared_out(found[0], spec), *found]
     if capability[0] >= 10:
         # four warps get 128 registers each there, and spill
@@ -226,6 +214,8 @@ def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
         return plain
     if spec.form == "per_group":
         return [*fast, *plain] if _maps_first(spec, fast[0]) else [*plain, *fast]
-    if ring_us(fast[0], spec) < pointer_us(plain[0], spec):
+    # what is known of both in tf32 is how large tiles compare
+    fitted = max(plain, key=lambda x: x.block_m * x.block_n) if is_tf32(spec) else plain[0]
+    if ring_us(fast[0], spec) < pointer_us(fitted, spec):
         return [*fast, *plain]
     return [*plain, fast[0]]

@@ -18,7 +18,8 @@ PROCESSORS = 132
 MOST_SHARED = 160
 """Programs up to which tiles are shared out: more would run one after another, and leave their parts for nothing."""
 WORTH_SHARING = 2048
-"""Elements of K for each doubling of the programs that share a tile."""
+"""Elements of K for each doubling of the programs that share a tile; an eighth of them where a product is as slow as
+those of `crossed`."""
 STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (128, 128): 0.40}
 """A block of K through the ring, one program alone: bound by how many stages are on their way."""
 
@@ -114,12 +115,18 @@ def _slowness(config: Config, spec: ProblemSpec) -> float:
     return 2.0 if min(spec.a.align, spec.b.align, spec.out.align) < 16 or across else 1.0
 
 
+def crossed(spec: ProblemSpec) -> bool:
+    """float32 without tensor cores, weights along k: threads read columns of them that lie in the same banks."""
+    return spec.compute == torch.float32 and spec.precision != "tf32" and spec.b.order == "col"
+
+
 def shared_out(config: Config, spec: ProblemSpec) -> Config:
     """The same with tiles shared out along K, as far as that fills a large GPU."""
     splits, shape = 1, shape_of(spec)
     # a large tile leaves no registers for its parts; lists share out nothing
     large = config.block_m * config.block_n > 64 * 128
     deep = 0 if spec.form == "per_group" or large else shape.deep
-    while splits < 8 and 2 * splits * _tiles(config, shape) <= MOST_SHARED and deep >= splits * WORTH_SHARING:
+    worth = WORTH_SHARING // 8 if crossed(spec) else WORTH_SHARING
+    while splits < 8 and 2 * splits * _tiles(config, shape) <= MOST_SHARED and deep >= splits * worth:
         splits *= 2
     return replace(config, splits=splits, programs=0) if splits > 1 else config
