@@ -174,6 +174,47 @@ def test_one_wave_of_small_tiles_takes_the_small_kernel(change: dict[str, object
     assert (best.kernel, best.tile) == kernel
 
 
+ODD = {"a": replace(BF16, align=2), "b": replace(BF16, align=2)}
+
+
+@pytest.mark.parametrize(
+    ("change", "best"),
+    [
+        ({"groups": 6, "n": 93, "k": 265, "total": 256}, configs.DEEP),
+        ({"groups": 3, "n": 209, "k": 91, "total": 128}, configs.CUBE),
+        ({"groups": 6, "n": 2149, "k": 220, "total": 32}, configs.CUBE),
+        ({"groups": 2, "n": 50, "k": 60, "total": 4096, "bias": torch.float32}, configs.CUBE),
+        ({"form": "jagged_k", "groups": 6, "m": 225, "n": 111, "k": None, "total": 128}, configs.CUBE),
+        ({"groups": 64, "n": 128, "k": 60, "total": 2048, "b": replace(BF16, order="strided")}, configs.SMALL),
+        ({"groups": 8, "n": 800, "k": 15, "total": 1024}, configs.SMALL),
+        ({"groups": 16, "n": 500, "k": 1001, "total": 64}, configs.DIRECT_MIDDLE),
+    ],
+    ids=str,
+)
+def test_few_tiles_whose_lines_begin_anywhere_take_the_small_kernel(change: dict[str, Any], best: Config) -> None:
+    assert configs.heuristic(replace(SPEC, **{**ODD, **change})) == best
+
+
+@pytest.mark.parametrize(
+    ("groups", "total", "m", "n", "best"),
+    [
+        (12, 256, 384, 320, configs.CUBE64),
+        (12, 4096, 512, 192, configs.SINGLE),
+        (6, 8, 448, 640, configs.SINGLE),
+        (4, 4096, 184, 128, configs.CUBE),
+        (160, 1024, 960, 128, configs.ALONE),
+        (8, 8192, 1024, 2048, configs.WIDE),
+    ],
+)
+def test_one_round_of_results_of_little_k_takes_low_tiles(
+    groups: int, total: int, m: int, n: int, best: Config
+) -> None:
+    order = {"a": replace(BF16, order="col"), "k": None, "form": "jagged_k"}
+    spec = replace(SPEC, **order, groups=groups, total=total, m=m, n=n)  # type: ignore[arg-type]
+    assert configs.heuristic(spec) == best
+    assert configs.heuristic(replace(spec, **ODD)) not in (configs.SINGLE, configs.CUBE64)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("change", "kernel"),
     [
@@ -479,18 +520,16 @@ def test_the_portable_kernel_binds_every_form(form: str, config: Config, fake: F
     assert fake.calls == ["cuLaunchKernelEx"]
 
 
-@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "per_group"])
-@pytest.mark.parametrize("config", [configs.CUBE, configs.CUBE64], ids=["32", "64"])
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "per_group", "odd", "odd list"])
+@pytest.mark.parametrize("config", [configs.CUBE, configs.CUBE64, configs.DEEP], ids=["32", "64", "deep"])
 def test_the_small_kernel_binds_every_form(
     form: str, config: Config, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     ops = operands(form)
-    reasons = specs.small_reasons(ops.spec)
-    if form == "jagged_n":
-        assert any("any address" in reason for reason in reasons)
-        return
-    assert not reasons and is_valid(config, ops.spec)
+    odd = form in ("jagged_n", "odd", "odd list")
+    assert not specs.small_reasons(ops.spec) and specs.has_odd_lines(ops.spec) is odd
+    assert is_valid(config, ops.spec) is (odd or config != configs.DEEP)
     small.bind(ops, config, 1)()
     assert fake.calls == ["cuLaunchKernelEx"]
 

@@ -8,10 +8,12 @@ from typing import Literal
 
 import torch
 
-from multigemm.backends.cupy import shapes
+from multigemm.backends.cupy import few_tiles, shapes
+from multigemm.backends.cupy.few_tiles import PROCESSORS
 from multigemm.backends.cupy.specs import (
     MAX_GROUPS,
     direct_reasons,
+    has_odd_lines,
     hopper_reasons,
     is_swapped,
     packed_reasons,
@@ -42,7 +44,7 @@ class Config:
     rows; `pingpong`: the two warpgroups of a block work on a tile each, not together on one, so that one stores
     while the other multiplies. `packed` copies the operands that TMA cannot read and then runs `hopper` on the
     copies. `direct` copies the rows at most and shifts the weights into place itself. `small` gives each tile of
-    `tile` squared a thread block of its own.
+    `tile` squared a thread block of its own, with four blocks of k in flight, or `stages` where lines begin anywhere.
     `wave` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves their height
     to it, which knows all sizes.
     """
@@ -104,13 +106,15 @@ WAVE = Config("wave")
 WAVES = (WAVE, *(Config("wave", rows=r, stages=s) for r, s in ((64, 8), (80, 7), (128, 6), (192, 5), (256, 4))))
 CUBE = Config("small", tile=32)
 CUBE64 = Config("small", tile=64)
+DEEP = Config("small", tile=32, stages=8)
 ONE_WAVE = 160
 """Tiles of the small kernel that run at once, with room for the rounding of totals to powers of two."""
 RESIDENT, ROUNDS, FULL_ROWS, WAVE_WORK = 264, 528, 192, 1 << 34
 """Tiles of 128 x 128 up to which the wave kernel is faster; of 256 x 128, rows and products, if nothing is copied."""
+FEW_K, STAGES = 1024, 4
+"""k per group up to which results of jagged k that one round of low tiles covers are not cut into tall ones; blocks of
+k that the small kernel has in flight, if a config does not say it."""
 
-PROCESSORS = 132
-"""Up to here tall tiles would leave some of them idle: lower ones, each block on its own."""
 SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
 """Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
 WORTH_COPYING = 1 << 24
@@ -135,7 +139,8 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
     if config.kernel == "portable":
         return 1 <= config.blocks_per_sm <= 3 and shapes.fits(spec, config.tile, capability)
     if config.kernel == "small":
-        return config.tile in (32, 64) and not small_reasons(spec)
+        known = config in (CUBE, CUBE64) or (config == DEEP and has_odd_lines(spec))
+        return known and not small_reasons(spec)
     if config.kernel == "wave":
         return config in WAVES and capability == (9, 0) and not wave_reasons(spec)
     stages = config.weight_stages if config.kernel == "direct" else config.stages
@@ -158,9 +163,9 @@ def _order(spec: ProblemSpec) -> list[Config]:
     """All configs, the best guess first: pieces as high as the average group; copies only where they pay."""
     if spec.compute not in HALVES:
         return _portable_order(spec)
-    small, wave = _small_order(spec), _wave_order(spec)
+    small, wave = _small_order(spec) or _few_k_order(spec), _wave_order(spec)
     first = (*wave, *small) if (spec.k or spec.largest) > BRIEF_K else (*small, *wave)
-    rest = (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, *WAVES)
+    rest = (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, DEEP, *WAVES)
     return list(dict.fromkeys((*first, *_larger(spec), *rest)))
 
 
@@ -192,15 +197,34 @@ def _wave_order(spec: ProblemSpec) -> list[Config]:
 
 def _small_order(spec: ProblemSpec) -> list[Config]:
     """The small kernel where one wave of its tiles is enough and k is short, the larger tile for the longer k."""
-    rows = spec.total if spec.form not in ("jagged_n", "jagged_k") else (spec.m or 0) * spec.groups
-    cols = spec.total if spec.form == "jagged_n" else spec.n
-    k = spec.total // max(spec.groups, 1) if spec.form == "jagged_k" else spec.k
-    if not rows or not cols or k is None or small_reasons(spec):
+    if small_reasons(spec) or has_odd_lines(spec):
         return []
-    tiles = {c: (rows // c.tile + spec.groups) * -(-cols // c.tile) for c in (CUBE, CUBE64)}
-    if tiles[CUBE] <= ONE_WAVE and k <= 512:
+    tiles, k = {c: few_tiles.most_tiles(spec, c.tile) for c in (CUBE, CUBE64)}, few_tiles.usual_k(spec)
+    if 0 < tiles[CUBE] <= ONE_WAVE and k <= (FEW_K if spec.form == "jagged_k" else 512):
         return [CUBE, CUBE64]
-    return [CUBE64, CUBE] if tiles[CUBE64] <= ONE_WAVE and k <= 256 else []
+    return [CUBE64, CUBE] if 0 < tiles[CUBE64] <= ONE_WAVE and k <= 256 else []
+
+
+def _few_k_order(spec: ProblemSpec) -> list[Config]:
+    """Jagged k that one round of low tiles covers: the small kernel for one block of k, which is all start and end.
+
+    Else the Hopper kernel's low tiles, which leave fewer processors idle than its tall ones and end sooner.
+    """
+    k = few_tiles.usual_k(spec)
+    if spec.form != "jagged_k" or small_reasons(spec) or hopper_reasons(spec) or k > FEW_K:
+        return []
+    brief = k <= few_tiles.BLOCK_K and 0 < few_tiles.result_tiles(spec, CUBE64.tile) <= few_tiles.AT_ONCE
+    single = 0 < few_tiles.result_tiles(spec, SINGLE.rows) <= PROCESSORS
+    return [c for c, good in ((CUBE64, brief), (SINGLE, single)) if good]
+
+
+def _odd_order(spec: ProblemSpec) -> list[Config]:
+    """The small kernel where lines begin anywhere and it is clearly faster; more blocks of k in flight where there are
+    more, if all tiles still run at once."""
+    if small_reasons(spec) or not has_odd_lines(spec) or not few_tiles.odd_tiles_win(spec, CUBE.tile):
+        return []
+    deep = few_tiles.blocks(spec) > STAGES and few_tiles.most_tiles(spec, DEEP.tile) <= few_tiles.AT_ONCE
+    return [DEEP, CUBE] if deep else [CUBE, DEEP]
 
 
 def _larger(spec: ProblemSpec) -> list[Config]:
@@ -213,7 +237,8 @@ def _larger(spec: ProblemSpec) -> list[Config]:
         shifted = DIRECT_MIDDLE if rows <= SPARSE_ROWS else DIRECT
         few = (spec.total // max(spec.groups, 1)) <= FEW_ROWS
         return [*fast, *((shifted, copied) if few else (copied, shifted)), other, PORTABLE, SMALL]
-    return [*fast, SMALL, PORTABLE, copied] if spec.total <= SMALL_ROWS else [*fast, PORTABLE, SMALL, copied]
+    portable = (SMALL, PORTABLE) if spec.total <= SMALL_ROWS else (PORTABLE, SMALL)
+    return [*fast, *_odd_order(spec), *portable, copied]
 
 
 def _rows_per_group(spec: ProblemSpec) -> int:

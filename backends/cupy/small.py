@@ -8,14 +8,14 @@ import torch
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import Config
+from multigemm.backends.cupy.config import STAGES, Config
 from multigemm.backends.cupy.driver import allow_shared, launcher
+from multigemm.backends.cupy.few_tiles import BLOCK_K
 from multigemm.backends.cupy.params import problem_bytes, view_of
-from multigemm.backends.cupy.specs import LIST, is_swapped, plain_kind
+from multigemm.backends.cupy.specs import LIST, begins_anywhere, is_swapped, plain_kind
 from multigemm.layouts import Operands, Packed
 from multigemm.spec import ProblemSpec
 
-BLOCK_K, STAGES = 64, 4
 LISTED = struct.Struct(f"<{5 * LIST}i{6 * LIST}q")
 NEVER = 0x7FFFFFFF
 HOPPER = (9, 0)
@@ -31,14 +31,16 @@ def shared_bytes(spec: ProblemSpec, config: Config) -> int:
     a_k, b_k, side = spec.a.order != "col", spec.b.order == "col", config.tile
     a = side * (BLOCK_K + 8) if a_k else BLOCK_K * (side + 8)
     b = side * (BLOCK_K + 8) if b_k else BLOCK_K * (side + 8)
-    return 2 * STAGES * (a + b)
+    return 2 * (config.stages or STAGES) * (a + b)
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
-    """The kernel's key: dtype, layouts, tile, where groups come from and whether the epilogue is plain."""
+    """The kernel's key: dtype, layouts, how lines begin, tile, where groups come from, if the epilogue is plain."""
     defines = (
         ("BFLOAT", int(spec.compute == torch.bfloat16)), ("A_K", int(spec.a.order != "col")),
         ("B_K", int(spec.b.order == "col")), ("TILE_M", config.tile), ("TILE_N", config.tile),
+        ("A_ODD", int(begins_anywhere(spec, "a"))), ("B_ODD", int(begins_anywhere(spec, "b"))),
+        ("DEPTH", config.stages or STAGES),
         ("LISTED", int(spec.form == "per_group")), ("PLAIN", int(_plain(spec))),
         ("PAIRS", int(spec.out.align >= 4 and spec.form != "jagged_n")),
         ("SHARED", shared_bytes(spec, config)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -40,6 +41,18 @@ def sends(spec: ProblemSpec) -> bool:
     return known and plain_kind(spec) == 1 and spec.out.align == 16 and (columns or 1) % 8 == 0
 
 
+def begins_anywhere(spec: ProblemSpec, name: Literal["a", "b"]) -> bool:
+    """Whether an operand's lines, or those of its groups, begin at any element: not all at multiples of 16 bytes."""
+    operand: OperandSpec = getattr(spec, name)
+    across, along = ("m", "k") if name == "a" else ("k", "n")
+    return operand.align < 16 or spec.jagged == (across if operand.order == "col" else along)
+
+
+def has_odd_lines(spec: ProblemSpec) -> bool:
+    """Whether the small kernel must take an operand's lines as they begin (OddLines in lines.cuh)."""
+    return begins_anywhere(spec, "a") or begins_anywhere(spec, "b")
+
+
 def hopper_reasons(spec: ProblemSpec) -> list[str]:
     """Why the Hopper kernel cannot run a spec; the portable one can."""
     reasons = []
@@ -64,11 +77,8 @@ def small_reasons(spec: ProblemSpec) -> list[str]:
     half = spec.compute in (torch.float16, torch.bfloat16)
     reasons = [] if half else [f"{spec.compute} operands: it takes float16 and bfloat16"]
     for name, operand in (("a", spec.a), ("b", spec.b)):
-        if operand.order == "strided" or operand.align < 16:
-            reasons.append(f"{name} is {operand.order}, aligned to {operand.align} bytes: 16-byte copies need 16")
-    inner = {"jagged_m": spec.a.order == "col", "jagged_n": spec.b.order == "row"}.get(spec.form, False)
-    if inner or (spec.form == "jagged_k" and not (spec.a.order == "col" and spec.b.order == "row")):
-        reasons.append("the jagged direction is contiguous in an operand, where a group may start at any address")
+        if operand.order == "strided":
+            reasons.append(f"{name} is strided: it takes operands with a contiguous direction")
     if spec.form == "per_group" and (spec.groups > LIST or plain_kind(spec) != 1 or is_swapped(spec)):
         reasons.append(f"a list of {spec.groups} groups: at most {LIST}, without epilogue, results by rows")
     if spec.groups == 0 or spec.total > CUBE_ROWS or spec.groups > CUBE_ROWS or max(spec.m or 0, spec.n or 0) > 1 << 20:

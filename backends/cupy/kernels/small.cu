@@ -6,18 +6,14 @@
 // leave straight from the registers. sm_80 and later.
 //
 // Compile-time choices: BFLOAT, A_K and B_K (is k the contiguous direction), TILE_M, TILE_N, LISTED (a
-// list's groups come as an argument), PLAIN (alpha * acc in the operands' type, rows contiguous), PAIRS (of
-// results, at addresses that are multiples of 4).
+// list's groups come as an argument), A_ODD and B_ODD (do lines begin anywhere, lines.cuh), DEPTH (blocks of k in
+// flight), PLAIN (alpha * acc in the operands' type, rows contiguous), PAIRS (of results, at addresses that are
+// multiples of 4).
 #include "epilogue.cuh"
-#include "tensor_cores.cuh"
 
-constexpr int BM = TILE_M, BN = TILE_N, BK = 64, STAGES = 4, WARPS_N = BN / 16, THREADS = WARPS_N * 64;
+constexpr int BM = TILE_M, BN = TILE_N, BK = 64, STAGES = DEPTH, WARPS_N = BN / 16, THREADS = WARPS_N * 64;
 constexpr int COLS = BN / WARPS_N, MI = BM / 32, NJ = COLS / 8;      // columns, and products of m16n8, of each of 2 x WARPS_N warps
-constexpr int A_PITCH = (A_K ? BK : BM) + 8, B_PITCH = (B_K ? BK : BN) + 8;
-constexpr int A_TILE = (A_K ? BM : BK) * A_PITCH, B_TILE = (B_K ? BN : BK) * B_PITCH;
-constexpr int RING_BYTES = STAGES * (A_TILE + B_TILE) * 2;
-constexpr int STAGED_PITCH = COLS + 4;
-static_assert(SHARED >= RING_BYTES && SHARED >= THREADS / 32 * 16 * STAGED_PITCH * 4, "shared memory of the launch");
+#include "lines.cuh"
 
 constexpr int LIST = 16;                       // as small.LIST
 struct Listed {                                // a list's groups: everything that a plain product needs
@@ -35,39 +31,10 @@ struct Tile {
     int first, last;            // rows that count; the others are not stored, or zeroed
 };
 
-// An operand's way in, worked out once: what each thread copies of every block of k.
-template <int MN, bool CONTIG_K, int PITCH>
-struct Side {
-    static constexpr int LINE = (CONTIG_K ? BK : MN) / 8, LINES = THREADS / LINE;    // pieces of a line; lines that all threads take at once
-    static constexpr int PIECES = MN * BK / 8 / THREADS;
-    const char* from;
-    i64 lines, next;            // bytes from one of this thread's lines to the next one, from block to block
-    u32 to;
-
-    __device__ __forceinline__ void begin(const char* base, i64 pitch) {
-        const u32 across = threadIdx.x / LINE, along = threadIdx.x % LINE;
-        from = base + across * pitch + along * 16, to = across * PITCH * 2 + along * 16;
-        lines = LINES * pitch, next = CONTIG_K ? BK * 2 : BK * pitch;
-        asm volatile("" : "+l"(from), "+l"(lines), "+l"(next), "+r"(to));            // here: the compiler may not put it off
-    }
-    // `left`: elements of mn and of k that exist from the tile's and the block's first one on; what lies outside arrives as zeros.
-    __device__ __forceinline__ void load(u32 stage, int kb, bool inside, const char* base, int mn_left, int k_left) const {
-        const int line = threadIdx.x / LINE, along = threadIdx.x % LINE * 8;
-        const char* at = from + kb * next;
-#pragma unroll
-        for (int c = 0; c < PIECES; ++c, at += lines) {
-            const u32 there = stage + to + c * LINES * PITCH * 2;
-            const int across = line + c * LINES;
-            const int left = CONTIG_K ? (across < mn_left ? k_left - along : 0) : (across < k_left ? mn_left - along : 0);
-            const int bytes = min(max(left, 0), 8) * 2;
-            if (inside) copy_async(there, at);
-            else copy_async(there, bytes ? at : base, bytes);
-        }
-    }
-};
-
-typedef Side<BM, A_K, A_PITCH> SideA;
-typedef Side<BN, B_K, B_PITCH> SideB;
+typedef LinesOf<BM, A_K, A_ODD>::Type SideA;
+typedef LinesOf<BN, B_K, B_ODD>::Type SideB;
+constexpr int A_TILE = SideA::SIZE, B_TILE = SideB::SIZE, RING_BYTES = STAGES * (A_TILE + B_TILE) * 2, STAGED_PITCH = COLS + 4;
+static_assert(SHARED >= RING_BYTES && SHARED >= THREADS / 32 * 16 * STAGED_PITCH * 4, "shared memory of the launch");
 
 __device__ __forceinline__ void load_stage(const Tile& t, const SideA& a, const SideB& b, u32 ring, int kb) {
     const u32 stage = ring + kb % STAGES * (A_TILE + B_TILE) * 2;
@@ -76,15 +43,15 @@ __device__ __forceinline__ void load_stage(const Tile& t, const SideA& a, const 
     else a.load(stage, kb, false, t.a, m, k), b.load(stage + A_TILE * 2, kb, false, t.b, n, k);
 }
 
-__device__ __forceinline__ void multiply(const u16* a, const u16* b, float (&acc)[MI][NJ][4]) {
+__device__ __forceinline__ void multiply(const SideA& a, const SideB& b, const u16* stage, float (&acc)[MI][NJ][4]) {
     const int warp = threadIdx.x >> 5, m0 = (warp & 1) * (BM / 2), n0 = (warp >> 1) * COLS;
 #pragma unroll
     for (int k = 0; k < BK; k += 16) {
         u32 fa[MI][4], fb[NJ / 2][4];
 #pragma unroll
-        for (int i = 0; i < MI; ++i) load_a<A_K, A_PITCH>(fa[i], a, m0 + i * 16, k);
+        for (int i = 0; i < MI; ++i) a.rows(fa[i], stage, m0 + i * 16, k);
 #pragma unroll
-        for (int j = 0; j < NJ / 2; ++j) load_b<B_K, B_PITCH>(fb[j], b, n0 + j * 16, k);
+        for (int j = 0; j < NJ / 2; ++j) b.columns(fb[j], stage + A_TILE, n0 + j * 16, k);
 #pragma unroll
         for (int i = 0; i < MI; ++i)
 #pragma unroll
@@ -284,8 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BM == 32 ? 6 : 3) small(co
         for (int kb = 0; kb < blocks; ++kb) {
             wait_for_copies<STAGES - 1>();
             __syncthreads();                    // block kb is there for all
-            const u16* stage = (const u16*)shared + kb % STAGES * (A_TILE + B_TILE);
-            multiply(stage, stage + A_TILE, acc);
+            multiply(a, b, (const u16*)shared + kb % STAGES * (A_TILE + B_TILE), acc);
             if (kb + STAGES < blocks) {
                 __syncthreads();                // and done with by all
                 load_stage(t, a, b, ring, kb + STAGES);
