@@ -12,6 +12,7 @@ from multigemm.backends.numba.config import (
     HOPPER_NARROW,
     MMA,
     MMA_SMALL,
+    MMA_TALL,
     SIMT,
     SIMT_EMULATED,
     SIMT_LARGE,
@@ -34,6 +35,8 @@ SHALLOW = 512
 """The k up to which small problems are better off without TMA and wgmma."""
 TMA_ALIGN = 16
 MMA_MINIMUM = (8, 0)
+DOUBLE_MINIMUM = (9, 0)
+"""Where mma.sync multiplies 16 x 8 float64 at once."""
 MULTIPROCESSORS = 128
 """Of an ordinary Hopper GPU (they have 114 to 132)."""
 HALVES = (torch.float16, torch.bfloat16)
@@ -90,7 +93,9 @@ def mma_obstacle(spec: ProblemSpec, device: torch.device) -> str:
     """Why the sm_80 kernel cannot run this; empty when it can."""
     if capability_of(device) < MMA_MINIMUM:
         return f"needs compute capability {MMA_MINIMUM}, this GPU has {capability_of(device)}"
-    return _dtype_obstacle(spec)
+    if spec.compute == torch.float64 and capability_of(device) < DOUBLE_MINIMUM:
+        return f"float64 needs compute capability {DOUBLE_MINIMUM}, this GPU has {capability_of(device)}"
+    return "" if spec.compute in (torch.int8, torch.float64) else _dtype_obstacle(spec)
 
 
 def _dtype_obstacle(spec: ProblemSpec) -> str:
@@ -103,6 +108,8 @@ def _mma(spec: ProblemSpec, device: torch.device) -> list[Config]:
     if mma_obstacle(spec, device):
         return []
     rows = rows_per_group(spec)
+    if spec.compute == torch.float64:
+        return [MMA_SMALL, MMA_TALL]
     small = rows <= FEW_ROWS or _tiles(spec, rows, MMA.bm) < MULTIPROCESSORS
     return [MMA_SMALL, MMA] if small else [MMA, MMA_SMALL]
 
@@ -150,7 +157,7 @@ def obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     if device.type != "cuda":
         return "it needs tensor cores, which the simulator lacks: use a SimtConfig"
     if isinstance(config, MmaConfig):
-        known: tuple[Config, ...] = (MMA, MMA_SMALL)
+        known: tuple[Config, ...] = (MMA, MMA_SMALL, MMA_TALL)
         found = mma_obstacle(spec, device)
     else:
         known = (HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, replace(HOPPER, cluster=1))

@@ -84,24 +84,25 @@ def make_finish(acc, activation, c_name, bias_name):
 
 
 @cache
-def make_any_finish():
+def make_any_finish(acc="f32"):
     """finish(value, alpha, beta, activation, c_kind, c, c_at, bias_kind, bias, bias_at), all decided at run time.
 
-    For float32 accumulators. One compiled kernel so serves every epilogue; the tensor-core kernels,
-    which take seconds to compile, use it, and the one with the fewest instructions per element, `make_finish`.
+    One compiled kernel so serves every epilogue; the tensor-core kernels, which take seconds to compile, use it, and the one with the fewest instructions per element, `make_finish`.
     """
     half, brain, single, double = loader("f16"), loader("bf16"), loader("f32"), loader("f64")
-    cast = caster("f32")
-    relu, gelu = make_activation("relu", "f32"), make_activation("gelu", "f32")
-    gelu_tanh, silu = make_activation("gelu_tanh", "f32"), make_activation("silu", "f32")
+    cast, whole = caster(acc), loader("i32")
+    relu, gelu = make_activation("relu", acc), make_activation("gelu", acc)
+    gelu_tanh, silu = make_activation("gelu_tanh", acc), make_activation("silu", acc)
 
     @device
     def load_any(address, index, kind):
         value = cast(0)
-        if kind == F16:
-            value = half(address, index)
+        if acc == "i32":
+            value = whole(address, index)
+        elif kind == F16:
+            value = cast(half(address, index))
         elif kind == BF16:
-            value = brain(address, index)
+            value = cast(brain(address, index))
         elif kind == F32:
             value = cast(single(address, index))
         else:
@@ -115,7 +116,11 @@ def make_any_finish():
             value += beta * load_any(c, c_at, c_kind)
         if bias_kind != 0:
             value += load_any(bias, bias_at, bias_kind)
-        if activation == RELU:
+        if acc == "i32":
+            value = wrap_int32(value)
+            if activation == RELU:
+                value = relu(value)
+        elif activation == RELU:
             value = relu(value)
         elif activation == GELU:
             value = gelu(value)
@@ -129,13 +134,16 @@ def make_any_finish():
 
 
 @cache
-def make_any_store():
-    """store(address, index, value, kind): a float32 with one rounding to the type that `kind` numbers."""
-    half, brain, single, double = (storer(name, "f32") for name in ("f16", "bf16", "f32", "f64"))
+def make_any_store(acc="f32"):
+    """store(address, index, value, kind): a sum with one rounding to the type that `kind` numbers."""
+    half, brain, single, double = (storer(name, acc) for name in ("f16", "bf16", "f32", "f64"))
+    whole = storer("i32", "i32")
 
     @device
     def store(address, index, value, kind):
-        if kind == F16:
+        if acc == "i32":
+            whole(address, index, value)
+        elif kind == F16:
             half(address, index, value)
         elif kind == BF16:
             brain(address, index, value)

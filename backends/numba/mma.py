@@ -23,7 +23,8 @@ from multigemm.backends.numba import ptx
 from multigemm.backends.numba import ptx_hopper as hw
 from multigemm.backends.numba.call import KIND
 from multigemm.backends.numba.hopper_epilogue import make_flush_32, style_of
-from multigemm.backends.numba.memory import BYTES
+from multigemm.backends.numba.memory import ACCUMULATOR, BYTES, caster
+from multigemm.backends.numba.mma_epilogue import make_flush, make_stage
 from multigemm.backends.numba.mma_fragments import (
     make_copy,
     make_fragments,
@@ -31,6 +32,7 @@ from multigemm.backends.numba.mma_fragments import (
     make_warp_step,
     make_warp_store,
 )
+from multigemm.backends.numba.mma_words import SUMS
 from multigemm.backends.numba.mma_shape import ALIGNMENT, KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS, kept_rows
 from multigemm.backends.numba.operand import make_operands
 from multigemm.backends.numba.ptx_asm import make_zeros, shared_address
@@ -54,9 +56,9 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
     copy_a, a_lies_across = make_copy(kind, bm, THREADS, a_across, a_aligned)
     copy_b, b_lies_across = make_copy(kind, bn, THREADS, b_across, b_aligned)
     kept, across_warps = kept_rows(config), bn // KEPT_COLUMNS
-    load_a = make_fragments(a_lies_across, True, bm, kept)
-    load_b = make_fragments(b_lies_across, False, bn, KEPT_COLUMNS)
-    warp_step, zeros = make_warp_step(kind, kept), make_zeros(kept * KEPT_COLUMNS // 32)
+    load_a = make_fragments(kind, a_lies_across, True, bm, kept)
+    load_b = make_fragments(kind, b_lies_across, False, bn, KEPT_COLUMNS)
+    warp_step, zeros = make_warp_step(kind, kept), make_zeros(kept * KEPT_COLUMNS // 32, SUMS[kind])
     wait = ptx.make_cp_async_wait(stages - 2)
 
     @synchronising
@@ -117,11 +119,23 @@ def make_kernel(config, signature, overlap):
     )
     scan, locate, piece = make_warp_schedule(bm, bn)
     zero_unowned = make_zero_unowned()
-    stage, flush = make_warp_stage(kept_rows(config)), make_flush_32(32)
     kept, across_warps = kept_rows(config), bn // KEPT_COLUMNS
-    staging_bytes = kept * KEPT_COLUMNS * 4
+    total_name = ACCUMULATOR[signature.compute]
+    staging_bytes = kept * KEPT_COLUMNS * BYTES[total_name]
+    single = total_name == "f32"
+    scale = caster(total_name)
+    if single:
+        stage, flush = make_warp_stage(kept), make_flush_32(32)
+    else:
+        turned = kind == "i8"
+        stage = make_stage(
+            total_name, kept, turned and signature.a_order == "col" and signature.a_aligned,
+            turned and signature.b_order == "row" and signature.b_aligned,
+        )
+        flush = make_flush(total_name)
     direct_kind = KIND[kind] if kind in ("f16", "bf16") and kept <= DIRECT_ROWS else NONE
-    store = make_warp_store(kind if direct_kind != NONE else "bf16", kept)
+    direct = direct_kind != NONE
+    store = make_warp_store(kind if direct else "bf16", kept) if single else None
 
     @kernel
     def mma(p, alpha, beta):
@@ -152,16 +166,8 @@ def make_kernel(config, signature, overlap):
             rows, columns = min(height - above, kept), n - j
             out, out_row, out_col = operand_out(p, g, start)
             out = out + (i * out_row + j * out_col) * p.out_size
-            pitch = out_row * 2
-            whole = (
-                p.plain != 0 and p.out_kind == direct_kind and out_col == 1 and ((out | pitch | (columns * 2)) & 3) == 0
-            )
-            if whole:
-                row, column = int32(lane >> 2), int32((lane & 3) * 2)
-                here = out + row * pitch + column * 2
-                store(acc, here, pitch * 8, int32(int32(rows) - row), int32(int32(columns) - column))
-            else:
-                stage(acc, lane_at, twist)
+            if not single:
+                stage(acc, staging, lane)
                 cuda.syncwarp()
                 c, c_row, c_col = operand_c(p, g, start)
                 bias, bias_col = operand_bias(p, g, start)
@@ -169,9 +175,32 @@ def make_kernel(config, signature, overlap):
                 there = c + (i * c_row + j * c_col) * p.c_size, c_row, c_col
                 vector = bias + j * bias_col * p.bias_size, bias_col
                 flush(
-                    staging, here, there, vector, style_of(p), types.float32(alpha), types.float32(beta), rows, columns,
-                    lane, 0,
-                )  # fmt: skip
+                    staging, here, there, vector, style_of(p), scale(alpha), scale(beta), rows, columns, lane
+                )
+            else:
+                whole = (
+                    p.plain != 0
+                    and p.out_kind == direct_kind
+                    and out_col == 1
+                    and ((out | (out_row * 2) | (columns * 2)) & 3) == 0
+                )
+                pitch = out_row * 2
+                if whole:
+                    row, column = int32(lane >> 2), int32((lane & 3) * 2)
+                    here = out + row * pitch + column * 2
+                    store(acc, here, pitch * 8, int32(int32(rows) - row), int32(int32(columns) - column))
+                else:
+                    stage(acc, lane_at, twist)
+                    cuda.syncwarp()
+                    c, c_row, c_col = operand_c(p, g, start)
+                    bias, bias_col = operand_bias(p, g, start)
+                    here = out, out_row, out_col
+                    there = c + (i * c_row + j * c_col) * p.c_size, c_row, c_col
+                    vector = bias + j * bias_col * p.bias_size, bias_col
+                    flush(
+                        staging, here, there, vector, style_of(p), types.float32(alpha), types.float32(beta), rows, columns,
+                        lane, 0,
+                    )  # fmt: skip
             cuda.syncthreads()
         if overlap:
             # Also without a tile: whoever waits for this kernel relies on all before it having ended too.
