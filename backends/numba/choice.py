@@ -13,6 +13,9 @@ from multigemm.backends.numba.config import (
     MMA,
     MMA_SMALL,
     MMA_TALL,
+    FMA,
+    FMA_TALL,
+    FMA_SMALL,
     SIMT,
     SIMT_EMULATED,
     SIMT_LARGE,
@@ -95,7 +98,7 @@ def mma_obstacle(spec: ProblemSpec, device: torch.device) -> str:
         return f"needs compute capability {MMA_MINIMUM}, this GPU has {capability_of(device)}"
     if spec.compute == torch.float64 and capability_of(device) < DOUBLE_MINIMUM:
         return f"float64 needs compute capability {DOUBLE_MINIMUM}, this GPU has {capability_of(device)}"
-    return "" if spec.compute in (torch.int8, torch.float64) else _dtype_obstacle(spec)
+    return "" if spec.compute in (torch.int8, torch.float64, torch.float32) else _dtype_obstacle(spec)
 
 
 def _dtype_obstacle(spec: ProblemSpec) -> str:
@@ -110,6 +113,8 @@ def _mma(spec: ProblemSpec, device: torch.device) -> list[Config]:
     rows = rows_per_group(spec)
     if spec.compute == torch.float64:
         return [MMA_SMALL, MMA_TALL]
+    if spec.compute == torch.float32 and spec.precision == "ieee":
+        return [FMA, FMA_TALL, FMA_SMALL]
     small = rows <= FEW_ROWS or _tiles(spec, rows, MMA.bm) < MULTIPROCESSORS
     return [MMA_SMALL, MMA] if small else [MMA, MMA_SMALL]
 
@@ -157,7 +162,7 @@ def obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     if device.type != "cuda":
         return "it needs tensor cores, which the simulator lacks: use a SimtConfig"
     if isinstance(config, MmaConfig):
-        known: tuple[Config, ...] = (MMA, MMA_SMALL, MMA_TALL)
+        known: tuple[Config, ...] = (MMA, MMA_SMALL, MMA_TALL, FMA, FMA_TALL, FMA_SMALL)
         found = mma_obstacle(spec, device)
     else:
         known = (HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, replace(HOPPER, cluster=1))

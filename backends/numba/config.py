@@ -107,6 +107,7 @@ class MmaConfig:
     bm: int = 128
     bn: int = 128
     stages: int = 3
+    tensor: bool = True
 
     @property
     def footprint(self) -> tuple[int, int, int]:
@@ -139,6 +140,9 @@ HOPPER_MEDIUM = HopperConfig(128, 6, 16, cluster=1)
 HOPPER_NARROW = HopperConfig(64, 8, 8, cluster=1)
 MMA = MmaConfig()
 MMA_SMALL = MmaConfig(64, 64, 4)
+FMA = MmaConfig(128, 128, 3, False)
+FMA_TALL = MmaConfig(128, 64, 4, False)
+FMA_SMALL = MmaConfig(64, 64, 4, False)
 MMA_TALL = MmaConfig(128, 64, 4)
 SIMT = SimtConfig()
 SIMT_LARGE = SimtConfig(128, 128, 8, 8, 8)

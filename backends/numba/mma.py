@@ -22,6 +22,7 @@ from numba.cuda import types
 from multigemm.backends.numba import ptx
 from multigemm.backends.numba import ptx_hopper as hw
 from multigemm.backends.numba.call import KIND
+from multigemm.backends.numba.fma import make_fma_stage, make_fma_step
 from multigemm.backends.numba.hopper_epilogue import make_flush_32, style_of
 from multigemm.backends.numba.memory import ACCUMULATOR, BYTES, caster
 from multigemm.backends.numba.mma_epilogue import make_flush, make_stage
@@ -58,7 +59,9 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
     kept, across_warps = kept_rows(config), bn // KEPT_COLUMNS
     load_a = make_fragments(kind, a_lies_across, True, bm, kept)
     load_b = make_fragments(kind, b_lies_across, False, bn, KEPT_COLUMNS)
-    warp_step, zeros = make_warp_step(kind, kept), make_zeros(kept * KEPT_COLUMNS // 32, SUMS[kind])
+    plain = kind == "f32"
+    warp_step = make_fma_step(kept, a_lies_across, b_lies_across) if plain else make_warp_step(kind, kept)
+    zeros = make_zeros(kept * KEPT_COLUMNS // 32, SUMS[kind])
     wait = ptx.make_cp_async_wait(stages - 2)
 
     @synchronising
@@ -87,6 +90,21 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
                 copy_b(where + b_at, b_base, b_col, b_row, columns, k, k0, thread)
             ptx.cp_async_commit()
             tile = int32(base + stage * stage_bytes)
+            if plain:
+                acc = warp_step(acc, load_a(tile, 0, first_row, lane), load_b(tile + b_at, 0, first_column, lane))
+                acc = warp_step(acc, load_a(tile, 1, first_row, lane), load_b(tile + b_at, 1, first_column, lane))
+                acc = warp_step(acc, load_a(tile, 2, first_row, lane), load_b(tile + b_at, 2, first_column, lane))
+                acc = warp_step(acc, load_a(tile, 3, first_row, lane), load_b(tile + b_at, 3, first_column, lane))
+                acc = warp_step(acc, load_a(tile, 4, first_row, lane), load_b(tile + b_at, 4, first_column, lane))
+                acc = warp_step(acc, load_a(tile, 5, first_row, lane), load_b(tile + b_at, 5, first_column, lane))
+                acc = warp_step(acc, load_a(tile, 6, first_row, lane), load_b(tile + b_at, 6, first_column, lane))
+                acc = warp_step(acc, load_a(tile, 7, first_row, lane), load_b(tile + b_at, 7, first_column, lane))
+                stage, filled = int32(stage + 1), int32(filled + 1)
+                if stage == stages:
+                    stage = int32(0)
+                if filled == stages:
+                    filled = int32(0)
+                continue
             # One step of fragments is loaded ahead of the products that need them.
             a0, b0 = load_a(tile, 0, first_row, lane), load_b(tile + b_at, 0, first_column, lane)
             a1, b1 = load_a(tile, 1, first_row, lane), load_b(tile + b_at, 1, first_column, lane)
@@ -111,7 +129,7 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
 def make_kernel(config, signature, overlap):
     """The kernel for one tile shape and one set of dtypes and layouts; `overlap`: it waits for its predecessor."""
     bm, bn = config.bm, config.bn
-    kind = "tf32" if signature.compute == "f32" else signature.compute
+    kind = "tf32" if signature.compute == "f32" and config.tensor else signature.compute
     in_size = BYTES[signature.compute]
     operand_a, operand_b, operand_c, operand_out, operand_bias = make_operands(in_size)
     main_loop = make_main_loop(
@@ -124,7 +142,13 @@ def make_kernel(config, signature, overlap):
     staging_bytes = kept * KEPT_COLUMNS * BYTES[total_name]
     single = total_name == "f32"
     scale = caster(total_name)
-    if single:
+    fma = kind == "f32"
+    if fma:
+        stage = make_fma_stage(
+            kept, signature.a_order == "col" and signature.a_aligned, signature.b_order == "row" and signature.b_aligned
+        )
+        flush = make_flush_32(32)
+    elif single:
         stage, flush = make_warp_stage(kept), make_flush_32(32)
     else:
         turned = kind == "i8"
@@ -166,7 +190,18 @@ def make_kernel(config, signature, overlap):
             rows, columns = min(height - above, kept), n - j
             out, out_row, out_col = operand_out(p, g, start)
             out = out + (i * out_row + j * out_col) * p.out_size
-            if not single:
+            if fma:
+                stage(acc, staging, lane)
+                cuda.syncwarp()
+                c, c_row, c_col = operand_c(p, g, start)
+                bias, bias_col = operand_bias(p, g, start)
+                here = out, out_row, out_col
+                there = c + (i * c_row + j * c_col) * p.c_size, c_row, c_col
+                vector = bias + j * bias_col * p.bias_size, bias_col
+                flush(
+                    staging, here, there, vector, style_of(p), scale(alpha), scale(beta), rows, columns, lane, 0
+                )
+            elif not single:
                 stage(acc, staging, lane)
                 cuda.syncwarp()
                 c, c_row, c_col = operand_c(p, g, start)

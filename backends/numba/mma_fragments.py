@@ -122,6 +122,13 @@ def make_copy(kind, width, threads, across, aligned):
 
 @cache
 def make_fragments(kind, across, left, width, rows):
+    if kind == "f32":
+        from multigemm.backends.numba.fma import make_vectors
+        return make_vectors(across, left, width, rows)
+    return make_fragments_(kind, across, left, width, rows)
+
+
+def make_fragments_(kind, across, left, width, rows):
     """load(tile, step, first, lane) -> a warp's words: `rows` (16, 32, 64) of the own dimension x 32 bytes of k.
 
     `left` is A, whose four matrices go m before k; B's go k before n.

@@ -9,7 +9,7 @@ KEPT_COLUMNS = 64
 """Columns of C that a warp keeps in registers; `kept_rows` says how many rows."""
 WARPS = 4
 THREADS = WARPS * 32
-SIZE = {"f16": 2, "bf16": 2, "tf32": 4, "i8": 1, "f64": 8}
+SIZE = {"f16": 2, "bf16": 2, "tf32": 4, "i8": 1, "f64": 8, "f32": 4}
 SUM = {"f16": "f32", "bf16": "f32", "tf32": "f32", "i8": "i32", "f64": "f64"}
 ALIGNMENT = 128
 

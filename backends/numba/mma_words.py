@@ -18,7 +18,8 @@ from multigemm.backends.numba.mma_shape import ROW_BYTES
 from multigemm.backends.numba.ptx_asm import I32, instruction
 from multigemm.backends.numba.runtime import synchronising
 
-SUMS = {"f16": types.float32, "bf16": types.float32, "tf32": types.float32, "i8": types.int32, "f64": types.float64}
+SUMS = {"f16": types.float32, "bf16": types.float32, "tf32": types.float32, "i8": types.int32, "f64": types.float64,
+        "f32": types.float32}
 LLVM = {types.float32: ir.FloatType(), types.int32: ir.IntType(32), types.float64: ir.DoubleType()}
 int32 = types.int32
 _ld4t = ptx.make_ldmatrix(4, True)
@@ -49,6 +50,12 @@ def make_twist(kind, across, width):
     def by_quads(row):
         return (row >> 2) & 3
 
+    @synchronising
+    def none(row):
+        return int32(0)
+
+    if kind == "f32" and across:
+        return none
     if kind == "f64" or (kind == "tf32" and across):
         return by_four
     if kind == "i8" and across:
