@@ -100,7 +100,10 @@ class SimtConfig:
 
 @dataclass(frozen=True, slots=True)
 class MmaConfig:
-    """Tiles of bm x bn by mma.sync, `stages` stages of 128 bytes of k; bn is 64 or 128."""
+    """Tiles of bm x bn by mma.sync, `stages` stages of 128 bytes of k; bn is 64 or 128.
+
+    Without `tensor` the products are float32's own, on plain cores, which keeps IEEE precision.
+    """
 
     kernel: ClassVar[str] = "mma"
     threads: ClassVar[int] = 128
@@ -140,10 +143,9 @@ HOPPER_MEDIUM = HopperConfig(128, 6, 16, cluster=1)
 HOPPER_NARROW = HopperConfig(64, 8, 8, cluster=1)
 MMA = MmaConfig()
 MMA_SMALL = MmaConfig(64, 64, 4)
-FMA = MmaConfig(128, 128, 3, False)
-FMA_TALL = MmaConfig(128, 64, 4, False)
-FMA_SMALL = MmaConfig(64, 64, 4, False)
 MMA_TALL = MmaConfig(128, 64, 4)
+FMA_SMALL = MmaConfig(64, 64, 4, tensor=False)
+FMA_TALL = MmaConfig(128, 64, 4, tensor=False)
 SIMT = SimtConfig()
 SIMT_LARGE = SimtConfig(128, 128, 8, 8, 8)
 SIMT_LOW = SimtConfig(32, 32, 32, 4, 4)

@@ -87,22 +87,23 @@ def make_finish(acc, activation, c_name, bias_name):
 def make_any_finish(acc="f32"):
     """finish(value, alpha, beta, activation, c_kind, c, c_at, bias_kind, bias, bias_at), all decided at run time.
 
-    One compiled kernel so serves every epilogue; the tensor-core kernels, which take seconds to compile, use it, and the one with the fewest instructions per element, `make_finish`.
+    One compiled kernel so serves every epilogue; the tensor-core kernels, which take seconds to compile,
+    use it, and the one with the fewest instructions per element, `make_finish`.
     """
+    if acc == "i32":
+        return _any_finish_of_whole()
     half, brain, single, double = loader("f16"), loader("bf16"), loader("f32"), loader("f64")
-    cast, whole = caster(acc), loader("i32")
+    cast = caster(acc)
     relu, gelu = make_activation("relu", acc), make_activation("gelu", acc)
     gelu_tanh, silu = make_activation("gelu_tanh", acc), make_activation("silu", acc)
 
     @device
     def load_any(address, index, kind):
         value = cast(0)
-        if acc == "i32":
-            value = whole(address, index)
-        elif kind == F16:
-            value = cast(half(address, index))
+        if kind == F16:
+            value = half(address, index)
         elif kind == BF16:
-            value = cast(brain(address, index))
+            value = brain(address, index)
         elif kind == F32:
             value = cast(single(address, index))
         else:
@@ -116,11 +117,7 @@ def make_any_finish(acc="f32"):
             value += beta * load_any(c, c_at, c_kind)
         if bias_kind != 0:
             value += load_any(bias, bias_at, bias_kind)
-        if acc == "i32":
-            value = wrap_int32(value)
-            if activation == RELU:
-                value = relu(value)
-        elif activation == RELU:
+        if activation == RELU:
             value = relu(value)
         elif activation == GELU:
             value = gelu(value)
@@ -133,6 +130,23 @@ def make_any_finish(acc="f32"):
     return finish
 
 
+def _any_finish_of_whole():
+    """The same for int32, whose C and bias are int32 too."""
+    load, relu = loader("i32"), make_activation("relu", "i32")
+
+    @device
+    def finish(value, alpha, beta, activation, c_kind, c, c_at, bias_kind, bias, bias_at):
+        value = alpha * value
+        if c_kind != 0:
+            value += beta * load(c, c_at)
+        if bias_kind != 0:
+            value += load(bias, bias_at)
+        value = wrap_int32(value)
+        return relu(value) if activation == RELU else value
+
+    return finish
+
+
 @cache
 def make_any_store(acc="f32"):
     """store(address, index, value, kind): a sum with one rounding to the type that `kind` numbers."""
@@ -141,9 +155,7 @@ def make_any_store(acc="f32"):
 
     @device
     def store(address, index, value, kind):
-        if acc == "i32":
-            whole(address, index, value)
-        elif kind == F16:
+        if kind == F16:
             half(address, index, value)
         elif kind == BF16:
             brain(address, index, value)
@@ -152,4 +164,8 @@ def make_any_store(acc="f32"):
         else:
             double(address, index, value)
 
-    return store
+    @device
+    def store_whole(address, index, value, kind):
+        whole(address, index, value)
+
+    return store_whole if acc == "i32" else store

@@ -103,37 +103,36 @@ def make_fma_step(kept, a_across, b_across):
 
 @cache
 def make_fma_stage(kept, a_across, b_across):
-    """stage(acc, the warp's piece, lane): rows of 256 bytes, swizzled as `make_flush_32` reads them."""
+    """stage(acc, address of the warp's piece, lane): rows of 256 bytes, swizzled as `make_flush_32` reads them."""
     rows, columns = kept // DOWN, KEPT_COLUMNS // ACROSS
+    width = 4 if b_across else 1
+    names = "{$1, $2, $3, $4}" if b_across else "$1"
+    vector, constraints = ".v4" if b_across else "", "r" + ",f" * width + ",~{memory}"
+    emit = ir.FunctionType(ir.VoidType(), [WORD] + [SINGLE] * width)
 
     def generate(context, builder, signature, arguments):
         acc, base, twist = arguments
         for i in range(rows):
             row = i // 4 * 16 + i % 4 if a_across else i * DOWN
             turn = (i % 4 // 2) * 32 if a_across else (i % 2) * 64
-            width = 4 if b_across else 1
             for j in range(0, columns, width):
-                at = j * ACROSS * 4
                 values = [builder.extract_value(acc, i * columns + j + x) for x in range(width)]
-                where = builder.add(base, builder.xor(twist, ir.Constant(WORD, at ^ turn)))
-                vector = ".v4" if b_across else ""
-                names = "{$1, $2, $3, $4}" if b_across else "$1"
-                emit = ir.FunctionType(ir.VoidType(), [WORD] + [SINGLE] * width)
+                where = builder.add(base, builder.xor(twist, ir.Constant(WORD, (j * ACROSS * 4) ^ turn)))
                 text = f"st.shared{vector}.f32 [$0+{row * 256}], {names};"
-                builder.call(ir.InlineAsm(emit, text, "r" + ",f" * width + ",~{memory}", side_effect=True), [where, *values])
+                builder.call(ir.InlineAsm(emit, text, constraints, side_effect=True), [where, *values])
         return context.get_dummy_value()
 
     takes = (floats(rows * columns), types.int32, types.int32)
     put = with_arity(3, lambda _types: (types.void(*takes), generate))
 
     @synchronising
-    def stage(acc, staging, lane):
+    def stage(acc, piece, lane):
         row, column = int32(lane_row(lane)), int32(lane_column(lane))
         turn = int32((row & 1) * 64) if a_across else int32((row >> 1) * 32)
         first = int32(row * 4) if a_across else row
         if b_across:
-            put(acc, int32(staging + first * 256), int32(turn ^ (column * 16)))
+            put(acc, int32(piece + first * 256), int32(turn ^ (column * 16)))
         else:
-            put(acc, int32(staging + first * 256 + column * 4), turn)
+            put(acc, int32(piece + first * 256 + column * 4), turn)
 
     return stage

@@ -1,7 +1,7 @@
-"""From a warp's sums to memory by way of its own piece of shared memory: int32 and float64.
+"""From a warp's sums to memory by way of its own piece of shared memory, in rows of 64 sums.
 
-A row is 64 sums in 16-byte chunks, which are swizzled by the row number. What `mma_words` has turned
-by pairs is put back in order here: `turned_a` or `turned_b` say which of both.
+Rows consist of 16-byte chunks, which are swizzled by the row number. What `mma_words` has turned by pairs is
+put back in order here: `turned_a` or `turned_b` say which of both.
 """
 
 # mypy: ignore-errors
@@ -16,44 +16,50 @@ from numba.cuda import types
 from multigemm.backends.numba import ptx
 from multigemm.backends.numba.call import KIND
 from multigemm.backends.numba.epilogue import make_any_finish, make_any_store
+from multigemm.backends.numba.fma import make_fma_stage
+from multigemm.backends.numba.hopper_epilogue import make_flush_32
 from multigemm.backends.numba.memory import BYTES
+from multigemm.backends.numba.mma_fragments import make_warp_stage
 from multigemm.backends.numba.mma_shape import KEPT_COLUMNS
 from multigemm.backends.numba.mma_words import LLVM
 from multigemm.backends.numba.ptx_asm import CONSTRAINT, with_arity
 from multigemm.backends.numba.runtime import synchronising
 
 LANES = 32
-int32 = types.int32
 TYPES = {"i32": types.int32, "f64": types.float64}
+int32 = types.int32
 
 
-def _twist(acc, row):
-    """Of a row's chunks: rows that are written or read together lie in different banks."""
+@cache
+def make_way_out(kind, acc, kept, a_lies_across, b_lies_across):
+    """(stage, flush): stage(sums, address of the warp's piece, lane), but see `make_warp_stage`; and `make_flush`."""
+    if kind == "f32":
+        return make_fma_stage(kept, a_lies_across, b_lies_across), make_flush_32(LANES)
+    if acc == "f32":
+        return make_warp_stage(kept), make_flush_32(LANES)
+    turned = kind == "i8"
+    return make_stage(acc, kept, turned and a_lies_across, turned and b_lies_across), make_flush(acc)
+
+
+def _runs(rows, columns, size, turned_a, turned_b):
+    """(row, byte, which sums) of neighbours that a lane holds, but for what depends on the lane."""
+    for i, half in product(range(rows), range(2)):
+        row = i * 16 + (half if turned_a else half * 8)
+        for j in range(0, columns, 2 if turned_b else 1):
+            first = (i * columns + j) * 4 + half * 2
+            yield row, j * 8 * size, [first, first + 4, first + 1, first + 5] if turned_b else [first, first + 1]
 
 
 @cache
 def make_stage(acc, kept, turned_a, turned_b):
-    """stage(sums, address of the warp's piece, lane): all of them, as rows."""
+    """stage(sums, address of the warp's piece, lane) for int32 and float64."""
     rows, columns, size, kind = kept // 16, KEPT_COLUMNS // 8, BYTES[acc], TYPES[acc]
     pitch, word, number = KEPT_COLUMNS * size, ir.IntType(32), LLVM[TYPES[acc]]
-    suffix, letter = {"i32": ("b32", "r"), "f64": ("f64", "d")}[acc]
-
-    def runs():
-        """(row, chunk) of a lane's neighbours but for what depends on the lane, and which sums they are."""
-        for i, half in product(range(rows), range(2)):
-            row = i * 16 + (half if turned_a else half * 8)
-            if turned_b:
-                for j in range(0, columns, 2):
-                    first, second = ((i * columns + j + x) * 4 + half * 2 for x in range(2))
-                    yield row, j * 8 * size, [first, second, first + 1, second + 1]
-            else:
-                for j in range(columns):
-                    first = (i * columns + j) * 4 + half * 2
-                    yield row, j * 8 * size, [first, first + 1]
+    suffix, letter, swizzle = f"b{8 * size}", CONSTRAINT[kind], make_swizzle(acc)
 
     def generate(context, builder, signature, arguments):
         acc, base, twist = arguments
-        for row, at, which in runs():
+        for row, at, which in _runs(rows, columns, size, turned_a, turned_b):
             where = builder.add(base, builder.xor(twist, ir.Constant(word, at)))
             values = [builder.extract_value(acc, x) for x in which]
             names = ", ".join(f"${x + 1}" for x in range(len(values)))
@@ -65,24 +71,24 @@ def make_stage(acc, kept, turned_a, turned_b):
 
     takes = (types.UniTuple(kind, rows * columns * 4), types.int32, types.int32)
     put = with_arity(3, lambda _types: (types.void(*takes), generate))
-    swizzle = make_swizzle(acc)
 
     @synchronising
-    def stage(sums, staging, lane):
+    def stage(sums, piece, lane):
         row, quad = int32(lane >> 2), int32(lane & 3)
         if turned_a:
             row = int32(row * 2)
-        twist, beside = int32(swizzle(row) * 16), int32(quad * 2 * size)
+        start, twist = int32(piece + row * pitch), int32(swizzle(row) * 16)
         if turned_b:
-            twist, beside = int32(twist ^ (quad * 4 * size)), int32(0)
-        put(sums, int32(staging + row * pitch + beside), twist)
+            put(sums, start, int32(twist ^ (quad * 4 * size)))
+        else:
+            put(sums, int32(start + quad * 2 * size), twist)
 
     return stage
 
 
 @cache
 def make_swizzle(acc):
-    """swizzle(row) -> what the number of a chunk is xor-ed with: alike for rows 8 apart, and for 2i and 2i + 1 of int32."""
+    """swizzle(row) -> what a chunk's number is xor-ed with: alike for rows 8 apart, and for 2i and 2i + 1 of int32."""
 
     @synchronising
     def whole(row):
@@ -111,7 +117,7 @@ def make_flush(acc):
         send = ptx.store_global_f64x2
 
     @synchronising
-    def flush(staging, out, c, bias, style, alpha, beta, rows, columns, lane):
+    def flush(staging, out, c, bias, style, alpha, beta, rows, columns, lane, above):
         out_at, out_row, out_col = out
         c_at, c_row, c_col = c
         bias_at, bias_col = bias
@@ -125,7 +131,7 @@ def make_flush(acc):
             if plain == 0:
                 for i in range(count):
                     value = load_one(cell + i * size)
-                    at, b = row * c_row + (column + i) * c_col, (column + i) * bias_col
+                    at, b = (above + row) * c_row + (column + i) * c_col, (column + i) * bias_col
                     value = finish(value, alpha, beta, activation, c_kind, c_at, at, bias_kind, bias_at, b)
                     put_one(cell + i * size, value)
             if wide:

@@ -19,8 +19,9 @@ from llvmlite import ir
 from numba.cuda import types
 
 from multigemm.backends.numba import ptx
+from multigemm.backends.numba.fma import make_vectors
 from multigemm.backends.numba.mma_shape import KEPT_COLUMNS, ROW_BYTES, SIZE
-from multigemm.backends.numba.mma_words import LLVM, SUMS, make_twist, make_words
+from multigemm.backends.numba.mma_words import LLVM, make_twist, make_words
 from multigemm.backends.numba.ptx_asm import CONSTRAINT, floats, instruction, registers, with_arity
 from multigemm.backends.numba.runtime import synchronising
 
@@ -122,17 +123,12 @@ def make_copy(kind, width, threads, across, aligned):
 
 @cache
 def make_fragments(kind, across, left, width, rows):
-    if kind == "f32":
-        from multigemm.backends.numba.fma import make_vectors
-        return make_vectors(across, left, width, rows)
-    return make_fragments_(kind, across, left, width, rows)
-
-
-def make_fragments_(kind, across, left, width, rows):
     """load(tile, step, first, lane) -> a warp's words: `rows` (16, 32, 64) of the own dimension x 32 bytes of k.
 
-    `left` is A, whose four matrices go m before k; B's go k before n.
+    `left` is A, whose four matrices go m before k; B's go k before n. Plain cores take 16 bytes of k, see `fma`.
     """
+    if kind == "f32":
+        return make_vectors(across, left, width, rows)
     pitch = width * 2
 
     @synchronising
@@ -167,7 +163,7 @@ def make_warp_step(kind, kept):
         f"mma.sync.aligned.{shape} {{{registers(0, 4)}}}, {{{registers(4, high)}}}, {{{registers(4 + high, low)}}}, "
         f"{{{registers(4 + high + low, 4)}}};"
     )
-    total, part = SUMS[kind], types.float64 if kind == "f64" else types.int32
+    total, part = ptx.SUMS[kind], types.float64 if kind == "f64" else types.int32
     letter, given = CONSTRAINT[total], CONSTRAINT[part]
     constraints = ",".join([f"={letter}"] * 4 + [given] * (high + low) + [letter] * 4)
     single, word = LLVM[total], LLVM[part]

@@ -18,8 +18,6 @@ from multigemm.backends.numba.mma_shape import ROW_BYTES
 from multigemm.backends.numba.ptx_asm import I32, instruction
 from multigemm.backends.numba.runtime import synchronising
 
-SUMS = {"f16": types.float32, "bf16": types.float32, "tf32": types.float32, "i8": types.int32, "f64": types.float64,
-        "f32": types.float32}
 LLVM = {types.float32: ir.FloatType(), types.int32: ir.IntType(32), types.float64: ir.DoubleType()}
 int32 = types.int32
 _ld4t = ptx.make_ldmatrix(4, True)
@@ -72,9 +70,7 @@ def make_words(kind, across, left, width):
     def double(tile, step, own, lane):
         deep = int32(step * 4 + (lane & 3))
         if across:
-            return ptx.load_shared_f64(
-                tile + deep * (width * 8) + (((own >> 1) ^ twist(deep)) << 4) + (own & 1) * 8
-            )
+            return ptx.load_shared_f64(tile + deep * (width * 8) + (((own >> 1) ^ twist(deep)) << 4) + (own & 1) * 8)
         return ptx.load_shared_f64(tile + own * ROW_BYTES + (((deep >> 1) ^ twist(own)) << 4) + (deep & 1) * 8)
 
     @synchronising

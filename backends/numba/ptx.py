@@ -20,17 +20,22 @@ MMA = {
     "i8": ("m16n8k32.row.col.s32.s8.s8.s32", 4, 2),
     "f64": ("m16n8k4.row.col.f64.f64.f64.f64", 2, 1),
 }
+"""The instruction by the kind of product, and registers of A and of B; float64 takes sm_90."""
+SUMS = {"f16": F32, "bf16": F32, "tf32": F32, "f32": F32, "i8": I32, "f64": F64}
+"""The type of a sum; "f32" is the product without tensor cores."""
 
 
 @cache
 def make_mma(kind):
-    """mma(acc[4], a[4], b[2]) -> acc: one m16n8k16 (f16, bf16) or m16n8k8 (tf32) step on one warp."""
+    """mma(acc[4], a, b) -> acc: one step on one warp, of 32 bytes of k."""
     shape, a_words, b_words = MMA[kind]
+    total, part = types.UniTuple(SUMS[kind], 4), F64 if kind == "f64" else I32
+    a, b = types.UniTuple(part, a_words), types.UniTuple(part, b_words)
     text = (
         f"mma.sync.aligned.{shape} {{{registers(0, 4)}}}, {{{registers(8, a_words)}}}, "
         f"{{{registers(8 + a_words, b_words)}}}, {{{registers(4, 4)}}};"
     )
-    return instruction(text, floats(4), floats(4), words(a_words), words(b_words), effects=False)
+    return instruction(text, total, total, a, b, effects=False)
 
 
 @cache
