@@ -52,12 +52,15 @@ def bits(values: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
     """A float array as the words that the hardware sees."""
     if kind == "tf32":
         return values.astype(np.float32).view(np.uint32)
+    if kind in ("i8", "f64"):
+        return values.astype({"i8": np.int8, "f64": np.float64}[kind])
     return values.astype(HALF[kind]).view(np.uint16)
 
 
 def mma_case(kind: str) -> Case:
-    """Rows of 8 words each: 16 halves of k, or 8 tf32."""
-    mma, zeros, k = ptx.make_mma(kind), make_zeros(4), 8 if kind == "tf32" else 16
+    """Rows of 8 words each: 16 halves of k, 8 tf32 or 32 bytes; or of 4 float64."""
+    mma, zeros = ptx.make_mma(kind), make_zeros(4, ptx.SUMS[kind])
+    k = {"tf32": 8, "i8": 32, "f64": 4}.get(kind, 16)
 
     def kernel(a: Any, b: Any, out: Any) -> None:
         lane = cuda.threadIdx.x
@@ -67,10 +70,20 @@ def mma_case(kind: str) -> Case:
         out[row * 8 + quad * 2], out[row * 8 + quad * 2 + 1] = acc[0], acc[1]
         out[(row + 8) * 8 + quad * 2], out[(row + 8) * 8 + quad * 2 + 1] = acc[2], acc[3]
 
+    def kernel_of_doubles(a: Any, b: Any, out: Any) -> None:
+        lane = cuda.threadIdx.x
+        row, quad = lane // 4, lane % 4
+        acc = mma(zeros(), (a[lane], a[lane + 32]), (b[lane],))
+        out[row * 8 + quad * 2], out[row * 8 + quad * 2 + 1] = acc[0], acc[1]
+        out[(row + 8) * 8 + quad * 2], out[(row + 8) * 8 + quad * 2 + 1] = acc[2], acc[3]
+
     a, b = integers((16, k)), integers((8, k))
-    words = [bits(x, kind).reshape(-1).view(np.int32) for x in (a, b)]
-    out = np.zeros(128, np.float32)
-    return Case(kernel, [*words, out], (a @ b.T).reshape(-1), "mma.sync.aligned.m16n8k")
+    words = [bits(x, kind).reshape(-1) for x in (a, b)]
+    out = np.zeros(128, {"i8": np.int32, "f64": np.float64}.get(kind, np.float32))
+    expected, opcode = (a @ b.T).reshape(-1), f"mma.sync.aligned.m16n8k{k}"
+    if kind == "f64":
+        return Case(kernel_of_doubles, [*words, out], expected, opcode, hopper=True)
+    return Case(kernel, [*(x.view(np.int32) for x in words), out], expected, opcode)
 
 
 def matrix_words(matrix: np.ndarray[Any, Any], transposed: bool) -> np.ndarray[Any, Any]:
@@ -254,7 +267,7 @@ def barrier_case() -> Case:
 
 def cases() -> dict[str, Case]:
     """Every instruction family by name."""
-    found = {f"mma {kind}": mma_case(kind) for kind in ("f16", "bf16", "tf32")}
+    found = {f"mma {kind}": mma_case(kind) for kind in ptx.MMA}
     for turned in (False, True):
         found[f"ldmatrix trans={turned}"] = ldmatrix_case(turned)
     found |= {"cp.async": cp_async_case(), "elect": elect_case(), "barriers, setmaxnreg": barrier_case()}

@@ -13,8 +13,12 @@ import torch
 from multigemm.backend import Backend
 from multigemm.backends.numba import BACKEND, choice, support
 from multigemm.backends.numba.config import (
+    FMA_SMALL,
+    FMA_TALL,
     HOPPER,
     MMA,
+    MMA_SMALL,
+    MMA_TALL,
     SIMT,
     SIMT_LARGE,
     SIMT_LOW,
@@ -56,7 +60,6 @@ def test_is_a_backend_and_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("change", "first"),
     [
@@ -70,7 +73,10 @@ def test_is_a_backend_and_imports_nothing_heavy() -> None:
     ],
     ids=str,
 )
-def test_plain_cores_take_tiles_that_leave_no_multiprocessor_idle(change: dict[str, Any], first: SimtConfig) -> None:
+def test_plain_cores_take_tiles_that_leave_no_multiprocessor_idle(
+    change: dict[str, Any], first: SimtConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "capability_of", lambda _device: (7, 5))
     single = OperandSpec(torch.float32)
     found = choice.candidates(spec(compute=torch.float32, a=single, b=single, out=single, **change), GPU)
     assert found[0] == first and {SIMT, SIMT_LOW} <= set(found)
@@ -113,10 +119,55 @@ def test_weight_gradients_and_tf32_reach_wgmma_where_they_can() -> None:
     assert kernels(problem)[0] == "hopper"
 
 
+def product_of(dtype: torch.dtype, precision: str = "ieee", **changes: object) -> ProblemSpec:
+    operand = OperandSpec(dtype)
+    out = OperandSpec({torch.int8: torch.int32}.get(dtype, dtype))
+    return spec(compute=dtype, precision=precision, a=operand, b=operand, out=out, **changes)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("dtype", "precision", "tall", "small"),
+    [
+        (torch.float64, "ieee", MMA_TALL, MMA_SMALL),
+        (torch.float32, "ieee", FMA_TALL, FMA_SMALL),
+        (torch.float32, "tf32", MMA, MMA_SMALL),
+        (torch.int8, "ieee", MMA, MMA_SMALL),
+    ],
+    ids=str,
+)
+def test_other_dtypes_take_the_tile_with_which_the_busiest_multiprocessor_has_least_to_do(
+    dtype: torch.dtype, precision: str, tall: MmaConfig, small: MmaConfig
+) -> None:
+    """Tall ones where groups fill them and k is deep; small ones for few rows, and where tiles are few."""
+    many = product_of(dtype, precision, groups=8, total=8192, n=2048, k=2048)
+    low = product_of(dtype, precision, groups=32, total=320, n=1088, k=3456)
+    few = product_of(dtype, precision, groups=1, total=512, n=512, k=2048)
+    for problem, wanted in ((many, [tall, small]), (low, [small, tall]), (few, [small, tall])):
+        found = choice.candidates(problem, GPU)
+        assert found[:2] == wanted
+        assert {config.kernel for config in found[2:]} == {"simt"}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_short_k_does_not_fill_tall_tiles() -> None:
+    """Two float64 problems with as many products of either tile on each multiprocessor."""
+    same: dict[str, Any] = {"groups": 8, "total": 8192, "n": 2048}
+    assert choice.candidates(product_of(torch.float64, k=2048, **same), GPU)[0] == MMA_TALL
+    assert choice.candidates(product_of(torch.float64, k=128, **same), GPU)[0] == MMA_SMALL
+    ragged = product_of(torch.float64, form="jagged_k", m=1024, n=2048, k=None, groups=8, total=8 * 128)
+    assert choice.candidates(ragged, GPU)[0] == MMA_SMALL
+    assert choice.candidates(replace(ragged, total=8 * 2048), GPU)[0] == MMA_TALL
+
+
 def test_older_gpus_get_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (choice, support):
         monkeypatch.setattr(module, "capability_of", lambda _device: (8, 0))
     assert kernels(spec())[0] == "mma"
+    assert kernels(product_of(torch.int8))[0] == "mma"
+    assert kernels(product_of(torch.float32))[0] == "mma"
+    assert set(kernels(product_of(torch.float64))) == {"simt"}
+    assert "float64 needs compute capability (9, 0)" in choice.mma_obstacle(product_of(torch.float64), GPU)
     for module in (choice, support):
         monkeypatch.setattr(module, "capability_of", lambda _device: (7, 5))
     assert set(kernels(spec(compute=torch.float16))) == {"simt"}
@@ -185,7 +236,11 @@ def test_the_cpu_is_refused_with_a_remedy() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("changes", [{}, {"n": 64}, {"compute": torch.float64}, {"c": BF16}, {"total": 64}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"n": 64}, {"c": BF16}, {"total": 64},
+     {"compute": torch.float64}, {"compute": torch.float32}, {"compute": torch.int8}],
+)  # fmt: skip
 def test_every_candidate_can_run(changes: dict[str, object]) -> None:
     problem = spec(**changes)
     for config in choice.candidates(problem, GPU):
@@ -203,7 +258,10 @@ def test_every_candidate_can_run(changes: dict[str, object]) -> None:
         (SimtConfig(128, 128, 16, 2, 2), {}, "1024 threads at most"),
         (SimtConfig(256, 256, 32, 8, 8), {}, "shared memory exceed 49152"),
         (MmaConfig(bn=96), {}, "the kernel is made for MmaConfig(bm=128"),
-        (MMA, {"compute": torch.float64}, "does not run on these tensor cores"),
+        (MMA, {"compute": torch.float64}, "the kernel is made for MmaConfig(bm=128, bn=64"),
+        (FMA_TALL, {}, "the kernel is made for MmaConfig(bm=128, bn=128"),
+        (MMA_SMALL, {"compute": torch.float32}, "tensor=False"),
+        (HOPPER, {"compute": torch.float64}, "does not run on these tensor cores"),
         (HopperConfig(n_max=100), {}, "the kernel is made for HopperConfig(n_max=256"),
         (HopperConfig(64, 8, 8, cluster=2), {}, "the kernel is made for"),
         (HOPPER, {"a": replace(BF16, align=8)}, "TMA needs 16"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import CellType, FunctionType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,21 +22,26 @@ if compiler_obstacle():
 
 from multigemm.backends.numba import build
 from multigemm.backends.numba.config import (
+    FMA_SMALL,
+    FMA_TALL,
     HOPPER,
     HOPPER_MEDIUM,
     HOPPER_NARROW,
     MMA,
     MMA_SMALL,
+    MMA_TALL,
     SIMT,
     SIMT_LARGE,
     SIMT_LOW,
     Config,
     HopperConfig,
+    MmaConfig,
     Signature,
 )
 from multigemm.backends.numba.hopper_maps import tensor_maps
 from multigemm.backends.numba.hopper_shape import MAPS, Layout, token_boxes
-from multigemm.backends.numba.mma_shape import shared_bytes
+from multigemm.backends.numba.mma_shape import SIZE, WARPS, piece_step, shared_bytes, staging_bytes
+from tests.numba_lane_model import plain
 
 PLAIN = Signature("bf16", "bf16", None, None, None, True, "row", "row")
 HOPPER_GPU = (9, 0)
@@ -59,7 +63,11 @@ def number(pattern: str, log: str) -> int:
     ("config", "signature"),
     [*((config, PLAIN) for config in
        (SIMT, SIMT_LARGE, SIMT_LOW, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)),
-     (HOPPER, RAGGED)], ids=str,
+     (HOPPER, RAGGED),
+     *((config, replace(PLAIN, compute=name, out=name, b_order="col")) for config, name in
+       ((MMA, "i8"), (MMA_SMALL, "i8"), (MMA_TALL, "f64"), (MMA_SMALL, "f64"), (MMA, "f32"), (FMA_TALL, "f32"),
+        (FMA_SMALL, "f32")))],
+    ids=str,
 )  # fmt: skip
 def test_shipped_config_fits_the_registers(config: Config, signature: Signature) -> None:
     image = build.assemble(build.to_ltoir(config, signature, HOPPER_GPU), HOPPER_GPU)
@@ -96,6 +104,28 @@ def test_shared_memory_holds_the_pipeline(config: HopperConfig) -> None:
 
 def test_mma_leaves_room_for_two_blocks() -> None:
     assert 2 * (shared_bytes(MMA) + 2048) <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("config", "sum_size"),
+    [(MMA, 4), (MMA_SMALL, 4), (MMA_SMALL, 8), (MMA_TALL, 8), (FMA_TALL, 4), (FMA_SMALL, 4)],
+    ids=str,
+)
+def test_sums_find_room_where_the_stages_were(config: MmaConfig, sum_size: int) -> None:
+    assert WARPS * staging_bytes(config, sum_size) <= shared_bytes(config)
+
+
+@pytest.mark.parametrize("kind", SIZE)
+@pytest.mark.parametrize("high", [64, 128])
+def test_tiles_begin_where_16_bytes_can_be_copied(kind: str, high: int) -> None:
+    """Rows that lie side by side are copied 16 bytes at a time; 112 single bytes were once cut at 56."""
+    from multigemm.backends.numba.warp_schedule import make_warp_schedule
+
+    piece = make_warp_schedule(high, 64, piece_step(kind))[2].py_func
+    for m in (high - 1, high + 1, 112, 144, 200, 257, 1000, 4097):
+        seen = [[int(x) for x in piece(np.int32(m), np.int32(64), np.int32(x))][:2] for x in range(-(-m // high))]
+        assert all(first * SIZE[kind] % 16 == 0 and 0 < rows <= high for first, rows in seen)
+        assert sum(rows for _, rows in seen) == m
 
 
 def test_a_kernel_is_compiled_once_and_then_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,13 +240,3 @@ def test_the_tail_of_ragged_k_is_cleared_and_nothing_else(valid: int, monkeypatc
     wanted = tail(0, COLUMNS) | tail(WEIGHT_BYTES, -(-height // 64) * 64)
     assert set(cleared) == wanted
     assert len(cleared) == len(wanted), "no byte is cleared twice"
-
-
-def plain(function: Any) -> Any:
-    """A device function as plain Python, with the device functions in its closure made plain too."""
-    made = function.py_func
-    cells = tuple(
-        CellType(plain(cell.cell_contents)) if hasattr(cell.cell_contents, "py_func") else cell
-        for cell in made.__closure__ or ()
-    )
-    return FunctionType(made.__code__, made.__globals__, made.__name__, made.__defaults__, cells)

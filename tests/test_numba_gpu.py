@@ -14,16 +14,19 @@ pytestmark = pytest.mark.gpu
 
 from multigemm.backends.numba import BACKEND, build  # noqa: E402
 from multigemm.backends.numba.config import (  # noqa: E402
+    FMA_SMALL,
+    FMA_TALL,
     HOPPER,
     HOPPER_MEDIUM,
     HOPPER_NARROW,
     MMA,
     MMA_SMALL,
+    MMA_TALL,
     SIMT,
     SIMT_LARGE,
     SIMT_LOW,
 )
-from tests.numba_cases import DTYPES, Maker, cases, operands  # noqa: E402
+from tests.numba_cases import DTYPES, Maker, cases, epilogue, operands  # noqa: E402
 from tests.numba_contract import checks  # noqa: E402
 
 CONFIGS = (SIMT, SIMT_LARGE, SIMT_LOW, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)
@@ -52,6 +55,30 @@ def test_every_config_where_it_is_offered(config: Any) -> None:
     for title, problem in few:
         check(title, problem, config)
     assert few or torch.cuda.get_device_capability()[0] != 9
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "config"),
+    [
+        *(("int8", "ieee", config) for config in (MMA, MMA_SMALL)),
+        *(("float64", "ieee", config) for config in (MMA_TALL, MMA_SMALL)),
+        *(("float32", "ieee", config) for config in (FMA_TALL, FMA_SMALL)),
+        *(("float32", "tf32", config) for config in (MMA, MMA_SMALL)),
+    ],
+    ids=str,
+)
+def test_tiles_of_other_dtypes(dtype: str, precision: Any, config: Any) -> None:
+    """Lists whose extents are multiples of 16, so that operands are aligned in both directions, and odd ones."""
+    for scale, layout in ((16, "col"), (16, "row"), (7, "row")):
+        make = Maker(5, DTYPES[dtype], DEVICE, layout)
+        a, b, grouping = operands("per_group", make, scale)
+        b = operands("per_group", Maker(5, DTYPES[dtype], DEVICE, "row"), scale)[1]
+        plain = mg.GroupedGemmProblem(a, b, precision=precision, **grouping)
+        if not offered(config, plain):
+            pytest.skip("not of this GPU")
+        check(f"{dtype} {precision} {layout} x{scale}", plain, config)
+        whole = mg.GroupedGemmProblem(a, b, precision=precision, **grouping, **epilogue(plain, make, "relu"))
+        check(f"{dtype} {precision} {layout} x{scale} epilogue", whole, config)
 
 
 def test_both_majors_and_ragged_k_on_wgmma() -> None:

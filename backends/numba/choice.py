@@ -7,11 +7,14 @@ from dataclasses import replace
 import torch
 
 from multigemm.backends.numba.config import (
+    FMA_SMALL,
+    FMA_TALL,
     HOPPER,
     HOPPER_MEDIUM,
     HOPPER_NARROW,
     MMA,
     MMA_SMALL,
+    MMA_TALL,
     SIMT,
     SIMT_EMULATED,
     SIMT_LARGE,
@@ -25,6 +28,7 @@ from multigemm.backends.numba.config import (
     signature_of,
 )
 from multigemm.backends.numba.hopper_shape import COLUMNS
+from multigemm.backends.numba.mma_shape import ROW_BYTES
 from multigemm.backends.numba.support import capability_of
 from multigemm.spec import ProblemSpec
 
@@ -34,11 +38,17 @@ SHALLOW = 512
 """The k up to which small problems are better off without TMA and wgmma."""
 TMA_ALIGN = 16
 MMA_MINIMUM = (8, 0)
+DOUBLE_MINIMUM = (9, 0)
+"""Where mma.sync multiplies 16 x 8 float64 at once."""
 MULTIPROCESSORS = 128
 """Of an ordinary Hopper GPU (they have 114 to 132)."""
 HALVES = (torch.float16, torch.bfloat16)
 SIMT_COST = {SIMT_LARGE: 1.0, SIMT: 1.9, SIMT_LOW: 2.1}
 """What a product takes in a tile on plain cores, relative to the largest: float32 on an H200."""
+SMALL_COST = {MMA_SMALL: 1.17, FMA_SMALL: 1.06}
+"""What a product takes in a small tile, relative to a tall one: float64 and float32 on an H100, K of 2048."""
+TALL_FILL = 2 * ROW_BYTES
+"""Bytes of k in whose time a tall tile begins and ends; beside a small one, more others multiply meanwhile."""
 MOST_THREADS = 1024
 STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a kernel may declare."""
@@ -90,7 +100,9 @@ def mma_obstacle(spec: ProblemSpec, device: torch.device) -> str:
     """Why the sm_80 kernel cannot run this; empty when it can."""
     if capability_of(device) < MMA_MINIMUM:
         return f"needs compute capability {MMA_MINIMUM}, this GPU has {capability_of(device)}"
-    return _dtype_obstacle(spec)
+    if spec.compute == torch.float64 and capability_of(device) < DOUBLE_MINIMUM:
+        return f"float64 needs compute capability {DOUBLE_MINIMUM}, this GPU has {capability_of(device)}"
+    return ""
 
 
 def _dtype_obstacle(spec: ProblemSpec) -> str:
@@ -99,12 +111,39 @@ def _dtype_obstacle(spec: ProblemSpec) -> str:
     return f"{spec.compute} with precision={spec.precision!r} does not run on these tensor cores"
 
 
+def _mma_sizes(spec: ProblemSpec) -> list[MmaConfig]:
+    """The larger tile first."""
+    if spec.compute == torch.float64:
+        return [MMA_TALL, MMA_SMALL]
+    if spec.compute == torch.float32 and spec.precision != "tf32":
+        return [FMA_TALL, FMA_SMALL]
+    return [MMA, MMA_SMALL]
+
+
 def _mma(spec: ProblemSpec, device: torch.device) -> list[Config]:
     if mma_obstacle(spec, device):
         return []
+    sizes = _mma_sizes(spec)
+    if MMA not in sizes:
+        sizes.sort(key=lambda config: _duration(config, spec))
+        return [*sizes]
     rows = rows_per_group(spec)
     small = rows <= FEW_ROWS or _tiles(spec, rows, MMA.bm) < MULTIPROCESSORS
     return [MMA_SMALL, MMA] if small else [MMA, MMA_SMALL]
+
+
+def _duration(config: MmaConfig, spec: ProblemSpec) -> float:
+    """Of the multiprocessor with most tiles, with what hangs over groups: in products of a tall tile."""
+    k = _depth(spec)
+    each = k * SMALL_COST[config] if config in SMALL_COST else k + TALL_FILL // spec.compute.itemsize
+    return spec.busiest(config.bm, config.bn, MULTIPROCESSORS) * each
+
+
+def _depth(spec: ProblemSpec) -> int:
+    """The k of an ordinary group, as far as the host knows it; square, where it does not."""
+    if spec.k is not None:
+        return spec.k
+    return spec.total // max(spec.groups, 1) if spec.form == "jagged_k" else rows_per_group(spec)
 
 
 def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
@@ -150,7 +189,7 @@ def obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     if device.type != "cuda":
         return "it needs tensor cores, which the simulator lacks: use a SimtConfig"
     if isinstance(config, MmaConfig):
-        known: tuple[Config, ...] = (MMA, MMA_SMALL)
+        known: tuple[Config, ...] = tuple(_mma_sizes(spec))
         found = mma_obstacle(spec, device)
     else:
         known = (HOPPER, HOPPER_MEDIUM, HOPPER_NARROW, replace(HOPPER, cluster=1))
@@ -178,7 +217,9 @@ def why(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     """A sentence for a plan's repr: what runs, and what keeps a faster kernel from it."""
     if isinstance(config, HopperConfig):
         return f"{spec.compute} on tensor cores (wgmma, TMA), tiles of up to {config.n_max} rows"
-    kind = "tensor cores (mma.sync, cp.async)" if isinstance(config, MmaConfig) else "plain cores"
+    kind = "plain cores"
+    if isinstance(config, MmaConfig):
+        kind = "tensor cores (mma.sync, cp.async)" if config.tensor else "plain cores (cp.async)"
     if device.type != "cuda":
         return f"{spec.compute} on plain cores, simulated"
     obstacle = hopper_obstacle(spec, device) or "not chosen"

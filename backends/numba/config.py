@@ -100,13 +100,17 @@ class SimtConfig:
 
 @dataclass(frozen=True, slots=True)
 class MmaConfig:
-    """Tiles of bm x bn by mma.sync, `stages` stages of 128 bytes of k; bn is 64 or 128."""
+    """Tiles of bm x bn by mma.sync, `stages` stages of 128 bytes of k; bn is 64 or 128.
+
+    Without `tensor` the products are float32's own, on plain cores, which keeps IEEE precision.
+    """
 
     kernel: ClassVar[str] = "mma"
     threads: ClassVar[int] = 128
     bm: int = 128
     bn: int = 128
     stages: int = 3
+    tensor: bool = True
 
     @property
     def footprint(self) -> tuple[int, int, int]:
@@ -139,6 +143,9 @@ HOPPER_MEDIUM = HopperConfig(128, 6, 16, cluster=1)
 HOPPER_NARROW = HopperConfig(64, 8, 8, cluster=1)
 MMA = MmaConfig()
 MMA_SMALL = MmaConfig(64, 64, 4)
+MMA_TALL = MmaConfig(128, 64, 4)
+FMA_SMALL = MmaConfig(64, 64, 4, tensor=False)
+FMA_TALL = MmaConfig(128, 64, 4, tensor=False)
 SIMT = SimtConfig()
 SIMT_LARGE = SimtConfig(128, 128, 8, 8, 8)
 SIMT_LOW = SimtConfig(32, 32, 32, 4, 4)

@@ -84,16 +84,18 @@ def make_finish(acc, activation, c_name, bias_name):
 
 
 @cache
-def make_any_finish():
+def make_any_finish(acc="f32"):
     """finish(value, alpha, beta, activation, c_kind, c, c_at, bias_kind, bias, bias_at), all decided at run time.
 
-    For float32 accumulators. One compiled kernel so serves every epilogue; the tensor-core kernels,
-    which take seconds to compile, use it, and the one with the fewest instructions per element, `make_finish`.
+    One compiled kernel so serves every epilogue; the tensor-core kernels, which take seconds to compile,
+    use it, and the one with the fewest instructions per element, `make_finish`.
     """
+    if acc == "i32":
+        return _any_finish_of_whole()
     half, brain, single, double = loader("f16"), loader("bf16"), loader("f32"), loader("f64")
-    cast = caster("f32")
-    relu, gelu = make_activation("relu", "f32"), make_activation("gelu", "f32")
-    gelu_tanh, silu = make_activation("gelu_tanh", "f32"), make_activation("silu", "f32")
+    cast = caster(acc)
+    relu, gelu = make_activation("relu", acc), make_activation("gelu", acc)
+    gelu_tanh, silu = make_activation("gelu_tanh", acc), make_activation("silu", acc)
 
     @device
     def load_any(address, index, kind):
@@ -128,10 +130,28 @@ def make_any_finish():
     return finish
 
 
+def _any_finish_of_whole():
+    """The same for int32, whose C and bias are int32 too."""
+    load, relu = loader("i32"), make_activation("relu", "i32")
+
+    @device
+    def finish(value, alpha, beta, activation, c_kind, c, c_at, bias_kind, bias, bias_at):
+        value = alpha * value
+        if c_kind != 0:
+            value += beta * load(c, c_at)
+        if bias_kind != 0:
+            value += load(bias, bias_at)
+        value = wrap_int32(value)
+        return relu(value) if activation == RELU else value
+
+    return finish
+
+
 @cache
-def make_any_store():
-    """store(address, index, value, kind): a float32 with one rounding to the type that `kind` numbers."""
-    half, brain, single, double = (storer(name, "f32") for name in ("f16", "bf16", "f32", "f64"))
+def make_any_store(acc="f32"):
+    """store(address, index, value, kind): a sum with one rounding to the type that `kind` numbers."""
+    half, brain, single, double = (storer(name, acc) for name in ("f16", "bf16", "f32", "f64"))
+    whole = storer("i32", "i32")
 
     @device
     def store(address, index, value, kind):
@@ -144,4 +164,8 @@ def make_any_store():
         else:
             double(address, index, value)
 
-    return store
+    @device
+    def store_whole(address, index, value, kind):
+        whole(address, index, value)
+
+    return store_whole if acc == "i32" else store

@@ -1,4 +1,4 @@
-"""The tensor-core kernel for sm_80 and later: cp.async, ldmatrix, mma.sync.
+"""The tensor-core kernel for sm_80 and later: cp.async, ldmatrix, mma.sync; or, for IEEE float32, plain FMA.
 
 A block of four warps computes a tile of C, 128 x 128 in the large config, of which each warp keeps
 64 x 64 in 128 registers per thread, over stages of 128 bytes of k. While one is multiplied, the next
@@ -22,16 +22,26 @@ from numba.cuda import types
 from multigemm.backends.numba import ptx
 from multigemm.backends.numba import ptx_hopper as hw
 from multigemm.backends.numba.call import KIND
-from multigemm.backends.numba.hopper_epilogue import make_flush_32, style_of
-from multigemm.backends.numba.memory import BYTES
+from multigemm.backends.numba.fma import make_fma_step
+from multigemm.backends.numba.hopper_epilogue import style_of
+from multigemm.backends.numba.memory import ACCUMULATOR, BYTES, caster
+from multigemm.backends.numba.mma_epilogue import make_way_out
 from multigemm.backends.numba.mma_fragments import (
     make_copy,
     make_fragments,
-    make_warp_stage,
     make_warp_step,
     make_warp_store,
 )
-from multigemm.backends.numba.mma_shape import ALIGNMENT, KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS, kept_rows
+from multigemm.backends.numba.mma_shape import (
+    ALIGNMENT,
+    KEPT_COLUMNS,
+    ROW_BYTES,
+    SIZE,
+    THREADS,
+    kept_rows,
+    piece_step,
+    staging_bytes,
+)
 from multigemm.backends.numba.operand import make_operands
 from multigemm.backends.numba.ptx_asm import make_zeros, shared_address
 from multigemm.backends.numba.runtime import kernel, synchronising
@@ -44,6 +54,31 @@ NONE = -1
 int32 = types.int32
 
 
+def make_in_turn(load_a, load_b, warp_step):
+    """products(sums, A's tile, B's tile, first row, first column, lane): 8 steps, which the compiler interleaves."""
+
+    @synchronising
+    def one(acc, step, a, b, first_row, first_column, lane):
+        return warp_step(acc, load_a(a, step, first_row, lane), load_b(b, step, first_column, lane))
+
+    @synchronising
+    def two(acc, step, a, b, first_row, first_column, lane):
+        acc = one(acc, step, a, b, first_row, first_column, lane)
+        return one(acc, step + 1, a, b, first_row, first_column, lane)
+
+    @synchronising
+    def four(acc, step, a, b, first_row, first_column, lane):
+        acc = two(acc, step, a, b, first_row, first_column, lane)
+        return two(acc, step + 2, a, b, first_row, first_column, lane)
+
+    @synchronising
+    def eight(acc, a, b, first_row, first_column, lane):
+        acc = four(acc, 0, a, b, first_row, first_column, lane)
+        return four(acc, 4, a, b, first_row, first_column, lane)
+
+    return eight
+
+
 @cache
 def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
     """loop(base, a, b, rows, columns, k, thread) -> the warp's accumulators."""
@@ -54,9 +89,12 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
     copy_a, a_lies_across = make_copy(kind, bm, THREADS, a_across, a_aligned)
     copy_b, b_lies_across = make_copy(kind, bn, THREADS, b_across, b_aligned)
     kept, across_warps = kept_rows(config), bn // KEPT_COLUMNS
-    load_a = make_fragments(a_lies_across, True, bm, kept)
-    load_b = make_fragments(b_lies_across, False, bn, KEPT_COLUMNS)
-    warp_step, zeros = make_warp_step(kind, kept), make_zeros(kept * KEPT_COLUMNS // 32)
+    load_a = make_fragments(kind, a_lies_across, True, bm, kept)
+    load_b = make_fragments(kind, b_lies_across, False, bn, KEPT_COLUMNS)
+    plain = kind == "f32"
+    warp_step = make_fma_step(kept, a_lies_across, b_lies_across) if plain else make_warp_step(kind, kept)
+    in_turn = make_in_turn(load_a, load_b, warp_step)
+    zeros = make_zeros(kept * KEPT_COLUMNS // 32, ptx.SUMS[kind])
     wait = ptx.make_cp_async_wait(stages - 2)
 
     @synchronising
@@ -85,15 +123,18 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
                 copy_b(where + b_at, b_base, b_col, b_row, columns, k, k0, thread)
             ptx.cp_async_commit()
             tile = int32(base + stage * stage_bytes)
-            # One step of fragments is loaded ahead of the products that need them.
-            a0, b0 = load_a(tile, 0, first_row, lane), load_b(tile + b_at, 0, first_column, lane)
-            a1, b1 = load_a(tile, 1, first_row, lane), load_b(tile + b_at, 1, first_column, lane)
-            acc = warp_step(acc, a0, b0)
-            a0, b0 = load_a(tile, 2, first_row, lane), load_b(tile + b_at, 2, first_column, lane)
-            acc = warp_step(acc, a1, b1)
-            a1, b1 = load_a(tile, 3, first_row, lane), load_b(tile + b_at, 3, first_column, lane)
-            acc = warp_step(acc, a0, b0)
-            acc = warp_step(acc, a1, b1)
+            if plain:
+                acc = in_turn(acc, tile, tile + b_at, first_row, first_column, lane)
+            else:
+                # One step of fragments is loaded ahead of the products that need them.
+                a0, b0 = load_a(tile, 0, first_row, lane), load_b(tile + b_at, 0, first_column, lane)
+                a1, b1 = load_a(tile, 1, first_row, lane), load_b(tile + b_at, 1, first_column, lane)
+                acc = warp_step(acc, a0, b0)
+                a0, b0 = load_a(tile, 2, first_row, lane), load_b(tile + b_at, 2, first_column, lane)
+                acc = warp_step(acc, a1, b1)
+                a1, b1 = load_a(tile, 3, first_row, lane), load_b(tile + b_at, 3, first_column, lane)
+                acc = warp_step(acc, a0, b0)
+                acc = warp_step(acc, a1, b1)
             stage, filled = int32(stage + 1), int32(filled + 1)
             if stage == stages:
                 stage = int32(0)
@@ -105,30 +146,36 @@ def make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned):
     return loop
 
 
+@synchronising
+def no_store(acc, address, pitch, rows, columns):
+    """Sums that no operand's type holds never leave straight from the registers."""
+
+
 @cache
 def make_kernel(config, signature, overlap):
     """The kernel for one tile shape and one set of dtypes and layouts; `overlap`: it waits for its predecessor."""
     bm, bn = config.bm, config.bn
-    kind = "tf32" if signature.compute == "f32" else signature.compute
-    in_size = BYTES[signature.compute]
+    kind = "tf32" if signature.compute == "f32" and config.tensor else signature.compute
+    in_size, acc_name = BYTES[signature.compute], ACCUMULATOR[signature.compute]
     operand_a, operand_b, operand_c, operand_out, operand_bias = make_operands(in_size)
-    main_loop = make_main_loop(
-        config, kind, signature.a_order == "col", signature.b_order == "row", signature.a_aligned, signature.b_aligned
-    )
-    scan, locate, piece = make_warp_schedule(bm, bn)
+    a_across, b_across = signature.a_order == "col", signature.b_order == "row"
+    a_aligned, b_aligned = signature.a_aligned, signature.b_aligned
+    main_loop = make_main_loop(config, kind, a_across, b_across, a_aligned, b_aligned)
+    scan, locate, piece = make_warp_schedule(bm, bn, piece_step(kind))
     zero_unowned = make_zero_unowned()
-    stage, flush = make_warp_stage(kept_rows(config)), make_flush_32(32)
     kept, across_warps = kept_rows(config), bn // KEPT_COLUMNS
-    staging_bytes = kept * KEPT_COLUMNS * 4
+    stage, flush = make_way_out(kind, acc_name, kept, a_across and a_aligned, b_across and b_aligned)
+    singles = kind in ("f16", "bf16", "tf32")
+    piece_bytes, scale = staging_bytes(config, BYTES[acc_name]), caster(acc_name)
     direct_kind = KIND[kind] if kind in ("f16", "bf16") and kept <= DIRECT_ROWS else NONE
-    store = make_warp_store(kind if direct_kind != NONE else "bf16", kept)
+    store = make_warp_store(kind if direct_kind != NONE else "bf16", kept) if singles else no_store
 
     @kernel
     def mma(p, alpha, beta):
         base = (shared_address(cuda.shared.array(0, np.uint8)) + int32(ALIGNMENT - 1)) & int32(-ALIGNMENT)
         thread = int32(cuda.threadIdx.x)
         lane, warp = thread & 31, thread >> 5
-        staging = int32(base + warp * staging_bytes)
+        staging = int32(base + warp * piece_bytes)
         lane_at = int32(staging + (lane >> 2) * 256 + (lane & 3) * 8)
         twist = int32(((lane >> 3) & 3) * 32)
         if overlap:
@@ -161,7 +208,10 @@ def make_kernel(config, signature, overlap):
                 here = out + row * pitch + column * 2
                 store(acc, here, pitch * 8, int32(int32(rows) - row), int32(int32(columns) - column))
             else:
-                stage(acc, lane_at, twist)
+                if singles:
+                    stage(acc, lane_at, twist)
+                else:
+                    stage(acc, staging, lane)
                 cuda.syncwarp()
                 c, c_row, c_col = operand_c(p, g, start)
                 bias, bias_col = operand_bias(p, g, start)
@@ -169,8 +219,7 @@ def make_kernel(config, signature, overlap):
                 there = c + (i * c_row + j * c_col) * p.c_size, c_row, c_col
                 vector = bias + j * bias_col * p.bias_size, bias_col
                 flush(
-                    staging, here, there, vector, style_of(p), types.float32(alpha), types.float32(beta), rows, columns,
-                    lane, 0,
+                    staging, here, there, vector, style_of(p), scale(alpha), scale(beta), rows, columns, lane, 0
                 )  # fmt: skip
             cuda.syncthreads()
         if overlap:

@@ -3,8 +3,7 @@
 Two layouts, both in 16-byte chunks that are swizzled by the row number:
 
 * along:  one row per row of the operand's own dimension (m or n), 128 bytes of k in each;
-* across: one row per k, the tile's `width` elements of the own dimension in each (16-bit types only,
-  `ldmatrix.trans` turns them).
+* across: one row per k, the tile's `width` elements of the own dimension in each (`mma_words` turns them).
 
 Two ways in: `cp.async`, 16 bytes at a time, where the operand is aligned; or element by element, for
 any strides and alignment, always into the layout "along".
@@ -20,18 +19,20 @@ from llvmlite import ir
 from numba.cuda import types
 
 from multigemm.backends.numba import ptx
+from multigemm.backends.numba.fma import make_vectors
 from multigemm.backends.numba.mma_shape import KEPT_COLUMNS, ROW_BYTES, SIZE
-from multigemm.backends.numba.ptx_asm import floats, instruction, with_arity, words
+from multigemm.backends.numba.mma_words import LLVM, make_twist, make_words
+from multigemm.backends.numba.ptx_asm import CONSTRAINT, floats, instruction, registers, with_arity
 from multigemm.backends.numba.runtime import synchronising
 
 int32 = types.int32
 _ld4, _ld4t = ptx.make_ldmatrix(4), ptx.make_ldmatrix(4, True)
 _load_u16 = instruction("ld.global.u16 $0, [$1];", types.int16, types.int64)
-_load_u32 = instruction("ld.global.u32 $0, [$1];", types.int32, types.int64)
+_load_u8 = instruction("ld.global.u8 $0, [$1];", types.int16, types.int64)
 
 
 @cache
-def make_copy_along(size, width, threads):
+def make_copy_along(size, width, threads, twist):
     """copy(stage, base, outer stride, k stride, outer, depth, k0, thread): rows of 128 bytes of k, asynchronously."""
     per_chunk, pass_rows = 16 // size, threads // 8
     passes = width // pass_rows
@@ -42,7 +43,7 @@ def make_copy_along(size, width, threads):
         k = k0 + chunk * per_chunk
         left = int32(min(max(depth - k, 0), per_chunk) * size)
         source, pitch = base + (row * outer_stride + k) * size, pass_rows * size * outer_stride
-        target, rows = int32(stage + row * ROW_BYTES + (chunk ^ (row & 7)) * 16), int32(outer - row)
+        target, rows = int32(stage + row * ROW_BYTES + (chunk ^ twist(row)) * 16), int32(outer - row)
         for _ in range(passes):
             # Nothing is read where the count is 0, so the address may lie anywhere.
             ptx.cp_async_16(target, source, left if rows > 0 else int32(0))
@@ -53,29 +54,33 @@ def make_copy_along(size, width, threads):
 
 
 @cache
-def make_copy_across(size, width, threads):
+def make_copy_across(size, width, threads, twist):
     """The same for an operand whose own dimension is contiguous: one row per k."""
     per_chunk, chunks, depth_rows = 16 // size, width * size // 16, ROW_BYTES // size
     pass_rows = threads // chunks
     passes = depth_rows // pass_rows
+    steady = pass_rows % 4 == 0
 
     @synchronising
     def copy(stage, base, outer_stride, k_stride, outer, depth, k0, thread):
         chunk, row = thread % int32(chunks), thread // int32(chunks)
         left = int32(min(max(outer - chunk * per_chunk, 0), per_chunk) * size)
         source, pitch = base + ((k0 + row) * k_stride + chunk * per_chunk) * size, pass_rows * size * k_stride
-        target = int32(stage + row * (width * size) + (chunk ^ (row & 7)) * 16)
+        target = int32(stage + row * (width * size) + (chunk ^ twist(row)) * 16)
         rows = int32(min(depth - k0, depth_rows) - row)
         for _ in range(passes):
             ptx.cp_async_16(target, source, left if rows > 0 else int32(0))
             target, rows = int32(target + pass_rows * width * size), int32(rows - pass_rows)
+            if not steady:
+                row = int32(row + pass_rows)
+                target = int32(stage + row * (width * size) + (chunk ^ twist(row)) * 16)
             source += pitch
 
     return copy
 
 
 @cache
-def make_gather(size, width, threads, across):
+def make_gather(size, width, threads, across, twist):
     """The same element by element; neighbouring threads go along the direction that is likely contiguous."""
     depth_rows = ROW_BYTES // size
 
@@ -86,41 +91,48 @@ def make_gather(size, width, threads, across):
             if across:
                 row, k = index % width, index // width
             byte = k * size
-            where = int32(stage + row * ROW_BYTES + ((byte // 16) ^ (row & 7)) * 16 + byte % 16)
+            where = int32(stage + row * ROW_BYTES + ((byte // 16) ^ twist(row)) * 16 + byte % 16)
             inside = row < outer and k0 + k < depth
             source = base + (row * outer_stride + (k0 + k) * k_stride) * size
-            if size == 2:
+            if size == 1:
+                small = types.int16(0)
+                if inside:
+                    small = _load_u8(source)
+                ptx.store_shared_u8(where, small)
+            elif size == 2:
                 half = types.int16(0)
                 if inside:
                     half = _load_u16(source)
                 ptx.store_shared_u16(where, half)
+            elif size == 4:
+                ptx.cp_async_4(where, source, int32(4) if inside else int32(0))
             else:
-                word = int32(0)
-                if inside:
-                    word = _load_u32(source)
-                ptx.store_shared_u32(where, word)
+                ptx.cp_async_8(where, source, int32(8) if inside else int32(0))
 
     return copy
 
 
 def make_copy(kind, width, threads, across, aligned):
     """The way in for one operand, and whether its tile lies across."""
-    size = SIZE[kind]
-    if not aligned or (across and size != 2):
-        return make_gather(size, width, threads, across), False
-    return (make_copy_across if across else make_copy_along)(size, width, threads), across
+    size, lies_across = SIZE[kind], across and aligned
+    twist = make_twist(kind, lies_across, width)
+    if not aligned:
+        return make_gather(size, width, threads, across, twist), False
+    return (make_copy_across if across else make_copy_along)(size, width, threads, twist), across
 
 
 @cache
-def make_fragments(across, left, width, rows):
+def make_fragments(kind, across, left, width, rows):
     """load(tile, step, first, lane) -> a warp's words: `rows` (16, 32, 64) of the own dimension x 32 bytes of k.
 
-    `left` is A, whose four matrices go m before k; B's go k before n.
+    `left` is A, whose four matrices go m before k; B's go k before n. Plain cores take 16 bytes of k, see `fma`.
     """
+    if kind == "f32":
+        return make_vectors(across, left, width, rows)
     pitch = width * 2
 
     @synchronising
-    def sixteen(tile, step, first, lane):
+    def matrices(tile, step, first, lane):
         """The words of 16 rows."""
         inner, low, high = lane & 7, (lane >> 3) & 1, lane >> 4
         own, k = (low, high) if left else (high, low)
@@ -128,6 +140,8 @@ def make_fragments(across, left, width, rows):
             chunk = (first >> 3) + own
             return _ld4t(tile + (step * 16 + k * 8 + inner) * pitch + ((chunk ^ inner) << 4))
         return _ld4(tile + (first + own * 8 + inner) * ROW_BYTES + (((2 * step + k) ^ inner) << 4))
+
+    sixteen = make_words(kind, across, left, width) if kind == "f64" or (across and SIZE[kind] != 2) else matrices
 
     @synchronising
     def thirty_two(tile, step, first, lane):
@@ -144,27 +158,36 @@ def make_fragments(across, left, width, rows):
 def make_warp_step(kind, kept):
     """step(acc, a, b) -> acc: a warp's kept x 64 products over 32 bytes of k, all its mma in a row."""
     rows, columns = kept // 16, KEPT_COLUMNS // 8
-    shape, _, _ = ptx.MMA[kind]
-    text = f"mma.sync.aligned.{shape} {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
-    constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
-    single, word = ir.FloatType(), ir.IntType(32)
+    shape, high, low = ptx.MMA[kind]
+    text = (
+        f"mma.sync.aligned.{shape} {{{registers(0, 4)}}}, {{{registers(4, high)}}}, {{{registers(4 + high, low)}}}, "
+        f"{{{registers(4 + high + low, 4)}}};"
+    )
+    total, part = ptx.SUMS[kind], types.float64 if kind == "f64" else types.int32
+    letter, given = CONSTRAINT[total], CONSTRAINT[part]
+    constraints = ",".join([f"={letter}"] * 4 + [given] * (high + low) + [letter] * 4)
+    single, word = LLVM[total], LLVM[part]
     result = ir.LiteralStructType([single] * 4)
-    function = ir.FunctionType(result, [word] * 6 + [single] * 4)
+    function = ir.FunctionType(result, [word] * (high + low) + [single] * 4)
 
     def generate(context, builder, signature, arguments):
         acc, a, b = arguments
         call = ir.InlineAsm(function, text, constraints, side_effect=False)
-        a = [builder.extract_value(a, i) for i in range(rows * 4)]
-        b = [builder.extract_value(b, i) for i in range(columns * 2)]
+        a = [builder.extract_value(a, i) for i in range(rows * high)]
+        b = [builder.extract_value(b, i) for i in range(columns * low)]
         for i, j in product(range(rows), range(columns)):
             first = (i * columns + j) * 4
             sums = [builder.extract_value(acc, first + x) for x in range(4)]
-            out = builder.call(call, [*a[4 * i : 4 * i + 4], *b[2 * j : 2 * j + 2], *sums])
+            out = builder.call(call, [*a[high * i : high * i + high], *b[low * j : low * j + low], *sums])
             for x in range(4):
                 acc = builder.insert_value(acc, builder.extract_value(out, x), first + x)
         return acc
 
-    takes = (floats(rows * columns * 4), words(rows * 4), words(columns * 2))
+    takes = (
+        types.UniTuple(total, rows * columns * 4),
+        types.UniTuple(part, rows * high),
+        types.UniTuple(part, columns * low),
+    )
     return with_arity(3, lambda _types: (takes[0](*takes), generate))
 
 

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-I32, I64, F32 = types.int32, types.int64, types.float32
+I32, I64, F32, F64 = types.int32, types.int64, types.float32, types.float64
 CONSTRAINT = {types.int32: "r", types.uint32: "r", types.int64: "l", types.uint64: "l", types.int16: "h",
               types.uint16: "h", types.float32: "f", types.float64: "d"}  # fmt: skip
 MEMORY = "~{memory}"

@@ -5,7 +5,8 @@ a ballot then finds the run of a tile, and a second scan the group in it. Nothin
 block-wide barrier is needed: 32 x 32 groups take two scans, more groups a loop of scans.
 
 A group of m rows is cut into pieces of equal height, at most `n_max` rows each and a multiple of 8,
-because the rows lie on the side of wgmma that comes in steps of 8.
+because the rows lie on the side of wgmma that comes in steps of 8 (and 8 rows of 2 bytes are what one
+copy takes where rows lie side by side: of single bytes it takes 16).
 """
 
 # mypy: ignore-errors
@@ -45,8 +46,8 @@ def owner_of(low, high, number):
 
 
 @cache
-def make_warp_schedule(n_max, columns):
-    """(scan, locate, piece) for pieces of at most n_max rows and tiles of `columns` columns."""
+def make_warp_schedule(n_max, columns, step=ROUND):
+    """(scan, locate, piece) for pieces of at most n_max rows, a multiple of `step`, and tiles of `columns` columns."""
 
     @synchronising
     def count_of(m, n):
@@ -117,7 +118,7 @@ def make_warp_schedule(n_max, columns):
             return int32(0), m, int32(number * columns)
         pieces = uint32(uint32(m) + uint32(n_max - 1)) // uint32(n_max)
         even = uint32(uint32(m) + uint32(pieces) - uint32(1)) // uint32(pieces)
-        height = int32(uint32(uint32(even) + uint32(ROUND - 1)) // uint32(ROUND) * uint32(ROUND))
+        height = int32(uint32(uint32(even) + uint32(step - 1)) // uint32(step) * uint32(step))
         across = uint32(uint32(n) + uint32(columns - 1)) // uint32(columns)
         band = int32(0)
         if pieces > BAND:

@@ -29,7 +29,8 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "numba": {
         "simt.py": ("simt",), "schedule.py": ("simt", "mma"), "epilogue.py": ("simt", "mma"),
         "memory.py": ("simt",),
-        "mma.py": ("mma",), "mma_fragments.py": ("mma",), "hopper.py": ("hopper",), "hopper_consumer.py": ("hopper",),
+        "mma.py": ("mma",), "mma_fragments.py": ("mma",), "mma_words.py": ("mma",), "mma_epilogue.py": ("mma",),
+        "fma.py": ("mma",), "hopper.py": ("hopper",), "hopper_consumer.py": ("hopper",),
         "hopper_producer.py": ("hopper",), "hopper_epilogue.py": ("hopper", "mma"), "warp_schedule.py": ("hopper",),
     },
 }  # fmt: skip
