@@ -160,6 +160,17 @@ def test_a_short_k_does_not_fill_tall_tiles() -> None:
     assert choice.candidates(replace(ragged, total=8 * 2048), GPU)[0] == MMA_TALL
 
 
+def test_float32_that_begins_anywhere_stays_on_plain_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (choice, support):
+        monkeypatch.setattr(module, "capability_of", lambda _device: (9, 0))
+    single = OperandSpec(torch.float32)
+    for a, b, first in ((16, 16, "mma"), (4, 16, "simt"), (16, 8, "simt")):
+        posed = replace(product_of(torch.float32), a=replace(single, align=a), b=replace(single, align=b))
+        assert kernels(posed)[0] == first
+    odd = replace(product_of(torch.float64), a=replace(OperandSpec(torch.float64), align=8))
+    assert kernels(odd)[0] == "mma"
+
+
 def test_older_gpus_get_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (choice, support):
         monkeypatch.setattr(module, "capability_of", lambda _device: (8, 0))

@@ -36,7 +36,7 @@ FEW_ROWS = 64
 SOME_ROWS = 128
 SHALLOW = 512
 """The k up to which small problems are better off without TMA and wgmma."""
-TMA_ALIGN = 16
+TMA_ALIGN = ROW_ALIGN = 16
 MMA_MINIMUM = (8, 0)
 DOUBLE_MINIMUM = (9, 0)
 """Where mma.sync multiplies 16 x 8 float64 at once."""
@@ -59,7 +59,13 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     if device.type != "cuda":
         return [SIMT_EMULATED]
     hopper, mma = _hopper(spec, device), _mma(spec, device)
+    if _is_plain_float32(spec) and min(spec.a.align, spec.b.align) < ROW_ALIGN:
+        return _simt(spec) + mma  # element by element, plain loads wait less than asynchronous copies
     return (mma + hopper if mma and _is_small(spec) else hopper + mma) + _simt(spec)
+
+
+def _is_plain_float32(spec: ProblemSpec) -> bool:
+    return spec.compute == torch.float32 and spec.precision != "tf32"
 
 
 def _is_small(spec: ProblemSpec) -> bool:
@@ -115,7 +121,7 @@ def _mma_sizes(spec: ProblemSpec) -> list[MmaConfig]:
     """The larger tile first."""
     if spec.compute == torch.float64:
         return [MMA_TALL, MMA_SMALL]
-    if spec.compute == torch.float32 and spec.precision != "tf32":
+    if _is_plain_float32(spec):
         return [FMA_TALL, FMA_SMALL]
     return [MMA, MMA_SMALL]
 
