@@ -95,12 +95,16 @@ class ProblemSpec:
 
     def busiest(self, high: int, wide: int, processors: int) -> int:
         """Elements of the result that the processor with most tiles of this size makes, if groups are alike."""
-        groups = max(self.groups, 1)
-        mean = self.total // groups
-        rows = self.m if self.m is not None else mean if self.form == "jagged_m" else self.largest
-        columns = self.n if self.n is not None else mean if self.form == "jagged_n" else self.largest
-        tiles = groups * -(-max(rows, 1) // high) * -(-max(columns, 1) // wide)
+        rows, columns = max(self.usual("m"), 1), max(self.usual("n"), 1)
+        tiles = max(self.groups, 1) * -(-rows // high) * -(-columns // wide)
         return -(-tiles // processors) * high * wide
+
+    def usual(self, direction: Literal["m", "n", "k"]) -> int:
+        """An extent of an ordinary group: the mean where offsets cut it, the largest of any where a list's differ."""
+        extent: int | None = getattr(self, direction)
+        if extent is not None:
+            return extent
+        return self.total // max(self.groups, 1) if direction == self.jagged else self.largest
 
     @property
     def acc(self) -> torch.dtype:

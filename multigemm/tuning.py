@@ -159,12 +159,6 @@ class TuningTable:
         raws = (self._cache.get(p.stem, ".json") for p in self._cache.entries() if p.suffix == ".json")
         return [m for raw in raws if (m := from_cache(raw)) is not None]
 
-    def clear(self) -> int:
-        """Forgets the user's measurements; the shipped ones stay."""
-        self._own.clear()
-        _change()
-        return self._cache.clear()
-
     def estimates(
         self,
         spec: ProblemSpec,

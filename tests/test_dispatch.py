@@ -14,6 +14,7 @@ import torch
 import multigemm as mg
 from multigemm import bound, dispatch, registry, tuning
 from multigemm.backend import Availability, Backend, Recipe
+from multigemm.cache import DiskCache
 from multigemm.layouts import Operands
 from multigemm.measured import Measured
 from multigemm.settings import Settings, settings
@@ -98,7 +99,8 @@ def test_auto_goes_by_measurement_then_by_the_nearest(install: Callable[..., Non
 def test_one_measured_backend_shows_its_time_and_wins_nothing_by_it(install: Callable[..., None]) -> None:
     install(Fake("first", 1), Fake("second", 2))
     asked, near = (mg.GroupedGemmProblem(torch.ones(rows, 3), torch.ones(3, 77), offsets=[0, rows]) for rows in (4, 64))
-    tuning.table().clear()
+    DiskCache("tuning").clear()
+    tuning.table.cache_clear()
     tuning.table().record(Measured("second", {}, 10.0, "cpu", tuning.spec_key(asked.spec, equal=True)))
     told = mg.explain(asked)
     assert told.chosen == "first"

@@ -128,8 +128,19 @@ def test_tuning_finds_its_own_class_across_processes(tmp_path: Path) -> None:
     assert fresh.find("cpu", _spec(3000), cpu) is None
     assert fresh.find("null", _spec(600), cpu) is None
     assert [m.us for m in fresh.own()] == [5.0]
-    assert fresh.clear() == 1
-    assert fresh.find("cpu", _spec(600), cpu) is None
+    assert DiskCache("t", tmp_path).clear() == 1
+    assert TuningTable(DiskCache("t", tmp_path)).find("cpu", _spec(600), cpu) is None
+
+
+def test_an_ordinary_group_is_exact_the_mean_or_the_largest_and_the_busiest_processor_follows() -> None:
+    packed = mg.GroupedGemmProblem(torch.ones(600, 5), torch.ones(4, 5, 7), offsets=[0, 1, 2, 3, 600]).spec
+    assert [packed.usual(d) for d in ("m", "n", "k")] == [packed.total // packed.groups, 7, 5]
+    lists = mg.GroupedGemmProblem([torch.ones(2, 9), torch.ones(6, 8)], [torch.ones(9, 3), torch.ones(8, 3)]).spec
+    assert [lists.usual(d) for d in ("m", "n", "k")] == [lists.largest, 3, lists.largest]
+    even = replace(packed, m=100, n=100, groups=4)
+    assert even.busiest(64, 64, 132) == 64 * 64
+    assert even.busiest(64, 64, 8) == 2 * 64 * 64
+    assert even.busiest(32, 128, 8) == 2 * 32 * 128
 
 
 def test_a_config_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def _small_order(spec: ProblemSpec) -> list[Config]:
     """The small kernel where one wave of its tiles is enough and k is short, the larger tile for the longer k."""
     if small_reasons(spec) or has_odd_lines(spec):
         return []
-    tiles, k = {c: few_tiles.most_tiles(spec, c.tile) for c in (CUBE, CUBE64)}, few_tiles.usual_k(spec)
+    tiles, k = {c: few_tiles.most_tiles(spec, c.tile) for c in (CUBE, CUBE64)}, spec.usual("k")
     if 0 < tiles[CUBE] <= ONE_WAVE and k <= (FEW_K if spec.form == "jagged_k" else 512):
         return [CUBE, CUBE64]
     return [CUBE64, CUBE] if 0 < tiles[CUBE64] <= ONE_WAVE and k <= 256 else []
@@ -210,7 +210,7 @@ def _few_k_order(spec: ProblemSpec) -> list[Config]:
 
     Else the Hopper kernel's low tiles, which leave fewer processors idle than its tall ones and end sooner.
     """
-    k = few_tiles.usual_k(spec)
+    k = spec.usual("k")
     if spec.form != "jagged_k" or small_reasons(spec) or hopper_reasons(spec) or k > FEW_K:
         return []
     brief = k <= few_tiles.BLOCK_K and 0 < few_tiles.result_tiles(spec, CUBE64.tile) <= few_tiles.AT_ONCE

@@ -17,14 +17,9 @@ CLEARLY = 0.8
 """How far below the other one a forecast must be to be believed."""
 
 
-def usual_k(spec: ProblemSpec) -> int:
-    """Of each group; the mean where they differ."""
-    return spec.total // max(spec.groups, 1) if spec.form == "jagged_k" else spec.k or 0
-
-
 def blocks(spec: ProblemSpec) -> int:
     """Of k, one after the other."""
-    return max(-(-usual_k(spec) // BLOCK_K), 1)
+    return max(-(-spec.usual("k") // BLOCK_K), 1)
 
 
 def most_tiles(spec: ProblemSpec, side: int) -> int:

@@ -140,16 +140,9 @@ def _mma(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 def _duration(config: MmaConfig, spec: ProblemSpec) -> float:
     """Of the multiprocessor with most tiles, with what hangs over groups: in products of a tall tile."""
-    k = _depth(spec)
+    k = spec.usual("k")
     each = k * SMALL_COST[config] if config in SMALL_COST else k + TALL_FILL // spec.compute.itemsize
     return spec.busiest(config.bm, config.bn, MULTIPROCESSORS) * each
-
-
-def _depth(spec: ProblemSpec) -> int:
-    """The k of an ordinary group, as far as the host knows it; square, where it does not."""
-    if spec.k is not None:
-        return spec.k
-    return spec.total // max(spec.groups, 1) if spec.form == "jagged_k" else rows_per_group(spec)
 
 
 def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
