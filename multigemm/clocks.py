@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from abc import ABC, abstractmethod
@@ -14,11 +15,16 @@ from typing import Any, Literal
 
 import torch
 
+from multigemm.nvrtc import kernel
+
 Mode = Literal["cold", "graph", "hot", "host", "do_bench"]
 Call = Callable[[], object]
 cuda: Any = torch.cuda  # parts of torch.cuda carry no types
 
-FLUSH_BYTES = 256 << 20
+FLUSH_BYTES, CODE_BYTES = 256 << 20, 128 << 10
+INSTRUCTION_BYTES, CODE_ROW = 16, 128
+BLOCKS_EACH, THREADS = 2, 128
+"""On every processor, and on all its parts."""
 HOT_CALLS = 20
 HOST_CALLS = 20
 WARMUP_MS = 25.0
@@ -106,20 +112,57 @@ class CpuClock(Clock):
         return float(sample)
 
 
+def long_code(size: int) -> str:
+    """A kernel of so many bytes, of which the compiler can leave nothing out."""
+    row = " ".join(["fma.rn.f32 %0, %0, %1, %2;"] * CODE_ROW)
+    step = f'    asm volatile("{row}" : "+f"(x) : "f"(a), "f"(b));\n'
+    steps = step * (size // INSTRUCTION_BYTES // CODE_ROW)
+    head, end = 'extern "C" __global__ void long_code(float a, float b, float* out) {', "    if (x == b) *out = x;"
+    return f"{head}\n    float x = a;\n{steps}{end}\n}}\n"
+
+
+def long_code_values(out: torch.Tensor) -> tuple[ctypes.c_float, ctypes.c_float, ctypes.c_void_p]:
+    """Its arguments; with these it writes nothing."""
+    return ctypes.c_float(0.5), ctypes.c_float(0.25), ctypes.c_void_p(out.data_ptr())
+
+
+class Caches:
+    """What a GPU's caches are emptied by: data, by writing several times what the L2 holds; code, by running other code
+    that is as long as the processors' caches are large."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        self._data = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+        blocks = BLOCKS_EACH * torch.cuda.get_device_properties(device).multi_processor_count
+        code = kernel(long_code(CODE_BYTES), "long_code", (), self._index)
+        self._code = code.bound(blocks, THREADS, long_code_values(self._data), None)
+
+    def empty_of_data(self) -> None:
+        """Neither operand lies in the L2."""
+        self._data.zero_()
+
+    def empty_of_all(self) -> None:
+        """And no code that ran before lies on the processors."""
+        self._code(torch._C._cuda_getCurrentRawStream(self._index))
+        self._data.zero_()
+
+
 class CudaClock(Clock):
     """CUDA events on the current stream of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._flush: torch.Tensor | None = None
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._caches: Caches | None = None
 
     def scope(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device)
 
-    def flush(self) -> None:
-        if self._flush is None:
-            self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
-        self._flush.zero_()
+    @property
+    def caches(self) -> Caches:
+        """Made when they are needed: their memory is large."""
+        if self._caches is None:
+            self._caches = Caches(self.device)
+        return self._caches
 
     def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
         for _ in range(2):
@@ -129,12 +172,11 @@ class CudaClock(Clock):
             return lambda: self._host(call), HOST_CALLS * self._host(call)
         repeat = HOT_CALLS if mode == "hot" else 1
         run = capture(call, self.device, repeat).replay if mode in ("graph", "hot") else call
-        cold = mode != "hot"
+        empty = self._emptied_before(mode)
 
         def sample() -> tuple[torch.cuda.Event, torch.cuda.Event]:
             start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-            if cold:
-                self.flush()
+            empty()
             start.record()
             run()
             end.record()
@@ -149,6 +191,12 @@ class CudaClock(Clock):
         for _ in range(_warm_calls(mode, cost)):
             call()
         return sample, cost
+
+    def _emptied_before(self, mode: Mode) -> Callable[[], None]:
+        """do_bench empties the L2 alone, as Triton's does."""
+        if mode == "hot":
+            return lambda: None
+        return self.caches.empty_of_data if mode == "do_bench" else self.caches.empty_of_all
 
     def _host(self, call: Call) -> float:
         """The device is idle at the start and its queue is far from full, so only the host is seen."""

@@ -4,8 +4,9 @@ Why one place: times of GPU kernels are easy to get wrong, and two clocks never 
 
 * variants are interleaved, and the order is drawn anew in each round, so that drifting clocks and
   power limits meet all of them alike, and none always runs behind the same other;
-* "cold" and "graph" write a buffer of several times the L2 before each call, because in a model the
-  operands do not lie in the cache either;
+* "cold" and "graph" write a buffer of several times the L2 before each call, because in a model the operands do not
+  lie in the cache either; and they run long code first, because a model runs other kernels in between: a call behind
+  itself would find its own code on the processors, which alone it does and in company it does not;
 * what moves a whole round (the clock, another process) is taken out of it, so that two medians never
   compare a fast half of the rounds with a slow one;
 * medians and quantiles, never the mean; the raw samples are kept;
@@ -116,11 +117,11 @@ def measure(
 ) -> dict[str, Timing]:
     """Times each variant; `reps` rounds at most, `min_reps` at least, about `budget_ms` of work for all together.
 
-    cold      one eager call after an L2 flush, between two events (perf_counter on a CPU, no flush)
+    cold      one eager call behind other code and an L2 flush, between two events (perf_counter on a CPU, no flush)
     graph     the same, but the call is a replay of a captured CUDA graph
     hot       20 calls back to back in one graph without a flush; the time of one
     host      what the caller's thread spends per call while the device works on its own
-    do_bench  as triton.testing.do_bench measures: each variant alone, a flush and one call per sample
+    do_bench  as triton.testing.do_bench measures: each variant alone, an L2 flush and one call per sample
     A variant that raises, or cannot be captured, yields a Timing with the error and no samples.
     `rest` is the part of the time in which the device shall idle, in pauses between bursts of some 25 ms: 0 none, 0.8
     gives pauses of 100 ms.

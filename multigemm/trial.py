@@ -9,7 +9,6 @@ hardly anything to do. What was chosen before stays chosen in this process.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import warnings
@@ -35,8 +34,8 @@ from multigemm.timing import describe, measure
 AT_MOST = 4
 """Backends, those that are expected to be fastest."""
 LEAST, ROUNDS, BUDGET_MS = 3, 15, 40.0
-HOPELESS = 3.0
-"""Times slower than the fastest at a glance: not worth another look."""
+HOPELESS, SLOW_US = 3.0, 500.0
+"""Times slower than the fastest at a glance, and so slow that it is not the host: not worth another look."""
 LEAST_US = 0.01
 LEAST_WORK = 0.1
 """Of the operations that the class makes one expect: a dry run on few tokens tells nothing of it."""
@@ -135,8 +134,8 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
             rough[name] = glance(launches[name], problem.device)
         except Exception as error:  # it may well be that the result does not fit twice
             failed[name] = describe(error)
-    least = min(rough.values(), default=math.inf)
-    worth = {name: launches[name] for name, us in rough.items() if us <= HOPELESS * least}
+    hopeless = max(SLOW_US, HOPELESS * min(rough.values(), default=0.0))
+    worth = {name: launches[name] for name, us in rough.items() if us <= hopeless}
     taken = measure(worth, problem.device, reps=ROUNDS, min_reps=LEAST, budget_ms=BUDGET_MS)
     failed.update((name, timing.error) for name, timing in taken.items() if not timing.ok)
     took = {name: taken[name].median if name in taken else us for name, us in rough.items()}

@@ -109,9 +109,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return found
 
 
-def streamed(machine: Machine, status: int = 0, size: int = 4096) -> run.Streamed:
-    """Four products on three streams; `status` is what the last of them returns."""
+def streamed(machine: Machine, status: int = 0, size: int = 4096, count: int = 3) -> run.Streamed:
+    """Four products on so many streams; `status` is what the last of them returns."""
     calls = [machine.gemm(name, status if name == "d" else 0) for name in "abcd"]
     shapes = [Shape(0, 0, size, 4096, k, 4096, 4096, 4096) for k in (4000, 3000, 2000, 1000)]
     library: Any = machine
-    return run.Streamed(library, Batch(calls), shapes, 3, torch.device("cpu"))
+    return run.Streamed(library, Batch(calls), shapes, count, torch.device("cpu"))

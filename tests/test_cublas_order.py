@@ -86,11 +86,17 @@ def test_the_workspace_is_sized_as_torchs(monkeypatch: pytest.MonkeyPatch, confi
     streams.workspace_bytes.cache_clear()
 
 
-def test_short_products_take_one_stream(machine: Machine) -> None:
+def test_many_short_products_take_one_stream(machine: Machine) -> None:
     """Their calls take the host longer than the device; only a graph runs them beside each other."""
     streamed(machine, size=8)(CURRENT)
     assert machine.streams == 100
     assert [entry[:3] for entry in machine.log] == [("call", name, CURRENT) for name in "abcd"]
+
+
+def test_as_few_short_products_as_streams_run_at_once(machine: Machine) -> None:
+    """What events cost the host is less than what the device would wait for one after the other."""
+    streamed(machine, size=8, count=4)(CURRENT)
+    assert len(set(machine.called().values())) == 4
 
 
 def test_sides_are_lent_for_a_launch(machine: Machine) -> None:

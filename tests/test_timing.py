@@ -13,9 +13,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from multigemm import timing
-from multigemm.clocks import cuda
+from multigemm import nvrtc, timing
+from multigemm.clocks import cuda, long_code, long_code_values
 from multigemm.timing import Timing, do_bench, measure, quantile
+from tests.nvrtc_here import nvrtc_here
 
 CPU = torch.device("cpu")
 gpu = pytest.mark.gpu
@@ -205,6 +206,30 @@ def test_cold_is_colder_than_hot() -> None:
         return best["graph"] > 1.3 * best["hot"]
 
     best = least(lambda: torch.add(x, 1.0, out=out), ("graph", "hot"), colder)
+    assert colder(best), best
+
+
+def test_code_that_empties_caches_is_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler leaves out whatever has no effect."""
+    library = nvrtc_here()
+    monkeypatch.setattr(nvrtc, "compiler", lambda: library)
+    cubin = nvrtc.compile_source(long_code(64 << 10), "long_code", ("--gpu-architecture=sm_90",))
+    assert 64 << 10 < len(cubin) < 80 << 10
+
+
+@gpu
+def test_a_call_does_not_find_its_own_code_on_the_processors() -> None:
+    """do_bench empties the L2 alone; in company each variant runs behind others."""
+    x = torch.zeros(1, device="cuda")
+    step = nvrtc.kernel(long_code(32 << 10), "long_code", (), 0).bound(132, 128, long_code_values(x), None)
+
+    def call() -> None:
+        step(torch.cuda.current_stream().cuda_stream)
+
+    def colder(best: dict[str, float]) -> bool:
+        return best["graph"] > 1.15 * best["do_bench"]
+
+    best = least(call, ("graph", "do_bench"), colder)
     assert colder(best), best
 
 

@@ -367,6 +367,17 @@ def test_who_is_hopeless_at_a_glance_is_asked_for_no_more(
     assert hopeless.launches == 2
 
 
+def test_who_only_keeps_the_host_busy_is_not_hopeless(
+    fresh: Install, trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "HOPELESS", 3.0)
+    looks = iter((20.0, 0.9 * trial.SLOW_US))
+    monkeypatch.setattr(trial, "glance", lambda call, device: next(looks))
+    fresh(*pair())
+    assert mg.plan(problem()).backend == "fast"
+    assert trials == [["slow", "fast"]]
+
+
 def test_a_backend_that_was_not_there_is_asked(fresh: Install, trials: list[list[str]]) -> None:
     slow, fast = pair()
     fresh(slow, fast)

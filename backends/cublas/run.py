@@ -17,7 +17,8 @@ from multigemm.layouts import Operands
 from multigemm.nvrtc import Step
 
 CALL_US, FLOPS_PER_US, BYTES_PER_US = 10.0, 700e6, 2.9e6
-"""What the host needs for a call, and an H100 for its work: products shorter than their calls need no streams."""
+"""What the host needs for a call, and an H100 for its work: many products that are shorter than their calls need no
+streams. As few as there are streams gain more by running at once than the events cost the host."""
 
 
 class Steps:
@@ -99,7 +100,7 @@ class Streamed:
         self._library, self._batch, self._device = library, batch, device.index or 0
         split = shares([s.m * s.n * s.k for s in shapes], streams)
         self._here, *self._shares = (tuple(batch.calls[i] for i in share) for share in split)
-        self._short = sum(map(_least_us, shapes)) < CALL_US * len(shapes)
+        self._short = len(shapes) > streams and sum(map(_least_us, shapes)) < CALL_US * len(shapes)
         self._spaces: list[Tensor] = []
         if self._shares and not self._short:  # so that a launch finds them
             here = torch._C._cuda_getCurrentRawStream(self._device)

@@ -12,6 +12,7 @@ from multigemm.bench import machine
 from multigemm.bench.results import Report
 from multigemm.bench.roofline import measured_rates
 from multigemm.bench.workloads import Rates
+from multigemm.clocks import CODE_BYTES, FLUSH_BYTES
 from multigemm.timing import Mode, overhead
 
 
@@ -42,7 +43,7 @@ def new_report(device: torch.device, dtypes: Iterable[str], options: Options, ab
         "budget_ms": options.budget_ms,
         "modes": list(options.modes),
         **({"rest": options.rest} if options.rest else {}),
-        "flush": "256 MB written before each call" if device.type == "cuda" else "none (CPU)",
+        "flush": _flush(options.style) if device.type == "cuda" else "none (CPU)",
         "rates": "given" if options.rates else "measured in this run",
         "measured_rates": {},
         "overhead_us": {name: round(us, 3) for name, us in overhead(device).items()},
@@ -50,6 +51,11 @@ def new_report(device: torch.device, dtypes: Iterable[str], options: Options, ab
     report = Report(machine.describe(device), method, {}, absent=absent)
     add_ceilings(report, device, set(dtypes), options)
     return report
+
+
+def _flush(style: Mode) -> str:
+    written = f"{FLUSH_BYTES >> 20} MB written before each call"
+    return written if style == "do_bench" else f"{CODE_BYTES >> 10} KB of other code run and {written}"
 
 
 def add_ceilings(report: Report, device: torch.device, dtypes: set[str], options: Options) -> None:
