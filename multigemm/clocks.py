@@ -121,11 +121,6 @@ def long_code(size: int) -> str:
     return f"{head}\n    float x = a;\n{steps}{end}\n}}\n"
 
 
-def long_code_values(out: torch.Tensor) -> tuple[ctypes.c_float, ctypes.c_float, ctypes.c_void_p]:
-    """Its arguments; with these it writes nothing."""
-    return ctypes.c_float(0.5), ctypes.c_float(0.25), ctypes.c_void_p(out.data_ptr())
-
-
 class Caches:
     """What a GPU's caches are emptied by: data, by writing several times what the L2 holds; code, by running other code
     that is as long as the processors' caches are large."""
@@ -135,7 +130,8 @@ class Caches:
         self._data = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
         blocks = BLOCKS_EACH * torch.cuda.get_device_properties(device).multi_processor_count
         code = kernel(long_code(CODE_BYTES), "long_code", (), self._index)
-        self._code = code.bound(blocks, THREADS, long_code_values(self._data), None)
+        values = ctypes.c_float(0.5), ctypes.c_float(0.25), ctypes.c_void_p(self._data.data_ptr())  # writes nothing
+        self._code = code.bound(blocks, THREADS, values, None)
 
     def empty_of_data(self) -> None:
         """Neither operand lies in the L2."""

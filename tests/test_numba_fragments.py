@@ -18,7 +18,7 @@ if settings().emulate:
 if compiler_obstacle():
     pytest.skip(compiler_obstacle(), allow_module_level=True)
 
-from multigemm.backends.numba import fma, mma_epilogue, mma_fragments, mma_words
+from multigemm.backends.numba import flush, fma, mma_epilogue, mma_fragments, mma_words
 from multigemm.backends.numba.memory import BYTES
 from multigemm.backends.numba.mma_shape import KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS
 from tests.numba_lane_model import LANES, Warp, plain
@@ -129,7 +129,7 @@ def test_sums_leave_in_their_rows(acc: str, turned_a: bool, turned_b: bool, monk
     kept, size = 32, BYTES[acc]
     columns, pitch = KEPT_COLUMNS // 8, KEPT_COLUMNS * size
     found: dict[int, tuple[int, int]] = {}
-    swizzle = plain(mma_epilogue.make_swizzle(acc))
+    swizzle = plain(flush.make_swizzle(acc))
 
     def put(lane: int, start: int, twist: int) -> None:
         for row, at, which in mma_epilogue._runs(kept // 16, columns, size, turned_a, turned_b):

@@ -103,7 +103,7 @@ def make_fma_step(kept, a_across, b_across):
 
 @cache
 def make_fma_stage(kept, a_across, b_across):
-    """stage(acc, address of the warp's piece, lane): rows of 256 bytes, swizzled as `make_flush_32` reads them."""
+    """stage(acc, address of the warp's piece, lane): rows of 256 bytes, swizzled as `make_flush` reads them."""
     rows, columns = kept // DOWN, KEPT_COLUMNS // ACROSS
     width = 4 if b_across else 1
     names = "{$1, $2, $3, $4}" if b_across else "$1"

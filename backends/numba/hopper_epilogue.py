@@ -5,8 +5,7 @@ register pair. Two ways out:
 
 * `fast`: nothing but one rounding to a 16-bit type; `stmatrix` transposes into rows of 128 bytes,
   ROWS_16 at a time, and each thread moves 16 bytes;
-* `general`: float32 rows of 256 bytes, ROWS_32 at a time, then alpha, C, bias, the activation and one
-  rounding, element by element, for any strides and alignment.
+* `general`: float32 rows of 256 bytes, ROWS_32 at a time, which `flush` brings to memory.
 
 Both swizzle the 16-byte chunks of a row by the row number, so that no two lanes meet in a bank.
 """
@@ -21,10 +20,11 @@ from numba.cuda import types
 
 from multigemm.backends.numba import ptx
 from multigemm.backends.numba.call import KIND
-from multigemm.backends.numba.epilogue import BF16, F16, F32, make_any_finish, make_any_store
+from multigemm.backends.numba.flush import make_flush, style_of
 from multigemm.backends.numba.ptx_asm import I32, floats, with_arity
 from multigemm.backends.numba.runtime import synchronising
 
+WARPGROUP = 128
 ROWS_16, ROWS_32 = 128, 64
 STAGING = 16384
 """Bytes of one warpgroup's staging."""
@@ -152,54 +152,6 @@ def make_flush_16():
 
 
 @cache
-def make_flush_32(threads=128):
-    """flush(...): four columns per thread, with the whole epilogue, to any type and strides."""
-    finish, store = make_any_finish(), make_any_store()
-    step = threads // 16
-    pack_half, pack_brain = ptx.make_pack("f16"), ptx.make_pack("bf16")
-
-    @synchronising
-    def flush(staging, out, c, bias, style, alpha, beta, rows, columns, thread, above):
-        """`out` and `c` are (address, row stride, column stride); `above` rows of C lie before the first."""
-        out_at, out_row, out_col = out
-        c_at, c_row, c_col = c
-        bias_at, bias_col = bias
-        kind, size, c_kind, bias_kind, activation, plain = style
-        chunk, first = thread % 16, thread // 16
-        column = chunk * 4
-        count = min(max(columns - column, 0), 4)
-        wide = out_col == 1 and count == 4 and ((out_at | (out_row * size)) & (4 * size - 1)) == 0
-        for row in range(first, rows, step):
-            cell = staging + row * 256 + (chunk ^ (((row // 2) % 4) * 2)) * 16
-            if plain == 0:
-                for i in range(count):
-                    value = ptx.load_shared_f32(cell + i * 4)
-                    at, b = (above + row) * c_row + (column + i) * c_col, (column + i) * bias_col
-                    value = finish(value, alpha, beta, activation, c_kind, c_at, at, bias_kind, bias_at, b)
-                    ptx.store_shared_f32(cell + i * 4, value)
-            where = out_at + (row * out_row + column) * size
-            if wide and kind == F32:
-                ptx.store_global_f32x4(where, ptx.load_shared_f32x4(cell))
-            elif wide and kind == F16:
-                v = ptx.load_shared_f32x4(cell)
-                ptx.store_global_u32x2(where, (pack_half(v[0], v[1]), pack_half(v[2], v[3])))
-            elif wide and kind == BF16:
-                v = ptx.load_shared_f32x4(cell)
-                ptx.store_global_u32x2(where, (pack_brain(v[0], v[1]), pack_brain(v[2], v[3])))
-            else:
-                for i in range(count):
-                    store(out_at, row * out_row + (column + i) * out_col, ptx.load_shared_f32(cell + i * 4), kind)
-
-    return flush
-
-
-@synchronising
-def style_of(p):
-    """What `flush` has to know of the epilogue."""
-    return p.out_kind, p.out_size, p.c_kind, p.bias_kind, p.activation, p.plain
-
-
-@cache
 def make_write(n, kind, others):
     """write(acc, ...): one warpgroup's part of a tile, by the way that fits; `kind` is the operands' type.
 
@@ -207,7 +159,7 @@ def make_write(n, kind, others):
     """
     fast_kind = KIND[kind] if kind in ("f16", "bf16") else -1
     stage_16 = make_stage_16(n, kind if fast_kind > 0 else "f16")
-    stage_32, flush_16, flush_32 = make_stage_32(n), make_flush_16(), make_flush_32()
+    stage_32, flush_16, flush_32 = make_stage_32(n), make_flush_16(), make_flush("f32", WARPGROUP)
 
     @synchronising
     def write_fast(acc, staging, barrier, out, rows, columns, thread):
@@ -216,10 +168,10 @@ def make_write(n, kind, others):
         for number in range((rows + int32(ROWS_16 - 1)) // int32(ROWS_16)):
             first = int32(number * ROWS_16)
             stage_16(acc, int32(number), lane_at)
-            ptx.named_barrier(barrier, 128)
+            ptx.named_barrier(barrier, WARPGROUP)
             target = out_at + first * out_row * 2
             flush_16(staging, target, out_row * 2, min(rows - first, int32(ROWS_16)), columns, thread)
-            ptx.named_barrier(barrier, 128)
+            ptx.named_barrier(barrier, WARPGROUP)
 
     @synchronising
     def write_any(acc, staging, barrier, p, tile, out, alpha, beta, rows, columns, thread):
@@ -230,10 +182,10 @@ def make_write(n, kind, others):
         for number in range((rows + int32(ROWS_32 - 1)) // int32(ROWS_32)):
             first = int32(number * ROWS_32)
             stage_32(acc, int32(number), lower, upper)
-            ptx.named_barrier(barrier, 128)
+            ptx.named_barrier(barrier, WARPGROUP)
             here, height = (out_at + first * out_row * p.out_size, out_row, out_col), min(rows - first, ROWS_32)
             flush_32(staging, here, c, bias, style_of(p), alpha, beta, height, columns, thread, first)
-            ptx.named_barrier(barrier, 128)
+            ptx.named_barrier(barrier, WARPGROUP)
 
     @synchronising
     def write(acc, staging, barrier, p, tile, out, alpha, beta, rows, columns, thread):

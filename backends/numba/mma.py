@@ -22,8 +22,8 @@ from numba.cuda import types
 from multigemm.backends.numba import ptx
 from multigemm.backends.numba import ptx_hopper as hw
 from multigemm.backends.numba.call import KIND
+from multigemm.backends.numba.flush import style_of
 from multigemm.backends.numba.fma import make_fma_step
-from multigemm.backends.numba.hopper_epilogue import style_of
 from multigemm.backends.numba.memory import ACCUMULATOR, BYTES, caster
 from multigemm.backends.numba.mma_epilogue import make_way_out
 from multigemm.backends.numba.mma_fragments import (

@@ -31,7 +31,8 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "memory.py": ("simt",),
         "mma.py": ("mma",), "mma_fragments.py": ("mma",), "mma_words.py": ("mma",), "mma_epilogue.py": ("mma",),
         "fma.py": ("mma",), "hopper.py": ("hopper",), "hopper_consumer.py": ("hopper",),
-        "hopper_producer.py": ("hopper",), "hopper_epilogue.py": ("hopper", "mma"), "warp_schedule.py": ("hopper",),
+        "hopper_producer.py": ("hopper",), "hopper_epilogue.py": ("hopper",), "flush.py": ("hopper", "mma"),
+        "warp_schedule.py": ("hopper",),
     },
 }  # fmt: skip
 """The files that kernels are made of, and the kernels that a fault in each can reach; CUDA sources tell themselves."""
