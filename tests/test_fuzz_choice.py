@@ -1,5 +1,6 @@
 """Which configs a campaign runs: all that a backend ships, also those that it would keep for larger problems."""
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from multigemm.fuzz.report import GATE_FROM, failed, idle, to_dict, to_text
 from multigemm.fuzz.worker import Worker, with_carriers
 from multigemm.spec import ProblemSpec
 from multigemm.testing import Case, Limits, Subject, check_case
-from multigemm.testing.choice import assigned, spec_of
+from multigemm.testing.choice import assigned, offered, spec_of
 from multigemm.testing.corpus import snippet
 from multigemm.testing.kinds import kinds
 from multigemm.testing.model_kernel import ModelBackend
@@ -150,6 +151,30 @@ def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.Mo
     assert counts.keys() >= {str(Tile(rows, 8, 8)) for rows in (1, 2, 3, 4, 5)} and all(counts.values())
     assert to_dict(Summary(options, pipe.total, 1.0))["shipped_configs"]["rare"]["least"] > 0
     assert with_carriers(replace(narrow, configs="first")).carriers == ()
+
+
+class Uneven(ModelBackend):
+    """For each class of problems another few of many configs."""
+
+    salt = 0
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
+        draw = random.Random(f"{spec.form} {spec.compute} {spec.c is None} {spec.activation} {self.salt}")
+        return [SMALL, *(Tile(rows, 8, 8) for rows in sorted(draw.sample(range(1, 33), draw.choice((1, 2, 3, 9)))))]
+
+
+@pytest.mark.parametrize("salt", range(4))
+def test_every_config_that_is_offered_is_assigned(salt: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that many kinds offer, all of which have rarer ones to run."""
+    from multigemm import registry
+
+    monkeypatch.setattr(Uneven, "salt", salt)
+    monkeypatch.setattr(registry, "get", lambda name: Uneven(name))
+    options = with_carriers(Options(("uneven",), kinds=12, turns=2, configs="pinned", work=3000))
+    every, subject = workers._kinds(options), Subject("uneven")
+    shipped = {config for configs in offered(every, subject, CPU) for config in configs}
+    assert shipped == {config for configs in assigned(every, subject, CPU, 2) for config in configs}
+    assert len(shipped) > 20
 
 
 def test_a_config_that_never_ran_fails_the_campaign() -> None:

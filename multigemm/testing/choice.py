@@ -44,24 +44,46 @@ def offered(kinds: list[Case], subject: Subject, device: torch.device) -> list[l
 def carriers(kinds: list[Case], names: Sequence[str], device: torch.device, limits: Limits, turns: int) -> list[Case]:
     """Further kinds, for configs that the given ones leave out and that others can run under."""
     subjects = [Subject(name) for name in names]
-    chosen = [assigned(kinds, subject, device, turns) for subject in subjects]
-    known = [{config for configs in each for config in configs} for each in chosen]
+    every = [offered(kinds, subject, device) for subject in subjects]
+    known = [_all_of(_spread(shipped, turns)) for shipped in every]
     found = []
     for seed in range(SOUGHT):
-        case = random_case(FAR_SEED + seed, limits)
-        spec, brings = spec_of(case), False
-        for subject, seen in zip(subjects, known, strict=True):
-            shipped = [] if subject.refusals(spec, device) else subject.shipped(spec, device)
+        case, brings = random_case(FAR_SEED + seed, limits), False
+        its = [offered([case], subject, device)[0] for subject in subjects]
+        for shipped, seen in zip(its, known, strict=True):
             new = [config for config in shipped if config not in seen][:turns]
             brings = brings or bool(new)
             seen.update(new)
-        found += [case] if brings else []
-    return found
+        if brings:
+            found.append(case)
+            every = [[*before, shipped] for before, shipped in zip(every, its, strict=True)]
+    return found + _repeated([*kinds, *found], every, turns)
+
+
+def _repeated(kinds: list[Case], every: list[list[list[Any]]], turns: int) -> list[Case]:
+    """Kinds that are needed once more, since all that offer some config have rarer ones to run."""
+    found = list[Case]()
+    while True:
+        left = [_all_of(shipped) - _all_of(_spread(shipped, turns)) for shipped in every]
+        offer = [any(x.intersection(s[i]) for x, s in zip(left, every, strict=True)) for i in range(len(kinds))]
+        if not any(offer):
+            return found
+        at = offer.index(True)
+        found.append(kinds[at])
+        every = [[*shipped, shipped[at]] for shipped in every]
+
+
+def _all_of(each: list[list[Any]]) -> set[Any]:
+    return {config for configs in each for config in configs}
 
 
 def assigned(kinds: list[Case], subject: Subject, device: torch.device, turns: int) -> list[list[Any]]:
     """For each kind, up to `turns` configs; nothing where the backend refuses the kind."""
-    every = offered(kinds, subject, device)
+    return _spread(offered(kinds, subject, device), turns)
+
+
+def _spread(every: list[list[Any]], turns: int) -> list[list[Any]]:
+    """The same of what is offered for each kind."""
     used: Counter[Any] = Counter()
     common = Counter(config for shipped in every for config in shipped)
     found = []
