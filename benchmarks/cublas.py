@@ -5,7 +5,7 @@
 Bare calls are torch.mm per group, torch.bmm, torch's grouped_mm on either memory order of the weights, and
 cublasGemmGroupedBatchedEx. All work on the plan's own operands and, where they take one, into its own result: other
 addresses alone make 3 % of a call of 7 us. The fastest bare call and the plan are each measured under two names, in
-the same shuffled rounds with a flushed L2: how far those differ is how well this clock can tell two calls apart. Where
+the same shuffled rounds with cold caches: how far those differ is how well this clock can tell two calls apart. Where
 the plan seems slower, a profiler says whether the same kernels run.
 
 Host times: blocks of 20 calls in turn, the lower quartile. Several streams stand beside torch's own streams and events.
@@ -154,7 +154,7 @@ def device_times(cases: Sequence[Workload], seconds: float, budget_ms: float) ->
 
 
 def either_way(rows: Sequence[Row]) -> dict[str, float]:
-    """For each case the ratio of the better of an eager call and a replay, flushed before, on both sides."""
+    """For each case the ratio of the better of an eager call and a replay, both cold, on both sides."""
     best: dict[str, tuple[float, float]] = {}
     for row in rows:
         if row["mode"] != "hot":

@@ -11,11 +11,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, Literal
 
 import torch
 
-from multigemm.nvrtc import kernel
+from multigemm.errors import CompileError
+from multigemm.nvrtc import Kernel, kernel
 
 Mode = Literal["cold", "graph", "hot", "host", "do_bench"]
 Call = Callable[[], object]
@@ -23,8 +25,9 @@ cuda: Any = torch.cuda  # parts of torch.cuda carry no types
 
 FLUSH_BYTES, CODE_BYTES = 256 << 20, 128 << 10
 INSTRUCTION_BYTES, CODE_ROW = 16, 128
+"""Of machine code, from Volta on; and how many the source writes into one statement."""
 BLOCKS_EACH, THREADS = 2, 128
-"""On every processor, and on all its parts."""
+"""Blocks of long code for each processor, and their threads: enough to run on all parts of each."""
 HOT_CALLS = 20
 HOST_CALLS = 20
 WARMUP_MS = 25.0
@@ -121,25 +124,32 @@ def long_code(size: int) -> str:
     return f"{head}\n    float x = a;\n{steps}{end}\n}}\n"
 
 
+@cache
+def other_code(index: int) -> Kernel | None:
+    """What empties a device's processors of the code that they ran; None where no NVRTC compiles it."""
+    try:
+        return kernel(long_code(CODE_BYTES), "long_code", (), index)
+    except (OSError, CompileError):
+        return None
+
+
 class Caches:
-    """What a GPU's caches are emptied by: data, by writing several times what the L2 holds; code, by running other code
-    that is as long as the processors' caches are large."""
+    """What a GPU's caches are emptied by: of data, by writing several times what the L2 holds; of `code`, by running
+    other code that is as long as the processors' caches are large."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._index = device.index
+    def __init__(self, device: torch.device, code: bool) -> None:
+        self._index, self._run = device.index, None
         self._data = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-        blocks = BLOCKS_EACH * torch.cuda.get_device_properties(device).multi_processor_count
-        code = kernel(long_code(CODE_BYTES), "long_code", (), self._index)
-        values = ctypes.c_float(0.5), ctypes.c_float(0.25), ctypes.c_void_p(self._data.data_ptr())  # writes nothing
-        self._code = code.bound(blocks, THREADS, values, None)
+        other = other_code(device.index) if code else None
+        if other is not None:
+            blocks = BLOCKS_EACH * torch.cuda.get_device_properties(device).multi_processor_count
+            values = ctypes.c_float(0.5), ctypes.c_float(0.25), ctypes.c_void_p(self._data.data_ptr())  # writes nothing
+            self._run = other.bound(blocks, THREADS, values, self._data)
 
-    def empty_of_data(self) -> None:
-        """Neither operand lies in the L2."""
-        self._data.zero_()
-
-    def empty_of_all(self) -> None:
-        """And no code that ran before lies on the processors."""
-        self._code(torch._C._cuda_getCurrentRawStream(self._index))
+    def empty(self) -> None:
+        """Nothing that ran before lies in them."""
+        if self._run is not None:
+            self._run(torch._C._cuda_getCurrentRawStream(self._index))
         self._data.zero_()
 
 
@@ -153,13 +163,6 @@ class CudaClock(Clock):
     def scope(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device)
 
-    @property
-    def caches(self) -> Caches:
-        """Made when they are needed: their memory is large."""
-        if self._caches is None:
-            self._caches = Caches(self.device)
-        return self._caches
-
     def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
         for _ in range(2):
             call()
@@ -168,7 +171,7 @@ class CudaClock(Clock):
             return lambda: self._host(call), HOST_CALLS * self._host(call)
         repeat = HOT_CALLS if mode == "hot" else 1
         run = capture(call, self.device, repeat).replay if mode in ("graph", "hot") else call
-        empty = self._emptied_before(mode)
+        empty = self._emptier(mode)
 
         def sample() -> tuple[torch.cuda.Event, torch.cuda.Event]:
             start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
@@ -188,11 +191,13 @@ class CudaClock(Clock):
             call()
         return sample, cost
 
-    def _emptied_before(self, mode: Mode) -> Callable[[], None]:
-        """do_bench empties the L2 alone, as Triton's does."""
+    def _emptier(self, mode: Mode) -> Callable[[], None]:
+        """What empties the caches before a sample; do_bench leaves code where it is, as Triton's does."""
         if mode == "hot":
             return lambda: None
-        return self.caches.empty_of_data if mode == "do_bench" else self.caches.empty_of_all
+        if self._caches is None:
+            self._caches = Caches(self.device, code=mode != "do_bench")
+        return self._caches.empty
 
     def _host(self, call: Call) -> float:
         """The device is idle at the start and its queue is far from full, so only the host is seen."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from multigemm.cache import DiskCache, fingerprint
+from multigemm.clocks import CODE_BYTES, FLUSH_BYTES
 from multigemm.measured import SCHEMA, Measured, decode, encode
 
 SAME_SIZE = 0.2
@@ -57,7 +58,8 @@ class FirstMeetings:
 
     @staticmethod
     def _name(device: str, key: str, cell: int) -> str:
-        return fingerprint(SCHEMA, sys.modules["multigemm"].__version__, torch.__version__, device, key, cell)
+        clock = FLUSH_BYTES, CODE_BYTES
+        return fingerprint(SCHEMA, sys.modules["multigemm"].__version__, torch.__version__, clock, device, key, cell)
 
     @staticmethod
     def _cell(flops: float) -> int:

@@ -2,13 +2,14 @@
 
 When "auto" meets such a class of problems for the first time, the backends in question are timed on that very
 problem (their results go to memory that is thrown away), and `multigemm.first_met` keeps the times. That waits for
-the stream, some 10 to 40 ms besides compiling; MULTIGEMM_MEASURE=0 forbids it, and "auto" then goes by what it
-expects, as it does in a capture, under torch's sync debug mode, where memory is short, and where the sizes leave
-hardly anything to do. What was chosen before stays chosen in this process.
+the stream, some 10 to 40 ms besides compiling (also the clock's own kernel); MULTIGEMM_MEASURE=0 forbids it, and
+"auto" then goes by what it expects, as it does in a capture, under torch's sync debug mode, where memory is short, and
+where the sizes leave hardly anything to do. What was chosen before stays chosen in this process.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import warnings
@@ -134,7 +135,7 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
             rough[name] = glance(launches[name], problem.device)
         except Exception as error:  # it may well be that the result does not fit twice
             failed[name] = describe(error)
-    hopeless = max(SLOW_US, HOPELESS * min(rough.values(), default=0.0))
+    hopeless = max(SLOW_US, HOPELESS * min(rough.values(), default=math.inf))
     worth = {name: launches[name] for name, us in rough.items() if us <= hopeless}
     taken = measure(worth, problem.device, reps=ROUNDS, min_reps=LEAST, budget_ms=BUDGET_MS)
     failed.update((name, timing.error) for name, timing in taken.items() if not timing.ok)

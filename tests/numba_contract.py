@@ -132,7 +132,7 @@ def epilogues() -> Iterator[tuple[str, Check]]:
     for activation, c, bias in itertools.product(ACTIVATIONS, kinds, kinds[:4]):
         arrays = [memory.to(NAMED[name or "f32"]) for name in (c, bias)]
         addresses = [x.data_ptr() for x in arrays]
-        fixed, chosen = make_finish("f32", activation, c, bias), make_any_finish()
+        fixed, chosen = make_finish("f32", activation, c, bias), make_any_finish("f32")
         same = True
         for i, value in enumerate(np.array((0.5, -3.0, 40.0), np.float32)):
             want = fixed(value, TWO, -ONE, addresses[0], i, addresses[1], i + 1)
@@ -145,7 +145,7 @@ def epilogues() -> Iterator[tuple[str, Check]]:
         assert name
         one, two = (torch.zeros(4, dtype=NAMED[name]) for _ in range(2))
         storer(name, "f32")(one.data_ptr(), 2, 1.2345678)
-        make_any_store()(two.data_ptr(), 2, 1.2345678, KIND[name])
+        make_any_store("f32")(two.data_ptr(), 2, 1.2345678, KIND[name])
         same = torch.equal(one, two) and float(loader(name)(one.data_ptr(), 2)) != 0
         yield f"store {name}", ("epilogue", same, "" if same else "differs")
 

@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 import pytest
+import torch
 
 from multigemm import cuda_driver, nvrtc
 from multigemm.backends.cublas import run, streams
@@ -97,6 +98,22 @@ def test_as_few_short_products_as_streams_run_at_once(machine: Machine) -> None:
     """What events cost the host is less than what the device would wait for one after the other."""
     streamed(machine, size=8, count=4)(CURRENT)
     assert len(set(machine.called().values())) == 4
+
+
+def test_short_products_do_without_sides_where_there_is_no_memory(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room for a workspace")
+
+    late = streamed(machine, size=8, count=4)
+    monkeypatch.setattr(run, "borrow", full)
+    for launch in (late, streamed(machine, size=8, count=4)):
+        machine.log.clear()
+        launch(CURRENT)
+        assert [entry[:3] for entry in machine.log] == [("call", name, CURRENT) for name in "abcd"]
+    with pytest.raises(torch.OutOfMemoryError, match="workspace"):
+        streamed(machine)
 
 
 def test_sides_are_lent_for_a_launch(machine: Machine) -> None:

@@ -18,7 +18,7 @@ if settings().emulate:
 if compiler_obstacle():
     pytest.skip(compiler_obstacle(), allow_module_level=True)
 
-from multigemm.backends.numba import flush, fma, mma_epilogue, mma_fragments, mma_words
+from multigemm.backends.numba import flush, fma, hopper_epilogue, mma_epilogue, mma_fragments, mma_words
 from multigemm.backends.numba.memory import BYTES
 from multigemm.backends.numba.mma_shape import KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS
 from tests.numba_lane_model import LANES, Warp, plain
@@ -155,3 +155,14 @@ def test_sums_leave_in_their_rows(acc: str, turned_a: bool, turned_b: bool, monk
             cell = row * pitch + (column // each ^ int(swizzle(row))) * 16 + column % each * size
             assert found.pop(cell) == (row, column)
     assert not found
+
+
+@pytest.mark.parametrize("upper", [0, 1])
+def test_sums_of_wgmma_lie_where_flush_looks_for_them(upper: int) -> None:
+    """A lane holds two neighbouring rows of a column, and of the column 8 further."""
+    swizzle, address = plain(flush.make_swizzle("f32")), plain(hopper_epilogue.lane_address_32)
+    for thread in range(hopper_epilogue.WARPGROUP):
+        column = thread // 32 * 16 + thread % 32 // 4 + 8 * upper
+        for row in (first + thread % 4 * 2 + odd for first in range(0, hopper_epilogue.ROWS_32, 8) for odd in (0, 1)):
+            cell = row * 256 + (column // 4 ^ swizzle(row)) * 16 + column % 4 * 4
+            assert cell == address(0, thread, upper) + (row - thread % 4 * 2) * 256

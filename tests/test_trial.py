@@ -444,7 +444,7 @@ def test_explain_shows_the_times_that_its_own_call_measured(fresh: Install) -> N
     assert told.chosen == "fast"
     assert told.why.startswith("fastest measured, ")
     times = {c.name: (c.us or 0.0, c.source, c.expected) for c in told.candidates}
-    assert times["slow"][0] >= 3000 > times["fast"][0] >= 500
+    assert times["slow"][0] > times["fast"][0] >= 500
     assert [rest for _, *rest in times.values()] == [[SOURCE, False]] * 2
 
 

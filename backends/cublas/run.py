@@ -13,12 +13,13 @@ from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Cublas, handle, issue
 from multigemm.backends.cublas.streams import Kit, borrow, capture_of, lend, workspace
+from multigemm.errors import LibraryError
 from multigemm.layouts import Operands
 from multigemm.nvrtc import Step
 
 CALL_US, FLOPS_PER_US, BYTES_PER_US = 10.0, 700e6, 2.9e6
-"""What the host needs for a call, and an H100 for its work: many products that are shorter than their calls need no
-streams. As few as there are streams gain more by running at once than the events cost the host."""
+"""What the host needs for a call, and an H100 for its work. More products than streams that are shorter than their
+calls stay on one stream; where each has its own, running at once gains more than the events cost the host."""
 
 
 class Steps:
@@ -90,9 +91,10 @@ class Streamed:
     The current stream waits for all of them before it goes on, so operands may be freed or reused
     by whatever follows on it, exactly as after a single call. Sides are lent for the length of a launch. Only a
     graph needs workspaces of its own, since it runs beside whatever borrows the sides later: they are this launch's.
+    Called eagerly, many short products stay on the current stream, and few do where there is no memory for sides.
     """
 
-    __slots__ = ("_batch", "_device", "_here", "_library", "_shares", "_short", "_spaces")
+    __slots__ = ("_apart", "_batch", "_device", "_here", "_library", "_shares", "_short", "_spaces")
 
     def __init__(
         self, library: Cublas, batch: Batch, shapes: Sequence[Shape], streams: int, device: torch.device
@@ -100,27 +102,39 @@ class Streamed:
         self._library, self._batch, self._device = library, batch, device.index or 0
         split = shares([s.m * s.n * s.k for s in shapes], streams)
         self._here, *self._shares = (tuple(batch.calls[i] for i in share) for share in split)
-        self._short = len(shapes) > streams and sum(map(_least_us, shapes)) < CALL_US * len(shapes)
+        self._short = sum(map(_least_us, shapes)) < CALL_US * len(shapes)
+        self._apart = bool(self._shares) and not (self._short and len(shapes) > streams)
         self._spaces: list[Tensor] = []
-        if self._shares and not self._short:  # so that a launch finds them
-            here = torch._C._cuda_getCurrentRawStream(self._device)
-            borrow(library, self._device, here, len(self._shares)).give_back()
+        kit = self._kit(torch._C._cuda_getCurrentRawStream(self._device)) if self._apart else None
+        if kit is not None:  # a launch finds it
+            kit.give_back()
 
     def __call__(self, stream: int) -> None:
         captured = torch._C._cuda_isCurrentStreamCapturing()
-        if not self._shares or (self._short and not captured):
+        current = ctypes.c_void_p(stream)
+        kit = None
+        if self._apart or (captured and self._shares):
+            kit = self._kit(stream, capture_of(current) if captured else 0)
+        if kit is None:
             issue(self._library, handle(), self._batch.calls)
             return
-        current = ctypes.c_void_p(stream)
-        capture = capture_of(current) if captured else 0
-        kit = borrow(self._library, self._device, stream, len(self._shares), capture)
         try:
             if captured:
-                self._apart(kit, current)
+                self._recorded(kit, current)
             else:
                 self._spread(kit, current, handle())
         finally:
             kit.give_back()
+
+    def _kit(self, stream: int, capture: int = 0) -> Kit | None:
+        """Sides for a launch from that stream. Short products do without where there is no memory for them."""
+        try:
+            return borrow(self._library, self._device, stream, len(self._shares), capture)
+        except (torch.OutOfMemoryError, LibraryError):
+            if not self._short or capture:
+                raise
+            self._apart = False
+            return None
 
     def _spread(self, kit: Kit, current: ctypes.c_void_p, blas: ctypes.c_void_p) -> None:
         fork, used = kit.fork, kit.sides[: len(self._shares)]
@@ -131,7 +145,7 @@ class Streamed:
         for side in used:
             side.join(current)
 
-    def _apart(self, kit: Kit, current: ctypes.c_void_p) -> None:
+    def _recorded(self, kit: Kit, current: ctypes.c_void_p) -> None:
         """In workspaces that nobody else uses: torch's too belongs to whatever runs on this stream later."""
         while len(self._spaces) <= len(self._shares):
             self._spaces.append(workspace(self._device))

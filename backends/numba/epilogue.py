@@ -84,7 +84,7 @@ def make_finish(acc, activation, c_name, bias_name):
 
 
 @cache
-def make_any_finish(acc="f32"):
+def make_any_finish(acc):
     """finish(value, alpha, beta, activation, c_kind, c, c_at, bias_kind, bias, bias_at), all decided at run time.
 
     One compiled kernel so serves every epilogue; the tensor-core kernels, which take seconds to compile,
@@ -148,7 +148,7 @@ def _any_finish_of_whole():
 
 
 @cache
-def make_any_store(acc="f32"):
+def make_any_store(acc):
     """store(address, index, value, kind): a sum with one rounding to the type that `kind` numbers."""
     half, brain, single, double = (storer(name, acc) for name in ("f16", "bf16", "f32", "f64"))
     whole = storer("i32", "i32")

@@ -15,10 +15,11 @@ from multigemm.backends.numba import ptx
 from multigemm.backends.numba.call import KIND
 from multigemm.backends.numba.epilogue import BF16, F16, F32, make_any_finish, make_any_store
 from multigemm.backends.numba.memory import BYTES
+from multigemm.backends.numba.mma_shape import KEPT_COLUMNS
 from multigemm.backends.numba.runtime import synchronising
 
-COLUMNS = 64
 CHUNK = 16
+"""Bytes."""
 int32 = types.int32
 
 
@@ -89,8 +90,8 @@ def make_flush(acc, threads):
     finish, store, swizzle = make_any_finish(acc), make_any_store(acc), make_swizzle(acc)
     load, keep, send, fits = _ways(acc)
     size = BYTES[acc]
-    each, pitch = CHUNK // size, COLUMNS * size
-    chunks = COLUMNS // each
+    each, pitch = CHUNK // size, KEPT_COLUMNS * size
+    chunks = KEPT_COLUMNS // each
     step = threads // chunks
 
     @synchronising
@@ -106,7 +107,7 @@ def make_flush(acc, threads):
         aligned = ((out_at | (out_row * out_size)) & (each * out_size - 1)) == 0
         wide = out_col == 1 and count == each and aligned and fits(kind)
         for row in range(first, rows, step):
-            cell = staging + row * pitch + (chunk ^ swizzle(row)) * CHUNK
+            cell = int32(staging + row * pitch + (chunk ^ swizzle(row)) * CHUNK)
             if plain == 0:
                 for i in range(count):
                     at, b = (above + row) * c_row + (column + i) * c_col, (column + i) * bias_col

@@ -13,7 +13,7 @@ from itertools import product
 from llvmlite import ir
 from numba.cuda import types
 
-from multigemm.backends.numba.flush import make_flush, make_swizzle
+from multigemm.backends.numba.flush import CHUNK, make_flush, make_swizzle
 from multigemm.backends.numba.fma import make_fma_stage
 from multigemm.backends.numba.memory import BYTES
 from multigemm.backends.numba.mma_fragments import make_warp_stage
@@ -31,11 +31,13 @@ int32 = types.int32
 def make_way_out(kind, acc, kept, a_lies_across, b_lies_across):
     """(stage, flush): stage(sums, address of the warp's piece, lane), but see `make_warp_stage`; and `make_flush`."""
     if kind == "f32":
-        return make_fma_stage(kept, a_lies_across, b_lies_across), make_flush(acc, LANES)
-    if acc == "f32":
-        return make_warp_stage(kept), make_flush(acc, LANES)
-    turned = kind == "i8"
-    return make_stage(acc, kept, turned and a_lies_across, turned and b_lies_across), make_flush(acc, LANES)
+        stage = make_fma_stage(kept, a_lies_across, b_lies_across)
+    elif acc == "f32":
+        stage = make_warp_stage(kept)
+    else:
+        turned = kind == "i8"
+        stage = make_stage(acc, kept, turned and a_lies_across, turned and b_lies_across)
+    return stage, make_flush(acc, LANES)
 
 
 def _runs(rows, columns, size, turned_a, turned_b):
@@ -74,7 +76,7 @@ def make_stage(acc, kept, turned_a, turned_b):
         row, quad = int32(lane >> 2), int32(lane & 3)
         if turned_a:
             row = int32(row * 2)
-        start, twist = int32(piece + row * pitch), int32(swizzle(row) * 16)
+        start, twist = int32(piece + row * pitch), int32(swizzle(row) * CHUNK)
         if turned_b:
             put(sums, start, int32(twist ^ (quad * 4 * size)))
         else:

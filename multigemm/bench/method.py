@@ -12,7 +12,7 @@ from multigemm.bench import machine
 from multigemm.bench.results import Report
 from multigemm.bench.roofline import measured_rates
 from multigemm.bench.workloads import Rates
-from multigemm.clocks import CODE_BYTES, FLUSH_BYTES
+from multigemm.clocks import CODE_BYTES, FLUSH_BYTES, other_code
 from multigemm.timing import Mode, overhead
 
 
@@ -43,7 +43,7 @@ def new_report(device: torch.device, dtypes: Iterable[str], options: Options, ab
         "budget_ms": options.budget_ms,
         "modes": list(options.modes),
         **({"rest": options.rest} if options.rest else {}),
-        "flush": _flush(options.style) if device.type == "cuda" else "none (CPU)",
+        "flush": _flush(options.style, device) if device.type == "cuda" else "none (CPU)",
         "rates": "given" if options.rates else "measured in this run",
         "measured_rates": {},
         "overhead_us": {name: round(us, 3) for name, us in overhead(device).items()},
@@ -53,9 +53,13 @@ def new_report(device: torch.device, dtypes: Iterable[str], options: Options, ab
     return report
 
 
-def _flush(style: Mode) -> str:
+def _flush(style: Mode, device: torch.device) -> str:
     written = f"{FLUSH_BYTES >> 20} MB written before each call"
-    return written if style == "do_bench" else f"{CODE_BYTES >> 10} KB of other code run and {written}"
+    if style == "do_bench":
+        return written
+    if other_code(device.index or 0) is None:
+        return f"{written} (no NVRTC here: the processors may still hold a call's code)"
+    return f"{CODE_BYTES >> 10} KB of other code run and {written}"
 
 
 def add_ceilings(report: Report, device: torch.device, dtypes: set[str], options: Options) -> None:

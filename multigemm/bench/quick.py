@@ -2,7 +2,7 @@
 
     python -m multigemm.bench.quick --backend cupy --suite moe --only dsv3,fine --peer
 
-Each case is checked against a float32 loop first, then timed L2-cold (the better of an eager call
+Each case is checked against a float32 loop first, then timed cold (the better of an eager call
 and a CUDA-graph replay). Prints microseconds, TFLOP/s and the fraction of the floor, and geometric
 means per distribution.
 """

@@ -50,7 +50,11 @@ def _what(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="another seed, other problems")
     ways = "first: the backend's own choice; all: every config in turn; pinned: another one for each kind"
     add("--configs", choices=("first", "all", "pinned"), default="first", help=ways)
-    add("--kinds", type=at_least(0), help="draw from so many kinds (default: 0 for no limit; 100 on a GPU)")
+    add(
+        "--kinds",
+        type=at_least(0),
+        help="draw from so many kinds (default: 0 for no limit; 100 on a GPU); pinned configs may need more",
+    )
     add("--turns", type=at_least(1), default=1, help="with --configs pinned: so many configs for each kind")
     add("--burst", type=at_least(1), default=25, help="problems of one kind in a row")
     add("--work", type=at_least(1), default=1 << 17, help="multiply-adds of a problem at most")

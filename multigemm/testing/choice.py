@@ -3,8 +3,8 @@
 A backend's first choice depends on sizes, and a campaign's problems are small: left alone, it would
 run the kernels for small problems only. So each kind gets configs of its own out of all that the
 backend ships for it, the one that other kinds have used least. Later laps over the kinds bring up configs
-that no kind has used, where there are such, and otherwise what is compiled already. What no kind at all can
-run under gets kinds of its own (`carriers`).
+that no kind has used, where there are such, and otherwise what is compiled already. What is left then gets further
+kinds (`carriers`): new ones where no kind can run under it; one once more where all that can have rarer ones to run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from multigemm.testing.values import shapes
 from multigemm.testing.world import make_problem, plot, write_index
 
 SOUGHT, FAR_SEED = 600, 1 << 20
-"""Random cases that are looked through for configs that no kind can run, and their first seed."""
+"""Random cases that are looked through for configs that no kind runs, and their first seed."""
 
 
 def spec_of(case: Case) -> ProblemSpec:
@@ -37,19 +37,23 @@ def spec_of(case: Case) -> ProblemSpec:
 
 def offered(kinds: list[Case], subject: Subject, device: torch.device) -> list[list[Any]]:
     """For each kind, all configs that the backend ships for it; nothing where it refuses the kind."""
-    specs = (spec_of(case) for case in kinds)
-    return [[] if subject.refusals(spec, device) else subject.shipped(spec, device) for spec in specs]
+    return [_offered(spec_of(case), subject, device) for case in kinds]
+
+
+def _offered(spec: ProblemSpec, subject: Subject, device: torch.device) -> list[Any]:
+    return [] if subject.refusals(spec, device) else subject.shipped(spec, device)
 
 
 def carriers(kinds: list[Case], names: Sequence[str], device: torch.device, limits: Limits, turns: int) -> list[Case]:
-    """Further kinds, for configs that the given ones leave out and that others can run under."""
+    """Further kinds, so that every config that any kind offers is assigned to one."""
     subjects = [Subject(name) for name in names]
     every = [offered(kinds, subject, device) for subject in subjects]
     known = [_all_of(_spread(shipped, turns)) for shipped in every]
     found = []
     for seed in range(SOUGHT):
         case, brings = random_case(FAR_SEED + seed, limits), False
-        its = [offered([case], subject, device)[0] for subject in subjects]
+        spec = spec_of(case)
+        its = [_offered(spec, subject, device) for subject in subjects]
         for shipped, seen in zip(its, known, strict=True):
             new = [config for config in shipped if config not in seen][:turns]
             brings = brings or bool(new)
@@ -61,7 +65,8 @@ def carriers(kinds: list[Case], names: Sequence[str], device: torch.device, limi
 
 
 def _repeated(kinds: list[Case], every: list[list[list[Any]]], turns: int) -> list[Case]:
-    """Kinds that are needed once more, since all that offer some config have rarer ones to run."""
+    """Kinds that are needed once more, since all that offer some config have rarer ones to run; each at most as often
+    as it offers configs, for it takes one that is not used yet, if there is one."""
     found = list[Case]()
     while True:
         left = [_all_of(shipped) - _all_of(_spread(shipped, turns)) for shipped in every]
@@ -83,7 +88,7 @@ def assigned(kinds: list[Case], subject: Subject, device: torch.device, turns: i
 
 
 def _spread(every: list[list[Any]], turns: int) -> list[list[Any]]:
-    """The same of what is offered for each kind."""
+    """Of what is offered for each kind up to `turns`, the rarest of those that no other uses first."""
     used: Counter[Any] = Counter()
     common = Counter(config for shipped in every for config in shipped)
     found = []
