@@ -53,7 +53,7 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
     """The result of `problem`, as the caller's kind of array (a list of them for lists).
 
     `backend` is a name (that one and no other), several names (the first that can) or "auto" (the fastest that can;
-    a first call may measure, for some 10 to 40 ms besides compiling, where it is open which one that is:
+    a first call may measure, for some 20 to 45 ms besides compiling, where it is open which one that is:
     MULTIGEMM_MEASURE=0 forbids it). `config` fixes the backend's own parameters: its Config, or a mapping of some of
     its fields.
     Differentiable where an input requires grad.

@@ -2,7 +2,7 @@
 
 When "auto" meets such a class of problems for the first time, the backends in question are timed on that very
 problem (their results go to memory that is thrown away), and `multigemm.first_met` keeps the times. That waits for
-the stream, some 10 to 40 ms besides compiling (also the clock's own kernel); MULTIGEMM_MEASURE=0 forbids it, and
+the stream, some 20 to 45 ms besides compiling (also the clock's own kernel); MULTIGEMM_MEASURE=0 forbids it, and
 "auto" then goes by what it expects, as it does in a capture, under torch's sync debug mode, where memory is short, and
 where the sizes leave hardly anything to do. What was chosen before stays chosen in this process.
 """
