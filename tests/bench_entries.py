@@ -1,0 +1,62 @@
+"""Entries of every fate on one tiny workload, and a run of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from multigemm.bench.check import group_inputs, group_outputs
+from multigemm.bench.entries import Entry, Prepared, Refused, ceiling_entry
+from multigemm.bench.method import Options, new_report
+from multigemm.bench.operands import Tensors
+from multigemm.bench.results import Report, Row
+from multigemm.bench.runner import Runner
+from multigemm.bench.workloads import Rates, Workload
+
+CPU = torch.device("cpu")
+RATES = {"bf16": Rates(1.0, 0.02), "fp32": Rates(1.0, 0.02)}
+FAST = Options(reps=4, budget_ms=4.0, rates=RATES)
+CASE = Workload("tiny", "own", groups=3, n=8, k=16, total=24, distribution="zipf")
+
+
+def loop(tensors: Tensors, spoil: bool = False) -> Prepared:
+    def call() -> None:
+        pairs = zip(group_inputs(tensors), group_outputs(tensors, tensors.out), strict=True)
+        for (a, b), out in pairs:
+            torch.mm(a, b, out=out)
+        if spoil:
+            group_outputs(tensors, tensors.out)[-1][-1, -1] += 100
+
+    return Prepared(call, tensors.out, "loop")
+
+
+def refuses(tensors: Tensors) -> Prepared:
+    raise Refused("K is 16, and this needs 17")
+
+
+def breaks(tensors: Tensors) -> Prepared:
+    raise RuntimeError("kernel exploded\nwith details")
+
+
+def writes_nothing(tensors: Tensors) -> Prepared:
+    return Prepared(lambda: None, tensors.out)
+
+
+ENTRIES = [
+    Entry("right", "backend", loop),
+    Entry("wrong", "backend", lambda t: loop(t, spoil=True)),
+    Entry("refuses", "peer", refuses),
+    Entry("breaks", "peer", breaks),
+    Entry("idle", "peer", writes_nothing),
+    ceiling_entry(),
+]
+
+
+def run(cases: list[Workload], entries: list[Entry], path: Path | None = None, options: Options = FAST) -> Report:
+    report = new_report(CPU, {"bf16"}, options, {"quack": "not installed"})
+    return Runner(entries, CPU, options, report, path).run(cases)
+
+
+def by_name(report: Report) -> dict[str, Row]:
+    return {row.entry: row for row in report.rows}
