@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,70 +14,27 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import bound, dispatch, timing, trial, tuning
-from multigemm.backend import Availability, Recipe
-from multigemm.clocks import FLUSH_BYTES
-from multigemm.contest import Candidate
-from multigemm.first_met import SOURCE, FirstMet
+from multigemm import dispatch, trial, tuning
+from multigemm.backend import Recipe
+from multigemm.first_met import SOURCE
 from multigemm.layouts import Operands
-from multigemm.measured import Measured
 from multigemm.nearest import Estimate
 from multigemm.settings import settings
 from multigemm.spec import ProblemSpec
 from multigemm.timing import Timing
 from tests.fake_backends import Dawdler, Fake, Tile, problem
-
-CPU = torch.device("cpu")
-FLOPS = 2.0 * 4 * 3 * 2
-"""Of `problem()`."""
-Install = Callable[..., None]
+from tests.trial_cases import CPU, FLOPS, Install, known, learn, noted, pair, times_of, unset
 
 
 @pytest.fixture
 def fresh(install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """As whoever has set nothing finds it: a cache that holds nothing, and measuring is on."""
-    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("MULTIGEMM_MEASURE")
-    settings.cache_clear()
-    monkeypatch.setattr(trial, "HOPELESS", math.inf)  # a busy host makes naps longer
+    unset(monkeypatch, tmp_path)
     return install
 
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Who was timed together, trial by trial."""
-    found: list[list[str]] = []
-    real = timing.measure
-
-    def measure(variants: Mapping[str, Any], *given: Any, **more: Any) -> dict[str, Timing]:
-        found.append(list(variants))
-        return real(variants, *given, **more)
-
-    monkeypatch.setattr(trial, "measure", measure)
-    return found
-
-
-def pair() -> tuple[Dawdler, Dawdler]:
-    """Two backends; the one that comes first is clearly slower."""
-    return Dawdler("slow", 1, nap_s=0.003), Dawdler("fast", 2, nap_s=0.0005)
-
-
-def learn(posed: mg.GroupedGemmProblem, flops: float, **us: float) -> None:
-    """As if these backends had been timed on a problem, all with their first config."""
-    key = tuning.spec_key(posed.spec, equal=True)
-    every = [Measured(name, {}, took, "cpu", key, ran="16", groups=1, flops=flops) for name, took in us.items()]
-    tuning.table().learn(FirstMet({m.backend: replace(m, source=SOURCE) for m in every}, {}))
-
-
-def times_of(posed: mg.GroupedGemmProblem, flops: float = FLOPS) -> dict[str, Measured]:
-    """What was measured of a problem."""
-    met = tuning.table().first_met(posed.spec, CPU, True, flops)
-    return {} if met is None else dict(met.times)
-
-
-def known(name: str, slowness: float | None = None, error: float = 0.2, expected: bool = True) -> Candidate:
-    us = None if expected else 10.0
-    return Candidate(name, Availability(True), (), us, slowness, "", expected and slowness is not None, error)
+    return noted(monkeypatch)
 
 
 def test_who_may_be_faster_by_more_than_matters_is_in_question() -> None:
@@ -199,28 +155,6 @@ def test_a_lone_time_wins_nothing(fresh: Install, step: str) -> None:
         assert mg.solve(problem()).eq(3).all()
 
 
-def test_where_no_second_result_fits_the_expected_one_is_taken(fresh: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(posed: mg.GroupedGemmProblem) -> Any:
-        raise torch.OutOfMemoryError("the device is full")
-
-    fresh(*pair())
-    monkeypatch.setattr(bound, "scratch", full)
-    with pytest.warns(RuntimeWarning, match="the device is full") as told:
-        assert mg.solve(problem()).eq(1).all()
-    assert len(told) == 2
-
-
-def test_where_memory_is_short_nothing_is_measured(
-    fresh: Install, trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    least = FLUSH_BYTES + 2 * 4 * 2 * 4  # a result of 4 x 2 in float32, twice
-    for free, measured in ((least - 1, 0), (least, 1)):
-        fresh(*pair())
-        monkeypatch.setattr(trial, "room", lambda device, free=free: free)
-        assert mg.solve(problem()).eq(1 + measured).all()
-        assert len(trials) == measured
-
-
 @dataclass
 class Watched(Dawdler):
     """A fake that keeps what it was to write into."""
@@ -248,17 +182,6 @@ def test_contenders_write_into_one_scratch_result_that_lies_as_the_real_one(fres
     assert first.data_ptr() == second.data_ptr() != kept.data_ptr()
     assert first.stride() == kept.stride()
     assert kept.eq(7.0).all()
-
-
-def test_only_whom_auto_would_take_is_measured(fresh: Install, trials: list[list[str]]) -> None:
-    waits = Dawdler("waits", 3, syncs=True)
-    emulated = Dawdler("emulated", 4, here=Availability(True, emulated=True))
-    fresh(waits, emulated, Dawdler("null", 5), Dawdler("picky", 6, reasons=["why"]), *pair())
-    assert mg.plan(problem()).backend == "fast"
-    assert trials == [["slow", "fast"]]
-    fresh(waits, emulated, Dawdler("alone", 7))
-    assert mg.plan(problem(dtype=torch.float64)).backend == "alone"
-    assert len(trials) == 1
 
 
 def test_two_threads_measure_a_class_once_and_both_are_answered(
@@ -325,59 +248,6 @@ def test_what_was_measured_with_another_config_is_asked_anew(fresh: Install, tri
     assert {m.ran for m in times_of(problem()).values()} == {"16", "64"}
 
 
-@pytest.mark.parametrize(
-    ("asked", "config", "variables", "in_capture"),
-    [
-        ("slow", None, {}, False),
-        (["slow", "fast"], None, {}, False),
-        ("auto", {"size": 32}, {}, False),
-        ("auto", None, {"MULTIGEMM_BACKEND": "slow,fast"}, False),
-        ("auto", None, {"MULTIGEMM_MEASURE": "0"}, False),
-        ("auto", None, {}, True),
-    ],
-)
-def test_nothing_is_measured_where_it_is_settled_forbidden_or_impossible(
-    fresh: Install,
-    trials: list[list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    asked: Any,
-    config: Any,
-    variables: dict[str, str],
-    in_capture: bool,
-) -> None:
-    for name, text in variables.items():
-        monkeypatch.setenv(name, text)
-    settings.cache_clear()
-    monkeypatch.setattr(bound, "capturing", lambda device: in_capture)
-    fresh(*pair())
-    assert mg.solve(problem(), asked, config).eq(1).all()
-    assert trials == []
-
-
-def test_who_is_hopeless_at_a_glance_is_asked_for_no_more(
-    fresh: Install, trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trial, "HOPELESS", 3.0)
-    hopeless = Dawdler("hopeless", 3, nap_s=0.1)
-    fresh(hopeless, Dawdler("fast", 2, nap_s=0.0005))
-    assert mg.solve(problem()).eq(2).all()
-    assert (hopeless.launches, trials) == (2, [["fast"]])
-    fresh(hopeless, Dawdler("fast", 2))
-    assert mg.solve(problem()).eq(2).all()
-    assert hopeless.launches == 2
-
-
-def test_who_only_keeps_the_host_busy_is_not_hopeless(
-    fresh: Install, trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trial, "HOPELESS", 3.0)
-    looks = iter((20.0, 0.9 * trial.SLOW_US))
-    monkeypatch.setattr(trial, "glance", lambda call, device: next(looks))
-    fresh(*pair())
-    assert mg.plan(problem()).backend == "fast"
-    assert trials == [["slow", "fast"]]
-
-
 def test_a_backend_that_was_not_there_is_asked(fresh: Install, trials: list[list[str]]) -> None:
     slow, fast = pair()
     fresh(slow, fast)
@@ -408,34 +278,6 @@ def test_a_choice_outlives_the_memory_of_choices(fresh: Install, monkeypatch: py
     assert mg.plan(problem()).backend == "fast"
     dispatch.forget()
     assert mg.plan(problem()).backend == "slow"
-
-
-def test_problems_without_work_are_not_timed(fresh: Install, trials: list[list[str]]) -> None:
-    fresh(*pair())
-    mg.solve(mg.GroupedGemmProblem(torch.ones(0, 3), torch.ones(3, 2), offsets=[0, 0]))
-    mg.solve(mg.GroupedGemmProblem(torch.ones(4, 3), torch.ones(3, 2), offsets=[0, 0]))
-    mg.solve(mg.GroupedGemmProblem(torch.ones(2, 4, 3), torch.ones(2, 3, 2), valid_rows=[0, 0]))
-    assert trials == []
-
-
-def test_a_trial_that_fails_altogether_is_reported_and_the_call_succeeds(
-    fresh: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(device: torch.device) -> float:
-        raise RuntimeError("this allocator does not tell")
-
-    fresh(*pair())
-    monkeypatch.setattr(trial, "room", fail)
-    with pytest.warns(RuntimeWarning, match="auto could not measure: RuntimeError: this allocator does not tell"):
-        assert mg.solve(problem()).eq(1).all()
-
-
-def test_no_scratch_is_made_that_is_far_larger_than_the_result(fresh: Install, trials: list[list[str]]) -> None:
-    fresh(*pair())
-    for across, measured in ((64, 0), (3, 1)):
-        out = torch.zeros(4, across)[:, :2]
-        mg.solve(mg.GroupedGemmProblem(torch.ones(4, 3), torch.ones(3, 2), offsets=[0, 4], out=out))
-        assert len(trials) == measured
 
 
 def test_explain_shows_the_times_that_its_own_call_measured(fresh: Install) -> None:
