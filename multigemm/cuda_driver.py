@@ -68,8 +68,8 @@ def library() -> Any:
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
-    """Calls that a CUDA graph's capture in another thread forbids (allocating, waiting, loading code) are allowed to
-    this thread, whose streams are not captured."""
+    """Calls that the capture of a CUDA graph, in whatever thread, forbids to all (allocating, loading code; waiting for
+    what is not captured) are allowed to this thread."""
     mode = ctypes.c_int(RELAXED)
     check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
     try:

@@ -29,12 +29,13 @@ from multigemm.staging import equal_sizes, outline, staged_spec
 from multigemm.untraced import untraced
 
 Which = str | Sequence[str]
-CHOICES_KEPT = 4096
+CHOICES_KEPT, PICKS_KEPT = 4096, 1 << 16
 DIGITS = 5
 """Binary ones of the jagged extent that a choice goes by: it holds within a sixteenth of an octave."""
 _choices: dict[Any, Choice] = {}
 _picks: dict[int, str] = {}
-"""The backend of every choice that "auto" made, which outlives the choice: the same call gives the same bits."""
+"""The backend of each of the latest choices that "auto" made, which outlives the choice: the same call gives the same
+bits."""
 _lock = threading.RLock()
 
 
@@ -92,11 +93,19 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
             known = [c for c in known if c.name == _picks.get(hash(key), c.name)] or known
             found = _choices.get(key) or _choose(problem, spec, which, config, equal, known)  # or another thread's
             if which == "auto":
-                _picks[hash(key)] = found.backend
+                _remember(hash(key), found.backend)
             if len(_choices) >= CHOICES_KEPT:
                 _choices.clear()
             _choices[key] = found
     return found
+
+
+def _remember(key: int, backend: str) -> None:
+    """As the latest pick; the oldest one goes."""
+    _picks.pop(key, None)
+    _picks[key] = backend
+    if len(_picks) > PICKS_KEPT:
+        del _picks[next(iter(_picks))]
 
 
 def forget() -> None:

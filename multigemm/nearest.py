@@ -52,7 +52,8 @@ NOISE = 0.001
 ANY_OFFSET = 1e4
 """The variance of what is not known beforehand: the offsets and levels."""
 PROCESSORS = 132
-"""Of the GPUs that tables ship for; others round to rounds elsewhere, but hardly by more."""
+"""Of the GPUs that tables ship for, and that backends' estimates were fitted on; others round to rounds elsewhere, but
+hardly by more."""
 TYPICAL_ERROR = 0.2
 """By how much (a logarithm) what is expected of two backends errs where nothing tells it better."""
 WITHIN_BUCKET = 0.72

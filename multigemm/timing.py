@@ -5,8 +5,7 @@ Why one place: times of GPU kernels are easy to get wrong, and two clocks never 
 * variants are interleaved, and the order is drawn anew in each round, so that drifting clocks and
   power limits meet all of them alike, and none always runs behind the same other;
 * "cold" and "graph" write a buffer of several times the L2 before each call, because in a model the operands do not
-  lie in the cache either; and they run long code first, because a model runs other kernels in between: a call behind
-  itself would find its own code on the processors, which alone it does and in company it does not;
+  lie in the cache either, and run long code before that, because in a model the processors hold other kernels' code;
 * what moves a whole round (the clock, another process) is taken out of it, so that two medians never
   compare a fast half of the rounds with a slow one;
 * medians and quantiles, never the mean; the raw samples are kept;

@@ -14,6 +14,7 @@ from hypothesis import settings as hypothesis_settings
 
 from multigemm import dispatch, registry, tuning
 from multigemm.settings import settings
+from tests import trial_cases
 
 hypothesis_settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=50)
 hypothesis_settings.register_profile("nightly", deadline=None, print_blob=True, max_examples=1000)
@@ -66,3 +67,16 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     yield put
     dispatch.forget()
     tuning.table.cache_clear()
+
+
+@pytest.fixture
+def fresh(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """`install` for whoever has set nothing, and whose cache holds nothing: "auto" measures."""
+    trial_cases.unset(monkeypatch, tmp_path)
+    return install
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Who was timed together, trial by trial."""
+    return trial_cases.noted(monkeypatch)

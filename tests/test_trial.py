@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,18 +22,7 @@ from multigemm.settings import settings
 from multigemm.spec import ProblemSpec
 from multigemm.timing import Timing
 from tests.fake_backends import Dawdler, Fake, Tile, problem
-from tests.trial_cases import CPU, FLOPS, Install, known, learn, noted, pair, times_of, unset
-
-
-@pytest.fixture
-def fresh(install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    unset(monkeypatch, tmp_path)
-    return install
-
-
-@pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    return noted(monkeypatch)
+from tests.trial_cases import CPU, FLOPS, Install, known, learn, pair, times_of
 
 
 def test_who_may_be_faster_by_more_than_matters_is_in_question() -> None:
@@ -278,6 +266,19 @@ def test_a_choice_outlives_the_memory_of_choices(fresh: Install, monkeypatch: py
     assert mg.plan(problem()).backend == "fast"
     dispatch.forget()
     assert mg.plan(problem()).backend == "slow"
+
+
+def test_the_memory_of_what_was_picked_is_bounded_and_keeps_the_latest(
+    fresh: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of ever other sizes make ever other choices."""
+    monkeypatch.setattr(dispatch, "PICKS_KEPT", 2)
+    fresh(*pair())
+    picked = []
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        mg.plan(problem(dtype=dtype))
+        picked.append(next(reversed(dispatch._picks)))
+    assert [*dispatch._picks] == picked[1:]
 
 
 def test_explain_shows_the_times_that_its_own_call_measured(fresh: Install) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,18 +13,7 @@ from multigemm.backend import Availability
 from multigemm.clocks import FLUSH_BYTES
 from multigemm.settings import settings
 from tests.fake_backends import Dawdler, problem
-from tests.trial_cases import Install, noted, pair, unset
-
-
-@pytest.fixture
-def fresh(install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    unset(monkeypatch, tmp_path)
-    return install
-
-
-@pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    return noted(monkeypatch)
+from tests.trial_cases import Install, pair
 
 
 def test_where_no_second_result_fits_the_expected_one_is_taken(fresh: Install, monkeypatch: pytest.MonkeyPatch) -> None:

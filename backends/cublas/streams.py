@@ -23,8 +23,6 @@ from multigemm.backends.cublas.library import EXACT_MATH, Call, Cublas, check, m
 
 NON_BLOCKING = 1
 WITHOUT_TIMING = 2
-RELAXED = 2
-"""The mode in which a thread may allocate memory while some stream is captured."""
 DEFAULT_WORKSPACE = 32 << 20
 """Bytes; what cuBLAS asks for on Hopper."""
 
@@ -67,15 +65,11 @@ class Side:
 
     def __init__(self, library: Cublas, device: int) -> None:
         self.raw, self.handle = ctypes.c_void_p(), ctypes.c_void_p()
-        before = ctypes.c_int(RELAXED)
         driver.use_context(device)
-        driver.check(driver.library().cuThreadExchangeStreamCaptureMode(ctypes.byref(before)), "capture mode")
-        try:
+        with driver.beside_captures():
             driver.check(driver.library().cuStreamCreate(ctypes.byref(self.raw), NON_BLOCKING), "cuStreamCreate")
             check(library.create(ctypes.byref(self.handle)), "cublasCreate")
             self._own = workspace(device, self.raw)
-        finally:
-            driver.check(driver.library().cuThreadExchangeStreamCaptureMode(ctypes.byref(before)), "capture mode")
         self._done = Event(device)
         self._wait, self._record = driver.library().cuStreamWaitEvent, driver.library().cuEventRecord
         check(library.set_stream(self.handle, self.raw), "cublasSetStream")

@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 
 from multigemm.backends.cupy import few_tiles, shapes
-from multigemm.backends.cupy.few_tiles import PROCESSORS
 from multigemm.backends.cupy.specs import (
     MAX_GROUPS,
     direct_reasons,
@@ -22,6 +21,7 @@ from multigemm.backends.cupy.specs import (
     small_reasons,
     wave_reasons,
 )
+from multigemm.nearest import PROCESSORS
 from multigemm.spec import ProblemSpec
 
 COLUMNS = 128

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from multigemm.nearest import PROCESSORS
 from multigemm.spec import ProblemSpec
 
-PROCESSORS = 132
-"""Up to here tall tiles would leave some of them idle: lower ones, each block on its own."""
 AT_ONCE = 3 * PROCESSORS
 """Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""
 BLOCK_K = 64

@@ -13,7 +13,6 @@ import torch
 
 from multigemm.backends.triton.config import Config, depth_of, is_tf32, mappable, problem_with
 from multigemm.backends.triton.estimate import (
-    PROCESSORS,
     pointer_us,
     ring_us,
     rounds_us,
@@ -24,6 +23,7 @@ from multigemm.backends.triton.estimate import (
     typical_rows,
 )
 from multigemm.backends.triton.wide_tiles import sixty_four_bit, thirty_two_bit
+from multigemm.nearest import PROCESSORS
 from multigemm.spec import ProblemSpec
 
 BRIEF_US = 50.0

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from multigemm.backends.triton.config import STRIP, Config, depth_of
+from multigemm.nearest import PROCESSORS
 from multigemm.spec import ProblemSpec
 
-PROCESSORS = 132
 MOST_SHARED = 160
 """Programs up to which tiles are shared out: more would run one after another, and leave their parts for nothing."""
 WORTH_SHARING = 2048

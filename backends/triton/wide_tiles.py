@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from multigemm.backends.triton.config import Config
-from multigemm.backends.triton.estimate import PROCESSORS, crossed, shape_of, shared_out, tiles_in
+from multigemm.backends.triton.estimate import crossed, shape_of, shared_out, tiles_in
+from multigemm.nearest import PROCESSORS
 from multigemm.spec import ProblemSpec
 
 ENDS = 48
