@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from multigemm.backends.cpu import BACKEND
-from multigemm.layouts import Operands
-from multigemm.spec import OperandSpec, ProblemSpec
-from multigemm.timing import measure
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import OperandSpec, ProblemSpec
+from multigemm.select.timing import measure
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -33,7 +33,7 @@ from multigemm.bench import operands, peer_cublas, peer_torch
 from multigemm.bench.entries import Refused
 from multigemm.bench.suites import SUITES
 from multigemm.bench.workloads import Workload
-from multigemm.timing import measure
+from multigemm.select.timing import measure
 
 Call = Callable[[], Any]
 Row = dict[str, Any]

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "GroupedGemmProblem": "problem",
-    "ProblemSpec": "spec",
-    "grouped_gemm": "dispatch",
-    "solve": "dispatch",
-    "plan": "dispatch",
-    "explain": "dispatch",
-    "list_backends": "dispatch",
-    "Plan": "bound",
+    "GroupedGemmProblem": "problem.problem",
+    "ProblemSpec": "problem.spec",
+    "grouped_gemm": "api",
+    "solve": "api",
+    "plan": "api",
+    "explain": "api",
+    "list_backends": "api",
+    "Plan": "planning.plan",
     "expected": "reference.numpy_reference",
     "verify": "reference.verify",
     "Verdict": "reference.verify",
@@ -61,8 +61,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from multigemm.bound import Plan
-    from multigemm.dispatch import explain, grouped_gemm, list_backends, plan, solve
+    from multigemm.api import explain, grouped_gemm, list_backends, plan, solve
     from multigemm.errors import (
         BackendUnavailable,
         BackendUnsupported,
@@ -74,10 +73,11 @@ if TYPE_CHECKING:
         NotCapturable,
         UnknownBackend,
     )
-    from multigemm.problem import GroupedGemmProblem
+    from multigemm.planning.plan import Plan
+    from multigemm.problem.problem import GroupedGemmProblem
+    from multigemm.problem.spec import ProblemSpec
     from multigemm.reference.numpy_reference import expected
     from multigemm.reference.verify import Verdict, verify
-    from multigemm.spec import ProblemSpec
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from multigemm.layouts import Operands
-from multigemm.spec import ProblemSpec
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
 
 Launch = Callable[[], object]
 """Does the work of one bound problem on the device's current stream, and may be called again."""

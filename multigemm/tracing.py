@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.arrays import dtype_of
 from multigemm.errors import InvalidProblem
+from multigemm.problem.arrays import dtype_of
 
 
 def _register() -> None:

@@ -51,7 +51,7 @@ from multigemm.reference.dtypes import Array, largest, round_once, unit
 from multigemm.reference.numpy_reference import GroupSum, activate, compute_dtype
 
 if TYPE_CHECKING:
-    from multigemm.problem import GroupedGemmProblem
+    from multigemm.problem.problem import GroupedGemmProblem
 
 MINIMUM = {"gelu": -0.7517915246935645, "gelu_tanh": -0.7524614220710162, "silu": -1.2784645427610738}
 """Where each activation that is not monotone is smallest."""

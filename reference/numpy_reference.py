@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from multigemm.accepted import GroupView
-from multigemm.problem import GroupedGemmProblem, checked
+from multigemm.problem.no_dynamo import no_dynamo
+from multigemm.problem.problem import GroupedGemmProblem, GroupView, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, widen
-from multigemm.untraced import untraced
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +187,7 @@ def place(problem: GroupedGemmProblem, blocks: list[Array], view: GroupView) -> 
     return blocks[0], view.where
 
 
-@untraced
+@no_dynamo
 def expected(problem: GroupedGemmProblem) -> Any:
     """The answer in the output's dtype: one array, or a list of them for a list problem.
 

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from multigemm.arrays import adopt
 from multigemm.errors import InvalidProblem
-from multigemm.overlap import meetings
-from multigemm.problem import GroupedGemmProblem, checked
+from multigemm.problem.arrays import adopt
+from multigemm.problem.no_dynamo import no_dynamo
+from multigemm.problem.overlap import meetings
+from multigemm.problem.problem import GroupedGemmProblem, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
 from multigemm.reference.error_bound import accumulator, interval, sum_error
 from multigemm.reference.numpy_reference import GroupSum, activate, blank, compute_dtype, group_sum, place
-from multigemm.untraced import untraced
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ def _empty_block(array: Array) -> Block:
     return Block(array, value, value.copy(), np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape))
 
 
-@untraced
+@no_dynamo
 def answer(problem: GroupedGemmProblem) -> Answer:
     """The exact answer and the interval of right values for every element."""
     arrays = blank(problem)
@@ -243,7 +243,7 @@ def _read(x: Any) -> Array:
     return to_numpy(adopt(x, "result").tensor)
 
 
-@untraced
+@no_dynamo
 def judge(found: Answer, result: Any, *, suspicion: bool = True) -> Verdict:
     """Compares one result (an array, or a list of them) with an answer; without `suspicion`, no rho."""
     given = list(result) if isinstance(result, list | tuple) else [result]
@@ -268,7 +268,7 @@ def judge(found: Answer, result: Any, *, suspicion: bool = True) -> Verdict:
     return Verdict(True, 0, total, f"all {total} elements are right (rho {peak:.2f})", rho=peak, rho_rms=mean)
 
 
-@untraced
+@no_dynamo
 def verify(problem: GroupedGemmProblem, result: Any) -> Verdict:
     """Whether `result` is a right answer to `problem`; if not, where and by how much."""
     _refuse_lost_c(checked(problem), result)

@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import settings as hypothesis_settings
 
-from multigemm import dispatch, registry, tuning
+from multigemm import api as dispatch
+from multigemm.select import registry
+from multigemm.select import table as tuning
 from multigemm.settings import settings
 from tests import trial_cases
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from multigemm.backends.cpu import BACKEND
-from multigemm.layouts import Operands
-from multigemm.spec import FORMS, OperandSpec, ProblemSpec
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import FORMS, OperandSpec, ProblemSpec
 
 CPU = torch.device("cpu")
 U = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm import cuda_driver
 from multigemm.backends.cublas import run, streams
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Call
+from multigemm.cuda import driver as cuda_driver
 
 CURRENT = 7
 TORCHS, TORCHS_MODE, TORCHS_SPACE = 1, 3, 9

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm import nvrtc
 from multigemm.backend import Availability, Launch, Recipe
 from multigemm.backends.cublas import epilogue, launch, library, run, support
 from multigemm.backends.cublas.config import Config, reads_sizes
-from multigemm.layouts import Operands
-from multigemm.spec import ProblemSpec
+from multigemm.cuda import nvrtc
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
 from tests.cublas_model import ModelCublas
 
 CUDA = torch.device("cuda")

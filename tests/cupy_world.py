@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import counters
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy import (
     driver,
@@ -20,9 +19,10 @@ from multigemm.backends.cupy import (
     tensor_maps,
     wave,
 )
-from multigemm.layouts import Operands
-from multigemm.spec import OperandSpec, ProblemSpec
-from multigemm.staging import allocate, stage, staged_spec
+from multigemm.cuda import counters
+from multigemm.planning.operands import Operands
+from multigemm.planning.staging import allocate, stage, staged_spec
+from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 GPU = torch.device("cuda", 0)
 WAVE_KERNELS = {(config, slots): 2 for config in configs.WAVES[1:] for slots in wave.SLOTS}

@@ -11,8 +11,8 @@ import torch
 
 import multigemm as mg
 from multigemm.backend import Availability, Recipe
-from multigemm.layouts import Operands
-from multigemm.spec import ProblemSpec
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from multigemm.bench import fit
 from multigemm.bench.results import HOST_SIZES, Row
-from multigemm.shape import Shape
+from multigemm.select.shape import Shape
 
 KEY = "jagged_m g8 m* n512 k608 t4096 bfloat16/row bfloat16/col bfloat16/row ieee device-sizes"
 TILES = {"x": (128, 256, 1), "y": (64, 64, 1)}

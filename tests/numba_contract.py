@@ -17,7 +17,7 @@ from torch import Tensor
 
 import multigemm as mg
 from multigemm.backends.numba import BACKEND
-from multigemm.staging import stage, staged_spec
+from multigemm.planning.staging import stage, staged_spec
 from tests.numba_cases import DTYPES, Maker, guarded, operands
 
 Check = tuple[str, bool, str]

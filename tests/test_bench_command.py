@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm import registry
 from multigemm.__main__ import main
 from multigemm.bench import cli, results, runner
 from multigemm.bench.results import Report
 from multigemm.bench.runner import Runner
-from multigemm.timing import Timing
+from multigemm.select import registry
+from multigemm.select.timing import Timing
 from tests.bench_entries import FAST
 from tests.bench_reports import made_up_report
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from multigemm import tuning
 from multigemm.bench import embed, markdown, results
 from multigemm.bench.entries import problem
 from multigemm.bench.operands import make
 from multigemm.bench.suites import suite
-from multigemm.cache import DiskCache
-from multigemm.measured import SCHEMA, unfold
-from multigemm.staging import staged_spec
+from multigemm.cuda.disk_cache import DiskCache
+from multigemm.planning.staging import staged_spec
+from multigemm.select import table as tuning
+from multigemm.select.measured import SCHEMA, unfold
 from tests.bench_reports import made_up_report
 
 ROOT = Path(__file__).parents[1]

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import dispatch, settings, tuning
+from multigemm import api as dispatch
+from multigemm import settings
 from multigemm.__main__ import main
 from multigemm.bench import results
-from multigemm.cache import DiskCache
-from multigemm.measured import unfold
+from multigemm.cuda.disk_cache import DiskCache
+from multigemm.select import table as tuning
+from multigemm.select.measured import unfold
 
 pytestmark = [
     pytest.mark.gpu,

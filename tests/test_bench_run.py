@@ -20,7 +20,7 @@ from multigemm.bench.runner import Runner
 from multigemm.bench.tried import State
 from multigemm.bench.workloads import Workload, parse_shape
 from multigemm.errors import MultigemmError
-from multigemm.timing import Timing
+from multigemm.select.timing import Timing
 from tests.bench_entries import CASE, CPU, ENTRIES, FAST, RATES, by_name, run
 from tests.bench_reports import made_up_report
 

@@ -10,7 +10,7 @@ import torch
 
 from multigemm.bench import plots, results, roofline, table
 from multigemm.bench.workloads import geomean
-from multigemm.timing import Timing
+from multigemm.select.timing import Timing
 from tests.bench_entries import CPU
 from tests.bench_reports import made_up_report
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from multigemm import registry, tuning
 from multigemm.__main__ import main
 from multigemm.bench import results, tune
 from multigemm.bench.drawn import UNTUNED
@@ -15,8 +14,10 @@ from multigemm.bench.entries import backend_entry
 from multigemm.bench.tried import ClassResult, from_reports
 from multigemm.bench.tune import Limits, Tuner, of_place
 from multigemm.bench.workloads import parse_shape
-from multigemm.measured import config_text
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
+from multigemm.select import registry
+from multigemm.select import table as tuning
+from multigemm.select.measured import config_text
 from tests.bench_entries import CASE, CPU, run
 
 

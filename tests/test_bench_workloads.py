@@ -14,7 +14,7 @@ from multigemm.bench.entries import problem
 from multigemm.bench.suites import SUITES, suite
 from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parse_shape, with_dtype
 from multigemm.errors import InvalidSetting
-from multigemm.spec import FORMS
+from multigemm.problem.spec import FORMS
 
 PUBLISHED_FLOORS = {
     "dsv3_up_8k/balanced/bf16": 687.9,

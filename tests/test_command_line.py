@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from multigemm import tuning
 from multigemm.__main__ import COMMANDS, main
-from multigemm.measured import SCHEMA, Measured
+from multigemm.select import table as tuning
+from multigemm.select.measured import SCHEMA, Measured
 from multigemm.settings import settings
 
 HERE = str(Path(__file__).parent)

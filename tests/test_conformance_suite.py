@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from multigemm.spec import FORMS
+from multigemm.problem.spec import FORMS
 from multigemm.testing import conformance
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.mutants import MUTANTS

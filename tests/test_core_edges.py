@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import bound, tracing
-from multigemm.arrays import _RawStream, cupy_stream
-from multigemm.problem import Keywords
-from multigemm.spec import ACTIVATIONS, PRECISIONS
+from multigemm import tracing
+from multigemm.planning import plan as bound
+from multigemm.problem.arrays import _RawStream, cupy_stream
+from multigemm.problem.problem import Keywords
+from multigemm.problem.spec import ACTIVATIONS, PRECISIONS
 
 
 @pytest.mark.parametrize("offsets", [[0, 2, 5], torch.tensor([0, 2, 5])])

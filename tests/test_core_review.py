@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 
 import multigemm as mg
 from multigemm.backends.cpu.config import Config as CpuConfig
-from multigemm.overlap import meetings
-from multigemm.staging import stage, staged_spec
+from multigemm.planning.staging import stage, staged_spec
+from multigemm.problem.overlap import meetings
 
 A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
 CUT = [0, 2, 5, 10]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from multigemm import registry
 from multigemm.errors import InvalidSetting
+from multigemm.select import registry
 from multigemm.testing import Case, check_case, corpus
 from multigemm.testing.model_kernel import ModelBackend
 
@@ -51,7 +51,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from typing import Any
-from multigemm import registry
+from multigemm.select import registry
 from multigemm.testing import check_case, corpus
 state = registry.get(sys.argv[1]).availability()
 if not state.ok:

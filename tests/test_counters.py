@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from multigemm import counters
-from multigemm.counters import SLOTS, Words
+from multigemm.cuda import counters
+from multigemm.cuda.counters import SLOTS, Words
 
 
 @pytest.fixture

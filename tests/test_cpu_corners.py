@@ -16,7 +16,7 @@ from multigemm.backends.cpu import BACKEND
 from multigemm.backends.cpu.config import Config
 from multigemm.backends.cpu.epilogue import store
 from multigemm.errors import InvalidSetting
-from multigemm.layouts import Operands
+from multigemm.planning.operands import Operands
 from tests.cpu_cases import CPU, Case, assert_right, build, filler, groups_of, kernels, run, with_spec
 
 Make = Callable[[Case], Operands]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.spec import ACTIVATIONS, FORMS, INPUT_DTYPES
+from multigemm.problem.spec import ACTIVATIONS, FORMS, INPUT_DTYPES
 from tests.cpu_cases import Case, assert_right, build, groups_of, kernels, run
 
 EPILOGUES: dict[str, dict[str, Any]] = {

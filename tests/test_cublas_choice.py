@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from multigemm import nvrtc
 from multigemm.backends.cublas import BACKEND, calls, choose, config, elements, kernels, launch
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import View, _Into
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.products import Product
 from multigemm.backends.cublas.support import EXTENT
+from multigemm.cuda import nvrtc
 from multigemm.errors import CompileError
-from multigemm.problem import GroupedGemmProblem
-from multigemm.spec import ProblemSpec
-from multigemm.staging import outline, staged_spec
+from multigemm.planning.staging import outline, staged_spec
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import ProblemSpec
 from tests.nvrtc_here import nvrtc_here
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -17,10 +17,10 @@ from multigemm.backends.cublas.library import NO_TRANSPOSE, TRANSPOSE
 from multigemm.backends.cublas.products import Bytes, Product, cut, even_steps, list_products, merged, packed_products
 from multigemm.backends.cublas.run import shares
 from multigemm.backends.cublas.staging import Copies, stage, writable
-from multigemm.layouts import Operands, group_table, packed
-from multigemm.problem import GroupedGemmProblem
-from multigemm.staging import stage as stage_problem
-from multigemm.staging import staged_spec
+from multigemm.planning.operands import Operands, group_table, packed
+from multigemm.planning.staging import stage as stage_problem
+from multigemm.planning.staging import staged_spec
+from multigemm.problem.problem import GroupedGemmProblem
 from tests.cublas_model import ModelLibrary, run
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import multigemm as mg
 from multigemm.backends.cublas import choose, config, launch, lt, run
 from multigemm.backends.cublas.config import Config
 from multigemm.errors import LibraryError
-from multigemm.staging import allocate, outline, stage, staged_spec
+from multigemm.planning.staging import allocate, outline, stage, staged_spec
 from multigemm.testing import Case, Limits, Stand, World, check
 from multigemm.testing.case import PLAIN, Layout, align
 from multigemm.testing.strategies import legal, random_case

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm import cuda_driver, nvrtc
 from multigemm.backends.cublas import run, streams
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.library import EXACT_MATH, issue
-from multigemm.cuda_driver import NO_CONTEXT
+from multigemm.cuda import driver as cuda_driver
+from multigemm.cuda import nvrtc
+from multigemm.cuda.driver import NO_CONTEXT
 from multigemm.errors import LibraryError
 from tests.cublas_machine import CURRENT, TORCHS, TORCHS_MODE, Machine, install, streamed
 

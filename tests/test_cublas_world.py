@@ -11,8 +11,8 @@ import torch
 
 from multigemm.backends.cublas import epilogue, kernels
 from multigemm.backends.cublas.config import Config
-from multigemm.problem import GroupedGemmProblem
-from multigemm.staging import allocate, stage, staged_spec
+from multigemm.planning.staging import allocate, stage, staged_spec
+from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.testing import Case, Limits, Stand, World, check, random_case
 from multigemm.testing.strategies import legal
 from multigemm.testing.subject import Subject

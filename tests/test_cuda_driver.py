@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm import cuda_driver
 from multigemm.backends.cupy import driver as cupy_driver
 from multigemm.backends.numba import driver as numba_driver
 from multigemm.backends.triton import driver as triton_driver
-from multigemm.cuda_driver import NO_CONTEXT, LaunchAttribute, LaunchConfig, Records
+from multigemm.cuda import driver as cuda_driver
+from multigemm.cuda.driver import NO_CONTEXT, LaunchAttribute, LaunchConfig, Records
 from multigemm.errors import LibraryError
 
 Launch = Callable[[], None]

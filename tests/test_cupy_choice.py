@@ -19,8 +19,8 @@ from multigemm.backends.cupy import (
 )
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
-from multigemm.spec import GIANT, OperandSpec
-from multigemm.staging import allocate, stage, staged_spec
+from multigemm.planning.staging import allocate, stage, staged_spec
+from multigemm.problem.spec import GIANT, OperandSpec
 from tests.cupy_world import BF16, GPU, ODD, SPEC, FakeDriver, batch, install
 
 

@@ -21,8 +21,8 @@ from multigemm.backends.cupy import (
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.errors import InvalidSetting
-from multigemm.layouts import Operands
-from multigemm.spec import OperandSpec
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import OperandSpec
 from tests.cupy_world import BF16, GPU, SPEC
 
 

@@ -10,7 +10,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.cupy import config as configs
-from multigemm.staging import staged_spec
+from multigemm.planning.staging import staged_spec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from multigemm.backends.cupy import build, direct, hopper, packing, portable, sh
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
-from multigemm.spec import OperandSpec, Order, ProblemSpec
+from multigemm.problem.spec import OperandSpec, Order, ProblemSpec
 
 REGISTERS_PER_SM = 65536
 SHARED_ON_SM80 = 166912

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import counters
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy import (
     direct,
@@ -27,7 +26,8 @@ from multigemm.backends.cupy import (
 )
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.backends.cupy.launch import _why
-from multigemm.staging import allocate, stage, staged_spec
+from multigemm.cuda import counters
+from multigemm.planning.staging import allocate, stage, staged_spec
 from tests.cupy_world import BF16, SPEC, FakeDriver, install, operands
 
 

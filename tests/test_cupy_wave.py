@@ -23,7 +23,7 @@ from multigemm.backends.cupy import (
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.errors import InvalidSetting
-from multigemm.staging import allocate, stage, staged_spec
+from multigemm.planning.staging import allocate, stage, staged_spec
 from tests.cupy_world import BF16, SPEC, WAVE_KERNELS, FakeDriver, batch, install, operands
 
 

@@ -12,13 +12,16 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import bound, dispatch, registry, tuning
+from multigemm import api as dispatch
 from multigemm.backend import Availability, Backend, Recipe
-from multigemm.cache import DiskCache
-from multigemm.layouts import Operands
-from multigemm.measured import Measured
+from multigemm.cuda.disk_cache import DiskCache
+from multigemm.planning import plan as bound
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
+from multigemm.select import registry
+from multigemm.select import table as tuning
+from multigemm.select.measured import Measured
 from multigemm.settings import Settings, settings
-from multigemm.spec import ProblemSpec
 from tests.fake_backends import Dawdler, Fake, Tile, problem
 
 

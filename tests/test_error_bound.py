@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from multigemm.problem import GroupedGemmProblem
+from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference import answer, dtypes, expected, judge, verify
 from multigemm.reference.error_bound import MINIMUM, TF32_INPUT, sum_coefficient
 from multigemm.reference.numpy_reference import activate

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from multigemm import first_met
-from multigemm.cache import DiskCache
-from multigemm.first_met import SAME_SIZE, SOURCE, FirstMeetings, FirstMet, near
-from multigemm.measured import Measured, encode
+from multigemm.cuda.disk_cache import DiskCache
+from multigemm.select import measured_cache as first_met
+from multigemm.select.measured import Measured, encode
+from multigemm.select.measured_cache import SAME_SIZE, SOURCE, FirstMeetings, FirstMet, near
 
 KEY = "jagged_m g8 m* n512 k608 t4096 bfloat16/row bfloat16/col bfloat16/row ieee device-sizes"
 GPU = "a GPU"

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multigemm import pair
 from multigemm.bench import fit, results
 from multigemm.bench.results import Report
 from multigemm.bench.suites import suite
-from multigemm.forecast import shipped
+from multigemm.select import pair
+from multigemm.select.forecast import shipped
 from tests.made_up_runs import made_up, rows
 
 

@@ -13,16 +13,20 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import contest, dispatch, forecast, pair, tuning
+from multigemm import api as dispatch
 from multigemm.bench import fit, left_out, results
 from multigemm.bench.results import Report, Row
 from multigemm.bench.suites import suite
-from multigemm.cache import DiskCache
-from multigemm.forecast import Asked, Known, Lately
-from multigemm.measured import Measured
-from multigemm.nearest import Estimate
-from multigemm.pair import Pair
-from multigemm.shape import (
+from multigemm.cuda.disk_cache import DiskCache
+from multigemm.planning.staging import outline, staged_spec
+from multigemm.select import candidates as contest
+from multigemm.select import forecast, pair
+from multigemm.select import table as tuning
+from multigemm.select.forecast import Asked, Known, Lately
+from multigemm.select.measured import Measured
+from multigemm.select.nearest import Estimate
+from multigemm.select.pair import Pair
+from multigemm.select.shape import (
     MOST,
     Shape,
     coordinates,
@@ -34,7 +38,6 @@ from multigemm.shape import (
     shape_in,
     shape_of,
 )
-from multigemm.staging import outline, staged_spec
 from tests.made_up_runs import KEY, TILES, made_up, rows
 
 

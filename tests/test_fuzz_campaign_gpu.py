@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import triton
 import triton.language as tl
 
-from multigemm import registry
+from multigemm.select import registry
 
 @triton.jit
 def poke(pointer):

@@ -16,7 +16,7 @@ from multigemm.fuzz.dealer import Batch
 from multigemm.fuzz.plan import Options, Summary, Tally
 from multigemm.fuzz.report import GATE_FROM, failed, idle, to_dict, to_text
 from multigemm.fuzz.worker import Worker, with_carriers
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
 from multigemm.testing import Case, Limits, Subject, check_case
 from multigemm.testing.choice import _repeated, assigned, offered, spec_of
 from multigemm.testing.corpus import snippet
@@ -91,7 +91,7 @@ class _Pipe:
 
 
 def test_a_campaign_counts_every_config_and_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multigemm import registry
+    from multigemm.select import registry
 
     monkeypatch.setattr(registry, "get", lambda name: Choosy(name))
     options = Options(("choosy",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, examples=12, deep=50)
@@ -137,7 +137,7 @@ class Rare(ModelBackend):
 
 
 def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multigemm import registry
+    from multigemm.select import registry
 
     monkeypatch.setattr(registry, "get", lambda name: Rare(name))
     narrow = Options(("rare",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, deep=1000)
@@ -173,7 +173,7 @@ class Uneven(ModelBackend):
 @pytest.mark.parametrize("salt", [1, 2])
 def test_every_config_that_is_offered_is_assigned(salt: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that many kinds offer, all of which have rarer ones to run."""
-    from multigemm import registry
+    from multigemm.select import registry
 
     monkeypatch.setattr(Uneven, "salt", salt)
     monkeypatch.setattr(registry, "get", lambda name: Uneven(name))

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 
 from multigemm.backend import Recipe
-from multigemm.spec import FORMS
-from multigemm.staging import stage, staged_spec
+from multigemm.planning.staging import stage, staged_spec
+from multigemm.problem.spec import FORMS
 from multigemm.testing import EMULATED, Case, Layout, Limits, Stand, Subject, World, cases, check, classes, random_case
 from multigemm.testing.kinds import kinds, redrawn
 from multigemm.testing.memory import Arena, foreign_writes

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multigemm import forecast
-from multigemm.forecast import Asked, Known, Lately
-from multigemm.pair import Pair
-from multigemm.shape import Shape, point
+from multigemm.select import forecast
+from multigemm.select.forecast import Asked, Known, Lately
+from multigemm.select.pair import Pair
+from multigemm.select.shape import Shape, point
 
 KEY = "jagged_m g8 m* n512 k608 t4096 bfloat16/row bfloat16/col bfloat16/row ieee device-sizes"
 TILES = {"x": (128, 256, 1), "y": (64, 64, 1)}

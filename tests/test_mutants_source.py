@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm import registry
+from multigemm.select import registry
 from multigemm.settings import settings
 from multigemm.testing import source_chase, source_fates
 from multigemm.testing import source_mutants as sm

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from multigemm import nearest
-from multigemm.nearest import ANY_OFFSET, NOISE, Sample, Space, estimates, place_of, solved
-from multigemm.tuning import spec_key
+from multigemm.select import nearest
+from multigemm.select.nearest import ANY_OFFSET, NOISE, Sample, Space, estimates, place_of, solved
+from multigemm.select.table import spec_key
 from tests.fake_backends import spec_of_rows
 
 

@@ -6,7 +6,7 @@ import torch
 
 from multigemm.backend import Backend
 from multigemm.backends.null import BACKEND
-from multigemm.spec import FORMS, INPUT_DTYPES
+from multigemm.problem.spec import FORMS, INPUT_DTYPES
 from tests.cpu_cases import Case, build, filler
 
 

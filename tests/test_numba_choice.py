@@ -30,7 +30,7 @@ from multigemm.backends.numba.config import (
     signature_of,
 )
 from multigemm.errors import InvalidSetting
-from multigemm.spec import GIANT, OperandSpec, ProblemSpec
+from multigemm.problem.spec import GIANT, OperandSpec, ProblemSpec
 
 GPU = torch.device("cuda", 0)
 BF16 = OperandSpec(torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multigemm.overlap import first_shared_pair, meetings, overlaps_itself, same_view
+from multigemm.problem.overlap import first_shared_pair, meetings, overlaps_itself, same_view
 
 MEMORY = torch.zeros(4000)
 

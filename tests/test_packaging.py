@@ -50,7 +50,7 @@ def test_wheel_and_sdist_work_outside_the_checkout(tmp_path: Path) -> None:
     assert all((site / "multigemm" / name).exists() for name in data)
     assert (site / "multigemm" / "py.typed").exists()
     code = (
-        "import multigemm, torch; from multigemm.registry import names;"
+        "import multigemm, torch; from multigemm.select.registry import names;"
         f"assert multigemm.__file__.startswith({str(site)!r});"
         "p = multigemm.GroupedGemmProblem(torch.ones(4, 3), torch.ones(2, 3, 5), offsets=[0, 1, 4]);"
         "assert multigemm.verify(p, multigemm.solve(p)).ok; print(len(multigemm.list_backends()))"

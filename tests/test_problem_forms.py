@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.spec import FORMS
+from multigemm.problem.spec import FORMS
 
 
 def make(form: str, dtype: torch.dtype = torch.float32, **extra: Any) -> mg.GroupedGemmProblem:

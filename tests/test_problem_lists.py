@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.arrays import dtype_of
+from multigemm.problem.arrays import dtype_of
 
 SHAPES = [(2, 3, 4), (0, 5, 1), (6, 2, 0), (1, 1, 1)]
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from multigemm.problem import GroupedGemmProblem
+from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference import dtypes, expected, verify
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import multigemm.reference as reference
-from multigemm.dispatch import solve
+from multigemm.api import solve
 from multigemm.errors import InvalidProblem
-from multigemm.problem import GroupedGemmProblem
+from multigemm.problem.problem import GroupedGemmProblem
 
 
 def jagged(**more: Any) -> Any:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import nvrtc
-from multigemm import running_sums as module
-from multigemm.running_sums import MOST, SOURCE, running_sums
+from multigemm.cuda import nvrtc
+from multigemm.cuda import running_sums as module
+from multigemm.cuda.running_sums import MOST, SOURCE, running_sums
 from tests.nvrtc_here import nvrtc_here
 
 INDEX = [torch.int32, torch.int64]

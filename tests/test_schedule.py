@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multigemm.schedule import Tile, TileWalk, heights, most_tiles, place, tiles_of
+from multigemm.planning.tiles import Tile, TileWalk, heights, most_tiles, place, tiles_of
 
 SIZES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=8)
 

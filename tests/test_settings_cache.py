@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import multigemm as mg
-from multigemm.cache import DiskCache, fingerprint
+from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.settings import Settings, parse
 
 KEY = fingerprint("an entry")
@@ -76,7 +76,7 @@ def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from multigemm.cache import DiskCache, fingerprint
+from multigemm.cuda.disk_cache import DiskCache, fingerprint
 KEY = fingerprint("k")
 cache = DiskCache("x", Path(sys.argv[1]))
 value = sys.argv[2].encode() * 5000

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import registry
+from multigemm.problem.spec import GIANT
+from multigemm.select import registry
 from multigemm.settings import settings
-from multigemm.spec import GIANT
 
 BACKENDS = ("cublas", "cupy", "numba", "triton")
 COUNTING = ("cupy", "numba", "triton")

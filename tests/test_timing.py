@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import clocks, nvrtc, registry, timing
 from multigemm.bench import method
-from multigemm.clocks import CODE_BYTES, CudaClock, cuda, long_code
-from multigemm.timing import Timing, do_bench, measure, quantile
+from multigemm.cuda import nvrtc
+from multigemm.select import clocks, registry, timing
+from multigemm.select.clocks import CODE_BYTES, CudaClock, cuda, long_code
+from multigemm.select.timing import Timing, do_bench, measure, quantile
 from tests.nvrtc_here import nvrtc_here
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import multigemm as mg
-from multigemm import tuning
 from multigemm.integrations import op_call, op_front, op_route
+from multigemm.select import table as tuning
 from tests.torch_op_cases import count_entries
 
 OP = torch.ops.multigemm.grouped_gemm

@@ -13,14 +13,16 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import dispatch, trial, tuning
+from multigemm import api as dispatch
 from multigemm.backend import Recipe
-from multigemm.first_met import SOURCE
-from multigemm.layouts import Operands
-from multigemm.nearest import Estimate
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
+from multigemm.select import measure_once as trial
+from multigemm.select import table as tuning
+from multigemm.select.measured_cache import SOURCE
+from multigemm.select.nearest import Estimate
+from multigemm.select.timing import Timing
 from multigemm.settings import settings
-from multigemm.spec import ProblemSpec
-from multigemm.timing import Timing
 from tests.fake_backends import Dawdler, Fake, Tile, problem
 from tests.trial_cases import CPU, FLOPS, Install, known, learn, pair, times_of
 

@@ -13,8 +13,13 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import clocks, contest, dispatch, settings, trial, tuning
-from multigemm.cache import DiskCache
+from multigemm import api as dispatch
+from multigemm import settings
+from multigemm.cuda.disk_cache import DiskCache
+from multigemm.select import candidates as contest
+from multigemm.select import clocks
+from multigemm.select import measure_once as trial
+from multigemm.select import table as tuning
 
 pytestmark = [
     pytest.mark.gpu,

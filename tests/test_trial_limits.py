@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import bound, trial
 from multigemm.backend import Availability
-from multigemm.clocks import FLUSH_BYTES
+from multigemm.planning import plan as bound
+from multigemm.select import measure_once as trial
+from multigemm.select.clocks import FLUSH_BYTES
 from multigemm.settings import settings
 from tests.fake_backends import Dawdler, problem
 from tests.trial_cases import Install, pair

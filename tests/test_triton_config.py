@@ -21,11 +21,10 @@ from multigemm.backends.triton.launch import extents_multiple, pointer_sources_o
 from multigemm.backends.triton.packing_launch import line_of
 from multigemm.backends.triton.pointer_tiles import TILE_M, TILE_N, tile_table
 from multigemm.backends.triton.shipped import specs
-from multigemm.classify import bucket
 from multigemm.errors import InvalidSetting
-from multigemm.layouts import TABLE
-from multigemm.spec import Form, OperandSpec, Order
-from multigemm.staging import stage
+from multigemm.planning.operands import TABLE
+from multigemm.planning.staging import stage
+from multigemm.problem.spec import Form, OperandSpec, Order, bucket
 
 SPECS = dict(specs())
 

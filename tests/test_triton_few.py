@@ -21,11 +21,11 @@ from multigemm.backends.triton.hopper_list_launch import list_groups, list_sourc
 from multigemm.backends.triton.launch import few_values
 from multigemm.backends.triton.pointer_sources import SLOTS, few_slots
 from multigemm.backends.triton.pointer_tiles import MOST_LISTED, few_groups
-from multigemm.layouts import Operands
-from multigemm.schedule import place
+from multigemm.planning.operands import Operands
+from multigemm.planning.staging import stage
+from multigemm.planning.tiles import place
+from multigemm.problem.spec import OperandSpec
 from multigemm.settings import settings
-from multigemm.spec import OperandSpec
-from multigemm.staging import stage
 
 interpreted = pytest.mark.usefixtures("interpreter")
 SMALL = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=0, width=2)

@@ -9,7 +9,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
-from multigemm.staging import staged_spec
+from multigemm.planning.staging import staged_spec
 from tests.triton_gpu_cases import FORMS, SIZES, draw, problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -5,7 +5,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
-from multigemm.staging import staged_spec
+from multigemm.planning.staging import staged_spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SQUARE = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, width=4, programs=0)

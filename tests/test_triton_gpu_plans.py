@@ -11,7 +11,7 @@ import torch
 import multigemm as mg
 from multigemm.backends.triton import BACKEND
 from multigemm.backends.triton import compile as compiled
-from multigemm.staging import staged_spec
+from multigemm.planning.staging import staged_spec
 from tests.triton_gpu_cases import draw, offsets_of, problem, tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

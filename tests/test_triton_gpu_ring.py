@@ -11,7 +11,7 @@ import multigemm as mg
 from multigemm.backends.triton import Config
 from multigemm.backends.triton.candidates import hopper_candidates
 from multigemm.backends.triton.config import problem_with
-from multigemm.staging import staged_spec
+from multigemm.planning.staging import staged_spec
 from tests.triton_gpu_cases import draw, problem, tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -20,9 +20,9 @@ from multigemm.backends.triton.launch import chunk_of
 from multigemm.backends.triton.pointer_sources import LISTED, WHOLE
 from multigemm.backends.triton.pointer_tiles import tile_table
 from multigemm.integrations import sort_op
-from multigemm.schedule import TileWalk, heights
+from multigemm.planning.staging import stage
+from multigemm.planning.tiles import TileWalk, heights
 from multigemm.settings import settings
-from multigemm.staging import stage
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -9,8 +9,8 @@ import multigemm as mg
 from multigemm.backends.triton import Config, driver, hopper_launch
 from multigemm.backends.triton.hopper_forms import canonical, canonical_shape
 from multigemm.backends.triton.packing_launch import packed_operands
-from multigemm.layouts import packed
-from multigemm.staging import stage, staged_spec
+from multigemm.planning.operands import packed
+from multigemm.planning.staging import stage, staged_spec
 
 
 @pytest.mark.parametrize("groups", [0, 2])

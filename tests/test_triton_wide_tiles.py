@@ -9,8 +9,7 @@ import pytest
 from multigemm.backends.triton.candidates import candidates, pointer_candidates
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.shipped import specs
-from multigemm.classify import bucket
-from multigemm.spec import Order, ProblemSpec
+from multigemm.problem.spec import Order, ProblemSpec, bucket
 
 SPECS = dict(specs())
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import tuning
 from multigemm.backends.triton.config import Config
-from multigemm.cache import DiskCache, fingerprint
-from multigemm.measured import SCHEMA, Measured, config_text, fold, unfold
-from multigemm.staging import equal_sizes
-from multigemm.tuning import TuningTable, spec_key
+from multigemm.cuda.disk_cache import DiskCache, fingerprint
+from multigemm.planning.staging import equal_sizes
+from multigemm.select import table as tuning
+from multigemm.select.measured import SCHEMA, Measured, config_text, fold, unfold
+from multigemm.select.table import TuningTable, spec_key
 from tests.fake_backends import spec_of_rows
 
 

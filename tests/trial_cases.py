@@ -1,4 +1,4 @@
-"""Backends to try, what is known of them beforehand, and what a trial did; for tests of `multigemm.trial`."""
+"""Backends to try, what is known of them beforehand, and what a trial did; for tests of `measure_once`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import timing, trial, tuning
 from multigemm.backend import Availability
-from multigemm.contest import Candidate
-from multigemm.first_met import SOURCE, FirstMet
-from multigemm.measured import Measured
+from multigemm.select import measure_once as trial
+from multigemm.select import table as tuning
+from multigemm.select import timing
+from multigemm.select.candidates import Candidate
+from multigemm.select.measured import Measured
+from multigemm.select.measured_cache import SOURCE, FirstMet
+from multigemm.select.timing import Timing
 from multigemm.settings import settings
-from multigemm.timing import Timing
 from tests.fake_backends import Dawdler
 
 CPU = torch.device("cpu")

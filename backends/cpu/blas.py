@@ -22,7 +22,7 @@ from multigemm.backends.cpu.jit import Tile
 from multigemm.backends.cpu.mkl import Library, has_fast_bf16
 from multigemm.backends.cpu.products import INT8_EXACT_K
 from multigemm.backends.cpu.tables import Table, fits, list_tables, merged, packed_table
-from multigemm.layouts import Operands
+from multigemm.planning.operands import Operands
 
 Copies = list[tuple[Tensor, Tensor]]
 WIDE_BF16 = 1 << 18

@@ -18,7 +18,7 @@ from multigemm.backend import Launch
 from multigemm.backends.cpu.groups import Index, Sizes, empty_products, unowned, walk
 from multigemm.backends.cpu.leaks import Rows, reads_on
 from multigemm.backends.cpu.segments import Segment, segments
-from multigemm.layouts import Operands
+from multigemm.planning.operands import Operands
 
 Step = Callable[[], object]
 

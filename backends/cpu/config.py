@@ -11,7 +11,7 @@ from multigemm.backends.cpu.epilogue import is_plain
 from multigemm.backends.cpu.jit import lanes, missing
 from multigemm.backends.cpu.leaks import can_be_checked
 from multigemm.backends.cpu.mkl import has_fast_bf16, library
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
 
 Kernel = Literal["tiles", "bmm", "blas", "loop"]
 KERNELS: tuple[Kernel, ...] = ("bmm", "tiles", "blas", "loop")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from multigemm.spec import Activation, ProblemSpec
+from multigemm.problem.spec import Activation, ProblemSpec
 
 _FLOAT32_BITS = torch.int32
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multigemm.backends.cpu.epilogue import finish, store
 from multigemm.backends.cpu.groups import Index, Sizes, rows_of
-from multigemm.layouts import Operands
+from multigemm.planning.operands import Operands
 
 Finisher = Callable[[Sizes], None]
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from multigemm.layouts import Operands
+from multigemm.planning.operands import Operands
 
 Index = npt.NDArray[np.int64]
 

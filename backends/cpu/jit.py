@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from multigemm.backends.cpu.tables import Table
-from multigemm.cache import DiskCache, fingerprint
+from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.errors import CompileError
 
 OLDEST = (0, 45)

@@ -17,8 +17,8 @@ from multigemm.backends.cpu.jit import Tile, entry
 from multigemm.backends.cpu.mkl import library
 from multigemm.backends.cpu.products import product
 from multigemm.errors import LibraryError
-from multigemm.layouts import Operands
-from multigemm.spec import ProblemSpec
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
 
 
 def bind_loop(ops: Operands) -> Launch:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
 
 STEP = 32
 _MAGNITUDE, _INFINITY = 0x7FFF, 0x7F80

@@ -10,7 +10,7 @@ import torch
 from multigemm.backend import Availability, Recipe
 from multigemm.backends.cpu.config import Config, candidates, invalid_reasons
 from multigemm.errors import InvalidSetting
-from multigemm.spec import ACTIVATIONS, INPUT_DTYPES, ProblemSpec
+from multigemm.problem.spec import ACTIVATIONS, INPUT_DTYPES, ProblemSpec
 
 
 class CpuBackend:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from multigemm.backends.cpu.groups import Index
-from multigemm.layouts import TABLE, Operands, Strided, group_table, packed
+from multigemm.planning.operands import TABLE, Operands, Strided, group_table, packed
 
 _N, _T = ord("N"), ord("T")
 

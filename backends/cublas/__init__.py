@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from multigemm.backend import Availability, Recipe
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
 
 
 class CublasBackend:

@@ -27,8 +27,8 @@ from multigemm.backends.cublas.library import (
     scalar,
 )
 from multigemm.backends.cublas.products import Product, even_steps, merged
-from multigemm.layouts import to_device
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.device import to_device
+from multigemm.problem.spec import ProblemSpec
 
 GROUPED = "cublasGemmGroupedBatchedEx"
 ADDRESS_ALIGNMENT = 16

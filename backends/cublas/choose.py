@@ -23,8 +23,8 @@ from multigemm.backends.cublas.config import SIXTEEN_BIT, Config, grouped_mm_rea
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import TRANSPOSE
 from multigemm.backends.cublas.products import Ints, Product
-from multigemm.nearest import PROCESSORS
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.problem.spec import ProblemSpec
 
 TILES = ((64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128))
 BYTES_PER_US = 2.9e6

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import torch
 
-from multigemm.spec import OperandSpec, ProblemSpec
+from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 Variant = Literal["auto", "loop", "streams", "batched", "grouped", "grouped_mm", "fused"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)

@@ -19,8 +19,9 @@ from multigemm.backends.cublas.grouped_mm import ALIGNMENT, GroupedMM, View
 from multigemm.backends.cublas.products import Ints, cut
 from multigemm.backends.cublas.run import Steps
 from multigemm.backends.cublas.staging import Copies
-from multigemm.layouts import Operands, to_device
-from multigemm.nvrtc import Step
+from multigemm.cuda.device import to_device
+from multigemm.cuda.nvrtc import Step
+from multigemm.planning.operands import Operands
 
 LARGEST_COPY = 8 << 20
 """Elements; copying more takes longer than a call without rows."""

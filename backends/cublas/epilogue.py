@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm import nvrtc
 from multigemm.backends.cublas.elements import ACTIVATION_CODES, TYPE_CODES
 from multigemm.backends.cublas.kernels import CUT, CUT_THREADS, FINISH, SLAB, TABLE_COLUMNS, THREADS
-from multigemm.layouts import TABLE, Operands, Strided, group_table, packed, strides_of, to_device
-from multigemm.spec import ProblemSpec
+from multigemm.cuda import nvrtc
+from multigemm.cuda.device import to_device
+from multigemm.planning.operands import TABLE, Operands, Strided, group_table, packed, strides_of
+from multigemm.problem.spec import ProblemSpec
 
 ACC_COLUMNS = (17, 18, 19)
 FIRST_TILE = 20

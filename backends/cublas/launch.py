@@ -37,10 +37,10 @@ from multigemm.backends.cublas.lt import fused
 from multigemm.backends.cublas.products import Bytes, Ints, Product, cut, list_products, packed_products
 from multigemm.backends.cublas.run import Calls, Steps, Streamed, Zeros
 from multigemm.backends.cublas.staging import Copies, Side, expressible, scratch, stage, stage_bias, writable
+from multigemm.cuda.nvrtc import Step
 from multigemm.errors import BackendUnsupported, NotCapturable
-from multigemm.layouts import Operands, group_table, packed
-from multigemm.nvrtc import Step
-from multigemm.spec import ProblemSpec
+from multigemm.planning.operands import Operands, group_table, packed
+from multigemm.problem.spec import ProblemSpec
 
 FEW_ZEROS = 8
 """Results that are worth a fill each; more of them are left to one launch of the epilogue."""

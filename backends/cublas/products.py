@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multigemm.backends.cublas.leading import Leading, Shape, leading, shape_of
-from multigemm.layouts import TABLE, Packed
+from multigemm.planning.operands import TABLE, Packed
 
 Ints = npt.NDArray[np.int64]
 Forms = tuple[Leading | None, Leading | None, Leading | None]

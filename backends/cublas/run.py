@@ -13,9 +13,9 @@ from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Cublas, handle, issue
 from multigemm.backends.cublas.streams import Kit, borrow, capture_of, lend, workspace
+from multigemm.cuda.nvrtc import Step
 from multigemm.errors import LibraryError
-from multigemm.layouts import Operands
-from multigemm.nvrtc import Step
+from multigemm.planning.operands import Operands
 
 CALL_US, FLOPS_PER_US, BYTES_PER_US = 10.0, 700e6, 2.9e6
 """What the host needs for a call, and an H100 for its work. More products than streams that are shorter than their

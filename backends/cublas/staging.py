@@ -15,7 +15,7 @@ from torch import Tensor
 
 from multigemm.backends.cublas.leading import leading
 from multigemm.backends.cublas.support import INT8_STEP
-from multigemm.layouts import Operands, strides_of
+from multigemm.planning.operands import Operands, strides_of
 
 INT8_PAD = ALIGNMENT = 16
 Side = Tensor | list[Tensor]

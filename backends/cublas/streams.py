@@ -18,8 +18,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from multigemm import cuda_driver as driver
 from multigemm.backends.cublas.library import EXACT_MATH, Call, Cublas, check, make
+from multigemm.cuda import driver
 
 NON_BLOCKING = 1
 WITHOUT_TIMING = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from multigemm.backend import Availability
-from multigemm.spec import FLOAT_DTYPES, ProblemSpec
+from multigemm.problem.spec import FLOAT_DTYPES, ProblemSpec
 
 INT8_STEP = 4
 """cuBLAS reads int8 in words of four: K, leading dimensions and addresses are multiples of it."""
@@ -21,8 +21,8 @@ def availability() -> Availability:
         return Availability(False, f"this torch ({torch.__version__}) was built without CUDA", install)
     if not torch.cuda.is_available():
         return Availability(False, "torch sees no CUDA GPU", "")
-    from multigemm import nvrtc
     from multigemm.backends.cublas.library import cublas, grouped_matmul
+    from multigemm.cuda import nvrtc
 
     try:
         version = cublas().version()

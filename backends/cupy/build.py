@@ -18,7 +18,7 @@ from typing import Any
 
 import multigemm
 from multigemm.backends.cupy import fragments, mma_shapes
-from multigemm.cache import DiskCache, fingerprint
+from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.errors import CompileError
 from multigemm.settings import settings
 

@@ -21,8 +21,8 @@ from multigemm.backends.cupy.specs import (
     small_reasons,
     wave_reasons,
 )
-from multigemm.nearest import PROCESSORS
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.problem.spec import ProblemSpec
 
 COLUMNS = 128
 """Columns of a result that one thread block of the Hopper kernel owns."""

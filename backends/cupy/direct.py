@@ -24,9 +24,10 @@ from multigemm.backends.cupy.hopper import Roles
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.specs import direct_spec, plain_kind, weights_of
 from multigemm.backends.cupy.tensor_maps import BLANK, SIZE, Lines, Side
-from multigemm.counters import Words, ready
-from multigemm.layouts import Operands, Packed, strides_of, to_device
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.counters import Words, ready
+from multigemm.cuda.device import to_device
+from multigemm.planning.operands import Operands, Packed, strides_of
+from multigemm.problem.spec import ProblemSpec
 
 EIGHTHS = struct.Struct("<q2I2i")
 BLOCK_K, SKEW = 64, 32

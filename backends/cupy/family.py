@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from multigemm.backends.cupy.config import Config, heuristic
 from multigemm.backends.cupy.specs import MAX_GROUPS
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
 
 TOTALS = (0, *(1 << i for i in range(21)))
 GROUPS = (*(1 << i for i in range(10)), MAX_GROUPS)

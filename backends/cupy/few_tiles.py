@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from multigemm.nearest import PROCESSORS
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.problem.spec import ProblemSpec
 
 AT_ONCE = 3 * PROCESSORS
 """Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""

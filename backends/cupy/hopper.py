@@ -22,9 +22,10 @@ from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clus
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.specs import is_swapped, plain_kind, sends
 from multigemm.backends.cupy.tensor_maps import Side
-from multigemm.counters import Words, ready
-from multigemm.layouts import Operands, Packed, Strided, to_device
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.counters import Words, ready
+from multigemm.cuda.device import to_device
+from multigemm.planning.operands import Operands, Packed, Strided
+from multigemm.problem.spec import ProblemSpec
 
 THREADS = 384
 COUNTERS = 2

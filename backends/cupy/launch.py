@@ -13,8 +13,8 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy import direct, family, hopper, packing, portable, small, specs, support, wave
 from multigemm.backends.cupy.config import Config
 from multigemm.errors import InvalidSetting
-from multigemm.layouts import Operands
-from multigemm.spec import ProblemSpec
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
 
 ROOMS: dict[str, Any] = {
     "hopper": hopper,

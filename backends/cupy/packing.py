@@ -22,8 +22,9 @@ from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.driver import launcher
 from multigemm.backends.cupy.specs import packed_spec
-from multigemm.layouts import Operands, strides_of, to_device
-from multigemm.spec import OperandSpec, ProblemSpec
+from multigemm.cuda.device import to_device
+from multigemm.planning.operands import Operands, strides_of
+from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 SOURCE = Source("pack.cu", "pack", ())
 COPY = struct.Struct("<2Q9q")

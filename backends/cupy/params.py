@@ -11,8 +11,9 @@ import struct
 import torch
 from torch import Tensor
 
-from multigemm.layouts import Operands, Packed, Strided, group_table, packed, to_device
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.device import to_device
+from multigemm.planning.operands import Operands, Packed, Strided, group_table, packed
+from multigemm.problem.spec import ProblemSpec
 
 PROBLEM = struct.Struct("<" + "4q" * 5 + "3q2d3q12i")
 TYPES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4, torch.int32: 5, None: 0}

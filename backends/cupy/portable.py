@@ -8,8 +8,8 @@ from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.shapes import kind_of, shapes_of, shared_bytes
-from multigemm.layouts import Operands
-from multigemm.spec import ProblemSpec
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:

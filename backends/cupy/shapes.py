@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
 
 F16, BF16, TF32, I8, F64, F32 = range(6)
 SIZES = {F16: 2, BF16: 2, TF32: 4, I8: 1, F64: 8, F32: 4}

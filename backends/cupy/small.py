@@ -13,8 +13,8 @@ from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.few_tiles import BLOCK_K
 from multigemm.backends.cupy.params import problem_bytes, view_of
 from multigemm.backends.cupy.specs import LIST, begins_anywhere, is_swapped, plain_kind
-from multigemm.layouts import Operands, Packed
-from multigemm.spec import ProblemSpec
+from multigemm.planning.operands import Operands, Packed
+from multigemm.problem.spec import ProblemSpec
 
 LISTED = struct.Struct(f"<{5 * LIST}i{6 * LIST}q")
 NEVER = 0x7FFFFFFF

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from multigemm.spec import OperandSpec, Order, ProblemSpec
+from multigemm.problem.spec import OperandSpec, Order, ProblemSpec
 
 MAX_GROUPS = 960
 """Groups that the Hopper kernel's schedule holds."""

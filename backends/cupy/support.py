@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from multigemm.backend import Availability
-from multigemm.spec import INPUT_DTYPES, ProblemSpec
+from multigemm.problem.spec import INPUT_DTYPES, ProblemSpec
 
 OLDEST = (8, 0)
 RESULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from multigemm.cuda_driver import check, library
+from multigemm.cuda.driver import check, library
 
 FAR = 1 << 30
 EDGE = 0x7FFF0000

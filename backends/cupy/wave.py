@@ -19,8 +19,9 @@ from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.params import view_of
 from multigemm.backends.cupy.specs import LIST, packed_spec
 from multigemm.backends.cupy.tensor_maps import Side
-from multigemm.layouts import Operands, Strided, strides_of, to_device
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.device import to_device
+from multigemm.planning.operands import Operands, Strided, strides_of
+from multigemm.problem.spec import ProblemSpec
 
 THREADS, BLOCK_K = 288, 64
 SLOTS = (4, LIST)

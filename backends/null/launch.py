@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from multigemm.backend import Availability, Launch, Recipe
-from multigemm.layouts import Operands
-from multigemm.spec import ProblemSpec
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
 
 
 @dataclass(frozen=True, slots=True)

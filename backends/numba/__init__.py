@@ -13,7 +13,7 @@ import torch
 from multigemm.backend import Availability, Recipe
 from multigemm.backends.numba import support
 from multigemm.backends.numba.choice import candidates, why
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
 
 
 class NumbaBackend:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from multigemm.backends.numba.config import Config, Signature
-from multigemm.cache import DiskCache, fingerprint
+from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.errors import CompileError
 from multigemm.settings import settings
 

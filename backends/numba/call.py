@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from multigemm.backends.numba.config import NAMES, signature_of
-from multigemm.layouts import Operands, Packed, Strided, packed
-from multigemm.spec import ProblemSpec
+from multigemm.planning.operands import Operands, Packed, Strided, packed
+from multigemm.problem.spec import ProblemSpec
 
 JAGGED_M, JAGGED_N, JAGGED_K = 1, 2, 3
 KIND = {"f16": 1, "bf16": 2, "f32": 3, "f64": 4, "i8": 5, "i32": 6}

@@ -30,7 +30,7 @@ from multigemm.backends.numba.config import (
 from multigemm.backends.numba.hopper_shape import COLUMNS
 from multigemm.backends.numba.mma_shape import ROW_BYTES
 from multigemm.backends.numba.support import capability_of
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
 
 FEW_ROWS = 64
 SOME_ROWS = 128

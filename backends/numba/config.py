@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from multigemm.spec import OperandSpec, ProblemSpec
+from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 NAMES = {
     torch.float16: "f16",

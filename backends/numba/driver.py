@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from multigemm.backends.numba.build import Image
-from multigemm.cuda_driver import (
+from multigemm.cuda.driver import (
     CLUSTER_DIMENSION,
     MAX_DYNAMIC_SHARED,
     PROGRAMMATIC,

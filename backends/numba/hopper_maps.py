@@ -9,7 +9,7 @@ from multigemm.backends.numba.call import Call
 from multigemm.backends.numba.config import HopperConfig, Signature
 from multigemm.backends.numba.hopper_shape import ELEMENT, MAPS, ROW_BYTES, token_boxes
 from multigemm.backends.numba.tensormap import MAP_BYTES, encode
-from multigemm.layouts import TABLE
+from multigemm.planning.operands import TABLE
 
 Words = npt.NDArray[np.int64]
 ACROSS = 64

@@ -39,9 +39,10 @@ from multigemm.backends.numba.hopper_maps import tensor_maps
 from multigemm.backends.numba.hopper_shape import COLUMNS, Layout
 from multigemm.backends.numba.mma_shape import shared_bytes
 from multigemm.backends.numba.support import capability_of
+from multigemm.cuda.device import to_device
 from multigemm.errors import InvalidSetting
-from multigemm.layouts import TABLE, Operands, group_table, to_device
-from multigemm.spec import ProblemSpec
+from multigemm.planning.operands import TABLE, Operands, group_table
+from multigemm.problem.spec import ProblemSpec
 
 SIMULATOR_SWITCH_SECONDS = 2e-5
 _one_at_a_time = threading.Lock()

@@ -8,7 +8,7 @@ from functools import cache
 from multigemm.backends.numba.call import JAGGED_K, JAGGED_M, JAGGED_N
 from multigemm.backends.numba.memory import loader
 from multigemm.backends.numba.runtime import device
-from multigemm.layouts import TABLE
+from multigemm.planning.operands import TABLE
 
 _load_i64 = loader("i64")
 COLUMNS = int(TABLE.COLUMNS)

@@ -17,7 +17,7 @@ from numba import cuda
 from multigemm.backends.numba.call import JAGGED_K, JAGGED_M, JAGGED_N
 from multigemm.backends.numba.memory import caster, loader, storer
 from multigemm.backends.numba.runtime import device, synchronising
-from multigemm.layouts import TABLE
+from multigemm.planning.operands import TABLE
 
 BAND = 8
 _load_i32, _load_i64 = loader("i32"), loader("i64")

@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from multigemm.backend import Availability
+from multigemm.problem.spec import ProblemSpec
 from multigemm.settings import settings
-from multigemm.spec import ProblemSpec
 
 INSTALL = "pip install 'multigemm[numba]'"
 PACKAGES = {"numba": "numba", "numba_cuda": "numba-cuda", "llvmlite": "llvmlite", "cuda.bindings": "cuda-bindings"}

@@ -11,7 +11,7 @@ from ctypes import c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import Any
 
-from multigemm.cuda_driver import check, library
+from multigemm.cuda.driver import check, library
 
 MAP_BYTES = 128
 GRANULE = 16

@@ -15,7 +15,7 @@ from multigemm.backends.triton import config as configs_of
 from multigemm.backends.triton import support
 from multigemm.backends.triton.config import Config
 from multigemm.errors import InvalidSetting
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
 
 __all__ = ["BACKEND", "Config", "TritonBackend"]
 

@@ -23,8 +23,8 @@ from multigemm.backends.triton.estimate import (
     typical_rows,
 )
 from multigemm.backends.triton.wide_tiles import sixty_four_bit, thirty_two_bit
-from multigemm.nearest import PROCESSORS
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.problem.spec import ProblemSpec
 
 BRIEF_US = 50.0
 """Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""

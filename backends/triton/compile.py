@@ -17,7 +17,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from multigemm.cache import DiskCache, fingerprint
+from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.errors import CompileError
 from multigemm.settings import settings
 

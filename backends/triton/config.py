@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from multigemm.backends.triton.compile import triton_version
-from multigemm.spec import OperandSpec, ProblemSpec
+from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 SHARED_LIMIT = 227 * 1024
 STRIP = 64

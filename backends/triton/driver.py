@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from multigemm.backends.triton.compile import Cubin
-from multigemm.cuda_driver import MAX_DYNAMIC_SHARED, check, library, settle, use_context
+from multigemm.cuda.driver import MAX_DYNAMIC_SHARED, check, library, settle, use_context
 
 _loading = threading.Lock()
 

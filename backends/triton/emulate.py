@@ -40,7 +40,7 @@ from multigemm.backends.triton.pointer_sources import (
     uniform,
 )
 from multigemm.backends.triton.pointer_tiles import few_groups, tile_table
-from multigemm.layouts import Operands, group_table, packed
+from multigemm.planning.operands import Operands, group_table, packed
 
 
 def _kernels() -> tuple[Any, Any, Any]:

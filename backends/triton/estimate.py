@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from multigemm.backends.triton.config import STRIP, Config, depth_of
-from multigemm.nearest import PROCESSORS
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.problem.spec import ProblemSpec
 
 MOST_SHARED = 160
 """Programs up to which tiles are shared out: more would run one after another, and leave their parts for nothing."""

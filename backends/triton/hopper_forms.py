@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 
 from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of
-from multigemm.layouts import Packed, Strided
-from multigemm.spec import OperandSpec, Order, ProblemSpec
+from multigemm.planning.operands import Packed, Strided
+from multigemm.problem.spec import OperandSpec, Order, ProblemSpec
 
 TURNED = {"row": "col", "col": "row", "strided": "strided"}
 

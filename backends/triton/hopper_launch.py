@@ -46,10 +46,10 @@ from multigemm.backends.triton.launch import (
 from multigemm.backends.triton.packing_launch import pack_source, packed_operands
 from multigemm.backends.triton.pointer_sources import zero_source
 from multigemm.backends.triton.tensormap import encode, encode_ragged
-from multigemm.counters import Words, ready
-from multigemm.layouts import Operands, Packed
-from multigemm.schedule import most_tiles, tiles_of
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.counters import Words, ready
+from multigemm.planning.operands import Operands, Packed
+from multigemm.planning.tiles import most_tiles, tiles_of
+from multigemm.problem.spec import ProblemSpec
 
 
 def maps(spec: ProblemSpec, config: Config, shape: Packed) -> dict[str, bytes]:

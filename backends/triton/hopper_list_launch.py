@@ -17,9 +17,9 @@ from multigemm.backends.triton.launch import bits_of, is_empty, never, nothing, 
 from multigemm.backends.triton.pointer_sources import TYPES
 from multigemm.backends.triton.pointer_tiles import inverses
 from multigemm.backends.triton.tensormap import encode
-from multigemm.layouts import Operands, strides_of
-from multigemm.schedule import tiles_of
-from multigemm.spec import Order, ProblemSpec
+from multigemm.planning.operands import Operands, strides_of
+from multigemm.planning.tiles import tiles_of
+from multigemm.problem.spec import Order, ProblemSpec
 
 MOST_TILES = 8192
 """Beyond, `few.quotient` would not be exact; so many tiles are the pointer kernel's."""

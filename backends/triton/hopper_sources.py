@@ -21,7 +21,7 @@ from multigemm.backends.triton.hopper_forms import (
     stores_late,
 )
 from multigemm.backends.triton.pointer_sources import TYPES
-from multigemm.spec import Form, ProblemSpec
+from multigemm.problem.spec import Form, ProblemSpec
 
 EXTENTS = ("m", "n", "k", "groups", "head", "a_rows", "b_step", "out_rows")
 STRIDES = ("c_group", "c_row", "c_col", "out_group", "out_row", "out_col", "bias_group", "bias_col",

@@ -17,7 +17,7 @@ RECORD = gl.constexpr(8)
 
 @gluon.jit
 def place_in(local, tiles_m, tiles_n, WIDTH: gl.constexpr):
-    """(tile_m, tile_n) inside a group (see multigemm.schedule.place)."""
+    """(tile_m, tile_n) inside a group (see multigemm.planning.tiles.place)."""
     band = WIDTH * tiles_n
     first = local // band * WIDTH
     height = gl.minimum(tiles_m - first, WIDTH)

@@ -33,11 +33,12 @@ from multigemm.backends.triton.pointer_sources import (
     uniform,
 )
 from multigemm.backends.triton.pointer_tiles import few_groups, tile_table, whole
-from multigemm.counters import SLOTS, Words, ready
+from multigemm.cuda.counters import SLOTS, Words, ready
+from multigemm.cuda.device import to_device
 from multigemm.errors import InvalidProblem
-from multigemm.layouts import Operands, Packed, group_table, packed, to_device
-from multigemm.schedule import most_tiles, tiles_of
-from multigemm.spec import ProblemSpec
+from multigemm.planning.operands import Operands, Packed, group_table, packed
+from multigemm.planning.tiles import most_tiles, tiles_of
+from multigemm.problem.spec import ProblemSpec
 
 
 def bits_of(value: float, spec: ProblemSpec) -> int:

@@ -12,9 +12,9 @@ from multigemm.backends.triton.compile import Cubin, KernelSource
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.hopper_forms import packed_order
 from multigemm.backends.triton.pointer_sources import TYPES
-from multigemm.layouts import Operands, Packed, Strided, packed
-from multigemm.schedule import tiles_of
-from multigemm.spec import OperandSpec, ProblemSpec
+from multigemm.planning.operands import Operands, Packed, Strided, packed
+from multigemm.planning.tiles import tiles_of
+from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
 

@@ -12,7 +12,7 @@ import torch
 
 from multigemm.backends.triton.compile import KernelSource
 from multigemm.backends.triton.config import Config
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
 
 CHUNK = 256
 FEW = 32

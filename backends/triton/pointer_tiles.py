@@ -12,8 +12,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from multigemm.backends.triton.config import Config
-from multigemm.layouts import TABLE, Operands, group_table
-from multigemm.spec import Order
+from multigemm.planning.operands import TABLE, Operands, group_table
+from multigemm.problem.spec import Order
 
 TILE_M, TILE_N = 17, 18
 """Columns of the table that the groups' own rows leave free."""
@@ -41,7 +41,7 @@ def tile_table(ops: Operands, config: Config) -> npt.NDArray[np.int64] | None:
 def _places(
     local: npt.NDArray[np.int64], down: npt.NDArray[np.int64], across: npt.NDArray[np.int64], width: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """multigemm.schedule.place, for many tiles at once."""
+    """multigemm.planning.tiles.place, for many tiles at once."""
     band = width * across
     first = local // band * width
     height = np.minimum(down - first, width)

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """The device scheduler that the kernels share: tile index -> group, from sizes that stay on the device.
 
-`multigemm.schedule` is the host model of the same walk. No program walks all groups one by one: up
+`multigemm.planning.tiles` is the host model of the same walk. No program walks all groups one by one: up
 to CHUNK groups are counted at once by a vector prefix sum; beyond that a small kernel writes the
 prefix sums first, and each lookup is two vector steps (CHUNK pivots, then the groups between two).
 With CHUNK = 32 every warp counts for itself, without a word through shared memory.
@@ -84,7 +84,7 @@ def locate(tile, found, stride, prefix, groups, CHUNK: tl.constexpr):
 
 @triton.jit
 def place(local, tiles_m, tiles_n, WIDTH: tl.constexpr):
-    """(tile_m, tile_n) inside a group, in bands of WIDTH tile rows (see multigemm.schedule.place)."""
+    """(tile_m, tile_n) inside a group, in bands of WIDTH tile rows (see multigemm.planning.tiles.place)."""
     band = WIDTH * tiles_n
     first = local // band * WIDTH
     height = tl.minimum(tiles_m - first, WIDTH)
@@ -125,7 +125,7 @@ def write_records(records, ends, m, groups, head,
     """One record per tile row: group, its first tile row, their number, strips per tile, start, end, true start.
 
     records[0] is the number of tile rows, the record of tile row i starts at 8 * (1 + i). Rows are split
-    into tiles of equal numbers of strips (see multigemm.schedule.heights). `start` is rounded down to
+    into tiles of equal numbers of strips (see multigemm.planning.tiles.heights). `start` is rounded down to
     a multiple of ALIGN, which copies along rows need. Each program finds the groups of its ROWS tile rows;
     sizes that lie may claim more of them than there are places, which are then left out.
     """

@@ -33,7 +33,7 @@ from multigemm.backends.triton.pointer_sources import (
     prefix_source,
     zero_source,
 )
-from multigemm.spec import Form, OperandSpec, ProblemSpec
+from multigemm.problem.spec import Form, OperandSpec, ProblemSpec
 
 
 @dataclass(frozen=True)

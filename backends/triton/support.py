@@ -11,8 +11,8 @@ import torch
 
 from multigemm.backend import Availability
 from multigemm.backends.triton.compile import triton_version
+from multigemm.problem.spec import ProblemSpec
 from multigemm.settings import settings
-from multigemm.spec import ProblemSpec
 
 INSTALL = "pip install 'triton>=3.6'"
 MINIMUM_CAPABILITY = (8, 0)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from multigemm.backends.triton.driver import align_up
-from multigemm.cuda_driver import check, library
+from multigemm.cuda.driver import check, library
 
 BILLION = 1 << 30
 FAR = 0x7FFF0000

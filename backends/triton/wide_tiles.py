@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.estimate import crossed, shape_of, shared_out, tiles_in
-from multigemm.nearest import PROCESSORS
-from multigemm.spec import ProblemSpec
+from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.problem.spec import ProblemSpec
 
 ENDS = 48
 

@@ -14,16 +14,17 @@ from typing import Any, Literal
 
 import torch
 
-from multigemm import dispatch, registry
+from multigemm import api as dispatch
 from multigemm.bench.operands import Matrices, Tensors
 from multigemm.bench.results import AUTO, HOST_SIZES
 from multigemm.errors import BackendUnavailable, BackendUnsupported
-from multigemm.measured import config_text, footprint_of
-from multigemm.nearest import Footprint
-from multigemm.problem import GroupedGemmProblem
-from multigemm.staging import equal_sizes, staged_spec
-from multigemm.timing import Call
-from multigemm.tuning import spec_key
+from multigemm.planning.staging import equal_sizes, staged_spec
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.select import registry
+from multigemm.select.measured import config_text, footprint_of
+from multigemm.select.nearest import Footprint
+from multigemm.select.table import spec_key
+from multigemm.select.timing import Call
 
 Kind = Literal["backend", "peer", "ceiling"]
 

@@ -2,7 +2,7 @@
 
 For each two backends and each family of dtypes: the ratios of their times on every workload that both ran, the
 lengths and amplitudes under which these ratios are likeliest (gradient ascent), the weights that follow, and the
-error at each workload if it, on whatever device, is left out. `multigemm.pair` says what all of it means.
+error at each workload if it, on whatever device, is left out. `multigemm.select.pair` says what all of it means.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from multigemm import pair
 from multigemm.bench import results
 from multigemm.bench.drawn import UNTUNED
 from multigemm.bench.results import HOST_SIZES, Report, Row
 from multigemm.bench.suites import suite
 from multigemm.bench.workloads import Workload
 from multigemm.errors import MultigemmError
-from multigemm.measured import ON_DEVICE
-from multigemm.pair import Array, Pair
-from multigemm.shape import ON_H100, Shape, even, families_of, knows_sizes, labels, point, summary
+from multigemm.select import pair
+from multigemm.select.measured import ON_DEVICE
+from multigemm.select.pair import Array, Pair
+from multigemm.select.shape import ON_H100, Shape, even, families_of, knows_sizes, labels, point, summary
 
 WAITS = "chosen at each launch"
 """What such a backend tells that has to wait for the sizes: `auto` passes over it."""

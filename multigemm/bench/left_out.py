@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from multigemm import forecast, pair
 from multigemm.backend import Availability
 from multigemm.bench.fit import fitted_to
-from multigemm.contest import MATTERS, Candidate
-from multigemm.pair import LEAST_ERROR, NEAR, Pair
-from multigemm.trial import in_question
+from multigemm.select import forecast, pair
+from multigemm.select.candidates import MATTERS, Candidate
+from multigemm.select.measure_once import in_question
+from multigemm.select.pair import LEAST_ERROR, NEAR, Pair
 
 KERNELS = ("cupy", "triton", "numba")
 CUBLAS = {"device": "cublas: grouped_mm, with the sizes on the device", "host": "cublas: by sizes"}

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from multigemm.tuning import capability
+from multigemm.select.table import capability
 
 PACKAGES = (
     "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "numpy",

@@ -12,8 +12,8 @@ from multigemm.bench import machine
 from multigemm.bench.results import Report
 from multigemm.bench.roofline import measured_rates
 from multigemm.bench.workloads import Rates
-from multigemm.clocks import CODE_BYTES, FLUSH_BYTES, other_code
-from multigemm.timing import Mode, overhead
+from multigemm.select.clocks import CODE_BYTES, FLUSH_BYTES, other_code
+from multigemm.select.timing import Mode, overhead
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from multigemm.bench.workloads import Workload
-from multigemm.layouts import Operands
-from multigemm.spec import OperandSpec, Order, ProblemSpec
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import OperandSpec, Order, ProblemSpec
 
 Matrices = Tensor | list[Tensor]
 

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from multigemm import registry
 from multigemm.bench.check import Reference, reference
 from multigemm.bench.operands import Tensors, as_operands, make, poison
 from multigemm.bench.suites import suite
 from multigemm.bench.workloads import Rates, Workload, geomean, parse_shape, with_dtype
 from multigemm.errors import MultigemmError
-from multigemm.timing import Call, describe, measure
+from multigemm.select import registry
+from multigemm.select.timing import Call, describe, measure
 
 
 def arguments() -> argparse.ArgumentParser:

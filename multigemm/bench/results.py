@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from multigemm.bench.whole import write_whole
 from multigemm.errors import InvalidSetting
-from multigemm.timing import Timing
+from multigemm.select.timing import Timing
 
 SCHEMA = 1
 AUTO = "auto"

@@ -8,7 +8,7 @@ import torch
 
 from multigemm.bench.workloads import DTYPES, Rates
 from multigemm.errors import MultigemmError
-from multigemm.timing import measure
+from multigemm.select.timing import measure
 
 DENSE_SIZES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}

@@ -26,7 +26,7 @@ from multigemm.bench.results import Report, Row, Sample
 from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import MultigemmError
-from multigemm.timing import Mode, Timing, describe, measure
+from multigemm.select.timing import Mode, Timing, describe, measure
 
 RESTLESS = 0.15
 SECOND_LOOKS = 2

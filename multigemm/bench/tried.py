@@ -14,8 +14,8 @@ from multigemm.bench.entries import as_fields
 from multigemm.bench.results import HOST_SIZES, Report, Row
 from multigemm.bench.whole import write_whole
 from multigemm.bench.workloads import geomean
-from multigemm.measured import Measured, config_text, footprint_of
-from multigemm.nearest import Footprint
+from multigemm.select.measured import Measured, config_text, footprint_of
+from multigemm.select.nearest import Footprint
 
 STRIKES = 3
 FIRST_WINS_WITHIN = 1.01

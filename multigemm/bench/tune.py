@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from multigemm import dispatch, registry
+from multigemm import api as dispatch
 from multigemm.bench.check import Reference, reference
 from multigemm.bench.entries import available_backends, problem
 from multigemm.bench.operands import Tensors, make, poison
@@ -29,12 +29,13 @@ from multigemm.bench.results import HOST_SIZES
 from multigemm.bench.supervise import Marker
 from multigemm.bench.tried import Choice, ClassResult, State, Tried, winners
 from multigemm.bench.workloads import Workload
-from multigemm.bound import Plan
-from multigemm.measured import Measured, config_text
-from multigemm.problem import GroupedGemmProblem
-from multigemm.staging import equal_sizes, staged_spec
-from multigemm.timing import Call, Timing, describe, measure
-from multigemm.tuning import device_name, spec_key
+from multigemm.planning.plan import Plan
+from multigemm.planning.staging import equal_sizes, staged_spec
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.select import registry
+from multigemm.select.measured import Measured, config_text
+from multigemm.select.table import device_name, spec_key
+from multigemm.select.timing import Call, Timing, describe, measure
 
 KEEP_WITHIN = 1.25
 RUNNERS_UP = 4

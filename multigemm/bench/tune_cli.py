@@ -17,8 +17,8 @@ from multigemm.bench.tune import Limits, Tuner, tunable
 from multigemm.bench.workloads import Workload
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
-from multigemm.measured import SCHEMA, Measured, fold
-from multigemm.tuning import table
+from multigemm.select.measured import SCHEMA, Measured, fold
+from multigemm.select.table import table
 
 EPILOG = """
   multigemm tune --shape 64,2048,3584,1792        one's own: G, M per group, N, K

@@ -18,7 +18,7 @@ import torch
 
 from multigemm.bench.distributions import draw
 from multigemm.errors import InvalidSetting
-from multigemm.spec import Form
+from multigemm.problem.spec import Form
 
 DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,

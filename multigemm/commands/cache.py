@@ -7,11 +7,11 @@ import json
 import os
 from pathlib import Path
 
-from multigemm.cache import DiskCache
+from multigemm.cuda.disk_cache import DiskCache
 from multigemm.errors import InvalidSetting
-from multigemm.measured import SCHEMA, fold, unfold
+from multigemm.select.measured import SCHEMA, fold, unfold
+from multigemm.select.table import table
 from multigemm.settings import settings
-from multigemm.tuning import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from multigemm.contest import candidates
-from multigemm.dispatch import plan
+from multigemm.api import plan
 from multigemm.fleet import default_device
-from multigemm.problem import GroupedGemmProblem
+from multigemm.planning.staging import staged_spec
+from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference.verify import verify
-from multigemm.staging import staged_spec
-from multigemm.timing import measure
+from multigemm.select.candidates import candidates
+from multigemm.select.timing import measure
 
 SIZES = [40, 0, 1, 70, 17]
 N, K = 72, 100

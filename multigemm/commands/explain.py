@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from multigemm.api import explain
 from multigemm.commands.shapes import add_shape_arguments, problem_from
-from multigemm.dispatch import explain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

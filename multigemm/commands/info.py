@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from multigemm import __version__
-from multigemm.dispatch import list_backends
+from multigemm.api import list_backends
 from multigemm.settings import PREFIX, Settings, settings
 
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "cuda-bindings", "numpy",

@@ -11,8 +11,8 @@ from multigemm.bench import entries, operands
 from multigemm.bench.workloads import DTYPES, parse_shape
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
-from multigemm.problem import GroupedGemmProblem, Keywords
-from multigemm.spec import FORMS, INPUT_DTYPES
+from multigemm.problem.problem import GroupedGemmProblem, Keywords
+from multigemm.problem.spec import FORMS, INPUT_DTYPES
 
 WITHOUT_SHAPE = {"form": "jagged_m", "sizes": "40,0,1,70", "m": 64, "n": 48, "k": 96}
 """What describes a problem that is no workload of `bench`, and what is taken where it is not given."""

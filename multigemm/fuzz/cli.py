@@ -13,7 +13,7 @@ from typing import Any
 
 from multigemm.errors import InvalidSetting
 from multigemm.fuzz.plan import Options, Summary, Tally
-from multigemm.spec import FORMS
+from multigemm.problem.spec import FORMS
 
 EMULATORS = ("triton", "numba")
 
@@ -106,7 +106,7 @@ def _device(asked: str, emulate: bool) -> str:
 
 
 def _backends(asked: str, device: str) -> tuple[str, ...]:
-    from multigemm import registry
+    from multigemm.select import registry
 
     if asked:
         chosen = _split(asked, registry.names(), "backend")

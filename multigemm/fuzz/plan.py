@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from multigemm.spec import FORMS, Form
+from multigemm.problem.spec import FORMS, Form
 from multigemm.testing.case import Case
 from multigemm.testing.strategies import DTYPES, Limits
 

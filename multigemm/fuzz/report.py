@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from multigemm.fuzz.plan import Summary, Tally
-from multigemm.spec import FORMS
+from multigemm.problem.spec import FORMS
 from multigemm.testing.case import Case
 from multigemm.testing.corpus import snippet
 from multigemm.testing.strategies import DTYPES, REQUIRED

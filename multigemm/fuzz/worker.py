@@ -19,7 +19,7 @@ import torch
 from multigemm.fuzz.dealer import Batch
 from multigemm.fuzz.plan import Failure, Options, Tally
 from multigemm.fuzz.shrink import shrink
-from multigemm.staging import staged_spec
+from multigemm.planning.staging import staged_spec
 from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
 from multigemm.testing.choice import assigned, carriers, compile_singly, offered

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.cuda_driver import LaunchConfig, Records, library, settle
+from multigemm.cuda.driver import LaunchConfig, Records, library, settle
 from multigemm.errors import LibraryError
 
 _PARAMETERS = re.compile(r"\.entry[^(]*\(([^)]*)\)")

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm import bound, dispatch
+from multigemm import api as dispatch
 from multigemm.errors import InvalidProblem
 from multigemm.integrations.gradients import Call, gradients, list_gradients
-from multigemm.problem import GroupedGemmProblem
+from multigemm.planning import plan as bound
+from multigemm.problem.problem import GroupedGemmProblem
 
 NAMES = ("a", "b", "c", "bias")
 

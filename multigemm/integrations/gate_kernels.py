@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from multigemm.classify import bucket
 from multigemm.integrations.eager import on_device_of
-from multigemm.schedule import tiles_of
+from multigemm.planning.tiles import tiles_of
+from multigemm.problem.spec import bucket
 
 BLOCK = 1024
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from multigemm import dispatch
+from multigemm import api as dispatch
 from multigemm.errors import InvalidProblem
 
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from multigemm.spec import Form
+from multigemm.problem.spec import Form
 
 Gemm = Callable[..., Any]
 Gradients = tuple[Any, Any, Any, Any]

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from multigemm import tuning
 from multigemm.backend import Launch
 from multigemm.integrations import op_call, op_route
 from multigemm.integrations.bound_calls import borrow
 from multigemm.integrations.eager import current_device, lazy, watched
 from multigemm.integrations.routing_op import triton_is_here
+from multigemm.select import table as tuning
 from multigemm.settings import settings
 
 LINE = 256

@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from multigemm.classify import bucket
 from multigemm.integrations import gate_kernels, routing_kernels, sort_kernels
 from multigemm.integrations.bound_kernels import bound
 from multigemm.integrations.sort_kernels import BLOCK, MOST_EXPERTS, _known
-from multigemm.schedule import tiles_of
+from multigemm.planning.tiles import tiles_of
+from multigemm.problem.spec import bucket
 
 MOST_COLUMNS = 2048
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from multigemm import tuning
+from multigemm.cuda.device import capturing
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import bound_calls, op_route
 from multigemm.integrations.eager import any_requires_grad, current_device, grad_enabled
-from multigemm.layouts import capturing
+from multigemm.select import table as tuning
 
 KEEPING = ("cuda",)
 """Where launches are kept for the next call: on a CPU binding is cheap, and its workspaces cannot be told."""

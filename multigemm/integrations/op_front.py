@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from multigemm import tuning
 from multigemm.integrations import op_call
 from multigemm.integrations.bound_calls import KEPT
 from multigemm.integrations.eager import PLAIN, any_requires_grad, current_device, grad_enabled, lazy, watched
+from multigemm.select import table as tuning
 
 guards_of: Any = torch._C._dynamo.guards.TensorGuards
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm import bound, dispatch, tuning
+from multigemm import api as dispatch
 from multigemm.backend import Launch
-from multigemm.grouping import Kind, make_grouping, make_valid_rows
-from multigemm.layouts import Operands
-from multigemm.problem import GroupedGemmProblem
-from multigemm.spec import ProblemSpec
+from multigemm.planning import plan as bound
+from multigemm.planning.operands import Operands
+from multigemm.problem.grouping import Kind, make_grouping, make_valid_rows
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import ProblemSpec
+from multigemm.select import table as tuning
 
 ROUTES_KEPT = 4096
 _routes: dict[Any, Route | None] = {}

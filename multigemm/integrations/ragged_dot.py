@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from multigemm import dispatch
+from multigemm import api as dispatch
 from multigemm.errors import InvalidProblem
 
 KNOWN = ("numpy", "cupy", "torch", "numba")

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from multigemm.classify import bucket
 from multigemm.integrations.eager import on_device_of
-from multigemm.schedule import tiles_of
+from multigemm.planning.tiles import tiles_of
+from multigemm.problem.spec import bucket
 
 MOST_EXPERTS = 1023
 BLOCK = 256  # counting a block costs its square

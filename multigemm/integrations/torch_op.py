@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm import epilogue, forms
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import eager, op_call, op_front
 from multigemm.integrations.gradients import Call, gradients
-from multigemm.result import Result
-from multigemm.spec import PRECISIONS
+from multigemm.problem import epilogue, forms
+from multigemm.problem.result import Result
+from multigemm.problem.spec import PRECISIONS
 
 SCHEMA = (
     "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? sizes=None, Tensor? ends=None, "

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm import dispatch, registry
-from multigemm.problem import GroupedGemmProblem
+from multigemm import api as dispatch
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.select import registry
 
 Adapter = Callable[[Any, Sequence[Tensor], Sequence[Tensor]], Callable[[], Tensor]]
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multigemm import epilogue
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call
 from multigemm.integrations.gate_op import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.nn.linear import check_layer, init_linear_
+from multigemm.problem import epilogue
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
 PLAIN = ("relu", "gelu", "gelu_tanh", "silu")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from multigemm.spec import Form
+from multigemm.problem.spec import Form
 
 MODES = (
     "int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled", "precise",

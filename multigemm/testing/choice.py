@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from multigemm.spec import ProblemSpec
-from multigemm.staging import staged_spec
+from multigemm.planning.staging import staged_spec
+from multigemm.problem.spec import ProblemSpec
 from multigemm.testing.case import Case
 from multigemm.testing.strategies import Limits, random_case
 from multigemm.testing.subject import Subject

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm import registry
 from multigemm.backend import Backend, Recipe
 from multigemm.errors import UnknownBackend
-from multigemm.spec import ACTIVATIONS, FORMS, Form
-from multigemm.staging import staged_spec
+from multigemm.planning.staging import staged_spec
+from multigemm.problem.spec import ACTIVATIONS, FORMS, Form
+from multigemm.select import registry
 from multigemm.testing import concurrency, corpus, relations
 from multigemm.testing.case import Case
 from multigemm.testing.oracles import Outcome, check

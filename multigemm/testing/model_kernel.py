@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Availability, Launch, Recipe
-from multigemm.layouts import Operands
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
 from multigemm.reference.dtypes import numpy_dtype, round_once
-from multigemm.spec import ProblemSpec
 from multigemm.testing.model_parts import Array, Faults, Flat, Group, Index, Matrix, Tile
 
 

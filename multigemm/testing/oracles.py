@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from multigemm.backend import Backend, Launch, Recipe
+from multigemm.planning.staging import stage, staged_spec
 from multigemm.reference import judge
-from multigemm.staging import stage, staged_spec
 from multigemm.testing.memory import Bytes, foreign_writes
 from multigemm.testing.subject import Subject
 from multigemm.testing.world import Stand, World

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multigemm.cache import fingerprint
+from multigemm.cuda.disk_cache import fingerprint
 from multigemm.testing.source_sites import Site, around
 
 STATES = ("survived", "killed", "equivalent", "stillborn", "same", "failed")

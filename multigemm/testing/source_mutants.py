@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from multigemm import registry
-from multigemm.cache import DiskCache
+from multigemm.cuda.disk_cache import DiskCache
+from multigemm.select import registry
 from multigemm.settings import settings
 from multigemm.testing.source_equivalents import excuse
 from multigemm.testing.source_fates import Fate, identity, judged, summary, write

@@ -14,7 +14,7 @@ from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
 
-from multigemm.cache import DiskCache, fingerprint
+from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.testing.source_chase import TRIED
 from multigemm.testing.source_hunt import Hunt
 from multigemm.testing.source_live import Variant

@@ -193,7 +193,7 @@ def traced(backend: str) -> Iterator[dict[str, set[int]]]:
 
 def trace(backend: str, variants: list[Variant], place: Any) -> list[Variant]:
     """The variants with the lines that one launch reaches and the seconds that it takes."""
-    from multigemm.staging import staged_spec
+    from multigemm.planning.staging import staged_spec
     from multigemm.testing.oracles import bind
     from multigemm.testing.world import Stand, World
 

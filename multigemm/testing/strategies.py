@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from multigemm.spec import ACTIVATIONS, FORMS, Form
+from multigemm.problem.spec import ACTIVATIONS, FORMS, Form
 from multigemm.testing.case import Case, Layout, align, fit
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from multigemm import registry
 from multigemm.backend import Backend, Recipe
 from multigemm.errors import BackendUnsupported, InvalidSetting
-from multigemm.spec import ProblemSpec
+from multigemm.problem.spec import ProblemSpec
+from multigemm.select import registry
 
 LIBRARIES = ("cpu", "cublas")
 """Backends whose kernels a vendor's library picks by shape, so that a row's bits may depend on its neighbours."""

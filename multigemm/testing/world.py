@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.problem import GroupedGemmProblem
+from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference import Answer, answer
 from multigemm.testing.case import PLAIN, Case, Layout, as_dtype
 from multigemm.testing.memory import Arena, Bytes, Region, guard_bytes

@@ -17,7 +17,7 @@ enum Type { NONE = 0, F16 = 1, BF16 = 2, F32 = 3, F64 = 4, I32 = 5 };
 enum Activation { IDENTITY = 0, RELU = 1, GELU = 2, GELU_TANH = 3, SILU = 4 };
 enum Jagged { JAG_NONE = 0, JAG_M = 1, JAG_N = 2, JAG_K = 3 };
 
-// Column order of the per-group table, as multigemm.layouts.TABLE.
+// Column order of the per-group table, as multigemm.plan.operands.TABLE.
 enum Column { T_A, T_B, T_C, T_OUT, T_BIAS, T_M, T_N, T_K, T_A_ROW, T_A_COL, T_B_ROW, T_B_COL, T_C_ROW, T_C_COL,
               T_OUT_ROW, T_OUT_COL, T_BIAS_COL, T_COLUMNS = 20 };
 

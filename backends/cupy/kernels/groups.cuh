@@ -41,7 +41,7 @@ __device__ __forceinline__ char* advance(const Strided& s, i64 elements, int siz
     return s.ptr ? s.ptr + elements * size : nullptr;
 }
 
-// The packed forms follow one formula (multigemm.layouts); a list's groups come from its table.
+// The packed forms follow one formula (multigemm.plan.operands); a list's groups come from its table.
 __device__ inline Group resolve(const Problem& p, i64 g, int input_size) {
     Group r;
     const int out_size = size_of(p.out_type), c_size = size_of(p.c_type), bias_size = size_of(p.bias_type);

@@ -1,0 +1,1 @@
+"""The CUDA runtime under every hand-written kernel: compile, load, tensor maps, argument blocks, launch, counters."""

@@ -1,0 +1,101 @@
+"""Small kernels of CUDA C++ beside the backends' own: compiled by the NVRTC that torch ships, launched by the driver.
+
+The cubin is kept on disk, keyed by source, types, architecture and compiler, so a process compiles
+nothing that an earlier one did. A kernel belongs to one device's context; torch makes that context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+
+from multigemm.cuda.disk_cache import DiskCache, fingerprint
+from multigemm.cuda.driver import LaunchConfig, Records, check, library, settle, use_context
+from multigemm.errors import CompileError
+
+Step = Callable[[int], None]
+"""Enqueues work on a raw stream."""
+
+
+@lru_cache(maxsize=1)
+def compiler() -> Any:
+    """NVRTC, of the major version that torch was built with; OSError where it cannot be loaded."""
+    major = (torch.version.cuda or "0").split(".")[0]
+    return ctypes.CDLL(f"libnvrtc.so.{major}")
+
+
+def _log(program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    compiler().nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    compiler().nvrtcGetProgramLog(program, text)
+    return text.value.decode(errors="replace")
+
+
+def compile_source(source: str, name: str, options: tuple[str, ...]) -> bytes:
+    """The cubin of one source; needs no GPU. Raises CompileError with the compiler's log."""
+    nvrtc, program, size = compiler(), ctypes.c_void_p(), ctypes.c_size_t()
+    status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
+    if status:
+        raise CompileError(f"nvrtcCreateProgram returned {status} for {name}")
+    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    if nvrtc.nvrtcCompileProgram(program, len(options), arguments):
+        raise CompileError(f"{name} did not compile with {' '.join(options)}\n{_log(program)}")
+    nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    cubin = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, cubin)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return cubin.raw
+
+
+def _cubin(source: str, name: str, options: tuple[str, ...]) -> bytes:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    compiler().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    store = DiskCache("nvrtc")
+    key = fingerprint(source, name, options, major.value, minor.value)
+    kept = store.get(key, ".cubin")
+    if kept is None:
+        kept = compile_source(source, name, options)
+        store.put(key, kept, ".cubin")
+    return kept
+
+
+class Kernel:
+    """A loaded kernel of one device."""
+
+    def __init__(self, source: str, name: str, options: tuple[str, ...], device: int) -> None:
+        self.name, self._device = name, device
+        image = _cubin(source, name, options)
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        use_context(device)
+        check(library().cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
+        got = library().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode())
+        check(got, "cuModuleGetFunction")
+        self._launch = library().cuLaunchKernelEx
+
+    def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object) -> Step:
+        """The launch of these arguments (ctypes objects) on a raw stream; `keep` lives as long as it."""
+        launch, function = self._launch, self._function
+        arguments = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        records = Records(LaunchConfig(grid=(blocks, 1, 1), block=(threads, 1, 1)))
+
+        def step(stream: int, _keep: object = (values, keep)) -> None:
+            record = records[stream]
+            status = launch(record, function, arguments, None)
+            if status:
+                again = partial(launch, record, function, arguments, None)
+                settle(status, self._device, again, f"launch of {self.name}")
+
+        return step
+
+
+@cache
+def kernel(source: str, name: str, defines: tuple[str, ...], device: int) -> Kernel:
+    """The kernel of one source, set of types and device: loaded once in this process."""
+    major, minor = torch.cuda.get_device_capability(device)
+    options = (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *defines)
+    return Kernel(source, name, options, device)

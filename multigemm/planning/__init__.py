@@ -1,0 +1,1 @@
+"""From a problem to a launch: staging, binding, plans, and the cache of bound launches."""

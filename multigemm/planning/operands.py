@@ -1,0 +1,157 @@
+"""The forms as memory: what a kernel is handed, and one formula that addresses every packed form.
+
+A backend's `bind` receives `Operands`: tensors that are validated, of one compute dtype, on one
+device. Two views of them serve every kernel:
+
+* `packed(ops)` for all forms but per_group. One formula covers the five of them: with
+  `start[g]`/`end[g]` along the jagged direction (0 elsewhere),
+      A(g, i, k) = a.ptr + g*a.group + (start_m + i)*a.row + (start_k + k)*a.col
+      B(g, k, j) = b.ptr + g*b.group + (start_k + k)*b.row + (start_n + j)*b.col
+      C(g, i, j) = c.ptr + g*c.group + (start_m + i)*c.row + (start_n + j)*c.col
+  in elements, where `group` is 0 for an operand without a group dimension.
+* `group_table(ops)` for per_group: one row of int64 per group, columns named by `TABLE`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from multigemm.problem.spec import ProblemSpec
+
+CPU = torch.device("cpu")
+
+
+class TABLE(IntEnum):
+    """Columns of the per-group table. Pointers are bytes, strides are elements, absent ones are 0."""
+
+    A = 0
+    B = 1
+    C = 2
+    OUT = 3
+    BIAS = 4
+    M = 5
+    N = 6
+    K = 7
+    A_ROW = 8
+    A_COL = 9
+    B_ROW = 10
+    B_COL = 11
+    C_ROW = 12
+    C_COL = 13
+    OUT_ROW = 14
+    OUT_COL = 15
+    BIAS_COL = 16
+    COLUMNS = 20
+
+
+@dataclass(slots=True)
+class Operands:
+    """One staged problem, as a backend sees it. Lists only where `spec.form` is per_group.
+
+    `ends` [G] lies on the operands' device, int32 or int64; `start[g]` is `ends[g-1]`, and
+    `start[0]` is 0, or the element just before `ends` in memory when `head` is true (so an offsets
+    tensor [G+1] is `ends = offsets[1:], head = True`, without a copy). Kernels clamp: start to
+    [0, T], end to [start, T]. `host_offsets` [G+1] and `host_valid_rows` [G] are int64 copies on
+    the host where the user gave the sizes on the host, else None (and must not be fetched silently).
+    """
+
+    spec: ProblemSpec
+    a: Tensor | list[Tensor]
+    b: Tensor | list[Tensor]
+    out: Tensor | list[Tensor]
+    c: Tensor | list[Tensor] | None = None
+    bias: Tensor | list[Tensor] | None = None
+    ends: Tensor | None = None
+    head: bool = False
+    valid_rows: Tensor | None = None
+    host_offsets: npt.NDArray[np.int64] | None = None
+    host_valid_rows: npt.NDArray[np.int64] | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+    device: torch.device = CPU
+
+
+class Strided(NamedTuple):
+    """An operand of a packed form: address, and strides in elements (group, row, column)."""
+
+    ptr: int
+    group: int
+    row: int
+    col: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A packed form as one formula (see the module docstring). The jagged extent holds T.
+
+    `bias` addresses bias(g, j) = ptr + g*group + (start_n + j)*col; its `row` is 0.
+    """
+
+    groups: int
+    m: int
+    n: int
+    k: int
+    jagged: Literal["m", "n", "k"] | None
+    a: Strided
+    b: Strided
+    out: Strided
+    c: Strided | None
+    bias: Strided | None
+
+
+def strides_of(tensor: Tensor) -> Strided:
+    """Address and strides of a matrix or a stack of matrices; extents of 0 or 1 get stride 0.
+
+    A dimension with one element may carry any stride; a kernel must never multiply by it.
+    """
+    stride = [s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    return Strided(tensor.data_ptr(), stride[0] if len(stride) == 3 else 0, stride[-2], stride[-1])
+
+
+def _bias_strides(bias: Tensor, groups: int) -> Strided:
+    col = bias.stride(-1) if bias.shape[-1] > 1 else 0
+    group = bias.stride(0) if bias.dim() == 2 and groups > 1 else 0
+    return Strided(bias.data_ptr(), group, 0, col)
+
+
+def packed(ops: Operands) -> Packed:
+    """The one formula for a packed form (every form but per_group)."""
+    a, b, out = cast(Tensor, ops.a), cast(Tensor, ops.b), cast(Tensor, ops.out)
+    c, bias = cast("Tensor | None", ops.c), cast("Tensor | None", ops.bias)
+    return Packed(
+        groups=ops.spec.groups,
+        m=a.shape[-2],
+        n=b.shape[-1],
+        k=a.shape[-1],
+        jagged=ops.spec.jagged,
+        a=strides_of(a),
+        b=strides_of(b),
+        out=strides_of(out),
+        c=None if c is None else strides_of(c),
+        bias=None if bias is None else _bias_strides(bias, ops.spec.groups),
+    )
+
+
+def group_table(ops: Operands) -> npt.NDArray[np.int64]:
+    """[G, TABLE.COLUMNS] int64 on the host: pointers, extents and strides of each product of a list."""
+    table = np.zeros((ops.spec.groups, TABLE.COLUMNS), dtype=np.int64)
+    lists = ((ops.a, TABLE.A, TABLE.A_ROW), (ops.b, TABLE.B, TABLE.B_ROW), (ops.c, TABLE.C, TABLE.C_ROW),
+             (ops.out, TABLE.OUT, TABLE.OUT_ROW))  # fmt: skip
+    for matrices, pointer, stride in lists:
+        for g, matrix in enumerate(matrices or ()):
+            s = strides_of(matrix)
+            table[g, pointer], table[g, stride], table[g, stride + 1] = s.ptr, s.row, s.col
+    for g, (a, b) in enumerate(zip(ops.a, ops.b, strict=True)):
+        table[g, TABLE.M], table[g, TABLE.K] = a.shape
+        table[g, TABLE.N] = b.shape[1]
+    for g, vector in enumerate(ops.bias or ()):
+        table[g, TABLE.BIAS] = vector.data_ptr()
+        table[g, TABLE.BIAS_COL] = vector.stride(0) if vector.shape[0] > 1 else 0
+    return table

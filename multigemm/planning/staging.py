@@ -1,0 +1,170 @@
+"""From a problem to `Operands`: the last step that all backends share.
+
+Whatever a kernel should not have to know is settled here: operands of two dtypes are cast to the
+common one, live `sizes` become `ends`, host offsets travel to the device, mirrored arrays are
+refreshed. What has to happen before each launch is a list of steps, empty for an ordinary problem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multigemm.cuda.device import to_device
+from multigemm.cuda.running_sums import running_sums
+from multigemm.planning.operands import Operands
+from multigemm.problem.arrays import Step
+from multigemm.problem.grouping import Grouping, Int64s
+from multigemm.problem.operand_reader import Operand
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import OperandSpec, ProblemSpec, classify, classify_list
+
+BOUNDARY = 256
+"""Bytes, from a multiple of which each matrix of a list of results starts."""
+
+
+@dataclass(slots=True)
+class Staged:
+    """What a backend binds, and the steps that must run before each launch."""
+
+    ops: Operands
+    before: list[Step]
+
+
+def staged_spec(problem: GroupedGemmProblem) -> ProblemSpec:
+    """The spec that backends see: that of the problem, with operands of one dtype."""
+    spec = problem.spec
+    if spec.a.dtype is spec.compute and spec.b.dtype is spec.compute:
+        return spec
+    return replace(spec, a=_cast_spec(problem.a, spec.a, spec.compute), b=_cast_spec(problem.b, spec.b, spec.compute))
+
+
+def equal_sizes(problem: GroupedGemmProblem) -> bool:
+    """Whether sizes that lie on the host are all the same: there a library can treat the groups as one batch."""
+    return problem.cut is not None and problem.cut.equal
+
+
+def _cast_spec(x: Operand, given: OperandSpec, dtype: torch.dtype) -> OperandSpec:
+    if given.dtype is dtype:
+        return given
+    if isinstance(x, Tensor):
+        return classify(torch.empty_like(x, dtype=dtype, device="meta"), given.shared)
+    return classify_list([torch.empty_like(t, dtype=dtype, device="meta") for t in x], dtype)
+
+
+def _cast(x: Operand, dtype: torch.dtype, before: list[Step]) -> Operand:
+    """`x` in the compute dtype: itself, or a scratch copy that is made anew before each launch."""
+    if not isinstance(x, Tensor):
+        return [_cast(t, dtype, before) for t in x]  # type: ignore[misc]
+    if x.dtype is dtype:
+        return x
+    scratch = torch.empty_like(x, dtype=dtype)
+    before.append(partial(scratch.copy_, x.detach()))
+    return scratch
+
+
+def _live_ends(live: Tensor, kind: str, before: list[Step]) -> tuple[Tensor, bool]:
+    """`ends` and `head` of Operands out of a tensor that is followed in place."""
+    if kind == "sizes":
+        ends = torch.empty(live.shape, dtype=torch.int64, device=live.device)
+        before.append(running_sums(live, ends))
+        return ends, False
+    if live.shape[0] > 1 and live.stride(0) != 1:
+        live = _follow(live, before)
+    return (live[1:], True) if kind == "offsets" else (live, False)
+
+
+def _follow(x: Tensor, before: list[Step]) -> Tensor:
+    scratch = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    before.append(partial(scratch.copy_, x))
+    return scratch
+
+
+def _stage_grouping(problem: GroupedGemmProblem, before: list[Step]) -> dict[str, Any]:
+    grouping, valid = problem.grouping, problem.valid_rows
+    if grouping is not None:
+        if grouping.live is not None:
+            ends, head = _live_ends(grouping.live, grouping.kind, before)
+            return {"ends": ends, "head": head}
+        assert grouping.host is not None
+        offsets = _to_device(grouping.host, grouping, problem.device)
+        return {"ends": offsets[1:], "head": True, "host_offsets": grouping.host}
+    if valid is not None:
+        if valid.live is not None:
+            dense = valid.live.shape[0] <= 1 or valid.live.stride(0) == 1
+            return {"valid_rows": valid.live if dense else _follow(valid.live, before)}
+        assert valid.host is not None
+        rows = np.diff(valid.host)
+        return {"valid_rows": _to_device(rows, valid, problem.device), "host_valid_rows": rows}
+    return {}
+
+
+def _to_device(values: Int64s, given: Grouping, device: torch.device) -> Tensor:
+    return to_device(values if given.index_dtype is torch.int64 else values.astype(np.int32), device)
+
+
+def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand) -> Staged:
+    """Everything that a backend needs to bind `problem` with its result in `out`."""
+    before = list(problem.refreshes)
+    plain = spec is problem.spec
+    ops = Operands(
+        spec=spec,
+        a=problem.a if plain else _cast(problem.a, spec.compute, before),
+        b=problem.b if plain else _cast(problem.b, spec.compute, before),
+        out=out,
+        c=problem.c,
+        bias=problem.bias,
+        alpha=problem.alpha,
+        beta=problem.beta,
+        device=problem.device,
+        **_stage_grouping(problem, before),
+    )
+    return Staged(ops, before)
+
+
+def outline(problem: GroupedGemmProblem, spec: ProblemSpec) -> Operands:
+    """Operands to reason about: extents, strides and host sizes as `stage` gives them, without memory for a result."""
+    grouping, valid, out = problem.grouping, problem.valid_rows, problem.out
+    if out is None:
+        out = _fresh(problem, torch.device("meta"))
+    a, b = (_outlined(x, spec.compute) for x in (problem.a, problem.b))
+    return Operands(
+        spec, a, b, out, problem.c, problem.bias, alpha=problem.alpha, beta=problem.beta, device=problem.device,
+        host_offsets=None if grouping is None else grouping.host,
+        host_valid_rows=None if valid is None or valid.host is None else np.diff(valid.host),
+    )  # fmt: skip
+
+
+def _outlined(x: Operand, dtype: torch.dtype) -> Operand:
+    if not isinstance(x, Tensor):
+        return [_outlined(t, dtype) for t in x]  # type: ignore[misc]
+    return x if x.dtype is dtype else torch.empty_like(x, dtype=dtype, device="meta")
+
+
+def allocate(problem: GroupedGemmProblem, together: bool = False) -> Operand:
+    """The problem's own `out`, or fresh memory for the result; that of a list may lie `together` in one piece."""
+    if problem.out is not None:
+        return problem.out
+    if together and problem.form == "per_group":
+        return _together(problem.out_shape, problem.out_dtype, problem.device)
+    return _fresh(problem, problem.device)
+
+
+def _together(shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Matrices one behind the other: equal ones at even distances, where a library can treat them as a batch."""
+    step = BOUNDARY // dtype.itemsize
+    starts = np.cumsum([0, *(-(-m * n // step) * step for m, n in shapes)]).tolist()
+    memory = torch.empty(starts[-1], dtype=dtype, device=device)
+    return [memory[at : at + m * n].view(m, n) for at, (m, n) in zip(starts, shapes, strict=False)]
+
+
+def _fresh(problem: GroupedGemmProblem, device: torch.device) -> Operand:
+    dtype = problem.out_dtype
+    if problem.form != "per_group":
+        return torch.empty(problem.out_shape, dtype=dtype, device=device)
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in problem.out_shape]

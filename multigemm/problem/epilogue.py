@@ -1,0 +1,99 @@
+"""The rules for what follows the product: dtypes, alpha, beta with C, bias, activation, output."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+from multigemm.problem.arrays import dtype_of
+from multigemm.problem.spec import ACTIVATIONS, FLOAT_DTYPES, INPUT_DTYPES
+
+SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""Between them float32 holds a number to all its digits: a smaller one it rounds coarsely, or to 0."""
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted({str(d).removeprefix("torch.") for d in dtypes}))
+
+
+def compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """The dtype that products are formed in; raises for a mix without a rule."""
+    for name, dtype in (("a", a), ("b", b)):
+        if dtype not in INPUT_DTYPES:
+            raise InvalidProblem(f"{name} has dtype {dtype}; supported: {_names(INPUT_DTYPES)}: call .to() on it")
+    if (a is torch.int8) != (b is torch.int8):
+        raise InvalidProblem(f"a is {a} and b is {b}: int8 multiplies int8 only; convert one of them")
+    return torch.promote_types(a, b)
+
+
+def result_dtype(out_dtype: Any, out: torch.dtype | None, compute: torch.dtype) -> torch.dtype:
+    """The dtype of the result, from the keyword, the given `out`, or the default."""
+    asked = None if out_dtype is None else dtype_of(out_dtype, "out_dtype")
+    if asked is not None and out is not None and asked is not out:
+        raise InvalidProblem(f"out has dtype {out} and out_dtype is {asked}: pass one of them")
+    chosen = asked or out or (torch.int32 if compute is torch.int8 else compute)
+    allowed = (torch.int32,) if compute is torch.int8 else FLOAT_DTYPES
+    if chosen not in allowed:
+        raise InvalidProblem(f"the result of {compute} products cannot be {chosen}: use {_names(allowed)}")
+    return chosen
+
+
+def inputs_for(out_dtype: Any) -> torch.dtype:
+    """The dtype of the operands of no products at all, which say none: what gives such a result."""
+    whole = out_dtype is not None and dtype_of(out_dtype, "out_dtype") is torch.int32
+    return torch.int8 if whole else torch.float32
+
+
+def scalar(x: Any, name: str, compute: torch.dtype) -> float:
+    """alpha or beta as a float that the accumulator's type holds too; for int8 a whole number that int32 holds."""
+    if type(x) is float and (x == 0 or SMALLEST <= abs(x) <= LARGEST) and compute is not torch.int8:
+        return x
+    if isinstance(x, Tensor | bool) or not isinstance(x, numbers.Real):
+        raise InvalidProblem(f"{name}={x!r} is a {type(x).__name__}; it must be a real number on the host")
+    try:
+        value = float(x)
+    except OverflowError:
+        kind = type(x).__name__
+        raise InvalidProblem(f"{name} is a {kind} beyond the range of float64: scale the operands") from None
+    if compute is torch.int8 and not (math.isfinite(value) and value.is_integer() and -(2**31) <= value < 2**31):
+        raise InvalidProblem(f"{name}={value} with int8 operands; it must be a whole number that int32 holds")
+    if not math.isfinite(value):  # times the sum of an empty group it would be NaN, which such a group must not give
+        raise InvalidProblem(f"{name}={value}; it must be finite: multiply the result instead")
+    if value != 0 and not SMALLEST <= abs(value) <= LARGEST and compute is not torch.float64:
+        raise InvalidProblem(
+            f"{name}={value} multiplies in float32, which holds numbers from {SMALLEST:.5g} to {LARGEST:.5g} to all "
+            "their digits: scale the operands, or pass float64"
+        )
+    return value
+
+
+def one_of(x: Any, name: str, allowed: Sequence[str], optional: bool = False) -> Any:
+    """A word out of a list; the error has the list, and the nearest word of it."""
+    if (isinstance(x, str) and x in allowed) or (optional and x is None):
+        return x
+    near = difflib.get_close_matches(str(x), allowed, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise InvalidProblem(f"{name}={x!r} is unknown: use one of {', '.join(map(repr, allowed))}{hint}")
+
+
+def check_activation(activation: Any, compute: torch.dtype) -> None:
+    """One of the known words, or None; int8 knows relu only: the others need a real-valued accumulator."""
+    if activation is None:
+        return
+    one_of(activation, "activation", ACTIVATIONS)
+    if compute is torch.int8 and activation != "relu":
+        raise InvalidProblem(f"activation={activation!r} with int8 operands; only 'relu' is defined for int32 sums")
+
+
+def check_extra_dtype(dtype: torch.dtype, name: str, inputs: Iterable[torch.dtype], out: torch.dtype) -> None:
+    """bias and c: an input dtype, the result's, or float32 (int32 for int8 products)."""
+    allowed = {torch.int32} if torch.int8 in inputs else {*inputs, out, torch.float32}
+    if dtype not in allowed:
+        raise InvalidProblem(f"{name} has dtype {dtype}; it must be one of {_names(allowed)}")

@@ -1,0 +1,98 @@
+"""The six forms by shape: which one the operands ask for, and the extents that follow."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+from multigemm.problem.spec import Form
+
+
+class Extents(NamedTuple):
+    """Of a packed form: the jagged extent holds T. `groups` is None where only the offsets know it."""
+
+    form: Form
+    groups: int | None
+    m: int
+    n: int
+    k: int
+
+    def along(self, direction: str) -> int:
+        """The extent along "m", "n" or "k"."""
+        return self.m if direction == "m" else self.n if direction == "n" else self.k
+
+    def result_shape(self, groups: int) -> tuple[int, ...]:
+        """The shape of the result."""
+        if self.form in ("jagged_m", "jagged_n"):
+            return (self.m, self.n)
+        return (groups, self.m, self.n)
+
+
+JAGGED: dict[str, Form] = {"m": "jagged_m", "n": "jagged_n", "k": "jagged_k"}
+RANKS = {
+    "jagged_m": "a [T, K] and b [G, K, N], or [K, N] shared",
+    "jagged_n": "a [G, M, K], or [M, K] shared, and b [K, T]",
+    "jagged_k": "a [M, T] and b [T, N]",
+    "masked": "a [G, M, K] and b [G, K, N]",
+    "batched": "a [G, M, K] and b [G, K, N] (or a [M, K] and b [K, N] for one group)",
+}
+ALLOWED = {
+    "jagged_m": {(2, 3), (2, 2)},
+    "jagged_n": {(3, 2), (2, 2)},
+    "jagged_k": {(2, 2)},
+    "masked": {(3, 3)},
+    "batched": {(3, 3)},
+}
+
+
+def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool, squeezed: bool = False) -> Extents:
+    """The form and its extents; raises InvalidProblem with the shapes seen and the shapes wanted.
+
+    `squeezed`: the caller gave two matrices, and knows nothing of the dimension before them.
+    """
+    if not isinstance(jagged, str) or jagged not in JAGGED:
+        raise InvalidProblem(f"jagged={jagged!r} is not a direction: use 'm', 'n' or 'k'")
+    if masked and grouped:
+        raise InvalidProblem(
+            "valid_rows and offsets, sizes or ends were given together: the masked form has no cut, leave one out"
+        )
+    if jagged != "m" and not grouped:
+        raise InvalidProblem(f"jagged={jagged!r} without a cut: pass offsets, sizes or ends, or leave jagged out")
+    form: Form = "masked" if masked else JAGGED[jagged] if grouped else "batched"
+    x, y = a.shape, b.shape
+    if (len(x), len(y)) not in ALLOWED[form]:
+        seen = f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}"
+        raise InvalidProblem(f"{seen}; the form {form} takes {RANKS[form]}{_hint(form, a, b)}")
+    if x[-1] != y[-2]:
+        raise InvalidProblem(
+            f"a has shape {tuple(x[squeezed:])} and b {tuple(y[squeezed:])}: the last extent of a, {x[-1]}, must equal "
+            f"the second last of b, {y[-2]}; pass a transposed view if one of them is stored the other way"
+        )
+    if len(x) == 3 and len(y) == 3 and x[0] != y[0]:
+        raise InvalidProblem(f"a has {x[0]} groups and b has {y[0]}: they must have as many")
+    groups = x[0] if len(x) == 3 else y[0] if len(y) == 3 else None
+    return Extents(form, groups, x[-2], y[-1], x[-1])
+
+
+def _hint(form: Form, a: Tensor, b: Tensor) -> str:
+    if form == "batched" and (a.dim(), b.dim()) in {(2, 3), (3, 2)}:
+        return "; pass offsets, sizes or ends for a jagged problem, or .expand() the shared operand"
+    return ""
+
+
+def check_lists(a: list[Tensor], b: list[Tensor]) -> None:
+    """Every pair of a list problem must be a product of matrices."""
+    if len(a) != len(b):
+        raise InvalidProblem(f"a has {len(a)} matrices and b has {len(b)}: a list problem needs as many of each")
+    for g, (x, y) in enumerate(zip(a, b, strict=True)):
+        if x.dim() != 2 or y.dim() != 2:
+            raise InvalidProblem(
+                f"a[{g}] has shape {tuple(x.shape)} and b[{g}] {tuple(y.shape)}: both must be matrices"
+            )
+        if x.shape[1] != y.shape[0]:
+            raise InvalidProblem(
+                f"a[{g}] has shape {tuple(x.shape)} and b[{g}] {tuple(y.shape)}: the inner extents {x.shape[1]} and "
+                f"{y.shape[0]} must be equal"
+            )

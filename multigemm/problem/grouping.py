@@ -1,0 +1,196 @@
+"""Where one group ends and the next begins: offsets, sizes or ends, on the host or on the device.
+
+Host data is checked when the problem is made and copied, so a later change of the list is not seen.
+A tensor on the operands' own device is followed live: its contents may change between two runs of a
+plan, and it is never read back unless `check="full"` asks for it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+from multigemm.problem.arrays import adopt, is_array
+
+Kind = Literal["offsets", "sizes", "ends"]
+Int64s = npt.NDArray[np.int64]
+INDEX_DTYPES = (torch.int32, torch.int64)
+INT32_MAX = 2**31 - 1
+
+
+class Grouping(NamedTuple):
+    """`groups` of them. Exactly one of `live` (followed in place) and `host` (offsets [G+1]) is set."""
+
+    kind: Kind
+    groups: int
+    live: Tensor | None = None
+    host: Int64s | None = None
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """The integer type that a kernel reads: of values on the host, the one that most device values have."""
+        if self.live is not None:
+            return self.live.dtype
+        return torch.int64 if self.host is not None and self.host[-1] > INT32_MAX else torch.int32
+
+    @property
+    def equal(self) -> bool:
+        """Whether the host knows that all groups have one size."""
+        if self.host is None or len(self.host) < 2:
+            return False
+        step = self.host[1] - self.host[0]
+        if self.host[-1] - self.host[0] != step * self.groups:
+            return False
+        return bool((np.diff(self.host) == step).all())
+
+    def read(self) -> Int64s:
+        """Offsets [G+1] on the host, not clamped; waits for the device if they live there."""
+        if self.host is not None:
+            return self.host
+        assert self.live is not None
+        return _as_offsets(self.live.cpu().numpy().astype(np.int64), self.kind)
+
+
+def _as_offsets(values: Int64s, kind: Kind) -> Int64s:
+    if kind == "offsets":
+        return values
+    ends = np.cumsum(values) if kind == "sizes" else values
+    return np.concatenate([np.zeros(1, np.int64), ends])
+
+
+def read_index_array(x: Any, name: str, device: torch.device) -> tuple[Tensor | None, Int64s | None]:
+    """An integer vector as (live tensor on `device`, None) or (None, copy on the host)."""
+    if isinstance(x, Tensor) or is_array(x):
+        tensor = adopt(x, name).tensor
+        if tensor.dtype not in INDEX_DTYPES:
+            raise InvalidProblem(f"{name} has dtype {tensor.dtype}; it must be int32 or int64: call .to(torch.int64)")
+        if tensor.dim() != 1:
+            raise InvalidProblem(f"{name} has {tensor.dim()} dimensions; it must be a vector: call .reshape(-1)")
+        if tensor.device == device and isinstance(x, Tensor):
+            return tensor, None
+        if tensor.device.type == "cpu":
+            return None, tensor.numpy().astype(np.int64)
+        if tensor.device == device:
+            return tensor, None
+        raise InvalidProblem(
+            f"{name} is on {tensor.device}, the operands are on {device}: move it there or to the host"
+        )
+    if isinstance(x, str | bytes | bytearray):
+        raise InvalidProblem(f"{name}={x!r} is text: pass a list, an int32 or int64 array")
+    if not isinstance(x, Sequence):
+        raise InvalidProblem(
+            f"{name} is of type {type(x).__name__}; it must be a vector of integers: a list, an int32 or int64 array"
+        )
+    return None, _read_list(x, name)
+
+
+def _length(live: Tensor | None, host: Int64s | None) -> int:
+    if live is not None:
+        return live.shape[0]
+    assert host is not None
+    return len(host)
+
+
+def _read_list(x: Sequence[Any], name: str) -> Int64s:
+    if isinstance(x, memoryview) and x.ndim != 1:
+        raise InvalidProblem(f"{name} has {x.ndim} dimensions; it must be a vector")
+    away = next((v for v in x if isinstance(v, Tensor) and not v.is_cpu), None)
+    if away is not None:
+        raise InvalidProblem(f"{name} holds a tensor on {away.device}, and none is read back: pass torch.stack({name})")
+    try:
+        if any(_is_bool(v) for v in x):
+            raise TypeError
+        return np.array([operator.index(v) for v in x], dtype=np.int64)
+    except (TypeError, OverflowError):
+        bad = next((v for v in x if _is_bool(v) or not hasattr(v, "__index__")), x)
+        raise InvalidProblem(f"{name} holds {bad!r}; it must hold integers that fit in 64 bits") from None
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool | np.bool_) or (isinstance(x, Tensor) and x.dtype is torch.bool)
+
+
+def make_grouping(
+    offsets: Any, sizes: Any, ends: Any, *, groups: int | None, total: int, device: torch.device, full: bool
+) -> Grouping:
+    """The one of offsets, sizes and ends that was given, checked against `groups` and `total`.
+
+    `groups` is None where only the vector itself says how many there are.
+    """
+    kind, x = _only_one(offsets, sizes, ends)
+    live, host = read_index_array(x, kind, device)
+    length = _length(live, host)
+    count = length - 1 if kind == "offsets" else length
+    if count < 0 or (groups is not None and count != groups):
+        _wrong_length(kind, length, groups)
+    if host is None:
+        assert live is not None
+        if full or device.type == "cpu":
+            _check_values(live.tolist(), kind, total)
+        return Grouping(kind, count, live=live)
+    _check_values(host.tolist(), kind, total)
+    return Grouping(kind, count, host=_as_offsets(host, kind))
+
+
+def _only_one(offsets: Any, sizes: Any, ends: Any) -> tuple[Kind, Any]:
+    if offsets is not None and sizes is None and ends is None:
+        return "offsets", offsets
+    if sizes is not None and offsets is None and ends is None:
+        return "sizes", sizes
+    if ends is not None and offsets is None and sizes is None:
+        return "ends", ends
+    given = [name for name, x in (("offsets", offsets), ("sizes", sizes), ("ends", ends)) if x is not None]
+    raise InvalidProblem(f"{' and '.join(given)} were given together: pass exactly one of them")
+
+
+def _wrong_length(kind: Kind, length: int, groups: int | None) -> NoReturn:
+    if groups is None:
+        raise InvalidProblem("offsets is empty; it must hold G + 1 values: pass [0] for no groups")
+    want = f"G + 1 = {groups + 1}" if kind == "offsets" else f"G = {groups}"
+    raise InvalidProblem(
+        f"{kind} has length {length}; the operands have {groups} groups, so it must have length {want}"
+    )
+
+
+def _check_values(values: list[int], kind: Kind, total: int) -> None:
+    """Monotone, from 0 or later, to `total` or earlier; the message names the first bad place."""
+    if not values:
+        return
+    if kind == "sizes":
+        if min(values) < 0:
+            g = next(i for i, v in enumerate(values) if v < 0)
+            raise InvalidProblem(f"sizes[{g}] is {values[g]}; a group cannot have a negative size")
+        if sum(values) > total:
+            raise InvalidProblem(
+                f"sizes add up to {sum(values)}, the jagged extent is {total}: shrink them or pass more rows"
+            )
+        return
+    if values != sorted(values):
+        g = next(i for i in range(1, len(values)) if values[i] < values[i - 1])
+        raise InvalidProblem(
+            f"{kind}[{g}] is {values[g]}, less than {kind}[{g - 1}] = {values[g - 1]}: they must not fall"
+        )
+    if values[0] < 0:
+        raise InvalidProblem(f"{kind}[0] is {values[0]}; it must be 0 or more")
+    if values[-1] > total:
+        raise InvalidProblem(f"{kind}[{len(values) - 1}] is {values[-1]}, past the jagged extent {total}")
+
+
+def make_valid_rows(x: Any, *, groups: int, rows: int, device: torch.device, full: bool) -> Grouping:
+    """`valid_rows` of the masked form: like sizes, but each is bounded by `rows` on its own."""
+    live, host = read_index_array(x, "valid_rows", device)
+    length = _length(live, host)
+    if length != groups:
+        raise InvalidProblem(f"valid_rows has length {length}; it must have one value for each of the {groups} groups")
+    readable = host if live is None else live if full or device.type == "cpu" else None
+    for g, value in enumerate([] if readable is None else readable.tolist()):
+        if not 0 <= value <= rows:
+            raise InvalidProblem(f"valid_rows[{g}] is {value}; it must lie in 0..{rows}, the rows of a")
+    return Grouping("sizes", groups, live=live, host=None if host is None else _as_offsets(host, "sizes"))

@@ -1,0 +1,210 @@
+"""Whether strided arrays share an element: exactly, not by their address ranges.
+
+Columns of one matrix that interleave are legal outputs; two outputs that meet in one element are
+not. Every question is a linear equation in bounded integers, answered without touching memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import gcd
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+from multigemm.problem.arrays import Memory
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Whether two different index tuples of `x` name one address (for up to three dimensions)."""
+    if x.numel() < 2:
+        return False
+    dims = sorted(((abs(s), n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1), reverse=True)
+    reach = 0
+    for stride, extent in reversed(dims):
+        if stride <= reach:
+            break
+        reach += stride * (extent - 1)
+    else:
+        return False
+    strides, extents = [s for s, _ in dims], [n for _, n in dims]
+    return _has_nonzero_solution(strides, extents)
+
+
+def _has_nonzero_solution(strides: Sequence[int], extents: Sequence[int]) -> bool:
+    """Some d != 0 with |d_i| < extents_i and sum d_i * strides_i = 0."""
+    if 0 in strides:
+        return True
+    if len(strides) < 2:
+        return False
+    if len(strides) == 2:
+        g = gcd(*strides)
+        return strides[1] // g < extents[0] and strides[0] // g < extents[1]
+    short = min(range(3), key=lambda i: extents[i])
+    rest = [i for i in range(3) if i != short]
+    s, n = [strides[i] for i in rest], [extents[i] for i in rest]
+    if _has_nonzero_solution(s, n):
+        return True
+    return any(_solvable(s, n, d * strides[short]) for d in range(1, extents[short]))
+
+
+def _solvable(s: Sequence[int], n: Sequence[int], target: int) -> bool:
+    """Some |x| < n0, |y| < n1 with s0*x + s1*y = target."""
+    g = gcd(s[0], s[1])
+    if target % g:
+        return False
+    s0, s1, t = s[0] // g, s[1] // g, target // g
+    x0 = t * pow(s0, -1, s1) % s1 if s1 > 1 else 0
+    y0 = (t - s0 * x0) // s1
+    # all solutions: x = x0 + s1*i, y = y0 - s0*i
+    low = max(_ceil_div(-(n[0] - 1) - x0, s1), _ceil_div(y0 - (n[1] - 1), s0))
+    high = min((n[0] - 1 - x0) // s1, (y0 + n[1] - 1) // s0)
+    return low <= high
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class _Place(NamedTuple):
+    """Where the elements of a tensor or array lie, in bytes."""
+
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    size: int
+
+    @property
+    def empty(self) -> bool:
+        return 0 in self.shape
+
+
+def _place(x: Any) -> _Place:
+    """The place of a tensor, or of a NumPy or CuPy array, whose strides may be negative."""
+    if isinstance(x, Tensor):
+        size, first = x.element_size(), x.data_ptr()
+        strides = tuple(s * size for s in x.stride())
+    else:
+        interface = x.__array_interface__ if isinstance(x, np.ndarray) else x.__cuda_array_interface__
+        size, first, strides = x.itemsize, interface["data"][0], tuple(x.strides)
+    reach = [s * (n - 1) for s, n in zip(strides, x.shape, strict=True)]
+    low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    return _Place(first + low, first + high + size, tuple(x.shape), strides, first, size)
+
+
+def _shadow(x: _Place) -> Any:
+    """A NumPy array at the same addresses, never read: the exact overlap test needs only its geometry."""
+    interface = {
+        "version": 3, "shape": x.shape, "strides": x.strides, "typestr": f"|V{x.size}", "data": (x.first, True),
+    }  # fmt: skip
+    return np.asarray(Memory(interface, None))
+
+
+def _meet(x: _Place, y: _Place) -> bool:
+    if x.end <= y.start or y.end <= x.start or x.empty or y.empty:
+        return False
+    apart = _apart_as_rectangles(x, y)
+    return bool(np.shares_memory(_shadow(x), _shadow(y))) if apart is None else not apart
+
+
+def _apart_as_rectangles(x: _Place, y: _Place) -> bool | None:
+    """For two blocks of one row-major matrix, as results often are: rows or columns apart? None: something else."""
+    if len(x.shape) != 2 or len(y.shape) != 2 or x.strides != y.strides or x.size != y.size:
+        return None
+    pitch, step = x.strides
+    row, col = divmod(y.first - x.first, pitch) if pitch > 0 else (0, 0)
+    widths = x.shape[1] * step, y.shape[1] * step
+    if step != x.size or max(widths) > pitch:
+        return None
+    # y starts `row` rows below and `col` bytes right of x; its columns may run over into the next row
+    if col + widths[1] > pitch:
+        return None
+    return col >= widths[0] or row >= x.shape[0] or -row >= y.shape[0]
+
+
+def _span(x: Any) -> tuple[int, int]:
+    """First byte and one past the last byte; meaningless for an empty tensor."""
+    if not isinstance(x, Tensor):
+        return _place(x)[:2]
+    first, last = x.data_ptr(), 1
+    for stride, extent in zip(x.stride(), x.shape):
+        last += stride * (extent - 1)
+    return first, first + last * x.element_size()
+
+
+def _near_by(outs: Sequence[Tensor], others: Sequence[Any]) -> list[int]:
+    """Positions of the others that lie between the first and the last byte of all outputs."""
+    spans = [_span(x) for x in outs if x.numel()]
+    low, high = min((s for s, _ in spans), default=0), max((e for _, e in spans), default=0)
+    return [j for j, (start, end) in enumerate(map(_span, others)) if start < high and end > low]
+
+
+def meetings(outs: Sequence[Tensor], others: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """The pairs (i, j) for which outs[i] shares a byte with others[j]; only neighbours in memory are compared.
+
+    All of them lie on one device. Operands that are given many times over are compared once.
+    """
+    near_by = _near_by(outs, others)
+    if not near_by:  # the rule, and on the path of a call with `out`
+        return
+    groups = [_place(x) for x in outs], {j: _place(others[j]) for j in near_by}
+    twins: dict[_Place, list[int]] = {}
+    for j, place in groups[1].items():
+        twins.setdefault(place, []).append(j)
+    spans = [(p.start, p.end, 0, i) for i, p in enumerate(groups[0]) if not p.empty]
+    spans += [(p.start, p.end, 1, js[0]) for p, js in twins.items() if not p.empty]
+    near: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
+    for start, end, side, at in sorted(spans):
+        other = near[1 - side]
+        other[:] = [s for s in other if s[0] > start]
+        for _, to in other:
+            i, j = (at, to) if side == 0 else (to, at)
+            if _meet(groups[0][i], groups[1][j]):
+                yield from ((i, twin) for twin in twins[groups[1][j]])
+        near[side].append((end, at))
+
+
+def same_view(x: Tensor, y: Tensor) -> bool:
+    """Whether the two are one and the same view of memory."""
+    return x is y or (
+        x.data_ptr() == y.data_ptr()
+        and x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.dtype == y.dtype
+        and x.device == y.device
+    )
+
+
+def first_shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Two positions whose tensors share an element, or None; only neighbours in memory are compared."""
+    if len(tensors) < 2:
+        return None
+    places = [(_place(t), i) for i, t in enumerate(tensors)]
+    near: list[tuple[_Place, int]] = []
+    for place, i in sorted((p, i) for p, i in places if not p.empty):
+        near = [(other, j) for other, j in near if other.end > place.start]
+        for other, j in near:
+            if _meet(place, other):
+                return min(i, j), max(i, j)
+        near.append((place, i))
+    return None
+
+
+def refuse_shared_memory(outs: Sequence[Tensor], read: Sequence[tuple[str, Any]], at: Callable[[int], str]) -> None:
+    """Raise unless no result meets itself, another result, or anything that is read but its own, same `c`.
+
+    `read` names its arrays; `at(g)` is how the g-th entry of an operand is written after the operand's name.
+    """
+    for g, x in enumerate(outs):
+        if overlaps_itself(x):
+            raise InvalidProblem(f"out{at(g)} overlaps itself (strides {x.stride()}): pass another view")
+    if pair := first_shared_pair(outs):
+        raise InvalidProblem(f"out[{pair[0]}] and out[{pair[1]}] share an element: each result needs its own memory")
+    for g, i in meetings(outs, [x for _, x in read]):
+        name, x = read[i]
+        if not (isinstance(x, Tensor) and name == f"c{at(g)}" and same_view(x, outs[g])):
+            raise InvalidProblem(f"out{at(g)} shares memory with {name}: pass another out")

@@ -1,0 +1,404 @@
+"""`GroupedGemmProblem`: what a user builds. Validated once, and the only place that rejects bad input.
+
+Nothing is computed or written here. After the constructor has returned, every operand is a tensor over the caller's
+memory, every extent fits, and `spec` says all that a backend may choose by. The host's questions about sizes and
+products may wait for the device, where the sizes or the operands live there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+from multigemm.problem import epilogue, forms, overlap, rebuild
+from multigemm.problem.arrays import Kind, Step
+from multigemm.problem.forms import Extents
+from multigemm.problem.grouping import Grouping, make_grouping, make_valid_rows
+from multigemm.problem.no_dynamo import no_dynamo
+from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
+from multigemm.problem.result import Result
+from multigemm.problem.spec import PRECISIONS, Form, ProblemSpec, specify
+
+CHECKS = ("host", "full")
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords of a problem, for the signatures that hand them on."""
+
+    offsets: Any
+    sizes: Any
+    ends: Any
+    jagged: str
+    valid_rows: Any
+    c: Any
+    alpha: float
+    beta: float
+    bias: Any
+    activation: str | None
+    out: Any
+    out_dtype: Any
+    precision: str
+    deterministic: bool
+    check: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """One product on the host: C = act(alpha * a @ b + beta * c + bias).
+
+    `where` indexes this group's block in the result: a tuple of slices and integers for packed
+    forms, the position in the list for per_group.
+    """
+
+    index: int
+    m: int
+    n: int
+    k: int
+    a: Tensor
+    b: Tensor
+    c: Tensor | None
+    bias: Tensor | None
+    where: Any
+
+
+class GroupedGemmProblem:
+    """Many matrix products of different shapes, as one problem.
+
+    `C_g = act(alpha * A_g @ B_g + beta * C_g + bias_g)` for every group g. The forms:
+
+    =========  ======================  =======================  ==================  ============
+    form       a                       b                        groups              result
+    =========  ======================  =======================  ==================  ============
+    per_group  list of [M_g, K_g]      list of [K_g, N_g]                           list
+    jagged m   [T, K]                  [G, K, N] or [K, N]      rows of a           [T, N]
+    jagged n   [M, K] or [G, M, K]     [K, T]                   columns of b        [M, T]
+    jagged k   [M, T]                  [T, N]                   columns of a        [G, M, N]
+    batched    [G, M, K]               [G, K, N]                                    [G, M, N]
+    masked     [G, M, K]               [G, K, N]                `valid_rows` [G]    [G, M, N]
+    =========  ======================  =======================  ==================  ============
+
+    The groups are cut by one of `offsets` [G+1], `sizes` [G] or `ends` [G]; two matrices without a cut are
+    one product. All keywords:
+
+    offsets, sizes, ends   int32 or int64: on the host (checked and copied) or a tensor on the operands'
+                           device (followed in place, never read back, clamped by the kernels)
+    jagged                 "m", "n" or "k": the direction that they cut
+    valid_rows             [G]: rows of each matrix of a that count
+    c, alpha, beta         c has the result's shape, may be `out` itself, and is not read if beta is 0; the numbers
+                           are finite, and normal ones of float32 where sums are formed in it
+    bias                   a value per column: [N] or [G, N]; jagged n: [T]; lists: these, or a list of [N_g]
+    activation             "relu", "gelu" (by erf), "gelu_tanh" or "silu"
+    out                    receives the result, and keeps what no group owns; without it those rows are 0
+    out_dtype              of the result; that of the operands by default, int32 for int8
+    precision              of float32 products: "ieee" is true float32, "tf32" rounds the operands to 11 bits
+    deterministic          the same call gives the same bits; False permits what is faster without
+    check                  "full" reads sizes on the device back and checks them; "host" does not
+
+    Raises InvalidProblem, with the value seen, the limit and the remedy, for anything without a meaning.
+    The problem refers to the caller's arrays and copies none of them, except sizes that are given on the
+    host. Its attributes are not meant to be changed: make another problem. A deep copy or a pickle of it holds
+    copies of those arrays.
+    """
+
+    __slots__ = (
+        "a", "activation", "alpha", "b", "beta", "bias", "c", "deterministic", "device", "extents", "form", "given_out",
+        "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "refreshes", "spec", "squeezed", "valid_rows",
+    )  # fmt: skip
+    a: Operand
+    b: Operand
+    c: Operand | None
+    bias: Operand | None
+    out: Operand | None
+    form: Form
+    extents: Extents | None
+    grouping: Grouping | None
+    valid_rows: Grouping | None
+    alpha: float
+    beta: float
+    activation: Any
+    precision: Any
+    deterministic: bool
+    device: torch.device
+    kind: Kind
+    given_out: Any
+    out_dtype: torch.dtype
+    out_shape: Any
+    refreshes: list[Step]
+    spec: ProblemSpec
+    squeezed: bool
+
+    @no_dynamo
+    def __init__(
+        self,
+        a: Any,
+        b: Any,
+        *,
+        offsets: Any = None,
+        sizes: Any = None,
+        ends: Any = None,
+        jagged: str = "m",
+        valid_rows: Any = None,
+        c: Any = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        bias: Any = None,
+        activation: str | None = None,
+        out: Any = None,
+        out_dtype: Any = None,
+        precision: str = "ieee",
+        deterministic: bool = True,
+        check: str = "host",
+    ) -> None:
+        epilogue.one_of(check, "check", CHECKS)
+        epilogue.one_of(precision, "precision", PRECISIONS)
+        if not isinstance(deterministic, bool):
+            raise InvalidProblem(f"deterministic={deterministic!r} must be True or False")
+        self.activation, self.precision, self.deterministic = activation, precision, deterministic
+        self.c = self.bias = self.out = self.extents = self.grouping = self.valid_rows = None
+        self.squeezed, self.given_out = False, out
+
+        reader = OperandReader()
+        grouped = offsets is not None or sizes is not None or ends is not None
+        if is_list(a) or is_list(b):
+            groups = self._take_lists(reader, a, b, jagged, grouped or valid_rows is not None)
+        else:
+            extents = self._take_tensors(reader, a, b, jagged, grouped, valid_rows is not None)
+            groups = self._take_groups(extents, (offsets, sizes, ends), valid_rows, check == "full")
+        self.kind, self.device = reader.kind, reader.device
+        inputs = self._input_dtypes(out_dtype)
+        compute = epilogue.compute_dtype(*inputs)
+        self.alpha = epilogue.scalar(alpha, "alpha", compute)
+        self.beta = epilogue.scalar(beta, "beta", compute)
+        epilogue.check_activation(activation, compute)
+        result = Result(self.form, groups, self._result_shape(groups), self.squeezed)
+        self.out_shape = result.shape
+        self._take_out(reader, out, out_dtype, result, compute)
+        self._take_c(reader, c, result, (*inputs, compute))
+        self._take_bias(reader, bias, result, (*inputs, compute))
+        self.refreshes = reader.refreshes() if reader.mirrors else []
+        if out is not None:
+            overlap.refuse_shared_memory(self.each("out"), self._read(reader), self._at)
+        self.spec = specify(self, groups, compute)
+
+    # --- operands -------------------------------------------------------------------------------
+
+    def _take_tensors(self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, masked: bool) -> Extents:
+        x, y = reader.first(a, "a"), reader.operand(b, "b")
+        if not grouped and not masked and x.dim() == 2 and y.dim() == 2:
+            self.squeezed, x, y = True, x.unsqueeze(0), y.unsqueeze(0)
+        self.a, self.b, self.device = x, y, reader.device
+        self.extents = forms.infer(x, y, jagged=jagged, grouped=grouped, masked=masked, squeezed=self.squeezed)
+        self.form = self.extents.form
+        return self.extents
+
+    def _take_groups(self, extents: Extents, cuts: Sequence[Any], valid: Any, full: bool) -> int:
+        if self.form.startswith("jagged"):
+            total = extents.along(self.form[-1])
+            self.grouping = make_grouping(*cuts, groups=extents.groups, total=total, device=self.device, full=full)
+            return self.grouping.groups
+        assert extents.groups is not None
+        if valid is not None:
+            rows = extents.m
+            self.valid_rows = make_valid_rows(valid, groups=extents.groups, rows=rows, device=self.device, full=full)
+        return extents.groups
+
+    def _take_lists(self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool) -> int:
+        if not (is_list(a) and is_list(b)):
+            one, x, other = ("b", b, "a") if is_list(a) else ("a", a, "b")
+            remedy = f"pass [{one}] * G to share one matrix, or list({one}) for several"
+            if grouped:
+                remedy = f"stack {other} where sizes cut {one}, or split {one} into a list and leave the sizes out"
+            raise InvalidProblem(f"{one} is a {type(x).__name__} and {other} is a list: {remedy}")
+        if grouped:
+            raise InvalidProblem("offsets, sizes, ends or valid_rows with lists: a list is cut already, leave them out")
+        if jagged != "m":
+            raise InvalidProblem(f"jagged={jagged!r} with lists: they may differ in every extent, leave it out")
+        self.form = "per_group"
+        first = [reader.first(a[0], "a[0]")] if a else []
+        self.a = [*first, *(reader.operand(x, f"a[{g}]") for g, x in enumerate(a) if g)]
+        self.b = [reader.operand(x, f"b[{g}]") for g, x in enumerate(b)]
+        forms.check_lists(self.a, self.b)
+        return len(self.a)
+
+    def _input_dtypes(self, out_dtype: Any) -> tuple[torch.dtype, torch.dtype]:
+        if self.each("a"):
+            return common_dtype(self.a, "a"), common_dtype(self.b, "b")
+        return (epilogue.inputs_for(out_dtype),) * 2
+
+    # --- result and epilogue --------------------------------------------------------------------
+
+    def _result_shape(self, groups: int) -> Any:
+        if self.extents is None:
+            return [(x.shape[0], y.shape[1]) for x, y in zip(self.a, self.b, strict=True)]
+        return self.extents.result_shape(groups)
+
+    def _take_out(self, reader: OperandReader, out: Any, out_dtype: Any, result: Result, compute: torch.dtype) -> None:
+        given = None
+        if out is not None:
+            self.out = result.take(reader.result, out, "out")
+            given = common_dtype(self.out, "out") if len(self.each("out")) else None
+        self.out_dtype = epilogue.result_dtype(out_dtype, given, compute)
+
+    def _take_c(self, reader: OperandReader, c: Any, result: Result, inputs: Sequence[torch.dtype]) -> None:
+        if c is None:
+            if self.beta != 0:
+                raise InvalidProblem(f"beta={self.beta} needs c: pass it, or leave beta at 0")
+            return
+        given = result.take(reader.extra, c, "c")
+        if not is_list(given) or given:
+            epilogue.check_extra_dtype(common_dtype(given, "c"), "c", inputs, self.out_dtype)
+        if self.beta != 0:
+            self.c = given
+        else:
+            reader.forget("c")
+
+    def _take_bias(self, reader: OperandReader, bias: Any, result: Result, inputs: Sequence[torch.dtype]) -> None:
+        if bias is None:
+            return
+        self.bias = result.take_bias(reader.extra, bias)
+        if self.each("bias"):
+            epilogue.check_extra_dtype(common_dtype(self.bias, "bias"), "bias", inputs, self.out_dtype)
+
+    def _read(self, reader: OperandReader) -> list[tuple[str, Any]]:
+        """Everything that a launch reads, by name."""
+        names = ("a", "b", "bias", "c")
+        read: list[tuple[str, Any]] = [(f"{n}{self._at(i)}", x) for n in names for i, x in enumerate(self.each(n))]
+        read += [(name, mirror.given) for name, mirror in reader.mirrors.items()]
+        if (cut := self.cut) is not None and cut.live is not None:
+            read.append((cut.kind if cut is self.grouping else "valid_rows", cut.live))
+        return read
+
+    def _at(self, g: int) -> str:
+        return f"[{g}]" if self.form == "per_group" else ""
+
+    # --- what may be asked of it -----------------------------------------------------------------
+
+    def each(self, name: str) -> list[Tensor]:
+        """The tensors of one operand: none if it is absent, one if it is packed."""
+        x: Operand | None = getattr(self, name)
+        if x is None:
+            return []
+        return [x] if isinstance(x, Tensor) else x
+
+    @property
+    def cut(self) -> Grouping | None:
+        """What says where groups begin and end, or how many rows of them count; None if their shapes do."""
+        return self.grouping or self.valid_rows
+
+    @property
+    def zero_unowned(self) -> bool:
+        """Whether rows that no group owns become zero (multigemm allocates) or stay (the caller's `out`)."""
+        return self.out is None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any input asks for a gradient."""
+        for operand in (self.a, self.b, self.c, self.bias):
+            if isinstance(operand, Tensor):
+                if operand.requires_grad:
+                    return True
+            elif operand is not None and any(x.requires_grad for x in operand):
+                return True
+        return False
+
+    @no_dynamo
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """(m, n, k) of every group; waits for the device if the sizes live there."""
+        if self.extents is None:
+            pairs = zip(self.each("a"), self.each("b"), strict=True)
+            return [(x.shape[0], y.shape[1], x.shape[1]) for x, y in pairs]
+        _, _, m, n, k = self.extents
+        if self.valid_rows is not None:
+            return [(min(max(rows, 0), m), n, k) for rows in np.diff(self.valid_rows.read()).tolist()]
+        if self.grouping is None:
+            return [(m, n, k)] * self.spec.groups
+        lengths = [end - start for start, end in self._bounds(self.grouping, self.extents)]
+        jagged = self.form[-1]
+        return [tuple(length if d == jagged else e for d, e in zip("mnk", (m, n, k))) for length in lengths]  # type: ignore[misc]
+
+    @no_dynamo
+    def groups(self) -> Iterator[GroupView]:
+        """Every product as views on the host, one after the other; waits for the device."""
+        for refresh in self.refreshes:
+            refresh()
+        a, b, c, bias = (_on_host(x) for x in (self.a, self.b, self.c, self.bias))
+        cuts = [(0, 0)] * self.spec.groups
+        if self.grouping is not None and self.extents is not None:
+            cuts = self._bounds(self.grouping, self.extents)
+        for g, (m, n, k) in enumerate(self.sizes()):
+            spans = {d: slice(0, extent) for d, extent in zip("mnk", (m, n, k))}
+            if self.spec.jagged:
+                spans[self.spec.jagged] = slice(*cuts[g])
+            where = _where(self.form, g, spans["m"], spans["n"])
+            x, y = _pick(a, g)[spans["m"], spans["k"]], _pick(b, g)[spans["k"], spans["n"]]
+            yield GroupView(g, m, n, k, x, y, None if c is None else c[where], _bias(bias, g, spans["n"]), where)
+
+    def _bounds(self, grouping: Grouping, extents: Extents) -> list[tuple[int, int]]:
+        """(start, end) of every group along the jagged direction, clamped as the kernels clamp."""
+        total = extents.along(self.form[-1])
+        offsets = grouping.read().tolist()
+        starts = [min(max(s, 0), total) for s in offsets[:-1]]
+        return [(s, min(max(e, s), total)) for s, e in zip(starts, offsets[1:], strict=True)]
+
+    @property
+    def flops(self) -> int:
+        """2*m*n*k summed over the groups; waits for the device if the sizes live there."""
+        return sum(2 * m * n * k for m, n, k in self.sizes())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that must move at least once: operands of non-empty groups, C if it is read, the result."""
+        used = [s for s in self.sizes() if s[0] and s[1]]
+        if not used:
+            return 0
+        spec = self.spec
+        a = [m * k * spec.a.dtype.itemsize for m, _, k in used]
+        b = [k * n * spec.b.dtype.itemsize for _, n, k in used]
+        c_size = spec.c.dtype.itemsize if spec.c is not None else 0
+        results = sum(m * n * (self.out_dtype.itemsize + c_size) for m, n, _ in used)
+        return results + (a[0] if spec.a.shared else sum(a)) + (b[0] if spec.b.shared else sum(b))
+
+    def __repr__(self) -> str:
+        return rebuild.problem_text(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, rebuild.arguments(self)
+
+
+def _where(form: str, g: int, rows: slice, cols: slice) -> Any:
+    if form == "per_group":
+        return g
+    return (rows, cols) if form in ("jagged_m", "jagged_n") else (g, rows, cols)
+
+
+def _pick(x: Any, g: int) -> Any:
+    return x if isinstance(x, Tensor) and x.dim() == 2 else x[g]
+
+
+def _bias(bias: Any, g: int, cols: slice) -> Any:
+    if bias is None:
+        return None
+    return bias[cols] if isinstance(bias, Tensor) and bias.dim() == 1 else bias[g]
+
+
+def _on_host(x: Any) -> Any:
+    if x is None:
+        return None
+    return x.detach().cpu() if isinstance(x, Tensor) else [t.detach().cpu() for t in x]
+
+
+def _rebuilt(a: Any, b: Any, keywords: Keywords) -> GroupedGemmProblem:
+    return GroupedGemmProblem(a, b, **keywords)
+
+
+def checked(problem: Any) -> GroupedGemmProblem:
+    """What was passed as a problem, if it is one."""
+    if not isinstance(problem, GroupedGemmProblem):
+        raise InvalidProblem(f"problem is a {type(problem).__name__}: pass GroupedGemmProblem(a, b, ...)")
+    return problem

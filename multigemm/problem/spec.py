@@ -1,0 +1,288 @@
+"""What a kernel has to know before it sees data: frozen, hashable, and without any data.
+
+Support, configs, plans and tuning keys read a `ProblemSpec` alone. Token counts enter only as buckets, so that random
+group sizes never cause a recompilation; strides enter only as classes. `specify` derives the spec of a problem; specs
+of equal problems are one object, and a call with the shapes of an earlier call finds its spec by one look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from multigemm.problem.problem import GroupedGemmProblem
+
+Form = Literal["per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "masked"]
+Order = Literal["row", "col", "strided"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Precision = Literal["ieee", "tf32"]
+
+FORMS: tuple[Form, ...] = ("per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "masked")
+ACTIVATIONS: tuple[Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu")
+PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INPUT_DTYPES = (*FLOAT_DTYPES, torch.int8)
+GIANT = 2**31 - 2**26
+"""From here an extent may be more than a kernel counts in 32 bits with a sign: up to the end of its last tile, and with
+the number of its tiles, of 64 rows and more, added where it is cut into even ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperandSpec:
+    """One operand (for a list: what holds for every matrix in it).
+
+    `order` names the contiguous direction of each matrix: "row" (last stride 1), "col" (the other
+    stride 1), else "strided". `align` is the largest power of two, at most 16, that divides the base
+    address and every other stride, in bytes. `dense` says that no two elements share an address by
+    a zero stride or an overlap, so a tensor map or a leading dimension can express it.
+    `shared` says that all groups use the same matrix. `wide` says that some element lies 2^31
+    elements or more from the base, or that a row or column has such a number, so that 64-bit
+    addressing is needed.
+    """
+
+    dtype: torch.dtype
+    order: Order = "row"
+    align: int = 16
+    dense: bool = True
+    shared: bool = False
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSpec:
+    """A grouped GEMM without its data. `None` extents differ by group or are known only at run time.
+
+    `m, n, k` are the extents that all groups share. `total` is the bucket (a power of two, rounded
+    up) of the jagged extent T, of the sum of M over a list, or of G*M. `largest` is the bucket of
+    the largest M of a group where the host knows it (lists, batched), else 0.
+    `compute` is the dtype that products are formed in; it equals both operand dtypes once staged.
+    `longest` is the longest extent of any group, T or the number of groups, itself, where it reaches GIANT, else 0:
+    a bucket says too little to refuse a problem by, and a list's N and K have none.
+    """
+
+    form: Form
+    groups: int
+    m: int | None
+    n: int | None
+    k: int | None
+    total: int
+    largest: int
+    a: OperandSpec
+    b: OperandSpec
+    out: OperandSpec
+    c: OperandSpec | None = None
+    bias: torch.dtype | None = None
+    compute: torch.dtype = torch.float32
+    alpha: Literal["zero", "one", "any"] = "one"
+    activation: Activation | None = None
+    precision: Precision = "ieee"
+    deterministic: bool = True
+    index: torch.dtype | None = None
+    device_sizes: bool = False
+    zero_unowned: bool = True
+    longest: int = 0
+
+    @property
+    def jagged(self) -> Literal["m", "n", "k"] | None:
+        """The direction that offsets cut, or None."""
+        return {"jagged_m": "m", "jagged_n": "n", "jagged_k": "k"}.get(self.form)  # type: ignore[return-value]
+
+    @property
+    def too_long(self) -> list[str]:
+        """Why kernels that count extents in 32 bits with a sign cannot run this; empty if they can."""
+        if not self.longest:
+            return []
+        return [f"an extent of {self.longest}: kernels count less than {GIANT} in 31 bits: split the problem"]
+
+    def busiest(self, high: int, wide: int, processors: int) -> int:
+        """Elements of the result that the processor with most tiles of this size makes, if groups are alike."""
+        rows, columns = max(self.usual("m"), 1), max(self.usual("n"), 1)
+        tiles = max(self.groups, 1) * -(-rows // high) * -(-columns // wide)
+        return -(-tiles // processors) * high * wide
+
+    def usual(self, direction: Literal["m", "n", "k"]) -> int:
+        """An extent of an ordinary group: the mean where offsets cut it, the largest of any where a list's differ."""
+        extent: int | None = getattr(self, direction)
+        if extent is not None:
+            return extent
+        return self.total // max(self.groups, 1) if direction == self.jagged else self.largest
+
+    @property
+    def acc(self) -> torch.dtype:
+        """The accumulator: float64 for float64, int32 for int8, float32 for the rest."""
+        return {torch.float64: torch.float64, torch.int8: torch.int32}.get(self.compute, torch.float32)
+
+
+WIDE = 2**31
+
+
+def bucket(n: int) -> int:
+    """The power of two at or above `n`; 0 for 0."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+def _largest_power(value: int) -> int:
+    """The largest power of two, at most 16, that divides `value`."""
+    value |= 16
+    return value & -value
+
+
+@lru_cache(maxsize=4096)
+def _classify(
+    dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], phase: int, shared: bool
+) -> OperandSpec:
+    size = dtype.itemsize
+    rows, cols = shape[-2:]
+    row, col = stride[-2] if rows > 1 else 0, stride[-1] if cols > 1 else 0
+    groups, group = (shape[0], stride[0]) if len(shape) == 3 else (1, 0)
+    if groups == 1:
+        group = 0
+    shared = shared or (groups > 1 and group == 0)
+    found: list[tuple[int, Order, bool]] = []
+    # (alignment, order, no element twice) for each direction that may count as contiguous
+    if col == 1 or cols <= 1:
+        found.append((_largest_power(phase | row * size | group * size), "row", rows <= 1 or row >= max(cols, 1)))
+    if row == 1 or rows <= 1:
+        found.append((_largest_power(phase | col * size | group * size), "col", cols <= 1 or col >= max(rows, 1)))
+    if found:
+        align, order, dense = max(found, key=lambda f: (f[2], f[0]))
+    else:
+        align, order, dense = _largest_power(phase | row * size | col * size | group * size), "strided", False
+    reach = sum(max(n - 1, 0) * s for n, s in zip(shape, stride, strict=True))
+    return OperandSpec(dtype, order, align, dense, shared, max(reach, *shape) >= WIDE)
+
+
+def classify(x: Tensor, shared: bool = False) -> OperandSpec:
+    """The class of one matrix or stack of matrices."""
+    return _classify(x.dtype, x.shape, x.stride(), x.data_ptr() & 15, shared)
+
+
+def classify_fresh(dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> OperandSpec:
+    """The class of results that multigemm will allocate: contiguous, each on an aligned address."""
+    strides = ((*((shape[1] * shape[2],) if len(shape) == 3 else ()), shape[-1], 1) for shape in shapes)
+    return _common({_classify(dtype, s, t, 0, False) for s, t in zip(shapes, strides, strict=True)}, dtype)
+
+
+def classify_list(matrices: Sequence[Tensor], dtype: torch.dtype) -> OperandSpec:
+    """What holds for every matrix of a list."""
+    return _common({classify(x) for x in matrices if x.numel()}, dtype)
+
+
+def _common(classes: set[OperandSpec], dtype: torch.dtype) -> OperandSpec:
+    if len(classes) <= 1:
+        return next(iter(classes), OperandSpec(dtype))
+    orders = {c.order for c in classes}
+    return replace(
+        next(iter(classes)),
+        order=orders.pop() if len(orders) == 1 else "strided",
+        align=min(c.align for c in classes),
+        dense=all(c.dense for c in classes),
+        wide=any(c.wide for c in classes),
+    )
+
+
+KEPT = 8192
+_by_geometry: dict[Any, ProblemSpec] = {}
+_by_value: dict[ProblemSpec, ProblemSpec] = {}
+
+
+def _geometry(x: Any) -> Any:
+    if x is None:
+        return None
+    return (x.dtype, x.shape, x.stride(), x.data_ptr() & 15)
+
+
+def specify(problem: GroupedGemmProblem, groups: int, compute: torch.dtype) -> ProblemSpec:
+    """The spec of a problem whose operands, grouping and epilogue are set."""
+    source = problem.cut
+    index = None if source is None else source.index_dtype
+    if problem.grouping is not None and problem.grouping.live is not None and problem.grouping.kind == "sizes":
+        index = torch.int64  # staging sums live sizes into int64 ends, whatever their own type
+    on_device = source is not None and source.live is not None and problem.device.type != "cpu"
+    alpha = "one" if problem.alpha == 1 else "zero" if problem.alpha == 0 else "any"
+    bias = problem.each("bias")
+    rest: tuple[Any, ...] = (
+        bias[0].dtype if bias else None, compute, alpha, problem.activation, problem.precision,
+        problem.deterministic, index, on_device, problem.out is None,
+    )  # fmt: skip
+    if problem.extents is None:
+        part, longest = _list_part(problem, compute)
+        fields: tuple[Any, ...] = (*part, *rest, longest)
+        return _intern(ProblemSpec("per_group", groups, *fields))
+    a, b, c, out = problem.a, problem.b, problem.c, problem.out
+    key = (problem.form, groups, _geometry(a), _geometry(b), _geometry(c), _geometry(out), problem.out_dtype, rest)
+    found = _by_geometry.get(key)
+    if found is None:
+        if len(_by_geometry) >= KEPT:
+            _by_geometry.clear()
+        part, longest = _packed_part(problem, groups)
+        fields = (*part, *rest, longest)
+        spec = ProblemSpec(problem.form, groups, *fields)
+        found = _by_geometry[key] = _intern(spec)
+    return found
+
+
+def _intern(spec: ProblemSpec) -> ProblemSpec:
+    if len(_by_value) >= KEPT:
+        _by_value.clear()
+    return _by_value.setdefault(spec, spec)
+
+
+def _giant(*extents: int) -> int:
+    """The longest, if a kernel may not be able to count it; else 0, so that usual problems share their specs."""
+    longest = max(extents)
+    return longest if longest >= GIANT else 0
+
+
+def _packed_part(problem: GroupedGemmProblem, groups: int) -> tuple[tuple[Any, ...], int]:
+    """The spec's fields up to those of the epilogue, and the last one."""
+    assert problem.extents is not None
+    form, _, m, n, k = problem.extents
+    jagged = form[-1] if form.startswith("jagged") else ""
+    total = problem.extents.along(jagged) if jagged else groups * m
+    a, b = _tensor(problem.a), _tensor(problem.b)
+    fresh = problem.out is None
+    part = (
+        None if jagged == "m" else m,
+        None if jagged == "n" else n,
+        None if jagged == "k" else k,
+        bucket(total),
+        0 if jagged else bucket(m),
+        classify(a, form == "jagged_n" and a.dim() == 2),
+        classify(b, form == "jagged_m" and b.dim() == 2),
+        classify_fresh(problem.out_dtype, [problem.out_shape]) if fresh else classify(_tensor(problem.out)),
+        None if problem.c is None else classify(_tensor(problem.c)),
+    )
+    return part, _giant(groups, m, n, k)
+
+
+def _tensor(x: Any) -> Tensor:
+    assert isinstance(x, Tensor)
+    return x
+
+
+def _list_part(problem: GroupedGemmProblem, compute: torch.dtype) -> tuple[tuple[Any, ...], int]:
+    """The same of a list."""
+    a, b, dtype = problem.each("a"), problem.each("b"), problem.out_dtype
+    ms, ns, ks = [x.shape[0] for x in a], [y.shape[1] for y in b], [x.shape[1] for x in a]
+    out: OperandSpec = classify_fresh(dtype, problem.out_shape)
+    if problem.out is not None:
+        out = classify_list(problem.each("out"), dtype)
+    tops = [max(v, default=0) for v in (ms, ns, ks)]
+    common = (top if v and min(v) == top else None for v, top in zip((ms, ns, ks), tops, strict=True))
+    part = (
+        *common,
+        bucket(sum(ms)),
+        bucket(tops[0]),
+        classify_list(a, a[0].dtype if a else compute),
+        classify_list(b, b[0].dtype if b else compute),
+        out,
+        None if problem.c is None else classify_list(problem.each("c"), dtype),
+    )
+    return part, _giant(*tops)

@@ -1,0 +1,1 @@
+"""Which backend solves a problem, with which config, and why."""

@@ -1,0 +1,114 @@
+"""Which backends exist. The only place that knows; it loads each by name, when it is first asked for.
+
+The built-in ones are sub-packages of `multigemm.backends`; anyone else's come from the entry-point
+group `multigemm.backends`, whose value is a Backend instance. A backend that fails to import is not
+hidden: it stays in the list, unavailable, with the error as its reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from functools import cache, lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from multigemm.backend import Availability, Backend
+from multigemm.errors import BackendUnavailable, MultigemmError, UnknownBackend
+from multigemm.problem.spec import ProblemSpec
+
+BUILTIN = ("cupy", "triton", "numba", "cublas", "cpu", "null")
+GROUP = "multigemm.backends"
+
+
+class BrokenBackend:
+    """Stands in for a backend whose import failed, so that the reason can be told."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self.name = name
+        self._reason = f"its import failed: {type(error).__name__}: {error}"
+
+    def availability(self) -> Availability:
+        return Availability(ok=False, reason=self._reason)
+
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        return [self._reason]
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> list[Any]:
+        return []
+
+    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Any:
+        raise BackendUnavailable(self.name, self._reason)
+
+
+@lru_cache(maxsize=1)
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in BUILTIN}
+
+
+def names() -> tuple[str, ...]:
+    """All known backends: the built-in ones, then those of other packages by name."""
+    return (*BUILTIN, *sorted(_entry_points()))
+
+
+def check(name: str) -> None:
+    """Raises UnknownBackend, with what was probably meant, if there is no such backend."""
+    if name in names():
+        return
+    near = difflib.get_close_matches(name.lower(), names(), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names())}"
+    if "," in name:
+        hint = f"pass several names as a list, {[part.strip() for part in name.split(',')]}"
+    if name == "auto":
+        hint = "'auto' chooses among all: pass it alone"
+    raise UnknownBackend(f"unknown backend {name!r}: {hint}")
+
+
+@cache
+def get(name: str) -> Backend:
+    """The backend called `name`; raises UnknownBackend if there is none."""
+    check(name)
+    try:
+        if name in BUILTIN:
+            found = importlib.import_module(f"multigemm.backends.{name}").BACKEND
+        else:
+            found = _entry_points()[name].load()
+    except Exception as error:  # any failure of a foreign import becomes this backend's reason
+        return BrokenBackend(name, error)
+    if isinstance(found, type) or not isinstance(found, Backend):  # a class has the members, unbound
+        return BrokenBackend(name, TypeError(f"{found!r} lacks members of the Backend protocol: give an instance"))
+    return found
+
+
+def state(name: str) -> Availability:
+    """Whether a backend is available; a failure to say so becomes its reason, and the others go on."""
+    try:
+        return get(name).availability()
+    except MultigemmError:
+        raise
+    except Exception as error:  # foreign code, like its import
+        return Availability(ok=False, reason=f"its availability() failed: {type(error).__name__}: {error}")
+
+
+def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ...]:
+    """What a backend does not support of a problem; a failure to say so is a reason too, and the others go on."""
+    try:
+        return tuple(get(name).not_supported_reasons(spec, device))
+    except MultigemmError:
+        raise
+    except Exception as error:  # foreign code, like its availability
+        return (f"its not_supported_reasons() failed: {type(error).__name__}: {error}",)
+
+
+def integration(name: str) -> ModuleType:
+    """A module of `multigemm.integrations`, which lies above dispatch and is loaded when dispatch first needs it."""
+    return importlib.import_module(f"multigemm.integrations.{name}")
+
+
+def reload() -> None:
+    """Forgets what was loaded; for tests that install a backend."""
+    get.cache_clear()
+    _entry_points.cache_clear()

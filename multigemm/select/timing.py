@@ -1,0 +1,300 @@
+"""The only clock. Every number that multigemm prints, tunes by or plots comes out of `measure`.
+
+Why one place: times of GPU kernels are easy to get wrong, and two clocks never agree. The rules:
+
+* variants are interleaved, and the order is drawn anew in each round, so that drifting clocks and
+  power limits meet all of them alike, and none always runs behind the same other;
+* "cold" and "graph" write a buffer of several times the L2 before each call, because in a model the operands do not
+  lie in the cache either, and run long code before that, because in a model the processors hold other kernels' code;
+* what moves a whole round (the clock, another process) is taken out of it, so that two medians never
+  compare a fast half of the rounds with a slow one;
+* medians and quantiles, never the mean; the raw samples are kept;
+* under load without a pause a large GPU meets its power limit and lowers its clock; `rest` asks for pauses, after
+  each of which one call wakes clock and caches and is not counted;
+* what an empty kernel costs between two events is reported (`overhead`), never subtracted.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from multigemm.select.clocks import Call as Call
+from multigemm.select.clocks import Clock, CpuClock, CudaClock, cuda
+from multigemm.select.clocks import Mode as Mode
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+SPREAD_BLOCKS = 3
+LATE = 2.0
+COMPANY = 4
+"""Fewer variants do not tell what moved a round from what moved one of them."""
+PASSES = 4
+BURST_MS = 25.0
+"""Of work between pauses, where pauses are asked for. A power limit takes longer to bite; in shorter bursts the
+clock is not yet what it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The samples of one variant in microseconds, or the reason why there are none.
+
+    `steady` are the samples without what moved their whole rounds, where that can be told; every statistic is of these.
+    """
+
+    name: str
+    mode: Mode
+    samples: tuple[float, ...] = field(default=(), repr=False)
+    error: str = ""
+    steady: tuple[float, ...] = field(default=(), repr=False)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.samples)
+
+    @property
+    def _counted(self) -> tuple[float, ...]:
+        return self.steady or self.samples
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self._counted) if self.samples else math.nan
+
+    @property
+    def best(self) -> float:
+        return min(self._counted, default=math.nan)
+
+    def quantile(self, q: float) -> float:
+        """Linear interpolation between the order statistics, as NumPy and do_bench do it."""
+        return quantile(self._counted, q)
+
+    @property
+    def spread(self) -> float:
+        """How far repeats disagree: the range of the medians of consecutive blocks, over the median."""
+        size = len(self.samples) // SPREAD_BLOCKS
+        if size == 0:
+            return math.nan
+        blocks = [statistics.median(self._counted[i * size : (i + 1) * size]) for i in range(SPREAD_BLOCKS)]
+        return (max(blocks) - min(blocks)) / self.median
+
+    @property
+    def unrest(self) -> float:
+        """How far samples disagree: the wider of the range of block medians and of the middle 60 per cent."""
+        middle = (self.quantile(0.8) - self.quantile(0.2)) / self.median
+        return max(middle, self.spread if math.isfinite(self.spread) else 0.0)
+
+
+def quantile(samples: Iterable[float], q: float) -> float:
+    """The q-th quantile by linear interpolation; NaN of nothing."""
+    ordered = sorted(samples)
+    if not ordered:
+        return math.nan
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def measure(
+    variants: Mapping[str, Call],
+    device: torch.device | str,
+    mode: Mode = "cold",
+    *,
+    reps: int = 100,
+    min_reps: int = 10,
+    budget_ms: float = 200.0,
+    rest: float = 0.0,
+    watch: Callable[[str], None] = lambda name: None,
+) -> dict[str, Timing]:
+    """Times each variant; `reps` rounds at most, `min_reps` at least, about `budget_ms` of work for all together.
+
+    cold      one eager call behind other code and an L2 flush, between two events (perf_counter on a CPU, no flush)
+    graph     the same, but the call is a replay of a captured CUDA graph
+    hot       20 calls back to back in one graph without a flush; the time of one
+    host      what the caller's thread spends per call while the device works on its own
+    do_bench  as triton.testing.do_bench measures: each variant alone, an L2 flush and one call per sample
+    A variant that raises, or cannot be captured, yields a Timing with the error and no samples.
+    `rest` is the part of the time in which the device shall idle, in pauses between bursts of some 25 ms: 0 none, 0.8
+    gives pauses of 100 ms.
+    `watch` is told the name of each variant before it runs for the first time, and "" afterwards.
+    """
+    where = torch.device(device)
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is unknown; known: {', '.join(MODES)}")
+    if not 0.0 <= rest < 1.0:
+        raise ValueError(f"rest={rest}: a part of the time, from 0 to below 1")
+    clock = CudaClock(where) if where.type == "cuda" else CpuClock()
+    with clock.scope():
+        return _measure(clock, variants, mode, reps, min_reps, budget_ms, rest, watch)
+
+
+def do_bench(
+    call: Call, device: torch.device | str, *, rep_ms: float = 100.0, quantiles: Sequence[float] = (0.5, 0.2, 0.8)
+) -> tuple[float, ...]:
+    """Milliseconds at the quantiles, measured as Triton's tutorials do (defaults included)."""
+    timing = measure({"call": call}, device, "do_bench", reps=10**6, min_reps=1, budget_ms=rep_ms)
+    if timing["call"].error:
+        raise RuntimeError(timing["call"].error)
+    return tuple(timing["call"].quantile(q) / 1e3 for q in quantiles)
+
+
+def overhead(device: torch.device | str) -> dict[str, float]:
+    """What the clock itself costs in microseconds: nothing, and an empty kernel, between two events; what cannot be
+    measured now (a full device) is left out."""
+    where = torch.device(device)
+    empty: dict[str, Call] = {"nothing": lambda: None}
+    if where.type == "cuda":
+        empty["empty_kernel"] = lambda: cuda._sleep(0)
+    return {name: timing.median for name, timing in measure(empty, where, "cold", reps=50).items() if timing.ok}
+
+
+def _measure(
+    clock: Clock,
+    variants: Mapping[str, Call],
+    mode: Mode,
+    reps: int,
+    min_reps: int,
+    budget_ms: float,
+    rest: float,
+    watch: Callable[[str], None],
+) -> dict[str, Timing]:
+    results: dict[str, Timing] = {}
+    prepared: dict[str, Callable[[], Any]] = {}
+    cost_us: dict[str, float] = {}
+    for name, call in variants.items():
+        watch(name)
+        try:
+            prepared[name], cost_us[name] = clock.prepare(call, mode)
+        except Exception as error:
+            results[name] = Timing(name, mode, error=describe(error))
+    watch("")
+    if mode == "do_bench":
+        groups = [[name] for name in prepared]
+    else:
+        groups = [list(prepared)]
+    for group in groups:
+        round_ms = sum(cost_us[name] for name in group) / 1e3
+        rounds = max(min_reps, min(reps, int(budget_ms / max(round_ms, 1e-3))))
+        samplers = {name: prepared[name] for name in group}
+        pauses = _Pauses(cost_us, rest / (1.0 - rest))
+        results.update(_rounds(clock, samplers, mode, rounds, min_reps, LATE * budget_ms / 1e3, pauses))
+    return {name: results[name] for name in variants}
+
+
+@dataclass
+class _Pauses:
+    """When to pause, and for how long: `share` times the work since the last pause, whose cost is known by name."""
+
+    cost_us: Mapping[str, float]
+    share: float
+    worked_ms: float = 0.0
+    slept_s: float = 0.0
+    waking: bool = False
+
+    def due(self, name: str) -> bool:
+        """Whether a pause is due once `name` has run."""
+        self.worked_ms += self.cost_us[name] / 1e3
+        return self.share > 0 and self.worked_ms >= BURST_MS
+
+    def sleep(self) -> None:
+        pause = self.share * self.worked_ms / 1e3
+        time.sleep(pause)
+        self.slept_s += pause
+        self.worked_ms, self.waking = 0.0, True
+
+    def take(self, sampler: Callable[[], Any]) -> Any:
+        """A sample; the first behind a pause is taken twice, and counts once."""
+        if self.waking:
+            sampler()
+            self.waking = False
+        return sampler()
+
+
+class _Taken:
+    """Samples by variant, read in batches: waiting after each call would leave the GPU idle."""
+
+    def __init__(self, clock: Clock, mode: Mode, names: Iterable[str]) -> None:
+        self._clock, self._mode = clock, mode
+        self.samples: dict[str, list[float]] = {name: [] for name in names}
+        self.errors: dict[str, str] = {}
+        self.pending: list[tuple[str, Any]] = []
+
+    def take(self, name: str, call: Callable[[], Any]) -> None:
+        try:
+            self.pending.append((name, call()))
+        except Exception as error:
+            self.errors[name] = describe(error)
+
+    def read(self) -> None:
+        """Waits for the device."""
+        for name, sample in self.pending:
+            self.samples[name].append(self._clock.read(sample, self._mode))
+        self.pending.clear()
+
+    def timings(self) -> dict[str, Timing]:
+        """What failed has no samples."""
+        samples = {name: [] if name in self.errors else taken for name, taken in self.samples.items()}
+        calm = steadied({name: taken for name, taken in samples.items() if taken})
+        return {
+            name: Timing(name, self._mode, tuple(taken), self.errors.get(name, ""), calm.get(name, ()))
+            for name, taken in samples.items()
+        }
+
+
+def _rounds(
+    clock: Clock,
+    samplers: dict[str, Callable[[], Any]],
+    mode: Mode,
+    rounds: int,
+    least: int,
+    late_s: float,
+    pauses: _Pauses,
+) -> dict[str, Timing]:
+    """Interleaved rounds.
+
+    A machine that has become slower since the cost was taken ends after `late_s` of work, with the least rounds.
+    """
+    began, taken, draw = time.perf_counter(), _Taken(clock, mode, samplers), random.Random(0)
+    for index in range(rounds):
+        names = [name for name in samplers if name not in taken.errors]
+        for name in draw.sample(names, len(names)):
+            taken.take(name, partial(pauses.take, samplers[name]))
+            if pauses.due(name):
+                taken.read()  # waits for the device, so that the pause is one
+                pauses.sleep()
+        if len(taken.pending) >= clock.batch or index == rounds - 1:
+            taken.read()
+        if index + 1 >= least and not taken.pending and time.perf_counter() - began - pauses.slept_s > late_s:
+            break
+    return taken.timings()
+
+
+def steadied(rounds: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, ...]]:
+    """Samples of interleaved variants as if each round had been a typical one; nothing where too few can tell.
+
+    A median polish of the logarithms: a variant's level is its median over rounds, a round's the median over variants.
+    Where a clock falls by a tenth half-way, medians of raw samples lie before or after the fall by chance.
+    """
+    if len(rounds) < COMPANY or any(us <= 0 for taken in rounds.values() for us in taken):
+        return {}
+    logs = np.log(np.array(list(rounds.values())))
+    left = logs - np.median(logs, axis=0)
+    for _ in range(PASSES):
+        left -= np.median(left - np.median(left, axis=1, keepdims=True), axis=0)
+    moved = (logs - left)[0]
+    steady = np.exp(left + np.median(moved))
+    return {name: tuple(row) for name, row in zip(rounds, steady.tolist(), strict=True)}
+
+
+def describe(error: BaseException) -> str:
+    """One line for a table: the kind of error and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
