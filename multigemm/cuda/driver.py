@@ -1,6 +1,9 @@
-"""What every launch through the CUDA driver needs: the library, its errors, a thread's context, the launch record.
+"""The CUDA driver through ctypes: the library, its errors, the context of a thread, the launch record.
 
-Backends lay out their own arguments and launch by one foreign call; here is what they would all write alike.
+Every call of the driver that is not a launch runs inside `on_device`, which makes the device's primary context (the one
+that torch and CuPy share) current on the calling thread: a thread that never touched CUDA, such as the one on which
+autograd runs backward, has none. A launch is tried first and repeated with the context where it was missing, since
+looking costs as much as launching (`settle`).
 """
 
 from __future__ import annotations
@@ -66,6 +69,46 @@ def library() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def check(code: int, call: str) -> None:
+    """Raises LibraryError, with the driver's own name of the error, unless the call succeeded."""
+    if code:
+        name = ctypes.c_char_p()
+        library().cuGetErrorName(code, ctypes.byref(name))
+        raise LibraryError(f"{call} returned {code} ({(name.value or b'unknown').decode()})")
+
+
+def use_context(index: int) -> None:
+    """Makes the primary context of a device this thread's own, for good: only for threads that work on that device."""
+    check(library().cuCtxSetCurrent(ctypes.c_void_p(primary_context(index))), "cuCtxSetCurrent")
+
+
+def settle(code: int, device: int, again: Callable[[], int], call: str) -> None:
+    """After a launch that failed: once more with the device's context, which a thread that never touched CUDA lacks;
+    any other error is raised."""
+    if code == NO_CONTEXT:
+        use_context(device)
+        code = again()
+    check(code, call)
+
+
+@contextmanager
+def on_device(index: int) -> Iterator[Any]:
+    """The driver's library, with the primary context of a device current on this thread; restores what was current.
+
+    A thread without a context gets back none: what torch calls its current device follows the context.
+    """
+    cuda, before, wanted = library(), ctypes.c_void_p(), primary_context(index)
+    check(cuda.cuCtxGetCurrent(ctypes.byref(before)), "cuCtxGetCurrent")
+    if before.value == wanted:
+        yield cuda
+        return
+    check(cuda.cuCtxSetCurrent(ctypes.c_void_p(wanted)), "cuCtxSetCurrent")
+    try:
+        yield cuda
+    finally:
+        check(cuda.cuCtxSetCurrent(before), "cuCtxSetCurrent")
+
+
 @contextmanager
 def beside_captures() -> Iterator[None]:
     """Calls that the capture of a CUDA graph, in whatever thread, forbids to all (allocating, loading code; waiting for
@@ -78,30 +121,9 @@ def beside_captures() -> Iterator[None]:
         check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
 
 
-def settle(code: int, device: int, again: Callable[[], int], call: str) -> None:
-    """After a launch that did not succeed: once more with the device's context, which a thread that never touched CUDA
-    lacks; any other error is raised."""
-    if code == NO_CONTEXT:
-        use_context(device)
-        code = again()
-    check(code, call)
-
-
-def check(code: int, call: str) -> None:
-    """Raises LibraryError, with the driver's own name of the error, unless the call succeeded."""
-    if code:
-        name = ctypes.c_char_p()
-        library().cuGetErrorName(code, ctypes.byref(name))
-        raise LibraryError(f"{call} returned {code} ({(name.value or b'unknown').decode()})")
-
-
-def use_context(index: int) -> None:
-    """Makes the context that torch and CuPy share on this device the thread's own: a new thread has none."""
-    check(library().cuCtxSetCurrent(ctypes.c_void_p(_primary_context(index))), "cuCtxSetCurrent")
-
-
 @cache
-def _primary_context(index: int) -> int:
+def primary_context(index: int) -> int:
+    """The handle of the context that torch and CuPy share on a device."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     check(library().cuInit(0), "cuInit")
     check(library().cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")

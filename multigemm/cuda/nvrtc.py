@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
-from multigemm.cuda.driver import LaunchConfig, Records, check, library, settle, use_context
+from multigemm.cuda.driver import LaunchConfig, Records, check, library, on_device, settle
 from multigemm.errors import CompileError
 
 Step = Callable[[int], None]
@@ -71,10 +71,10 @@ class Kernel:
         self.name, self._device = name, device
         image = _cubin(source, name, options)
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        use_context(device)
-        check(library().cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
-        got = library().cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode())
-        check(got, "cuModuleGetFunction")
+        with on_device(device) as cuda:
+            check(cuda.cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
+            got = cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode())
+            check(got, "cuModuleGetFunction")
         self._launch = library().cuLaunchKernelEx
 
     def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object) -> Step:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from multigemm.cuda.arguments import Address
 from multigemm.problem.spec import ProblemSpec
 
 CPU = torch.device("cpu")
@@ -106,19 +107,27 @@ class Packed:
     bias: Strided | None
 
 
-def strides_of(tensor: Tensor) -> Strided:
+def address_of(tensor: Tensor | None, operand: str) -> int:
+    """Where an operand lies; 0 for an absent one."""
+    return 0 if tensor is None else Address(tensor.data_ptr(), operand)
+
+
+def strides_of(tensor: Tensor, operand: str | None = None) -> Strided:
     """Address and strides of a matrix or a stack of matrices; extents of 0 or 1 get stride 0.
+
+    `operand` names the one that the address belongs to, so that a bound launch can follow it; None in a list.
 
     A dimension with one element may carry any stride; a kernel must never multiply by it.
     """
     stride = [s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    return Strided(tensor.data_ptr(), stride[0] if len(stride) == 3 else 0, stride[-2], stride[-1])
+    at = tensor.data_ptr() if operand is None else address_of(tensor, operand)
+    return Strided(at, stride[0] if len(stride) == 3 else 0, stride[-2], stride[-1])
 
 
 def _bias_strides(bias: Tensor, groups: int) -> Strided:
     col = bias.stride(-1) if bias.shape[-1] > 1 else 0
     group = bias.stride(0) if bias.dim() == 2 and groups > 1 else 0
-    return Strided(bias.data_ptr(), group, 0, col)
+    return Strided(address_of(bias, "bias"), group, 0, col)
 
 
 def packed(ops: Operands) -> Packed:
@@ -131,10 +140,10 @@ def packed(ops: Operands) -> Packed:
         n=b.shape[-1],
         k=a.shape[-1],
         jagged=ops.spec.jagged,
-        a=strides_of(a),
-        b=strides_of(b),
-        out=strides_of(out),
-        c=None if c is None else strides_of(c),
+        a=strides_of(a, "a"),
+        b=strides_of(b, "b"),
+        out=strides_of(out, "out"),
+        c=None if c is None else strides_of(c, "c"),
         bias=None if bias is None else _bias_strides(bias, ops.spec.groups),
     )
 

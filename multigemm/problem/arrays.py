@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from multigemm.errors import InvalidProblem
+from multigemm.torch_internals import forward_mode, is_functorch_wrapped
 
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 Kind = Literal["torch", "numpy", "cupy", "numba"]
 Step = Callable[[], object]
 LOWEST = 1 << 32
@@ -98,7 +98,7 @@ def _checked_tensor(x: Tensor, name: str) -> Tensor:
         raise InvalidProblem(f"{name} is on {x.device}; multigemm runs on cpu and cuda: move it there")
     if x.is_neg() or x.is_conj():
         raise InvalidProblem(f"{name} is a lazily negated or conjugated view: call .resolve_neg() or .resolve_conj()")
-    if _is_wrapped(x) or (type(x) is not Tensor and type(x) is not Parameter and not _has_memory(x)):
+    if is_functorch_wrapped(x) or (type(x) is not Tensor and type(x) is not Parameter and not _has_memory(x)):
         raise InvalidProblem(
             f"{name} is a {type(x).__name__} without memory of its own (under vmap, a fake or a distributed tensor): "
             "pass the plain tensor, outside the transform"
@@ -108,7 +108,7 @@ def _checked_tensor(x: Tensor, name: str) -> Tensor:
             f"{name} has {x.numel()} elements and its memory was freed (a sharded weight outside of its layer?): "
             "pass it while it is gathered"
         )
-    if forward_ad._current_level >= 0 and _tangent(x) is not None:
+    if forward_mode() and _tangent(x) is not None:
         raise InvalidProblem(
             f"{name} carries a forward-mode tangent, and grouped GEMM has reverse-mode gradients only: "
             "pass forward_ad.unpack_dual(x).primal"

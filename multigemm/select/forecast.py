@@ -1,6 +1,6 @@
 """How the backends stand to each other at a shape that nobody measured: what the shapes around it say.
 
-For each two backends a model (`multigemm.select.pair`) tells the ratio of their times that is to be expected at a place.
+For each two backends a model (`select.pair`) tells the ratio of their times that is to be expected at a place.
 A place has what any kernel meets (octaves of the extents, of the work, of the bytes, of how the lines of the
 operands are aligned) and what these two would make of it: their tiles, how many rounds of them the processors
 need and how much of the last round is idle. Nothing in between is written by hand: the lengths, amplitudes and

@@ -1,0 +1,129 @@
+"""The arguments of a kernel, laid out once, which follow the operands when these lie elsewhere in a later call.
+
+A launch is bound to one set of operands. A later call of the same class differs in nothing but where the operands lie,
+so its arguments are the old ones with other addresses. An `Address` is an integer that remembers which operand it
+belongs to; `Fields` are bytes that remember where addresses stand in them; an `ArgumentBlock` holds the arguments of a
+kernel in memory, and `move` writes new addresses into it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes")
+"""What may lie elsewhere in a later call, in the order in which `Addresses` hold it."""
+Addresses = tuple[int, ...]
+"""The address of each of `OPERANDS`, 0 for one that is absent."""
+WORD = 2**64 - 1
+
+
+class Address(int):
+    """Where an operand lies, or a place at a fixed distance from there."""
+
+    operand: int
+    base: int
+
+    def __new__(cls, value: int, operand: str, base: int | None = None) -> Address:
+        made = super().__new__(cls, value)
+        made.operand = OPERANDS.index(operand)
+        made.base = value if base is None else base
+        return made
+
+    def at(self, value: int) -> Address:
+        """Another place of the same operand, which keeps its distance when the operand moves."""
+        return Address(value, OPERANDS[self.operand], self.base)
+
+
+class Slot(NamedTuple):
+    """A word that holds `distance` bytes more than the address of an operand."""
+
+    offset: int
+    operand: int
+    distance: int
+
+
+class Fields(bytes):
+    """Bytes with addresses in them."""
+
+    slots: tuple[Slot, ...] = ()
+
+
+def fields(raw: bytes, slots: Iterable[Slot]) -> Fields:
+    """Bytes, and where addresses stand in them."""
+    made = Fields(raw)
+    made.slots = tuple(slots)
+    return made
+
+
+def slot_of(address: int, offset: int) -> tuple[Slot, ...]:
+    """The slot of an address at an offset; none where it is no address of an operand."""
+    if not isinstance(address, Address):
+        return ()
+    return (Slot(offset, address.operand, address - address.base),)
+
+
+def words(*values: int | float) -> Fields:
+    """Integers and addresses as 64-bit words, floats as doubles."""
+    raw = b"".join(struct.pack("<d", x) if isinstance(x, float) else (x & WORD).to_bytes(8, "little") for x in values)
+    return fields(raw, (slot for i, x in enumerate(values) for slot in slot_of(x, 8 * i)))  # type: ignore[arg-type]
+
+
+def join(parts: Iterable[bytes]) -> Fields:
+    """Parts one behind the other, with all their addresses."""
+    raw, slots = bytearray(), []
+    for part in parts:
+        slots += [slot._replace(offset=slot.offset + len(raw)) for slot in getattr(part, "slots", ())]
+        raw += part
+    return fields(bytes(raw), slots)
+
+
+class ArgumentBlock:
+    """The arguments of one kernel in memory that outlives its launches, and the pointers to them.
+
+    An integer takes 8 bytes; bytes (structures, tensor maps) begin at a multiple of 64.
+    """
+
+    __slots__ = ("_addresses", "_memory", "_slots", "_words", "pointers", "size")
+
+    def __init__(self, arguments: Sequence[int | bytes]) -> None:
+        places: list[int] = []
+        parts: list[bytes] = []
+        end = 0
+        for argument in arguments:
+            part = argument if isinstance(argument, bytes) else words(argument)
+            start = (end + 63) // 64 * 64 if isinstance(argument, bytes) else end
+            parts += [bytes(start - end), part]
+            places.append(start)
+            end = (start + len(part) + 7) // 8 * 8
+            parts.append(bytes(end - start - len(part)))
+        laid_out = join(parts)
+        self._memory = (ctypes.c_char * (end + 64))()
+        first = (ctypes.addressof(self._memory) + 63) // 64 * 64
+        ctypes.memmove(first, laid_out, end)
+        self.size = end
+        self.pointers = (ctypes.c_void_p * max(1, len(places)))(*(first + place for place in places))
+        skipped = first - ctypes.addressof(self._memory)
+        self._words = memoryview(self._memory)[skipped : skipped + end].cast("B").cast("Q")
+        self._slots = tuple((s.offset // 8, s.operand, s.distance) for s in laid_out.slots)
+        self._addresses: Addresses | None = None
+
+    def move(self, addresses: Addresses) -> None:
+        """Writes other addresses of the operands."""
+        if addresses == self._addresses:
+            return
+        memory = self._words
+        for place, operand, distance in self._slots:
+            memory[place] = addresses[operand] + distance
+        self._addresses = addresses
+
+    def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether some word lies inside one of these ranges of memory and is no slot, so that it would not move."""
+        found = np.frombuffer(self._words, dtype=np.uint64)
+        fixed = np.ones(len(found), dtype=bool)
+        fixed[[place for place, _, _ in self._slots]] = False
+        return any(bool((fixed & (found >= start) & (found < end)).any()) for start, end in spans)

@@ -1,0 +1,199 @@
+"""Kernels that are loaded on a device, and their launches: one foreign call each, laid out beforehand."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Protocol
+
+from multigemm.cuda.arguments import Addresses, ArgumentBlock
+from multigemm.cuda.driver import (
+    CLUSTER_DIMENSION,
+    MAX_DYNAMIC_SHARED,
+    PROGRAMMATIC,
+    LaunchAttribute,
+    LaunchConfig,
+    Records,
+    check,
+    library,
+    on_device,
+    settle,
+)
+from multigemm.torch_internals import current_device, current_raw_stream, is_capturing
+
+DEFAULT_SHARED = 48 * 1024
+"""Bytes of dynamic shared memory that a kernel may use without asking."""
+
+
+class Launch(Protocol):
+    """Does the work of one bound problem on the device's current stream, and may be called again."""
+
+    def __call__(self) -> object: ...
+
+
+class MovableLaunch(Protocol):
+    """A launch that can follow its operands: `move` gives it the addresses of the next call."""
+
+    def __call__(self) -> object: ...
+
+    def move(self, addresses: Addresses) -> None: ...
+
+    def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether it holds an address inside one of these ranges that `move` would not replace."""
+        ...
+
+
+class Kernel:
+    """A kernel that is loaded on one device, for the life of the process."""
+
+    __slots__ = ("_module", "handle", "index", "name")
+
+    def __init__(self, image: bytes, name: str, index: int, shared: int = 0) -> None:
+        self.name, self.index = name, index
+        self._module, self.handle = ctypes.c_void_p(), ctypes.c_void_p()
+        with on_device(index) as cuda:
+            check(cuda.cuModuleLoadData(ctypes.byref(self._module), image), f"cuModuleLoadData of {name}")
+            found = cuda.cuModuleGetFunction(ctypes.byref(self.handle), self._module, name.encode())
+            check(found, f"cuModuleGetFunction of {name}")
+        if shared > DEFAULT_SHARED:
+            self.allow_shared(shared)
+
+    def allow_shared(self, size: int) -> None:
+        """Lets the kernel use more dynamic shared memory than kernels have by default."""
+        with on_device(self.index) as cuda:
+            check(cuda.cuFuncSetAttribute(self.handle, MAX_DYNAMIC_SHARED, size), f"cuFuncSetAttribute of {self.name}")
+
+    def blocks_per_processor(self, threads: int, shared: int) -> int:
+        """How many blocks a multiprocessor holds at once; at least 1."""
+        count = ctypes.c_int()
+        with on_device(self.index) as cuda:
+            code = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(count), self.handle, threads, ctypes.c_size_t(shared)
+            )
+        check(code, f"cuOccupancyMaxActiveBlocksPerMultiprocessor of {self.name}")
+        return max(count.value, 1)
+
+    @cache  # noqa: B019  (kernels live as long as the process)
+    def resident_clusters(self, cluster: int, threads: int, shared: int) -> int:
+        """How many clusters the device holds at once: a processor group may not divide into whole clusters."""
+        attribute = LaunchAttribute(id=CLUSTER_DIMENSION, dim=(cluster, 1, 1))
+        config = LaunchConfig(grid=(cluster, 1, 1), block=(threads, 1, 1), shared=shared)
+        config.attributes, config.attribute_count = ctypes.addressof(attribute), 1
+        count = ctypes.c_int()
+        with on_device(self.index) as cuda:
+            code = cuda.cuOccupancyMaxActiveClusters(ctypes.byref(count), self.handle, ctypes.byref(config))
+        check(code, f"cuOccupancyMaxActiveClusters of {self.name}")
+        return count.value
+
+    def bound(
+        self,
+        arguments: Sequence[int | bytes],
+        *,
+        grid: int | tuple[int, int, int],
+        threads: int,
+        shared: int = 0,
+        cluster: int = 1,
+        overlap: bool = False,
+        keep: object = None,
+        on_capture: Callable[[], object] | None = None,
+    ) -> BoundKernel:
+        """A launch with these arguments.
+
+        `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `keep`
+        lives as long as the launch. `on_capture` is called whenever a launch becomes part of a CUDA graph.
+        """
+        attributes, count = (LaunchAttribute * 2)(), 0
+        wanted = ((cluster > 1, CLUSTER_DIMENSION, (cluster, 1, 1)), (overlap, PROGRAMMATIC, (1, 0, 0)))
+        for needed, name, value in wanted:
+            if needed:
+                attributes[count] = LaunchAttribute(id=name, dim=value)
+                count += 1
+        blocks = (grid, 1, 1) if isinstance(grid, int) else grid
+        config = LaunchConfig(grid=blocks, block=(threads, 1, 1), shared=shared)
+        config.attributes, config.attribute_count = ctypes.addressof(attributes), count
+        return BoundKernel(self, ArgumentBlock(arguments), config, on_capture, (attributes, keep))
+
+
+class BoundKernel:
+    """A launch of a kernel on its device's current stream."""
+
+    __slots__ = ("_block", "_call", "_handle", "_index", "_keep", "_kernel", "_on_capture", "_records")
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        block: ArgumentBlock,
+        config: LaunchConfig,
+        on_capture: Callable[[], object] | None,
+        keep: object,
+    ) -> None:
+        self._kernel, self._block, self._on_capture, self._keep = kernel, block, on_capture, keep
+        self._call, self._handle, self._index = library().cuLaunchKernelEx, kernel.handle, kernel.index
+        self._records = Records(config)
+
+    def __call__(self) -> None:
+        if self._on_capture is not None and is_capturing():
+            self._on_capture()
+        if current_device() == self._index:
+            self.on(current_raw_stream(self._index))
+        else:
+            with on_device(self._index):
+                self.on(current_raw_stream(self._index))
+
+    def on(self, stream: int) -> None:
+        """Launches on a raw stream of the current device."""
+        record = self._records[stream]
+        code = self._call(record, self._handle, self._block.pointers, None)
+        if code:
+            again = partial(self._call, record, self._handle, self._block.pointers, None)
+            settle(code, self._index, again, f"cuLaunchKernelEx of {self._kernel.name}")
+
+    def move(self, addresses: Addresses) -> None:
+        """Gives the launch other addresses of its operands."""
+        self._block.move(addresses)
+
+    def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether it holds an address inside one of these ranges that `move` would not replace."""
+        return self._block.stays_behind(spans)
+
+
+class LaunchSequence:
+    """Several launches, one after the other."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, steps: Sequence[MovableLaunch]) -> None:
+        self._steps = tuple(steps)
+
+    def __call__(self) -> None:
+        for step in self._steps:
+            step()
+
+    def move(self, addresses: Addresses) -> None:
+        """Gives every launch other addresses of the operands."""
+        for step in self._steps:
+            step.move(addresses)
+
+    def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether any launch holds an address that `move` would not replace."""
+        return any(step.stays_behind(spans) for step in self._steps)
+
+
+class Nothing:
+    """The launch of a problem without any work."""
+
+    __slots__ = ()
+
+    def __call__(self) -> None:
+        pass
+
+    def move(self, addresses: Addresses) -> None:
+        """There is nothing to move."""
+
+    def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """It holds no address."""
+        return False
+
+
+NOTHING = Nothing()
