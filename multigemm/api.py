@@ -9,204 +9,138 @@ null backend, and plans that must read sizes back from the device while another 
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
-from multigemm import tracing
-from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting, UnknownBackend
-from multigemm.planning import plan as bound
-from multigemm.planning.plan import Choice, Plan
+from multigemm.errors import BackendUnavailable, BackendUnsupported
+from multigemm.planning import binding, launch_cache
+from multigemm.planning.launch_cache import LAUNCHES, Call, key_of, one_cut
+from multigemm.planning.plan import Plan
 from multigemm.planning.staging import equal_sizes, outline, staged_spec
 from multigemm.problem.no_dynamo import no_dynamo
-from multigemm.problem.problem import GroupedGemmProblem, Keywords, checked
+from multigemm.problem.problem import GroupedGemmProblem, checked
 from multigemm.problem.spec import ProblemSpec
-from multigemm.select import measure_once as trial
 from multigemm.select import registry
-from multigemm.select import table as tuning
-from multigemm.select.candidates import Candidate, candidates, choice_of, state_text, unavailable_text, why, why_not
-from multigemm.settings import settings
+from multigemm.select.candidates import Candidate, candidates, state_text
+from multigemm.select.choose import choose
+from multigemm.tracing import grouped_gemm as traced_grouped_gemm
 
 Which = str | Sequence[str]
-CHOICES_KEPT, PICKS_KEPT = 4096, 1 << 16
-DIGITS = 5
-"""Binary ones of the jagged extent that a choice goes by: it holds within a sixteenth of an octave."""
-_choices: dict[Any, Choice] = {}
-_picks: dict[int, str] = {}
-"""The backend of each of the latest choices that "auto" made, which outlives the choice: the same call gives the same
-bits."""
-_lock = threading.RLock()
 
 
-def grouped_gemm(a: Any, b: Any, *, backend: Which = "auto", config: Any = None, **keywords: Unpack[Keywords]) -> Any:
-    """Many matrix products in one call: `solve(GroupedGemmProblem(a, b, **keywords), backend, config)`.
+def grouped_gemm(
+    a: Any,
+    b: Any,
+    *,
+    offsets: Any = None,
+    sizes: Any = None,
+    ends: Any = None,
+    jagged: str = "m",
+    valid_rows: Any = None,
+    c: Any = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    bias: Any = None,
+    activation: str | None = None,
+    out: Any = None,
+    out_dtype: Any = None,
+    precision: str = "ieee",
+    deterministic: bool = True,
+    check: str = "host",
+    backend: Which = "auto",
+    config: Any = None,
+) -> Any:
+    """Many matrix products of different shapes in one call.
 
-    `GroupedGemmProblem` documents the operands and keywords, `solve` the rest.
+    Computes `C_g = act(alpha * A_g @ B_g + beta * C_g + bias_g)` for every group g.
+
+    Args:
+        a, b: the operands, packed ([T, K] and [G, K, N], say) or as lists of matrices.
+        offsets, sizes, ends: one of them cuts the packed operands into groups.
+        jagged: the direction that they cut: "m", "n" or "k".
+        backend: a name (that one and no other), several names (the first that can) or "auto" (the fastest that can; a
+            first call of a class may measure, MULTIGEMM_MEASURE=0 forbids it).
+        config: the backend's own parameters: its Config, or a mapping of some of its fields.
+        others: as `GroupedGemmProblem` describes them.
+
+    Returns:
+        The result, as the caller's kind of array: a list for lists. Differentiable where an input requires grad.
+
+    Raises:
+        InvalidProblem: the arguments have no meaning; the text names the value, the limit and the remedy.
+        BackendUnsupported, BackendUnavailable: no backend that was asked for can solve it here, and why.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> out = mg.grouped_gemm(torch.ones(6, 4), torch.ones(3, 4, 2), sizes=[1, 0, 5])
+        >>> out.shape
+        torch.Size([6, 2])
     """
-    if torch.compiler.is_compiling():  # a graph holds the torch operator, not this code
-        return tracing.grouped_gemm(a, b, backend=backend, config=config, **keywords)
-    return solve(GroupedGemmProblem(a, b, **keywords), backend, config)
+    if is_compiling():  # a graph holds the torch operator, not this code
+        return traced_grouped_gemm(
+            a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
+            beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
+            deterministic=deterministic, check=check, backend=backend, config=config,
+        )  # fmt: skip
+    kind, cut, several = one_cut(offsets, sizes, ends)
+    call, key = Call(a, b, kind, cut, valid_rows, c, bias, out), None
+    if check == "host" and not several:
+        options = (
+            jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
+            type(deterministic), tuple(backend) if type(backend) is list else backend, config,
+        )  # fmt: skip
+        key = key_of(call, options)
+        if key is not None:
+            found = LAUNCHES.recall(key, call)
+            if found is not None:
+                return found
+    problem = GroupedGemmProblem(
+        a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
+        beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
+        deterministic=deterministic, check=check,
+    )  # fmt: skip
+    return _solve(problem, backend, config, key, kind)
+
+
+@no_dynamo
+def _solve(problem: GroupedGemmProblem, backend: Which, config: Any, key: Any, kind: str) -> Any:
+    if problem.requires_grad and torch.is_grad_enabled():
+        from multigemm.integrations import differentiable
+
+        return differentiable.solve(problem, backend, config, grouped_gemm)
+    return LAUNCHES.run(key, kind, choose(problem, backend, config), problem)
 
 
 @no_dynamo
 def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Any:
     """The result of `problem`, as the caller's kind of array (a list of them for lists).
 
-    `backend` is a name (that one and no other), several names (the first that can) or "auto" (the fastest that can;
-    a first call may measure, for some 20 to 45 ms besides compiling, where it is open which one that is:
-    MULTIGEMM_MEASURE=0 forbids it). `config` fixes the backend's own parameters: its Config, or a mapping of some of
-    its fields.
-    Differentiable where an input requires grad.
+    Args:
+        problem: what to compute.
+        backend: a name (that one and no other), several names (the first that can) or "auto" (the fastest that can).
+        config: the backend's own parameters: its Config, or a mapping of some of its fields.
+
+    Returns:
+        The result; differentiable where an input requires grad.
+
+    Raises:
+        BackendUnsupported, BackendUnavailable: no backend that was asked for can solve it here, and why.
     """
     if checked(problem).requires_grad and torch.is_grad_enabled():
-        return registry.integration("differentiable").solve(problem, backend, config)
-    return bound.run(choose(problem, backend, config), problem)
+        return _solve(problem, backend, config, None, "")
+    return launch_cache.solve(choose(problem, backend, config), problem)
 
 
 @no_dynamo
 def plan(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Plan:
     """A plan: compiled, bound, with its output allocated; calling it only launches."""
-    bound.refuse_gradients(checked(problem))
+    binding.refuse_gradients(checked(problem))
     return Plan(choose(problem, backend, config), problem)
-
-
-def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Choice:
-    """The backend and recipe for a problem; remembered by spec, so that a new token count costs nothing, but that
-    "auto" asks again every sixteenth of an octave."""
-    spec = staged_spec(problem)
-    which = backend if isinstance(backend, str) else _names(backend)
-    try:
-        equal = equal_sizes(problem)
-        size = notch(problem) if which == "auto" else 0
-        key = (spec, equal, problem.device, which, _hashable(config), size, tuning.generation)
-        found = _choices.get(key)
-    except TypeError:
-        raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
-    if found is None:
-        with _lock:
-            tuning.table()  # to make it counts as a change, which must not undo the first choice
-        key = (*key[:-1], tuning.generation)
-        may_measure = settings().measure and config is None and not settings().backend
-        known = trial.settled(problem, spec, equal, may_measure) if which == "auto" else []
-        with _lock:
-            known = [c for c in known if c.name == _picks.get(hash(key), c.name)] or known
-            found = _choices.get(key) or _choose(problem, spec, which, config, equal, known)  # or another thread's
-            if which == "auto":
-                _remember(hash(key), found.backend)
-            if len(_choices) >= CHOICES_KEPT:
-                _choices.clear()
-            _choices[key] = found
-    return found
-
-
-def _remember(key: int, backend: str) -> None:
-    """As the latest pick; the oldest one goes."""
-    _picks.pop(key, None)
-    _picks[key] = backend
-    if len(_picks) > PICKS_KEPT:
-        del _picks[next(iter(_picks))]
-
-
-def forget() -> None:
-    """Chooses anew from now on, as another process would."""
-    with _lock:
-        _choices.clear()
-        _picks.clear()
-
-
-def notch(problem: GroupedGemmProblem) -> int:
-    """About how long the extent is that offsets cut: what is fastest changes within an octave of it."""
-    if problem.extents is None or not problem.form.startswith("jagged"):
-        return 0
-    extent = problem.extents.along(problem.form[-1])
-    octave = extent.bit_length()
-    behind = extent >> (octave - DIGITS) if octave > DIGITS else extent << (DIGITS - octave)
-    return (octave << (DIGITS - 1)) + behind
-
-
-def _names(backend: Any) -> tuple[str, ...]:
-    """Several names; raises UnknownBackend for anything that is none."""
-    if isinstance(backend, Set):
-        raise UnknownBackend(f"backend={backend!r} has no order, and the first that can is chosen: pass a list")
-    try:
-        names = tuple(backend)
-    except TypeError:
-        names = (backend,)
-    if not names:
-        raise UnknownBackend("backend=[] names no backend: pass a name, several names, or 'auto'")
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise UnknownBackend(f"backend holds {wrong[0]!r}, which is no name: pass a name, several names, or 'auto'")
-    return names
-
-
-def _hashable(config: Any) -> Any:
-    return frozenset(config.items()) if isinstance(config, Mapping) else config
-
-
-def _choose(
-    problem: GroupedGemmProblem, spec: ProblemSpec, which: Which, config: Any, equal: bool, known: Sequence[Candidate]
-) -> Choice:
-    if which == "auto":
-        choice = _choose_auto(spec, problem.device, config, equal, known)
-    else:
-        choice = _choose_named(spec, problem.device, [which] if isinstance(which, str) else list(which), config, equal)
-    if settings().print_config:
-        print(
-            f"multigemm: {choice.backend} {choice.recipe.kernel} {choice.recipe.config} ({choice.why})", file=sys.stderr
-        )
-    return choice
-
-
-def _choose_named(spec: ProblemSpec, device: torch.device, names: list[str], config: Any, equal: bool) -> Choice:
-    reasons: dict[str, list[str]] = {}
-    for name in names:  # a slip behind a name that can would never show
-        registry.check(name)
-    for name in names:
-        backend, state = registry.get(name), registry.state(name)
-        if not state.ok:
-            if len(names) == 1:
-                raise BackendUnavailable(name, unavailable_text(state))
-            reasons[name] = [unavailable_text(state)]
-            continue
-        reasons[name] = backend.not_supported_reasons(spec, device)
-        if not reasons[name]:
-            why = "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can"
-            return choice_of(name, spec, device, config, why, equal)
-    raise BackendUnsupported(reasons)
-
-
-def _choose_auto(
-    spec: ProblemSpec, device: torch.device, config: Any, equal: bool, found: Sequence[Candidate]
-) -> Choice:
-    allowed = settings().backend
-    if unknown := [name for name in allowed if name not in registry.names()]:
-        known = ", ".join(registry.names())
-        raise UnknownBackend(f"MULTIGEMM_BACKEND holds {unknown[0]!r}, which is no backend; known: {known}")
-    able = [c for c in found if c.for_auto]
-    if allowed:
-        able = sorted((c for c in able if c.name in allowed), key=lambda c: allowed.index(c.name))
-    syncing: list[Choice] = []
-    for c in able:
-        choice = _planned(c.name, spec, device, config, why(c), equal)
-        if not choice.recipe.syncs:
-            return choice
-        syncing.append(choice)
-    if syncing:
-        return syncing[0]
-    raise BackendUnsupported({c.name: why_not(c, allowed) for c in found})
-
-
-def _planned(name: str, spec: ProblemSpec, device: torch.device, config: Any, why: str, equal: bool) -> Choice:
-    """A backend with its recipe, which another number of tokens may have asked for before."""
-    key = (name, spec, equal, device, _hashable(config), tuning.generation)
-    if key not in _choices:
-        _choices[key] = choice_of(name, spec, device, config, "", equal)
-    return replace(_choices[key], why=why + _choices[key].why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +195,7 @@ def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = 
         choice.backend,
         choice.recipe.kernel,
         choice.recipe.config,
-        bound.reasons(choice, problem),
+        binding.reasons(choice, problem),
         tuple(steps),
     )
 

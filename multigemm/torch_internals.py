@@ -33,6 +33,10 @@ def _no_wrapped(x: Tensor) -> bool:
     return False
 
 
+def _unknown() -> int:
+    return 1
+
+
 def _guards() -> Any:
     return getattr(getattr(_C, "_dynamo", None), "guards", None)
 
@@ -51,9 +55,68 @@ is_functorch_wrapped: Callable[[Tensor], bool] = getattr(
     getattr(_C, "_functorch", None), "is_functorch_wrapped_tensor", _no_wrapped
 )
 """Whether a tensor stands for another one under vmap, grad and the like."""
+dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", _unknown)
+"""How many modes stand between a call of torch and its kernels; where torch does not tell, it is taken as one."""
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
 
 def forward_mode() -> bool:
     """Whether forward-mode differentiation is going on in this thread, so that tensors may carry tangents."""
     return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+# --- torch's dispatcher ------------------------------------------------------------------------------
+
+_Keys: Any = _C.DispatchKeySet
+_PLAIN_KEYS = (
+    _Keys(_C.DispatchKey.CPU)
+    | _Keys(_C.DispatchKey.CUDA)
+    | _Keys(_C.DispatchKey.ADInplaceOrView)
+    | _Keys(_C.DispatchKey.BackendSelect)
+)
+AFTER_AUTOGRAD: Any = _C._after_autograd_keyset
+SPECIAL: int = AFTER_AUTOGRAD.raw_repr() & ~_PLAIN_KEYS.raw_repr()
+"""Dispatch keys that have work to do below autograd, as bits: a mode, a transform, a wrapper."""
+below_autograd: Callable[[], Any] = _C._AutoDispatchBelowAutograd
+"""A context in which operators do not record gradients."""
+_AUTOCAST = _Keys(_C.DispatchKey.AutocastCPU) | _Keys(_C.DispatchKey.AutocastCUDA)
+_function_modes: Callable[[], int] = getattr(_C, "_len_torch_function_stack", _unknown)
+
+
+def without_autocast() -> Any:
+    """A context in which operators are not cast."""
+    return _C._ExcludeDispatchKeyGuard(_AUTOCAST)
+
+
+def _included_keys() -> int:
+    return int(_C._dispatch_tls_local_include_set().raw_repr())
+
+
+_USUAL_KEYS = {_included_keys()}
+with torch.inference_mode():
+    _USUAL_KEYS.add(_included_keys())
+
+
+def only_result_wanted(*tensors: Tensor | None) -> bool:
+    """Whether nothing but the plain result is wanted of a call: no gradient, mode, transform, cast or trace."""
+    if (grad_enabled() and any_requires_grad(*tensors)) or forward_mode() or _included_keys() not in _USUAL_KEYS:
+        return False
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return False
+    return not _function_modes() and _C._get_tracing_state() is None
+
+
+# --- torch.compile -----------------------------------------------------------------------------------
+
+
+def keep_out_of_dynamo(function: Any, why: str) -> None:
+    """Ends a graph before a call of `function`; `torch.compiler.disable` does as much, but has to load Dynamo."""
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
+    frames: Any = _C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+def run_while_tracing(function: Any) -> None:
+    """Lets Dynamo call `function` instead of tracing it; `torch.compiler.assume_constant_result` would load Dynamo."""
+    function._dynamo_marked_constant = True

@@ -6,7 +6,6 @@ call turns into `torch.ops.multigemm.grouped_gemm` here, and the choice is made 
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -14,15 +13,15 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.problem.arrays import dtype_of
+from multigemm.torch_internals import run_while_tracing
 
 
 def _register() -> None:
-    """Loads the module above that registers the operator."""
-    importlib.import_module("multigemm.integrations.torch_op")
+    """Registers the operator, which takes a second that calls outside of a graph need not wait."""
+    from multigemm.integrations import torch_op as torch_op
 
 
-# Dynamo cannot trace an import, so it is told to run this; torch.compiler.assume_constant_result would load Dynamo.
-_register._dynamo_marked_constant = True  # type: ignore[attr-defined]
+run_while_tracing(_register)  # Dynamo cannot trace an import
 
 
 def grouped_gemm(

@@ -12,7 +12,7 @@ import torch
 
 import multigemm as mg
 from multigemm import tracing
-from multigemm.planning import plan as bound
+from multigemm.planning import binding as bound
 from multigemm.problem.arrays import _RawStream, cupy_stream
 from multigemm.problem.problem import Keywords
 from multigemm.problem.spec import ACTIVATIONS, PRECISIONS

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import api as dispatch
 from multigemm.backend import Availability, Backend, Recipe
 from multigemm.cuda.disk_cache import DiskCache
-from multigemm.planning import plan as bound
+from multigemm.planning import binding as bound
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
 from multigemm.select import table as tuning
+from multigemm.select.choose import forget
 from multigemm.select.measured import Measured
 from multigemm.settings import Settings, settings
 from tests.fake_backends import Dawdler, Fake, Tile, problem
@@ -183,7 +183,7 @@ def test_a_backend_that_decides_by_sizes_is_judged_by_what_it_would_run(install:
         tuning.table().record(Measured("steady", {}, 10.0, "cpu", key, ran="16"))
         tuning.table().record(Measured("picks", {}, us, "cpu", key, ran=ran))
     assert mg.plan(problem(520)).backend == "steady"
-    dispatch.forget()
+    forget()
     assert mg.plan(problem(1000)).backend == "picks"
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.integrations import grouped_gemm, op_call
+from multigemm.integrations import grouped_gemm
+from multigemm.planning import launch_cache
 from tests.torch_op_cases import FORMS, bias_shapes, operands, result_shape
 
 OP = torch.ops.multigemm.grouped_gemm
@@ -57,7 +58,7 @@ def test_int8_mixed_dtypes_and_named_backends() -> None:
 
 
 def test_a_remembered_call_still_reads_new_values() -> None:
-    op_call.forget()
+    launch_cache.clear()
     a, b, _ = operands("jagged_m")
     ends = torch.tensor([2, 4, 7])
     first = OP(a, b, ends=ends)

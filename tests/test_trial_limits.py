@@ -9,7 +9,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backend import Availability
-from multigemm.planning import plan as bound
+from multigemm.planning import binding as bound
 from multigemm.select import measure_once as trial
 from multigemm.select.clocks import FLUSH_BYTES
 from multigemm.settings import settings

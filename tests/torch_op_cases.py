@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-
-from multigemm.integrations import op_call
 
 FORMS = ("jagged_m", "jagged_m_shared", "jagged_n", "jagged_n_shared", "jagged_k", "batched", "masked", "one")
 
@@ -48,17 +44,3 @@ def result_shape(form: str) -> tuple[int, ...]:
     if form.startswith("jagged_n"):
         return (3, 7)
     return {"jagged_k": (3, 3, 2), "one": (4, 2)}.get(form, (3, 4, 2))
-
-
-def count_entries(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Fills with a name for each call that comes through torch's dispatcher to operands without gradients."""
-    calls: list[str] = []
-    for name in ("_again", "_by_route"):
-        original: Callable[..., Tensor] = getattr(op_call, name)
-
-        def counted(*args: Any, _original: Any = original, _name: str = name) -> Any:
-            calls.append(_name)
-            return _original(*args)
-
-        monkeypatch.setattr(op_call, name, counted)
-    return calls

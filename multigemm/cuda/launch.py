@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from multigemm.cuda.arguments import Addresses, ArgumentBlock
 from multigemm.cuda.driver import (
@@ -41,6 +43,10 @@ class MovableLaunch(Protocol):
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether it holds an address inside one of these ranges that `move` would not replace."""
+        ...
+
+    def workspace_bytes(self) -> int:
+        """Device memory that it owns."""
         ...
 
 
@@ -95,13 +101,14 @@ class Kernel:
         shared: int = 0,
         cluster: int = 1,
         overlap: bool = False,
-        keep: object = None,
+        keep: Sequence[object] = (),
         on_capture: Callable[[], object] | None = None,
     ) -> BoundKernel:
         """A launch with these arguments.
 
         `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `keep`
-        lives as long as the launch. `on_capture` is called whenever a launch becomes part of a CUDA graph.
+        lives as long as the launch: the workspaces, and no operand, which whoever launches keeps alive.
+        `on_capture` is called whenever a launch becomes part of a CUDA graph.
         """
         attributes, count = (LaunchAttribute * 2)(), 0
         wanted = ((cluster > 1, CLUSTER_DIMENSION, (cluster, 1, 1)), (overlap, PROGRAMMATIC, (1, 0, 0)))
@@ -112,7 +119,7 @@ class Kernel:
         blocks = (grid, 1, 1) if isinstance(grid, int) else grid
         config = LaunchConfig(grid=blocks, block=(threads, 1, 1), shared=shared)
         config.attributes, config.attribute_count = ctypes.addressof(attributes), count
-        return BoundKernel(self, ArgumentBlock(arguments), config, on_capture, (attributes, keep))
+        return BoundKernel(self, ArgumentBlock(arguments), config, on_capture, (attributes, *keep))
 
 
 class BoundKernel:
@@ -126,7 +133,7 @@ class BoundKernel:
         block: ArgumentBlock,
         config: LaunchConfig,
         on_capture: Callable[[], object] | None,
-        keep: object,
+        keep: tuple[object, ...],
     ) -> None:
         self._kernel, self._block, self._on_capture, self._keep = kernel, block, on_capture, keep
         self._call, self._handle, self._index = library().cuLaunchKernelEx, kernel.handle, kernel.index
@@ -157,18 +164,28 @@ class BoundKernel:
         """Whether it holds an address inside one of these ranges that `move` would not replace."""
         return self._block.stays_behind(spans)
 
+    def workspace_bytes(self) -> int:
+        """Device memory that it owns."""
+        return sum(x.nbytes for x in self._keep if isinstance(x, torch.Tensor))
 
-class LaunchSequence:
+
+class _Steps:
     """Several launches, one after the other."""
 
     __slots__ = ("_steps",)
 
-    def __init__(self, steps: Sequence[MovableLaunch]) -> None:
+    def __init__(self, steps: Sequence[Any]) -> None:
         self._steps = tuple(steps)
 
     def __call__(self) -> None:
         for step in self._steps:
             step()
+
+
+class LaunchSequence(_Steps):
+    """Several launches that can all follow their operands."""
+
+    __slots__ = ()
 
     def move(self, addresses: Addresses) -> None:
         """Gives every launch other addresses of the operands."""
@@ -178,6 +195,15 @@ class LaunchSequence:
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether any launch holds an address that `move` would not replace."""
         return any(step.stays_behind(spans) for step in self._steps)
+
+    def workspace_bytes(self) -> int:
+        """Device memory that the launches own; what they share counts more than once."""
+        return sum(step.workspace_bytes() for step in self._steps)
+
+
+def in_turn(steps: Sequence[Launch]) -> Launch:
+    """Several launches as one, which can follow its operands if all of them can."""
+    return LaunchSequence(steps) if all(hasattr(step, "move") for step in steps) else _Steps(steps)
 
 
 class Nothing:
@@ -194,6 +220,10 @@ class Nothing:
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """It holds no address."""
         return False
+
+    def workspace_bytes(self) -> int:
+        """It owns nothing."""
+        return 0
 
 
 NOTHING = Nothing()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from multigemm.cuda import launch
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.cuda.driver import LaunchConfig, Records, check, library, on_device, settle
 from multigemm.errors import CompileError
@@ -93,9 +94,18 @@ class Kernel:
         return step
 
 
+def _options(defines: tuple[str, ...], device: int) -> tuple[str, ...]:
+    major, minor = torch.cuda.get_device_capability(device)
+    return (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *defines)
+
+
 @cache
 def kernel(source: str, name: str, defines: tuple[str, ...], device: int) -> Kernel:
     """The kernel of one source, set of types and device: loaded once in this process."""
-    major, minor = torch.cuda.get_device_capability(device)
-    options = (f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *defines)
-    return Kernel(source, name, options, device)
+    return Kernel(source, name, _options(defines, device), device)
+
+
+@cache
+def loaded(source: str, name: str, defines: tuple[str, ...], device: int) -> launch.Kernel:
+    """The same as a kernel whose launches are laid out beforehand."""
+    return launch.Kernel(_cubin(source, name, _options(defines, device)), name, device)

@@ -5,14 +5,13 @@ torch's cumsum makes up to three launches of it and asks its allocator, before e
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from multigemm.cuda import nvrtc
+from multigemm.cuda.arguments import Address
 from multigemm.cuda.device import capturing
 from multigemm.problem.arrays import Step
 
@@ -68,24 +67,6 @@ def running_sums(sizes: Tensor, ends: Tensor) -> Step:
         return partial(torch.cumsum, sizes, 0, dtype=torch.int64, out=ends)
     index = device.index
     size = "int" if sizes.dtype is torch.int32 else "long long"
-    kernel = nvrtc.kernel(SOURCE, "running_sums", (f"-DSIZE={size}",), index)
-    values = [
-        ctypes.c_void_p(sizes.data_ptr()), ctypes.c_int64(sizes.stride(0)), ctypes.c_void_p(ends.data_ptr()),
-        ctypes.c_int(sizes.numel()),
-    ]  # fmt: skip
-    return _on_current_stream(kernel.bound(1, THREADS, values, (sizes, ends)), index)
-
-
-def _on_current_stream(step: nvrtc.Step, index: int) -> Step:
-    """The step on the device's current stream, whichever device is current."""
-    stream_of: Any = torch._C._cuda_getCurrentRawStream
-    current: Any = torch._C._cuda_getDevice
-
-    def run() -> None:
-        if current() == index:
-            step(stream_of(index))
-        else:
-            with torch.cuda.device(index):
-                step(stream_of(index))
-
-    return run
+    kernel = nvrtc.loaded(SOURCE, "running_sums", (f"-DSIZE={size}",), index)
+    values = [Address(sizes.data_ptr(), "sizes"), sizes.stride(0), ends.data_ptr(), sizes.numel()]
+    return kernel.bound(values, grid=1, threads=THREADS)

@@ -4,7 +4,6 @@ Importing this package registers `torch.ops.multigemm.grouped_gemm`. Packages th
 are imported by the module that is about them, and by no other.
 """
 
-from multigemm.integrations.differentiable import solve as differentiable_solve
 from multigemm.integrations.torch_op import grouped_gemm
 
-__all__ = ["differentiable_solve", "grouped_gemm"]
+__all__ = ["grouped_gemm"]

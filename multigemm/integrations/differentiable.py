@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm import api as dispatch
 from multigemm.errors import InvalidProblem
-from multigemm.integrations.gradients import Call, gradients, list_gradients
-from multigemm.planning import plan as bound
+from multigemm.integrations.gradients import Call, Gemm, gradients, list_gradients
+from multigemm.planning import launch_cache
 from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.select.choose import choose
 
 NAMES = ("a", "b", "c", "bias")
 
 
-def solve(problem: GroupedGemmProblem, backend: Any = "auto", config: Any = None) -> Any:
-    """The result of `problem`, connected to the inputs that require grad."""
+def solve(problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm) -> Any:
+    """The result of `problem`, connected to the inputs that require grad; `gemm` computes their gradients."""
     if problem.out is not None:
         raise InvalidProblem(
             "out was given and an input requires grad: a result in the caller's memory has no gradient; leave out "
@@ -34,7 +34,7 @@ def solve(problem: GroupedGemmProblem, backend: Any = "auto", config: Any = None
             f"an input requires grad and a is a {problem.kind} array: pass torch tensors, or .detach() the input"
         )
     tensors = [x for name in NAMES for x in problem.each(name)]
-    result = _Solve.apply(problem, backend, config, *tensors)  # type: ignore[no-untyped-call]
+    result = _Solve.apply(problem, backend, config, gemm, *tensors)  # type: ignore[no-untyped-call]
     return list(result) if problem.form == "per_group" else result
 
 
@@ -42,10 +42,10 @@ class _Solve(torch.autograd.Function):
     """One problem; its tensors are passed one by one so that autograd sees them."""
 
     @staticmethod
-    def forward(ctx: Any, problem: GroupedGemmProblem, backend: Any, config: Any, *tensors: Tensor) -> Any:
-        result = bound.run(dispatch.choose(problem, backend, config), problem)
+    def forward(ctx: Any, problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm, *tensors: Tensor) -> Any:
+        result = launch_cache.solve(choose(problem, backend, config), problem)
         outs = tuple(result) if problem.form == "per_group" else (result,)
-        ctx.problem, ctx.counts = problem, [len(problem.each(name)) for name in NAMES]
+        ctx.problem, ctx.gemm, ctx.counts = problem, gemm, [len(problem.each(name)) for name in NAMES]
         live = _live(problem)  # saved like an operand, so that torch notices a change in place before backward
         ctx.save_for_backward(live, *tensors, *(outs if problem.activation == "relu" else ()))
         return outs if problem.form == "per_group" else result
@@ -55,13 +55,13 @@ class _Solve(torch.autograd.Function):
         problem: GroupedGemmProblem = ctx.problem
         saved = ctx.saved_tensors[1:]
         inputs, outs = _split(saved, ctx.counts), list(saved[sum(ctx.counts) :])
-        needs = tuple(any(part) for part in _split(ctx.needs_input_grad[3:], ctx.counts))
+        needs = tuple(any(part) for part in _split(ctx.needs_input_grad[4:], ctx.counts))
         if problem.form == "per_group":
-            found = list_gradients(_call(problem, inputs), list(grads), outs, needs)
+            found = list_gradients(_call(problem, ctx.gemm, inputs), list(grads), outs, needs)
         else:
-            found = _packed(problem, inputs, grads[0], outs[0] if outs else None, needs)
+            found = _packed(problem, ctx.gemm, inputs, grads[0], outs[0] if outs else None, needs)
         flat = [_each(x, count) for x, count in zip(found, ctx.counts, strict=True)]
-        return (None, None, None, *(x for part in flat for x in part))
+        return (None, None, None, None, *(x for part in flat for x in part))
 
 
 def _live(problem: GroupedGemmProblem) -> Tensor | None:
@@ -84,18 +84,20 @@ def _each(x: Any, count: int) -> list[Any]:
     return list(x) if isinstance(x, list) else [x]
 
 
-def _packed(problem: GroupedGemmProblem, inputs: list[Any], grad: Tensor, out: Any, needs: tuple[bool, ...]) -> Any:
-    call = _call(problem, [part[0] if part else None for part in inputs])
+def _packed(
+    problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any], grad: Tensor, out: Any, needs: tuple[bool, ...]
+) -> Any:
+    call = _call(problem, gemm, [part[0] if part else None for part in inputs])
     if problem.squeezed:
         grad, out = grad.unsqueeze(0), None if out is None else out.unsqueeze(0)
     return gradients(call, grad, out, needs)
 
 
-def _call(problem: GroupedGemmProblem, inputs: list[Any]) -> Call:
+def _call(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
     a, b, c, bias = inputs
     return Call(
         form=problem.form,
-        gemm=dispatch.grouped_gemm,
+        gemm=gemm,
         a=a,
         b=b,
         c=c or None if isinstance(c, list) else c,

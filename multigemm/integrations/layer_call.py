@@ -7,27 +7,32 @@ What runs is what the layer runs in steps, with the same bits; whatever is out o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import prod
+from threading import get_ident
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.integrations import op_call, op_route
-from multigemm.integrations.bound_calls import borrow
-from multigemm.integrations.eager import current_device, lazy, watched
+from multigemm.integrations import op_call
+from multigemm.integrations.eager import plain_call
 from multigemm.integrations.routing_op import triton_is_here
-from multigemm.select import table as tuning
+from multigemm.planning.binding import bind
+from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.select.choose import choose
 from multigemm.settings import settings
+from multigemm.torch_internals import current_device, current_raw_stream, empty_cuda, is_capturing
 
 LINE = 256
 """Bytes to which the parts of the memory between the launches are aligned, as the allocator's own are."""
-_known = op_call.launches.kept
+PLACES = 8
+"""Addresses of the result and the work that an allocator hands out in turn."""
 
 
 class Networks(NamedTuple):
@@ -86,34 +91,44 @@ def _kernels() -> Any:
     return layer_kernels
 
 
+class _Bound(NamedTuple):
+    """What a layer's calls have in common: its shapes, and its launches by where the result and the work lie."""
+
+    layer: _Layer
+    launches: dict[tuple[int, int], tuple[Launch, ...]]
+    workspace: int = 0
+
+
 def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | None:
     """The layer's result [tokens, H]; None where it has to run in steps.
 
-    x [tokens, H], index and weights [tokens, k].
+    x [tokens, H], index and weights [tokens, k]. The first call at some addresses runs in steps, which choose how
+    each product runs; the second binds.
     """
     if torch.compiler.is_compiling() or not settings().bind_layers or not _bindable(x):
         return None
     up, down, up_bias, down_bias = nets.up, nets.down, nets.up_bias, nets.down_bias
-    if watched(x, index, weights, up, down, up_bias, down_bias):
-        return None
-    if lazy(x, weights, up, down, up if up_bias is None else up_bias, down if down_bias is None else down_bias):
+    given = (x, index, weights, up, down, up_bias, down_bias)
+    if not plain_call(*given):
         return None
     key = (
-        x.data_ptr(), x.dtype, x.shape, x.stride(), index.data_ptr(), index.dtype, index.shape, index.stride(),
-        weights.data_ptr(), weights.dtype, weights.shape, weights.stride(), up.data_ptr(), up.dtype, up.shape,
-        up.stride(), down.data_ptr(), down.dtype, down.shape, down.stride(), up_bias is None or _memory(up_bias),
-        down_bias is None or _memory(down_bias), nets.stacked, nets.gelu, nets.activation, nets.backend,
-        tuning.generation,
+        "layer", *(None if t is None else _memory(t) for t in given), nets.stacked, nets.gelu, nets.activation,
+        nets.backend, current_raw_stream(x.get_device()), get_ident(),
     )  # fmt: skip
-    known = _known.get(key)
-    if known is None:
-        return _fresh(key, x, index, weights, nets)
-    layer, made = known
-    out, work = _memory_of(layer)
-    launches = made.get((out.data_ptr(), work.data_ptr()))
+    bound: _Bound | None = LAUNCHES.find(key)
+    if bound is None:
+        layer = _layer_of(x, index, weights, nets) if LAUNCHES.comes_again(key) else None
+        if layer is None:
+            return None
+        bound = _Bound(layer, {})
+        LAUNCHES.keep(key, bound)
+    out, work = _memory_of(bound.layer)
+    at = (out.data_ptr(), work.data_ptr())
+    launches = bound.launches.get(at)
     if launches is None:
-        del out, work
-        return _fresh(key, x, index, weights, nets)
+        if len(bound.launches) >= PLACES:
+            bound.launches.clear()
+        launches = bound.launches[at] = _bind(bound.layer, x, index, weights, nets, out, work)
     for launch in launches:
         launch()
     return out
@@ -122,7 +137,7 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
 def _bindable(x: Tensor) -> bool:
     """Whether launches can be kept: Triton's kernels on the current GPU, of which no graph is being captured."""
     here = x.is_cuda and triton_is_here() and x.get_device() == current_device()
-    return here and not op_call.capturing_now()
+    return here and not is_capturing()
 
 
 def _memory(x: Tensor) -> Any:
@@ -131,8 +146,8 @@ def _memory(x: Tensor) -> Any:
 
 def _memory_of(layer: _Layer) -> tuple[Tensor, Tensor]:
     """Fresh memory for the result and for what lies before it."""
-    out = op_call.empty_cuda((layer.tokens, layer.hidden), (layer.hidden, 1), layer.dtype)
-    return out, op_call.empty_cuda((layer.size,), (1,), torch.uint8)
+    out = empty_cuda((layer.tokens, layer.hidden), (layer.hidden, 1), layer.dtype)
+    return out, empty_cuda((layer.size,), (1,), torch.uint8)
 
 
 def _layer_of(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> _Layer | None:
@@ -162,38 +177,43 @@ def _plain(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> bool:
     return shaped and typed and paired and x.stride(1) == 1 and all(t is None or t.device == x.device for t in given)
 
 
-def _fresh(key: Any, x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | None:
-    """Binds and launches; what is bound the second time at the same addresses is kept for the third.
-
-    None where one of the products has no route yet: it gets one when it runs as a step.
-    """
-    layer = _layer_of(x, index, weights, nets)
-    if layer is None:
-        return None
-    out, work = _memory_of(layer)
-    at = (out.data_ptr(), work.data_ptr())
-    lasting = op_call.launches.met(key, at)
-    hold: Any = borrow if lasting else _given
-    parts = _cut(layer, hold(work), nets.gelu is not None)
-    up = _product(parts.rows, hold(nets.up), parts.up, parts.ends, hold(nets.up_bias), nets, nets.activation)
-    down = _product(parts.inner, hold(nets.down), parts.down, parts.ends, hold(nets.down_bias), nets, None)
-    if up is None or down is None:
-        return None
-
-    def bind() -> tuple[Launch, ...]:
-        kernels, device = _kernels(), x.get_device()
-        steps = [*kernels.arrival(index, x, parts, device), up()]
-        if nets.gelu is not None:
-            steps.append(kernels.gate(parts.up, parts.inner, nets.gelu, device))
-        return (*steps, down(), kernels.home(parts.down, parts.inverse, weights, out, device))
-
-    for launch in op_call.launches.keep(key, layer, at, bind) if lasting else bind():
-        launch()
-    return out
+def _bind(
+    layer: _Layer, x: Tensor, index: Tensor, weights: Tensor, nets: Networks, out: Tensor, work: Tensor
+) -> tuple[Launch, ...]:
+    """All launches, bound to borrowed memory: none keeps an operand alive."""
+    parts = _cut(layer, _borrowed(work), nets.gelu is not None)
+    parts.ends.zero_()  # a problem is made of them before the launches write them
+    kernels, device = _kernels(), x.get_device()
+    steps = [
+        *kernels.arrival(_borrowed(index), _borrowed(x), parts, device),
+        _product(parts.rows, nets.up, parts.up, parts.ends, nets.up_bias, nets, nets.activation),
+    ]
+    if nets.gelu is not None:
+        steps.append(kernels.gate(parts.up, parts.inner, nets.gelu, device))
+    down = _product(parts.inner, nets.down, parts.down, parts.ends, nets.down_bias, nets, None)
+    return (*steps, down, kernels.home(parts.down, parts.inverse, _borrowed(weights), _borrowed(out), device))
 
 
-def _given(x: Tensor | None) -> Tensor | None:
-    return x
+class _Memory:
+    """Memory that someone else owns, as the array interface describes it."""
+
+    def __init__(self, x: Tensor) -> None:
+        size = x.element_size()
+        interface = {
+            "shape": tuple(x.shape),
+            "strides": tuple(s * size for s in x.stride()),
+            "typestr": np.dtype(f"i{size}").str,
+            "data": (x.data_ptr(), False),
+            "version": 3,
+        }
+        setattr(self, "__cuda_array_interface__" if x.is_cuda else "__array_interface__", interface)
+
+
+def _borrowed(x: Tensor) -> Tensor:
+    """A tensor over the memory of `x` that does not keep it alive: valid whenever a call comes with that address."""
+    memory = _Memory(x)
+    bits = torch.as_tensor(memory, device=x.device) if x.is_cuda else torch.from_numpy(np.asarray(memory))
+    return bits.view(x.dtype)
 
 
 def _cut(layer: _Layer, work: Tensor, gated: bool) -> _Parts:
@@ -219,11 +239,11 @@ def _cut(layer: _Layer, work: Tensor, gated: bool) -> _Parts:
 
 def _product(
     rows: Tensor, weight: Tensor, out: Tensor, ends: Tensor, bias: Tensor | None, nets: Networks, activation: str | None
-) -> Callable[[], Launch] | None:
-    """Binds one of the products; None where its route is not known."""
-    options = {} if activation is None else {"activation": activation}
-    if nets.backend != "auto":
-        options["backend"] = nets.backend
-    stacked = weight if nets.stacked else weight.transpose(1, 2)
-    route = op_route.known((rows, stacked, None, None, ends, None, None, bias), options)
-    return None if route is None else lambda: op_route.bind(route, rows, stacked, None, ends, None, None, bias, out)
+) -> Launch:
+    """Binds one of the products as its step has run it."""
+    held = _borrowed(weight.detach())
+    stacked = held if nets.stacked else held.transpose(1, 2)
+    vector = None if bias is None else _borrowed(bias.detach())
+    problem = GroupedGemmProblem(rows, stacked, ends=ends, bias=vector, activation=activation)
+    choice = choose(problem, op_call.names(nets.backend))
+    return bind(choice, problem, out).launch

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.integrations import eager, op_call, op_front
+from multigemm.integrations import eager, op_call
 from multigemm.integrations.gradients import Call, gradients
 from multigemm.problem import epilogue, forms
 from multigemm.problem.result import Result
 from multigemm.problem.spec import PRECISIONS
+from multigemm.torch_internals import SPECIAL, without_autocast
 
 SCHEMA = (
     "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? sizes=None, Tensor? ends=None, "
@@ -153,16 +154,13 @@ _general = eager.differentiable(overload, _backward, _keep)
 
 # --- autocast and vmap ------------------------------------------------------------------------------
 
-_Keys = torch._C.DispatchKeySet
-_AUTOCAST = _Keys(torch._C.DispatchKey.AutocastCPU) | _Keys(torch._C.DispatchKey.AutocastCUDA)
-
 
 def _autocast(keyset: Any, a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Any:
     """a and b in autocast's dtype, as torch does for a matmul; float32 epilogue operands may stay."""
     dtype = torch.get_autocast_dtype(a.device.type)
     cuts, extras = rest[:4], rest[4:]
     extras = tuple(x if x is None or x.dtype is torch.float32 else _lower(x, dtype) for x in extras)
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+    with without_autocast():
         return overload(_lower(a, dtype), _lower(b, dtype), *cuts, *extras, **options)
 
 
@@ -177,7 +175,7 @@ def _vmap(info: Any, in_dims: Any, *args: Any, **options: Any) -> Any:
     )
 
 
-_library.impl("grouped_gemm", op_call.entry(eager.SPECIAL, _general), "Autograd", with_keyset=True)
+_library.impl("grouped_gemm", op_call.entry(SPECIAL, _general), "Autograd", with_keyset=True)
 _kernel = op_call.entry(0, _general)
 _library.impl("grouped_gemm", _kernel, "CPU", with_keyset=True)
 _library.impl("grouped_gemm", _kernel, "CUDA", with_keyset=True)
@@ -185,4 +183,3 @@ _library.impl("grouped_gemm", _autocast, "AutocastCPU", with_keyset=True)
 _library.impl("grouped_gemm", _autocast, "AutocastCUDA", with_keyset=True)
 torch.library.register_fake("multigemm::grouped_gemm", result_like, lib=_library)
 torch.library.register_vmap("multigemm::grouped_gemm", _vmap, lib=_library)
-op_front.stand_before(packet, overload, DEFAULTS)

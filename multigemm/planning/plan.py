@@ -7,156 +7,18 @@ that it `syncs`.
 
 from __future__ import annotations
 
-import math
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
-
-from multigemm.backend import Launch, Recipe
-from multigemm.cuda.device import capturing
-from multigemm.errors import InvalidProblem, MultigemmError, NotCapturable
-from multigemm.planning.staging import allocate, outline, stage
-from multigemm.problem.arrays import cupy_stream, give_back
+from multigemm.backend import Launch
+from multigemm.errors import InvalidProblem, MultigemmError
+from multigemm.planning import launch_cache
+from multigemm.planning.binding import Choice as Choice
+from multigemm.planning.binding import bind, caller_result, captured, reasons, refuse_gradients, told
+from multigemm.planning.staging import allocate
 from multigemm.problem.no_dynamo import no_dynamo
-from multigemm.problem.operand_reader import Operand
 from multigemm.problem.problem import GroupedGemmProblem, checked
 from multigemm.problem.spec import ProblemSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which backend solves every problem of one spec, how, and why."""
-
-    backend: str
-    recipe: Recipe
-    spec: ProblemSpec
-    why: str
-
-
-def reasons(choice: Choice, problem: GroupedGemmProblem) -> str:
-    """Why this backend, why this config, and what it comes to for the sizes of this problem."""
-    return "; ".join(filter(None, (choice.why, choice.recipe.why, told(choice, problem))))
-
-
-def told(choice: Choice, problem: GroupedGemmProblem) -> str:
-    """What a recipe that decides at bind would run for this problem; "" for any other."""
-    tell = choice.recipe.tell
-    return "" if tell is None else tell(outline(problem, choice.spec))
-
-
-def launcher(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Launch:
-    """Binds, and joins the steps that must run before each launch to the launch."""
-    if choice.recipe.syncs and captured(problem):
-        raise NotCapturable(
-            f"backend {choice.backend!r} ({choice.recipe.kernel}) reads sizes on the host and cannot be captured: "
-            "give the sizes on the host, or choose another backend"
-        )
-    staged = stage(problem, choice.spec, out)
-    launch = choice.recipe.bind(staged.ops)
-    if staged.before:
-        launch = _Sequence([*staged.before, launch])
-    return launch if problem.kind != "cupy" else _OnCallerStream(launch, problem.device)
-
-
-def _external(stream: int, device: torch.device) -> torch.cuda.ExternalStream:
-    return torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
-
-
-class _Sequence:
-    """Several launches, one after the other."""
-
-    __slots__ = ("_steps",)
-
-    def __init__(self, steps: list[Launch]) -> None:
-        self._steps = steps
-
-    def __call__(self) -> None:
-        for step in self._steps:
-            step()
-
-
-class _OnCallerStream:
-    """A launch on the stream that CuPy works on at that moment, which torch need not share."""
-
-    __slots__ = ("_device", "_launch")
-
-    def __init__(self, launch: Launch, device: torch.device) -> None:
-        self._launch, self._device = launch, device
-
-    def __call__(self) -> None:
-        with _stream_of_cupy(self._device):
-            self._launch()
-
-
-def _stream_of_cupy(device: torch.device) -> AbstractContextManager[Any]:
-    stream = cupy_stream(device)
-    return nullcontext() if stream is None else torch.cuda.stream(_external(stream, device))
-
-
-def callers_stream(problem: GroupedGemmProblem) -> AbstractContextManager[Any]:
-    """The stream that a call of this problem launches on, as torch's current one."""
-    return _stream_of_cupy(problem.device) if problem.kind == "cupy" else nullcontext()
-
-
-def captured(problem: GroupedGemmProblem) -> bool:
-    """Whether a call of this problem would be recorded into a CUDA graph instead of run."""
-    with callers_stream(problem):
-        return capturing(problem.device)
-
-
-def _result(problem: GroupedGemmProblem, out: Operand) -> Any:
-    """What the caller gets: the `out` that they gave, or the fresh result as their kind of array."""
-    if problem.given_out is not None:
-        return problem.given_out
-    if not isinstance(out, torch.Tensor):
-        return [give_back(x, problem.kind) for x in out]
-    return give_back(out[0] if problem.squeezed else out, problem.kind)
-
-
-def refuse_gradients(problem: GroupedGemmProblem) -> None:
-    """A plan writes into memory and nothing else: what would need a gradient is not for it."""
-    if torch.is_grad_enabled() and problem.requires_grad:
-        raise InvalidProblem(
-            "an input requires grad, and a plan has no gradient: call grouped_gemm or solve, use torch.no_grad(), or "
-            ".detach() the input"
-        )
-
-
-def run(choice: Choice, problem: GroupedGemmProblem) -> Any:
-    """One call: allocate, bind, launch."""
-    out = allocate(problem)
-    launcher(choice, problem, out)()
-    return _result(problem, out)
-
-
-def scratch(problem: GroupedGemmProblem) -> Operand:
-    """Memory for a result that nobody needs, laid out as the problem's `out`."""
-    out = allocate(problem)
-    if problem.out is None:
-        return out
-    return _twin(out) if isinstance(out, torch.Tensor) else [_twin(x) for x in out]
-
-
-def scratch_elements(problem: GroupedGemmProblem) -> tuple[int, int]:
-    """What `scratch` takes, in elements, and how many of them the result has."""
-    shapes = problem.out_shape if problem.form == "per_group" else [problem.out_shape]
-    elements = sum(map(math.prod, shapes))
-    if problem.out is None:
-        return elements, elements
-    outs = [problem.out] if isinstance(problem.out, torch.Tensor) else problem.out
-    return sum(_span(x) for x in outs), elements
-
-
-def _span(x: torch.Tensor) -> int:
-    """From the first element to the last."""
-    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-
-
-def _twin(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def _in_a_capture(launch: Launch, problem: GroupedGemmProblem) -> None:
@@ -177,16 +39,17 @@ class Plan:
     output, its calls must not overlap. What is made inside a CUDA graph's capture can be called in captures only.
     """
 
-    __slots__ = ("_choice", "_launch", "_out", "_result", "problem")
+    __slots__ = ("_choice", "_launch", "_ops", "_out", "_result", "problem")
 
     @no_dynamo
     def __init__(self, choice: Choice, problem: GroupedGemmProblem) -> None:
         self.problem = problem
         self._choice = choice
         self._out = allocate(problem, together=True)
-        launch = launcher(choice, problem, self._out)
-        self._launch = partial(_in_a_capture, launch, problem) if captured(problem) else launch
-        self._result = _result(problem, self._out)
+        bound = bind(choice, problem, self._out)
+        self._launch = partial(_in_a_capture, bound.launch, problem) if captured(problem) else bound.launch
+        self._ops = bound.ops  # a launch keeps no operand alive
+        self._result = caller_result(problem, self._out)
 
     @no_dynamo
     def __call__(self) -> Any:
@@ -204,7 +67,7 @@ class Plan:
             seen = _difference(problem.spec, self.problem.spec)
             raise InvalidProblem(f"this plan is for another spec: {seen}; make a plan for this problem")
         refuse_gradients(problem)
-        return run(self._choice, problem)
+        return launch_cache.solve(self._choice, problem)
 
     @property
     def backend(self) -> str:

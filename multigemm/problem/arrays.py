@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 import torch.utils.dlpack
+from numpy.ma import MaskedArray  # here: a child forked during a lazy import would wait for it for ever
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
@@ -147,7 +148,7 @@ def _adopt_numpy(x: np.ndarray, name: str) -> Adopted:
         raise InvalidProblem(
             f"{name} has dtype {x.dtype} in foreign byte order: call .astype(x.dtype.newbyteorder('='))"
         )
-    if isinstance(x, np.ma.MaskedArray):
+    if isinstance(x, MaskedArray):
         raise InvalidProblem(f"{name} is a masked array, and a product knows no mask: call .filled(0)")
     if any(s < 0 or (x.itemsize and s % x.itemsize) for s in x.strides):
         mirror = _from_numpy(np.array(x, order="C"), name)

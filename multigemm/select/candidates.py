@@ -15,8 +15,8 @@ import torch
 
 from multigemm.backend import Availability
 from multigemm.errors import InvalidSetting
+from multigemm.planning.binding import Choice
 from multigemm.planning.operands import Operands
-from multigemm.planning.plan import Choice
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
 from multigemm.select import table as tuning

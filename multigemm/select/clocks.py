@@ -18,6 +18,7 @@ import torch
 
 from multigemm.cuda.nvrtc import Kernel, kernel
 from multigemm.errors import CompileError
+from multigemm.torch_internals import current_raw_stream
 
 Mode = Literal["cold", "graph", "hot", "host", "do_bench"]
 Call = Callable[[], object]
@@ -149,7 +150,7 @@ class Caches:
     def empty(self) -> None:
         """Nothing that ran before lies in them."""
         if self._run is not None:
-            self._run(torch._C._cuda_getCurrentRawStream(self._index))
+            self._run(current_raw_stream(self._index))
         self._data.zero_()
 
 

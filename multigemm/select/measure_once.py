@@ -20,8 +20,8 @@ from functools import partial
 import torch
 
 from multigemm.cuda.driver import beside_captures
-from multigemm.planning import plan as bound
-from multigemm.planning.plan import Choice
+from multigemm.planning import binding as bound
+from multigemm.planning.binding import Choice
 from multigemm.planning.staging import outline
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
@@ -128,11 +128,12 @@ def _fits(problem: GroupedGemmProblem) -> bool:
 
 def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: dict[str, str]) -> dict[str, float]:
     """Microseconds that each took, all of them writing into one scratch result."""
-    scratch, launches, rough = None, {}, {}
+    scratch, bounds, launches, rough = None, {}, {}, {}
     for name, choice in choices.items():
         try:
             scratch = bound.scratch(problem) if scratch is None else scratch
-            launches[name] = bound.launcher(choice, problem, scratch)
+            bounds[name] = bound.bind(choice, problem, scratch)
+            launches[name] = bounds[name].launch
             rough[name] = glance(launches[name], problem.device)
         except Exception as error:  # it may well be that the result does not fit twice
             failed[name] = describe(error)

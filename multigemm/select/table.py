@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
+from multigemm.planning import launch_cache
 from multigemm.problem.spec import OperandSpec, ProblemSpec, bucket
 from multigemm.select import forecast
 from multigemm.select.forecast import Asked, Lately
@@ -87,6 +88,7 @@ generation = 0
 def _change() -> None:
     global generation
     generation += 1
+    launch_cache.clear()
 
 
 class TuningTable:

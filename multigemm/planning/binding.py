@@ -1,0 +1,144 @@
+"""Binding: from a choice and a problem to a launch, and the memory that results go to."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from multigemm.backend import Launch, Recipe
+from multigemm.cuda.device import capturing
+from multigemm.cuda.launch import in_turn
+from multigemm.errors import InvalidProblem, NotCapturable
+from multigemm.planning.operands import Operands
+from multigemm.planning.staging import allocate, outline, stage
+from multigemm.problem.arrays import cupy_stream, give_back
+from multigemm.problem.operand_reader import Operand
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import ProblemSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which backend solves every problem of one spec, how, and why."""
+
+    backend: str
+    recipe: Recipe
+    spec: ProblemSpec
+    why: str
+
+
+def reasons(choice: Choice, problem: GroupedGemmProblem) -> str:
+    """Why this backend, why this config, and what it comes to for the sizes of this problem."""
+    return "; ".join(filter(None, (choice.why, choice.recipe.why, told(choice, problem))))
+
+
+def told(choice: Choice, problem: GroupedGemmProblem) -> str:
+    """What a recipe that decides at bind would run for this problem; "" for any other."""
+    tell = choice.recipe.tell
+    return "" if tell is None else tell(outline(problem, choice.spec))
+
+
+class Bound(NamedTuple):
+    """A launch with the operands that it was bound to, which have to live until it is called for the last time."""
+
+    launch: Launch
+    ops: Operands
+    steps: list[Launch]
+    """What the launch consists of: the steps before the backend's launch, and that launch."""
+
+
+def bind(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Bound:
+    """Binds, and joins the steps that must run before each launch to the launch."""
+    if choice.recipe.syncs and captured(problem):
+        raise NotCapturable(
+            f"backend {choice.backend!r} ({choice.recipe.kernel}) reads sizes on the host and cannot be captured: "
+            "give the sizes on the host, or choose another backend"
+        )
+    staged = stage(problem, choice.spec, out)
+    steps = [*staged.before, choice.recipe.bind(staged.ops)]
+    launch = steps[0] if len(steps) == 1 else in_turn(steps)
+    if problem.kind == "cupy":
+        launch = _OnCallerStream(launch, problem.device)
+    return Bound(launch, staged.ops, steps)
+
+
+def _external(stream: int, device: torch.device) -> torch.cuda.ExternalStream:
+    return torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
+
+
+class _OnCallerStream:
+    """A launch on the stream that CuPy works on at that moment, which torch need not share."""
+
+    __slots__ = ("_device", "_launch")
+
+    def __init__(self, launch: Launch, device: torch.device) -> None:
+        self._launch, self._device = launch, device
+
+    def __call__(self) -> None:
+        with _stream_of_cupy(self._device):
+            self._launch()
+
+
+def _stream_of_cupy(device: torch.device) -> AbstractContextManager[Any]:
+    stream = cupy_stream(device)
+    return nullcontext() if stream is None else torch.cuda.stream(_external(stream, device))
+
+
+def callers_stream(problem: GroupedGemmProblem) -> AbstractContextManager[Any]:
+    """The stream that a call of this problem launches on, as torch's current one."""
+    return _stream_of_cupy(problem.device) if problem.kind == "cupy" else nullcontext()
+
+
+def captured(problem: GroupedGemmProblem) -> bool:
+    """Whether a call of this problem would be recorded into a CUDA graph instead of run."""
+    with callers_stream(problem):
+        return capturing(problem.device)
+
+
+def caller_result(problem: GroupedGemmProblem, out: Operand) -> Any:
+    """What the caller gets: the `out` that they gave, or the fresh result as their kind of array."""
+    if problem.given_out is not None:
+        return problem.given_out
+    if not isinstance(out, torch.Tensor):
+        return [give_back(x, problem.kind) for x in out]
+    return give_back(out[0] if problem.squeezed else out, problem.kind)
+
+
+def refuse_gradients(problem: GroupedGemmProblem) -> None:
+    """A plan writes into memory and nothing else: what would need a gradient is not for it."""
+    if torch.is_grad_enabled() and problem.requires_grad:
+        raise InvalidProblem(
+            "an input requires grad, and a plan has no gradient: call grouped_gemm or solve, use torch.no_grad(), or "
+            ".detach() the input"
+        )
+
+
+def scratch(problem: GroupedGemmProblem) -> Operand:
+    """Memory for a result that nobody needs, laid out as the problem's `out`."""
+    out = allocate(problem)
+    if problem.out is None:
+        return out
+    return _twin(out) if isinstance(out, torch.Tensor) else [_twin(x) for x in out]
+
+
+def scratch_elements(problem: GroupedGemmProblem) -> tuple[int, int]:
+    """What `scratch` takes, in elements, and how many of them the result has."""
+    shapes = problem.out_shape if problem.form == "per_group" else [problem.out_shape]
+    elements = sum(map(math.prod, shapes))
+    if problem.out is None:
+        return elements, elements
+    outs = [problem.out] if isinstance(problem.out, torch.Tensor) else problem.out
+    return sum(_span(x) for x in outs), elements
+
+
+def _span(x: torch.Tensor) -> int:
+    """From the first element to the last."""
+    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+def _twin(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

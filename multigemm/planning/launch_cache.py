@@ -1,0 +1,417 @@
+"""The one cache of bound launches: a call like an earlier one moves that call's launch to its operands, and launches.
+
+Validation, choice and binding depend on the layout of the operands and on the keywords. These are the key. What a key
+cannot hold is looked at on every call: whether the memory of an operand is still there, whether a gradient, a tangent
+or a mode wants more than the result, whether a CUDA graph is being captured, and whether a given `out` shares memory
+with an input. Contents of sizes on the host are part of the key; those on the device are the kernel's to read.
+
+An entry belongs to one thread and one stream, so that its workspace is never used twice at once, and holds no operand.
+It is made when a key comes for the second time. Two kinds of entry serve all backends: a `_MovingEntry` has a launch
+that follows its operands, a `_BindingEntry` binds anew what a backend cannot move. The cache is bounded in entries and
+in memory; `clear` empties it, and a forked child begins with an empty one.
+"""
+
+from __future__ import annotations
+
+import os
+from threading import Lock, get_ident
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from multigemm.cuda.running_sums import running_sums
+from multigemm.planning.binding import Bound, Choice, bind, caller_result
+from multigemm.planning.operands import Operands
+from multigemm.planning.staging import allocate
+from multigemm.problem.arrays import LOWEST
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.settings import settings
+from multigemm.torch_internals import (
+    any_requires_grad,
+    current_device,
+    current_raw_stream,
+    dispatch_modes,
+    empty_cuda,
+    forward_mode,
+    grad_enabled,
+    is_capturing,
+)
+
+ENTRIES = 4096
+"""A step of training makes six products in each layer, each with a layout of its own."""
+WORKSPACE = 64 << 20
+"""Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
+GPU_PHASE, CPU_PHASE = 255, 15
+"""Bits of an address that binding may depend on: lines of the cache and boxes of the copy engine lie within."""
+_PLAIN = frozenset((Tensor, Parameter))
+_WHOLE_NUMBERS: tuple[set[type], ...] = ({int}, set())
+_HOST = frozenset((list, tuple, range))
+
+
+class Call(NamedTuple):
+    """The tensors of a call of the front door; absent ones are None. `kind` names the keyword that holds `cut`."""
+
+    a: Tensor
+    b: Tensor
+    kind: str
+    cut: Any
+    valid_rows: Any
+    c: Tensor | None
+    bias: Tensor | None
+    out: Tensor | None
+
+
+def one_cut(offsets: Any, sizes: Any, ends: Any) -> tuple[str, Any, bool]:
+    """The keyword that cuts the groups, its value, and whether another one was given as well."""
+    if offsets is not None:
+        return "offsets", offsets, sizes is not None or ends is not None
+    if sizes is not None:
+        return "sizes", sizes, ends is not None
+    return "ends", ends, False
+
+
+Key = tuple[Any, ...]
+
+
+def key_of(call: Call, options: Key) -> Key | None:
+    """What a call is kept by; None for a call that no entry may serve."""
+    a, b, kind, cut, valid_rows, c, bias, out = call
+    try:
+        if type(a) not in _PLAIN or type(b) not in _PLAIN or a.data_ptr() < LOWEST or b.data_ptr() < LOWEST:
+            return None
+        index = a.get_device()
+        phase, stream = CPU_PHASE, 0
+        if index >= 0:
+            if is_capturing():
+                return None
+            phase, stream = GPU_PHASE, current_raw_stream(index)
+        if a.is_neg() or b.is_neg() or (grad_enabled() and any_requires_grad(a, b, c, bias, out)):
+            return None
+        if forward_mode() or dispatch_modes():
+            return None
+        return (
+            a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & phase,
+            b.shape, b.stride(), b.dtype, b.device, b.data_ptr() & phase,
+            kind, None if cut is None else _index_key(cut, phase),
+            None if valid_rows is None else _index_key(valid_rows, phase),
+            None if c is None else _layout(c, phase), None if bias is None else _layout(bias, phase),
+            None if out is None else (*_layout(out, phase), c is not None and _same_view(c, out)),
+            options, stream, get_ident(), id(settings()),
+        )  # fmt: skip
+    except (
+        _NotPlain,
+        RuntimeError,
+        TypeError,
+        AttributeError,
+    ):  # no memory, another kind of array
+        return None
+
+
+class _NotPlain(Exception):
+    """An operand that no key describes."""
+
+
+def _layout(x: Tensor, phase: int) -> Key:
+    """Everything about a tensor but its values and where exactly it lies."""
+    at = x.data_ptr()
+    if type(x) not in _PLAIN or at < LOWEST or x.is_neg():
+        raise _NotPlain
+    return x.shape, x.stride(), x.dtype, x.device, at & phase
+
+
+def _index_key(cut: Any, phase: int) -> Key:
+    """Sizes of groups: by layout where they lie on a GPU, by value where the host has them."""
+    if isinstance(cut, Tensor):
+        return _layout(cut, phase) if cut.is_cuda else (*_layout(cut, phase), tuple(cut.tolist()))
+    if type(cut) in _HOST:
+        values = tuple(cut)
+        if set(map(type, values)) not in _WHOLE_NUMBERS:  # 1.0 and True are equal to 1, and no sizes
+            raise _NotPlain
+        return ("host", values)
+    if type(cut) is np.ndarray:
+        return (cut.dtype.str, cut.shape, cut.tobytes())
+    raise _NotPlain
+
+
+def _same_view(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
+
+
+class _Entry:
+    """What every call of one key has in common."""
+
+    __slots__ = (
+        "_busy", "_choice", "_device", "_dtype", "_given_out", "_reach", "_settings", "_shape", "_strides", "index",
+    )  # fmt: skip
+
+    def __init__(self, problem: GroupedGemmProblem, choice: Choice) -> None:
+        self._choice = choice  # its identity may be part of the key
+        shape = problem.out_shape[1:] if problem.squeezed else problem.out_shape
+        self._shape, self._dtype, self._device = tuple(shape), problem.out_dtype, problem.device
+        self._strides = torch.empty(self._shape, device="meta").stride()
+        self.index = problem.device.index if problem.device.type == "cuda" else -1
+        self._given_out, self._busy = problem.out is not None, False
+        self._reach = {
+            name: _reach(problem.each(name)[0]) for name in ("a", "b", "c", "bias", "out") if problem.each(name)
+        }
+        self._settings = settings()  # its identity is part of the key
+
+    def result(self, call: Call) -> Tensor | None:
+        """Memory for the result: fresh, or the caller's; None where that may share memory with an input."""
+        if not self._given_out:
+            if self.index < 0:
+                return torch.empty_strided(self._shape, self._strides, dtype=self._dtype)
+            return empty_cuda(self._shape, self._strides, self._dtype)
+        out = call.out
+        assert out is not None
+        start = out.data_ptr()
+        end = start + self._reach["out"]
+        inputs = [("a", call.a), ("b", call.b), ("bias", call.bias)]
+        if call.c is not None and not _same_view(call.c, out):
+            inputs.append(("c", call.c))
+        for name, x in inputs:
+            if x is not None and x.data_ptr() < end and start < x.data_ptr() + self._reach.get(name, 0):
+                return None
+        for cut in (call.cut, call.valid_rows):
+            if isinstance(cut, Tensor) and cut.data_ptr() < end and start < cut.data_ptr() + _reach(cut):
+                return None
+        return out
+
+
+def _reach(x: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if not x.numel():
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
+
+
+def _made_for(problem: GroupedGemmProblem, ops: Operands) -> tuple[Tensor | None, Tensor | None]:
+    """`ends` and `valid_rows` where staging made them; None where they are the caller's memory, or absent."""
+    grouping, valid = problem.grouping, problem.valid_rows
+    ends = ops.ends if grouping is not None and (grouping.live is None or grouping.kind == "sizes") else None
+    return ends, ops.valid_rows if valid is not None and valid.live is None else None
+
+
+def _bytes_of(tensors: tuple[Tensor | None, ...]) -> int:
+    return sum(x.nbytes for x in tensors if x is not None)
+
+
+class _MovingEntry(_Entry):
+    """A launch that follows its operands. `ends` and `valid_rows` are 0 where the caller's tensor is the one."""
+
+    __slots__ = (
+        "_ends", "_follows_ends", "_follows_valid", "_keep", "_kind", "_launch", "_step", "_valid_rows",
+        "workspace",
+    )  # fmt: skip
+
+    def __init__(self, problem: GroupedGemmProblem, ops: Operands, choice: Choice, launch: Any, kind: str) -> None:
+        super().__init__(problem, choice)
+        self._launch, self._kind, self._keep = launch, kind, _made_for(problem, ops)
+        self._follows_ends, self._follows_valid = (x is None for x in self._keep)
+        self._ends, self._valid_rows = (0 if x is None else x.data_ptr() for x in self._keep)
+        self._step = ops.ends.element_size() if kind == "offsets" and ops.ends is not None else 0
+        self.workspace = launch.workspace_bytes() + _bytes_of(self._keep)
+
+    def run(self, call: Call) -> Tensor | None:
+        """The result of a call of this key; None where it has to go the whole way."""
+        if self._busy:  # a finaliser that runs between moving and launching makes a call of its own
+            return None
+        self._busy = True
+        try:
+            out = self.result(call)
+            if out is None:
+                return None
+            ends, valid, sizes = self._ends, self._valid_rows, 0
+            if self._follows_ends and call.cut is not None:
+                ends = call.cut.data_ptr() + self._step
+            elif self._kind == "sizes" and type(call.cut) in _PLAIN:
+                sizes = call.cut.data_ptr()
+            if self._follows_valid and call.valid_rows is not None:
+                valid = call.valid_rows.data_ptr()
+            c, bias = call.c, call.bias
+            self._launch.move(
+                (
+                    call.a.data_ptr(), call.b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
+                    0 if bias is None else bias.data_ptr(), ends, valid, sizes,
+                )
+            )  # fmt: skip
+            self._launch()
+            return out
+        finally:
+            self._busy = False
+
+
+class _BindingEntry(_Entry):
+    """What a backend that cannot move its launches needs to bind the operands of the next call."""
+
+    __slots__ = ("_alpha", "_beta", "_bind", "_host", "_kind", "_spec", "_squeezed", "workspace")
+
+    def __init__(self, problem: GroupedGemmProblem, ops: Operands, choice: Choice, kind: str) -> None:
+        super().__init__(problem, choice)
+        cut = problem.cut
+        self._bind, self._spec, self._kind, self._squeezed = choice.recipe.bind, choice.spec, kind, problem.squeezed
+        self._alpha, self._beta = problem.alpha, problem.beta
+        self._host: dict[str, Any] | None = None
+        if cut is not None and cut.live is None:
+            self._host = {
+                "ends": ops.ends, "head": ops.head, "valid_rows": ops.valid_rows, "host_offsets": ops.host_offsets,
+                "host_valid_rows": ops.host_valid_rows,
+            }  # fmt: skip
+        self.workspace = _bytes_of(_made_for(problem, ops))
+
+    def run(self, call: Call) -> Tensor | None:
+        """The result of a call of this key; None where it has to go the whole way."""
+        out = self.result(call)
+        if out is None:
+            return None
+        a, b, c, target = call.a, call.b, call.c if self._beta != 0 else None, out
+        if self._squeezed:
+            a, b, target = a.unsqueeze(0), b.unsqueeze(0), out.unsqueeze(0)
+            c = None if c is None else c.unsqueeze(0)
+        cut = self._cut(call) if self._host is None else self._host
+        ops = Operands(
+            self._spec, a, b, target, c, call.bias, alpha=self._alpha, beta=self._beta, device=self._device, **cut
+        )
+        self._bind(ops)()
+        return out
+
+    def _cut(self, call: Call) -> dict[str, Any]:
+        """Groups that are cut on the operands' device."""
+        if call.valid_rows is not None:
+            return {"valid_rows": call.valid_rows}
+        if self._kind == "offsets":
+            return {"ends": call.cut[1:], "head": True}
+        if self._kind == "sizes" and call.cut is not None:
+            ends = torch.empty(call.cut.shape, dtype=torch.int64, device=self._device)
+            running_sums(call.cut, ends)()
+            return {"ends": ends}
+        return {"ends": call.cut}
+
+
+class LaunchCache:
+    """Entries by key, the latest ones; `seen` holds keys that came once."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, Any] = {}
+        self._seen: dict[int, None] = {}
+        self._bytes = 0
+        self._lock = Lock()
+
+    def recall(self, key: Key, call: Call) -> Tensor | None:
+        """The result of a call whose key has an entry; None for any other."""
+        try:
+            entry = self._entries.get(key)
+        except TypeError:  # a config or a backend that cannot be a key
+            return None
+        if entry is None:
+            return None
+        index = entry.index
+        if index < 0 or index == current_device():
+            found: Tensor | None = entry.run(call)
+            return found
+        with torch.cuda.device(index):
+            if is_capturing():
+                return None
+            return entry.run(call)  # type: ignore[no-any-return]
+
+    def run(self, key: Key | None, kind: str, choice: Choice, problem: GroupedGemmProblem) -> Any:
+        """Binds and launches; what comes for the second time is kept for the third."""
+        out = allocate(problem)
+        if key is None or not self.comes_again(key) or not _lasting(choice, problem):
+            bind(choice, problem, out).launch()
+            return caller_result(problem, out)
+        bound = bind(choice, problem, out)
+        bound.launch()
+        self.keep(key, _entry_of(problem, bound, choice, kind))
+        return caller_result(problem, out)
+
+    def comes_again(self, key: Key) -> bool:
+        """Whether a key came before; most come once, and an entry costs more than a call."""
+        try:
+            name = hash(key)  # one that two keys share makes an entry one call early
+        except TypeError:
+            return False
+        with self._lock:
+            if name in self._seen:
+                return True
+            if len(self._seen) >= 4 * ENTRIES:
+                del self._seen[next(iter(self._seen))]
+            self._seen[name] = None
+            return False
+
+    def find(self, key: Key) -> Any:
+        """The entry of a key, or None."""
+        return self._entries.get(key)
+
+    def keep(self, key: Key, entry: Any) -> None:
+        """Keeps an entry, which says how much device memory it owns; the oldest ones go."""
+        if entry.workspace > WORKSPACE // 16:
+            return
+        with self._lock:
+            old = self._entries.pop(key, None)
+            self._bytes += entry.workspace - (0 if old is None else old.workspace)
+            while self._entries and (len(self._entries) >= ENTRIES or self._bytes > WORKSPACE):
+                self._bytes -= self._entries.pop(next(iter(self._entries))).workspace
+            self._entries[key] = entry
+
+    def clear(self) -> None:
+        """Forgets everything; launches that still run are ordered before whatever reuses their memory."""
+        with self._lock:
+            self._entries.clear()
+            self._seen.clear()
+            self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _lasting(choice: Choice, problem: GroupedGemmProblem) -> bool:
+    """Whether an entry may serve later calls: nothing is read back, copied or cast before a launch but sizes."""
+    spec = problem.spec
+    if problem.kind != "torch" or problem.form == "per_group" or choice.recipe.syncs or problem.refreshes:
+        return False
+    cut = problem.cut
+    dense = cut is None or cut.live is None or cut.live.shape[0] <= 1 or cut.live.stride(0) == 1
+    return dense and spec.a.dtype is spec.compute and spec.b.dtype is spec.compute
+
+
+def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: str) -> Any:
+    """An entry that moves, if every launch can and none holds an address of the caller's that would stay behind."""
+    launch, ops, cut = bound.launch, bound.ops, problem.cut
+    callers = [ops.a, ops.b, ops.out, ops.c, ops.bias, None if cut is None else cut.live]
+    spans = [(x.data_ptr(), x.data_ptr() + _reach(x)) for x in callers if isinstance(x, Tensor)]
+    if hasattr(launch, "move") and not launch.stays_behind(spans):  # type: ignore[attr-defined]
+        return _MovingEntry(problem, ops, choice, launch, kind)
+    return _BindingEntry(problem, ops, choice, kind)
+
+
+def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
+    """The result of a problem by a choice that was made for its spec."""
+    if problem.kind != "torch" or problem.form == "per_group":
+        return LAUNCHES.run(None, "", choice, problem)
+    grouping, cut = problem.grouping, problem.cut
+    kind = "" if grouping is None else grouping.kind if grouping.live is not None else "host"
+    values = None if cut is None else cut.host if cut.live is None else cut.live
+    a, b, c = (x[0] if problem.squeezed and isinstance(x, Tensor) else x for x in (problem.a, problem.b, problem.c))
+    masked = problem.valid_rows is not None
+    call: Any = (a, b, kind, None if masked else values, values if masked else None, c, problem.bias, problem.given_out)
+    call = Call(*call)
+    key = key_of(call, (id(choice), problem.alpha, problem.beta, problem.squeezed))
+    found = None if key is None else LAUNCHES.recall(key, call)
+    return LAUNCHES.run(key, kind, choice, problem) if found is None else found
+
+
+LAUNCHES = LaunchCache()
+"""The cache of this process."""
+clear = LAUNCHES.clear
+
+
+def _begin_anew() -> None:
+    """In a forked child: no entry of the parent's, and a lock that nobody holds."""
+    LAUNCHES.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_begin_anew)
