@@ -88,7 +88,7 @@ def grouped_gemm(
             deterministic=deterministic, check=check, backend=backend, config=config,
         )  # fmt: skip
     kind, cut, several = one_cut(offsets, sizes, ends)
-    call, key = Call(a, b, kind, cut, valid_rows, c, bias, out), None
+    call, key = Call(jagged, a, b, kind, cut, valid_rows, c, bias, out), None
     if check == "host" and not several:
         options = (
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
@@ -104,16 +104,16 @@ def grouped_gemm(
         beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
         deterministic=deterministic, check=check,
     )  # fmt: skip
-    return _solve(problem, backend, config, key, kind)
+    return _solve(problem, backend, config, key, call)
 
 
 @no_dynamo
-def _solve(problem: GroupedGemmProblem, backend: Which, config: Any, key: Any, kind: str) -> Any:
+def _solve(problem: GroupedGemmProblem, backend: Which, config: Any, key: Any, call: Call | None) -> Any:
     if problem.requires_grad and torch.is_grad_enabled():
         from multigemm.integrations import differentiable
 
         return differentiable.solve(problem, backend, config, grouped_gemm)
-    return LAUNCHES.run(key, kind, choose(problem, backend, config), problem)
+    return LAUNCHES.run(key, call, choose(problem, backend, config), problem)
 
 
 @no_dynamo
@@ -132,7 +132,7 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
         BackendUnsupported, BackendUnavailable: no backend that was asked for can solve it here, and why.
     """
     if checked(problem).requires_grad and torch.is_grad_enabled():
-        return _solve(problem, backend, config, None, "")
+        return _solve(problem, backend, config, None, None)
     return launch_cache.solve(choose(problem, backend, config), problem)
 
 

@@ -34,7 +34,7 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
         if special and (keyset.raw_repr() & special or (grad_enabled() and any_requires_grad(a, b, c, bias))):
             return general(keyset, a, b, offsets, sizes, ends, valid_rows, c, bias, **options)  # type: ignore[no-any-return]
         kind, cut, several = one_cut(offsets, sizes, ends)
-        call = Call(a, b, kind, cut, valid_rows, c, bias, None)
+        call = Call(options.get("jagged", "m"), a, b, kind, cut, valid_rows, c, bias, None)
         key = None if several else key_of(call, ("operator", *options.items()))
         found = None if key is None else LAUNCHES.recall(key, call)
         if found is not None:
@@ -46,6 +46,6 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
             a, b, offsets=offsets, sizes=sizes, ends=ends, valid_rows=valid_rows, c=c, bias=bias, **asked
         )
         choice = choose(problem, names(options.get("backend", "auto")))
-        return LAUNCHES.run(key, kind, choice, problem)  # type: ignore[no-any-return]
+        return LAUNCHES.run(key, call, choice, problem)  # type: ignore[no-any-return]
 
     return run

@@ -6,9 +6,10 @@ or a mode wants more than the result, whether a CUDA graph is being captured, an
 with an input. Contents of sizes on the host are part of the key; those on the device are the kernel's to read.
 
 An entry belongs to one thread and one stream, so that its workspace is never used twice at once, and holds no operand.
-It is made when a key comes for the second time. Two kinds of entry serve all backends: a `_MovingEntry` has a launch
-that follows its operands, a `_BindingEntry` binds anew what a backend cannot move. The cache is bounded in entries and
-in memory; `clear` empties it, and a forked child begins with an empty one.
+It is made when a key comes for the second time. A `_MovingEntry` has a launch that follows its operands; a
+`_BindingEntry` binds anew what a backend cannot move. Token counts that come once would never have an entry: for rows
+that are cut on a GPU a `_TokensEntry` serves all counts of a class, half an octave, and all sizes on the host. The
+cache is bounded in entries and in memory; `clear` empties it, and a forked child begins with an empty one.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from multigemm.cuda.device import to_device
 from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.binding import Bound, Choice, bind, caller_result
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate
 from multigemm.problem.arrays import LOWEST
 from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import half_octave
 from multigemm.settings import settings
 from multigemm.torch_internals import (
     any_requires_grad,
@@ -46,14 +50,18 @@ WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
 GPU_PHASE, CPU_PHASE = 255, 15
 """Bits of an address that binding may depend on: lines of the cache and boxes of the copy engine lie within."""
+COUNTED = 1 << 30
+"""Elements, from which on the number of rows may decide how a kernel counts."""
 _PLAIN = frozenset((Tensor, Parameter))
 _WHOLE_NUMBERS: tuple[set[type], ...] = ({int}, set())
+_INDEX_TYPES = frozenset((np.dtype(np.int32).char, np.dtype(np.int64).char))
 _HOST = frozenset((list, tuple, range))
 
 
 class Call(NamedTuple):
     """The tensors of a call of the front door; absent ones are None. `kind` names the keyword that holds `cut`."""
 
+    jagged: str
     a: Tensor
     b: Tensor
     kind: str
@@ -78,7 +86,7 @@ Key = tuple[Any, ...]
 
 def key_of(call: Call, options: Key) -> Key | None:
     """What a call is kept by; None for a call that no entry may serve."""
-    a, b, kind, cut, valid_rows, c, bias, out = call
+    _, a, b, kind, cut, valid_rows, c, bias, out = call
     try:
         if type(a) not in _PLAIN or type(b) not in _PLAIN or a.data_ptr() < LOWEST or b.data_ptr() < LOWEST:
             return None
@@ -131,9 +139,30 @@ def _index_key(cut: Any, phase: int) -> Key:
         if set(map(type, values)) not in _WHOLE_NUMBERS:  # 1.0 and True are equal to 1, and no sizes
             raise _NotPlain
         return ("host", values)
-    if type(cut) is np.ndarray:
+    if type(cut) is np.ndarray and cut.ndim == 1 and cut.dtype.char in _INDEX_TYPES:
         return (cut.dtype.str, cut.shape, cut.tobytes())
     raise _NotPlain
+
+
+def _tokens_key(key: Key, call: Call) -> Key | None:
+    """What calls have in common that differ in their number of tokens and in sizes on the host alone."""
+    a, b, cut = call.a, call.b, call.cut
+    if call.jagged != "m" or cut is None or a.dim() != 2 or b.dim() != 3 or not a.is_cuda or not b.shape[0]:
+        return None
+    if call.out is not None or call.c is not None or call.valid_rows is not None:
+        return None
+    rows, depth = a.shape
+    groups = key[11]
+    if not isinstance(cut, Tensor):
+        sizes = np.diff(_offsets(call.kind, cut))
+        if not len(sizes):
+            return None
+        groups = ("host", len(sizes), bool((sizes == sizes[0]).all()))
+    elif cut.is_cpu:
+        return None
+    if rows * max(*a.stride(), b.shape[2]) >= COUNTED:
+        return None
+    return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:11], groups, key[14], *key[16:])
 
 
 def _same_view(x: Tensor, y: Tensor) -> bool:
@@ -291,6 +320,63 @@ class _BindingEntry(_Entry):
         return {"ends": call.cut}
 
 
+class _TokensEntry(_Entry):
+    """How calls of any number of tokens in a class run: rows that are cut on a GPU."""
+
+    __slots__ = ("_alpha", "_bind", "_columns", "_ends", "_groups", "_kind", "_spec", "_sums", "workspace")
+
+    def __init__(self, problem: GroupedGemmProblem, ops: Operands, choice: Choice, kind: str) -> None:
+        super().__init__(problem, choice)
+        self._bind, self._spec, self._kind, self._alpha = choice.recipe.bind, choice.spec, kind, problem.alpha
+        self._columns, self._groups = self._shape[1], choice.spec.groups
+        self._ends: Tensor | None = None
+        self._sums: Any = None
+        self.workspace = 8 * self._groups
+
+    def run(self, call: Call) -> Tensor | None:
+        """The result of a call of this class; None where it has to go the whole way."""
+        rows = call.a.shape[0]
+        cut = self._cut(call.cut) if isinstance(call.cut, Tensor) else self._host_cut(call.cut, rows)
+        if cut is None:
+            return None
+        out = empty_cuda((rows, self._columns), (self._columns, 1), self._dtype)
+        ops = Operands(self._spec, call.a, call.b, out, None, call.bias, alpha=self._alpha, device=self._device, **cut)
+        self._bind(ops)()
+        return out
+
+    def _cut(self, live: Tensor) -> dict[str, Any]:
+        if self._kind == "offsets":
+            return {"ends": live[1:], "head": True}
+        if self._kind == "ends":
+            return {"ends": live}
+        if self._sums is None or not hasattr(self._sums, "move"):
+            self._ends = torch.empty(live.shape, dtype=torch.int64, device=self._device)
+            self._sums = running_sums(live, self._ends)
+        else:
+            self._sums.move((0, 0, 0, 0, 0, 0, 0, live.data_ptr()))
+        self._sums()
+        return {"ends": self._ends}
+
+    def _host_cut(self, cut: Any, rows: int) -> dict[str, Any] | None:
+        """Sizes on the host as offsets on the device; None for what has to be refused in words."""
+        offsets = _offsets(self._kind, cut)
+        rising = not bool((offsets[1:] < offsets[:-1]).any())
+        if len(offsets) != self._groups + 1 or offsets[0] < 0 or offsets[-1] > rows or not rising:
+            return None
+        on_device = to_device(offsets.astype(np.int32), self._device)
+        return {"ends": on_device[1:], "head": True, "host_offsets": offsets}
+
+
+def _offsets(kind: str, cut: Any) -> npt.NDArray[np.int64]:
+    """Groups that the host cuts, whatever keyword says so, as offsets [G + 1]."""
+    values = np.asarray(cut, dtype=np.int64)
+    if kind == "offsets":
+        return values
+    offsets = np.zeros(len(values) + 1, dtype=np.int64)
+    offsets[1:] = np.cumsum(values) if kind == "sizes" else values
+    return offsets
+
+
 class LaunchCache:
     """Entries by key, the latest ones; `seen` holds keys that came once."""
 
@@ -307,6 +393,9 @@ class LaunchCache:
         except TypeError:  # a config or a backend that cannot be a key
             return None
         if entry is None:
+            tokens = _tokens_key(key, call)
+            entry = None if tokens is None else self._entries.get(tokens)
+        if entry is None:
             return None
         index = entry.index
         if index < 0 or index == current_device():
@@ -317,15 +406,17 @@ class LaunchCache:
                 return None
             return entry.run(call)  # type: ignore[no-any-return]
 
-    def run(self, key: Key | None, kind: str, choice: Choice, problem: GroupedGemmProblem) -> Any:
+    def run(self, key: Key | None, call: Call | None, choice: Choice, problem: GroupedGemmProblem) -> Any:
         """Binds and launches; what comes for the second time is kept for the third."""
         out = allocate(problem)
-        if key is None or not self.comes_again(key) or not _lasting(choice, problem):
-            bind(choice, problem, out).launch()
-            return caller_result(problem, out)
         bound = bind(choice, problem, out)
         bound.launch()
-        self.keep(key, _entry_of(problem, bound, choice, kind))
+        if key is not None and call is not None and _lasting(choice, problem):
+            tokens = _tokens_key(key, call)
+            if self.comes_again(key):
+                self.keep(key, _entry_of(problem, bound, choice, call.kind))
+            if tokens is not None and tokens not in self._entries and self.comes_again(tokens):
+                self.keep(tokens, _TokensEntry(problem, bound.ops, choice, call.kind))
         return caller_result(problem, out)
 
     def comes_again(self, key: Key) -> bool:
@@ -391,17 +482,17 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
 def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
     """The result of a problem by a choice that was made for its spec."""
     if problem.kind != "torch" or problem.form == "per_group":
-        return LAUNCHES.run(None, "", choice, problem)
+        return LAUNCHES.run(None, None, choice, problem)
     grouping, cut = problem.grouping, problem.cut
-    kind = "" if grouping is None else grouping.kind if grouping.live is not None else "host"
+    kind = "" if grouping is None else grouping.kind if grouping.live is not None else "offsets"
     values = None if cut is None else cut.host if cut.live is None else cut.live
     a, b, c = (x[0] if problem.squeezed and isinstance(x, Tensor) else x for x in (problem.a, problem.b, problem.c))
     masked = problem.valid_rows is not None
-    call: Any = (a, b, kind, None if masked else values, values if masked else None, c, problem.bias, problem.given_out)
-    call = Call(*call)
+    cuts = (None, values) if masked else (values, None)
+    call = Call(problem.form[-1], a, b, kind, cuts[0], cuts[1], c, problem.bias, problem.given_out)  # type: ignore[arg-type]
     key = key_of(call, (id(choice), problem.alpha, problem.beta, problem.squeezed))
     found = None if key is None else LAUNCHES.recall(key, call)
-    return LAUNCHES.run(key, kind, choice, problem) if found is None else found
+    return LAUNCHES.run(key, call, choice, problem) if found is None else found
 
 
 LAUNCHES = LaunchCache()

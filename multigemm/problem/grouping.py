@@ -101,10 +101,13 @@ def _length(live: Tensor | None, host: Int64s | None) -> int:
 def _read_list(x: Sequence[Any], name: str) -> Int64s:
     if isinstance(x, memoryview) and x.ndim != 1:
         raise InvalidProblem(f"{name} has {x.ndim} dimensions; it must be a vector")
-    away = next((v for v in x if isinstance(v, Tensor) and not v.is_cpu), None)
-    if away is not None:
-        raise InvalidProblem(f"{name} holds a tensor on {away.device}, and none is read back: pass torch.stack({name})")
     try:
+        if type(x) in (list, tuple) and set(map(type, x)) == {int}:  # the common case, at a tenth of the time
+            return np.array(x, dtype=np.int64)
+        away = next((v for v in x if isinstance(v, Tensor) and not v.is_cpu), None)
+        if away is not None:
+            remedy = f"none is read back: pass torch.stack({name})"
+            raise InvalidProblem(f"{name} holds a tensor on {away.device}, and {remedy}")
         if any(_is_bool(v) for v in x):
             raise TypeError
         return np.array([operator.index(v) for v in x], dtype=np.int64)

@@ -7,6 +7,7 @@ of equal problems are one object, and a call with the shapes of an earlier call 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -125,6 +126,13 @@ WIDE = 2**31
 def bucket(n: int) -> int:
     """The power of two at or above `n`; 0 for 0."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+def half_octave(count: int) -> int:
+    """The least power of the square root of two, rounded down, that is at or above `count`; 0 for 0."""
+    top = bucket(count)
+    lower = math.isqrt(top * top // 2)
+    return lower if count <= lower else top
 
 
 def _largest_power(value: int) -> int:
