@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from types import ModuleType
@@ -17,7 +18,6 @@ import multigemm as mg
 from multigemm.integrations import gmm as grouped_gemm
 from multigemm.integrations.ragged_dot import ragged_dot
 from multigemm.integrations.torch_grouped_mm import grouped_mm
-from multigemm.integrations.tritonbench import ADAPTERS, adapter
 
 M, N, K, G = 16, 32, 64, 4
 
@@ -88,6 +88,26 @@ def test_grouped_mm_agrees_with_torch_where_torch_can() -> None:
     a, b = torch.randn(32, 16, dtype=torch.bfloat16), torch.randn(4, 16, 24, dtype=torch.bfloat16)
     torch.testing.assert_close(grouped_mm(a, b, offs=offs), F.grouped_mm(a, b, offs=offs))
     torch.testing.assert_close(grouped_mm(b.mT, b), F.grouped_mm(b.mT, b))
+
+
+def test_grouped_mm_takes_its_operands_by_position_and_by_keyword() -> None:
+    """`torch._grouped_mm` takes all five by position, `torch.nn.functional.grouped_mm` three of them by keyword alone."""
+    offs = torch.tensor([8, 32], dtype=torch.int32)
+    a, b = torch.randn(32, 16, dtype=torch.bfloat16), torch.randn(2, 16, 24, dtype=torch.bfloat16)
+    bias = torch.randn(2, 24, dtype=torch.bfloat16)
+    assert torch.equal(grouped_mm(a, b, offs), grouped_mm(a, b, offs=offs))
+    torch.testing.assert_close(grouped_mm(a, b, offs), torch._grouped_mm(a, b, offs))
+    everything = grouped_mm(a, b, offs, bias, torch.float32)
+    assert everything.dtype == torch.float32
+    assert torch.equal(everything, grouped_mm(a, b, offs=offs, bias=bias, out_dtype=torch.float32))
+
+
+def test_grouped_mm_has_at_least_the_parameters_of_torch() -> None:
+    original, ours = inspect.signature(F.grouped_mm).parameters, inspect.signature(grouped_mm).parameters
+    assert [(x.name, x.default) for x in original.values()] == [(x.name, x.default) for x in ours.values()]
+    schema = torch.ops.aten._grouped_mm.default._schema
+    assert [x.name for x in schema.arguments[2:]] == [x.name for x in list(ours.values())[2:]]
+    assert all(x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for x in ours.values())
 
 
 def test_grouped_mm_goes_where_torch_does_not() -> None:
@@ -313,27 +333,12 @@ def test_ragged_dot_keeps_the_kind_of_array(index: Any) -> None:
     assert wide.dtype == np.float64
     with pytest.raises(mg.InvalidProblem, match="group_offset"):
         ragged_dot(lhs, rhs, sizes, group_offset=np.array([1]))
+    torch.testing.assert_close(ragged_dot(lhs, rhs, sizes, None, None, None, None), want)  # JAX's order
+    assert np.array_equal(ragged_dot(lhs, rhs, sizes, out_sharding=None), ragged_dot(lhs, rhs, sizes))
+    with pytest.raises(mg.InvalidProblem, match=r"out_sharding=\('x', None\) is not supported: .* leave it at None"):
+        ragged_dot(lhs, rhs, sizes, out_sharding=("x", None))
     with pytest.raises(mg.InvalidProblem, match="must hold integers"):
         ragged_dot(lhs, rhs, sizes.astype(np.float32))
     assert ragged_dot(lhs, rhs, range(3)).shape == (7, 5)
     with pytest.raises(mg.InvalidProblem, match="sizes is of type int"):
         ragged_dot(lhs, rhs, 6)
-
-
-def test_tritonbench_adapters_pack_once_and_return_rows() -> None:
-    shared = torch.randn(256, 128, dtype=torch.bfloat16)
-    group_a = [torch.randn(m, 256, dtype=torch.bfloat16) for m in (64, 128, 192, 256)]
-    call = ADAPTERS["cpu"](None, group_a, [shared] * 4)
-    want = torch.cat([a @ shared for a in group_a])
-    torch.testing.assert_close(call(), want, rtol=1e-2, atol=1e-2)
-    assert call() is call()  # no packing, no allocation
-    stacked = [torch.randn(256, 128, dtype=torch.bfloat16) for _ in group_a]
-    want = torch.cat([a @ b for a, b in zip(group_a, stacked, strict=True)])
-    torch.testing.assert_close(ADAPTERS["auto"](None, group_a, stacked)(), want, rtol=1e-2, atol=1e-2)
-    uneven_a = [torch.randn(m, k) for m, k in ((3, 4), (5, 6))]
-    uneven_b = [torch.randn(4, 7), torch.randn(6, 7)]
-    want = torch.cat([a @ b for a, b in zip(uneven_a, uneven_b, strict=True)])
-    torch.testing.assert_close(adapter("cpu")(None, uneven_a, uneven_b)(), want)
-    assert {"auto", "cupy", "triton", "numba", "cublas", "cpu"} <= set(ADAPTERS)
-    with pytest.raises((mg.BackendUnavailable, mg.BackendUnsupported)):
-        ADAPTERS["cupy"](None, group_a, stacked)
