@@ -91,7 +91,7 @@ def test_grouped_mm_agrees_with_torch_where_torch_can() -> None:
 
 
 def test_grouped_mm_takes_its_operands_by_position_and_by_keyword() -> None:
-    """`torch._grouped_mm` takes all five by position, `torch.nn.functional.grouped_mm` three of them by keyword alone."""
+    """`torch._grouped_mm` takes all five by position, `torch.nn.functional.grouped_mm` three by keyword alone."""
     offs = torch.tensor([8, 32], dtype=torch.int32)
     a, b = torch.randn(32, 16, dtype=torch.bfloat16), torch.randn(2, 16, 24, dtype=torch.bfloat16)
     bias = torch.randn(2, 24, dtype=torch.bfloat16)
@@ -154,12 +154,12 @@ def test_gmm_backward_of_a_sum_and_of_one_operand() -> None:
     """The original's tests call `out.sum().backward()`, whose incoming gradient is one number for all elements."""
     sizes = torch.tensor([3, 0, 6])
     a, b = torch.randn(9, 4, requires_grad=True), torch.randn(3, 4, 5, requires_grad=True)
-    grouped_gemm.ops.gmm(a, b, sizes).sum().backward()
+    torch.autograd.backward(grouped_gemm.ops.gmm(a, b, sizes).sum())
     wants = torch.autograd.grad(loop(a, b, sizes, False).sum(), (a, b))
     torch.testing.assert_close((a.grad, b.grad), wants)
     for wanted in (0, 1):
         pair = [x.detach().clone().requires_grad_(i == wanted) for i, x in enumerate((a, b))]
-        grouped_gemm.ops.gmm(*pair, sizes).sum().backward()
+        torch.autograd.backward(grouped_gemm.ops.gmm(pair[0], pair[1], sizes).sum())
         torch.testing.assert_close(pair[wanted].grad, wants[wanted])
         assert pair[1 - wanted].grad is None
 
@@ -195,7 +195,11 @@ def test_gmm_refuses_operands_that_do_not_fit_the_flags() -> None:
 def test_gmm_of_the_backend_has_no_gradient() -> None:
     """The original's `backend` knows no autograd: blocks that write their own backward pass give it whatever requires
     grad, an output too."""
-    a, b, sizes = torch.randn(9, 4, requires_grad=True), torch.randn(3, 4, 5, requires_grad=True), torch.tensor([3, 0, 6])
+    a, b, sizes = (
+        torch.randn(9, 4, requires_grad=True),
+        torch.randn(3, 4, 5, requires_grad=True),
+        torch.tensor([3, 0, 6]),
+    )
     c = torch.empty(9, 5, requires_grad=True)
     assert not grouped_gemm.backend.gmm(a, b, sizes).requires_grad
     assert grouped_gemm.backend.gmm(a, b, sizes, c=c) is c

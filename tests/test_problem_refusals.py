@@ -74,8 +74,8 @@ def test_things_that_are_no_arrays(x: Any) -> None:
         ({"offsets": CUT, "out": torch.ones(10, 4)}, r"out has shape \(10, 4\)"),
         (
             {"offsets": CUT, "out": torch.ones(10, 5, dtype=torch.int32)},
-            "out has dtype torch.int32; the result of torch.float32 products cannot be torch.int32: pass out as bfloat16, "
-            "float16, float32, float64",
+            "out has dtype torch.int32; the result of torch.float32 products cannot be torch.int32: pass out as "
+            "bfloat16, float16, float32, float64",
         ),
         ({"offsets": CUT, "out": torch.ones(10, 5), "out_dtype": torch.float16}, "pass one of them"),
         ({"offsets": CUT, "out": torch.ones(1, 5).expand(10, 5)}, "overlaps itself"),

@@ -112,7 +112,7 @@ def test_nan_stays_in_its_rows_and_columns() -> None:
     assert out[3].isnan().all() and out[4].isfinite().all()
 
 
-def warned_while_solving(operands: Any, **options: Any) -> tuple[list[str], dict[str, str]]:
+def warned_while_solving(operands: Any, **options: Any) -> tuple[list[str], Any]:
     """The warnings that escape from a product in the interpreter, and NumPy's handling of such errors after it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -137,12 +137,12 @@ def test_what_a_gpu_computes_silently_warns_of_nothing(dtype: torch.dtype, activ
 
 def test_only_the_thread_that_interprets_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the interpreter runs in one thread, NumPy warns in another one as ever."""
-    inside: dict[str, dict[str, str]] = {}
+    inside: dict[str, Any] = {}
 
     def interpreted() -> None:
-        inside["here"] = dict(np.geterr())
+        inside["here"] = np.geterr()
         with ThreadPoolExecutor(1) as other:
-            inside["beside"] = other.submit(lambda: dict(np.geterr())).result(30)
+            inside["beside"] = other.submit(np.geterr).result(30)
 
     monkeypatch.setattr(emulate, "_bind", lambda ops, config: interpreted)
     before = np.geterr()

@@ -1,4 +1,4 @@
-"""TritonBench's grouped_gemm with our entries: a stand-in for its harness, and the real operator where it is installed."""
+"""TritonBench's grouped_gemm with our entries: a stand-in for its harness, the real operator if installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Harness:
         return decorator
 
     def function(self, operator: Any, name: str, inputs: tuple[Any, ...]) -> Callable[[], Any]:
-        made = getattr(operator, name)(*inputs)
+        made: Callable[[], Any] = getattr(operator, name)(*inputs)
         setattr(made, "_name", name)  # noqa: B010
         return made
 
@@ -91,13 +91,13 @@ OPERATORS = [Joined, Four, FourGiven, Apart]
 
 
 @pytest.fixture
-def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
+def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
     """The harness under the names that `register` imports, without an operator yet."""
     made = Harness()
     for name in ("", ".operators", ".operators.grouped_gemm", ".utils", ".utils.triton_op"):
         monkeypatch.setitem(sys.modules, f"tritonbench{name}", ModuleType(f"tritonbench{name}"))
     sys.modules["tritonbench.utils.triton_op"].register_benchmark = made.register_benchmark  # type: ignore[attr-defined]
-    yield made
+    return made
 
 
 def install(operator: type) -> type:

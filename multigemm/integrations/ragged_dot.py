@@ -38,8 +38,8 @@ def ragged_dot(
         raise InvalidProblem("group_offset is not supported: slice group_sizes, rhs and lhs instead")
     if out_sharding is not None:
         raise InvalidProblem(
-            f"out_sharding={out_sharding!r} is not supported: the result lies on one device; leave it at None, and call "
-            "jax.device_put on the result"
+            f"out_sharding={out_sharding!r} is not supported: the result lies on one device; leave it at None, and "
+            "call jax.device_put on the result"
         )
     result = dispatch.grouped_gemm(lhs, rhs, sizes=_index(group_sizes), out_dtype=preferred_element_type)
     return _give_back(result, lhs)

@@ -10,8 +10,8 @@ or, in a script of your own, before the operator is made:
 `register` takes TritonBench from July 2025 on. `ADAPTERS` holds the entries alone, `(operator, group_A, group_B, ...)`
 -> function; what `register` does for each of them by TritonBench's own decorator is
 
-    entry = register_benchmark(operator_name="grouped_gemm", func_name="multigemm_cupy", fwd_only=True)(ADAPTERS["cupy"])
-    setattr(Operator, "multigemm_cupy", entry)
+    mark = register_benchmark(operator_name="grouped_gemm", func_name="multigemm_cupy", fwd_only=True)
+    setattr(Operator, "multigemm_cupy", mark(ADAPTERS["cupy"]))
 
 Joining rows and planning happen when the entry is called, as for the operator's own preprocessed entries; the function
 that it returns only launches. Each call of it writes into the same memory.
