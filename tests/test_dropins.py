@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,6 @@ import multigemm as mg
 from multigemm.integrations import gmm as grouped_gemm
 from multigemm.integrations.ragged_dot import ragged_dot
 from multigemm.integrations.torch_grouped_mm import grouped_mm
-from multigemm.integrations.tritonbench import ADAPTERS, adapter
 
 M, N, K, G = 16, 32, 64, 4
 
@@ -88,6 +90,26 @@ def test_grouped_mm_agrees_with_torch_where_torch_can() -> None:
     torch.testing.assert_close(grouped_mm(b.mT, b), F.grouped_mm(b.mT, b))
 
 
+def test_grouped_mm_takes_its_operands_by_position_and_by_keyword() -> None:
+    """`torch._grouped_mm` takes all five by position, `torch.nn.functional.grouped_mm` three by keyword alone."""
+    offs = torch.tensor([8, 32], dtype=torch.int32)
+    a, b = torch.randn(32, 16, dtype=torch.bfloat16), torch.randn(2, 16, 24, dtype=torch.bfloat16)
+    bias = torch.randn(2, 24, dtype=torch.bfloat16)
+    assert torch.equal(grouped_mm(a, b, offs), grouped_mm(a, b, offs=offs))
+    torch.testing.assert_close(grouped_mm(a, b, offs), torch._grouped_mm(a, b, offs))
+    everything = grouped_mm(a, b, offs, bias, torch.float32)
+    assert everything.dtype == torch.float32
+    assert torch.equal(everything, grouped_mm(a, b, offs=offs, bias=bias, out_dtype=torch.float32))
+
+
+def test_grouped_mm_has_at_least_the_parameters_of_torch() -> None:
+    original, ours = inspect.signature(F.grouped_mm).parameters, inspect.signature(grouped_mm).parameters
+    assert [(x.name, x.default) for x in original.values()] == [(x.name, x.default) for x in ours.values()]
+    schema = torch.ops.aten._grouped_mm.default._schema
+    assert [x.name for x in schema.arguments[2:]] == [x.name for x in list(ours.values())[2:]]
+    assert all(x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for x in ours.values())
+
+
 def test_grouped_mm_goes_where_torch_does_not() -> None:
     offs = torch.tensor([1, 1, 4], dtype=torch.int32)
     a, b = torch.randn(7, 5, dtype=torch.float64), torch.randn(3, 5, 3, dtype=torch.float64)
@@ -128,22 +150,152 @@ def test_gmm_with_fixed_and_with_random_sizes(z: int, m: int, k: int, n: int, tr
         torch.testing.assert_close(got, torch.autograd.grad(want.float().sum(), (a, b)), rtol=0.02, atol=0.02)
 
 
+def test_gmm_backward_of_a_sum_and_of_one_operand() -> None:
+    """The original's tests call `out.sum().backward()`, whose incoming gradient is one number for all elements."""
+    sizes = torch.tensor([3, 0, 6])
+    a, b = torch.randn(9, 4, requires_grad=True), torch.randn(3, 4, 5, requires_grad=True)
+    torch.autograd.backward(grouped_gemm.ops.gmm(a, b, sizes).sum())
+    wants = torch.autograd.grad(loop(a, b, sizes, False).sum(), (a, b))
+    torch.testing.assert_close((a.grad, b.grad), wants)
+    for wanted in (0, 1):
+        pair = [x.detach().clone().requires_grad_(i == wanted) for i, x in enumerate((a, b))]
+        torch.autograd.backward(grouped_gemm.ops.gmm(pair[0], pair[1], sizes).sum())
+        torch.testing.assert_close(pair[wanted].grad, wants[wanted])
+        assert pair[1 - wanted].grad is None
+
+
 def test_gmm_with_trans_a_and_with_an_output() -> None:
     a, b, sizes = torch.randn(9, 4), torch.randn(9, 5), torch.tensor([3, 0, 6])
     c = torch.full((3, 4, 5), torch.nan)
-    out = grouped_gemm.backend.gmm(a, b, sizes, True, False, c)
-    assert out is c
+    assert grouped_gemm.backend.gmm(a, b, sizes, True, False, c) is c  # the original's order of parameters
     want = torch.stack([x.T @ y for x, y in zip(torch.split(a, [3, 0, 6]), torch.split(b, [3, 0, 6]), strict=True)])
     torch.testing.assert_close(c, want)
     assert c[1].abs().max() == 0
-    with pytest.raises(mg.InvalidProblem, match="given together"):
-        grouped_gemm.ops.gmm(a, b, sizes, True, True)
-    with pytest.raises(mg.InvalidProblem, match="dimensions"):
-        grouped_gemm.ops.gmm(a, b, sizes)
-    torch.testing.assert_close(grouped_gemm.ops.gmm(a, b, [3, 0, 6], True), want)
+    c.fill_(torch.nan)
+    grouped_gemm.ops.backend.gmm(a, b, sizes, trans_a=True, c=c)  # as the original's own tests reach it
+    torch.testing.assert_close(c, want)
+    torch.testing.assert_close(grouped_gemm.ops.gmm(a, b, [3, 0, 6], trans_a=True), want)
     for wrong, words in ((sizes[None], "sizes has 2 dimensions"), (9, "sizes is of type int")):
         with pytest.raises(mg.InvalidProblem, match=words):
-            grouped_gemm.ops.gmm(a, b, wrong, True)
+            grouped_gemm.backend.gmm(a, b, wrong, True)
+
+
+def test_gmm_refuses_operands_that_do_not_fit_the_flags() -> None:
+    a, b, stacked, sizes = torch.randn(9, 4), torch.randn(9, 5), torch.randn(3, 4, 5), [3, 0, 6]
+    with pytest.raises(mg.InvalidProblem, match="given together"):
+        grouped_gemm.backend.gmm(a, b, sizes, True, True)
+    with pytest.raises(mg.InvalidProblem, match="with trans_a=False they must have 2 and 3"):
+        grouped_gemm.ops.gmm(a, b, sizes)
+    with pytest.raises(mg.InvalidProblem, match="with trans_a=False they must have 2 and 3"):
+        grouped_gemm.ops.gmm(a, b, sizes, True)
+    with pytest.raises(mg.InvalidProblem, match="with trans_a=True they must have 2 and 2"):
+        grouped_gemm.backend.gmm(a, stacked, sizes, True)
+
+
+def test_gmm_of_the_backend_has_no_gradient() -> None:
+    """The original's `backend` knows no autograd: blocks that write their own backward pass give it whatever requires
+    grad, an output too."""
+    a, b, sizes = (
+        torch.randn(9, 4, requires_grad=True),
+        torch.randn(3, 4, 5, requires_grad=True),
+        torch.tensor([3, 0, 6]),
+    )
+    c = torch.empty(9, 5, requires_grad=True)
+    assert not grouped_gemm.backend.gmm(a, b, sizes).requires_grad
+    assert grouped_gemm.backend.gmm(a, b, sizes, c=c) is c
+    torch.testing.assert_close(c, loop(a, b, sizes, False))
+    assert c.grad_fn is None
+    left = grouped_gemm.ops.gmm(a, torch.randn(9, 5), sizes, trans_a=True)
+    assert left.requires_grad
+
+
+class PlannedMlp(torch.autograd.Function):
+    """Two layers with a backward pass by hand on `backend.gmm`, which writes over what it no longer needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, sizes: Tensor) -> Tensor:
+        hidden = grouped_gemm.backend.gmm(x, up, sizes, trans_b=True)
+        ctx.save_for_backward(x, up, down, sizes, hidden)
+        return grouped_gemm.backend.gmm(F.gelu(hidden), down, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, up, down, sizes, hidden = ctx.saved_tensors
+        with torch.enable_grad():
+            inner = hidden.detach().requires_grad_()
+            active = F.gelu(inner)
+        down_grad = grouped_gemm.backend.gmm(active, grad, sizes, trans_a=True)
+        written = active  # requires grad, and receives another product
+        grouped_gemm.backend.gmm(grad, down, sizes, trans_b=True, c=written)
+        through = torch.ops.aten.gelu_backward(written.detach(), hidden)
+        up_grad = grouped_gemm.backend.gmm(through, x, sizes, trans_a=True)
+        x_grad = grad.clone()
+        grouped_gemm.backend.gmm(through, up, sizes, c=x_grad)
+        return x_grad, up_grad, down_grad, None
+
+
+def test_gmm_serves_a_backward_pass_that_reuses_memory() -> None:
+    sizes = torch.tensor([5, 0, 11])
+    operands = [torch.randn(*shape, requires_grad=True) for shape in ((16, 8), (3, 12, 8), (3, 12, 8))]
+    x, up, down = operands
+    out = PlannedMlp.apply(*operands, sizes)  # type: ignore[no-untyped-call]
+    want = loop(F.gelu(loop(x, up, sizes, True)), down, sizes, False)
+    torch.testing.assert_close(out, want)
+    grad = torch.randn_like(out)
+    torch.testing.assert_close(torch.autograd.grad(out, operands, grad), torch.autograd.grad(want, operands, grad))
+
+
+@pytest.fixture
+def no_grouped_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes modules called grouped_gemm away; what the test installs or imports goes when it ends."""
+    for part in ("ops", "backend"):
+        monkeypatch.setattr(grouped_gemm, part, getattr(grouped_gemm, part))
+    for name in ("grouped_gemm", "grouped_gemm.ops", "grouped_gemm.backend"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that the end of the test restores what was there
+        del sys.modules[name]
+
+
+IMPORTS = {
+    "import grouped_gemm": "grouped_gemm.ops.gmm, grouped_gemm.backend.gmm",
+    "import grouped_gemm.ops": "grouped_gemm.ops.gmm, grouped_gemm.ops.backend.gmm",
+    "import grouped_gemm.ops as ops": "ops.gmm, ops.backend.gmm",
+    "import grouped_gemm.backend": "grouped_gemm.ops.gmm, grouped_gemm.backend.gmm",
+    "from grouped_gemm import ops": "ops.gmm, ops.backend.gmm",
+    "from grouped_gemm import backend, ops": "ops.gmm, backend.gmm",
+    "from grouped_gemm.ops import backend, gmm": "gmm, backend.gmm",
+}
+
+
+@pytest.mark.parametrize("installed", ["by install()", "by hand"])
+@pytest.mark.parametrize("line", IMPORTS)
+@pytest.mark.usefixtures("no_grouped_gemm")
+def test_gmm_installed_under_the_original_name(line: str, installed: str) -> None:
+    if installed == "by hand":
+        sys.modules["grouped_gemm"] = grouped_gemm
+    else:
+        grouped_gemm.install()
+    names: dict[str, Any] = {}
+    exec(f"{line}\nfound = ({IMPORTS[line]})", names)
+    differentiable, plain = names["found"]
+    a, b = torch.randn(4, 3, requires_grad=True), torch.randn(2, 5, 3)
+    sizes = torch.tensor([1, 3])
+    torch.testing.assert_close(differentiable(a, b, sizes, True), loop(a, b, sizes, True))
+    assert differentiable(a, b, sizes, True).requires_grad
+    torch.testing.assert_close(plain(a, b, sizes, False, True), loop(a, b, sizes, True).detach())
+
+
+@pytest.mark.usefixtures("no_grouped_gemm")
+def test_gmm_is_not_installed_over_the_original() -> None:
+    grouped_gemm.install()
+    grouped_gemm.install()  # twice is once
+    for name in ("grouped_gemm", "grouped_gemm.ops", "grouped_gemm.backend"):
+        sys.modules.pop(name, None)
+    original = ModuleType("grouped_gemm")
+    original.__file__ = "/somewhere/grouped_gemm/__init__.py"
+    sys.modules["grouped_gemm"] = original
+    with pytest.raises(mg.InvalidSetting, match=r"imported from /somewhere/grouped_gemm/__init__.py: call install"):
+        grouped_gemm.install()
+    assert sys.modules["grouped_gemm"] is original
 
 
 class Foreign:
@@ -185,27 +337,12 @@ def test_ragged_dot_keeps_the_kind_of_array(index: Any) -> None:
     assert wide.dtype == np.float64
     with pytest.raises(mg.InvalidProblem, match="group_offset"):
         ragged_dot(lhs, rhs, sizes, group_offset=np.array([1]))
+    torch.testing.assert_close(ragged_dot(lhs, rhs, sizes, None, None, None, None), want)  # JAX's order
+    assert np.array_equal(ragged_dot(lhs, rhs, sizes, out_sharding=None), ragged_dot(lhs, rhs, sizes))
+    with pytest.raises(mg.InvalidProblem, match=r"out_sharding=\('x', None\) is not supported: .* leave it at None"):
+        ragged_dot(lhs, rhs, sizes, out_sharding=("x", None))
     with pytest.raises(mg.InvalidProblem, match="must hold integers"):
         ragged_dot(lhs, rhs, sizes.astype(np.float32))
     assert ragged_dot(lhs, rhs, range(3)).shape == (7, 5)
     with pytest.raises(mg.InvalidProblem, match="sizes is of type int"):
         ragged_dot(lhs, rhs, 6)
-
-
-def test_tritonbench_adapters_pack_once_and_return_rows() -> None:
-    shared = torch.randn(256, 128, dtype=torch.bfloat16)
-    group_a = [torch.randn(m, 256, dtype=torch.bfloat16) for m in (64, 128, 192, 256)]
-    call = ADAPTERS["cpu"](None, group_a, [shared] * 4)
-    want = torch.cat([a @ shared for a in group_a])
-    torch.testing.assert_close(call(), want, rtol=1e-2, atol=1e-2)
-    assert call() is call()  # no packing, no allocation
-    stacked = [torch.randn(256, 128, dtype=torch.bfloat16) for _ in group_a]
-    want = torch.cat([a @ b for a, b in zip(group_a, stacked, strict=True)])
-    torch.testing.assert_close(ADAPTERS["auto"](None, group_a, stacked)(), want, rtol=1e-2, atol=1e-2)
-    uneven_a = [torch.randn(m, k) for m, k in ((3, 4), (5, 6))]
-    uneven_b = [torch.randn(4, 7), torch.randn(6, 7)]
-    want = torch.cat([a @ b for a, b in zip(uneven_a, uneven_b, strict=True)])
-    torch.testing.assert_close(adapter("cpu")(None, uneven_a, uneven_b)(), want)
-    assert {"auto", "cupy", "triton", "numba", "cublas", "cpu"} <= set(ADAPTERS)
-    with pytest.raises((mg.BackendUnavailable, mg.BackendUnsupported)):
-        ADAPTERS["cupy"](None, group_a, stacked)

@@ -72,11 +72,15 @@ def test_things_that_are_no_arrays(x: Any) -> None:
         ({"offsets": CUT, "bias": [torch.ones(5)] * 3}, "bias is a list"),
         ({"offsets": CUT, "bias": torch.ones(5, dtype=torch.int32)}, "bias has dtype torch.int32"),
         ({"offsets": CUT, "out": torch.ones(10, 4)}, r"out has shape \(10, 4\)"),
-        ({"offsets": CUT, "out": torch.ones(10, 5, dtype=torch.int32)}, "cannot be torch.int32"),
+        (
+            {"offsets": CUT, "out": torch.ones(10, 5, dtype=torch.int32)},
+            "out has dtype torch.int32; the result of torch.float32 products cannot be torch.int32: pass out as "
+            "bfloat16, float16, float32, float64",
+        ),
         ({"offsets": CUT, "out": torch.ones(10, 5), "out_dtype": torch.float16}, "pass one of them"),
         ({"offsets": CUT, "out": torch.ones(1, 5).expand(10, 5)}, "overlaps itself"),
         ({"offsets": CUT, "out_dtype": "floaty"}, "not a dtype"),
-        ({"offsets": CUT, "out_dtype": torch.int8}, "cannot be torch.int8"),
+        ({"offsets": CUT, "out_dtype": torch.int8}, "out_dtype is torch.int8; .* cannot be torch.int8: use bfloat16"),
         ({}, "the form batched takes"),
     ],
 )
@@ -119,13 +123,34 @@ def test_bad_operands(a: Any, b: Any, kwargs: dict[str, Any], match: str) -> Non
     refuse(match, a, b, **kwargs)
 
 
+@pytest.mark.parametrize("b", [[B[0].numpy()], [B[0], B[1].numpy()], [1.0]])
+def test_lists_of_two_lengths_are_counted_before_they_are_read(b: list[Any]) -> None:
+    """Where a has no matrix, none of b can be unlike it."""
+    refuse(f"a has 0 matrices and b has {len(b)}: a list problem needs as many of each", [], b)
+    refuse(f"a has {len(b)} matrices and b has 0", b, [])
+
+
+@pytest.mark.gpu
+def test_lists_without_a_matrix_have_no_device() -> None:
+    refuse("a has 0 matrices and b has 1: a list problem needs as many of each", [], [B[0].cuda()])
+    assert mg.grouped_gemm([], [], bias=torch.ones(5, device="cuda")) == []
+    x = torch.ones(2, 2)
+    refuse("bias is on cuda:0 and a is on cpu", [x], [x], bias=torch.ones(2, device="cuda"))
+
+
+def test_the_dtype_of_a_list_of_outputs() -> None:
+    refuse("out has dtype torch.int64; the result of torch.float64", [A.double()], [A.T.double()],
+           out=[torch.ones(10, 10, dtype=torch.int64)])  # fmt: skip
+
+
 def test_int8_rules() -> None:
     a, b = A.to(torch.int8), B.to(torch.int8)
     refuse("alpha=0.5 with int8", a, b, offsets=CUT, alpha=0.5)
     refuse("alpha=nan with int8", a, b, offsets=CUT, alpha=float("nan"))
     refuse("only 'relu'", a, b, offsets=CUT, activation="gelu")
     refuse("bias has dtype torch.float32", a, b, offsets=CUT, bias=torch.ones(5))
-    refuse("cannot be torch.float32", a, b, offsets=CUT, out_dtype=torch.float32)
+    refuse("cannot be torch.float32: use int32", a, b, offsets=CUT, out_dtype=torch.float32)
+    refuse("out has dtype torch.float32; .* pass out as int32", a, b, offsets=CUT, out=torch.ones(10, 5))
 
 
 def test_outputs_that_meet_inputs() -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.triton import BACKEND, Config
+from multigemm.backends.triton import BACKEND, Config, emulate
 from multigemm.backends.triton.emulate import space_of
 from multigemm.backends.triton.launch import chunk_of
 from multigemm.backends.triton.pointer_sources import LISTED, WHOLE
@@ -108,6 +110,46 @@ def test_nan_stays_in_its_rows_and_columns() -> None:
     a[3, 0], b[2, 36, 7] = float("nan"), float("inf")
     out = check(a, b, offsets=OFFSETS)
     assert out[3].isnan().all() and out[4].isfinite().all()
+
+
+def warned_while_solving(operands: Any, **options: Any) -> tuple[list[str], Any]:
+    """The warnings that escape from a product in the interpreter, and NumPy's handling of such errors after it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mg.solve(mg.GroupedGemmProblem(*operands, **options), backend="triton")
+    return [str(x.message) for x in caught], np.geterr()
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_a_gpu_computes_silently_warns_of_nothing(dtype: torch.dtype, activation: str | None) -> None:
+    """NaN, infinities and overflow are values; NumPy, in which the interpreter computes, warns of each."""
+    a, b = draw(dtype, 8, 37), draw(dtype, 37, 20)
+    a[0], a[1], a[2, :2] = torch.nan, torch.inf, torch.tensor([torch.inf, -torch.inf])
+    a[3] = a[4] = b[5] = torch.finfo(dtype).max
+    a[4] = -a[4]
+    before = np.geterr()
+    for operands, options in (((a, b), {"sizes": torch.tensor([3, 5])}), (([a, a], [b, b]), {})):
+        messages, after = warned_while_solving(operands, activation=activation, alpha=3.0, **options)
+        assert not messages
+        assert after == before
+
+
+def test_only_the_thread_that_interprets_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the interpreter runs in one thread, NumPy warns in another one as ever."""
+    inside: dict[str, Any] = {}
+
+    def interpreted() -> None:
+        inside["here"] = np.geterr()
+        with ThreadPoolExecutor(1) as other:
+            inside["beside"] = other.submit(np.geterr).result(30)
+
+    monkeypatch.setattr(emulate, "_bind", lambda ops, config: interpreted)
+    before = np.geterr()
+    mg.solve(mg.GroupedGemmProblem(torch.ones(8, 8), torch.ones(8, 8)), backend="triton")
+    assert set(inside["here"].values()) == {"ignore"}
+    assert inside["beside"] == before == np.geterr()
+    assert "warn" in before.values()
 
 
 def test_rows_without_owner_stay_untouched_in_a_given_output() -> None:

@@ -99,13 +99,17 @@ _alone = threading.Lock()
 
 
 def bind_emulated(ops: Operands, config: Config) -> Launch:
-    """A launch that interprets the kernel program by program."""
+    """A launch that interprets the kernel program by program.
+
+    The interpreter computes in NumPy, which warns of the NaN, infinities and overflow that a GPU computes silently.
+    NumPy keeps what it warns of for each thread, so the caller's other threads are warned as before.
+    """
     if is_empty(ops):
         return nothing
     launch = _bind(ops, config)
 
     def alone() -> None:
-        with _alone:
+        with _alone, np.errstate(all="ignore"):
             launch()
 
     return alone

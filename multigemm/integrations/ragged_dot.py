@@ -26,14 +26,21 @@ def ragged_dot(
     precision: Any = None,
     preferred_element_type: Any = None,
     group_offset: Any = None,
+    out_sharding: Any = None,
 ) -> Any:
     """lhs [m, k], rhs [g, k, n], group_sizes [g] -> [m, n]; row i of lhs meets the matrix of its group.
 
     Every `precision` is honoured, since none is looser than what runs. The result has
-    `preferred_element_type`, or the type of the operands (int32 for int8).
+    `preferred_element_type`, or the type of the operands (int32 for int8). The parameters are JAX's, in its
+    order; `group_offset` and `out_sharding` must be None.
     """
     if group_offset is not None:
         raise InvalidProblem("group_offset is not supported: slice group_sizes, rhs and lhs instead")
+    if out_sharding is not None:
+        raise InvalidProblem(
+            f"out_sharding={out_sharding!r} is not supported: the result lies on one device; leave it at None, and "
+            "call jax.device_put on the result"
+        )
     result = dispatch.grouped_gemm(lhs, rhs, sizes=_index(group_sizes), out_dtype=preferred_element_type)
     return _give_back(result, lhs)
 

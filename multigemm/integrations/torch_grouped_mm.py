@@ -1,4 +1,7 @@
-"""A stand-in for `torch.nn.functional.grouped_mm`, with the same signature and the same meaning.
+"""A stand-in for `torch.nn.functional.grouped_mm` and `torch._grouped_mm`, with the same meaning.
+
+The names are those of the public function, which takes the last three by keyword alone; the private one takes all by
+position, and so does this.
 
     from multigemm.integrations.torch_grouped_mm import grouped_mm
 
@@ -19,7 +22,6 @@ from multigemm.integrations.torch_op import grouped_gemm
 def grouped_mm(
     mat_a: Tensor,
     mat_b: Tensor,
-    *,
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,

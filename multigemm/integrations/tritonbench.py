@@ -1,12 +1,20 @@
-"""Adapters for TritonBench's grouped_gemm operator: `(tb_op, group_A, group_B) -> callable`, one for each backend.
+"""Entries for TritonBench's grouped_gemm operator, one for each backend.
 
-    from multigemm.integrations.tritonbench import ADAPTERS
-    for name, adapter in ADAPTERS.items():
-        register_benchmark_mannually("grouped_gemm", func_name=f"multigemm_{name}", ...)(adapter)
+    python run.py --op grouped_gemm --plugin multigemm.integrations.tritonbench.register
 
-The operator hands out lists and compares rows: the results of all groups below each other. Packing
-and planning happen when the adapter is called, as for the operator's own entries; the callable that
-it returns only launches.
+or, in a script of your own, before the operator is made:
+
+    from multigemm.integrations import tritonbench
+    tritonbench.register()                       # entries multigemm_auto, multigemm_cupy, ...
+
+`register` takes TritonBench from July 2025 on. `ADAPTERS` holds the entries alone, `(operator, group_A, group_B, ...)`
+-> function; what `register` does for each of them by TritonBench's own decorator is
+
+    mark = register_benchmark(operator_name="grouped_gemm", func_name="multigemm_cupy", fwd_only=True)
+    setattr(Operator, "multigemm_cupy", mark(ADAPTERS["cupy"]))
+
+Joining rows and planning happen when the entry is called, as for the operator's own preprocessed entries; the function
+that it returns only launches. Each call of it writes into the same memory.
 """
 
 from __future__ import annotations
@@ -21,39 +29,67 @@ from multigemm import api as dispatch
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select import registry
 
-Adapter = Callable[[Any, Sequence[Tensor], Sequence[Tensor]], Callable[[], Tensor]]
+Result = Tensor | list[Tensor]
+Adapter = Callable[..., Callable[[], Result]]
 
 
-def pack(group_a: Sequence[Tensor], group_b: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(rows, one b or a stack of them, offsets on the device) of lists that share K and N; None if they do not."""
-    if len({b.shape for b in group_b}) != 1 or len({a.dtype for a in group_a}) != 1:
-        return None
+def run_with(backend: str, group_a: Sequence[Tensor], group_b: Sequence[Tensor]) -> Callable[[], Result]:
+    """A function that launches, with the result that the operator's baseline returns.
+
+    Operators since September 2025 pass one B for all groups and compare the rows of all groups below each other; the
+    older ones pass a B for each group and compare lists.
+    """
     first = group_b[0]
     shared = all(b.data_ptr() == first.data_ptr() and b.stride() == first.stride() for b in group_b)
-    sizes = torch.tensor([0, *(a.shape[0] for a in group_a)], device=first.device)
-    return torch.cat(list(group_a)), first if shared else torch.stack(list(group_b)), sizes.cumsum(0)
-
-
-def run_with(backend: str, group_a: Sequence[Tensor], group_b: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """A callable that launches and returns [sum of M, N]; lists that differ in K or N are joined after the launch."""
     with torch.no_grad():
-        packed = pack(group_a, group_b)
-        if packed is not None:
-            rows, b, offsets = packed
-            return dispatch.plan(GroupedGemmProblem(rows, b, offsets=offsets), backend)
-        plan = dispatch.plan(GroupedGemmProblem(list(group_a), list(group_b)), backend)
-    return lambda: torch.cat(plan())
+        if shared:
+            sizes = torch.tensor([a.shape[0] for a in group_a], device=first.device)
+            plan = dispatch.plan(GroupedGemmProblem(torch.cat(list(group_a)), first, sizes=sizes), backend)
+        else:
+            plan = dispatch.plan(GroupedGemmProblem(list(group_a), list(group_b)), backend)
+
+    def launch() -> Result:  # a function, since the harness gives it an attribute
+        result: Result = plan()
+        return result
+
+    return launch
 
 
 def adapter(backend: str) -> Adapter:
-    """The adapter of one backend, or of "auto"."""
+    """The entry of one backend, or of "auto"."""
 
-    def adapted(tb_op: Any, group_A: Sequence[Tensor], group_B: Sequence[Tensor]) -> Callable[[], Tensor]:
+    def adapted(
+        tb_op: Any, group_A: Sequence[Tensor], group_B: Sequence[Tensor], w: Any = None, split: Any = None
+    ) -> Callable[[], Result]:
+        """`w` and `split` are operands of other entries: the baseline multiplies group_A by group_B."""
         return run_with(backend, group_A, group_B)
 
     adapted.__name__ = adapted.__qualname__ = f"multigemm_{backend}"
-    adapted.__doc__ = f"TritonBench's grouped_gemm on multigemm's {backend} backend."
     return adapted
 
 
 ADAPTERS: dict[str, Adapter] = {name: adapter(name) for name in ("auto", *registry.names())}
+
+
+def register() -> None:
+    """Add an entry `multigemm_<backend>` for each adapter to TritonBench's grouped_gemm operator.
+
+    Enabled, which is to say run unless `--only` or `--skip` says otherwise, are "auto" and the backends that compute on
+    this machine: those of the GPU, or "cpu" where there is none.
+    """
+    from tritonbench.operators.grouped_gemm import Operator
+    from tritonbench.utils.triton_op import register_benchmark
+
+    enabled = _enabled()
+    for backend, entry in ADAPTERS.items():
+        name = f"multigemm_{backend}"
+        mark = register_benchmark(
+            operator_name="grouped_gemm", func_name=name, enabled=backend in enabled, fwd_only=True
+        )
+        setattr(Operator, name, mark(entry))
+
+
+def _enabled() -> set[str]:
+    gpu = torch.cuda.is_available()
+    here = {x.name for x in dispatch.list_backends() if x.available and not x.emulated and (x.name != "cpu") == gpu}
+    return {"auto", *here} - {"null"}

@@ -41,7 +41,8 @@ def result_dtype(out_dtype: Any, out: torch.dtype | None, compute: torch.dtype) 
     chosen = asked or out or (torch.int32 if compute is torch.int8 else compute)
     allowed = (torch.int32,) if compute is torch.int8 else FLOAT_DTYPES
     if chosen not in allowed:
-        raise InvalidProblem(f"the result of {compute} products cannot be {chosen}: use {_names(allowed)}")
+        seen, remedy = (f"out has dtype {out}", "pass out as") if out is not None else (f"out_dtype is {asked}", "use")
+        raise InvalidProblem(f"{seen}; the result of {compute} products cannot be {chosen}: {remedy} {_names(allowed)}")
     return chosen
 
 

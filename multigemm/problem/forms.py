@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -82,10 +83,14 @@ def _hint(form: Form, a: Tensor, b: Tensor) -> str:
     return ""
 
 
-def check_lists(a: list[Tensor], b: list[Tensor]) -> None:
-    """Every pair of a list problem must be a product of matrices."""
+def check_counts(a: Sequence[Any], b: Sequence[Any]) -> None:
+    """The lists of a list problem must be equally long."""
     if len(a) != len(b):
         raise InvalidProblem(f"a has {len(a)} matrices and b has {len(b)}: a list problem needs as many of each")
+
+
+def check_lists(a: list[Tensor], b: list[Tensor]) -> None:
+    """Every pair of a list problem must be a product of matrices."""
     for g, (x, y) in enumerate(zip(a, b, strict=True)):
         if x.dim() != 2 or y.dim() != 2:
             raise InvalidProblem(

@@ -1,6 +1,7 @@
 """Operands at the door: every array of one problem becomes a tensor on one device, or an error.
 
-The first operand decides the device and the array library; the others are held to it.
+The first operand decides the device and the array library; the others are held to it. Lists of no matrices have no
+first operand: what is shared by no groups may lie anywhere.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ def is_list(x: Any) -> bool:
 class OperandReader:
     """Adopts the arrays of one problem and remembers the mirrors, which are refreshed before each launch."""
 
-    __slots__ = ("device", "kind", "mirrors")
+    __slots__ = ("decided", "device", "kind", "mirrors")
 
     def __init__(self) -> None:
         self.kind: Kind = "torch"
         self.device = torch.device("cpu")
+        self.decided = False
         self.mirrors: dict[str, Adopted] = {}
 
     def first(self, x: Any, name: str) -> Tensor:
         """The operand that decides device and library."""
         got = adopt(x, name)
-        self.kind, self.device = got.kind, got.tensor.device
+        self.kind, self.device, self.decided = got.kind, got.tensor.device, True
         return self._keep(got, name)
 
     def operand(self, x: Any, name: str) -> Tensor:
@@ -73,7 +75,7 @@ class OperandReader:
         return [mirror.refresh for mirror in self.mirrors.values() if mirror.refresh is not None]
 
     def _same_device(self, got: Adopted, name: str) -> Adopted:
-        if got.tensor.device != self.device:
+        if self.decided and got.tensor.device != self.device:
             raise InvalidProblem(f"{name} is on {got.tensor.device} and a is on {self.device}: move it to one device")
         return got
 

@@ -219,6 +219,7 @@ class GroupedGemmProblem:
             raise InvalidProblem("offsets, sizes, ends or valid_rows with lists: a list is cut already, leave them out")
         if jagged != "m":
             raise InvalidProblem(f"jagged={jagged!r} with lists: they may differ in every extent, leave it out")
+        forms.check_counts(a, b)
         self.form = "per_group"
         first = [reader.first(a[0], "a[0]")] if a else []
         self.a = [*first, *(reader.operand(x, f"a[{g}]") for g, x in enumerate(a) if g)]

@@ -1,17 +1,10 @@
-"""A stand-in for the `grouped_gemm` package that MegaBlocks and Megatron call.
-
-    from multigemm.integrations import gmm as grouped_gemm
-    y = grouped_gemm.ops.gmm(x, w, batch_sizes, trans_b=True)
-
-It differs in what it accepts: every dtype, empty groups, `batch_sizes` on either device, gradients
-for both operands in every mode, and rows past the last group (zeros).
-"""
+"""The product without gradients, for programs that write their own backward pass."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from multigemm import api as dispatch
@@ -29,11 +22,14 @@ def gmm(
     """`a` [T, K] times `b` [G, K, N] (with trans_b [G, N, K]), rows cut by `batch_sizes` -> [T, N].
 
     With trans_a, `a` [T, M] and `b` [T, N] are cut alike and a_g^T @ b_g is formed -> [G, M, N].
-    `c` receives the result, if given.
+    `c` receives the result, if given. No gradient is recorded, as in the original.
     """
-    if trans_a and b.dim() == 3:
-        # ops.gmm takes trans_b as its fourth parameter, backend.gmm trans_a; a stacked b decides which was meant.
-        trans_a, trans_b = False, True
+    with torch.no_grad():
+        return multiply(a, b, batch_sizes, trans_a, trans_b, c)
+
+
+def multiply(a: Tensor, b: Tensor, batch_sizes: Any, trans_a: bool, trans_b: bool, c: Tensor | None) -> Tensor:
+    """The product of `ops.gmm` and `backend.gmm`; records gradients where autograd is on."""
     if trans_a and trans_b:
         raise InvalidProblem("trans_a and trans_b were given together: transpose one operand with .T instead")
     wanted = 2 if trans_a else 3
@@ -47,7 +43,3 @@ def gmm(
     else:
         result = dispatch.grouped_gemm(a, b.transpose(1, 2) if trans_b else b, sizes=batch_sizes, out=c)
     return result
-
-
-ops = SimpleNamespace(gmm=gmm)
-backend = SimpleNamespace(gmm=gmm)
