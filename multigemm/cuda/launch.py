@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Protocol
 
-from multigemm.cuda.arguments import Addresses, ArgumentBlock
+from multigemm.cuda.arguments import Addresses, ArgumentBlock, Fields, PackedArguments
+from multigemm.cuda.device_fields import DeviceFields
 from multigemm.cuda.driver import (
     CLUSTER_DIMENSION,
     MAX_DYNAMIC_SHARED,
@@ -88,20 +89,22 @@ class Kernel:
 
     def bound(
         self,
-        arguments: Sequence[int | bytes],
+        arguments: Sequence[int | bytes] | Fields,
         *,
         grid: int | tuple[int, int, int],
         threads: int,
         shared: int = 0,
         cluster: int = 1,
         overlap: bool = False,
+        fields: DeviceFields | None = None,
         keep: object = None,
         on_capture: Callable[[], object] | None = None,
     ) -> BoundKernel:
-        """A launch with these arguments.
+        """A launch with these arguments: one by one, or as `Fields` where the kernel takes 64-bit words only.
 
-        `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `keep`
-        lives as long as the launch. `on_capture` is called whenever a launch becomes part of a CUDA graph.
+        `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `fields`
+        follow the operands in device memory, and `keep` lives as long as the launch. `on_capture` is called whenever a
+        launch becomes part of a CUDA graph.
         """
         attributes, count = (LaunchAttribute * 2)(), 0
         wanted = ((cluster > 1, CLUSTER_DIMENSION, (cluster, 1, 1)), (overlap, PROGRAMMATIC, (1, 0, 0)))
@@ -112,13 +115,14 @@ class Kernel:
         blocks = (grid, 1, 1) if isinstance(grid, int) else grid
         config = LaunchConfig(grid=blocks, block=(threads, 1, 1), shared=shared)
         config.attributes, config.attribute_count = ctypes.addressof(attributes), count
-        return BoundKernel(self, ArgumentBlock(arguments), config, on_capture, (attributes, keep))
+        block = PackedArguments(arguments) if isinstance(arguments, Fields) else ArgumentBlock(arguments)
+        return BoundKernel(self, block, config, on_capture, (attributes, keep), fields)
 
 
 class BoundKernel:
     """A launch of a kernel on its device's current stream."""
 
-    __slots__ = ("_block", "_call", "_handle", "_index", "_keep", "_kernel", "_on_capture", "_records")
+    __slots__ = ("_block", "_call", "_fields", "_handle", "_index", "_keep", "_kernel", "_on_capture", "_records")
 
     def __init__(
         self,
@@ -127,7 +131,9 @@ class BoundKernel:
         config: LaunchConfig,
         on_capture: Callable[[], object] | None,
         keep: object,
+        fields: DeviceFields | None = None,
     ) -> None:
+        self._fields = fields
         self._kernel, self._block, self._on_capture, self._keep = kernel, block, on_capture, keep
         self._call, self._handle, self._index = library().cuLaunchKernelEx, kernel.handle, kernel.index
         self._records = Records(config)
@@ -144,18 +150,25 @@ class BoundKernel:
     def on(self, stream: int) -> None:
         """Launches on a raw stream of the current device."""
         record = self._records[stream]
-        code = self._call(record, self._handle, self._block.pointers, None)
+        code = self._call(record, self._handle, self._block.pointers, self._block.extra)
         if code:
-            again = partial(self._call, record, self._handle, self._block.pointers, None)
+            again = partial(self._call, record, self._handle, self._block.pointers, self._block.extra)
             settle(code, self._index, again, f"cuLaunchKernelEx of {self._kernel.name}")
 
     def move(self, addresses: Addresses) -> None:
-        """Gives the launch other addresses of its operands."""
+        """Gives the launch, which comes next on this thread's current stream, other addresses of its operands."""
+        if self._fields is not None:
+            addresses = (*addresses, self._fields.follow(addresses))
         self._block.move(addresses)
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether it holds an address inside one of these ranges that `move` would not replace."""
-        return self._block.stays_behind(spans)
+        return self._block.stays_behind(spans) or (self._fields is not None and self._fields.stays_behind(spans))
+
+
+def fixed(launch: Launch) -> Callable[[], object]:
+    """The same launch without `move`: for one that reads operands' addresses which `move` does not reach."""
+    return launch.__call__
 
 
 class LaunchSequence:
