@@ -1,29 +1,25 @@
 """spec + config -> Recipe: find or compile the kernel, then fix one problem's arguments.
 
 `bind` packs every argument into one buffer and chooses the grid from what the host knows (an upper
-bound of the number of tiles, so that token counts on the device are never read back); `launch` only
-asks for the current stream.
+bound of the number of tiles, so that token counts on the device are never read back). The launch of a
+packed form can follow its operands; a list has a table of them in device memory, and is bound anew.
 """
 
 from __future__ import annotations
 
-import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from multigemm.backend import Bind, Launch, Recipe
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
-from multigemm.backends.numba.call import Call, call_of
+from multigemm.backends.numba.call import Call, Table, call_of, list_table, packed_arguments, tensor_maps
 from multigemm.backends.numba.choice import obstacle
 from multigemm.backends.numba.config import (
     Config,
@@ -34,39 +30,27 @@ from multigemm.backends.numba.config import (
     effective,
     signature_of,
 )
-from multigemm.backends.numba.driver import Function
-from multigemm.backends.numba.hopper_maps import tensor_maps
 from multigemm.backends.numba.hopper_shape import COLUMNS, Layout
 from multigemm.backends.numba.mma_shape import shared_bytes
 from multigemm.backends.numba.support import capability_of
-from multigemm.cuda.device import to_device
+from multigemm.cuda import driver
+from multigemm.cuda.arguments import join
+from multigemm.cuda.device import index_of, processors, to_device
+from multigemm.cuda.device_fields import DeviceFields
+from multigemm.cuda.launch import NOTHING, BoundKernel, Kernel, fixed
 from multigemm.errors import InvalidSetting
-from multigemm.planning.operands import TABLE, Operands, group_table
+from multigemm.planning.operands import TABLE, Operands
 from multigemm.problem.spec import ProblemSpec
 
 SIMULATOR_SWITCH_SECONDS = 2e-5
 _one_at_a_time = threading.Lock()
 """The simulator runs one kernel at a time, and the switch interval belongs to the whole process."""
 ZEROS_PER_BLOCK = 16384
+COUNTERS = bytes(8)
+"""The two counters of the Hopper kernel's scheduler, which start at 0."""
 
 
-def list_table(ops: Operands) -> npt.NDArray[np.int64]:
-    """The host table of a list problem; alpha = 0 reads neither A nor B, which is K = 0."""
-    table = group_table(ops)
-    if ops.spec.alpha == "zero":
-        table[:, TABLE.K] = 0
-    return table
-
-
-def device_table(ops: Operands) -> tuple[Tensor | None, npt.NDArray[np.int64] | None]:
-    """The per-group table on the device and on the host; None, None for a packed form."""
-    if ops.spec.form != "per_group":
-        return None, None
-    table = list_table(ops)
-    return to_device(table, ops.device), table
-
-
-def most_tiles(call: Call, table: npt.NDArray[np.int64] | None, bm: int, bn: int) -> int:
+def most_tiles(call: Call, table: Table | None, bm: int, bn: int) -> int:
     """An upper bound of the number of tiles, from what the host knows."""
     if table is not None:
         return int((-(-table[:, TABLE.M] // bm) * -(-table[:, TABLE.N] // bn)).sum())
@@ -85,15 +69,14 @@ def zeroing_blocks(call: Call) -> int:
     return -(-call.m * call.n * (call.groups if call.valid else 1) // ZEROS_PER_BLOCK)
 
 
-def pack(call: Call, alpha: float, beta: float, more: tuple[int, ...] = ()) -> bytes:
-    """The argument buffer of a kernel: 64-bit words throughout, so no padding."""
-    return struct.pack(f"<{len(call)}q2d{len(more)}q", *call, alpha, beta, *more)
-
-
-@lru_cache(maxsize=256)
-def function_of(config: Config, signature: Signature, device: torch.device, shared: int) -> Function:
+@cache
+def kernel_of(config: Config, signature: Signature, index: int, shared: int) -> Kernel:
     """The loaded kernel: one for each config, signature and device of this process."""
-    return Function(image(config, signature, capability_of(device)), shared, device)
+    made = image(config, signature, capability_of(torch.device("cuda", index)))
+    kernel = Kernel(made.cubin, made.entry, index)
+    if shared > 0:
+        kernel.allow_shared(shared)
+    return kernel
 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device, why: str = "") -> Recipe:
@@ -105,61 +88,75 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device, why: str = "")
     if isinstance(config, SimtConfig) and device.type == "cpu":
         bind = _emulated(config, signature)
     else:
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        bind = bind_for(config, signature, device)
+        bind = bind_for(config, signature, index_of(device))
     return Recipe(kernel=config.kernel, config=config, bind=bind, why=why)
 
 
-def bind_for(config: Config, signature: Signature, device: torch.device) -> Bind:
+def bind_for(config: Config, signature: Signature, index: int) -> Bind:
     """The bind of a config on a GPU."""
     signature = effective(config, signature)
     if isinstance(config, HopperConfig):
-        return _hopper(config, signature, device)
-    return _tiled(config, signature, device, shared_bytes(config) if isinstance(config, MmaConfig) else 0)
+        return _hopper(config, signature, index)
+    return _tiled(config, signature, index, shared_bytes(config) if isinstance(config, MmaConfig) else 0)
 
 
-def _hopper(config: HopperConfig, signature: Signature, device: torch.device) -> Bind:
-    """Tensor maps, one block per multiprocessor at most."""
-    shape = Layout(config, signature)
-    function = function_of(config, signature, device, shape.bytes)
-    processors = _multiprocessors(device)
+def _hopper(config: HopperConfig, signature: Signature, index: int) -> Bind:
+    """Tensor maps, one block per multiprocessor at most.
+
+    The maps are uploaded in front of a launch that may overlap with the kernel before it. An upload is no kernel, so
+    what overlaps is the kernel behind it at most, and the maps of a copy never change.
+    """
+    shared = Layout(config, signature).bytes
+    kernel = kernel_of(config, signature, index, shared)
 
     def bind(ops: Operands) -> Launch:
-        table, host = device_table(ops)
-        call = call_of(ops, table)
-        tiles = most_tiles(call, host, config.n_max, COLUMNS * config.cluster) * config.cluster
-        blocks = min(max(tiles, zeroing_blocks(call)), processors)
+        table = list_table(ops) if ops.spec.form == "per_group" else None
+        on_device = None if table is None else to_device(table, ops.device)
+        call = call_of(ops, on_device)
+        tiles = most_tiles(call, table, config.n_max, COLUMNS * config.cluster) * config.cluster
+        blocks = min(max(tiles, zeroing_blocks(call)), processors(index))
         grid = -(-blocks // config.cluster) * config.cluster
         if grid == 0:
-            return _nothing
-        maps = tensor_maps(config, signature, call, host)
-        # One upload: the maps, and a word for the two counters of the scheduler, which start at 0.
-        workspace = to_device(np.append(maps, np.int64(0)), ops.device)
-        at = workspace.data_ptr()
-        arguments = pack(call, ops.alpha, ops.beta, (at, at + maps.nbytes))
-        launch = function.launcher(grid, config.threads, arguments, config.cluster, overlap=True)
-        return keeping(launch, (ops, table, workspace))
+            return NOTHING
+        with driver.on_device(index):
+            maps = tensor_maps(config, signature, call, table)
+        uploaded = DeviceFields(join([maps, COUNTERS]), ops.device)
+        counters = uploaded.address.at(uploaded.address + len(maps))
+        launch = kernel.bound(
+            packed_arguments(call, ops.alpha, ops.beta, uploaded.address, counters), grid=grid,
+            threads=config.threads, shared=shared, cluster=config.cluster, overlap=True, fields=uploaded,
+            keep=(ops, on_device),
+        )  # fmt: skip
+        return _movable(launch, table)
 
     return bind
 
 
-def _tiled(config: SimtConfig | MmaConfig, signature: Signature, device: torch.device, shared: int) -> Bind:
+def _tiled(config: SimtConfig | MmaConfig, signature: Signature, index: int, shared: int) -> Bind:
     """As many blocks as fit on the device; each walks the tiles in strides."""
-    function = function_of(config, signature, device, shared)
-    overlap = isinstance(config, MmaConfig) and capability_of(device) >= OVERLAP_MINIMUM
-    resident = function.blocks_per_multiprocessor(config.threads) * _multiprocessors(device)
+    kernel = kernel_of(config, signature, index, shared)
+    overlap = isinstance(config, MmaConfig) and capability_of(torch.device("cuda", index)) >= OVERLAP_MINIMUM
+    resident = kernel.blocks_per_processor(config.threads, shared) * processors(index)
 
     def bind(ops: Operands) -> Launch:
-        table, host = device_table(ops)
-        call = call_of(ops, table)
-        tiles = max(most_tiles(call, host, config.bm, config.bn), zeroing_blocks(call))
+        table = list_table(ops) if ops.spec.form == "per_group" else None
+        on_device = None if table is None else to_device(table, ops.device)
+        call = call_of(ops, on_device)
+        tiles = max(most_tiles(call, table, config.bm, config.bn), zeroing_blocks(call))
         if tiles == 0:
-            return _nothing
-        grid = min(tiles, resident)
-        launch = function.launcher(grid, config.threads, pack(call, ops.alpha, ops.beta), overlap=overlap)
-        return keeping(launch, (ops, table))
+            return NOTHING
+        launch = kernel.bound(
+            packed_arguments(call, ops.alpha, ops.beta), grid=min(tiles, resident), threads=config.threads,
+            shared=shared, overlap=overlap, keep=(ops, on_device),
+        )  # fmt: skip
+        return _movable(launch, table)
 
     return bind
+
+
+def _movable(launch: BoundKernel, table: Table | None) -> Launch:
+    """The launch; of a list without `move`, since the table in device memory holds the operands' addresses."""
+    return launch if table is None else fixed(launch)
 
 
 def _emulated(config: SimtConfig, signature: Signature) -> Bind:
@@ -174,11 +171,11 @@ def _emulated(config: SimtConfig, signature: Signature) -> Bind:
         # Two blocks at most: enough to walk tiles in strides, cheap enough for many checks.
         grid = max(1, min(tiles, 2))
 
-        def launch() -> None:
+        def launch(_table: torch.Tensor | None = host) -> None:
             with _one_at_a_time, _simulating():
                 kernel[grid, config.threads](call, ops.alpha, ops.beta)
 
-        return keeping(launch, host)
+        return launch
 
     return bind
 
@@ -198,21 +195,3 @@ def _simulating() -> Iterator[None]:
             yield
     finally:
         sys.setswitchinterval(before)
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _nothing() -> None:
-    """No element of out is to be written."""
-
-
-def keeping(launch: Callable[[], None], alive: Any) -> Launch:
-    """The same launch, holding what its packed addresses point to."""
-
-    def run(_alive: Any = alive) -> None:
-        launch()
-
-    return run
