@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +28,6 @@ from multigemm.backends.numba.config import (
     SIMT,
     Config,
     HopperConfig,
-    signature_of,
 )
 from multigemm.cuda import device_fields, driver, launch, tensor_map
 from multigemm.cuda.device_fields import MOST_COPIES
@@ -145,7 +146,7 @@ def addresses(ops: Operands) -> tuple[int, ...]:
 
 
 def bound(config: Config, ops: Operands) -> Any:
-    return numba_launch.bind_for(config, signature_of(ops.spec), 0)(ops)
+    return numba_launch.bind_for(config, ops.spec, 0)(ops)
 
 
 @dataclass
@@ -259,6 +260,21 @@ def test_kernels_that_wait_by_themselves_may_start_early(cuda: Driver) -> None:
         bound(config, operands("jagged_m"))()
     found = [PROGRAMMATIC in attributes for _, attributes in cuda.launches]
     assert found == [False, True, True, True]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("form", ["masked", "per_group"])
+def test_a_launch_keeps_its_workspace_alive_and_no_operand(form: str, config: Config, cuda: Driver) -> None:
+    ops: Any = operands(form)
+    made = bound(config, ops)
+    tensors = [*ops.a, *ops.b, *ops.out] if form == "per_group" else [ops.a, ops.b, ops.out, ops.valid_rows]
+    seen = [weakref.ref(x) for x in tensors]
+    del ops, tensors
+    gc.collect()
+    assert not any(ref() is not None for ref in seen)
+    kept = (made.__self__ if form == "per_group" else made)._keep
+    assert sum(isinstance(x, Tensor) for x in kept) == (form == "per_group")
+    made()
 
 
 def copies(made: Any) -> dict[tuple[int, ...], Tensor]:

@@ -94,8 +94,8 @@ def _wide(index: Tensor | None) -> int:
     return int(index is not None and index.dtype == torch.int64)
 
 
-def call_of(ops: Operands, table: Tensor | None = None) -> Call:
-    """The words of one problem; `table` lies on the device and belongs to a list problem."""
+def call_of(ops: Operands, style: tuple[int, ...], table: Tensor | None = None) -> Call:
+    """The words of one problem; `style` is that of its spec, `table` that of a list on the device."""
     if table is not None:
         view = Packed(len(cast("list[Tensor]", ops.a)), 0, 0, 0, None, _ABSENT, _ABSENT, _ABSENT, None, None)
     else:
@@ -108,11 +108,11 @@ def call_of(ops: Operands, table: Tensor | None = None) -> Call:
         address_of(ops.valid_rows, "valid_rows"), _wide(ops.valid_rows),
         0 if table is None else table.data_ptr(),
         *view.a, *view.b, *view.out, *(view.c or _ABSENT),
-        bias.ptr, bias.group, bias.col, *_style(ops.spec),
+        bias.ptr, bias.group, bias.col, *style,
     )  # fmt: skip
 
 
-def _style(spec: ProblemSpec) -> tuple[int, ...]:
+def style_of(spec: ProblemSpec) -> tuple[int, ...]:
     """The epilogue as numbers: kinds and sizes of out, C and bias; activation; whether it only rounds; zeroing."""
     c = None if spec.c is None else spec.c.dtype
     pairs = [(0, 0) if x is None else (KIND[NAMES[x]], x.itemsize) for x in (spec.out.dtype, c, spec.bias)]

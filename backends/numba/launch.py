@@ -19,7 +19,7 @@ import torch
 
 from multigemm.backend import Bind, Launch, Recipe
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
-from multigemm.backends.numba.call import Call, Table, call_of, list_table, packed_arguments, tensor_maps
+from multigemm.backends.numba.call import Call, Table, call_of, list_table, packed_arguments, style_of, tensor_maps
 from multigemm.backends.numba.choice import obstacle
 from multigemm.backends.numba.config import (
     Config,
@@ -83,38 +83,37 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device, why: str = "")
     """The recipe for a spec: compiles (or loads) the kernel now, binds later."""
     if reason := obstacle(config, spec, device):
         raise InvalidSetting(f"{config} cannot run this problem: {reason}")
-    signature = signature_of(spec)
     bind: Bind
     if isinstance(config, SimtConfig) and device.type == "cpu":
-        bind = _emulated(config, signature)
+        bind = _emulated(config, spec)
     else:
-        bind = bind_for(config, signature, index_of(device))
+        bind = bind_for(config, spec, index_of(device))
     return Recipe(kernel=config.kernel, config=config, bind=bind, why=why)
 
 
-def bind_for(config: Config, signature: Signature, index: int) -> Bind:
+def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
     """The bind of a config on a GPU."""
-    signature = effective(config, signature)
     if isinstance(config, HopperConfig):
-        return _hopper(config, signature, index)
-    return _tiled(config, signature, index, shared_bytes(config) if isinstance(config, MmaConfig) else 0)
+        return _hopper(config, spec, index)
+    return _tiled(config, spec, index, shared_bytes(config) if isinstance(config, MmaConfig) else 0)
 
 
-def _hopper(config: HopperConfig, signature: Signature, index: int) -> Bind:
+def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
     """Tensor maps, one block per multiprocessor at most.
 
     The maps are uploaded in front of a launch that may overlap with the kernel before it. An upload is no kernel, so
     what overlaps is the kernel behind it at most, and the maps of a copy never change.
     """
-    shared = Layout(config, signature).bytes
+    signature = effective(config, signature_of(spec))
+    shared, style, most_blocks = Layout(config, signature).bytes, style_of(spec), processors(index)
     kernel = kernel_of(config, signature, index, shared)
 
     def bind(ops: Operands) -> Launch:
-        table = list_table(ops) if ops.spec.form == "per_group" else None
+        table = list_table(ops) if spec.form == "per_group" else None
         on_device = None if table is None else to_device(table, ops.device)
-        call = call_of(ops, on_device)
+        call = call_of(ops, style, on_device)
         tiles = most_tiles(call, table, config.n_max, COLUMNS * config.cluster) * config.cluster
-        blocks = min(max(tiles, zeroing_blocks(call)), processors(index))
+        blocks = min(max(tiles, zeroing_blocks(call)), most_blocks)
         grid = -(-blocks // config.cluster) * config.cluster
         if grid == 0:
             return NOTHING
@@ -125,33 +124,38 @@ def _hopper(config: HopperConfig, signature: Signature, index: int) -> Bind:
         launch = kernel.bound(
             packed_arguments(call, ops.alpha, ops.beta, uploaded.address, counters), grid=grid,
             threads=config.threads, shared=shared, cluster=config.cluster, overlap=True, fields=uploaded,
-            keep=(ops, on_device),
+            keep=kept(on_device),
         )  # fmt: skip
         return _movable(launch, table)
 
     return bind
 
 
-def _tiled(config: SimtConfig | MmaConfig, signature: Signature, index: int, shared: int) -> Bind:
+def _tiled(config: SimtConfig | MmaConfig, spec: ProblemSpec, index: int, shared: int) -> Bind:
     """As many blocks as fit on the device; each walks the tiles in strides."""
-    kernel = kernel_of(config, signature, index, shared)
+    kernel, style = kernel_of(config, effective(config, signature_of(spec)), index, shared), style_of(spec)
     overlap = isinstance(config, MmaConfig) and capability_of(torch.device("cuda", index)) >= OVERLAP_MINIMUM
     resident = kernel.blocks_per_processor(config.threads, shared) * processors(index)
 
     def bind(ops: Operands) -> Launch:
-        table = list_table(ops) if ops.spec.form == "per_group" else None
+        table = list_table(ops) if spec.form == "per_group" else None
         on_device = None if table is None else to_device(table, ops.device)
-        call = call_of(ops, on_device)
+        call = call_of(ops, style, on_device)
         tiles = max(most_tiles(call, table, config.bm, config.bn), zeroing_blocks(call))
         if tiles == 0:
             return NOTHING
         launch = kernel.bound(
             packed_arguments(call, ops.alpha, ops.beta), grid=min(tiles, resident), threads=config.threads,
-            shared=shared, overlap=overlap, keep=(ops, on_device),
+            shared=shared, overlap=overlap, keep=kept(on_device),
         )  # fmt: skip
         return _movable(launch, table)
 
     return bind
+
+
+def kept(table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """What a launch keeps alive: a list's table in device memory; operands belong to whoever launches."""
+    return () if table is None else (table,)
 
 
 def _movable(launch: BoundKernel, table: Table | None) -> Launch:
@@ -159,14 +163,15 @@ def _movable(launch: BoundKernel, table: Table | None) -> Launch:
     return launch if table is None else fixed(launch)
 
 
-def _emulated(config: SimtConfig, signature: Signature) -> Bind:
+def _emulated(config: SimtConfig, spec: ProblemSpec) -> Bind:
     from multigemm.backends.numba.simt import make_kernel
 
-    kernel: Any = make_kernel(config, signature)
+    kernel: Any = make_kernel(config, signature_of(spec))
+    style = style_of(spec)
 
     def bind(ops: Operands) -> Launch:
         host = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None
-        call = call_of(ops, host)
+        call = call_of(ops, style, host)
         tiles = most_tiles(call, None if host is None else host.numpy(), config.bm, config.bn)
         # Two blocks at most: enough to walk tiles in strides, cheap enough for many checks.
         grid = max(1, min(tiles, 2))

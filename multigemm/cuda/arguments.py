@@ -138,6 +138,10 @@ class ArgumentBlock:
             memory[place] = addresses[operand] + distance
         self._addresses = addresses
 
+    def bases(self) -> dict[int, int]:
+        """Where the operands whose addresses it holds lie now, by their number."""
+        return {operand: self._words[place] - distance for place, operand, distance in self._slots}
+
     def snapshot(self) -> npt.NDArray[np.int64]:
         """The words as they are now."""
         return np.frombuffer(self._words, dtype=np.int64).copy()
@@ -159,12 +163,9 @@ class PackedArguments(ArgumentBlock):
     __slots__ = ("_size", "extra")
 
     def __init__(self, arguments: Fields) -> None:
-        self.size = len(arguments)
-        self._memory = ctypes.create_string_buffer(arguments, self.size)
-        self._size, self.pointers = ctypes.c_size_t(self.size), None
+        super().__init__([arguments])
+        self._size = ctypes.c_size_t(len(arguments))
         self.extra = (ctypes.c_void_p * 5)(
-            BUFFER_POINTER, ctypes.addressof(self._memory), BUFFER_SIZE, ctypes.addressof(self._size), BUFFER_END
+            BUFFER_POINTER, self.pointers[0], BUFFER_SIZE, ctypes.addressof(self._size), BUFFER_END
         )
-        self._words = memoryview(self._memory).cast("B").cast("Q")
-        self._slots = tuple((s.offset // 8, s.operand, s.distance) for s in arguments.slots)
-        self._addresses: Addresses | None = None
+        self.pointers = None

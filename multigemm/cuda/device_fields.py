@@ -30,10 +30,10 @@ class DeviceFields:
 
     def __init__(self, content: Fields, device: torch.device) -> None:
         self._content, self._device, self._index = PackedArguments(content), device, index_of(device)
-        lies_at = {s.operand: word_at(content, s.offset) - s.distance for s in content.slots}
-        self._operands = tuple(lies_at)
+        bases = self._content.bases()
+        self._operands = tuple(bases)
         self._copies: dict[tuple[int, ...], Tensor] = {}
-        first = self._upload((current_raw_stream(self._index), *lies_at.values()))
+        first = self._upload((current_raw_stream(self._index), *bases.values()))
         self.address = Address(first.data_ptr(), "fields")
         """Where the first copy lies: an argument for the kernel, which changes when the launch moves."""
 
@@ -46,6 +46,11 @@ class DeviceFields:
             found = self._upload(key)
         return found.data_ptr()
 
+    @property
+    def nbytes(self) -> int:
+        """Device memory that the copies take."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether some word lies inside one of these ranges of memory and would not follow."""
         return self._content.stays_behind(spans)
@@ -55,8 +60,3 @@ class DeviceFields:
             del self._copies[next(iter(self._copies))]
         copy = self._copies[key] = to_device(self._content.snapshot(), self._device)
         return copy
-
-
-def word_at(raw: bytes, offset: int) -> int:
-    """A 64-bit word of some bytes."""
-    return int.from_bytes(raw[offset : offset + 8], "little")

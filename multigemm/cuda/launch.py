@@ -104,14 +104,14 @@ class Kernel:
         cluster: int = 1,
         overlap: bool = False,
         fields: DeviceFields | None = None,
-        keep: object = None,
+        keep: Sequence[object] = (),
         on_capture: Callable[[], object] | None = None,
     ) -> BoundKernel:
         """A launch with these arguments: one by one, or as `Fields` where the kernel takes 64-bit words only.
 
         `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `fields`
-        follow the operands in device memory, and `keep` lives as long as the launch. `on_capture` is called whenever a
-        launch becomes part of a CUDA graph.
+        follow the operands in device memory. `keep` lives as long as the launch: the workspaces, and no operand, which
+        whoever launches keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph.
         """
         attributes, count = (LaunchAttribute * 2)(), 0
         wanted = ((cluster > 1, CLUSTER_DIMENSION, (cluster, 1, 1)), (overlap, PROGRAMMATIC, (1, 0, 0)))
@@ -123,7 +123,7 @@ class Kernel:
         config = LaunchConfig(grid=blocks, block=(threads, 1, 1), shared=shared)
         config.attributes, config.attribute_count = ctypes.addressof(attributes), count
         block = PackedArguments(arguments) if isinstance(arguments, Fields) else ArgumentBlock(arguments)
-        return BoundKernel(self, block, config, on_capture, (attributes, keep), fields)
+        return BoundKernel(self, block, config, on_capture, (attributes, *keep), fields)
 
 
 class BoundKernel:
@@ -137,7 +137,7 @@ class BoundKernel:
         block: ArgumentBlock,
         config: LaunchConfig,
         on_capture: Callable[[], object] | None,
-        keep: object,
+        keep: tuple[object, ...],
         fields: DeviceFields | None = None,
     ) -> None:
         self._fields = fields
