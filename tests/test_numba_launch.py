@@ -39,7 +39,7 @@ from multigemm.planning.staging import allocate, stage, staged_spec
 ANYWHERE = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent", "cuCtxSetCurrent", "cuGetErrorName")
 CONTEXT = 77
 PLAIN, FULL = "plain", "full"
-FORMS = ("jagged_m", "jagged_n", "jagged_k", "batched", "masked")
+FORMS = ("jagged_m", "offsets", "weights along k", "jagged_n", "jagged_k", "batched", "masked")
 BOUNDARY = 256
 
 
@@ -123,6 +123,8 @@ def operands(form: str, extras: str = PLAIN) -> Operands:
     ends = placed(torch.tensor([8, 24, 48]))
     cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "jagged_m": (half(48, 64), half(3, 64, 128), {"ends": ends}),
+        "offsets": (half(48, 64), half(3, 64, 128), {"offsets": placed(torch.tensor([0, 8, 24, 48]))}),
+        "weights along k": (half(48, 64), half(3, 128, 64).mT, {"ends": ends}),
         "jagged_n": (half(3, 128, 64), half(64, 48), {"ends": ends, "jagged": "n"}),
         "jagged_k": (half(48, 64).T, half(48, 128), {"ends": ends, "jagged": "k"}),
         "batched": (half(3, 16, 64), half(3, 64, 128), {}),
