@@ -13,6 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
 
 from multigemm.backends.numba.runtime import cuda, numpy_names, types
 
@@ -233,7 +234,9 @@ def tma_load_case() -> Case:
     source = bits(integers((2, 50, 96), -100, 100), "bf16")
     box = np.zeros((64, 64), np.uint16)
     box[:30] = source[1, 20:50, 8:72]
-    described = {"name": "bf16", "size": 2, "extents": (96, 50, 2), "strides": (96, 4800), "box": (64, 64)}
+    described = {
+        "dtype": torch.bfloat16, "extents": (96, 50, 2), "strides": (192, 9600), "boxes": [(64, 64, 1)],
+    }  # fmt: skip
     return Case(
         kernel, [source.reshape(-1), np.zeros(8192, np.uint8)], swizzle(box), "cp.async.bulk.tensor.3d.shared",
         hopper=True, tensor_map=described,

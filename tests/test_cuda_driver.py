@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from multigemm.backends.cupy import driver as cupy_driver
-from multigemm.backends.numba import driver as numba_driver
 from multigemm.backends.triton import driver as triton_driver
 from multigemm.cuda import driver as cuda_driver
+from multigemm.cuda import launch
+from multigemm.cuda.arguments import words
 from multigemm.cuda.driver import NO_CONTEXT, LaunchAttribute, LaunchConfig, Records
 from multigemm.errors import LibraryError
 
@@ -72,12 +73,13 @@ def _of_cupy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
     return cupy_driver.launcher(1, [], grid=1, threads=32, index=0)
 
 
-def _of_numba(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    monkeypatch.setattr(numba_driver, "library", lambda: machine)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=machine.stream))
-    monkeypatch.setattr(torch.cuda, "current_device", machine.device)
-    function: Any = SimpleNamespace(handle=1, device=torch.device("cuda", 0))
-    return numba_driver._bound_launch(function, LaunchConfig(), None, None)
+def _of_runtime(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setattr(launch, "library", lambda: machine)
+    monkeypatch.setattr(launch, "current_raw_stream", lambda index: machine.stream)
+    monkeypatch.setattr(launch, "current_device", machine.device)
+    kernel = object.__new__(launch.Kernel)
+    kernel.name, kernel.index, kernel.handle = "name", 0, ctypes.c_void_p(1)
+    return kernel.bound(words(1, 2), grid=1, threads=32)
 
 
 def _of_triton(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
@@ -89,7 +91,7 @@ def _of_triton(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
     return triton_driver._bound(code, 0, 1, triton_driver.Arguments([], ()))
 
 
-MAKERS = {"cupy": _of_cupy, "numba": _of_numba, "triton": _of_triton}
+MAKERS = {"cupy": _of_cupy, "runtime": _of_runtime, "triton": _of_triton}
 
 
 @pytest.mark.parametrize("backend", MAKERS)
@@ -98,22 +100,22 @@ def test_a_thread_without_a_context_gets_one_and_no_other_error_is_tried_again(
     backend: str, codes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine, contexts = Machine(), list[int]()
-    launch = MAKERS[backend](machine, monkeypatch)
+    launched = MAKERS[backend](machine, monkeypatch)
     monkeypatch.setattr(cuda_driver, "library", lambda: machine)
     monkeypatch.setattr(cuda_driver, "use_context", contexts.append)
     machine.answers = list(codes)
     if codes in ([], [NO_CONTEXT]):
-        launch()
+        launched()
     else:
         with pytest.raises(LibraryError, match=rf"cuLaunchKernel.* returned {codes[-1]}"):
-            launch()
+            launched()
     assert (contexts, machine.launched) == ([0] * (NO_CONTEXT in codes), [7] * (codes in ([], [NO_CONTEXT])))
 
 
-@pytest.mark.parametrize("backend", ["cupy", "numba"])
+@pytest.mark.parametrize("backend", ["cupy", "runtime"])
 def test_a_thread_between_two_steps_of_a_launch_does_not_move_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
-    launch = MAKERS[backend](machine, monkeypatch)
-    machine.meanwhile.append(launch)
-    launch()
+    launched = MAKERS[backend](machine, monkeypatch)
+    machine.meanwhile.append(launched)
+    launched()
     assert machine.launched == [9, 7]

@@ -21,6 +21,7 @@ if compiler_obstacle():
     pytest.skip(compiler_obstacle(), allow_module_level=True)
 
 from multigemm.backends.numba import build
+from multigemm.backends.numba.call import Call, tensor_maps
 from multigemm.backends.numba.config import (
     FMA_SMALL,
     FMA_TALL,
@@ -38,7 +39,6 @@ from multigemm.backends.numba.config import (
     MmaConfig,
     Signature,
 )
-from multigemm.backends.numba.hopper_maps import tensor_maps
 from multigemm.backends.numba.hopper_shape import MAPS, Layout, token_boxes
 from multigemm.backends.numba.mma_shape import SIZE, WARPS, piece_step, shared_bytes, staging_bytes
 from tests.numba_lane_model import plain
@@ -145,10 +145,8 @@ def test_a_kernel_is_compiled_once_and_then_read_from_disk(tmp_path: Path, monke
 
 
 def test_products_without_terms_need_no_tensor_map() -> None:
-    from multigemm.backends.numba.call import Call
-
     empty = Call(*([0] * len(Call._fields)))
-    assert not tensor_maps(HOPPER, PLAIN, empty, None).any()
+    assert not any(tensor_maps(HOPPER, PLAIN, empty, None))
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (8, 300), (257, 256), (417, 1000), (5000, 640), (256, 128)])

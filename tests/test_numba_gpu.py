@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -26,6 +27,10 @@ from multigemm.backends.numba.config import (  # noqa: E402
     SIMT_LARGE,
     SIMT_LOW,
 )
+from multigemm.backends.numba.launch import kernel_of  # noqa: E402
+from multigemm.cuda.device_fields import MOST_COPIES  # noqa: E402
+from multigemm.planning.operands import Operands  # noqa: E402
+from multigemm.planning.staging import allocate, stage, staged_spec  # noqa: E402
 from tests.numba_cases import DTYPES, Maker, cases, epilogue, operands  # noqa: E402
 from tests.numba_contract import checks  # noqa: E402
 
@@ -194,3 +199,61 @@ def test_launches_that_overlap_keep_their_order(config: Any, form: str) -> None:
     wanted = run(rest=True)
     assert wanted.any()
     assert all(torch.equal(run(rest=False), wanted) for _ in range(5))
+
+
+@pytest.mark.parametrize("config", [SIMT, MMA_SMALL, HOPPER_NARROW], ids=str)
+def test_a_thread_that_never_touched_cuda_loads_and_launches(config: Any) -> None:
+    """On the last device of the host, with everything to be loaded anew."""
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    a, b = (torch.randn(3, 64, 64, device=device).bfloat16() for _ in range(2))
+    ends = torch.tensor([8, 100, 192], dtype=torch.int32, device=device)
+    problem = mg.GroupedGemmProblem(a.view(192, 64), b, ends=ends)
+    kernel_of.cache_clear()
+    found: list[Any] = []
+
+    def solve() -> None:
+        try:
+            found.append(mg.solve(problem, backend="numba", config=config))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=solve)
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize(device)
+    assert isinstance(found[0], torch.Tensor), found[0]
+    assert mg.verify(problem, found[0])
+
+
+def moved_to(ops: Operands) -> tuple[int, ...]:
+    named: Any = (ops.a, ops.b, ops.out, ops.c, ops.bias, ops.ends, ops.valid_rows, None)
+    return tuple(0 if x is None else x.data_ptr() for x in named)
+
+
+@pytest.mark.parametrize("config", [SIMT, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER], ids=str)
+def test_a_launch_follows_its_operands(config: Any) -> None:
+    """Other operands in each call, more of them than copies of the maps are kept; on two streams; without any rest."""
+    sets, make = MOST_COPIES + 6, Maker(4, torch.bfloat16, DEVICE, "row")
+    offsets = torch.tensor([0, 40, 40, 130, 256], dtype=torch.int32, device=DEVICE)
+    problems, staged = [], []
+    for _ in range(sets):
+        problem = mg.GroupedGemmProblem(make.matrix(256, 128), make.matrix(4, 128, 256), offsets=offsets.clone())
+        problems.append(problem)
+        staged.append(stage(problem, staged_spec(problem), allocate(problem)).ops)
+    if not offered(config, problems[0]):
+        pytest.skip("not of this GPU")
+    recipe = BACKEND.plan(problems[0].spec, config, torch.device(DEVICE, torch.cuda.current_device()))
+    launch: Any = recipe.bind(staged[0])
+    launch()
+    order = [*range(sets), *torch.randint(0, sets, (300,), generator=torch.Generator().manual_seed(1)).tolist()]
+    other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for step, which in enumerate(order):
+        if step % 100 == 0:
+            torch.cuda.synchronize()
+        with torch.cuda.stream(other if step // 100 % 2 else torch.cuda.current_stream()):
+            staged[which].out.zero_()
+            launch.move(moved_to(staged[which]))
+            launch()
+    torch.cuda.synchronize()
+    wrong = [i for i, problem in enumerate(problems) if not mg.verify(problem, staged[i].out)]
+    assert not wrong

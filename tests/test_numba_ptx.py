@@ -22,6 +22,7 @@ if compiler_obstacle():
 
 from multigemm.backends.numba import build
 from multigemm.backends.numba.runtime import cuda, numpy_names, types
+from multigemm.cuda.tensor_map import encode
 from tests.numba_ptx_cases import Case, cases
 
 ALL = cases()
@@ -66,10 +67,7 @@ def needs(case: Case) -> Iterator[None]:
 
 
 def map_of(case: Case, array: Any) -> Any:
-    from multigemm.backends.numba.tensormap import encode
-
-    described = dict(case.tensor_map)
-    raw = encode(address=array.device_ctypes_pointer.value, **described)
+    (raw,) = encode(address=array.device_ctypes_pointer.value, **case.tensor_map)
     return cuda.to_device(np.frombuffer(raw, np.int64))
 
 

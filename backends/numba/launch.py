@@ -1,29 +1,25 @@
 """spec + config -> Recipe: find or compile the kernel, then fix one problem's arguments.
 
 `bind` packs every argument into one buffer and chooses the grid from what the host knows (an upper
-bound of the number of tiles, so that token counts on the device are never read back); `launch` only
-asks for the current stream.
+bound of the number of tiles, so that token counts on the device are never read back). The launch of a
+packed form can follow its operands; a list has a table of them in device memory, and is bound anew.
 """
 
 from __future__ import annotations
 
-import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from multigemm.backend import Bind, Launch, Recipe
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
-from multigemm.backends.numba.call import Call, call_of
+from multigemm.backends.numba.call import Call, Table, call_of, list_table, packed_arguments, style_of, tensor_maps
 from multigemm.backends.numba.choice import obstacle
 from multigemm.backends.numba.config import (
     Config,
@@ -34,39 +30,27 @@ from multigemm.backends.numba.config import (
     effective,
     signature_of,
 )
-from multigemm.backends.numba.driver import Function
-from multigemm.backends.numba.hopper_maps import tensor_maps
 from multigemm.backends.numba.hopper_shape import COLUMNS, Layout
 from multigemm.backends.numba.mma_shape import shared_bytes
 from multigemm.backends.numba.support import capability_of
-from multigemm.cuda.device import to_device
+from multigemm.cuda import driver
+from multigemm.cuda.arguments import join
+from multigemm.cuda.device import index_of, processors, to_device
+from multigemm.cuda.device_fields import DeviceFields
+from multigemm.cuda.launch import NOTHING, BoundKernel, Kernel, fixed
 from multigemm.errors import InvalidSetting
-from multigemm.planning.operands import TABLE, Operands, group_table
+from multigemm.planning.operands import TABLE, Operands
 from multigemm.problem.spec import ProblemSpec
 
 SIMULATOR_SWITCH_SECONDS = 2e-5
 _one_at_a_time = threading.Lock()
 """The simulator runs one kernel at a time, and the switch interval belongs to the whole process."""
 ZEROS_PER_BLOCK = 16384
+COUNTERS = bytes(8)
+"""The two counters of the Hopper kernel's scheduler, which start at 0."""
 
 
-def list_table(ops: Operands) -> npt.NDArray[np.int64]:
-    """The host table of a list problem; alpha = 0 reads neither A nor B, which is K = 0."""
-    table = group_table(ops)
-    if ops.spec.alpha == "zero":
-        table[:, TABLE.K] = 0
-    return table
-
-
-def device_table(ops: Operands) -> tuple[Tensor | None, npt.NDArray[np.int64] | None]:
-    """The per-group table on the device and on the host; None, None for a packed form."""
-    if ops.spec.form != "per_group":
-        return None, None
-    table = list_table(ops)
-    return to_device(table, ops.device), table
-
-
-def most_tiles(call: Call, table: npt.NDArray[np.int64] | None, bm: int, bn: int) -> int:
+def most_tiles(call: Call, table: Table | None, bm: int, bn: int) -> int:
     """An upper bound of the number of tiles, from what the host knows."""
     if table is not None:
         return int((-(-table[:, TABLE.M] // bm) * -(-table[:, TABLE.N] // bn)).sum())
@@ -85,100 +69,118 @@ def zeroing_blocks(call: Call) -> int:
     return -(-call.m * call.n * (call.groups if call.valid else 1) // ZEROS_PER_BLOCK)
 
 
-def pack(call: Call, alpha: float, beta: float, more: tuple[int, ...] = ()) -> bytes:
-    """The argument buffer of a kernel: 64-bit words throughout, so no padding."""
-    return struct.pack(f"<{len(call)}q2d{len(more)}q", *call, alpha, beta, *more)
-
-
-@lru_cache(maxsize=256)
-def function_of(config: Config, signature: Signature, device: torch.device, shared: int) -> Function:
+@cache
+def kernel_of(config: Config, signature: Signature, index: int, shared: int) -> Kernel:
     """The loaded kernel: one for each config, signature and device of this process."""
-    return Function(image(config, signature, capability_of(device)), shared, device)
+    made = image(config, signature, capability_of(torch.device("cuda", index)))
+    kernel = Kernel(made.cubin, made.entry, index)
+    if shared > 0:
+        kernel.allow_shared(shared)
+    return kernel
 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device, why: str = "") -> Recipe:
     """The recipe for a spec: compiles (or loads) the kernel now, binds later."""
     if reason := obstacle(config, spec, device):
         raise InvalidSetting(f"{config} cannot run this problem: {reason}")
-    signature = signature_of(spec)
     bind: Bind
     if isinstance(config, SimtConfig) and device.type == "cpu":
-        bind = _emulated(config, signature)
+        bind = _emulated(config, spec)
     else:
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        bind = bind_for(config, signature, device)
+        bind = bind_for(config, spec, index_of(device))
     return Recipe(kernel=config.kernel, config=config, bind=bind, why=why)
 
 
-def bind_for(config: Config, signature: Signature, device: torch.device) -> Bind:
+def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
     """The bind of a config on a GPU."""
-    signature = effective(config, signature)
     if isinstance(config, HopperConfig):
-        return _hopper(config, signature, device)
-    return _tiled(config, signature, device, shared_bytes(config) if isinstance(config, MmaConfig) else 0)
+        return _hopper(config, spec, index)
+    return _tiled(config, spec, index, shared_bytes(config) if isinstance(config, MmaConfig) else 0)
 
 
-def _hopper(config: HopperConfig, signature: Signature, device: torch.device) -> Bind:
-    """Tensor maps, one block per multiprocessor at most."""
-    shape = Layout(config, signature)
-    function = function_of(config, signature, device, shape.bytes)
-    processors = _multiprocessors(device)
+def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
+    """Tensor maps, one block per multiprocessor at most.
+
+    The maps are uploaded in front of a launch that may overlap with the kernel before it. An upload is no kernel, so
+    what overlaps is the kernel behind it at most, and the maps of a copy never change.
+    """
+    signature = effective(config, signature_of(spec))
+    shared, style, most_blocks = Layout(config, signature).bytes, style_of(spec), processors(index)
+    kernel = kernel_of(config, signature, index, shared)
 
     def bind(ops: Operands) -> Launch:
-        table, host = device_table(ops)
-        call = call_of(ops, table)
-        tiles = most_tiles(call, host, config.n_max, COLUMNS * config.cluster) * config.cluster
-        blocks = min(max(tiles, zeroing_blocks(call)), processors)
+        table = list_table(ops) if spec.form == "per_group" else None
+        on_device = None if table is None else to_device(table, ops.device)
+        call = call_of(ops, style, on_device)
+        tiles = most_tiles(call, table, config.n_max, COLUMNS * config.cluster) * config.cluster
+        blocks = min(max(tiles, zeroing_blocks(call)), most_blocks)
         grid = -(-blocks // config.cluster) * config.cluster
         if grid == 0:
-            return _nothing
-        maps = tensor_maps(config, signature, call, host)
-        # One upload: the maps, and a word for the two counters of the scheduler, which start at 0.
-        workspace = to_device(np.append(maps, np.int64(0)), ops.device)
-        at = workspace.data_ptr()
-        arguments = pack(call, ops.alpha, ops.beta, (at, at + maps.nbytes))
-        launch = function.launcher(grid, config.threads, arguments, config.cluster, overlap=True)
-        return keeping(launch, (ops, table, workspace))
+            return NOTHING
+        with driver.on_device(index):
+            maps = tensor_maps(config, signature, call, table)
+        uploaded = DeviceFields(join([maps, COUNTERS]), ops.device)
+        counters = uploaded.address.at(uploaded.address + len(maps))
+        launch = kernel.bound(
+            packed_arguments(call, ops.alpha, ops.beta, uploaded.address, counters), grid=grid,
+            threads=config.threads, shared=shared, cluster=config.cluster, overlap=True, fields=uploaded,
+            keep=kept(on_device),
+        )  # fmt: skip
+        return _movable(launch, table)
 
     return bind
 
 
-def _tiled(config: SimtConfig | MmaConfig, signature: Signature, device: torch.device, shared: int) -> Bind:
+def _tiled(config: SimtConfig | MmaConfig, spec: ProblemSpec, index: int, shared: int) -> Bind:
     """As many blocks as fit on the device; each walks the tiles in strides."""
-    function = function_of(config, signature, device, shared)
-    overlap = isinstance(config, MmaConfig) and capability_of(device) >= OVERLAP_MINIMUM
-    resident = function.blocks_per_multiprocessor(config.threads) * _multiprocessors(device)
+    kernel, style = kernel_of(config, effective(config, signature_of(spec)), index, shared), style_of(spec)
+    overlap = isinstance(config, MmaConfig) and capability_of(torch.device("cuda", index)) >= OVERLAP_MINIMUM
+    resident = kernel.blocks_per_processor(config.threads, shared) * processors(index)
 
     def bind(ops: Operands) -> Launch:
-        table, host = device_table(ops)
-        call = call_of(ops, table)
-        tiles = max(most_tiles(call, host, config.bm, config.bn), zeroing_blocks(call))
+        table = list_table(ops) if spec.form == "per_group" else None
+        on_device = None if table is None else to_device(table, ops.device)
+        call = call_of(ops, style, on_device)
+        tiles = max(most_tiles(call, table, config.bm, config.bn), zeroing_blocks(call))
         if tiles == 0:
-            return _nothing
-        grid = min(tiles, resident)
-        launch = function.launcher(grid, config.threads, pack(call, ops.alpha, ops.beta), overlap=overlap)
-        return keeping(launch, (ops, table))
+            return NOTHING
+        launch = kernel.bound(
+            packed_arguments(call, ops.alpha, ops.beta), grid=min(tiles, resident), threads=config.threads,
+            shared=shared, overlap=overlap, keep=kept(on_device),
+        )  # fmt: skip
+        return _movable(launch, table)
 
     return bind
 
 
-def _emulated(config: SimtConfig, signature: Signature) -> Bind:
+def kept(table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """What a launch keeps alive: a list's table in device memory; operands belong to whoever launches."""
+    return () if table is None else (table,)
+
+
+def _movable(launch: BoundKernel, table: Table | None) -> Launch:
+    """The launch; of a list without `move`, since the table in device memory holds the operands' addresses."""
+    return launch if table is None else fixed(launch)
+
+
+def _emulated(config: SimtConfig, spec: ProblemSpec) -> Bind:
     from multigemm.backends.numba.simt import make_kernel
 
-    kernel: Any = make_kernel(config, signature)
+    kernel: Any = make_kernel(config, signature_of(spec))
+    style = style_of(spec)
 
     def bind(ops: Operands) -> Launch:
         host = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None
-        call = call_of(ops, host)
+        call = call_of(ops, style, host)
         tiles = most_tiles(call, None if host is None else host.numpy(), config.bm, config.bn)
         # Two blocks at most: enough to walk tiles in strides, cheap enough for many checks.
         grid = max(1, min(tiles, 2))
 
-        def launch() -> None:
+        def launch(_table: torch.Tensor | None = host) -> None:
             with _one_at_a_time, _simulating():
                 kernel[grid, config.threads](call, ops.alpha, ops.beta)
 
-        return keeping(launch, host)
+        return launch
 
     return bind
 
@@ -198,21 +200,3 @@ def _simulating() -> Iterator[None]:
             yield
     finally:
         sys.setswitchinterval(before)
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _nothing() -> None:
-    """No element of out is to be written."""
-
-
-def keeping(launch: Callable[[], None], alive: Any) -> Launch:
-    """The same launch, holding what its packed addresses point to."""
-
-    def run(_alive: Any = alive) -> None:
-        launch()
-
-    return run

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from multigemm.cuda.arguments import Addresses, ArgumentBlock
+from multigemm.cuda.arguments import Addresses, ArgumentBlock, Fields, PackedArguments
+from multigemm.cuda.device_fields import DeviceFields
 from multigemm.cuda.driver import (
     CLUSTER_DIMENSION,
     MAX_DYNAMIC_SHARED,
@@ -53,17 +54,24 @@ class MovableLaunch(Protocol):
 class Kernel:
     """A kernel that is loaded on one device, for the life of the process."""
 
-    __slots__ = ("_module", "handle", "index", "name")
+    __slots__ = ("handle", "index", "name")
 
     def __init__(self, image: bytes, name: str, index: int, shared: int = 0) -> None:
-        self.name, self.index = name, index
-        self._module, self.handle = ctypes.c_void_p(), ctypes.c_void_p()
+        self.name, self.index, self.handle = name, index, ctypes.c_void_p()
+        module = ctypes.c_void_p()
         with on_device(index) as cuda:
-            check(cuda.cuModuleLoadData(ctypes.byref(self._module), image), f"cuModuleLoadData of {name}")
-            found = cuda.cuModuleGetFunction(ctypes.byref(self.handle), self._module, name.encode())
+            check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"cuModuleLoadData of {name}")
+            found = cuda.cuModuleGetFunction(ctypes.byref(self.handle), module, name.encode())
             check(found, f"cuModuleGetFunction of {name}")
         if shared > DEFAULT_SHARED:
             self.allow_shared(shared)
+
+    @classmethod
+    def loaded(cls, handle: int, name: str, index: int) -> Kernel:
+        """A kernel that another library has loaded on a device, and keeps."""
+        made = cls.__new__(cls)
+        made.name, made.index, made.handle = name, index, ctypes.c_void_p(handle)
+        return made
 
     def allow_shared(self, size: int) -> None:
         """Lets the kernel use more dynamic shared memory than kernels have by default."""
@@ -94,21 +102,22 @@ class Kernel:
 
     def bound(
         self,
-        arguments: Sequence[int | bytes],
+        arguments: Sequence[int | bytes] | Fields,
         *,
         grid: int | tuple[int, int, int],
         threads: int,
         shared: int = 0,
         cluster: int = 1,
         overlap: bool = False,
+        fields: DeviceFields | None = None,
         keep: Sequence[object] = (),
         on_capture: Callable[[], object] | None = None,
     ) -> BoundKernel:
-        """A launch with these arguments.
+        """A launch with these arguments: one by one, or as `Fields` where the kernel takes 64-bit words only.
 
-        `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `keep`
-        lives as long as the launch: the workspaces, and no operand, which whoever launches keeps alive.
-        `on_capture` is called whenever a launch becomes part of a CUDA graph.
+        `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `fields`
+        follow the operands in device memory. `keep` lives as long as the launch: the workspaces, and no operand, which
+        whoever launches keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph.
         """
         attributes, count = (LaunchAttribute * 2)(), 0
         wanted = ((cluster > 1, CLUSTER_DIMENSION, (cluster, 1, 1)), (overlap, PROGRAMMATIC, (1, 0, 0)))
@@ -119,13 +128,14 @@ class Kernel:
         blocks = (grid, 1, 1) if isinstance(grid, int) else grid
         config = LaunchConfig(grid=blocks, block=(threads, 1, 1), shared=shared)
         config.attributes, config.attribute_count = ctypes.addressof(attributes), count
-        return BoundKernel(self, ArgumentBlock(arguments), config, on_capture, (attributes, *keep))
+        block = PackedArguments(arguments) if isinstance(arguments, Fields) else ArgumentBlock(arguments)
+        return BoundKernel(self, block, config, on_capture, (attributes, *keep), fields)
 
 
 class BoundKernel:
     """A launch of a kernel on its device's current stream."""
 
-    __slots__ = ("_block", "_call", "_handle", "_index", "_keep", "_kernel", "_on_capture", "_records")
+    __slots__ = ("_block", "_call", "_fields", "_handle", "_index", "_keep", "_kernel", "_on_capture", "_records")
 
     def __init__(
         self,
@@ -134,7 +144,9 @@ class BoundKernel:
         config: LaunchConfig,
         on_capture: Callable[[], object] | None,
         keep: tuple[object, ...],
+        fields: DeviceFields | None = None,
     ) -> None:
+        self._fields = fields
         self._kernel, self._block, self._on_capture, self._keep = kernel, block, on_capture, keep
         self._call, self._handle, self._index = library().cuLaunchKernelEx, kernel.handle, kernel.index
         self._records = Records(config)
@@ -151,22 +163,30 @@ class BoundKernel:
     def on(self, stream: int) -> None:
         """Launches on a raw stream of the current device."""
         record = self._records[stream]
-        code = self._call(record, self._handle, self._block.pointers, None)
+        code = self._call(record, self._handle, self._block.pointers, self._block.extra)
         if code:
-            again = partial(self._call, record, self._handle, self._block.pointers, None)
+            again = partial(self._call, record, self._handle, self._block.pointers, self._block.extra)
             settle(code, self._index, again, f"cuLaunchKernelEx of {self._kernel.name}")
 
     def move(self, addresses: Addresses) -> None:
-        """Gives the launch other addresses of its operands."""
+        """Gives the launch, which comes next on this thread's current stream, other addresses of its operands."""
+        if self._fields is not None:
+            addresses = (*addresses, self._fields.follow(addresses))
         self._block.move(addresses)
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether it holds an address inside one of these ranges that `move` would not replace."""
-        return self._block.stays_behind(spans)
+        return self._block.stays_behind(spans) or (self._fields is not None and self._fields.stays_behind(spans))
 
     def workspace_bytes(self) -> int:
         """Device memory that it owns."""
-        return sum(x.nbytes for x in self._keep if isinstance(x, torch.Tensor))
+        own = sum(x.nbytes for x in self._keep if isinstance(x, torch.Tensor))
+        return own + (0 if self._fields is None else self._fields.nbytes)
+
+
+def fixed(launch: Launch) -> Callable[[], object]:
+    """The same launch without `move`: for one that reads operands' addresses which `move` does not reach."""
+    return launch.__call__
 
 
 class _Steps:
