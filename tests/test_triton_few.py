@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import torch
 import multigemm as mg
 from multigemm.backends.triton import Config, hopper_list_launch
 from multigemm.backends.triton.config import list_registers, problem_with
-from multigemm.backends.triton.driver import Arguments
 from multigemm.backends.triton.hopper_list_launch import list_groups, list_sources, multiples, slots_of, values_of
 from multigemm.backends.triton.launch import few_values
 from multigemm.backends.triton.pointer_sources import SLOTS, few_slots
@@ -239,15 +237,3 @@ def test_reasons_against_tiles_of_lists() -> None:
     assert "shared memory" in problem_with(replace(LARGE, stages=5), spec)
     assert list_registers(LARGE) is None, "one program per multiprocessor has all registers that threads can hold"
     assert list_registers(replace(LARGE, block_m=64, block_n=128)) == 128, "two of 256 threads"
-
-
-def test_arguments_lie_where_the_driver_is_told() -> None:
-    values: list[int | bytes] = [7, bytes(range(128)), -1, 2**63, bytes(128), 5]
-    arguments = Arguments(values, ())
-    for value, address in zip(values, arguments.pointers, strict=True):
-        assert address is not None
-        if isinstance(value, bytes):
-            assert address % 64 == 0, "tensor maps are aligned"
-            assert ctypes.string_at(address, 128) == value
-        else:
-            assert ctypes.c_uint64.from_address(address).value == value % 2**64

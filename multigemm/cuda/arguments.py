@@ -67,6 +67,11 @@ def slot_of(address: int, offset: int) -> tuple[Slot, ...]:
     return (Slot(offset, address.operand, address - address.base),)
 
 
+def slots_of(part: bytes) -> tuple[Slot, ...]:
+    """Where addresses stand in bytes."""
+    return part.slots if isinstance(part, Fields) else ()
+
+
 def words(*values: int | float) -> Fields:
     """Integers and addresses as 64-bit words, floats as doubles."""
     raw = b"".join(struct.pack("<d", x) if isinstance(x, float) else (x & WORD).to_bytes(8, "little") for x in values)
@@ -77,7 +82,7 @@ def join(parts: Iterable[bytes]) -> Fields:
     """Parts one behind the other, with all their addresses."""
     raw, slots = bytearray(), []
     for part in parts:
-        slots += [slot._replace(offset=slot.offset + len(raw)) for slot in getattr(part, "slots", ())]
+        slots += [slot._replace(offset=slot.offset + len(raw)) for slot in slots_of(part)]
         raw += part
     return fields(bytes(raw), slots)
 
@@ -85,31 +90,36 @@ def join(parts: Iterable[bytes]) -> Fields:
 class ArgumentBlock:
     """The arguments of one kernel in memory that outlives its launches, and the pointers to them.
 
-    An integer takes 8 bytes; bytes (structures, tensor maps) begin at a multiple of 64.
+    An integer takes 8 bytes; bytes (structures, tensor maps) begin at a multiple of 64. The pointers stand behind them.
     """
 
     __slots__ = ("_addresses", "_memory", "_slots", "_words", "pointers", "size")
 
     def __init__(self, arguments: Sequence[int | bytes]) -> None:
-        places: list[int] = []
-        parts: list[bytes] = []
-        end = 0
+        content, places, slots = list[int](), list[int](), list[tuple[int, int, int]]()
         for argument in arguments:
-            part = argument if isinstance(argument, bytes) else words(argument)
-            start = (end + 63) // 64 * 64 if isinstance(argument, bytes) else end
-            parts += [bytes(start - end), part]
+            start = len(content)
+            if type(argument) is int:
+                content.append(argument & WORD)
+            elif isinstance(argument, bytes):
+                start += -start % 8
+                content += [0] * (start - len(content))
+                slots += [(start + at // 8, operand, distance) for at, operand, distance in slots_of(argument)]
+                content += struct.unpack(f"<{-(-len(argument) // 8)}Q", argument + bytes(-len(argument) % 8))
+            else:
+                if isinstance(argument, Address):
+                    slots.append((start, argument.operand, argument - argument.base))
+                content.append(argument & WORD)
             places.append(start)
-            end = (start + len(part) + 7) // 8 * 8
-            parts.append(bytes(end - start - len(part)))
-        laid_out = join(parts)
-        self._memory = (ctypes.c_char * (end + 64))()
-        first = (ctypes.addressof(self._memory) + 63) // 64 * 64
-        ctypes.memmove(first, laid_out, end)
-        self.size = end
-        self.pointers = (ctypes.c_void_p * max(1, len(places)))(*(first + place for place in places))
-        skipped = first - ctypes.addressof(self._memory)
+        self.size = end = 8 * len(content)
+        self._memory = (ctypes.c_char * (64 + end + 8 * len(places)))()
+        skipped = -ctypes.addressof(self._memory) % 64
+        first = ctypes.addressof(self._memory) + skipped
+        content += [first + 8 * place for place in places]
+        struct.pack_into(f"<{len(content)}Q", self._memory, skipped, *content)
+        self.pointers = (ctypes.c_void_p * len(places)).from_buffer(self._memory, skipped + end)
         self._words = memoryview(self._memory)[skipped : skipped + end].cast("B").cast("Q")
-        self._slots = tuple((s.offset // 8, s.operand, s.distance) for s in laid_out.slots)
+        self._slots = tuple(slots)
         self._addresses: Addresses | None = None
 
     def move(self, addresses: Addresses) -> None:

@@ -47,17 +47,24 @@ class MovableLaunch(Protocol):
 class Kernel:
     """A kernel that is loaded on one device, for the life of the process."""
 
-    __slots__ = ("_module", "handle", "index", "name")
+    __slots__ = ("handle", "index", "name")
 
     def __init__(self, image: bytes, name: str, index: int, shared: int = 0) -> None:
-        self.name, self.index = name, index
-        self._module, self.handle = ctypes.c_void_p(), ctypes.c_void_p()
+        self.name, self.index, self.handle = name, index, ctypes.c_void_p()
+        module = ctypes.c_void_p()
         with on_device(index) as cuda:
-            check(cuda.cuModuleLoadData(ctypes.byref(self._module), image), f"cuModuleLoadData of {name}")
-            found = cuda.cuModuleGetFunction(ctypes.byref(self.handle), self._module, name.encode())
+            check(cuda.cuModuleLoadData(ctypes.byref(module), image), f"cuModuleLoadData of {name}")
+            found = cuda.cuModuleGetFunction(ctypes.byref(self.handle), module, name.encode())
             check(found, f"cuModuleGetFunction of {name}")
         if shared > DEFAULT_SHARED:
             self.allow_shared(shared)
+
+    @classmethod
+    def loaded(cls, handle: int, name: str, index: int) -> Kernel:
+        """A kernel that another library has loaded on a device, and keeps."""
+        made = cls.__new__(cls)
+        made.name, made.index, made.handle = name, index, ctypes.c_void_p(handle)
+        return made
 
     def allow_shared(self, size: int) -> None:
         """Lets the kernel use more dynamic shared memory than kernels have by default."""
