@@ -12,8 +12,8 @@ import torch
 
 from multigemm.backends.cupy import driver as cupy_driver
 from multigemm.backends.numba import driver as numba_driver
-from multigemm.backends.triton import driver as triton_driver
 from multigemm.cuda import driver as cuda_driver
+from multigemm.cuda import launch as cuda_launch
 from multigemm.cuda.driver import NO_CONTEXT, LaunchAttribute, LaunchConfig, Records
 from multigemm.errors import LibraryError
 
@@ -47,12 +47,6 @@ class Machine:
         self.launched.append(record._obj.stream)
         return 0
 
-    def cuLaunchKernel(self, handle: Any, *rest: Any) -> int:
-        code = self.answers.pop() if self.answers else 0
-        if not code:
-            self.launched.append(rest[7])
-        return code
-
     def cuGetErrorName(self, code: int, text: Any) -> int:
         return 0
 
@@ -80,16 +74,14 @@ def _of_numba(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
     return numba_driver._bound_launch(function, LaunchConfig(), None, None)
 
 
-def _of_triton(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    monkeypatch.setattr(triton_driver, "launch_kernel", lambda: machine.cuLaunchKernel)
-    monkeypatch.setattr(triton_driver, "function", lambda code, index: 1)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: machine.stream, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", machine.device)
-    code: Any = SimpleNamespace(threads=32, shared=0, name="name")
-    return triton_driver._bound(code, 0, 1, triton_driver.Arguments([], ()))
+def _of_the_runtime(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setattr(cuda_launch, "library", lambda: machine)
+    monkeypatch.setattr(cuda_launch, "current_raw_stream", lambda index: machine.stream)
+    monkeypatch.setattr(cuda_launch, "current_device", machine.device)
+    return cuda_launch.Kernel.loaded(1, "name", 0).bound([], grid=1, threads=32)
 
 
-MAKERS = {"cupy": _of_cupy, "numba": _of_numba, "triton": _of_triton}
+MAKERS = {"cupy": _of_cupy, "numba": _of_numba, "runtime": _of_the_runtime}
 
 
 @pytest.mark.parametrize("backend", MAKERS)
@@ -110,7 +102,7 @@ def test_a_thread_without_a_context_gets_one_and_no_other_error_is_tried_again(
     assert (contexts, machine.launched) == ([0] * (NO_CONTEXT in codes), [7] * (codes in ([], [NO_CONTEXT])))
 
 
-@pytest.mark.parametrize("backend", ["cupy", "numba"])
+@pytest.mark.parametrize("backend", MAKERS)
 def test_a_thread_between_two_steps_of_a_launch_does_not_move_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     launch = MAKERS[backend](machine, monkeypatch)
