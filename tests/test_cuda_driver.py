@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from multigemm.backends.cupy import driver as cupy_driver
-from multigemm.backends.triton import driver as triton_driver
 from multigemm.cuda import driver as cuda_driver
 from multigemm.cuda import launch
-from multigemm.cuda.arguments import words
 from multigemm.cuda.driver import NO_CONTEXT, LaunchAttribute, LaunchConfig, Records
 from multigemm.errors import LibraryError
 
@@ -48,12 +45,6 @@ class Machine:
         self.launched.append(record._obj.stream)
         return 0
 
-    def cuLaunchKernel(self, handle: Any, *rest: Any) -> int:
-        code = self.answers.pop() if self.answers else 0
-        if not code:
-            self.launched.append(rest[7])
-        return code
-
     def cuGetErrorName(self, code: int, text: Any) -> int:
         return 0
 
@@ -77,21 +68,10 @@ def _of_runtime(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
     monkeypatch.setattr(launch, "library", lambda: machine)
     monkeypatch.setattr(launch, "current_raw_stream", lambda index: machine.stream)
     monkeypatch.setattr(launch, "current_device", machine.device)
-    kernel = object.__new__(launch.Kernel)
-    kernel.name, kernel.index, kernel.handle = "name", 0, ctypes.c_void_p(1)
-    return kernel.bound(words(1, 2), grid=1, threads=32)
+    return launch.Kernel.loaded(1, "name", 0).bound([], grid=1, threads=32)
 
 
-def _of_triton(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    monkeypatch.setattr(triton_driver, "launch_kernel", lambda: machine.cuLaunchKernel)
-    monkeypatch.setattr(triton_driver, "function", lambda code, index: 1)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: machine.stream, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", machine.device)
-    code: Any = SimpleNamespace(threads=32, shared=0, name="name")
-    return triton_driver._bound(code, 0, 1, triton_driver.Arguments([], ()))
-
-
-MAKERS = {"cupy": _of_cupy, "runtime": _of_runtime, "triton": _of_triton}
+MAKERS = {"cupy": _of_cupy, "runtime": _of_runtime}
 
 
 @pytest.mark.parametrize("backend", MAKERS)
@@ -112,7 +92,7 @@ def test_a_thread_without_a_context_gets_one_and_no_other_error_is_tried_again(
     assert (contexts, machine.launched) == ([0] * (NO_CONTEXT in codes), [7] * (codes in ([], [NO_CONTEXT])))
 
 
-@pytest.mark.parametrize("backend", ["cupy", "runtime"])
+@pytest.mark.parametrize("backend", MAKERS)
 def test_a_thread_between_two_steps_of_a_launch_does_not_move_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     launched = MAKERS[backend](machine, monkeypatch)

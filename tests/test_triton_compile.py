@@ -63,7 +63,7 @@ def test_products_of_shifted_weights_overlap(tmp_path: Any) -> None:
     code = (
         "import subprocess; from triton import knobs; from multigemm.backends.triton import compile as c, shipped as s;"
         "from multigemm.backends.triton.candidates import hopper_candidates;"
-        "from multigemm.backends.triton.hopper_sources import hopper_source;"
+        "from multigemm.backends.triton.hopper_launch import hopper_source;"
         "spec = dict(s.specs())['jagged_m bf16 unaligned'];"
         "found = [x for x in hopper_candidates(spec) if x.carry and x.block_m == 128];"
         "open('carry.cubin', 'wb').write(c.cubin(hopper_source(spec, found[0]), 90).code);"

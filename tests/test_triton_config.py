@@ -15,11 +15,9 @@ import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, support
 from multigemm.backends.triton.candidates import candidates, emulated, hopper_candidates, pointer_candidates
 from multigemm.backends.triton.config import problem_with
-from multigemm.backends.triton.hopper_forms import canonical, cut_of, drawn, listed, packed_spec, store_of
-from multigemm.backends.triton.hopper_launch import hopper_sources_of
-from multigemm.backends.triton.launch import extents_multiple, pointer_sources_of
-from multigemm.backends.triton.packing_launch import line_of
-from multigemm.backends.triton.pointer_tiles import TILE_M, TILE_N, tile_table
+from multigemm.backends.triton.hopper_launch import canonical, cut_of, drawn, line_of, listed, packed_spec, store_of
+from multigemm.backends.triton.launch import sources_of
+from multigemm.backends.triton.list_launch import TILE_M, TILE_N, extents_multiple, tile_table
 from multigemm.backends.triton.shipped import specs
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import TABLE
@@ -369,8 +367,7 @@ def test_a_layer_needs_few_kernels_whatever_its_sizes() -> None:
     for _ in range(2000):
         groups, total = among.randint(1, 300), bucket(among.randint(1, 20000))
         config = candidates(replace(layer, groups=groups, total=total), (9, 0))[0]
-        sources = hopper_sources_of if config.kernel == "hopper" else pointer_sources_of
-        found |= set(sources(replace(layer, groups=groups, total=total), config).values())
+        found |= set(sources_of(replace(layer, groups=groups, total=total), config).values())
     assert len(found) <= 24
 
 

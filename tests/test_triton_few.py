@@ -13,12 +13,20 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.triton import Config, hopper_list_launch
+from multigemm.backends.triton import Config, list_launch
 from multigemm.backends.triton.config import list_registers, problem_with
-from multigemm.backends.triton.hopper_list_launch import list_groups, list_sources, multiples, slots_of, values_of
-from multigemm.backends.triton.launch import few_values
-from multigemm.backends.triton.pointer_sources import SLOTS, few_slots
-from multigemm.backends.triton.pointer_tiles import MOST_LISTED, few_groups
+from multigemm.backends.triton.list_launch import (
+    MOST_LISTED,
+    SLOTS,
+    few_groups,
+    few_slots,
+    few_values,
+    list_groups,
+    list_sources,
+    map_slots,
+    multiples,
+    values_of,
+)
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import stage
 from multigemm.planning.tiles import place
@@ -141,20 +149,20 @@ def test_results_by_columns_and_in_slices() -> None:
     assert (columns[:16] == 7).all() and (columns[48:] == 7).all()
 
 
-Seen = list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+Seen = list[tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...]]]]
 LARGE = Config("hopper", block_m=128, block_n=256, stages=4, warps=4, width=3)
 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """What the driver is asked to encode."""
+    """The maps that are made."""
     seen: Seen = []
 
-    def note(*given: Any) -> bytes:
+    def note(*given: Any) -> list[bytes]:
         seen.append(given)
-        return bytes(128)
+        return [bytes(128)]
 
-    monkeypatch.setattr(hopper_list_launch, "encode", note)
+    monkeypatch.setattr(list_launch, "encode", note)
     return seen
 
 
@@ -163,10 +171,10 @@ def test_maps_of_a_list(encoded: Seen) -> None:
     ops = staged(given)
     groups, tiles = list_groups(ops, LARGE)
     assert encoded == [
-        (ops.a[2].data_ptr(), torch.bfloat16, (40, 1000), (1000, 1), (128, 64)),
-        (ops.b[2].data_ptr(), torch.bfloat16, (1000, 776), (776, 1), (64, 256)),
-        (ops.a[0].data_ptr(), torch.bfloat16, (520, 200), (200, 1), (128, 64)),
-        (ops.b[0].data_ptr(), torch.bfloat16, (200, 264), (264, 1), (64, 256)),
+        (torch.bfloat16, ops.a[2].data_ptr(), (1000, 40), (2000,), ((64, 128),)),
+        (torch.bfloat16, ops.b[2].data_ptr(), (776, 1000), (1552,), ((64, 64),)),
+        (torch.bfloat16, ops.a[0].data_ptr(), (200, 520), (400,), ((64, 128),)),
+        (torch.bfloat16, ops.b[0].data_ptr(), (264, 200), (528,), ((64, 64),)),
     ]
     assert [numbers[:4] + numbers[6:8] for _, _, numbers in groups] == [(0, 16, 1, 4, 40, 776), (4, 4, 5, 2, 520, 264)]
     assert [numbers[8:] for _, _, numbers in groups] == [(ops.out[i].data_ptr(), ops.out[i].stride(0)) for i in (2, 0)]
@@ -178,7 +186,7 @@ def test_maps_of_a_list(encoded: Seen) -> None:
 
 def test_turned_operands_are_read_as_they_lie(encoded: Seen) -> None:
     list_groups(staged(listed([(136, 264, 72)], turned=True, dtype=torch.float16)), LARGE)
-    assert [seen[2:] for seen in encoded] == [((72, 136), (136, 1), (64, 128)), ((264, 72), (72, 1), (256, 64))]
+    assert [seen[2:] for seen in encoded] == [((136, 72), (272,), ((64, 64),)), ((72, 264), (144,), ((64, 256),))]
 
 
 def test_matrices_without_elements_lend_maps_what_the_driver_takes(encoded: Seen) -> None:
@@ -188,9 +196,10 @@ def test_matrices_without_elements_lend_maps_what_the_driver_takes(encoded: Seen
     )
     [(_, _, numbers)], _ = list_groups(stage(given, given.spec, outs).ops, LARGE)
     assert numbers[1] == 0
-    for address, _, _, strides, _ in encoded:
+    for _, address, extents, strides, _ in encoded:
         assert address % 16 == 0 and address > 0
-        assert strides[0] * 2 % 16 == 0 and strides[0] > 0
+        assert strides[0] % 16 == 0 and strides[0] > 0
+        assert min(extents) > 0
 
 
 def test_results_are_stored_by_16_bytes_where_they_can_be() -> None:
@@ -198,7 +207,7 @@ def test_results_are_stored_by_16_bytes_where_they_can_be() -> None:
     assert multiples(spec) == (8, 1)
     assert multiples(replace(spec, out=replace(spec.out, dtype=torch.float32))) == (4, 1)
     assert multiples(replace(spec, out=replace(spec.out, align=8))) == (1,)
-    assert [slots_of(replace(spec, groups=groups)) for groups in (1, 4, 5, 8, 9, 16)] == [4, 4, 8, 8, 16, 16]
+    assert [map_slots(replace(spec, groups=groups)) for groups in (1, 4, 5, 8, 9, 16)] == [4, 4, 8, 8, 16, 16]
 
 
 @pytest.mark.parametrize(

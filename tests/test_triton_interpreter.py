@@ -18,9 +18,8 @@ import torch
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, emulate
 from multigemm.backends.triton.emulate import space_of
-from multigemm.backends.triton.launch import chunk_of
-from multigemm.backends.triton.pointer_sources import LISTED, WHOLE
-from multigemm.backends.triton.pointer_tiles import tile_table
+from multigemm.backends.triton.generic_launch import LISTED, WHOLE
+from multigemm.backends.triton.list_launch import list_chunk, tile_table
 from multigemm.integrations import sort_op
 from multigemm.planning.staging import stage
 from multigemm.planning.tiles import TileWalk, heights
@@ -223,7 +222,7 @@ def test_copies_into_aligned_rows(rows: int, columns: int, along: str) -> None:
 
 
 def test_lists_of_too_many_tiles_are_searched_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multigemm.backends.triton.pointer_tiles.MOST_LISTED", 3)
+    monkeypatch.setattr("multigemm.backends.triton.list_launch.MOST_LISTED", 3)
     operands, options = FORMS["per_group"](torch.float32)
     check(*operands, **options)
 
@@ -315,7 +314,7 @@ def test_lists_of_whole_tiles_are_read_unmasked(last: int, turned: bool) -> None
     given = mg.GroupedGemmProblem(a, b, c=c, beta=0.5, activation="relu")
     config = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=3)
     ops = stage(given, given.spec, [torch.empty(m, n) for m, n, _ in shapes]).ops
-    assert chunk_of(ops.spec, config, tile_table(ops, config)) == (WHOLE if last == 16 else LISTED)
+    assert list_chunk(ops.spec, config, tile_table(ops, config)) == (WHOLE if last == 16 else LISTED)
     assert mg.verify(given, mg.solve(given, backend="triton", config=config))
 
 

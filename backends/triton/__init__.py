@@ -40,18 +40,13 @@ class TritonBackend:
         return [config for config in found if configs_of.shared_memory(config, spec) <= limit]
 
     def plan(self, spec: ProblemSpec, config: Config | None, device: torch.device) -> Recipe:
-        from multigemm.backends.triton.launch import plan_pointer
+        from multigemm.backends.triton import launch
 
         why = "given" if config else "heuristic"
         chosen = config or self.configs(spec, device)[0]
         if problem := configs_of.problem_with(chosen, spec):
             raise InvalidSetting(f"{chosen} cannot run this problem: {problem}")
-        if chosen.kernel == "hopper":
-            from multigemm.backends.triton.hopper_launch import plan_hopper
-
-            plain = ranked.pointer_candidates(spec)[0]
-            return plan_hopper(spec, chosen, device, why, lambda: plan_pointer(spec, plain, device, "strides"))
-        return plan_pointer(spec, chosen, device, why)
+        return launch.plan(spec, chosen, device, why)
 
 
 BACKEND = TritonBackend()

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
+from multigemm.cuda.launch import BoundKernel, Kernel
 from multigemm.errors import CompileError
 from multigemm.settings import settings
 
@@ -173,3 +176,55 @@ def cubin(source: KernelSource, capability: int) -> Cubin:
     facts = {name: value for name, value in asdict(packed).items() if name != "code"}
     CACHE.put(key, json.dumps(facts).encode() + b"\n" + packed.code, ".cubin")
     return packed
+
+
+@cache
+def capability_of(index: int) -> int:
+    """The compute capability of a device: 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+class TritonKernel:
+    """A compiled kernel that is loaded on one device."""
+
+    __slots__ = ("_kernel", "code", "index")
+
+    def __init__(self, code: Cubin, index: int) -> None:
+        self.code, self.index = code, index
+        self._kernel = Kernel(code.code, code.name, index, code.shared)
+
+    def bound(
+        self,
+        values: Sequence[int | bytes],
+        grid: int,
+        keep: object = None,
+        on_capture: Callable[[], object] | None = None,
+    ) -> BoundKernel:
+        """A launch of `grid` programs with these arguments; `keep` lives as long as it.
+
+        Triton appends parameters of its own behind the kernel's: a scratch buffer in global memory, which is
+        allocated here, and a profile buffer.
+        """
+        code = self.code
+        own = [0] * (code.params - len(values))
+        if code.scratch:
+            size = code.scratch * grid + code.scratch_align
+            scratch = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self.index))
+            own[0] = -(-scratch.data_ptr() // code.scratch_align) * code.scratch_align
+            keep = (keep, scratch)
+        return self._kernel.bound(
+            [*values, *own], grid=grid, threads=code.threads, shared=code.shared, keep=keep, on_capture=on_capture
+        )
+
+
+@cache
+def load(source: KernelSource, index: int) -> TritonKernel:
+    """The kernel on a device: loaded once in this process."""
+    return TritonKernel(cubin(source, capability_of(index)), index)
+
+
+def compile_all(sources: Mapping[str, KernelSource], index: int) -> None:
+    """Compiles all of them, so that no later problem has to wait."""
+    for source in sources.values():
+        cubin(source, capability_of(index))

@@ -17,29 +17,31 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.triton.config import Config
-from multigemm.backends.triton.launch import (
-    bits_of,
-    bound_on_tiles,
-    chunk_of,
-    few_values,
-    group_sizes,
-    is_empty,
-    nothing,
-    parts_of,
-    programs,
-    scalars,
-)
-from multigemm.backends.triton.pointer_sources import (
+from multigemm.backends.triton.generic_launch import (
     CHUNK,
-    EXTENTS,
-    STRIDES,
+    NO_SHAPE,
+    bits_of,
+    chunk_of,
     constants,
-    few_constants,
-    few_slots,
+    group_sizes,
+    most_tiles_of,
+    numbers,
+    parts_of,
     prefix_constants,
+    programs,
     uniform,
 )
-from multigemm.backends.triton.pointer_tiles import few_groups, tile_table
+from multigemm.backends.triton.list_launch import (
+    few_constants,
+    few_groups,
+    few_slots,
+    few_values,
+    is_empty,
+    list_chunk,
+    most_tiles_of_list,
+    tile_table,
+)
+from multigemm.cuda.launch import NOTHING
 from multigemm.planning.operands import Operands, group_table, packed
 
 
@@ -104,8 +106,8 @@ def bind_emulated(ops: Operands, config: Config) -> Launch:
     The interpreter computes in NumPy, which warns of the NaN, infinities and overflow that a GPU computes silently.
     NumPy keeps what it warns of for each thread, so the caller's other threads are warned as before.
     """
-    if is_empty(ops):
-        return nothing
+    if not ops.out.numel() if isinstance(ops.out, Tensor) else is_empty(ops):
+        return NOTHING
     launch = _bind(ops, config)
 
     def alone() -> None:
@@ -120,24 +122,22 @@ def _bind(ops: Operands, config: Config) -> Launch:
     if few_slots(spec, config) and (few := few_groups(ops, config)):
         return _bind_few(ops, config, *few)
     kernel, count, tl = _kernels()
-    shape = None if spec.form == "per_group" else packed(ops)
-    tiles = tile_table(ops, config) if shape is None else None
-    table = group_table(ops) if shape is None and tiles is None else tiles
-    tensors, numbers = _tensors(ops, table), scalars(ops, shape)
-    if tiles is not None:
-        numbers["groups"] = len(tiles)
-    options = {**constants(spec, config, chunk=chunk_of(spec, config, tiles)), "INTERPRETED": True}
+    listed = spec.form == "per_group"
+    shape = NO_SHAPE if listed else packed(ops)
+    tiles = tile_table(ops, config) if listed else None
+    table = group_table(ops) if listed and tiles is None else tiles
+    chunk = list_chunk(spec, config, tiles) if listed else chunk_of(spec, config)
+    options = {**constants(spec, config, chunk=chunk), "INTERPRETED": True}
     options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
-    tiles_bound = bound_on_tiles(ops, shape, config)
-    grid = (programs(tiles_bound, config, 1),)
-    numbers["places"] = max(1, tiles_bound)
-    tensors |= space_of(ops, numbers["places"], config)
-    arguments = [*tensors.values(), *(numbers[name] for name in (*EXTENTS, *STRIDES))]
+    most = most_tiles_of_list(ops, config) if listed else most_tiles_of(shape, config)
+    grid, places = (programs(most, config, 1),), max(1, most)
+    tensors = _tensors(ops, table) | space_of(ops, places, config)
+    arguments = [*tensors.values(), *numbers(ops, shape, spec.groups if table is None else len(table), places)]
 
     def launch() -> None:
         if spec.groups > CHUNK and not uniform(spec) and tiles is None:
             given = [tensors["prefix"], tensors["ends"], tensors["table"]]
-            extents = [numbers[name] for name in ("m", "n", "groups", "head")]
+            extents = [shape.m, shape.n, spec.groups, int(ops.head)]
             count[(1,)](*given, *extents, **prefix_constants(spec, config))
         kernel[grid](*arguments, **options)
 

@@ -18,21 +18,16 @@ import torch
 
 from multigemm.backends.triton.candidates import hopper_candidates, pointer_candidates
 from multigemm.backends.triton.compile import KernelSource, cubin
-from multigemm.backends.triton.hopper_forms import cut_of
-from multigemm.backends.triton.hopper_list_launch import list_sources
-from multigemm.backends.triton.hopper_sources import hopper_source, records_source
-from multigemm.backends.triton.inspect import usage
-from multigemm.backends.triton.packing_launch import pack_source
-from multigemm.backends.triton.pointer_sources import (
-    SLOTS,
+from multigemm.backends.triton.generic_launch import (
     chunks,
-    few_slots,
-    few_source,
     multiple_of,
     pointer_source,
     prefix_source,
     zero_source,
 )
+from multigemm.backends.triton.hopper_launch import cut_of, hopper_source, pack_source, records_source
+from multigemm.backends.triton.inspect import usage
+from multigemm.backends.triton.list_launch import SLOTS, few_slots, few_source, list_chunks, list_sources
 from multigemm.problem.spec import Form, OperandSpec, ProblemSpec
 
 
@@ -92,7 +87,8 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
     """The kernels that this spec may run: at most `most` configs of each kind."""
     multiple = multiple_of(spec) if spec.a.align == 16 else 1
     for config in pointer_candidates(spec, (capability // 10, capability % 10))[:most]:
-        for chunk in sorted({chunks(spec, config)[0], chunks(spec, config)[-1]}):
+        counts = list_chunks(spec, config) if spec.form == "per_group" else chunks(spec, config)
+        for chunk in sorted({counts[0], counts[-1]}):
             yield f"pointer {config}", pointer_source(spec, config, multiple, chunk)
         if few_slots(replace(spec, groups=SLOTS), config):
             yield f"few {config}", few_source(replace(spec, groups=SLOTS), config)

@@ -75,7 +75,7 @@ def compiler_key(backend: str, spec: Any, config: Any) -> dict[str, Any]:
         configs = import_module("multigemm.backends.numba.config")
         return asdict(configs.effective(config, configs.signature_of(spec)))
     name, source = (
-        ("hopper_sources", "hopper_source") if config.kernel == "hopper" else ("pointer_sources", "pointer_source")
+        ("hopper_launch", "hopper_source") if config.kernel == "hopper" else ("generic_launch", "pointer_source")
     )
     made = getattr(import_module(f"multigemm.backends.triton.{name}"), source)(spec, config)
     kinds = {name: kind for name, kind in made.signature if kind.startswith("*")}
@@ -241,7 +241,4 @@ def _triton_tables(spec: Any, config: Any) -> list[str]:
 
 def triton_sources(spec: Any, config: Any) -> dict[str, Any]:
     """All kernels of a plan, by name."""
-    room, name = (
-        ("hopper_launch", "hopper_sources_of") if config.kernel == "hopper" else ("launch", "pointer_sources_of")
-    )
-    return dict(getattr(import_module(f"multigemm.backends.triton.{room}"), name)(spec, config))
+    return dict(import_module("multigemm.backends.triton.launch").sources_of(spec, config))
