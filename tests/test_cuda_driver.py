@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.backends.cupy import driver as cupy_driver
 from multigemm.backends.numba import driver as numba_driver
 from multigemm.backends.triton import driver as triton_driver
 from multigemm.cuda import driver as cuda_driver
+from multigemm.cuda import launch as cuda_launch
+from multigemm.cuda.arguments import ArgumentBlock
 from multigemm.cuda.driver import NO_CONTEXT, LaunchAttribute, LaunchConfig, Records
 from multigemm.errors import LibraryError
 
@@ -64,12 +65,13 @@ class Machine:
         return 0
 
 
-def _of_cupy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    monkeypatch.setattr(cupy_driver, "library", lambda: machine)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: machine.stream, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", machine.device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    return cupy_driver.launcher(1, [], grid=1, threads=32, index=0)
+def _of_the_runtime(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setattr(cuda_launch, "library", lambda: machine)
+    monkeypatch.setattr(cuda_launch, "current_raw_stream", lambda index: machine.stream)
+    monkeypatch.setattr(cuda_launch, "current_device", machine.device)
+    monkeypatch.setattr(cuda_launch, "is_capturing", lambda: False)
+    kernel: Any = SimpleNamespace(handle=1, index=0, name="kernel")
+    return cuda_launch.BoundKernel(kernel, ArgumentBlock([]), LaunchConfig(), None, None)
 
 
 def _of_numba(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
@@ -89,7 +91,7 @@ def _of_triton(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
     return triton_driver._bound(code, 0, 1, triton_driver.Arguments([], ()))
 
 
-MAKERS = {"cupy": _of_cupy, "numba": _of_numba, "triton": _of_triton}
+MAKERS = {"runtime": _of_the_runtime, "numba": _of_numba, "triton": _of_triton}
 
 
 @pytest.mark.parametrize("backend", MAKERS)
@@ -110,7 +112,7 @@ def test_a_thread_without_a_context_gets_one_and_no_other_error_is_tried_again(
     assert (contexts, machine.launched) == ([0] * (NO_CONTEXT in codes), [7] * (codes in ([], [NO_CONTEXT])))
 
 
-@pytest.mark.parametrize("backend", ["cupy", "numba"])
+@pytest.mark.parametrize("backend", ["runtime", "numba"])
 def test_a_thread_between_two_steps_of_a_launch_does_not_move_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     launch = MAKERS[backend](machine, monkeypatch)

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes")
 """What may lie elsewhere in a later call, in the order in which `Addresses` hold it."""
+_NUMBERS = {name: number for number, name in enumerate(OPERANDS)}
 Addresses = tuple[int, ...]
 """The address of each of `OPERANDS`, 0 for one that is absent."""
 WORD = 2**64 - 1
@@ -29,8 +31,8 @@ class Address(int):
     base: int
 
     def __new__(cls, value: int, operand: str, base: int | None = None) -> Address:
-        made = super().__new__(cls, value)
-        made.operand = OPERANDS.index(operand)
+        made = int.__new__(cls, value)
+        made.operand = _NUMBERS[operand]
         made.base = value if base is None else base
         return made
 
@@ -39,12 +41,19 @@ class Address(int):
         return Address(value, OPERANDS[self.operand], self.base)
 
 
+def along(address: int, value: int) -> int:
+    """Another place of the operand that an address belongs to, if it belongs to one."""
+    return address.at(value) if isinstance(address, Address) else value
+
+
 class Slot(NamedTuple):
-    """A word that holds `distance` bytes more than the address of an operand."""
+    """Words that hold `distance` bytes more than the address of an operand: `repeats` of them, `step` bytes apart."""
 
     offset: int
     operand: int
     distance: int
+    repeats: int = 1
+    step: int = 8
 
 
 class Fields(bytes):
@@ -77,53 +86,100 @@ def join(parts: Iterable[bytes]) -> Fields:
     """Parts one behind the other, with all their addresses."""
     raw, slots = bytearray(), []
     for part in parts:
-        slots += [slot._replace(offset=slot.offset + len(raw)) for slot in getattr(part, "slots", ())]
+        for offset, *rest in getattr(part, "slots", ()):
+            slots.append(Slot(offset + len(raw), *rest))
         raw += part
     return fields(bytes(raw), slots)
+
+
+Argument = int | bytes | tuple[bytes, ...]
+"""One argument of a kernel: an integer, a structure, or a structure in parts that lie one behind the other."""
 
 
 class ArgumentBlock:
     """The arguments of one kernel in memory that outlives its launches, and the pointers to them.
 
-    An integer takes 8 bytes; bytes (structures, tensor maps) begin at a multiple of 64.
+    An integer takes 8 bytes; structures (tensor maps) begin at a multiple of 64.
     """
 
-    __slots__ = ("_addresses", "_memory", "_slots", "_words", "pointers", "size")
+    __slots__ = ("_addresses", "_memory", "_slots", "_words", "_writers", "pointers", "size")
 
-    def __init__(self, arguments: Sequence[int | bytes]) -> None:
-        places: list[int] = []
-        parts: list[bytes] = []
-        end = 0
+    def __init__(self, arguments: Sequence[Argument]) -> None:
+        places, end = list[int](), 0
         for argument in arguments:
-            part = argument if isinstance(argument, bytes) else words(argument)
-            start = (end + 63) // 64 * 64 if isinstance(argument, bytes) else end
-            parts += [bytes(start - end), part]
-            places.append(start)
-            end = (start + len(part) + 7) // 8 * 8
-            parts.append(bytes(end - start - len(part)))
-        laid_out = join(parts)
-        self._memory = (ctypes.c_char * (end + 64))()
-        first = (ctypes.addressof(self._memory) + 63) // 64 * 64
-        ctypes.memmove(first, laid_out, end)
-        self.size = end
-        self.pointers = (ctypes.c_void_p * max(1, len(places)))(*(first + place for place in places))
-        skipped = first - ctypes.addressof(self._memory)
-        self._words = memoryview(self._memory)[skipped : skipped + end].cast("B").cast("Q")
-        self._slots = tuple((s.offset // 8, s.operand, s.distance) for s in laid_out.slots)
-        self._addresses: Addresses | None = None
+            if isinstance(argument, int):
+                places.append(end)
+                end += 8
+            else:
+                places.append((end + 63) & -64)
+                size = len(argument) if isinstance(argument, bytes) else sum(map(len, argument))
+                end = places[-1] + ((size + 7) & -8)
+        self.size, used = end, max(end, 8)
+        self._memory = bytearray(used + 64)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        skipped = -address % 64
+        view = memoryview(self._memory)[skipped : skipped + used]  # as long as it lives, the bytes stay where they are
+        self._words = view.cast("Q")
+        self.pointers = _pointers(len(places))(*[address + skipped + place for place in places])
+        self._slots = _write(arguments, places, view, self._words)
+        self._writers: tuple[_Writer, ...] | None = None
+        self._addresses: Sequence[int | None] = ()
 
     def move(self, addresses: Addresses) -> None:
-        """Writes other addresses of the operands."""
-        if addresses == self._addresses:
-            return
-        memory = self._words
-        for place, operand, distance in self._slots:
-            memory[place] = addresses[operand] + distance
+        """Writes the addresses of the operands that lie elsewhere than at the last move."""
+        if self._writers is None:
+            self._writers, self._addresses = self._make_writers(), (None,) * len(OPERANDS)
+        before = self._addresses
+        for operand, distance, fill in self._writers:
+            address = addresses[operand]
+            if address != before[operand]:
+                fill(address + distance)
         self._addresses = addresses
+
+    def _make_writers(self) -> tuple[_Writer, ...]:
+        """For each slot its operand, its distance from there, and what writes all of its words at once."""
+        found = np.frombuffer(self._words, dtype=np.uint64)
+        return tuple(
+            (slot.operand, slot.distance, found[_words_of(slot, start)].fill)
+            for start, slots in self._slots
+            for slot in slots
+        )
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether some word lies inside one of these ranges of memory and is no slot, so that it would not move."""
         found = np.frombuffer(self._words, dtype=np.uint64)
         fixed = np.ones(len(found), dtype=bool)
-        fixed[[place for place, _, _ in self._slots]] = False
+        for start, slots in self._slots:
+            for slot in slots:
+                fixed[_words_of(slot, start)] = False
         return any(bool((fixed & (found >= start) & (found < end)).any()) for start, end in spans)
+
+
+_Writer = tuple[int, int, Callable[[int], None]]
+_pointers = cache(lambda count: ctypes.c_void_p * max(1, count))
+"""The type of an array of pointers; at least one, since the driver is handed its address."""
+
+
+def _write(
+    arguments: Sequence[Argument], places: list[int], view: memoryview, into: memoryview
+) -> list[tuple[int, Sequence[Slot]]]:
+    """Writes arguments to their places in a block; returns where slots are counted from, and the slots."""
+    slots = list[tuple[int, Sequence[Slot]]]()
+    for argument, place in zip(arguments, places, strict=True):
+        if isinstance(argument, int):
+            into[place // 8] = argument & WORD
+            if isinstance(argument, Address):
+                slots.append((place, slot_of(argument, 0)))
+            continue
+        for part in (argument,) if isinstance(argument, bytes) else argument:
+            view[place : place + len(part)] = part
+            if isinstance(part, Fields):
+                slots.append((place, part.slots))
+            place += len(part)
+    return slots
+
+
+def _words_of(slot: Slot, start: int) -> slice:
+    """The places of a slot's words in a block of words."""
+    first, step = (start + slot.offset) // 8, slot.step // 8
+    return slice(first, first + (slot.repeats - 1) * step + 1, step)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Protocol
 
-from multigemm.cuda.arguments import Addresses, ArgumentBlock
+from multigemm.cuda.arguments import Addresses, Argument, ArgumentBlock
 from multigemm.cuda.driver import (
     CLUSTER_DIMENSION,
     MAX_DYNAMIC_SHARED,
@@ -88,7 +88,7 @@ class Kernel:
 
     def bound(
         self,
-        arguments: Sequence[int | bytes],
+        arguments: Sequence[Argument],
         *,
         grid: int | tuple[int, int, int],
         threads: int,
@@ -103,16 +103,23 @@ class Kernel:
         `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `keep`
         lives as long as the launch. `on_capture` is called whenever a launch becomes part of a CUDA graph.
         """
-        attributes, count = (LaunchAttribute * 2)(), 0
-        wanted = ((cluster > 1, CLUSTER_DIMENSION, (cluster, 1, 1)), (overlap, PROGRAMMATIC, (1, 0, 0)))
-        for needed, name, value in wanted:
-            if needed:
-                attributes[count] = LaunchAttribute(id=name, dim=value)
-                count += 1
-        blocks = (grid, 1, 1) if isinstance(grid, int) else grid
-        config = LaunchConfig(grid=blocks, block=(threads, 1, 1), shared=shared)
-        config.attributes, config.attribute_count = ctypes.addressof(attributes), count
-        return BoundKernel(self, ArgumentBlock(arguments), config, on_capture, (attributes, keep))
+        config = _config(grid, threads, shared, cluster, overlap)
+        return BoundKernel(self, ArgumentBlock(arguments), config, on_capture, keep)
+
+
+@cache
+def _attributes(cluster: int, overlap: bool) -> ctypes.Array[LaunchAttribute]:
+    """What a launch asks for besides its size; kept for good, since launches point to it."""
+    wanted = [LaunchAttribute(id=CLUSTER_DIMENSION, dim=(cluster, 1, 1))] if cluster > 1 else []
+    wanted += [LaunchAttribute(id=PROGRAMMATIC, dim=(1, 0, 0))] if overlap else []
+    return (LaunchAttribute * len(wanted))(*wanted)
+
+
+@lru_cache(maxsize=4096)
+def _config(grid: int | tuple[int, int, int], threads: int, shared: int, cluster: int, overlap: bool) -> LaunchConfig:
+    """The shape of a launch, of which each stream's record is a copy: never written."""
+    blocks, attributes = (grid, 1, 1) if isinstance(grid, int) else grid, _attributes(cluster, overlap)
+    return LaunchConfig(blocks, (threads, 1, 1), shared, None, ctypes.addressof(attributes), len(attributes))
 
 
 class BoundKernel:
@@ -178,6 +185,11 @@ class LaunchSequence:
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether any launch holds an address that `move` would not replace."""
         return any(step.stays_behind(spans) for step in self._steps)
+
+
+def without_move(launch: MovableLaunch) -> Launch:
+    """The same launch as a plain callable: for one that holds addresses which no move would replace."""
+    return launch.__call__
 
 
 class Nothing:
