@@ -1,58 +1,172 @@
-"""The arguments of a kernel in memory: where they lie, and how they follow the operands."""
+"""Argument blocks that follow their operands, and tensor maps as the driver is asked for them; no GPU needed."""
 
 from __future__ import annotations
 
 import ctypes
+import struct
+import threading
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
 
-from multigemm.cuda.arguments import OPERANDS, Address, ArgumentBlock, join, words
+from multigemm.cuda import driver, tensor_map
+from multigemm.cuda.arguments import OPERANDS, Address, ArgumentBlock, Slot, along, fields, join, words
+from multigemm.cuda.launch import Kernel
+from multigemm.cuda.tensor_map import SIZE, encode, encode_together, repeat
+from multigemm.errors import LibraryError
+from tests.support.cuda_driver import ADDRESSED, CONTEXT, FakeDriver, install
 
-Addresses = tuple[int, ...]
-
-
-def addresses(**given: int) -> Addresses:
-    return tuple(given.get(name, 0) for name in OPERANDS)
-
-
-def content(block: ArgumentBlock) -> bytes:
-    """All that lies between the first argument and the end of the last."""
-    return ctypes.string_at(block.pointers[0] or 0, block.size)
+find_place: Callable[[], int] = tensor_map._place_of_address.__wrapped__
 
 
-def test_arguments_lie_where_the_driver_is_told() -> None:
-    values: list[int | bytes] = [7, bytes(range(128)), -1, 2**63, bytes(128), True, b"abc", 5]
-    block = ArgumentBlock(values)
-    assert len(block.pointers) == len(values)
-    for value, address in zip(values, block.pointers, strict=True):
-        assert address is not None
-        if isinstance(value, bytes):
-            assert address % 64 == 0, "tensor maps are aligned"
-            assert ctypes.string_at(address, len(value)) == value
-        else:
-            assert ctypes.c_uint64.from_address(address).value == value % 2**64
-    assert block.size == 8 * (8 + 16 + 1 + 1 + 6 + 16 + 1 + 7 + 1 + 1)
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    return install(monkeypatch)
 
 
-def test_addresses_follow_their_operands_and_nothing_else_does() -> None:
-    def block(a: int, ends: int) -> ArgumentBlock:
-        first = Address(a, "a")
-        table = join([words(1, first.at(a + 24)), words(Address(ends, "ends"))])
-        return ArgumentBlock([first, 4096, table, first.at(a // 16 * 16), Address(ends, "ends")])
-
-    moved = block(4096, 512)
-    before = content(moved)
-    moved.move(addresses(a=8192, ends=1024, out=77))
-    assert content(moved) == content(block(8192, 1024)) != before
-    moved.move(addresses(a=4096, ends=512))
-    assert content(moved) == before
+def block_words(block: ArgumentBlock) -> list[int]:
+    return np.frombuffer(block._words, np.uint64).tolist()
 
 
-@pytest.mark.parametrize(("value", "behind"), [(Address(5000, "b"), False), (5000, True), (6000, False)])
-def test_an_address_that_is_no_slot_stays_behind(value: int, behind: bool) -> None:
-    block = ArgumentBlock([1, words(value, 2), 3])
-    assert block.stays_behind([(8, 9), (4096, 6000)]) is behind
+def moved_to(**addresses: int) -> tuple[int, ...]:
+    return tuple(addresses.get(name, 0) for name in OPERANDS)
 
 
-def test_no_arguments() -> None:
-    assert ArgumentBlock([]).size == 0
+def test_arguments_lie_where_the_pointers_say() -> None:
+    block = ArgumentBlock([5, -1, b"abc", 7, bytes(range(70))])
+    at = [int(pointer or 0) for pointer in block.pointers]
+    assert at[2] % 64 == at[4] % 64 == 0 and at[1] == at[0] + 8
+    assert [struct.unpack("<q", ctypes.string_at(at[i], 8))[0] for i in (0, 1, 3)] == [5, -1, 7]
+    assert ctypes.string_at(at[2], 3) == b"abc" and ctypes.string_at(at[4], 70) == bytes(range(70))
+    assert block.size == at[4] + 72 - at[0]
+
+
+def test_a_kernel_without_arguments_has_a_block() -> None:
+    block = ArgumentBlock([])
+    block.move(moved_to())
+    assert block.size == 0 and not block.stays_behind([(1, 100)])
+
+
+def test_a_move_rewrites_every_word_of_an_operand_and_no_other() -> None:
+    a, b = Address(0x1000, "a"), Address(0x2000, "b")
+    table = fields(struct.pack("<6Q", 1, 0x1010, 2, 0x1010, 3, 0x1010), [Slot(8, a.operand, 16, 3, 16)])
+    block = ArgumentBlock([a, 9, along(b, b + 64), join([b"12345678", table, words(b)])])
+    wanted = [0x1000, 9, 0x2040]
+    tail = [int.from_bytes(b"12345678", "little"), 1, 0x1010, 2, 0x1010, 3, 0x1010, 0x2000]
+    assert block_words(block) == [*wanted, *[0] * 5, *tail]
+    block.move(moved_to(a=0x9000, b=0x2000))
+    tail = [tail[0], 1, 0x9010, 2, 0x9010, 3, 0x9010, 0x2000]
+    assert block_words(block) == [0x9000, 9, 0x2040, *[0] * 5, *tail]
+    block.move(moved_to(a=0x9000, b=0x7000))
+    assert block_words(block) == [0x9000, 9, 0x7040, *[0] * 5, *tail[:-1], 0x7000]
+    block.move(moved_to(a=0x1000, b=0x2000))
+    assert block_words(block)[0] == 0x1000 and block_words(block)[2] == 0x2040
+
+
+def test_a_word_that_would_stay_behind_is_found() -> None:
+    a = Address(0x1000, "a")
+    assert ArgumentBlock([a, int(a) + 8]).stays_behind([(0x1000, 0x1010)])
+    assert not ArgumentBlock([a, int(a) + 16]).stays_behind([(0x1000, 0x1010)])
+    assert not ArgumentBlock([fields(bytes(64), [Slot(0, 0, 0, 4, 16)])]).stays_behind([(0x1000, 0x1010)])
+
+
+def test_one_set_up_serves_all_boxes(fake: FakeDriver) -> None:
+    boxes = tuple((64, 8 * (i + 1), 1) for i in range(16))
+    maps = encode_together(torch.bfloat16, Address(1 << 40, "a"), (512, 100, 3), (1024, 102400), boxes)
+    rows = np.frombuffer(maps, np.uint64).reshape(16, SIZE // 8)
+    assert (rows[:, 0] == 1 << 40).all() and rows[:, 2:5].tolist() == [[512, 100, 3]] * 16
+    assert [(int(row[11]) & 0xFFFFFFFF, int(row[11]) >> 32, int(row[12])) for row in rows] == list(boxes)
+    assert [*map(tuple, rows[:, 7:9].tolist())] == [(1024, 102400)] * 16
+    assert maps.slots == (Slot(8 * ADDRESSED, 0, 0, 16, SIZE),)
+    one = encode(torch.bfloat16, Address(1 << 40, "a"), (512, 100, 3), (1024, 102400), boxes)
+    assert b"".join(one) == maps and {x.slots for x in one} == {(Slot(8 * ADDRESSED, 0, 0),)}
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_maps_of_every_rank_are_encoded(rank: int, fake: FakeDriver) -> None:
+    extents, strides = tuple(range(3, 3 + rank)), tuple(16 << i for i in range(rank - 1))
+    raw = encode_together(torch.float16, 1 << 40, extents, strides, ((1,) * rank,), swizzle=0)
+    found = np.frombuffer(raw, np.uint64)
+    assert found[2 : 2 + rank].tolist() == [*extents] and found[7 : 6 + rank].tolist() == [*strides]
+    assert raw.slots == ()
+
+
+def test_a_refused_layout_is_named(fake: FakeDriver) -> None:
+    with pytest.raises(LibraryError, match=r"address 0x10000000008.*\(24,\)"):
+        encode_together(torch.float16, (1 << 40) + 8, (64, 64), (24,), ((64, 8),))
+
+
+def test_maps_of_a_stack_are_one_map_at_several_addresses(fake: FakeDriver) -> None:
+    first = Address(1 << 40, "b")
+    alone = encode_together(torch.float16, first, (64, 64), (128,), ((64, 8),))
+    stack = repeat(alone, [0, 512, 4096])
+    each = [encode_together(torch.float16, first.at(first + x), (64, 64), (128,), ((64, 8),)) for x in (0, 512, 4096)]
+    assert stack == join(each)
+    assert [slot[:4] for slot in stack.slots] == [slot[:4] for slot in join(each).slots]
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_the_place_of_the_address_is_found(place: int, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode_there(kind: object, address: int, *rest: object) -> bytes:
+        return struct.pack("<16Q", *[address if i == place else 5 for i in range(16)])
+
+    assert find_place() == 8 * ADDRESSED
+    monkeypatch.setattr(tensor_map, "encode_together", encode_there)
+    assert find_place() == 8 * place
+
+
+@pytest.mark.parametrize(
+    "spread", [lambda x: (x, x), lambda x: (x >> 4, 0), lambda x: (0, 0)], ids=["two", "coded", "none"]
+)
+def test_maps_that_do_not_hold_the_address_in_one_word_are_refused(
+    spread: Callable[[int], tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode_so(kind: object, address: int, *rest: object) -> bytes:
+        return struct.pack("<16Q", *spread(address), *[5] * 14)
+
+    monkeypatch.setattr(tensor_map, "encode_together", encode_so)
+    with pytest.raises(LibraryError, match="one word that holds the address"):
+        find_place()
+
+
+def test_threads_encode_into_memory_of_their_own(fake: FakeDriver) -> None:
+    found: dict[int, bytes] = {}
+
+    def work(number: int) -> None:
+        with driver.on_device(0):
+            found[number] = b"".join(
+                encode_together(torch.float16, (number + 1) << 32, (64, i + 1), (128,), ((64, 8),)) for i in range(50)
+            )
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, raw in found.items():
+        rows = np.frombuffer(raw, np.uint64).reshape(50, 16)
+        assert (rows[:, 0] == (number + 1) << 32).all() and rows[:, 3].tolist() == [*range(1, 51)]
+    assert len(found) == 4 and fake.without_context == []
+
+
+def test_every_driver_call_of_a_kernel_has_the_devices_context(fake: FakeDriver) -> None:
+    seen: list[int] = []
+
+    def work() -> None:
+        kernel = Kernel(b"image", "name", 1, shared=100_000)
+        kernel.resident_clusters(2, 128, 100_000)
+        kernel.blocks_per_processor(128, 0)
+        seen.append(fake.current)
+        with driver.on_device(1):
+            seen.append(fake.current)
+            with driver.on_device(0):
+                seen.append(fake.current)
+            seen.append(fake.current)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert fake.without_context == [] and seen == [0, CONTEXT + 1, CONTEXT, CONTEXT + 1]
+    assert fake.calls[:3] == ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]

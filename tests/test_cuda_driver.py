@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-from multigemm.backends.cupy import driver as cupy_driver
 from multigemm.cuda import driver as cuda_driver
 from multigemm.cuda import launch
 from multigemm.cuda.driver import NO_CONTEXT, LaunchAttribute, LaunchConfig, Records
@@ -56,14 +54,6 @@ class Machine:
         return 0
 
 
-def _of_cupy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    monkeypatch.setattr(cupy_driver, "library", lambda: machine)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: machine.stream, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", machine.device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-    return cupy_driver.launcher(1, [], grid=1, threads=32, index=0)
-
-
 def _of_runtime(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
     monkeypatch.setattr(launch, "library", lambda: machine)
     monkeypatch.setattr(launch, "current_raw_stream", lambda index: machine.stream)
@@ -71,7 +61,7 @@ def _of_runtime(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
     return launch.Kernel.loaded(1, "name", 0).bound([], grid=1, threads=32)
 
 
-MAKERS = {"cupy": _of_cupy, "runtime": _of_runtime}
+MAKERS = {"runtime": _of_runtime}
 
 
 @pytest.mark.parametrize("backend", MAKERS)

@@ -20,6 +20,7 @@ from multigemm.backends.cupy import (
 )
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
+from multigemm.cuda.arguments import Fields, fields
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import OperandSpec
@@ -123,14 +124,14 @@ def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: boo
 def test_the_results_map_counts_rows_back_from_a_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def encode(*args: Any) -> bytes:
+    def encode(*args: Any) -> Fields:
         seen.append(args)
-        return b""
+        return fields(b"", ())
 
-    monkeypatch.setattr(tensor_maps, "encode", encode)
+    monkeypatch.setattr(tensor_maps, "encode_together", encode)
     side = tensor_maps.Side(1 << 40, 96, 50, 3, 192, 50 * 192, False, torch.bfloat16)
-    tensor_maps.results.__wrapped__(side)
-    ((_, start, dims, strides, box),) = seen
+    tensor_maps.results(side)
+    ((_, start, dims, strides, (box,)),) = seen
     assert box == (64, 64, 1, 1, 1) and dims[0] == 96 and dims[1] == tensor_maps.FAR and dims[4] == 3
     assert all(step % 16 == 0 and step < 1 << 40 for step in strides)
     for group, end, left, row in ((0, 50, 50, 0), (2, 41, 9, 8), (1, 7, 1, 0)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +12,15 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm.backends.cupy import BACKEND, build, direct, family, hopper, packing, params, small, specs, tensor_maps
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import (
-    direct,
-    family,
-    hopper,
-    packing,
-    params,
-    portable,
-    small,
-    specs,
-    tensor_maps,
-)
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.backends.cupy.launch import _why
 from multigemm.cuda import counters
-from multigemm.planning.staging import allocate, stage, staged_spec
-from tests.cupy_world import BF16, SPEC, FakeDriver, install, operands
+from multigemm.cuda.arguments import Fields, fields
+from multigemm.planning.operands import Operands
+from tests.cupy_world import BF16, SPEC, FakeDriver, bound, install, operands, staged
+from tests.support.cuda_driver import addresses_of, arguments_of, steps_of
 
 
 @pytest.fixture
@@ -38,37 +30,32 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "per_group"])
 def test_a_bound_problem_launches_with_one_driver_call(form: str, fake: FakeDriver) -> None:
-    ops = operands(form)
-    launch = hopper.bind(ops, configs.WIDE, 1)
-    before = len(fake.calls)
-    launch()
-    launch()
-    assert fake.calls[before:] == ["cuLaunchKernelEx"] * 2
+    launch = bound(configs.WIDE, operands(form))
     fake.calls.clear()
-    hopper.bind(ops, configs.WIDE, 1)
-    if form != "per_group":
-        assert "cuTensorMapEncodeTiled" not in fake.calls, "the same addresses need no new tensor maps"
+    launch()
+    launch()
+    assert fake.calls == ["cuLaunchKernelEx"] * 2
 
 
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "per_group", "odd"])
 @pytest.mark.parametrize("config", [configs.PORTABLE, configs.SMALL], ids=["large", "small"])
 def test_the_portable_kernel_binds_every_form(form: str, config: Config, fake: FakeDriver) -> None:
-    launch = portable.bind(operands(form), config, 1, 132)
+    launch = bound(config, operands(form))
+    fake.calls.clear()
     launch()
     assert fake.calls == ["cuLaunchKernelEx"]
 
 
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "per_group", "odd", "odd list"])
 @pytest.mark.parametrize("config", [configs.CUBE, configs.CUBE64, configs.DEEP], ids=["32", "64", "deep"])
-def test_the_small_kernel_binds_every_form(
-    form: str, config: Config, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+def test_the_small_kernel_binds_every_form(form: str, config: Config, fake: FakeDriver) -> None:
     ops = operands(form)
     odd = form in ("jagged_n", "odd", "odd list")
     assert not specs.small_reasons(ops.spec) and specs.has_odd_lines(ops.spec) is odd
     assert is_valid(config, ops.spec) is (odd or config != configs.DEEP)
-    small.bind(ops, config, 1)()
+    launch = bound(config, ops)
+    fake.calls.clear()
+    launch()
     assert fake.calls == ["cuLaunchKernelEx"]
 
 
@@ -81,7 +68,7 @@ def test_a_lists_groups_become_the_small_kernels_argument() -> None:
 
 
 def test_counters_come_back_and_may_run_out(fake: FakeDriver) -> None:
-    launches = [hopper.bind(operands("batched"), configs.WIDE, 1) for _ in range(5)]
+    launches = [bound(configs.WIDE, operands("batched")) for _ in range(5)]
     _, free = counters.pool(0, 8)
     assert not free
     launches.clear()
@@ -89,14 +76,14 @@ def test_counters_come_back_and_may_run_out(fake: FakeDriver) -> None:
     assert sorted(free) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("room", ["hopper", "direct"])
-def test_a_counter_that_a_graph_may_still_use_never_comes_back(room: str, fake: FakeDriver) -> None:
-    def bound() -> Callable[[], object]:
-        if room == "hopper":
-            return hopper.bind(operands("batched"), configs.WIDE, 1)
-        return direct.bind(operands("odd weights"), configs.DIRECT, (1, 2, 0), 132)
+@pytest.mark.parametrize("kernel", ["hopper", "direct"])
+def test_a_counter_that_a_graph_may_still_use_never_comes_back(kernel: str, fake: FakeDriver) -> None:
+    def made() -> Any:
+        if kernel == "hopper":
+            return bound(configs.WIDE, operands("batched"))
+        return bound(configs.DIRECT, operands("odd weights"))
 
-    eager, captured = bound(), bound()
+    eager, captured = made(), made()
     eager()
     fake.capturing = True
     captured()
@@ -112,21 +99,21 @@ def test_a_counter_that_a_graph_may_still_use_never_comes_back(room: str, fake: 
 def test_odd_operands_are_copied_by_one_launch_before_each_product(form: str, fake: FakeDriver) -> None:
     ops = operands(form)
     assert specs.packed_reasons(ops.spec) == []
-    launch = packing.bind(ops, configs.WIDE, (1, 2), 132)
-    before = len(fake.calls)
-    launch()
-    assert fake.calls[before:] == ["cuLaunchKernelEx"] * 2
+    bound(replace(configs.WIDE, kernel="packed"), ops)()
+    assert [step.kernel for step in fake.launched] == ["pack", "hopper"]
 
 
 def test_copies_are_laid_out_one_after_the_other(fake: FakeDriver) -> None:
     ops = operands("odd list")
-    copied, _ = packing.with_copies(ops, specs.packed_spec(ops.spec), 1, 132)
+    copied, _, _ = packing.with_copies(
+        ops, params.view_of(ops), specs.packed_spec(ops.spec), build.load(packing.SOURCE, 0)
+    )
     for given, copy in zip([*ops.a, *ops.b], [*copied.a, *copied.b], strict=True):
         assert copy.shape == given.shape and copy.stride(0) % 8 == 0 and copy.stride(1) == 1
         assert copy.stride(0) - given.shape[1] < 8 and copy.data_ptr() % 16 == 0
     copies = packing._Copies()
-    copies.add(torch.zeros(3, 70, 300, dtype=torch.bfloat16), BF16)
-    copies.add(torch.zeros(300, 70, dtype=torch.bfloat16).T, BF16)
+    copies.add(torch.zeros(3, 70, 300, dtype=torch.bfloat16), BF16, "a")
+    copies.add(torch.zeros(300, 70, dtype=torch.bfloat16).T, BF16, "b")
     first, second = (packing.COPY.unpack(record) for record in copies.records)
     assert first[-1] == 0 and second[-1] == 3 * 3 * 2 and copies.units == second[-1] + 2 * 5
 
@@ -136,46 +123,37 @@ def test_copies_are_laid_out_one_after_the_other(fake: FakeDriver) -> None:
 def test_the_direct_kernel_copies_rows_at_most(form: str, config: Config, fake: FakeDriver) -> None:
     ops = operands(form)
     assert is_valid(config, ops.spec), specs.direct_reasons(ops.spec)
-    launch = direct.bind(ops, config, (1, 2, 0), 132)
-    fake.calls.clear()
-    launch()
-    assert fake.calls == ["cuLaunchKernelEx"] * (1 if form == "odd weights" else 2)
+    bound(config, ops)()
+    assert [step.kernel for step in fake.launched] == ["pack"] * (form != "odd weights") + ["direct"]
 
 
 def test_weights_that_are_no_whole_number_of_lines_apart_are_copied(fake: FakeDriver) -> None:
     x, memory = torch.zeros(3, 16, 64, dtype=torch.bfloat16), torch.zeros(8000, dtype=torch.bfloat16)
     for group, copies in ((64 * 33, 0), (66 * 33, 0), (64 * 33 + 1, 1)):
         problem = mg.GroupedGemmProblem(x, memory.as_strided((3, 64, 33), (group, 33, 1)))
-        launch = direct.bind(
-            stage(problem, staged_spec(problem), allocate(problem)).ops, configs.DIRECT, (1, 2, 0), 132
-        )
-        fake.calls.clear()
-        launch()
-        assert fake.calls == ["cuLaunchKernelEx"] * (1 + copies)
+        fake.launched.clear()
+        bound(configs.DIRECT, staged(problem))()
+        assert [step.kernel for step in fake.launched] == ["pack"] * copies + ["direct"]
 
 
 def test_wide_weights_that_are_no_whole_number_of_lines_apart_are_read_where_they_lie(fake: FakeDriver) -> None:
     """A copy of 2^31 elements is more memory than a product may take without being asked."""
     x, memory = torch.zeros(3, 64, 64, dtype=torch.bfloat16), torch.zeros(16000, dtype=torch.bfloat16)
-    for group, function in ((64 * 65, 2), (64 * 65 + 1, 3)):
+    for group, kernel in ((64 * 65, "direct"), (64 * 65 + 1, "portable")):
         problem = mg.GroupedGemmProblem(x, memory.as_strided((3, 64, 65), (group, 65, 1)))
-        ops = stage(problem, staged_spec(problem), allocate(problem)).ops
+        ops = staged(problem)
         ops = replace(ops, spec=replace(ops.spec, b=replace(ops.spec.b, wide=True)))
         assert is_valid(configs.DIRECT, ops.spec)
-        direct.bind(ops, configs.DIRECT, (1, 2, 3), 132)()
-        assert fake.launched.pop() == function and not fake.launched
+        bound(configs.DIRECT, ops)()
+        assert fake.launched.pop().kernel == kernel and not fake.launched
         assert "portable" in _why(ops.spec, configs.DIRECT)
 
 
-def test_only_wide_weights_may_need_the_portable_kernel_beside_the_one_that_shifts(
-    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(direct, "load", lambda source, index: (1, None))
-    monkeypatch.setattr(direct, "ready", lambda index, words: None)
-    monkeypatch.setattr(portable, "prepare", lambda spec, config, index: 3)
+def test_only_wide_weights_may_need_the_portable_kernel_beside_the_one_that_shifts() -> None:
     spec = replace(SPEC, b=replace(BF16, align=2))
-    assert direct.prepare(spec, configs.DIRECT, 0) == (1, 1, 0)
-    assert direct.prepare(replace(spec, b=replace(spec.b, wide=True)), configs.DIRECT, 0) == (1, 1, 3)
+    assert [source.entry for source in direct.sources(spec, configs.DIRECT)] == ["direct", "pack"]
+    wide = replace(spec, b=replace(spec.b, wide=True))
+    assert [source.entry for source in direct.sources(wide, configs.DIRECT)] == ["direct", "pack", "portable"]
     assert "portable" not in _why(spec, configs.DIRECT)
 
 
@@ -184,18 +162,18 @@ def test_only_wide_weights_may_need_the_portable_kernel_beside_the_one_that_shif
 def test_eight_maps_find_every_line(offset: int, pitch: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def encode(*call: Any) -> bytes:
-        seen.append(call)
-        return b""
+    def encode(*call: Any, swizzle: int) -> Fields:
+        seen.append((*call, swizzle))
+        return fields(b"", ())
 
-    monkeypatch.setattr(tensor_maps, "encode", encode)
+    monkeypatch.setattr(tensor_maps, "encode_together", encode)
     start, length = 4096 + 2 * offset, 7
-    tensor_maps.eighths.__wrapped__(tensor_maps.Lines(start, pitch, count, length, torch.bfloat16), 160, 8)
+    tensor_maps.eighths(tensor_maps.Lines(start, pitch, count, length, torch.bfloat16), 160, 8)
     assert len(seen) == 8
     for line in range(count):
-        _, base, (width, lines, one), (step, _), box, swizzle = seen[line & 7]
+        _, base, (width, lines, one), (step, _), boxes, swizzle = seen[line & 7]
         shift = ((start + (line & 7) * pitch) & 15) >> 1  # as in weights.cuh
-        assert base % 16 == step % 16 == 0 and (box, one, swizzle) == ((160, 8, 1), 1, tensor_maps.NO_SWIZZLE)
+        assert base % 16 == step % 16 == 0 and (boxes, one, swizzle) == (((160, 8, 1),), 1, tensor_maps.NO_SWIZZLE)
         assert base + step * (line >> 3) + 2 * shift == start + line * pitch
         assert width == shift + length and (line >> 3) < lines
     assert [lines for _, _, (_, lines, _), *_ in seen] == [max((count - i + 7) // 8, 1) for i in range(8)]
@@ -206,7 +184,7 @@ def test_the_weights_of_the_direct_kernel_lie_where_it_looks_for_them(form: str,
     ops = operands(form)
     role = hopper.roles(specs.direct_spec(ops.spec))
     if form == "odd list":
-        maps = direct._listed_weights(ops, role)
+        maps = direct.Direct(ops.spec, configs.DIRECT, 0)._listed_weights(ops)
         assert maps.shape == (2, 8 * tensor_maps.SIZE // 8)
         return
     assert isinstance(ops.b, torch.Tensor)
@@ -214,7 +192,7 @@ def test_the_weights_of_the_direct_kernel_lie_where_it_looks_for_them(form: str,
     lines, per_group = direct._stack(weights, 3, torch.bfloat16)
     for g, k in ((0, 0), (1, 5), (2, 62)):
         assert lines.ptr + (g * per_group + k) * lines.pitch == ops.b[g, k].data_ptr()
-    assert lines.length == ops.b.shape[2] and lines.count == 2 * per_group + ops.b.shape[1]
+    assert lines.length == ops.b.shape[2] and lines.number == 2 * per_group + ops.b.shape[1]
 
 
 @pytest.mark.parametrize(
@@ -244,3 +222,130 @@ def test_a_layouts_family_holds_every_choice_for_other_counts(change: dict[str, 
         for groups in (1, 3, 40, 700):
             bucket = 1 << (total - 1).bit_length() if total else 0
             assert configs.heuristic(replace(spec, total=bucket, groups=groups)) in members
+
+
+FORMS = (
+    "jagged_m",
+    "jagged_n",
+    "jagged_k",
+    "batched",
+    "masked",
+    "odd",
+    "odd weights",
+    "odd batch",
+    "twice",
+    "epilogue",
+)
+TRIED = (
+    configs.WIDE, configs.SLIM, replace(configs.SINGLE, kernel="packed"), configs.DIRECT, configs.CUBE, configs.WAVE,
+    configs.WAVES[1], configs.PORTABLE,
+)  # fmt: skip
+MOVABLE = [(form, config) for form in FORMS for config in TRIED if is_valid(config, operands(form).spec)]
+
+
+def test_every_kernel_is_among_those_that_are_moved() -> None:
+    assert {config.kernel for _, config in MOVABLE} == {config.kernel for config in TRIED}
+
+
+def _moved(x: Any, pages: int) -> Any:
+    """The same matrix elsewhere, at an address that is congruent modulo 256."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    memory = torch.zeros(span * x.element_size() + 256 * (pages + 2), dtype=torch.uint8)
+    skipped = (x.data_ptr() - memory.data_ptr()) % 256 + 256 * pages
+    typed = memory[skipped : skipped + span * x.element_size()].view(x.dtype)
+    return typed.as_strided(x.shape, x.stride())
+
+
+def _elsewhere(ops: Operands) -> Operands:
+    names = ("a", "b", "out", "c", "bias", "ends", "valid_rows")
+    return replace(ops, **{name: _moved(getattr(ops, name), i + 1) for i, name in enumerate(names)})
+
+
+def _spans(ops: Operands) -> list[tuple[int, int]]:
+    tensors = (ops.a, ops.b, ops.out, ops.c, ops.bias, ops.ends, ops.valid_rows)
+    return [
+        (x.data_ptr(), x.data_ptr() + max(x.untyped_storage().nbytes(), 1))
+        for x in tensors
+        if isinstance(x, torch.Tensor)
+    ]
+
+
+@pytest.fixture
+def one_workspace(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """Every problem gets the same counter and the same memory for its copies, so that blocks can be compared."""
+    counter = torch.zeros(24, dtype=torch.int32)
+    monkeypatch.setattr(counters.Words, "_borrow", lambda self, index, size: counter)
+    kept: dict[int, torch.Tensor] = {}
+    monkeypatch.setattr(
+        packing, "_workspace", lambda n, like: kept.setdefault(n, torch.zeros(n, dtype=like.dtype, device=like.device))
+    )
+    return fake
+
+
+@pytest.mark.parametrize(("form", "config"), MOVABLE, ids=str)
+def test_a_moved_launch_is_the_one_bound_there(form: str, config: Config, one_workspace: FakeDriver) -> None:
+    ops = operands(form)
+    there = _elsewhere(ops)
+    assert all(x % 256 == y % 256 for x, y in zip(addresses_of(ops), addresses_of(there), strict=True))
+    launch, wanted = bound(config, ops), bound(config, there)
+    before = arguments_of(launch)
+    assert before != arguments_of(wanted)
+    assert not launch.stays_behind(_spans(ops))
+    launch.move(addresses_of(there))
+    assert arguments_of(launch) == arguments_of(wanted)
+    launch.move(addresses_of(ops))
+    assert arguments_of(launch) == before
+    mixed = replace(ops, b=there.b)
+    launch.move(addresses_of(mixed))
+    assert arguments_of(launch) == arguments_of(bound(config, mixed))
+
+
+@pytest.mark.parametrize("form", ["per_group", "odd list"])
+@pytest.mark.parametrize("config", TRIED, ids=str)
+def test_a_list_whose_addresses_lie_in_a_table_cannot_be_moved(form: str, config: Config, fake: FakeDriver) -> None:
+    ops = operands(form)
+    if is_valid(config, ops.spec):
+        assert not hasattr(bound(config, ops), "move")
+
+
+@pytest.mark.parametrize(
+    ("form", "config"), [*MOVABLE, ("per_group", configs.WIDE), ("odd list", configs.DIRECT)], ids=str
+)
+def test_a_thread_without_a_context_plans_binds_and_launches(form: str, config: Config, fake: FakeDriver) -> None:
+    """As the one on which autograd runs backward: the driver refuses whatever is asked without a context."""
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            bound(config, operands(form))()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failed
+    assert fake.without_context in ([], ["cuLaunchKernelEx"]), "a launch alone is tried first and repeated"
+    assert fake.launched and "cuModuleLoadData" in fake.calls
+
+
+def test_tensor_maps_are_encoded_once_for_all_heights(fake: FakeDriver) -> None:
+    launch = bound(configs.WIDE, operands("jagged_m"))
+    assert fake.encodings == 1 + 16 + 1
+    (step,) = steps_of(launch)
+    rows = np.frombuffer(arguments_of(launch)[0], dtype=np.uint64)[-18 * 16 :].reshape(18, 16)
+    assert [int(row[11]) >> 32 for row in rows[1:17]] == [8 * (i + 1) for i in range(16)]
+    assert sum(len(slots) for _, slots in step._block._slots) == 4 + 3, "the maps of all heights are one slot"
+
+
+def test_a_plan_loads_every_kernel_of_its_layout_once(fake: FakeDriver) -> None:
+    device = torch.device("cuda", 0)
+    spec = replace(SPEC, n=1024, k=1024)
+    BACKEND.plan(spec, configs.heuristic(spec), device)
+    loaded = len(fake.images)
+    for total in (0, 64, 1024, 1 << 17):
+        later = replace(spec, total=total)
+        BACKEND.plan(later, configs.heuristic(later), device)
+    assert len(fake.images) == loaded > 3

@@ -13,18 +13,12 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import (
-    build,
-    family,
-    specs,
-    tensor_maps,
-    wave,
-)
+from multigemm.backends.cupy import build, family, hopper, params, portable, specs, wave
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
-from multigemm.errors import InvalidSetting
-from multigemm.planning.staging import allocate, stage, staged_spec
-from tests.cupy_world import BF16, SPEC, WAVE_KERNELS, FakeDriver, batch, install, operands
+from multigemm.cuda.tensor_map import SIZE
+from multigemm.errors import CompileError
+from tests.cupy_world import BF16, SPEC, FakeDriver, batch, bound, install, operands, staged
 
 
 @pytest.fixture
@@ -41,39 +35,33 @@ def test_a_lists_family_covers_any_largest_matrix(largest: int) -> None:
             assert configs.heuristic(replace(spec, total=total, groups=groups, largest=largest)) in members
 
 
-def test_a_family_is_prepared_whole_and_errors_come_out() -> None:
-    seen: list[Config] = []
-    family.prepare_all((configs.WIDE, configs.SMALL), seen.append)
-    assert set(seen) == {configs.WIDE, configs.SMALL}
+def test_kernels_are_loaded_together_and_errors_come_out(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [*hopper.sources(SPEC, configs.WIDE), *portable.sources(SPEC, configs.PORTABLE)]
+    build.load_all([*sources, sources[0]], 0)
+    assert sorted(fake.names.values()) == ["hopper", "portable"]
 
-    def fails(config: Config) -> None:
-        raise InvalidSetting("no")
+    def fails(source: build.Source, arch: str) -> bytes:
+        raise CompileError("no")
 
-    with pytest.raises(InvalidSetting):
-        family.prepare_all((configs.WIDE,), fails)
+    monkeypatch.setattr(build, "cubin_of", fails)
+    build.load_all(sources, 0)
+    with pytest.raises(CompileError):
+        build.load_all(hopper.sources(SPEC, configs.MIDDLE), 0)
 
 
-def test_threads_that_load_a_kernel_at_once_get_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_load_a_kernel_at_once_get_one_module(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(4)
-    loads: list[str] = []
 
     def compiled(source: build.Source, arch: str) -> bytes:
         together.wait(10)  # all are past the first look
         return b""
 
-    def loaded(cubin: bytes, entry: str, index: int) -> tuple[int, object]:
-        loads.append(entry)
-        return len(loads), object()
-
-    monkeypatch.setattr(build, "_loaded", {})
-    monkeypatch.setattr(build, "_architecture_of", lambda index: "sm_90a")
     monkeypatch.setattr(build, "cubin_of", compiled)
-    monkeypatch.setattr(build, "_load", loaded)
     source = build.Source("portable.cu", "portable", ())
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: build.load(source, 0), range(4)))
-    assert loads == ["portable"]
-    assert len({id(module) for _, module in found}) == 1
+    assert list(fake.names.values()) == ["portable"]
+    assert len({id(kernel) for kernel in found}) == 1
 
 
 @pytest.mark.parametrize("form", ["batched", "per_group"])
@@ -81,32 +69,36 @@ def test_threads_that_load_a_kernel_at_once_get_one_module(monkeypatch: pytest.M
 def test_a_wave_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDriver) -> None:
     ops = operands(form)
     assert is_valid(config, ops.spec), specs.wave_reasons(ops.spec)
-    groups = wave.groups_of(ops)
-    config = config if config.rows else wave.height_for(tuple((g.m, g.k, g.n) for g in groups), 132)
+    groups = wave.groups_of(ops, params.view_of(ops))
+    chosen = config if config.rows else wave.height_for(groups.shapes, 132)
     slots = wave.SLOTS[0]
-    argument, tiles, more = wave.layout(ops, groups, config, slots)
-    assert tiles == sum(-(-g.m // config.rows) * -(-g.n // 128) for g in groups) and more is None
-    maps = 2 * slots * tensor_maps.SIZE
+    parts, tiles, more = wave.layout(ops, groups, chosen, slots)
+    argument = b"".join(parts)
+    assert tiles == sum(-(-m // chosen.rows) * -(-n // 128) for m, _, n in groups.shapes) and more is None
+    maps = 2 * slots * SIZE
     shapes_at = maps + wave.PLACE.itemsize * wave.LISTED
     spots = np.frombuffer(argument[maps:shapes_at], wave.PLACE)[:tiles]
-    assert {(s["group"], s["blocks"]) for s in spots} == {(i, -(-g.k // 64)) for i, g in enumerate(groups)}
+    assert {(s["group"], s["blocks"]) for s in spots} == {(i, -(-k // 64)) for i, (_, k, _) in enumerate(groups.shapes)}
     shapes = list(wave.SHAPE.iter_unpack(argument[shapes_at : -wave.TAIL.size]))
-    expected = [(g.m, g.n, g.out.ptr, 2 * g.out.row) for g in groups]
-    assert shapes[: len(groups)] == expected and len(shapes) == slots
+    places = [(x.data_ptr(), 2 * x.stride(0)) for x in ops.out]
+    assert shapes[: len(places)] == [(m, n, *at) for (m, _, n), at in zip(groups.shapes, places, strict=True)]
+    assert len(shapes) == slots
     assert wave.TAIL.unpack(argument[-wave.TAIL.size :]) == (0, 1.0, 1, tiles)
-    launch = wave.bind(ops, config, (0, {(config, slots): 1}), 132)
-    fake.calls.clear()
-    launch()
-    assert fake.calls == ["cuLaunchKernelEx"]
+    words = np.frombuffer(argument[:maps], np.uint64).reshape(2, slots, 16)
+    assert words[0, : len(places), 0].tolist() == [x.data_ptr() for x in ops.b], "the weights of each group"
+    assert words[1, : len(places), 0].tolist() == [x.data_ptr() for x in ops.a], "the rows of each group"
+    bound(config, ops)()
+    assert [launched.kernel for launched in fake.launched] == ["wave"]
 
 
 def test_tiles_beyond_the_argument_lie_in_device_memory_and_none_is_left_out(fake: FakeDriver) -> None:
     half = partial(torch.zeros, dtype=torch.bfloat16)
-    problem = mg.GroupedGemmProblem([half(1000, 64), half(300, 130)], [half(64, 1300), half(130, 136)])
-    ops = stage(problem, staged_spec(problem), allocate(problem)).ops
-    groups = wave.groups_of(ops)
-    argument, tiles, more = wave.layout(ops, groups, configs.WAVES[1], wave.SLOTS[0])
-    maps = 2 * wave.SLOTS[0] * tensor_maps.SIZE
+    problem = mg.GroupedGemmProblem([half(1000, 64), half(300, 136)], [half(64, 1304), half(136, 136)])
+    ops = staged(problem)
+    groups = wave.groups_of(ops, params.view_of(ops))
+    parts, tiles, more = wave.layout(ops, groups, configs.WAVES[1], wave.SLOTS[0])
+    argument = b"".join(parts)
+    maps = 2 * wave.SLOTS[0] * SIZE
     listed = np.frombuffer(argument[maps : maps + wave.PLACE.itemsize * wave.LISTED], wave.PLACE)
     assert more is not None and tiles == 5 * 2 + 16 * 11 > wave.LISTED
     places = np.concatenate([listed, more.numpy().view(wave.PLACE)]).tolist()
@@ -114,7 +106,7 @@ def test_tiles_beyond_the_argument_lie_in_device_memory_and_none_is_left_out(fak
     assert places[10:] == [(1, 1, d, a) for d in range(16) for a in range(11)]
     assert wave.TAIL.unpack(argument[-wave.TAIL.size :])[0] == more.data_ptr()
     zero = replace(ops, spec=replace(ops.spec, alpha="zero"))
-    argument, _, _ = wave.layout(zero, groups, configs.WAVES[1], wave.SLOTS[0])
+    argument = b"".join(wave.layout(zero, groups, configs.WAVES[1], wave.SLOTS[0]).raw)
     assert set(np.frombuffer(argument[maps : maps + 160], wave.PLACE)["blocks"]) == {0}, "nothing is read"
 
 
@@ -150,10 +142,8 @@ def test_odd_results_of_a_wave_are_read_within_the_staging(order: Any, config: C
 def test_odd_lists_are_copied_for_the_wave_kernel(fake: FakeDriver) -> None:
     ops = operands("odd list")
     assert specs.hopper_reasons(ops.spec) and specs.wave_reasons(ops.spec) == []
-    launch = wave.bind(ops, configs.WAVE, (1, WAVE_KERNELS), 132)
-    fake.calls.clear()
-    launch()
-    assert fake.calls == ["cuLaunchKernelEx"] * 2, "the copies, then the product"
+    bound(configs.WAVE, ops)()
+    assert [launched.kernel for launched in fake.launched] == ["pack", "wave"]
 
 
 def test_the_longest_groups_of_a_wave_start_first(fake: FakeDriver) -> None:
@@ -161,11 +151,11 @@ def test_the_longest_groups_of_a_wave_start_first(fake: FakeDriver) -> None:
     problem = mg.GroupedGemmProblem(
         [half(8, 64), half(0, 512), half(8, 256)], [half(64, 8), half(512, 8), half(256, 8)]
     )
-    ops = stage(problem, staged_spec(problem), allocate(problem)).ops
-    assert [g.k for g in wave.groups_of(ops)] == [256, 64], "a group without results has no tile"
+    ops = staged(problem)
+    assert [k for _, k, _ in wave.groups_of_list(ops).shapes] == [256, 64], "a group without results has no tile"
     empty = mg.GroupedGemmProblem([half(0, 64)], [half(64, 8)])
-    wave.bind(stage(empty, staged_spec(empty), allocate(empty)).ops, configs.WAVE, (0, WAVE_KERNELS), 132)()
-    assert "cuLaunchKernelEx" not in fake.calls
+    bound(configs.WAVE, staged(empty))()
+    assert not fake.launched
 
 
 @pytest.mark.parametrize(

@@ -77,15 +77,16 @@ class Driver:
         return 0
 
     @staticmethod
-    def _encode(target: int, kind: int, rank: int, address: int, extents: Any, strides: Any, box: Any, *_: Any) -> None:
+    def _encode(target: Any, kind: int, rank: int, address: Any, *shape: Any) -> None:
         """A map: the address, then a digest of all else."""
-        told = f"{kind} {rank} {list(extents)} {list(strides)} {list(box)}".encode()
-        raw = address.to_bytes(8, "little") + hashlib.sha256(told).digest() * 4
+        extents, strides, box = (list(x._obj) for x in shape[:3])
+        told = f"{kind} {rank} {extents} {strides} {box}".encode()
+        raw = address.value.to_bytes(8, "little") + hashlib.sha256(told).digest() * 4
         ctypes.memmove(target, raw, tensor_map.SIZE)
 
 
 def forget() -> None:
-    for kept in (numba_launch.kernel_of, driver.primary_context, tensor_map._encoder, tensor_map._place_of_address):
+    for kept in (numba_launch.kernel_of, driver.primary_context, tensor_map._place_of_address):
         kept.cache_clear()
 
 

@@ -7,21 +7,28 @@ needs no GPU; loading does.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import torch
+
 import multigemm
 from multigemm.backends.cupy import fragments, mma_shapes
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
+from multigemm.cuda.launch import Kernel
 from multigemm.errors import CompileError
 from multigemm.settings import settings
 
+WORKERS = 8
 SOURCES = Path(__file__).parent / "kernels"
 counts: Counter[str] = Counter()
 """How often this process compiled, read from disk and loaded: tests assert that sizes cause none of them."""
@@ -29,11 +36,13 @@ counts: Counter[str] = Counter()
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One kernel to be compiled: its file, its entry, and its definitions in a fixed order."""
+    """One kernel to be compiled: its file, its entry, its definitions in a fixed order; `shared` is the dynamic shared
+    memory that its launches ask for."""
 
     file: str
     entry: str
     defines: tuple[tuple[str, int], ...]
+    shared: int = 0
 
     def options(self, arch: str) -> list[str]:
         """The compiler options, complete."""
@@ -112,38 +121,34 @@ def _version() -> str:
     return str(getattr(multigemm, "__version__", ""))
 
 
-_loaded: dict[tuple[Source, int], tuple[int, Any]] = {}
+_loaded: dict[tuple[Source, int], Kernel] = {}
 _loading = Lock()
 
 
-def load(source: Source, index: int) -> tuple[int, Any]:
-    """A kernel's handle on a device, and the module that owns it: one module for all threads, for good.
+def is_loaded(source: Source, index: int) -> bool:
+    """Whether a device holds a kernel already."""
+    return (source, index) in _loaded
 
-    A second module of the same kernel would be unloaded, and handles of it that were given away would be void.
-    """
+
+def load(source: Source, index: int) -> Kernel:
+    """A kernel on a device: one module for all threads, for the life of the process."""
     found = _loaded.get((source, index))
     if found is None:
-        cubin = cubin_of(source, _architecture_of(index))  # outside of the lock: kernels compile side by side
+        arch = architecture(torch.cuda.get_device_capability(index))
+        cubin = cubin_of(source, arch)  # outside of the lock: kernels compile side by side
         with _loading:
-            found = _loaded.get((source, index)) or _load(cubin, source.entry, index)
-            _loaded[source, index] = found
+            found = _loaded.get((source, index))
+            if found is None:
+                found = _loaded[source, index] = Kernel(cubin, source.entry, index, source.shared)
+                counts["loaded"] += 1
     return found
 
 
-@cache
-def _architecture_of(index: int) -> str:
-    import cupy
-
-    capability = cupy.cuda.Device(index).compute_capability
-    return architecture((int(capability[:-1]), int(capability[-1])))
-
-
-def _load(cubin: bytes, entry: str, index: int) -> tuple[int, Any]:
-    import cupy
-
-    with cupy.cuda.Device(index):
-        module: Any = cupy.cuda.function.Module()
-        module.load(cubin)
-        function = module.get_function(entry)
-    counts["loaded"] += 1
-    return int(function.ptr), module
+def load_all(sources: Iterable[Source], index: int) -> None:
+    """Compiles and loads what is not loaded yet, in threads: the compiler works outside Python's lock."""
+    missing = [source for source in dict.fromkeys(sources) if not is_loaded(source, index)]
+    if not missing:
+        return
+    with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(partial(load, index=index), missing):
+            pass

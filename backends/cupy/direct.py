@@ -8,7 +8,6 @@ whole number of lines apart; of 2^31 elements or more the portable kernel reads 
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,54 +18,36 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy import hopper, packing, portable, tensor_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, PORTABLE, Config
-from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
-from multigemm.backends.cupy.hopper import Roles
-from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
-from multigemm.backends.cupy.specs import direct_spec, plain_kind, weights_of
-from multigemm.backends.cupy.tensor_maps import BLANK, SIZE, Lines, Side
-from multigemm.cuda.counters import Words, ready
+from multigemm.backends.cupy.hopper import NO_MAPS, Clusters, Roles
+from multigemm.backends.cupy.params import view_of
+from multigemm.backends.cupy.specs import direct_spec, weights_of
+from multigemm.backends.cupy.tensor_maps import Lines
+from multigemm.cuda.arguments import Fields, join
 from multigemm.cuda.device import to_device
+from multigemm.cuda.driver import on_device
+from multigemm.cuda.launch import BoundKernel
+from multigemm.cuda.tensor_map import BLANK, SIZE
 from multigemm.planning.operands import Operands, Packed, strides_of
 from multigemm.problem.spec import ProblemSpec
 
 EIGHTHS = struct.Struct("<q2I2i")
 BLOCK_K, SKEW = 64, 32
 """As in pipeline.cuh and weights.cuh, in elements."""
-LOW = 0xFFFFFFFF
-"""What the kernel is told of an address and a pitch: it needs them modulo 16."""
+NO_WEIGHT_MAPS = join([BLANK] * 8)
+"""In the place of a packed form's eight maps."""
 
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: that of the Hopper kernel for the same layouts, and what its rings and its schedule hold."""
     more = ("WSTAGES", config.weight_stages), ("MOST_GROUPS", config.groups_at_most)
-    return Source("direct.cu", "direct", (*hopper.defines(direct_spec(spec), config), *more))
+    defines = (*hopper.defines(direct_spec(spec), config), *more)
+    return Source("direct.cu", "direct", defines, hopper.shared_bytes(spec, config))
 
 
-def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, int, int]:
-    """The copying kernel, the product, and for weights that are too large to copy the portable one."""
-    function, _ = load(source(spec, config), index)
-    allow_shared(function, config.shared_bytes(plain_kind(spec) > 0))
-    ready(index, hopper.COUNTERS)
-    other = portable.prepare(spec, PORTABLE, index) if weights_of(spec).wide else 0
-    return load(packing.SOURCE, index)[0], function, other
-
-
-@lru_cache(maxsize=1024)
-def _row_maps(x: Side) -> bytes:
-    """The row side's maps, in the place where the kernel looks for them; the weights have none."""
-    if not x.k_contiguous:
-        return BLANK + tensor_maps.plain(x, 0) + BLANK * 15
-    return BLANK + b"".join(tensor_maps.plain(x, 8 * (i + 1)) for i in range(16))
-
-
-def _listed_maps(ops: Operands, config: Config) -> Tensor:
-    """[G, 2] maps in device memory, of which the kernel reads the row side's."""
-    role, text = hopper.roles(ops.spec), bytearray()
-    for x in ops.b if role.swapped else ops.a:
-        side = hopper._matrix(x, int(role.swapped), role.x_k)
-        height = tensor_maps.list_box(side.mn, config.rows, config.cluster)
-        text += BLANK + tensor_maps.plain(side, height)
-    return to_device(np.frombuffer(text, dtype=np.int64).reshape(-1, 32), ops.device)
+def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
+    """The product, the copying kernel, and for weights that are too large to copy the portable one."""
+    other = (portable.source(spec, PORTABLE),) if weights_of(spec).wide else ()
+    return (source(spec, config), packing.SOURCE, *other)
 
 
 class Weights(NamedTuple):
@@ -95,67 +76,61 @@ def _stack(w: Weights, groups: int, dtype: torch.dtype) -> tuple[Lines, int]:
     return Lines(w.ptr, w.step * dtype.itemsize, (groups - 1) * per_group + w.number, w.length, dtype), per_group
 
 
-def _weight_maps(lines: Lines, role: Roles) -> bytes:
+def _weight_maps(lines: Lines, role: Roles) -> tuple[Fields, ...]:
     inner, height = (BLOCK_K, COLUMNS // 8) if role.w_k else (COLUMNS, BLOCK_K // 8)
     return tensor_maps.eighths(lines, inner + SKEW, height)
 
 
-def _listed_weights(ops: Operands, role: Roles) -> Tensor:
-    """[G, 8] maps in device memory."""
-    text = bytearray()
-    for x in ops.a if role.swapped else ops.b:
-        strides = strides_of(x)
-        line = int(role.swapped != role.w_k)  # which of its directions counts the lines
-        step = (strides.row, strides.col)[line] or 8
-        lines = Lines(x.data_ptr(), step * x.element_size(), x.shape[line], x.shape[1 - line], x.dtype)
-        text += _weight_maps(lines, role)
-    return to_device(np.frombuffer(text, dtype=np.int64).reshape(-1, 8 * SIZE // 8), ops.device)
+class Direct:
+    """The kernel that shifts its weights, and those beside it, loaded for the problems of one spec."""
 
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        self._spec, self._config, self._index = direct_spec(spec), config, index
+        self._role, self._rows_copied = hopper.roles(self._spec), self._spec != spec
+        self._copy = load(packing.SOURCE, index)
+        self._clusters = Clusters(load(source(spec, config), index), spec, config)
+        self._other = portable.Portable(spec, PORTABLE, index) if weights_of(spec).wide else None
 
-def bind(ops: Operands, config: Config, functions: tuple[int, int, int], sms: int) -> Launch:
-    """Copies of what neither TMA nor eight maps can read, then the product; or the portable kernel."""
-    spec = direct_spec(ops.spec)
-    w = _weights(view_of(ops), hopper.roles(spec))
-    also = w.operand if w.group % w.step else ""
-    if also and weights_of(ops.spec).wide:
-        return portable.bind(ops, PORTABLE, functions[2], sms)
-    copied, copy = packing.with_copies(ops, spec, functions[0], sms, also)
-    which = int(spec != ops.spec) + 2 * bool(also) if copy else 0
-    return packing.after(copy, _bind(copied, config, functions[1], which))
+    def bind(self, ops: Operands) -> Launch:
+        """Copies of what neither TMA nor eight maps can read, then the product; or the portable kernel."""
+        view = view_of(ops)
+        w = _weights(view, self._role)
+        also = w.operand if w.group % w.step else ""
+        if also and self._other is not None:
+            return self._other.bind(ops)
+        copied = packing.with_copies(ops, view, self._spec, self._copy, also)
+        which = int(self._rows_copied) + 2 * bool(also) if copied.launch else 0
+        with on_device(self._index):
+            return copied.then(self._product(copied.ops, copied.view, which))
 
+    def _product(self, ops: Operands, view: Packed, copied: int) -> BoundKernel:
+        if ops.spec.form == "per_group":
+            rows, weights = self._listed_rows(ops), self._listed_weights(ops)
+            more = [NO_MAPS, NO_WEIGHT_MAPS, EIGHTHS.pack(weights.data_ptr(), 0, 0, 0, copied)]
+            return self._clusters.bound(ops, view, more, listed=rows, keep=(weights,))
+        x, w = hopper.sides_of(view, self._role, self._spec.compute)
+        lines, per_group = _stack(_weights(view, self._role), view.groups, self._spec.compute)
+        # Of the address the kernel needs what it is modulo 16, as every address does that it may move to.
+        where = EIGHTHS.pack(0, lines.ptr % 16, lines.pitch & 0xFFFFFFFF, per_group, copied)
+        maps = (BLANK, *tensor_maps.rows(x))  # the weight side's map, which nobody reads, and the row side's
+        return self._clusters.bound(ops, view, [maps, _weight_maps(lines, self._role), where], columns=w.mn)
 
-def _bind(ops: Operands, config: Config, function: int, copied: int) -> Launch:
-    spec, index = ops.spec, ops.device.index or 0
-    table, listed, keep_rows = table_of(ops), None, False
-    maps, weight_maps, where = BLANK * 17, BLANK * 8, (0, 0, 0, 0)
-    view, role = view_of(ops), hopper.roles(spec)
-    if table is not None:
-        listed = _listed_maps(ops, config), _listed_weights(ops, role)
-        where = (listed[1].data_ptr(), 0, 0, 0)
-    else:
-        x, side = hopper._sides(view, role, spec.compute)
-        lines, per_group = _stack(_weights(view, role), view.groups, spec.compute)
-        maps, weight_maps = _row_maps(x), _weight_maps(lines, role)
-        where = (0, lines.ptr & LOW, lines.pitch & LOW, per_group)
-        keep_rows = side.mn > hopper.READERS * COLUMNS * config.cluster
-    counter = Words(index, hopper.COUNTERS)
-    options = hopper.LAUNCH.pack(
-        0 if listed is None else listed[0].data_ptr(), counter.address,
-        int(role.swapped), hopper.BUSY_ROWS, int(spec.out.align == 16), int(keep_rows),
-    )  # fmt: skip
-    across = COLUMNS * config.cluster
-    tiles = tiles_at_most(ops, view, *((across, config.rows) if role.swapped else (config.rows, across)))
-    shared = config.shared_bytes(plain_kind(spec) > 0)
-    clusters = max(1, min(tiles, resident_clusters(function, config.cluster, hopper.THREADS, shared)))
-    return launcher(
-        function,
-        [problem_bytes(ops, table, view), options, maps, weight_maps, EIGHTHS.pack(*where, copied)],
-        grid=clusters * config.cluster,
-        threads=hopper.THREADS,
-        shared=shared,
-        cluster=config.cluster,
-        overlap=True,
-        index=index,
-        keep=(ops, table, listed, counter),
-        captured=counter.pin,
-    )
+    def _listed_rows(self, ops: Operands) -> Tensor:
+        """[G, 2] maps in device memory, of which the kernel reads the row side's."""
+        parts = list[bytes]()
+        for x in ops.b if self._role.swapped else ops.a:
+            side = hopper.matrix_side(x, int(self._role.swapped), self._role.x_k)
+            height = tensor_maps.list_box(side.mn, self._config.rows, self._config.cluster)
+            parts += [BLANK, tensor_maps.plain(side, height)]
+        return to_device(np.frombuffer(b"".join(parts), dtype=np.int64).reshape(-1, 32), ops.device)
+
+    def _listed_weights(self, ops: Operands) -> Tensor:
+        """[G, 8] maps in device memory."""
+        parts, role = list[bytes](), self._role
+        for x in ops.a if role.swapped else ops.b:
+            strides = strides_of(x)
+            line = int(role.swapped != role.w_k)  # which of its directions counts the lines
+            step = (strides.row, strides.col)[line] or 8
+            lines = Lines(x.data_ptr(), step * x.element_size(), x.shape[line], x.shape[1 - line], x.dtype)
+            parts += _weight_maps(lines, role)
+        return to_device(np.frombuffer(b"".join(parts), dtype=np.int64).reshape(-1, 8 * SIZE // 8), ops.device)

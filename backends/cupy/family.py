@@ -7,9 +7,6 @@ layout compiles, side by side, whatever the heuristic would choose for any other
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 
@@ -19,7 +16,6 @@ from multigemm.problem.spec import ProblemSpec
 
 TOTALS = (0, *(1 << i for i in range(21)))
 GROUPS = (*(1 << i for i in range(10)), MAX_GROUPS)
-WORKERS = 8
 
 
 def members(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
@@ -31,10 +27,3 @@ def members(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...
 def _members(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
     seen = {heuristic(replace(spec, total=t, groups=g), capability): None for t in TOTALS for g in GROUPS}
     return tuple(seen)
-
-
-def prepare_all(configs: tuple[Config, ...], prepare: Callable[[Config], object]) -> None:
-    """Compiles and loads what is not loaded yet, in threads: the compiler works outside Python's lock."""
-    with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(prepare, configs):
-            pass

@@ -7,8 +7,8 @@ result; `X` gives the rows. For jagged n, and where the result is stored by colu
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,19 +18,26 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy import tensor_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config
-from multigemm.backends.cupy.driver import allow_shared, launcher, resident_clusters
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.specs import is_swapped, plain_kind, sends
 from multigemm.backends.cupy.tensor_maps import Side
+from multigemm.cuda.arguments import Argument, join
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import to_device
+from multigemm.cuda.driver import on_device
+from multigemm.cuda.launch import BoundKernel, Kernel, without_move
+from multigemm.cuda.tensor_map import BLANK
 from multigemm.planning.operands import Operands, Packed, Strided
 from multigemm.problem.spec import ProblemSpec
 
 THREADS = 384
 COUNTERS = 2
 """Words that a launch counts in: the next tile, and clusters that are done."""
+ELEMENT = 2
+"""Bytes of an operand's element."""
 LAUNCH = struct.Struct("<2q4i")
+NO_MAPS = join([BLANK] * 17)
+"""In the place of a packed form's maps."""
 READERS = 2
 """Rows that more tiles than this read again and again are asked to stay in the L2 cache."""
 BUSY_ROWS = 208
@@ -53,7 +60,13 @@ def roles(spec: ProblemSpec) -> Roles:
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: what `defines` says, and who stores the results."""
-    return Source("hopper.cu", "hopper", (*defines(spec, config), ("SEND", int(sends(spec)))))
+    more = ("SEND", int(sends(spec)))
+    return Source("hopper.cu", "hopper", (*defines(spec, config), more), shared_bytes(spec, config))
+
+
+def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
+    """All kernels that the spec's problems may launch under this config."""
+    return (source(spec, config),)
 
 
 def defines(spec: ProblemSpec, config: Config) -> tuple[tuple[str, int], ...]:
@@ -73,109 +86,118 @@ def shared_bytes(spec: ProblemSpec, config: Config) -> int:
     return config.shared_bytes(plain_kind(spec) > 0)
 
 
-def prepare(spec: ProblemSpec, config: Config, index: int) -> int:
-    """Compiles (or finds) and loads the kernel, and readies the device's counters."""
-    function, _ = load(source(spec, config), index)
-    allow_shared(function, shared_bytes(spec, config))
-    ready(index, COUNTERS)
-    return function
+def _side(view: Strided, step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype) -> Side:
+    group = ELEMENT * view.group
+    return Side(view.ptr, mn, k, groups if group else 1, ELEMENT * step, group, k_contiguous, dtype)
 
 
-def _side(
-    view: Strided, mn_step: int, k_step: int, mn: int, k: int, groups: int, k_contiguous: bool, dtype: torch.dtype
-) -> Side:
-    step = (mn_step if k_contiguous else k_step) * dtype.itemsize
-    stacked = groups if view.group else 1
-    return Side(view.ptr, mn, k, stacked, step, view.group * dtype.itemsize, k_contiguous, dtype)
-
-
-def _results(view: Packed, swapped: bool, dtype: torch.dtype) -> Side:
+def results_of(view: Packed, swapped: bool, dtype: torch.dtype) -> Side:
     """The output as columns and rows of the weight and the row side."""
     out = view.out
     rows, columns, step = (view.n, view.m, out.col) if swapped else (view.m, view.n, out.row)
-    return _side(out, 0, step, columns, rows, view.groups, False, dtype)
+    return _side(out, step, columns, rows, view.groups, False, dtype)
 
 
-def _sides(view: Packed, role: Roles, dtype: torch.dtype) -> tuple[Side, Side]:
+def sides_of(view: Packed, role: Roles, dtype: torch.dtype) -> tuple[Side, Side]:
     """The row side and the weight side of a packed form."""
+    a, b = view.a, view.b
     a_k, b_k = (role.w_k, role.x_k) if role.swapped else (role.x_k, role.w_k)
-    a = _side(view.a, view.a.row, view.a.col, view.m, view.k, view.groups, a_k, dtype)
-    b = _side(view.b, view.b.col, view.b.row, view.n, view.k, view.groups, b_k, dtype)
-    return (b, a) if role.swapped else (a, b)
+    left = _side(a, a.row if a_k else a.col, view.m, view.k, view.groups, a_k, dtype)
+    right = _side(b, b.col if b_k else b.row, view.n, view.k, view.groups, b_k, dtype)
+    return (right, left) if role.swapped else (left, right)
 
 
-@lru_cache(maxsize=1024)
-def _packed_maps(x: Side, w: Side, ragged: bool) -> bytes:
-    """One map of the weight side; of the row side one for each box height, or one where mn is contiguous.
-
-    Remembered: a call that meets the same addresses again, as an allocator makes it likely, encodes nothing.
-    """
-    if ragged:
-        return tensor_maps.ragged(w) + tensor_maps.ragged(x) + tensor_maps.BLANK * 15
-    if not x.k_contiguous:
-        return tensor_maps.plain(w, COLUMNS) + tensor_maps.plain(x, 0) + tensor_maps.BLANK * 15
-    return tensor_maps.plain(w, COLUMNS) + b"".join(tensor_maps.plain(x, 8 * (i + 1)) for i in range(16))
-
-
-def _matrix(x: Tensor, mn_dim: int, k_contiguous: bool) -> Side:
+def matrix_side(x: Tensor, mn_dim: int, k_contiguous: bool) -> Side:
+    """A matrix of a list, whose extent besides k is `mn_dim`."""
     stride = [s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)]
-    step = stride[mn_dim if k_contiguous else 1 - mn_dim] * x.element_size()
+    step = stride[mn_dim if k_contiguous else 1 - mn_dim] * ELEMENT
     return Side(x.data_ptr(), x.shape[mn_dim], x.shape[1 - mn_dim], 1, step, 0, k_contiguous, x.dtype)
 
 
-def _listed_maps(ops: Operands, config: Config) -> Tensor:
-    """[G, 2] maps in device memory: weight side, row side; a matrix that occurs twice is encoded once."""
-    role = roles(ops.spec)
-    made: dict[Any, bytes] = {}
+class Clusters:
+    """How a kernel of resident clusters is launched: with a counter, and as many of them as have work or find room."""
 
-    def one(side: Side, rows: int) -> bytes:
-        key = (side, rows)
-        if key not in made:
-            made[key] = tensor_maps.plain(side, rows)
-        return made[key]
+    def __init__(self, kernel: Kernel, spec: ProblemSpec, config: Config) -> None:
+        self._kernel, self._config, self._swapped = kernel, config, is_swapped(spec)
+        self._shared, across = shared_bytes(spec, config), COLUMNS * config.cluster
+        self._most = kernel.resident_clusters(config.cluster, THREADS, self._shared)
+        self._tile = (across, config.rows) if self._swapped else (config.rows, across)
+        self._aligned = spec.out.align == 16
+        ready(kernel.index, COUNTERS)
 
-    text = bytearray()
-    for a, b in zip(ops.a, ops.b, strict=True):
-        pair = (
-            _matrix(a, 0, role.w_k if role.swapped else role.x_k),
-            _matrix(b, 1, role.x_k if role.swapped else role.w_k),
+    def bound(
+        self,
+        ops: Operands,
+        view: Packed,
+        more: Sequence[Argument],
+        *,
+        columns: int = 0,
+        listed: Tensor | None = None,
+        keep: Sequence[object] = (),
+    ) -> BoundKernel:
+        """A launch for one problem. `columns`: of the weight side, 0 in a list, whose maps are `listed`; `more`: what
+        the kernel takes behind the problem and its options."""
+        table, counter = table_of(ops), Words(self._kernel.index, COUNTERS)
+        options = LAUNCH.pack(
+            0 if listed is None else listed.data_ptr(), counter.address,
+            self._swapped, BUSY_ROWS, self._aligned, columns > READERS * self._config.cluster * COLUMNS,
+        )  # fmt: skip
+        clusters = max(1, min(tiles_at_most(ops, view, *self._tile), self._most))
+        return self._kernel.bound(
+            [problem_bytes(ops, table, view), options, *more],
+            grid=clusters * self._config.cluster,
+            threads=THREADS,
+            shared=self._shared,
+            cluster=self._config.cluster,
+            overlap=True,
+            keep=(table, listed, counter, *keep),
+            on_capture=counter.pin,
         )
-        x, w = pair[::-1] if role.swapped else pair
-        text += one(w, COLUMNS) + one(x, tensor_maps.list_box(x.mn, config.rows, config.cluster))
-    return to_device(np.frombuffer(text, dtype=np.int64).reshape(-1, 32), ops.device)
 
 
-def bind(ops: Operands, config: Config, function: int) -> Launch:
-    """Lays out the arguments of one problem."""
-    spec, index = ops.spec, ops.device.index or 0
-    table, listed, maps, keep_rows = table_of(ops), None, tensor_maps.BLANK * 17, False
-    view, role = view_of(ops), roles(spec)
-    if table is not None:
-        listed = _listed_maps(ops, config)
-    else:
-        x, w = _sides(view, role, spec.compute)
-        maps = _packed_maps(x, w, spec.form == "jagged_k")
-        if sends(spec):
-            maps += tensor_maps.results(_results(view, role.swapped, spec.out.dtype))
-        keep_rows = w.mn > READERS * COLUMNS * config.cluster
-    counter = Words(index, COUNTERS)
-    options = LAUNCH.pack(
-        0 if listed is None else listed.data_ptr(), counter.address,
-        int(role.swapped), BUSY_ROWS, int(spec.out.align == 16), int(keep_rows),
-    )  # fmt: skip
-    across = COLUMNS * config.cluster
-    tiles = tiles_at_most(ops, view, *((across, config.rows) if role.swapped else (config.rows, across)))
-    shared = shared_bytes(spec, config)
-    clusters = max(1, min(tiles, resident_clusters(function, config.cluster, THREADS, shared)))
-    return launcher(
-        function,
-        [problem_bytes(ops, table, view), options, maps],
-        grid=clusters * config.cluster,
-        threads=THREADS,
-        shared=shared,
-        cluster=config.cluster,
-        overlap=True,
-        index=index,
-        keep=(ops, table, listed, counter),
-        captured=counter.pin,
-    )
+class Hopper:
+    """The Hopper kernel, loaded for the problems of one spec."""
+
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        kernel = load(source(spec, config), index)
+        self._clusters, self._config, self._index = Clusters(kernel, spec, config), config, index
+        self._role, self._dtype, self._sends = roles(spec), spec.compute, sends(spec)
+        self._listed, self._ragged = spec.form == "per_group", spec.form == "jagged_k"
+
+    def bind(self, ops: Operands) -> Launch:
+        """Lays out the arguments of one problem."""
+        bound = self.bound(ops, view_of(ops))
+        return without_move(bound) if self._listed else bound
+
+    def bound(self, ops: Operands, view: Packed) -> BoundKernel:
+        """The launch of one problem, whose packed formula may be that of copies."""
+        if self._listed:
+            return self._clusters.bound(ops, view, [NO_MAPS], listed=self._listed_maps(ops))
+        x, w = sides_of(view, self._role, self._dtype)
+        with on_device(self._index):
+            maps = self._maps(view, x, w)
+        return self._clusters.bound(ops, view, [maps], columns=w.mn)
+
+    def _maps(self, view: Packed, x: Side, w: Side) -> tuple[bytes, ...]:
+        """One map of the weight side, 16 of the row side, and one of the results where the copy engine stores them."""
+        if self._ragged:
+            maps: tuple[bytes, ...] = (tensor_maps.ragged(w), tensor_maps.ragged(x), tensor_maps.BLANK_ROWS)
+        else:
+            maps = (tensor_maps.plain(w, COLUMNS), *tensor_maps.rows(x))
+        if self._sends:
+            return (*maps, tensor_maps.results(results_of(view, self._role.swapped, self._dtype)))
+        return maps
+
+    def _listed_maps(self, ops: Operands) -> Tensor:
+        """[G, 2] maps in device memory: weight side, row side; a matrix that occurs twice is encoded once."""
+        role, made, parts = self._role, dict[tuple[Side, int], bytes](), list[bytes]()
+        a_k, b_k = (role.w_k, role.x_k) if role.swapped else (role.x_k, role.w_k)
+        with on_device(self._index):
+            for a, b in zip(ops.a, ops.b, strict=True):
+                x, w = matrix_side(a, 0, a_k), matrix_side(b, 1, b_k)
+                x, w = (w, x) if role.swapped else (x, w)
+                for key in ((w, COLUMNS), (x, tensor_maps.list_box(x.mn, self._config.rows, self._config.cluster))):
+                    if key not in made:
+                        made[key] = tensor_maps.plain(*key)
+                    parts.append(made[key])
+        return to_device(np.frombuffer(b"".join(parts), dtype=np.int64).reshape(-1, 32), ops.device)

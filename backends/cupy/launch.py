@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from multigemm.backend import Availability, Launch, Recipe
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy import direct, family, hopper, packing, portable, small, specs, support, wave
+from multigemm.backends.cupy.build import Source, load_all
 from multigemm.backends.cupy.config import Config
+from multigemm.cuda.device import index_of
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 
-ROOMS: dict[str, Any] = {
-    "hopper": hopper,
-    "packed": packing,
-    "direct": direct,
-    "small": small,
-    "wave": wave,
-    "portable": portable,
+
+class LoadedKernel(Protocol):
+    """A kernel, loaded for the problems of one spec."""
+
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None: ...
+
+    def bind(self, ops: Operands) -> Launch: ...
+
+
+class KernelFamily(NamedTuple):
+    """What a kernel's module offers: all sources that a spec and a config need, and the loaded kernel."""
+
+    sources: Callable[[ProblemSpec, Config], tuple[Source, ...]]
+    loaded: type[LoadedKernel]
+
+
+KERNELS: dict[str, KernelFamily] = {
+    "hopper": KernelFamily(hopper.sources, hopper.Hopper),
+    "packed": KernelFamily(packing.sources, packing.Packing),
+    "direct": KernelFamily(direct.sources, direct.Direct),
+    "small": KernelFamily(small.sources, small.Small),
+    "wave": KernelFamily(wave.sources, wave.Wave),
+    "portable": KernelFamily(portable.sources, portable.Portable),
 }
-SPREADS = ("packed", "direct", "portable", "wave")
-"""Kernels whose grid follows the number of processors."""
 
 
 class CupyBackend:
@@ -47,28 +62,16 @@ class CupyBackend:
 
     def plan(self, spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
         """Compiles and loads what `spec` needs; sizes, strides and addresses come in at `bind`."""
-        if not configs.is_valid(config, spec, torch.cuda.get_device_capability(device)):
+        index = index_of(device)
+        capability = torch.cuda.get_device_capability(index)
+        if not configs.is_valid(config, spec, capability):
             raise InvalidSetting(f"{config} cannot run {spec}")
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        capability = torch.cuda.get_device_capability(device)
+        wanted = [config]
         if config == configs.heuristic(spec, capability):
-            family.prepare_all(family.members(spec, capability), partial(_prepare, spec, index=index))
-        known = [config, _prepare(spec, config, index=index)]
-        if config.kernel in SPREADS:
-            known.append(torch.cuda.get_device_properties(index).multi_processor_count)
-        name, room = "packed+hopper" if config.kernel == "packed" else config.kernel, ROOMS[config.kernel]
-
-        def bind(ops: Operands) -> Launch:
-            launch: Launch = room.bind(ops, *known)
-            return launch
-
-        return Recipe(name, config, bind, _why(spec, config))
-
-
-def _prepare(spec: ProblemSpec, config: Config, *, index: int) -> Any:
-    """Compiles (or finds) and loads the kernels of a config."""
-    with torch.cuda.device(index):  # a thread of its own has no current device yet
-        return ROOMS[config.kernel].prepare(spec, config, index)
+            wanted += family.members(spec, capability)
+        load_all((source for c in wanted for source in KERNELS[c.kernel].sources(spec, c)), index)
+        name = "packed+hopper" if config.kernel == "packed" else config.kernel
+        return Recipe(name, config, KERNELS[config.kernel].loaded(spec, config, index).bind, _why(spec, config))
 
 
 def _why(spec: ProblemSpec, config: Config) -> str:

@@ -11,15 +11,19 @@ import struct
 import torch
 from torch import Tensor
 
+from multigemm.cuda.arguments import Address, Fields, Slot, fields
 from multigemm.cuda.device import to_device
 from multigemm.planning.operands import Operands, Packed, Strided, group_table, packed
-from multigemm.problem.spec import ProblemSpec
 
 PROBLEM = struct.Struct("<" + "4q" * 5 + "3q2d3q12i")
+ADDRESSES = (0, 32, 64, 96, 128, 160, 168)
+"""Where a, b, out, c, bias, the ends and the numbers of valid rows stand."""
 TYPES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4, torch.int32: 5, None: 0}
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 JAGGED = {None: 0, "m": 1, "n": 2, "k": 3}
 ABSENT = Strided(0, 0, 0, 0)
+
+NO_VIEW = Packed(0, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
 
 
 def table_of(ops: Operands) -> Tensor | None:
@@ -29,30 +33,28 @@ def table_of(ops: Operands) -> Tensor | None:
 
 def view_of(ops: Operands) -> Packed:
     """The packed formula; for a list, whose matrices are in its table, an empty one."""
-    if ops.spec.form == "per_group":
-        return Packed(ops.spec.groups, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
-    return packed(ops)
+    return NO_VIEW if ops.spec.form == "per_group" else packed(ops)
 
 
-def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> bytes:
+def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> Fields:
     """The argument of every kernel."""
-    spec = ops.spec
-    pointers = [0 if t is None else t.data_ptr() for t in (ops.ends, ops.valid_rows, table)]
-    strided = [*view.a, *view.b, *view.out, *(view.c or ABSENT), *(view.bias or ABSENT)]
-    return PROBLEM.pack(
-        *strided, *pointers, float(ops.alpha), float(ops.beta), view.m, view.n, view.k,
-        view.groups, JAGGED[view.jagged], _is64(ops.ends), int(ops.head), _is64(ops.valid_rows), int(spec.zero_unowned),
-        ACTIVATIONS[spec.activation], TYPES[spec.out.dtype], TYPES[_c_type(spec)], TYPES[spec.bias],
-        int(spec.alpha != "zero"), int(spec.form in ("batched", "masked")),
+    spec, a, b, out, c, bias = ops.spec, view.a, view.b, view.out, view.c or ABSENT, view.bias or ABSENT
+    ends, end_bytes = _sizes(ops.ends, "ends")
+    valid_rows, valid_bytes = _sizes(ops.valid_rows, "valid_rows")
+    raw = PROBLEM.pack(
+        *a, *b, *out, *c, *bias, ends, valid_rows, 0 if table is None else table.data_ptr(),
+        float(ops.alpha), float(ops.beta), view.m, view.n, view.k, spec.groups, JAGGED[view.jagged],
+        end_bytes == 8, ops.head, valid_bytes == 8, spec.zero_unowned, ACTIVATIONS[spec.activation],
+        TYPES[spec.out.dtype], TYPES[None if spec.c is None else spec.c.dtype], TYPES[spec.bias],
+        spec.alpha != "zero", spec.form == "batched" or spec.form == "masked",
     )  # fmt: skip
+    addresses = zip(ADDRESSES, (a.ptr, b.ptr, out.ptr, c.ptr, bias.ptr, ends, valid_rows), strict=True)
+    return fields(raw, [Slot(at, x.operand, x - x.base) for at, x in addresses if isinstance(x, Address)])
 
 
-def _is64(tensor: Tensor | None) -> int:
-    return int(tensor is not None and tensor.dtype == torch.int64)
-
-
-def _c_type(spec: ProblemSpec) -> torch.dtype | None:
-    return None if spec.c is None else spec.c.dtype
+def _sizes(tensor: Tensor | None, operand: str) -> tuple[int, int]:
+    """Where a tensor of sizes lies, and the bytes of an element; zeros for none."""
+    return (0, 0) if tensor is None else (Address(tensor.data_ptr(), operand), tensor.itemsize)
 
 
 def tiles_at_most(ops: Operands, view: Packed, rows: int, cols: int) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from multigemm.backend import Launch
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config
-from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.shapes import kind_of, shapes_of, shared_bytes
+from multigemm.cuda.device import processors
+from multigemm.cuda.launch import without_move
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 
@@ -20,28 +21,34 @@ def source(spec: ProblemSpec, config: Config) -> Source:
         ("TILE", config.tile), ("BLOCK_K", shape.depth), ("STAGES", shape.stages),
         ("BLOCK_THREADS", shape.threads), ("RESIDENT", shape.resident), ("SHARED", shared_bytes(spec, config.tile)),
     )  # fmt: skip
-    return Source("portable.cu", "portable", defines)
+    return Source("portable.cu", "portable", defines, shared_bytes(spec, config.tile))
 
 
-def bind(ops: Operands, config: Config, function: int, sms: int) -> Launch:
-    """Lays out the arguments of one problem."""
-    table, view = table_of(ops), view_of(ops)
-    tiles = tiles_at_most(ops, view, config.tile, config.tile)
-    zeroes = ops.spec.zero_unowned and ops.spec.form in ("jagged_m", "jagged_n", "masked")
-    grid = max(1, sms if zeroes else 1, min(tiles, sms * config.blocks_per_sm))
-    return launcher(
-        function,
-        [problem_bytes(ops, table, view)],
-        grid=grid,
-        threads=shapes_of(ops.spec)[config.tile].threads,
-        shared=shared_bytes(ops.spec, config.tile),
-        index=ops.device.index or 0,
-        keep=(ops, table),
-    )
+def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
+    """All kernels that the spec's problems may launch under this config."""
+    return (source(spec, config),)
 
 
-def prepare(spec: ProblemSpec, config: Config, index: int) -> int:
-    """Compiles (or finds) and loads the kernel of a spec."""
-    function = load(source(spec, config), index)[0]
-    allow_shared(function, shared_bytes(spec, config.tile))
-    return function
+class Portable:
+    """The portable kernel, loaded for the problems of one spec."""
+
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        self._kernel, self._tile = load(source(spec, config), index), config.tile
+        self._threads = shapes_of(spec)[config.tile].threads
+        self._shared, self._processors = shared_bytes(spec, config.tile), processors(index)
+        self._most = self._processors * config.blocks_per_sm
+        zeroes = spec.zero_unowned and spec.form in ("jagged_m", "jagged_n", "masked")
+        self._least = self._processors if zeroes else 1
+
+    def bind(self, ops: Operands) -> Launch:
+        """Lays out the arguments of one problem."""
+        table, view = table_of(ops), view_of(ops)
+        tiles = tiles_at_most(ops, view, self._tile, self._tile)
+        bound = self._kernel.bound(
+            [problem_bytes(ops, table, view)],
+            grid=max(self._least, min(tiles, self._most)),
+            threads=self._threads,
+            shared=self._shared,
+            keep=(table,),
+        )
+        return bound if table is None else without_move(bound)

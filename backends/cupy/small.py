@@ -9,10 +9,10 @@ import torch
 from multigemm.backend import Launch
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import STAGES, Config
-from multigemm.backends.cupy.driver import allow_shared, launcher
 from multigemm.backends.cupy.few_tiles import BLOCK_K
 from multigemm.backends.cupy.params import problem_bytes, view_of
 from multigemm.backends.cupy.specs import LIST, begins_anywhere, is_swapped, plain_kind
+from multigemm.cuda.launch import NOTHING, BoundKernel, without_move
 from multigemm.planning.operands import Operands, Packed
 from multigemm.problem.spec import ProblemSpec
 
@@ -45,14 +45,12 @@ def source(spec: ProblemSpec, config: Config) -> Source:
         ("PAIRS", int(spec.out.align >= 4 and spec.form != "jagged_n")),
         ("SHARED", shared_bytes(spec, config)),
     )  # fmt: skip
-    return Source("small.cu", "small", defines)
+    return Source("small.cu", "small", defines, shared_bytes(spec, config))
 
 
-def prepare(spec: ProblemSpec, config: Config, index: int) -> int:
-    """Compiles (or finds) and loads the kernel of a spec."""
-    function = load(source(spec, config), index)[0]
-    allow_shared(function, shared_bytes(spec, config))
-    return function
+def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
+    """All kernels that the spec's problems may launch under this config."""
+    return (source(spec, config),)
 
 
 def _listed(ops: Operands, side: int) -> tuple[bytes, int]:
@@ -83,29 +81,24 @@ def _grid(view: Packed, side: int, plain: bool) -> tuple[int, int, int]:
     return max(across, 1), max(down, 1), max(view.groups, 1)
 
 
-def bind(ops: Operands, config: Config, function: int) -> Launch:
-    """Lays out the arguments of one problem."""
-    view = view_of(ops)
-    arguments = [problem_bytes(ops, None, view)]
-    if ops.spec.form == "per_group":
-        listed, tiles = _listed(ops, config.tile)
-        arguments.append(listed)
-        if tiles == 0:
-            return _nothing
-        grid = (tiles, 1, 1)
-    else:
-        grid = _grid(view, config.tile, _plain(ops.spec))
-    return launcher(
-        function,
-        arguments,
-        grid=grid,
-        threads=4 * config.tile,
-        shared=shared_bytes(ops.spec, config),
-        overlap=torch.cuda.get_device_capability(ops.device) >= HOPPER,
-        index=ops.device.index or 0,
-        keep=ops,
-    )
+class Small:
+    """The kernel for small problems, loaded for those of one spec."""
 
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        self._kernel, self._tile, self._plain = load(source(spec, config), index), config.tile, _plain(spec)
+        self._shared, self._listed = shared_bytes(spec, config), spec.form == "per_group"
+        self._overlap = torch.cuda.get_device_capability(index) >= HOPPER
 
-def _nothing() -> None:
-    """What a list without a single element of a result launches."""
+    def bind(self, ops: Operands) -> Launch:
+        """Lays out the arguments of one problem."""
+        view = view_of(ops)
+        arguments: list[bytes] = [problem_bytes(ops, None, view)]
+        if not self._listed:
+            return self._bound(ops, arguments, _grid(view, self._tile, self._plain))
+        listed, tiles = _listed(ops, self._tile)
+        return without_move(self._bound(ops, [*arguments, listed], (tiles, 1, 1))) if tiles else NOTHING
+
+    def _bound(self, ops: Operands, arguments: list[bytes], grid: tuple[int, int, int]) -> BoundKernel:
+        return self._kernel.bound(
+            arguments, grid=grid, threads=4 * self._tile, shared=self._shared, overlap=self._overlap
+        )

@@ -15,25 +15,22 @@ A box is 64 elements (128 bytes, the swizzle's width) along the contiguous direc
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from multigemm.cuda.driver import check, library
+from multigemm.cuda.arguments import Fields, along, join
+from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, SIZE, encode_together, repeat
 
 FAR = 1 << 30
 EDGE = 0x7FFF0000
-TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
-NO_SWIZZLE, SWIZZLE_128B, PROMOTION_256B = 0, 3, 3
-SIZE = 128
-BLANK = bytes(SIZE)
+HEIGHTS = tuple((64, 8 * (i + 1), 1) for i in range(16))
+"""The boxes of rows of each height."""
+BLANK_ROWS = bytes(SIZE * 15)
+"""Instead of the maps of the other heights, where one map serves all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(NamedTuple):
     """An operand as its role sees it: `mn` is its row or column extent, strides in bytes."""
 
     ptr: int
@@ -46,98 +43,81 @@ class Side:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Lines:
+class Lines(NamedTuple):
     """Contiguous lines of `length` elements, `pitch` bytes apart, at any address."""
 
     ptr: int
     pitch: int
-    count: int
+    number: int
     length: int
     dtype: torch.dtype
 
 
-def encode(
-    dtype: torch.dtype,
-    ptr: int,
-    dims: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-    swizzle: int = SWIZZLE_128B,
-) -> bytes:
-    """One tensor map; raises LibraryError where the driver refuses it."""
-    sizes, steps, boxes, ones = _arrays(len(dims))
-    sizes[:], steps[:], boxes[:] = dims, strides, box
-    buffer = ctypes.create_string_buffer(SIZE + 64)
-    start = (ctypes.addressof(buffer) + 63) // 64 * 64
-    code = library().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(start), TYPES[dtype], len(dims), ctypes.c_void_p(ptr), sizes, steps, boxes, ones,
-        0, swizzle, PROMOTION_256B, 0,
-    )  # fmt: skip
-    if code:
-        check(code, f"cuTensorMapEncodeTiled(dims={dims}, strides={strides}, box={box})")
-    return ctypes.string_at(start, SIZE)
+def plain(side: Side, rows: int) -> Fields:
+    """A map with boxes of `rows` of mn where k is contiguous, else of 64 mn by 64 k."""
+    return _plain(side, ((64, rows, 1),))
 
 
-def _arrays(rank: int) -> tuple[Any, Any, Any, Any]:
-    return (
-        (ctypes.c_uint64 * rank)(), (ctypes.c_uint64 * (rank - 1))(),
-        (ctypes.c_uint32 * rank)(), (ctypes.c_uint32 * rank)(*([1] * rank)),
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def plain(side: Side, rows: int) -> bytes:
-    """A map with boxes of `rows` of mn where k is contiguous, else of 64 mn by 64 k.
-
-    Remembered: an allocator hands out the same addresses again, so a loop of calls encodes few maps.
-    """
-    if min(side.mn, side.k, side.groups) == 0:
-        return BLANK  # nothing will ever be loaded through it
-    step, group = max(side.step, 16), max(side.group, 16)
+def _plain(side: Side, boxes: tuple[tuple[int, ...], ...]) -> Fields:
+    """A map for each of the boxes where k is contiguous, else one of 64 mn by 64 k."""
+    if side.mn == 0 or side.k == 0 or side.groups == 0:
+        return join([BLANK] * (len(boxes) if side.k_contiguous else 1))  # nothing will ever be loaded through it
+    strides = side.step if side.step > 16 else 16, side.group if side.group > 16 else 16
     if side.k_contiguous:
-        return encode(side.dtype, side.ptr, (side.k, side.mn, side.groups), (step, group), (64, rows, 1))
-    return encode(side.dtype, side.ptr, (side.mn, side.k, side.groups), (step, group), (64, 64, 1))
+        return encode_together(side.dtype, side.ptr, (side.k, side.mn, side.groups), strides, boxes)
+    return encode_together(side.dtype, side.ptr, (side.mn, side.k, side.groups), strides, ((64, 64, 1),))
 
 
-def ragged(side: Side) -> bytes:
+def each(side: Side, height: int, count: int) -> Fields:
+    """The maps of `count` matrices of a stack, each as if it stood alone: with `plain`'s boxes."""
+    alone = plain(side._replace(groups=1, group=0), height)
+    if side.mn == 0 or side.k == 0:
+        return join([alone] * count)
+    return alone if count == 1 else repeat(alone, [side.group * i for i in range(count)])
+
+
+def rows(side: Side) -> tuple[bytes, ...]:
+    """Of the row side 16 maps: one for each box height, or one and 15 blank ones where mn is contiguous."""
+    return (_plain(side, HEIGHTS),) if side.k_contiguous else (_plain(side, HEIGHTS), BLANK_ROWS)
+
+
+def ragged(side: Side) -> Fields:
     """A map for jagged k (see the module docstring); mn is contiguous."""
-    if min(side.mn, side.k) == 0:
+    if side.mn == 0 or side.k == 0:
         return BLANK
     step = max(side.step, 16)
-    return encode(side.dtype, side.ptr, (side.mn, FAR, EDGE, EDGE), (step, step, 2**35 - step), (64, 64, 1, 1))
+    extents, strides = (side.mn, FAR, EDGE, EDGE), (step, step, 2**35 - step)
+    return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1),))
 
 
-@lru_cache(maxsize=1024)
-def results(side: Side) -> bytes:
+def results(side: Side) -> Fields:
     """A map for stores of boxes of 64 rows by 64 columns (`mn`), that stop at any row.
 
     Dims (mn, rows', end, wrap, group): as in `ragged`, rows' = FAR - left lies inside the extent while rows are left.
     """
-    if min(side.mn, side.k, side.groups) == 0:
+    if side.mn == 0 or side.k == 0 or side.groups == 0:
         return BLANK
     step = max(side.step, 16)
-    dims, strides = (side.mn, FAR, EDGE, EDGE, side.groups), (step, step, 2**35 - step, max(side.group, 16))
-    return encode(side.dtype, side.ptr, dims, strides, (64, 64, 1, 1, 1))
+    extents, strides = (side.mn, FAR, EDGE, EDGE, side.groups), (step, step, 2**35 - step, max(side.group, 16))
+    return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1, 1),))
 
 
-@lru_cache(maxsize=4096)
-def eighths(lines: Lines, inner: int, height: int) -> bytes:
+def eighths(lines: Lines, inner: int, height: int) -> tuple[Fields, ...]:
     """Eight maps with boxes of `inner` elements by `height` lines: one for the lines of each residue modulo 8.
 
     Lines eight apart are a multiple of 16 bytes apart whatever their pitch. Each map begins at the aligned address
     before its first line. A residue without any line gets the first one's: what it reads belongs to no column and no k.
     """
-    if min(lines.count, lines.length) == 0:
-        return BLANK * 8
-    text = b""
+    if lines.number == 0 or lines.length == 0:
+        return (BLANK,) * 8
+    parts, strides = [], (max(8 * lines.pitch, 16), 16)
     for residue in range(8):
-        count = (lines.count - residue + 7) // 8
-        start = lines.ptr + residue * lines.pitch if count > 0 else lines.ptr
-        dims = (start % 16 // lines.dtype.itemsize + lines.length, max(count, 1), 1)
-        steps = (max(8 * lines.pitch, 16), 16)
-        text += encode(lines.dtype, start // 16 * 16, dims, steps, (inner, height, 1), NO_SWIZZLE)
-    return text
+        count = (lines.number - residue + 7) // 8
+        start = lines.ptr + (residue * lines.pitch if count > 0 else 0)
+        extents = (start % 16 // lines.dtype.itemsize + lines.length, max(count, 1), 1)
+        base = along(lines.ptr, start - start % 16)
+        parts.append(encode_together(lines.dtype, base, extents, strides, ((inner, height, 1),), swizzle=NO_SWIZZLE))
+    return tuple(parts)
 
 
 def piece_height(rows: int, most: int) -> int:

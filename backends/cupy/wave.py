@@ -15,12 +15,16 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy import hopper, packing, tensor_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, SHARED_LIMIT, WAVES, Config
-from multigemm.backends.cupy.driver import allow_shared, launcher
+from multigemm.backends.cupy.packing import Copied
 from multigemm.backends.cupy.params import view_of
 from multigemm.backends.cupy.specs import LIST, packed_spec
 from multigemm.backends.cupy.tensor_maps import Side
-from multigemm.cuda.device import to_device
-from multigemm.planning.operands import Operands, Strided, strides_of
+from multigemm.cuda.arguments import along, fields, slot_of
+from multigemm.cuda.device import processors, to_device
+from multigemm.cuda.driver import on_device
+from multigemm.cuda.launch import NOTHING, MovableLaunch
+from multigemm.cuda.tensor_map import SIZE
+from multigemm.planning.operands import Operands, Packed, strides_of
 from multigemm.problem.spec import ProblemSpec
 
 THREADS, BLOCK_K = 288, 64
@@ -40,27 +44,18 @@ SLOW_ROW, SLOW_FROM = 6, 256
 """Tiles so high store a row in so many cycles: four rounds through the staging, with nothing to multiply meanwhile."""
 
 
-Functions = dict[tuple[Config, int], int]
-"""Handles by height and slots."""
+class Groups(NamedTuple):
+    """Groups that have results, those with the longest k first.
 
+    `shapes` holds m, k and n of each, `outs` where the result lies and the bytes from row to row. Of a list, `w` and
+    `x` hold the weight and the row side of each group; of a batch one side each, and `stacked` says how many.
+    """
 
-class Matrix(NamedTuple):
-    """Where a matrix starts, and its strides in elements."""
-
-    ptr: int
-    row: int
-    col: int
-
-
-class Group(NamedTuple):
-    """One group's matrices and extents."""
-
-    a: Matrix
-    b: Matrix
-    out: Matrix
-    m: int
-    k: int
-    n: int
+    shapes: tuple[tuple[int, int, int], ...]
+    outs: Sequence[tuple[int, int]]
+    w: Sequence[Side]
+    x: Sequence[Side]
+    stacked: int = 1
 
 
 def stage_bytes(spec: ProblemSpec, config: Config) -> int:
@@ -92,7 +87,7 @@ def source(spec: ProblemSpec, config: Config, slots: int = LIST) -> Source:
         ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
         ("ROWS", config.rows), ("STAGES", stages_of(spec, config)), ("GROUPS", slots), ("STEP", 16), ("PINGPONG", 0),
     )  # fmt: skip
-    return Source("wave.cu", "wave", defines)
+    return Source("wave.cu", "wave", defines, shared_bytes(spec, config))
 
 
 def heights(config: Config) -> tuple[Config, ...]:
@@ -100,12 +95,10 @@ def heights(config: Config) -> tuple[Config, ...]:
     return (config,) if config.rows else WAVES[1:]
 
 
-def prepare(spec: ProblemSpec, config: Config, index: int) -> tuple[int, Functions]:
-    """Compiles (or finds) and loads the copying kernel, where it is needed, and one for each height and argument."""
-    functions = {(c, slots): load(source(spec, c, slots), index)[0] for c in heights(config) for slots in SLOTS}
-    for (c, _), function in functions.items():
-        allow_shared(function, shared_bytes(spec, c))
-    return load(packing.SOURCE, index)[0] if packed_spec(spec) != spec else 0, functions
+def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
+    """One kernel for each height and number of slots, and the copying kernel where it is needed."""
+    copy = (packing.SOURCE,) if packed_spec(spec) != spec else ()
+    return (*(source(spec, c, slots) for c in heights(config) for slots in SLOTS), *copy)
 
 
 @lru_cache(maxsize=1024)
@@ -141,74 +134,93 @@ def places(shapes: tuple[tuple[int, int, int], ...], rows: int) -> np.ndarray[An
     return found
 
 
-def _matrix(x: Tensor) -> Matrix:
-    return _nth(strides_of(x), 0)
-
-
-def _nth(x: Strided, group: int) -> Matrix:
-    return Matrix(x.ptr + 2 * group * x.group, x.row, x.col)
-
-
-def groups_of(ops: Operands) -> list[Group]:
-    """The groups that have results, those with the longest k first: their tiles start first."""
-    if ops.spec.form == "per_group":
-        listed = zip(ops.a, ops.b, ops.out, strict=True)
-        groups = [
-            Group(_matrix(a), _matrix(b), _matrix(out), a.shape[0], a.shape[1], b.shape[1]) for a, b, out in listed
-        ]
-    else:
-        v = view_of(ops)
-        groups = [Group(_nth(v.a, g), _nth(v.b, g), _nth(v.out, g), v.m, v.k, v.n) for g in range(v.groups)]
-    return sorted((g for g in groups if g.m and g.n), key=lambda g: -g.k)
-
-
-def layout(ops: Operands, groups: Sequence[Group], config: Config, slots: int) -> tuple[bytes, int, Tensor | None]:
-    """The kernel's argument, the number of tiles, and the places of those beyond the argument's."""
-    role, dtype = hopper.roles(ops.spec), ops.spec.compute
-    w_maps, x_maps, shapes = bytearray(), bytearray(), bytearray()
-    for a, b, out, m, k, n in groups:
-        w = Side(b.ptr, n, k, 1, 2 * (b.col if role.w_k else b.row), 0, role.w_k, dtype)
-        x = Side(a.ptr, m, k, 1, 2 * (a.row if role.x_k else a.col), 0, role.x_k, dtype)
-        w_maps += tensor_maps.plain(w, COLUMNS)
-        x_maps += tensor_maps.plain(x, config.rows)
-        shapes += SHAPE.pack(m, n, out.ptr, 2 * out.row)
-    missing = slots - len(groups)
-    maps = w_maps + tensor_maps.BLANK * missing + x_maps + tensor_maps.BLANK * missing
-    read = ops.spec.alpha != "zero"
-    tiles = places(tuple((g.m, g.k if read else 0, g.n) for g in groups), config.rows)
-    more = None if len(tiles) <= LISTED else to_device(tiles[LISTED:].view(np.int32), ops.device)
-    spots = tiles[:LISTED].tobytes().ljust(PLACE.itemsize * LISTED, b"\0")
-    others = 0 if more is None else more.data_ptr()
-    tail = TAIL.pack(others, float(ops.alpha), int(ops.spec.out.align == 16), len(tiles))
-    return bytes(maps + spots + shapes + bytes(SHAPE.size * missing) + tail), len(tiles), more
-
-
-def bind(ops: Operands, config: Config, kernels: tuple[int, Functions], sms: int) -> Launch:
-    """Copies of the operands that need one, then the product."""
-    pack, functions = kernels
-    copied, copy = packing.with_copies(ops, packed_spec(ops.spec), pack, sms)
-    return packing.after(copy, _bind(copied, config, functions, sms))
-
-
-def _bind(ops: Operands, config: Config, functions: Functions, sms: int) -> Launch:
-    groups = groups_of(ops)
-    if not config.rows:
-        config = height_for(tuple((g.m, g.k, g.n) for g in groups), sms)
-    slots = SLOTS[len(groups) > SLOTS[0]]
-    argument, tiles, more = layout(ops, groups, config, slots)
-    if tiles == 0:
-        return _nothing
-    return launcher(
-        functions[config, slots],
-        [argument],
-        grid=min(tiles, sms),
-        threads=THREADS,
-        shared=shared_bytes(ops.spec, config),
-        overlap=True,
-        index=ops.device.index or 0,
-        keep=(ops, more),
+def groups_of_list(ops: Operands) -> Groups:
+    """The groups of a list."""
+    role = hopper.roles(ops.spec)
+    kept = [(a, b, out) for a, b, out in zip(ops.a, ops.b, ops.out, strict=True) if out.shape[0] and out.shape[1]]
+    kept.sort(key=lambda group: -group[0].shape[1])
+    return Groups(
+        tuple((a.shape[0], a.shape[1], b.shape[1]) for a, b, _ in kept),
+        [(out.data_ptr(), 2 * strides_of(out).row) for _, _, out in kept],
+        [hopper.matrix_side(b, 1, role.w_k) for _, b, _ in kept],
+        [hopper.matrix_side(a, 0, role.x_k) for a, _, _ in kept],
     )
 
 
-def _nothing() -> None:
-    """What is launched for results without a single element."""
+def groups_of_batch(spec: ProblemSpec, view: Packed) -> Groups:
+    """The groups of a batch, which are all alike."""
+    if not (view.m and view.n):
+        return Groups((), (), (), ())
+    x, w = hopper.sides_of(view, hopper.roles(spec), spec.compute)
+    out = view.out
+    outs = [(along(out.ptr, out.ptr + 2 * g * out.group), 2 * out.row) for g in range(view.groups)]
+    return Groups(((view.m, view.k, view.n),) * view.groups, outs, (w,), (x,), view.groups)
+
+
+def groups_of(ops: Operands, view: Packed) -> Groups:
+    """The groups of a list or a batch."""
+    return groups_of_list(ops) if ops.spec.form == "per_group" else groups_of_batch(ops.spec, view)
+
+
+class Argument(NamedTuple):
+    """The kernel's argument, the number of tiles, and the places of those beyond the argument's."""
+
+    raw: tuple[bytes, ...]
+    tiles: int
+    more: Tensor | None
+
+
+def layout(ops: Operands, groups: Groups, config: Config, slots: int) -> Argument:
+    """Lays out maps, places and shapes of all groups."""
+    blank = bytes(SIZE * (slots - len(groups.shapes)))
+    read = ops.spec.alpha != "zero"
+    tiles = places(tuple((m, k if read else 0, n) for m, k, n in groups.shapes), config.rows)
+    more = None if len(tiles) <= LISTED else to_device(tiles[LISTED:].view(np.int32), ops.device)
+    shapes = [
+        fields(SHAPE.pack(m, n, out, pitch), slot_of(out, 8))
+        for (m, _, n), (out, pitch) in zip(groups.shapes, groups.outs, strict=True)
+    ]
+    others = 0 if more is None else more.data_ptr()
+    raw = (
+            *(tensor_maps.each(side, COLUMNS, groups.stacked) for side in groups.w), blank,
+            *(tensor_maps.each(side, config.rows, groups.stacked) for side in groups.x), blank,
+            tiles[:LISTED].tobytes().ljust(PLACE.itemsize * LISTED, b"\0"),
+            *shapes, bytes(SHAPE.size * (slots - len(shapes))),
+            TAIL.pack(others, float(ops.alpha), ops.spec.out.align == 16, len(tiles)),
+    )  # fmt: skip
+    return Argument(raw, len(tiles), more)
+
+
+class Wave:
+    """The kernel for lists and batches of few tiles, in all its heights, loaded for the problems of one spec."""
+
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        self._spec, self._config, self._processors = packed_spec(spec), config, processors(index)
+        self._copy = load(packing.SOURCE, index) if self._spec != spec else None
+        self._kernels = {(c, slots): load(source(spec, c, slots), index) for c in heights(config) for slots in SLOTS}
+        self._index = index
+
+    def bind(self, ops: Operands) -> Launch:
+        """Copies of the operands that need one, then the product."""
+        view = view_of(ops)
+        copied = Copied(ops, view, None)
+        if self._copy is not None:
+            copied = packing.with_copies(ops, view, self._spec, self._copy)
+        return copied.then(self._product(copied.ops, copied.view))
+
+    def _product(self, ops: Operands, view: Packed) -> MovableLaunch:
+        groups = groups_of(ops, view)
+        if not groups.shapes:
+            return NOTHING
+        config = self._config if self._config.rows else height_for(groups.shapes, self._processors)
+        slots = SLOTS[len(groups.shapes) > SLOTS[0]]
+        with on_device(self._index):
+            argument = layout(ops, groups, config, slots)
+        return self._kernels[config, slots].bound(
+            [argument.raw],
+            grid=min(argument.tiles, self._processors),
+            threads=THREADS,
+            shared=shared_bytes(self._spec, config),
+            overlap=True,
+            keep=(argument.more,),
+        )

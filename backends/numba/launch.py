@@ -37,7 +37,7 @@ from multigemm.cuda import driver
 from multigemm.cuda.arguments import join
 from multigemm.cuda.device import index_of, processors, to_device
 from multigemm.cuda.device_fields import DeviceFields
-from multigemm.cuda.launch import NOTHING, BoundKernel, Kernel, fixed
+from multigemm.cuda.launch import NOTHING, BoundKernel, Kernel, without_move
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import TABLE, Operands
 from multigemm.problem.spec import ProblemSpec
@@ -160,7 +160,7 @@ def kept(table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
 
 def _movable(launch: BoundKernel, table: Table | None) -> Launch:
     """The launch; of a list without `move`, since the table in device memory holds the operands' addresses."""
-    return launch if table is None else fixed(launch)
+    return launch if table is None else without_move(launch)
 
 
 def _emulated(config: SimtConfig, spec: ProblemSpec) -> Bind:

@@ -198,7 +198,7 @@ class TritonKernel:
         self,
         values: Sequence[int | bytes],
         grid: int,
-        keep: object = None,
+        keep: Sequence[object] = (),
         on_capture: Callable[[], object] | None = None,
     ) -> BoundKernel:
         """A launch of `grid` programs with these arguments; `keep` lives as long as it.
@@ -212,7 +212,7 @@ class TritonKernel:
             size = code.scratch * grid + code.scratch_align
             scratch = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self.index))
             own[0] = -(-scratch.data_ptr() // code.scratch_align) * code.scratch_align
-            keep = (keep, scratch)
+            keep = (*keep, scratch)
         return self._kernel.bound(
             [*values, *own], grid=grid, threads=code.threads, shared=code.shared, keep=keep, on_capture=on_capture
         )

@@ -262,7 +262,7 @@ def bind_count(
 ) -> BoundKernel:
     """The launch that counts the tiles of all groups."""
     values = [prefix.data_ptr(), sizes, table, shape.m, shape.n, ops.spec.groups, int(ops.head)]
-    return kernel.bound(values, 1, prefix)
+    return kernel.bound(values, 1, (prefix,))
 
 
 class GenericPlan:
@@ -286,11 +286,11 @@ class GenericPlan:
         shape, sizes, config = packed(ops), group_sizes(ops), self._config
         at, tiles = sizes_address(sizes, ops.spec), most_tiles_of(shape, config)
         if self._count is None:
-            return bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at, keep=(sizes,))
+            return bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at)
         prefix = torch.empty(shape.groups, dtype=torch.int32, device=ops.device)
         before = bind_count(self._count, ops, shape, prefix, sizes=at)
-        place, keep = prefix.data_ptr(), (sizes, prefix)
-        main = bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at, prefix=place, keep=keep)
+        place = prefix.data_ptr()
+        main = bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at, prefix=place, keep=(prefix,))
         return LaunchSequence([before, main])
 
 

@@ -401,7 +401,7 @@ class OperandCopy:
             return shape, None
         values = [x.ptr, moved.ptr, rows, columns, x.group, x.row, x.col, rows * line, line]
         blocks = groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS)
-        return shape, self._kernel.bound(values, max(1, blocks), target)
+        return shape, self._kernel.bound(values, max(1, blocks), (target,))
 
 
 class HopperPlan:
@@ -452,13 +452,13 @@ class HopperPlan:
             blocks = tiles_of(max(1, rows), RECORD_ROWS)
             records = torch.empty(8 * (1 + blocks * RECORD_ROWS), dtype=torch.int32, device=ops.device)
             place = records.data_ptr()
-            listing = self._records.bound([place, at, shape.m, shape.groups, int(ops.head)], blocks, (sizes, records))
-            return [listing, self._main.bound(self._arguments(ops, shape, place, at), grid, records)]
+            listing = self._records.bound([place, at, shape.m, shape.groups, int(ops.head)], blocks, (records,))
+            return [listing, self._main.bound(self._arguments(ops, shape, place, at), grid, (records,))]
         if self._drawn:
             words = Words(self._index, 8)
             values = self._arguments(ops, shape, words.address, at)
-            return [self._main.bound(values, grid, (sizes, words), words.pin)]
-        return [self._main.bound(self._arguments(ops, shape, 0, at), grid, sizes)]
+            return [self._main.bound(values, grid, (words,), words.pin)]
+        return [self._main.bound(self._arguments(ops, shape, 0, at), grid)]
 
     def _tile_rows(self, shape: Packed) -> int:
         """At most this many rows of tiles, without knowing device sizes."""
@@ -497,7 +497,7 @@ def bind_zeros(kernel: TritonKernel, ops: Operands, shape: Packed, sizes: Tensor
     """The launch that zeroes what no group owns."""
     out, at = shape.out, sizes_address(sizes, ops.spec)
     values = [out.ptr, at, shape.m, shape.n, shape.groups, int(ops.head), out.group, out.row, out.col]
-    return kernel.bound(values, processors(kernel.index), sizes)
+    return kernel.bound(values, processors(kernel.index))
 
 
 def plan_hopper(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes")
 """What may lie elsewhere in a later call, in the order in which `Addresses` hold it."""
 PLACES = (*OPERANDS, "fields")
 """What an `Address` may belong to: an operand, or the launch's own `DeviceFields`."""
+_NUMBERS = {name: number for number, name in enumerate(PLACES)}
 Addresses = tuple[int, ...]
 """The address of each of `OPERANDS`, 0 for one that is absent; then of the launch's `DeviceFields`, if any."""
 WORD = 2**64 - 1
@@ -33,8 +35,8 @@ class Address(int):
     base: int
 
     def __new__(cls, value: int, operand: str, base: int | None = None) -> Address:
-        made = super().__new__(cls, value)
-        made.operand = PLACES.index(operand)
+        made = int.__new__(cls, value)
+        made.operand = _NUMBERS[operand]
         made.base = value if base is None else base
         return made
 
@@ -43,12 +45,19 @@ class Address(int):
         return Address(value, PLACES[self.operand], self.base)
 
 
+def along(address: int, value: int) -> int:
+    """Another place of the operand that an address belongs to, if it belongs to one."""
+    return address.at(value) if isinstance(address, Address) else value
+
+
 class Slot(NamedTuple):
-    """A word that holds `distance` bytes more than the address of an operand."""
+    """Words that hold `distance` bytes more than the address of an operand: `repeats` of them, `step` bytes apart."""
 
     offset: int
     operand: int
     distance: int
+    repeats: int = 1
+    step: int = 8
 
 
 class Fields(bytes):
@@ -71,11 +80,6 @@ def slot_of(address: int, offset: int) -> tuple[Slot, ...]:
     return (Slot(offset, address.operand, address - address.base),)
 
 
-def slots_of(part: bytes) -> tuple[Slot, ...]:
-    """Where addresses stand in bytes."""
-    return part.slots if isinstance(part, Fields) else ()
-
-
 def words(*values: int | float) -> Fields:
     """Integers and addresses as 64-bit words, floats as doubles."""
     raw = b"".join(struct.pack("<d", x) if isinstance(x, float) else (x & WORD).to_bytes(8, "little") for x in values)
@@ -86,61 +90,72 @@ def join(parts: Iterable[bytes]) -> Fields:
     """Parts one behind the other, with all their addresses."""
     raw, slots = bytearray(), []
     for part in parts:
-        slots += [slot._replace(offset=slot.offset + len(raw)) for slot in slots_of(part)]
+        for offset, *rest in getattr(part, "slots", ()):
+            slots.append(Slot(offset + len(raw), *rest))
         raw += part
     return fields(bytes(raw), slots)
+
+
+Argument = int | bytes | tuple[bytes, ...]
+"""One argument of a kernel: an integer, a structure, or a structure in parts that lie one behind the other."""
 
 
 class ArgumentBlock:
     """The arguments of one kernel in memory that outlives its launches, and the pointers to them.
 
-    An integer takes 8 bytes; bytes (structures, tensor maps) begin at a multiple of 64. The pointers stand behind them.
+    An integer takes 8 bytes; structures (tensor maps) begin at a multiple of 64.
     """
 
-    __slots__ = ("_addresses", "_memory", "_slots", "_words", "pointers", "size")
+    __slots__ = ("_addresses", "_memory", "_slots", "_words", "_writers", "pointers", "size")
     pointers: Any
     extra: Any = None
     """The launch options that lead to one packed buffer, for a block without `pointers`."""
 
-    def __init__(self, arguments: Sequence[int | bytes]) -> None:
-        content, places, slots = list[int](), list[int](), list[tuple[int, int, int]]()
+    def __init__(self, arguments: Sequence[Argument]) -> None:
+        places, end = list[int](), 0
         for argument in arguments:
-            start = len(content)
-            if type(argument) is int:
-                content.append(argument & WORD)
-            elif isinstance(argument, bytes):
-                start += -start % 8
-                content += [0] * (start - len(content))
-                slots += [(start + at // 8, operand, distance) for at, operand, distance in slots_of(argument)]
-                content += struct.unpack(f"<{-(-len(argument) // 8)}Q", argument + bytes(-len(argument) % 8))
+            if isinstance(argument, int):
+                places.append(end)
+                end += 8
             else:
-                if isinstance(argument, Address):
-                    slots.append((start, argument.operand, argument - argument.base))
-                content.append(argument & WORD)
-            places.append(start)
-        self.size = end = 8 * len(content)
-        self._memory = (ctypes.c_char * (64 + end + 8 * len(places)))()
-        skipped = -ctypes.addressof(self._memory) % 64
-        first = ctypes.addressof(self._memory) + skipped
-        content += [first + 8 * place for place in places]
-        struct.pack_into(f"<{len(content)}Q", self._memory, skipped, *content)
-        self.pointers = (ctypes.c_void_p * len(places)).from_buffer(self._memory, skipped + end)
-        self._words = memoryview(self._memory)[skipped : skipped + end].cast("B").cast("Q")
-        self._slots = tuple(slots)
-        self._addresses: Addresses | None = None
+                places.append((end + 63) & -64)
+                size = len(argument) if isinstance(argument, bytes) else sum(map(len, argument))
+                end = places[-1] + ((size + 7) & -8)
+        self.size, used = end, max(end, 8)
+        self._memory = bytearray(used + 64)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        skipped = -address % 64
+        view = memoryview(self._memory)[skipped : skipped + used]  # as long as it lives, the bytes stay where they are
+        self._words = view.cast("Q")
+        self.pointers = _pointers(len(places))(*[address + skipped + place for place in places])
+        self._slots = _write(arguments, places, view, self._words)
+        self._writers: tuple[_Writer, ...] | None = None
+        self._addresses: Sequence[int | None] = ()
 
     def move(self, addresses: Addresses) -> None:
-        """Writes other addresses of the operands."""
-        if addresses == self._addresses:
-            return
-        memory = self._words
-        for place, operand, distance in self._slots:
-            memory[place] = addresses[operand] + distance
+        """Writes the addresses of the operands that lie elsewhere than at the last move."""
+        if self._writers is None:
+            self._writers, self._addresses = self._make_writers(), (None,) * len(PLACES)
+        before = self._addresses
+        for operand, distance, fill in self._writers:
+            address = addresses[operand]
+            if address != before[operand]:
+                fill(address + distance)
         self._addresses = addresses
+
+    def _make_writers(self) -> tuple[_Writer, ...]:
+        """For each slot its operand, its distance from there, and what writes all of its words at once."""
+        found = np.frombuffer(self._words, dtype=np.uint64)
+        return tuple(
+            (slot.operand, slot.distance, found[_words_of(slot, start)].fill)
+            for start, slots in self._slots
+            for slot in slots
+        )
 
     def bases(self) -> dict[int, int]:
         """Where the operands whose addresses it holds lie now, by their number."""
-        return {operand: self._words[place] - distance for place, operand, distance in self._slots}
+        words = self._words
+        return {x.operand: words[(start + x.offset) // 8] - x.distance for start, slots in self._slots for x in slots}
 
     def snapshot(self) -> npt.NDArray[np.int64]:
         """The words as they are now."""
@@ -150,7 +165,9 @@ class ArgumentBlock:
         """Whether some word lies inside one of these ranges of memory and is no slot, so that it would not move."""
         found = np.frombuffer(self._words, dtype=np.uint64)
         fixed = np.ones(len(found), dtype=bool)
-        fixed[[place for place, _, _ in self._slots]] = False
+        for start, slots in self._slots:
+            for slot in slots:
+                fixed[_words_of(slot, start)] = False
         return any(bool((fixed & (found >= start) & (found < end)).any()) for start, end in spans)
 
 
@@ -169,3 +186,33 @@ class PackedArguments(ArgumentBlock):
             BUFFER_POINTER, self.pointers[0], BUFFER_SIZE, ctypes.addressof(self._size), BUFFER_END
         )
         self.pointers = None
+
+
+_Writer = tuple[int, int, Callable[[int], None]]
+_pointers = cache(lambda count: ctypes.c_void_p * max(1, count))
+"""The type of an array of pointers; at least one, since the driver is handed its address."""
+
+
+def _write(
+    arguments: Sequence[Argument], places: list[int], view: memoryview, into: memoryview
+) -> list[tuple[int, Sequence[Slot]]]:
+    """Writes arguments to their places in a block; returns where slots are counted from, and the slots."""
+    slots = list[tuple[int, Sequence[Slot]]]()
+    for argument, place in zip(arguments, places, strict=True):
+        if isinstance(argument, int):
+            into[place // 8] = argument & WORD
+            if isinstance(argument, Address):
+                slots.append((place, slot_of(argument, 0)))
+            continue
+        for part in (argument,) if isinstance(argument, bytes) else argument:
+            view[place : place + len(part)] = part
+            if isinstance(part, Fields):
+                slots.append((place, part.slots))
+            place += len(part)
+    return slots
+
+
+def _words_of(slot: Slot, start: int) -> slice:
+    """The places of a slot's words in a block of words."""
+    first, step = (start + slot.offset) // 8, slot.step // 8
+    return slice(first, first + (slot.repeats - 1) * step + 1, step)

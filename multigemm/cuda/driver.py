@@ -91,22 +91,28 @@ def settle(code: int, device: int, again: Callable[[], int], call: str) -> None:
     check(code, call)
 
 
-@contextmanager
-def on_device(index: int) -> Iterator[Any]:
+class on_device:
     """The driver's library, with the primary context of a device current on this thread; restores what was current.
 
     A thread without a context gets back none: what torch calls its current device follows the context.
     """
-    cuda, before, wanted = library(), ctypes.c_void_p(), primary_context(index)
-    check(cuda.cuCtxGetCurrent(ctypes.byref(before)), "cuCtxGetCurrent")
-    if before.value == wanted:
-        yield cuda
-        return
-    check(cuda.cuCtxSetCurrent(ctypes.c_void_p(wanted)), "cuCtxSetCurrent")
-    try:
-        yield cuda
-    finally:
-        check(cuda.cuCtxSetCurrent(before), "cuCtxSetCurrent")
+
+    __slots__ = ("_before", "_wanted")
+
+    def __init__(self, index: int) -> None:
+        self._wanted = primary_context(index)
+
+    def __enter__(self) -> Any:
+        cuda, before = library(), ctypes.c_void_p()
+        check(cuda.cuCtxGetCurrent(ctypes.byref(before)), "cuCtxGetCurrent")
+        self._before = None if before.value == self._wanted else before
+        if self._before is not None:
+            check(cuda.cuCtxSetCurrent(ctypes.c_void_p(self._wanted)), "cuCtxSetCurrent")
+        return cuda
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            check(library().cuCtxSetCurrent(self._before), "cuCtxSetCurrent")
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Protocol
 
 import torch
 
-from multigemm.cuda.arguments import Addresses, ArgumentBlock, Fields, PackedArguments
+from multigemm.cuda.arguments import Addresses, Argument, ArgumentBlock, Fields, PackedArguments
 from multigemm.cuda.device_fields import DeviceFields
 from multigemm.cuda.driver import (
     CLUSTER_DIMENSION,
@@ -102,7 +102,7 @@ class Kernel:
 
     def bound(
         self,
-        arguments: Sequence[int | bytes] | Fields,
+        arguments: Sequence[Argument] | Fields,
         *,
         grid: int | tuple[int, int, int],
         threads: int,
@@ -119,17 +119,24 @@ class Kernel:
         follow the operands in device memory. `keep` lives as long as the launch: the workspaces, and no operand, which
         whoever launches keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph.
         """
-        attributes, count = (LaunchAttribute * 2)(), 0
-        wanted = ((cluster > 1, CLUSTER_DIMENSION, (cluster, 1, 1)), (overlap, PROGRAMMATIC, (1, 0, 0)))
-        for needed, name, value in wanted:
-            if needed:
-                attributes[count] = LaunchAttribute(id=name, dim=value)
-                count += 1
-        blocks = (grid, 1, 1) if isinstance(grid, int) else grid
-        config = LaunchConfig(grid=blocks, block=(threads, 1, 1), shared=shared)
-        config.attributes, config.attribute_count = ctypes.addressof(attributes), count
+        config = _config(grid, threads, shared, cluster, overlap)
         block = PackedArguments(arguments) if isinstance(arguments, Fields) else ArgumentBlock(arguments)
-        return BoundKernel(self, block, config, on_capture, (attributes, *keep), fields)
+        return BoundKernel(self, block, config, on_capture, tuple(keep), fields)
+
+
+@cache
+def _attributes(cluster: int, overlap: bool) -> ctypes.Array[LaunchAttribute]:
+    """What a launch asks for besides its size; kept for good, since launches point to it."""
+    wanted = [LaunchAttribute(id=CLUSTER_DIMENSION, dim=(cluster, 1, 1))] if cluster > 1 else []
+    wanted += [LaunchAttribute(id=PROGRAMMATIC, dim=(1, 0, 0))] if overlap else []
+    return (LaunchAttribute * len(wanted))(*wanted)
+
+
+@lru_cache(maxsize=4096)
+def _config(grid: int | tuple[int, int, int], threads: int, shared: int, cluster: int, overlap: bool) -> LaunchConfig:
+    """The shape of a launch, of which each stream's record is a copy: never written."""
+    blocks, attributes = (grid, 1, 1) if isinstance(grid, int) else grid, _attributes(cluster, overlap)
+    return LaunchConfig(blocks, (threads, 1, 1), shared, None, ctypes.addressof(attributes), len(attributes))
 
 
 class BoundKernel:
@@ -184,11 +191,6 @@ class BoundKernel:
         return own + (0 if self._fields is None else self._fields.nbytes)
 
 
-def fixed(launch: Launch) -> Callable[[], object]:
-    """The same launch without `move`: for one that reads operands' addresses which `move` does not reach."""
-    return launch.__call__
-
-
 class _Steps:
     """Several launches, one after the other."""
 
@@ -224,6 +226,11 @@ class LaunchSequence(_Steps):
 def in_turn(steps: Sequence[Launch]) -> Launch:
     """Several launches as one, which can follow its operands if all of them can."""
     return LaunchSequence(steps) if all(hasattr(step, "move") for step in steps) else _Steps(steps)
+
+
+def without_move(launch: MovableLaunch) -> Launch:
+    """The same launch as a plain callable: for one that holds addresses which no move would replace."""
+    return launch.__call__
 
 
 class Nothing:

@@ -7,14 +7,16 @@ addresses; a map whose other bytes depend on the address as well could not follo
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache
+import threading
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
-from multigemm.cuda.arguments import Fields, fields, slot_of
+from multigemm.cuda.arguments import Address, Fields, Slot, fields, slot_of
 from multigemm.cuda.driver import check, library
+from multigemm.errors import LibraryError
 
 SIZE = 128
 BLANK = fields(bytes(SIZE), ())
@@ -24,29 +26,70 @@ TYPES = {
     torch.uint8: 0, torch.int32: 3, torch.int64: 5, torch.float16: 6, torch.float32: 7, torch.float64: 8,
     torch.bfloat16: 9,
 }  # fmt: skip  # CU_TENSOR_MAP_DATA_TYPE_*
-MOST_DIMS = 5
+MOST_DIMS, MOST_BOXES = 5, 16
 
 
 class _Scratch:
-    """Arrays of one rank that the arguments of every encoding are written to; one set for each call at a time."""
+    """Arrays of one rank that the arguments of every encoding are written to, and references to them.
+
+    The references are made once, since ctypes takes a ready one four times as fast as it converts an argument.
+    """
 
     def __init__(self, rank: int) -> None:
-        self.extents = (ctypes.c_uint64 * rank)()
-        self.strides = (ctypes.c_uint64 * max(rank - 1, 1))()
-        self.box = (ctypes.c_uint32 * rank)()
-        self.ones = (ctypes.c_uint32 * rank)(*[1] * rank)
-        self.memory = (ctypes.c_char * (SIZE + 64))()
-        self.start = (ctypes.addressof(self.memory) + 63) // 64 * 64
+        self.extents, self.strides = (ctypes.c_uint64 * rank)(), (ctypes.c_uint64 * (rank - 1))()
+        self.steps = (ctypes.c_uint32 * rank)(*[1] * rank)
+        self.layout = ctypes.byref(self.extents), ctypes.byref(self.strides)
+        self.ones = ctypes.byref(self.steps)
+        self.memory = (ctypes.c_char * (SIZE * MOST_BOXES + 64))()
+        skipped = -ctypes.addressof(self.memory) % 64  # CUtensorMap is aligned to 64 bytes
+        self.start = ctypes.addressof(self.memory) + skipped
+        self.maps = [ctypes.byref(self.memory, skipped + SIZE * i) for i in range(MOST_BOXES)]
 
 
-@cache
-def _encoder() -> Any:
-    call = library().cuTensorMapEncodeTiled
-    call.argtypes = [
-        ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, *[ctypes.c_void_p] * 4, *[ctypes.c_int] * 4,
-    ]  # fmt: skip
-    call.restype = ctypes.c_int
-    return call
+class _Scratches(threading.local):
+    """The arrays of each rank. Every thread has its own: the driver runs outside of Python's lock."""
+
+    def __init__(self) -> None:
+        self.of_rank = {rank: _Scratch(rank) for rank in range(1, MOST_DIMS + 1)}
+
+
+_scratches = _Scratches()
+
+
+@lru_cache(maxsize=256)
+def _box_references(boxes: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
+    return tuple(ctypes.byref((ctypes.c_uint32 * len(box))(*box)) for box in boxes)
+
+
+def encode_together(
+    dtype: torch.dtype,
+    address: int,
+    extents: Sequence[int],
+    strides: Sequence[int],
+    boxes: tuple[tuple[int, ...], ...],
+    *,
+    swizzle: int = SWIZZLE_128B,
+) -> Fields:
+    """Maps of a tensor, one for each of at most 16 boxes, one behind the other.
+
+    Extents and boxes in elements, strides in bytes modulo 2^64, all with the innermost dimension first (whose stride
+    is the element's size, and left out). The address and the strides are multiples of 16 bytes. Has to run inside
+    `driver.on_device`; needs no memory behind the address.
+
+    Raises LibraryError, with the layout, where the driver refuses it.
+    """
+    own, rank, call = _scratches.of_rank[len(extents)], len(extents), library().cuTensorMapEncodeTiled
+    own.extents[:], own.strides[:] = list(extents), list(strides)
+    sizes, steps = own.layout
+    kind, ones, place = TYPES[dtype], own.ones, ctypes.c_void_p(address)
+    for target, box in zip(own.maps, _box_references(boxes), strict=False):
+        code = call(target, kind, rank, place, sizes, steps, box, ones, 0, swizzle, PROMOTION_256B, ZERO_FILL)
+        if code:
+            check(code, f"cuTensorMapEncodeTiled({dtype}, address {address:#x}, {extents=}, {strides=}, {boxes=})")
+    raw = ctypes.string_at(own.start, SIZE * len(boxes))
+    if not isinstance(address, Address):
+        return fields(raw, ())
+    return fields(raw, (Slot(_place_of_address(), address.operand, address - address.base, len(boxes), SIZE),))
 
 
 def encode(
@@ -58,37 +101,38 @@ def encode(
     *,
     swizzle: int = SWIZZLE_128B,
 ) -> list[Fields]:
-    """One map of a tensor for each of `boxes`. Extents and boxes in elements, strides in bytes modulo 2^64, all with
-    the innermost dimension first (whose stride is the element's size, and left out).
-
-    Raises LibraryError, with the layout, where the driver refuses it. Needs neither a context nor memory behind the
-    address.
-    """
-    rank = len(extents)
-    call, own, kind = _encoder(), _Scratch(rank), TYPES[dtype]
-    own.extents[:] = list(extents)
-    own.strides[: rank - 1] = list(strides)
-    found = []
-    place = _place_of_address() if slot_of(address, 0) else 0
-    for box in boxes:
-        own.box[:] = list(box)
-        code = call(
-            own.start, kind, rank, address, own.extents, own.strides, own.box, own.ones, 0, swizzle, PROMOTION_256B,
-            ZERO_FILL,
-        )  # fmt: skip
-        if code:
-            check(code, f"cuTensorMapEncodeTiled({dtype}, extents={extents}, strides={strides}, box={box})")
-        found.append(fields(ctypes.string_at(own.start, SIZE), slot_of(address, place)))
+    """The same maps one by one, of any number of boxes."""
+    asked = tuple(map(tuple, boxes))
+    found = list[Fields]()
+    for first in range(0, len(asked), MOST_BOXES):
+        some = asked[first : first + MOST_BOXES]
+        raw = encode_together(dtype, address, extents, strides, some, swizzle=swizzle)
+        slots = slot_of(address, _place_of_address()) if raw.slots else ()
+        found += [fields(raw[SIZE * i : SIZE * (i + 1)], slots) for i in range(len(some))]
     return found
+
+
+def repeat(encoded: Fields, distances: Iterable[int]) -> Fields:
+    """One map at several distances in bytes from its address: those of a stack's matrices, all of one layout."""
+    place = _place_of_address()
+    (before, word, behind), slots, parts = (encoded[:place], encoded[place : place + 8], encoded[place + 8 :]), [], []
+    address = int.from_bytes(word, "little")
+    for i, distance in enumerate(distances):
+        parts += [before, (address + distance).to_bytes(8, "little"), behind]
+        slots += [Slot(s.offset + SIZE * i, s.operand, s.distance + distance) for s in encoded.slots]
+    return fields(b"".join(parts), slots)
 
 
 @cache
 def _place_of_address() -> int:
     """Where in a map the address stands."""
-    one, other = (
-        encode(torch.uint8, at, (64, 64), (64,), [(64, 1)])[0] for at in (1 << 40, (1 << 40) + (1 << 46) + 4096)
-    )
+    low, high = 1 << 40, (1 << 40) + (1 << 46) + 4096
+    one, other = (encode_together(torch.uint8, at, (64, 64), (64,), ((64, 1),)) for at in (low, high))
     places = [i for i in range(0, SIZE, 8) if one[i : i + 8] != other[i : i + 8]]
-    assert len(places) == 1, "a tensor map holds its address in more than one word"
-    assert int.from_bytes(one[places[0] : places[0] + 8], "little") == 1 << 40, "a tensor map encodes its address"
+    words = [int.from_bytes(x[places[0] : places[0] + 8], "little") for x in (one, other) if len(places) == 1]
+    if words != [low, high]:
+        raise LibraryError(
+            f"this driver's tensor maps differ in words {places} at two addresses: one word that holds the address is "
+            "needed to follow an operand; use backend='cublas' and report it"
+        )
     return places[0]

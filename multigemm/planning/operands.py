@@ -119,9 +119,12 @@ def strides_of(tensor: Tensor, operand: str | None = None) -> Strided:
 
     A dimension with one element may carry any stride; a kernel must never multiply by it.
     """
-    stride = [s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    at = tensor.data_ptr() if operand is None else address_of(tensor, operand)
-    return Strided(at, stride[0] if len(stride) == 3 else 0, stride[-2], stride[-1])
+    at = tensor.data_ptr() if operand is None else Address(tensor.data_ptr(), operand)
+    if tensor.dim() == 2:
+        (rows, columns), (row, column) = tensor.shape, tensor.stride()
+        return Strided(at, 0, row if rows > 1 else 0, column if columns > 1 else 0)
+    (groups, rows, columns), (group, row, column) = tensor.shape, tensor.stride()
+    return Strided(at, group if groups > 1 else 0, row if rows > 1 else 0, column if columns > 1 else 0)
 
 
 def _bias_strides(bias: Tensor, groups: int) -> Strided:

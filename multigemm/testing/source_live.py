@@ -20,7 +20,6 @@ from types import CodeType
 from typing import Any, TypeVar
 
 from multigemm.testing.case import Case
-from multigemm.testing.source_sites import COPIES
 
 FAR = 50
 """Lines from which on one that is not in the line table counts as unrelated to those that are."""
@@ -68,9 +67,7 @@ def traits(backend: str, case: Case, spec: Any, config: Any) -> frozenset[tuple[
 def compiler_key(backend: str, spec: Any, config: Any) -> dict[str, Any]:
     """What a backend hands to its compiler for a spec and a config, without compiling."""
     if backend == "cupy":
-        launch, specs = (import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "specs"))
-        room = launch.ROOMS["hopper" if config.kernel == "packed" else config.kernel]
-        return dict(room.source(specs.packed_spec(spec) if config.kernel == "packed" else spec, config).defines)
+        return dict(_cuda_sources(spec, config)[1][0].defines)
     if backend == "numba":
         configs = import_module("multigemm.backends.numba.config")
         return asdict(configs.effective(config, configs.signature_of(spec)))
@@ -150,18 +147,8 @@ def lines_held(backend: str, spec: Any, config: Any) -> dict[str, list[int]]:
 
 
 def _cuda_sources(spec: Any, config: Any) -> tuple[Any, list[Any]]:
-    launch, specs, packing, build = (
-        import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "specs", "packing", "build")
-    )
-    behind_a_copy = config.kernel == "packed"
-    room, packed = launch.ROOMS["hopper" if behind_a_copy else config.kernel], specs.packed_spec(spec)
-    if config.kernel == "wave":
-        sources = [room.source(spec, each, slots) for each in room.heights(config) for slots in room.SLOTS]
-    else:
-        sources = [room.source(packed if behind_a_copy else spec, config)]
-    if config.kernel in COPIES or (config.kernel == "wave" and packed != spec):
-        sources.append(packing.SOURCE)
-    return build, sources
+    launch, build = (import_module(f"multigemm.backends.cupy.{name}") for name in ("launch", "build"))
+    return build, list(launch.KERNELS[config.kernel].sources(spec, config))
 
 
 def _cuda_codes(spec: Any, config: Any) -> list[bytes]:
