@@ -27,8 +27,8 @@ def test_repeated_calls_on_the_cpu_are_right_and_some_are_served_by_the_cache() 
 def test_a_cache_that_forgets_host_sizes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = launch_cache._index_key
 
-    def forgetful(cut: Any, phase: int) -> Any:
-        return ("host", len(cut)) if isinstance(cut, list | tuple) else original(cut, phase)
+    def forgetful(cut: Any, phase: int, index: int) -> Any:
+        return ("host", len(cut)) if isinstance(cut, list | tuple) else original(cut, phase, index)
 
     monkeypatch.setattr(launch_cache, "_index_key", forgetful)
     assert front_door.run("cpu", 600, 3, "cpu").wrong

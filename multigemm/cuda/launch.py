@@ -142,7 +142,7 @@ def _config(grid: int | tuple[int, int, int], threads: int, shared: int, cluster
 class BoundKernel:
     """A launch of a kernel on its device's current stream."""
 
-    __slots__ = ("_block", "_call", "_fields", "_handle", "_index", "_keep", "_kernel", "_on_capture", "_records")
+    __slots__ = ("_block", "_call", "_fields", "_handle", "_keep", "_kernel", "_on_capture", "_records", "index")
 
     def __init__(
         self,
@@ -155,25 +155,26 @@ class BoundKernel:
     ) -> None:
         self._fields = fields
         self._kernel, self._block, self._on_capture, self._keep = kernel, block, on_capture, keep
-        self._call, self._handle, self._index = library().cuLaunchKernelEx, kernel.handle, kernel.index
+        self._call, self._handle, self.index = library().cuLaunchKernelEx, kernel.handle, kernel.index
         self._records = Records(config)
 
     def __call__(self) -> None:
-        if self._on_capture is not None and is_capturing():
-            self._on_capture()
-        if current_device() == self._index:
-            self.on(current_raw_stream(self._index))
+        index = self.index
+        if current_device() == index:
+            self.on(current_raw_stream(index))
         else:
-            with on_device(self._index):
-                self.on(current_raw_stream(self._index))
+            with on_device(index):
+                self.on(current_raw_stream(index))
 
     def on(self, stream: int) -> None:
         """Launches on a raw stream of the current device."""
-        record = self._records[stream]
-        code = self._call(record, self._handle, self._block.pointers, self._block.extra)
+        if self._on_capture is not None and is_capturing():
+            self._on_capture()
+        record, block = self._records[stream], self._block
+        code = self._call(record, self._handle, block.pointers, block.extra)
         if code:
-            again = partial(self._call, record, self._handle, self._block.pointers, self._block.extra)
-            settle(code, self._index, again, f"cuLaunchKernelEx of {self._kernel.name}")
+            again = partial(self._call, record, self._handle, block.pointers, block.extra)
+            settle(code, self.index, again, f"cuLaunchKernelEx of {self._kernel.name}")
 
     def move(self, addresses: Addresses) -> None:
         """Gives the launch, which comes next on this thread's current stream, other addresses of its operands."""
@@ -207,7 +208,25 @@ class _Steps:
 class LaunchSequence(_Steps):
     """Several launches that can all follow their operands."""
 
-    __slots__ = ()
+    __slots__ = ("_index",)
+
+    def __init__(self, steps: Sequence[Any]) -> None:
+        flat: list[Any] = []
+        for step in steps:
+            flat += step._steps if isinstance(step, LaunchSequence) else [] if isinstance(step, Nothing) else [step]
+        super().__init__(flat)
+        devices = {step.index if isinstance(step, BoundKernel) else -1 for step in flat}
+        self._index = devices.pop() if len(devices) == 1 else -1
+        """The device of them all; -1 where they have none in common, or are no kernels of this runtime."""
+
+    def __call__(self) -> None:
+        index = self._index
+        if index >= 0 and current_device() == index:
+            stream = current_raw_stream(index)  # asked for once
+            for step in self._steps:
+                step.on(stream)
+        else:
+            super().__call__()
 
     def move(self, addresses: Addresses) -> None:
         """Gives every launch other addresses of the operands."""

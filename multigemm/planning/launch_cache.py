@@ -88,33 +88,32 @@ def key_of(call: Call, options: Key) -> Key | None:
     """What a call is kept by; None for a call that no entry may serve."""
     _, a, b, kind, cut, valid_rows, c, bias, out = call
     try:
-        if type(a) not in _PLAIN or type(b) not in _PLAIN or a.data_ptr() < LOWEST or b.data_ptr() < LOWEST:
+        index, a_at, b_at, stream, phase = a.get_device(), a.data_ptr(), b.data_ptr(), 0, CPU_PHASE
+        if type(a) not in _PLAIN or type(b) not in _PLAIN or a_at < LOWEST or b_at < LOWEST or b.get_device() != index:
             return None
-        index = a.get_device()
-        phase, stream = CPU_PHASE, 0
         if index >= 0:
-            if is_capturing():
+            if not a.is_cuda or is_capturing():
                 return None
             phase, stream = GPU_PHASE, current_raw_stream(index)
-        if a.is_neg() or b.is_neg() or (grad_enabled() and any_requires_grad(a, b, c, bias, out)):
+        differentiable = grad_enabled()
+        if (differentiable and (a.requires_grad or b.requires_grad)) or a.is_neg() or b.is_neg():
             return None
         if forward_mode() or dispatch_modes():
             return None
+        groups, rest = None if cut is None else _index_key(cut, phase, index), None
+        if bias is not None or c is not None or out is not None or valid_rows is not None:
+            if differentiable and any_requires_grad(bias, c, out):
+                return None
+            rest = (
+                None if bias is None else _layout(bias, phase, index), None if c is None else _layout(c, phase, index),
+                None if out is None else (*_layout(out, phase, index), c is not None and _same_view(c, out)),
+                None if valid_rows is None else _index_key(valid_rows, phase, index),
+            )  # fmt: skip
         return (
-            a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & phase,
-            b.shape, b.stride(), b.dtype, b.device, b.data_ptr() & phase,
-            kind, None if cut is None else _index_key(cut, phase),
-            None if valid_rows is None else _index_key(valid_rows, phase),
-            None if c is None else _layout(c, phase), None if bias is None else _layout(bias, phase),
-            None if out is None else (*_layout(out, phase), c is not None and _same_view(c, out)),
-            options, stream, get_ident(), id(settings()),
+            a.shape, a.stride(), a.dtype, a_at & phase, b.shape, b.stride(), b.dtype, b_at & phase, index, kind, groups,
+            rest, options, stream, get_ident(), id(settings()),
         )  # fmt: skip
-    except (
-        _NotPlain,
-        RuntimeError,
-        TypeError,
-        AttributeError,
-    ):  # no memory, another kind of array
+    except (_NotPlain, RuntimeError, TypeError, AttributeError):  # no memory, or no tensor
         return None
 
 
@@ -122,18 +121,20 @@ class _NotPlain(Exception):
     """An operand that no key describes."""
 
 
-def _layout(x: Tensor, phase: int) -> Key:
-    """Everything about a tensor but its values and where exactly it lies."""
+def _layout(x: Tensor, phase: int, index: int) -> Key:
+    """Everything about a tensor on the device of that number but its values and where exactly it lies."""
     at = x.data_ptr()
-    if type(x) not in _PLAIN or at < LOWEST or x.is_neg():
+    if type(x) not in _PLAIN or at < LOWEST or x.get_device() != index or x.is_neg():
         raise _NotPlain
-    return x.shape, x.stride(), x.dtype, x.device, at & phase
+    return x.shape, x.stride(), x.dtype, at & phase
 
 
-def _index_key(cut: Any, phase: int) -> Key:
-    """Sizes of groups: by layout where they lie on a GPU, by value where the host has them."""
+def _index_key(cut: Any, phase: int, index: int) -> Key:
+    """Sizes of groups: by layout where they lie on the operands' GPU, by value where the host has them."""
     if isinstance(cut, Tensor):
-        return _layout(cut, phase) if cut.is_cuda else (*_layout(cut, phase), tuple(cut.tolist()))
+        if cut.is_cpu:
+            return (*_layout(cut, phase, -1), tuple(cut.tolist()))
+        return _layout(cut, phase, index)
     if type(cut) in _HOST:
         values = tuple(cut)
         if set(map(type, values)) not in _WHOLE_NUMBERS:  # 1.0 and True are equal to 1, and no sizes
@@ -152,7 +153,7 @@ def _tokens_key(key: Key, call: Call) -> Key | None:
     if call.out is not None or call.c is not None or call.valid_rows is not None:
         return None
     rows, depth = a.shape
-    groups = key[11]
+    groups = key[10]
     if not isinstance(cut, Tensor):
         sizes = np.diff(_offsets(call.kind, cut))
         if not len(sizes):
@@ -162,7 +163,7 @@ def _tokens_key(key: Key, call: Call) -> Key | None:
         return None
     if rows * max(*a.stride(), b.shape[2]) >= COUNTED:
         return None
-    return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:11], groups, key[14], *key[16:])
+    return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:10], groups, *key[11:])
 
 
 def _same_view(x: Tensor, y: Tensor) -> bool:
@@ -190,24 +191,22 @@ class _Entry:
 
     def result(self, call: Call) -> Tensor | None:
         """Memory for the result: fresh, or the caller's; None where that may share memory with an input."""
-        if not self._given_out:
-            if self.index < 0:
-                return torch.empty_strided(self._shape, self._strides, dtype=self._dtype)
-            return empty_cuda(self._shape, self._strides, self._dtype)
-        out = call.out
+        if self._given_out:
+            return None if self._shares(call) else call.out
+        if self.index < 0:
+            return torch.empty_strided(self._shape, self._strides, dtype=self._dtype)
+        return empty_cuda(self._shape, self._strides, self._dtype)
+
+    def _shares(self, call: Call) -> bool:
+        """Whether the range of memory of the caller's `out` meets that of an input."""
+        out, reach = call.out, self._reach
         assert out is not None
         start = out.data_ptr()
-        end = start + self._reach["out"]
-        inputs = [("a", call.a), ("b", call.b), ("bias", call.bias)]
-        if call.c is not None and not _same_view(call.c, out):
-            inputs.append(("c", call.c))
-        for name, x in inputs:
-            if x is not None and x.data_ptr() < end and start < x.data_ptr() + self._reach.get(name, 0):
-                return None
-        for cut in (call.cut, call.valid_rows):
-            if isinstance(cut, Tensor) and cut.data_ptr() < end and start < cut.data_ptr() + _reach(cut):
-                return None
-        return out
+        end = start + reach["out"]
+        c = None if call.c is None or _same_view(call.c, out) else call.c
+        inputs = [(x, reach.get(name, 0)) for name, x in (("a", call.a), ("b", call.b), ("bias", call.bias), ("c", c))]
+        inputs += [(x, _reach(x)) for x in (call.cut, call.valid_rows) if isinstance(x, Tensor)]
+        return any(x is not None and x.data_ptr() < end and start < x.data_ptr() + size for x, size in inputs)
 
 
 def _reach(x: Tensor) -> int:
