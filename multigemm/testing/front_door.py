@@ -16,9 +16,11 @@ import random
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -241,7 +243,7 @@ def run(backend: str, calls: int, seed: int, device: str, seconds: float = 1e9) 
     while outcome.calls < calls and time.monotonic() < until:
         style = Style.draw(chance)
         series = _Calls(chance, style, backend, device)
-        for _ in range(chance.choice((3, 8, 20))):
+        for _ in range(chance.choice((3, 20, 60)) if device == "cpu" else chance.choice((20, 60, 200))):
             stream = chance.choice(streams) if streams and chance.random() < 0.15 else None
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream())
@@ -253,6 +255,21 @@ def run(backend: str, calls: int, seed: int, device: str, seconds: float = 1e9) 
                 break
             series.change()
     return outcome
+
+
+def run_in_processes(backend: str, calls: int, seed: int, device: str, seconds: float, jobs: int) -> Outcome:
+    """The same with the calls shared by processes: each compiles what its own styles need."""
+    if jobs <= 1:
+        return run(backend, calls, seed, device, seconds)
+    total, share = Outcome(backend), -(-calls // jobs)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        parts = [pool.submit(run, backend, share, seed + 1000 * i, device, seconds) for i in range(jobs)]
+        for part in parts:
+            one = part.result()
+            total.calls, total.hits = total.calls + one.calls, total.hits + one.hits
+            total.refused, total.wrong = total.refused + one.refused, total.wrong + one.wrong
+            total.forms += one.forms
+    return total
 
 
 def _one(series: _Calls, outcome: Outcome) -> bool:
@@ -285,12 +302,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="no longer than this for each backend")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the calls, each with its own seed")
     parser.add_argument("--json", help="where to write the outcome")
     options = parser.parse_args(arguments)
     found = []
     for name in options.backends.split(","):
         start = time.monotonic()
-        outcome = run(name, options.calls, options.seed, options.device, options.seconds)
+        outcome = run_in_processes(name, options.calls, options.seed, options.device, options.seconds, options.jobs)
         found.append(outcome)
         print(
             f"{name}: {outcome.calls} calls, {outcome.hits} served by the cache, {outcome.refused} styles refused, "
