@@ -95,7 +95,7 @@ def test_a_thread_keeps_the_device_that_it_chose(backend: str, device: int) -> N
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_backward_whose_first_driver_call_is_ours(backend: str, device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_whose_first_driver_call_is_ours(backend: str, device: int) -> None:
     a, b, cut = operands(device, "jagged_m", torch.bfloat16, 72)
     a, b = a.requires_grad_(), b.requires_grad_()
     out = mg.grouped_gemm(a, b, **cut, backend=backend)
