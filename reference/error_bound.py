@@ -29,11 +29,24 @@ subnormals and ties need no special case.
 **Exactness.** If all entries, alpha and beta are whole numbers and P, G + H < 1/u, then every partial sum,
 in any order and on any tensor core, is exact: e = 0 and the check is bit for bit. Integers always are.
 
-**Activations** are evaluated with error d = 8 u |x| + m': a few ulp of exp, tanh or erf, and the
-cancellation in 1 + erf(x) and 1 + tanh(x), which is relative to 1 and so absolute in |x| u; m' =
-2^-118 because exp(-x) overflows before the true quotient underflows. relu is exact and monotone.
-gelu, gelu_tanh and silu fall to their single minimum x* and rise after it: the image of
-[lo, hi] is [f(x*) or min f(ends), max f(ends)], widened by d.
+**Activations.** relu is exact and monotone. gelu, gelu_tanh and silu are f(x) = x * gate(x), the gate
+between 0 and 1: Phi(x), 1 / (1 + exp(-t)) with t = 2 sqrt(2/pi) (x + 0.044715 x^3), and 1 / (1 + exp(-x)).
+A right kernel evaluates f(x) with an error of at most
+
+    d = u min(8 |x|, (16 + D) |f(x)|) + m',    D = 0 for x >= 0, else 2 x^2, 9 |t| or 2 |x|
+
+* 8 u: exp, erfc and the quotient are off by a few ulp, and the gate is at most 1.
+* 16 u: up to 5 ulp (10 u) of erfc, or 2 ulp (4 u) each of exp and of the quotient; up to 4 u of the erfc
+  in the C library that the reference calls; the rest rounds.
+* D u: the gate falls like exp(-E), with E = x^2 / 2, |t| or |x|, so a relative error of E's argument comes
+  out E times as large. x / sqrt(2) takes two roundings, and erfc amplifies each by x^2; t takes at most
+  seven, and two more where exp(y) is 2^(y log2 e); for x, only those two.
+  So 0.5 x (1 + erf) and 0.5 x (1 + tanh) are wrong for negative x: their sum cancels to an absolute error u.
+* m' = 2^8 m: exp(-x) overflows (a fast quotient of float32 a factor 4 earlier) before the true quotient
+  underflows, at most 88 * 2^-126 or 710 * 2^-1024; and subnormal numbers may be flushed.
+
+f falls to its single minimum x* and rises after it: the image of [lo, hi] is
+[f(x*) or min f(ends), max f(ends)], widened by d.
 
 **Not judged** (`free`): elements whose magnitudes P or G + H + e reach the accumulator's largest
 number, where the order of summation decides about overflow.
@@ -48,7 +61,7 @@ import numpy as np
 import torch
 
 from multigemm.reference.dtypes import Array, largest, round_once, unit
-from multigemm.reference.numpy_reference import GroupSum, activate, compute_dtype
+from multigemm.reference.numpy_reference import GroupSum, activate, compute_dtype, tanh_exponent
 
 if TYPE_CHECKING:
     from multigemm.problem.problem import GroupedGemmProblem
@@ -58,6 +71,8 @@ MINIMUM = {"gelu": -0.7517915246935645, "gelu_tanh": -0.7524614220710162, "silu"
 
 TF32_INPUT = 2 * 2.0**-10 + 2.0**-20
 TENSOR_CORE_KAPPA = 4.0
+GATE_ERROR = 16
+"""In units of u, relative; see D in the module docstring for what is added to it in the tail."""
 _SMALLEST_NORMAL = {torch.float64: 2.0**-1022}
 
 
@@ -130,18 +145,32 @@ def _free(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Array:
     return np.asarray(~(gauge + total.addends + error < limit) | ~(total.products < limit))
 
 
-def _image(low: Array, high: Array, activation: str | None, u: float) -> tuple[Array, Array]:
+def _exponent_error(x: Array, activation: str) -> Array:
+    """D of the module docstring."""
+    below = np.minimum(x, 0)
+    if activation == "gelu":
+        return np.asarray(2 * below * below)
+    return np.asarray(9 * np.abs(tanh_exponent(below)) if activation == "gelu_tanh" else 2 * np.abs(below))
+
+
+def _widened(x: Array, activation: str, acc: torch.dtype) -> tuple[Array, Array]:
+    """f(x) - d and f(x) + d of the module docstring."""
+    y = activate(x, activation)
+    size = np.abs(y)
+    relative = np.where(size > 0, (GATE_ERROR + _exponent_error(x, activation)) * size, 0)
+    error = unit(acc) * np.minimum(8 * np.abs(x), relative) + 2.0**8 * _SMALLEST_NORMAL.get(acc, 2.0**-126)
+    error = np.where(np.isfinite(x), error, 0)
+    return y - error, y + error
+
+
+def _image(low: Array, high: Array, activation: str | None, acc: torch.dtype) -> tuple[Array, Array]:
     """What the activation makes of the interval [low, high], with its own evaluation error."""
     if activation is None or activation == "relu":
         return activate(low, activation), activate(high, activation)
-    at_low, at_high = activate(low, activation), activate(high, activation)
-    bottom = np.minimum(at_low, at_high)
-    valley = MINIMUM[activation]
-    lowest = activate(np.array([valley], low.dtype), activation)[0]
-    bottom = np.where((low <= valley) & (valley <= high), lowest, bottom)
-    reach = np.maximum(np.abs(low), np.abs(high))
-    slack = np.where(np.isfinite(reach), 8 * u * reach + 2.0**-118, 0.0)
-    return bottom - slack, np.maximum(at_low, at_high) + slack
+    valley = np.array(MINIMUM[activation], low.dtype)
+    (lowest, _), *ends = (_widened(x, activation, acc) for x in (valley, low, high))
+    bottom = np.where((low <= valley) & (valley <= high), lowest, np.minimum(ends[0][0], ends[1][0]))
+    return bottom, np.maximum(ends[0][1], ends[1][1])
 
 
 def interval(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Interval:
@@ -149,7 +178,7 @@ def interval(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Inte
     with np.errstate(all="ignore"):
         free = _free(problem, total, error)
         wide = error.astype(total.value.dtype)
-        u = unit(accumulator(compute_dtype(problem)))
-        low, high = _image(total.value - wide, total.value + wide, problem.activation, u)
+        acc = accumulator(compute_dtype(problem))
+        low, high = _image(total.value - wide, total.value + wide, problem.activation, acc)
     low, high = round_once(low, problem.out_dtype), round_once(high, problem.out_dtype)
     return Interval(low, high, free)

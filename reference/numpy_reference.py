@@ -133,18 +133,33 @@ def group_sum(problem: GroupedGemmProblem, view: GroupView) -> GroupSum:
 
 
 _erfc: Any = np.frompyfunc(math.erfc, 1, 1)
+_PI, _CUBE = np.longdouble("3.14159265358979323846264338327950288"), np.longdouble("0.044715")
 
 
 def _gelu(x: Array) -> Array:
-    # erfc(-x), not 1 + erf(x): the latter cancels for negative x.
-    tail: Array = np.asarray(_erfc(-x.astype(np.float64) * math.sqrt(0.5))).astype(np.float64)
+    """0.5 x erfc(-x / sqrt(2)): 1 + erf would cancel for negative x.
+
+    Where x is a longdouble, what its argument loses in float64 is made up for by the derivative of erfc.
+    """
+    wide = x.dtype == np.longdouble
+    argument = -x * (np.sqrt(np.longdouble(0.5)) if wide else math.sqrt(0.5))
+    near = argument.astype(np.float64)
+    tail: Array = np.asarray(_erfc(near)).astype(np.float64)
+    if wide:
+        lost = np.where(np.isfinite(near), argument - near, 0)
+        tail = tail - lost * np.exp(-argument * argument) * (2 / np.sqrt(_PI))
     return np.asarray(0.5 * x * tail)
 
 
+def tanh_exponent(x: Array) -> Array:
+    """2 sqrt(2/pi) (x + 0.044715 x^3): gelu_tanh(x) = x / (1 + exp(-this))."""
+    scale, cube = (np.sqrt(8 / _PI), _CUBE) if x.dtype == np.longdouble else (math.sqrt(8 / math.pi), float(_CUBE))
+    return np.asarray(scale * (x + cube * x * x * x))
+
+
 def _gelu_tanh(x: Array) -> Array:
-    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
     # 0.5 * (1 + tanh(t)) = 1 / (1 + exp(-2t)), without cancellation.
-    return np.asarray(x / (1 + np.exp(-2 * inner)))
+    return np.asarray(x / (1 + np.exp(-tanh_exponent(x))))
 
 
 def _silu(x: Array) -> Array:

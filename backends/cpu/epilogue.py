@@ -6,6 +6,7 @@ it is read in full before `out` is written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,21 +22,36 @@ def _wrapped(value: float) -> int:
     return (int(value) + 2**31) % 2**32 - 2**31
 
 
-def _gelu(x: Tensor) -> Tensor:
-    """torch's own, but for +inf, of which its vectorized code makes a NaN on the CPU; on a GPU it gives inf."""
-    top = x == torch.inf
-    torch.ops.aten.gelu.out(x, approximate="none", out=x)
-    return x.masked_fill_(top, torch.inf)
+def _gelu(x: Tensor) -> None:
+    """0.5 x erfc(-x / sqrt(2)); torch's own cancels for negative x, and is NaN at +inf on a CPU."""
+    area = x * -math.sqrt(0.5)
+    torch.special.erfc(area, out=area)
+    x.mul_(0.5).mul_(area)
+
+
+def _gelu_tanh(x: Tensor) -> None:
+    """x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3); torch's own, 0.5 x (1 + tanh u), cancels."""
+    scale = -math.sqrt(8 / math.pi)
+    exponent = (x * x).mul_(0.044715 * scale).add_(scale).mul_(x)
+    x.div_(exponent.exp_().add_(1))
+
+
+_IN_PLACE: dict[Activation, Callable[[Tensor], object]] = {
+    "relu": torch.relu_, "silu": torch.ops.aten.silu_, "gelu": _gelu, "gelu_tanh": _gelu_tanh
+}  # fmt: skip
+_PER_THREAD = 1 << 16
+"""Elements that one thread takes at once: several passes over 256 KiB stay in its cache, which doubles their speed."""
 
 
 def _activate(x: Tensor, activation: Activation) -> Tensor:
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "relu": torch.relu_,
-        "silu": lambda t: torch.ops.aten.silu_(t),
-        "gelu": _gelu,
-        "gelu_tanh": lambda t: torch.ops.aten.gelu.out(t, approximate="tanh", out=t),
-    }
-    return functions[activation](x)
+    piece = _PER_THREAD * torch.get_num_threads()
+    if activation in ("relu", "silu") or x.numel() <= piece or not x.is_contiguous():
+        _IN_PLACE[activation](x)
+        return x
+    flat = x.view(-1)
+    for first in range(0, flat.numel(), piece):
+        _IN_PLACE[activation](flat[first : first + piece])
+    return x
 
 
 def is_plain(spec: ProblemSpec) -> bool:

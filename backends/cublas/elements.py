@@ -143,9 +143,10 @@ __device__ __forceinline__ calc activate(calc v) {
 #if ACT == 1
     return v < (calc)0 ? (calc)0 : v;
 #elif ACT == 2
-    return (calc)0.5 * v * ((calc)1 + erf(v * (calc)0.70710678118654752440));
+    return (calc)0.5 * v * erfc(v * (calc)-0.70710678118654752440);  // 1 + erf would cancel for negative v
 #elif ACT == 3
-    return (calc)0.5 * v * ((calc)1 + tanh((calc)0.79788456080286535588 * (v + (calc)0.044715 * v * v * v)));
+    // 1 + tanh(u) = 2 / (1 + exp(-2u)), which does not cancel
+    return ratio(v, (calc)1 + exp((calc)-1.59576912160573071176 * (v + (calc)0.044715 * v * v * v)));
 #elif ACT == 4
     return ratio(v, (calc)1 + exp(-v));
 #else

@@ -26,17 +26,18 @@ else:
 F16, BF16, F32 = KIND["f16"], KIND["bf16"], KIND["f32"]
 RELU, GELU, GELU_TANH, SILU = (ACTIVATIONS.index(name) for name in ("relu", "gelu", "gelu_tanh", "silu"))
 ROOT_HALF = math.sqrt(0.5)
-GELU_SCALE = math.sqrt(2.0 / math.pi)
+TANH_SCALE = -math.sqrt(8.0 / math.pi)
+"""1 + tanh(u) = 2 / (1 + exp(-2u)) with 2u = sqrt(8 / pi) (x + 0.044715 x^3)."""
 GELU_CUBE = 0.044715
 
 
 @cache
 def make_activation(name, acc):
-    """act(x) as torch's function of that name computes it."""
+    """act(x): torch's function of that name, without the sums 1 + erf and 1 + tanh, which cancel for negative x."""
     cast = caster(acc)
-    half, one, root = cast(0.5) if acc != "i32" else 0, cast(1), cast(ROOT_HALF) if acc != "i32" else 0
-    scale, cube = (cast(GELU_SCALE), cast(GELU_CUBE)) if acc != "i32" else (0, 0)
-    zero = cast(0)
+    zero, one = cast(0), cast(1)
+    constants = (0.5, -ROOT_HALF, TANH_SCALE, GELU_CUBE)
+    half, root, scale, cube = (cast(x) if acc != "i32" else 0 for x in constants)
 
     @device
     def identity(x):
@@ -48,11 +49,11 @@ def make_activation(name, acc):
 
     @device
     def gelu(x):
-        return half * x * (one + cast(math.erf(x * root)))
+        return half * x * cast(math.erfc(x * root))
 
     @device
     def gelu_tanh(x):
-        return half * x * (one + cast(math.tanh(scale * (x + cube * x * x * x))))
+        return x / (one + cast(_exp(scale * (x + cube * x * x * x))))
 
     @device
     def silu(x):

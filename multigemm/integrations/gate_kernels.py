@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multigemm.backends.triton.epilogue import normal_area
 from multigemm.integrations.eager import on_device_of
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import bucket
@@ -22,7 +23,7 @@ BLOCK = 1024
 def _parts(gate, GELU: tl.constexpr):
     """(act(gate), its derivative)."""
     if GELU:
-        area = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        area = normal_area(gate)
         slope = area + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
         return gate * area, slope
     s = 1.0 / (1.0 + tl.exp(-gate))

@@ -6,6 +6,7 @@ its gradient; elsewhere torch's functions.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -31,10 +32,16 @@ def geglu(x: Tensor) -> Tensor:
     return torch.ops.multigemm.gated(x, True)  # type: ignore[no-any-return]
 
 
+def _gelu(x: Tensor) -> Tensor:
+    """F.gelu, which forms 1 + erf, loses the tail of negative x."""
+    area: Tensor = 0.5 * torch.special.erfc(x * -math.sqrt(0.5))
+    return x * area
+
+
 def _plain(x: Tensor, gelu: bool) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     gate, up = wide.chunk(2, dim=-1)
-    return ((F.gelu if gelu else F.silu)(gate) * up).to(x.dtype)
+    return ((_gelu if gelu else F.silu)(gate) * up).to(x.dtype)
 
 
 def _plain_backward(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
@@ -46,7 +53,7 @@ def _plain_backward(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
     else:
         s = torch.sigmoid(gate)
         dgate = g * up * s * (1 + gate * (1 - s))
-    return torch.cat([dgate, g * (F.gelu if gelu else F.silu)(gate)], dim=-1).to(x.dtype)
+    return torch.cat([dgate, g * (_gelu if gelu else F.silu)(gate)], dim=-1).to(x.dtype)
 
 
 def _cuda(x: Tensor, gelu: bool) -> Tensor:

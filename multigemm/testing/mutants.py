@@ -7,6 +7,7 @@ A mutant that survives means that the suite is blind there.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,6 +105,23 @@ def _relu_without_nan(x: Any, name: str | None) -> Any:
 
 def _other_gelu(x: Any, name: str | None) -> Any:
     return activate(x, {"gelu": "gelu_tanh", "gelu_tanh": "gelu"}.get(str(name), name))
+
+
+_erf: Any = np.frompyfunc(math.erf, 1, 1)
+
+
+def _gelu_cancels(x: Any, name: str | None) -> Any:
+    """torch's formula, whose sum 1 + erf loses the tail of negative x."""
+    if name != "gelu":
+        return activate(x, name)
+    return 0.5 * x * (1 + np.asarray(_erf(x * math.sqrt(0.5))).astype(x.dtype))
+
+
+def _gelu_tanh_cancels(x: Any, name: str | None) -> Any:
+    """Likewise 1 + tanh."""
+    if name != "gelu_tanh":
+        return activate(x, name)
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 def _wrap16(index: Any) -> Any:
@@ -206,6 +224,8 @@ MUTANTS: dict[str, Faults] = {
     "alpha = 0 multiplies": Faults(alpha_zero_multiplies=True),
     "relu of NaN is 0": Faults(activate=_relu_without_nan),
     "gelu and gelu_tanh exchanged": Faults(activate=_other_gelu),
+    "gelu by 1 + erf, which cancels": Faults(activate=_gelu_cancels),
+    "gelu_tanh by 1 + tanh, which cancels": Faults(activate=_gelu_tanh_cancels),
     "writes beside an input": Faults(writes_input=True),
     "another answer at the second call": Faults(drift=True),
 }

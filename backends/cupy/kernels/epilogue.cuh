@@ -26,18 +26,19 @@ template <class Acc> __device__ __forceinline__ void store_as(char* p, int type,
     else *(int*)p = (int)v;
 }
 
-// The same formulas as torch's CUDA kernels, so that infinities and NaN come out the same.
+// Infinities and NaN come out as torch's do. Its sums 1 + erf and 1 + tanh cancel for negative x; erfc and
+// 1 + tanh(u) = 2 / (1 + exp(-2u)) keep the relative precision of the tail.
 __device__ __forceinline__ float activate(float x, int kind) {
     if (kind == RELU) return x < 0.0f ? 0.0f : x;
-    if (kind == GELU) return x * 0.5f * (1.0f + erff(x * 0.70710678118654752440f));
-    if (kind == GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.79788456080286535588f * (x + 0.044715f * x * x * x)));
+    if (kind == GELU) return 0.5f * x * erfcf(-0.70710678118654752440f * x);
+    if (kind == GELU_TANH) return x / (1.0f + expf(-1.59576912160573071176f * (x + 0.044715f * x * x * x)));
     if (kind == SILU) return x / (1.0f + expf(-x));
     return x;
 }
 __device__ __forceinline__ double activate(double x, int kind) {
     if (kind == RELU) return x < 0.0 ? 0.0 : x;
-    if (kind == GELU) return x * 0.5 * (1.0 + erf(x * 0.70710678118654752440));
-    if (kind == GELU_TANH) return 0.5 * x * (1.0 + tanh(0.79788456080286535588 * (x + 0.044715 * x * x * x)));
+    if (kind == GELU) return 0.5 * x * erfc(-0.70710678118654752440 * x);
+    if (kind == GELU_TANH) return x / (1.0 + exp(-1.59576912160573071176 * (x + 0.044715 * x * x * x)));
     if (kind == SILU) return x / (1.0 + exp(-x));
     return x;
 }
