@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backends.numba.config import NAMES, HopperConfig, Signature, signature_of
-from multigemm.backends.numba.hopper_shape import ELEMENT, MAPS, ROW_BYTES, token_boxes
+from multigemm.backends.numba.layout import MAPS, ROW_BYTES, SIZE, token_boxes
 from multigemm.cuda import tensor_map
 from multigemm.cuda.arguments import Address, Fields, Slot, fields, join
 from multigemm.planning.operands import TABLE, Operands, Packed, Strided, address_of, group_table, packed
@@ -112,7 +112,7 @@ def call_of(ops: Operands, style: tuple[int, ...], table: Tensor | None = None) 
     )  # fmt: skip
 
 
-def style_of(spec: ProblemSpec) -> tuple[int, ...]:
+def epilogue_words(spec: ProblemSpec) -> tuple[int, ...]:
     """The epilogue as numbers: kinds and sizes of out, C and bias; activation; whether it only rounds; zeroing."""
     c = None if spec.c is None else spec.c.dtype
     pairs = [(0, 0) if x is None else (KIND[NAMES[x]], x.itemsize) for x in (spec.out.dtype, c, spec.bias)]
@@ -162,7 +162,7 @@ def _maps_of(
     """The maps of one A and B; blank ones where the product has no terms, since nothing is loaded then."""
     if min(m, n, k, groups) <= 0:
         return fields(bytes(MAPS * tensor_map.SIZE), ())
-    bk, name = ROW_BYTES // ELEMENT[signature.compute], signature.compute
+    bk, name = ROW_BYTES // SIZE[signature.compute], signature.compute
     a_groups, b_groups = (groups if a.group else 1), (groups if b.group else 1)
     if signature.b_order == "row":
         maps = _encode(name, b.ptr, (n, k, b_groups), (b.row, b.group), ACROSS, [bk])
@@ -182,7 +182,7 @@ def _encode(
 
     A dimension of one element gets a stride that TMA accepts, since it is never multiplied.
     """
-    size = ELEMENT[name]
+    size = SIZE[name]
     row = -(-extents[0] * size // GRANULE) * GRANULE
     pitch = strides[0] * size if extents[1] > 1 else row
     group = strides[1] * size if extents[2] > 1 else max(pitch * extents[1], row)
