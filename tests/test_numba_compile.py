@@ -21,7 +21,7 @@ if compiler_obstacle():
     pytest.skip(compiler_obstacle(), allow_module_level=True)
 
 from multigemm.backends.numba import build
-from multigemm.backends.numba.call import Call, tensor_maps
+from multigemm.backends.numba.call import Call, MapEncoder
 from multigemm.backends.numba.config import (
     FMA_SMALL,
     FMA_TALL,
@@ -154,7 +154,7 @@ def test_a_kernel_is_compiled_once_and_then_read_from_disk(tmp_path: Path, monke
 
 def test_products_without_terms_need_no_tensor_map() -> None:
     empty = Call(*([0] * len(Call._fields)))
-    assert not any(tensor_maps(HOPPER, PLAIN, empty, None))
+    assert not any(b"".join(MapEncoder(HOPPER, PLAIN).of_call(empty)))
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (8, 300), (257, 256), (417, 1000), (5000, 640), (256, 128)])

@@ -21,12 +21,12 @@ from multigemm.backend import Bind, Launch, Recipe
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
 from multigemm.backends.numba.call import (
     Call,
+    MapEncoder,
     Table,
     call_of,
     epilogue_words,
     list_table,
     packed_arguments,
-    tensor_maps,
 )
 from multigemm.backends.numba.choice import obstacle
 from multigemm.backends.numba.config import (
@@ -113,7 +113,7 @@ def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
     """
     signature = effective(config, signature_of(spec))
     shared, style, most_blocks = Layout(config, signature).bytes, epilogue_words(spec), processors(index)
-    kernel = kernel_of(config, signature, index, shared)
+    kernel, maps = kernel_of(config, signature, index, shared), MapEncoder(config, signature)
 
     def bind(ops: Operands) -> Launch:
         table = list_table(ops) if spec.form == "per_group" else None
@@ -125,9 +125,9 @@ def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
         if grid == 0:
             return NOTHING
         with driver.on_device(index):
-            maps = tensor_maps(config, signature, call, table)
-        uploaded = DeviceFields(join([maps, COUNTERS]), ops.device)
-        counters = uploaded.address.at(uploaded.address + len(maps))
+            content = join([*(maps.of_call(call) if table is None else maps.of_list(table)), COUNTERS])
+        uploaded = DeviceFields(content, ops.device)
+        counters = uploaded.address.at(uploaded.address + len(content) - len(COUNTERS))
         launch = kernel.bound(
             packed_arguments(call, ops.alpha, ops.beta, uploaded.address, counters), grid=grid,
             threads=config.threads, shared=shared, cluster=config.cluster, overlap=True, fields=uploaded,
