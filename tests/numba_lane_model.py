@@ -69,7 +69,7 @@ class Warp:
         return self._load(at, 4)
 
     def vectors(self, places: list[tuple[int, int]]) -> Any:
-        """As `fma._make_loads`."""
+        """As `mma_fragments._make_loads`."""
         return lambda even, odd: [x for which, at in places for x in self._load((even, odd)[which] + at, 16).view("f4")]
 
     def ldmatrix(self, at: int) -> list[tuple[str, Any, Any]]:

@@ -19,8 +19,7 @@ from multigemm.backends.numba.runtime import cuda, numpy_names, types
 
 with numpy_names():
     from multigemm.backends.numba import ptx
-    from multigemm.backends.numba import ptx_hopper as hw
-    from multigemm.backends.numba.ptx_asm import make_zeros, shared_address
+    from multigemm.backends.numba.ptx import make_zeros, shared_address
 
 Arrays = list[np.ndarray[Any, Any]]
 int32 = types.int32
@@ -144,7 +143,7 @@ def pack_case(kind: str) -> Case:
 
 def elect_case() -> Case:
     def kernel(out: Any) -> None:
-        cuda.atomic.add(out, 0, hw.elect())
+        cuda.atomic.add(out, 0, ptx.elect())
 
     return Case(kernel, [np.zeros(1, np.int32)], np.ones(1, np.int32), "elect.sync", hopper=True)
 
@@ -175,9 +174,9 @@ def operand(values: np.ndarray[Any, Any], kind: str, transposed: bool) -> np.nda
 
 def wgmma_case(kind: str, n: int, a_transposed: bool = False, b_transposed: bool = False) -> Case:
     k = 32 if kind == "tf32" else 64
-    wgmma, zeros = hw.make_wgmma(kind, n, a_transposed, b_transposed), make_zeros(n // 2)
-    result = hw.make_wgmma_result(n)
-    a_descriptor, b_descriptor = hw.make_descriptor(8192, 1024), hw.make_descriptor(8192, 1024)
+    wgmma, zeros = ptx.make_wgmma(kind, n, a_transposed, b_transposed), make_zeros(n // 2)
+    result = ptx.make_wgmma_result(n)
+    a_descriptor, b_descriptor = ptx.make_descriptor(8192, 1024), ptx.make_descriptor(8192, 1024)
     a_step, b_step = (128 if a_transposed else 2), (128 if b_transposed else 2)
     b_at = 8192
 
@@ -190,16 +189,16 @@ def wgmma_case(kind: str, n: int, a_transposed: bool = False, b_transposed: bool
             dynamic[base - start + i] = a[i]
         for i in range(thread, b.size, 128):
             dynamic[base - start + b_at + i] = b[i]
-        hw.fence_async()
+        ptx.fence_async()
         cuda.syncthreads()
         left, right = a_descriptor(base), b_descriptor(base + b_at)
         acc = zeros()
-        hw.wgmma_fence()
+        ptx.wgmma_fence()
         acc = wgmma(acc, left, right)
         acc = wgmma(acc, left + a_step, right + b_step)
         acc = wgmma(acc, left + 2 * a_step, right + 2 * b_step)
         acc = wgmma(acc, left + 3 * a_step, right + 3 * b_step)
-        hw.wgmma_commit()
+        ptx.wgmma_commit()
         acc = result(acc)
         row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
         for i in range(n // 8):
@@ -212,7 +211,7 @@ def wgmma_case(kind: str, n: int, a_transposed: bool = False, b_transposed: bool
 
 
 def tma_load_case() -> Case:
-    load = hw.make_tma_load(3)
+    load = ptx.make_tma_load(3)
 
     def kernel(address: Any, out: Any) -> None:
         dynamic = cuda.shared.array(0, np.uint8)
@@ -221,13 +220,13 @@ def tma_load_case() -> Case:
         lane = cuda.threadIdx.x
         barrier = base + 8192
         if lane == 0:
-            hw.fence_tensormap(address[0])
-            hw.mbarrier_init(barrier, 1)
-            hw.fence_mbarrier_init()
-            hw.mbarrier_expect_tx(barrier, 8192)
+            ptx.fence_tensormap(address[0])
+            ptx.mbarrier_init(barrier, 1)
+            ptx.fence_mbarrier_init()
+            ptx.mbarrier_expect_tx(barrier, 8192)
             load(base, address[0], barrier, (int32(8), int32(20), int32(1)))
         cuda.syncwarp()
-        hw.mbarrier_wait(barrier, 0)
+        ptx.mbarrier_wait(barrier, 0)
         for i in range(lane, 8192, 32):
             out[i] = dynamic[base - start + i]
 
@@ -244,14 +243,14 @@ def tma_load_case() -> Case:
 
 
 def barrier_case() -> Case:
-    less, more = hw.make_setmaxnreg(24, False), hw.make_setmaxnreg(104, True)
+    less, more = ptx.make_setmaxnreg(24, False), ptx.make_setmaxnreg(104, True)
 
     def kernel(out: Any) -> None:
         tile = cuda.shared.array(4, np.int64)
         barrier = shared_address(tile)
         thread = cuda.threadIdx.x
         if thread == 0:
-            hw.mbarrier_init(barrier, 128)
+            ptx.mbarrier_init(barrier, 128)
             tile[1] = 0
         cuda.syncthreads()
         if thread < 128:
@@ -259,10 +258,10 @@ def barrier_case() -> Case:
             if thread == 5:
                 tile[1] = 42
             ptx.named_barrier(1, 128)
-            hw.mbarrier_arrive(barrier)
+            ptx.mbarrier_arrive(barrier)
         else:
             more()
-            hw.mbarrier_wait(barrier, 0)
+            ptx.mbarrier_wait(barrier, 0)
             out[thread - 128] = tile[1]
 
     return Case(kernel, [np.zeros(128, np.int64)], np.full(128, 42), "setmaxnreg.inc", 256, True)

@@ -21,7 +21,7 @@ if compiler_obstacle():
     pytest.skip(compiler_obstacle(), allow_module_level=True)
 
 from multigemm.backends.numba import build
-from multigemm.backends.numba.call import Call, tensor_maps
+from multigemm.backends.numba.call import Call, MapEncoder
 from multigemm.backends.numba.config import (
     FMA_SMALL,
     FMA_TALL,
@@ -39,8 +39,16 @@ from multigemm.backends.numba.config import (
     MmaConfig,
     Signature,
 )
-from multigemm.backends.numba.hopper_shape import MAPS, Layout, token_boxes
-from multigemm.backends.numba.mma_shape import SIZE, WARPS, piece_step, shared_bytes, staging_bytes
+from multigemm.backends.numba.layout import (
+    MAPS,
+    SIZE,
+    WARPS,
+    Layout,
+    piece_step,
+    shared_bytes,
+    staging_bytes,
+    token_boxes,
+)
 from tests.numba_lane_model import plain
 
 PLAIN = Signature("bf16", "bf16", None, None, None, True, "row", "row")
@@ -119,7 +127,7 @@ def test_sums_find_room_where_the_stages_were(config: MmaConfig, sum_size: int) 
 @pytest.mark.parametrize("high", [64, 128])
 def test_tiles_begin_where_16_bytes_can_be_copied(kind: str, high: int) -> None:
     """Rows that lie side by side are copied 16 bytes at a time; 112 single bytes were once cut at 56."""
-    from multigemm.backends.numba.warp_schedule import make_warp_schedule
+    from multigemm.backends.numba.schedule import make_warp_schedule
 
     piece = make_warp_schedule(high, 64, piece_step(kind))[2].py_func
     for m in (high - 1, high + 1, 112, 144, 200, 257, 1000, 4097):
@@ -146,13 +154,13 @@ def test_a_kernel_is_compiled_once_and_then_read_from_disk(tmp_path: Path, monke
 
 def test_products_without_terms_need_no_tensor_map() -> None:
     empty = Call(*([0] * len(Call._fields)))
-    assert not any(tensor_maps(HOPPER, PLAIN, empty, None))
+    assert not any(b"".join(MapEncoder(HOPPER, PLAIN).of_call(empty)))
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (8, 300), (257, 256), (417, 1000), (5000, 640), (256, 128)])
 @pytest.mark.parametrize(("n_max", "columns"), [(256, 256), (64, 128), (128, 128)])
 def test_pieces_cover_a_group_once(m: int, n: int, n_max: int, columns: int) -> None:
-    from multigemm.backends.numba.warp_schedule import make_warp_schedule
+    from multigemm.backends.numba.schedule import make_warp_schedule
 
     piece = make_warp_schedule(n_max, columns)[2].py_func
     tiles = -(-m // n_max) * -(-n // columns)
@@ -168,11 +176,12 @@ def test_pieces_cover_a_group_once(m: int, n: int, n_max: int, columns: int) -> 
 def test_every_tensor_map_is_fenced_once_before_it_is_used(
     config: HopperConfig, a_order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from multigemm.backends.numba import hopper_producer
+
+    from multigemm.backends.numba import hopper
 
     fences: list[int] = []
-    acquire = plain(hopper_producer.make_acquire.__wrapped__(config, replace(PLAIN, a_order=a_order)))
-    monkeypatch.setattr(hopper_producer, "hw", SimpleNamespace(fence_tensormap=lambda at: fences.append(int(at))))
+    acquire = plain(hopper.make_acquire.__wrapped__(config, replace(PLAIN, a_order=a_order)))
+    monkeypatch.setattr(hopper, "ptx", SimpleNamespace(fence_tensormap=lambda at: fences.append(int(at))))
     boxes, fenced = token_boxes(config), np.int32(0)
     for height in range(config.step, config.n_max + 1, config.step):
         fenced = acquire(0, np.int32(height), fenced)
@@ -204,14 +213,14 @@ def test_relu_sees_the_sum_that_int32_keeps() -> None:
 @pytest.mark.parametrize("valid", [1, 7, 8, 31])
 def test_the_tail_of_ragged_k_is_cleared_and_nothing_else(valid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the device function in Python, over a model of the swizzled stage."""
-    from multigemm.backends.numba import hopper_consumer
-    from multigemm.backends.numba.hopper_shape import COLUMNS, ROW_BYTES, WEIGHT_BYTES
+    from multigemm.backends.numba import hopper
+    from multigemm.backends.numba.layout import COLUMNS, ROW_BYTES, WEIGHT_BYTES
 
     cleared: list[int] = []
     height, size = 96, 2
     bk = ROW_BYTES // size
     signature = replace(PLAIN, compute="bf16", a_order="col", b_order="row", ragged_k=True)
-    zero_tail = hopper_consumer.make_zero_tail.__wrapped__(HOPPER, signature)
+    zero_tail = hopper.make_zero_tail.__wrapped__(HOPPER, signature)
 
     def clear(at: int, width: int) -> None:
         cleared.extend(range(int(at), int(at) + width))
@@ -219,14 +228,11 @@ def test_the_tail_of_ragged_k_is_cleared_and_nothing_else(valid: int, monkeypatc
     class Stores:
         store_shared_u32x4 = staticmethod(lambda at, _zeros: clear(at, 16))
         named_barrier = staticmethod(lambda _barrier, _threads: None)
-
-    class Fences:
         fence_async = staticmethod(lambda: None)
 
-    monkeypatch.setattr(hopper_consumer, "ptx", Stores)
-    monkeypatch.setattr(hopper_consumer, "hw", Fences)
+    monkeypatch.setattr(hopper, "ptx", Stores)
     run = plain(zero_tail)
-    for thread in range(hopper_consumer.CONSUMERS):
+    for thread in range(hopper.CONSUMERS):
         run(0, np.int32(valid), height, np.int32(thread))
 
     def tail(start: int, extent: int) -> set[int]:

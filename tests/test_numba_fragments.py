@@ -18,9 +18,9 @@ if settings().emulate:
 if compiler_obstacle():
     pytest.skip(compiler_obstacle(), allow_module_level=True)
 
-from multigemm.backends.numba import flush, fma, hopper_epilogue, mma_epilogue, mma_fragments, mma_words
+from multigemm.backends.numba import mma_fragments, tensor_epilogue
+from multigemm.backends.numba.layout import KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS
 from multigemm.backends.numba.memory import BYTES
-from multigemm.backends.numba.mma_shape import KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS
 from tests.numba_lane_model import LANES, Warp, plain
 
 DTYPES = {"i8": np.int8, "f64": np.float64, "tf32": np.float32, "f32": np.float32}
@@ -45,11 +45,10 @@ def tile_of(
     monkeypatch.setattr(mma_fragments, "ptx", warp)
     monkeypatch.setattr(mma_fragments, "_load_u8", warp.load_u8)
     monkeypatch.setattr(mma_fragments, "_ld4", warp.ldmatrix)
-    monkeypatch.setattr(mma_words, "ptx", warp)
-    monkeypatch.setattr(mma_words, "_ld4t", warp.ldmatrix)
-    monkeypatch.setattr(mma_words, "_even", lambda x, y: ("even", x, y))
-    monkeypatch.setattr(mma_words, "_odd", lambda x, y: ("odd", x, y))
-    monkeypatch.setattr(fma, "_make_loads", warp.vectors)
+    monkeypatch.setattr(mma_fragments, "_ld4t", warp.ldmatrix)
+    monkeypatch.setattr(mma_fragments, "_even", lambda x, y: ("even", x, y))
+    monkeypatch.setattr(mma_fragments, "_odd", lambda x, y: ("odd", x, y))
+    monkeypatch.setattr(mma_fragments, "_make_loads", warp.vectors)
     copy, lies_across = mma_fragments.make_copy(kind, width, THREADS, across, aligned)
     strides = (1, width) if across else (depth, 1)
     for thread in range(THREADS):
@@ -102,11 +101,13 @@ def test_lanes_hold_what_plain_cores_multiply(
 ) -> None:
     kept = kept if left else KEPT_COLUMNS
     warp, wanted, lies_across = tile_of("f32", width, across, aligned, monkeypatch)
-    load = plain(fma.make_vectors.__wrapped__(lies_across, left, width, kept))
-    lanes, lane_of = (fma.DOWN, fma.lane_row) if left else (fma.ACROSS, fma.lane_column)
+    load = plain(mma_fragments.make_vectors.__wrapped__(lies_across, left, width, kept))
+    lanes, lane_of = (
+        (mma_fragments.DOWN, mma_fragments.lane_row) if left else (mma_fragments.ACROSS, mma_fragments.lane_column)
+    )
     count = kept // lanes
     for first in range(0, width, kept):
-        for step in range(ROW_BYTES // 4 // fma.STEP):
+        for step in range(ROW_BYTES // 4 // mma_fragments.STEP):
             reads = []
             for lane in range(LANES):
                 warp.read = []
@@ -115,7 +116,7 @@ def test_lanes_hold_what_plain_cores_multiply(
                 mine = plain(lane_of)(lane)
                 for i in range(count):
                     row = mine * 4 + i // 4 * lanes * 4 + i % 4 if lies_across else mine + i * lanes
-                    values = [held[fma._element(lies_across, count, i, k)] for k in range(fma.STEP)]
+                    values = [held[mma_fragments._element(lies_across, count, i, k)] for k in range(mma_fragments.STEP)]
                     assert values == list(wanted[first + row, step * 4 : step * 4 + 4])
             assert warp.ways(reads) == 1, "bank conflicts"
 
@@ -129,10 +130,10 @@ def test_sums_leave_in_their_rows(acc: str, turned_a: bool, turned_b: bool, monk
     kept, size = 32, BYTES[acc]
     columns, pitch = KEPT_COLUMNS // 8, KEPT_COLUMNS * size
     found: dict[int, tuple[int, int]] = {}
-    swizzle = plain(flush.make_swizzle(acc))
+    swizzle = plain(tensor_epilogue.make_swizzle(acc))
 
     def put(lane: int, start: int, twist: int) -> None:
-        for row, at, which in mma_epilogue._runs(kept // 16, columns, size, turned_a, turned_b):
+        for row, at, which in tensor_epilogue._runs(kept // 16, columns, size, turned_a, turned_b):
             for number, register in enumerate(which):
                 where = start + (twist ^ at) + row * pitch + number * size
                 found[where] = element(lane, register)
@@ -145,8 +146,8 @@ def test_sums_leave_in_their_rows(acc: str, turned_a: bool, turned_b: bool, monk
         row = i * 16 + (row % 8 * 2 + row // 8 if turned_a else row)
         return row, j // 2 * 16 + column * 2 + j % 2 if turned_b else j * 8 + column
 
-    monkeypatch.setattr(mma_epilogue, "with_arity", lambda _count, _build: put)
-    stage = plain(mma_epilogue.make_stage.__wrapped__(acc, kept, turned_a, turned_b))
+    monkeypatch.setattr(tensor_epilogue, "with_arity", lambda _count, _build: put)
+    stage = plain(tensor_epilogue.make_stage.__wrapped__(acc, kept, turned_a, turned_b))
     for lane in range(LANES):
         stage(lane, 0, np.int32(lane))
     each = 16 // size
@@ -160,9 +161,9 @@ def test_sums_leave_in_their_rows(acc: str, turned_a: bool, turned_b: bool, monk
 @pytest.mark.parametrize("upper", [0, 1])
 def test_sums_of_wgmma_lie_where_flush_looks_for_them(upper: int) -> None:
     """A lane holds two neighbouring rows of a column, and of the column 8 further."""
-    swizzle, address = plain(flush.make_swizzle("f32")), plain(hopper_epilogue.lane_address_32)
-    for thread in range(hopper_epilogue.WARPGROUP):
+    swizzle, address = plain(tensor_epilogue.make_swizzle("f32")), plain(tensor_epilogue.lane_address_32)
+    for thread in range(tensor_epilogue.WARPGROUP):
         column = thread // 32 * 16 + thread % 32 // 4 + 8 * upper
-        for row in (first + thread % 4 * 2 + odd for first in range(0, hopper_epilogue.ROWS_32, 8) for odd in (0, 1)):
+        for row in (first + thread % 4 * 2 + odd for first in range(0, tensor_epilogue.ROWS_32, 8) for odd in (0, 1)):
             cell = row * 256 + (column // 4 ^ swizzle(row)) * 16 + column % 4 * 4
             assert cell == address(0, thread, upper) + (row - thread % 4 * 2) * 256

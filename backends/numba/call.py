@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from multigemm.backends.numba.config import NAMES, HopperConfig, Signature, signature_of
-from multigemm.backends.numba.hopper_shape import ELEMENT, MAPS, ROW_BYTES, token_boxes
+from multigemm.backends.numba.layout import MAPS, ROW_BYTES, SIZE, token_boxes
 from multigemm.cuda import tensor_map
-from multigemm.cuda.arguments import Address, Fields, Slot, fields, join
+from multigemm.cuda.arguments import Address, Fields, Slot, fields
 from multigemm.planning.operands import TABLE, Operands, Packed, Strided, address_of, group_table, packed
 from multigemm.problem.spec import ProblemSpec
 
@@ -70,16 +70,6 @@ class Call(NamedTuple):
     plain: int
     zeroes: int
 
-    @property
-    def view_a(self) -> Strided:
-        """A as the tensor maps describe it."""
-        return Strided(self.a, self.a_group, self.a_row, self.a_col)
-
-    @property
-    def view_b(self) -> Strided:
-        """The same for B."""
-        return Strided(self.b, self.b_group, self.b_row, self.b_col)
-
 
 _ABSENT = Strided(0, 0, 0, 0)
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
@@ -112,7 +102,7 @@ def call_of(ops: Operands, style: tuple[int, ...], table: Tensor | None = None) 
     )  # fmt: skip
 
 
-def style_of(spec: ProblemSpec) -> tuple[int, ...]:
+def epilogue_words(spec: ProblemSpec) -> tuple[int, ...]:
     """The epilogue as numbers: kinds and sizes of out, C and bias; activation; whether it only rounds; zeroing."""
     c = None if spec.c is None else spec.c.dtype
     pairs = [(0, 0) if x is None else (KIND[NAMES[x]], x.itemsize) for x in (spec.out.dtype, c, spec.bias)]
@@ -142,49 +132,53 @@ def packed_arguments(call: Call, alpha: float, beta: float, *more: int) -> Field
     return fields(raw, [Slot(8 * i, x.operand, x - x.base) for i, x in enumerate(values) if type(x) is Address])
 
 
-def tensor_maps(config: HopperConfig, signature: Signature, call: Call, table: Table | None) -> Fields:
-    """MAPS maps for each group that has its own: B, then A. Blank ones stand for what is never loaded."""
-    if table is None:
-        return _maps_of(config, signature, call.m, call.n, call.k, call.groups, call.view_a, call.view_b)
-    rows = table.tolist()
-    return join(_maps_of(config, signature, row[TABLE.M], row[TABLE.N], row[TABLE.K], 1, *_views(row)) for row in rows)
+class MapEncoder:
+    """Encodes the MAPS tensor maps of each group that has its own: B, then A. Blank ones are never loaded through."""
 
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        self._dtype, self._size = _DTYPES[signature.compute], SIZE[signature.compute]
+        self._a_across, self._b_across = signature.a_order == "col", signature.b_order == "row"
+        bk = ROW_BYTES // self._size
+        across = ((ACROSS, bk, 1),)
+        self._b_boxes = across if self._b_across else ((bk, ACROSS, 1),)
+        self._a_boxes = across if self._a_across else tuple((bk, height, 1) for height in token_boxes(config))
+        self._blank = bytes((MAPS - 1 - len(self._a_boxes)) * tensor_map.SIZE)
 
-def _views(row: list[int]) -> tuple[Strided, Strided]:
-    """A and B of one row of the table."""
-    a = Strided(row[TABLE.A], 0, row[TABLE.A_ROW], row[TABLE.A_COL])
-    return a, Strided(row[TABLE.B], 0, row[TABLE.B_ROW], row[TABLE.B_COL])
+    def of_call(self, call: Call) -> list[bytes]:
+        """The maps of the operands of a packed form, in parts."""
+        a = Strided(call.a, call.a_group, call.a_row, call.a_col)
+        b = Strided(call.b, call.b_group, call.b_row, call.b_col)
+        return self._maps(call.m, call.n, call.k, call.groups, a, b)
 
+    def of_list(self, table: Table) -> list[bytes]:
+        """Those of every product of a list."""
+        parts = list[bytes]()
+        for row in table.tolist():
+            a = Strided(row[TABLE.A], 0, row[TABLE.A_ROW], row[TABLE.A_COL])
+            b = Strided(row[TABLE.B], 0, row[TABLE.B_ROW], row[TABLE.B_COL])
+            parts += self._maps(row[TABLE.M], row[TABLE.N], row[TABLE.K], 1, a, b)
+        return parts
 
-def _maps_of(
-    config: HopperConfig, signature: Signature, m: int, n: int, k: int, groups: int, a: Strided, b: Strided
-) -> Fields:
-    """The maps of one A and B; blank ones where the product has no terms, since nothing is loaded then."""
-    if min(m, n, k, groups) <= 0:
-        return fields(bytes(MAPS * tensor_map.SIZE), ())
-    bk, name = ROW_BYTES // ELEMENT[signature.compute], signature.compute
-    a_groups, b_groups = (groups if a.group else 1), (groups if b.group else 1)
-    if signature.b_order == "row":
-        maps = _encode(name, b.ptr, (n, k, b_groups), (b.row, b.group), ACROSS, [bk])
-    else:
-        maps = _encode(name, b.ptr, (k, n, b_groups), (b.col, b.group), bk, [ACROSS])
-    if signature.a_order == "col":
-        maps += _encode(name, a.ptr, (m, k, a_groups), (a.col, a.group), ACROSS, [bk])
-    else:
-        maps += _encode(name, a.ptr, (k, m, a_groups), (a.row, a.group), bk, token_boxes(config))
-    return join([*maps, bytes((MAPS - len(maps)) * tensor_map.SIZE)])
+    def _maps(self, m: int, n: int, k: int, groups: int, a: Strided, b: Strided) -> list[bytes]:
+        """The maps of one A and B; blank ones where the product has no terms, since nothing is loaded then."""
+        if min(m, n, k, groups) <= 0:
+            return [bytes(MAPS * tensor_map.SIZE)]
+        b_pitch, a_pitch = (b.row if self._b_across else b.col), (a.col if self._a_across else a.row)
+        return [
+            self._encode(b, n if self._b_across else k, k if self._b_across else n, groups, b_pitch, self._b_boxes),
+            self._encode(a, m if self._a_across else k, k if self._a_across else m, groups, a_pitch, self._a_boxes),
+            self._blank,
+        ]
 
+    def _encode(
+        self, x: Strided, inner: int, outer: int, groups: int, pitch: int, boxes: tuple[tuple[int, int, int], ...]
+    ) -> Fields:
+        """Maps of [group, outer, inner] elements, one for each box; `pitch` elements from one `outer` to the next.
 
-def _encode(
-    name: str, address: int, extents: tuple[int, int, int], strides: tuple[int, int], width: int, heights: list[int]
-) -> list[Fields]:
-    """Maps of [group, other, contiguous] elements, one for each height of a box; strides (other, group) in elements.
-
-    A dimension of one element gets a stride that TMA accepts, since it is never multiplied.
-    """
-    size = ELEMENT[name]
-    row = -(-extents[0] * size // GRANULE) * GRANULE
-    pitch = strides[0] * size if extents[1] > 1 else row
-    group = strides[1] * size if extents[2] > 1 else max(pitch * extents[1], row)
-    boxes = [(width, height, 1) for height in heights]
-    return tensor_map.encode(_DTYPES[name], address, extents, (pitch, group), boxes)
+        A dimension of one element gets a stride that TMA accepts, since it is never multiplied.
+        """
+        size, groups = self._size, groups if x.group else 1
+        row = -(-inner * size // GRANULE) * GRANULE
+        step = pitch * size if outer > 1 else row
+        group = x.group * size if groups > 1 else max(step * outer, row)
+        return tensor_map.encode_together(self._dtype, x.ptr, (inner, outer, groups), (step, group), boxes)

@@ -27,8 +27,7 @@ from multigemm.backends.numba.config import (
     b_inner_jagged,
     signature_of,
 )
-from multigemm.backends.numba.hopper_shape import COLUMNS
-from multigemm.backends.numba.mma_shape import ROW_BYTES
+from multigemm.backends.numba.layout import COLUMNS, ROW_BYTES
 from multigemm.backends.numba.support import capability_of
 from multigemm.problem.spec import ProblemSpec
 

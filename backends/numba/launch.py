@@ -19,7 +19,15 @@ import torch
 
 from multigemm.backend import Bind, Launch, Recipe
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
-from multigemm.backends.numba.call import Call, Table, call_of, list_table, packed_arguments, style_of, tensor_maps
+from multigemm.backends.numba.call import (
+    Call,
+    MapEncoder,
+    Table,
+    call_of,
+    epilogue_words,
+    list_table,
+    packed_arguments,
+)
 from multigemm.backends.numba.choice import obstacle
 from multigemm.backends.numba.config import (
     Config,
@@ -30,8 +38,7 @@ from multigemm.backends.numba.config import (
     effective,
     signature_of,
 )
-from multigemm.backends.numba.hopper_shape import COLUMNS, Layout
-from multigemm.backends.numba.mma_shape import shared_bytes
+from multigemm.backends.numba.layout import COLUMNS, Layout, shared_bytes
 from multigemm.backends.numba.support import capability_of
 from multigemm.cuda import driver
 from multigemm.cuda.arguments import join
@@ -105,8 +112,8 @@ def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
     what overlaps is the kernel behind it at most, and the maps of a copy never change.
     """
     signature = effective(config, signature_of(spec))
-    shared, style, most_blocks = Layout(config, signature).bytes, style_of(spec), processors(index)
-    kernel = kernel_of(config, signature, index, shared)
+    shared, style, most_blocks = Layout(config, signature).bytes, epilogue_words(spec), processors(index)
+    kernel, maps = kernel_of(config, signature, index, shared), MapEncoder(config, signature)
 
     def bind(ops: Operands) -> Launch:
         table = list_table(ops) if spec.form == "per_group" else None
@@ -118,9 +125,9 @@ def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
         if grid == 0:
             return NOTHING
         with driver.on_device(index):
-            maps = tensor_maps(config, signature, call, table)
-        uploaded = DeviceFields(join([maps, COUNTERS]), ops.device)
-        counters = uploaded.address.at(uploaded.address + len(maps))
+            content = join([*(maps.of_call(call) if table is None else maps.of_list(table)), COUNTERS])
+        uploaded = DeviceFields(content, ops.device)
+        counters = uploaded.address.at(uploaded.address + len(content) - len(COUNTERS))
         launch = kernel.bound(
             packed_arguments(call, ops.alpha, ops.beta, uploaded.address, counters), grid=grid,
             threads=config.threads, shared=shared, cluster=config.cluster, overlap=True, fields=uploaded,
@@ -133,7 +140,7 @@ def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
 
 def _tiled(config: SimtConfig | MmaConfig, spec: ProblemSpec, index: int, shared: int) -> Bind:
     """As many blocks as fit on the device; each walks the tiles in strides."""
-    kernel, style = kernel_of(config, effective(config, signature_of(spec)), index, shared), style_of(spec)
+    kernel, style = kernel_of(config, effective(config, signature_of(spec)), index, shared), epilogue_words(spec)
     overlap = isinstance(config, MmaConfig) and capability_of(torch.device("cuda", index)) >= OVERLAP_MINIMUM
     resident = kernel.blocks_per_processor(config.threads, shared) * processors(index)
 
@@ -167,7 +174,7 @@ def _emulated(config: SimtConfig, spec: ProblemSpec) -> Bind:
     from multigemm.backends.numba.simt import make_kernel
 
     kernel: Any = make_kernel(config, signature_of(spec))
-    style = style_of(spec)
+    style = epilogue_words(spec)
 
     def bind(ops: Operands) -> Launch:
         host = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None

@@ -20,19 +20,8 @@ from numba import cuda
 from numba.cuda import types
 
 from multigemm.backends.numba import ptx
-from multigemm.backends.numba import ptx_hopper as hw
 from multigemm.backends.numba.call import KIND
-from multigemm.backends.numba.flush import style_of
-from multigemm.backends.numba.fma import make_fma_step
-from multigemm.backends.numba.memory import ACCUMULATOR, BYTES, caster
-from multigemm.backends.numba.mma_epilogue import make_way_out
-from multigemm.backends.numba.mma_fragments import (
-    make_copy,
-    make_fragments,
-    make_warp_step,
-    make_warp_store,
-)
-from multigemm.backends.numba.mma_shape import (
+from multigemm.backends.numba.layout import (
     ALIGNMENT,
     KEPT_COLUMNS,
     ROW_BYTES,
@@ -42,11 +31,18 @@ from multigemm.backends.numba.mma_shape import (
     piece_step,
     staging_bytes,
 )
-from multigemm.backends.numba.operand import make_operands
-from multigemm.backends.numba.ptx_asm import make_zeros, shared_address
+from multigemm.backends.numba.memory import ACCUMULATOR, BYTES, caster, make_operands
+from multigemm.backends.numba.mma_fragments import (
+    make_copy,
+    make_fma_step,
+    make_fragments,
+    make_warp_step,
+    make_warp_store,
+)
+from multigemm.backends.numba.ptx import make_zeros, shared_address
 from multigemm.backends.numba.runtime import kernel, synchronising
-from multigemm.backends.numba.schedule import extent, make_zero_unowned
-from multigemm.backends.numba.warp_schedule import make_warp_schedule
+from multigemm.backends.numba.schedule import extent, make_warp_schedule, make_zero_unowned
+from multigemm.backends.numba.tensor_epilogue import make_way_out, style_of
 
 DIRECT_ROWS = 16
 """Of a warp's share; a higher one is stored by way of shared memory."""
@@ -179,9 +175,9 @@ def make_kernel(config, signature, overlap):
         lane_at = int32(staging + (lane >> 2) * 256 + (lane & 3) * 8)
         twist = int32(((lane >> 3) & 3) * 32)
         if overlap:
-            hw.grid_dependents_launch()
+            ptx.grid_dependents_launch()
             if (p.ends | p.valid) != 0:
-                hw.grid_dependency_wait()
+                ptx.grid_dependency_wait()
         low, high, total = scan(p, lane)
         for tile in range(cuda.blockIdx.x, total, cuda.gridDim.x):
             g, first, _ = locate(p, low, high, lane, int32(tile))
@@ -192,7 +188,7 @@ def make_kernel(config, signature, overlap):
             left = a + i0 * a_row * in_size, a_row, a_col
             right = b + j0 * b_col * in_size, b_row, b_col
             if overlap:
-                hw.grid_dependency_wait()
+                ptx.grid_dependency_wait()
             acc = main_loop(base, left, right, height, n - j0, k, thread)
             above = warp // int32(across_warps) * kept
             i, j = i0 + above, j0 + warp % int32(across_warps) * KEPT_COLUMNS
@@ -224,7 +220,7 @@ def make_kernel(config, signature, overlap):
             cuda.syncthreads()
         if overlap:
             # Also without a tile: whoever waits for this kernel relies on all before it having ended too.
-            hw.grid_dependency_wait()
+            ptx.grid_dependency_wait()
         if p.zeroes != 0:
             zero_unowned(p, cuda.blockIdx.x * THREADS + thread, cuda.gridDim.x * THREADS)
 

@@ -3,7 +3,7 @@
 Two layouts, both in 16-byte chunks that are swizzled by the row number:
 
 * along:  one row per row of the operand's own dimension (m or n), 128 bytes of k in each;
-* across: one row per k, the tile's `width` elements of the own dimension in each (`mma_words` turns them).
+* across: one row per k, the tile's `width` elements of the own dimension in each (`make_words` turns them).
 
 Two ways in: `cp.async`, 16 bytes at a time, where the operand is aligned; or element by element, for
 any strides and alignment, always into the layout "along".
@@ -19,14 +19,231 @@ from llvmlite import ir
 from numba.cuda import types
 
 from multigemm.backends.numba import ptx
-from multigemm.backends.numba.fma import make_vectors
-from multigemm.backends.numba.mma_shape import KEPT_COLUMNS, ROW_BYTES, SIZE
-from multigemm.backends.numba.mma_words import LLVM, make_twist, make_words
-from multigemm.backends.numba.ptx_asm import CONSTRAINT, floats, instruction, registers, with_arity
+from multigemm.backends.numba.layout import KEPT_COLUMNS, ROW_BYTES, SIZE
+from multigemm.backends.numba.ptx import CONSTRAINT, I32, floats, instruction, registers, with_arity
 from multigemm.backends.numba.runtime import synchronising
 
+# float32 as IEEE arithmetic has it, in the frame of the mma.sync kernel: a warp's products on plain cores.
+#
+# Four lanes share the rows of a warp's part, eight its columns. From a tile that lies along k a lane reads
+# four k of a row at once, and its rows are 4 (columns: 8) apart; from one that lies across, four neighbours
+# of one k, and its rows are fours that lie 16 (columns: 32) apart.
+
+DOWN, ACROSS, STEP = 4, 8, 4
+"""Lanes along the rows and along the columns; k of a step."""
 int32 = types.int32
-_ld4, _ld4t = ptx.make_ldmatrix(4), ptx.make_ldmatrix(4, True)
+SINGLE, WORD = ir.FloatType(), ir.IntType(32)
+
+
+@synchronising
+def lane_row(lane):
+    return (lane & 1) | ((lane >> 3) & 2)
+
+
+@synchronising
+def lane_column(lane):
+    return (lane >> 1) & 7
+
+
+def _make_loads(places):
+    """loads(even, odd) -> four floats from each place (which of both addresses, bytes from there)."""
+    four = ir.LiteralStructType([SINGLE] * 4)
+    result = floats(4 * len(places))
+
+    def generate(context, builder, signature, arguments):
+        out = ir.Constant(context.get_value_type(result), ir.Undefined)
+        for number, (which, offset) in enumerate(places):
+            text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+            call = ir.InlineAsm(ir.FunctionType(four, [WORD]), text, "=f,=f,=f,=f,r,~{memory}", side_effect=True)
+            values = builder.call(call, [arguments[which]])
+            for x in range(4):
+                out = builder.insert_value(out, builder.extract_value(values, x), 4 * number + x)
+        return out
+
+    return with_arity(2, lambda _types: (result(types.int32, types.int32), generate))
+
+
+@cache
+def make_vectors(across, left, width, kept):
+    """load(tile, step, first, lane) -> this lane's elements of 4 k: along, row by row; across, k by k."""
+    lanes = DOWN if left else ACROSS
+    count, pitch = kept // lanes, width * 4
+    lane_of = lane_row if left else lane_column
+    if across:
+        loads = _make_loads([(0, k * pitch + i * lanes * 16) for k in range(STEP) for i in range(count // 4)])
+    else:
+        loads = _make_loads([(i % 2 if left else 0, i * lanes * ROW_BYTES) for i in range(count)])
+
+    @synchronising
+    def from_across(tile, step, first, lane):
+        at = int32(tile + step * (STEP * pitch) + (first + lane_of(lane) * 4) * 4)
+        return loads(at, at)
+
+    @synchronising
+    def from_along(tile, step, first, lane):
+        row = int32(lane_of(lane))
+        base = int32(tile + (first + row) * ROW_BYTES)
+        return loads(int32(base + ((step ^ row) << 4)), int32(base + ((step ^ (row + 4)) << 4)))
+
+    return from_across if across else from_along
+
+
+def _element(across, count, i, k):
+    return k * count + i if across else i * STEP + k
+
+
+@cache
+def make_fma_step(kept, a_across, b_across):
+    """step(acc, a, b) -> acc: 4 k of a lane's rows and columns."""
+    rows, columns = kept // DOWN, KEPT_COLUMNS // ACROSS
+
+    def generate(context, builder, signature, arguments):
+        acc, a, b = arguments
+        sums = [builder.extract_value(acc, x) for x in range(rows * columns)]
+        for k, i, j in product(range(STEP), range(rows), range(columns)):
+            x = builder.extract_value(a, _element(a_across, rows, i, k))
+            y = builder.extract_value(b, _element(b_across, columns, j, k))
+            sums[i * columns + j] = builder.fma(x, y, sums[i * columns + j])
+        for x, value in enumerate(sums):
+            acc = builder.insert_value(acc, value, x)
+        return acc
+
+    takes = (floats(rows * columns), floats(rows * STEP), floats(columns * STEP))
+    return with_arity(3, lambda _types: (takes[0](*takes), generate))
+
+
+@cache
+def make_fma_stage(kept, a_across, b_across):
+    """stage(acc, address of the warp's piece, lane): rows of 256 bytes, swizzled as `make_flush` reads them."""
+    rows, columns = kept // DOWN, KEPT_COLUMNS // ACROSS
+    width = 4 if b_across else 1
+    names = "{$1, $2, $3, $4}" if b_across else "$1"
+    vector, constraints = ".v4" if b_across else "", "r" + ",f" * width + ",~{memory}"
+    emit = ir.FunctionType(ir.VoidType(), [WORD] + [SINGLE] * width)
+
+    def generate(context, builder, signature, arguments):
+        acc, base, twist = arguments
+        for i in range(rows):
+            row = i // 4 * 16 + i % 4 if a_across else i * DOWN
+            turn = (i % 4 // 2) * 32 if a_across else (i % 2) * 64
+            for j in range(0, columns, width):
+                values = [builder.extract_value(acc, i * columns + j + x) for x in range(width)]
+                where = builder.add(base, builder.xor(twist, ir.Constant(WORD, (j * ACROSS * 4) ^ turn)))
+                text = f"st.shared{vector}.f32 [$0+{row * 256}], {names};"
+                builder.call(ir.InlineAsm(emit, text, constraints, side_effect=True), [where, *values])
+        return context.get_dummy_value()
+
+    takes = (floats(rows * columns), types.int32, types.int32)
+    put = with_arity(3, lambda _types: (types.void(*takes), generate))
+
+    @synchronising
+    def stage(acc, piece, lane):
+        row, column = int32(lane_row(lane)), int32(lane_column(lane))
+        turn = int32((row & 1) * 64) if a_across else int32((row >> 1) * 32)
+        first = int32(row * 4) if a_across else row
+        if b_across:
+            put(acc, int32(piece + first * 256), int32(turn ^ (column * 16)))
+        else:
+            put(acc, int32(piece + first * 256 + column * 4), turn)
+
+    return stage
+
+
+# Registers of mma.sync that `ldmatrix` alone cannot fill: float64, and 4 or 1 bytes that lie across k.
+#
+# Lane l serves row (of A; column of B) l / 4 and k l % 4 of 8 x 4 elements. Bytes across k come by
+# `ldmatrix.trans`, which turns pairs of them: one register then holds two k of two neighbouring rows, and
+# two bytes of it belong elsewhere. So of 16 rows the even ones take the place of the first eight.
+
+LLVM = {types.float32: ir.FloatType(), types.int32: ir.IntType(32), types.float64: ir.DoubleType()}
+_ld4t = ptx.make_ldmatrix(4, True)
+_even = instruction("prmt.b32 $0, $1, $2, 0x6420;", I32, I32, I32, effects=False)
+_odd = instruction("prmt.b32 $0, $1, $2, 0x7531;", I32, I32, I32, effects=False)
+
+
+def make_twist(kind, across, width):
+    """twist(row) -> what the number of a 16-byte chunk in this row is xor-ed with.
+
+    What a warp reads at once then lies in different banks: 8 rows of a chunk each, 4 rows of two
+    chunks (float64; tf32 across), or the 8 rows that `bytes_across` names.
+    """
+
+    @synchronising
+    def by_eight(row):
+        return row & 7
+
+    @synchronising
+    def by_four(row):
+        return (row & 3) << 1
+
+    @synchronising
+    def by_pairs(row):
+        return (row & 1) | (((row >> 2) & 3) << 1)
+
+    @synchronising
+    def by_quads(row):
+        return (row >> 2) & 3
+
+    @synchronising
+    def none(row):
+        return int32(0)
+
+    if kind == "f32" and across:
+        return none
+    if kind == "f64" or (kind == "tf32" and across):
+        return by_four
+    if kind == "i8" and across:
+        return by_pairs if width == 128 else by_quads
+    return by_eight
+
+
+@cache
+def make_words(kind, across, left, width):
+    """load(tile, step, first, lane) -> registers of 16 rows x 32 bytes of k; as `make_fragments`."""
+    twist = make_twist(kind, across, width)
+
+    @synchronising
+    def double(tile, step, own, lane):
+        deep = int32(step * 4 + (lane & 3))
+        if across:
+            return ptx.load_shared_f64(tile + deep * (width * 8) + (((own >> 1) ^ twist(deep)) << 4) + (own & 1) * 8)
+        return ptx.load_shared_f64(tile + own * ROW_BYTES + (((deep >> 1) ^ twist(own)) << 4) + (deep & 1) * 8)
+
+    @synchronising
+    def doubles(tile, step, first, lane):
+        own = int32(first + (lane >> 2))
+        return double(tile, step, own, lane), double(tile, step, int32(own + 8), lane)
+
+    @synchronising
+    def single(tile, deep, own):
+        return ptx.load_shared_u32(tile + deep * (width * 4) + (((own >> 2) ^ twist(deep)) << 4) + (own & 3) * 4)
+
+    @synchronising
+    def singles_across(tile, step, first, lane):
+        own, deep = int32(first + (lane >> 2)), int32(step * 8 + (lane & 3))
+        corner, other = single(tile, deep, own), single(tile, int32(deep + 4), int32(own + 8))
+        beside, below = single(tile, deep, int32(own + 8)), single(tile, int32(deep + 4), own)
+        if left:
+            return corner, beside, below, other
+        return corner, below, beside, other
+
+    @synchronising
+    def bytes_across(tile, step, first, lane):
+        inner = lane & 7
+        deep = int32(step * 32 + (lane >> 4) * 16 + (inner >> 1) * 4 + ((lane >> 3) & 1) * 2 + (inner & 1))
+        w = _ld4t(tile + deep * width + (((first >> 4) ^ twist(deep)) << 4))
+        low, high = _even(w[0], w[1]), _even(w[2], w[3])
+        odd_low, odd_high = _odd(w[0], w[1]), _odd(w[2], w[3])
+        if left:
+            return low, odd_low, high, odd_high
+        return low, high, odd_low, odd_high
+
+    return {"f64": doubles, "tf32": singles_across, "i8": bytes_across}[kind]
+
+
+# Tiles into shared memory, and from there into the registers of mma.sync.
+
+_ld4 = ptx.make_ldmatrix(4)
 _load_u16 = instruction("ld.global.u16 $0, [$1];", types.int16, types.int64)
 _load_u8 = instruction("ld.global.u8 $0, [$1];", types.int16, types.int64)
 

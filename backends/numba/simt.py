@@ -15,8 +15,7 @@ import numpy as np
 from numba import cuda
 
 from multigemm.backends.numba.epilogue import make_finish
-from multigemm.backends.numba.memory import ACCUMULATOR, BYTES, caster, loader, numpy_type, storer
-from multigemm.backends.numba.operand import make_operands
+from multigemm.backends.numba.memory import ACCUMULATOR, BYTES, caster, loader, make_operands, numpy_type, storer
 from multigemm.backends.numba.runtime import SIMULATED, device, kernel
 from multigemm.backends.numba.schedule import extent, make_schedule, make_zero_unowned
 

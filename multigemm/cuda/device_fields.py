@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multigemm.cuda.arguments import Address, Addresses, Fields, PackedArguments
+from multigemm.cuda.arguments import Address, Addresses, ArgumentBlock, Fields
 from multigemm.cuda.device import index_of, to_device
 from multigemm.torch_internals import current_raw_stream
 
@@ -29,7 +29,7 @@ class DeviceFields:
     __slots__ = ("_content", "_copies", "_device", "_index", "_operands", "address")
 
     def __init__(self, content: Fields, device: torch.device) -> None:
-        self._content, self._device, self._index = PackedArguments(content), device, index_of(device)
+        self._content, self._device, self._index = ArgumentBlock([content]), device, index_of(device)
         bases = self._content.bases()
         self._operands = tuple(bases)
         self._copies: dict[tuple[int, ...], Tensor] = {}

@@ -128,15 +128,15 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("mma_tile.cuh", "u64(g.out_row * size)) &", "u64(g.out_row)) &",
      "elements of aligned rows leave one by one where their pitch is no multiple of two pairs"),
     # Numba
-    *(("hopper_producer.py", "announce(base, slot_step, 0" + ", 0" * 8 + ")",
+    *(("hopper.py", "announce(base, slot_step, 0" + ", 0" * 8 + ")",
        "announce(base, slot_step, 0" + ", 0" * at + ", 1" + ", 0" * (7 - at) + ")",
        "behind a height of 0 nothing is read") for at in range(8)),
-    ("hopper_producer.py", "ticket = int32(0)", "ticket = int32(1)",
+    ("hopper.py", "ticket = int32(0)", "ticket = int32(1)",
      "used by one lane only, and there only where it was drawn"),
-    *(("hopper_producer.py", "g, first, end = int32(0), int32(0)", f"g, first, end = {new}",
+    *(("hopper.py", "g, first, end = int32(0), int32(0)", f"g, first, end = {new}",
        "the first tile lies in no group yet, so it is looked up")
       for new in ("int32(1), int32(0)", "int32(0), int32(1)")),
-    *(("hopper_epilogue.py", f"(rows + int32({rows} - 1)) //", f"(rows + int32({new})) //",
+    *(("tensor_epilogue.py", f"(rows + int32({rows} - 1)) //", f"(rows + int32({new})) //",
        "one more round, of which no row is stored")
       for rows in ("ROWS_16", "ROWS_32") for new in (rows, f"{rows} + 1")),
     ("mma.py", "cuda.shared.array(0, np.uint8)", "cuda.shared.array(1, np.uint8)",
@@ -147,10 +147,10 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
      "the walk that follows starts at the first group and finds the same one, later"),
     ("mma.py", "if block + ahead < blocks", "if block - ahead < blocks",
      "behind the end of k: zeros for a stage that nobody reads"),
-    ("hopper_consumer.py", "write(acc, staging, warpgroup + 1,", "write(acc, staging, warpgroup,",
+    ("hopper.py", "write(acc, staging, warpgroup + 1,", "write(acc, staging, warpgroup,",
      "other numbers of barriers, of which no other is in use then"),
     ("simt.py", "blocks * threads)", "blocks)", "elements are zeroed more than once"),
-    *(("warp_schedule.py", "uint32(LANES - 1)) // uint32(LANES)", f"uint32({new})) // uint32(LANES)",
+    *(("schedule.py", "uint32(LANES - 1)) // uint32(LANES)", f"uint32({new})) // uint32(LANES)",
        "longer runs of groups for each lane, which hold all groups as well") for new in ("LANES", "LANES + 1")),
 )  # fmt: skip
 """(file, text, what it becomes, reason); a text that begins with ^ is a whole line with its indentation."""

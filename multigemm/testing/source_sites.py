@@ -27,12 +27,10 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "cupy": {},
     "numba": {
-        "simt.py": ("simt",), "schedule.py": ("simt", "mma"), "epilogue.py": ("simt", "mma"),
+        "simt.py": ("simt",), "schedule.py": ("simt", "mma", "hopper"), "epilogue.py": ("simt", "mma"),
         "memory.py": ("simt",),
-        "mma.py": ("mma",), "mma_fragments.py": ("mma",), "mma_words.py": ("mma",), "mma_epilogue.py": ("mma",),
-        "fma.py": ("mma",), "hopper.py": ("hopper",), "hopper_consumer.py": ("hopper",),
-        "hopper_producer.py": ("hopper",), "hopper_epilogue.py": ("hopper",), "flush.py": ("hopper", "mma"),
-        "warp_schedule.py": ("hopper",),
+        "mma.py": ("mma",), "mma_fragments.py": ("mma",), "tensor_epilogue.py": ("hopper", "mma"),
+        "hopper.py": ("hopper",),
     },
 }  # fmt: skip
 """The files that kernels are made of, and the kernels that a fault in each can reach; CUDA sources tell themselves."""
@@ -46,7 +44,10 @@ EMULATED = ("pointer", "simt")
 BEHIND = {"memory.py": "else:"}
 """Files that hold kernel source from such a line on only; before it stands what emulation has in its place."""
 
-GPU_ONLY = ("group_rows", "weight_class", "write_records", "zero_kernel", "make_any_finish")
+GPU_ONLY = (
+    "group_rows", "weight_class", "write_records", "zero_kernel", "make_any_finish", "inclusive_scan", "owner_of",
+    "make_warp_schedule",
+)  # fmt: skip
 """Functions of these files that an emulator never calls."""
 
 OPERATORS: tuple[tuple[str, str, str], ...] = (

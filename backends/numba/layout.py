@@ -1,21 +1,53 @@
-"""Where the Hopper kernel keeps what in shared memory; read by the kernel and by its launch."""
+"""Where the tensor-core kernels keep what in shared memory; read by the kernels and by their launches."""
 
 from __future__ import annotations
 
-from multigemm.backends.numba.config import HopperConfig, Signature
+from multigemm.backends.numba.config import HopperConfig, MmaConfig, Signature
+
+ROW_BYTES = 128
+"""Bytes of k, or of the rows' own dimension, that lie side by side: the width of a swizzle."""
+SIZE = {"f16": 2, "bf16": 2, "tf32": 4, "i8": 1, "f64": 8, "f32": 4}
+"""Bytes of an element, by the kind of product; "f32" is the one without tensor cores."""
+
+# The sm_80 kernel.
+
+KEPT_COLUMNS = 64
+"""Columns of C that a warp keeps in registers; `kept_rows` says how many rows."""
+WARPS = 4
+THREADS = WARPS * 32
+ALIGNMENT = 128
+
+
+def kept_rows(config: MmaConfig) -> int:
+    """Rows of C that a warp keeps: the warps first share the columns, then the rows."""
+    return config.bm * (config.bn // KEPT_COLUMNS) // WARPS
+
+
+def piece_step(kind: str) -> int:
+    """Rows of which a tile's first one is a multiple: where rows lie side by side, 16 bytes are copied at once."""
+    return max(8, 16 // SIZE[kind])
+
+
+def staging_bytes(config: MmaConfig, sum_size: int) -> int:
+    """What a warp needs on the way out: all its sums."""
+    return kept_rows(config) * KEPT_COLUMNS * sum_size
+
+
+def shared_bytes(config: MmaConfig) -> int:
+    """The stages, in which all warps' `staging_bytes` find room later; and what aligning their base may cost."""
+    return config.stages * (config.bm + config.bn) * ROW_BYTES + ALIGNMENT - 16
+
+
+# The Hopper kernel.
 
 COLUMNS = 128
-ROW_BYTES = 128
 WEIGHT_BYTES = COLUMNS * ROW_BYTES
 STAGING_BYTES = 2 * 16384
 SLOTS = 4
 SLOT_BYTES = 80
-ALIGNMENT = 1024
+HOPPER_ALIGNMENT = 1024
 TURNS = 2
 """Tile numbers that may be on their way from the first block of a cluster to the others."""
-ELEMENT = {"f16": 2, "bf16": 2, "f32": 4}
-
-
 MAPS = 6
 """Tensor maps per group: B, then A with boxes of different heights (or one, where A lies across k)."""
 
@@ -31,7 +63,7 @@ class Layout:
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.kind = "tf32" if signature.compute == "f32" else signature.compute
-        self.bk = ROW_BYTES // ELEMENT[signature.compute]
+        self.bk = ROW_BYTES // SIZE[signature.compute]
         self.stage_bytes = WEIGHT_BYTES + config.n_max * ROW_BYTES
         self.staging = config.stages * self.stage_bytes
         self.slots = self.staging + STAGING_BYTES
@@ -47,4 +79,4 @@ class Layout:
     @property
     def bytes(self) -> int:
         """Dynamic shared memory to ask for: the layout, and what aligning its base may cost."""
-        return self.end + ALIGNMENT - 16
+        return self.end + HOPPER_ALIGNMENT - 16
