@@ -83,6 +83,16 @@ def test_comments_docstrings_and_signatures_are_left_alone(tmp_path: Path) -> No
     assert [number for number, _ in places.code_lines(file, ("g",))] == [7]
 
 
+def test_no_fault_is_planted_where_an_emulator_never_comes() -> None:
+    """What Gluon compiles runs on a GPU only, also beside kernels that are emulated."""
+    found = [site for site in places.sites("triton", emulated=True) if site.file.endswith("small_list.py")]
+    every = [site for site in places.sites("triton") if site.file.endswith("small_list.py")]
+    lines = (places.ROOT / "backends/triton/kernels/small_list.py").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines, 1) if line.startswith("@gluon"))
+    assert found == [site for site in every if site.line < first]
+    assert 0 < len(found) < len(every)
+
+
 def test_one_line_is_changed(root: Path, tmp_path: Path) -> None:
     site = next(s for s in places.sites("triton", root) if s.operator == "wider comparison")
     places.plant(site, tmp_path, root)
@@ -125,7 +135,7 @@ def test_problems_that_reach_a_line_are_known(name: str, monkeypatch: pytest.Mon
     simple = [Case(form=form, n=5, k=4, lengths=(3, 2), m=4) for form in ("jagged_m", "jagged_n")]
     offered = [Variant(case.to_dict(), "emulated", "0") for case in simple]
     traced = tracing.trace(name, offered, torch.device("cpu"))
-    file, start = {"triton": ("kernels.py", 'elif FORM == "jagged_n":'), "numba": ("simt.py", "acc")}[name]
+    file, start = {"triton": ("generic.py", 'elif FORM == "jagged_n":'), "numba": ("simt.py", "acc")}[name]
     text = (places.ROOT / "backends" / name).rglob(file).__next__().read_text().splitlines()
     reached = {line for variant in traced for line in variant.lines.get(file, ())}
     assert len(reached) > 20 and all(text[line - 1].strip() for line in reached)
@@ -157,9 +167,9 @@ def test_the_rate_leaves_out_what_does_not_compile() -> None:
 
 def test_survivors_are_excused_only_with_a_reason() -> None:
     before, after = (f"    end = tl.load(ends + g, mask=ok, other={value}).to(tl.int64)" for value in (0, 1))
-    assert "not counted" in excuse(places.Site("triton/schedule_device.py", 1, "zero for one", before, after))
-    assert not excuse(places.Site("triton/kernels.py", 1, "zero for one", before, after))
-    assert not excuse(places.Site("triton/schedule_device.py", 1, "zero for one", before, after + " + 1"))
+    assert "not counted" in excuse(places.Site("triton/schedule.py", 1, "zero for one", before, after))
+    assert not excuse(places.Site("triton/generic.py", 1, "zero for one", before, after))
+    assert not excuse(places.Site("triton/schedule.py", 1, "zero for one", before, after + " + 1"))
 
 
 def test_an_excuse_speaks_of_a_place_that_there_is() -> None:
@@ -263,9 +273,9 @@ def test_the_sample_outlives_edits_elsewhere() -> None:
 
 
 def test_problems_of_variants_that_hold_the_line_come_first() -> None:
-    site = places.Site("backends/triton/hopper_carry.py", 7, "o", "a", "b")
+    site = places.Site("backends/triton/hopper_shift_b.py", 7, "o", "a", "b")
     lines: tuple[list[int], ...] = ([1], [7], [], [5, 7])
-    variants = [Variant({}, "hopper", str(at), {"hopper_carry.py": held}) for at, held in enumerate(lines)]
+    variants = [Variant({}, "hopper", str(at), {"hopper_shift_b.py": held}) for at, held in enumerate(lines)]
     assert {v.config for v in reached(site, "triton", variants)[:2]} == {"1", "3"}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multigemm.testing import control, reads, sanitize
+from multigemm.testing import control, races, reads, sanitize
 from multigemm.testing.case import Case
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ RACE = """========= Error: Race reported between Write access at {kernel}+0x77d0
 
 
 def line_of(file: str, text: str) -> int:
-    lines = (ROOT / "backends" / "triton" / file).read_text().splitlines()
+    lines = (ROOT / "backends" / "triton" / "kernels" / file).read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
@@ -172,3 +172,10 @@ def test_the_control_kernel_compiles() -> None:
     program = nvrtc.createProgram(control.SOURCE, "control.cu", [], [])
     nvrtc.compileProgram(program, ["-arch=sm_90"])
     assert b"hand_over" in nvrtc.getCUBIN(program)
+
+
+def test_a_hand_over_speaks_of_functions_that_there_are() -> None:
+    listed = [(backend, *place) for backend, known in races.HAND_OVERS.items() for x in known for place in x.functions]
+    assert listed
+    for backend, file, name in listed:
+        assert name in [function for _, _, function in races._functions(backend, file)], (file, name)

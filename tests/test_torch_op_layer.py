@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,6 +26,9 @@ from multigemm.nn import Experts
 from multigemm.planning import launch_cache
 from multigemm.settings import settings
 from tests.layer_cases import in_steps, networks
+from tests.triton_world import FakeDriver, block_of, kernels_of, world
+
+__all__ = ["world"]
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +166,50 @@ def test_a_bound_kernel_has_the_words_that_its_code_takes() -> None:
     memory = {name: torch.ones(1) for name in ("x", "order", "rows")}
     words = bound_kernels.words(kernel, compiled, {**memory, "width": 40, "stride": 1, "K": 2, "BLOCK": 64})
     assert words == [*(memory[name].data_ptr() for name in ("x", "order", "rows")), 40, 0, 0]  # two of Triton's own
+
+
+class _Compiled:
+    """What Triton makes of a kernel, and loads where a context is current."""
+
+    name, function = "name", 77
+    src = SimpleNamespace(signature={"x": "*bf16", "width": "i32", "K": "constexpr"})
+    metadata = SimpleNamespace(shared=512, global_scratch_size=0)
+    asm: ClassVar = {"ptx": ".entry name( .param .u64 x, .param .u32 y, .param .u64 s, .param .u64 p )"}
+
+    def __init__(self, world: FakeDriver) -> None:
+        self._world = world
+
+    def _init_handles(self) -> None:
+        assert self._world.has_context()
+
+
+def test_a_bound_kernel_is_launched_where_it_lies(world: FakeDriver) -> None:
+    """On a thread without a context too; its addresses are for good, so it cannot be moved."""
+    compiled, asked, bound = _Compiled(world), list[dict[str, Any]](), list[Any]()
+    x = torch.ones(4)
+
+    def warmup(**given: Any) -> _Compiled:
+        asked.append(given)
+        return compiled
+
+    kernel = SimpleNamespace(arg_names=["x", "width", "K"], warmup=warmup)
+
+    def work() -> None:
+        bound.append(bound_kernels.bound(kernel, (5, 6), 0, 8, x=x, width=40, K=2))
+        bound[0]()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    [launch] = bound
+    assert asked == [{"grid": (5, 6), "num_warps": 8, "x": x, "width": 40, "K": 2}]
+    assert not hasattr(launch, "move")
+    [step] = kernels_of(launch)
+    assert memoryview(block_of(step)).cast("Q").tolist() == [x.data_ptr(), 40, 0, 0]
+    [(record, handle, _, extra)] = world.launched
+    config = record._obj
+    assert (tuple(config.grid), tuple(config.block), config.shared) == ((5, 6, 1), (256, 1, 1), 512)
+    assert (config.stream, handle.value, extra) == (7, 77, None)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------

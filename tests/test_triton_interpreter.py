@@ -202,7 +202,7 @@ def test_threads_are_interpreted_one_after_the_other() -> None:
 @pytest.mark.parametrize("along", ["row", "col", "none"])
 @pytest.mark.parametrize(("rows", "columns"), [(33, 130), (65, 17), (7, 256), (64, 255)])
 def test_copies_into_aligned_rows(rows: int, columns: int, along: str) -> None:
-    from multigemm.backends.triton.packing import pack_kernel
+    from multigemm.backends.triton.kernels.generic import pack_kernel
 
     groups, line = 3, (columns + 7) // 8 * 8
     strides = {
@@ -283,7 +283,7 @@ def test_sizes_that_lie_find_a_place_for_the_parts_of_every_tile(monkeypatch: py
 
 def test_records_of_sizes_that_lie_stay_in_their_list() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    from multigemm.backends.triton.schedule_device import write_records
+    from multigemm.backends.triton.kernels.schedule import write_records
 
     ends = (torch.arange(40, dtype=torch.int32) % 2) * 1000  # every second group claims all 1000 rows
     records = torch.full((8 * (1 + 64) + 8,), -7, dtype=torch.int32)
@@ -332,7 +332,7 @@ def test_no_count_is_read_behind_the_last_one() -> None:
     import triton
     import triton.language as tl
 
-    from multigemm.backends.triton.schedule_device import locate
+    from multigemm.backends.triton.kernels.schedule import locate
 
     def find(found: Any, prefix: Any, groups: Any, out: Any, CHUNK: tl.constexpr) -> None:
         pivots = tl.load(found + tl.arange(0, CHUNK))
@@ -357,7 +357,7 @@ def test_the_device_walks_as_the_host_model_does(sizes: list[tuple[int, int]], w
     import triton
     import triton.language as tl
 
-    from multigemm.backends.triton.schedule_device import locate, pivots, place, write_prefix
+    from multigemm.backends.triton.kernels.schedule import locate, pivots, place, write_prefix
 
     def walk(out: Any, prefix: Any, table: Any, groups: Any, WIDTH: tl.constexpr, CHUNK: tl.constexpr) -> None:
         tile = tl.program_id(0)
@@ -383,7 +383,7 @@ def test_the_device_walks_as_the_host_model_does(sizes: list[tuple[int, int]], w
 @pytest.mark.parametrize("most", [1, 3])
 def test_the_device_splits_rows_as_the_host_model_does(most: int) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    from multigemm.backends.triton.schedule_device import write_records
+    from multigemm.backends.triton.kernels.schedule import write_records
 
     sizes = torch.tensor([0, 1, 63, 64, 65, 300, 0, 449])
     wanted = [heights(size, 64, most) for size in sizes.tolist()]

@@ -29,6 +29,7 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.launched: list[tuple[Any, ...]] = []
         self.encoded: list[tuple[Any, ...]] = []
         self.contexts: dict[int, int | None] = {}
 
@@ -37,6 +38,8 @@ class FakeDriver:
             if name not in BARE and not self.has_context():
                 return NO_CONTEXT
             self.calls.append(name)
+            if name == "cuLaunchKernelEx":
+                self.launched.append(args)
             return 0
 
         return call

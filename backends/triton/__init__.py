@@ -42,11 +42,11 @@ class TritonBackend:
     def plan(self, spec: ProblemSpec, config: Config | None, device: torch.device) -> Recipe:
         from multigemm.backends.triton import launch
 
-        why = "given" if config else "heuristic"
-        chosen = config or self.configs(spec, device)[0]
-        if problem := configs_of.problem_with(chosen, spec):
-            raise InvalidSetting(f"{chosen} cannot run this problem: {problem}")
-        return launch.plan(spec, chosen, device, why)
+        if config is None:
+            return launch.plan(spec, self.configs(spec, device)[0], device, "heuristic")
+        if problem := configs_of.problem_with(config, spec):
+            raise InvalidSetting(f"{config} cannot run this problem: {problem}")
+        return launch.plan(spec, config, device, "given")
 
 
 BACKEND = TritonBackend()

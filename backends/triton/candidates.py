@@ -2,27 +2,25 @@
 
 Nothing here depends on a token count beyond the buckets that a spec carries. docs/triton-tuning.md has
 the numbers behind the order.
+
+`ring_us` and `pointer_us` say about how long a kernel takes: good enough to choose between the two. Fitted to 109
+problems of 6 to 700 us on an H100 (bf16, L2 flushed): the choice that follows was wrong by more than 5 % in 9 of them,
+and cost 2 % on average against the better of the two each time. The terms: a launch, then the longest of the steps
+along K that one program takes after another, the bytes and the products.
+
+Tiles for products in 32 and 64 bits are those whose rounds on the busiest multiprocessor take least, padding included.
+A program alone on a multiprocessor takes `alone` us for a block of K, several beside each other `busy` us each, and a
+tile's start and end as long as ENDS elements of K.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from multigemm.backends.triton.config import Config, depth_of, is_tf32, mappable, problem_with
-from multigemm.backends.triton.estimate import (
-    pointer_us,
-    ring_us,
-    rounds_us,
-    shape_of,
-    shared_out,
-    tiles_in,
-    typical_columns,
-    typical_rows,
-)
-from multigemm.backends.triton.wide_tiles import sixty_four_bit, thirty_two_bit
+from multigemm.backends.triton.config import STRIP, Config, depth_of, is_tf32, mappable, problem_with
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.problem.spec import ProblemSpec
 
@@ -37,6 +35,209 @@ DEEP = 2048
 
 MANY_TILES = 100
 """Large tiles of a list that keep a GPU busy."""
+MOST_SHARED = 160
+"""Programs up to which tiles are shared out: more would run one after another, and leave their parts for nothing."""
+WORTH_SHARING = 2048
+"""Elements of K for each doubling of the programs that share a tile; an eighth of them where a product is as slow as
+those of `crossed`."""
+STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (128, 128): 0.40}
+"""A block of K through the ring, one program alone: bound by how many stages are on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A problem as the kernels cut it: `groups` results of `rows` x `columns`, each `deep` along K."""
+
+    groups: int
+    rows: int
+    columns: int
+    deep: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.groups * self.rows * self.columns * self.deep
+
+    @property
+    def elements(self) -> float:
+        """What has to be read and written, each element once."""
+        rows, columns = self.groups * self.rows, self.groups * self.columns
+        return rows * self.deep + columns * self.deep + rows * self.columns
+
+
+def typical_rows(spec: ProblemSpec) -> int:
+    """About how many rows the result of one group has, from what a spec knows."""
+    groups = max(1, spec.groups)
+    if spec.form in ("jagged_m", "per_group", "batched", "masked") and spec.total:
+        return max(1, spec.total // groups)
+    return spec.m or 256
+
+
+def typical_columns(spec: ProblemSpec) -> int:
+    """The same for columns; lists carry no bucket for n, so their rows stand in for it."""
+    if spec.form == "jagged_n":
+        return max(1, spec.total // max(1, spec.groups))
+    return spec.n if spec.n is not None else typical_rows(spec)
+
+
+def shape_of(spec: ProblemSpec) -> Shape:
+    """Jagged columns count as rows: that is how the warp-specialised kernel takes them."""
+    groups = max(1, spec.groups)
+    if spec.form == "jagged_n":
+        return Shape(groups, typical_columns(spec), spec.m or 1, spec.k or 1)
+    deep = max(1, spec.total // groups) if spec.form == "jagged_k" else spec.k or 1
+    return Shape(groups, typical_rows(spec), typical_columns(spec), deep)
+
+
+def tiles_in(config: Config, spec: ProblemSpec) -> int:
+    """About how many tiles there are."""
+    return _tiles(config, shape_of(spec))
+
+
+def _tiles(config: Config, shape: Shape) -> int:
+    return shape.groups * -(-shape.rows // config.block_m) * -(-shape.columns // config.block_n)
+
+
+def ring_us(config: Config, spec: ProblemSpec) -> float:
+    """The warp-specialised kernel; copies into aligned rows add their launches."""
+    shape, size = shape_of(spec), spec.compute.itemsize
+    steps = -(-shape.deep // depth_of(spec))
+    turns = max(1.0, _tiles(config, shape) / PROCESSORS)
+    along = turns * steps * STEP_US[min(256, config.block_m), config.block_n]
+    work = max(along, shape.elements * size / 3.2e6, shape.flops * size / 2 / 420e6)
+    return 10.0 + work * (1.6 if config.carry else 1.0) + (10.0 if config.pack else 0.0)
+
+
+def rounds_us(config: Config, spec: ProblemSpec) -> float:
+    """What the ring needs for whole rounds of tiles, or for what they read through the L2 at 6 TB/s."""
+    shape = shape_of(spec)
+    tiles, steps = _tiles(config, shape), -(-shape.deep // depth_of(spec))
+    strips = min(config.block_m, -(-shape.rows // STRIP) * STRIP)
+    read = tiles * steps * (strips + config.block_n) * 128 / 6e6
+    return max(-(-tiles // PROCESSORS) * steps * STEP_US[min(256, config.block_m), config.block_n], read)
+
+
+def pointer_us(config: Config, spec: ProblemSpec) -> float:
+    """The pointer kernel, two programs per multiprocessor; single elements instead of 16 bytes slow it down."""
+    shape, size = shape_of(spec), spec.compute.itemsize
+    turns = max(1.0, _tiles(config, shape) * config.splits / (2 * PROCESSORS))
+    along = turns * -(-shape.deep // (64 * config.splits)) * 0.3
+    work = max(along, shape.elements * size / 2.66e6, shape.flops * size / 2 / 240e6)
+    return 7.8 + work * _slowness(config, spec)
+
+
+def _slowness(config: Config, spec: ProblemSpec) -> float:
+    if spec.form == "jagged_n":
+        return 3.6
+    if spec.form == "jagged_m" and spec.compute.itemsize == 2 and min(spec.a.align, spec.b.align) < 16:
+        # measured: 25.7 us by 32x32 where the ring takes 29.8, but 41 to 85 by 64x128 where it takes 26 to 43
+        return 2.6 if config.block_m * config.block_n <= 64 * 64 else 7.0
+    across = spec.compute == torch.float32 and (spec.a.order, spec.b.order) != ("row", "col")
+    return 2.0 if min(spec.a.align, spec.b.align, spec.out.align) < 16 or across else 1.0
+
+
+def crossed(spec: ProblemSpec) -> bool:
+    """float32 without tensor cores, weights along k: threads read columns of them that lie in the same banks."""
+    return spec.compute == torch.float32 and spec.precision != "tf32" and spec.b.order == "col"
+
+
+def shared_out(config: Config, spec: ProblemSpec) -> Config:
+    """The same with tiles shared out along K, as far as that fills a large GPU."""
+    splits, shape = 1, shape_of(spec)
+    # a large tile leaves no registers for its parts; lists share out nothing
+    large = config.block_m * config.block_n > 64 * 128
+    deep = 0 if spec.form == "per_group" or large else shape.deep
+    worth = WORTH_SHARING // 8 if crossed(spec) else WORTH_SHARING
+    while splits < 8 and 2 * splits * _tiles(config, shape) <= MOST_SHARED and deep >= splits * worth:
+        splits *= 2
+    return replace(config, splits=splits, programs=0) if splits > 1 else config
+
+
+ENDS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A tile, and how many us a block of K takes."""
+
+    config: Config
+    alone: float
+    busy: float
+
+
+def _timed(tile: tuple[int, int, int], warps: int, stages: int, programs: int, alone: float, busy: float) -> Timed:
+    m, n, k = tile
+    config = Config(block_m=m, block_n=n, block_k=k, warps=warps, stages=stages, programs=programs)
+    return Timed(config, alone, busy)
+
+
+DOUBLE = (
+    _timed((64, 64, 16), 4, 4, 2, 0.70, 0.40),
+    _timed((32, 128, 16), 4, 4, 2, 0.75, 0.41),
+    _timed((32, 32, 32), 2, 4, 3, 0.50, 0.25),
+    _timed((16, 64, 32), 4, 4, 2, 0.60, 0.32),
+)
+"""float64: few rows per group waste most of 64, and low tiles read shared memory more often."""
+ALONG = (
+    _timed((128, 128, 32), 8, 3, 1, 0.62, 0.62),
+    _timed((64, 64, 32), 4, 5, 2, 0.36, 0.25),
+    _timed((32, 32, 64), 4, 4, 3, 0.50, 0.25),
+)
+"""tf32 along memory: wgmma, from 64 rows on."""
+ACROSS = (
+    _timed((128, 128, 32), 8, 3, 1, 1.66, 1.66),
+    _timed((32, 64, 32), 4, 4, 4, 0.42, 0.22),
+    _timed((32, 32, 64), 4, 4, 3, 0.50, 0.25),
+)
+"""tf32 otherwise: operands turn on their way from shared memory to registers."""
+SINGLE = (
+    Config(block_m=64, block_n=64, block_k=16, warps=4, stages=3, programs=3),
+    Config(block_m=32, block_n=32, block_k=16, warps=4, stages=3, programs=4),
+)
+"""float32 across k."""
+CROSSED = (Timed(SINGLE[0], 1.60, 1.60), _timed((16, 32, 32), 4, 4, 4, 1.16, 1.16))
+"""float32 whose weights run along k: reading them from shared memory is what a program waits for, alone or not. Of 28
+rows, tiles of 32 x 32 took 1.3 to 1.45 times as long as those of 64 x 64."""
+
+
+def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
+    """How long the multiprocessor with most tiles takes; who shares a tile also has a part of it to write and read."""
+    config = shared_out(timed.config, spec)
+    most = -(-tiles_in(config, spec) * config.splits // PROCESSORS)
+    ends = ENDS if config.splits == 1 else 2 * ENDS
+    steps = -(-shape_of(spec).deep // (config.block_k * config.splits)) + ends / config.block_k
+    rounds = -(-most // config.programs) if config.programs else 1
+    return steps * max(rounds * timed.alone, most * timed.busy)
+
+
+def ranked(tiles: tuple[Timed, ...], spec: ProblemSpec) -> list[Config]:
+    """The tiles, the briefest first."""
+    return [timed.config for timed in sorted(tiles, key=lambda timed: busiest_us(timed, spec))]
+
+
+def sixty_four_bit(spec: ProblemSpec) -> list[Config]:
+    found = ranked(DOUBLE, spec)
+    return [replace(x, warps=2 * x.warps) if x.block_m > 16 else x for x in found] if burdened(spec) else found
+
+
+def burdened(spec: ProblemSpec) -> bool:
+    """Whether addresses, a C or a function of each element take registers that half the warps do not have."""
+    operands = (spec.a, spec.b, spec.out)
+    single = spec.form == "jagged_n" or any(x.align < 16 or x.order == "strided" for x in operands)
+    return single or spec.c is not None or spec.activation not in (None, "relu")
+
+
+def thirty_two_bit(spec: ProblemSpec) -> list[Config]:
+    if spec.precision == "tf32":
+        along = (spec.a.order, spec.b.order) == ("row", "col")
+        # low tiles read more single elements for each product
+        return ranked(ALONG if along else ACROSS, spec) if in_pieces(spec) else [timed.config for timed in ALONG[:2]]
+    return ranked(CROSSED, spec) if crossed(spec) else list(SINGLE)
+
+
+def in_pieces(spec: ProblemSpec) -> bool:
+    """Whether operands can be read 16 bytes at a time: rows that start anywhere cannot."""
+    jagged = spec.form == "jagged_n" or (spec.form == "jagged_k" and (spec.a.order, spec.b.order) != ("col", "row"))
+    return not jagged and min(spec.a.align, spec.b.align) == 16
 
 
 def _pow2(value: int, low: int, high: int) -> int:

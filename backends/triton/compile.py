@@ -25,17 +25,10 @@ from multigemm.errors import CompileError
 from multigemm.settings import settings
 
 CACHE = DiskCache("triton")
-DEVICE_CODE = ("epilogue.py", "kernels.py", "packing.py", "schedule_device.py", "zeros.py")
-HOPPER_CODE = (
-    "hopper.py",
-    "hopper_carry.py",
-    "hopper_fragments.py",
-    "hopper_lines.py",
-    "hopper_load.py",
-    "hopper_store.py",
-    "hopper_tiles.py",
-)
-LIST_CODE = ("few.py", "hopper_list.py")
+KERNELS = Path(__file__).parent / "kernels"
+DEVICE_CODE = ("epilogue.py", "generic.py", "schedule.py")
+HOPPER_CODE = ("hopper.py", "hopper_shift_b.py", "hopper_tiles.py")
+LIST_CODE = ("small_list.py",)
 compilations = 0
 """How many kernels this process compiled (not: loaded from disk). Tests count it."""
 
@@ -90,7 +83,7 @@ def source_fingerprint(module: str, gluon: bool) -> str:
     """Changes with any file of device code that such a kernel may use: they import one another, not those of lists."""
     names = (*DEVICE_CODE, *HOPPER_CODE) if gluon else DEVICE_CODE
     names = (*names, *LIST_CODE) if module.rpartition(".")[2] + ".py" in LIST_CODE else names
-    return fingerprint(*((Path(__file__).parent / name).read_bytes() for name in names))
+    return fingerprint(*((KERNELS / name).read_bytes() for name in names))
 
 
 def _ast_source(source: KernelSource) -> Any:

@@ -49,8 +49,8 @@ def _kernels() -> tuple[Any, Any, Any]:
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
 
-    from multigemm.backends.triton.kernels import pointer_kernel
-    from multigemm.backends.triton.schedule_device import write_prefix
+    from multigemm.backends.triton.kernels.generic import pointer_kernel
+    from multigemm.backends.triton.kernels.schedule import write_prefix
 
     return pointer_kernel, write_prefix, tl
 
@@ -85,7 +85,7 @@ def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tile
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
 
-    from multigemm.backends.triton.few import few_kernel
+    from multigemm.backends.triton.kernels.small_list import few_kernel
 
     spec, kernel = ops.spec, cast(Any, few_kernel)
     found = {x.data_ptr(): x for xs in (ops.a, ops.b, ops.out) for x in xs}

@@ -138,7 +138,7 @@ def constants(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int =
 
 def pointer_source(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int = CHUNK) -> KernelSource:
     return KernelSource(
-        module="multigemm.backends.triton.kernels",
+        module="multigemm.backends.triton.kernels.generic",
         name="pointer_kernel",
         signature=tuple(argument_types(spec).items()),
         constants=tuple(constants(spec, config, multiple, chunk).items()),
@@ -158,7 +158,7 @@ def prefix_source(spec: ProblemSpec, config: Config) -> KernelSource:
     types = argument_types(spec)
     names = ("prefix", "ends", "table", "m", "n", "groups", "head")
     return KernelSource(
-        module="multigemm.backends.triton.schedule_device",
+        module="multigemm.backends.triton.kernels.schedule",
         name="write_prefix",
         signature=tuple((name, types[name]) for name in names),
         constants=tuple(prefix_constants(spec, config).items()),
@@ -172,7 +172,7 @@ def zero_source(spec: ProblemSpec) -> KernelSource:
     """The kernel that zeroes what no group owns, for kernels that only write what groups own."""
     types = argument_types(spec)
     return KernelSource(
-        module="multigemm.backends.triton.zeros",
+        module="multigemm.backends.triton.kernels.generic",
         name="zero_kernel",
         signature=tuple((name, types[name]) for name in ("out", "ends", *ZERO_NAMES)),
         constants=(("FORM", spec.form), ("BM", 32), ("BN", 128)),

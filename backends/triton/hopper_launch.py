@@ -203,7 +203,7 @@ def names_of(config: Config) -> tuple[str, ...]:
 def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     """The kernel for a spec; classes only, no extents."""
     spec = canonical(packed_spec(given, config))
-    module, name = ("hopper_carry", "carry_kernel") if config.carry else ("hopper", "hopper_kernel")
+    module, name = ("hopper_shift_b", "carry_kernel") if config.carry else ("hopper", "hopper_kernel")
     types = _types(spec, config)
     arguments = tuple((argument, types[argument]) for argument in names_of(config))
     constants = {**_cut(spec, config), **_end(spec, config, given.form), **_roles(spec, config)}
@@ -212,7 +212,7 @@ def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
         # two rings leave no room for rows of 32 bits to turn in
         constants["STORE"] = "row" if spec.out.dtype.itemsize == 4 else constants["STORE"]
     room = raw_bytes(config, spec) if config.carry else 0
-    return KernelSource(f"multigemm.backends.triton.{module}", name, arguments, tuple(constants.items()),
+    return KernelSource(f"multigemm.backends.triton.kernels.{module}", name, arguments, tuple(constants.items()),
                         gluon=True, room=room)  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def records_source(given: ProblemSpec, config: Config) -> KernelSource:
         "ROWS": RECORD_ROWS,
         "STEP": RECORD_STEP,
     }
-    return KernelSource("multigemm.backends.triton.schedule_device", "write_records", tuple(signature.items()),
+    return KernelSource("multigemm.backends.triton.kernels.schedule", "write_records", tuple(signature.items()),
                         tuple(constants.items()))  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def pack_source(operand: OperandSpec, name: str, spec: ProblemSpec) -> KernelSou
     types = "*" + TYPES[operand.dtype]
     numbers = {**dict.fromkeys(("rows", "columns"), "i32"),
                **dict.fromkeys(("group", "row", "col", "target_group", "target_row"), "i64")}  # fmt: skip
-    return KernelSource("multigemm.backends.triton.packing", "pack_kernel",
+    return KernelSource("multigemm.backends.triton.kernels.generic", "pack_kernel",
                         tuple({"source": types, "target": types, **numbers}.items()),
                         (("BM", BLOCK_ROWS), ("BN", BLOCK_COLUMNS), ("ALONG", along)),
                         (("target", 16), ("target_group", 8), ("target_row", 8)))  # fmt: skip

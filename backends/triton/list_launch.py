@@ -127,7 +127,7 @@ def few_source(spec: ProblemSpec, config: Config) -> KernelSource:
     types = argument_types(spec)
     group = ("i32",) * 6 + (types["a"], "i32", types["b"], "i32", types["out"], "i32")
     return KernelSource(
-        module="multigemm.backends.triton.few",
+        module="multigemm.backends.triton.kernels.small_list",
         name="few_kernel",
         signature=(("groups", (group,) * few_slots(spec, config)), ("alpha_bits", "i64")),
         constants=tuple(few_constants(spec, config).items()),
@@ -285,7 +285,8 @@ def list_source(spec: ProblemSpec, config: Config, multiple: int) -> KernelSourc
                  "MULTIPLE": multiple, "A_ORDER": spec.a.order, "B_ORDER": spec.b.order, "ALPHA": spec.alpha,
                  "ACTIVATION": spec.activation, "DEALT": config.programs > 0}  # fmt: skip
     signature = (("maps", (maps,) * slots), ("groups", (group,) * slots), ("alpha_bits", "i64"), ("total", "i32"))
-    return KernelSource("multigemm.backends.triton.hopper_list", "list_kernel", signature, tuple(constants.items()),
+    module = "multigemm.backends.triton.kernels.small_list"
+    return KernelSource(module, "list_kernel", signature, tuple(constants.items()),
                         warps=list_warps(config), gluon=True, registers=list_registers(config))  # fmt: skip
 
 

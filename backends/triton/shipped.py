@@ -4,12 +4,14 @@
 
 compiles every kernel of every class for those compute capabilities (no GPU is needed) and prints
 registers, stack bytes (spills) and shared memory. A stack frame in a shipped kernel is a bug: the
-config is then too large for its class.
+config is then too large for its class. They are read from the cubin itself, so any machine that can
+compile can also check.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,9 +28,52 @@ from multigemm.backends.triton.generic_launch import (
     zero_source,
 )
 from multigemm.backends.triton.hopper_launch import cut_of, hopper_source, pack_source, records_source
-from multigemm.backends.triton.inspect import usage
 from multigemm.backends.triton.list_launch import SLOTS, few_slots, few_source, list_chunks, list_sources
 from multigemm.problem.spec import Form, OperandSpec, ProblemSpec
+
+FRAME_SIZE, REGISTERS = 0x11, 0x2F
+FORMAT_WORDS = 0x04
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Per-thread registers and stack bytes (spills, or arrays that would not stay in registers)."""
+
+    registers: int
+    stack: int
+
+
+def _sections(code: bytes) -> dict[str, bytes]:
+    """Sections of a 64-bit little-endian ELF file by name."""
+    (table,) = struct.unpack_from("<Q", code, 0x28)
+    size, count, names = struct.unpack_from("<HHH", code, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", code, table + i * size) for i in range(count)]
+    text = headers[names][4]
+
+    def name(at: int) -> str:
+        return code[text + at : code.index(b"\0", text + at)].decode()
+
+    return {name(h[0]): code[h[4] : h[4] + h[5]] for h in headers}
+
+
+def _attributes(raw: bytes) -> list[tuple[int, bytes]]:
+    """The records of an .nv.info section: format, attribute, then a size and that many bytes (or a value)."""
+    found, at = [], 0
+    while at + 4 <= len(raw):
+        kind, attribute, size = struct.unpack_from("<BBH", raw, at)
+        length = size if kind == FORMAT_WORDS else 0
+        found.append((attribute, raw[at + 4 : at + 4 + length]))
+        at += 4 + length
+    return found
+
+
+def usage(code: bytes) -> Usage:
+    """The largest register count and stack frame of any function in the cubin."""
+    values: dict[int, list[int]] = {FRAME_SIZE: [0], REGISTERS: [0]}
+    for attribute, data in _attributes(_sections(code).get(".nv.info", b"")):
+        if attribute in values and len(data) == 8:
+            values[attribute].append(struct.unpack("<II", data)[1])
+    return Usage(max(values[REGISTERS]), max(values[FRAME_SIZE]))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Triton kernels that are bound like a plan: looked up and laid out once, then only launched.
 
 Triton finds a kernel anew at every call, by the types and alignment of all arguments, which takes longer than the
@@ -7,16 +6,14 @@ launch. A kernel bound to addresses has them for good, and its launch is one for
 
 from __future__ import annotations
 
-import ctypes
 import re
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.cuda.driver import LaunchConfig, Records, library, settle
+from multigemm.cuda.driver import on_device
+from multigemm.cuda.launch import Kernel
 from multigemm.errors import LibraryError
 
 _PARAMETERS = re.compile(r"\.entry[^(]*\(([^)]*)\)")
@@ -26,7 +23,8 @@ def words(kernel: Any, compiled: Any, values: dict[str, Any]) -> list[int]:
     """The kernel's parameters: what is no constant, then pointers of Triton's own, which these kernels do not use."""
     types = compiled.src.signature
     given = [values[name] for name in kernel.arg_names if types[name] != "constexpr"]
-    own = _PARAMETERS.search(compiled.asm["ptx"]).group(1).count(".param") - len(given)
+    found = _PARAMETERS.search(compiled.asm["ptx"])
+    own = (found.group(1).count(".param") if found else 0) - len(given)
     scratch = compiled.metadata.global_scratch_size
     if own < 0 or scratch:
         raise LibraryError(f"{compiled.name} takes {own} parameters more than it was given, and {scratch} bytes")
@@ -34,22 +32,17 @@ def words(kernel: Any, compiled: Any, values: dict[str, Any]) -> list[int]:
 
 
 def bound(kernel: Any, grid: tuple[int, ...], device: int, warps: int = 4, /, **values: Any) -> Launch:
-    """A launch of `kernel` on the current stream of GPU `device`, the current device; keeps no memory alive."""
-    compiled = kernel.warmup(grid=grid, num_warps=warps, **values)
-    compiled._init_handles()
-    given = words(kernel, compiled, values)
-    block = (ctypes.c_uint64 * len(given))(*given)
-    pointers = (ctypes.c_void_p * len(given))(*(ctypes.addressof(block) + 8 * i for i in range(len(given))))
-    config = LaunchConfig(grid=(*grid, 1, 1)[:3], block=(32 * warps, 1, 1), shared=compiled.metadata.shared)
-    call, records, handle = library().cuLaunchKernelEx, Records(config), ctypes.c_void_p(compiled.function)
-    stream_of = torch._C._cuda_getCurrentRawStream
-    alive = (block, compiled)
+    """A launch of `kernel` on the current stream of GPU `device`, the current device.
 
-    def launch(_alive: Any = alive) -> None:
-        record = records[stream_of(device)]
-        code = call(record, handle, pointers, None)
-        if code:
-            again = partial(call, record, handle, pointers, None)
-            settle(code, device, again, f"cuLaunchKernelEx of {compiled.name}")
-
-    return launch
+    It keeps no memory alive, and stays at the addresses that it was bound to.
+    """
+    with on_device(device):
+        compiled = kernel.warmup(grid=grid, num_warps=warps, **values)
+        compiled._init_handles()
+    x, y, z, *_ = (*grid, 1, 1)
+    loaded = Kernel.loaded(compiled.function, compiled.name, device)
+    launch = loaded.bound(
+        words(kernel, compiled, values), grid=(x, y, z), threads=32 * warps, shared=compiled.metadata.shared,
+        keep=compiled,
+    )  # fmt: skip
+    return launch.__call__

@@ -43,7 +43,7 @@ LINES = (
     "`w_empty`, acquired before the next copies"
 )
 COPIED = frozenset(
-    {("hopper_lines.py", "copy16"), ("hopper_lines.py", "copy_some"), ("hopper_fragments.py", "fragment")}
+    {("hopper_shift_b.py", "copy16"), ("hopper_shift_b.py", "copy_some"), ("hopper_shift_b.py", "fragment")}
 )
 MAIL = frozenset({("hopper_tiles.py", "publish"), ("hopper_tiles.py", "take")})
 
@@ -51,11 +51,11 @@ HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
     "triton": (
         *(
             HandOver(kernel, functions, reason)
-            for kernel, file in (("hopper_kernel", "hopper.py"), ("carry_kernel", "hopper_carry.py"))
+            for kernel, file in (("hopper_kernel", "hopper.py"), ("carry_kernel", "hopper_shift_b.py"))
             for functions, reason in ((MAIL, WORDS), (frozenset({(file, kernel)}), START))
         ),
         HandOver("carry_kernel", COPIED, LINES),
-        HandOver("list_kernel", frozenset({("hopper_list.py", "list_kernel")}), START),
+        HandOver("list_kernel", frozenset({("small_list.py", "list_kernel")}), START),
     ),
 }
 """By backend."""
@@ -90,8 +90,8 @@ def reports(text: str) -> tuple[list[Report], bool]:
 @cache
 def _functions(backend: str, file: str) -> tuple[tuple[int, int, str], ...]:
     """First line, last line and name of the functions of a backend's file."""
-    path = ROOT / "backends" / backend / file
-    tree = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
+    path = next((ROOT / "backends" / backend).rglob(file), None)
+    tree = ast.Module([], []) if path is None else ast.parse(path.read_text())
     return tuple((n.lineno, n.end_lineno or n.lineno, n.name) for n in tree.body if isinstance(n, ast.FunctionDef))
 
 

@@ -17,13 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "triton": {
-        "kernels.py": ("pointer", "hopper"), "schedule_device.py": ("pointer", "hopper"),
-        "epilogue.py": ("pointer", "hopper"),
-        "hopper.py": ("hopper",), "hopper_load.py": ("hopper",), "hopper_store.py": ("hopper",),
-        "hopper_tiles.py": ("hopper",), "hopper_carry.py": ("hopper",), "hopper_lines.py": ("hopper",),
-        "hopper_fragments.py": ("hopper",),
-        "packing.py": ("hopper",), "zeros.py": ("hopper",),
-        "few.py": ("pointer", "hopper"), "hopper_list.py": ("hopper",),
+        "generic.py": ("pointer", "hopper"), "schedule.py": ("pointer", "hopper"), "epilogue.py": ("pointer", "hopper"),
+        "hopper.py": ("hopper",), "hopper_tiles.py": ("hopper",), "hopper_shift_b.py": ("hopper",),
+        "small_list.py": ("pointer", "hopper"),
     },
     "cupy": {},
     "numba": {
@@ -44,11 +40,18 @@ EMULATED = ("pointer", "simt")
 BEHIND = {"memory.py": "else:"}
 """Files that hold kernel source from such a line on only; before it stands what emulation has in its place."""
 
+<<<<<<< HEAD
 GPU_ONLY = (
     "group_rows", "weight_class", "write_records", "zero_kernel", "make_any_finish", "inclusive_scan", "owner_of",
     "make_warp_schedule",
 )  # fmt: skip
 """Functions of these files that an emulator never calls."""
+=======
+GPU_ONLY = ("group_rows", "weight_class", "write_records", "zero_kernel", "pack_kernel", "make_any_finish")
+"""Functions of these files that an emulator never calls; nor does it call those that Gluon compiles."""
+
+GLUON = re.compile(r"^@gluon\.\w+\ndef (\w+)\(", re.MULTILINE)
+>>>>>>> w-triton
 
 OPERATORS: tuple[tuple[str, str, str], ...] = (
     ("wider comparison", r"(?<=[\w)\]] )<(?= [\w(])", "<="),
@@ -164,6 +167,11 @@ def kernels_of(site: Site, backend: str) -> tuple[str, ...]:
     return reach(backend)[Path(site.file).name]
 
 
+def gpu_only(path: Path) -> tuple[str, ...]:
+    """The functions of a file that no emulator calls."""
+    return (*GPU_ONLY, *GLUON.findall(path.read_text()))
+
+
 def sites(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Site]:
     """Every change that the operators offer for a backend's kernels; `emulated`: that runs without a GPU."""
     found: list[Site] = []
@@ -171,7 +179,7 @@ def sites(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Si
         reached = reach(backend, root).get(path.name, ())
         if not reached or (emulated and (path.name in BEHIND or not set(reached) & set(EMULATED))):
             continue
-        for number, line in code_lines(path, GPU_ONLY if emulated else ()):
+        for number, line in code_lines(path, gpu_only(path) if emulated else ()):
             found += _changes(str(path.relative_to(root)), number, line)
     return found
 

@@ -9,10 +9,18 @@ read, write and read them again.
 
 The ring of the weights lies behind all that Triton allocates: its lines are read at any element, which no layout
 of Triton's expresses, so addresses in it are computed here (`RAW_AT`, from the start of shared memory).
+
+Of a line, the aligned pieces round it lie raw in shared memory, and what stands before its start is shifted away
+where it is read into registers. Along k a block continues the lines of the block before it: each slot of the ring
+takes one whole aligned 128 bytes of every line, and a block lies in its slot and the next one. Pieces of each block by
+itself would ask the L2 for most of these 128 bytes twice. Along n, lines of a block are followed by others: each slot
+takes what it needs. A line begins at any element, so a pair of elements lies across two words (lines along k), or in
+two lines (along n).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
@@ -21,23 +29,280 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multigemm.backends.triton.hopper import barriers
-from multigemm.backends.triton.hopper_fragments import (
-    STEP,
-    STRIP,
-    await_lines,
-    elements,
-    fragment,
-    hand_back,
-    place_of,
-)
-from multigemm.backends.triton.hopper_lines import DEEP, after, line_pitch, load_lines, ring_start, slots
-from multigemm.backends.triton.hopper_load import produce
-from multigemm.backends.triton.hopper_store import moved, write
-from multigemm.backends.triton.hopper_tiles import take
+from multigemm.backends.triton.kernels.hopper import barriers, moved, produce, write
+from multigemm.backends.triton.kernels.hopper_tiles import take
 
 # Triton 3.6 calls it otherwise than later versions
 reinterpreted = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+STRIP = gl.constexpr(64)
+# of K in one wgmma
+STEP = gl.constexpr(16)
+DEEP = gl.constexpr(64)
+COLUMNS = gl.constexpr(128)
+# bytes along k that a slot takes of a line: a block's
+CHUNK = gl.constexpr(128)
+# bytes of a line along n in the ring: 128 elements and one piece of 16 bytes more
+PITCH_ROW = gl.constexpr(272)
+EACH = gl.constexpr(17)
+# pieces of a block that are copied as one tensor, whose size is a power of two; the rest follows
+MANY = gl.constexpr(1024)
+
+
+@gluon.constexpr_function
+def slots(stages, order):
+    """Of the ring; along k a block holds two at once."""
+    return stages + 1 if order == "col" else stages
+
+
+@gluon.constexpr_function
+def line_pitch(stages):
+    """Bytes from a line along k to the next: those of all slots, and a piece that moves it by four banks."""
+    return (stages + 1) * 128 + 16
+
+
+@gluon.jit
+def ring_start(raw_at):
+    """The address of what lies behind Triton's own shared memory."""
+    start = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [raw_at], gl.int32, True, 1)
+    return start + raw_at
+
+
+@gluon.jit
+def after(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and its phase."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def copy16(to, source, size):
+    """16 bytes to shared memory, of which the first `size` are read and the others become zero."""
+    gl.inline_asm_elementwise("cp.async.cg.shared.global [$1], [$2], 16, $3; mov.u32 $0, 0;", "=r,r,l,r",
+                              [to, source, size], gl.int32, False, 1)  # fmt: skip
+
+
+@gluon.jit
+def pieces_of(FIRST: gl.constexpr, NUMBER: gl.constexpr):
+    """NUMBER pieces of a block, counted along its lines: each one's number, its line, and where it lies in the line.
+
+    So neighbouring threads copy neighbouring pieces. A line's last piece by itself would ask for its 128 bytes again.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    number = gl.arange(0, NUMBER, layout) + FIRST
+    line = number // EACH
+    return number, line, (number - line * EACH) * 16
+
+
+@gluon.jit
+def sources(start, line, inside, b_line):
+    """From where each piece is copied, and how many bytes before it in its line lie in the block."""
+    at = start + line.to(gl.int64) * b_line * 2
+    ahead = (at & 15).to(gl.int32)
+    return at - ahead.to(gl.int64) + inside.to(gl.int64), inside - ahead
+
+
+@gluon.jit
+def bytes_of(number, before, across, deep):
+    """How many bytes of a piece there are: none behind the last line, nor behind the end of a line."""
+    size = gl.where(number < deep * EACH, across - before, 0)
+    return gl.minimum(gl.maximum(size, 0), 16)
+
+
+@gluon.jit
+def load_along_n(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
+    """Four warps: the aligned pieces round each line of a block of weights.
+
+    What lies behind the end of k becomes zero: products with the zeros of the rows may not meet a NaN.
+    """
+    b, n, b_group, b_line = weights
+    full, empty = w_barriers
+    REST: gl.constexpr = DEEP * EACH - MANY
+    number, line, inside = pieces_of(0, MANY)
+    number_last, line_last, inside_last = pieces_of(MANY, REST)
+    stage = 0
+    phase = 1
+    slot = 0
+    turn = 0
+    g, _, rows, col, _, k_length = take(mail, slot, turn)
+    while rows > 0:
+        start = b + g.to(gl.int64) * b_group * 2 + col.to(gl.int64) * 2
+        source, before = sources(start, line, inside, b_line)
+        source_last, before_last = sources(start, line_last, inside_last, b_line)
+        across = (n - col) * 2
+        for k0 in range(0, gl.maximum(k_length, 1), DEEP):
+            deep = gl.minimum(k_length - k0, DEEP)
+            size = bytes_of(number, before, across, deep)
+            size_last = bytes_of(number_last, before_last, across, deep)
+            mbarrier.wait(empty.index(stage), phase)
+            copy16(raw + stage * (DEEP * PITCH_ROW) + number * 16, source, size)
+            copy16(raw + stage * (DEEP * PITCH_ROW) + number_last * 16, source_last, size_last)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            source = source + b_line * (DEEP * 2)
+            source_last = source_last + b_line * (DEEP * 2)
+            stage, phase = after(stage, phase, STAGES)
+        slot ^= 1
+        if slot == 0:
+            turn ^= 1
+        g, _, rows, col, _, k_length = take(mail, slot, turn)
+
+
+@gluon.jit
+def copy_some(to, source, size):
+    """16 bytes as `copy16`; nothing at all where the size is below 0."""
+    asm: gl.constexpr = """{ .reg .pred some; setp.ge.s32 some, $3, 0;
+        @some cp.async.cg.shared.global [$1], [$2], 16, $3; mov.u32 $0, 0; }"""
+    gl.inline_asm_elementwise(asm, "=r,r,l,r", [to, source, size], gl.int32, False, 1)
+
+
+@gluon.jit
+def load_along_k(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
+    """Four warps: whole aligned 128 bytes of each line, slot after slot, one more than blocks.
+
+    A piece lies as far behind the slot of the tile's first block as behind the piece that its line begins in, so that
+    all lines are read alike. Pieces before that one are left out: in their place may be what the last tile still reads.
+    What lies behind the end of k becomes zero: products with the zeros of the rows may not meet a NaN.
+    """
+    b, n, b_group, b_line = weights
+    full, empty = w_barriers
+    SLOTS: gl.constexpr = slots(STAGES, "col")
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    line = gl.arange(0, COLUMNS, gl.SliceLayout(1, layout))
+    piece = gl.arange(0, 8, gl.SliceLayout(0, layout))
+    to = raw + (line * line_pitch(STAGES))[:, None]
+    chunk = 0
+    phase = 1
+    slot = 0
+    turn = 0
+    g, _, rows, col, _, k_length = take(mail, slot, turn)
+    while rows > 0:
+        start = b + (g.to(gl.int64) * b_group + col.to(gl.int64) * b_line) * 2
+        lines = start + line.to(gl.int64) * b_line * 2
+        skew = (lines & 127).to(gl.int32)
+        source = (lines - skew.to(gl.int64))[:, None] + (piece * 16)[None, :].to(gl.int64)
+        place = (piece * 16)[None, :] - (skew & 112)[:, None]
+        before = (piece * 16)[None, :] - skew[:, None]
+        within = (line < n - col)[:, None]
+        # -1 once, for the pieces before the first one
+        nothing = gl.where(place < 0, -1, 0)
+        for k0 in range(0, (gl.maximum(k_length, 1) + (DEEP - 1)) // DEEP * DEEP + 1, DEEP):
+            size = gl.minimum(gl.maximum((k_length - k0) * 2 - before, 0), 16)
+            size = gl.where(within, size, 0)
+            size = gl.where(nothing < 0, nothing, size)
+            at = place + chunk * CHUNK
+            at = gl.where(at < 0, at + SLOTS * CHUNK, at)
+            mbarrier.wait(empty.index(chunk), phase)
+            copy_some(to + at, source, size)
+            async_copy.mbarrier_arrive(full.index(chunk), increment_count=False)
+            source = source + DEEP * 2
+            nothing = nothing * 0
+            chunk, phase = after(chunk, phase, SLOTS)
+        slot ^= 1
+        if slot == 0:
+            turn ^= 1
+        g, _, rows, col, _, k_length = take(mail, slot, turn)
+
+
+@gluon.jit
+def load_lines(mail, w_barriers, weights, raw, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
+    """Four warps fill the ring of the weights."""
+    if B_ORDER == "col":
+        load_along_k(mail, w_barriers, weights, raw, STAGES)
+    else:
+        load_along_n(mail, w_barriers, weights, raw, STAGES)
+
+
+@gluon.constexpr_function
+def words_at(offset):
+    """Loads two words and shifts the pair that lies across them into one."""
+    loads = f"ld.shared.b32 low, [$1 + {offset}]; ld.shared.b32 high, [$1 + {offset + 4}];"
+    return "{ .reg .b32 low, high; " + loads + " shf.r.wrap.b32 $0, low, high, $2; }"
+
+
+@gluon.constexpr_function
+def halves_at(offset):
+    """Loads a pair from two lines."""
+    loads = f"ld.shared.b16 low, [$1 + {offset}]; ld.shared.b16 high, [$2 + {offset}];"
+    return "{ .reg .b16 low, high; " + loads + " mov.b32 $0, {low, high}; }"
+
+
+@gluon.jit
+def fragment(place, slot, AT: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
+    """64 columns of weights, 16 deep, step AT of the block that begins in a slot: pairs of elements, as wgmma takes its
+    first operand."""
+    line, inside, more = place
+    if B_ORDER == "row":
+        at = line + slot * (DEEP * PITCH_ROW)
+        return gl.inline_asm_elementwise(halves_at(AT * 16 * PITCH_ROW), "=r,r,r", [at, at + more], gl.int32, False, 1)
+    elif AT < 3:
+        at = line + inside + slot * CHUNK
+        return gl.inline_asm_elementwise(words_at(AT * 32), "=r,r,r", [at, more], gl.int32, False, 1)
+    else:
+        # a block's last words may lie in the next slot, and that in front of all others
+        low = inside + (slot * CHUNK + 96)
+        high = low + 4
+        END: gl.constexpr = slots(STAGES, B_ORDER) * CHUNK
+        low = gl.where(low >= END, low - END, low) + line
+        high = gl.where(high >= END, high - END, high) + line
+        asm: gl.constexpr = """{ .reg .b32 low, high;
+            ld.shared.b32 low, [$1]; ld.shared.b32 high, [$2]; shf.r.wrap.b32 $0, low, high, $3; }"""
+        return gl.inline_asm_elementwise(asm, "=r,r,r,r", [low, high, more], gl.int32, False, 1)
+
+
+@gluon.jit
+def elements(pairs, TYPE: gl.constexpr, OPERAND: gl.constexpr):
+    """Pairs as the elements that they are. Nothing moves: in a register of 32 bits each they outlive a loop's turn,
+    where elements of 16 bits would be taken apart, and wgmma would wait for them."""
+    both = gl.join(pairs, pairs).reshape([STRIP, STEP])
+    found = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [both], gl.int16, True, 2)
+    return gl.convert_layout(found.to(TYPE, bitcast=True), OPERAND)
+
+
+@gluon.jit
+def place_of(weights, raw, g, col, PAIRS: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
+    """Where a thread's pairs lie in the first slot: their lines' addresses, how far behind, and by how much a pair lies
+    across words, or how far behind the first element the second one lies, in the next line.
+
+    Lines eight apart lie alike in their 16 bytes: a line's offset is that of the thread's first line.
+    """
+    b, _, b_group, b_line = weights
+    m = gl.arange(0, STRIP, gl.SliceLayout(1, PAIRS))
+    k = gl.arange(0, STEP // 2, gl.SliceLayout(0, PAIRS))
+    start = (b + (g.to(gl.int64) * b_group) * 2).to(gl.int32)
+    step = (b_line * 2).to(gl.int32)
+    if B_ORDER == "col":
+        ahead = (start + (col + m % 8) * step) & 15
+        line = (raw + m * line_pitch(STAGES))[:, None] + 0 * k[None, :]
+        return line, (ahead & 12)[:, None] + (k * 4)[None, :], ((ahead & 2) * 8)[:, None] + 0 * k[None, :]
+    else:
+        ahead = (start + col * 2 + (k * 2 % 8) * step) & 15
+        ahead_next = (start + col * 2 + (k * 2 % 8 + 1) * step) & 15
+        line = raw + (m * 2)[:, None] + (k * (2 * PITCH_ROW) + ahead)[None, :]
+        return line, 0, (PITCH_ROW + ahead_next - ahead)[None, :] + 0 * m[:, None]
+
+
+@gluon.jit
+def await_lines(w_full, at_w, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
+    """Waits for the weights of a block: along k they end in the slot after the one that they begin in, and that one is
+    known to be full."""
+    slot, turn = at_w
+    if B_ORDER == "col":
+        slot, turn = after(slot, turn, slots(STAGES, B_ORDER))
+    mbarrier.wait(w_full.index(slot), turn)
+
+
+@gluon.jit
+def hand_back(w_empty, at_w, LAST: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr):
+    """Frees the slot that a block begins in; along k, the LAST block's second slot as well."""
+    slot, turn = at_w
+    mbarrier.arrive(w_empty.index(slot))
+    slot, turn = after(slot, turn, slots(STAGES, B_ORDER))
+    if LAST and B_ORDER == "col":
+        mbarrier.arrive(w_empty.index(slot))
+        slot, turn = after(slot, turn, slots(STAGES, B_ORDER))
+    return slot, turn
 
 
 @gluon.jit

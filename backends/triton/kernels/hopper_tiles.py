@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multigemm.backends.triton.schedule_device import group_rows
+from multigemm.backends.triton.kernels.schedule import group_rows
 
 STRIP = gl.constexpr(64)
 RECORD = gl.constexpr(8)
@@ -66,7 +66,7 @@ def plus(x, y):
 
 @gluon.jit
 def rows_up_to(ends, extents, MOST: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr):
-    """Tile rows up to each of 256 groups (or 128: hopper_forms.searchable), counted by one warp, all at once."""
+    """Tile rows up to each of 256 groups (or 128: hopper_launch.searchable), counted by one warp, all at once."""
     m, _, _, groups, head = extents
     EACH: gl.constexpr = 4 if MOST == 3 else 8
     lanes: gl.constexpr = gl.BlockedLayout([EACH], [32], [1], [0])
