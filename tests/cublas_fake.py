@@ -2,8 +2,8 @@
 
 `Fake` stands for the library, torch's handle and the driver. It follows the library's rules: column-major operands,
 leading dimensions that cover a column and are counted, addresses as numbers; a call touches no element that it
-does not name. `HostCublas` is the whole backend on it, with the epilogue's CUDA source compiled by the machine's C++ compiler
-and run one thread after the other: it has no barrier, so the order is free. Only a GPU shows the rest: torch's
+does not name. `HostCublas` is the whole backend on it, with the epilogue's CUDA source compiled by the machine's C++
+compiler and run one thread after the other: it has no barrier, so the order is free. Only a GPU shows the rest: torch's
 grouped_mm, what streams overlap, and the speed.
 """
 
@@ -30,7 +30,7 @@ from multigemm.backend import Availability, Launch, Recipe
 from multigemm.backends.cublas import calls, epilogue, launch, library, run, streams, support, torch_names
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.config import Config
-from multigemm.backends.cublas.leading import Shape, countable
+from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Call
 from multigemm.cuda import driver, nvrtc
 from multigemm.planning.operands import Operands
@@ -45,11 +45,16 @@ TORCHS, CURRENT, TORCHS_MODE, TORCHS_SPACE = 1, 7, 3, 9
 # --- what a call computes --------------------------------------------------------------------------
 
 
+def _counts(distance: int, itemsize: int) -> bool:
+    """How far every kernel of the library is known to count."""
+    return distance < 2**30 and distance * itemsize < 2**31
+
+
 def _matrix(address: int, kind: int, rows: int, cols: int, ld: int) -> npt.NDArray[Any]:
     """A column-major [rows, cols] view of memory."""
     dtype = np.dtype(NUMPY[kind])
     assert ld >= max(1, rows), f"leading dimension {ld} is less than {rows} rows"
-    assert cols <= 1 or countable(ld, dtype.itemsize), f"leading dimension {ld} is not counted"
+    assert cols <= 1 or _counts(ld, dtype.itemsize), f"leading dimension {ld} is not counted"
     assert address % dtype.itemsize == 0
     memory: Any = (ctypes.c_char * (((cols - 1) * ld + rows) * dtype.itemsize)).from_address(address)
     flat: npt.NDArray[Any] = np.frombuffer(memory, dtype=dtype)
@@ -87,7 +92,7 @@ def _products(name: str, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
     elif name == "strided":
         one, steps = [v for i, v in enumerate(values[:19]) if i not in (9, 13, 18)], [values[i] for i in (9, 13, 18)]
         sizes = [np.dtype(NUMPY[values[i]]).itemsize for i in (7, 7, 16)]
-        assert all(map(countable, steps, sizes))
+        assert all(map(_counts, steps, sizes))
         for i in range(values[19]):
             at = [one[x] + i * step * size for x, step, size in zip((6, 9, 13), steps, sizes, strict=True)]
             yield [*one[:6], at[0], *one[7:9], at[1], *one[10:13], at[2], *one[14:]]

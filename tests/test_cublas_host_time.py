@@ -164,9 +164,7 @@ def test_without_torchs_private_names_the_public_function_is_called(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_names, "redispatch", None)
-    monkeypatch.setattr(
-        torch.nn.functional, "grouped_mm", lambda a, b, offs: multiplied(None, a, b, offs, None, None)
-    )
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda a, b, offs: multiplied(None, a, b, offs, None, None))
     ops = _operands(sizes=SIZES)
     ops.out.fill_(7)  # type: ignore[union-attr]
     launch.plan(ops.spec, Config("grouped_mm"), CUDA).bind(ops)()

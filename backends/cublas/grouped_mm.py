@@ -51,7 +51,7 @@ def _seen(ops: Operands, steps: list[Step]) -> Seen:
         copies = Copies()
         a, b = stage_side(a, copies), stage_side(b, copies)
         out = out if readable(out) else compact(out, out.dtype, out.device)
-        steps.append(copies)
+        steps += [copies] if copies.pairs else []
     if min(*a.shape, *b.shape, *out.shape) == 1:
         a, b, out = legal(a, a_rows), legal(b, b_rows), legal(out, True)
     if a_rows and b.dim() == 2:

@@ -103,7 +103,7 @@ class Streamed:
     ) -> None:
         self._library, self._batch, self._device = library, batch, device.index or 0
         work, least = _work(shapes)
-        self._here, *self._shares = ([*map(batch.calls.__getitem__, share)] for share in shares(work, streams))
+        self._here, *self._shares = [[*map(batch.calls.__getitem__, share)] for share in shares(work, streams)]
         self._short = least < CALL_US * len(shapes)
         self._apart = bool(self._shares) and not (self._short and len(shapes) > streams)
         self._spaces: list[Tensor] = []
