@@ -131,10 +131,11 @@ def test_every_side_works_in_memory_of_its_own(fake: Fake) -> None:
     """In one workspace for several streams the split sums of two products would mix."""
     used: dict[str, tuple[int, int]] = {}
     launch = streamed(fake)
-    launch._here = (fake.named("a", also=lambda: used.update(a=(fake.stream, fake.space))),)
-    launch._shares = [
-        (fake.named(name, also=lambda name=name: used.update({name: (fake.stream, fake.space)})),) for name in "bc"
-    ]
+
+    def note(name: str) -> Any:
+        return [fake.named(name, also=lambda: used.update({name: (fake.stream, fake.space)}))]
+
+    launch._here, *launch._shares = map(note, "abc")
     launch(CURRENT)
     assert used["a"] == (CURRENT, TORCHS_SPACE)
     assert len({stream for stream, _ in used.values()}) == len({space for _, space in used.values()}) == 3
@@ -165,7 +166,7 @@ def test_a_capture_keeps_the_sides_that_it_uses_and_works_in_other_memory(fake: 
     spaces: list[int] = []
     fake.capture_of = dict.fromkeys((CURRENT, 101, 102), 5)
     note = fake.named("noted", also=lambda: spaces.append(fake.space))
-    launch._here, launch._shares = (note,), [(note,), (note,)]
+    launch._here, launch._shares = [note], [[note], [note]]
     launch(CURRENT)
     launch(CURRENT)
     assert fake.streams == 102

@@ -18,6 +18,7 @@ VARIANTS: tuple[Variant, ...] = get_args(Variant)
 LARGEST_GROUPED_MM = 1023
 GROUPED_ALIGNMENT = 16
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+ALLOCATES = "takes two small pieces of memory from torch's allocator at each call, which no argument spares"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def grouped_mm_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
 
 
 def why(spec: ProblemSpec, config: Config, syncs: bool, grouped_mm: bool) -> str:
-    """What a plan says of its calls before any size is known; `grouped_mm` if they are that for certain."""
+    """What a plan says of its calls before any size is known; `grouped_mm` if they may be that."""
     parts = []
     if config.variant == "auto":
         parts.append("the calls are chosen per problem, by its sizes")
@@ -132,7 +133,8 @@ def why(spec: ProblemSpec, config: Config, syncs: bool, grouped_mm: bool) -> str
     elif spec.alpha != "zero" and spec.bias is not None:
         parts.append("the bias is laid into the result, and the library adds to it")
     if grouped_mm:
-        parts.append("torch's grouped_mm takes two small pieces of memory from the caching allocator at each call")
+        certain = config.variant == "grouped_mm" or spec.device_sizes
+        parts.append(f"{'' if certain else 'where it is chosen, '}torch's grouped_mm {ALLOCATES}")
     copied = [name for name, o in (("a", spec.a), ("b", spec.b)) if o.order == "strided" or not o.dense]
     if copied:
         parts.append(f"packed copy of {' and '.join(copied)}: no leading dimension expresses the strides")

@@ -96,7 +96,7 @@ def _from_host(ops: Operands, seen: Seen, steps: list[Step], offsets: Ints) -> S
 
 def _ends(ops: Operands, start: int) -> Tensor:
     """The ends on the device as grouped_mm takes them; those that came from the host were checked there."""
-    given: Any = ops.ends
+    given = cast(Tensor, ops.ends)
     return (given - start if start else given).to(torch.int32)
 
 

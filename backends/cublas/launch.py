@@ -91,8 +91,7 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
         raise BackendUnsupported({f"cublas ({config.variant})": reasons})
     how = method(spec, config, device)
     tell = partial(_tell, how=how) if config.variant == "auto" else None
-    certain = how.grouped_mm and (config.variant == "grouped_mm" or spec.device_sizes)
-    said = why(spec, config, how.syncs, certain)
+    said = why(spec, config, how.syncs, how.grouped_mm)
     return Recipe(f"cublas.{config.variant}", config, partial(_bind, how=how), said, how.syncs, tell)
 
 
