@@ -19,13 +19,11 @@ from multigemm.backends.cublas.leading import Leading, countable
 from multigemm.errors import BackendUnsupported
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec
-from multigemm.testing import Stand, World, check
+from multigemm.testing import Limits, Stand, World, check
 from multigemm.testing.subject import Subject
-from tests import cublas_fake
+from tests import cublas_fake, test_cublas_world
 from tests.cublas_fake import CUDA, Fake, HostCublas, install_epilogue
 from tests.cublas_far_cases import ARENA, DTYPES, Far, Placed, cases, limit, reserved
-from tests.test_cublas_world import TYPES
-from tests.test_cublas_world import _case as random_typed
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -100,19 +98,20 @@ def test_a_stack_of_distant_matrices_goes_by_addresses(fake: Fake, arena: torch.
 
 @pytest.mark.parametrize("variant", ["loop", "batched"])
 def test_random_problems_where_little_is_counted(monkeypatch: pytest.MonkeyPatch, fake: Fake, variant: str) -> None:
-    """The library counts 131 elements, so that many an operand of a small problem lies too far apart."""
+    """The library counts 32 elements, so that many an operand of a small problem lies too far apart."""
     copied: list[torch.Tensor] = []
     memory = staging._memory
-    monkeypatch.setattr(leading, "FARTHEST_ELEMENTS", 132)
-    monkeypatch.setattr(cublas_fake, "_counts", lambda distance, itemsize: distance < 132)
+    monkeypatch.setattr(test_cublas_world, "LIMITS", Limits(work=1 << 12, longest=24, groups=6))
+    monkeypatch.setattr(leading, "FARTHEST_ELEMENTS", 33)
+    monkeypatch.setattr(cublas_fake, "_counts", lambda distance, itemsize: distance < 33)
     monkeypatch.setattr(staging, "_memory", lambda t, device: copied.append(t) or memory(t, device))  # type: ignore[func-returns-value]
     subject = Subject(HostCublas(variant))
-    for types in TYPES:
+    for types in test_cublas_world.TYPES:
         for seed in range(24):
-            case = random_typed(seed, types)
+            case = test_cublas_world._case(seed, types)
             outcome = check(Stand.build(World.build(case), torch.device("cpu")), subject)
             assert outcome.ok, (case, [str(finding) for finding in outcome.findings])
-    assert len([t for t in copied if max(t.stride()[-2:]) >= 132]) >= 5
+    assert len([t for t in copied if max(t.stride()[-2:]) >= 33]) >= 5
 
 
 def _as_a_gpus(stand: Placed) -> Operands:
