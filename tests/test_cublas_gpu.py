@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm.backends.cublas import torch_names
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.library import cublas, handle
 from tests.cublas_gpu_cases import ALL, exact_rows, ints, offsets_of
@@ -233,3 +235,59 @@ def test_int8_wraps_and_adds_c() -> None:
     total = k * 128 * 128
     wrapped = (total + 2**31) % 2**32 - 2**31
     assert torch.equal(out, wrapped + 2 * c)
+
+
+# --- torch's grouped_mm, with an output -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["rows", "transposed weights", "sliced result", "weight gradients"])
+@pytest.mark.parametrize("private", [True, False])
+def test_grouped_mm_gives_torchs_bits(monkeypatch: pytest.MonkeyPatch, layout: str, private: bool) -> None:
+    """Through the dispatch mode, and through the public function where torch's private names are missing."""
+    if not private:
+        monkeypatch.setattr(torch_names, "redispatch", None)
+    gen = torch.Generator("cuda").manual_seed(1)
+    values = partial(torch.randn, generator=gen, device="cuda", dtype=torch.bfloat16)
+    ends = torch.tensor([96, 96, 300, 512], device="cuda", dtype=torch.int32)
+    a, b, out, jagged = values(512, 256), values(4, 256, 192), values(512, 192), "m"
+    if layout == "transposed weights":
+        b = values(4, 192, 256).transpose(1, 2)
+    elif layout == "sliced result":
+        out = values(512, 384)[:, :192]
+    elif layout == "weight gradients":
+        a, b, out, jagged = values(512, 256).t(), values(512, 192), values(4, 256, 192), "k"
+        ends = torch.tensor([96, 128, 304, 512], device="cuda", dtype=torch.int32)
+    problem = mg.GroupedGemmProblem(a, b, ends=ends, out=out, jagged=jagged)
+    got = mg.plan(problem, backend="cublas", config=Config("grouped_mm"))()
+    assert got.data_ptr() == out.data_ptr()
+    assert torch.equal(out, torch.nn.functional.grouped_mm(a, b, offs=ends))
+
+
+def test_an_error_of_grouped_mm_is_torchs_own() -> None:
+    """And the dispatch mode is gone behind it."""
+    groups = 1100
+    a, b, out = ints(64, 64), ints(1, 64, 64).expand(groups, -1, -1), ints(64, 64)
+    step = torch_names.GroupedMM(a, b, torch.full((groups,), 64, device="cuda", dtype=torch.int32), out)
+    with pytest.raises(RuntimeError, match="1024 groups"):
+        step(0)
+    assert torch.empty_strided((64, 64), (64, 1), device="cuda", dtype=out.dtype).data_ptr() != out.data_ptr()
+    torch.cuda.synchronize()
+
+
+def test_plans_can_be_thrown_away_while_their_calls_run() -> None:
+    """Nothing is freed too early or kept for ever."""
+    ends = torch.tensor([512, 1024, 1500, 2048], device="cuda", dtype=torch.int32)
+    before = 0
+    for turn in range(30):
+        a, b = ints(2048, 1024, seed=turn), ints(4, 1024, 1024, seed=turn + 1)
+        plan = mg.plan(mg.GroupedGemmProblem(a, b, ends=ends), backend="cublas", config=Config("grouped_mm"))
+        for _ in range(3):
+            got = plan()
+        want = torch.nn.functional.grouped_mm(a, b, offs=ends)
+        del plan, a, b
+        assert torch.equal(got, want)
+        del got, want
+        torch.cuda.synchronize()
+        if turn == 2:
+            before = torch.cuda.memory_allocated()
+    assert torch.cuda.memory_allocated() == before

@@ -11,40 +11,49 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.backends.cublas import calls
+from multigemm.backends.cublas import calls, choose
 from multigemm.backends.cublas.leading import Leading, Shape, leading, shape_of
 from multigemm.backends.cublas.library import NO_TRANSPOSE, TRANSPOSE
-from multigemm.backends.cublas.products import Bytes, Product, cut, even_steps, list_products, merged, packed_products
+from multigemm.backends.cublas.products import (
+    Bytes,
+    Product,
+    cut,
+    even_steps,
+    list_products,
+    merged,
+    packed_cuts,
+    packed_forms,
+    packed_products,
+)
 from multigemm.backends.cublas.run import shares
 from multigemm.backends.cublas.staging import Copies, stage, writable
 from multigemm.planning.operands import Operands, group_table, packed
 from multigemm.planning.staging import stage as stage_problem
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from tests.cublas_model import ModelLibrary, run
+from tests.cublas_fake import Fake, make
 
 CPU = torch.device("cpu")
 VARIANTS = ("loop", "batched", "grouped")
 
 
 def test_strides_become_leading_dimensions() -> None:
-    assert leading(3, 5, 5, 1) == Leading(True, 5)
-    assert leading(3, 5, 9, 1) == Leading(True, 9)
-    assert leading(3, 5, 1, 3) == Leading(False, 3)
-    assert leading(3, 5, 1, 1 << 33) == Leading(False, 1 << 33)
+    assert leading(3, 5, 5, 1, 2) == Leading(True, 5)
+    assert leading(3, 5, 9, 1, 2) == Leading(True, 9)
+    assert leading(3, 5, 1, 3, 2) == Leading(False, 3)
 
 
 @pytest.mark.parametrize("strides", [(5, 2), (0, 1), (4, 1), (1, 0), (1, 2), (10, 3)])
 def test_strides_that_blas_cannot_say(strides: tuple[int, int]) -> None:
-    assert leading(3, 5, *strides) is None
+    assert leading(3, 5, *strides, 2) is None
 
 
 def test_strides_of_single_rows_and_columns_mean_nothing() -> None:
-    assert leading(1, 5, 0, 1) == Leading(True, 5)
-    assert leading(1, 5, 0, 7) == Leading(False, 7)
-    assert leading(3, 1, 1, 0) == Leading(False, 3)
-    assert leading(3, 1, 6, 0) == Leading(True, 6)
-    assert leading(1, 1, 0, 0) == Leading(True, 1)
+    assert leading(1, 5, 0, 1, 2) == Leading(True, 5)
+    assert leading(1, 5, 0, 7, 2) == Leading(False, 7)
+    assert leading(3, 1, 1, 0, 2) == Leading(False, 3)
+    assert leading(3, 1, 6, 0, 2) == Leading(True, 6)
+    assert leading(1, 1, 0, 0, 2) == Leading(True, 1)
 
 
 def test_a_result_by_rows_swaps_the_operands() -> None:
@@ -55,9 +64,8 @@ def test_a_result_by_rows_swaps_the_operands() -> None:
 
 
 def test_offsets_that_lie_are_clamped() -> None:
-    starts, ends = cut(np.array([-4, 3, 2, 99], dtype=np.int64), 10)
-    assert starts.tolist() == [0, 3, 2]
-    assert ends.tolist() == [3, 3, 10]
+    assert cut(np.array([-4, 3, 2, 99], dtype=np.int64), 10) == ([0, 3, 2], [3, 0, 8])
+    assert cut(np.array([12, 14], dtype=np.int64), 10) == ([10], [0])
 
 
 def _operands(problem: GroupedGemmProblem, out: Any) -> Operands:
@@ -65,13 +73,19 @@ def _operands(problem: GroupedGemmProblem, out: Any) -> Operands:
 
 
 def _batch(ops: Operands, variant: str, products: list[Product]) -> calls.Batch:
-    library, t = cast(Any, ModelLibrary), calls.types(ops.spec, ops.spec.out.dtype, ops.alpha, 0.0)
+    library, t = cast(Any, Fake()), calls.types(ops.spec, ops.spec.out.dtype, ops.alpha, 0.0)
     size = ops.spec.compute.itemsize
     if variant == "grouped":
         return calls.one_for_all(library, products, t, CPU)
     if variant == "batched":
-        return calls.one_per_shape(library, products, t, (size, size), CPU)
+        return calls.one_per_shape(library, products, t, Bytes(size, size), CPU)
     return calls.one_each(library, products, t)
+
+
+def _packed_products(ops: Operands, size: Bytes) -> list[Product]:
+    p = packed(ops)
+    cuts = packed_cuts(p, size, ops.host_offsets, ops.host_valid_rows, packed_forms(p, size))
+    return packed_products(cuts, size)
 
 
 def _solve(problem: GroupedGemmProblem, out: Any, variant: str) -> list[str]:
@@ -81,11 +95,11 @@ def _solve(problem: GroupedGemmProblem, out: Any, variant: str) -> list[str]:
     copies(0)
     ops = replace(ops, a=a, b=b)
     if ops.spec.form == "per_group":
-        products = list_products(group_table(ops))
+        products = list_products(group_table(ops), Bytes(ops.spec.compute.itemsize, ops.spec.compute.itemsize))
     else:
         size = ops.spec.compute.itemsize
-        products = packed_products(packed(ops), Bytes(size, size), ops.host_offsets, ops.host_valid_rows)
-    return run(_batch(ops, variant, products)) if products else []
+        products = _packed_products(ops, Bytes(size, size))
+    return make(_batch(ops, variant, products)) if products else []
 
 
 def _laid(shape: tuple[int, ...], order: str, seed: int) -> Tensor:
@@ -134,6 +148,23 @@ def _owned(out: Tensor, form: str, grouping: dict[str, Any], g: int) -> Tensor:
         start, end = grouping["offsets"][g : g + 2]
         return out[:, start:end] if grouping.get("jagged") == "n" else out[start:end]
     return out[g, : grouping["valid_rows"][g]] if form == "masked" else out[g]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_groups_weigh_as_much_as_their_products(form: str) -> None:
+    """A variant may be chosen before products are made of the groups."""
+    shape_a, shape_b, shape_out, grouping = FORMS[form]
+    problem = GroupedGemmProblem(_laid(shape_a, "row", 1), _laid(shape_b, "col", 2), **grouping)
+    ops = _operands(problem, torch.zeros(shape_out, dtype=torch.float64))
+    p, size = packed(ops), Bytes(8, 8)
+    cuts = packed_cuts(p, size, ops.host_offsets, ops.host_valid_rows, packed_forms(p, size))
+    ours, wanted = choose.work_of(ops.spec, cuts), choose.work_of(ops.spec, packed_products(cuts, size))
+    if wanted is None:
+        assert ours is None
+        return
+    assert ours is not None
+    for name in choose.Work.__slots__:
+        assert np.array_equal(getattr(ours, name), getattr(wanted, name)), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -220,8 +251,8 @@ def test_a_batch_above_the_grid_limit_is_split() -> None:
     count, out = 70000, torch.zeros(70000, 1, 1, dtype=torch.float64)
     a, b = torch.ones(count, 1, 2, dtype=torch.float64), torch.ones(count, 2, 1, dtype=torch.float64)
     ops = _operands(GroupedGemmProblem(a, b, out=out), out)
-    batch = _batch(ops, "batched", packed_products(packed(ops), Bytes(8, 8), None, None))
-    assert [call.args[19].value for call in batch.calls] == [65535, 4465]
+    batch = _batch(ops, "batched", _packed_products(ops, Bytes(8, 8)))
+    assert [args[19].value for _, args, _ in batch.calls] == [65535, 4465]
 
 
 def _product(m: int, at: int = 0) -> Product:

@@ -10,41 +10,45 @@ import torch
 
 from multigemm.backends.cublas import run, streams
 from multigemm.backends.cublas.calls import Batch
-from multigemm.backends.cublas.library import EXACT_MATH, issue
+from multigemm.backends.cublas.library import EXACT_MATH
 from multigemm.cuda import driver as cuda_driver
 from multigemm.cuda import nvrtc
 from multigemm.cuda.driver import NO_CONTEXT
 from multigemm.errors import LibraryError
-from tests.cublas_machine import CURRENT, TORCHS, TORCHS_MODE, Machine, install, streamed
+from tests.cublas_fake import CURRENT, TORCHS_MODE, TORCHS_SPACE, Fake, install, streamed
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     return install(monkeypatch)
 
 
-def test_the_mode_of_the_handle_is_lent_and_returned(machine: Machine) -> None:
-    library: Any = machine
-    issue(library, machine.handle(), [machine.gemm("a"), machine.gemm("b")])
-    assert machine.log == [("call", name, CURRENT, EXACT_MATH) for name in "ab"]
-    assert machine.mode_of[TORCHS] == TORCHS_MODE
+def as_torch_left_it(fake: Fake) -> bool:
+    return (fake.stream, fake.mode, fake.space) == (CURRENT, TORCHS_MODE, TORCHS_SPACE)
 
 
-def test_a_status_is_an_error_and_the_mode_comes_back(machine: Machine) -> None:
-    library: Any = machine
+def test_the_mode_of_the_handle_is_lent_and_returned(fake: Fake) -> None:
+    library: Any = fake
+    run.Calls(library, Batch([fake.named("a"), fake.named("b")]))(CURRENT)
+    assert fake.log == [("call", name, CURRENT, EXACT_MATH) for name in "ab"]
+    assert as_torch_left_it(fake)
+
+
+def test_a_status_is_an_error_and_the_mode_comes_back(fake: Fake) -> None:
+    library: Any = fake
     with pytest.raises(LibraryError, match=r"a returned NOT_SUPPORTED \(15\)"):
-        issue(library, machine.handle(), [machine.gemm("a", 15), machine.gemm("b")])
-    assert machine.log == [("call", "a", CURRENT, EXACT_MATH)]
-    assert machine.mode_of[TORCHS] == TORCHS_MODE
+        run.Calls(library, Batch([fake.named("a", 15), fake.named("b")]))(CURRENT)
+    assert fake.log == [("call", "a", CURRENT, EXACT_MATH)]
+    assert as_torch_left_it(fake)
 
 
-def test_a_graph_may_hold_other_calls(machine: Machine) -> None:
-    library: Any = machine
-    calls = run.Calls(library, Batch([machine.gemm("eager")]), Batch([machine.gemm("a"), machine.gemm("b")]))
+def test_a_graph_may_hold_other_calls(fake: Fake) -> None:
+    library: Any = fake
+    calls = run.Calls(library, Batch([fake.named("eager")]), Batch([fake.named("a"), fake.named("b")]))
     calls(CURRENT)
-    machine.capture_of[CURRENT] = 5
+    fake.capture_of[CURRENT] = 5
     calls(CURRENT)
-    assert [entry[1] for entry in machine.log] == ["eager", "a", "b"]
+    assert [entry[1] for entry in fake.log] == ["eager", "a", "b"]
 
 
 def test_the_largest_products_go_to_streams_of_their_own() -> None:
@@ -52,29 +56,29 @@ def test_the_largest_products_go_to_streams_of_their_own() -> None:
     assert run.shares([5], 4) == [[0]]
 
 
-def test_side_streams_fork_and_join(machine: Machine) -> None:
-    streamed(machine)(CURRENT)
-    kinds = [entry[:2] if entry[0] == "call" else entry[0] for entry in machine.log]
+def test_side_streams_fork_and_join(fake: Fake) -> None:
+    streamed(fake)(CURRENT)
+    kinds = [entry[:2] if entry[0] == "call" else entry[0] for entry in fake.log]
     assert kinds[:2] == ["record", ("call", "a")]
-    assert machine.log[0][2] == CURRENT
-    fork = machine.log[0][1]
-    of = machine.called()
+    assert fake.log[0][2] == CURRENT
+    fork = fake.log[0][1]
+    of = fake.called()
     assert {of["b"], of["c"]} == {101, 102}
     assert of["c"] == of["d"]
     for name, stream in ((name, of[name]) for name in "bcd"):
-        at = machine.log.index(("call", name, stream, EXACT_MATH))
-        assert machine.log.index(("wait", fork, stream)) < at
-        ended = next(i for i, entry in enumerate(machine.log) if entry[0] == "record" and entry[2] == stream)
+        at = fake.log.index(("call", name, stream, EXACT_MATH))
+        assert fake.log.index(("wait", fork, stream)) < at
+        ended = next(i for i, entry in enumerate(fake.log) if entry[0] == "record" and entry[2] == stream)
         assert at < ended
-        assert machine.log.index(("wait", machine.log[ended][1], CURRENT)) > ended
-    assert ("call", "a", CURRENT, EXACT_MATH) in machine.log
-    assert (machine.stream_of[TORCHS], machine.mode_of[TORCHS]) == (CURRENT, TORCHS_MODE)
+        assert fake.log.index(("wait", fake.log[ended][1], CURRENT)) > ended
+    assert ("call", "a", CURRENT, EXACT_MATH) in fake.log
+    assert as_torch_left_it(fake)
 
 
-def test_a_failed_call_leaves_the_handle_as_it_was(machine: Machine) -> None:
+def test_a_failed_call_leaves_the_handle_as_it_was(fake: Fake) -> None:
     with pytest.raises(LibraryError, match="d returned NOT_SUPPORTED"):
-        streamed(machine, status=15)(CURRENT)
-    assert (machine.stream_of[TORCHS], machine.mode_of[TORCHS]) == (CURRENT, TORCHS_MODE)
+        streamed(fake, status=15)(CURRENT)
+    assert as_torch_left_it(fake)
 
 
 @pytest.mark.parametrize(
@@ -88,85 +92,95 @@ def test_the_workspace_is_sized_as_torchs(monkeypatch: pytest.MonkeyPatch, confi
     streams.workspace_bytes.cache_clear()
 
 
-def test_many_short_products_take_one_stream(machine: Machine) -> None:
+def test_many_short_products_take_one_stream(fake: Fake) -> None:
     """Their calls take the host longer than the device; only a graph runs them beside each other."""
-    streamed(machine, size=8)(CURRENT)
-    assert machine.streams == 100
-    assert [entry[:3] for entry in machine.log] == [("call", name, CURRENT) for name in "abcd"]
+    streamed(fake, size=8)(CURRENT)
+    assert fake.streams == 100
+    assert [entry[:3] for entry in fake.log] == [("call", name, CURRENT) for name in "abcd"]
 
 
-def test_as_few_short_products_as_streams_run_at_once(machine: Machine) -> None:
+def test_as_few_short_products_as_streams_run_at_once(fake: Fake) -> None:
     """What events cost the host is less than what the device would wait for one after the other."""
-    streamed(machine, size=8, count=4)(CURRENT)
-    assert len(set(machine.called().values())) == 4
+    streamed(fake, size=8, count=4)(CURRENT)
+    assert len(set(fake.called().values())) == 4
 
 
-def test_short_products_do_without_sides_where_there_is_no_memory(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_products_do_without_sides_where_there_is_no_memory(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room for a workspace")
 
-    late = streamed(machine, size=8, count=4)
+    late = streamed(fake, size=8, count=4)
     monkeypatch.setattr(run, "borrow", full)
-    for launch in (late, streamed(machine, size=8, count=4)):
-        machine.log.clear()
+    for launch in (late, streamed(fake, size=8, count=4)):
+        fake.log.clear()
         launch(CURRENT)
-        assert [entry[:3] for entry in machine.log] == [("call", name, CURRENT) for name in "abcd"]
+        assert [entry[:3] for entry in fake.log] == [("call", name, CURRENT) for name in "abcd"]
     with pytest.raises(torch.OutOfMemoryError, match="workspace"):
-        streamed(machine)
+        streamed(fake)
 
 
-def test_sides_are_lent_for_a_launch(machine: Machine) -> None:
+def test_sides_are_lent_for_a_launch(fake: Fake) -> None:
     """However many launches are bound, there are as many sides as one of them uses; each has a workspace."""
-    launches = [streamed(machine) for _ in range(3)]
+    launches = [streamed(fake) for _ in range(3)]
     for launch in launches:
         launch(CURRENT)
-    assert machine.streams == 102
-    assert len({space for blas, space in machine.space_of.items() if blas != TORCHS}) == 2
+    assert fake.streams == 102
 
 
-def test_a_failed_call_gives_its_sides_back(machine: Machine) -> None:
+def test_every_side_works_in_memory_of_its_own(fake: Fake) -> None:
+    """In one workspace for several streams the split sums of two products would mix."""
+    used: dict[str, tuple[int, int]] = {}
+    launch = streamed(fake)
+
+    def note(name: str) -> Any:
+        return [fake.named(name, also=lambda: used.update({name: (fake.stream, fake.space)}))]
+
+    launch._here, *launch._shares = map(note, "abc")
+    launch(CURRENT)
+    assert used["a"] == (CURRENT, TORCHS_SPACE)
+    assert len({stream for stream, _ in used.values()}) == len({space for _, space in used.values()}) == 3
+    assert 0 not in {space for _, space in used.values()}
+    assert as_torch_left_it(fake)
+
+
+def test_a_failed_call_gives_its_sides_back(fake: Fake) -> None:
     with pytest.raises(LibraryError):
-        streamed(machine, status=15)(CURRENT)
-    streamed(machine)(CURRENT)
-    assert machine.streams == 102
+        streamed(fake, status=15)(CURRENT)
+    streamed(fake)(CURRENT)
+    assert fake.streams == 102
 
 
-def test_sides_belong_to_the_stream_they_fork_from(machine: Machine) -> None:
+def test_sides_belong_to_the_stream_they_fork_from(fake: Fake) -> None:
     """Else launches of two streams would wait for each other."""
-    launch = streamed(machine)
+    launch = streamed(fake)
     launch(CURRENT)
-    first = set(machine.called().values())
-    machine.log.clear()
+    first = set(fake.called().values())
+    fake.log.clear()
     launch(CURRENT + 1)
-    assert first & set(machine.called().values()) == {CURRENT}  # torch's handle
+    assert first & set(fake.called().values()) == {CURRENT}  # where torch's handle is
 
 
-def test_a_capture_keeps_the_sides_that_it_uses_and_works_in_other_memory(machine: Machine) -> None:
-    launch, other = streamed(machine, size=8), streamed(machine)
-    own = dict(machine.space_of)
-    lent: list[dict[int, int]] = []
-    machine.capture_of = dict.fromkeys((CURRENT, 101, 102), 5)
-
-    def gemm(blas: Any) -> int:
-        lent.append(dict(machine.space_of))
-        return 0
-
-    launch._shares[0] = (launch._shares[0][0]._replace(function=gemm),)
+def test_a_capture_keeps_the_sides_that_it_uses_and_works_in_other_memory(fake: Fake) -> None:
+    launch, other = streamed(fake, size=8), streamed(fake)
+    eager = {TORCHS_SPACE} | {side.space.data_ptr() for kit in streams._kits[0, CURRENT] for side in kit.sides}
+    spaces: list[int] = []
+    fake.capture_of = dict.fromkeys((CURRENT, 101, 102), 5)
+    note = fake.named("noted", also=lambda: spaces.append(fake.space))
+    launch._here, launch._shares = [note], [[note], [note]]
     launch(CURRENT)
     launch(CURRENT)
-    assert machine.streams == 102
-    assert not set(lent[0].values()) & set(own.values())
-    assert lent[0] == lent[1]
-    assert machine.space_of == own
-    del machine.capture_of[CURRENT]  # goes on elsewhere
+    assert fake.streams == 102
+    assert len(set(spaces)) == 3
+    assert not set(spaces) & eager
+    assert spaces[:3] == spaces[3:]
+    assert as_torch_left_it(fake)
+    del fake.capture_of[CURRENT]  # goes on elsewhere
     other(CURRENT)
-    assert set(machine.called().values()) >= {103, 104}
-    machine.capture_of.clear()
+    assert set(fake.called().values()) >= {103, 104}
+    fake.capture_of.clear()
     other(CURRENT)
     other(CURRENT)
-    assert machine.streams == 104
+    assert fake.streams == 104
 
 
 # --- kernels of our own ---------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.testing import Case, Limits, Stand, World, check, random_case
 from multigemm.testing.strategies import legal
 from multigemm.testing.subject import Subject
-from tests.cublas_world import HostCublas, HostKernel, install
+from tests.cublas_fake import HostCublas, HostKernel, install_epilogue
 
 TYPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"c_dtype": "float32", "bias_dtype": "bfloat16", "out_dtype": "bfloat16", "activation": "gelu"},
@@ -43,9 +43,9 @@ def _case(seed: int, types: str) -> Case:
 
 
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("variant", ["loop", "batched"])
+@pytest.mark.parametrize("variant", ["loop", "batched", "streams"])
 def test_random_problems(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, variant: str) -> None:
-    install(monkeypatch, folder)
+    install_epilogue(monkeypatch, folder)
     subject, ran = Subject(HostCublas(variant)), 0
     for seed in range(24):
         case = _case(seed, types)
@@ -61,7 +61,7 @@ def test_blocks_that_take_several_tiles_in_a_row(
     monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, blocks: int
 ) -> None:
     """As large problems have it; here every problem of enough tiles does."""
-    install(monkeypatch, folder)
+    install_epilogue(monkeypatch, folder)
     monkeypatch.setattr(epilogue, "MOST_BLOCKS", blocks)
     subject = Subject(HostCublas("loop"))
     for seed in range(24):
@@ -79,7 +79,7 @@ def _breaks(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, old: str,
         init(self, source.replace(old, new), *rest)
 
     monkeypatch.setattr(HostKernel, "__init__", broken)
-    install(monkeypatch, folder)
+    install_epilogue(monkeypatch, folder)
     subject = Subject(HostCublas("loop"))
     stands = (Stand.build(World.build(_case(seed, types)), torch.device("cpu")) for seed in range(24))
     return any(not check(stand, subject).ok for stand in stands)
@@ -107,7 +107,7 @@ def test_a_broken_epilogue_is_noticed(
 
 @pytest.mark.parametrize("value", [1 + 2.0**-8 + 2.0**-40, 1 + 3 * 2.0**-8 - 2.0**-40, 1 + 2.0**-8, 3e300])
 def test_float64_rounds_once(monkeypatch: pytest.MonkeyPatch, folder: Path, value: float) -> None:
-    install(monkeypatch, folder)
+    install_epilogue(monkeypatch, folder)
     a, b = (torch.full((1, 1, 1), v, dtype=torch.float64) for v in (value, 1.0))
     problem, out = GroupedGemmProblem(a, b, out_dtype=torch.bfloat16), torch.zeros(1, 1, 1, dtype=torch.bfloat16)
     spec = staged_spec(problem)
@@ -122,7 +122,7 @@ def test_float64_rounds_once(monkeypatch: pytest.MonkeyPatch, folder: Path, valu
 def test_lines_longer_than_a_slab(
     monkeypatch: pytest.MonkeyPatch, folder: Path, n: int, by_rows: bool, shift: int
 ) -> None:
-    install(monkeypatch, folder)
+    install_epilogue(monkeypatch, folder)
     gen = torch.Generator().manual_seed(n)
     a, b, bias = (torch.randint(-4, 5, s, generator=gen).bfloat16() for s in ((5, 2), (2, 2, n), (2, n)))
     memory = torch.full((5 * n + 2,), 7.0).bfloat16()
@@ -139,7 +139,7 @@ def test_lines_longer_than_a_slab(
 @pytest.mark.parametrize("empties", [1, 3, 12])
 def test_products_without_k_are_zeros(monkeypatch: pytest.MonkeyPatch, folder: Path, empties: int) -> None:
     """Few are filled one by one, many by the epilogue."""
-    install(monkeypatch, folder)
+    install_epilogue(monkeypatch, folder)
     sizes = [2, *[0] * empties, 3]
     x, dy = (torch.arange(5 * n).remainder(7).view(5, n).float() - 3 for n in (8, 4))
     out = torch.full((len(sizes), 8, 4), float("nan"))

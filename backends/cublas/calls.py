@@ -8,13 +8,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas.leading import Shape
+from multigemm.backends.cublas.leading import Shape, countable
 from multigemm.backends.cublas.library import (
     COMPUTE_32F,
     COMPUTE_32I,
@@ -26,7 +28,7 @@ from multigemm.backends.cublas.library import (
     Cublas,
     scalar,
 )
-from multigemm.backends.cublas.products import Product, even_steps, merged
+from multigemm.backends.cublas.products import Bytes, Product, even_steps, merged
 from multigemm.cuda.device import to_device
 from multigemm.problem.spec import ProblemSpec
 
@@ -38,15 +40,16 @@ LARGEST_BATCH = 65535
 """More products than this go in several calls: a grid's third extent, which some kernels use, ends there."""
 
 
-@dataclass(frozen=True, slots=True)
 class Types:
-    """What one call computes: element types, compute type and the two scalars."""
+    """What one call computes, as ctypes arguments: element types, compute type, references to both scalars."""
 
-    operand: int
-    out: int
-    compute: int
-    alpha: Any
-    beta: Any
+    __slots__ = ("alpha", "beta", "compute", "operand", "out", "tail")
+
+    def __init__(self, operand: torch.dtype, compute: int, out: torch.dtype, alpha: float, beta: float) -> None:
+        self.operand, self.out = ctypes.c_int(REAL_TYPES[operand]), ctypes.c_int(REAL_TYPES[out])
+        self.compute = ctypes.c_int(compute)
+        self.alpha, self.beta = scalar(compute, alpha), scalar(compute, beta)
+        self.tail = self.compute, ctypes.c_int(DEFAULT_ALGORITHM)
 
 
 @dataclass(slots=True)
@@ -67,38 +70,43 @@ def compute_type(spec: ProblemSpec) -> int:
 
 
 def types(spec: ProblemSpec, out: torch.dtype, alpha: float, beta: float) -> Types:
-    """The types of a call that writes `out`."""
-    compute = compute_type(spec)
-    scalars = scalar(compute, alpha), scalar(compute, beta)
-    return Types(REAL_TYPES[spec.compute], REAL_TYPES[out], compute, *scalars)
+    """The types of a call that writes `out`; nobody writes into them, so calls share them."""
+    return _types(spec.compute, compute_type(spec), out, alpha, beta)
 
 
-def _operands(product: Product, t: Types, strides: tuple[int, int, int] | None) -> tuple[Any, ...]:
-    s, steps = product.shape, [(), (), ()] if strides is None else [(ctypes.c_int64(v),) for v in strides]
-    address, extent = ctypes.c_void_p, ctypes.c_int64
+_types = lru_cache(maxsize=256)(Types)
+
+
+def _batch_arguments(s: Shape, at: Sequence[int], t: Types, strides: Sequence[int] | None, count: int) -> Any:
+    """The arguments of a call for `count` products of one shape."""
+    op, extent = ctypes.c_int, ctypes.c_int64
+    m, n, k, *leads = map(extent, s[2:])
+    steps: Any = ((), (), ()) if strides is None else zip(map(extent, strides))
+    (first, second, out), (one, two, three) = map(ctypes.c_void_p, at), steps
     return (
-        ctypes.c_int(s.op_first), ctypes.c_int(s.op_second), extent(s.m), extent(s.n), extent(s.k),
-        ctypes.byref(t.alpha),
-        address(product.first), ctypes.c_int(t.operand), extent(s.ld_first), *steps[0],
-        address(product.second), ctypes.c_int(t.operand), extent(s.ld_second), *steps[1],
-        ctypes.byref(t.beta),
-        address(product.out), ctypes.c_int(t.out), extent(s.ld_out), *steps[2],
+        op(s.op_first), op(s.op_second), m, n, k, ctypes.byref(t.alpha), first, t.operand, leads[0], *one,
+        second, t.operand, leads[1], *two, ctypes.byref(t.beta), out, t.out, leads[2], *three, extent(count), *t.tail,
     )  # fmt: skip
 
 
-def _tail(t: Types, batch: int | None) -> tuple[Any, ...]:
-    count = () if batch is None else (ctypes.c_int64(batch),)
-    return (*count, ctypes.c_int(t.compute), ctypes.c_int(DEFAULT_ALGORITHM))
-
-
 def one_each(library: Cublas, products: Sequence[Product], t: Types) -> Batch:
-    """One cublasGemmEx per product."""
-    return Batch([Call(library.gemm, _operands(p, t, None) + _tail(t, None), "cublasGemmEx") for p in products])
+    """One cublasGemmEx per product. This loop is most of what a bind costs, so it calls nothing but constructors."""
+    address, extent, op, function = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, library.gemm
+    alpha, beta, known, found = ctypes.byref(t.alpha), ctypes.byref(t.beta), dict[Shape, Any](), list[Call]()
+    for shape, first, second, out in products:
+        if shape not in known:
+            op_first, op_second, *extents = shape
+            known[shape] = (op(op_first), op(op_second), *map(extent, extents))
+        *extents, ld_first, ld_second, ld_out = known[shape]
+        arguments = (
+            *extents, alpha, address(first), t.operand, ld_first, address(second), t.operand, ld_second,
+            beta, address(out), t.out, ld_out, *t.tail,
+        )  # fmt: skip
+        found.append((function, arguments, "cublasGemmEx"))
+    return Batch(found)
 
 
-def one_per_shape(
-    library: Cublas, products: list[Product], t: Types, size: tuple[int, int], device: torch.device
-) -> Batch:
+def one_per_shape(library: Cublas, products: list[Product], t: Types, size: Bytes, device: torch.device) -> Batch:
     """Products of one shape in one batched call: strided where they lie evenly, else by addresses on the device.
 
     The latter takes half a microsecond more: its kernel has to fetch the addresses first. So products are
@@ -106,29 +114,36 @@ def one_per_shape(
     """
     batch = Batch()
     for _, given in merged(products):
-        same = sorted(given, key=lambda p: p.out)
+        same = sorted(given, key=itemgetter(3))  # the address of the result
         for first in range(0, len(same), LARGEST_BATCH):
             _batched(library, same[first : first + LARGEST_BATCH], t, size, device, batch)
     return batch
 
 
-def _batched(
-    library: Cublas, same: list[Product], t: Types, size: tuple[int, int], device: torch.device, into: Batch
-) -> None:
-    steps = even_steps(same)
-    if len(same) == 1 or (steps is None and not aligned(same)):
+def _batched(library: Cublas, same: list[Product], t: Types, size: Bytes, device: torch.device, into: Batch) -> None:
+    strides, (shape, *base) = _strides(same, size), same[0]
+    if len(same) == 1 or (strides is None and not aligned(same)):
         into.calls += one_each(library, same, t).calls
-    elif steps is not None:
-        strides = steps[0] // size[0], steps[1] // size[0], steps[2] // size[1]
-        args = _operands(same[0], t, strides) + _tail(t, len(same))
-        into.calls.append(Call(library.strided, args, "cublasGemmStridedBatchedEx"))
+    elif strides is not None:
+        args = _batch_arguments(shape, base, t, strides, len(same))
+        into.calls.append((library.strided, args, "cublasGemmStridedBatchedEx"))
     else:
         tables = _addresses(same, device)
         into.keep.append(tables)
         row = tables.stride(0) * tables.element_size()
         at = [tables.data_ptr() + i * row for i in range(3)]
-        args = _operands(Product(same[0].shape, *at), t, None) + _tail(t, len(same))
-        into.calls.append(Call(library.pointers, args, "cublasGemmBatchedEx"))
+        args = _batch_arguments(shape, at, t, None, len(same))
+        into.calls.append((library.pointers, args, "cublasGemmBatchedEx"))
+
+
+def _strides(same: list[Product], size: Bytes) -> tuple[int, int, int] | None:
+    """Elements from each operand to the next, where they are constant and cuBLAS counts so far; else None."""
+    steps = even_steps(same)
+    if steps is None:
+        return None
+    first, second, out = steps[0] // size.operand, steps[1] // size.operand, steps[2] // size.out
+    near = countable(first, size.operand) and countable(second, size.operand) and countable(out, size.out)
+    return (first, second, out) if near else None
 
 
 def aligned(products: Sequence[Product]) -> bool:
@@ -141,7 +156,7 @@ def aligned(products: Sequence[Product]) -> bool:
 
 
 def _addresses(products: Sequence[Product], device: torch.device) -> Tensor:
-    rows = np.array([(p.first, p.second, p.out) for p in products], dtype=np.int64)
+    rows = np.array([p[1:] for p in products], dtype=np.int64)
     return to_device(np.ascontiguousarray(rows.T), device)
 
 
@@ -167,9 +182,8 @@ def one_for_all(library: Cublas, products: list[Product], t: Types, device: torc
     ops = [(ctypes.c_int * count)(*column) for column in columns[:2]]
     m, n, k, ld_first, ld_second, ld_out = ((ctypes.c_int64 * count)(*column) for column in columns[2:])
     alpha, beta = ((type(v) * count)(*([v.value] * count)) for v in (t.alpha, t.beta))
-    kind, out = ctypes.c_int(t.operand), ctypes.c_int(t.out)
     members = (ctypes.c_int64 * count)(*(len(same) for _, same in groups))
-    args = (*ops, m, n, k, alpha, at[0], kind, ld_first, at[1], kind, ld_second, beta, at[2], out, ld_out,
-            ctypes.c_int64(count), members, ctypes.c_int(t.compute))  # fmt: skip
+    args = (*ops, m, n, k, alpha, at[0], t.operand, ld_first, at[1], t.operand, ld_second, beta, at[2], t.out, ld_out,
+            ctypes.c_int64(count), members, t.compute)  # fmt: skip
     assert library.grouped is not None, "the variant is refused without this entry point"
-    return Batch([Call(library.grouped, args, GROUPED)], [tables])
+    return Batch([(library.grouped, args, GROUPED)], [tables])

@@ -15,14 +15,16 @@ What matters is their order, not their size; so the constants serve other GPUs o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from multigemm.backends.cublas.config import SIXTEEN_BIT, Config, grouped_mm_reasons, grouped_reasons
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import TRANSPOSE
-from multigemm.backends.cublas.products import Ints, Product
+from multigemm.backends.cublas.products import Cuts, Product
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.problem.spec import ProblemSpec
 
@@ -39,75 +41,85 @@ SMALL_TILE = 64, 128, 4.45, 3.5, 0.8
 GROUPED_TILE, GROUPED_TILE_US, GROUPED_SLOWDOWN, GROUPED_TRANSPOSED = (128, 64), 1.5, 2.37, 1.09
 HOST_US = 10.0
 """Of the host's time, per call: what many small products take at least."""
-MOST_FUSED, MOST_APART = 12, 8
-"""Calls with an epilogue of the library's own; calls that a graph holds instead of a grouped one."""
+MOST_APART = 8
+"""Calls that a graph holds instead of a grouped one."""
 FEW_ROWS, LONG_ROWS, NARROW = 16, 2048, 64 * 128
 SLOWER, SLOWER_TRANSPOSED = 1.05, 1.15
 """A product of few rows and too few columns for all multiprocessors does not reach the memory's speed by itself, and
 less with transposed weights. Batched, too, long rows of those are read more slowly (0.98) than by the grouped call."""
 
 
-def choose(spec: ProblemSpec, products: Sequence[Product], device: torch.device, written: torch.dtype) -> Config:
-    """The variant expected to be fastest for these products, whose results are of the type `written`."""
-    shapes = [p.shape for p in products]
-    if len(shapes) < 2:
-        return Config("loop")
+Column = npt.NDArray[np.float64]
+
+
+class Work:
+    """Extents of products as columns, one number for each product, and what their spec says of rate and bytes."""
+
+    __slots__ = ("count", "equal", "first", "itemsize", "k", "longest", "m", "n", "rate", "traffic", "transposed")
+
+    def __init__(self, spec: ProblemSpec, first: Shape, equal: bool, transposed: Any, m: Any, n: Any, k: Any) -> None:
+        self.first, self.equal, self.count, self.itemsize = first, equal, len(n), spec.compute.itemsize
+        self.transposed, self.m, self.n, self.k, self.longest = transposed, m, n, k, float(k.max())
+        tf32 = spec.compute is torch.float32 and spec.precision == "tf32"
+        self.rate = TF32_FLOPS_PER_US if tf32 else FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
+        self.traffic = (m * k + k * n + m * n) * (self.itemsize / BYTES_PER_US)
+
+
+def work_of(spec: ProblemSpec, products: Cuts | Sequence[Product]) -> Work | None:
+    """The work of products, or of the groups that become products; None if there are fewer than two."""
+    if not isinstance(products, Cuts):
+        shapes = [product[0] for product in products]
+        table = np.array(shapes, dtype=np.float64).T
+        equal = shapes.count(shapes[0]) == len(shapes) if shapes else True
+        return Work(spec, shapes[0], equal, table[0] == TRANSPOSE, *table[2:5]) if len(shapes) > 1 else None
+    lengths = np.array(products.lengths, dtype=np.float64)
+    lengths = lengths[lengths > 0]
+    if len(lengths) < 2:
+        return None
+    first, varies = products.shape, products.varies
+    whole = np.full(len(lengths), 1.0)
+    m, n, k = (lengths if name == varies else whole * extent for name, extent in zip("mnk", first[2:5], strict=True))
+    if varies:
+        first = first._replace(**{varies: int(lengths[0])})
+    return Work(spec, first, not varies or bool((lengths == lengths[0]).all()), whole * first[0] == TRANSPOSE, m, n, k)
+
+
+def able(spec: ProblemSpec, device: torch.device, written: torch.dtype) -> tuple[bool, bool]:
+    """Whether a problem of the spec may go by the library's grouped call, and by torch's grouped_mm."""
     grouped = not grouped_reasons(spec) and (spec.compute not in SIXTEEN_BIT or written is spec.compute)
-    if len(set(shapes)) == 1:
-        if grouped and slow_to_read(shapes[0]) and shapes[0].k >= LONG_ROWS:
+    return grouped, not grouped_mm_reasons(spec, device)
+
+
+def choose(spec: ProblemSpec, work: Work | None, grouped: bool, grouped_mm: bool) -> Config:
+    """The variant expected to be fastest for these products; the flags are those of `able`."""
+    if work is None:
+        return Config("loop")
+    if work.equal:
+        if grouped and slow_to_read(work.first) and work.first.k >= LONG_ROWS:
             return Config("grouped")
         return Config("loop" if spec.compute is torch.int8 else "batched")
-    found = {Config("streams", 4): max(separately(spec, shapes), HOST_US * len(shapes))}
-    if not grouped_mm_reasons(spec, device):
-        found[Config("grouped_mm")] = by_grouped_mm(spec, shapes)
-    if grouped:
-        found[Config("grouped")] = by_grouped(spec, shapes)
-    return min(found, key=lambda config: found[config])
+    fastest, least = Config("streams", 4), max(separately(work), HOST_US * work.count)
+    if grouped_mm and (us := by_grouped_mm(spec, work)) < least:
+        fastest, least = Config("grouped_mm"), us
+    return Config("grouped") if grouped and by_grouped(work) < least else fastest
 
 
-def fused_calls(lengths: Ints | None, otherwise: int) -> int:
-    """How many fused calls groups of these lengths take: one if they are equal and hence lie evenly."""
-    if lengths is None:
-        return otherwise
-    present = lengths[lengths > 0]
-    return 1 if len(present) == len(lengths) and len(np.unique(present)) <= 1 else len(present)
-
-
-def pays_to_fuse(calls: int) -> bool:
-    """Whether a bias or relu is better left to cuBLASLt.
-
-    It spares a kernel and a float32 result, written and read. But the host describes each call anew for other sizes,
-    and of some it has to ask the library's heuristic: from some 16 calls on that takes it longer than other calls do.
-    """
-    return calls <= MOST_FUSED
-
-
-def apart_in_a_graph(spec: ProblemSpec, shapes: Sequence[Shape]) -> bool:
+def apart_in_a_graph(spec: ProblemSpec, products: Sequence[Product]) -> bool:
     """Whether a CUDA graph should hold one call per product where the grouped call is chosen otherwise.
 
     There, calls cost the host nothing, and the library's best kernel for each makes up for their number.
     """
-    return len(shapes) <= MOST_APART and separately(spec, shapes) - STREAMS_US < by_grouped(spec, shapes)
+    work = work_of(spec, products) if len(products) <= MOST_APART else None
+    return work is not None and separately(work) - STREAMS_US < by_grouped(work)
 
 
-def _rate(spec: ProblemSpec) -> float:
-    if spec.compute is torch.float32 and spec.precision == "tf32":
-        return TF32_FLOPS_PER_US
-    return FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
-
-
-def _traffic(spec: ProblemSpec, s: Shape) -> float:
-    return (s.m * s.k + s.k * s.n + s.m * s.n) * spec.compute.itemsize / BYTES_PER_US
-
-
-def _together(work: float, traffic: float, power: int) -> float:
+def _together(work: Any, traffic: Any, power: int) -> Any:
     """The larger of both or more: neither hides the other wholly."""
-    both: float = (work**power + traffic**power) ** (1 / power)
-    return both
+    return (work**power + traffic**power) ** (1 / power)
 
 
-def _padded(extent: int, tile: int) -> int:
-    return -(-extent // tile) * tile
+def _tiles(extents: Column, tile: int) -> Column:
+    return np.ceil(extents / tile)
 
 
 def slow_to_read(s: Shape) -> bool:
@@ -115,38 +127,31 @@ def slow_to_read(s: Shape) -> bool:
     return s.n <= FEW_ROWS and s.op_first == TRANSPOSE
 
 
-def _slowness(s: Shape) -> float:
-    if s.n > 2 * FEW_ROWS or s.m > NARROW:
-        return 1.0
-    return SLOWER_TRANSPOSED if s.op_first == TRANSPOSE else SLOWER
-
-
-def separately(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
+def separately(work: Work) -> float:
     """One call per product, on several streams."""
-    rate, total = _rate(spec), STREAMS_US
-    for s in shapes:
-        area = min(_padded(s.m, b) * _padded(s.n, a) for a, b in TILES)
-        total += _together(2.0 * area * s.k / rate + CALL_US, _traffic(spec, s) * _slowness(s), 6)
-    return total
+    area = np.minimum.reduce([_tiles(work.m, b) * (b * a) * _tiles(work.n, a) for a, b in TILES])
+    slow = (work.n <= 2 * FEW_ROWS) & (work.m <= NARROW)
+    slowness = np.where(slow, np.where(work.transposed, SLOWER_TRANSPOSED, SLOWER), 1.0)
+    busy = 2.0 * area * work.k / work.rate + CALL_US
+    return STREAMS_US + float(_together(busy, work.traffic * slowness, 6).sum())
 
 
-def by_grouped_mm(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
-    """torch's grouped_mm. The result lies by rows, so a shape's n counts its rows."""
-    average = sum(s.n for s in shapes) // spec.groups if spec.jagged == "m" else shapes[0].n
-    small = average <= 128 or shapes[0].m <= 128
+def by_grouped_mm(spec: ProblemSpec, work: Work) -> float:
+    """torch's grouped_mm. The result lies by rows, so a product's n counts its rows."""
+    average = work.n.sum() // spec.groups if spec.form == "jagged_m" else work.n[0]
+    small = average <= 128 or work.m[0] <= 128
     rows, cols, step, alone, each = SMALL_TILE if small else LARGE_TILE
-    work = sum(2 * -(-s.n // (2 * rows)) * -(-s.m // cols) * (s.k * step / 1e3 + each) for s in shapes)
-    longest = max(s.k for s in shapes) * alone / 1e3 + each
-    work, traffic = work / PROCESSORS, sum(_traffic(spec, s) for s in shapes)
-    return max(_together(work, traffic, 5) if small else max(work, traffic), longest) + GROUPED_MM_US
+    busy = (2 * _tiles(work.n, 2 * rows) * _tiles(work.m, cols) * (work.k * (step / 1e3) + each)).sum() / PROCESSORS
+    traffic = work.traffic.sum()
+    longest = work.longest * alone / 1e3 + each
+    return float(max(_together(busy, traffic, 5) if small else max(busy, traffic), longest)) + GROUPED_MM_US
 
 
-def by_grouped(spec: ProblemSpec, shapes: Sequence[Shape]) -> float:
+def by_grouped(work: Work) -> float:
     """cublasGemmGroupedBatchedEx."""
-    rate = _rate(spec) / (GROUPED_SLOWDOWN if spec.compute.itemsize == 2 else 1.2)
+    rate = work.rate / (GROUPED_SLOWDOWN if work.itemsize == 2 else 1.2)
     cols, rows = GROUPED_TILE
-    step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if shapes[0].op_first == TRANSPOSE else 1.0)
-    work = sum(-(-s.m // cols) * -(-s.n // rows) * (s.k * step + GROUPED_TILE_US) for s in shapes)
-    longest = max(s.k for s in shapes) * step + GROUPED_TILE_US
-    traffic = 0.95 * sum(_traffic(spec, s) for s in shapes)
-    return max(_together(work / PROCESSORS, traffic, 4), longest) + GROUPED_US + MEMBER_US * len(shapes)
+    step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if work.transposed[0] else 1.0)
+    busy = (_tiles(work.m, cols) * _tiles(work.n, rows) * (work.k * step + GROUPED_TILE_US)).sum() / PROCESSORS
+    longest = work.longest * step + GROUPED_TILE_US
+    return float(max(_together(busy, 0.95 * work.traffic.sum(), 4), longest)) + GROUPED_US + MEMBER_US * work.count

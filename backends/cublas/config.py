@@ -13,22 +13,20 @@ import torch
 
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
-Variant = Literal["auto", "loop", "streams", "batched", "grouped", "grouped_mm", "fused"]
+Variant = Literal["auto", "loop", "streams", "batched", "grouped", "grouped_mm"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 LARGEST_GROUPED_MM = 1023
 GROUPED_ALIGNMENT = 16
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+ALLOCATES = "takes two small pieces of memory from torch's allocator at each call, which no argument spares"
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`streams` is how many streams `streams` and `fused` use, the current one among them; 0 for every other."""
+    """`streams` is how many streams the variant `streams` uses, the current one among them; 0 for every other."""
 
     variant: Variant = "auto"
     streams: int = 0
-
-
-FUSED = Config("fused", 4)
 
 
 def library_out(spec: ProblemSpec) -> torch.dtype:
@@ -86,26 +84,6 @@ def grouped_reasons(spec: ProblemSpec) -> list[str]:
     return []
 
 
-def fused_reasons(spec: ProblemSpec) -> list[str]:
-    """Why cuBLASLt cannot finish the answer by itself; empty if it can."""
-    reasons = []
-    if spec.compute not in (*SIXTEEN_BIT, torch.float32) or spec.out.dtype is not spec.compute:
-        reasons.append(
-            f"fused calls give float16, bfloat16 or float32 of the same, not {spec.out.dtype} of {spec.compute}"
-        )
-    if spec.bias not in (None, spec.compute) or spec.activation not in (None, "relu") or spec.c is not None:
-        reasons.append("cuBLASLt adds a bias of the result's type and applies relu, and rounds once only without a C")
-    if spec.bias is None and spec.activation is None:
-        reasons.append("there is neither bias nor relu to fuse; use variant 'auto'")
-    if spec.form == "jagged_n" or spec.out.order != "row":
-        reasons.append("cuBLASLt adds a bias along the contiguous direction of the result, which must be its rows")
-    if spec.form == "masked" and not spec.zero_unowned and spec.device_sizes:
-        reasons.append("fused calls would write the rows that only the device knows not to be owned")
-    if not (steady(spec) and aligned(spec.out)):
-        reasons.append(f"fused calls need addresses and leading dimensions in multiples of {GROUPED_ALIGNMENT} bytes")
-    return reasons
-
-
 def aligned(operand: OperandSpec) -> bool:
     """Whether base and strides are aligned, and a leading dimension expresses them."""
     return operand.align >= GROUPED_ALIGNMENT and operand.dense and operand.order != "strided"
@@ -143,15 +121,20 @@ def grouped_mm_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     return reasons
 
 
-def why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
-    """What a plan says of its calls: what is known of them before any size is."""
+def why(spec: ProblemSpec, config: Config, syncs: bool, grouped_mm: bool) -> str:
+    """What a plan says of its calls before any size is known; `grouped_mm` if they may be that."""
     parts = []
     if config.variant == "auto":
         parts.append("the calls are chosen per problem, by its sizes")
     if syncs:
         parts.append("reads the sizes back from the device, because BLAS calls take them from the host")
-    if spec.alpha != "zero" and (finish := _finish(spec, config, syncs)):
-        parts.append(finish)
+    if spec.alpha != "zero" and not plain(spec):
+        parts.append(f"{spec.acc} result and one epilogue kernel, so that it rounds once")
+    elif spec.alpha != "zero" and spec.bias is not None:
+        parts.append("the bias is laid into the result, and the library adds to it")
+    if grouped_mm:
+        certain = config.variant == "grouped_mm" or spec.device_sizes
+        parts.append(f"{'' if certain else 'where it is chosen, '}torch's grouped_mm {ALLOCATES}")
     copied = [name for name, o in (("a", spec.a), ("b", spec.b)) if o.order == "strided" or not o.dense]
     if copied:
         parts.append(f"packed copy of {' and '.join(copied)}: no leading dimension expresses the strides")
@@ -160,32 +143,14 @@ def why(spec: ProblemSpec, config: Config, syncs: bool) -> str:
     return "; ".join(parts)
 
 
-def _finish(spec: ProblemSpec, config: Config, syncs: bool) -> str:
-    """Who adds the bias and applies the activation; whether fusing pays, the sizes alone tell."""
-    fused = "the library's own kernels add the bias and apply relu before they round"
-    if config.variant == "fused":
-        return fused
-    behind = ""
-    if not plain(spec):
-        behind = f"{spec.acc} result and one epilogue kernel, so that it rounds once"
-    elif spec.bias is not None:
-        behind = "the bias is laid into the result, and the library adds to it"
-    unknown = spec.device_sizes and not syncs
-    if config.variant != "auto" or unknown or fused_reasons(spec):
-        return behind
-    return f"where that pays, {fused}; else {behind}"
-
-
 def variant_reasons(config: Config, spec: ProblemSpec, device: torch.device) -> list[str]:
     """Why a config cannot run a supported spec; empty if it can."""
     if config.variant not in VARIANTS:
         return [f"variant {config.variant!r} is unknown: use one of {', '.join(VARIANTS)}"]
-    if (config.variant in ("streams", "fused")) != (config.streams > 0):
-        return ["streams must be positive for variants 'streams' and 'fused' and 0 for every other"]
+    if (config.variant == "streams") != (config.streams > 0):
+        return [f"streams must be positive for variant 'streams' and 0 for every other, got {config.streams}"]
     if config.variant == "grouped":
         return grouped_reasons(spec)
-    if config.variant == "fused":
-        return fused_reasons(spec)
     return grouped_mm_reasons(spec, device) if config.variant == "grouped_mm" else []
 
 
@@ -196,6 +161,6 @@ def is_valid(config: Config, spec: ProblemSpec, device: torch.device) -> bool:
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """All configs that can run this spec, the best guess first."""
-    every = [Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"), FUSED,
+    every = [Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"),
              Config("streams", 4), Config("streams", 2), Config("loop")]  # fmt: skip
     return [config for config in every if is_valid(config, spec, device)]

@@ -160,32 +160,40 @@ def _list_task(ops: Operands, need: Need, task: Any) -> Tensor:
     return table
 
 
-def _lines(t: Tensor | None) -> tuple[ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]:
-    """Address, bytes from row to row, and elements of a row of 16-bit elements."""
-    if t is None:
-        return ctypes.c_void_p(None), ctypes.c_int64(0), ctypes.c_int64(0)
-    return ctypes.c_void_p(t.data_ptr()), ctypes.c_int64(t.stride(0) * t.element_size()), ctypes.c_int64(t.shape[1])
+class _Bounds(ctypes.Structure):
+    """The argument of `cut`; the fields are those of `struct Bounds`, in its order."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("ends", "result", "first_two", "aside", "out")),
+        *((name, ctypes.c_int64) for name in ("row_bytes", "width", "extent")),
+        *((name, ctypes.c_int32) for name in ("groups", "wide", "head", "after")),
+    ]
 
 
 class Cut:
     """Turns the device's offsets into ends for grouped_mm: `ends`, `first_two`, and with `apart` also `aside`.
 
-    `step` does it. The rows of `zeroed` behind the last group become zeros.
+    `before` does it. The rows of `zeroed` that no group owns become zeros: those behind the last group before
+    grouped_mm runs, those in front of the first by the step `after`, since grouped_mm writes them, or None.
     """
 
-    __slots__ = ("aside", "ends", "first_two", "step")
+    __slots__ = ("after", "aside", "before", "ends", "first_two")
 
     def __init__(self, ops: Operands, extent: int, apart: bool = False, zeroed: Tensor | None = None) -> None:
-        given = cast(Tensor, ops.ends)
-        self.ends = torch.empty(ops.spec.groups, dtype=torch.int32, device=ops.device)
-        self.first_two = torch.empty(2, dtype=torch.int32, device=ops.device)
-        self.aside = torch.empty_like(self.ends) if apart else None
-        values = (
-            *(ctypes.c_void_p(t.data_ptr()) for t in (given, self.ends, self.first_two)),
-            ctypes.c_void_p(None if self.aside is None else self.aside.data_ptr()),
-            ctypes.c_int(ops.spec.groups), ctypes.c_int64(extent),
-            ctypes.c_int(given.dtype is torch.int64), ctypes.c_int(ops.head), *_lines(zeroed),
-        )  # fmt: skip
+        given: Any = ops.ends
+        groups = ops.spec.groups
+        memory = torch.empty(2 * groups + 2, dtype=torch.int32, device=given.device)
+        self.ends, self.first_two = memory[:groups], memory[2 * groups :]
+        self.aside = memory[groups : 2 * groups] if apart else None
+        at, wide = memory.data_ptr(), given.dtype is torch.int64
+        out, row_bytes, width = 0, 0, 0
+        if zeroed is not None:
+            out, row_bytes, width = zeroed.data_ptr(), zeroed.stride(0) * zeroed.element_size(), zeroed.shape[1]
+        fields = (given.data_ptr(), at, at + 8 * groups, at + 4 * groups if apart else 0, out,
+                  row_bytes, width, extent, groups, wide, ops.head)  # fmt: skip
+        kernel, keep = nvrtc.kernel(CUT, "cut", (), ops.device.index or 0), (given, zeroed, memory)
         blocks = 1 if zeroed is None else 1 + ZEROING_BLOCKS
-        kernel = nvrtc.kernel(CUT, "cut", (), ops.device.index or 0)
-        self.step = kernel.bound(blocks, CUT_THREADS, values, (given, zeroed))
+        self.before = kernel.bound(blocks, CUT_THREADS, (_Bounds(*fields, 0),), keep)
+        self.after: nvrtc.Step | None = None
+        if zeroed is not None and ops.head:
+            self.after = kernel.bound(ZEROING_BLOCKS, CUT_THREADS, (_Bounds(*fields, 1),), keep)

@@ -5,9 +5,9 @@ and writes act(alpha*acc + beta*c + bias) to every owned element, and zeros to t
 asked. With no intermediate it also lays c under a product that the library then adds to.
 `cut` turns offsets that may lie into ends that torch's grouped_mm can be trusted with: int32,
 between 0 and T, never falling. Its other blocks, if there are any, zero the rows behind the last
-group. Where the caller's rows before the first group must be kept, it deals them out to one of two
-calls: to the one that writes in place if there are no such rows, else to the one that writes aside;
-the other call gets empty groups.
+group; launched again `after` grouped_mm it zeroes the rows before the first. Where the caller's rows
+before the first group must be kept, it deals the groups out to one of two calls: to the one that writes
+in place if there are no such rows, else to the one that writes aside; the other call gets empty groups.
 
 Element types are compiled in; extents, strides and addresses are arguments.
 """
@@ -233,34 +233,43 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
 
 CUT = r"""
 typedef long long i64;
-extern "C" __global__ void __launch_bounds__(1024) cut(
-    const void* ends, int* result, int* first_two, int* aside, int groups, i64 extent, int wide, int head,
-    char* out, i64 row_bytes, i64 width) {
-    __shared__ int scan[2][1024];
-    int g = threadIdx.x, now = 0;
-    auto read = [&](int at) {
-        i64 v = wide ? ((const i64*)ends)[at] : (i64)((const int*)ends)[at];
-        return (int)(v < 0 ? 0 : v > extent ? extent : v);
-    };
-    if (blockIdx.x) {  // rows behind the last group, in aligned words of eight elements
-        for (i64 row = read(groups - 1) + (i64)blockIdx.x - 1; row < extent; row += gridDim.x - 1) {
-            char* line = out + row * row_bytes;
-            for (i64 at = g; at < width / 8; at += blockDim.x) ((int4*)line)[at] = make_int4(0, 0, 0, 0);
-            for (i64 at = width / 8 * 8 + g; at < width; at += blockDim.x) ((short*)line)[at] = 0;
-        }
-        return;
+struct Bounds {
+    const void* ends;
+    int *result, *first_two, *aside;
+    char* out;
+    i64 row_bytes, width, extent;
+    int groups, wide, head, after;
+};
+
+__device__ i64 end_at(const Bounds& t, int g) {
+    i64 v = t.wide ? ((const i64*)t.ends)[g] : (i64)((const int*)t.ends)[g];
+    return v < 0 ? 0 : v > t.extent ? t.extent : v;
+}
+
+// Rows from `row` on, every `step`th, up to `end`: in aligned words of eight elements.
+__device__ void zero_rows(const Bounds& t, i64 row, i64 end, i64 step) {
+    for (; row < end; row += step) {
+        char* line = t.out + row * t.row_bytes;
+        for (i64 at = threadIdx.x; at < t.width / 8; at += blockDim.x) ((int4*)line)[at] = make_int4(0, 0, 0, 0);
+        for (i64 at = t.width / 8 * 8 + threadIdx.x; at < t.width; at += blockDim.x) ((short*)line)[at] = 0;
     }
-    int start = head ? read(-1) : 0;
-    scan[0][g] = g < groups ? max(read(g), start) : 0;
+}
+
+extern "C" __global__ void __launch_bounds__(1024) cut(const Bounds t) {
+    __shared__ int scan[2][1024];
+    int g = threadIdx.x, now = 0, start = t.head ? (int)end_at(t, -1) : 0;
+    if (t.after) return zero_rows(t, blockIdx.x, start, gridDim.x);
+    if (blockIdx.x) return zero_rows(t, end_at(t, t.groups - 1) + (i64)blockIdx.x - 1, t.extent, gridDim.x - 1);
+    scan[0][g] = g < t.groups ? max((int)end_at(t, g), start) : 0;
     __syncthreads();
-    for (int step = 1; step < groups; step *= 2) {
+    for (int step = 1; step < t.groups; step *= 2) {
         scan[now ^ 1][g] = g >= step ? max(scan[now][g], scan[now][g - step]) : scan[now][g];
         now ^= 1;
         __syncthreads();
     }
-    bool apart = aside && start > 0;
-    if (g < groups) result[g] = apart ? 0 : scan[now][g];
-    if (g < groups && aside) aside[g] = apart ? scan[now][g] : 0;
-    if (g == 0) { first_two[0] = start; first_two[1] = scan[now][0]; }
+    bool apart = t.aside && start > 0;
+    if (g < t.groups) t.result[g] = apart ? 0 : scan[now][g];
+    if (g < t.groups && t.aside) t.aside[g] = apart ? scan[now][g] : 0;
+    if (g == 0) { t.first_two[0] = start; t.first_two[1] = scan[now][0]; }
 }
 """

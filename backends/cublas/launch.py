@@ -3,13 +3,14 @@
 A bound launch is a short list of steps, each of which enqueues work: refresh packed copies, lay c
 under the result, the library calls, the epilogue. Sizes that only the device knows are read back
 where a call needs them, by `SizesLater`, which refuses to run inside a CUDA graph.
+What a spec and a config decide is decided once (`Method`); a bind looks at addresses and sizes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,26 +18,33 @@ from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cublas import calls as library_calls
-from multigemm.backends.cublas.choose import apart_in_a_graph, choose, fused_calls, pays_to_fuse
+from multigemm.backends.cublas import torch_names
+from multigemm.backends.cublas.choose import able, apart_in_a_graph, choose, work_of
 from multigemm.backends.cublas.config import (
-    FUSED,
     Config,
-    fused_reasons,
     grouped_mm_reasons,
     plain,
     reads_sizes,
     result_type,
     variant_reasons,
-    whole,
     why,
 )
-from multigemm.backends.cublas.direct import bind_grouped_mm
 from multigemm.backends.cublas.epilogue import Need, finish
-from multigemm.backends.cublas.library import Cublas, cublas
-from multigemm.backends.cublas.lt import fused
-from multigemm.backends.cublas.products import Bytes, Ints, Product, cut, list_products, packed_products
+from multigemm.backends.cublas.grouped_mm import bind_grouped_mm
+from multigemm.backends.cublas.library import cublas
+from multigemm.backends.cublas.products import (
+    Bytes,
+    Cuts,
+    Ints,
+    Product,
+    cut,
+    list_products,
+    packed_cuts,
+    packed_forms,
+    packed_products,
+)
 from multigemm.backends.cublas.run import Calls, Steps, Streamed, Zeros
-from multigemm.backends.cublas.staging import Copies, Side, expressible, scratch, stage, stage_bias, writable
+from multigemm.backends.cublas.staging import Copies, Side, expressible, scratch, stage, writable
 from multigemm.cuda.nvrtc import Step
 from multigemm.errors import BackendUnsupported, NotCapturable
 from multigemm.planning.operands import Operands, group_table, packed
@@ -47,11 +55,33 @@ FEW_ZEROS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """What the host knows of the groups: both None where only the device knows, or nothing is cut."""
+class Method:
+    """What a spec and a config say of every problem.
 
-    offsets: Ints | None
-    valid: Ints | None
+    `grouped_mm`: torch's grouped_mm takes sizes that only the device knows; `cut`: sizes cut the groups; `plain`: the
+    library alone can finish the answer, given a result that it can write; `written` is the type that it writes; `size`
+    has the bytes of an element; `able` is what `choose` has to know.
+    """
+
+    config: Config
+    syncs: bool
+    grouped_mm: bool
+    cut: bool
+    plain: bool
+    written: torch.dtype
+    size: Bytes
+    able: tuple[bool, bool]
+
+
+def method(spec: ProblemSpec, config: Config, device: torch.device) -> Method:
+    """Decides once for all problems of the spec."""
+    written = result_type(spec)
+    grouped_mm = config.variant == "grouped_mm" or (config.variant == "auto" and not grouped_mm_reasons(spec, device))
+    size = Bytes(spec.compute.itemsize, written.itemsize)
+    cut = spec.jagged is not None or spec.form == "masked"
+    syncs = reads_sizes(spec, config.variant, device)
+    choices = able(spec, device, written) if config.variant == "auto" else (False, False)
+    return Method(config, syncs, grouped_mm, cut, plain(spec), written, size, choices)
 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
@@ -59,47 +89,36 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     reasons = variant_reasons(config, spec, device)
     if reasons:
         raise BackendUnsupported({f"cublas ({config.variant})": reasons})
-    syncs = reads_sizes(spec, config.variant, device)
-    bind = partial(_bind, config=config, syncs=syncs)
-    tell = partial(_tell, config=config, syncs=syncs) if config.variant == "auto" else None
-    return Recipe(f"cublas.{config.variant}", config, bind, why(spec, config, syncs), syncs, tell)
+    how = method(spec, config, device)
+    tell = partial(_tell, how=how) if config.variant == "auto" else None
+    said = why(spec, config, how.syncs, how.grouped_mm)
+    return Recipe(f"cublas.{config.variant}", config, partial(_bind, how=how), said, how.syncs, tell)
 
 
-def _tell(ops: Operands, config: Config, syncs: bool) -> str:
+def _tell(ops: Operands, how: Method) -> str:
     """Which variant the sizes lead to."""
-    if syncs and _missing(ops):
+    if how.syncs and ops.host_offsets is None and ops.host_valid_rows is None:
         return "the variant is chosen at each launch, by the sizes that it reads"
-    if ops.device.type != "cuda" or ops.spec.alpha == "zero" or _nothing(ops):
+    nothing = not isinstance(ops.a, list) and not isinstance(ops.b, list) and not (ops.a.numel() and ops.b.numel())
+    if ops.device.type != "cuda" or ops.spec.alpha == "zero" or nothing:
         return "nothing to multiply"
-    sizes = Sizes(ops.host_offsets, ops.host_valid_rows)
-    if _sizes_stay(ops, config, sizes):
+    offsets, valid = ops.host_offsets, ops.host_valid_rows
+    if how.grouped_mm and offsets is None:
         return "bound: grouped_mm, with the sizes on the device"
     a, b, out = (expressible(x) for x in (ops.a, ops.b, ops.out))
-    products = _products(replace(ops, a=a, b=b, out=out, c=None, bias=None), sizes)
-    fuses = _fuses(ops, config, sizes)
-    chosen = FUSED if fuses else choose(ops.spec, products, ops.device, _written(ops, sizes))
-    return f"bound: {chosen} for {len(products)} products"
+    products = _products(_groups(replace(ops, a=a, b=b, out=out), how, offsets, valid), how)
+    return f"bound: {choose(ops.spec, work_of(ops.spec, products), *how.able)} for {len(products)} products"
 
 
-def _bind(ops: Operands, config: Config, syncs: bool) -> Launch:
-    if syncs and _missing(ops):
-        return SizesLater(ops, config)
+def _bind(ops: Operands, how: Method) -> Launch:
+    if how.syncs and ops.host_offsets is None and ops.host_valid_rows is None:
+        return SizesLater(ops, how)
     if ops.device.type != "cuda":
         return _no_groups  # an empty list has no operands, hence no device
-    with torch.cuda.device(ops.device):
-        return _bound(ops, config, Sizes(ops.host_offsets, ops.host_valid_rows))
-
-
-def _missing(ops: Operands) -> bool:
-    """Whether the host does not know the sizes."""
-    return bool(ops.spec.jagged and ops.host_offsets is None) or (
-        ops.spec.form == "masked" and ops.host_valid_rows is None
-    )
-
-
-def _sizes_stay(ops: Operands, config: Config, sizes: Sizes) -> bool:
-    """Whether grouped_mm can take sizes that only the device knows."""
-    return config.variant == "auto" and sizes.offsets is None and not grouped_mm_reasons(ops.spec, ops.device)
+    if torch_names.current_device() != (ops.device.index or 0):
+        with torch.cuda.device(ops.device):
+            return _bind(ops, how)
+    return bound(ops, how, ops.host_offsets, ops.host_valid_rows)
 
 
 def _no_groups() -> None:
@@ -109,104 +128,102 @@ def _no_groups() -> None:
 class SizesLater:
     """Reads the sizes at every launch, then binds and runs: for calls that take them from the host."""
 
-    __slots__ = ("_config", "_ops")
+    __slots__ = ("_how", "_ops")
 
-    def __init__(self, ops: Operands, config: Config) -> None:
-        self._ops, self._config = ops, config
+    def __init__(self, ops: Operands, how: Method) -> None:
+        self._ops, self._how = ops, how
 
     def __call__(self) -> None:
         ops = self._ops
         with torch.cuda.device(ops.device):
             if torch.cuda.is_current_stream_capturing():
                 raise NotCapturable(
-                    f"cublas variant {self._config.variant!r} reads the group sizes back from the device at each "
+                    f"cublas variant {self._how.config.variant!r} reads the group sizes back from the device at each "
                     "launch: give the sizes on the host, or use a backend that reads them on the device"
                 )
-            _bound(ops, self._config, _fetched(ops))()
+            bound(ops, self._how, *fetched(ops))()
 
 
-def _fetched(ops: Operands) -> Sizes:
+def fetched(ops: Operands) -> tuple[Ints | None, Ints | None]:
+    """Offsets or valid rows, read back from the device."""
     if ops.spec.form == "masked":
-        return Sizes(None, cast(Tensor, ops.valid_rows).to("cpu", torch.int64).numpy())
+        return None, cast(Tensor, ops.valid_rows).to("cpu", torch.int64).numpy()
     ends = cast(Tensor, ops.ends)
     if ops.head:
         ends = ends.as_strided((ops.spec.groups + 1,), (1,), ends.storage_offset() - 1)
     read = ends.to("cpu", torch.int64).numpy()
-    return Sizes(read if ops.head else np.concatenate([np.zeros(1, np.int64), read]), None)
+    return read if ops.head else np.concatenate([np.zeros(1, np.int64), read]), None
 
 
-def _bound(ops: Operands, config: Config, sizes: Sizes) -> Steps:
-    spec = ops.spec
-    if spec.alpha == "zero" or _nothing(ops):
+def bound(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Steps:
+    """The bound launch, on the current device. `offsets` and `valid` are what the host knows of the groups: both None
+    where only the device knows, or nothing is cut."""
+    spec, a, b = ops.spec, ops.a, ops.b
+    if spec.alpha == "zero" or not (isinstance(a, list) or isinstance(b, list) or (a.numel() and b.numel())):
         return Steps(ops, [finish(ops, Need(unowned=spec.zero_unowned))])
-    if config.variant == "grouped_mm":
-        return bind_grouped_mm(ops, sizes.offsets)
-    if _sizes_stay(ops, config, sizes):
-        return bind_grouped_mm(ops, None)
-    return _general(ops, config, sizes)
+    if how.grouped_mm and (offsets is None or how.config.variant == "grouped_mm"):
+        return bind_grouped_mm(ops, offsets)
+    return _general(ops, how, offsets, valid)
 
 
-def _nothing(ops: Operands) -> bool:
-    """Whether no group can have a product: some extent is 0 for all of them."""
-    if ops.spec.form == "per_group":
-        return False
-    a, b = cast(Tensor, ops.a), cast(Tensor, ops.b)
-    return 0 in (*a.shape, *b.shape)
-
-
-def _partly_owned(ops: Operands, sizes: Sizes) -> bool:
-    """Whether the library will write elements that no group owns, because the host does not know them."""
-    spec = ops.spec
-    return (spec.form == "masked" and sizes.valid is None) or (spec.jagged is not None and sizes.offsets is None)
-
-
-def _direct(ops: Operands, sizes: Sizes) -> bool:
-    """Whether the library may write into the result itself."""
-    return plain(ops.spec) and writable(ops.out) and (ops.spec.zero_unowned or not _partly_owned(ops, sizes))
-
-
-def _written(ops: Operands, sizes: Sizes) -> torch.dtype:
-    """What the library writes: the result, or an intermediate one."""
-    return result_type(ops.spec) if _direct(ops, sizes) else ops.spec.acc
-
-
-def _general(ops: Operands, config: Config, sizes: Sizes) -> Steps:
-    spec, copies, fuses = ops.spec, Copies(), _fuses(ops, config, sizes)
-    a, b = stage(ops, copies)
-    direct, written = fuses or _direct(ops, sizes), spec.out.dtype if fuses else _written(ops, sizes)
-    target = ops.out if direct else scratch(ops.out, spec.acc)
-    bias = stage_bias(ops, copies) if fuses else None
-    products = _products(replace(ops, a=a, b=b, out=target, c=None, bias=bias), sizes)
-    chosen = config if config.variant != "auto" else FUSED if fuses else choose(spec, products, ops.device, written)
-    if chosen.variant == "grouped_mm":
-        return bind_grouped_mm(ops, sizes.offsets)
-    steps: list[Step] = [copies] if copies.pairs else []
-    if direct and not fuses and (laid := _laid(ops, sizes)):
+def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Steps:
+    spec, steps = ops.spec, list[Step]()
+    unknown = how.cut and offsets is None and valid is None  # so the library writes what no group owns, too
+    in_place = how.plain and (spec.zero_unowned or not unknown)
+    groups: Cuts | list[Product] | None = _as_given(ops, how, offsets, valid) if in_place else None
+    target = ops.out
+    if groups is None:
+        copies = Copies()
+        a, b = stage(ops, copies)
+        if not (in_place and writable(target)):
+            target = scratch(target, how.written, rows=not how.plain)
+        groups = _groups(replace(ops, a=a, b=b, out=target), how, offsets, valid)
+        steps += [copies] if copies.pairs else []
+    config = how.config
+    if config.variant == "auto":
+        config = choose(spec, work_of(spec, groups), *how.able)
+        if config.variant == "grouped_mm":
+            return bind_grouped_mm(ops, offsets)
+    products = _products(groups, how)
+    direct = target is ops.out
+    if direct and (ops.bias is not None or ops.c is not None) and (laid := _laid(ops, unknown)):
         steps.append(laid)
+    alpha, beta, after = _scalars(ops, how, direct)
     if products:
-        beta = 0.0 if fuses else 1.0 if ops.bias is not None else ops.beta if ops.c is not None else 0.0
-        scalars = (ops.alpha, beta) if direct else (1.0, 0.0)
-        steps.append(_calls(ops, chosen, products, written, scalars, config.variant == "auto"))
-    last = _last(ops, sizes, None if direct else target, _partly_owned(ops, sizes), direct and not fuses)
-    return Steps(ops, [*steps, last] if last else steps, (a, b, target, bias))
+        steps.append(_calls(ops, how, config, products, (alpha, beta)))
+    unowned = spec.zero_unowned and (unknown or _has_unowned(ops, offsets, valid))
+    if not direct:
+        steps.append(finish(after, Need(acc=target, unowned=unowned)))
+    elif last := _last(ops, offsets, unowned, unknown):
+        steps.append(last)
+    return Steps(ops, steps, target)
 
 
-def _fuses(ops: Operands, config: Config, sizes: Sizes) -> bool:
-    """Whether the library itself adds the bias and applies relu. Groups of one weight stay one product."""
-    if config.variant != "auto":
-        return config.variant == "fused"
-    apart = whole(ops.spec) and isinstance(ops.bias, Tensor) and ops.bias.dim() > 1  # not of one bias
-    if apart or fused_reasons(ops.spec) or _partly_owned(ops, sizes):
-        return False
-    lengths = None if whole(ops.spec) else sizes.valid if sizes.offsets is None else np.diff(sizes.offsets)
-    calls = fused_calls(lengths, ops.spec.groups if isinstance(ops.out, list) else 1)
-    return pays_to_fuse(calls)
+def _as_given(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Cuts | None:
+    """The groups of packed operands that the library reads and writes as they lie; None if it does not."""
+    if ops.spec.form == "per_group" or ops.spec.compute is torch.int8:
+        return None
+    p = packed(ops)
+    forms = packed_forms(p, how.size)
+    return None if None in forms else packed_cuts(p, how.size, offsets, valid, forms)
 
 
-def _laid(ops: Operands, sizes: Sizes) -> Step | None:
+def _scalars(ops: Operands, how: Method, direct: bool) -> tuple[float, float, Operands]:
+    """alpha and beta of the library's calls, and the operands with those that are left to the epilogue.
+
+    A 16-bit result that was written aside is rounded already; any other gets its alpha where it is rounded.
+    """
+    if direct:
+        return ops.alpha, 1.0 if ops.bias is not None else ops.beta if ops.c is not None else 0.0, ops
+    if how.plain and ops.spec.out.dtype is not ops.spec.acc:
+        return ops.alpha, 0.0, replace(ops, alpha=1.0)
+    return 1.0, 0.0, ops
+
+
+def _laid(ops: Operands, unknown: bool) -> Step | None:
     """Puts what the library is to add into the result: c, or a bias and at once all that `_last` would write."""
     if ops.bias is not None:
-        return finish(ops, Need(unowned=ops.spec.zero_unowned and not _partly_owned(ops, sizes)))
+        return finish(ops, Need(unowned=ops.spec.zero_unowned and not unknown))
     if ops.c is None or _same(ops.c, ops.out):
         return None
     return finish(ops, Need(bare=True))
@@ -217,67 +234,60 @@ def _same(c: Side | None, out: Side) -> bool:
     return all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs)
 
 
-def _products(ops: Operands, sizes: Sizes) -> list[Product]:
+def _groups(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Cuts | list[Product]:
+    """The groups of operands that the library can read and write as they lie."""
     if ops.spec.form == "per_group":
-        return list_products(group_table(ops))
-    p, offsets = packed(ops), sizes.offsets
-    if p.jagged is not None and offsets is None:
-        p = replace(p, groups=1)
-        offsets = np.array([0, p.m if p.jagged == "m" else p.n if p.jagged == "n" else p.k], dtype=np.int64)
-    a, out = cast(Tensor, ops.a), cast(Tensor, ops.out)
-    return packed_products(p, Bytes(a.element_size(), out.element_size()), offsets, sizes.valid)
+        return list_products(group_table(ops), how.size)
+    p = packed(ops)
+    return packed_cuts(p, how.size, offsets, valid, packed_forms(p, how.size))
 
 
-def _calls(
-    ops: Operands, config: Config, products: list[Product], dtype: torch.dtype, scalars: tuple[float, float], free: bool
-) -> Step:
-    """The library calls; `free` where the config was chosen here, and a graph may hold others."""
-    library: Cublas = cublas()
-    types = library_calls.types(ops.spec, dtype, *scalars)
-    if config.variant == "fused":
-        batch, work = fused(library, products, types, dtype.itemsize, ops.spec.activation == "relu", ops.device)
-        return Calls(library, batch) if len(work) == 1 else Streamed(library, batch, work, config.streams, ops.device)
+def _products(groups: Cuts | list[Product], how: Method) -> list[Product]:
+    return packed_products(groups, how.size) if isinstance(groups, Cuts) else groups
+
+
+def _calls(ops: Operands, how: Method, config: Config, products: list[Product], scalars: tuple[float, float]) -> Step:
+    """The library calls."""
+    library = cublas()
+    types = library_calls.types(ops.spec, how.written, *scalars)
     if config.variant == "grouped":
-        apart = free and apart_in_a_graph(ops.spec, [p.shape for p in products])
+        apart = how.config.variant == "auto" and apart_in_a_graph(ops.spec, products)
         captured = library_calls.one_each(library, products, types) if apart else None
         return Calls(library, library_calls.one_for_all(library, products, types, ops.device), captured)
     if config.variant == "batched" and ops.spec.compute is not torch.int8:
-        size = ops.spec.compute.itemsize, dtype.itemsize
-        return Calls(library, library_calls.one_per_shape(library, products, types, size, ops.device))
+        return Calls(library, library_calls.one_per_shape(library, products, types, how.size, ops.device))
     batch = library_calls.one_each(library, products, types)
     if config.variant == "streams":
-        return Streamed(library, batch, [p.shape for p in products], config.streams, ops.device)
+        return Streamed(library, batch, [product[0] for product in products], config.streams, ops.device)
     return Calls(library, batch)
 
 
-def _last(ops: Operands, sizes: Sizes, acc: Side | None, unknown: bool, laid: bool) -> Step | None:
-    spec = ops.spec
-    unowned = spec.zero_unowned and (unknown or _has_unowned(ops, sizes))
-    if acc is not None:
-        return finish(ops, Need(acc=acc, unowned=unowned))
-    if laid and ops.bias is not None:  # all but the unknown was written before the product
+def _last(ops: Operands, offsets: Ints | None, unowned: bool, unknown: bool) -> Step | None:
+    """What is left to write behind a library that wrote into the result: zeros."""
+    if ops.bias is not None:  # all but the unknown was written before the product
         return finish(ops, Need(owned=False, unowned=True)) if unowned and unknown else None
-    empty = _empty_results(ops, sizes)
-    if empty and len(empty) <= FEW_ZEROS and ops.c is None and ops.bias is None and not unowned:
+    empty = _empty_results(ops, offsets) if ops.spec.form in ("per_group", "jagged_k") else []
+    if empty and len(empty) <= FEW_ZEROS and ops.c is None and not unowned:
         return Zeros(empty)
     return finish(ops, Need(owned=bool(empty), only_empty=bool(empty), unowned=unowned)) if empty or unowned else None
 
 
-def _has_unowned(ops: Operands, sizes: Sizes) -> bool:
-    if sizes.valid is not None:
-        return bool((sizes.valid < cast(Tensor, ops.a).shape[-2]).any())
-    if ops.spec.jagged not in ("m", "n") or sizes.offsets is None:
+def _has_unowned(ops: Operands, offsets: Ints | None, valid: Ints | None) -> bool:
+    a: Any = ops.a
+    b: Any = ops.b
+    if valid is not None:
+        return bool((valid < a.shape[-2]).any())
+    if offsets is None or ops.spec.form == "jagged_k":
         return False
-    extent = cast(Tensor, ops.a).shape[0] if ops.spec.jagged == "m" else cast(Tensor, ops.b).shape[-1]
-    return bool(ops.spec.groups == 0 or sizes.offsets[0] > 0 or sizes.offsets[-1] < extent)
+    extent = a.shape[0] if ops.spec.form == "jagged_m" else b.shape[-1]
+    return bool(ops.spec.groups == 0 or offsets[0] > 0 or offsets[-1] < extent)
 
 
-def _empty_results(ops: Operands, sizes: Sizes) -> list[Tensor]:
+def _empty_results(ops: Operands, offsets: Ints | None) -> list[Tensor]:
     """The results of products with K = 0, which the library is never asked for."""
     if ops.spec.form == "per_group":
         return [out.detach() for a, out in zip(ops.a, ops.out, strict=True) if a.shape[1] == 0 and out.numel()]
-    if ops.spec.jagged != "k" or sizes.offsets is None:
+    if offsets is None:
         return []
-    starts, ends = cut(sizes.offsets, cast(Tensor, ops.a).shape[-1])
     out = cast(Tensor, ops.out).detach()
-    return [out[g] for g in np.flatnonzero(starts == ends).tolist()]
+    return [out[g] for g, length in enumerate(cut(offsets, cast(Tensor, ops.a).shape[-1])[1]) if not length]

@@ -12,10 +12,12 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from multigemm.backends.cublas import torch_names
 from multigemm.errors import LibraryError
 
 NO_LOAD = getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW
@@ -49,12 +51,8 @@ STATUS = {
 Status = Callable[..., int]
 
 
-class Call(NamedTuple):
-    """One library call without its handle: arguments are ctypes objects, converted once."""
-
-    function: Status
-    args: tuple[Any, ...]
-    name: str
+Call = tuple[Status, tuple[Any, ...], str]
+"""One library call without its handle: the function, its arguments as ctypes objects, converted once, and its name."""
 
 
 class Cublas:
@@ -66,10 +64,8 @@ class Cublas:
         self.strided: Status = library.cublasGemmStridedBatchedEx_64
         self.pointers: Status = library.cublasGemmBatchedEx_64
         self.grouped: Status | None = getattr(library, "cublasGemmGroupedBatchedEx_64", None)
-        self.create: Status = library.cublasCreate_v2
         self.set_math_mode: Status = brief.cublasSetMathMode  # too short to let go of Python's lock
         self.get_math_mode: Status = brief.cublasGetMathMode
-        self.get_stream: Status = library.cublasGetStream_v2
         self.set_stream: Status = library.cublasSetStream_v2
         self.set_workspace: Status = library.cublasSetWorkspace_v2
         self._get_version: Status = library.cublasGetVersion_v2
@@ -118,7 +114,7 @@ def check(status: int, name: str) -> None:
 
 def handle() -> ctypes.c_void_p:
     """torch's handle for this thread and device, set by torch to its current stream and workspace."""
-    return ctypes.c_void_p(torch._C._cuda_getCurrentBlasHandle())
+    return ctypes.c_void_p(torch_names.blas_handle())
 
 
 def make(blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
@@ -129,19 +125,31 @@ def make(blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
             check(status, name)
 
 
-def issue(library: Cublas, blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:
-    """Makes the calls in exact math; the handle's mode comes back in any case."""
-    mode = ctypes.c_int()
-    status = library.get_math_mode(blas, ctypes.byref(mode)) or library.set_math_mode(blas, EXACT_MATH)
-    if status:
-        check(status, "cublasGetMathMode or cublasSetMathMode")
-    try:
-        for function, args, name in calls:
-            status = function(blas, *args)
-            if status:
-                check(status, name)
-    finally:
-        check(library.set_math_mode(blas, mode), "cublasSetMathMode")
+class ExactMath:
+    """For the length of a `with`: a handle whose calls use neither tf32 nor 16-bit partial sums."""
+
+    __slots__ = ("_blas", "_library", "_mode")
+
+    def __init__(self, library: Cublas, blas: ctypes.c_void_p) -> None:
+        self._library, self._blas, self._mode = library, blas, ctypes.c_int()
+
+    def __enter__(self) -> None:
+        library, blas = self._library, self._blas
+        status = library.get_math_mode(blas, ctypes.byref(self._mode)) or library.set_math_mode(blas, EXACT_MATH)
+        if status:
+            check(status, "cublasGetMathMode or cublasSetMathMode")
+
+    def __exit__(self, *error: object) -> None:
+        status = self._library.set_math_mode(self._blas, self._mode)
+        if status and error[0] is None:
+            check(status, "cublasSetMathMode")
+
+
+def aim(library: Cublas, blas: ctypes.c_void_p, stream: ctypes.c_void_p, space: Tensor) -> None:
+    """Turns a handle to a stream and a workspace; the library forgets the workspace whenever the stream is set."""
+    check(library.set_stream(blas, stream), "cublasSetStream")
+    size = ctypes.c_size_t(space.numel())
+    check(library.set_workspace(blas, ctypes.c_void_p(space.data_ptr()), size), "cublasSetWorkspace")
 
 
 def scalar(compute: int, value: float) -> Any:

@@ -6,8 +6,6 @@ it: all groups that share their weights are one product over all rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -21,27 +19,32 @@ Forms = tuple[Leading | None, Leading | None, Leading | None]
 
 
 class Product(NamedTuple):
-    """One matrix product: its shape, the addresses of first and second operand and result, and of a bias (or 0)."""
+    """One matrix product: its shape, and the addresses of first and second operand and result."""
 
     shape: Shape
     first: int
     second: int
     out: int
-    bias: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Bytes:
+class Bytes(NamedTuple):
     """Element sizes of the operands (equal for a and b) and of the result."""
 
     operand: int
     out: int
 
 
-def cut(offsets: Ints, extent: int) -> tuple[Ints, Ints]:
-    """Starts and ends per group, clamped as the kernels clamp them."""
-    starts = np.clip(offsets[:-1], 0, extent)
-    return starts, np.clip(offsets[1:], starts, extent)
+def cut(offsets: Ints, extent: int) -> tuple[list[int], list[int]]:
+    """Where each group starts, clamped as the kernels clamp it, and its length."""
+    bounds = offsets.tolist()
+    starts, lengths, start = [], [], bounds[0]
+    for end in bounds[1:]:
+        start = 0 if start < 0 else extent if start > extent else start
+        length = (extent if end > extent else end) - start
+        starts.append(start)
+        lengths.append(length if length > 0 else 0)
+        start = end
+    return starts, lengths
 
 
 def joined(extent: int, group: int, stride: int) -> int | None:
@@ -53,15 +56,15 @@ def joined(extent: int, group: int, stride: int) -> int | None:
 
 def _as_one(p: Packed) -> Packed | None:
     """A batch that shares one operand, as one product of stacked rows (or columns); None if it is not one."""
-    if p.jagged is not None or p.groups < 2 or (p.bias is not None and p.bias.group):
+    if p.groups < 2:
         return None
     if p.b.group == 0 and p.a.group:
         a, out = joined(p.m, p.a.group, p.a.row), joined(p.m, p.out.group, p.out.row)
         if a is not None and out is not None:
             whole = p.groups * p.m
             return Packed(1, whole, p.n, p.k, None, p.a._replace(group=0, row=a), p.b,
-                          p.out._replace(group=0, row=out), None, p.bias)  # fmt: skip
-    if p.a.group == 0 and p.b.group and p.bias is None:
+                          p.out._replace(group=0, row=out), None, None)  # fmt: skip
+    if p.a.group == 0 and p.b.group:
         b, out = joined(p.n, p.b.group, p.b.col), joined(p.n, p.out.group, p.out.col)
         if b is not None and out is not None:
             whole = p.groups * p.n
@@ -70,111 +73,125 @@ def _as_one(p: Packed) -> Packed | None:
     return None
 
 
-def packed_forms(p: Packed) -> Forms:
+def packed_forms(p: Packed, size: Bytes) -> Forms:
     """The BLAS forms of a, b and out of a packed problem; None where a copy is needed."""
     return (
-        leading(p.m, p.k, p.a.row, p.a.col),
-        leading(p.k, p.n, p.b.row, p.b.col),
-        leading(p.m, p.n, p.out.row, p.out.col),
+        leading(p.m, p.k, p.a.row, p.a.col, size.operand),
+        leading(p.k, p.n, p.b.row, p.b.col, size.operand),
+        leading(p.m, p.n, p.out.row, p.out.col, size.out),
     )
 
 
-def _shares(p: Packed) -> bool:
-    if p.bias is not None and p.bias.group:
-        return False
-    return (p.jagged == "m" and p.b.group == 0) or (p.jagged == "n" and p.a.group == 0)
+class Cuts(NamedTuple):
+    """A packed problem and its groups: where each starts and how long it is along `axis`, or whole ones (None).
+
+    `shape` is that of the whole; `varies` names its field that `lengths` replace.
+    """
+
+    p: Packed
+    shape: Shape
+    by_rows: bool
+    axis: str | None
+    varies: str
+    starts: list[int]
+    lengths: list[int]
 
 
-def packed_products(p: Packed, size: Bytes, offsets: Ints | None, valid: Ints | None) -> list[Product]:
-    """The non-empty products of a packed problem, groups in order. Products with K = 0 are left out too."""
-    if valid is None and (one := _as_one(p)) is not None and all(packed_forms(one)):
-        p = one
-    starts, ends = np.zeros(p.groups, np.int64), np.zeros(p.groups, np.int64)
-    if offsets is not None and p.groups:
-        starts, ends = cut(offsets, {"m": p.m, "n": p.n, "k": p.k}[p.jagged or "m"])
-        if _shares(p) and np.array_equal(starts[1:], ends[:-1]):
-            starts, ends = starts[:1], ends[-1:]
-    lengths = (ends - starts).tolist() if valid is None else np.clip(valid, 0, p.m).tolist()
-    return _cut_products(p, size, starts.tolist(), lengths, _expressible(packed_forms(p)), valid is not None)
+def packed_cuts(p: Packed, size: Bytes, offsets: Ints | None, valid: Ints | None, forms: Forms) -> Cuts:
+    """The groups of a packed problem, in order, empty ones among them; groups that one product computes are one.
+
+    Where the host does not know what is cut (`offsets` and `valid` are None), matrices are taken whole. `forms` are
+    those of `packed_forms`.
+    """
+    if valid is not None:
+        return _cuts(p, forms, "m", [0] * p.groups, np.clip(valid, 0, p.m).tolist())
+    if p.jagged is None or offsets is None:
+        count = p.groups if p.jagged is None else 1
+        if count > 1 and (one := _as_one(p)) is not None and all(of_one := packed_forms(one, size)):
+            p, forms, count = one, of_one, 1
+        return _cuts(p, forms, None, [0] * count, [1] * count)
+    starts, lengths = cut(offsets, p.m if p.jagged == "m" else p.n if p.jagged == "n" else p.k)
+    shares = (p.jagged == "m" and p.b.group == 0) or (p.jagged == "n" and p.a.group == 0)
+    if shares and starts[1:] == [start + length for start, length in zip(starts[:-1], lengths, strict=False)]:
+        starts, lengths = starts[:1], [sum(lengths)]  # one matrix for all groups, which follow each other: one product
+    return _cuts(p, forms, p.jagged, starts, lengths)
 
 
-def _cut_products(
-    p: Packed, size: Bytes, starts: list[int], lengths: list[int], forms: tuple[Leading, Leading, Leading], masked: bool
-) -> list[Product]:
-    a_step, b_step, out_step = _steps(p)
-    by_rows, found = forms[2].by_rows, []
-    shapes: dict[int, Shape] = {}
-    cut_by = "m" if masked else p.jagged
+def _cuts(p: Packed, forms: Forms, axis: str | None, starts: list[int], lengths: list[int]) -> Cuts:
+    of_a, of_b, of_out = forms
+    assert of_a is not None and of_b is not None and of_out is not None, "operands that are not expressible are staged"
+    by_rows = of_out.by_rows
+    varies = {"m": "n" if by_rows else "m", "n": "m" if by_rows else "n", "k": "k", None: ""}[axis]
+    return Cuts(p, shape_of(p.m, p.n, p.k, of_a, of_b, of_out), by_rows, axis, varies, starts, lengths)
+
+
+def packed_products(cuts: Cuts, size: Bytes) -> list[Product]:
+    """The non-empty products of the groups. Products with K = 0 are left out too."""
+    p, shape, by_rows, axis, varies, starts, lengths = cuts
+    op_first, op_second, m, n, k, *leads = shape
+    new = tuple.__new__  # a named tuple's own constructor is a Python call, here some for each group
+    shapes, found = dict[int, Shape](), list[Product]()
+    a_step, b_step, out_step = _steps(p, axis)
+    (a, a_group, *_), (b, b_group, *_), (out, out_group, *_) = p.a, p.b, p.out
     for g, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        shape = shapes.get(length)
-        if shape is None:
-            m, n, k = (length if cut_by == axis else whole for axis, whole in (("m", p.m), ("n", p.n), ("k", p.k)))
-            shape = shapes[length] = shape_of(m, n, k, *forms)
+        if varies:
+            if length not in shapes:
+                m, n, k = length if varies == "m" else m, length if varies == "n" else n, length if varies == "k" else k
+                shapes[length] = new(Shape, (op_first, op_second, m, n, k, *leads))
+            shape = shapes[length]
         if not (shape.m and shape.n and shape.k):
             continue
-        a = p.a.ptr + (g * p.a.group + start * a_step) * size.operand
-        b = p.b.ptr + (g * p.b.group + start * b_step) * size.operand
-        out = p.out.ptr + (g * p.out.group + start * out_step) * size.out
-        bias = 0 if p.bias is None else p.bias.ptr + g * p.bias.group * size.out
-        found.append(Product(shape, b, a, out, bias) if by_rows else Product(shape, a, b, out, bias))
+        at_a = a + (g * a_group + start * a_step) * size.operand
+        at_b = b + (g * b_group + start * b_step) * size.operand
+        at_out = out + (g * out_group + start * out_step) * size.out
+        found.append(new(Product, (shape, at_b, at_a, at_out) if by_rows else (shape, at_a, at_b, at_out)))
     return found
 
 
-def _steps(p: Packed) -> tuple[int, int, int]:
-    """How far a, b and out move per element of the jagged direction."""
-    return {
-        "m": (p.a.row, 0, p.out.row),
-        "n": (0, p.b.col, p.out.col),
-        "k": (p.a.col, p.b.row, 0),
-        None: (0, 0, 0),
-    }[p.jagged]
+def _steps(p: Packed, axis: str | None) -> tuple[int, int, int]:
+    """How far a, b and out move per element of the direction that is cut."""
+    if axis == "m":
+        return p.a.row, 0, p.out.row
+    if axis == "n":
+        return 0, p.b.col, p.out.col
+    return (p.a.col, p.b.row, 0) if axis == "k" else (0, 0, 0)
 
 
-def _expressible(forms: Forms) -> tuple[Leading, Leading, Leading]:
-    """The forms of operands that were staged before, so that none is missing."""
-    a, b, out = forms
-    assert a is not None
-    assert b is not None
-    assert out is not None
-    return a, b, out
-
-
-def list_forms(table: Ints) -> list[Forms]:
-    """The BLAS forms of a, b and out of each product of a list."""
-    return [
-        (
-            leading(r[TABLE.M], r[TABLE.K], r[TABLE.A_ROW], r[TABLE.A_COL]),
-            leading(r[TABLE.K], r[TABLE.N], r[TABLE.B_ROW], r[TABLE.B_COL]),
-            leading(r[TABLE.M], r[TABLE.N], r[TABLE.OUT_ROW], r[TABLE.OUT_COL]),
-        )
-        for r in table.tolist()
-    ]
-
-
-def list_products(table: Ints) -> list[Product]:
+def list_products(table: Ints, size: Bytes) -> list[Product]:
     """The non-empty products of a list, in order."""
     found = []
-    for row, (a, b, out) in zip(table.tolist(), list_forms(table), strict=True):
-        m, n, k = row[TABLE.M], row[TABLE.N], row[TABLE.K]
+    for r in table.tolist():
+        m, n, k = r[TABLE.M], r[TABLE.N], r[TABLE.K]
         if m and n and k:
-            forms = _expressible((a, b, out))
-            shape, by_rows = shape_of(m, n, k, *forms), forms[2].by_rows
-            pair = (row[TABLE.B], row[TABLE.A]) if by_rows else (row[TABLE.A], row[TABLE.B])
-            found.append(Product(shape, *pair, row[TABLE.OUT], row[TABLE.BIAS]))
+            a = leading(m, k, r[TABLE.A_ROW], r[TABLE.A_COL], size.operand)
+            b = leading(k, n, r[TABLE.B_ROW], r[TABLE.B_COL], size.operand)
+            out = leading(m, n, r[TABLE.OUT_ROW], r[TABLE.OUT_COL], size.out)
+            assert a is not None and b is not None and out is not None, "what is not expressible is staged"
+            pair = (r[TABLE.B], r[TABLE.A]) if out.by_rows else (r[TABLE.A], r[TABLE.B])
+            found.append(Product(shape_of(m, n, k, a, b, out), *pair, r[TABLE.OUT]))
     return found
 
 
 def merged(products: list[Product]) -> list[tuple[Shape, list[Product]]]:
     """Products of one shape together, the largest work first, order kept within a shape."""
-    keyed = sorted(products, key=lambda p: (-p.shape.m * p.shape.n * p.shape.k, p.shape))
-    return [(shape, list(same)) for shape, same in groupby(keyed, key=lambda p: p.shape)]
+    found: dict[Shape, list[Product]] = {}
+    for product in products:
+        found.setdefault(product[0], []).append(product)
+    return sorted(found.items(), key=_largest_first)
+
+
+def _largest_first(group: tuple[Shape, list[Product]]) -> tuple[int, Shape]:
+    shape = group[0]
+    return -shape.m * shape.n * shape.k, shape
 
 
 def even_steps(products: list[Product]) -> tuple[int, int, int] | None:
     """The constant distance in bytes between successive addresses of each operand, or None."""
-    table = np.array([(p.first, p.second, p.out) for p in products], dtype=np.int64)
-    steps = np.diff(table, axis=0)
-    if len(steps) and not (steps == steps[0]).all():
-        return None
-    first, second, out = (int(v) for v in (steps[0] if len(steps) else (0, 0, 0)))
-    return None if min(first, second) < 0 or out <= 0 else (first, second, out)
+    if len(products) < 2:
+        return 0, 0, 1
+    (_, *before), (_, *after) = products[:2]
+    steps = np.array(after) - np.array(before)
+    table = np.array([p[1:] for p in products], dtype=np.int64)
+    first, second, out = steps.tolist()
+    even = first >= 0 and second >= 0 and out > 0 and bool((table[1:] - table[:-1] == steps).all())
+    return (first, second, out) if even else None

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from multigemm.backends.cublas import torch_names
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
-from multigemm.backends.cublas.library import Cublas, handle, issue
-from multigemm.backends.cublas.streams import Kit, borrow, capture_of, lend, workspace
+from multigemm.backends.cublas.library import Cublas, ExactMath, aim, handle, make
+from multigemm.backends.cublas.streams import Kit, borrow, capture_of, workspace
 from multigemm.cuda.nvrtc import Step
 from multigemm.errors import LibraryError
 from multigemm.planning.operands import Operands
@@ -32,15 +33,15 @@ class Steps:
     __slots__ = ("_device", "_keep", "_steps")
 
     def __init__(self, ops: Operands, steps: Sequence[Step], keep: object = None) -> None:
-        self._steps, self._keep, self._device = tuple(steps), (ops, keep), ops.device.index or 0
+        self._steps, self._keep, self._device = steps, (ops, keep), ops.device.index or 0
 
     def __call__(self) -> None:
         device = self._device
-        if torch._C._cuda_getDevice() != device:
+        if torch_names.current_device() != device:
             with torch.cuda.device(device):
                 self()
             return
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch_names.raw_stream(device)
         for step in self._steps:
             step(stream)
 
@@ -48,17 +49,18 @@ class Steps:
 class Calls:
     """Library calls one after the other on the current stream; others where a graph captures them, if given."""
 
-    __slots__ = ("_batch", "_calls", "_captured", "_library")
+    __slots__ = ("_batch", "_captured", "_library")
 
     def __init__(self, library: Cublas, batch: Batch, captured: Batch | None = None) -> None:
-        self._library, self._batch, self._calls = library, batch, tuple(batch.calls)
-        self._captured = None if captured is None else tuple(captured.calls)
+        self._library, self._batch, self._captured = library, batch, captured
 
     def __call__(self, stream: int) -> None:
-        calls = self._calls
-        if self._captured is not None and torch._C._cuda_isCurrentStreamCapturing():
-            calls = self._captured
-        issue(self._library, handle(), calls)
+        batch = self._batch
+        if self._captured is not None and torch_names.capturing():
+            batch = self._captured
+        blas = handle()
+        with ExactMath(self._library, blas):
+            make(blas, batch.calls)
 
 
 class Zeros:
@@ -78,7 +80,7 @@ def shares(work: Sequence[int], streams: int) -> list[list[int]]:
     """Indices per stream: the largest piece of work first, each to the stream with the least so far."""
     heap = [(0, i) for i in range(max(1, streams))]
     split: list[list[int]] = [[] for _ in range(max(1, streams))]
-    for index in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+    for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
         load, stream = heapq.heappop(heap)
         split[stream].append(index)
         heapq.heappush(heap, (load + work[index], stream))
@@ -100,68 +102,68 @@ class Streamed:
         self, library: Cublas, batch: Batch, shapes: Sequence[Shape], streams: int, device: torch.device
     ) -> None:
         self._library, self._batch, self._device = library, batch, device.index or 0
-        split = shares([s.m * s.n * s.k for s in shapes], streams)
-        self._here, *self._shares = (tuple(batch.calls[i] for i in share) for share in split)
-        self._short = sum(map(_least_us, shapes)) < CALL_US * len(shapes)
+        work, least = _work(shapes)
+        self._here, *self._shares = [[*map(batch.calls.__getitem__, share)] for share in shares(work, streams)]
+        self._short = least < CALL_US * len(shapes)
         self._apart = bool(self._shares) and not (self._short and len(shapes) > streams)
         self._spaces: list[Tensor] = []
-        kit = self._kit(torch._C._cuda_getCurrentRawStream(self._device)) if self._apart else None
+        kit = self._kit(torch_names.raw_stream(self._device)) if self._apart else None
         if kit is not None:  # a launch finds it
             kit.give_back()
 
     def __call__(self, stream: int) -> None:
-        captured = torch._C._cuda_isCurrentStreamCapturing()
-        current = ctypes.c_void_p(stream)
-        kit = None
+        captured = torch_names.capturing()
+        current, blas, kit = ctypes.c_void_p(stream), handle(), None
         if self._apart or (captured and self._shares):
             kit = self._kit(stream, capture_of(current) if captured else 0)
         if kit is None:
-            issue(self._library, handle(), self._batch.calls)
+            with ExactMath(self._library, blas):
+                make(blas, self._batch.calls)
             return
         try:
+            spaces = [side.space for side in kit.sides]
             if captured:
-                self._recorded(kit, current)
-            else:
-                self._spread(kit, current, handle())
+                here, *spaces = self._own_spaces()
+                aim(self._library, blas, current, here)
+            self._spread(kit, current, blas, spaces)
         finally:
+            handle()  # torch aims it at the current stream and its own workspace again
             kit.give_back()
 
     def _kit(self, stream: int, capture: int = 0) -> Kit | None:
         """Sides for a launch from that stream. Short products do without where there is no memory for them."""
         try:
-            return borrow(self._library, self._device, stream, len(self._shares), capture)
+            return borrow(self._device, stream, len(self._shares), capture)
         except (torch.OutOfMemoryError, LibraryError):
             if not self._short or capture:
                 raise
             self._apart = False
             return None
 
-    def _spread(self, kit: Kit, current: ctypes.c_void_p, blas: ctypes.c_void_p) -> None:
-        fork, used = kit.fork, kit.sides[: len(self._shares)]
-        fork.record(current)
-        issue(self._library, blas, self._here)
-        for side, calls in zip(used, self._shares, strict=True):
-            side.run(fork.raw, calls)
-        for side in used:
-            side.join(current)
-
-    def _recorded(self, kit: Kit, current: ctypes.c_void_p) -> None:
-        """In workspaces that nobody else uses: torch's too belongs to whatever runs on this stream later."""
+    def _own_spaces(self) -> list[Tensor]:
+        """Workspaces that nobody else uses: torch's too belongs to whatever runs on this stream later."""
         while len(self._spaces) <= len(self._shares):
             self._spaces.append(workspace(self._device))
-        here, *rest = self._spaces
-        blas = handle()
-        lend(self._library, blas, here)
-        for side, space in zip(kit.sides, rest, strict=False):
-            side.lend(self._library, space)
-        try:
-            self._spread(kit, current, blas)
-        finally:
-            handle()  # torch aims it at a workspace of its own again
-            for side in kit.sides:
-                side.lend(self._library, None)
+        return self._spaces
+
+    def _spread(self, kit: Kit, current: ctypes.c_void_p, blas: ctypes.c_void_p, spaces: Sequence[Tensor]) -> None:
+        fork, library, used = kit.fork, self._library, kit.sides[: len(self._shares)]
+        fork.record(current)
+        with ExactMath(library, blas):
+            make(blas, self._here)
+            for side, space, calls in zip(used, spaces, self._shares, strict=False):
+                fork.hold(side.raw)
+                aim(library, blas, side.raw, space)
+                make(blas, calls)
+                side.done.record(side.raw)
+        for side in used:
+            side.done.hold(current)
 
 
-def _least_us(s: Shape) -> float:
-    """About how long a GPU needs for one product of 16-bit operands."""
-    return max(2 * s.m * s.n * s.k / FLOPS_PER_US, 2 * (s.m * s.k + s.k * s.n + s.m * s.n) / BYTES_PER_US)
+def _work(shapes: Sequence[Shape]) -> tuple[list[int], float]:
+    """Multiply-adds of each product, and about how many microseconds a GPU needs for all if operands have 16 bits."""
+    work, least = [], 0.0
+    for _, _, m, n, k, *_ in shapes:
+        work.append(m * n * k)
+        least += max(2 * work[-1] / FLOPS_PER_US, 2 * (m * k + k * n + m * n) / BYTES_PER_US)
+    return work, least

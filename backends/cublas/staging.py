@@ -1,6 +1,7 @@
-"""Operands that BLAS can read: the given ones wherever a leading dimension expresses them, else packed copies.
+"""Operands as cuBLAS can count them: the given ones wherever a leading dimension expresses them, else compact copies.
 
-A copy is made at every launch, because operands may change in place; its memory is taken at bind.
+A copy is made at every launch, because operands may change in place; its memory is taken at bind. A result that the
+library cannot write where it lies goes into compact memory too, and the epilogue carries it over.
 int8 has rules of its own (see `support.INT8_STEP`): K contiguous in both operands, padded with
 zeros, which add nothing.
 """
@@ -13,8 +14,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas.leading import leading
-from multigemm.backends.cublas.support import INT8_STEP
+from multigemm.backends.cublas.leading import countable, leading
+from multigemm.backends.cublas.support import INT8_STEP, line_reason
+from multigemm.errors import BackendUnsupported
 from multigemm.planning.operands import Operands, strides_of
 
 INT8_PAD = ALIGNMENT = 16
@@ -23,7 +25,7 @@ Side = Tensor | list[Tensor]
 
 @dataclass(slots=True)
 class Copies:
-    """Packed copies to refresh before each launch: (destination, source) pairs."""
+    """Compact copies to refresh before each launch: (destination, source) pairs."""
 
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -42,7 +44,7 @@ class Copies:
 def readable(t: Tensor) -> bool:
     """Whether BLAS can read (or write) the matrix, or every matrix of the stack, as it lies."""
     s = strides_of(t)
-    return leading(t.shape[-2], t.shape[-1], s.row, s.col) is not None
+    return leading(t.shape[-2], t.shape[-1], s.row, s.col, t.element_size()) is not None
 
 
 def writable(out: Side) -> bool:
@@ -54,54 +56,60 @@ def expressible(side: Side) -> Side:
     """The shape of `side`, with strides that BLAS can read: what a copy would have."""
     if isinstance(side, list):
         return [cast(Tensor, expressible(t)) for t in side]
-    return side if readable(side) else torch.empty(side.shape, dtype=side.dtype, device="meta")
+    return side if readable(side) else _memory(side, torch.device("meta"))
+
+
+def by_columns(t: Tensor) -> bool:
+    """Whether the matrix is contiguous along its columns only."""
+    return t.shape[-1] > 1 and t.stride(-1) != 1 and (t.shape[-2] <= 1 or t.stride(-2) == 1)
+
+
+def compact(like: Tensor, dtype: torch.dtype, device: torch.device, rows: bool = False) -> Tensor:
+    """Memory for such a matrix or stack, each line at a multiple of 16 bytes: in the order of `like`, or by `rows`."""
+    if not rows and by_columns(like):
+        return compact(like.transpose(-1, -2), dtype, device).transpose(-1, -2)
+    step = ALIGNMENT // dtype.itemsize
+    width = -(-like.shape[-1] // step) * step
+    return _lines(like, width, dtype, device)[..., : like.shape[-1]]
+
+
+def _lines(like: Tensor, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for the rows of `like`, `width` elements each; raises where cuBLAS cannot count such rows either."""
+    if like.shape[-2] > 1 and not countable(width, dtype.itemsize):
+        raise BackendUnsupported({"cublas": [line_reason(width, dtype)]})
+    return torch.empty((*like.shape[:-1], width), dtype=dtype, device=device)
 
 
 def stage(ops: Operands, copies: Copies) -> tuple[Side, Side]:
     """a and b as BLAS reads them; whatever has to be copied for that is added to `copies`."""
     if ops.spec.compute is torch.int8:
         return _stage_int8(ops, copies)
-    return _each(ops.a, copies), _each(ops.b, copies)
+    return stage_side(ops.a, copies), stage_side(ops.b, copies)
 
 
-def _each(side: Side, copies: Copies) -> Side:
+def stage_side(side: Side, copies: Copies) -> Side:
+    """One operand as BLAS reads it."""
     if isinstance(side, list):
-        return [_one(t, copies) for t in side]
-    return _one(side, copies)
-
-
-def _one(t: Tensor, copies: Copies) -> Tensor:
-    if readable(t):
-        return t
-    copy = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-    copies.pairs.append((copy, t.detach()))
+        return [cast(Tensor, stage_side(t, copies)) for t in side]
+    if readable(side):
+        return side
+    copy = _memory(side, side.device)
+    copies.pairs.append((copy, side.detach()))
     return copy
 
 
-def scratch(out: Side, dtype: torch.dtype) -> Side:
+def _memory(t: Tensor, device: torch.device) -> Tensor:
+    """Memory for a copy: tight; but in the given order and aligned where only a distance is in the way, since calls
+    that rely on both are not refused then."""
+    near = countable(max(t.stride()[-2:]), t.element_size())
+    return torch.empty(t.shape, dtype=t.dtype, device=device) if near else compact(t, t.dtype, device)
+
+
+def scratch(out: Side, dtype: torch.dtype, rows: bool) -> Side:
     """Memory for an intermediate result, each line of it on an address that every call may write to."""
     if isinstance(out, list):
-        return [cast(Tensor, scratch(t, dtype)) for t in out]
-    step = ALIGNMENT // dtype.itemsize
-    width = -(-out.shape[-1] // step) * step
-    return torch.empty((*out.shape[:-1], width), dtype=dtype, device=out.device)[..., : out.shape[-1]]
-
-
-def stage_bias(ops: Operands, copies: Copies) -> Side | None:
-    """The bias as cuBLASLt reads it: every group's without gaps, at an aligned address."""
-    if isinstance(ops.bias, list):
-        return [_one_bias(t, copies) for t in ops.bias]
-    return None if ops.bias is None else _one_bias(ops.bias, copies)
-
-
-def _one_bias(t: Tensor, copies: Copies) -> Tensor:
-    steps = (t.data_ptr(), *(s * t.element_size() for s in t.stride()[:-1]))
-    if (t.stride(-1) == 1 or t.shape[-1] <= 1) and all(step % ALIGNMENT == 0 for step in steps):
-        return t
-    width = -(-t.shape[-1] * t.element_size() // ALIGNMENT) * ALIGNMENT // t.element_size()
-    copy = torch.empty((*t.shape[:-1], width), dtype=t.dtype, device=t.device)[..., : t.shape[-1]]
-    copies.pairs.append((copy, t.detach()))
-    return copy
+        return [compact(t, dtype, t.device, rows) for t in out]
+    return compact(out, dtype, out.device, rows)
 
 
 def _stage_int8(ops: Operands, copies: Copies) -> tuple[Side, Side]:
@@ -119,16 +127,17 @@ def _int8_pair(a: Tensor, b: Tensor, copies: Copies) -> tuple[Tensor, Tensor]:
 
 
 def _int8_rows(t: Tensor, copies: Copies) -> Tensor:
-    """The matrix with its last direction contiguous and everything in steps of four bytes."""
+    """The matrix with its last direction contiguous, rows that cuBLAS counts, and everything in steps of four bytes."""
     rows, inner = t.shape[-2], t.shape[-1]
     contiguous = inner <= 1 or (t.stride(-1) == 1 and (rows <= 1 or t.stride(-2) >= inner))
     steps = [s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1]
-    if contiguous and all(s % INT8_STEP == 0 for s in (*steps, t.data_ptr())):
+    near = rows <= 1 or countable(t.stride(-2), 1)
+    if contiguous and near and all(s % INT8_STEP == 0 for s in (*steps, t.data_ptr())):
         return t
     return _padded(t, inner, copies)
 
 
 def _padded(t: Tensor, inner: int, copies: Copies) -> Tensor:
-    copy = torch.zeros((*t.shape[:-1], inner), dtype=t.dtype, device=t.device)
+    copy = _lines(t, inner, t.dtype, t.device).zero_()
     copies.pairs.append((copy[..., : t.shape[-1]], t.detach()))
     return copy

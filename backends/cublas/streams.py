@@ -1,10 +1,9 @@
-"""Side streams of our own, made by the driver, each with a cuBLAS handle and a workspace: lent to one launch after
-another.
+"""Side streams of our own, made by the driver, each with a workspace: lent to one launch after another.
 
 torch hands out a few streams in turn: a caller's capture that forks onto one of those would catch work that somebody
-else puts there. A handle that is aimed at one stream for good spares every launch two library calls a stream. Making
-these takes longer than a library call, so they are kept; and since launches on one stream follow each other anyway, a
-side belongs to the stream that it is forked from, as torch's workspaces do: no stream ever waits for another one's.
+else puts there. Making a stream takes longer than a library call, so streams are kept; and since launches on one stream
+follow each other anyway, a side belongs to the stream that it is forked from, as torch's workspaces do: no stream ever
+waits for another one's. The calls are made with torch's handle, which is aimed at one side after the other.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas.library import EXACT_MATH, Call, Cublas, check, make
 from multigemm.cuda import driver
 
 NON_BLOCKING = 1
@@ -40,60 +37,38 @@ def workspace_bytes() -> int:
 class Event:
     """A driver event without timing; torch's own would pass through more of Python at each record and wait."""
 
-    __slots__ = ("_device", "raw")
+    __slots__ = ("_device", "_raw")
 
     def __init__(self, device: int) -> None:
-        self.raw, self._device = ctypes.c_void_p(), device
+        self._raw, self._device = ctypes.c_void_p(), device
         driver.use_context(device)
-        driver.check(driver.library().cuEventCreate(ctypes.byref(self.raw), WITHOUT_TIMING), "cuEventCreate")
+        driver.check(driver.library().cuEventCreate(ctypes.byref(self._raw), WITHOUT_TIMING), "cuEventCreate")
 
     def record(self, stream: ctypes.c_void_p) -> None:
-        status = driver.library().cuEventRecord(self.raw, stream)
+        """Marks what is enqueued on the stream by now."""
+        status = driver.library().cuEventRecord(self._raw, stream)
         if status == driver.NO_CONTEXT:
             driver.use_context(self._device)
-            status = driver.library().cuEventRecord(self.raw, stream)
+            status = driver.library().cuEventRecord(self._raw, stream)
         driver.check(status, "cuEventRecord")
+
+    def hold(self, stream: ctypes.c_void_p) -> None:
+        """What is enqueued on the stream from now on waits for what was marked."""
+        driver.check(driver.library().cuStreamWaitEvent(stream, self._raw, 0), "cuStreamWaitEvent")
 
 
 class Side:
-    """A stream that nobody else knows of, and what is needed to call the library there.
+    """A stream that nobody else knows of, the event at its end, and memory for the library's calls there."""
 
-    It lives as long as the process: destroying a handle frees memory, which would break another thread's capture.
-    """
+    __slots__ = ("done", "raw", "space")
 
-    __slots__ = ("_done", "_own", "_record", "_wait", "handle", "raw")
-
-    def __init__(self, library: Cublas, device: int) -> None:
-        self.raw, self.handle = ctypes.c_void_p(), ctypes.c_void_p()
+    def __init__(self, device: int) -> None:
+        self.raw = ctypes.c_void_p()
         driver.use_context(device)
         with driver.beside_captures():
             driver.check(driver.library().cuStreamCreate(ctypes.byref(self.raw), NON_BLOCKING), "cuStreamCreate")
-            check(library.create(ctypes.byref(self.handle)), "cublasCreate")
-            self._own = workspace(device, self.raw)
-        self._done = Event(device)
-        self._wait, self._record = driver.library().cuStreamWaitEvent, driver.library().cuEventRecord
-        check(library.set_stream(self.handle, self.raw), "cublasSetStream")
-        check(library.set_math_mode(self.handle, EXACT_MATH), "cublasSetMathMode")
-        self.lend(library, self._own)
-
-    def lend(self, library: Cublas, space: Tensor | None) -> None:
-        """Lets the calls here work in `space`; None gives them this stream's own workspace back."""
-        lend(library, self.handle, self._own if space is None else space)
-
-    def run(self, after: ctypes.c_void_p, calls: Sequence[Call]) -> None:
-        """Makes the calls here, behind what the event recorded, and marks their end."""
-        status = self._wait(self.raw, after, 0)
-        if not status:
-            make(self.handle, calls)
-            status = self._record(self._done.raw, self.raw)
-        if status:
-            driver.check(status, "cuStreamWaitEvent or cuEventRecord")
-
-    def join(self, stream: ctypes.c_void_p) -> None:
-        """What is enqueued on `stream` from now on waits for that end."""
-        status = self._wait(stream, self._done.raw, 0)
-        if status:
-            driver.check(status, "cuStreamWaitEvent")
+            self.space = workspace(device, self.raw)
+        self.done = Event(device)
 
 
 class Kit:
@@ -105,10 +80,10 @@ class Kit:
         self._device, self._home, self.captured = device, home, False
         self.fork, self.sides = Event(device), list[Side]()
 
-    def at_least(self, count: int, library: Cublas) -> None:
+    def at_least(self, count: int) -> None:
         """Makes the sides that are missing."""
         while len(self.sides) < count:
-            self.sides.append(Side(library, self._device))
+            self.sides.append(Side(self._device))
 
     def open_to(self, capture: int) -> bool:
         """Whether a launch in that capture (or in none, 0) may use it: a side that a capture has used belongs to
@@ -124,7 +99,7 @@ _kits: dict[tuple[int, int], list[Kit]] = {}
 """All kits that nobody uses at the moment, by device and by the stream that they fork from."""
 
 
-def borrow(library: Cublas, device: int, stream: int, count: int, capture: int = 0) -> Kit:
+def borrow(device: int, stream: int, count: int, capture: int = 0) -> Kit:
     """A kit with so many sides; `capture` is the number of the capture that `stream` is part of, or 0."""
     idle, taken = _kits.setdefault((device, stream), []), list[Kit]()
     while True:
@@ -136,7 +111,7 @@ def borrow(library: Cublas, device: int, stream: int, count: int, capture: int =
             break
         taken.append(kit)
     idle += taken
-    kit.at_least(count, library)
+    kit.at_least(count)
     kit.captured = bool(capture)
     return kit
 
@@ -147,12 +122,6 @@ def workspace(device: int, stream: ctypes.c_void_p | None = None) -> Tensor:
     user = None if stream is None else torch.cuda.ExternalStream(stream.value, device=where)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(user):
         return torch.empty(workspace_bytes(), dtype=torch.uint8, device=where)
-
-
-def lend(library: Cublas, blas: ctypes.c_void_p, space: Tensor) -> None:
-    """Lets the calls of that handle work in `space`, until its stream is set again."""
-    size = ctypes.c_size_t(space.numel())
-    check(library.set_workspace(blas, ctypes.c_void_p(space.data_ptr()), size), "cublasSetWorkspace")
 
 
 def capture_of(stream: ctypes.c_void_p) -> int:

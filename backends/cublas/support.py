@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 
 from multigemm.backend import Availability
+from multigemm.backends.cublas.config import result_type
+from multigemm.backends.cublas.leading import FARTHEST_BYTES, FARTHEST_ELEMENTS, countable
 from multigemm.problem.spec import FLOAT_DTYPES, ProblemSpec
 
 INT8_STEP = 4
 """cuBLAS reads int8 in words of four: K, leading dimensions and addresses are multiples of it."""
 
-EXTENT = 1 << 32
-"""cuBLAS 13.0 leaves the rows behind the first 2^32 as they were, and says nothing."""
+EXTENT, INT8_EXTENT = 1 << 32, (1 << 31) - 1
+"""cuBLAS 13.0 leaves the rows behind the first 2^32 as they were, and says nothing. Extents and leading dimensions past
+31 bits go to kernels of their own, and there is none for int8: cublasGemmEx returns NOT_SUPPORTED."""
 
 
 def availability() -> Availability:
@@ -43,7 +46,39 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         reasons += _int8_reasons(spec)
     if spec.longest > EXTENT:
         reasons.append(f"an extent of {spec.longest}: cuBLAS writes no further than {EXTENT}: split the problem")
+    return reasons + _line_reasons(spec)
+
+
+def _line_reasons(spec: ProblemSpec) -> list[str]:
+    """Operands whose lines are too long for cuBLAS to count from one to the next, where the spec knows their length.
+
+    Lines that merely lie so far apart are copied (`staging`), but a copy of these would be no closer.
+    """
+    written = torch.promote_types(spec.out.dtype, result_type(spec))
+    extents: dict[str | None, int | None] = {"m": spec.m, "n": spec.n, "k": spec.k}
+    if spec.jagged is not None:
+        extents[spec.jagged] = spec.total // 2 + 1  # at least: the spec knows the next power of two
+    m, n, k = (extents[axis] for axis in ("m", "n", "k"))
+    operands = (
+        ("a", spec.a, m, k, spec.compute),
+        ("b", spec.b, k, n, spec.compute),
+        ("the result", spec.out, m, n, written),
+    )
+    reasons = []
+    for name, operand, rows, cols, dtype in operands:
+        by_columns = name == "b" if spec.compute is torch.int8 else operand.order == "col"  # int8: K contiguous
+        line, lines = (rows, cols) if by_columns else (cols, rows)
+        if line is not None and lines not in (0, 1) and not countable(line, dtype.itemsize):
+            reasons.append(f"{name} has {line_reason(line, dtype)}")
     return reasons
+
+
+def line_reason(length: int, dtype: torch.dtype) -> str:
+    """Why lines of that many elements are refused."""
+    return (
+        f"lines of {length} elements or more of {dtype}: cuBLAS counts lines that begin less than {FARTHEST_ELEMENTS} "
+        f"elements and {FARTHEST_BYTES} bytes apart: split the problem along them, or use another backend"
+    )
 
 
 def _int8_reasons(spec: ProblemSpec) -> list[str]:
@@ -55,4 +90,6 @@ def _int8_reasons(spec: ProblemSpec) -> list[str]:
             f"cuBLAS int8 needs every K to be a multiple of {INT8_STEP}, and jagged k cuts K by data: "
             "use another backend, or pad each group's K with zeros"
         )
+    if spec.longest > INT8_EXTENT:
+        reasons.append(f"an extent of {spec.longest}: cuBLAS has int8 products up to {INT8_EXTENT}: split the problem")
     return reasons

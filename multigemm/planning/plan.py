@@ -37,6 +37,7 @@ class Plan:
     It launches on the stream that is current at the call. Its output and workspaces are made on the stream that is
     current when it is: a first call on another one has to wait for that, as for any tensor of torch. Since it has one
     output, its calls must not overlap. What is made inside a CUDA graph's capture can be called in captures only.
+    A call allocates nothing, except where `why` says so: torch's grouped_mm, which cublas may call, allocates inside.
     """
 
     __slots__ = ("_choice", "_launch", "_ops", "_out", "_result", "problem")

@@ -1,0 +1,333 @@
+"""cuBLAS and the driver's streams without a GPU: calls are written down, and compute on host memory what they say.
+
+`Fake` stands for the library, torch's handle and the driver. It follows the library's rules: column-major operands,
+leading dimensions that cover a column and are counted, addresses as numbers; a call touches no element that it
+does not name. `HostCublas` is the whole backend on it, with the epilogue's CUDA source compiled by the machine's C++
+compiler and run one thread after the other: it has no barrier, so the order is free. Only a GPU shows the rest: torch's
+grouped_mm, what streams overlap, and the speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from multigemm.backend import Availability, Launch, Recipe
+from multigemm.backends.cublas import calls, epilogue, launch, library, run, streams, support, torch_names
+from multigemm.backends.cublas.calls import Batch
+from multigemm.backends.cublas.config import Config
+from multigemm.backends.cublas.leading import Shape
+from multigemm.backends.cublas.library import Call
+from multigemm.cuda import driver, nvrtc
+from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
+
+CUDA = torch.device("cuda")
+NUMPY: dict[int, Any] = {0: np.float32, 1: np.float64, 2: np.float16, 3: np.int8, 10: np.int32, 14: ml_dtypes.bfloat16}
+SINGLE = (0, 2, 14)
+TORCHS, CURRENT, TORCHS_MODE, TORCHS_SPACE = 1, 7, 3, 9
+"""torch's handle, and the stream, math mode and workspace that torch gives it."""
+
+# --- what a call computes --------------------------------------------------------------------------
+
+
+def _counts(distance: int, itemsize: int) -> bool:
+    """How far every kernel of the library is known to count."""
+    return distance < 2**30 and distance * itemsize < 2**31
+
+
+def _matrix(address: int, kind: int, rows: int, cols: int, ld: int) -> npt.NDArray[Any]:
+    """A column-major [rows, cols] view of memory."""
+    dtype = np.dtype(NUMPY[kind])
+    assert ld >= max(1, rows), f"leading dimension {ld} is less than {rows} rows"
+    assert cols <= 1 or _counts(ld, dtype.itemsize), f"leading dimension {ld} is not counted"
+    assert address % dtype.itemsize == 0
+    memory: Any = (ctypes.c_char * (((cols - 1) * ld + rows) * dtype.itemsize)).from_address(address)
+    flat: npt.NDArray[Any] = np.frombuffer(memory, dtype=dtype)
+    return np.lib.stride_tricks.as_strided(flat, (rows, cols), (dtype.itemsize, ld * dtype.itemsize))
+
+
+def _multiply(one: Sequence[Any]) -> None:
+    """One product, by the arguments of cublasGemmEx."""
+    op_a, op_b, m, n, k, alpha, a, kind, lda, b, kind_b, ldb, beta, c, kind_c, ldc = one
+    left = _matrix(a, kind, *((m, k) if op_a == 0 else (k, m)), ld=lda)
+    right = _matrix(b, kind_b, *((k, n) if op_b == 0 else (n, k)), ld=ldb)
+    out = _matrix(c, kind_c, m, n, ldc)
+    wide = np.int64 if out.dtype == np.int32 else np.float64
+    with np.errstate(all="ignore"):  # rows that no group owns may hold anything
+        product = (left if op_a == 0 else left.T).astype(wide) @ (right if op_b == 0 else right.T).astype(wide)
+    product = product.astype(np.float32) if kind in SINGLE else product
+    old = beta * out.astype(product.dtype) if beta else 0
+    out[...] = (product.dtype.type(alpha) * product + old).astype(out.dtype)
+
+
+def _products(name: str, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """The arguments of a single product for each product of a call."""
+    if name == "grouped":
+        count, members = args[16].value, args[17]
+        tables = [iter((ctypes.c_int64 * sum(members)).from_address(args[i].value)) for i in (6, 9, 13)]
+        for g in range(count):
+            one = [_value(x[g] if isinstance(x, ctypes.Array) else x) for x in args[:16]]
+            for _ in range(members[g]):
+                one[6], one[9], one[13] = (next(table) for table in tables)
+                yield one
+        return
+    values = [_value(x) for x in args]
+    if name == "gemm":
+        yield values[:16]
+    elif name == "strided":
+        one, steps = [v for i, v in enumerate(values[:19]) if i not in (9, 13, 18)], [values[i] for i in (9, 13, 18)]
+        sizes = [np.dtype(NUMPY[values[i]]).itemsize for i in (7, 7, 16)]
+        assert all(map(_counts, steps, sizes))
+        for i in range(values[19]):
+            at = [one[x] + i * step * size for x, step, size in zip((6, 9, 13), steps, sizes, strict=True)]
+            yield [*one[:6], at[0], *one[7:9], at[1], *one[10:13], at[2], *one[14:]]
+    else:
+        tables = [list((ctypes.c_int64 * values[16]).from_address(values[i])) for i in (6, 9, 13)]
+        for a, b, c in zip(*tables, strict=True):
+            yield [*values[:6], a, *values[7:9], b, *values[10:13], c, *values[14:16]]
+
+
+def _value(argument: Any) -> Any:
+    inner = getattr(argument, "_obj", argument)
+    return getattr(inner, "value", inner) or 0
+
+
+def make(batch: Batch) -> list[str]:
+    """Makes the calls of a batch on host memory; returns their names."""
+    for function, args, _ in batch.calls:
+        function(ctypes.c_void_p(TORCHS), *args)
+    return [name for _, _, name in batch.calls]
+
+
+# --- the library, torch's handle, and the driver ---------------------------------------------------
+
+
+class Fake:
+    """Writes down each call with the stream, math mode and workspace of the handle at that moment."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.stream, self.mode, self.space = CURRENT, TORCHS_MODE, TORCHS_SPACE
+        self.capture_of: dict[int, int] = {}
+        self.events, self.streams, self.relaxed = 0, 100, False
+        self.gemm, self.strided, self.pointers, self.grouped = (
+            partial(self._call, name) for name in ("gemm", "strided", "pointers", "grouped")
+        )
+
+    def _call(self, name: str, blas: Any, *args: Any) -> int:
+        self.log.append(("call", name, self.stream, self.mode))
+        for one in _products(name, args):
+            _multiply(one)
+        return 0
+
+    def named(self, name: str, status: int = 0, also: Callable[[], object] = lambda: None) -> Call:
+        """A call that only says its name, and returns that status."""
+
+        def function(blas: Any) -> int:
+            self.log.append(("call", name, self.stream, self.mode))
+            also()
+            return status
+
+        return function, (), name
+
+    def called(self) -> dict[str, int]:
+        """The stream of each call."""
+        return {entry[1]: entry[2] for entry in self.log if entry[0] == "call"}
+
+    def handle(self) -> ctypes.c_void_p:
+        self.stream, self.mode, self.space = CURRENT, TORCHS_MODE, TORCHS_SPACE
+        return ctypes.c_void_p(TORCHS)
+
+    def get_math_mode(self, blas: Any, to: Any) -> int:
+        to._obj.value = self.mode
+        return 0
+
+    def set_math_mode(self, blas: Any, mode: Any) -> int:
+        self.mode = getattr(mode, "value", mode)
+        return 0
+
+    def set_stream(self, blas: Any, stream: Any) -> int:
+        self.stream, self.space = stream.value, 0  # the library forgets the workspace
+        return 0
+
+    def set_workspace(self, blas: Any, pointer: Any, size: Any) -> int:
+        self.space = pointer.value
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        mode._obj.value, self.relaxed = 2 * self.relaxed, mode._obj.value == 2
+        return 0
+
+    def cuStreamGetCaptureInfo_v2(self, stream: Any, state: Any, number: Any, *rest: Any) -> int:
+        number._obj.value = self.capture_of.get(stream.value, 0)
+        state._obj.value = int(number._obj.value > 0)
+        return 0
+
+    def cuEventCreate(self, to: Any, flags: int) -> int:
+        self.events += 1
+        to._obj.value = self.events
+        return 0
+
+    def cuEventRecord(self, event: Any, stream: Any) -> int:
+        self.log.append(("record", event.value, stream.value))
+        return 0
+
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> int:
+        self.log.append(("wait", event.value, stream.value))
+        return 0
+
+    def cuStreamCreate(self, to: Any, flags: int) -> int:
+        assert self.relaxed, "elsewhere a capture may be going on"
+        self.streams += 1
+        to._obj.value = self.streams
+        return 0
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """A fake in the places of the library, the driver and torch's handle."""
+    fake = Fake()
+    monkeypatch.setattr(launch, "cublas", lambda: fake)
+    monkeypatch.setattr(library, "cublas", lambda: fake)
+    monkeypatch.setattr(calls, "to_device", lambda array, device: torch.from_numpy(array.copy()))
+    monkeypatch.setattr(run, "handle", fake.handle)
+    monkeypatch.setattr(driver, "library", lambda: fake)
+    monkeypatch.setattr(driver, "use_context", lambda device: None)
+    for module in (streams, run):
+        monkeypatch.setattr(module, "workspace", lambda device, stream=None: torch.empty(16, dtype=torch.uint8))
+    monkeypatch.setattr(streams, "_kits", {})
+    monkeypatch.setattr(torch_names, "capturing", lambda: CURRENT in fake.capture_of)
+    monkeypatch.setattr(torch_names, "raw_stream", lambda device: CURRENT)
+    monkeypatch.setattr(torch_names, "current_device", lambda: 0)
+    return fake
+
+
+def streamed(fake: Fake, status: int = 0, size: int = 4096, count: int = 3) -> run.Streamed:
+    """Four products on so many streams; `status` is what the last of them returns."""
+    calls = [fake.named(name, status if name == "d" else 0) for name in "abcd"]
+    shapes = [Shape(0, 0, size, 4096, k, 4096, 4096, 4096) for k in (4000, 3000, 2000, 1000)]
+    library: Any = fake
+    return run.Streamed(library, Batch(calls), shapes, count, torch.device("cpu"))
+
+
+# --- the epilogue ---------------------------------------------------------------------------------
+
+PRELUDE = """
+#include <cmath>
+#include <cstring>
+using namespace std;
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+struct Place { int x, y, z; };
+static Place blockIdx, threadIdx, gridDim, blockDim;
+static float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
+static unsigned __float_as_uint(float f) { unsigned v; memcpy(&v, &f, 4); return v; }
+static float __double2float_rz(double d) {
+    float f = (float)d;
+    if (fabs((double)f) > fabs(d)) f = nextafterf(f, 0.0f);
+    return f;
+}
+static float __fdividef(float a, float b) { return a / b; }
+static float wide_half(unsigned short v) { _Float16 h; memcpy(&h, &v, 2); return (float)h; }
+static unsigned short half_of(float f) { _Float16 h = (_Float16)f; unsigned short v; memcpy(&v, &h, 2); return v; }
+"""
+DRIVER = """
+extern "C" void run(const Task* t, int blocks, int threads) {
+    gridDim = {blocks, 1, 1};
+    blockDim = {threads, 1, 1};
+    for (int b = 0; b < blocks; b++)
+        for (int i = 0; i < threads; i++) {
+            blockIdx = {b, 0, 0};
+            threadIdx = {i, 0, 0};
+            finish(*t);
+        }
+}
+"""
+PTX = {
+    'asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));': "wide = wide_half(half);",
+    'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(narrow(value)));': "half = half_of(narrow(value));",
+}
+
+
+class HostKernel:
+    """The epilogue for one set of types, as `nvrtc.Kernel` is bound."""
+
+    def __init__(self, source: str, defines: Sequence[str], folder: Path) -> None:
+        for ptx, plain in PTX.items():
+            assert ptx in source
+            source = source.replace(ptx, plain)
+        name = hashlib.sha256((source + " ".join(defines)).encode()).hexdigest()[:16]
+        built = folder / f"{name}.so"
+        if not built.exists():
+            (folder / f"{name}.cpp").write_text(PRELUDE + source + DRIVER)
+            command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *defines]
+            subprocess.run([*command, str(folder / f"{name}.cpp"), "-o", str(built)], check=True)
+        self._run = ctypes.CDLL(str(built)).run
+
+    def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object) -> nvrtc.Step:
+        def step(stream: int, _keep: object = keep) -> None:
+            self._run(ctypes.byref(values[0]), min(blocks, 3), threads)
+
+        return step
+
+
+class HostCublas:
+    """The backend's five members, with CPU operands let through."""
+
+    name = "cublas"
+
+    def __init__(self, variant: str) -> None:
+        self._config = Config(variant, 3 if variant == "streams" else 0)  # type: ignore[arg-type]
+
+    def availability(self) -> Availability:
+        return Availability(True)
+
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        return support.not_supported_reasons(spec, CUDA)
+
+    def configs(self, spec: ProblemSpec, device: torch.device) -> list[Any]:
+        return [self._config]
+
+    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
+        def bind(ops: Operands) -> Launch:
+            if spec.groups == 0 and spec.form == "per_group":
+                return lambda: None
+            live = ops.host_offsets is None and ops.host_valid_rows is None
+            seen = replace(ops, spec=replace(spec, device_sizes=live))  # on a CPU, live sizes count as the host's
+            how = launch.method(seen.spec, config, CUDA)
+            if how.syncs and (spec.jagged or spec.form == "masked"):
+                return lambda: launch.bound(seen, how, *launch.fetched(seen))()
+            return launch.bound(seen, how, ops.host_offsets, ops.host_valid_rows)
+
+        return Recipe(f"model.{config.variant}", config, bind)
+
+
+def install_epilogue(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Fake:
+    """A fake library, and the epilogue as host code, which is kept in `folder`."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the epilogue for the host")
+    kernels: dict[Any, HostKernel] = {}
+
+    def kernel(source: str, name: str, defines: tuple[str, ...], device: int) -> HostKernel:
+        if defines not in kernels:
+            kernels[defines] = HostKernel(source, defines, folder)
+        return kernels[defines]
+
+    monkeypatch.setattr(epilogue, "nvrtc", SimpleNamespace(kernel=kernel))
+    return install(monkeypatch)
