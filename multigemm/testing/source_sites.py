@@ -40,18 +40,13 @@ EMULATED = ("pointer", "simt")
 BEHIND = {"memory.py": "else:"}
 """Files that hold kernel source from such a line on only; before it stands what emulation has in its place."""
 
-<<<<<<< HEAD
 GPU_ONLY = (
-    "group_rows", "weight_class", "write_records", "zero_kernel", "make_any_finish", "inclusive_scan", "owner_of",
-    "make_warp_schedule",
+    "group_rows", "weight_class", "write_records", "zero_kernel", "pack_kernel", "make_any_finish", "inclusive_scan",
+    "owner_of", "make_warp_schedule",
 )  # fmt: skip
-"""Functions of these files that an emulator never calls."""
-=======
-GPU_ONLY = ("group_rows", "weight_class", "write_records", "zero_kernel", "pack_kernel", "make_any_finish")
 """Functions of these files that an emulator never calls; nor does it call those that Gluon compiles."""
 
 GLUON = re.compile(r"^@gluon\.\w+\ndef (\w+)\(", re.MULTILINE)
->>>>>>> w-triton
 
 OPERATORS: tuple[tuple[str, str, str], ...] = (
     ("wider comparison", r"(?<=[\w)\]] )<(?= [\w(])", "<="),
