@@ -104,7 +104,7 @@ def _placed(values: Tensor, distance: int, arena: Tensor) -> tuple[Tensor, list[
     return there, guards
 
 
-class Stand:
+class Placed:
     """Operands of one case on a device, and what has to come out."""
 
     def __init__(self, case: Far, dtype: torch.dtype, arena: Tensor) -> None:
@@ -149,7 +149,7 @@ def _arena(device: str) -> Tensor:
 
 def solve(case: Far, dtype: torch.dtype, device: str = "cuda") -> str:
     """Runs one case twice: "right", "wrong", or why the variant does not run it."""
-    stand = Stand(case, dtype, _arena(device))
+    stand = Placed(case, dtype, _arena(device))
     spec, where = staged_spec(stand.problem), torch.device("cuda", 0)
     reasons = not_supported_reasons(spec, where)
     if reasons or not is_valid(case.config, spec, where):

@@ -19,8 +19,11 @@ from multigemm.backends.cublas.leading import Leading, countable
 from multigemm.errors import BackendUnsupported
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec
+from multigemm.testing import Limits, Stand, World, check
+from multigemm.testing.subject import Subject
+from tests import cublas_fake, test_cublas_world
 from tests.cublas_fake import CUDA, Fake, HostCublas, install_epilogue
-from tests.cublas_far_cases import ARENA, DTYPES, Far, Stand, cases, limit, reserved
+from tests.cublas_far_cases import ARENA, DTYPES, Far, Placed, cases, limit, reserved
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,7 +58,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Fake:
     return install_epilogue(monkeypatch, folder)
 
 
-def _bound(stand: Stand, config: Config) -> Any:
+def _bound(stand: Placed, config: Config) -> Any:
     spec = staged_spec(stand.problem)
     staged = stage(stand.problem, spec, allocate(stand.problem))
     return HostCublas(config.variant).plan(spec, config, torch.device("cpu")).bind(staged.ops)
@@ -71,7 +74,7 @@ def test_no_call_is_told_of_a_distance_that_is_not_counted(fake: Fake, arena: to
     for case in _some(dtype):
         if case.form == "jagged_k" and dtype is torch.int8:
             continue
-        stand = Stand(case, dtype, arena)
+        stand = Placed(case, dtype, arena)
         _bound(stand, case.config)()
         assert stand.right(), case
 
@@ -81,7 +84,7 @@ def test_what_is_counted_is_taken_as_it_lies(fake: Fake, arena: torch.Tensor, dt
     """Only from the limit on do lines cost a copy; matrices of a stack cost none: they go by their addresses."""
     for form, operand, copied in (("jagged_m", "a", True), ("few k", "b", True), ("batched", "a", False)):
         for distance in (limit(dtype.itemsize) - 16, limit(dtype.itemsize)):
-            launch = _bound(Stand(Far(form, operand, distance, Config("batched")), dtype, arena), Config("batched"))
+            launch = _bound(Placed(Far(form, operand, distance, Config("batched")), dtype, arena), Config("batched"))
             copies = [step for step in launch._steps if isinstance(step, staging.Copies)]
             assert bool(copies) is (copied and distance >= limit(dtype.itemsize)), (form, operand, distance)
 
@@ -89,11 +92,29 @@ def test_what_is_counted_is_taken_as_it_lies(fake: Fake, arena: torch.Tensor, dt
 def test_a_stack_of_distant_matrices_goes_by_addresses(fake: Fake, arena: torch.Tensor) -> None:
     for distance, name in ((2**30 - 16, "strided"), (2**30, "pointers")):
         fake.log.clear()
-        _bound(Stand(Far("batched", "b", distance, Config("batched")), torch.float16, arena), Config("batched"))()
+        _bound(Placed(Far("batched", "b", distance, Config("batched")), torch.float16, arena), Config("batched"))()
         assert [entry[1] for entry in fake.log] == [name]
 
 
-def _as_a_gpus(stand: Stand) -> Operands:
+@pytest.mark.parametrize("variant", ["loop", "batched"])
+def test_random_problems_where_little_is_counted(monkeypatch: pytest.MonkeyPatch, fake: Fake, variant: str) -> None:
+    """The library counts 32 elements, so that many an operand of a small problem lies too far apart."""
+    copied: list[torch.Tensor] = []
+    memory = staging._memory
+    monkeypatch.setattr(test_cublas_world, "LIMITS", Limits(work=1 << 12, longest=24, groups=6))
+    monkeypatch.setattr(leading, "FARTHEST_ELEMENTS", 33)
+    monkeypatch.setattr(cublas_fake, "_counts", lambda distance, itemsize: distance < 33)
+    monkeypatch.setattr(staging, "_memory", lambda t, device: copied.append(t) or memory(t, device))  # type: ignore[func-returns-value]
+    subject = Subject(HostCublas(variant))
+    for types in test_cublas_world.TYPES:
+        for seed in range(24):
+            case = test_cublas_world._case(seed, types)
+            outcome = check(Stand.build(World.build(case), torch.device("cpu")), subject)
+            assert outcome.ok, (case, [str(finding) for finding in outcome.findings])
+    assert len([t for t in copied if max(t.stride()[-2:]) >= 33]) >= 5
+
+
+def _as_a_gpus(stand: Placed) -> Operands:
     spec = replace(staged_spec(stand.problem), device_sizes=True)
     return replace(stage(stand.problem, spec, allocate(stand.problem)).ops, host_offsets=None)
 
@@ -114,7 +135,7 @@ def test_grouped_mm_sees_counted_lines(
         needs.clear()
         if distance * 2 * (3 if form == "jagged_m" else 8) > ARENA:
             continue
-        stand = Stand(Far(form, operand, distance, Config("grouped_mm")), torch.bfloat16, arena)
+        stand = Placed(Far(form, operand, distance, Config("grouped_mm")), torch.bfloat16, arena)
         ops = _as_a_gpus(stand)
         steps = grouped_mm.bind_grouped_mm(ops, None if where == "device" else _offsets(form))._steps
         call = next(step for step in steps if isinstance(step, torch_names.GroupedMM))
@@ -146,9 +167,14 @@ def test_lines_that_no_copy_brings_closer_are_refused() -> None:
     assert "b has lines of 536870912" in b_reason
     for part in ("result", str(2**31), "split", "another backend"):
         assert part in out_reason
+    along = one.expand(2**31, 8).T
+    [a_reason] = BACKEND.not_supported_reasons(
+        mg.GroupedGemmProblem(along[:4], along[:4].T, ends=torch.tensor([5, 2**31]), jagged="k").spec, CUDA
+    )
+    assert "a has lines of 1073741825 elements or more" in a_reason
     near = mg.GroupedGemmProblem(one.expand(4, 8), b[None, :, : long - 16], sizes=[4]).spec
     assert BACKEND.not_supported_reasons(near, CUDA) == []
-    with pytest.raises(BackendUnsupported, match="lines of 536870912 elements"):
+    with pytest.raises(BackendUnsupported, match="lines of 536870912 elements or more"):
         staging.compact(b, torch.float32, torch.device("meta"))
 
 

@@ -43,7 +43,7 @@ def _case(seed: int, types: str) -> Case:
 
 
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("variant", ["loop", "batched"])
+@pytest.mark.parametrize("variant", ["loop", "batched", "streams"])
 def test_random_problems(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, variant: str) -> None:
     install_epilogue(monkeypatch, folder)
     subject, ran = Subject(HostCublas(variant)), 0

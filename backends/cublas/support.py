@@ -55,10 +55,14 @@ def _line_reasons(spec: ProblemSpec) -> list[str]:
     Lines that merely lie so far apart are copied (`staging`), but a copy of these would be no closer.
     """
     written = torch.promote_types(spec.out.dtype, result_type(spec))
+    extents: dict[str | None, int | None] = {"m": spec.m, "n": spec.n, "k": spec.k}
+    if spec.jagged is not None:
+        extents[spec.jagged] = spec.total // 2 + 1  # at least: the spec knows the next power of two
+    m, n, k = (extents[axis] for axis in ("m", "n", "k"))
     operands = (
-        ("a", spec.a, spec.m, spec.k, spec.compute),
-        ("b", spec.b, spec.k, spec.n, spec.compute),
-        ("the result", spec.out, spec.m, spec.n, written),
+        ("a", spec.a, m, k, spec.compute),
+        ("b", spec.b, k, n, spec.compute),
+        ("the result", spec.out, m, n, written),
     )
     reasons = []
     for name, operand, rows, cols, dtype in operands:
@@ -72,8 +76,8 @@ def _line_reasons(spec: ProblemSpec) -> list[str]:
 def line_reason(length: int, dtype: torch.dtype) -> str:
     """Why lines of that many elements are refused."""
     return (
-        f"lines of {length} elements of {dtype}: cuBLAS counts lines that begin less than {FARTHEST_ELEMENTS} elements "
-        f"and {FARTHEST_BYTES} bytes apart: split the problem along them, or use another backend"
+        f"lines of {length} elements or more of {dtype}: cuBLAS counts lines that begin less than {FARTHEST_ELEMENTS} "
+        f"elements and {FARTHEST_BYTES} bytes apart: split the problem along them, or use another backend"
     )
 
 
