@@ -37,7 +37,7 @@ def _sized(*rows: int, n: int = 4096, k: int = 4096) -> list[Product]:
 
 
 def _chosen(spec: ProblemSpec, products: list[Product], device: torch.device, written: torch.dtype) -> Config:
-    return choose.choose(spec, products, *choose.able(spec, device, written))
+    return choose.choose(spec, choose.work_of(spec, products), *choose.able(spec, device, written))
 
 
 @pytest.fixture
@@ -70,9 +70,9 @@ def test_many_skewed_groups_of_some_rows_go_to_grouped_mm() -> None:
 
 
 def test_a_graph_holds_single_calls_where_one_large_product_is_among_few() -> None:
-    shapes = [Shape(0, 0, n, n, n, n, n, n) for n in (1024, 512, 256, 128)]
+    shapes = [Product(Shape(0, 0, n, n, n, n, n, n), 0, 0, 0) for n in (1024, 512, 256, 128)]
     assert choose.apart_in_a_graph(_spec(dtype=torch.float16), shapes)
-    small = [Shape(0, 0, 128, m, 256, 128, 256, 128) for m in (64, 128, 192, 256)]
+    small = [Product(Shape(0, 0, 128, m, 256, 128, 256, 128), 0, 0, 0) for m in (64, 128, 192, 256)]
     assert not choose.apart_in_a_graph(_spec(dtype=torch.float16), small)
     assert not choose.apart_in_a_graph(_spec(dtype=torch.float16), shapes * 3)
 

@@ -11,10 +11,20 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.backends.cublas import calls
+from multigemm.backends.cublas import calls, choose
 from multigemm.backends.cublas.leading import Leading, Shape, leading, shape_of
 from multigemm.backends.cublas.library import NO_TRANSPOSE, TRANSPOSE
-from multigemm.backends.cublas.products import Bytes, Product, cut, even_steps, list_products, merged, packed_products
+from multigemm.backends.cublas.products import (
+    Bytes,
+    Product,
+    cut,
+    even_steps,
+    list_products,
+    merged,
+    packed_cuts,
+    packed_forms,
+    packed_products,
+)
 from multigemm.backends.cublas.run import shares
 from multigemm.backends.cublas.staging import Copies, stage, writable
 from multigemm.planning.operands import Operands, group_table, packed
@@ -72,6 +82,12 @@ def _batch(ops: Operands, variant: str, products: list[Product]) -> calls.Batch:
     return calls.one_each(library, products, t)
 
 
+def _packed_products(ops: Operands, size: Bytes) -> list[Product]:
+    p = packed(ops)
+    cuts = packed_cuts(p, size, ops.host_offsets, ops.host_valid_rows, packed_forms(p, size))
+    return packed_products(cuts, size)
+
+
 def _solve(problem: GroupedGemmProblem, out: Any, variant: str) -> list[str]:
     """What a launch does, on the host: stage, cut, call."""
     ops, copies = _operands(problem, out), Copies()
@@ -82,7 +98,7 @@ def _solve(problem: GroupedGemmProblem, out: Any, variant: str) -> list[str]:
         products = list_products(group_table(ops), Bytes(ops.spec.compute.itemsize, ops.spec.compute.itemsize))
     else:
         size = ops.spec.compute.itemsize
-        products = packed_products(packed(ops), Bytes(size, size), ops.host_offsets, ops.host_valid_rows)
+        products = _packed_products(ops, Bytes(size, size))
     return make(_batch(ops, variant, products)) if products else []
 
 
@@ -132,6 +148,23 @@ def _owned(out: Tensor, form: str, grouping: dict[str, Any], g: int) -> Tensor:
         start, end = grouping["offsets"][g : g + 2]
         return out[:, start:end] if grouping.get("jagged") == "n" else out[start:end]
     return out[g, : grouping["valid_rows"][g]] if form == "masked" else out[g]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_groups_weigh_as_much_as_their_products(form: str) -> None:
+    """A variant may be chosen before products are made of the groups."""
+    shape_a, shape_b, shape_out, grouping = FORMS[form]
+    problem = GroupedGemmProblem(_laid(shape_a, "row", 1), _laid(shape_b, "col", 2), **grouping)
+    ops = _operands(problem, torch.zeros(shape_out, dtype=torch.float64))
+    p, size = packed(ops), Bytes(8, 8)
+    cuts = packed_cuts(p, size, ops.host_offsets, ops.host_valid_rows, packed_forms(p, size))
+    ours, wanted = choose.work_of(ops.spec, cuts), choose.work_of(ops.spec, packed_products(cuts, size))
+    if wanted is None:
+        assert ours is None
+        return
+    assert ours is not None
+    for name in choose.Work.__slots__:
+        assert np.array_equal(getattr(ours, name), getattr(wanted, name)), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -218,7 +251,7 @@ def test_a_batch_above_the_grid_limit_is_split() -> None:
     count, out = 70000, torch.zeros(70000, 1, 1, dtype=torch.float64)
     a, b = torch.ones(count, 1, 2, dtype=torch.float64), torch.ones(count, 2, 1, dtype=torch.float64)
     ops = _operands(GroupedGemmProblem(a, b, out=out), out)
-    batch = _batch(ops, "batched", packed_products(packed(ops), Bytes(8, 8), None, None))
+    batch = _batch(ops, "batched", _packed_products(ops, Bytes(8, 8)))
     assert [args[19].value for _, args, _ in batch.calls] == [65535, 4465]
 
 

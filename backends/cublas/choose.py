@@ -24,7 +24,7 @@ import torch
 from multigemm.backends.cublas.config import SIXTEEN_BIT, Config, grouped_mm_reasons, grouped_reasons
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import TRANSPOSE
-from multigemm.backends.cublas.products import Product
+from multigemm.backends.cublas.products import Cuts, Product
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.problem.spec import ProblemSpec
 
@@ -55,15 +55,33 @@ Column = npt.NDArray[np.float64]
 class Work:
     """Extents of products as columns, one number for each product, and what their spec says of rate and bytes."""
 
-    __slots__ = ("count", "itemsize", "k", "longest", "m", "n", "rate", "traffic", "transposed")
+    __slots__ = ("count", "equal", "first", "itemsize", "k", "longest", "m", "n", "rate", "traffic", "transposed")
 
-    def __init__(self, spec: ProblemSpec, shapes: Sequence[Shape]) -> None:
-        columns = np.array(shapes, dtype=np.float64).T
-        self.transposed, self.m, self.n, self.k = columns[0] == TRANSPOSE, columns[2], columns[3], columns[4]
-        self.count, self.itemsize, self.longest = len(shapes), spec.compute.itemsize, float(self.k.max())
+    def __init__(self, spec: ProblemSpec, first: Shape, equal: bool, transposed: Any, m: Any, n: Any, k: Any) -> None:
+        self.first, self.equal, self.count, self.itemsize = first, equal, len(n), spec.compute.itemsize
+        self.transposed, self.m, self.n, self.k, self.longest = transposed, m, n, k, float(k.max())
         tf32 = spec.compute is torch.float32 and spec.precision == "tf32"
         self.rate = TF32_FLOPS_PER_US if tf32 else FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
-        self.traffic = (self.m * self.k + self.k * self.n + self.m * self.n) * (self.itemsize / BYTES_PER_US)
+        self.traffic = (m * k + k * n + m * n) * (self.itemsize / BYTES_PER_US)
+
+
+def work_of(spec: ProblemSpec, products: Cuts | Sequence[Product]) -> Work | None:
+    """The work of products, or of the groups that become products; None if there are fewer than two."""
+    if not isinstance(products, Cuts):
+        shapes = [product[0] for product in products]
+        table = np.array(shapes, dtype=np.float64).T
+        equal = shapes.count(shapes[0]) == len(shapes) if shapes else True
+        return Work(spec, shapes[0], equal, table[0] == TRANSPOSE, *table[2:5]) if len(shapes) > 1 else None
+    lengths = np.array(products.lengths, dtype=np.float64)
+    lengths = lengths[lengths > 0]
+    if len(lengths) < 2:
+        return None
+    first, varies = products.shape, products.varies
+    whole = np.full(len(lengths), 1.0)
+    m, n, k = (lengths if name == varies else whole * extent for name, extent in zip("mnk", first[2:5], strict=True))
+    if varies:
+        first = first._replace(**{varies: int(lengths[0])})
+    return Work(spec, first, not varies or bool((lengths == lengths[0]).all()), whole * first[0] == TRANSPOSE, m, n, k)
 
 
 def able(spec: ProblemSpec, device: torch.device, written: torch.dtype) -> tuple[bool, bool]:
@@ -72,31 +90,27 @@ def able(spec: ProblemSpec, device: torch.device, written: torch.dtype) -> tuple
     return grouped, not grouped_mm_reasons(spec, device)
 
 
-def choose(spec: ProblemSpec, products: Sequence[Product], grouped: bool, grouped_mm: bool) -> Config:
+def choose(spec: ProblemSpec, work: Work | None, grouped: bool, grouped_mm: bool) -> Config:
     """The variant expected to be fastest for these products; the flags are those of `able`."""
-    if len(products) < 2:
+    if work is None:
         return Config("loop")
-    first, shapes = products[0].shape, [product[0] for product in products]
-    if shapes.count(first) == len(shapes):
-        if grouped and slow_to_read(first) and first.k >= LONG_ROWS:
+    if work.equal:
+        if grouped and slow_to_read(work.first) and work.first.k >= LONG_ROWS:
             return Config("grouped")
         return Config("loop" if spec.compute is torch.int8 else "batched")
-    work = Work(spec, shapes)
     fastest, least = Config("streams", 4), max(separately(work), HOST_US * work.count)
     if grouped_mm and (us := by_grouped_mm(spec, work)) < least:
         fastest, least = Config("grouped_mm"), us
     return Config("grouped") if grouped and by_grouped(work) < least else fastest
 
 
-def apart_in_a_graph(spec: ProblemSpec, shapes: Sequence[Shape]) -> bool:
+def apart_in_a_graph(spec: ProblemSpec, products: Sequence[Product]) -> bool:
     """Whether a CUDA graph should hold one call per product where the grouped call is chosen otherwise.
 
     There, calls cost the host nothing, and the library's best kernel for each makes up for their number.
     """
-    if len(shapes) > MOST_APART:
-        return False
-    work = Work(spec, shapes)
-    return separately(work) - STREAMS_US < by_grouped(work)
+    work = work_of(spec, products) if len(products) <= MOST_APART else None
+    return work is not None and separately(work) - STREAMS_US < by_grouped(work)
 
 
 def _together(work: Any, traffic: Any, power: int) -> Any:

@@ -8,7 +8,6 @@ What a spec and a config decide is decided once (`Method`); a bind looks at addr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -20,7 +19,7 @@ from torch import Tensor
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cublas import calls as library_calls
 from multigemm.backends.cublas import torch_names
-from multigemm.backends.cublas.choose import able, apart_in_a_graph, choose
+from multigemm.backends.cublas.choose import able, apart_in_a_graph, choose, work_of
 from multigemm.backends.cublas.config import (
     Config,
     grouped_mm_reasons,
@@ -32,14 +31,15 @@ from multigemm.backends.cublas.config import (
 )
 from multigemm.backends.cublas.epilogue import Need, finish
 from multigemm.backends.cublas.grouped_mm import bind_grouped_mm
-from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import cublas
 from multigemm.backends.cublas.products import (
     Bytes,
+    Cuts,
     Ints,
     Product,
     cut,
     list_products,
+    packed_cuts,
     packed_forms,
     packed_products,
 )
@@ -106,8 +106,8 @@ def _tell(ops: Operands, how: Method) -> str:
     if how.grouped_mm and offsets is None:
         return "bound: grouped_mm, with the sizes on the device"
     a, b, out = (expressible(x) for x in (ops.a, ops.b, ops.out))
-    products = _products(replace(ops, a=a, b=b, out=out), how, offsets, valid)
-    return f"bound: {choose(ops.spec, products, *how.able)} for {len(products)} products"
+    products = _products(_groups(replace(ops, a=a, b=b, out=out), how, offsets, valid), how)
+    return f"bound: {choose(ops.spec, work_of(ops.spec, products), *how.able)} for {len(products)} products"
 
 
 def _bind(ops: Operands, how: Method) -> Launch:
@@ -170,20 +170,21 @@ def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | Non
     spec, steps = ops.spec, list[Step]()
     unknown = how.cut and offsets is None and valid is None  # so the library writes what no group owns, too
     in_place = how.plain and (spec.zero_unowned or not unknown)
-    products = _as_given(ops, how, offsets, valid) if in_place else None
+    groups: Cuts | list[Product] | None = _as_given(ops, how, offsets, valid) if in_place else None
     target = ops.out
-    if products is None:
+    if groups is None:
         copies = Copies()
         a, b = stage(ops, copies)
         if not (in_place and writable(target)):
             target = scratch(target, how.written, rows=not how.plain)
-        products = _products(replace(ops, a=a, b=b, out=target), how, offsets, valid)
+        groups = _groups(replace(ops, a=a, b=b, out=target), how, offsets, valid)
         steps += [copies] if copies.pairs else []
     config = how.config
     if config.variant == "auto":
-        config = choose(spec, products, *how.able)
+        config = choose(spec, work_of(spec, groups), *how.able)
         if config.variant == "grouped_mm":
             return bind_grouped_mm(ops, offsets)
+    products = _products(groups, how)
     direct = target is ops.out
     if direct and (ops.bias is not None or ops.c is not None) and (laid := _laid(ops, unknown)):
         steps.append(laid)
@@ -198,13 +199,13 @@ def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | Non
     return Steps(ops, steps, target)
 
 
-def _as_given(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> list[Product] | None:
-    """The products of packed operands that the library reads and writes as they lie; None if it does not."""
+def _as_given(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Cuts | None:
+    """The groups of packed operands that the library reads and writes as they lie; None if it does not."""
     if ops.spec.form == "per_group" or ops.spec.compute is torch.int8:
         return None
     p = packed(ops)
     forms = packed_forms(p, how.size)
-    return None if None in forms else packed_products(p, how.size, offsets, valid, forms)
+    return None if None in forms else packed_cuts(p, how.size, offsets, valid, forms)
 
 
 def _scalars(ops: Operands, how: Method, direct: bool) -> tuple[float, float, Operands]:
@@ -233,11 +234,16 @@ def _same(c: Side | None, out: Side) -> bool:
     return all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs)
 
 
-def _products(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> list[Product]:
-    """The products of operands that the library can read and write as they lie."""
+def _groups(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Cuts | list[Product]:
+    """The groups of operands that the library can read and write as they lie."""
     if ops.spec.form == "per_group":
         return list_products(group_table(ops), how.size)
-    return packed_products(packed(ops), how.size, offsets, valid)
+    p = packed(ops)
+    return packed_cuts(p, how.size, offsets, valid, packed_forms(p, how.size))
+
+
+def _products(groups: Cuts | list[Product], how: Method) -> list[Product]:
+    return packed_products(groups, how.size) if isinstance(groups, Cuts) else groups
 
 
 def _calls(ops: Operands, how: Method, config: Config, products: list[Product], scalars: tuple[float, float]) -> Step:
@@ -245,19 +251,15 @@ def _calls(ops: Operands, how: Method, config: Config, products: list[Product], 
     library = cublas()
     types = library_calls.types(ops.spec, how.written, *scalars)
     if config.variant == "grouped":
-        apart = how.config.variant == "auto" and apart_in_a_graph(ops.spec, _shapes(products))
+        apart = how.config.variant == "auto" and apart_in_a_graph(ops.spec, products)
         captured = library_calls.one_each(library, products, types) if apart else None
         return Calls(library, library_calls.one_for_all(library, products, types, ops.device), captured)
     if config.variant == "batched" and ops.spec.compute is not torch.int8:
         return Calls(library, library_calls.one_per_shape(library, products, types, how.size, ops.device))
     batch = library_calls.one_each(library, products, types)
     if config.variant == "streams":
-        return Streamed(library, batch, _shapes(products), config.streams, ops.device)
+        return Streamed(library, batch, [product[0] for product in products], config.streams, ops.device)
     return Calls(library, batch)
-
-
-def _shapes(products: Sequence[Product]) -> list[Shape]:
-    return [p.shape for p in products]
 
 
 def _last(ops: Operands, offsets: Ints | None, unowned: bool, unknown: bool) -> Step | None:

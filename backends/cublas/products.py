@@ -82,42 +82,57 @@ def packed_forms(p: Packed, size: Bytes) -> Forms:
     )
 
 
-def packed_products(
-    p: Packed, size: Bytes, offsets: Ints | None, valid: Ints | None, forms: Forms | None = None
-) -> list[Product]:
-    """The non-empty products of a packed problem, groups in order. Products with K = 0 are left out too.
+class Cuts(NamedTuple):
+    """A packed problem and its groups: where each starts and how long it is along `axis`, or whole ones (None).
+
+    `shape` is that of the whole; `varies` names its field that `lengths` replace.
+    """
+
+    p: Packed
+    shape: Shape
+    by_rows: bool
+    axis: str | None
+    varies: str
+    starts: list[int]
+    lengths: list[int]
+
+
+def packed_cuts(p: Packed, size: Bytes, offsets: Ints | None, valid: Ints | None, forms: Forms) -> Cuts:
+    """The groups of a packed problem, in order, empty ones among them; groups that one product computes are one.
 
     Where the host does not know what is cut (`offsets` and `valid` are None), matrices are taken whole. `forms` are
-    those of `packed_forms`, if they are known.
+    those of `packed_forms`.
     """
-    forms = packed_forms(p, size) if forms is None else forms
     if valid is not None:
-        return _cut_products(p, size, [0] * p.groups, np.clip(valid, 0, p.m).tolist(), forms, "m")
+        return _cuts(p, forms, "m", [0] * p.groups, np.clip(valid, 0, p.m).tolist())
     if p.jagged is None or offsets is None:
         count = p.groups if p.jagged is None else 1
         if count > 1 and (one := _as_one(p)) is not None and all(of_one := packed_forms(one, size)):
             p, forms, count = one, of_one, 1
-        return _cut_products(p, size, [0] * count, [0] * count, forms, None)
+        return _cuts(p, forms, None, [0] * count, [1] * count)
     starts, lengths = cut(offsets, p.m if p.jagged == "m" else p.n if p.jagged == "n" else p.k)
     shares = (p.jagged == "m" and p.b.group == 0) or (p.jagged == "n" and p.a.group == 0)
     if shares and starts[1:] == [start + length for start, length in zip(starts[:-1], lengths, strict=False)]:
         starts, lengths = starts[:1], [sum(lengths)]  # one matrix for all groups, which follow each other: one product
-    return _cut_products(p, size, starts, lengths, forms, p.jagged)
+    return _cuts(p, forms, p.jagged, starts, lengths)
 
 
-def _cut_products(
-    p: Packed, size: Bytes, starts: list[int], lengths: list[int], forms: Forms, axis: str | None
-) -> list[Product]:
-    """One product per group; `axis` is the direction that `lengths` replace, None for whole matrices."""
+def _cuts(p: Packed, forms: Forms, axis: str | None, starts: list[int], lengths: list[int]) -> Cuts:
     of_a, of_b, of_out = forms
     assert of_a is not None and of_b is not None and of_out is not None, "operands that are not expressible are staged"
-    a_step, b_step, out_step = _steps(p)
-    shape, by_rows, found = shape_of(p.m, p.n, p.k, of_a, of_b, of_out), of_out.by_rows, list[Product]()
+    by_rows = of_out.by_rows
+    varies = {"m": "n" if by_rows else "m", "n": "m" if by_rows else "n", "k": "k", None: ""}[axis]
+    return Cuts(p, shape_of(p.m, p.n, p.k, of_a, of_b, of_out), by_rows, axis, varies, starts, lengths)
+
+
+def packed_products(cuts: Cuts, size: Bytes) -> list[Product]:
+    """The non-empty products of the groups. Products with K = 0 are left out too."""
+    p, shape, by_rows, axis, varies, starts, lengths = cuts
     op_first, op_second, m, n, k, *leads = shape
     new = tuple.__new__  # a named tuple's own constructor is a Python call, here some for each group
-    varies = {"m": "n" if by_rows else "m", "n": "m" if by_rows else "n", "k": "k", None: ""}[axis]
-    shapes: dict[int, Shape] = {}
-    a_group, b_group, out_group = p.a.group, p.b.group, p.out.group
+    shapes, found = dict[int, Shape](), list[Product]()
+    a_step, b_step, out_step = _steps(p, axis)
+    (a, a_group, *_), (b, b_group, *_), (out, out_group, *_) = p.a, p.b, p.out
     for g, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if varies:
             if length not in shapes:
@@ -126,21 +141,20 @@ def _cut_products(
             shape = shapes[length]
         if not (shape.m and shape.n and shape.k):
             continue
-        a = p.a.ptr + (g * a_group + start * a_step) * size.operand
-        b = p.b.ptr + (g * b_group + start * b_step) * size.operand
-        out = p.out.ptr + (g * out_group + start * out_step) * size.out
-        found.append(new(Product, (shape, b, a, out) if by_rows else (shape, a, b, out)))
+        at_a = a + (g * a_group + start * a_step) * size.operand
+        at_b = b + (g * b_group + start * b_step) * size.operand
+        at_out = out + (g * out_group + start * out_step) * size.out
+        found.append(new(Product, (shape, at_b, at_a, at_out) if by_rows else (shape, at_a, at_b, at_out)))
     return found
 
 
-def _steps(p: Packed) -> tuple[int, int, int]:
-    """How far a, b and out move per element of the jagged direction."""
-    return {
-        "m": (p.a.row, 0, p.out.row),
-        "n": (0, p.b.col, p.out.col),
-        "k": (p.a.col, p.b.row, 0),
-        None: (0, 0, 0),
-    }[p.jagged]
+def _steps(p: Packed, axis: str | None) -> tuple[int, int, int]:
+    """How far a, b and out move per element of the direction that is cut."""
+    if axis == "m":
+        return p.a.row, 0, p.out.row
+    if axis == "n":
+        return 0, p.b.col, p.out.col
+    return (p.a.col, p.b.row, 0) if axis == "k" else (0, 0, 0)
 
 
 def list_products(table: Ints, size: Bytes) -> list[Product]:
