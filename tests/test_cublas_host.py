@@ -73,7 +73,10 @@ def _operands(problem: GroupedGemmProblem, out: Any) -> Operands:
 
 
 def _batch(ops: Operands, variant: str, products: list[Product]) -> calls.Batch:
-    library, t = cast(Any, Fake()), calls.types(ops.spec, ops.spec.out.dtype, ops.alpha, 0.0)
+    library, t = (
+        cast(Any, Fake()),
+        calls.types(ops.spec.compute, calls.compute_type(ops.spec), ops.spec.out.dtype, ops.alpha, 0.0),
+    )
     size = ops.spec.compute.itemsize
     if variant == "grouped":
         return calls.one_for_all(library, products, t, CPU)

@@ -18,6 +18,7 @@ import multigemm as mg
 from multigemm.backends import cublas
 from multigemm.backends.cublas import calls, epilogue, launch, torch_names
 from multigemm.backends.cublas.config import Config
+from multigemm.backends.cublas.library import COMPUTE_32F
 from multigemm.cuda import nvrtc
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage
@@ -94,8 +95,8 @@ OFFSETS = torch.tensor([0, 10, 30, 46, 62, 92, 96, 97, 128])
         (Config("auto"), {"ends": OFFSETS[1:].int()}, 20),
         (Config("auto"), {"offsets": OFFSETS}, 25),
         (Config("grouped_mm"), {"sizes": SIZES}, 20),
-        (Config("loop"), {"sizes": SIZES}, 60),
-        (Config("streams", 4), {"sizes": SIZES}, 100),
+        (Config("loop"), {"sizes": SIZES}, 55),
+        (Config("streams", 4), {"sizes": SIZES}, 65),
         (Config("batched"), {"sizes": [16] * 8}, 65),
     ],
     ids=lambda value: value.variant if isinstance(value, Config) else None,
@@ -110,9 +111,9 @@ def test_a_warm_bind_and_launch_enter_few_functions(
 
 
 def test_arguments_that_calls_share_are_made_once() -> None:
-    spec = _operands(sizes=SIZES).spec
-    assert calls.types(spec, torch.bfloat16, 2.0, 0.0) is calls.types(spec, torch.bfloat16, 2.0, 0.0)
-    assert calls.types(spec, torch.bfloat16, 2.0, 0.0) is not calls.types(spec, torch.bfloat16, 1.0, 0.0)
+    doubled = calls.types(torch.bfloat16, COMPUTE_32F, torch.bfloat16, 2.0, 0.0)
+    assert calls.types(torch.bfloat16, COMPUTE_32F, torch.bfloat16, 2.0, 0.0) is doubled
+    assert calls.types(torch.bfloat16, COMPUTE_32F, torch.bfloat16, 1.0, 0.0) is not doubled
 
 
 # --- torch's grouped_mm ---------------------------------------------------------------------------

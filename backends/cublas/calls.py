@@ -69,12 +69,8 @@ def compute_type(spec: ProblemSpec) -> int:
     return COMPUTE_TF32 if spec.compute is torch.float32 and spec.precision == "tf32" else COMPUTE_32F
 
 
-def types(spec: ProblemSpec, out: torch.dtype, alpha: float, beta: float) -> Types:
-    """The types of a call that writes `out`; nobody writes into them, so calls share them."""
-    return _types(spec.compute, compute_type(spec), out, alpha, beta)
-
-
-_types = lru_cache(maxsize=256)(Types)
+types = lru_cache(maxsize=256)(Types)
+"""Nobody writes into them, so calls share them."""
 
 
 def _batch_arguments(s: Shape, at: Sequence[int], t: Types, strides: Sequence[int] | None, count: int) -> Any:

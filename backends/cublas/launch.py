@@ -50,6 +50,7 @@ from multigemm.errors import BackendUnsupported, NotCapturable
 from multigemm.planning.operands import Operands, group_table, packed
 from multigemm.problem.spec import ProblemSpec
 
+Groups = Cuts | list[Product]
 FEW_ZEROS = 8
 """Results that are worth a fill each; more of them are left to one launch of the epilogue."""
 
@@ -59,8 +60,8 @@ class Method:
     """What a spec and a config say of every problem.
 
     `grouped_mm`: torch's grouped_mm takes sizes that only the device knows; `cut`: sizes cut the groups; `plain`: the
-    library alone can finish the answer, given a result that it can write; `written` is the type that it writes; `size`
-    has the bytes of an element; `able` is what `choose` has to know.
+    library alone can finish the answer, given a result that it can write; `compute` is the library's compute type,
+    `written` the type that it writes; `size` has the bytes of an element; `able` is what `choose` has to know.
     """
 
     config: Config
@@ -68,6 +69,7 @@ class Method:
     grouped_mm: bool
     cut: bool
     plain: bool
+    compute: int
     written: torch.dtype
     size: Bytes
     able: tuple[bool, bool]
@@ -79,9 +81,9 @@ def method(spec: ProblemSpec, config: Config, device: torch.device) -> Method:
     grouped_mm = config.variant == "grouped_mm" or (config.variant == "auto" and not grouped_mm_reasons(spec, device))
     size = Bytes(spec.compute.itemsize, written.itemsize)
     cut = spec.jagged is not None or spec.form == "masked"
-    syncs = reads_sizes(spec, config.variant, device)
+    syncs, compute = reads_sizes(spec, config.variant, device), library_calls.compute_type(spec)
     choices = able(spec, device, written) if config.variant == "auto" else (False, False)
-    return Method(config, syncs, grouped_mm, cut, plain(spec), written, size, choices)
+    return Method(config, syncs, grouped_mm, cut, plain(spec), compute, written, size, choices)
 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
@@ -167,25 +169,14 @@ def bound(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) 
 
 
 def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Steps:
-    spec, steps = ops.spec, list[Step]()
+    spec, config = ops.spec, how.config
     unknown = how.cut and offsets is None and valid is None  # so the library writes what no group owns, too
-    in_place = how.plain and (spec.zero_unowned or not unknown)
-    groups: Cuts | list[Product] | None = _as_given(ops, how, offsets, valid) if in_place else None
-    target = ops.out
-    if groups is None:
-        copies = Copies()
-        a, b = stage(ops, copies)
-        if not (in_place and writable(target)):
-            target = scratch(target, how.written, rows=not how.plain)
-        groups = _groups(replace(ops, a=a, b=b, out=target), how, offsets, valid)
-        steps += [copies] if copies.pairs else []
-    config = how.config
+    groups, target, steps = _laid_out(ops, how, offsets, valid, how.plain and (spec.zero_unowned or not unknown))
     if config.variant == "auto":
         config = choose(spec, work_of(spec, groups), *how.able)
         if config.variant == "grouped_mm":
             return bind_grouped_mm(ops, offsets)
-    products = _products(groups, how)
-    direct = target is ops.out
+    products, direct = _products(groups, how), target is ops.out
     if direct and (ops.bias is not None or ops.c is not None) and (laid := _laid(ops, unknown)):
         steps.append(laid)
     alpha, beta, after = _scalars(ops, how, direct)
@@ -197,6 +188,20 @@ def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | Non
     elif last := _last(ops, offsets, unowned, unknown):
         steps.append(last)
     return Steps(ops, steps, target)
+
+
+def _laid_out(
+    ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None, in_place: bool
+) -> tuple[Groups, Side, list[Step]]:
+    """The groups as the library reads and writes them, what it writes into, and the step that refreshes copies."""
+    if in_place and (given := _as_given(ops, how, offsets, valid)) is not None:
+        return given, ops.out, []
+    copies, target = Copies(), ops.out
+    a, b = stage(ops, copies)
+    if not (in_place and writable(target)):
+        target = scratch(target, how.written, rows=not how.plain)
+    groups = _groups(replace(ops, a=a, b=b, out=target), how, offsets, valid)
+    return groups, target, [copies] if copies.pairs else []
 
 
 def _as_given(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Cuts | None:
@@ -234,7 +239,7 @@ def _same(c: Side | None, out: Side) -> bool:
     return all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs)
 
 
-def _groups(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Cuts | list[Product]:
+def _groups(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Groups:
     """The groups of operands that the library can read and write as they lie."""
     if ops.spec.form == "per_group":
         return list_products(group_table(ops), how.size)
@@ -242,14 +247,14 @@ def _groups(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None
     return packed_cuts(p, how.size, offsets, valid, packed_forms(p, how.size))
 
 
-def _products(groups: Cuts | list[Product], how: Method) -> list[Product]:
+def _products(groups: Groups, how: Method) -> list[Product]:
     return packed_products(groups, how.size) if isinstance(groups, Cuts) else groups
 
 
 def _calls(ops: Operands, how: Method, config: Config, products: list[Product], scalars: tuple[float, float]) -> Step:
     """The library calls."""
     library = cublas()
-    types = library_calls.types(ops.spec, how.written, *scalars)
+    types = library_calls.types(ops.spec.compute, how.compute, how.written, *scalars)
     if config.variant == "grouped":
         apart = how.config.variant == "auto" and apart_in_a_graph(ops.spec, products)
         captured = library_calls.one_each(library, products, types) if apart else None
