@@ -25,7 +25,8 @@ from multigemm.planning.staging import allocate, stage
 from tests.cublas_fake import CUDA, Fake, install
 
 SIZES = [10, 20, 16, 16, 30, 4, 1, 31]
-PRODUCT = str(Path(cublas.__file__).resolve().parents[2])
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("multigemm", "backends", "reference"))
 
 
 def _kernel(source: str, name: str, defines: tuple[str, ...], device: int) -> nvrtc.Kernel:
@@ -70,7 +71,7 @@ def _python_calls(config: Config, ops: Operands) -> Counter[str]:
 
     def note(frame: Any, event: str, argument: object) -> None:
         code, caller = frame.f_code, frame.f_back
-        ours = caller is not None and str(Path(caller.f_code.co_filename).resolve()).startswith(PRODUCT + "/")
+        ours = caller is not None and str(Path(caller.f_code.co_filename).resolve()).startswith(PRODUCT)
         outside = "tests/" in code.co_filename or "tests/" in caller.f_code.co_filename
         if event == "call" and ours and not outside:
             found[f"{code.co_filename}:{code.co_name}"] += 1
