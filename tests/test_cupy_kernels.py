@@ -246,3 +246,13 @@ def test_headers_are_complete_and_the_architecture_has_its_suffix() -> None:
     names = [name for name, _ in headers()]
     assert len(names) == len(set(names)) and "mma.cuh" in names
     assert [architecture(c) for c in ((8, 0), (9, 0), (10, 0))] == ["sm_80", "sm_90a", "sm_100"]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_warp_has_read_its_tile_before_a_lane_writes_the_next_one(arch: str) -> None:
+    """All lanes of the portable kernel read the number of the tile, and the first one writes the next one there."""
+    text = ptx_of(portable.source(spec(torch.float32), configs.PORTABLE), arch)
+    (body,) = re.findall(r"\n\.(?:weak )?func \S*find_tile\S*\([^{]*\{(.*?)\n\}", text, re.DOTALL)
+    read, barrier, rest = body.partition("bar.warp.sync")
+    assert barrier and "bar.warp.sync" not in rest
+    assert re.search(r"\bld\.\S*64", read) and not re.search(r"\bst\.", read) and re.search(r"\bst\.\S*64", rest)

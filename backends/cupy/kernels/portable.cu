@@ -125,6 +125,7 @@ __device__ __noinline__ void find_tile(const Problem& p, Place& s) {
     int number = -1;
     i64 local;
     const i64 tile = s.tile;
+    __syncwarp();                    // all lanes have read it: the first one writes the next one there
     const bool found = walk.find(p, tile, number, local);
     s.walk[lane] = walk;
     if (lane != 0) return;
