@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("cupy", reason="the package cupy is not installed", exc_type=ImportError)
 
-from multigemm.backends.cupy import build, direct, hopper, packing, portable, shapes, small, wave
+from multigemm.backends.cupy import build, choice, direct, hopper, packing, portable, shapes, small, wave
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
@@ -113,7 +113,7 @@ def test_each_kind_has_a_tile_that_fits_everywhere() -> None:
     for dtype, precision in KINDS:
         problem = spec(dtype, precision=precision)
         assert any(shapes.fits(problem, side, (8, 6)) for side in shapes.shapes_of(problem))
-        assert configs.heuristic(problem, (8, 6)).kernel == "portable"
+        assert choice.heuristic(problem, (8, 6)).kernel == "portable"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])

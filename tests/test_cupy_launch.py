@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import BACKEND, build, direct, family, hopper, packing, params, small, specs, tensor_maps
+from multigemm.backends.cupy import BACKEND, build, choice, direct, hopper, packing, params, small, specs, tensor_maps
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.backends.cupy.launch import _why
@@ -217,11 +217,11 @@ def test_the_direct_kernel_says_what_it_cannot_do(change: dict[str, object], wor
 )
 def test_a_layouts_family_holds_every_choice_for_other_counts(change: dict[str, object]) -> None:
     spec = replace(SPEC, **change)  # type: ignore[arg-type]
-    members = family.members(spec, (9, 0))
+    members = choice.first_choices(spec, (9, 0))
     for total in (0, 1, 37, 300, 2048, 5000, 1 << 17):
         for groups in (1, 3, 40, 700):
             bucket = 1 << (total - 1).bit_length() if total else 0
-            assert configs.heuristic(replace(spec, total=bucket, groups=groups)) in members
+            assert choice.heuristic(replace(spec, total=bucket, groups=groups)) in members
 
 
 FORMS = (
@@ -343,9 +343,9 @@ def test_tensor_maps_are_encoded_once_for_all_heights(fake: FakeDriver) -> None:
 def test_a_plan_loads_every_kernel_of_its_layout_once(fake: FakeDriver) -> None:
     device = torch.device("cuda", 0)
     spec = replace(SPEC, n=1024, k=1024)
-    BACKEND.plan(spec, configs.heuristic(spec), device)
+    BACKEND.plan(spec, choice.heuristic(spec), device)
     loaded = len(fake.images)
     for total in (0, 64, 1024, 1 << 17):
         later = replace(spec, total=total)
-        BACKEND.plan(later, configs.heuristic(later), device)
+        BACKEND.plan(later, choice.heuristic(later), device)
     assert len(fake.images) == loaded > 3

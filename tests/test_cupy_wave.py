@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import build, family, hopper, params, portable, specs, wave
+from multigemm.backends.cupy import build, choice, hopper, params, portable, specs, wave
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.cuda.tensor_map import SIZE
@@ -29,10 +29,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 @pytest.mark.parametrize("largest", [64, 128, 640, 1408, 4096])
 def test_a_lists_family_covers_any_largest_matrix(largest: int) -> None:
     spec = replace(SPEC, form="per_group", n=None, k=None)
-    members = family.members(spec, (9, 0))
+    members = choice.first_choices(spec, (9, 0))
     for total in (128, 2048, 1 << 13, 1 << 17):
         for groups in (4, 40, 700):
-            assert configs.heuristic(replace(spec, total=total, groups=groups, largest=largest)) in members
+            assert choice.heuristic(replace(spec, total=total, groups=groups, largest=largest)) in members
 
 
 def test_kernels_are_loaded_together_and_errors_come_out(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from multigemm.backend import Availability, Launch, Recipe
+from multigemm.backends.cupy import choice, direct, hopper, packing, portable, small, specs, support, wave
 from multigemm.backends.cupy import config as configs
-from multigemm.backends.cupy import direct, family, hopper, packing, portable, small, specs, support, wave
 from multigemm.backends.cupy.build import Source, load_all
 from multigemm.backends.cupy.config import Config
 from multigemm.cuda.device import index_of
@@ -58,7 +58,7 @@ class CupyBackend:
 
     def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Config]:
         """Valid configs, the best guess first."""
-        return configs.candidates(spec, device)
+        return choice.candidates(spec, device)
 
     def plan(self, spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
         """Compiles and loads what `spec` needs; sizes, strides and addresses come in at `bind`."""
@@ -67,8 +67,8 @@ class CupyBackend:
         if not configs.is_valid(config, spec, capability):
             raise InvalidSetting(f"{config} cannot run {spec}")
         wanted = [config]
-        if config == configs.heuristic(spec, capability):
-            wanted += family.members(spec, capability)
+        if config == choice.heuristic(spec, capability):
+            wanted += choice.first_choices(spec, capability)
         load_all((source for c in wanted for source in KERNELS[c.kernel].sources(spec, c)), index)
         name = "packed+hopper" if config.kernel == "packed" else config.kernel
         return Recipe(name, config, KERNELS[config.kernel].loaded(spec, config, index).bind, _why(spec, config))
