@@ -119,7 +119,7 @@ def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: boo
     assert dict(hopper.source(spec, configs.WIDE).defines)["SEND"] == int(sent)
     many = replace(spec, total=4096 * spec.groups)
     takes_turns = not sent and specs.plain_kind(spec) > 0
-    assert configs._hopper_order(many)[0] == (configs.TURNS if takes_turns else configs.WIDE)
+    assert choice.heuristic(many) == (configs.TURNS if takes_turns else configs.WIDE)
 
 
 def test_the_results_map_counts_rows_back_from_a_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.cuda.tensor_map import SIZE
 from multigemm.errors import CompileError
-from tests.cupy_world import BF16, SPEC, FakeDriver, batch, bound, install, operands, staged
+from tests.cupy_world import BF16, SPEC, batch, bound, install, operands, staged
+from tests.support.cuda_driver import FakeDriver
 
 
 @pytest.fixture
@@ -132,11 +133,11 @@ def test_a_kept_table_of_tiles_cannot_be_written() -> None:
 @pytest.mark.parametrize("order", ["row", "col"])
 def test_odd_results_of_a_wave_are_read_within_the_staging(order: Any, config: Config) -> None:
     """In turns of 32 rows, the last of which may reach past the tile's."""
-    spec = batch(a=replace(BF16, order=order))
+    x_k = hopper.roles(batch(a=replace(BF16, order=order))).x_k
     staged = config.rows if config.rows <= wave.STAGED else 64
-    stages = wave.stages_of(spec, config) * wave.stage_bytes(spec, config)
+    stages = wave.stages_of(x_k, config) * wave.stage_bytes(x_k, config)
     read = -(-staged // 32) * 32 * 64 * 2
-    assert wave.shared_bytes(spec, config) >= stages + 2 * read + 1023 and staged % 16 == 0
+    assert wave.shared_bytes(x_k, config) >= stages + 2 * read + 1023 and staged % 16 == 0
 
 
 def test_odd_lists_are_copied_for_the_wave_kernel(fake: FakeDriver) -> None:

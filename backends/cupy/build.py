@@ -13,11 +13,10 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +33,7 @@ counts: Counter[str] = Counter()
 """How often this process compiled, read from disk and loaded: tests assert that sizes cause none of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """One kernel to be compiled: its file, its entry, its definitions in a fixed order; `shared` is the dynamic shared
     memory that its launches ask for."""
 

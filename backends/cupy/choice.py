@@ -42,7 +42,8 @@ from multigemm.backends.cupy.config import (
     WIDE,
     Config,
     capability_of,
-    is_valid,
+    reasons_against,
+    shape_fits,
 )
 from multigemm.backends.cupy.specs import (
     CUBE_ROWS,
@@ -140,42 +141,54 @@ def _without_counts(spec: ProblemSpec) -> ProblemSpec:
     return replace(spec, total=0, groups=1)
 
 
-def _order(spec: ProblemSpec) -> list[Config]:
-    """All configs, the best guess first."""
+class Judge:
+    """Says which configs are valid for a spec, as `is_valid`, and asks each kernel once."""
+
+    def __init__(self, spec: ProblemSpec, capability: tuple[int, int]) -> None:
+        self._spec, self._capability, self._runs = spec, capability, dict[str, bool]()
+
+    def accepts(self, config: Config) -> bool:
+        """Whether the config runs the spec on the device."""
+        runs = self._runs.get(config.kernel)
+        if runs is None:
+            runs = self._runs[config.kernel] = not reasons_against(config.kernel, self._spec)
+        return runs and shape_fits(config, self._spec, self._capability)
+
+
+def _order(spec: ProblemSpec) -> Iterator[Config]:
+    """All configs, the best guess first, some of them more than once."""
     counts = Counts(spec.total, spec.groups, spec.total // max(spec.groups, 1))
-    rules = _rules(_layout(_without_counts(spec)), counts)
-    return list(dict.fromkeys(config for holds, some in rules if holds for config in some))
+    stages = _rules(_layout(_without_counts(spec)), counts)
+    return (config for rules in stages for holds, some in rules if holds for config in some)
 
 
 def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config:
     """The best guess without measuring: the first valid config of `_order`."""
-    return next(c for c in _order(spec) if is_valid(c, spec, capability))
+    judge = Judge(spec, capability)
+    return next(c for c in _order(spec) if judge.accepts(c))
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Every shipped config that is valid for `spec`, the best guess first."""
-    capability = capability_of(device)
-    return [c for c in _order(spec) if is_valid(c, spec, capability)]
+    judge = Judge(spec, capability_of(device))
+    return [c for c in dict.fromkeys(_order(spec)) if judge.accepts(c)]
 
 
 def first_choices(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
     """The heuristic's choices for the spec's layouts and extents, whatever the number of tokens and groups."""
-    return _first_choices(replace(spec, total=0, groups=1, largest=0), capability)
-
-
-@lru_cache(maxsize=1024)
-def _first_choices(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
+    spec = replace(spec, total=0, groups=1, largest=0)
     total, groups = (x.ravel() for x in np.meshgrid(np.array(TOTALS, float), np.array(GROUPS, float)))
-    found, left, judged = dict[Config, None](), np.ones(total.size, bool), dict[Config, bool]()
-    for holds, some in _rules(_layout(spec), Counts(total, groups, total // groups)):
-        for config in some:
-            if config not in judged:
-                judged[config] = is_valid(config, spec, capability)
-            taken = left & holds & judged[config] & _takes(config, spec, total, groups)
-            if taken.any():
-                found[config] = None
-                left &= ~taken
-        if not left.any():
+    found, left, judge = dict[Config, None](), np.ones(total.size, bool), Judge(spec, capability)
+    for rules in _rules(_layout(spec), Counts(total, groups, total // groups)):
+        for holds, some in rules:
+            for config in some:
+                taken = left & holds
+                if taken.nonzero()[0].size and judge.accepts(config):
+                    taken &= _takes(config, spec, total, groups)
+                    if taken.nonzero()[0].size:
+                        found[config] = None
+                        left &= ~taken
+        if not left.nonzero()[0].size:
             break
     return tuple(found)
 
@@ -189,27 +202,28 @@ def _takes(config: Config, spec: ProblemSpec, total: Number, groups: Number) -> 
     return groups <= (LIST if config.kernel == "wave" else min(config.groups_at_most, MAX_GROUPS))
 
 
-def _rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
-    """In order of preference: pieces as high as the average group; copies only where they pay."""
+def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
+    """In order of preference: pieces as high as the average group; copies only where they pay.
+
+    In stages, since the later ones need not be worked out where an earlier one decides for all.
+    """
     if layout.spec.compute not in HALVES:
-        yield from _portable_rules(layout, counts)
+        yield list(_portable_rules(layout, counts))
         return
     small, wave = _few_tiles_rules(layout, counts), _wave_rules(layout, counts)
-    yield from [*wave, *small] if layout.k > BRIEF_K else [*small, *wave]
-    yield from _larger_rules(layout, counts)
-    yield True, (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, DEEP, *WAVES)
+    yield [*wave, *small] if layout.k > BRIEF_K else [*small, *wave]
+    ladders = _hopper_rules(layout, counts)
+    yield [(holds, ladder.configs) for holds, ladder in ladders]
+    yield _other_rules(layout, counts, ladders)
+    yield [(True, (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, DEEP, *WAVES))]
 
 
-def _not(holds: Condition) -> Condition:
-    return holds ^ True
+def _somewhere(holds: Condition) -> bool:
+    return bool(holds.nonzero()[0].size if isinstance(holds, np.ndarray) else holds)
 
 
 def _most(x: Number, y: Number) -> Number:
     return np.maximum(x, y) if isinstance(x, np.ndarray) or isinstance(y, np.ndarray) else max(x, y)
-
-
-def _ceil(x: Number, unit: int) -> Number:
-    return -(-x // unit)
 
 
 def _usual(layout: Layout, counts: Counts, direction: str) -> Number:
@@ -245,8 +259,8 @@ def _portable_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
 def _longest_time(layout: Layout, counts: Counts, tile: int) -> Number:
     """As ProblemSpec.busiest: elements that the processor with most tiles makes."""
     rows, columns = (_most(_usual(layout, counts, direction), 1) for direction in ("m", "n"))
-    tiles = _most(counts.groups, 1) * _ceil(rows, tile) * _ceil(columns, tile)
-    return _ceil(tiles, PROCESSORS) * tile * tile
+    tiles = _most(counts.groups, 1) * -(-rows // tile) * -(-columns // tile)
+    return -(-tiles // PROCESSORS) * tile * tile
 
 
 def _wave_rules(layout: Layout, counts: Counts) -> list[Rule]:
@@ -255,7 +269,7 @@ def _wave_rules(layout: Layout, counts: Counts) -> list[Rule]:
         return []
     total, groups, rows = counts.total, counts.groups, _rows(layout, counts)
     columns = max(layout.spec.n or layout.spec.largest, 1)
-    low, high = (_most(_ceil(total, tile), groups) * _ceil(columns, COLUMNS) for tile in (128, 256))
+    low, high = (_most(-(-total // tile), groups) * -(-columns // COLUMNS) for tile in (128, 256))
     if layout.hopper:
         work = total * columns * layout.k
         good = (low <= RESIDENT) | ((high <= ROUNDS) & (rows >= FULL_ROWS) & (work <= WAVE_WORK))
@@ -271,7 +285,7 @@ def _most_tiles(layout: Layout, counts: Counts, side: int) -> Number:
         return 0 * counts.total
     rows = counts.total if spec.form not in ("jagged_n", "jagged_k") else (spec.m or 0) * counts.groups
     columns = counts.total if spec.form == "jagged_n" else spec.n or 0
-    return (rows // side + counts.groups) * _ceil(columns, side) * (rows > 0)
+    return (rows // side + counts.groups) * -(-columns // side) * (rows > 0)
 
 
 def _fits_small(layout: Layout, counts: Counts) -> Condition:
@@ -292,9 +306,9 @@ def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
         low, high = (_most_tiles(layout, counts, config.tile) for config in (CUBE, CUBE64))
         short = k <= (FEW_K if spec.form == "jagged_k" else 512)
         first = fits & (low > 0) & (low <= ONE_WAVE) & short
-        second = fits & _not(first) & (high > 0) & (high <= ONE_WAVE) & (k <= 256)
+        second = fits & (first ^ True) & (high > 0) & (high <= ONE_WAVE) & (k <= 256)
         rules += [(first, (CUBE, CUBE64)), (second, (CUBE64, CUBE))]
-        other = fits & _not(first | second)
+        other = fits & ((first | second) ^ True)
     if spec.form == "jagged_k" and layout.hopper:
         few, one = (_result_tiles(spec, counts, side) for side in (CUBE64.tile, SINGLE.rows))
         other = other & (k <= FEW_K) & (counts.groups <= MAX_GROUPS)
@@ -305,7 +319,7 @@ def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
 
 def _result_tiles(spec: ProblemSpec, counts: Counts, side: int) -> Number:
     """Of jagged k, whose results are all of one size."""
-    return counts.groups * _ceil(spec.m or 0, side) * _ceil(spec.n or 0, side)
+    return counts.groups * -(-(spec.m or 0) // side) * -(-(spec.n or 0) // side)
 
 
 def _odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
@@ -313,50 +327,71 @@ def _odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
     more, if all tiles still run at once."""
     if not layout.small or not layout.odd_lines:
         return []
-    blocks, tiles = _most(_ceil(_usual(layout, counts, "k"), BLOCK_K), 1), _most_tiles(layout, counts, CUBE.tile)
+    blocks, tiles = _most(-(-_usual(layout, counts, "k") // BLOCK_K), 1), _most_tiles(layout, counts, CUBE.tile)
     small = ODD_US[0] + ODD_US[1] * blocks * _most(tiles / PROCESSORS, 1)
     wins = (tiles > 0) & (small <= CLEARLY * (PORTABLE_US[0] + PORTABLE_US[1] * blocks)) & _fits_small(layout, counts)
     deep = (blocks > STAGES) & (tiles <= AT_ONCE)
-    return [(wins & deep, (DEEP, CUBE)), (wins & _not(deep), (CUBE, DEEP))]
+    return [(wins & deep, (DEEP, CUBE)), (wins & (deep ^ True), (CUBE, DEEP))]
 
 
-def _larger_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
-    """The Hopper kernel; where TMA cannot read the operands, those that shift or copy them, or the portable one."""
+class Ladder(NamedTuple):
+    """The Hopper kernel's configs, the best one first, and those that multiply copies of the operands."""
+
+    configs: tuple[Config, ...]
+    copied_many: Config
+    """For many rows per group."""
+    copied_few: Config
+    """For few: warpgroups that take turns do not pay."""
+    high: bool
+    """Whether higher tiles are better for many rows of odd results, which end least often then."""
+
+
+def _ladder(*configs: Config) -> Ladder:
+    few = next(c for c in configs if not c.pingpong)
+    copied_many, copied_few = (replace(c, kernel="packed") for c in (configs[0], few))
+    return Ladder(configs, copied_many, copied_few, configs[0] in (ALONE, TURNS))
+
+
+LOW, LOWEST = _ladder(SINGLE, SLIM, WIDE), _ladder(SLIM, SINGLE, WIDE)
+SPARSE, BETWEEN = _ladder(SINGLE, NARROW, MIDDLE, WIDE), _ladder(MIDDLE, WIDE, NARROW)
+TALL = (_ladder(TURNS, WIDE, ALONE, MIDDLE, NARROW), _ladder(WIDE, TURNS, ALONE, MIDDLE, NARROW),
+        _ladder(WIDE, ALONE, MIDDLE, NARROW))  # fmt: skip
+"""Of groups of many rows: where taking turns pays at once, where it may, where it cannot."""
+TALL_ALONE = (_ladder(ALONE, TURNS, WIDE, MIDDLE, NARROW), _ladder(ALONE, WIDE, TURNS, MIDDLE, NARROW),
+              _ladder(ALONE, WIDE, MIDDLE, NARROW))  # fmt: skip
+"""The same where clusters do not pay."""
+COPIED_WIDE = replace(WIDE, kernel="packed")
+
+
+def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
+    """Where TMA cannot read the operands: the kernels that shift or copy them, or the portable one."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
-    usual = dict[Config, Condition]()
-    for holds, fast in _hopper_rules(layout, counts):
-        yield holds, fast
-        plain = next(c for c in fast if not c.pingpong)
-        for config, part in ((fast[0], holds & (rows > FEW_ROWS)), (plain, holds & (rows <= FEW_ROWS))):
-            usual[config] = usual[config] | part if config in usual else part
     heavy, few = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING, counts.mean <= FEW_ROWS
     shifted = [(heavy & (rows <= SPARSE_ROWS), (DIRECT_MIDDLE,)), (heavy & (rows > SPARSE_ROWS), (DIRECT,))]
-    copied = list(_copied(layout, counts, usual))
-    yield from ((holds & few, some) for holds, some in shifted)
-    yield from ((holds & heavy, (best,)) for holds, best, _ in copied)
-    yield from ((holds & _not(few), some) for holds, some in shifted)
-    yield from ((holds & heavy, (other,)) for holds, _, other in copied)
-    yield heavy, (PORTABLE, SMALL)
-    light = _not(heavy)
-    yield from ((holds & light, some) for holds, some in _odd_rules(layout, counts))
-    yield light & (total <= SMALL_ROWS), (SMALL, PORTABLE)
-    yield light & (total > SMALL_ROWS), (PORTABLE, SMALL)
-    yield from ((holds & light, (best,)) for holds, best, _ in copied)
+    copied = [rule for each in ladders if _somewhere(each[0]) for rule in _copied(layout, counts, *each)]
+    light = heavy ^ True
+    return [
+        *[(holds & few, some) for holds, some in shifted],
+        *[(holds & heavy, (best,)) for holds, best, _ in copied],
+        *[(holds & (few ^ True), some) for holds, some in shifted],
+        *[(holds & heavy, (other,)) for holds, _, other in copied],
+        (heavy, (PORTABLE, SMALL)),
+        *[(holds & light, some) for holds, some in _odd_rules(layout, counts)],
+        (light & (total <= SMALL_ROWS), (SMALL, PORTABLE)),
+        (light & (total > SMALL_ROWS), (PORTABLE, SMALL)),
+        *[(holds & light, (best,)) for holds, best, _ in copied],
+    ]
 
 
-def _copied(
-    layout: Layout, counts: Counts, usual: dict[Config, Condition]
-) -> Iterator[tuple[Condition, Config, Config]]:
+def _copied(layout: Layout, counts: Counts, holds: Condition, ladder: Ladder) -> list[tuple[Condition, Config, Config]]:
     """Where copies are multiplied by which configs, the best and another one."""
-    for config, holds in usual.items():
-        other = replace(config, kernel="packed")
-        if config not in (ALONE, TURNS):
-            yield holds, other, other
-            continue
-        # Odd results of many rows: high tiles end least often.
-        tall = (_rows(layout, counts) > FEW_ROWS) & _not(_sends(layout, counts))
-        yield holds & tall, replace(WIDE, kernel="packed"), other
-        yield holds & _not(tall), other, other
+    many = holds & (_rows(layout, counts) > FEW_ROWS)
+    found = [(holds & (many ^ True), ladder.copied_few, ladder.copied_few)]
+    if ladder.high:
+        odd = many & (_sends(layout, counts) ^ True)
+        found.append((odd, COPIED_WIDE, ladder.copied_many))
+        many = many & (odd ^ True)
+    return [*found, (many, ladder.copied_many, ladder.copied_many)]
 
 
 def _sends(layout: Layout, counts: Counts) -> Condition:
@@ -364,39 +399,28 @@ def _sends(layout: Layout, counts: Counts) -> Condition:
     return layout.sends & ((counts.total <= MAX_ROWS) | (layout.spec.form not in ("jagged_m", "jagged_n")))
 
 
-def _hopper_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
+def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladder]]:
     """The Hopper kernel's configs: each rule where none before it holds."""
-    spec, total, rows, left = layout.spec, counts.total, _rows(layout, counts), True
-    pieces = _ceil(rows, WIDE.rows) * counts.groups if spec.form != "jagged_k" else PROCESSORS + 1
+    spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
+    found, left = list[tuple[Condition, Ladder]](), True
+    pieces = -(-rows // WIDE.rows) * counts.groups if spec.form != "jagged_k" else PROCESSORS + 1
     little = (total <= SMALL_ROWS) & ((spec.n or 0) <= SMALL_COLUMNS) & (spec.form != "jagged_k")
-    lower = (total > 1024) | (spec.form == "per_group")
-    for holds, configs in (
-        (little & lower, (SINGLE, SLIM, WIDE)),
-        (little, (SLIM, SINGLE, WIDE)),
-        ((rows > 64) & (pieces * layout.columns <= PROCESSORS), (SINGLE, SLIM, WIDE)),
-        (rows <= 32, (SINGLE, NARROW, MIDDLE, WIDE)),
-        ((rows <= 64) & (layout.k < LONG_K), (MIDDLE, WIDE, NARROW)),
+    for holds, ladder in (
+        (little & ((total > 1024) | (spec.form == "per_group")), LOW),
+        (little, LOWEST),
+        ((rows > 64) & (pieces * layout.columns <= PROCESSORS), LOW),
+        (rows <= 32, SPARSE),
+        ((rows <= 64) & (layout.k < LONG_K), BETWEEN),
     ):
-        yield left & holds, configs
-        left = left & _not(holds)
-    yield from ((left & holds, configs) for holds, configs in _tall_rules(layout, counts))
-
-
-def _tall_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
-    """Groups of many rows: no clusters for an odd number of blocks of columns, turns where the warps store."""
-    spec, total, groups = layout.spec, counts.total, counts.groups
+        found.append((left & holds, ladder))
+        left = left & (holds ^ True)
+    # Groups of many rows: no clusters for an odd number of blocks of columns, turns where the warps store.
     known = spec.form not in ("jagged_k", "per_group")  # a list's columns change from call to call
-    single: Condition = known and layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
+    alone: Condition = known and layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
     if spec.form == "jagged_k":
-        single = total <= THIN_K * groups
-    turns = layout.plain & (groups <= TURNS_GROUPS)
-    early = turns & _not(_sends(layout, counts)) & ((_rows(layout, counts) > MANY_ROWS) | (spec.form == "jagged_k"))
-    for alone in (True, False):
-        at = single if alone else _not(single)
-        first = (ALONE,) if alone else ()
-        for holds, configs in (
-            (early, (*first, TURNS, WIDE, ALONE, MIDDLE, NARROW)),
-            (turns & _not(early), (*first, WIDE, TURNS, ALONE, MIDDLE, NARROW)),
-            (_not(turns), (*first, WIDE, ALONE, MIDDLE, NARROW)),
-        ):
-            yield at & holds, tuple(dict.fromkeys(configs))
+        alone = total <= THIN_K * counts.groups
+    turns = layout.plain & (counts.groups <= TURNS_GROUPS)
+    early = turns & (_sends(layout, counts) ^ True) & ((rows > MANY_ROWS) | (spec.form == "jagged_k"))
+    kinds = (early, turns & (early ^ True), turns ^ True)
+    found += [(left & alone & kind, ladder) for kind, ladder in zip(kinds, TALL_ALONE, strict=True)]
+    return found + [(left & (alone ^ True) & kind, ladder) for kind, ladder in zip(kinds, TALL, strict=True)]

@@ -109,25 +109,41 @@ STAGES = 4
 BLOCK_K = 64
 """k of a stage."""
 
+REASONS = {
+    "hopper": hopper_reasons,
+    "packed": packed_reasons,
+    "direct": direct_reasons,
+    "small": small_reasons,
+    "wave": wave_reasons,
+}
+
 
 def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
     """Whether `config` runs `spec` on a device: the limits of shared memory and registers included."""
+    return shape_fits(config, spec, capability) and not reasons_against(config.kernel, spec)
+
+
+def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
+    """Why a kernel cannot run a spec, whatever its config; the portable one runs all."""
+    check = REASONS.get(kernel)
+    return check(spec) if check else []
+
+
+def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> bool:
+    """Whether a config is one of its kernel's, and has room on a device for problems like this."""
     if config.kernel == "portable":
         return 1 <= config.blocks_per_sm <= 3 and shapes.fits(spec, config.tile, capability)
     if config.kernel == "small":
-        known = config in (CUBE, CUBE64) or (config == DEEP and has_odd_lines(spec))
-        return known and not small_reasons(spec)
-    if config.kernel == "wave":
-        return config in WAVES and capability == (9, 0) and not wave_reasons(spec)
+        return config in (CUBE, CUBE64) or (config == DEEP and has_odd_lines(spec))
+    if capability != (9, 0) or config.kernel == "wave":
+        return capability == (9, 0) and config in WAVES
     stages = config.weight_stages if config.kernel == "direct" else config.stages
-    known = config.rows in (64, 128, 192, 256) and stages >= 2
-    fits = known and config.shared_bytes(plain_kind(spec) > 0) <= SHARED_LIMIT
-    shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
-    shape = shape and spec.groups <= config.groups_at_most
-    shape = shape and (not config.pingpong or (config.rows <= 192 and plain_kind(spec) > 0))
-    check = {"packed": packed_reasons, "direct": direct_reasons}.get(config.kernel, hopper_reasons)
-    reasons = check(spec)
-    return fits and shape and capability == (9, 0) and not reasons
+    if config.rows not in (64, 128, 192, 256) or stages < 2 or spec.groups > config.groups_at_most:
+        return False
+    plain = plain_kind(spec) > 0
+    turns = not config.pingpong or (config.rows <= 192 and plain)
+    known = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
+    return turns and known and config.shared_bytes(plain) <= SHARED_LIMIT
 
 
 @cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -64,14 +66,23 @@ class CupyBackend:
         """Compiles and loads what `spec` needs; sizes, strides and addresses come in at `bind`."""
         index = index_of(device)
         capability = torch.cuda.get_device_capability(index)
-        if not configs.is_valid(config, spec, capability):
-            raise InvalidSetting(f"{config} cannot run {spec}")
-        wanted = [config]
         if config == choice.heuristic(spec, capability):
-            wanted += choice.first_choices(spec, capability)
-        load_all((source for c in wanted for source in KERNELS[c.kernel].sources(spec, c)), index)
+            _load_layout(replace(spec, total=0, groups=1, largest=0), capability, index)
+        elif not configs.is_valid(config, spec, capability):
+            raise InvalidSetting(f"{config} cannot run {spec}")
+        load_all(KERNELS[config.kernel].sources(spec, config), index)
         name = "packed+hopper" if config.kernel == "packed" else config.kernel
         return Recipe(name, config, KERNELS[config.kernel].loaded(spec, config, index).bind, _why(spec, config))
+
+
+@lru_cache(maxsize=1024)
+def _load_layout(spec: ProblemSpec, capability: tuple[int, int], index: int) -> None:
+    """Compiles and loads all kernels that the heuristic may choose for a layout, whatever its tokens and groups.
+
+    Calls of other sizes would stall for seconds if each compiled what it is the first to need.
+    """
+    wanted = choice.first_choices(spec, capability)
+    load_all((source for c in wanted for source in KERNELS[c.kernel].sources(spec, c)), index)
 
 
 def _why(spec: ProblemSpec, config: Config) -> str:
