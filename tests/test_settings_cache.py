@@ -148,14 +148,19 @@ def test_a_folder_of_root_is_used_by_all(
         found = true(path)
         return os.stat_result((*found[:4], 0, *found[5:10]))
 
-    monkeypatch.setattr(disk_cache.os, "stat", stat_of_root)
+    monkeypatch.setattr(os, "stat", stat_of_root)
     assert cache.is_safe
 
 
 def test_a_folder_is_judged_once(tmp_path: Path, judged: dict[Path, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     cache, asked = DiskCache("x", tmp_path / "root"), list[Path]()
     true = disk_cache.fault_of
-    monkeypatch.setattr(disk_cache, "fault_of", lambda folder: asked.append(folder) or true(folder))
+
+    def asking(folder: Path) -> str:
+        asked.append(folder)
+        return true(folder)
+
+    monkeypatch.setattr(disk_cache, "fault_of", asking)
     assert cache.get(KEY) is None
     asked.clear()
     cache.put(KEY, b"value")

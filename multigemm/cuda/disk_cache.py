@@ -43,7 +43,7 @@ def fault_of(folder: Path) -> str:
 
 
 def _fault_above(folder: Path) -> str:
-    """The same of the folder that holds it; a sticky bit, as that of /tmp, keeps others from replacing what it holds."""
+    """The same of the folder above; a sticky bit, as that of /tmp, keeps others from replacing what is in it."""
     return "" if os.stat(folder).st_mode & stat.S_ISVTX else fault_of(folder)
 
 
