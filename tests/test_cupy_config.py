@@ -12,12 +12,11 @@ import torch
 from multigemm.backends.cupy import (
     BACKEND,
     choice,
-    fragments,
     hopper,
-    mma_shapes,
     params,
     specs,
     tensor_maps,
+    wgmma,
 )
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
@@ -161,7 +160,7 @@ def test_a_wrong_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_width_is_one_wgmma_instruction() -> None:
-    text = mma_shapes.text()
+    text = wgmma.shared_text()
     assert all(f"m64n{n}k16.f32.bf16.bf16" in text and f"m64n{n}k16.f32.f16.f16" in text for n in range(8, 257, 8))
 
 
@@ -172,5 +171,5 @@ def test_results_of_little_k_are_stored_by_single_blocks(total: int, alone: bool
 
 
 def test_every_width_of_the_shifted_weights_is_one_instruction() -> None:
-    text = fragments.text()
+    text = wgmma.register_text()
     assert all(f"m64n{n}k16.f32.bf16.bf16" in text and f"m64n{n}k16.f32.f16.f16" in text for n in range(32, 257, 32))

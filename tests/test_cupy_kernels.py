@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("cupy", reason="the package cupy is not installed", exc_type=ImportError)
 
-from multigemm.backends.cupy import build, choice, direct, hopper, packing, portable, shapes, small, wave
+from multigemm.backends.cupy import build, choice, direct, hopper, packing, portable, small, wave
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
@@ -100,11 +100,11 @@ def test_portable_kernel_compiles_without_spills(
     dtype: torch.dtype, precision: str, a: Order, b: Order, arch: str, config: Config
 ) -> None:
     problem = spec(dtype, a, b, precision=precision)
-    if not shapes.fits(problem, config.tile, CAPABILITIES[arch]):
+    if not configs.tile_fits(problem, config.tile, CAPABILITIES[arch]):
         assert (config.tile, dtype) in ((32, torch.float16), (32, torch.bfloat16), (128, torch.float64))
         return
     registers, spilled = report(portable.source(problem, config), arch)
-    shape = shapes.shapes_of(problem)[config.tile]
+    shape = configs.shapes_of(problem)[config.tile]
     assert spilled <= A_WORD_PER_TILE * (arch == "sm_100")
     assert registers * shape.threads * shape.resident <= REGISTERS_PER_SM
 
@@ -112,7 +112,7 @@ def test_portable_kernel_compiles_without_spills(
 def test_each_kind_has_a_tile_that_fits_everywhere() -> None:
     for dtype, precision in KINDS:
         problem = spec(dtype, precision=precision)
-        assert any(shapes.fits(problem, side, (8, 6)) for side in shapes.shapes_of(problem))
+        assert any(configs.tile_fits(problem, side, (8, 6)) for side in configs.shapes_of(problem))
         assert choice.heuristic(problem, (8, 6)).kernel == "portable"
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 import multigemm
-from multigemm.backends.cupy import fragments, mma_shapes
+from multigemm.backends.cupy import wgmma
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.cuda.launch import Kernel
 from multigemm.errors import CompileError
@@ -52,7 +52,7 @@ class Source(NamedTuple):
 def headers() -> tuple[tuple[str, str], ...]:
     """Name and text of every header."""
     written = [(path.name, path.read_text()) for path in sorted(SOURCES.glob("*.cuh"))]
-    return (*written, (mma_shapes.NAME, mma_shapes.text()), (fragments.NAME, fragments.text()))
+    return (*written, (wgmma.SHARED, wgmma.shared_text()), (wgmma.REGISTERS, wgmma.register_text()))
 
 
 def architecture(capability: tuple[int, int]) -> str:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from multigemm.backends.cupy import shapes
 from multigemm.backends.cupy.config import (
     ALONE,
     BLOCK_K,
@@ -44,6 +43,7 @@ from multigemm.backends.cupy.config import (
     capability_of,
     reasons_against,
     shape_fits,
+    shapes_of,
 )
 from multigemm.backends.cupy.specs import (
     CUBE_ROWS,
@@ -241,7 +241,7 @@ def _rows(layout: Layout, counts: Counts) -> Number:
 
 def _portable_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
     """What runs nowhere else: the tile with which the busiest processor has least to do."""
-    tiles = shapes.shapes_of(layout.spec)
+    tiles = shapes_of(layout.spec)
     alone = tiles[128].resident == 1
     here = [c for c in (PORTABLE if alone else PAIR, SMALL, TINY) if c.tile in tiles]
     times = [_longest_time(layout, counts, c.tile) * tiles[c.tile].cost for c in here]

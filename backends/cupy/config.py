@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from multigemm.backends.cupy import shapes
 from multigemm.backends.cupy.specs import (
     MAX_GROUPS,
     direct_reasons,
@@ -85,6 +84,71 @@ class Config:
         return TURNS_GROUPS if full else MAX_GROUPS
 
 
+F16, BF16, TF32, I8, F64, F32 = range(6)
+SIZES = {F16: 2, BF16: 2, TF32: 4, I8: 1, F64: 8, F32: 4}
+SHARED_MEMORY = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448, (11, 0): 232448}
+LEAST_SHARED = 101376
+"""Bytes that a thread block may have, on GPUs that are not listed."""
+PLACE_BYTES = 1024
+"""Of them, for the tile in hand and the walk over the groups."""
+
+
+class Shape(NamedTuple):
+    """What a tile's side leaves open: k of a stage, stages, threads, and blocks that a multiprocessor must hold.
+
+    `cost` is what a product takes, relative to the kind's other tiles where all processors are busy.
+    """
+
+    depth: int
+    stages: int
+    threads: int
+    resident: int
+    cost: float = 1.0
+
+
+SHAPES = {
+    F16: {128: Shape(32, 4, 256, 1), 64: Shape(64, 4, 128, 3)},
+    I8: {128: Shape(64, 4, 256, 1), 64: Shape(128, 4, 128, 2, 1.5), 32: Shape(128, 4, 64, 3, 2.0)},
+    TF32: {128: Shape(32, 2, 128, 2), 64: Shape(32, 4, 128, 2, 1.8), 32: Shape(32, 6, 64, 3, 3.4)},
+    F64: {128: Shape(32, 3, 256, 1), 64: Shape(16, 3, 128, 3, 1.1), 32: Shape(16, 6, 64, 3, 1.8)},
+    F32: {128: Shape(32, 2, 256, 2), 64: Shape(32, 4, 128, 3, 1.4), 32: Shape(32, 8, 64, 3, 2.0)},
+}  # fmt: skip
+"""By side. Low tiles of 16 bits have a kernel of their own."""
+
+
+def kind_of(spec: ProblemSpec) -> int:
+    """Which arithmetic the kernel is compiled for."""
+    if spec.compute == torch.float32:
+        return TF32 if spec.precision == "tf32" else F32
+    return {torch.float16: F16, torch.bfloat16: BF16, torch.float64: F64, torch.int8: I8}[spec.compute]
+
+
+def shapes_of(spec: ProblemSpec) -> dict[int, Shape]:
+    """The tiles of a problem's arithmetic."""
+    kind = kind_of(spec)
+    return SHAPES[F16 if kind == BF16 else kind]
+
+
+def _lines(kind: int, depth: int, side: int) -> tuple[int, int]:
+    """Elements of an operand's stage, padding included: in lines of k, and in lines across it (mma_tile.cuh)."""
+    along, across = {F64: (4, 4), F32: (0, 4)}.get(kind, (16 // SIZES[kind], 8))
+    return side * (depth + along), depth * (side + across)
+
+
+def portable_bytes(spec: ProblemSpec, side: int) -> int:
+    """Dynamic shared memory: the ring of k-blocks or the staging of results (portable.cu)."""
+    kind, shape = kind_of(spec), shapes_of(spec)[side]
+    along, across = _lines(kind, shape.depth, side)
+    stage = 2 * (across if kind == F32 else max(along, across)) * SIZES[kind]
+    return max(shape.stages * stage, shape.threads // 32 * 16 * 36 * max(SIZES[kind], 4))
+
+
+def tile_fits(spec: ProblemSpec, side: int, capability: tuple[int, int]) -> bool:
+    """Whether there is such a tile, and room for it on a device."""
+    limit = SHARED_MEMORY.get(capability, LEAST_SHARED) - PLACE_BYTES
+    return side in shapes_of(spec) and portable_bytes(spec, side) <= limit
+
+
 PORTABLE = Config(blocks_per_sm=1)
 PAIR = Config(blocks_per_sm=2)
 SMALL = Config(blocks_per_sm=3, tile=64)
@@ -132,7 +196,7 @@ def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
 def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> bool:
     """Whether a config is one of its kernel's, and has room on a device for problems like this."""
     if config.kernel == "portable":
-        return 1 <= config.blocks_per_sm <= 3 and shapes.fits(spec, config.tile, capability)
+        return 1 <= config.blocks_per_sm <= 3 and tile_fits(spec, config.tile, capability)
     if config.kernel == "small":
         return config in (CUBE, CUBE64) or (config == DEEP and has_odd_lines(spec))
     if capability != (9, 0) or config.kernel == "wave":
