@@ -59,11 +59,7 @@ def _cases() -> str:
 
 def shared_text() -> str:
     """The header for weights in shared memory."""
-    return (
-        SHARED_HEAD
-        + "".join(f"#if {n} <= ROWS && {n} % STEP == 0\n{_from_shared(n)}#endif\n" for n in WIDTHS)
-        + _cases()
-    )
+    return SHARED_HEAD + _guarded(_from_shared) + _cases()
 
 
 REGISTER_HEAD = """// Written by wgmma.py: d += W x X for 64 columns, N rows and k = 16; W in registers, X in shared memory.
