@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import build, packing, portable, wave
+from multigemm.backends.cupy import build, launch, packing, portable, wave
 from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.launch import KERNELS
 from multigemm.planning.operands import Operands
@@ -35,6 +35,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The fake driver as a Hopper GPU, for which kernels compile to their names."""
     fake = cuda_driver.install(monkeypatch)
     monkeypatch.setattr(build, "_loaded", {})
+    launch._load_layout.cache_clear()
     monkeypatch.setattr(build, "cubin_of", lambda source, arch: source.entry.encode())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     for module in (packing, portable, wave):

@@ -27,7 +27,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def block_words(block: ArgumentBlock) -> list[int]:
-    return np.frombuffer(block._words, np.uint64).tolist()
+    return [int(word) for word in np.frombuffer(block._words, np.uint64)]
 
 
 def moved_to(**addresses: int) -> tuple[int, ...]:

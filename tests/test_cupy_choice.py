@@ -11,7 +11,7 @@ import torch
 import multigemm as mg
 from multigemm.backends.cupy import (
     BACKEND,
-    family,
+    choice,
     params,
     small,
     specs,
@@ -21,7 +21,8 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.problem.spec import GIANT, OperandSpec
-from tests.cupy_world import BF16, GPU, ODD, SPEC, FakeDriver, batch, install
+from tests.cupy_world import BF16, GPU, ODD, SPEC, batch, install
+from tests.support.cuda_driver import FakeDriver
 
 
 @pytest.fixture
@@ -66,9 +67,9 @@ def test_extents_that_31_bits_do_not_count_are_refused(change: dict[str, Any], r
 
 
 def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -> None:
-    best = configs.heuristic(SPEC, (9, 0))
+    best = choice.heuristic(SPEC, (9, 0))
     assert best.kernel == "hopper" and is_valid(best, SPEC, (9, 0)) and not is_valid(best, SPEC, (8, 0))
-    assert configs.heuristic(SPEC, (8, 0)).kernel == configs.heuristic(SPEC, (10, 0)).kernel == "portable"
+    assert choice.heuristic(SPEC, (8, 0)).kernel == choice.heuristic(SPEC, (10, 0)).kernel == "portable"
 
 
 @pytest.mark.parametrize(
@@ -84,8 +85,8 @@ def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -
 def test_what_tma_cannot_read_goes_to_the_portable_kernel_and_says_why(change: dict[str, object]) -> None:
     spec = replace(SPEC, **change)  # type: ignore[arg-type]
     assert specs.hopper_reasons(spec)
-    assert configs.heuristic(spec).kernel == "portable"
-    assert {c.kernel for c in configs.candidates(spec, GPU)} <= {"portable", "small"}
+    assert choice.heuristic(spec).kernel == "portable"
+    assert {c.kernel for c in choice.candidates(spec, GPU)} <= {"portable", "small"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
@@ -108,8 +109,8 @@ def test_tiles_of_other_dtypes_are_as_large_as_leaves_no_processor_idle(
 ) -> None:
     other = OperandSpec(dtype)
     spec = replace(SPEC, **change, a=other, b=other, out=other, compute=dtype)
-    assert configs.heuristic(spec).tile == tile
-    assert {c.tile for c in configs.candidates(spec, GPU)} == {32, 64, 128}
+    assert choice.heuristic(spec).tile == tile
+    assert {c.tile for c in choice.candidates(spec, GPU)} == {32, 64, 128}
     assert not is_valid(configs.TINY, SPEC), "16 bits have a kernel of their own for low tiles"
 
 
@@ -128,8 +129,8 @@ def test_large_unreadable_operands_are_copied_and_small_ones_are_not(change: dic
     spec = replace(SPEC, **change)  # type: ignore[arg-type]
     copied = specs.packed_spec(spec)
     assert specs.hopper_reasons(spec) and not specs.hopper_reasons(copied)
-    assert configs.heuristic(spec).kernel == "packed"
-    assert configs.heuristic(replace(spec, total=64, n=64, k=64)).kernel in ("portable", "small")
+    assert choice.heuristic(spec).kernel == "packed"
+    assert choice.heuristic(replace(spec, total=64, n=64, k=64)).kernel in ("portable", "small")
     assert specs.packed_spec(copied) == copied and specs.packed_reasons(SPEC)
 
 
@@ -151,7 +152,7 @@ def test_large_unreadable_operands_are_copied_and_small_ones_are_not(change: dic
     ],
 )
 def test_one_wave_of_small_tiles_takes_the_small_kernel(change: dict[str, object], kernel: tuple[str, int]) -> None:
-    best = configs.heuristic(replace(SPEC, **change))  # type: ignore[arg-type]
+    best = choice.heuristic(replace(SPEC, **change))  # type: ignore[arg-type]
     assert (best.kernel, best.tile) == kernel
 
 
@@ -170,7 +171,7 @@ def test_one_wave_of_small_tiles_takes_the_small_kernel(change: dict[str, object
     ids=str,
 )
 def test_few_tiles_whose_lines_begin_anywhere_take_the_small_kernel(change: dict[str, Any], best: Config) -> None:
-    assert configs.heuristic(replace(SPEC, **{**ODD, **change})) == best
+    assert choice.heuristic(replace(SPEC, **{**ODD, **change})) == best
 
 
 @pytest.mark.parametrize(
@@ -189,8 +190,8 @@ def test_one_round_of_results_of_little_k_takes_low_tiles(
 ) -> None:
     order = {"a": replace(BF16, order="col"), "k": None, "form": "jagged_k"}
     spec = replace(SPEC, **order, groups=groups, total=total, m=m, n=n)  # type: ignore[arg-type]
-    assert configs.heuristic(spec) == best
-    assert configs.heuristic(replace(spec, **ODD)) not in (configs.SINGLE, configs.CUBE64)  # type: ignore[arg-type]
+    assert choice.heuristic(spec) == best
+    assert choice.heuristic(replace(spec, **ODD)) not in (configs.SINGLE, configs.CUBE64)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_one_round_of_results_of_little_k_takes_low_tiles(
     ids=str,
 )
 def test_lists_and_batches_of_few_rounds_have_a_kernel_of_their_own(change: dict[str, object], kernel: str) -> None:
-    assert configs.heuristic(batch(**change)).kernel == kernel
+    assert choice.heuristic(batch(**change)).kernel == kernel
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_the_height_of_a_waves_tiles_is_the_one_whose_last_block_ends_first(
 
 
 def test_all_kernels_for_a_wave_are_compiled_before_any_size_is_known() -> None:
-    assert configs.WAVE in family.members(batch(form="per_group", n=None, k=None, largest=512), (9, 0))
+    assert configs.WAVE in choice.first_choices(batch(form="per_group", n=None, k=None, largest=512), (9, 0))
     assert wave.heights(configs.WAVE) == configs.WAVES[1:] and wave.heights(configs.WAVES[1]) == configs.WAVES[1:2]
 
 
@@ -243,16 +244,16 @@ def test_all_kernels_for_a_wave_are_compiled_before_any_size_is_known() -> None:
 )
 def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, kernel: tuple[str, int]) -> None:
     odd = replace(SPEC, groups=groups, a=replace(BF16, align=2), b=replace(BF16, align=2))
-    best = configs.heuristic(odd)
+    best = choice.heuristic(odd)
     assert (best.kernel, best.rows) == kernel
-    assert configs.heuristic(replace(odd, b=BF16)).kernel == "packed", "only the rows are odd: they are copied anyway"
+    assert choice.heuristic(replace(odd, b=BF16)).kernel == "packed", "only the rows are odd: they are copied anyway"
 
 
 @pytest.mark.parametrize("columns", [1047, 1201, 3939])
 def test_copies_of_many_rows_take_high_tiles_in_pairs_where_results_are_odd(columns: int) -> None:
     odd = replace(BF16, align=2)
     spec = replace(SPEC, groups=4, n=columns, k=2047, total=16384, a=odd, b=odd, out=odd)
-    assert configs.heuristic(spec) == replace(configs.WIDE, kernel="packed")
+    assert choice.heuristic(spec) == replace(configs.WIDE, kernel="packed")
 
 
 def test_one_b_for_all_groups_needs_no_tile_per_group(fake: FakeDriver) -> None:
@@ -264,7 +265,7 @@ def test_one_b_for_all_groups_needs_no_tile_per_group(fake: FakeDriver) -> None:
 
 
 def test_every_candidate_fits_into_shared_memory() -> None:
-    for config in configs.candidates(SPEC, GPU):
+    for config in choice.candidates(SPEC, GPU):
         assert is_valid(config, SPEC)
         assert config.kernel == "portable" or config.shared_bytes(True) <= configs.SHARED_LIMIT
     assert not is_valid(Config("hopper", rows=256, stages=5, cluster=2), SPEC)

@@ -11,12 +11,12 @@ import torch
 
 from multigemm.backends.cupy import (
     BACKEND,
-    fragments,
+    choice,
     hopper,
-    mma_shapes,
     params,
     specs,
     tensor_maps,
+    wgmma,
 )
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
@@ -42,7 +42,7 @@ def test_shifted_weights_need_two_stages_beside_those_of_the_rows() -> None:
 )
 def test_pieces_are_as_high_as_groups_have_rows(total: int, align: int, rows: int) -> None:
     spec = replace(SPEC, groups=64 if total == 256 else 32, total=total, out=replace(BF16, align=align))
-    assert configs.heuristic(spec).rows == rows
+    assert choice.heuristic(spec).rows == rows
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_pieces_are_as_high_as_groups_have_rows(total: int, align: int, rows: in
     [(6, 2874, 320, 128), (16, 4096, 256, 128), (16, 4096, 2048, 256), (4, 4096, 4096, 256)],
 )
 def test_few_tall_tiles_become_more_lower_ones(groups: int, total: int, n: int, rows: int) -> None:
-    best = configs.heuristic(replace(SPEC, groups=groups, total=total, n=n, k=1024))
+    best = choice.heuristic(replace(SPEC, groups=groups, total=total, n=n, k=1024))
     assert (best.rows, best.cluster) == (rows, 1 if rows == 128 else 2)
 
 
@@ -62,7 +62,7 @@ def test_few_tall_tiles_become_more_lower_ones(groups: int, total: int, n: int, 
 def test_clusters_share_rows_unless_columns_are_odd_or_rows_few(
     n: int, k: int, rows_each: int, rows: int, cluster: int
 ) -> None:
-    best = configs.heuristic(replace(SPEC, groups=48, total=48 * rows_each, n=n, k=k))
+    best = choice.heuristic(replace(SPEC, groups=48, total=48 * rows_each, n=n, k=k))
     assert (best.kernel, best.rows, best.cluster) == ("hopper", rows, cluster)
 
 
@@ -118,7 +118,7 @@ def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: boo
     assert dict(hopper.source(spec, configs.WIDE).defines)["SEND"] == int(sent)
     many = replace(spec, total=4096 * spec.groups)
     takes_turns = not sent and specs.plain_kind(spec) > 0
-    assert configs._hopper_order(many)[0] == (configs.TURNS if takes_turns else configs.WIDE)
+    assert choice.heuristic(many) == (configs.TURNS if takes_turns else configs.WIDE)
 
 
 def test_the_results_map_counts_rows_back_from_a_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,16 +160,16 @@ def test_a_wrong_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_width_is_one_wgmma_instruction() -> None:
-    text = mma_shapes.text()
+    text = wgmma.shared_text()
     assert all(f"m64n{n}k16.f32.bf16.bf16" in text and f"m64n{n}k16.f32.f16.f16" in text for n in range(8, 257, 8))
 
 
 @pytest.mark.parametrize(("total", "alone"), [(128, True), (32 * 128, True), (32 * 256, False)])
 def test_results_of_little_k_are_stored_by_single_blocks(total: int, alone: bool) -> None:
     weights = replace(SPEC, form="jagged_k", m=5632, n=2048, k=None, total=total, a=replace(BF16, order="col"))
-    assert (configs.heuristic(weights) == configs.ALONE) is alone
+    assert (choice.heuristic(weights) == configs.ALONE) is alone
 
 
 def test_every_width_of_the_shifted_weights_is_one_instruction() -> None:
-    text = fragments.text()
+    text = wgmma.register_text()
     assert all(f"m64n{n}k16.f32.bf16.bf16" in text and f"m64n{n}k16.f32.f16.f16" in text for n in range(32, 257, 32))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import config as configs
+from multigemm.backends.cupy import choice
 from multigemm.planning.staging import staged_spec
 
 pytestmark = [
@@ -111,7 +111,7 @@ FORMS: dict[str, Make] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_every_config_gives_the_right_answer_twice(name: str) -> None:
     problem = FORMS[name]()
-    for config in configs.candidates(staged_spec(problem), problem.device):
+    for config in choice.candidates(staged_spec(problem), problem.device):
         plan = mg.plan(problem, backend="cupy", config=config)
         first = [x.clone() for x in _arrays(plan())]
         assert mg.verify(problem, plan()), (config, str(mg.verify(problem, plan())))
@@ -162,7 +162,7 @@ def test_ten_thousand_launches_in_one_graph_are_right_for_random_sizes(odd: int)
     offsets = torch.zeros(launches, groups + 1, dtype=torch.int64, device="cuda")
     out = torch.empty(launches, rows, n, dtype=torch.bfloat16, device="cuda")
     problems = [mg.GroupedGemmProblem(a, b, offsets=own, out=result) for own, result in zip(offsets, out, strict=True)]
-    choices = configs.candidates(staged_spec(problems[0]), a.device)
+    choices = choice.candidates(staged_spec(problems[0]), a.device)
     plans = [mg.plan(p, backend="cupy", config=choices[i % len(choices)]) for i, p in enumerate(problems)]
     drawn = torch.zeros(rounds, *offsets.shape, dtype=torch.int64, device="cuda")
     wrong = torch.zeros(rounds, launches, dtype=torch.bool, device="cuda")

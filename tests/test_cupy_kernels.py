@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("cupy", reason="the package cupy is not installed", exc_type=ImportError)
 
-from multigemm.backends.cupy import build, direct, hopper, packing, portable, shapes, small, wave
+from multigemm.backends.cupy import build, choice, direct, hopper, packing, portable, small, wave
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config
@@ -100,11 +100,11 @@ def test_portable_kernel_compiles_without_spills(
     dtype: torch.dtype, precision: str, a: Order, b: Order, arch: str, config: Config
 ) -> None:
     problem = spec(dtype, a, b, precision=precision)
-    if not shapes.fits(problem, config.tile, CAPABILITIES[arch]):
+    if not configs.tile_fits(problem, config.tile, CAPABILITIES[arch]):
         assert (config.tile, dtype) in ((32, torch.float16), (32, torch.bfloat16), (128, torch.float64))
         return
     registers, spilled = report(portable.source(problem, config), arch)
-    shape = shapes.shapes_of(problem)[config.tile]
+    shape = configs.shapes_of(problem)[config.tile]
     assert spilled <= A_WORD_PER_TILE * (arch == "sm_100")
     assert registers * shape.threads * shape.resident <= REGISTERS_PER_SM
 
@@ -112,8 +112,8 @@ def test_portable_kernel_compiles_without_spills(
 def test_each_kind_has_a_tile_that_fits_everywhere() -> None:
     for dtype, precision in KINDS:
         problem = spec(dtype, precision=precision)
-        assert any(shapes.fits(problem, side, (8, 6)) for side in shapes.shapes_of(problem))
-        assert configs.heuristic(problem, (8, 6)).kernel == "portable"
+        assert any(configs.tile_fits(problem, side, (8, 6)) for side in configs.shapes_of(problem))
+        assert choice.heuristic(problem, (8, 6)).kernel == "portable"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
@@ -182,9 +182,9 @@ def test_direct_kernel_does_not_spill(problem: ProblemSpec, config: Config) -> N
 @pytest.mark.parametrize(("a", "b"), [("row", "row"), ("row", "col"), ("col", "row")])
 def test_wave_kernel_compiles_without_spills(a: Order, b: Order, config: Config) -> None:
     problem = spec(a=a, b=b, form="batched")
-    source, shared = wave.source(problem, config), wave.shared_bytes(problem, config)
+    source = wave.source(problem, config)
     registers, spilled = report(source, "sm_90a")
-    assert spilled == 0 and registers * wave.THREADS <= REGISTERS_PER_SM and shared <= configs.SHARED_LIMIT
+    assert spilled == 0 and registers * wave.THREADS <= REGISTERS_PER_SM and source.shared <= configs.SHARED_LIMIT
     assert ptx_of(source, "sm_90a").count(f"m64n{config.rows}k16") >= 4
 
 
@@ -246,3 +246,13 @@ def test_headers_are_complete_and_the_architecture_has_its_suffix() -> None:
     names = [name for name, _ in headers()]
     assert len(names) == len(set(names)) and "mma.cuh" in names
     assert [architecture(c) for c in ((8, 0), (9, 0), (10, 0))] == ["sm_80", "sm_90a", "sm_100"]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_warp_has_read_its_tile_before_a_lane_writes_the_next_one(arch: str) -> None:
+    """All lanes of the portable kernel read the number of the tile, and the first one writes the next one there."""
+    text = ptx_of(portable.source(spec(torch.float32), configs.PORTABLE), arch)
+    (body,) = re.findall(r"\n\.(?:weak )?func \S*find_tile\S*\([^{]*\{(.*?)\n\}", text, re.DOTALL)
+    read, barrier, rest = body.partition("bar.warp.sync")
+    assert barrier and "bar.warp.sync" not in rest
+    assert re.search(r"\bld\.\S*64", read) and not re.search(r"\bst\.", read) and re.search(r"\bst\.\S*64", rest)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +14,16 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import BACKEND, build, direct, family, hopper, packing, params, small, specs, tensor_maps
+from multigemm.backends.cupy import BACKEND, build, choice, direct, hopper, packing, params, small, specs, tensor_maps
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
-from multigemm.backends.cupy.launch import _why
+from multigemm.backends.cupy.launch import KERNELS, _why
 from multigemm.cuda import counters
 from multigemm.cuda.arguments import Fields, fields
+from multigemm.cuda.tensor_map import NO_SWIZZLE, SIZE
 from multigemm.planning.operands import Operands
-from tests.cupy_world import BF16, SPEC, FakeDriver, bound, install, operands, staged
-from tests.support.cuda_driver import addresses_of, arguments_of, steps_of
+from tests.cupy_world import BF16, SPEC, bound, install, operands, staged
+from tests.support.cuda_driver import FakeDriver, addresses_of, arguments_of, steps_of
 
 
 @pytest.fixture
@@ -173,7 +176,7 @@ def test_eight_maps_find_every_line(offset: int, pitch: int, count: int, monkeyp
     for line in range(count):
         _, base, (width, lines, one), (step, _), boxes, swizzle = seen[line & 7]
         shift = ((start + (line & 7) * pitch) & 15) >> 1  # as in weights.cuh
-        assert base % 16 == step % 16 == 0 and (boxes, one, swizzle) == (((160, 8, 1),), 1, tensor_maps.NO_SWIZZLE)
+        assert base % 16 == step % 16 == 0 and (boxes, one, swizzle) == (((160, 8, 1),), 1, NO_SWIZZLE)
         assert base + step * (line >> 3) + 2 * shift == start + line * pitch
         assert width == shift + length and (line >> 3) < lines
     assert [lines for _, _, (_, lines, _), *_ in seen] == [max((count - i + 7) // 8, 1) for i in range(8)]
@@ -185,7 +188,7 @@ def test_the_weights_of_the_direct_kernel_lie_where_it_looks_for_them(form: str,
     role = hopper.roles(specs.direct_spec(ops.spec))
     if form == "odd list":
         maps = direct.Direct(ops.spec, configs.DIRECT, 0)._listed_weights(ops)
-        assert maps.shape == (2, 8 * tensor_maps.SIZE // 8)
+        assert maps.shape == (2, 8 * SIZE // 8)
         return
     assert isinstance(ops.b, torch.Tensor)
     weights = direct._weights(params.view_of(ops), role)
@@ -217,11 +220,11 @@ def test_the_direct_kernel_says_what_it_cannot_do(change: dict[str, object], wor
 )
 def test_a_layouts_family_holds_every_choice_for_other_counts(change: dict[str, object]) -> None:
     spec = replace(SPEC, **change)  # type: ignore[arg-type]
-    members = family.members(spec, (9, 0))
+    members = choice.first_choices(spec, (9, 0))
     for total in (0, 1, 37, 300, 2048, 5000, 1 << 17):
         for groups in (1, 3, 40, 700):
             bucket = 1 << (total - 1).bit_length() if total else 0
-            assert configs.heuristic(replace(spec, total=bucket, groups=groups)) in members
+            assert choice.heuristic(replace(spec, total=bucket, groups=groups)) in members
 
 
 FORMS = (
@@ -343,9 +346,53 @@ def test_tensor_maps_are_encoded_once_for_all_heights(fake: FakeDriver) -> None:
 def test_a_plan_loads_every_kernel_of_its_layout_once(fake: FakeDriver) -> None:
     device = torch.device("cuda", 0)
     spec = replace(SPEC, n=1024, k=1024)
-    BACKEND.plan(spec, configs.heuristic(spec), device)
+    BACKEND.plan(spec, choice.heuristic(spec), device)
     loaded = len(fake.images)
     for total in (0, 64, 1024, 1 << 17):
         later = replace(spec, total=total)
-        BACKEND.plan(later, configs.heuristic(later), device)
+        BACKEND.plan(later, choice.heuristic(later), device)
     assert len(fake.images) == loaded > 3
+
+
+def _python_calls(work: Callable[[], object]) -> int:
+    """Besides those of the fake driver."""
+    count = 0
+
+    def profiler(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call" and "/tests/" not in frame.f_code.co_filename
+
+    sys.setprofile(profiler)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+ODD = {"a": replace(BF16, align=2), "b": replace(BF16, align=2)}
+
+
+@pytest.mark.parametrize(
+    ("change", "limit"),
+    [({}, 350), ({"form": "batched", "groups": 4}, 450), (ODD, 650)],
+    ids=["aligned", "batch", "odd"],
+)
+def test_a_new_layout_whose_kernels_are_loaded_is_planned_at_once(
+    change: dict[str, Any], limit: int, fake: FakeDriver
+) -> None:
+    device = torch.device("cuda", 0)
+    known = replace(SPEC, **change)
+    BACKEND.plan(known, choice.heuristic(known), device)
+    new = replace(known, n=4096 + 8, k=7168 + 8)
+    config, loaded = choice.heuristic(new), len(fake.images)
+    assert _python_calls(lambda: BACKEND.plan(new, config, device)) <= limit
+    assert len(fake.images) == loaded
+
+
+@pytest.mark.parametrize(("form", "config", "limit"), [("jagged_m", configs.WIDE, 100), ("jagged_m", configs.CUBE, 50)])
+def test_binding_takes_few_steps(form: str, config: Config, limit: int, fake: FakeDriver) -> None:
+    ops = operands(form)
+    kernel = KERNELS[config.kernel].loaded(ops.spec, config, 0)
+    kernel.bind(ops)
+    assert _python_calls(lambda: kernel.bind(ops)) <= limit

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import build, family, hopper, params, portable, specs, wave
+from multigemm.backends.cupy import build, choice, hopper, params, portable, specs, wave
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.cuda.tensor_map import SIZE
 from multigemm.errors import CompileError
-from tests.cupy_world import BF16, SPEC, FakeDriver, batch, bound, install, operands, staged
+from tests.cupy_world import BF16, SPEC, batch, bound, install, operands, staged
+from tests.support.cuda_driver import FakeDriver
 
 
 @pytest.fixture
@@ -29,10 +30,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 @pytest.mark.parametrize("largest", [64, 128, 640, 1408, 4096])
 def test_a_lists_family_covers_any_largest_matrix(largest: int) -> None:
     spec = replace(SPEC, form="per_group", n=None, k=None)
-    members = family.members(spec, (9, 0))
+    members = choice.first_choices(spec, (9, 0))
     for total in (128, 2048, 1 << 13, 1 << 17):
         for groups in (4, 40, 700):
-            assert configs.heuristic(replace(spec, total=total, groups=groups, largest=largest)) in members
+            assert choice.heuristic(replace(spec, total=total, groups=groups, largest=largest)) in members
 
 
 def test_kernels_are_loaded_together_and_errors_come_out(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +133,11 @@ def test_a_kept_table_of_tiles_cannot_be_written() -> None:
 @pytest.mark.parametrize("order", ["row", "col"])
 def test_odd_results_of_a_wave_are_read_within_the_staging(order: Any, config: Config) -> None:
     """In turns of 32 rows, the last of which may reach past the tile's."""
-    spec = batch(a=replace(BF16, order=order))
+    x_k = hopper.roles(batch(a=replace(BF16, order=order))).x_k
     staged = config.rows if config.rows <= wave.STAGED else 64
-    stages = wave.stages_of(spec, config) * wave.stage_bytes(spec, config)
+    stages = wave.stages_of(x_k, config) * wave.stage_bytes(x_k, config)
     read = -(-staged // 32) * 32 * 64 * 2
-    assert wave.shared_bytes(spec, config) >= stages + 2 * read + 1023 and staged % 16 == 0
+    assert wave.shared_bytes(x_k, config) >= stages + 2 * read + 1023 and staged % 16 == 0
 
 
 def test_odd_lists_are_copied_for_the_wave_kernel(fake: FakeDriver) -> None:

@@ -13,16 +13,15 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import multigemm
-from multigemm.backends.cupy import fragments, mma_shapes
+from multigemm.backends.cupy import wgmma
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.cuda.launch import Kernel
 from multigemm.errors import CompileError
@@ -34,8 +33,7 @@ counts: Counter[str] = Counter()
 """How often this process compiled, read from disk and loaded: tests assert that sizes cause none of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """One kernel to be compiled: its file, its entry, its definitions in a fixed order; `shared` is the dynamic shared
     memory that its launches ask for."""
 
@@ -54,7 +52,7 @@ class Source:
 def headers() -> tuple[tuple[str, str], ...]:
     """Name and text of every header."""
     written = [(path.name, path.read_text()) for path in sorted(SOURCES.glob("*.cuh"))]
-    return (*written, (mma_shapes.NAME, mma_shapes.text()), (fragments.NAME, fragments.text()))
+    return (*written, (wgmma.SHARED, wgmma.shared_text()), (wgmma.REGISTERS, wgmma.register_text()))
 
 
 def architecture(capability: tuple[int, int]) -> str:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from multigemm.backends.cupy import few_tiles, shapes
 from multigemm.backends.cupy.specs import (
     MAX_GROUPS,
     direct_reasons,
     has_odd_lines,
     hopper_reasons,
-    is_swapped,
     packed_reasons,
     plain_kind,
-    sends,
     small_reasons,
     wave_reasons,
 )
-from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.problem.spec import ProblemSpec
 
 COLUMNS = 128
@@ -88,6 +84,71 @@ class Config:
         return TURNS_GROUPS if full else MAX_GROUPS
 
 
+F16, BF16, TF32, I8, F64, F32 = range(6)
+SIZES = {F16: 2, BF16: 2, TF32: 4, I8: 1, F64: 8, F32: 4}
+SHARED_MEMORY = {(8, 0): 166912, (8, 7): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448, (11, 0): 232448}
+LEAST_SHARED = 101376
+"""Bytes that a thread block may have, on GPUs that are not listed."""
+PLACE_BYTES = 1024
+"""Of them, for the tile in hand and the walk over the groups."""
+
+
+class Shape(NamedTuple):
+    """What a tile's side leaves open: k of a stage, stages, threads, and blocks that a multiprocessor must hold.
+
+    `cost` is what a product takes, relative to the kind's other tiles where all processors are busy.
+    """
+
+    depth: int
+    stages: int
+    threads: int
+    resident: int
+    cost: float = 1.0
+
+
+SHAPES = {
+    F16: {128: Shape(32, 4, 256, 1), 64: Shape(64, 4, 128, 3)},
+    I8: {128: Shape(64, 4, 256, 1), 64: Shape(128, 4, 128, 2, 1.5), 32: Shape(128, 4, 64, 3, 2.0)},
+    TF32: {128: Shape(32, 2, 128, 2), 64: Shape(32, 4, 128, 2, 1.8), 32: Shape(32, 6, 64, 3, 3.4)},
+    F64: {128: Shape(32, 3, 256, 1), 64: Shape(16, 3, 128, 3, 1.1), 32: Shape(16, 6, 64, 3, 1.8)},
+    F32: {128: Shape(32, 2, 256, 2), 64: Shape(32, 4, 128, 3, 1.4), 32: Shape(32, 8, 64, 3, 2.0)},
+}  # fmt: skip
+"""By side. Low tiles of 16 bits have a kernel of their own."""
+
+
+def kind_of(spec: ProblemSpec) -> int:
+    """Which arithmetic the kernel is compiled for."""
+    if spec.compute == torch.float32:
+        return TF32 if spec.precision == "tf32" else F32
+    return {torch.float16: F16, torch.bfloat16: BF16, torch.float64: F64, torch.int8: I8}[spec.compute]
+
+
+def shapes_of(spec: ProblemSpec) -> dict[int, Shape]:
+    """The tiles of a problem's arithmetic."""
+    kind = kind_of(spec)
+    return SHAPES[F16 if kind == BF16 else kind]
+
+
+def _lines(kind: int, depth: int, side: int) -> tuple[int, int]:
+    """Elements of an operand's stage, padding included: in lines of k, and in lines across it (mma_tile.cuh)."""
+    along, across = {F64: (4, 4), F32: (0, 4)}.get(kind, (16 // SIZES[kind], 8))
+    return side * (depth + along), depth * (side + across)
+
+
+def portable_bytes(spec: ProblemSpec, side: int) -> int:
+    """Dynamic shared memory: the ring of k-blocks or the staging of results (portable.cu)."""
+    kind, shape = kind_of(spec), shapes_of(spec)[side]
+    along, across = _lines(kind, shape.depth, side)
+    stage = 2 * (across if kind == F32 else max(along, across)) * SIZES[kind]
+    return max(shape.stages * stage, shape.threads // 32 * 16 * 36 * max(SIZES[kind], 4))
+
+
+def tile_fits(spec: ProblemSpec, side: int, capability: tuple[int, int]) -> bool:
+    """Whether there is such a tile, and room for it on a device."""
+    limit = SHARED_MEMORY.get(capability, LEAST_SHARED) - PLACE_BYTES
+    return side in shapes_of(spec) and portable_bytes(spec, side) <= limit
+
+
 PORTABLE = Config(blocks_per_sm=1)
 PAIR = Config(blocks_per_sm=2)
 SMALL = Config(blocks_per_sm=3, tile=64)
@@ -107,179 +168,46 @@ WAVES = (WAVE, *(Config("wave", rows=r, stages=s) for r, s in ((64, 8), (80, 7),
 CUBE = Config("small", tile=32)
 CUBE64 = Config("small", tile=64)
 DEEP = Config("small", tile=32, stages=8)
-ONE_WAVE = 160
-"""Tiles of the small kernel that run at once, with room for the rounding of totals to powers of two."""
-RESIDENT, ROUNDS, FULL_ROWS, WAVE_WORK = 264, 528, 192, 1 << 34
-"""Tiles of 128 x 128 up to which the wave kernel is faster; of 256 x 128, rows and products, if nothing is copied."""
-FEW_K, STAGES = 1024, 4
-"""k per group up to which results of jagged k that one round of low tiles covers are not cut into tall ones; blocks of
-k that the small kernel has in flight, if a config does not say it."""
+STAGES = 4
+"""Blocks of k that the small kernel has in flight, if a config does not say it."""
+BLOCK_K = 64
+"""k of a stage."""
 
-SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
-"""Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
-WORTH_COPYING = 1 << 24
-"""Products (rows x columns x k) from which a copy costs less than the portable kernel."""
-SPARSE_ROWS, FEW_ROWS = 32, 1024
-"""Rows per group up to which weights that are shifted as they are read want low tiles and many stages; up to which they
-are shifted at all: more rows repay a copy of the weights."""
-SHORT_K, BRIEF_K = 768, 128
-"""Up to here a list's odd operands are copied for the wave kernel, whatever the tiles; small tiles beat a wave."""
-FEW_COLUMNS, LONG_K = 15, 2048
-"""Odd numbers of blocks of columns up to which clusters of two would waste too much; k from which tiles of few rows are
-as high as for many: then a large group's weights are read once."""
-HALVES = (torch.float16, torch.bfloat16)
-THIN_K = 128
-"""k per group of jagged k up to which storing is most of the work: clusters would share rows that cost nothing."""
-MANY_ROWS = 448
-"""Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
+REASONS = {
+    "hopper": hopper_reasons,
+    "packed": packed_reasons,
+    "direct": direct_reasons,
+    "small": small_reasons,
+    "wave": wave_reasons,
+}
 
 
 def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> bool:
     """Whether `config` runs `spec` on a device: the limits of shared memory and registers included."""
+    return shape_fits(config, spec, capability) and not reasons_against(config.kernel, spec)
+
+
+def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
+    """Why a kernel cannot run a spec, whatever its config; the portable one runs all."""
+    check = REASONS.get(kernel)
+    return check(spec) if check else []
+
+
+def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> bool:
+    """Whether a config is one of its kernel's, and has room on a device for problems like this."""
     if config.kernel == "portable":
-        return 1 <= config.blocks_per_sm <= 3 and shapes.fits(spec, config.tile, capability)
+        return 1 <= config.blocks_per_sm <= 3 and tile_fits(spec, config.tile, capability)
     if config.kernel == "small":
-        known = config in (CUBE, CUBE64) or (config == DEEP and has_odd_lines(spec))
-        return known and not small_reasons(spec)
-    if config.kernel == "wave":
-        return config in WAVES and capability == (9, 0) and not wave_reasons(spec)
+        return config in (CUBE, CUBE64) or (config == DEEP and has_odd_lines(spec))
+    if capability != (9, 0) or config.kernel == "wave":
+        return capability == (9, 0) and config in WAVES
     stages = config.weight_stages if config.kernel == "direct" else config.stages
-    known = config.rows in (64, 128, 192, 256) and stages >= 2
-    fits = known and config.shared_bytes(plain_kind(spec) > 0) <= SHARED_LIMIT
-    shape = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
-    shape = shape and spec.groups <= config.groups_at_most
-    shape = shape and (not config.pingpong or (config.rows <= 192 and plain_kind(spec) > 0))
-    check = {"packed": packed_reasons, "direct": direct_reasons}.get(config.kernel, hopper_reasons)
-    reasons = check(spec)
-    return fits and shape and capability == (9, 0) and not reasons
-
-
-def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config:
-    """The best guess without measuring: the first valid one of `_order`."""
-    return next(c for c in _order(spec) if is_valid(c, spec, capability))
-
-
-def _order(spec: ProblemSpec) -> list[Config]:
-    """All configs, the best guess first: pieces as high as the average group; copies only where they pay."""
-    if spec.compute not in HALVES:
-        return _portable_order(spec)
-    small, wave = _small_order(spec) or _few_k_order(spec), _wave_order(spec)
-    first = (*wave, *small) if (spec.k or spec.largest) > BRIEF_K else (*small, *wave)
-    rest = (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, DEEP, *WAVES)
-    return list(dict.fromkeys((*first, *_larger(spec), *rest)))
-
-
-def _portable_order(spec: ProblemSpec) -> list[Config]:
-    """What runs nowhere else: the tile with which the busiest processor has least to do."""
-    here = [c for c in (PAIR, PORTABLE, SMALL, TINY) if c.tile in shapes.shapes_of(spec)]
-    alone = shapes.shapes_of(spec)[128].resident == 1
-    here.remove(PAIR if alone else PORTABLE)
-    return [*sorted(here, key=lambda config: _longest_time(spec, config.tile)), PAIR if alone else PORTABLE]
-
-
-def _longest_time(spec: ProblemSpec, tile: int) -> float:
-    """Of the processor that has most tiles."""
-    return spec.busiest(tile, tile, PROCESSORS) * shapes.shapes_of(spec)[tile].cost
-
-
-def _wave_order(spec: ProblemSpec) -> list[Config]:
-    """A block for each tile, where few rounds of blocks take all of them; lists may hide larger columns than rows."""
-    columns, k = max(spec.n or spec.largest, 1), spec.k or spec.largest
-    rows = _rows_per_group(spec)
-    if spec.total == 0 or rows < 64 or wave_reasons(spec):
-        return []
-    low, high = (max(-(-spec.total // tile), spec.groups) * -(-columns // COLUMNS) for tile in (128, 256))
-    if hopper_reasons(spec):
-        return [WAVE] if low <= RESIDENT or k <= SHORT_K else []
-    several = high <= ROUNDS and rows >= FULL_ROWS and spec.total * columns * k <= WAVE_WORK
-    return [WAVE] if low <= RESIDENT or several else []
-
-
-def _small_order(spec: ProblemSpec) -> list[Config]:
-    """The small kernel where one wave of its tiles is enough and k is short, the larger tile for the longer k."""
-    if small_reasons(spec) or has_odd_lines(spec):
-        return []
-    tiles, k = {c: few_tiles.most_tiles(spec, c.tile) for c in (CUBE, CUBE64)}, spec.usual("k")
-    if 0 < tiles[CUBE] <= ONE_WAVE and k <= (FEW_K if spec.form == "jagged_k" else 512):
-        return [CUBE, CUBE64]
-    return [CUBE64, CUBE] if 0 < tiles[CUBE64] <= ONE_WAVE and k <= 256 else []
-
-
-def _few_k_order(spec: ProblemSpec) -> list[Config]:
-    """Jagged k that one round of low tiles covers: the small kernel for one block of k, which is all start and end.
-
-    Else the Hopper kernel's low tiles, which leave fewer processors idle than its tall ones and end sooner.
-    """
-    k = spec.usual("k")
-    if spec.form != "jagged_k" or small_reasons(spec) or hopper_reasons(spec) or k > FEW_K:
-        return []
-    brief = k <= few_tiles.BLOCK_K and 0 < few_tiles.result_tiles(spec, CUBE64.tile) <= few_tiles.AT_ONCE
-    single = 0 < few_tiles.result_tiles(spec, SINGLE.rows) <= PROCESSORS
-    return [c for c, good in ((CUBE64, brief), (SINGLE, single)) if good]
-
-
-def _odd_order(spec: ProblemSpec) -> list[Config]:
-    """The small kernel where lines begin anywhere and it is clearly faster; more blocks of k in flight where there are
-    more, if all tiles still run at once."""
-    if small_reasons(spec) or not has_odd_lines(spec) or not few_tiles.odd_tiles_win(spec, CUBE.tile):
-        return []
-    deep = few_tiles.blocks(spec) > STAGES and few_tiles.most_tiles(spec, DEEP.tile) <= few_tiles.AT_ONCE
-    return [DEEP, CUBE] if deep else [CUBE, DEEP]
-
-
-def _larger(spec: ProblemSpec) -> list[Config]:
-    fast, rows = _hopper_order(spec), _rows_per_group(spec)
-    usual = fast[0] if rows > FEW_ROWS else next(c for c in fast if not c.pingpong)
-    tall = rows > FEW_ROWS and not sends(spec) and usual in (ALONE, TURNS)  # odd results: high tiles end least often
-    copied, other = (replace(c, kernel="packed") for c in (WIDE if tall else usual, usual))
-    work = spec.total * (spec.n or 256) * (spec.k or 256)
-    if work >= WORTH_COPYING:
-        shifted = DIRECT_MIDDLE if rows <= SPARSE_ROWS else DIRECT
-        few = (spec.total // max(spec.groups, 1)) <= FEW_ROWS
-        return [*fast, *((shifted, copied) if few else (copied, shifted)), other, PORTABLE, SMALL]
-    portable = (SMALL, PORTABLE) if spec.total <= SMALL_ROWS else (PORTABLE, SMALL)
-    return [*fast, *_odd_order(spec), *portable, copied]
-
-
-def _rows_per_group(spec: ProblemSpec) -> int:
-    """What is known of them before any size is: the mean; a whole tile where the jagged direction is another."""
-    return spec.total // max(spec.groups, 1) if spec.form != "jagged_k" else WIDE.rows
-
-
-def _tall_tiles(spec: ProblemSpec, rows: int) -> int:
-    """Tiles of 256 rows and 128 columns, if all groups have as many rows; enough of them for jagged k."""
-    pieces = -(-rows // WIDE.rows) * spec.groups if spec.form != "jagged_k" else PROCESSORS + 1
-    return pieces * _columns(spec)
-
-
-def _columns(spec: ProblemSpec) -> int:
-    """Blocks of columns that a result has; a cluster of two leaves the last of an odd number of them alone."""
-    return max(-(-((spec.m if is_swapped(spec) else spec.n) or spec.largest) // COLUMNS), 1)
-
-
-def _hopper_order(spec: ProblemSpec) -> list[Config]:
-    if spec.total <= SMALL_ROWS and (spec.n or 0) <= SMALL_COLUMNS and spec.form != "jagged_k":
-        return [SINGLE, SLIM, WIDE] if spec.form == "per_group" or spec.total > 1024 else [SLIM, SINGLE, WIDE]
-    rows = _rows_per_group(spec)
-    if rows > 64 and _tall_tiles(spec, rows) <= PROCESSORS:
-        return [SINGLE, SLIM, WIDE]
-    if rows <= 32:
-        return [SINGLE, NARROW, MIDDLE, WIDE]
-    if rows <= 64 and (spec.k or spec.largest) < LONG_K:
-        return [MIDDLE, WIDE, NARROW]
-    columns = _columns(spec)
-    known = spec.form not in ("jagged_k", "per_group")  # a list's columns change from call to call
-    thin = spec.form == "jagged_k" and spec.total <= THIN_K * spec.groups
-    single = [ALONE] if thin or (known and columns % 2 and columns <= FEW_COLUMNS) else []
-    turns = [TURNS] if plain_kind(spec) and spec.groups <= TURNS_GROUPS else []
-    first = turns if (rows > MANY_ROWS or spec.form == "jagged_k") and not sends(spec) else []
-    return list(dict.fromkeys((*single, *first, WIDE, *turns, ALONE, MIDDLE, NARROW)))
-
-
-def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
-    """Every shipped config that is valid for `spec`, the best guess first."""
-    capability = capability_of(device)
-    return [c for c in _order(spec) if is_valid(c, spec, capability)]
+    if config.rows not in (64, 128, 192, 256) or stages < 2 or spec.groups > config.groups_at_most:
+        return False
+    plain = plain_kind(spec) > 0
+    turns = not config.pingpong or (config.rows <= 192 and plain)
+    known = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
+    return turns and known and config.shared_bytes(plain) <= SHARED_LIMIT
 
 
 @cache

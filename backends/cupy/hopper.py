@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -60,8 +61,13 @@ def roles(spec: ProblemSpec) -> Roles:
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: what `defines` says, and who stores the results."""
-    more = ("SEND", int(sends(spec)))
-    return Source("hopper.cu", "hopper", (*defines(spec, config), more), shared_bytes(spec, config))
+    return _source(_layout(spec), sends(spec), config)
+
+
+@lru_cache(maxsize=1024)
+def _source(layout: Layout, sent: bool, config: Config) -> Source:
+    defines = (*_defines(layout, config), ("SEND", int(sent)))
+    return Source("hopper.cu", "hopper", defines, config.shared_bytes(layout.plain > 0))
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
@@ -69,12 +75,32 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
     return (source(spec, config),)
 
 
+class Layout(NamedTuple):
+    """What a kernel is compiled for besides its config."""
+
+    bfloat: bool
+    role: Roles
+    ragged: bool
+    listed: bool
+    plain: int
+
+
+def _layout(spec: ProblemSpec) -> Layout:
+    bfloat, form = spec.compute == torch.bfloat16, spec.form
+    return Layout(bfloat, roles(spec), form == "jagged_k", form == "per_group", plain_kind(spec))
+
+
 def defines(spec: ProblemSpec, config: Config) -> tuple[tuple[str, int], ...]:
     """Dtype, layouts, whether the epilogue is plain, and the config."""
-    role, plain = roles(spec), plain_kind(spec)
+    return _defines(_layout(spec), config)
+
+
+@lru_cache(maxsize=1024)
+def _defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
+    bfloat, role, ragged, listed, plain = layout
     return (
-        ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
-        ("RAGGED_K", int(spec.form == "jagged_k")), ("LISTED", int(spec.form == "per_group")),
+        ("BFLOAT", int(bfloat)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
+        ("RAGGED_K", int(ragged)), ("LISTED", int(listed)),
         ("PLAIN", plain), ("ROWS", config.rows), ("STAGES", config.stages),
         ("CLUSTER", config.cluster), ("STEP", config.step), ("PINGPONG", int(config.pingpong)),
         ("SHARED", config.shared_bytes(plain > 0)),

@@ -8,8 +8,7 @@ import torch
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import STAGES, Config
-from multigemm.backends.cupy.few_tiles import BLOCK_K
+from multigemm.backends.cupy.config import BLOCK_K, STAGES, Config
 from multigemm.backends.cupy.params import problem_bytes, view_of
 from multigemm.backends.cupy.specs import LIST, begins_anywhere, is_swapped, plain_kind
 from multigemm.cuda.launch import NOTHING, BoundKernel, without_move

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -106,6 +107,7 @@ def wave_reasons(spec: ProblemSpec) -> list[str]:
     return reasons
 
 
+@lru_cache(maxsize=1024)
 def packed_spec(spec: ProblemSpec) -> ProblemSpec:
     """The spec after the operands that TMA cannot read have been copied."""
     a, b = (_packed(spec, spec.a, "col"), _packed(spec, spec.b, "row"))
@@ -122,7 +124,7 @@ def packed_reasons(spec: ProblemSpec) -> list[str]:
     """Why copying first does not help a spec."""
     copied = packed_spec(spec)
     reasons = [*hopper_reasons(copied), *_copy_reasons(spec, copied)]
-    if copied is spec:
+    if copied == spec:
         reasons.append("nothing needs copying")
     return reasons
 
@@ -132,6 +134,7 @@ def weights_of(spec: ProblemSpec) -> OperandSpec:
     return spec.a if is_swapped(spec) else spec.b
 
 
+@lru_cache(maxsize=1024)
 def direct_spec(spec: ProblemSpec) -> ProblemSpec:
     """The spec after the rows have been copied, where TMA cannot read them; the weights stay."""
     rows = "b" if is_swapped(spec) else "a"

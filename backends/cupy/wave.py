@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,15 +59,15 @@ class Groups(NamedTuple):
     stacked: int = 1
 
 
-def stage_bytes(spec: ProblemSpec, config: Config) -> int:
+def stage_bytes(x_k: bool, config: Config) -> int:
     """Both operands of a block of k; rows that are contiguous come in boxes of 64."""
-    rows = config.rows if hopper.roles(packed_spec(spec)).x_k else -(-config.rows // 64) * 64
+    rows = config.rows if x_k else -(-config.rows // 64) * 64
     return (COLUMNS + rows) * 2 * BLOCK_K
 
 
-def stages_of(spec: ProblemSpec, config: Config) -> int:
+def stages_of(x_k: bool, config: Config) -> int:
     """As many as the config wants, if they fit."""
-    return min((SHARED_LIMIT - _besides(config)) // stage_bytes(spec, config), config.stages)
+    return min((SHARED_LIMIT - _besides(config)) // stage_bytes(x_k, config), config.stages)
 
 
 def _besides(config: Config) -> int:
@@ -75,19 +76,25 @@ def _besides(config: Config) -> int:
     return 2 * -(-rows // 32) * 32 * 128 + 1024 + 128
 
 
-def shared_bytes(spec: ProblemSpec, config: Config) -> int:
+@cache
+def shared_bytes(x_k: bool, config: Config) -> int:
     """The ring of stages, at a multiple of 1024, and the staging."""
-    return stages_of(spec, config) * stage_bytes(spec, config) + _besides(config) - 128
+    return stages_of(x_k, config) * stage_bytes(x_k, config) + _besides(config) - 128
+
+
+@cache
+def _source(bfloat: bool, x_k: bool, w_k: bool, config: Config, slots: int) -> Source:
+    defines = (
+        ("BFLOAT", int(bfloat)), ("X_K", int(x_k)), ("W_K", int(w_k)), ("ROWS", config.rows),
+        ("STAGES", stages_of(x_k, config)), ("GROUPS", slots), ("STEP", 16), ("PINGPONG", 0),
+    )  # fmt: skip
+    return Source("wave.cu", "wave", defines, shared_bytes(x_k, config))
 
 
 def source(spec: ProblemSpec, config: Config, slots: int = LIST) -> Source:
     """The kernel's key: dtype, layouts, the config and how many groups it takes."""
     role = hopper.roles(packed_spec(spec))
-    defines = (
-        ("BFLOAT", int(spec.compute == torch.bfloat16)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
-        ("ROWS", config.rows), ("STAGES", stages_of(spec, config)), ("GROUPS", slots), ("STEP", 16), ("PINGPONG", 0),
-    )  # fmt: skip
-    return Source("wave.cu", "wave", defines, shared_bytes(spec, config))
+    return _source(spec.compute == torch.bfloat16, role.x_k, role.w_k, config, slots)
 
 
 def heights(config: Config) -> tuple[Config, ...]:
@@ -97,8 +104,10 @@ def heights(config: Config) -> tuple[Config, ...]:
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
     """One kernel for each height and number of slots, and the copying kernel where it is needed."""
-    copy = (packing.SOURCE,) if packed_spec(spec) != spec else ()
-    return (*(source(spec, c, slots) for c in heights(config) for slots in SLOTS), *copy)
+    copied = packed_spec(spec)
+    role, bfloat = hopper.roles(copied), spec.compute == torch.bfloat16
+    own = (_source(bfloat, role.x_k, role.w_k, c, slots) for c in heights(config) for slots in SLOTS)
+    return (*own, *([packing.SOURCE] if copied != spec else []))
 
 
 @lru_cache(maxsize=1024)
@@ -197,7 +206,9 @@ class Wave:
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         self._spec, self._config, self._processors = packed_spec(spec), config, processors(index)
         self._copy = load(packing.SOURCE, index) if self._spec != spec else None
-        self._kernels = {(c, slots): load(source(spec, c, slots), index) for c in heights(config) for slots in SLOTS}
+        loaded = [load(each, index) for each in sources(self._spec, config)]
+        self._kernels = dict(zip(product(heights(config), SLOTS), loaded, strict=True))
+        self._x_k = hopper.roles(self._spec).x_k
         self._index = index
 
     def bind(self, ops: Operands) -> Launch:
@@ -220,7 +231,7 @@ class Wave:
             [argument.raw],
             grid=min(argument.tiles, self._processors),
             threads=THREADS,
-            shared=shared_bytes(self._spec, config),
+            shared=shared_bytes(self._x_k, config),
             overlap=True,
             keep=(argument.more,),
         )

@@ -5,6 +5,9 @@ whole entry or none, however many processes write at once. A damaged or foreign 
 absent. The key is the `fingerprint` of everything that the value depends on (version, source, device):
 a change of any of them makes another key, never a stale hit. Whatever else lies in the folder, by its
 name, is not the cache's: it is neither shown nor removed.
+
+Entries are machine code that this process will run. So nothing is read from, or written to, a folder that belongs to
+another user than this one and root, or that its group or others may write.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 import tempfile
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +26,25 @@ from multigemm.settings import settings
 MAGIC = b"multigemm-cache-1\n"
 ENTRY = re.compile(r"[0-9a-f]{32}\.\w+")
 BROKEN_OFF = re.compile(r"\.[0-9a-f]{32}\.\w+")
+
+
+_verdicts: dict[Path, bool] = {}
+"""Which folders may be used, judged once in a process."""
+
+
+def fault_of(folder: Path) -> str:
+    """Who else could put entries into a folder; "" if nobody. OSError if there is no such folder."""
+    found, user = os.stat(folder), getattr(os, "geteuid", lambda: None)()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(folder)
+    if user is not None and found.st_uid not in (user, 0):
+        return f"it belongs to user {found.st_uid}, not to user {user}"
+    return f"its group or others may write it (mode {stat.S_IMODE(found.st_mode):o})" if found.st_mode & 0o022 else ""
+
+
+def _fault_above(folder: Path) -> str:
+    """The same of the folder above; a sticky bit, as that of /tmp, keeps others from replacing what is in it."""
+    return "" if os.stat(folder).st_mode & stat.S_ISVTX else fault_of(folder)
 
 
 def fingerprint(*parts: object) -> str:
@@ -42,12 +66,33 @@ class DiskCache:
     def folder(self) -> Path:
         return (self._root or settings().cache_dir) / self.name
 
+    @property
+    def is_safe(self) -> bool:
+        """Whether nobody but this user and root could have written the folder; False while there is none."""
+        folder = self.folder
+        if folder not in _verdicts:
+            try:
+                faults = {folder: fault_of(folder), folder.parent: _fault_above(folder.parent)}
+            except OSError:
+                return False
+            _verdicts[folder] = not any(faults.values())
+            for place in [place for place, fault in faults.items() if fault][:1]:
+                warnings.warn(
+                    f"multigemm: nothing is cached in {folder}. {place}: {faults[place]} and could plant code there. "
+                    f"Set MULTIGEMM_CACHE_DIR to a folder of your own, or remove {place}, so that it is made anew",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        return _verdicts[folder]
+
     def path(self, key: str, suffix: str = ".bin") -> Path:
         return self.folder / f"{key}{suffix}"
 
     def get(self, key: str, suffix: str = ".bin") -> bytes | None:
         """The stored value, or None; an entry that does not check out is treated as absent."""
         if not settings().cache:
+            return None
+        if not self.is_safe:
             return None
         try:
             raw = self.path(key, suffix).read_bytes()
@@ -62,7 +107,10 @@ class DiskCache:
             return False
         name = ""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.folder.parent, self.folder):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self.is_safe:
+                return False
             handle, name = tempfile.mkstemp(dir=self.folder, prefix=f".{key}.")
             with os.fdopen(handle, "wb") as file:
                 file.write(MAGIC + hashlib.sha256(value).digest() + value)

@@ -106,6 +106,6 @@ def _spread(every: list[list[Any]], turns: int) -> list[list[Any]]:
 def compile_singly() -> None:
     """From here on, in this process: the backend that compiles a whole family of kernels, so that later calls of
     other sizes find theirs, compiles only what is asked for. A campaign asks for each in its turn."""
-    from multigemm.backends.cupy import family
+    from multigemm.backends.cupy import choice
 
-    vars(family).update(members=lambda spec, capability: ())
+    vars(choice).update(first_choices=lambda spec, capability: ())

@@ -23,7 +23,7 @@ typedef double Acc;
 typedef float Element;
 typedef float Acc;
 #endif
-constexpr int BM = TILE, BN = TILE, BK = BLOCK_K, THREADS = BLOCK_THREADS;      // as shapes.SHAPES
+constexpr int BM = TILE, BN = TILE, BK = BLOCK_K, THREADS = BLOCK_THREADS;      // as config.SHAPES
 
 #if KIND <= KIND_F64
 #include "mma_tile.cuh"
@@ -36,7 +36,7 @@ typedef OrdinaryCores<BM, BN, BK, BM == 32 ? 4 : 8, BM == 128 ? 8 : 4, BM == 64 
 #include "tile_copy.cuh"
 #include "tile_load.cuh"
 
-// Enough for the ring, and for the staging of results after it. As portable.shared_bytes.
+// Enough for the ring, and for the staging of results after it. As config.portable_bytes.
 constexpr int STAGE_BYTES = (A_TILE + B_TILE) * (int)sizeof(Element);
 constexpr int STAGING_BYTES = THREADS / 32 * 16 * 36 * (int)sizeof(Acc);
 static_assert(STEPS % 2 == 0, "registers of the operands take turns");
@@ -125,6 +125,7 @@ __device__ __noinline__ void find_tile(const Problem& p, Place& s) {
     int number = -1;
     i64 local;
     const i64 tile = s.tile;
+    __syncwarp();                    // all lanes have read it: the first one writes the next one there
     const bool found = walk.find(p, tile, number, local);
     s.walk[lane] = walk;
     if (lane != 0) return;

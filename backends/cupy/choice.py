@@ -1,0 +1,426 @@
+"""Which config fits a problem best without measuring: rules in order of preference, of which the first that holds wins.
+
+The numbers of tokens and groups change from call to call, and compiling a kernel when they first ask for it would stall
+that call for seconds. So the rules take them as integers, for one problem, or as arrays, for all sizes that may come:
+`first_choices` gives every config that any of them would pick, which the first call of a layout compiles together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from multigemm.backends.cupy.config import (
+    ALONE,
+    BLOCK_K,
+    COLUMNS,
+    CUBE,
+    CUBE64,
+    DEEP,
+    DIRECT,
+    DIRECT_MIDDLE,
+    DIRECT_NARROW,
+    MIDDLE,
+    NARROW,
+    PAIR,
+    PORTABLE,
+    SINGLE,
+    SLIM,
+    SMALL,
+    STAGES,
+    TINY,
+    TURNS,
+    TURNS_GROUPS,
+    WAVE,
+    WAVES,
+    WIDE,
+    Config,
+    capability_of,
+    reasons_against,
+    shape_fits,
+    shapes_of,
+)
+from multigemm.backends.cupy.specs import (
+    CUBE_ROWS,
+    LIST,
+    MAX_GROUPS,
+    MAX_ROWS,
+    has_odd_lines,
+    hopper_reasons,
+    is_swapped,
+    plain_kind,
+    sends,
+    small_reasons,
+    wave_reasons,
+)
+from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.problem.spec import ProblemSpec
+
+ONE_WAVE = 160
+"""Tiles of the small kernel that run at once, with room for the rounding of totals to powers of two."""
+RESIDENT, ROUNDS, FULL_ROWS, WAVE_WORK = 264, 528, 192, 1 << 34
+"""Tiles of 128 x 128 up to which the wave kernel is faster; of 256 x 128, rows and products, if nothing is copied."""
+FEW_K = 1024
+"""k per group up to which results of jagged k that one round of low tiles covers are not cut into tall ones."""
+SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
+"""Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
+WORTH_COPYING = 1 << 24
+"""Products (rows x columns x k) from which a copy costs less than the portable kernel."""
+SPARSE_ROWS, FEW_ROWS = 32, 1024
+"""Rows per group up to which weights that are shifted as they are read want low tiles and many stages; up to which they
+are shifted at all: more rows repay a copy of the weights."""
+SHORT_K, BRIEF_K = 768, 128
+"""Up to here a list's odd operands are copied for the wave kernel, whatever the tiles; small tiles beat a wave."""
+FEW_COLUMNS, LONG_K = 15, 2048
+"""Odd numbers of blocks of columns up to which clusters of two would waste too much; k from which tiles of few rows are
+as high as for many: then a large group's weights are read once."""
+THIN_K = 128
+"""k per group of jagged k up to which storing is most of the work: clusters would share rows that cost nothing."""
+MANY_ROWS = 448
+"""Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
+AT_ONCE = 3 * PROCESSORS
+"""Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""
+ODD_US, PORTABLE_US = (7.0, 1.0), (11.0, 4.0)
+"""Microseconds (H100) of a launch and of a block of k where lines begin anywhere: a block of one of a processor's tiles
+of 32 in the small kernel; of all its tiles of 64 in the portable one, which waits for memory each time."""
+CLEARLY = 0.8
+"""How far below the other one a forecast must be to be believed."""
+HALVES = (torch.float16, torch.bfloat16)
+TOTALS = (0, *(1 << i for i in range(21)))
+GROUPS = (*(1 << i for i in range(10)), MAX_GROUPS)
+"""Numbers of tokens and groups for which kernels are compiled beforehand."""
+
+Number = Any
+"""An integer, or an array of the same quantity for many problems."""
+Condition = Any
+"""Whether something holds: a bool, or an array of them."""
+Rule = tuple[Condition, tuple[Config, ...]]
+"""Where it holds, these configs, the best one first."""
+
+
+class Layout(NamedTuple):
+    """What is known of a problem apart from its numbers of tokens and groups, which `spec` has not."""
+
+    spec: ProblemSpec
+    small: bool
+    wave: bool
+    hopper: bool
+    odd_lines: bool
+    sends: bool
+    plain: bool
+    columns: int
+    """Blocks of columns that a result has."""
+    k: int
+    """0 where it differs by group and none is known."""
+
+
+class Counts(NamedTuple):
+    """Numbers of tokens and groups, and tokens per group."""
+
+    total: Number
+    groups: Number
+    mean: Number
+
+
+@lru_cache(maxsize=1024)
+def _layout(spec: ProblemSpec) -> Layout:
+    """Of a spec with neither tokens nor groups."""
+    columns = max(-(-((spec.m if is_swapped(spec) else spec.n) or spec.largest) // COLUMNS), 1)
+    return Layout(
+        spec, not small_reasons(spec), not wave_reasons(spec), not hopper_reasons(spec), has_odd_lines(spec),
+        sends(spec), plain_kind(spec) > 0, columns, spec.k or spec.largest,
+    )  # fmt: skip
+
+
+def _without_counts(spec: ProblemSpec) -> ProblemSpec:
+    return replace(spec, total=0, groups=1)
+
+
+class Judge:
+    """Says which configs are valid for a spec, as `is_valid`, and asks each kernel once."""
+
+    def __init__(self, spec: ProblemSpec, capability: tuple[int, int]) -> None:
+        self._spec, self._capability, self._runs = spec, capability, dict[str, bool]()
+
+    def accepts(self, config: Config) -> bool:
+        """Whether the config runs the spec on the device."""
+        runs = self._runs.get(config.kernel)
+        if runs is None:
+            runs = self._runs[config.kernel] = not reasons_against(config.kernel, self._spec)
+        return runs and shape_fits(config, self._spec, self._capability)
+
+
+def _order(spec: ProblemSpec) -> Iterator[Config]:
+    """All configs, the best guess first, some of them more than once."""
+    counts = Counts(spec.total, spec.groups, spec.total // max(spec.groups, 1))
+    stages = _rules(_layout(_without_counts(spec)), counts)
+    return (config for rules in stages for holds, some in rules if holds for config in some)
+
+
+def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config:
+    """The best guess without measuring: the first valid config of `_order`."""
+    judge = Judge(spec, capability)
+    return next(c for c in _order(spec) if judge.accepts(c))
+
+
+def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
+    """Every shipped config that is valid for `spec`, the best guess first."""
+    judge = Judge(spec, capability_of(device))
+    return [c for c in dict.fromkeys(_order(spec)) if judge.accepts(c)]
+
+
+def first_choices(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
+    """The heuristic's choices for the spec's layouts and extents, whatever the number of tokens and groups."""
+    spec = replace(spec, total=0, groups=1, largest=0)
+    total, groups = (x.ravel() for x in np.meshgrid(np.array(TOTALS, float), np.array(GROUPS, float)))
+    found, left, judge = dict[Config, None](), np.ones(total.size, bool), Judge(spec, capability)
+    for rules in _rules(_layout(spec), Counts(total, groups, total // groups)):
+        for holds, some in rules:
+            for config in some:
+                taken = left & holds
+                if taken.nonzero()[0].size and judge.accepts(config):
+                    taken &= _takes(config, spec, total, groups)
+                    if taken.nonzero()[0].size:
+                        found[config] = None
+                        left &= ~taken
+        if not left.nonzero()[0].size:
+            break
+    return tuple(found)
+
+
+def _takes(config: Config, spec: ProblemSpec, total: Number, groups: Number) -> Condition:
+    """Whether a config that is valid for a layout is so for these numbers, as `is_valid` says."""
+    if config.kernel == "portable":
+        return True
+    if config.kernel == "small":
+        return (total <= CUBE_ROWS) & (groups <= (LIST if spec.form == "per_group" else CUBE_ROWS))
+    return groups <= (LIST if config.kernel == "wave" else min(config.groups_at_most, MAX_GROUPS))
+
+
+def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
+    """In order of preference: pieces as high as the average group; copies only where they pay.
+
+    In stages, since the later ones need not be worked out where an earlier one decides for all.
+    """
+    if layout.spec.compute not in HALVES:
+        yield list(_portable_rules(layout, counts))
+        return
+    small, wave = _few_tiles_rules(layout, counts), _wave_rules(layout, counts)
+    yield [*wave, *small] if layout.k > BRIEF_K else [*small, *wave]
+    ladders = _hopper_rules(layout, counts)
+    yield [(holds, ladder.configs) for holds, ladder in ladders]
+    yield _other_rules(layout, counts, ladders)
+    yield [(True, (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, DEEP, *WAVES))]
+
+
+def _somewhere(holds: Condition) -> bool:
+    return bool(holds.nonzero()[0].size if isinstance(holds, np.ndarray) else holds)
+
+
+def _most(x: Number, y: Number) -> Number:
+    return np.maximum(x, y) if isinstance(x, np.ndarray) or isinstance(y, np.ndarray) else max(x, y)
+
+
+def _usual(layout: Layout, counts: Counts, direction: str) -> Number:
+    """As ProblemSpec.usual: an extent of an ordinary group."""
+    extent = getattr(layout.spec, direction)
+    if extent is not None:
+        return extent
+    return counts.mean if direction == layout.spec.jagged else layout.spec.largest
+
+
+def _rows(layout: Layout, counts: Counts) -> Number:
+    """Rows per group: a whole tile where the jagged direction is another."""
+    return counts.mean if layout.spec.form != "jagged_k" else WIDE.rows
+
+
+def _portable_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
+    """What runs nowhere else: the tile with which the busiest processor has least to do."""
+    tiles = shapes_of(layout.spec)
+    alone = tiles[128].resident == 1
+    here = [c for c in (PORTABLE if alone else PAIR, SMALL, TINY) if c.tile in tiles]
+    times = [_longest_time(layout, counts, c.tile) * tiles[c.tile].cost for c in here]
+    # How many tiles are faster than each, those before it where they are equal.
+    ranks = [
+        sum((other < time) | ((other == time) & (j < i)) for j, other in enumerate(times) if j != i)
+        for i, time in enumerate(times)
+    ]
+    for place in range(len(here)):
+        for config, rank in zip(here, ranks, strict=True):
+            yield rank == place, (config,)
+    yield True, (PAIR if alone else PORTABLE,)
+
+
+def _longest_time(layout: Layout, counts: Counts, tile: int) -> Number:
+    """As ProblemSpec.busiest: elements that the processor with most tiles makes."""
+    rows, columns = (_most(_usual(layout, counts, direction), 1) for direction in ("m", "n"))
+    tiles = _most(counts.groups, 1) * -(-rows // tile) * -(-columns // tile)
+    return -(-tiles // PROCESSORS) * tile * tile
+
+
+def _wave_rules(layout: Layout, counts: Counts) -> list[Rule]:
+    """A block for each tile, where few rounds of blocks take all of them; lists may hide larger columns than rows."""
+    if not layout.wave:
+        return []
+    total, groups, rows = counts.total, counts.groups, _rows(layout, counts)
+    columns = max(layout.spec.n or layout.spec.largest, 1)
+    low, high = (_most(-(-total // tile), groups) * -(-columns // COLUMNS) for tile in (128, 256))
+    if layout.hopper:
+        work = total * columns * layout.k
+        good = (low <= RESIDENT) | ((high <= ROUNDS) & (rows >= FULL_ROWS) & (work <= WAVE_WORK))
+    else:
+        good = (low <= RESIDENT) | (layout.k <= SHORT_K)
+    return [(good & (total > 0) & (rows >= 64) & (groups <= LIST) & (groups > 0), (WAVE,))]
+
+
+def _most_tiles(layout: Layout, counts: Counts, side: int) -> Number:
+    """As many as any sizes could need; 0 where there are none, or some extent of a list differs."""
+    spec = layout.spec
+    if spec.form != "jagged_k" and spec.k is None:
+        return 0 * counts.total
+    rows = counts.total if spec.form not in ("jagged_n", "jagged_k") else (spec.m or 0) * counts.groups
+    columns = counts.total if spec.form == "jagged_n" else spec.n or 0
+    return (rows // side + counts.groups) * -(-columns // side) * (rows > 0)
+
+
+def _fits_small(layout: Layout, counts: Counts) -> Condition:
+    return layout.small & (counts.groups > 0) & _takes(CUBE, layout.spec, counts.total, counts.groups)
+
+
+def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
+    """The small kernel where one wave of its tiles is enough and k is short, the larger tile for the longer k.
+
+    Else for jagged k that one round of low tiles covers: the small kernel for one block of k, which is all start and
+    end, or the Hopper kernel's low tiles, which leave fewer processors idle than its tall ones and end sooner.
+    """
+    if not layout.small:
+        return []
+    spec, fits, k, rules = layout.spec, _fits_small(layout, counts), _usual(layout, counts, "k"), list[Rule]()
+    other = fits
+    if not layout.odd_lines:
+        low, high = (_most_tiles(layout, counts, config.tile) for config in (CUBE, CUBE64))
+        short = k <= (FEW_K if spec.form == "jagged_k" else 512)
+        first = fits & (low > 0) & (low <= ONE_WAVE) & short
+        second = fits & (first ^ True) & (high > 0) & (high <= ONE_WAVE) & (k <= 256)
+        rules += [(first, (CUBE, CUBE64)), (second, (CUBE64, CUBE))]
+        other = fits & ((first | second) ^ True)
+    if spec.form == "jagged_k" and layout.hopper:
+        few, one = (_result_tiles(spec, counts, side) for side in (CUBE64.tile, SINGLE.rows))
+        other = other & (k <= FEW_K) & (counts.groups <= MAX_GROUPS)
+        rules.append((other & (k <= BLOCK_K) & (few > 0) & (few <= AT_ONCE), (CUBE64,)))
+        rules.append((other & (one > 0) & (one <= PROCESSORS), (SINGLE,)))
+    return rules
+
+
+def _result_tiles(spec: ProblemSpec, counts: Counts, side: int) -> Number:
+    """Of jagged k, whose results are all of one size."""
+    return counts.groups * -(-(spec.m or 0) // side) * -(-(spec.n or 0) // side)
+
+
+def _odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
+    """The small kernel where lines begin anywhere and it is clearly faster; more blocks of k in flight where there are
+    more, if all tiles still run at once."""
+    if not layout.small or not layout.odd_lines:
+        return []
+    blocks, tiles = _most(-(-_usual(layout, counts, "k") // BLOCK_K), 1), _most_tiles(layout, counts, CUBE.tile)
+    small = ODD_US[0] + ODD_US[1] * blocks * _most(tiles / PROCESSORS, 1)
+    wins = (tiles > 0) & (small <= CLEARLY * (PORTABLE_US[0] + PORTABLE_US[1] * blocks)) & _fits_small(layout, counts)
+    deep = (blocks > STAGES) & (tiles <= AT_ONCE)
+    return [(wins & deep, (DEEP, CUBE)), (wins & (deep ^ True), (CUBE, DEEP))]
+
+
+class Ladder(NamedTuple):
+    """The Hopper kernel's configs, the best one first, and those that multiply copies of the operands."""
+
+    configs: tuple[Config, ...]
+    copied_many: Config
+    """For many rows per group."""
+    copied_few: Config
+    """For few: warpgroups that take turns do not pay."""
+    high: bool
+    """Whether higher tiles are better for many rows of odd results, which end least often then."""
+
+
+def _ladder(*configs: Config) -> Ladder:
+    few = next(c for c in configs if not c.pingpong)
+    copied_many, copied_few = (replace(c, kernel="packed") for c in (configs[0], few))
+    return Ladder(configs, copied_many, copied_few, configs[0] in (ALONE, TURNS))
+
+
+LOW, LOWEST = _ladder(SINGLE, SLIM, WIDE), _ladder(SLIM, SINGLE, WIDE)
+SPARSE, BETWEEN = _ladder(SINGLE, NARROW, MIDDLE, WIDE), _ladder(MIDDLE, WIDE, NARROW)
+TALL = (_ladder(TURNS, WIDE, ALONE, MIDDLE, NARROW), _ladder(WIDE, TURNS, ALONE, MIDDLE, NARROW),
+        _ladder(WIDE, ALONE, MIDDLE, NARROW))  # fmt: skip
+"""Of groups of many rows: where taking turns pays at once, where it may, where it cannot."""
+TALL_ALONE = (_ladder(ALONE, TURNS, WIDE, MIDDLE, NARROW), _ladder(ALONE, WIDE, TURNS, MIDDLE, NARROW),
+              _ladder(ALONE, WIDE, MIDDLE, NARROW))  # fmt: skip
+"""The same where clusters do not pay."""
+COPIED_WIDE = replace(WIDE, kernel="packed")
+
+
+def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
+    """Where TMA cannot read the operands: the kernels that shift or copy them, or the portable one."""
+    spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
+    heavy, few = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING, counts.mean <= FEW_ROWS
+    shifted = [(heavy & (rows <= SPARSE_ROWS), (DIRECT_MIDDLE,)), (heavy & (rows > SPARSE_ROWS), (DIRECT,))]
+    copied = [rule for each in ladders if _somewhere(each[0]) for rule in _copied(layout, counts, *each)]
+    light = heavy ^ True
+    return [
+        *[(holds & few, some) for holds, some in shifted],
+        *[(holds & heavy, (best,)) for holds, best, _ in copied],
+        *[(holds & (few ^ True), some) for holds, some in shifted],
+        *[(holds & heavy, (other,)) for holds, _, other in copied],
+        (heavy, (PORTABLE, SMALL)),
+        *[(holds & light, some) for holds, some in _odd_rules(layout, counts)],
+        (light & (total <= SMALL_ROWS), (SMALL, PORTABLE)),
+        (light & (total > SMALL_ROWS), (PORTABLE, SMALL)),
+        *[(holds & light, (best,)) for holds, best, _ in copied],
+    ]
+
+
+def _copied(layout: Layout, counts: Counts, holds: Condition, ladder: Ladder) -> list[tuple[Condition, Config, Config]]:
+    """Where copies are multiplied by which configs, the best and another one."""
+    many = holds & (_rows(layout, counts) > FEW_ROWS)
+    found = [(holds & (many ^ True), ladder.copied_few, ladder.copied_few)]
+    if ladder.high:
+        odd = many & (_sends(layout, counts) ^ True)
+        found.append((odd, COPIED_WIDE, ladder.copied_many))
+        many = many & (odd ^ True)
+    return [*found, (many, ladder.copied_many, ladder.copied_many)]
+
+
+def _sends(layout: Layout, counts: Counts) -> Condition:
+    """As specs.sends."""
+    return layout.sends & ((counts.total <= MAX_ROWS) | (layout.spec.form not in ("jagged_m", "jagged_n")))
+
+
+def _hopper_rules(layout: Layout, counts: Counts) -> list[tuple[Condition, Ladder]]:
+    """The Hopper kernel's configs: each rule where none before it holds."""
+    spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
+    found, left = list[tuple[Condition, Ladder]](), True
+    pieces = -(-rows // WIDE.rows) * counts.groups if spec.form != "jagged_k" else PROCESSORS + 1
+    little = (total <= SMALL_ROWS) & ((spec.n or 0) <= SMALL_COLUMNS) & (spec.form != "jagged_k")
+    for holds, ladder in (
+        (little & ((total > 1024) | (spec.form == "per_group")), LOW),
+        (little, LOWEST),
+        ((rows > 64) & (pieces * layout.columns <= PROCESSORS), LOW),
+        (rows <= 32, SPARSE),
+        ((rows <= 64) & (layout.k < LONG_K), BETWEEN),
+    ):
+        found.append((left & holds, ladder))
+        left = left & (holds ^ True)
+    # Groups of many rows: no clusters for an odd number of blocks of columns, turns where the warps store.
+    known = spec.form not in ("jagged_k", "per_group")  # a list's columns change from call to call
+    alone: Condition = known and layout.columns % 2 == 1 and layout.columns <= FEW_COLUMNS
+    if spec.form == "jagged_k":
+        alone = total <= THIN_K * counts.groups
+    turns = layout.plain & (counts.groups <= TURNS_GROUPS)
+    early = turns & (_sends(layout, counts) ^ True) & ((rows > MANY_ROWS) | (spec.form == "jagged_k"))
+    kinds = (early, turns & (early ^ True), turns ^ True)
+    found += [(left & alone & kind, ladder) for kind, ladder in zip(kinds, TALL_ALONE, strict=True)]
+    return found + [(left & (alone ^ True) & kind, ladder) for kind, ladder in zip(kinds, TALL, strict=True)]
