@@ -43,6 +43,6 @@ def bound(kernel: Any, grid: tuple[int, ...], device: int, warps: int = 4, /, **
     loaded = Kernel.loaded(compiled.function, compiled.name, device)
     launch = loaded.bound(
         words(kernel, compiled, values), grid=(x, y, z), threads=32 * warps, shared=compiled.metadata.shared,
-        keep=compiled,
+        keep=(compiled,),
     )  # fmt: skip
     return launch.__call__
