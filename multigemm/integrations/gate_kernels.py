@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multigemm.backends.triton.epilogue import normal_area
+from multigemm.backends.triton.kernels.epilogue import normal_area
 from multigemm.integrations.eager import on_device_of
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import bucket
