@@ -158,11 +158,11 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """The maps that are made."""
     seen: Seen = []
 
-    def note(*given: Any) -> list[bytes]:
+    def note(*given: Any) -> bytes:
         seen.append(given)
-        return [bytes(128)]
+        return bytes(128)
 
-    monkeypatch.setattr(list_launch, "encode", note)
+    monkeypatch.setattr(list_launch, "encode_together", note)
     return seen
 
 

@@ -61,14 +61,14 @@ class FakeDriver:
 
     def encode(
         self, dtype: torch.dtype, address: int, extents: Sequence[int], strides: Sequence[int],
-        boxes: Sequence[Sequence[int]], **options: Any,
-    ) -> list[Fields]:  # fmt: skip
-        """Maps whose first word is the address, and whose second is what they say of the layout."""
+        boxes: tuple[tuple[int, ...]],
+    ) -> Fields:  # fmt: skip
+        """A map whose first word is the address, and whose second is what it says of the layout."""
         assert self.has_context()
-        said = (dtype, tuple(extents), tuple(strides), *map(tuple, boxes))
+        [box] = boxes
+        said = (dtype, tuple(extents), tuple(strides), box)
         self.encoded.append((address, *said))
-        content = words(address, hash(repr(said)) % 2**40) + bytes(112)
-        return [fields(content, slot_of(address, 0)) for _ in boxes]
+        return fields(words(address, hash(repr(said)) % 2**40) + bytes(112), slot_of(address, 0))
 
 
 def parameters(kind: Any) -> int:
@@ -105,7 +105,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     for module in (driver, launch):
         monkeypatch.setattr(module, "library", lambda: fake)
     for module in (hopper_launch, list_launch):
-        monkeypatch.setattr(module, "encode", fake.encode)
+        monkeypatch.setattr(module, "encode_together", fake.encode)
     monkeypatch.setattr(compiled, "cubin", uncompiled)
     for module in (generic_launch, hopper_launch, list_launch):
         monkeypatch.setattr(module, "processors", lambda index: 132)

@@ -38,7 +38,7 @@ from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import NOTHING, BoundKernel, LaunchSequence
-from multigemm.cuda.tensor_map import BLANK, encode
+from multigemm.cuda.tensor_map import BLANK, encode_together
 from multigemm.planning.operands import Operands, Packed, Strided, packed
 from multigemm.planning.tiles import most_tiles, tiles_of
 from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec
@@ -337,7 +337,9 @@ Box = tuple[tuple[int, ...]]
 def ragged_map(address: int, dtype: torch.dtype, columns: int, stride: int, box: Box) -> Fields:
     """A ragged map of rows of `columns` elements, `stride` elements apart."""
     line, size = stride * dtype.itemsize, dtype.itemsize
-    return encode(dtype, address, (columns, BILLION, FAR, FAR), (line, line, (2**34 * size - line) % 2**64), box)[0]
+    return encode_together(
+        dtype, address, (columns, BILLION, FAR, FAR), (line, line, (2**34 * size - line) % 2**64), box
+    )
 
 
 def unread(out: Strided) -> int:
@@ -353,9 +355,9 @@ def map_of_a(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
     if spec.a.order == "row":
         rows = shape.m if not a.group else a.group // max(1, a.row) * (shape.groups - 1) + shape.m
         line = (a.row or aligned_stride(shape.k)) * dtype.itemsize
-        return encode(dtype, address, (shape.k, rows), (line,), box)[0]
+        return encode_together(dtype, address, (shape.k, rows), (line,), box)
     line = (a.col or aligned_stride(shape.m)) * dtype.itemsize
-    return encode(dtype, address, (shape.m, shape.k), (line,), box)[0]
+    return encode_together(dtype, address, (shape.m, shape.k), (line,), box)
 
 
 def map_of_b(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
@@ -365,7 +367,7 @@ def map_of_b(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
     inner, outer, line = (shape.n, shape.k, b.row) if spec.b.order == "row" else (shape.k, shape.n, b.col)
     line = line or aligned_stride(inner)
     lines = (line * dtype.itemsize, (b.group or line) * dtype.itemsize)
-    return encode(dtype, address, (inner, outer, shape.groups if b.group else 1), lines, box)[0]
+    return encode_together(dtype, address, (inner, outer, shape.groups if b.group else 1), lines, box)
 
 
 def map_of_out(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:

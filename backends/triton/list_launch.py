@@ -44,7 +44,7 @@ from multigemm.cuda.counters import ready
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import NOTHING, LaunchSequence
-from multigemm.cuda.tensor_map import encode
+from multigemm.cuda.tensor_map import encode_together
 from multigemm.planning.operands import TABLE, Operands, group_table
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import Order, ProblemSpec
@@ -300,9 +300,9 @@ def _map(matrix: Tensor, order: Order, box: Box, unread: int) -> bytes:
     dtype, lines, columns = matrix.dtype, matrix.shape[outer], matrix.shape[inner]
     if not (lines and columns):
         line = aligned_stride(columns) * dtype.itemsize
-        return encode(dtype, unread, (max(1, columns), max(1, lines)), (line,), box)[0]
+        return encode_together(dtype, unread, (max(1, columns), max(1, lines)), (line,), box)
     line = matrix.stride(outer) if lines > 1 else aligned_stride(columns)
-    return encode(dtype, matrix.data_ptr(), (columns, lines), (line * dtype.itemsize,), box)[0]
+    return encode_together(dtype, matrix.data_ptr(), (columns, lines), (line * dtype.itemsize,), box)
 
 
 def list_groups(ops: Operands, config: Config) -> tuple[list[tuple[bytes, bytes, Numbers]], int]:
