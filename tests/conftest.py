@@ -12,8 +12,7 @@ import pytest
 import torch
 from hypothesis import settings as hypothesis_settings
 
-from multigemm import api as dispatch
-from multigemm.select import registry
+from multigemm.select import choose, registry
 from multigemm.select import table as tuning
 from multigemm.settings import settings
 from tests import trial_cases
@@ -63,12 +62,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         by_name = {b.name: b for b in backends}
         monkeypatch.setattr(registry, "names", lambda: tuple(by_name))
         monkeypatch.setattr(registry, "get", by_name.__getitem__)
-        dispatch.forget()
         tuning.table.cache_clear()
+        choose.forget()
 
     yield put
-    dispatch.forget()
     tuning.table.cache_clear()
+    choose.forget()
 
 
 @pytest.fixture

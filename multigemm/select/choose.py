@@ -1,0 +1,156 @@
+"""From a problem to a backend and its recipe.
+
+A name means that backend and no other: if it cannot, it says why. Several names mean the first that can. "auto" means
+the fastest that can, by the rules of `ranking`. It passes over emulated backends, the null backend, and plans that read
+sizes back from the device while another one need not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
+from typing import Any
+
+from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting, UnknownBackend
+from multigemm.planning.plan import Choice
+from multigemm.planning.staging import equal_sizes, staged_spec
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import ProblemSpec
+from multigemm.select import measure_once, ranking, registry, table
+from multigemm.select.candidates import candidates, unavailable_text
+from multigemm.select.configs import config_for
+from multigemm.select.problem_class import class_of, half_octave, tokens
+from multigemm.settings import settings
+
+Which = str | Sequence[str]
+Planner = Callable[..., Choice]
+"""Plans the backend of a name, and tells why it was chosen."""
+CHOICES_KEPT = 4096
+_choices: dict[Any, Choice] = {}
+_lock = threading.RLock()
+
+
+def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Choice:
+    """The backend and recipe for a problem; remembered by spec and half octave of its tokens.
+
+    Raises:
+        UnknownBackend: a name is no backend's.
+        BackendUnavailable: the one that is named cannot run on this machine.
+        BackendUnsupported: none of those asked for can solve the problem.
+        InvalidSetting: `config` is none of this backend.
+    """
+    spec, which = staged_spec(problem), backend if isinstance(backend, str) else _names(backend)
+    given = frozenset(config.items()) if isinstance(config, Mapping) else config
+    size, ranks = half_octave(tokens(problem)), measure_once.ranks_of_group()
+    key = (spec, equal_sizes(problem), size, problem.device, which, given, ranks > 1, table.generation)
+    try:
+        found = _choices.get(key)
+    except TypeError:
+        raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
+    if found is None:
+        found = _remembered(key, _choose(problem, spec, which, config))
+        if settings().print_config:
+            recipe = found.recipe
+            print(f"multigemm: {found.backend} {recipe.kernel} {recipe.config} ({found.why})", file=sys.stderr)
+    return found
+
+
+def forget() -> None:
+    """Chooses anew from now on, as another process would."""
+    with _lock:
+        _choices.clear()
+        ranking.forget()
+        table.change_generation()
+
+
+def _remembered(key: Any, choice: Choice) -> Choice:
+    """The choice that is kept under a key: that of another thread, if it came first."""
+    with _lock:
+        if len(_choices) >= CHOICES_KEPT:
+            _choices.clear()
+        return _choices.setdefault(key, choice)
+
+
+def _names(backend: Any) -> tuple[str, ...]:
+    """Several names; raises UnknownBackend for anything that is none."""
+    if isinstance(backend, Set):
+        raise UnknownBackend(f"backend={backend!r} has no order, and the first that can is chosen: pass a list")
+    try:
+        names = tuple(backend)
+    except TypeError:
+        names = (backend,)
+    if not names:
+        raise UnknownBackend("backend=[] names no backend: pass a name, several names, or 'auto'")
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise UnknownBackend(f"backend holds {wrong[0]!r}, which is no name: pass a name, several names, or 'auto'")
+    return names
+
+
+def _choose(problem: GroupedGemmProblem, spec: ProblemSpec, which: Which, config: Any) -> Choice:
+    plan_of = partial(_plan, problem, spec, config)
+    if which == "auto":
+        return _choose_auto(problem, spec, config is None, plan_of)
+    return _choose_named(problem, spec, [which] if isinstance(which, str) else which, plan_of)
+
+
+def _plan(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, name: str, why: str = "") -> Choice:
+    """One backend, planned with the config that the ladder gives; the recipe is shared by all who would run it."""
+    device = problem.device
+    chosen, source = config_for(name, spec, device, config, class_of(problem, spec))
+    key = (name, spec, device, chosen, table.generation)
+    found = _choices.get(key)
+    if found is None:
+        found = _remembered(key, Choice(name, registry.get(name).plan(spec, chosen, device), spec, ""))
+    return Choice(name, found.recipe, spec, f"{why}; config {source}")
+
+
+def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, names: Sequence[str], plan_of: Planner) -> Choice:
+    reasons: dict[str, list[str]] = {}
+    for name in names:  # a slip behind a name that can would never show
+        registry.check(name)
+    for name in names:
+        backend, state = registry.get(name), registry.state(name)
+        if not state.ok:
+            if len(names) == 1:
+                raise BackendUnavailable(name, unavailable_text(state))
+            reasons[name] = [unavailable_text(state)]
+            continue
+        reasons[name] = backend.not_supported_reasons(spec, problem.device)
+        if not reasons[name]:
+            return plan_of(name, "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can")
+    raise BackendUnsupported(reasons)
+
+
+def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, may_measure: bool, plan_of: Planner) -> Choice:
+    allowed = settings().backend
+    if unknown := [name for name in allowed if name not in registry.names()]:
+        known = ", ".join(registry.names())
+        raise UnknownBackend(f"MULTIGEMM_BACKEND holds {unknown[0]!r}, which is no backend; known: {known}")
+    found = candidates(spec, problem.device)
+    able = [c.name for c in found if c.for_auto and (not allowed or c.name in allowed)]
+    if not able:
+        raise BackendUnsupported({c.name: c.why_not(allowed) for c in found})
+    if allowed:
+        names, why = sorted(able, key=allowed.index), f"first that MULTIGEMM_BACKEND={','.join(allowed)} allows"
+    else:
+        ranked = ranking.rank(problem, class_of(problem, spec), able, may_measure, plan_of)
+        names, why = list(ranked.names), ranked.why
+    syncing: list[Choice] = []
+    for name in names:
+        choice = plan_of(name, why if name == names[0] else f"{names[0]} would wait for the sizes")
+        if not choice.recipe.syncs:
+            return choice
+        syncing.append(choice)
+    return syncing[0]
+
+
+def _renew_lock() -> None:
+    """In a forked child, where threads that held the lock do not exist."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
