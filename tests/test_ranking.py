@@ -25,9 +25,7 @@ from multigemm.settings import settings
 from tests.fake_backends import Dawdler, Fake, Tile, problem
 from tests.trial_cases import CPU, Install, class_in, kept, pair, tune
 
-HALF = ProblemClass.parse(
-    "jagged_m g8 m* n512 k512 t4096 bfloat16/row bfloat16/row bfloat16/row ieee device-sizes"
-)
+HALF = ProblemClass.parse("jagged_m g8 m* n512 k512 t4096 bfloat16/row bfloat16/row bfloat16/row ieee device-sizes")
 
 
 def test_the_table_comes_first(fresh: Install, trials: list[list[str]]) -> None:
@@ -117,7 +115,8 @@ def test_what_another_process_wrote_meanwhile_holds(fresh: Install, monkeypatch:
 
     def measure(*given: Any, **more: Any) -> dict[str, Timing]:
         found: dict[str, Timing] = real(*given, **more)
-        entry = tuning.Entry("cpu", str(class_in(problem())), {"slow": tuning.Measured(1.0), "fast": tuning.Measured(2.0)})
+        times = {"slow": tuning.Measured(1.0), "fast": tuning.Measured(2.0)}
+        entry = tuning.Entry("cpu", str(class_in(problem())), times)
         tuning.table().keep_choice(replace(entry, chosen="slow", date="2026-01-01"))
         return found
 

@@ -50,7 +50,8 @@ def _of_report(rows: list[dict[str, Any]]) -> Iterator[Ranked]:
             first = next(found[name] for name in BACKENDS if name in found)
             yield Ranked(ProblemClass.parse(first["spec"]), case.startswith("random"), us)
         if library := found.get("cublas" + HOST):  # the kernels of the others never look at sizes on the host
-            yield Ranked(ProblemClass.parse(library["spec"]), case.startswith("random"), {**us, "cublas": library["us"]})
+            on_host = {**us, "cublas": library["us"]}
+            yield Ranked(ProblemClass.parse(library["spec"]), case.startswith("random"), on_host)
 
 
 def geomean(values: list[float]) -> float:
@@ -69,7 +70,8 @@ def test_the_reports_hold_enough_to_judge_by() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "bound"), [(HALF, 1.03), (("float32",), 1.06), (("float64",), 1.03), (("tf32",), 1.08), (("int8",), 1.03)]
+    ("dtypes", "bound"),
+    [(HALF, 1.03), (("float32",), 1.06), (("float64",), 1.03), (("tf32",), 1.08), (("int8",), 1.03)],
 )
 def test_the_first_of_the_order_is_near_the_fastest(dtypes: tuple[str, ...], bound: float) -> None:
     assert geomean(regrets(lambda r: r.problem_class.dtype in dtypes)) <= bound

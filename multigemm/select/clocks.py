@@ -100,7 +100,9 @@ class CpuClock(Clock):
     def prepare(self, call: Call, mode: Mode, known_us: float = 0.0) -> tuple[Callable[[], Any], float]:
         if mode == "graph":
             raise RuntimeError("CUDA graphs need a CUDA device")
-        call()
+        known = known_us if mode == "sustained" else 0.0
+        if not known:
+            call()
         repeat = HOT_CALLS if mode == "hot" else 1
 
         def sample() -> float:
@@ -109,7 +111,8 @@ class CpuClock(Clock):
                 call()
             return (time.perf_counter() - start) * 1e6 / repeat
 
-        cost = min(sample() for _ in range(2)) * repeat  # the smaller: one may have waited for another process
+        # the smaller: one may have waited for another process
+        cost = known or min(sample() for _ in range(2)) * repeat
         for _ in range(_warm_calls(mode, cost)):
             call()
         return sample, cost
