@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -126,6 +127,28 @@ def test_unknown_config_fields_are_named(install: Callable[..., None]) -> None:
     install(Fake("only"))
     with pytest.raises(mg.InvalidSetting, match="no field 'sice'; Tile has size"):
         mg.solve(problem(), "only", {"sice": 3})
+
+
+def test_threads_that_meet_a_spec_together_plan_it_once(install: Callable[..., None]) -> None:
+    slow, meeting = Fake("slow", 9), threading.Barrier(4)
+    real = slow.plan
+
+    def plan(*given: Any) -> Recipe:
+        time.sleep(0.05)
+        return real(*given)
+
+    def work() -> None:
+        meeting.wait()
+        mg.solve(problem(), "slow")
+
+    slow.plan = plan  # type: ignore[method-assign]
+    install(slow)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(slow.planned) == 1
 
 
 def test_threads_share_plans_without_harm(install: Callable[..., None]) -> None:

@@ -239,10 +239,11 @@ def test_two_threads_measure_a_class_once_and_both_are_answered(
 @pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
 def test_a_forked_child_has_locks_of_its_own(fresh: Install) -> None:
     fresh(*pair())
+    mg.plan(problem(), "fast")
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with choose._lock, ranking._lock, ranking._turn(CPU):
+        with choose._lock, choose._compiling["fast"], ranking._lock, ranking._turn(CPU):
             held.set()
             release.wait(60)
 

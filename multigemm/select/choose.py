@@ -31,6 +31,8 @@ Planner = Callable[..., Choice]
 CHOICES_KEPT = 4096
 _choices: dict[Any, Choice] = {}
 _lock = threading.RLock()
+_compiling: dict[str, threading.RLock] = {}
+"""Each backend plans one problem at a time, so that threads which meet a spec together compile it once."""
 
 
 def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Choice:
@@ -43,10 +45,10 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
         InvalidSetting: `config` is none of this backend.
     """
     spec, which = staged_spec(problem), backend if isinstance(backend, str) else _names(backend)
-    given = frozenset(config.items()) if isinstance(config, Mapping) else config
     size, ranks = half_octave(tokens(problem)), measure_once.ranks_of_group()
-    key = (spec, equal_sizes(problem), size, problem.device, which, given, ranks > 1, table.generation)
     try:
+        given = frozenset(config.items()) if isinstance(config, Mapping) else config
+        key = (spec, equal_sizes(problem), size, problem.device, which, given, ranks > 1, table.generation)
         found = _choices.get(key)
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
@@ -101,9 +103,10 @@ def _plan(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, name: str
     device = problem.device
     chosen, source = config_for(name, spec, device, config, class_of(problem, spec))
     key = (name, spec, device, chosen, table.generation)
-    found = _choices.get(key)
-    if found is None:
-        found = _remembered(key, Choice(name, registry.get(name).plan(spec, chosen, device), spec, ""))
+    with _compiling.setdefault(name, threading.RLock()):
+        found = _choices.get(key)
+        if found is None:
+            found = _remembered(key, Choice(name, registry.get(name).plan(spec, chosen, device), spec, ""))
     return Choice(name, found.recipe, spec, f"{why}; config {source}")
 
 
@@ -147,10 +150,11 @@ def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, may_measure: bo
     return syncing[0]
 
 
-def _renew_lock() -> None:
-    """In a forked child, where threads that held the lock do not exist."""
+def _renew_locks() -> None:
+    """In a forked child, where threads that held a lock do not exist."""
     global _lock
     _lock = threading.RLock()
+    _compiling.clear()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+os.register_at_fork(after_in_child=_renew_locks)
