@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backend import Availability, Backend
+from multigemm.backend import Availability, Backend, Recipe
 from multigemm.planning import plan as bound
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry

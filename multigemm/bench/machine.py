@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-
 PACKAGES = (
     "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "numpy",
     "deep_gemm", "quack-kernels", "fbgemm_gpu", "triton_kernels",
