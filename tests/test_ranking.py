@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,12 @@ import multigemm as mg
 from multigemm.select import choose, ranking, registry
 from multigemm.select import measure_once as trial
 from multigemm.select import table as tuning
-from multigemm.select.problem_class import ProblemClass
 from multigemm.select.timing import Timing
 from multigemm.settings import settings
 from tests.fake_backends import Dawdler, Fake, Tile, problem
-from tests.trial_cases import CPU, Install, class_in, kept, pair, tune
+from tests.trial_cases import CPU, Install, class_from, class_in, kept, pair, tune
 
-HALF = ProblemClass.parse("jagged_m g8 m* n512 k512 t4096 bfloat16/row bfloat16/row bfloat16/row ieee device-sizes")
+HALF = class_from("jagged_m g8 m* n512 k512 t4096 bfloat16/row bfloat16/row bfloat16/row ieee device-sizes")
 
 
 def test_the_table_comes_first(fresh: Install, trials: list[list[str]]) -> None:
@@ -243,7 +243,9 @@ def test_a_forked_child_has_locks_of_its_own(fresh: Install) -> None:
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with choose._lock, choose._compiling["fast"], ranking._lock, ranking._turn(CPU):
+        with ExitStack() as stack:
+            for lock in [*ranking._locks.values(), ranking.lock_of(CPU)]:
+                stack.enter_context(lock)
             held.set()
             release.wait(60)
 

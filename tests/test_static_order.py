@@ -14,6 +14,7 @@ import pytest
 
 from multigemm.select.problem_class import ON_DEVICE, ProblemClass
 from multigemm.select.static_order import static_order
+from tests.trial_cases import class_from
 
 REPORTS = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*/report.json"))
 BACKENDS = ("cupy", "triton", "numba", "cublas")
@@ -48,10 +49,10 @@ def _of_report(rows: list[dict[str, Any]]) -> Iterator[Ranked]:
         us = {name: found[name]["us"] for name in BACKENDS if name in found}
         if us:
             first = next(found[name] for name in BACKENDS if name in found)
-            yield Ranked(ProblemClass.parse(first["spec"]), case.startswith("random"), us)
+            yield Ranked(class_from(first["spec"]), case.startswith("random"), us)
         if library := found.get("cublas" + HOST):  # the kernels of the others never look at sizes on the host
             on_host = {**us, "cublas": library["us"]}
-            yield Ranked(ProblemClass.parse(library["spec"]), case.startswith("random"), on_host)
+            yield Ranked(class_from(library["spec"]), case.startswith("random"), on_host)
 
 
 def geomean(values: list[float]) -> float:

@@ -16,9 +16,10 @@ from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.select import table as tuning
 from multigemm.select.problem_class import ProblemClass
 from multigemm.select.table import SCHEMA, Entry, Measured, TuningTable, decoded
+from tests.trial_cases import class_from
 
 CPU = torch.device("cpu")
-HOST = ProblemClass.parse("jagged_m g2 m* n8 k16 t1024 float32/row float32/row float32/row ieee host-sizes")
+HOST = class_from("jagged_m g2 m* n8 k16 t1024 float32/row float32/row float32/row ieee host-sizes")
 
 
 def entry(c: ProblemClass = HOST, config: dict[str, Any] | None = None, **us: float) -> Entry:
@@ -83,7 +84,7 @@ def test_a_measurement_of_a_vanished_config_is_passed_over() -> None:
         {"backends": {"x": {"us": "1"}}},
         {"backends": {"x": {"us": 1.0, "more": 2}}},
         {"backends": 3},
-        {"key": "jagged_m g2"},
+        {"key": 3},
         {"chosen": "y"},
         {"device": 3},
         {"more": 1},
@@ -92,7 +93,7 @@ def test_a_measurement_of_a_vanished_config_is_passed_over() -> None:
 def test_what_is_no_entry_is_refused(wrong: dict[str, Any]) -> None:
     raw = {"device": "cpu", "key": str(HOST), "backends": {"x": {"us": 1.0}}}
     assert decoded(raw, "file").backends == {"x": Measured(1.0)}
-    with pytest.raises(ValueError, match=r"no entry of a table|names no class"):
+    with pytest.raises(ValueError, match="no entry of a table"):
         decoded({**raw, **wrong}, "file")
 
 

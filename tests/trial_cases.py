@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,18 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def pair() -> tuple[Dawdler, Dawdler]:
     """Two backends; the one that comes first is clearly slower."""
     return Dawdler("slow", 1, nap_s=0.003), Dawdler("fast", 2, nap_s=0.0005)
+
+
+CLASS = re.compile(r"(\w+) g(\d+) m(\d+|\*) n(\d+|\*) k(\d+|\*) t(\d+) (\S+) (\S+) (\S+) (\S+) ([a-z]+-sizes)")
+
+
+def class_from(text: str) -> ProblemClass:
+    """The class that a text of a table or a report names."""
+    found = CLASS.fullmatch(text)
+    assert found is not None, text
+    form, groups, m, n, k, total, *rest = found.groups()
+    m, n, k = (None if extent == "*" else int(extent) for extent in (m, n, k))
+    return ProblemClass(form, int(groups), m, n, k, int(total), *rest)
 
 
 def class_in(posed: mg.GroupedGemmProblem) -> ProblemClass:

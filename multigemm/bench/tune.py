@@ -33,7 +33,6 @@ from multigemm.planning.plan import Plan
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select import registry
-from multigemm.select.configs import config_text
 from multigemm.select.problem_class import class_of
 from multigemm.select.table import Entry, device_name
 from multigemm.select.timing import Call, Timing, describe, measure
@@ -235,7 +234,9 @@ class Tuner:
                 f"  {backend}: {us[ranked[0]]:.1f} us with {self._tried[ranked[0]].text} "
                 f"(first guess {first:.1f} us, {len(ranked)} timed)"
             )
-            told = [f"{config_text(self._tried[c].fields)} {us[c]:.1f}" for c in ranked[1 : 1 + RUNNERS_UP]]
+            told = [
+                f"{'/'.join(map(str, self._tried[c].fields.values()))} {us[c]:.1f}" for c in ranked[1 : 1 + RUNNERS_UP]
+            ]
             if told:
                 self.say(f"    then {', '.join(told)}{' ...' if len(ranked) > 1 + RUNNERS_UP else ''}")
 

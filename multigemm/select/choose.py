@@ -7,9 +7,7 @@ sizes back from the device while another one need not.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
@@ -23,6 +21,7 @@ from multigemm.select import measure_once, ranking, registry, table
 from multigemm.select.candidates import candidates, unavailable_text
 from multigemm.select.configs import config_for
 from multigemm.select.problem_class import class_of, half_octave, tokens
+from multigemm.select.ranking import lock_of
 from multigemm.settings import settings
 
 Which = str | Sequence[str]
@@ -30,9 +29,6 @@ Planner = Callable[..., Choice]
 """Plans the backend of a name, and tells why it was chosen."""
 CHOICES_KEPT = 4096
 _choices: dict[Any, Choice] = {}
-_lock = threading.RLock()
-_compiling: dict[str, threading.RLock] = {}
-"""Each backend plans one problem at a time, so that threads which meet a spec together compile it once."""
 
 
 def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Choice:
@@ -62,7 +58,7 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
 
 def forget() -> None:
     """Chooses anew from now on, as another process would."""
-    with _lock:
+    with lock_of("choices"):
         _choices.clear()
         ranking.forget()
         table.change_generation()
@@ -70,7 +66,7 @@ def forget() -> None:
 
 def _remembered(key: Any, choice: Choice) -> Choice:
     """The choice that is kept under a key: that of another thread, if it came first."""
-    with _lock:
+    with lock_of("choices"):
         if len(_choices) >= CHOICES_KEPT:
             _choices.clear()
         return _choices.setdefault(key, choice)
@@ -103,7 +99,7 @@ def _plan(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, name: str
     device = problem.device
     chosen, source = config_for(name, spec, device, config, class_of(problem, spec))
     key = (name, spec, device, chosen, table.generation)
-    with _compiling.setdefault(name, threading.RLock()):
+    with lock_of((name, "compiles")):  # threads that meet a spec together compile it once
         found = _choices.get(key)
         if found is None:
             found = _remembered(key, Choice(name, registry.get(name).plan(spec, chosen, device), spec, ""))
@@ -148,13 +144,3 @@ def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, may_measure: bo
             return choice
         syncing.append(choice)
     return syncing[0]
-
-
-def _renew_locks() -> None:
-    """In a forked child, where threads that held a lock do not exist."""
-    global _lock
-    _lock = threading.RLock()
-    _compiling.clear()
-
-
-os.register_at_fork(after_in_child=_renew_locks)

@@ -30,12 +30,6 @@ def config_for(
     return (valid[0] if valid else None), "heuristic"
 
 
-def config_text(config: Any) -> str:
-    """A config in short: its values."""
-    values = config if isinstance(config, Mapping) else _as_dict(config) if is_dataclass(config) else {}
-    return "/".join(map(str, values.values()))
-
-
 def _as_dict(config: Any) -> dict[str, Any]:
     return {f.name: getattr(config, f.name) for f in fields(config)}
 

@@ -9,7 +9,6 @@ backend or of its configs is part of a class.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +18,6 @@ from multigemm.problem.spec import OperandSpec, ProblemSpec, bucket
 
 ON_DEVICE, ON_HOST, EQUAL = "device-sizes", "host-sizes", "equal-sizes"
 EPILOGUE = "+epilogue"
-TEXT = re.compile(r"(\w+) g(\d+) m(\d+|\*) n(\d+|\*) k(\d+|\*) t(\d+) (\S+) (\S+) (\S+) (\S+) ([a-z]+-sizes)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +46,6 @@ class ProblemClass:
         m, n, k = ("*" if extent is None else extent for extent in (self.m, self.n, self.k))
         sizes = f"g{self.groups} m{m} n{n} k{k} t{self.total}"
         return f"{self.form} {sizes} {self.a} {self.b} {self.out} {self.precision} {self.where}"
-
-    @classmethod
-    def parse(cls, text: str) -> ProblemClass:
-        """The class that a text names; raises ValueError where it names none."""
-        found = TEXT.fullmatch(text)
-        if found is None:
-            raise ValueError(f"{text!r} names no class of problems")
-        form, groups, m, n, k, total, a, b, out, precision, where = found.groups()
-        m, n, k = (None if extent == "*" else int(extent) for extent in (m, n, k))
-        return cls(form, int(groups), m, n, k, int(total), a, b, out, precision, where)
 
     @property
     def dtype(self) -> str:

@@ -43,9 +43,13 @@ class Ranking:
 
 
 _made: dict[Place, Ranking] = {}
-_turns: dict[torch.device, threading.RLock] = {}
-"""Measuring waits for a device, which may wait for another thread's work: each device has its own turn."""
-_lock = threading.RLock()
+_locks: dict[object, threading.RLock] = {}
+os.register_at_fork(after_in_child=_locks.clear)  # threads that held one do not exist in a child
+
+
+def lock_of(what: object) -> threading.RLock:
+    """The lock of a device (only one thread at a time measures there), of a backend's compiler, of what is remembered."""
+    return _locks.setdefault(what, threading.RLock())
 
 
 def rank(
@@ -61,7 +65,7 @@ def rank(
         return found
     worth = worth_measuring(problem_class, found.names)
     why_not = trial.obstacle(problem) if may_measure else "a config is given"
-    with _turn(problem.device):
+    with lock_of(problem.device):
         again = known(problem, problem_class, able)  # another thread may have measured
         if again.why:
             return again
@@ -132,13 +136,8 @@ def _place(problem: GroupedGemmProblem, problem_class: ProblemClass, worth: tupl
     return problem.device, problem_class, worth, trial.ranks_of_group() > 1
 
 
-def _turn(device: torch.device) -> threading.RLock:
-    with _lock:
-        return _turns.setdefault(device, threading.RLock())
-
-
 def _remember(place: Place, ranking: Ranking) -> None:
-    with _lock:
+    with lock_of("rankings"):
         if len(_made) >= KEPT:
             del _made[next(iter(_made))]
         _made[place] = ranking
@@ -146,15 +145,5 @@ def _remember(place: Place, ranking: Ranking) -> None:
 
 def forget() -> None:
     """Ranks anew from now on, as another process would: what is on disk stays."""
-    with _lock:
+    with lock_of("rankings"):
         _made.clear()
-
-
-def _renew_locks() -> None:
-    """In a forked child, where threads that held a lock do not exist."""
-    global _lock
-    _lock = threading.RLock()
-    _turns.clear()
-
-
-os.register_at_fork(after_in_child=_renew_locks)

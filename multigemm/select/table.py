@@ -67,9 +67,9 @@ def decoded(raw: Any, source: str) -> Entry:
     try:
         backends = {str(name): Measured(**fields) for name, fields in raw["backends"].items()}
         entry = Entry(**{**raw, "backends": {name: _with_tuples(m) for name, m in backends.items()}, "source": source})
-        ProblemClass.parse(entry.key)
         whole = all(type(m.us) in (int, float) and 0 < m.us < math.inf for m in backends.values())
-        whole &= isinstance(entry.device, str) and (not entry.chosen or entry.chosen in backends)
+        whole &= isinstance(entry.device, str) and isinstance(entry.key, str)
+        whole &= not entry.chosen or entry.chosen in backends
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{str(raw)[:200]} is no entry of a table: {error}") from error
     if not whole:
