@@ -141,7 +141,7 @@ def test_threads_that_meet_a_spec_together_plan_it_once(install: Callable[..., N
         meeting.wait()
         mg.solve(problem(), "slow")
 
-    slow.plan = plan  # type: ignore[method-assign]
+    slow.plan = plan  # type: ignore[method-assign,assignment]
     install(slow)
     threads = [threading.Thread(target=work) for _ in range(4)]
     for t in threads:

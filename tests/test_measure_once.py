@@ -18,7 +18,7 @@ from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import choose
 from multigemm.select import measure_once as trial
-from multigemm.select.clocks import FLUSH_BYTES
+from multigemm.select.clocks import FLUSH_BYTES, free_bytes
 from multigemm.settings import settings
 from tests.fake_backends import Dawdler, Tile, problem
 from tests.trial_cases import Install, kept, pair
@@ -285,4 +285,4 @@ def test_no_scratch_is_made_that_is_far_larger_than_the_result(fresh: Install, t
 
 
 def test_of_a_cpu_nobody_asks_for_memory() -> None:
-    assert math.isinf(trial.free_bytes(torch.device("cpu")))
+    assert math.isinf(free_bytes(torch.device("cpu")))

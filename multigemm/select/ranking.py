@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_locks.clear)  # threads that held one do not
 
 
 def lock_of(what: object) -> threading.RLock:
-    """The lock of a device (only one thread at a time measures there), of a backend's compiler, of what is remembered."""
+    """The lock of a device (one thread at a time measures there), of a backend's compiler, or of what is remembered."""
     return _locks.setdefault(what, threading.RLock())
 
 
