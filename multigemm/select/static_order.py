@@ -38,7 +38,8 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
         few_tiles = c.n is not None and c.groups * c.n <= SPLIT_COLUMNS
         weights_by_rows = c.b.partition("/")[2].startswith("row")
         return ("triton", "numba", "cupy") if few_tiles or weights_by_rows else ("numba", "triton", "cupy")
-    long = c.form in ("jagged_m", "per_group") and (c.k or 0) >= LONG_K and c.rows >= MANY_ROWS
+    k = c.total / max(c.groups, 1) if c.form == "jagged_k" else c.k or 0
+    long = k >= LONG_K and c.rows >= MANY_ROWS and c.form != "masked"
     if (long or c.form == "jagged_n") and not c.unaligned:
         return "cupy", "triton"
     return "triton", "cupy"
