@@ -16,7 +16,7 @@ from multigemm.backend import Availability, Recipe
 from multigemm.planning import plan as bound
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
-from multigemm.select import choose
+from multigemm.select import choose, timing
 from multigemm.select import measure_once as trial
 from multigemm.select.clocks import FLUSH_BYTES, free_bytes
 from multigemm.settings import settings
@@ -114,6 +114,16 @@ class Patient(Dawdler):
     def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
         self.meeting.wait(30)
         return super().plan(spec, config, device)
+
+
+def test_the_one_clock_tells_who_is_faster(fresh: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "measure", timing.measure)
+    fresh(Dawdler("slow", 1, nap_s=0.05), Dawdler("fast", 2, nap_s=0.001))
+    assert mg.plan(problem()).backend == "fast"
+    entry = kept()
+    assert entry is not None
+    assert entry.backends["slow"].us >= 50_000
+    assert 1000 <= entry.backends["fast"].us < 50_000
 
 
 def test_backends_compile_side_by_side(fresh: Install, trials: list[list[str]]) -> None:

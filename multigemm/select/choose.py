@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting, UnknownBackend
+from multigemm.planning.given_config import as_dict, completed
 from multigemm.planning.plan import Choice
 from multigemm.planning.staging import equal_sizes, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import measure_once, ranking, registry, table
 from multigemm.select.candidates import candidates, unavailable_text
-from multigemm.select.configs import config_for
 from multigemm.select.problem_class import class_of, half_octave, tokens
 from multigemm.select.ranking import lock_of
 from multigemm.settings import settings
@@ -97,13 +98,30 @@ def _choose(problem: GroupedGemmProblem, spec: ProblemSpec, which: Which, config
 def _plan(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, name: str, why: str = "") -> Choice:
     """One backend, planned with the config that the ladder gives; the recipe is shared by all who would run it."""
     device = problem.device
-    chosen, source = config_for(name, spec, device, config, class_of(problem, spec))
+    chosen, source = _config_for(name, problem, spec, config)
     key = (name, spec, device, chosen, table.generation)
     with lock_of((name, "compiles")):  # threads that meet a spec together compile it once
         found = _choices.get(key)
         if found is None:
             found = _remembered(key, Choice(name, registry.get(name).plan(spec, chosen, device), spec, ""))
     return Choice(name, found.recipe, spec, f"{why}; config {source}")
+
+
+def _config_for(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, given: Any) -> tuple[Any, str]:
+    """A backend's config, and where it comes from: given, else measured for the class, else the backend's first guess.
+
+    A measured config that is no longer valid is passed over.
+    """
+    valid = registry.get(name).configs(spec, problem.device)
+    if given is not None:
+        return completed(given, valid), "given"
+    found = table.table().find(name, class_of(problem, spec), problem.device)
+    if found is not None:
+        measured, source = found
+        for config in valid:
+            if is_dataclass(config) and as_dict(config) == dict(measured.config):
+                return config, f"measured ({measured.us:.1f} us, {source})"
+    return (valid[0] if valid else None), "heuristic"
 
 
 def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, names: Sequence[str], plan_of: Planner) -> Choice:

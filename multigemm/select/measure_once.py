@@ -40,8 +40,8 @@ BUDGET_MS = 30.0
 HOPELESS, SLOW_US = 3.0, 500.0
 """Times slower than the fastest at a first look, and so slow that it is not the host: not worth a second look."""
 WORTH = 1.03
-"""The first of the static order stays unless another one is faster by more than this. The ranking moves between calls of
-one class with how uneven the groups are, and what leads on even ones by less is up to 15 % behind on others."""
+"""The first of the static order stays unless another one is faster by more than this. The ranking moves within a class
+with how uneven the groups are: what leads by less on even ones is up to 15 % behind on others."""
 LEAST_US = 0.01
 LEAST_WORK = 0.1
 """Of the operations that the extents make one expect: a dry run on few tokens tells nothing of its class."""

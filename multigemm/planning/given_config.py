@@ -1,4 +1,4 @@
-"""Which config a backend runs. The ladder: given > measured > the backend's first guess."""
+"""A config as a user gives it: completed by what a backend would take, and checked against it."""
 
 from __future__ import annotations
 
@@ -6,40 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
-
 from multigemm.errors import InvalidSetting
-from multigemm.problem.spec import ProblemSpec
-from multigemm.select import registry, table
-from multigemm.select.problem_class import ProblemClass
 
 
-def config_for(
-    name: str, spec: ProblemSpec, device: torch.device, given: Any, problem_class: ProblemClass
-) -> tuple[Any, str]:
-    """The config of a backend, and where it comes from. A measured config that is no longer valid is passed over."""
-    valid = registry.get(name).configs(spec, device)
-    if given is not None:
-        return _completed(given, valid), "given"
-    found = table.table().find(name, problem_class, device)
-    if found is not None:
-        measured, source = found
-        match = [c for c in valid if is_dataclass(c) and _as_dict(c) == dict(measured.config)]
-        if match:
-            return match[0], f"measured ({measured.us:.1f} us, {source})"
-    return (valid[0] if valid else None), "heuristic"
-
-
-def _as_dict(config: Any) -> dict[str, Any]:
+def as_dict(config: Any) -> dict[str, Any]:
+    """The fields of a config, which is a dataclass."""
     return {f.name: getattr(config, f.name) for f in fields(config)}
 
 
-def _completed(given: Any, valid: Sequence[Any]) -> Any:
-    """What the user gave as a config: a mapping completes the best guess, another config is the backend's to judge."""
+def completed(given: Any, valid: Sequence[Any]) -> Any:
+    """The config to run, where `valid` are a backend's own, the best guess first: a mapping replaces fields of the best
+    guess, a config of the backend is the backend's to judge. Raises InvalidSetting for anything else."""
     if not valid or not is_dataclass(valid[0]):
         return given
     kind: Any = type(valid[0])
-    known = _as_dict(valid[0])
+    known = as_dict(valid[0])
     if isinstance(given, Mapping):
         if wrong := set(given) - set(known):
             raise InvalidSetting(
@@ -56,7 +37,7 @@ def _completed(given: Any, valid: Sequence[Any]) -> Any:
             f"fields ({', '.join(sorted(known)) or 'none'})"
         )
     if type(given) is kind:
-        _check_types(_as_dict(given), known)
+        _check_types(as_dict(given), known)
     return given
 
 
