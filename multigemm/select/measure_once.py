@@ -36,7 +36,7 @@ from multigemm.settings import settings
 LONG_US = 150.0
 """A sequence of such calls keeps a GPU busy without the host's help, up to its power limit."""
 LEAST, ROUNDS = 3, 15
-BUDGET_MS = 30.0
+BUDGET_MS = 25.0
 HOPELESS, SLOW_US = 3.0, 500.0
 """Times slower than the fastest at a first look, and so slow that it is not the host: not worth a second look."""
 WORTH = 1.03

@@ -38,6 +38,8 @@ LATE = 2.0
 COMPANY = 4
 """Fewer variants do not tell what moved a round from what moved one of them."""
 PASSES = 4
+JUST_RAN = 2
+"""Calls of each variant, at least, that ran right before sustained ones: to warm up, or to learn what they take."""
 BURST_MS = 25.0
 """Of work between pauses, where pauses are asked for. A power limit takes longer to bite; in shorter bursts the
 clock is not yet what it was."""
@@ -126,7 +128,7 @@ def measure(
     do_bench  as triton.testing.do_bench measures: each variant alone, an L2 flush and one call per sample
     A variant that raises, or cannot be captured, yields a Timing with the error and no samples.
     `rest` is the part of the time in which the device shall idle, in pauses between bursts of some 25 ms: 0 none, 0.8
-    gives pauses of 100 ms. `known_us`: what each variant takes, roughly, where all have run already ("sustained").
+    gives pauses of 100 ms. `known_us`: what each variant takes, roughly, where all have just run twice ("sustained").
     `watch` is told the name of each variant before it runs for the first time, and "" afterwards.
     """
     where = torch.device(device)
@@ -189,16 +191,16 @@ def _measure(
         rounds = max(min_reps, min(reps, int(budget_ms / max(round_ms, 1e-3))))
         samplers = {name: prepared[name] for name in group}
         if mode == "sustained":
-            _warm_up(clock, samplers, mode, WARMUP_MS / max(round_ms, 1e-3))
+            _warm_up(clock, samplers, mode, int(WARMUP_MS / max(round_ms, 1e-3)) - JUST_RAN)
         pauses = _Pauses(cost_us, rest / (1.0 - rest))
         results.update(_rounds(clock, samplers, mode, rounds, min_reps, LATE * budget_ms / 1e3, pauses))
     return {name: results[name] for name in variants}
 
 
-def _warm_up(clock: Clock, samplers: Mapping[str, Callable[[], Any]], mode: Mode, rounds: float) -> None:
-    """Runs all in turn, and waits for no more than the last: the samples begin under load. A failure shows there."""
+def _warm_up(clock: Clock, samplers: Mapping[str, Callable[[], Any]], mode: Mode, rounds: int) -> None:
+    """Runs all in turn and waits for none: the samples begin under load. What fails here fails there too."""
     taken = _Taken(clock, mode, samplers)
-    for _ in range(math.ceil(rounds)):
+    for _ in range(rounds):
         for name, sampler in samplers.items():
             taken.take(name, sampler)
 
