@@ -1,36 +1,26 @@
 """From a problem to a backend: `grouped_gemm`, `solve`, `plan`, `explain`, `list_backends`.
 
-The rule of choice. A name means that backend and no other: if it cannot, it says why. A list means
-the first that can. "auto" means, of all that can, the fastest by measurement (for this class of
-problems on this device, or by the classes around it that were measured; where that leaves it open, those in question
-are measured once, see `multigemm.select.measure_once`), else the first in the registry's order; emulated ones, the
-null backend, and plans that must read sizes back from the device while another need not, are passed over.
+`multigemm.select.choose` has the rule of choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
-from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.planning import binding, launch_cache
 from multigemm.planning.launch_cache import LAUNCHES, Call, key_of, one_cut
 from multigemm.planning.plan import Plan
-from multigemm.planning.staging import equal_sizes, outline, staged_spec
 from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.problem import GroupedGemmProblem, checked
-from multigemm.problem.spec import ProblemSpec
+from multigemm.select import explain as select_explain
 from multigemm.select import registry
-from multigemm.select.candidates import Candidate, candidates, state_text
-from multigemm.select.choose import choose
+from multigemm.select.choose import Which, choose
+from multigemm.select.explain import Explanation
 from multigemm.tracing import grouped_gemm as traced_grouped_gemm
-
-Which = str | Sequence[str]
 
 
 def grouped_gemm(
@@ -122,7 +112,9 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
 
     Args:
         problem: what to compute.
-        backend: a name (that one and no other), several names (the first that can) or "auto" (the fastest that can).
+        backend: a name (that one and no other), several names (the first that can) or "auto": the fastest that can. The
+            first call of a class of problems measures, for at most some 60 ms besides compiling, and what it chooses is
+            kept on disk; MULTIGEMM_MEASURE=0 forbids it.
         config: the backend's own parameters: its Config, or a mapping of some of its fields.
 
     Returns:
@@ -143,61 +135,10 @@ def plan(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = Non
     return Plan(choose(problem, backend, config), problem)
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Who can, who cannot and why, who is chosen and why. Prints as a table."""
-
-    spec: ProblemSpec
-    candidates: tuple[Candidate, ...]
-    chosen: str | None
-    kernel: str
-    config: Any
-    why: str
-    staging: tuple[str, ...]
-
-    def __str__(self) -> str:
-        spec = self.spec
-        extents = [
-            f"{name} by group" if getattr(spec, name) is None else f"{name}={getattr(spec, name)}" for name in "mnk"
-        ]
-        lines = [f"{spec.form}: {spec.groups} groups, {', '.join(extents)}, {spec.compute}"]
-        lines += [f"  before the launch: {step}" for step in self.staging]
-        for c in self.candidates:
-            mark = "*" if c.name == self.chosen else " "
-            lines.append(f"{mark} {c.name:8} {state_text(c)}")
-        if self.chosen:
-            lines.append(f"chosen: {self.chosen}, {self.kernel}, {self.config}: {self.why}")
-        else:
-            first, *each = self.why.splitlines()
-            able = tuple(f"  {c.name}: " for c in self.candidates if c.can)  # what passed them over is not in the table
-            passed = [line.strip() for line in each if line.startswith(able)]
-            lines.append("; ".join([f"chosen: none, {first}", *passed]))
-        return "\n".join(lines)
-
-
 @no_dynamo
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
     """Why `solve(problem, backend, config)` would run what it runs; measures as that would."""
-    spec, equal = staged_spec(checked(problem)), equal_sizes(problem)
-    steps = [
-        f"{name} is cast to {spec.compute}" for name in "ab" if getattr(problem.spec, name).dtype is not spec.compute
-    ]
-    if problem.refreshes:
-        steps.append(f"{len(problem.refreshes)} array(s) with negative strides are copied")
-    told = partial(candidates, spec, problem.device, equal, partial(outline, problem, spec))
-    try:
-        choice = choose(problem, backend, config)
-    except (BackendUnsupported, BackendUnavailable) as error:
-        return Explanation(spec, tuple(told()), None, "", None, str(error), tuple(steps))
-    return Explanation(
-        spec,
-        tuple(told()),
-        choice.backend,
-        choice.recipe.kernel,
-        choice.recipe.config,
-        binding.reasons(choice, problem),
-        tuple(steps),
-    )
+    return select_explain.explain(checked(problem), backend, config)
 
 
 @dataclass(frozen=True, slots=True)

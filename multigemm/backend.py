@@ -46,8 +46,7 @@ class Recipe:
     bound problems share, must launch on the current stream, and must see operands changed in place.
     `syncs` says that binding or launching reads sizes back from the device. `tell` is for a recipe
     that decides at bind, by sizes that no spec holds; a backend whose plans cost nothing may say so by an
-    attribute `decides_at_bind`, and `auto` then judges it by what it tells. A config may have a `footprint`: rows and
-    columns of a result that some processors make together, and how many: `auto` then counts what the last round wastes.
+    attribute `decides_at_bind`, and `multigemm tune` then measures it with the sizes in either place.
     """
 
     kernel: str

@@ -62,12 +62,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         by_name = {b.name: b for b in backends}
         monkeypatch.setattr(registry, "names", lambda: tuple(by_name))
         monkeypatch.setattr(registry, "get", by_name.__getitem__)
-        choose.forget()
         tuning.table.cache_clear()
+        choose.forget()
 
     yield put
-    choose.forget()
     tuning.table.cache_clear()
+    choose.forget()
 
 
 @pytest.fixture

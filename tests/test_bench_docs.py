@@ -13,10 +13,10 @@ from multigemm.bench import embed, markdown, results
 from multigemm.bench.entries import problem
 from multigemm.bench.operands import make
 from multigemm.bench.suites import suite
-from multigemm.cuda.disk_cache import DiskCache
 from multigemm.planning.staging import staged_spec
 from multigemm.select import table as tuning
-from multigemm.select.measured import SCHEMA, unfold
+from multigemm.select.problem_class import class_of
+from multigemm.select.table import SCHEMA, decoded
 from tests.bench_reports import made_up_report
 
 ROOT = Path(__file__).parents[1]
@@ -47,9 +47,8 @@ def test_shipped_tunings_can_be_read_and_say_where_they_come_from(path: Path) ->
     raw = json.loads(path.read_text())
     assert raw["schema"] == SCHEMA
     assert raw["origin"]["commit"]
-    entries = [m for entry in raw["entries"] for m in unfold(entry, path.name)]
-    assert len({(m.device, m.key, m.backend) for m in entries}) == len(entries) > 0
-    assert all(m.us > 0 for m in entries)
+    entries = [decoded(entry, path.name) for entry in raw["entries"]]
+    assert len({(entry.device, entry.key) for entry in entries}) == len(entries) > 0
 
 
 def test_a_rested_and_a_sustained_run_stand_side_by_side(tmp_path: Path) -> None:
@@ -97,22 +96,21 @@ def test_a_block_is_filled_and_a_stale_page_is_found(
 def test_shipped_tunings_are_found_by_the_problems_they_were_measured_on(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entries = [m for entry in json.loads(path.read_text())["entries"] for m in unfold(entry, path.name)]
-    monkeypatch.setattr(tuning, "device_name", lambda device: entries[0].device)
-    table = tuning.TuningTable(DiskCache("nothing", Path("/nonexistent")))
+    entries = {raw["key"]: decoded(raw, path.name) for raw in json.loads(path.read_text())["entries"]}
+    device = next(iter(entries.values())).device
+    monkeypatch.setattr(tuning, "device_name", lambda where: device)
+    table = tuning.TuningTable(Path("/nonexistent"))
     light = [case for case in suite("small,decode,moe,tutorial,l2") if case.resident_bytes < 1e9]
     met = 0
     for case in light:
-        spec = staged_spec(problem(make(case, "cpu", drawn=False)))
-        its = [m for m in entries if m.key == tuning.spec_key(spec)]
-        if not its:
-            continue
-        fastest, met = min(its, key=lambda m: m.us), met + 1
-        found = table.find(fastest.backend, spec, torch.device("cpu"))
-        assert found is not None, case.key
-        assert (found.us, found.source) == (fastest.us, f"shipped {path.name}")
-        near = table.estimates(replace(spec, groups=4 * spec.groups), torch.device("cpu"))
-        assert {e.backend for e in near} >= {fastest.backend}
+        posed = problem(make(case, "cpu", drawn=False))
+        on_host = class_of(posed, staged_spec(posed))
+        for c in (on_host, replace(on_host, where="device-sizes")):
+            if str(c) not in entries:
+                continue
+            met += 1
+            for name, measured in entries[str(c)].backends.items():
+                assert table.find(name, c, torch.device("cpu")) == (measured, f"shipped {path.name}")
     assert met >= 10
 
 

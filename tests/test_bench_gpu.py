@@ -10,13 +10,11 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import api as dispatch
 from multigemm import settings
 from multigemm.__main__ import main
 from multigemm.bench import results
-from multigemm.cuda.disk_cache import DiskCache
+from multigemm.select import choose
 from multigemm.select import table as tuning
-from multigemm.select.measured import unfold
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,9 +31,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if MACHINES_CACHE:
         monkeypatch.setenv("MULTIGEMM_CACHE_DIR", MACHINES_CACHE)
         settings.settings.cache_clear()
-    own = tuning.TuningTable(DiskCache("tuning", tmp_path))
+    own = tuning.TuningTable(tmp_path)
     monkeypatch.setattr(tuning, "table", lambda: own)
-    dispatch.forget()
+    choose.forget()
 
 
 def posed() -> mg.GroupedGemmProblem:
@@ -54,7 +52,7 @@ def test_one_command_benchmarks_backends_beside_peers(tmp_path: Path) -> None:
         assert row.graph is not None
         assert row.hot_us
         assert row.host_us
-        assert row.spec.startswith("jagged_m g8 m* n384 k320 t512 bfloat16/row")
+        assert row.problem_class.startswith("jagged_m g8 m* n384 k320 t512 bfloat16/row")
     assert report.rates["bf16"]["tflops"] > 20
     assert (tmp_path / "report.html").exists()
 
@@ -64,10 +62,8 @@ def test_tuning_keeps_what_auto_then_goes_by(tmp_path: Path) -> None:
     assert main(["tune", "--shape", SHAPE, *words, "--out", str(tmp_path / "t.json")]) == 0
     entries = json.loads((tmp_path / "t.json").read_text())["entries"]
     kinds = {entry["key"].split()[-1]: set(entry["backends"]) for entry in entries}
-    assert kinds == {"device-sizes": {"cublas", "triton"}, "equal-sizes": {"cublas"}}  # triton's time stands in
-    for entry in entries:
-        for measured in unfold(entry, "here"):
-            tuning.table().record(measured)
+    assert kinds == {"device-sizes": {"cublas", "triton"}, "equal-sizes": {"cublas", "triton"}}
+    tuning.table().keep([tuning.decoded(entry, "here") for entry in entries])
     told = mg.explain(posed())
-    assert "fastest measured" in told.why
+    assert "the fastest in the table" in told.why
     assert told.chosen == min(entries[0]["backends"].items(), key=lambda item: item[1]["us"])[0]

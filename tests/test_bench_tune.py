@@ -14,10 +14,11 @@ from multigemm.bench.entries import backend_entry
 from multigemm.bench.tried import ClassResult, from_reports
 from multigemm.bench.tune import Limits, Tuner, of_place
 from multigemm.bench.workloads import parse_shape
+from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
 from multigemm.select import table as tuning
-from multigemm.select.measured import config_text
+from multigemm.select.problem_class import class_of
 from tests.bench_entries import CASE, CPU, run
 
 
@@ -48,8 +49,8 @@ def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
     finally:
         settings.settings.cache_clear()
         tuning.table.cache_clear()
-    assert kept.backend == "cpu"
-    assert kept.us > 0
+    assert [*kept.backends] == ["cpu"]
+    assert kept.backends["cpu"].us > 0
     assert "first guess" in capsys.readouterr().out
 
 
@@ -65,17 +66,17 @@ def test_when_tuning_runs_out_of_time_every_backend_has_had_its_first_config() -
 
 
 def test_sizes_on_the_host_are_a_class_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def key(spec: ProblemSpec, equal: bool) -> str:  # on a CPU sizes lie on the host anyway
-        return tuning.spec_key(spec, equal) + next(told)
+    def key(problem: GroupedGemmProblem, spec: ProblemSpec) -> str:  # on a CPU sizes lie on the host anyway
+        return str(class_of(problem, spec)) + next(told)
 
     told = iter(["", " elsewhere"])
-    monkeypatch.setattr(tune, "spec_key", key)
+    monkeypatch.setattr(tune, "class_of", key)
     monkeypatch.setattr(type(registry.get("cpu")), "decides_at_bind", True, raising=False)
     tuner = Tuner(CPU, ["cpu"], Limits(configs=1, quick_ms=1.0, careful_ms=1.0), lambda text: None)
     found = tuner.run([parse_shape("G=3,T=24,N=8,K=16,dist=empty")])
     assert [m.key.split()[10:] for m in found] == [["host-sizes"], ["host-sizes", "elsewhere"]]
-    assert {m.backend for m in found} == {"cpu"}
-    assert found[0].us != found[1].us
+    assert [[*entry.backends] for entry in found] == [["cpu"]] * 2
+    assert found[0].backends["cpu"].us != found[1].backends["cpu"].us
 
 
 def test_where_sizes_lie_is_the_same_to_who_never_looks_at_them() -> None:
@@ -88,9 +89,9 @@ def test_rows_of_kernels_that_never_look_at_host_sizes_count_for_them_too() -> N
     report = run([CASE], [backend_entry("cpu"), backend_entry("cpu", host_sizes=True)])
     (device, special) = report.rows
     device.entry, device.us, special.us = "other", 5.0, 4.0
-    device.spec = device.spec.replace("host-sizes", "device-sizes")
-    kept = {(m.backend, m.key.split()[-1]): m.us for m in from_reports([report])}
-    where = special.spec.split()[-1]
+    device.problem_class = device.problem_class.replace("host-sizes", "device-sizes")
+    kept = {(n, e.key.split()[-1]): m.us for e in from_reports([report]) for n, m in e.backends.items()}
+    where = special.problem_class.split()[-1]
     assert kept == {("other", "device-sizes"): 5.0, ("other", where): 5.0, ("cpu", where): 4.0}
     device.suite = special.suite = UNTUNED
     assert from_reports([report]) == []
@@ -101,14 +102,11 @@ def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rows = [row for row in report.rows if row.entry == "cpu"]
     results.write(tmp_path / "r.json", report)
     (found,) = from_reports([results.read(tmp_path / "r.json")])
-    assert found.backend == "cpu"
+    assert [*found.backends] == ["cpu"]
     assert found.device == "cpu"
-    assert found.key == rows[0].spec == rows[1].spec
-    assert found.config == {}  # the backend keeps its own first guess
-    assert found.ran == config_text(rows[0].fields) != ""
-    assert found.groups == 3
-    assert found.flops == pytest.approx((rows[0].flops * rows[1].flops) ** 0.5, rel=1e-3)
-    assert found.us == pytest.approx(((rows[0].us or 0) * (rows[1].us or 0)) ** 0.5, abs=0.02)
+    assert found.key == rows[0].problem_class == rows[1].problem_class
+    assert found.backends["cpu"].config == {}  # the backend keeps its own first guess
+    assert found.backends["cpu"].us == pytest.approx(((rows[0].us or 0) * (rows[1].us or 0)) ** 0.5, abs=0.02)
     words = ["--no-record", "--from-report", str(tmp_path / "r.json"), "--out", str(tmp_path / "t.json")]
     assert main(["tune", *words]) == 0
     assert json.loads((tmp_path / "t.json").read_text())["entries"][0]["key"] == found.key
@@ -118,11 +116,10 @@ def test_reports_of_one_config_are_averaged_and_a_new_config_replaces_the_old() 
     first, second, third = (run([CASE], [backend_entry("cpu")]) for _ in range(3))
     for report, us in ((first, 4.0), (second, 9.0), (third, 1.0)):
         report.rows[0].us = us
-    assert [m.us for m in from_reports([first, second])] == [6.0]
-    third.rows[0].config, third.rows[0].fields, third.rows[0].ran = "another", {"rows": 7}, "7/streams, by the sizes"
-    (found,) = from_reports([first, second, third])
-    assert (found.us, found.ran) == (1.0, "7/streams, by the sizes")
-    assert [m.us for m in from_reports([third, first, second])] == [6.0]
+    assert [e.backends["cpu"].us for e in from_reports([first, second])] == [6.0]
+    third.rows[0].config, third.rows[0].fields = "another", {"rows": 7}
+    assert [e.backends["cpu"].us for e in from_reports([first, second, third])] == [1.0]
+    assert [e.backends["cpu"].us for e in from_reports([third, first, second])] == [6.0]
 
 
 def test_the_winner_is_the_least_worst_over_a_class() -> None:

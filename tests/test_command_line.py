@@ -10,7 +10,7 @@ import pytest
 
 from multigemm.__main__ import COMMANDS, main
 from multigemm.select import table as tuning
-from multigemm.select.measured import SCHEMA, Measured
+from multigemm.select.table import SCHEMA, Entry, Measured
 from multigemm.settings import settings
 
 HERE = str(Path(__file__).parent)
@@ -196,15 +196,21 @@ def test_cache_export_import_and_clear(
     monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "one"))
     settings.cache_clear()
     tuning.table.cache_clear()
-    tuning.table().record(Measured("cpu", {"kernel": "blas"}, 3.0, "cpu", "jagged_m g2"))
+    key = "jagged_m g2 m* n8 k16 t1024 float32/row float32/row float32/row ieee host-sizes"
+    tuning.table().keep([Entry("cpu", key, {"cpu": Measured(3.0, {"kernel": "blas"})})])
+    tuning.table().keep_choice(Entry("cpu", key, {"one": Measured(3.0), "two": Measured(9.0)}, "", "one", "2026-01-02"))
     assert main(["cache", "export", str(tmp_path / "x.json")]) == 0
-    assert main(["cache", "clear"]) == 0
-    assert tuning.TuningTable().own() == []
-    assert main(["cache", "import", str(tmp_path / "x.json")]) == 0
-    assert [m.us for m in tuning.TuningTable().own()] == [3.0]
     assert main(["cache", "show"]) == 0
     told = capsys.readouterr().out
-    assert "jagged_m g2" in told and "cannot be written" not in told
+    assert f"tuned: cpu | {key} | cpu: 3.0 us {{'kernel': 'blas'}}" in told
+    assert f"chosen by auto: cpu | {key} | one (one 3.0 us, two 9.0 us; 2026-01-02)" in told
+    assert main(["cache", "clear"]) == 0
+    assert tuning.TuningTable().own() == tuning.TuningTable().own(choices=True) == []
+    assert main(["cache", "import", str(tmp_path / "x.json")]) == 0
+    assert [entry.backends["cpu"].us for entry in tuning.TuningTable().own()] == [3.0]
+    assert main(["cache", "show"]) == 0
+    told = capsys.readouterr().out
+    assert key in told and "cannot be written" not in told
     monkeypatch.setenv("MULTIGEMM_CACHE", "0")
     settings.cache_clear()
     assert main(["cache", "import", str(tmp_path / "x.json")]) == 2

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 import multigemm as mg
-from multigemm.backends import cublas
 from multigemm.backends.cublas import calls, epilogue, launch, torch_names
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.library import COMPUTE_32F

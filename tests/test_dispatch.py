@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +13,12 @@ import torch
 
 import multigemm as mg
 from multigemm.backend import Availability, Backend, Recipe
-from multigemm.cuda.disk_cache import DiskCache
-from multigemm.planning import binding as bound
-from multigemm.planning.operands import Operands
+from multigemm.planning import plan as bound
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
-from multigemm.select import table as tuning
-from multigemm.select.choose import forget
-from multigemm.select.measured import Measured
-from multigemm.settings import Settings, settings
-from tests.fake_backends import Dawdler, Fake, Tile, problem
+from multigemm.settings import settings
+from tests.fake_backends import Fake, problem
+from tests.trial_cases import tune
 
 
 def test_fakes_are_backends() -> None:
@@ -84,107 +80,14 @@ def test_auto_passes_over_a_plan_that_syncs(install: Callable[..., None]) -> Non
     assert mg.plan(problem()).syncs
 
 
-def test_auto_goes_by_measurement_then_by_the_nearest(install: Callable[..., None]) -> None:
-    install(Fake("first", 1), Fake("second", 2))
-    spec = problem().spec
-    for name, us in (("first", 30.0), ("second", 10.0)):
-        tuning.table().record(Measured(name, {"size": 32}, us, "cpu", tuning.spec_key(spec, equal=True)))
-    plan = mg.plan(problem())
-    assert (plan.backend, plan.config) == ("second", Tile(32))
-    assert "measured (10.0 us" in plan.why
-    assert mg.plan(problem(4000)).backend == "second"
-    explained = str(mg.explain(problem(4000)))
-    assert "first    can, about 3.00 x the fastest (from 1 measured classes, the nearest jagged_m g1" in explained
-    assert "expected to be fastest (from 1 measured" in explained
-    assert mg.plan(problem(), config={"size": 16}).config == Tile(16)
-
-
-def test_one_measured_backend_shows_its_time_and_wins_nothing_by_it(install: Callable[..., None]) -> None:
-    install(Fake("first", 1), Fake("second", 2))
-    asked, near = (mg.GroupedGemmProblem(torch.ones(rows, 3), torch.ones(3, 77), offsets=[0, rows]) for rows in (4, 64))
-    DiskCache("tuning").clear()
-    tuning.table.cache_clear()
-    tuning.table().record(Measured("second", {}, 10.0, "cpu", tuning.spec_key(asked.spec, equal=True)))
-    told = mg.explain(asked)
-    assert told.chosen == "first"
-    assert "second   can, 10.0 us (" in str(told)
-    for name, us in (("first", 30.0), ("second", 20.0)):
-        tuning.table().record(Measured(name, {}, us, "cpu", tuning.spec_key(near.spec, equal=True)))
-    told = mg.explain(asked)
-    assert told.chosen == "second"
-    assert "10.0 us, about 1.00 x the fastest (from 1 measured classes" in str(told)
-    assert "expected to be fastest" in told.why
-
-
-def test_only_those_that_can_are_compared_and_by_the_configs_that_they_would_run(install: Callable[..., None]) -> None:
+def test_other_specs_of_a_class_go_by_its_times(install: Callable[..., None]) -> None:
+    """A class holds what one backend may refuse: the next one by time is taken."""
     install(Fake("first", 1), Fake("second", 2), Fake("picky", 3, reasons=["why"]))
-    key = tuning.spec_key(problem(64).spec, equal=True)
-    for name, us in (("first", 20.0), ("second", 10.0), ("picky", 1.0)):
-        tuning.table().record(Measured(name, {}, us, "cpu", key, ran="16"))
-    for name, us in (("first", 10.0), ("second", 20.0), ("picky", 1.0)):  # as near, but of another config
-        tuning.table().record(Measured(name, {}, us, "cpu", key.replace("t64", "t1024"), ran="32"))
-    text = str(mg.explain(problem(200)))
-    assert "chosen: second" in text
-    assert "cannot: why" in text
-    assert "second   can, about 1.00 x the fastest" in text
-
-
-def test_an_unknown_class_is_measured_once_unless_that_is_forbidden(
-    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path))
-    slow, fast, bad = Dawdler("slow", 1, nap_s=0.004), Dawdler("fast", 2, nap_s=0.001), Fake("bad", reasons=["why"])
-    settings.cache_clear()
-    install(slow, fast, bad)
-    assert mg.solve(problem()).eq(1).all()  # the first in order: nothing is known, and here nothing is measured
-    assert (slow.launches, fast.launches) == (1, 0)
-    assert Settings().measure is True
-    monkeypatch.delenv("MULTIGEMM_MEASURE")
-    settings.cache_clear()
-    install(slow, fast, bad)
-    kept = torch.full((2, 4), 7.0).t()
-    posed = mg.GroupedGemmProblem(torch.ones(4, 3), torch.ones(3, 2), offsets=[0, 4], out=kept)
-    assert mg.plan(posed).backend == "fast"
-    assert kept.eq(7.0).all()  # what was timed wrote elsewhere
-    seen = slow.launches
-    assert seen >= 2
-    assert mg.solve(problem()).eq(2).all()
-    assert slow.launches == seen  # another class, but by its neighbour there is only one likely backend
-    assert "expected to be fastest" in str(mg.explain(problem()))
-    met = tuning.table().first_met(posed.spec, torch.device("cpu"), equal=True, flops=2.0 * 4 * 3 * 2)
-    assert met is not None
-    assert {name: m.us >= least for (name, m), least in zip(met.times.items(), (4000, 1000), strict=True)} == {
-        "slow": True,
-        "fast": True,
-    }
-    assert tuning.table().find("fast", posed.spec, torch.device("cpu"), equal=True) is None
-
-
-@dataclass
-class Decider(Fake):
-    """A fake that would run another call for many rows, and says so."""
-
-    decides_at_bind: bool = True
-
-    def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
-        def tell(ops: Operands) -> str:
-            assert ops.host_offsets is not None
-            rows = int(ops.host_offsets[-1])
-            return f"{'many' if rows > 600 else 'few'} calls for {rows} rows"
-
-        return replace(super().plan(spec, config, device), tell=tell)
-
-
-def test_a_backend_that_decides_by_sizes_is_judged_by_what_it_would_run(install: Callable[..., None]) -> None:
-    install(Fake("steady", 1), Decider("picks", 2))
-    base = tuning.spec_key(problem(4096).spec, equal=True)
-    for total, us, ran in ((256, 40.0, "16/few calls for rows"), (4096, 5.0, "16/many calls for rows")):
-        key = base.replace("t4096", f"t{total}")
-        tuning.table().record(Measured("steady", {}, 10.0, "cpu", key, ran="16"))
-        tuning.table().record(Measured("picks", {}, us, "cpu", key, ran=ran))
-    assert mg.plan(problem(520)).backend == "steady"
-    forget()
-    assert mg.plan(problem(1000)).backend == "picks"
+    tune(problem(), first=20.0, second=10.0, picky=1.0)
+    told = mg.explain(problem())
+    assert told.chosen == "second"
+    assert "cannot: why" in str(told)
+    assert [c.us for c in told.candidates] == [10.0, 20.0, None]
 
 
 def test_settings_restrict_auto(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +127,28 @@ def test_unknown_config_fields_are_named(install: Callable[..., None]) -> None:
     install(Fake("only"))
     with pytest.raises(mg.InvalidSetting, match="no field 'sice'; Tile has size"):
         mg.solve(problem(), "only", {"sice": 3})
+
+
+def test_threads_that_meet_a_spec_together_plan_it_once(install: Callable[..., None]) -> None:
+    slow, meeting = Fake("slow", 9), threading.Barrier(4)
+    real = slow.plan
+
+    def plan(*given: Any) -> Recipe:
+        time.sleep(0.05)
+        return real(*given)
+
+    def work() -> None:
+        meeting.wait()
+        mg.solve(problem(), "slow")
+
+    slow.plan = plan  # type: ignore[method-assign,assignment]
+    install(slow)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(slow.planned) == 1
 
 
 def test_threads_share_plans_without_harm(install: Callable[..., None]) -> None:

@@ -102,7 +102,7 @@ def test_a_variant_that_fails_later_has_no_samples() -> None:
     assert len(taken["good"].samples) == 20
 
 
-@pytest.mark.parametrize("mode", ["cold", "hot", "host", "do_bench"])
+@pytest.mark.parametrize("mode", ["cold", "hot", "sustained", "host", "do_bench"])
 def test_cpu_times_are_near_the_truth(mode: timing.Mode) -> None:
     taken = measure({"nap": lambda: time.sleep(0.002)}, CPU, mode, reps=5, min_reps=5, budget_ms=20.0)["nap"]
     assert 2000 <= taken.best < 20000
@@ -111,6 +111,25 @@ def test_cpu_times_are_near_the_truth(mode: timing.Mode) -> None:
 def test_the_budget_bounds_the_rounds() -> None:
     taken = measure({"nap": lambda: time.sleep(0.002)}, CPU, reps=1000, min_reps=2, budget_ms=20.0)["nap"]
     assert 2 <= len(taken.samples) <= 12
+
+
+def test_sustained_calls_are_taken_after_25_ms_of_all_in_turn() -> None:
+    """What a call takes is known: none runs besides."""
+    ran: list[str] = []
+    calls = {name: partial(ran.append, name) for name in "ab"}
+    known = {"a": 1000.0, "b": 4000.0}
+    taken = measure(calls, CPU, "sustained", reps=3, min_reps=3, known_us=known)
+    assert ran[:6] == ["a", "b"] * 3  # 25 ms, with the two of each that told what they take
+    assert len(ran) == 6 + 2 * 3
+    assert [len(taken[name].samples) for name in "ab"] == [3, 3]
+
+
+def test_what_tires_in_the_warm_up_has_no_samples() -> None:
+    left = iter(range(2))
+    calls = {"tires": lambda: next(left), "good": lambda: None}
+    taken = measure(calls, CPU, "sustained", reps=3, min_reps=3, known_us={"tires": 2000.0, "good": 2000.0})
+    assert taken["tires"].error.startswith("StopIteration")
+    assert len(taken["good"].samples) == 3
 
 
 def test_a_machine_that_slows_down_ends_the_rounds_early() -> None:
@@ -232,7 +251,7 @@ def test_cold_calls_find_neither_data_nor_code_and_those_of_do_bench_their_code(
 
     emptied: list[bool] = []
     monkeypatch.setattr(clocks, "Caches", Caches)
-    modes: tuple[timing.Mode, ...] = ("cold", "graph", "do_bench", "hot")
+    modes: tuple[timing.Mode, ...] = ("cold", "graph", "do_bench", "hot", "sustained")
     for mode in modes:
         CudaClock(torch.device("cuda", 0))._emptier(mode)()
     assert emptied == [True, True, False]

@@ -1,6 +1,6 @@
-"""Workloads that nobody picked: what `auto` learns from, and what it is put to the test with.
+"""Workloads that nobody picked: what the order of backends goes by, and what `auto` is put to the test with.
 
-`spread` covers the space evenly, so that a measured neighbour is near wherever a user's shape lies;
+`spread` covers the space evenly, and every form, layout and dtype: what the static order of backends goes by;
 `random` is drawn by a seed and left out of every tuning.
 """
 

@@ -18,12 +18,10 @@ from multigemm import api as dispatch
 from multigemm.bench.operands import Matrices, Tensors
 from multigemm.bench.results import AUTO, HOST_SIZES
 from multigemm.errors import BackendUnavailable, BackendUnsupported
-from multigemm.planning.staging import equal_sizes, staged_spec
+from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select import registry
-from multigemm.select.measured import config_text, footprint_of
-from multigemm.select.nearest import Footprint
-from multigemm.select.table import spec_key
+from multigemm.select.problem_class import class_of
 from multigemm.select.timing import Call
 
 Kind = Literal["backend", "peer", "ceiling"]
@@ -49,10 +47,8 @@ class Prepared:
     syncs: bool = False
     whole: Call | None = None
     build_s: float = 0.0
-    spec: str = ""
+    problem_class: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
-    ran: str = ""
-    footprint: Footprint = ()
 
 
 @dataclass(frozen=True)
@@ -99,8 +95,7 @@ def backend_entry(name: str, config: Any = None, host_sizes: bool = False, label
         kernel = f"{plan.backend}: {plan.kernel}" if name == AUTO else plan.kernel
         ready = Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)
         if name != AUTO:
-            ready.spec, ready.fields = spec_key(staged_spec(posed), equal_sizes(posed)), as_fields(plan.config)
-            ready.ran, ready.footprint = config_text(plan.config, plan.told), footprint_of(plan.config)
+            ready.problem_class, ready.fields = str(class_of(posed, staged_spec(posed))), as_fields(plan.config)
         return ready
 
     return Entry(label or (name + HOST_SIZES if host_sizes else name), "backend", prepare)

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from multigemm.select.table import capability
-
 PACKAGES = (
     "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "numpy",
     "deep_gemm", "quack-kernels", "fbgemm_gpu", "triton_kernels",
@@ -102,7 +100,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda or "",
-        "capability": capability(device),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else "",
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "clocks": clocks(device),
     }

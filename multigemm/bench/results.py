@@ -53,8 +53,7 @@ class Sample:
 class Row:
     """One entry on one workload. Times are microseconds; `us` is the better of eager and graph.
 
-    `spec`, `fields`, `ran` and `footprint` (the class of the problem, the config, what ran in short and in which
-    tiles, as the tuning table knows them) let a report serve as a tuning.
+    `problem_class` and `fields` (the config), as the tuning table knows them, let a report serve as a tuning.
     """
 
     case: str
@@ -89,10 +88,8 @@ class Row:
     of_floor: float | None = None
     of_dense: float | None = None
     notes: list[str] = field(default_factory=list)
-    spec: str = ""
+    problem_class: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
-    ran: str = ""
-    footprint: list[int] = field(default_factory=list)
 
 
 @dataclass

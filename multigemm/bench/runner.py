@@ -147,8 +147,7 @@ class Runner:
         try:
             ready = entry.prepare(tensors)
             row.kernel, row.config, row.why = ready.kernel, ready.config, ready.why
-            row.spec, row.fields, row.ran, row.build_s = ready.spec, ready.fields, ready.ran, round(ready.build_s, 3)
-            row.footprint = list(ready.footprint)
+            row.problem_class, row.fields, row.build_s = ready.problem_class, ready.fields, round(ready.build_s, 3)
             if not entry.checks:
                 return ready
             poison(tensors)

@@ -7,7 +7,7 @@
 `decode`     a few rows per group: one step of token generation
 `small`      launch and scheduling cost rather than arithmetic
 `ragged-odd` primes and unaligned extents, where most libraries refuse or pad
-`spread`     800 shapes laid out evenly over forms, layouts, dtypes and extents: neighbours for every shape
+`spread`     3200 shapes laid out evenly over forms, layouts, dtypes and extents
 `random`     20 other shapes, which nobody tunes: what `auto` is worth where nothing was measured; `random:7`: 20 of
              another seed, over all forms
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from multigemm.bench.entries import as_fields
 from multigemm.bench.results import HOST_SIZES, Report, Row
 from multigemm.bench.whole import write_whole
 from multigemm.bench.workloads import geomean
-from multigemm.select.measured import Measured, config_text, footprint_of
-from multigemm.select.nearest import Footprint
+from multigemm.select.table import Entry, Measured
 
 STRIKES = 3
 FIRST_WINS_WITHIN = 1.01
@@ -28,32 +27,20 @@ class Tried:
 
     text: str
     fields: dict[str, Any]
-    footprint: Footprint = field(default=(), compare=False)
 
     @classmethod
     def of(cls, config: Any) -> Tried:
-        return cls(str(config), as_fields(config), footprint_of(config))
+        return cls(str(config), as_fields(config))
 
 
 @dataclass
 class ClassResult:
-    """What was tried for one class: `us[choice][workload]`, the configs by choice, and the failures.
-
-    `sizes[workload]` tells the groups and operations of each, `ran` what a report says of a choice in short.
-    """
+    """What was tried for one class: `us[choice][workload]`, the configs by choice, and the failures."""
 
     key: str
     us: dict[Choice, dict[str, float]] = field(default_factory=dict)
     configs: dict[Choice, Tried] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
-    sizes: dict[str, tuple[int, float]] = field(default_factory=dict)
-    ran: dict[Choice, str] = field(default_factory=dict)
-
-    def typical(self, choice: Choice) -> tuple[float, int, float]:
-        """Means over a choice's workloads: microseconds, groups, operations."""
-        sizes = [self.sizes[case] for case in self.us[choice] if case in self.sizes]
-        groups, flops = (geomean(float(size[i]) for size in sizes) if sizes else 0.0 for i in (0, 1))
-        return geomean(self.us[choice].values()), round(groups), float(f"{flops:.4g}")
 
     def best(self) -> dict[str, float]:
         """The fastest of all, per workload."""
@@ -103,7 +90,6 @@ class State:
                 "us": [[*choice, times] for choice, times in c.us.items()],
                 "configs": [[*choice, *astuple(tried)] for choice, tried in c.configs.items()],
                 "failures": c.failures,
-                "sizes": c.sizes,
             }
             for c in self.classes.values()
         ]
@@ -116,44 +102,31 @@ class State:
         classes = {}
         for c in raw["classes"]:
             us = {(name, index): times for name, index, times in c["us"]}
-            configs = {
-                (name, index): Tried(text, values, tuple(footprint))
-                for name, index, text, values, footprint in c["configs"]
-            }
-            sizes = {case: (groups, flops) for case, (groups, flops) in c["sizes"].items()}
-            classes[c["key"]] = ClassResult(c["key"], us, configs, c["failures"], sizes)
+            configs = {(name, index): Tried(text, values) for name, index, text, values in c["configs"]}
+            classes[c["key"]] = ClassResult(c["key"], us, configs, c["failures"])
         return cls(path, raw["done"], classes, raw["bad"])
 
 
-def winners(classes: Iterable[ClassResult], device: str, bind: bool = True) -> list[Measured]:
-    """What to keep: the winning config of each backend in each class, with its mean time and the failures.
+def winners(classes: Iterable[ClassResult], device: str, bind: bool = True) -> list[Entry]:
+    """What to keep of each class: the winning config of each backend, with its mean time and the failures.
 
-    Unless `bind`, the config is only told, and not imposed on whoever runs the class.
+    Unless `bind`, configs are left to the backends.
     """
     found = []
     for result in classes:
+        kept = {}
         for backend in dict.fromkeys(name for name, _ in result.us):
             choice = result.winner(backend)
             if choice is not None:
-                us, groups, flops = result.typical(choice)
-                tried, failures = result.configs[choice], dict(result.failures.get(backend, {}))
-                measured = Measured(
-                    backend,
-                    tried.fields,
-                    round(us, 2),
-                    device,
-                    result.key,
-                    failures,
-                    groups=groups,
-                    flops=flops,
-                    footprint=tried.footprint,
-                )
-                ran = result.ran.get(choice) or config_text(tried.fields)
-                found.append(measured if bind else replace(measured, config={}, ran=ran))
+                config = result.configs[choice].fields if bind else {}
+                us = round(geomean(result.us[choice].values()), 2)
+                kept[backend] = Measured(us, config, dict(result.failures.get(backend, {})))
+        if kept:
+            found.append(Entry(device, result.key, kept))
     return found
 
 
-def from_reports(reports: Sequence[Report]) -> list[Measured]:
+def from_reports(reports: Sequence[Report]) -> list[Entry]:
     """The same from reports of `multigemm bench`, which measured each backend with its first guess.
 
     Of a workload that several reports measured with one config the mean counts, else the last report.
@@ -171,15 +144,14 @@ def from_reports(reports: Sequence[Report]) -> list[Measured]:
             if row.us is None:
                 result.failures.setdefault(backend, {})[row.config] = row.reason
                 continue
-            new, old = Tried(row.config, row.fields, tuple(row.footprint)), result.configs.get((backend, 0))
+            new, old = Tried(row.config, row.fields), result.configs.get((backend, 0))
             if old is not None and old != new:  # another version of the backend: its old times are of no use
                 result.us[backend, 0].clear()
             taken = samples.setdefault((device, spec, backend, row.case), [])
             if old is not None and row.case not in result.us[backend, 0]:
                 taken.clear()
             taken.append(row.us)
-            result.configs[backend, 0], result.ran[backend, 0] = new, row.ran
-            result.sizes[row.case] = row.groups, float(row.flops)
+            result.configs[backend, 0] = new
             result.us.setdefault((backend, 0), {})[row.case] = geomean(taken)
     devices = dict.fromkeys(device for device, _ in classes)
     return [m for d in devices for m in winners([c for (name, _), c in classes.items() if name == d], d, bind=False)]
@@ -191,13 +163,13 @@ def _class_rows(report: Report) -> list[tuple[Row, str]]:
     Where a backend was measured with host sizes too, the others' rows count for that class as well: they
     never look at host sizes, and only times of the same workloads can be compared.
     """
-    rows = [row for row in report.rows if row.kind == "backend" and row.spec and row.suite != UNTUNED]
-    found = [(row, row.spec) for row in rows]
+    rows = [row for row in report.rows if row.kind == "backend" and row.problem_class and row.suite != UNTUNED]
+    found = [(row, row.problem_class) for row in rows]
     knowing = [row for row in rows if row.entry.endswith(HOST_SIZES)]
     for special in knowing:
         own = {row.entry.removesuffix(HOST_SIZES) for row in knowing if row.case == special.case}
         found += [
-            (row, special.spec)
+            (row, special.problem_class)
             for row in rows
             if row.case == special.case and not (row.entry.endswith(HOST_SIZES) or row.entry in own)
         ]

@@ -1,6 +1,6 @@
 """Tuning: every config of every backend, checked, then timed side by side on real workloads.
 
-What is stored belongs to a class of problems (`tuning.spec_key`), not to one workload: the sizes of
+What is stored belongs to a class of problems (`select.problem_class`), not to one workload: the sizes of
 groups are known on the device alone, so that even and skewed groups share a class. A config is
 therefore judged on all workloads of its class by its regret, the factor by which it is slower than
 the fastest of all backends and configs on each; the smallest worst regret wins. Configs that fail
@@ -30,11 +30,11 @@ from multigemm.bench.supervise import Marker
 from multigemm.bench.tried import Choice, ClassResult, State, Tried, winners
 from multigemm.bench.workloads import Workload
 from multigemm.planning.plan import Plan
-from multigemm.planning.staging import equal_sizes, staged_spec
+from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select import registry
-from multigemm.select.measured import Measured, config_text
-from multigemm.select.table import device_name, spec_key
+from multigemm.select.problem_class import class_of
+from multigemm.select.table import Entry, device_name
 from multigemm.select.timing import Call, Timing, describe, measure
 
 KEEP_WITHIN = 1.25
@@ -74,8 +74,8 @@ class Tuner:
     state: State = field(default_factory=lambda: State(None))
     _tried: dict[Choice, Tried] = field(default_factory=dict)
 
-    def run(self, cases: Sequence[Workload]) -> list[Measured]:
-        """Tries everything within the limits; the measurements to keep, one per class and backend."""
+    def run(self, cases: Sequence[Workload]) -> list[Entry]:
+        """Tries everything within the limits; the entries to keep, one per class."""
         self.classes |= self.state.classes
         for case in cases:
             if case.key in self.state.done:
@@ -89,7 +89,7 @@ class Tuner:
             self.state.save()
         return self.measured()
 
-    def measured(self) -> list[Measured]:
+    def measured(self) -> list[Entry]:
         """The winners so far."""
         return winners(self.classes.values(), device_name(self.device))
 
@@ -103,7 +103,6 @@ class Tuner:
         del truth
         times = self._times(calls, capturable)
         for where, p in posed.items():
-            p.result.sizes[case.key] = len(case.extents), float(case.flops)
             self._file(case.key, p.result, of_place(times, where))
         self._tell(times)
         calls.clear()
@@ -117,7 +116,7 @@ class Tuner:
         both = tensors.offsets is not None and any(map(plans_by_sizes, self.backends))
         for where in ("", HOST_SIZES) if both else ("",):
             whole = problem(tensors, where == HOST_SIZES)
-            key = spec_key(staged_spec(whole), equal_sizes(whole))
+            key = str(class_of(whole, staged_spec(whole)))
             if key not in [p.result.key for p in found.values()]:
                 found[where] = Posed(whole, self.classes.setdefault(key, ClassResult(key)))
         return found
@@ -235,7 +234,9 @@ class Tuner:
                 f"  {backend}: {us[ranked[0]]:.1f} us with {self._tried[ranked[0]].text} "
                 f"(first guess {first:.1f} us, {len(ranked)} timed)"
             )
-            told = [f"{config_text(self._tried[c].fields)} {us[c]:.1f}" for c in ranked[1 : 1 + RUNNERS_UP]]
+            told = [
+                f"{'/'.join(map(str, self._tried[c].fields.values()))} {us[c]:.1f}" for c in ranked[1 : 1 + RUNNERS_UP]
+            ]
             if told:
                 self.say(f"    then {', '.join(told)}{' ...' if len(ranked) > 1 + RUNNERS_UP else ''}")
 

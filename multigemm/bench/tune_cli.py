@@ -17,8 +17,7 @@ from multigemm.bench.tune import Limits, Tuner, tunable
 from multigemm.bench.workloads import Workload
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
-from multigemm.select.measured import SCHEMA, Measured, fold
-from multigemm.select.table import table
+from multigemm.select.table import SCHEMA, Entry, table
 
 EPILOG = """
   multigemm tune --shape 64,2048,3584,1792        one's own: G, M per group, N, K
@@ -88,10 +87,10 @@ def _tuned(tuner: Tuner, cases: list[Workload], args: argparse.Namespace) -> int
     return _keep(found, args, machine.describe(tuner.device))
 
 
-def _keep(found: list[Measured], args: argparse.Namespace, where: dict[str, Any]) -> int:
+def _keep(found: list[Entry], args: argparse.Namespace, where: dict[str, Any]) -> int:
     """Shows, records and writes what was found."""
-    classes = len({m.key for m in found})
-    print(f"measurements: {len(found)}; classes of problems: {classes}; on {where['device']}")
+    count = sum(len(entry.backends) for entry in found)
+    print(f"measurements: {count}; classes of problems: {len(found)}; on {where['device']}")
     lost = ""
     if found and not args.no_record:
         lost = table().keep(found)
@@ -130,11 +129,11 @@ def _silent(text: str) -> None:
     pass
 
 
-def write(path: Path, found: list[Measured], where: dict[str, Any]) -> None:
+def write(path: Path, found: list[Entry], where: dict[str, Any]) -> None:
     """The form of `multigemm cache export`, one class per line, with where and when it was measured."""
     kept = ("date", "commit", "device", "capability", "packages", "cuda")
     origin = {name: where[name] for name in kept if name in where}
-    lines = ",\n  ".join(json.dumps(entry, sort_keys=True) for entry in fold(found))
+    lines = ",\n  ".join(json.dumps(entry.encoded(), sort_keys=True) for entry in found)
     head = f'{{\n "schema": {SCHEMA},\n "origin": {json.dumps(origin, sort_keys=True)},\n'
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{head} "entries": [\n  {lines}\n ]\n}}\n')

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from multigemm.cuda.disk_cache import DiskCache
 from multigemm.errors import InvalidSetting
-from multigemm.select.measured import SCHEMA, fold, unfold
-from multigemm.select.table import table
+from multigemm.select.table import SCHEMA, decoded, table
 from multigemm.settings import settings
 
 
@@ -53,8 +52,12 @@ def _show(args: argparse.Namespace) -> int:
     for part in _folders():
         entries = part.entries()
         print(f"  {part.name:12}{len(entries):6} entries {sum(p.stat().st_size for p in entries) / 1024:10.1f} KiB")
-    for m in table().own():
-        print(f"  {m.device} | {m.key} | {m.backend}: {m.us:.1f} us {dict(m.config)}")
+    for entry in table().own():
+        for name, m in entry.backends.items():
+            print(f"  tuned: {entry.device} | {entry.key} | {name}: {m.us:.1f} us {dict(m.config)}")
+    for entry in table().own(choices=True):
+        times = ", ".join(f"{name} {m.us:.1f} us" for name, m in entry.backends.items())
+        print(f"  chosen by auto: {entry.device} | {entry.key} | {entry.chosen} ({times}; {entry.date[:10]})")
     return 0
 
 
@@ -69,9 +72,9 @@ def _clear(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     own = table().own()
-    entries = [json.dumps(entry) for entry in fold(own)]
-    Path(args.file).write_text(f'{{"schema": {SCHEMA}, "entries": [\n  ' + ",\n  ".join(entries) + "\n]}\n")
-    print(f"measurements written to {args.file}: {len(own)}")
+    lines = ",\n  ".join(json.dumps(entry.encoded()) for entry in own)
+    Path(args.file).write_text(f'{{"schema": {SCHEMA}, "entries": [\n  {lines}\n]}}\n')
+    print(f"measurements written to {args.file}: {sum(len(entry.backends) for entry in own)}")
     return 0
 
 
@@ -87,10 +90,10 @@ def _import(args: argparse.Namespace) -> int:
     if raw.get("schema") != SCHEMA:
         raise InvalidSetting(f"{args.file} has schema {raw.get('schema')}; this version reads schema {SCHEMA}")
     try:
-        entries = [m for entry in raw["entries"] for m in unfold(entry, "")]
+        entries = [decoded(entry, "") for entry in raw["entries"]]
     except ValueError as error:
         raise InvalidSetting(f"{args.file} is damaged: {error}") from error
     if why := table().keep(entries):
         raise InvalidSetting(f"the measurements were read, but not kept: {why}")
-    print(f"measurements taken over: {len(entries)}")
+    print(f"measurements taken over: {sum(len(entry.backends) for entry in entries)}")
     return 0

@@ -1,93 +1,76 @@
-"""The rule of choice. A name means that backend and no other: if it cannot, it says why. A list means
-the first that can. "auto" means, of all that can, the fastest by measurement, else the first in order."""
+"""From a problem to a backend and its recipe.
+
+A name means that backend and no other: if it cannot, it says why. Several names mean the first that can. "auto" means
+the fastest that can, by the rules of `ranking`. It passes over emulated backends, the null backend, and plans that read
+sizes back from the device while another one need not.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
-import torch
-
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting, UnknownBackend
-from multigemm.planning import launch_cache
 from multigemm.planning.binding import Choice
+from multigemm.planning.given_config import as_dict, completed
 from multigemm.planning.staging import equal_sizes, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.spec import ProblemSpec
-from multigemm.select import measure_once as trial
-from multigemm.select import registry
-from multigemm.select import table as tuning
-from multigemm.select.candidates import Candidate, choice_of, unavailable_text, why, why_not
+from multigemm.problem.spec import ProblemSpec, half_octave
+from multigemm.select import measure_once, ranking, registry, table
+from multigemm.select.candidates import candidates, unavailable_text
+from multigemm.select.problem_class import class_of, tokens
+from multigemm.select.ranking import lock_of
 from multigemm.settings import settings
 
 Which = str | Sequence[str]
-CHOICES_KEPT, PICKS_KEPT = 4096, 1 << 16
-DIGITS = 5
-"""Binary ones of the jagged extent that a choice goes by: it holds within a sixteenth of an octave."""
+Planner = Callable[..., Choice]
+"""Plans the backend of a name, and tells why it was chosen."""
+CHOICES_KEPT = 4096
 _choices: dict[Any, Choice] = {}
-_picks: dict[int, str] = {}
-"""The backend of each of the latest choices that "auto" made, which outlives the choice: the same call gives the same
-bits."""
-_lock = threading.RLock()
 
 
 def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Choice:
-    """The backend and recipe for a problem; remembered by spec, so that a new token count costs nothing, but that
-    "auto" asks again every sixteenth of an octave."""
-    spec = staged_spec(problem)
-    which = backend if isinstance(backend, str) else _names(backend)
+    """The backend and recipe for a problem; remembered by spec and half octave of its tokens.
+
+    Raises:
+        UnknownBackend: a name is no backend's.
+        BackendUnavailable: the one that is named cannot run on this machine.
+        BackendUnsupported: none of those asked for can solve the problem.
+        InvalidSetting: `config` is none of this backend.
+    """
+    spec, which = staged_spec(problem), backend if isinstance(backend, str) else _names(backend)
+    size, ranks = half_octave(tokens(problem)), measure_once.ranks_of_group()
     try:
-        equal = equal_sizes(problem)
-        size = notch(problem) if which == "auto" else 0
-        key = (spec, equal, problem.device, which, _hashable(config), size, tuning.generation)
+        given = frozenset(config.items()) if isinstance(config, Mapping) else config
+        key = (spec, equal_sizes(problem), size, problem.device, which, given, ranks > 1, table.generation)
         found = _choices.get(key)
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
-        with _lock:
-            tuning.table()  # to make it counts as a change, which must not undo the first choice
-        key = (*key[:-1], tuning.generation)
-        may_measure = settings().measure and config is None and not settings().backend
-        known = trial.settled(problem, spec, equal, may_measure) if which == "auto" else []
-        with _lock:
-            known = [c for c in known if c.name == _picks.get(hash(key), c.name)] or known
-            found = _choices.get(key) or _choose(problem, spec, which, config, equal, known)  # or another thread's
-            if which == "auto":
-                _remember(hash(key), found.backend)
-            if len(_choices) >= CHOICES_KEPT:
-                _choices.clear()
-            _choices[key] = found
+        found = _remembered(key, _choose(problem, spec, which, config))
+        if settings().print_config:
+            recipe = found.recipe
+            print(f"multigemm: {found.backend} {recipe.kernel} {recipe.config} ({found.why})", file=sys.stderr)
     return found
-
-
-def _remember(key: int, backend: str) -> None:
-    """As the latest pick; the oldest one goes."""
-    _picks.pop(key, None)
-    _picks[key] = backend
-    if len(_picks) > PICKS_KEPT:
-        del _picks[next(iter(_picks))]
 
 
 def forget() -> None:
     """Chooses anew from now on, as another process would."""
-    with _lock:
+    with lock_of("choices"):
         _choices.clear()
-        _picks.clear()
-    launch_cache.clear()
+        ranking.forget()
+        table.change_generation()
 
 
-def notch(problem: GroupedGemmProblem) -> int:
-    """About how long the extent is that offsets cut: what is fastest changes within an octave of it."""
-    if problem.extents is None or not problem.form.startswith("jagged"):
-        return 0
-    extent = problem.extents.along(problem.form[-1])
-    octave = extent.bit_length()
-    behind = extent >> (octave - DIGITS) if octave > DIGITS else extent << (DIGITS - octave)
-    return (octave << (DIGITS - 1)) + behind
+def _remembered(key: Any, choice: Choice) -> Choice:
+    """The choice that is kept under a key: that of another thread, if it came first."""
+    with lock_of("choices"):
+        if len(_choices) >= CHOICES_KEPT:
+            _choices.clear()
+        return _choices.setdefault(key, choice)
 
 
 def _names(backend: Any) -> tuple[str, ...]:
@@ -105,25 +88,43 @@ def _names(backend: Any) -> tuple[str, ...]:
     return names
 
 
-def _hashable(config: Any) -> Any:
-    return frozenset(config.items()) if isinstance(config, Mapping) else config
-
-
-def _choose(
-    problem: GroupedGemmProblem, spec: ProblemSpec, which: Which, config: Any, equal: bool, known: Sequence[Candidate]
-) -> Choice:
+def _choose(problem: GroupedGemmProblem, spec: ProblemSpec, which: Which, config: Any) -> Choice:
+    plan_of = partial(_plan, problem, spec, config)
     if which == "auto":
-        choice = _choose_auto(spec, problem.device, config, equal, known)
-    else:
-        choice = _choose_named(spec, problem.device, [which] if isinstance(which, str) else list(which), config, equal)
-    if settings().print_config:
-        print(
-            f"multigemm: {choice.backend} {choice.recipe.kernel} {choice.recipe.config} ({choice.why})", file=sys.stderr
-        )
-    return choice
+        return _choose_auto(problem, spec, config is None, plan_of)
+    return _choose_named(problem, spec, [which] if isinstance(which, str) else which, plan_of)
 
 
-def _choose_named(spec: ProblemSpec, device: torch.device, names: list[str], config: Any, equal: bool) -> Choice:
+def _plan(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, name: str, why: str = "") -> Choice:
+    """One backend, planned with the config that the ladder gives; the recipe is shared by all who would run it."""
+    device = problem.device
+    chosen, source = _config_for(name, problem, spec, config)
+    key = (name, spec, device, chosen, table.generation)
+    with lock_of((name, "compiles")):  # threads that meet a spec together compile it once
+        found = _choices.get(key)
+        if found is None:
+            found = _remembered(key, Choice(name, registry.get(name).plan(spec, chosen, device), spec, ""))
+    return Choice(name, found.recipe, spec, f"{why}; config {source}")
+
+
+def _config_for(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, given: Any) -> tuple[Any, str]:
+    """A backend's config, and where it comes from: given, else measured for the class, else the backend's first guess.
+
+    A measured config that is no longer valid is passed over.
+    """
+    valid = registry.get(name).configs(spec, problem.device)
+    if given is not None:
+        return completed(given, valid), "given"
+    found = table.table().find(name, class_of(problem, spec), problem.device)
+    if found is not None:
+        measured, source = found
+        for config in valid:
+            if is_dataclass(config) and as_dict(config) == dict(measured.config):
+                return config, f"measured ({measured.us:.1f} us, {source})"
+    return (valid[0] if valid else None), "heuristic"
+
+
+def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, names: Sequence[str], plan_of: Planner) -> Choice:
     reasons: dict[str, list[str]] = {}
     for name in names:  # a slip behind a name that can would never show
         registry.check(name)
@@ -134,46 +135,30 @@ def _choose_named(spec: ProblemSpec, device: torch.device, names: list[str], con
                 raise BackendUnavailable(name, unavailable_text(state))
             reasons[name] = [unavailable_text(state)]
             continue
-        reasons[name] = backend.not_supported_reasons(spec, device)
+        reasons[name] = backend.not_supported_reasons(spec, problem.device)
         if not reasons[name]:
-            why = "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can"
-            return choice_of(name, spec, device, config, why, equal)
+            return plan_of(name, "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can")
     raise BackendUnsupported(reasons)
 
 
-def _choose_auto(
-    spec: ProblemSpec, device: torch.device, config: Any, equal: bool, found: Sequence[Candidate]
-) -> Choice:
+def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, may_measure: bool, plan_of: Planner) -> Choice:
     allowed = settings().backend
     if unknown := [name for name in allowed if name not in registry.names()]:
         known = ", ".join(registry.names())
         raise UnknownBackend(f"MULTIGEMM_BACKEND holds {unknown[0]!r}, which is no backend; known: {known}")
-    able = [c for c in found if c.for_auto]
+    found = candidates(spec, problem.device)
+    able = [c.name for c in found if c.for_auto and (not allowed or c.name in allowed)]
+    if not able:
+        raise BackendUnsupported({c.name: c.why_not(allowed) for c in found})
     if allowed:
-        able = sorted((c for c in able if c.name in allowed), key=lambda c: allowed.index(c.name))
+        names, why = sorted(able, key=allowed.index), f"first that MULTIGEMM_BACKEND={','.join(allowed)} allows"
+    else:
+        ranked = ranking.rank(problem, class_of(problem, spec), able, may_measure, plan_of)
+        names, why = list(ranked.names), ranked.why
     syncing: list[Choice] = []
-    for c in able:
-        choice = _planned(c.name, spec, device, config, why(c), equal)
+    for name in names:
+        choice = plan_of(name, why if name == names[0] else f"{names[0]} would wait for the sizes")
         if not choice.recipe.syncs:
             return choice
         syncing.append(choice)
-    if syncing:
-        return syncing[0]
-    raise BackendUnsupported({c.name: why_not(c, allowed) for c in found})
-
-
-def _planned(name: str, spec: ProblemSpec, device: torch.device, config: Any, why: str, equal: bool) -> Choice:
-    """A backend with its recipe, which another number of tokens may have asked for before."""
-    key = (name, spec, equal, device, _hashable(config), tuning.generation)
-    if key not in _choices:
-        _choices[key] = choice_of(name, spec, device, config, "", equal)
-    return replace(_choices[key], why=why + _choices[key].why)
-
-
-def _begin_anew() -> None:
-    """In a forked child: a lock that nobody holds."""
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
+    return syncing[0]

@@ -20,7 +20,7 @@ from multigemm.cuda.nvrtc import Kernel, kernel
 from multigemm.errors import CompileError
 from multigemm.torch_internals import current_raw_stream
 
-Mode = Literal["cold", "graph", "hot", "host", "do_bench"]
+Mode = Literal["cold", "graph", "hot", "sustained", "host", "do_bench"]
 Call = Callable[[], object]
 cuda: Any = torch.cuda  # parts of torch.cuda carry no types
 
@@ -39,7 +39,7 @@ def _warm_calls(mode: Mode, cost_us: float) -> int:
     return int(WARMUP_MS * 1e3 / max(cost_us, 1.0)) if mode == "do_bench" else 0
 
 
-def room(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
     """Bytes that can be allocated now; of a CPU nobody asks."""
     if device.type != "cuda":
         return math.inf
@@ -54,7 +54,7 @@ def room(device: torch.device) -> float:
     return free + float(cached - used - pieces)
 
 
-def glance(call: Call, device: torch.device) -> float:
+def rough_time_us(call: Call, device: torch.device) -> float:
     """Microseconds of one call behind a first one, roughly."""
     call()
     _wait(device)
@@ -82,8 +82,11 @@ class Clock(ABC):
         return nullcontext()
 
     @abstractmethod
-    def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
-        """Warms up; returns the sampler and the rough cost of one sample in microseconds."""
+    def prepare(self, call: Call, mode: Mode, known_us: float = 0.0) -> tuple[Callable[[], Any], float]:
+        """Warms up; returns the sampler and the rough cost of one sample in microseconds.
+
+        In mode "sustained" a call that takes `known_us` is not run here: neither to warm up nor to learn its cost.
+        """
 
     @abstractmethod
     def read(self, sample: Any, mode: Mode) -> float:
@@ -95,10 +98,12 @@ class CpuClock(Clock):
 
     batch = 1
 
-    def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
+    def prepare(self, call: Call, mode: Mode, known_us: float = 0.0) -> tuple[Callable[[], Any], float]:
         if mode == "graph":
             raise RuntimeError("CUDA graphs need a CUDA device")
-        call()
+        known = known_us if mode == "sustained" else 0.0
+        if not known:
+            call()
         repeat = HOT_CALLS if mode == "hot" else 1
 
         def sample() -> float:
@@ -107,7 +112,8 @@ class CpuClock(Clock):
                 call()
             return (time.perf_counter() - start) * 1e6 / repeat
 
-        cost = min(sample() for _ in range(2)) * repeat  # the smaller: one may have waited for another process
+        # the smaller: one may have waited for another process
+        cost = known or min(sample() for _ in range(2)) * repeat
         for _ in range(_warm_calls(mode, cost)):
             call()
         return sample, cost
@@ -164,8 +170,9 @@ class CudaClock(Clock):
     def scope(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device)
 
-    def prepare(self, call: Call, mode: Mode) -> tuple[Callable[[], Any], float]:
-        for _ in range(2):
+    def prepare(self, call: Call, mode: Mode, known_us: float = 0.0) -> tuple[Callable[[], Any], float]:
+        known = known_us if mode == "sustained" else 0.0
+        for _ in range(0 if known else 2):
             call()
         _wait(self.device)
         if mode == "host":
@@ -187,14 +194,15 @@ class CudaClock(Clock):
             sample()[1].synchronize()
             return (time.perf_counter() - begin) * 1e6
 
-        cost = min(cost_of_one() for _ in range(3))  # the least: a call that met a busy host says nothing of the rest
+        # the least: a call that met a busy host says nothing of the rest
+        cost = known or min(cost_of_one() for _ in range(3))
         for _ in range(_warm_calls(mode, cost)):
             call()
         return sample, cost
 
     def _emptier(self, mode: Mode) -> Callable[[], None]:
         """What empties the caches before a sample; do_bench leaves code where it is, as Triton's does."""
-        if mode == "hot":
+        if mode in ("hot", "sustained"):
             return lambda: None
         if self._caches is None:
             self._caches = Caches(self.device, code=mode != "do_bench")

@@ -1,145 +1,193 @@
-"""Measuring once what nothing tells: where what is known leaves open which backend is fastest.
+"""Measuring once: the few backends in question are compiled side by side and timed on the problem at hand.
 
-When "auto" meets such a class of problems for the first time, the backends in question are timed on that very
-problem (their results go to memory that is thrown away), and `measured_cache` keeps the times. That waits for
-the stream, some 20 to 45 ms besides compiling (also the clock's own kernel); MULTIGEMM_MEASURE=0 forbids it, and
-"auto" then goes by what it expects, as it does in a capture, under torch's sync debug mode, where memory is short, and
-where the sizes leave hardly anything to do. What was chosen before stays chosen in this process.
+Their results go to memory that is thrown away. The call waits for its stream meanwhile: at most some 60 ms besides
+compiling, or five calls of each backend where these take longer. They are ranked in the state in which calls run:
+
+* long ones without a pause and after 25 ms of load, since a GPU under load lowers its clock and backends differ in what
+  energy a product costs them;
+* short ones behind other work, with caches that hold other data and other code.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import threading
+import sys
+import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from typing import Any
 
 import torch
 
-from multigemm.cuda.driver import beside_captures
-from multigemm.planning import binding as bound
+from multigemm.cuda.device import index_of
+from multigemm.cuda.driver import beside_captures, use_context
+from multigemm.planning import binding
 from multigemm.planning.binding import Choice
-from multigemm.planning.staging import outline
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.spec import ProblemSpec
-from multigemm.select import table as tuning
-from multigemm.select.candidates import Candidate, candidates, choice_of
-from multigemm.select.clocks import FLUSH_BYTES, glance, room
-from multigemm.select.measured import Measured, footprint_of
-from multigemm.select.measured_cache import SOURCE, FirstMet
-from multigemm.select.shape import shape_of
+from multigemm.select.clocks import FLUSH_BYTES, free_bytes, rough_time_us
+from multigemm.select.problem_class import ProblemClass
+from multigemm.select.table import Entry, Measured, device_name
 from multigemm.select.timing import describe, measure
+from multigemm.settings import settings
 
-AT_MOST = 4
-"""Backends, those that are expected to be fastest."""
-LEAST, ROUNDS, BUDGET_MS = 3, 15, 40.0
+LONG_US = 150.0
+"""A sequence of such calls keeps a GPU busy without the host's help, up to its power limit."""
+LEAST, ROUNDS = 3, 15
+BUDGET_MS = 25.0
 HOPELESS, SLOW_US = 3.0, 500.0
-"""Times slower than the fastest at a glance, and so slow that it is not the host: not worth another look."""
+"""Times slower than the fastest at a first look, and so slow that it is not the host: not worth a second look."""
+WORTH = 1.03
+"""The first of the static order stays unless another one is faster by more than this. The ranking moves within a class
+with how uneven the groups are: what leads by less on even ones is up to 15 % behind on others."""
 LEAST_US = 0.01
 LEAST_WORK = 0.1
-"""Of the operations that the class makes one expect: a dry run on few tokens tells nothing of it."""
-_turns: dict[torch.device, threading.RLock] = {}
-"""Trials wait for a device, which may wait for another thread's: each device has its own turn."""
-os.register_at_fork(after_in_child=_turns.clear)
+"""Of the operations that the extents make one expect: a dry run on few tokens tells nothing of its class."""
 
 
-def settled(problem: GroupedGemmProblem, spec: ProblemSpec, equal: bool, may_measure: bool) -> list[Candidate]:
-    """All backends with what is known of them, once those in question were measured, if they may be."""
-    ask = partial(candidates, spec, problem.device, equal, partial(outline, problem, spec))
-    found = ask()
-    if not may_measure or not in_question(found) or _must_not_wait(problem):
-        return found
-    turn = _turns.setdefault(problem.device, threading.RLock())
-    with turn, bound.callers_stream(problem), beside_captures() if problem.device.type == "cuda" else nullcontext():
-        found = ask()  # another thread may have measured
-        try:
-            return ask() if _measured(problem, spec, equal, found) else found
-        except Exception as error:  # the call itself may well succeed; if not, it says so
-            _report(f"could not measure: {describe(error)}")
-            return found
+def obstacle(problem: GroupedGemmProblem) -> str:
+    """Why nothing may be measured now; "" if it may."""
+    if not settings().measure:
+        return "MULTIGEMM_MEASURE=0 forbids it"
+    if (ranks := ranks_of_group()) > 1:
+        return f"the {ranks} ranks of a process group have to choose alike"
+    if binding.captured(problem):
+        return "a CUDA graph is being captured"
+    if problem.device.type == "cuda" and torch.cuda.get_sync_debug_mode() != 0:
+        return "torch's sync debug mode forbids to wait for the GPU"
+    return ""
 
 
-def _must_not_wait(problem: GroupedGemmProblem) -> bool:
-    """In a capture, and where torch was told to complain of whoever waits for a GPU."""
-    return bound.captured(problem) or (problem.device.type == "cuda" and torch.cuda.get_sync_debug_mode() != 0)
+def ranks_of_group() -> int:
+    """How many processes work together by torch.distributed; 1 where there is no process group."""
+    group = torch.distributed
+    return group.get_world_size() if group.is_available() and group.is_initialized() else 1
 
 
-def _report(what: str) -> None:
-    warnings.warn(f"multigemm: auto {what}", RuntimeWarning, stacklevel=2)
+def measure_once(
+    problem: GroupedGemmProblem,
+    problem_class: ProblemClass,
+    names: Sequence[str],
+    plan_of: Callable[[str], Choice],
+) -> Entry | str:
+    """Times the backends `names`, the expected one first; `plan_of` compiles one. A text says why nothing was chosen.
 
-
-def in_question(found: Sequence[Candidate]) -> list[str]:
-    """Which backends may well be the fastest, of all in the order of what is expected; none where that is known by
-    measurement, or one alone is left."""
-    able = [c for c in found if c.for_auto]
-    if not able or any(c.slowness is not None and not c.expected for c in able):
-        return []
-    names = [able[0].name, *(c.name for c in able[1:] if c.in_question)]
-    return names if len(names) > 1 else []
-
-
-def _measured(problem: GroupedGemmProblem, spec: ProblemSpec, equal: bool, found: Sequence[Candidate]) -> bool:
-    """Times the backends in question and keeps what they took; false where there is nothing to keep."""
-    shape = shape_of(outline(problem, spec))
-    work = problem.flops  # reads the sizes
-    if not work or work < LEAST_WORK * shape.flops:
-        return False
+    A backend that fails is left out with a warning: the call itself is not at stake.
+    """
     failed: dict[str, str] = {}
-    choices = _planned(in_question(found), spec, problem.device, equal, failed)
-    took = _timed(choices, problem, failed) if len(choices) > 1 and _fits(problem) else {}
+    try:
+        with binding.callers_stream(problem), ExitStack() as stack:
+            if problem.device.type == "cuda":
+                stack.enter_context(beside_captures())
+            if why := _hardly_any_work(problem) or _no_room(problem):
+                return why
+            began = time.perf_counter()
+            choices = _planned(names, problem.device, plan_of, failed)
+            compiled = time.perf_counter()
+            took = _timed(choices, problem, failed) if len(choices) > 1 else {}
+            spent_ms = (time.perf_counter() - compiled) * 1e3
+    except Exception as error:  # the call itself may well succeed; if not, it says so
+        warnings.warn(f"multigemm: auto could not measure: {describe(error)}", RuntimeWarning, stacklevel=2)
+        return f"it failed: {describe(error)}"
     for name, why in failed.items():
-        _report(f"could not measure backend {name!r}: {why}")
+        warnings.warn(f"multigemm: auto could not measure backend {name!r}: {why}", RuntimeWarning, stacklevel=2)
     if len(took) < 2:
-        return False
-    where, key, times = tuning.device_name(problem.device), tuning.spec_key(spec, equal), {}
-    ran = {c.name: c.ran for c in found if c.for_auto and c.name not in failed}
-    for name, us in took.items():
-        tile, size = footprint_of(choices[name].recipe.config), (spec.groups, shape.flops)
-        times[name] = Measured(name, {}, round(us, 2), where, key, {}, SOURCE, ran[name], *size, tile)
-    tuning.table().learn(FirstMet(times, {name: its for name, its in ran.items() if name not in times}))
-    return True
-
-
-def _planned(
-    names: Sequence[str], spec: ProblemSpec, device: torch.device, equal: bool, failed: dict[str, str]
-) -> dict[str, Choice]:
-    """Recipes of those that need not wait for sizes."""
-    found: dict[str, Choice] = {}
-    for name in names:
-        try:
-            choice = choice_of(name, spec, device, None, "to be measured", equal)
-        except Exception as error:  # reported; what is expected of the others holds
-            failed[name] = describe(error)
-            continue
-        if not choice.recipe.syncs and len(found) < AT_MOST:
-            found[name] = choice
+        return "fewer than two backends could be timed"
+    device, date = device_name(problem.device), datetime.now(UTC).isoformat(timespec="seconds")
+    times = {name: Measured(us) for name, us in took.items()}
+    found = Entry(device, str(problem_class), times, "own cache", _fastest(took, names), date, failed)
+    _report(found, compiled - began, spent_ms)
     return found
 
 
-def _fits(problem: GroupedGemmProblem) -> bool:
-    """Whether there is room for one more result, as it lies in memory, and for what empties the cache."""
-    spans, elements = bound.scratch_elements(problem)
-    size = problem.out_dtype.itemsize
-    return spans <= 2 * elements and room(problem.device) >= FLUSH_BYTES + 2 * spans * size
+def _fastest(took: Mapping[str, float], names: Sequence[str]) -> str:
+    """The fastest; the first of `names` that was timed, unless it is clearly slower."""
+    best, first = min(took, key=lambda name: took[name]), next(name for name in names if name in took)
+    return first if took[first] <= WORTH * took[best] else best
+
+
+def _report(found: Entry, compile_s: float, spent_ms: float) -> None:
+    """One line for whoever asked to see choices."""
+    if settings().print_config:
+        times = ", ".join(f"{name} {m.us:.1f} us" for name, m in found.backends.items())
+        spent = f"{spent_ms:.0f} ms, and {compile_s:.1f} s to compile"
+        print(f"multigemm: measured {found.key}: {times}; {found.chosen} from now on ({spent})", file=sys.stderr)
+
+
+def _hardly_any_work(problem: GroupedGemmProblem) -> str:
+    """Reads the sizes."""
+    work, expected = problem.flops, 0.0
+    if problem.extents is not None and problem.form != "masked":  # where rows are masked, most may well be
+        extents = problem.extents
+        expected = 2.0 * extents.m * extents.n * extents.k * (1 if problem.spec.jagged else problem.spec.groups)
+    return "there is hardly any work" if not work or work < LEAST_WORK * expected else ""
+
+
+def _no_room(problem: GroupedGemmProblem) -> str:
+    """One more result, as it lies in memory, and what empties the cache have to fit."""
+    spans, elements = binding.scratch_elements(problem)
+    needed = FLUSH_BYTES + 2 * spans * problem.out_dtype.itemsize
+    if spans > 2 * elements:
+        return "`out` spans far more memory than the result has"
+    free = free_bytes(problem.device)
+    return "" if free >= needed else f"{free / 2**20:.0f} MiB are free, and {needed / 2**20:.0f} MiB are needed"
+
+
+def _planned(
+    names: Sequence[str], device: torch.device, plan_of: Callable[[str], Choice], failed: dict[str, str]
+) -> dict[str, Choice]:
+    """Compiles side by side: NVRTC, Triton's and Numba's compiler release Python's lock or share it. Backends that wait
+    for sizes are left out: "auto" would not take them."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def compiled(name: str) -> Choice:
+        with ExitStack() as stack:
+            if stream is not None:  # a new thread has no context, no stream and a capture mode of its own
+                use_context(index_of(device))
+                stack.enter_context(beside_captures())
+                stack.enter_context(torch.cuda.stream(stream))
+            return plan_of(name)
+
+    found = {}
+    with ThreadPoolExecutor(len(names)) as pool:
+        waiting = {name: pool.submit(compiled, name) for name in names}
+        for name, future in waiting.items():
+            try:
+                choice = future.result()
+            except Exception as error:
+                failed[name] = describe(error)
+                continue
+            if not choice.recipe.syncs:
+                found[name] = choice
+    return found
 
 
 def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: dict[str, str]) -> dict[str, float]:
     """Microseconds that each took, all of them writing into one scratch result."""
-    scratch, bounds, launches, rough = None, {}, {}, {}
+    scratch: Any = None
+    bounds, launches, rough = {}, {}, {}  # a launch keeps no operand alive
     for name, choice in choices.items():
         try:
-            scratch = bound.scratch(problem) if scratch is None else scratch
-            bounds[name] = bound.bind(choice, problem, scratch)
+            scratch = binding.scratch(problem) if scratch is None else scratch
+            bounds[name] = binding.bind(choice, problem, scratch)
             launches[name] = bounds[name].launch
-            rough[name] = glance(launches[name], problem.device)
+            rough[name] = rough_time_us(launches[name], problem.device)
         except Exception as error:  # it may well be that the result does not fit twice
             failed[name] = describe(error)
-    hopeless = max(SLOW_US, HOPELESS * min(rough.values(), default=math.inf))
-    worth = {name: launches[name] for name, us in rough.items() if us <= hopeless}
-    taken = measure(worth, problem.device, reps=ROUNDS, min_reps=LEAST, budget_ms=BUDGET_MS)
+    fastest = min(rough.values(), default=math.inf)
+    worth = {name: launches[name] for name, us in rough.items() if us <= max(SLOW_US, HOPELESS * fastest)}
+    long = fastest >= LONG_US and problem.device.type == "cuda"
+    taken = measure(
+        worth,
+        problem.device,
+        "sustained" if long else "cold",
+        reps=ROUNDS,
+        min_reps=LEAST,
+        budget_ms=BUDGET_MS,
+        known_us=rough,
+    )
     failed.update((name, timing.error) for name, timing in taken.items() if not timing.ok)
     took = {name: taken[name].median if name in taken else us for name, us in rough.items()}
-    return {name: us for name, us in took.items() if us >= LEAST_US}
+    return {name: round(us, 2) for name, us in took.items() if us >= LEAST_US}

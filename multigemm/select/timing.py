@@ -28,8 +28,8 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from multigemm.select.clocks import WARMUP_MS, Clock, CpuClock, CudaClock, cuda
 from multigemm.select.clocks import Call as Call
-from multigemm.select.clocks import Clock, CpuClock, CudaClock, cuda
 from multigemm.select.clocks import Mode as Mode
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -38,6 +38,8 @@ LATE = 2.0
 COMPANY = 4
 """Fewer variants do not tell what moved a round from what moved one of them."""
 PASSES = 4
+JUST_RAN = 2
+"""Calls of each variant, at least, that ran right before sustained ones: to warm up, or to learn what they take."""
 BURST_MS = 25.0
 """Of work between pauses, where pauses are asked for. A power limit takes longer to bite; in shorter bursts the
 clock is not yet what it was."""
@@ -112,6 +114,7 @@ def measure(
     min_reps: int = 10,
     budget_ms: float = 200.0,
     rest: float = 0.0,
+    known_us: Mapping[str, float] | None = None,
     watch: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
     """Times each variant; `reps` rounds at most, `min_reps` at least, about `budget_ms` of work for all together.
@@ -119,11 +122,13 @@ def measure(
     cold      one eager call behind other code and an L2 flush, between two events (perf_counter on a CPU, no flush)
     graph     the same, but the call is a replay of a captured CUDA graph
     hot       20 calls back to back in one graph without a flush; the time of one
+    sustained one eager call right behind another one, without a flush, once all have run in turn for 25 ms: a GPU under
+              load lowers its clock
     host      what the caller's thread spends per call while the device works on its own
     do_bench  as triton.testing.do_bench measures: each variant alone, an L2 flush and one call per sample
     A variant that raises, or cannot be captured, yields a Timing with the error and no samples.
     `rest` is the part of the time in which the device shall idle, in pauses between bursts of some 25 ms: 0 none, 0.8
-    gives pauses of 100 ms.
+    gives pauses of 100 ms. `known_us`: what each variant takes, roughly, where all have just run twice ("sustained").
     `watch` is told the name of each variant before it runs for the first time, and "" afterwards.
     """
     where = torch.device(device)
@@ -133,7 +138,7 @@ def measure(
         raise ValueError(f"rest={rest}: a part of the time, from 0 to below 1")
     clock = CudaClock(where) if where.type == "cuda" else CpuClock()
     with clock.scope():
-        return _measure(clock, variants, mode, reps, min_reps, budget_ms, rest, watch)
+        return _measure(clock, variants, mode, reps, min_reps, budget_ms, rest, known_us or {}, watch)
 
 
 def do_bench(
@@ -164,6 +169,7 @@ def _measure(
     min_reps: int,
     budget_ms: float,
     rest: float,
+    known_us: Mapping[str, float],
     watch: Callable[[str], None],
 ) -> dict[str, Timing]:
     results: dict[str, Timing] = {}
@@ -172,7 +178,7 @@ def _measure(
     for name, call in variants.items():
         watch(name)
         try:
-            prepared[name], cost_us[name] = clock.prepare(call, mode)
+            prepared[name], cost_us[name] = clock.prepare(call, mode, known_us.get(name, 0.0))
         except Exception as error:
             results[name] = Timing(name, mode, error=describe(error))
     watch("")
@@ -184,9 +190,19 @@ def _measure(
         round_ms = sum(cost_us[name] for name in group) / 1e3
         rounds = max(min_reps, min(reps, int(budget_ms / max(round_ms, 1e-3))))
         samplers = {name: prepared[name] for name in group}
+        if mode == "sustained":
+            _warm_up(clock, samplers, mode, int(WARMUP_MS / max(round_ms, 1e-3)) - JUST_RAN)
         pauses = _Pauses(cost_us, rest / (1.0 - rest))
         results.update(_rounds(clock, samplers, mode, rounds, min_reps, LATE * budget_ms / 1e3, pauses))
     return {name: results[name] for name in variants}
+
+
+def _warm_up(clock: Clock, samplers: Mapping[str, Callable[[], Any]], mode: Mode, rounds: int) -> None:
+    """Runs all in turn and waits for none: the samples begin under load. What fails here fails there too."""
+    taken = _Taken(clock, mode, samplers)
+    for _ in range(rounds):
+        for name, sampler in samplers.items():
+            taken.take(name, sampler)
 
 
 @dataclass

@@ -1,9 +1,10 @@
-"""On a GPU: auto measures once what is open, and leaves everything but its own memory as it was."""
+"""On a GPU: auto measures a class once, and leaves everything but its own memory as it was."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,8 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import api as dispatch
 from multigemm import settings
-from multigemm.cuda.disk_cache import DiskCache
-from multigemm.select import candidates as contest
-from multigemm.select import clocks
+from multigemm.select import choose, clocks
 from multigemm.select import measure_once as trial
 from multigemm.select import table as tuning
 
@@ -29,21 +27,20 @@ MACHINES_CACHE = os.environ.get("MULTIGEMM_CACHE_DIR", "")
 
 
 @pytest.fixture(autouse=True)
-def everything_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every backend is in question, whatever the forecast says; warnings are errors."""
+def nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No class was met before; warnings are errors."""
     monkeypatch.setenv("MULTIGEMM_MEASURE", "1")
     monkeypatch.setenv("MULTIGEMM_BACKEND", "")
     if MACHINES_CACHE:
         monkeypatch.setenv("MULTIGEMM_CACHE_DIR", MACHINES_CACHE)
     settings.settings.cache_clear()
-    monkeypatch.setattr(contest, "SURE", 1e9)
-    own = tuning.TuningTable(DiskCache("tuning", tmp_path))
+    own = tuning.TuningTable(tmp_path)
     monkeypatch.setattr(tuning, "table", lambda: own)
-    dispatch.forget()
+    choose.forget()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="multigemm: auto could not")
         yield
-    dispatch.forget()
+    choose.forget()
     settings.settings.cache_clear()
 
 
@@ -77,14 +74,17 @@ def test_an_open_class_is_measured_and_a_second_process_finds_it(
     problem = mg.GroupedGemmProblem(a, b, **how)
     assert mg.verify(problem, mg.solve(problem)).ok
     took = measured(problem)
-    assert {"cupy", "triton", "numba"} <= set(took)
-    assert mg.explain(problem).chosen == min(took, key=lambda name: took[name])
+    assert set(took) == {"cupy", "triton"}
+    chosen = mg.explain(problem).chosen
+    assert chosen is not None
+    assert took[chosen] <= trial.WORTH * min(took.values())
     assert all(1.0 < us < 1000.0 for us in took.values())
-    again = tuning.TuningTable(DiskCache("tuning", tmp_path))
+    again = tuning.TuningTable(tmp_path)
     monkeypatch.setattr(tuning, "table", lambda: again)
     monkeypatch.setattr(trial, "measure", None)  # which nobody can call
-    dispatch.forget()
+    choose.forget()
     assert measured(problem) == took
+    assert mg.explain(problem).chosen == chosen
 
 
 def test_c_is_added_once_though_many_have_run() -> None:
@@ -232,13 +232,13 @@ def test_a_dry_run_on_no_tokens_tells_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert trials == []
 
 
-def test_where_the_gpu_is_full_the_forecast_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_gpu_is_full_the_static_order_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, how = operands(n=344)
     problem = mg.GroupedGemmProblem(a, b, **how)
     monkeypatch.setattr(trial, "measure", None)
     torch.cuda.empty_cache()
     ballast, size = list[torch.Tensor](), 1 << 36
-    while clocks.room(a.device) > 224 << 20:  # torch may have kept pieces, where a capture failed before
+    while clocks.free_bytes(a.device) > 224 << 20:  # torch may have kept pieces, where a capture failed before
         try:
             ballast.append(torch.empty(size, dtype=torch.int8, device="cuda"))
         except torch.OutOfMemoryError:
@@ -249,3 +249,20 @@ def test_where_the_gpu_is_full_the_forecast_decides(monkeypatch: pytest.MonkeyPa
         del ballast
         torch.cuda.empty_cache()
     assert not measured(problem)
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(488, 328, 264), (16384, 4096, 4096)])
+def test_a_first_meeting_costs_at_most_60_ms_besides_compiling(rows: int, n: int, k: int) -> None:
+    """A short product, and one of some 800 us, which is ranked under load."""
+    a, b = (torch.randn(*s, dtype=torch.bfloat16, device="cuda") / 8 for s in ((rows, k), (8, k, n)))
+    sizes = torch.tensor([rows // 8] * 8, device="cuda")
+    problem = mg.GroupedGemmProblem(a, b, sizes=sizes)
+    for name in ("cupy", "triton", "cublas"):
+        mg.plan(problem, name)()
+    clocks.other_code(0)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    choose.choose(problem)
+    spent = time.perf_counter() - began
+    assert len(measured(problem)) == 2
+    assert spent < 0.06 * 1.5  # half as much again: other programs may use this machine

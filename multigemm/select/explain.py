@@ -1,0 +1,72 @@
+"""Why a call would run what it runs: who can, who cannot, what each takes, who is chosen and by which rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from multigemm.errors import BackendUnavailable, BackendUnsupported
+from multigemm.planning.binding import reasons
+from multigemm.planning.staging import staged_spec
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import ProblemSpec
+from multigemm.select import ranking
+from multigemm.select.candidates import Candidate, candidates
+from multigemm.select.choose import Which, choose
+from multigemm.select.problem_class import class_of
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Who can, who cannot and why, who is chosen and why. Prints as a table."""
+
+    spec: ProblemSpec
+    candidates: tuple[Candidate, ...]
+    chosen: str | None
+    kernel: str
+    config: Any
+    why: str
+    staging: tuple[str, ...]
+    problem_class: str = ""
+
+    def __str__(self) -> str:
+        spec = self.spec
+        extents = [
+            f"{name} by group" if getattr(spec, name) is None else f"{name}={getattr(spec, name)}" for name in "mnk"
+        ]
+        lines = [f"{spec.form}: {spec.groups} groups, {', '.join(extents)}, {spec.compute}"]
+        lines += [f"  class: {self.problem_class}"]
+        lines += [f"  before the launch: {step}" for step in self.staging]
+        lines += [f"{'*' if c.name == self.chosen else ' '} {c.name:8} {c}" for c in self.candidates]
+        if self.chosen:
+            lines.append(f"chosen: {self.chosen}, {self.kernel}, {self.config}: {self.why}")
+        else:
+            first, *each = self.why.splitlines()
+            able = tuple(f"  {c.name}: " for c in self.candidates if c.can)  # what passed them over is not in the table
+            lines.append(
+                "; ".join([f"chosen: none, {first}", *(line.strip() for line in each if line.startswith(able))])
+            )
+        return "\n".join(lines)
+
+
+def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
+    """Why `choose(problem, backend, config)` chooses what it does; measures as that would."""
+    spec = staged_spec(problem)
+    steps = [f"{x} is cast to {spec.compute}" for x in "ab" if getattr(problem.spec, x).dtype is not spec.compute]
+    if problem.refreshes:
+        steps.append(f"{len(problem.refreshes)} array(s) with negative strides are copied")
+    chosen, kernel, ran, why = None, "", None, ""
+    try:
+        choice = choose(problem, backend, config)
+        chosen, kernel, ran, why = choice.backend, choice.recipe.kernel, choice.recipe.config, reasons(choice, problem)
+    except (BackendUnsupported, BackendUnavailable) as error:
+        why = str(error)
+    found, told = _with_times(problem, candidates(spec, problem.device)), str(class_of(problem, spec))
+    return Explanation(spec, found, chosen, kernel, ran, why, tuple(steps), told)
+
+
+def _with_times(problem: GroupedGemmProblem, found: list[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates with the times that are known of their class, the fastest first; measures nothing."""
+    known = ranking.known(problem, class_of(problem, staged_spec(problem)), [c.name for c in found if c.for_auto])
+    timed = [replace(c, us=known.us[c.name], source=known.source) if c.name in known.us else c for c in found]
+    return tuple(sorted(timed, key=lambda c: (c.us is None, c.us or 0.0)))

@@ -1,0 +1,104 @@
+"""The class of a problem: all problems that are solved by the same backend and config, because one was measured.
+
+A class holds what decides which kernel is fastest and what a model never changes: form, dtypes, memory orders,
+alignment, exact N and K, where the sizes lie. Token counts and groups enter as buckets, so that serving traffic meets
+few classes. A bucket of tokens spans half an octave: within it the fastest backend hardly changes. Nothing of a
+backend or of its configs is part of a class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from multigemm.planning.staging import equal_sizes
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import OperandSpec, ProblemSpec, bucket, half_octave
+
+ON_DEVICE, ON_HOST, EQUAL = "device-sizes", "host-sizes", "equal-sizes"
+EPILOGUE = "+epilogue"
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemClass:
+    """The fields of a class; `str()` of it is what tables and the cache hold.
+
+    `m`, `n` and `k` are None where groups differ in them or where they count tokens; `groups` is a power of two and
+    `total` a `half_octave` of the tokens of all groups, each at or above the true number. `a`, `b` and `out` tell
+    dtype, order and alignment as in "bfloat16/row8/shared". `precision` ends in "+epilogue" where the product is not
+    all that is asked for. `where` tells where the sizes lie; "equal-sizes" are on the host, and all the same.
+    """
+
+    form: str
+    groups: int
+    m: int | None
+    n: int | None
+    k: int | None
+    total: int
+    a: str
+    b: str
+    out: str
+    precision: str
+    where: str
+
+    def __str__(self) -> str:
+        m, n, k = ("*" if extent is None else extent for extent in (self.m, self.n, self.k))
+        sizes = f"g{self.groups} m{m} n{n} k{k} t{self.total}"
+        return f"{self.form} {sizes} {self.a} {self.b} {self.out} {self.precision} {self.where}"
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the products; "tf32" where float32 is rounded to it."""
+        dtype = self.a.partition("/")[0]
+        return "tf32" if dtype == "float32" and self.precision.startswith("tf32") else dtype
+
+    @property
+    def rows(self) -> float:
+        """Rows of an ordinary group."""
+        return float(self.m) if self.m is not None else self.total / max(self.groups, 1)
+
+    @property
+    def unaligned(self) -> bool:
+        """Whether some operand has lines that no tensor map can describe."""
+        return any(x.partition("/")[2].partition("/")[0] not in ("row", "col") for x in (self.a, self.b, self.out))
+
+
+def tokens(problem: GroupedGemmProblem) -> int:
+    """The tokens of all groups: T where offsets cut it, else the sum of M. Where a list's N or K differ, multiply-adds
+    are counted instead, over those extents that all have in common."""
+    spec = problem.spec
+    if problem.extents is not None:
+        return problem.extents.along(spec.jagged) if spec.jagged else spec.groups * (spec.m or 0)
+    rows = problem.each("a")
+    if spec.n and spec.k:
+        return sum([a.shape[0] for a in rows])
+    each = zip(rows, problem.each("b"), strict=True)
+    return sum(a.shape[0] * (1 if spec.n else b.shape[1]) * (1 if spec.k else a.shape[1]) for a, b in each)
+
+
+def class_of(problem: GroupedGemmProblem, spec: ProblemSpec) -> ProblemClass:
+    """The class of a problem, whose staged spec is `spec`."""
+    return _class_of(spec, half_octave(tokens(problem)), equal_sizes(problem))
+
+
+@lru_cache(maxsize=4096)
+def _class_of(spec: ProblemSpec, total: int, equal: bool) -> ProblemClass:
+    plain = spec.c is None and spec.bias is None and spec.activation is None
+    return ProblemClass(
+        spec.form,
+        bucket(spec.groups),
+        spec.m if spec.form in ("jagged_n", "jagged_k") else None,
+        spec.n or None,
+        spec.k or None,
+        total,
+        _operand(spec.a),
+        _operand(spec.b),
+        _operand(spec.out),
+        spec.precision + ("" if plain else EPILOGUE),
+        ON_DEVICE if spec.device_sizes else EQUAL if equal else ON_HOST,
+    )
+
+
+def _operand(x: OperandSpec) -> str:
+    short = str(x.dtype).removeprefix("torch.")
+    return f"{short}/{x.order}{'' if x.align >= 16 else x.align}{'/shared' if x.shared else ''}"
