@@ -330,7 +330,9 @@ def values_of(groups: list[tuple[bytes, bytes, Numbers]], slots: int) -> list[in
     found: list[int | bytes] = []
     for a, b, _ in groups:
         found += [a, *BESIDE[2], b, *BESIDE[2]]
-    return [*found, *(value for _, _, numbers in groups for value in numbers)]
+    for _, _, numbers in groups:
+        found += numbers
+    return found
 
 
 class MapListPlan:
