@@ -62,7 +62,7 @@ def shared_text() -> str:
     return SHARED_HEAD + _guarded(_from_shared) + _cases()
 
 
-REGISTER_HEAD = """// Written by wgmma.py: d += W x X for 64 columns, N rows and k = 16; W in registers, X in shared memory.
+REGISTER_HEAD = """// Written by wgmma.py: d += W x X for 64 columns, N rows, k = 16; W in registers, X shared.
 #pragma once
 #include "ptx.cuh"
 template <int N> struct MmaFragment;
