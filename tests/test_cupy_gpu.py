@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import choice
-from multigemm.planning.staging import staged_spec
+from multigemm.backends.cupy import BACKEND, choice
+from multigemm.planning.staging import allocate, stage, staged_spec
+from tests.support.cuda_driver import addresses_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -189,3 +192,45 @@ def test_ten_thousand_launches_in_one_graph_are_right_for_random_sizes(odd: int)
         graph.replay()
         places = wrong.nonzero().tolist()
         assert not places, (replay, places[:5], {str(plans[i].config) for _, i in places})
+
+
+MOVED = [name for name in FORMS if "list" not in name]
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_launch_that_was_moved_solves_the_problem_that_it_was_moved_to(name: str) -> None:
+    device = torch.device("cuda", 0)
+    first, second = FORMS[name](), FORMS[name]()
+    spec = staged_spec(first)
+    assert staged_spec(second) == spec
+    here = stage(first, spec, allocate(first))
+    for config in choice.candidates(spec, device):
+        out = allocate(second)
+        there = stage(second, spec, out)
+        if [x % 256 for x in addresses_of(here.ops)] != [x % 256 for x in addresses_of(there.ops)]:
+            continue  # another class of problems
+        launch: Any = BACKEND.plan(spec, config, device).bind(here.ops)
+        launch()
+        for step in there.before:
+            step()
+        launch.move(addresses_of(there.ops))
+        launch()
+        assert mg.verify(second, out[0] if second.squeezed else out), config
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_thread_that_never_touched_cuda_solves_every_form(name: str) -> None:
+    """As the thread on which autograd runs backward: binding and launching must not need its context."""
+    problem, found = FORMS[name](), list[object]()
+
+    def work() -> None:
+        for config in choice.candidates(staged_spec(problem), torch.device("cuda", 0)):
+            try:
+                found.append(mg.verify(problem, mg.plan(problem, backend="cupy", config=config)()))
+            except Exception as error:
+                found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found and all(found) and not [x for x in found if isinstance(x, Exception)]

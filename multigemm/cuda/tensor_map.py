@@ -42,7 +42,7 @@ class _Scratch:
         self.ones = ctypes.byref(self.steps)
         self.memory = (ctypes.c_char * (SIZE * MOST_BOXES + 64))()
         skipped = -ctypes.addressof(self.memory) % 64  # CUtensorMap is aligned to 64 bytes
-        self.start = ctypes.addressof(self.memory) + skipped
+        self.view = memoryview(self.memory).cast("B")[skipped:]
         self.maps = [ctypes.byref(self.memory, skipped + SIZE * i) for i in range(MOST_BOXES)]
 
 
@@ -79,17 +79,17 @@ def encode_together(
     Raises LibraryError, with the layout, where the driver refuses it.
     """
     own, rank, call = _scratches.of_rank[len(extents)], len(extents), library().cuTensorMapEncodeTiled
-    own.extents[:], own.strides[:] = list(extents), list(strides)
+    own.extents[:], own.strides[:] = extents, strides  # type: ignore[call-overload]  # a tuple serves as well
     sizes, steps = own.layout
     kind, ones, place = TYPES[dtype], own.ones, ctypes.c_void_p(address)
     for target, box in zip(own.maps, _box_references(boxes), strict=False):
         code = call(target, kind, rank, place, sizes, steps, box, ones, 0, swizzle, PROMOTION_256B, ZERO_FILL)
         if code:
             check(code, f"cuTensorMapEncodeTiled({dtype}, address {address:#x}, {extents=}, {strides=}, {boxes=})")
-    raw = ctypes.string_at(own.start, SIZE * len(boxes))
-    if not isinstance(address, Address):
-        return fields(raw, ())
-    return fields(raw, (Slot(_place_of_address(), address.operand, address - address.base, len(boxes), SIZE),))
+    made = Fields(own.view[: SIZE * len(boxes)])
+    if isinstance(address, Address):
+        made.slots = (Slot(_place_of_address(), address.operand, address - address.base, len(boxes), SIZE),)
+    return made
 
 
 def encode(
