@@ -13,7 +13,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backend import Availability, Backend, Recipe
-from multigemm.planning import plan as bound
+from multigemm.planning import binding as bound
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
 from multigemm.settings import settings

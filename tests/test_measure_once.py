@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backend import Availability, Recipe
-from multigemm.planning import plan as bound
+from multigemm.planning import binding as bound
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import choose, timing
@@ -99,9 +100,9 @@ def test_all_write_into_one_scratch_result_that_lies_as_the_real_one(fresh: Inst
     out = torch.full((2, 4), 7.0).t()
     posed = mg.GroupedGemmProblem(torch.ones(4, 3), torch.ones(3, 2), offsets=[0, 4], out=out)
     choose.choose(posed)
-    (first,), (second,) = one.outs, two.outs
-    assert first.data_ptr() == second.data_ptr() != out.data_ptr()
-    assert first.stride() == out.stride()
+    outs = [*one.outs, *two.outs]
+    assert {x.data_ptr() for x in outs} == {one.outs[0].data_ptr()} != {out.data_ptr()}
+    assert all(x.stride() == out.stride() for x in outs)
     assert out.eq(7.0).all()
 
 
@@ -162,11 +163,34 @@ def test_long_calls_on_a_gpu_are_ranked_under_load_and_short_ones_behind_other_w
     choices = {name: choose.choose(posed, name) for name in ("slow", "fast")}
     monkeypatch.setattr(type(posed), "device", torch.device("cuda"))
     monkeypatch.setattr(bound, "scratch", lambda posed: None)
-    monkeypatch.setattr(bound, "launcher", lambda choice, posed, out: None)
+    nothing = bound.Bound(lambda: None, Operands(posed.spec, posed.a, posed.b, posed.a), [])
+    monkeypatch.setattr(bound, "bind", lambda choice, posed, out: nothing)
     for us, mode in ((trial.LONG_US, "sustained"), (0.9 * trial.LONG_US, "cold")):
         monkeypatch.setattr(trial, "rough_time_us", lambda call, device, us=us: us)
         trial._timed(choices, posed, {})
         assert asked[-1] == (mode, {"slow": us, "fast": us})
+
+
+def test_a_backend_whose_calls_keep_the_host_busy_is_not_taken_for_a_short_product(
+    fresh: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU binding takes no time of the device, but every eager call waits for it."""
+
+    class Busy(Dawdler):
+        def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
+            recipe = super().plan(spec, config, device)
+
+            def bind(ops: Operands) -> Callable[[], object]:
+                until = time.perf_counter() + 0.004
+                while time.perf_counter() < until:
+                    pass
+                return recipe.bind(ops)
+
+            return replace(recipe, bind=bind)
+
+    monkeypatch.setattr(trial, "measure", timing.measure)
+    fresh(Busy("busy", 1), Dawdler("idle", 2, nap_s=0.001))
+    assert mg.plan(problem()).backend == "idle"
 
 
 def test_where_no_second_result_fits_the_first_in_order_is_taken(

@@ -168,7 +168,7 @@ def test_a_process_group_of_two_is_seen(tmp_path: Path) -> None:
 def test_a_choice_that_was_made_unmeasured_stays_in_its_process(
     fresh: Install, trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from multigemm.planning import plan as bound
+    from multigemm.planning import binding as bound
 
     fresh(*pair())
     with monkeypatch.context() as within:
@@ -182,7 +182,7 @@ def test_a_choice_that_was_made_unmeasured_stays_in_its_process(
 
 
 def test_a_kept_choice_holds_in_a_capture_too(fresh: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    from multigemm.planning import plan as bound
+    from multigemm.planning import binding as bound
 
     fresh(*pair())
     mg.plan(problem())
