@@ -25,6 +25,7 @@ from multigemm.planning import launch_cache
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.operands import Operands
 from multigemm.select import choose
+from multigemm.select.ranking import lock_of
 from tests.fake_backends import Fake, Tile
 
 A, B, OUT, C, BIAS, ENDS, VALID = (OPERANDS.index(x) for x in ("a", "b", "out", "c", "bias", "ends", "valid_rows"))
@@ -388,13 +389,13 @@ def test_a_forked_child_begins_with_an_empty_cache_and_free_locks(follower: Foll
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with LAUNCHES._lock, choose._lock:
+        with LAUNCHES._lock, lock_of("choices"), lock_of("rankings"):
             held.set()
             release.wait(60)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait()
+    assert held.wait(20)
     child = os.fork()
     if child == 0:
         ok = len(LAUNCHES) == 0
