@@ -320,3 +320,13 @@ def test_aligned_int8_is_taken_as_it_lies() -> None:
     ops, copies = _operands(GroupedGemmProblem(a, b), torch.zeros(1, 3, 5, dtype=torch.int32)), Copies()
     stage(ops, copies)
     assert copies.pairs == []
+
+
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_groups_that_share_a_matrix_are_one_product_where_there_are_any(groups: int) -> None:
+    a, b, offsets = torch.ones(5, 4), torch.ones(4, 3), [0, 2, 3, 5][: groups + 1]
+    problem = GroupedGemmProblem(a, b, offsets=offsets)
+    ops, size = stage_problem(problem, problem.spec, torch.zeros(5, 3)).ops, Bytes(4, 4)
+    view = packed(ops)
+    cuts = packed_cuts(view, size, ops.host_offsets, None, packed_forms(view, size))
+    assert len(packed_products(cuts, size)) == min(groups, 1)

@@ -1,11 +1,16 @@
 """How often a bound launch runs before it is believed."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import multigemm as mg
+from multigemm.backend import Recipe
+from multigemm.planning.operands import Operands
 from multigemm.testing import oracles
 
 
@@ -37,3 +42,21 @@ def test_a_launch_that_clears_its_counters_once_too_seldom_is_seen(kind: str, mo
     first, last = oracles._launch_twice(stand, subject).outputs  # type: ignore[arg-type]
     assert first.eq(7).all()
     assert last.eq(101 if kind == "cuda" else 7).all(), "on a GPU the third launch is the one that is compared"
+
+
+def test_a_bound_launch_keeps_its_operands_while_it_may_run() -> None:
+    """A backend's launch need not; sizes on the host lie in memory that staging made."""
+    held: list[Any] = []
+
+    def bind(ops: Operands) -> Any:
+        assert ops.ends is not None
+        held.append(weakref.ref(ops.ends))
+        return lambda: None
+
+    problem = mg.GroupedGemmProblem(torch.ones(4, 3), torch.ones(2, 3, 2), sizes=[1, 3])
+    stand: Any = SimpleNamespace(problem=problem, device=problem.device, out=torch.empty(4, 2))
+    subject: Any = SimpleNamespace(recipe=lambda spec, device: Recipe("mine", None, bind))
+    run, _ = oracles.bind(stand, subject)
+    gc.collect()
+    run()
+    assert held[0]() is not None

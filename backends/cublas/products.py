@@ -112,7 +112,11 @@ def packed_cuts(p: Packed, size: Bytes, offsets: Ints | None, valid: Ints | None
         return _cuts(p, forms, None, [0] * count, [1] * count)
     starts, lengths = cut(offsets, p.m if p.jagged == "m" else p.n if p.jagged == "n" else p.k)
     shares = (p.jagged == "m" and p.b.group == 0) or (p.jagged == "n" and p.a.group == 0)
-    if shares and starts[1:] == [start + length for start, length in zip(starts[:-1], lengths, strict=False)]:
+    if (
+        shares
+        and starts
+        and starts[1:] == [start + length for start, length in zip(starts[:-1], lengths, strict=False)]
+    ):
         starts, lengths = starts[:1], [sum(lengths)]  # one matrix for all groups, which follow each other: one product
     return _cuts(p, forms, p.jagged, starts, lengths)
 

@@ -16,6 +16,7 @@ import math
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,16 @@ def launches(tensors: Tensors, backend: str, count: int, device: torch.device) -
     for config in configs[: count or None]:
         label = backend if count == 1 else f"{backend} {config}"
         try:
-            found[label] = implementation.plan(ops.spec, config, device).bind(ops)
+            launch = implementation.plan(ops.spec, config, device).bind(ops)
+            found[label] = partial(_launched, launch, ops)
         except Exception as error:  # one config's failure is a row; the others are still worth timing
             found[label] = describe(error)
     return found
+
+
+def _launched(launch: Call, _operands: object) -> None:
+    """A launch keeps no operand alive; this call does."""
+    launch()
 
 
 def torch_call(tensors: Tensors) -> Call:

@@ -207,6 +207,7 @@ def _host_time_us(choice: Choice, problem: GroupedGemmProblem, out: Any, launch:
         if hasattr(launch, "move"):
             launch()
         else:
-            binding.bind(choice, problem, out).launch()
+            bound = binding.bind(choice, problem, out)
+            bound.launch()
         best = min(best, time.perf_counter() - began)
     return 1e6 * best

@@ -71,7 +71,7 @@ def bind(stand: Stand, subject: Subject) -> tuple[Launch, Recipe]:
     launch = recipe.bind(staged.ops)
     steps = [*staged.before, launch]
 
-    def run() -> None:
+    def run(_operands: object = staged.ops) -> None:  # a launch keeps no operand alive
         for step in steps:
             step()
 
