@@ -60,6 +60,10 @@ dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", _un
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
 
+blas_handle: Callable[[], int] = getattr(_C, "_cuda_getCurrentBlasHandle", torch.cuda.current_blas_handle)
+"""torch's own cuBLAS handle for this thread's current device and stream."""
+
+
 def forward_mode() -> bool:
     """Whether forward-mode differentiation is going on in this thread, so that tensors may carry tangents."""
     return getattr(forward_ad, "_current_level", 0) >= 0
@@ -104,6 +108,20 @@ def only_result_wanted(*tensors: Tensor | None) -> bool:
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return False
     return not _function_modes() and _C._get_tracing_state() is None
+
+
+def _redispatched_grouped_mm() -> tuple[Any, ...] | None:
+    try:
+        call = torch.ops.aten._grouped_mm.default._handle.redispatch_boxed
+        keys = _Keys(_C.DispatchKey.CUDA)
+        return call, keys, _C._push_on_torch_dispatch_stack, _C._pop_torch_dispatch_stack
+    except AttributeError:
+        return None
+
+
+redispatched_grouped_mm = _redispatched_grouped_mm()
+"""torch's grouped_mm below autograd, its dispatch keys, and what sets and ends a mode; None where a name is missing. The
+public way is `torch.nn.functional.grouped_mm`, whose result has to be copied."""
 
 
 # --- torch.compile -----------------------------------------------------------------------------------

@@ -26,8 +26,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from multigemm import torch_internals
 from multigemm.backend import Availability, Launch, Recipe
-from multigemm.backends.cublas import calls, epilogue, launch, library, run, streams, support, torch_names
+from multigemm.backends.cublas import calls, epilogue, launch, library, run, streams, support
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.leading import Shape
@@ -210,9 +211,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Fake:
     for module in (streams, run):
         monkeypatch.setattr(module, "workspace", lambda device, stream=None: torch.empty(16, dtype=torch.uint8))
     monkeypatch.setattr(streams, "_kits", {})
-    monkeypatch.setattr(torch_names, "capturing", lambda: CURRENT in fake.capture_of)
-    monkeypatch.setattr(torch_names, "raw_stream", lambda device: CURRENT)
-    monkeypatch.setattr(torch_names, "current_device", lambda: 0)
+    monkeypatch.setattr(torch_internals, "is_capturing", lambda: CURRENT in fake.capture_of)
+    monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: CURRENT)
+    monkeypatch.setattr(torch_internals, "current_device", lambda: 0)
     return fake
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cublas import BACKEND, grouped_mm, leading, staging, torch_names
+from multigemm.backends.cublas import BACKEND, grouped_mm, leading, staging
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.leading import Leading, countable
 from multigemm.errors import BackendUnsupported
@@ -138,7 +138,7 @@ def test_grouped_mm_sees_counted_lines(
         stand = Placed(Far(form, operand, distance, Config("grouped_mm")), torch.bfloat16, arena)
         ops = _as_a_gpus(stand)
         steps = grouped_mm.bind_grouped_mm(ops, None if where == "device" else _offsets(form))._steps
-        call = next(step for step in steps if isinstance(step, torch_names.GroupedMM))
+        call = next(step for step in steps if isinstance(step, grouped_mm.GroupedMM))
         for t, by_rows in ((call._a, form != "jagged_k"), (call._b, True), (call._out, True)):
             line, unit = t.stride()[-2:] if by_rows else t.stride()[-2:][::-1]
             assert unit == 1

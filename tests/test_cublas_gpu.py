@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cublas import torch_names
+from multigemm.backends.cublas import grouped_mm
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.library import cublas, handle
 from tests.cublas_gpu_cases import ALL, exact_rows, ints, offsets_of
@@ -245,7 +245,7 @@ def test_int8_wraps_and_adds_c() -> None:
 def test_grouped_mm_gives_torchs_bits(monkeypatch: pytest.MonkeyPatch, layout: str, private: bool) -> None:
     """Through the dispatch mode, and through the public function where torch's private names are missing."""
     if not private:
-        monkeypatch.setattr(torch_names, "redispatch", None)
+        monkeypatch.setattr(grouped_mm, "redispatch", None)
     gen = torch.Generator("cuda").manual_seed(1)
     values = partial(torch.randn, generator=gen, device="cuda", dtype=torch.bfloat16)
     ends = torch.tensor([96, 96, 300, 512], device="cuda", dtype=torch.int32)
@@ -267,7 +267,7 @@ def test_an_error_of_grouped_mm_is_torchs_own() -> None:
     """And the dispatch mode is gone behind it."""
     groups = 1100
     a, b, out = ints(64, 64), ints(1, 64, 64).expand(groups, -1, -1), ints(64, 64)
-    step = torch_names.GroupedMM(a, b, torch.full((groups,), 64, device="cuda", dtype=torch.int32), out)
+    step = grouped_mm.GroupedMM(a, b, torch.full((groups,), 64, device="cuda", dtype=torch.int32), out)
     with pytest.raises(RuntimeError, match="1024 groups"):
         step(0)
     assert torch.empty_strided((64, 64), (64, 1), device="cuda", dtype=out.dtype).data_ptr() != out.data_ptr()

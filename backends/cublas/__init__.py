@@ -15,7 +15,7 @@ class CublasBackend:
     """The five members; all work is imported on first use."""
 
     name = "cublas"
-    decides_at_bind = True  # and planning costs nothing: `auto` asks what would run for the sizes at hand
+    decides_at_bind = True  # and planning costs nothing: `multigemm tune` measures with the sizes in either place
 
     def availability(self) -> Availability:
         from multigemm.backends.cublas.support import availability

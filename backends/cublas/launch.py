@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multigemm import torch_internals
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cublas import calls as library_calls
-from multigemm.backends.cublas import torch_names
 from multigemm.backends.cublas.choose import able, apart_in_a_graph, choose, work_of
 from multigemm.backends.cublas.config import (
     Config,
@@ -117,7 +117,7 @@ def _bind(ops: Operands, how: Method) -> Launch:
         return SizesLater(ops, how)
     if ops.device.type != "cuda":
         return _no_groups  # an empty list has no operands, hence no device
-    if torch_names.current_device() != (ops.device.index or 0):
+    if torch_internals.current_device() != (ops.device.index or 0):
         with torch.cuda.device(ops.device):
             return _bind(ops, how)
     return bound(ops, how, ops.host_offsets, ops.host_valid_rows)

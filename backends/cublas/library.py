@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas import torch_names
+from multigemm import torch_internals
 from multigemm.errors import LibraryError
 
 NO_LOAD = getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW
@@ -114,7 +114,7 @@ def check(status: int, name: str) -> None:
 
 def handle() -> ctypes.c_void_p:
     """torch's handle for this thread and device, set by torch to its current stream and workspace."""
-    return ctypes.c_void_p(torch_names.blas_handle())
+    return ctypes.c_void_p(torch_internals.blas_handle())
 
 
 def make(blas: ctypes.c_void_p, calls: Sequence[Call]) -> None:

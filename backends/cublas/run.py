@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas import torch_names
+from multigemm import torch_internals
 from multigemm.backends.cublas.calls import Batch
 from multigemm.backends.cublas.leading import Shape
 from multigemm.backends.cublas.library import Cublas, ExactMath, aim, handle, make
@@ -37,11 +37,11 @@ class Steps:
 
     def __call__(self) -> None:
         device = self._device
-        if torch_names.current_device() != device:
+        if torch_internals.current_device() != device:
             with torch.cuda.device(device):
                 self()
             return
-        stream = torch_names.raw_stream(device)
+        stream = torch_internals.current_raw_stream(device)
         for step in self._steps:
             step(stream)
 
@@ -56,7 +56,7 @@ class Calls:
 
     def __call__(self, stream: int) -> None:
         batch = self._batch
-        if self._captured is not None and torch_names.capturing():
+        if self._captured is not None and torch_internals.is_capturing():
             batch = self._captured
         blas = handle()
         with ExactMath(self._library, blas):
@@ -107,12 +107,12 @@ class Streamed:
         self._short = least < CALL_US * len(shapes)
         self._apart = bool(self._shares) and not (self._short and len(shapes) > streams)
         self._spaces: list[Tensor] = []
-        kit = self._kit(torch_names.raw_stream(self._device)) if self._apart else None
+        kit = self._kit(torch_internals.current_raw_stream(self._device)) if self._apart else None
         if kit is not None:  # a launch finds it
             kit.give_back()
 
     def __call__(self, stream: int) -> None:
-        captured = torch_names.capturing()
+        captured = torch_internals.is_capturing()
         current, blas, kit = ctypes.c_void_p(stream), handle(), None
         if self._apart or (captured and self._shares):
             kit = self._kit(stream, capture_of(current) if captured else 0)

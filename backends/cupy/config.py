@@ -71,13 +71,6 @@ class Config:
         return min(room // ODD_WEIGHTS, self.stages)
 
     @property
-    def footprint(self) -> tuple[int, int, int]:
-        """Rows and columns of a result that thread blocks make together, and how many: what a round of them takes."""
-        if self.kernel in ("portable", "small"):
-            return self.tile, self.tile, 1
-        return self.rows or 256, COLUMNS * self.cluster, self.cluster
-
-    @property
     def groups_at_most(self) -> int:
         """What its share of the shared memory lets the schedule hold."""
         full = self.pingpong or (self.kernel == "direct" and self.rows == DIRECT.rows)

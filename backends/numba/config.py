@@ -92,11 +92,6 @@ class SimtConfig:
     def threads(self) -> int:
         return (self.bm // self.tm) * (self.bn // self.tn)
 
-    @property
-    def footprint(self) -> tuple[int, int, int]:
-        """Rows and columns of a result that thread blocks make together, and how many: what a round of them takes."""
-        return self.bm, self.bn, 1
-
 
 @dataclass(frozen=True, slots=True)
 class MmaConfig:
@@ -112,11 +107,6 @@ class MmaConfig:
     stages: int = 3
     tensor: bool = True
 
-    @property
-    def footprint(self) -> tuple[int, int, int]:
-        """As of `SimtConfig`."""
-        return self.bm, self.bn, 1
-
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
@@ -131,11 +121,6 @@ class HopperConfig:
     stages: int = 4
     step: int = 32
     cluster: int = 2
-
-    @property
-    def footprint(self) -> tuple[int, int, int]:
-        """As of `SimtConfig`, for a cluster of blocks."""
-        return self.n_max, 128 * self.cluster, self.cluster
 
 
 HOPPER = HopperConfig()

@@ -47,11 +47,6 @@ class Config:
     splits: int = 1
     carry: bool = False
 
-    @property
-    def footprint(self) -> tuple[int, int, int]:
-        """Rows and columns of a result that programs make together, and how many: what a round of them takes."""
-        return self.block_m, self.block_n, self.splits
-
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:
     """An upper estimate of the pipeline's shared memory."""

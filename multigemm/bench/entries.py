@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from multigemm import api as dispatch
+from multigemm import api
 from multigemm.bench.operands import Matrices, Tensors
 from multigemm.bench.results import AUTO, HOST_SIZES
 from multigemm.errors import BackendUnavailable, BackendUnsupported
@@ -84,13 +84,13 @@ def backend_entry(name: str, config: Any = None, host_sizes: bool = False, label
         started = time.perf_counter()
         try:
             posed = problem(tensors, host_sizes)
-            plan = dispatch.plan(posed, name, config)
+            plan = api.plan(posed, name, config)
         except (BackendUnsupported, BackendUnavailable) as error:
             raise Refused(_reason(error, name)) from error
         built = time.perf_counter() - started
 
         def whole() -> object:
-            return dispatch.solve(problem(tensors, host_sizes), name, config)
+            return api.solve(problem(tensors, host_sizes), name, config)
 
         kernel = f"{plan.backend}: {plan.kernel}" if name == AUTO else plan.kernel
         ready = Prepared(plan, tensors.out, kernel, str(plan.config or ""), plan.why, plan.syncs, whole, built)

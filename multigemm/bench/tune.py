@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from multigemm import api as dispatch
+from multigemm import api
 from multigemm.bench.check import Reference, reference
 from multigemm.bench.entries import available_backends, problem
 from multigemm.bench.operands import Tensors, make, poison
@@ -159,7 +159,7 @@ class Tuner:
     ) -> Plan | str:
         """A plan whose result is right, or what is wrong with it: a config's failure is part of the record."""
         try:
-            plan = dispatch.plan(whole, name, config)
+            plan = api.plan(whole, name, config)
             poison(tensors)
             plan()
             self._synchronize()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from multigemm import api as dispatch
+from multigemm import api
 from multigemm.errors import InvalidProblem
 
 KNOWN = ("numpy", "cupy", "torch", "numba")
@@ -41,7 +41,7 @@ def ragged_dot(
             f"out_sharding={out_sharding!r} is not supported: the result lies on one device; leave it at None, and "
             "call jax.device_put on the result"
         )
-    result = dispatch.grouped_gemm(lhs, rhs, sizes=_index(group_sizes), out_dtype=preferred_element_type)
+    result = api.grouped_gemm(lhs, rhs, sizes=_index(group_sizes), out_dtype=preferred_element_type)
     return _give_back(result, lhs)
 
 

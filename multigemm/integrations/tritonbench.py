@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm import api as dispatch
+from multigemm import api
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select import registry
 
@@ -44,9 +44,9 @@ def run_with(backend: str, group_a: Sequence[Tensor], group_b: Sequence[Tensor])
     with torch.no_grad():
         if shared:
             sizes = torch.tensor([a.shape[0] for a in group_a], device=first.device)
-            plan = dispatch.plan(GroupedGemmProblem(torch.cat(list(group_a)), first, sizes=sizes), backend)
+            plan = api.plan(GroupedGemmProblem(torch.cat(list(group_a)), first, sizes=sizes), backend)
         else:
-            plan = dispatch.plan(GroupedGemmProblem(list(group_a), list(group_b)), backend)
+            plan = api.plan(GroupedGemmProblem(list(group_a), list(group_b)), backend)
 
     def launch() -> Result:  # a function, since the harness gives it an attribute
         result: Result = plan()
@@ -91,5 +91,5 @@ def register() -> None:
 
 def _enabled() -> set[str]:
     gpu = torch.cuda.is_available()
-    here = {x.name for x in dispatch.list_backends() if x.available and not x.emulated and (x.name != "cpu") == gpu}
+    here = {x.name for x in api.list_backends() if x.available and not x.emulated and (x.name != "cpu") == gpu}
     return {"auto", *here} - {"null"}

@@ -11,7 +11,6 @@ import difflib
 import importlib
 from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -101,11 +100,6 @@ def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ..
         raise
     except Exception as error:  # foreign code, like its availability
         return (f"its not_supported_reasons() failed: {type(error).__name__}: {error}",)
-
-
-def integration(name: str) -> ModuleType:
-    """A module of `multigemm.integrations`, which lies above dispatch and is loaded when dispatch first needs it."""
-    return importlib.import_module(f"multigemm.integrations.{name}")
 
 
 def reload() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm import api as dispatch
+from multigemm import api
 from multigemm.errors import InvalidProblem
 
 
@@ -39,7 +39,7 @@ def multiply(a: Tensor, b: Tensor, batch_sizes: Any, trans_a: bool, trans_b: boo
         )
     result: Tensor
     if trans_a:
-        result = dispatch.grouped_gemm(a.T, b, sizes=batch_sizes, jagged="k", out=c)
+        result = api.grouped_gemm(a.T, b, sizes=batch_sizes, jagged="k", out=c)
     else:
-        result = dispatch.grouped_gemm(a, b.transpose(1, 2) if trans_b else b, sizes=batch_sizes, out=c)
+        result = api.grouped_gemm(a, b.transpose(1, 2) if trans_b else b, sizes=batch_sizes, out=c)
     return result
