@@ -120,7 +120,7 @@ def _redispatched_grouped_mm() -> tuple[Any, ...] | None:
 
 
 redispatched_grouped_mm = _redispatched_grouped_mm()
-"""torch's grouped_mm below autograd, its dispatch keys, and what sets and ends a mode; None where a name is missing. The
+"""torch's grouped_mm below autograd, its dispatch keys, what sets and ends a mode; None where a name is missing. The
 public way is `torch.nn.functional.grouped_mm`, whose result has to be copied."""
 
 

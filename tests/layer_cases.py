@@ -73,8 +73,9 @@ def _without_a_gpu() -> None:
     here: Any = layer_call._kernels()
     here.bound = _interpreted
     layer_call._bindable = lambda x: True
-    layer_call.current_raw_stream = lambda device: 0
-    layer_call.empty_cuda = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
+    stand_ins: Any = layer_call
+    stand_ins.current_raw_stream = lambda device: 0
+    stand_ins.empty_cuda = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
 
 
 def main() -> None:

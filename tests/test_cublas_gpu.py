@@ -245,7 +245,7 @@ def test_int8_wraps_and_adds_c() -> None:
 def test_grouped_mm_gives_torchs_bits(monkeypatch: pytest.MonkeyPatch, layout: str, private: bool) -> None:
     """Through the dispatch mode, and through the public function where torch's private names are missing."""
     if not private:
-        monkeypatch.setattr(grouped_mm, "redispatch", None)
+        monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", None)
     gen = torch.Generator("cuda").manual_seed(1)
     values = partial(torch.randn, generator=gen, device="cuda", dtype=torch.bfloat16)
     ends = torch.tensor([96, 96, 300, 512], device="cuda", dtype=torch.int32)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 import multigemm as mg
+from multigemm import torch_internals
 from multigemm.backends.cublas import calls, epilogue, grouped_mm, launch
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.library import COMPUTE_32F
@@ -47,12 +48,18 @@ def multiplied(keys: Any, a: Tensor, b: Tensor, ends: Tensor, bias: None, dtype:
     return out
 
 
+def redispatch_by(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    """Puts `call` in the place of torch's operation."""
+    known = torch_internals.redispatched_grouped_mm
+    assert known is not None
+    monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", (call, *known[1:]))
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     monkeypatch.setattr(nvrtc, "kernel", _kernel)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    assert grouped_mm.redispatch is not None
-    monkeypatch.setattr(grouped_mm, "redispatch", (multiplied, *grouped_mm.redispatch[1:]))
+    redispatch_by(monkeypatch, multiplied)
     return install(monkeypatch)
 
 
@@ -141,8 +148,7 @@ def test_only_memory_of_the_results_shape_is_answered_with_the_result(
         asked.append(torch.empty_strided((32, 128), (128, 1), dtype=torch.bfloat16).data_ptr())
         return multiplied(*arguments)
 
-    assert grouped_mm.redispatch is not None
-    monkeypatch.setattr(grouped_mm, "redispatch", (two, *grouped_mm.redispatch[1:]))
+    redispatch_by(monkeypatch, two)
     ops = _operands(sizes=SIZES)
     launch.plan(ops.spec, Config("grouped_mm"), CUDA).bind(ops)()
     assert asked[0] != ops.out.data_ptr()  # type: ignore[union-attr]
@@ -154,8 +160,7 @@ def test_a_torch_that_allocates_elsewhere_is_copied_from(fake: Fake, monkeypatch
         with _disable_current_modes():
             return multiplied(*arguments)
 
-    assert grouped_mm.redispatch is not None
-    monkeypatch.setattr(grouped_mm, "redispatch", (elsewhere, *grouped_mm.redispatch[1:]))
+    redispatch_by(monkeypatch, elsewhere)
     ops = _operands(sizes=SIZES)
     launch.plan(ops.spec, Config("grouped_mm"), CUDA).bind(ops)()
     assert torch.equal(ops.out, _want(ops))  # type: ignore[arg-type]
@@ -164,7 +169,7 @@ def test_a_torch_that_allocates_elsewhere_is_copied_from(fake: Fake, monkeypatch
 def test_without_torchs_private_names_the_public_function_is_called(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped_mm, "redispatch", None)
+    monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", None)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda a, b, offs: multiplied(None, a, b, offs, None, None))
     ops = _operands(sizes=SIZES)
     ops.out.fill_(7)  # type: ignore[union-attr]
@@ -176,8 +181,7 @@ def test_the_mode_is_gone_after_an_error(fake: Fake, monkeypatch: pytest.MonkeyP
     def fails(*arguments: Any) -> Tensor:
         raise RuntimeError("Can't process more than 1024 groups")
 
-    assert grouped_mm.redispatch is not None
-    monkeypatch.setattr(grouped_mm, "redispatch", (fails, *grouped_mm.redispatch[1:]))
+    redispatch_by(monkeypatch, fails)
     ops = _operands(sizes=SIZES)
     with pytest.raises(RuntimeError, match="1024 groups"):
         launch.plan(ops.spec, Config("grouped_mm"), CUDA).bind(ops)()

@@ -39,7 +39,7 @@ def memory_at(address: int, like: Tensor | None) -> np.ndarray | None:
     kind = {torch.float64: "f8", torch.float32: "f4", torch.int32: "i4", torch.int64: "i8"}[like.dtype]
     reach = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
     raw = (ctypes.c_char * (max(reach, 1) * size)).from_address(address)
-    flat = np.frombuffer(raw, dtype=kind)
+    flat = np.frombuffer(memoryview(raw).cast("B"), dtype=kind)
     return np.lib.stride_tricks.as_strided(flat, tuple(like.shape), [s * size for s in like.stride()])
 
 
@@ -48,11 +48,9 @@ class Follower:
 
     def __init__(self, ops: Operands, counts: dict[str, int]) -> None:
         self.spec, self.beta, self.alpha, self.head = ops.spec, ops.beta, ops.alpha, ops.head
-        self.likes = [
-            None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-            for x in (ops.a, ops.b, ops.out, ops.c, ops.bias, ops.ends)
-        ]
-        self.addresses = [0 if x is None else x.data_ptr() for x in (ops.a, ops.b, ops.out, ops.c, ops.bias, ops.ends)]
+        given: list[Any] = [ops.a, ops.b, ops.out, ops.c, ops.bias, ops.ends]
+        self.likes = [None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in given]
+        self.addresses = [0 if x is None else x.data_ptr() for x in given]
         self.counts = counts
 
     def move(self, addresses: tuple[int, ...]) -> None:
@@ -236,8 +234,9 @@ def test_gradients_tangents_and_negated_views_are_not_served_by_the_cache(follow
         assert not warm(x, b, ends=ends).requires_grad
     with pytest.raises(mg.InvalidProblem, match="lazily negated"):
         warm(torch._neg_view(a), b, ends=ends)
+    dual: Any = torch.autograd.forward_ad.make_dual
     with torch.autograd.forward_ad.dual_level(), pytest.raises(mg.InvalidProblem, match="tangent"):
-        warm(torch.autograd.forward_ad.make_dual(a, torch.ones_like(a)), b, ends=ends)
+        warm(dual(a, torch.ones_like(a)), b, ends=ends)
     with pytest.raises(mg.InvalidProblem, match="under vmap"):
         torch.func.vmap(lambda t: mg.grouped_gemm(t, b, ends=ends, backend="follower"))(a.unsqueeze(0))
 

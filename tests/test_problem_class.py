@@ -9,7 +9,8 @@ import torch
 
 import multigemm as mg
 from multigemm.planning.staging import staged_spec
-from multigemm.select.problem_class import ProblemClass, class_of, half_octave
+from multigemm.problem.spec import half_octave
+from multigemm.select.problem_class import ProblemClass, class_of
 from tests.trial_cases import class_from
 
 

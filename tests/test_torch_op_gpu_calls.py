@@ -52,9 +52,12 @@ def test_calls_that_come_again_are_not_validated_again(
     if kind == "c":
         given |= {"c": torch.randn(64, 48, device="cuda", dtype=torch.bfloat16), "beta": 0.5}
     entered: list[Any] = []
-    monkeypatch.setattr(
-        op_call, "GroupedGemmProblem", lambda *x, **y: entered.append(x) or mg.GroupedGemmProblem(*x, **y)
-    )
+
+    def noted(*operands: Any, **keywords: Any) -> Any:
+        entered.append(operands)
+        return mg.GroupedGemmProblem(*operands, **keywords)
+
+    monkeypatch.setattr(op_call, "GroupedGemmProblem", noted)
     operator = torch.ops.multigemm.grouped_gemm
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.no_grad():

@@ -22,7 +22,7 @@ from multigemm.backends.cublas.run import Steps
 from multigemm.backends.cublas.staging import Copies, compact, readable, stage_side
 from multigemm.cuda.nvrtc import Step
 from multigemm.planning.operands import Operands
-from multigemm.torch_internals import redispatched_grouped_mm as redispatch
+from multigemm.torch_internals import redispatched_grouped_mm
 
 EMPTY = torch.ops.aten.empty_strided.default
 ALIGNMENT = 8
@@ -167,11 +167,11 @@ class GroupedMM(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def __call__(self, stream: int) -> None:
-        if redispatch is None:
+        if redispatched_grouped_mm is None:
             with torch.no_grad():
                 self._out.copy_(torch.nn.functional.grouped_mm(self._a, self._b, offs=self._ends))
             return
-        call, keys, push, pop = redispatch
+        call, keys, push, pop = redispatched_grouped_mm
         push(self)
         try:
             result = call(keys, self._a, self._b, self._ends, None, None)
