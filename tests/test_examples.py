@@ -26,7 +26,7 @@ LIMIT = 60
 @pytest.mark.parametrize(
     ("script", "match"),
     [
-        ("cublas.py", "torch sees no CUDA GPU"), ("torch_op.py", "torch sees no CUDA GPU"),
+        ("cublas.py", "torch sees no CUDA GPU"), ("host_time.py", "torch sees no CUDA GPU"),
         ("moe_layer.py", "--device cpu --scale 64"), ("expert_parallel.py", "torchrun --nproc-per-node 2"),
     ],
 )  # fmt: skip
