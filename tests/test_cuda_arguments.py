@@ -65,6 +65,24 @@ def test_a_move_rewrites_every_word_of_an_operand_and_no_other() -> None:
     assert block_words(block)[0] == 0x1000 and block_words(block)[2] == 0x2040
 
 
+def test_a_move_that_was_interrupted_is_made_whole_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = Address(0x1000, "a"), Address(0x2000, "b")
+    block = ArgumentBlock([a, b])
+    block.move(moved_to(a=0x1000, b=0x2000))
+
+    def interrupted(value: int) -> None:
+        raise KeyboardInterrupt
+
+    assert block._writers is not None
+    first, (operand, distance, fill) = block._writers
+    block._writers = (first, (operand, distance, interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        block.move(moved_to(a=0x9000, b=0x8000))
+    block._writers = (first, (operand, distance, fill))
+    block.move(moved_to(a=0x1000, b=0x2000))
+    assert block_words(block) == [0x1000, 0x2000]
+
+
 def test_a_word_that_would_stay_behind_is_found() -> None:
     a = Address(0x1000, "a")
     assert ArgumentBlock([a, int(a) + 8]).stays_behind([(0x1000, 0x1010)])

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -357,6 +358,85 @@ def test_a_call_from_a_finaliser_does_not_disturb_the_call_that_it_interrupts(
 
     monkeypatch.setattr(Follower, "move", move)
     torch.testing.assert_close(warm(a, b, ends=ends), answer(a, b, [0, 3, 8]))
+
+
+def test_results_on_the_cpu_lie_there_whatever_torchs_default_device_is(follower: Following) -> None:
+    a, b, ends = problem()
+    warm(a, b, ends=ends)
+    with torch.device("meta"):
+        out = warm(a, b, ends=ends)
+    torch.testing.assert_close(out, answer(a, b, [0, 3, 8]))
+
+
+def test_configs_that_are_equal_but_not_alike_are_told_apart() -> None:
+    a, b = torch.randn(8, 16), torch.randn(2, 16, 32)
+    config = mg.plan(mg.GroupedGemmProblem(a, b, sizes=[3, 5]), backend="cpu").config
+    for given in (config, {"kernel": config.kernel}):
+        for _ in range(4):
+            mg.grouped_gemm(a, b, sizes=[3, 5], backend="cpu", config=given)
+    choose.forget()
+    served = LAUNCHES.served
+    for _ in range(4):
+        mg.grouped_gemm(a, b, sizes=[3, 5], backend="cpu", config={"kernel": config.kernel})
+    assert LAUNCHES.served == served + 2
+    with pytest.raises(mg.InvalidSetting, match="must be of type"):
+        mg.grouped_gemm(a, b, sizes=[3, 5], backend="cpu", config=replace(config, rows=float(config.rows)))
+
+
+def test_an_out_that_interleaves_is_bound_anew_and_makes_one_entry(follower: Following) -> None:
+    whole = torch.randn(8, 8, dtype=torch.float64)
+    _, b, ends = problem()
+    kept: list[Any] = []
+    for _ in range(6):
+        mg.grouped_gemm(whole[:, :4], b, ends=ends, out=whole[:, 4:7], backend="follower")
+        kept.append(list(LAUNCHES._entries.values()))
+    assert kept[2] == kept[5] and len(kept[5]) == 1
+
+
+class OnGpu:
+    """A tensor that says that it lies on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._x, name)
+
+
+def tokens_key(a: Tensor, cut: Any, kind: str = "sizes") -> Any:
+    """The key of a class of token counts, for operands that count as a GPU's."""
+    b = torch.ones(2, a.shape[1], 3, dtype=a.dtype)
+    given: Any = OnGpu(a)
+    call = launch_cache.Call("m", given, b, kind, cut, None, None, None, None)
+    return launch_cache._tokens_key(tuple(range(16)), call)
+
+
+def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
+    dense = torch.empty_strided((60, 4), (1, 62))
+    overlapping = torch.empty(400).as_strided((64, 4), (1, 62))
+    assert tokens_key(dense, [30, 30]) is not None
+    assert tokens_key(overlapping, [30, 34]) is None
+    rows = torch.ones(64, 4)
+    assert tokens_key(rows, [2**70, 1]) is None
+    assert tokens_key(rows, []) is None
+    assert tokens_key(rows, [30, 34]) == tokens_key(rows[:60], [20, 40])
+    assert tokens_key(rows, [32, 32]) != tokens_key(rows, [30, 34])
+    assert tokens_key(rows, [30, 34]) == tokens_key(rows, [30, 64], kind="ends")
+    assert tokens_key(rows[:1], [1, 0]) != tokens_key(rows[:2], [1, 1])
+
+
+def test_an_entry_for_many_token_counts_is_not_entered_twice(follower: Following) -> None:
+    """A finaliser that calls in the middle of a call has to go the whole way: sizes are summed up in shared memory."""
+    a, b, ends = problem()
+    warm(a, b, ends=ends)
+    [entry] = LAUNCHES._entries.values()
+    call = launch_cache.Call("m", a, b, "ends", ends, None, None, None, None)
+    entry._busy = True
+    assert entry.run(call) is None
+    entry._busy = False
+    assert entry.run(call) is not None
 
 
 def test_a_new_choice_clears_the_cache(follower: Following) -> None:

@@ -136,7 +136,7 @@ class ArgumentBlock:
         """Writes the addresses of the operands that lie elsewhere than at the last move."""
         if self._writers is None:
             self._writers, self._addresses = self._make_writers(), (None,) * len(PLACES)
-        before = self._addresses
+        before, self._addresses = self._addresses, (None,) * len(PLACES)  # unknown, should this be interrupted
         for operand, distance, fill in self._writers:
             address = addresses[operand]
             if address != before[operand]:

@@ -28,7 +28,12 @@ def index_of(device: torch.device) -> int:
 
 def capturing(device: torch.device) -> bool:
     """Whether work on the device would be recorded into a CUDA graph instead of run."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    if device.index is None or device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 STAGED_BYTES = 32 << 10

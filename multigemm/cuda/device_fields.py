@@ -15,6 +15,8 @@ from multigemm.cuda.arguments import Address, Addresses, ArgumentBlock, Fields
 from multigemm.cuda.device import index_of, to_device
 from multigemm.torch_internals import current_raw_stream
 
+ALLOCATED = 512
+"""Bytes that torch's allocator rounds to."""
 MOST_COPIES = 64
 """Copies that one launch keeps; the oldest goes first."""
 
@@ -48,8 +50,8 @@ class DeviceFields:
 
     @property
     def nbytes(self) -> int:
-        """Device memory that the copies take."""
-        return sum(copy.nbytes for copy in self._copies.values())
+        """Device memory that the copies may take, by the allocator's least piece."""
+        return MOST_COPIES * max(ALLOCATED, next(iter(self._copies.values())).nbytes)
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether some word lies inside one of these ranges of memory and would not follow."""

@@ -96,7 +96,7 @@ class _Bound(NamedTuple):
 
     layer: _Layer
     launches: dict[tuple[int, int], tuple[Launch, ...]]
-    workspace: int = 0
+    workspace: int
 
 
 def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | None:
@@ -115,23 +115,33 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
         "layer", *(None if t is None else _memory(t) for t in given), nets.stacked, nets.gelu, nets.activation,
         nets.backend, current_raw_stream(x.get_device()), get_ident(),
     )  # fmt: skip
-    bound: _Bound | None = LAUNCHES.find(key)
-    if bound is None:
+    known: _Bound | None = LAUNCHES.find(key)
+    if known is not None:
+        layer: _Layer | None = known.layer
+    else:
         layer = _layer_of(x, index, weights, nets) if LAUNCHES.comes_again(key) else None
-        if layer is None:
-            return None
-        bound = _Bound(layer, {})
-        LAUNCHES.keep(key, bound)
-    out, work = _memory_of(bound.layer)
+    if layer is None:
+        return None
+    out, work = _memory_of(layer)
     at = (out.data_ptr(), work.data_ptr())
-    launches = bound.launches.get(at)
+    launches = None if known is None else known.launches.get(at)
     if launches is None:
-        if len(bound.launches) >= PLACES:
-            bound.launches.clear()
-        launches = bound.launches[at] = _bind(bound.layer, x, index, weights, nets, out, work)
+        launches = _bind(layer, x, index, weights, nets, out, work)
+        if known is None:
+            LAUNCHES.keep(key, _Bound(layer, {at: launches}, PLACES * sum(map(_workspace_of, launches))))
+        else:
+            if len(known.launches) >= PLACES:
+                known.launches.clear()
+            known.launches[at] = launches
     for launch in launches:
         launch()
     return out
+
+
+def _workspace_of(launch: Any) -> int:
+    """Device memory that a launch owns, where it tells."""
+    owner = getattr(launch, "__self__", launch)
+    return owner.workspace_bytes() if hasattr(owner, "workspace_bytes") else 0
 
 
 def _bindable(x: Tensor) -> bool:

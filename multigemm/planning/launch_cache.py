@@ -15,6 +15,7 @@ cache is bounded in entries and in memory; `clear` empties it, and a forked chil
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from multigemm.cuda.device import to_device
+from multigemm.cuda.device import capturing, to_device
 from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.binding import Bound, Choice, bind, caller_result
 from multigemm.planning.operands import Operands
@@ -140,7 +141,7 @@ def _index_key(cut: Any, phase: int, index: int) -> Key:
         if set(map(type, values)) not in _WHOLE_NUMBERS:  # 1.0 and True are equal to 1, and no sizes
             raise _NotPlain
         return ("host", values)
-    if type(cut) is np.ndarray and cut.ndim == 1 and cut.dtype.char in _INDEX_TYPES:
+    if type(cut) is np.ndarray and cut.ndim == 1 and cut.dtype.isnative and cut.dtype.char in _INDEX_TYPES:
         return (cut.dtype.str, cut.shape, cut.tobytes())
     raise _NotPlain
 
@@ -155,13 +156,16 @@ def _tokens_key(key: Key, call: Call) -> Key | None:
     rows, depth = a.shape
     groups = key[10]
     if not isinstance(cut, Tensor):
-        sizes = np.diff(_offsets(call.kind, cut))
+        try:
+            sizes = np.diff(_offsets(call.kind, cut))
+        except OverflowError:  # more than 64 bits hold, which is refused in words
+            return None
         if not len(sizes):
             return None
         groups = ("host", len(sizes), bool((sizes == sizes[0]).all()))
     elif cut.is_cpu:
         return None
-    if rows * max(*a.stride(), b.shape[2]) >= COUNTED:
+    if _reach(a) >= COUNTED * a.element_size() or rows * b.shape[2] >= COUNTED or rows > a.stride(1) > 1:
         return None
     return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:10], groups, *key[11:])
 
@@ -170,7 +174,7 @@ def _same_view(x: Tensor, y: Tensor) -> bool:
     return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
 
 
-class _Entry:
+class _Entry(ABC):
     """What every call of one key has in common."""
 
     __slots__ = (
@@ -189,12 +193,25 @@ class _Entry:
         }
         self._settings = settings()  # its identity is part of the key
 
+    def run(self, call: Call) -> Tensor | None:
+        """The result of a call of this key; None where it has to go the whole way."""
+        if self._busy:  # a finaliser that runs in the middle of a call makes one of its own
+            return None
+        self._busy = True
+        try:
+            return self._run(call)
+        finally:
+            self._busy = False
+
+    @abstractmethod
+    def _run(self, call: Call) -> Tensor | None: ...
+
     def result(self, call: Call) -> Tensor | None:
         """Memory for the result: fresh, or the caller's; None where that may share memory with an input."""
         if self._given_out:
             return None if self._shares(call) else call.out
         if self.index < 0:
-            return torch.empty_strided(self._shape, self._strides, dtype=self._dtype)
+            return torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
         return empty_cuda(self._shape, self._strides, self._dtype)
 
     def _shares(self, call: Call) -> bool:
@@ -228,7 +245,7 @@ def _bytes_of(tensors: tuple[Tensor | None, ...]) -> int:
 
 
 class _MovingEntry(_Entry):
-    """A launch that follows its operands. `ends` and `valid_rows` are 0 where the caller's tensor is the one."""
+    """A launch that follows its operands. `_ends` and `_valid_rows` are 0 where it reads the caller's own tensor."""
 
     __slots__ = (
         "_ends", "_follows_ends", "_follows_valid", "_keep", "_kind", "_launch", "_step", "_valid_rows",
@@ -243,33 +260,26 @@ class _MovingEntry(_Entry):
         self._step = ops.ends.element_size() if kind == "offsets" and ops.ends is not None else 0
         self.workspace = launch.workspace_bytes() + _bytes_of(self._keep)
 
-    def run(self, call: Call) -> Tensor | None:
-        """The result of a call of this key; None where it has to go the whole way."""
-        if self._busy:  # a finaliser that runs between moving and launching makes a call of its own
+    def _run(self, call: Call) -> Tensor | None:
+        out = self.result(call)
+        if out is None:
             return None
-        self._busy = True
-        try:
-            out = self.result(call)
-            if out is None:
-                return None
-            ends, valid, sizes = self._ends, self._valid_rows, 0
-            if self._follows_ends and call.cut is not None:
-                ends = call.cut.data_ptr() + self._step
-            elif self._kind == "sizes" and type(call.cut) in _PLAIN:
-                sizes = call.cut.data_ptr()
-            if self._follows_valid and call.valid_rows is not None:
-                valid = call.valid_rows.data_ptr()
-            c, bias = call.c, call.bias
-            self._launch.move(
-                (
-                    call.a.data_ptr(), call.b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
-                    0 if bias is None else bias.data_ptr(), ends, valid, sizes,
-                )
-            )  # fmt: skip
-            self._launch()
-            return out
-        finally:
-            self._busy = False
+        ends, valid, sizes = self._ends, self._valid_rows, 0
+        if self._follows_ends and call.cut is not None:
+            ends = call.cut.data_ptr() + self._step
+        elif self._kind == "sizes" and type(call.cut) in _PLAIN:
+            sizes = call.cut.data_ptr()
+        if self._follows_valid and call.valid_rows is not None:
+            valid = call.valid_rows.data_ptr()
+        c, bias = call.c, call.bias
+        self._launch.move(
+            (
+                call.a.data_ptr(), call.b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
+                0 if bias is None else bias.data_ptr(), ends, valid, sizes,
+            )
+        )  # fmt: skip
+        self._launch()
+        return out
 
 
 class _BindingEntry(_Entry):
@@ -290,8 +300,7 @@ class _BindingEntry(_Entry):
             }  # fmt: skip
         self.workspace = _bytes_of(_made_for(problem, ops))
 
-    def run(self, call: Call) -> Tensor | None:
-        """The result of a call of this key; None where it has to go the whole way."""
+    def _run(self, call: Call) -> Tensor | None:
         out = self.result(call)
         if out is None:
             return None
@@ -332,8 +341,7 @@ class _TokensEntry(_Entry):
         self._sums: Any = None
         self.workspace = 8 * self._groups
 
-    def run(self, call: Call) -> Tensor | None:
-        """The result of a call of this class; None where it has to go the whole way."""
+    def _run(self, call: Call) -> Tensor | None:
         rows = call.a.shape[0]
         cut = self._cut(call.cut) if isinstance(call.cut, Tensor) else self._host_cut(call.cut, rows)
         if cut is None:
@@ -412,11 +420,11 @@ class LaunchCache:
         out = allocate(problem)
         bound = bind(choice, problem, out)
         bound.launch()
-        if key is not None and call is not None and _lasting(choice, problem):
-            tokens = _tokens_key(key, call)
-            if self.comes_again(key):
+        if key is not None and call is not None and _lasting(choice, problem) and not capturing(problem.device):
+            if self.comes_again(key) and key not in self._entries:
                 self.keep(key, _entry_of(problem, bound, choice, call.kind))
-            if tokens is not None and tokens not in self._entries and self.comes_again(tokens):
+            tokens = _tokens_key(key, call)
+            if tokens is not None and self.comes_again(tokens) and tokens not in self._entries:
                 self.keep(tokens, _TokensEntry(problem, bound.ops, choice, call.kind))
         return caller_result(problem, out)
 
