@@ -49,8 +49,8 @@ ENTRIES = 4096
 """A step of training makes six products in each layer, each with a layout of its own."""
 WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
-GPU_PHASE, CPU_PHASE = 255, 15
-"""Bits of an address that binding may depend on: lines of the cache and boxes of the copy engine lie within."""
+GPU_BITS, CPU_BITS = 255, 15
+"""Masks of the low bits of an address that binding may depend on: lines of the cache, boxes of the copy engine."""
 COUNTED = 1 << 30
 """Elements, from which on the number of rows may decide how a kernel counts."""
 _PLAIN = frozenset((Tensor, Parameter))
@@ -83,19 +83,21 @@ def one_cut(offsets: Any, sizes: Any, ends: Any) -> tuple[str, Any, bool]:
 
 
 Key = tuple[Any, ...]
+GROUPS = 10
+"""Where in a key the groups stand; before them stand the layouts of a, whose shape comes first, and of b."""
 
 
 def key_of(call: Call, options: Key) -> Key | None:
     """What a call is kept by; None for a call that no entry may serve."""
     _, a, b, kind, cut, valid_rows, c, bias, out = call
     try:
-        index, a_at, b_at, stream, phase = a.get_device(), a.data_ptr(), b.data_ptr(), 0, CPU_PHASE
+        index, a_at, b_at, stream, phase = a.get_device(), a.data_ptr(), b.data_ptr(), 0, CPU_BITS
         if type(a) not in _PLAIN or type(b) not in _PLAIN or a_at < LOWEST or b_at < LOWEST or b.get_device() != index:
             return None
         if index >= 0:
             if not a.is_cuda or is_capturing():
                 return None
-            phase, stream = GPU_PHASE, current_raw_stream(index)
+            phase, stream = GPU_BITS, current_raw_stream(index)
         differentiable = grad_enabled()
         if (differentiable and (a.requires_grad or b.requires_grad)) or a.is_neg() or b.is_neg():
             return None
@@ -154,7 +156,7 @@ def _tokens_key(key: Key, call: Call) -> Key | None:
     if call.out is not None or call.c is not None or call.valid_rows is not None:
         return None
     rows, depth = a.shape
-    groups = key[10]
+    groups = key[GROUPS]
     if not isinstance(cut, Tensor):
         try:
             sizes = np.diff(_offsets(call.kind, cut))
@@ -167,7 +169,7 @@ def _tokens_key(key: Key, call: Call) -> Key | None:
         return None
     if _reach(a) >= COUNTED * a.element_size() or rows * b.shape[2] >= COUNTED or rows > a.stride(1) > 1:
         return None
-    return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:10], groups, *key[11:])
+    return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:GROUPS], groups, *key[GROUPS + 1 :])
 
 
 def _same_view(x: Tensor, y: Tensor) -> bool:
@@ -469,7 +471,7 @@ class LaunchCache:
 
 
 def _lasting(choice: Choice, problem: GroupedGemmProblem) -> bool:
-    """Whether an entry may serve later calls: nothing is read back, copied or cast before a launch but sizes."""
+    """Whether an entry may serve later calls: nothing has to be read back, cast or copied before each launch."""
     spec = problem.spec
     if problem.kind != "torch" or problem.form == "per_group" or choice.recipe.syncs or problem.refreshes:
         return False
