@@ -1,7 +1,7 @@
 """Measuring once: the few backends in question are compiled side by side and timed on the problem at hand.
 
-Their results go to memory that is thrown away. The call waits for its stream meanwhile: at most some 60 ms besides
-compiling, or five calls of each backend where these take longer. They are ranked in the state in which calls run:
+Their results go to memory that is thrown away. The call waits for its stream meanwhile: besides compiling 14 ms in the
+middle of 25 first meetings on an H200, 108 at worst. Backends are ranked in the state in which calls run:
 
 * long ones without a pause and after 25 ms of load, since a GPU under load lowers its clock and backends differ in what
   energy a product costs them;
