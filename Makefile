@@ -18,15 +18,15 @@ demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on 
 	MULTIGEMM_EMULATE=1 $(BIN)/python -m multigemm demo
 
 test: $(STAMP)  ## the whole suite
-	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/test_triton_interpreter.py $(ARGS)
-	$(BIN)/python -m pytest tests/test_triton_interpreter.py tests/test_triton_few.py  # apart: triton is interpreted or compiled, per process
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/backends/triton/test_triton_interpreter.py $(ARGS)
+	$(BIN)/python -m pytest tests/backends/triton/test_triton_interpreter.py tests/backends/triton/test_triton_few.py  # apart: triton is interpreted or compiled, per process
 
 check: $(STAMP)  ## style, types, import layers, packaging
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/test_packaging.py
+	$(BIN)/python -m pytest -q tests/project/test_packaging.py
 
 bench: $(STAMP)  ## the benchmark; ARGS="--suite moe"
 	$(BIN)/python -m multigemm bench $(ARGS)

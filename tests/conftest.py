@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from multigemm.select import choose, registry
 from multigemm.select import table as tuning
 from multigemm.settings import settings
-from tests import trial_cases
+from tests.support import trial_cases
 
 hypothesis_settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=50)
 hypothesis_settings.register_profile("nightly", deadline=None, print_blob=True, max_examples=1000)

@@ -2,7 +2,7 @@
 
 The evidence are the reports in `benchmarks/results/`: 845 rankings of four backends on one H100. Beside the fastest of
 each, the first of this order takes 1.03 times as long in the geometric mean, and the fastest of its three 1.0004 times.
-`tests/test_static_order.py` holds the order to the reports: change a line here, and run it.
+`tests/select/test_static_order.py` holds the order to the reports: change a line here, and run it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,106 @@
+"""Campaigns and benchmarks over several devices and ranks: nothing twice, nothing lost, one result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm import fleet
+from multigemm.bench import fleet as bench_fleet
+from multigemm.errors import InvalidSetting
+from multigemm.fuzz.fleet import of_rank
+from multigemm.fuzz.plan import Options
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(folder: Path, *words: str) -> str:
+    """Two ranks on this CPU; what they printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "multigemm", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_a_process_alone_takes_all_gpus_and_ranks_share_them() -> None:
+    assert fleet.Place().devices("") == fleet.Place().devices("cuda") == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert fleet.Place().devices("cuda:2") == ("cuda:2",)
+    assert fleet.Place().devices("cpu") == ("cpu",)
+    shares = [fleet.Place(r, 4, r % 2, 2).devices("") for r in range(4)]
+    assert shares == [("cuda:0", "cuda:2"), ("cuda:1", "cuda:3")] * 2
+    assert [fleet.Place(r, 6, r, 6).devices("") for r in (3, 4, 5)] == [("cuda:3",), ("cuda:0",), ("cuda:1",)]
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_workers_of_a_campaign_take_the_gpus_in_turn() -> None:
+    options = of_rank(Options(("cublas",), "cuda", jobs=6, examples=100, seed=7), fleet.Place())
+    devices = [options.at(worker).device for worker in range(options.jobs)]
+    assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1"]
+    few = of_rank(Options(("cublas",), "cuda", jobs=1), fleet.Place())
+    assert few.jobs == 4, "a GPU would be idle"
+
+
+def test_ranks_draw_from_seeds_of_their_own_and_all_examples_are_run() -> None:
+    parts = [of_rank(Options(("cpu",), examples=101, seed=5), fleet.Place(r, 3)) for r in range(3)]
+    assert sum(p.examples for p in parts) == 101
+    assert len({p.seed for p in parts}) == 3
+    assert parts[0].seed == 5
+
+
+def test_a_place_that_is_told_in_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in fleet.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert fleet.here() == fleet.Place()
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(InvalidSetting, match="WORLD_SIZE='' is no number"):
+        fleet.here()
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "5"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidSetting, match=r"a rank has to be below the number of ranks: .*'RANK': '5'"):
+        fleet.here()
+    monkeypatch.setenv("RANK", "1")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InvalidSetting, match=r"2 ranks cannot meet: .*MASTER_ADDR"), fleet.joined(fleet.here()):
+        pass
+
+
+@pytest.mark.parametrize("text", ["2/2", "a/b", "1", "-1/2", "0/0"])
+def test_shares_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidSetting, match="write i/n"):
+        bench_fleet.part(text)
+    assert list(range(7))[bench_fleet.part("1/3")] == [1, 4]
+
+
+def test_a_campaign_under_torchrun_ends_in_one_summary(tmp_path: Path) -> None:
+    said = torchrun(tmp_path, "fuzz", "--backends", "cpu", "--device", "cpu", "--examples", "21", "--json", "all.json")
+    found: dict[str, Any] = json.loads((tmp_path / "all.json").read_text())
+    assert found["problems"] == found["checks"]["cpu"] == 21
+    assert [note.split(" from ")[0] for note in found["notes"]] == ["rank 0 ran 11 problems", "rank 1 ran 10 problems"]
+    assert said.count("rho max") == 1, "one table, of rank 0"
+
+
+def test_a_benchmark_under_torchrun_ends_in_one_report(tmp_path: Path) -> None:
+    words = "--suite small --only small_cube_64,small_cube_128,small_g16 --backend cpu --peers none --device cpu"
+    torchrun(tmp_path, "bench", *words.split(), "--floor", "1,0.01", "--budget-ms", "20", "--json-only", "--out", "all")
+    report: dict[str, Any] = json.loads((tmp_path / "all" / "report.json").read_text())
+    cases = [row["case"] for row in report["rows"] if row["entry"] == "cpu"]
+    assert cases == ["small_cube_64/list/bf16", "small_cube_128/list/bf16", "small_g16/uniform/bf16"]
+    assert {row["status"] for row in report["rows"]} == {"ok"}
+    assert len(report["machine"]["devices"]) == 2
+    assert "--share" not in report["method"]["command"]

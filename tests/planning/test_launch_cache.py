@@ -1,0 +1,517 @@
+"""The cache of bound launches: whatever changes between two calls, a hit gives what a miss would."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import multigemm as mg
+from multigemm.backend import Availability, Recipe
+from multigemm.cuda.arguments import OPERANDS
+from multigemm.planning import launch_cache
+from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.planning.operands import Operands
+from multigemm.select import choose
+from multigemm.select.ranking import lock_of
+from tests.support.fake_backends import Fake, Tile
+
+A, B, OUT, C, BIAS, ENDS, VALID = (OPERANDS.index(x) for x in ("a", "b", "out", "c", "bias", "ends", "valid_rows"))
+
+
+def memory_at(address: int, like: Tensor | None) -> np.ndarray | None:
+    """The array of a tensor's layout at an address: what a kernel that was bound to that tensor would read there."""
+    if like is None:
+        return None
+    size = like.element_size()
+    kind = {torch.float64: "f8", torch.float32: "f4", torch.int32: "i4", torch.int64: "i8"}[like.dtype]
+    reach = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+    raw = (ctypes.c_char * (max(reach, 1) * size)).from_address(address)
+    flat = np.frombuffer(memoryview(raw).cast("B"), dtype=kind)
+    return np.lib.stride_tricks.as_strided(flat, tuple(like.shape), [s * size for s in like.stride()])
+
+
+class Follower:
+    """A launch that computes with whatever lies at the addresses that it was moved to, by the layouts of its bind."""
+
+    def __init__(self, ops: Operands, counts: dict[str, int]) -> None:
+        self.spec, self.beta, self.alpha, self.head = ops.spec, ops.beta, ops.alpha, ops.head
+        given: list[Any] = [ops.a, ops.b, ops.out, ops.c, ops.bias, ops.ends]
+        self.likes = [None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in given]
+        self.addresses = [0 if x is None else x.data_ptr() for x in given]
+        self.counts = counts
+
+    def move(self, addresses: tuple[int, ...]) -> None:
+        self.counts["moved"] += 1
+        self.addresses = list(addresses[:6])
+
+    def stays_behind(self, spans: Any) -> bool:
+        return False
+
+    def workspace_bytes(self) -> int:
+        return 0
+
+    def __call__(self) -> None:
+        a, b, out, c, bias, ends = map(memory_at, self.addresses, self.likes)
+        assert out is not None and a is not None and b is not None
+        if ends is None:
+            cuts = None
+        else:
+            first = memory_at(self.addresses[5] - ends.itemsize, self.likes[5][:1])[0] if self.head else 0  # type: ignore[index]
+            cuts = [int(first), *map(int, ends)]
+        if self.spec.zero_unowned:
+            out[...] = 0
+        for g in range(self.spec.groups):
+            rows = slice(None) if cuts is None else slice(cuts[g], cuts[g + 1])
+            x, y = (a[g] if a.ndim == 3 else a[rows]), (b[g] if b.ndim == 3 else b)
+            product = self.alpha * (x @ y)
+            target = out[g] if out.ndim == 3 else out[rows]
+            if c is not None:
+                product = product + self.beta * (c[g] if c.ndim == 3 else c[rows])
+            if bias is not None:
+                product = product + (bias[g] if bias.ndim == 2 else bias)
+            target[...] = np.maximum(product, 0) if self.spec.activation == "relu" else product
+
+
+class Following(Fake):
+    """A backend whose launches follow their operands."""
+
+    def __init__(self, name: str = "follower") -> None:
+        super().__init__(name)
+        self.counts = {"moved": 0, "bound": 0}
+
+    def availability(self) -> Availability:
+        return Availability(True)
+
+    def plan(self, spec: Any, config: Tile, device: torch.device) -> Recipe:
+        def bind(ops: Operands) -> Any:
+            self.counts["bound"] += 1
+            return Follower(ops, self.counts)
+
+        return Recipe("follow", config, bind)
+
+
+@pytest.fixture
+def follower(install: Callable[..., None]) -> Iterator[Following]:
+    backend = Following()
+    install(backend)
+    yield backend
+    launch_cache.clear()
+
+
+def answer(a: Tensor, b: Tensor, offsets: list[int], bias: Tensor | None = None, relu: bool = False) -> Tensor:
+    out = torch.zeros(a.shape[0], b.shape[-1], dtype=a.dtype)
+    for g in range(len(offsets) - 1):
+        rows = slice(offsets[g], offsets[g + 1])
+        out[rows] = a[rows].detach() @ (b[g] if b.dim() == 3 else b).detach()
+        if bias is not None:
+            out[rows] += bias[g] if bias.dim() == 2 else bias
+        if relu:
+            out[rows].clamp_(min=0)
+    return out
+
+
+def new(draw: random.Random, *shape: int) -> Tensor:
+    """Values in memory of some layout: dense, transposed, strided, at an odd place of a larger piece."""
+    kind = draw.randrange(4)
+    if kind == 1:
+        return torch.randn(*shape[:-2], shape[-1], shape[-2], dtype=torch.float64).transpose(-1, -2)
+    if kind == 2:
+        return torch.randn(*shape[:-1], 2 * shape[-1], dtype=torch.float64)[..., ::2]
+    if kind == 3:
+        count = int(np.prod(shape))
+        return torch.randn(count + 5, dtype=torch.float64)[5:].view(*shape)
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_sequences_of_hits_and_misses_give_the_same_answers(follower: Following, seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    groups, k, n = 3, 4, 6
+    a, b, bias = new(draw, 20, k), new(draw, groups, k, n), None
+    pool = [sorted(draw.randrange(21) for _ in range(groups)) for _ in range(2)]
+    styles = [(draw.randrange(4), draw.random() < 0.3, draw.random() < 0.2) for _ in range(2)]
+    for _ in range(200):
+        change = draw.randrange(30)
+        if change == 0:
+            a = new(draw, draw.choice((20, 20, 21)), k)
+        elif change == 1:
+            b = new(draw, groups, k, n) if draw.random() < 0.7 else new(draw, k, n)
+        elif change == 2:
+            bias = None if bias is not None else new(draw, groups, n)
+        elif change == 3:
+            a.mul_(1.5)
+        elif change == 4:
+            address = a.data_ptr()
+            shape = a.shape
+            del a
+            a = new(draw, *shape)  # often at the same address, with other strides
+            assert address
+        starts = draw.choice(pool)
+        offsets = [0, *starts] if draw.random() < 0.7 else [min(1, starts[0]), *starts]
+        cut, relu, into = draw.choice(styles)
+        given: dict[str, Any] = {"bias": bias, "activation": "relu" if relu else None, "backend": "follower"}
+        if cut == 0:
+            given["offsets"] = torch.tensor(offsets, dtype=torch.int32)
+        elif cut == 1:
+            given["offsets"] = offsets
+        elif cut == 2:
+            offsets = [0, *offsets[1:]]
+            given["ends"] = torch.tensor(offsets[1:])
+        else:
+            offsets = [0, *offsets[1:]]
+            sizes = np.diff(offsets)
+            given["sizes"] = sizes if into else sizes.tolist()
+        want = answer(a, b, offsets, bias, relu)
+        if into:
+            given["out"] = torch.full_like(want, 7.0)
+            owned = torch.zeros(a.shape[0], dtype=torch.bool)
+            owned[offsets[0] : offsets[-1]] = True
+            want[~owned] = 7.0
+        got = mg.grouped_gemm(a, b, **given)
+        torch.testing.assert_close(got, want)
+    assert follower.counts["moved"] > 20
+
+
+def problem() -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.randn(8, 4, dtype=torch.float64),
+        torch.randn(2, 4, 3, dtype=torch.float64),
+        torch.tensor([3, 8], dtype=torch.int32),
+    )
+
+
+def warm(a: Tensor, b: Tensor, **given: Any) -> Tensor:
+    for _ in range(3):
+        out = mg.grouped_gemm(a, b, backend="follower", **given)
+    return out  # type: ignore[no-any-return]
+
+
+def test_a_third_call_is_moved_and_not_bound(follower: Following) -> None:
+    a, b, ends = problem()
+    warm(a, b, ends=ends)
+    bound = follower.counts["bound"]
+    for _ in range(5):
+        x = torch.randn_like(a)
+        torch.testing.assert_close(warm(x, b, ends=ends), answer(x, b, [0, 3, 8]))
+    assert follower.counts["bound"] == bound
+
+
+def test_a_freed_operand_is_refused_on_a_hit(follower: Following) -> None:
+    a, b, ends = problem()
+    bias = torch.zeros(3, dtype=torch.float64)
+    warm(a, b, ends=ends)
+    warm(a, b, ends=ends, bias=bias)
+    freed = a.clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(mg.InvalidProblem, match="memory was freed"):
+        warm(freed, b, ends=ends)
+    bias.untyped_storage().resize_(0)
+    with pytest.raises(mg.InvalidProblem, match="memory was freed"):
+        warm(a, b, ends=ends, bias=bias)
+
+
+def test_gradients_tangents_and_negated_views_are_not_served_by_the_cache(follower: Following) -> None:
+    a, b, ends = problem()
+    warm(a, b, ends=ends)
+    x = a.clone().requires_grad_()
+    out = warm(x, b, ends=ends)
+    assert out.requires_grad
+    with torch.no_grad():
+        assert not warm(x, b, ends=ends).requires_grad
+    with pytest.raises(mg.InvalidProblem, match="lazily negated"):
+        warm(torch._neg_view(a), b, ends=ends)
+    dual: Any = torch.autograd.forward_ad.make_dual
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(mg.InvalidProblem, match="tangent"):
+        warm(dual(a, torch.ones_like(a)), b, ends=ends)
+    with pytest.raises(mg.InvalidProblem, match="under vmap"):
+        torch.func.vmap(lambda t: mg.grouped_gemm(t, b, ends=ends, backend="follower"))(a.unsqueeze(0))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sizes": [3.0, 5]}, "integers"),
+        ({"sizes": [3, True]}, "integers"),
+        ({"sizes": [3, 5], "deterministic": 1}, "deterministic"),
+        ({"sizes": [3, 5], "alpha": True}, "alpha"),
+        ({"sizes": [3, 5], "ends": [3, 8]}, "together"),
+        ({"sizes": [3, 6]}, "add up to 9"),
+    ],
+)
+def test_what_equals_an_accepted_argument_without_being_one_is_refused(
+    follower: Following, given: dict[str, Any], message: str
+) -> None:
+    a, b, _ = problem()
+    warm(a, b, sizes=[3, 5])
+    with pytest.raises(mg.InvalidProblem, match=message):
+        mg.grouped_gemm(a, b, backend="follower", **given)
+
+
+def test_values_on_the_host_are_checked_on_every_call(follower: Following) -> None:
+    a, b, ends = problem()
+    warm(a, b, ends=ends)
+    ends.copy_(torch.tensor([5, 8]))
+    torch.testing.assert_close(warm(a, b, ends=ends), answer(a, b, [0, 5, 8]))
+    ends.copy_(torch.tensor([5, 9]))
+    with pytest.raises(mg.InvalidProblem, match="past"):
+        warm(a, b, ends=ends)
+
+
+def test_an_out_that_shares_memory_is_refused_and_one_that_interleaves_is_not(follower: Following) -> None:
+    whole = torch.randn(8, 8, dtype=torch.float64)
+    a, out = whole[:, :4], whole[:, 4:7]
+    _, b, ends = problem()
+    apart = torch.empty(8, 8, dtype=torch.float64)[:, 4:7]
+    for _ in range(3):
+        warm(whole[:, :4], b, ends=ends, out=apart)
+    torch.testing.assert_close(warm(a, b, ends=ends, out=out), answer(a, b, [0, 3, 8]))
+    with pytest.raises(mg.InvalidProblem, match="memory"):
+        warm(a, b, ends=ends, out=whole[:, 2:5])
+    c = torch.randn(8, 8, dtype=torch.float64)[:, :3]
+    want = answer(a, b, [0, 3, 8]) + c
+    got = c.clone()
+    for start in (c, c, c):
+        got.copy_(start)
+        mg.grouped_gemm(a, b, ends=ends, c=got, beta=1.0, out=got, backend="follower")
+    torch.testing.assert_close(got, want)
+
+
+def test_nothing_of_the_caller_is_kept_alive(follower: Following) -> None:
+    a, b, ends = problem()
+    out = warm(a, b, ends=ends)
+    watched = [weakref.ref(x.untyped_storage()) for x in (a, b, ends, out)]
+    assert len(LAUNCHES) == 1
+    del a, b, ends, out
+    gc.collect()
+    assert all(w() is None for w in watched)
+
+
+def test_the_cache_is_bounded_in_entries_and_in_bytes(follower: Following, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_cache, "ENTRIES", 8)
+    a, b, _ = problem()
+    for rows in range(1, 30):
+        warm(a[: rows % 8 + 1, :], b, ends=torch.tensor([0, rows % 8 + 1]), alpha=1.0 + rows)
+    assert len(LAUNCHES) == 8
+    monkeypatch.setattr(launch_cache, "WORKSPACE", 1600)
+
+    class Entry:
+        workspace = 90
+
+    for i in range(40):
+        LAUNCHES.keep(("own", i), Entry())
+    assert len(LAUNCHES) <= 17
+    Entry.workspace = 101
+    LAUNCHES.keep(("large",), Entry())
+    assert LAUNCHES.find(("large",)) is None
+
+
+def test_threads_do_not_share_an_entry(follower: Following) -> None:
+    a, b, ends = problem()
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        mine = torch.randn_like(a) + number
+        want = answer(mine, b, [0, 3, 8])
+        wrong.extend(number for _ in range(200) if not torch.allclose(warm(mine, b, ends=ends), want))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+
+
+def test_a_call_from_a_finaliser_does_not_disturb_the_call_that_it_interrupts(
+    follower: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, ends = problem()
+    warm(a, b, ends=ends)
+    other, original, inside = torch.ones_like(a), Follower.move, [False]
+
+    def move(self: Follower, addresses: tuple[int, ...]) -> None:
+        original(self, addresses)
+        if not inside[0]:
+            inside[0] = True
+            mg.grouped_gemm(other, b, ends=ends, backend="follower")
+            inside[0] = False
+
+    monkeypatch.setattr(Follower, "move", move)
+    torch.testing.assert_close(warm(a, b, ends=ends), answer(a, b, [0, 3, 8]))
+
+
+def test_results_on_the_cpu_lie_there_whatever_torchs_default_device_is(follower: Following) -> None:
+    a, b, ends = problem()
+    warm(a, b, ends=ends)
+    with torch.device("meta"):
+        out = warm(a, b, ends=ends)
+    torch.testing.assert_close(out, answer(a, b, [0, 3, 8]))
+
+
+def test_configs_that_are_equal_but_not_alike_are_told_apart() -> None:
+    a, b = torch.randn(8, 16), torch.randn(2, 16, 32)
+    config = mg.plan(mg.GroupedGemmProblem(a, b, sizes=[3, 5]), backend="cpu").config
+    for given in (config, {"kernel": config.kernel}):
+        for _ in range(4):
+            mg.grouped_gemm(a, b, sizes=[3, 5], backend="cpu", config=given)
+    choose.forget()
+    served = LAUNCHES.served
+    for _ in range(4):
+        mg.grouped_gemm(a, b, sizes=[3, 5], backend="cpu", config={"kernel": config.kernel})
+    assert LAUNCHES.served == served + 2
+    with pytest.raises(mg.InvalidSetting, match="must be of type"):
+        mg.grouped_gemm(a, b, sizes=[3, 5], backend="cpu", config=replace(config, rows=float(config.rows)))
+
+
+def test_an_out_that_interleaves_is_bound_anew_and_makes_one_entry(follower: Following) -> None:
+    whole = torch.randn(8, 8, dtype=torch.float64)
+    _, b, ends = problem()
+    kept: list[Any] = []
+    for _ in range(6):
+        mg.grouped_gemm(whole[:, :4], b, ends=ends, out=whole[:, 4:7], backend="follower")
+        kept.append(list(LAUNCHES._entries.values()))
+    assert kept[2] == kept[5] and len(kept[5]) == 1
+
+
+class OnGpu:
+    """A tensor that says that it lies on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._x, name)
+
+
+def tokens_key(a: Tensor, cut: Any, kind: str = "sizes") -> Any:
+    """The key of a class of token counts, for operands that count as a GPU's."""
+    b = torch.ones(2, a.shape[1], 3, dtype=a.dtype)
+    given: Any = OnGpu(a)
+    call = launch_cache.Call("m", given, b, kind, cut, None, None, None, None)
+    return launch_cache._tokens_key(tuple(range(16)), call)
+
+
+def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
+    dense = torch.empty_strided((60, 4), (1, 62))
+    overlapping = torch.empty(400).as_strided((64, 4), (1, 62))
+    assert tokens_key(dense, [30, 30]) is not None
+    assert tokens_key(overlapping, [30, 34]) is None
+    rows = torch.ones(64, 4)
+    assert tokens_key(rows, [2**70, 1]) is None
+    assert tokens_key(rows, []) is None
+    assert tokens_key(rows, [30, 34]) == tokens_key(rows[:60], [20, 40])
+    assert tokens_key(rows, [32, 32]) != tokens_key(rows, [30, 34])
+    assert tokens_key(rows, [30, 34]) == tokens_key(rows, [30, 64], kind="ends")
+    assert tokens_key(rows[:1], [1, 0]) != tokens_key(rows[:2], [1, 1])
+
+
+def test_an_entry_for_many_token_counts_is_not_entered_twice(follower: Following) -> None:
+    """A finaliser that calls in the middle of a call has to go the whole way: sizes are summed up in shared memory."""
+    a, b, ends = problem()
+    warm(a, b, ends=ends)
+    [entry] = LAUNCHES._entries.values()
+    call = launch_cache.Call("m", a, b, "ends", ends, None, None, None, None)
+    entry._busy = True
+    assert entry.run(call) is None
+    entry._busy = False
+    assert entry.run(call) is not None
+
+
+def test_a_new_choice_clears_the_cache(follower: Following) -> None:
+    a, b, ends = problem()
+    warm(a, b, ends=ends)
+    assert len(LAUNCHES)
+    choose.forget()
+    assert not len(LAUNCHES)
+
+
+def test_plans_and_solve_use_the_cache(follower: Following) -> None:
+    a, b, ends = problem()
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, ends=ends), backend="follower")
+    for _ in range(5):
+        x = torch.randn_like(a)
+        torch.testing.assert_close(plan.run(mg.GroupedGemmProblem(x, b, ends=ends)), answer(x, b, [0, 3, 8]))
+        posed = mg.GroupedGemmProblem(x, b, ends=ends, activation="relu")
+        torch.testing.assert_close(mg.solve(posed, backend="follower"), answer(x, b, [0, 3, 8], relu=True))
+    assert follower.counts["moved"] >= 6
+    one = [mg.solve(mg.GroupedGemmProblem(a, b[0]), backend="follower") for _ in range(4)]
+    assert all(torch.equal(x, one[0]) for x in one)
+    assert one[0].shape == (8, 3)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_begins_with_an_empty_cache_and_free_locks(follower: Following) -> None:
+    a, b, ends = problem()
+    warm(a, b, ends=ends)
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with LAUNCHES._lock, lock_of("choices"), lock_of("rankings"):
+            held.set()
+            release.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(20)
+    child = os.fork()
+    if child == 0:
+        ok = len(LAUNCHES) == 0
+        ok = ok and torch.allclose(warm(torch.cat([a, a]), b, ends=ends), answer(torch.cat([a, a]), b, [0, 3, 8]))
+        os._exit(0 if ok else 1)
+    release.set()
+    thread.join()
+    deadline = time.monotonic() + 30
+    status: Any = None
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.02)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        pytest.fail("the child waits for a lock that no thread of its own holds")
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_warm_call_is_short() -> None:
+    a, b, offsets = torch.randn(48, 64), torch.randn(3, 64, 128), torch.tensor([0, 16, 16, 48], dtype=torch.int32)
+    for _ in range(4):
+        mg.grouped_gemm(a, b, offsets=offsets, backend="null")
+    calls, files = [0], set()
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            calls[0] += 1
+            if "multigemm" in frame.f_code.co_filename or "/backends/" in frame.f_code.co_filename:
+                files.add(frame.f_code.co_filename)
+
+    sys.setprofile(seen)
+    try:
+        mg.grouped_gemm(a, b, offsets=offsets, backend="null")
+    finally:
+        sys.setprofile(None)
+    assert calls[0] <= 30
+    assert len(files) <= 6

@@ -1,0 +1,81 @@
+"""Every example runs, quickly, and shows what it promises."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHOWS = {
+    "jagged_batch.py": ["8 products in one call", "chosen:", "gradient (the empty sentence's is exactly 0)"],
+    "moe_training.py": ["one network", "columns: inputs that each expert got", "times smaller"],
+    "transformers_switch.py": ["logits: largest difference", "generated tokens equal: True", "one training step"],
+    "expert_parallel.py": ["rank 0 of 2", "rank 1 of 2", "loss"],
+    "own_backend/run.py": ["null, padded", "one padded bmm", "there is no epilogue here"],
+}
+LIMIT = 60
+
+
+@pytest.mark.parametrize(
+    ("script", "match"),
+    [
+        ("cublas.py", "torch sees no CUDA GPU"), ("host_time.py", "torch sees no CUDA GPU"),
+        ("moe_layer.py", "--device cpu --scale 64"), ("expert_parallel.py", "torchrun --nproc-per-node 2"),
+    ],
+)  # fmt: skip
+def test_a_measurement_that_cannot_run_here_says_why(script: str, match: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"} | {"CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{script}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 2
+    assert match in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_example_is_forgotten() -> None:
+    scripts = {str(p.relative_to(ROOT / "examples")) for p in (ROOT / "examples").rglob("*.py")}
+    assert scripts == {*SHOWS, "own_backend/multigemm_padded.py"}
+
+
+@pytest.mark.parametrize("script", SHOWS)
+def test_example(script: str) -> None:
+    if "transformers" in script and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: pip install transformers")
+    start = time.perf_counter()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if script == "expert_parallel.py" else []), f"examples/{script}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        timeout=4 * LIMIT,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for words in SHOWS[script]:
+        assert words in done.stdout, done.stdout[-2000:]
+    assert time.perf_counter() - start < LIMIT
+
+
+def test_the_readme_does_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for elsewhere, here in (('device="cuda"', 'device="cpu"'), ('backend="triton"', 'backend="cpu"')):
+        assert elsewhere in code
+        code = code.replace(elsewhere, here)
+    exec(code.replace('backend="cupy"', 'backend="cpu"'), {})
+    shown = capsys.readouterr().out
+    assert "chosen: cpu" in shown
+    assert "elements are right" in shown

@@ -1,0 +1,65 @@
+"""The wheel holds what the checkout holds, and works outside of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {"multigemm": "multigemm", "backends": "multigemm.backends", "reference": "multigemm.reference"}
+
+
+def packages_on_disk() -> set[str]:
+    found = set()
+    for folder, name in FOLDERS.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            parts = init.parent.relative_to(ROOT / folder).parts
+            if folder != "multigemm" or not parts or parts[0] not in ("backends", "reference"):
+                found.add(".".join([name, *parts]))
+    return found
+
+
+def test_every_package_is_listed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(listed) == packages_on_disk()
+    assert len(listed) == len(set(listed))
+
+
+def test_the_links_are_relative_and_lead_home() -> None:
+    for name in ("backends", "reference"):
+        link = ROOT / "multigemm" / name
+        assert os.readlink(link) == f"../{name}"
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_work_outside_the_checkout(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    data = {str(p.relative_to(ROOT)) for p in (ROOT / "backends").rglob("*.cu*") if "__pycache__" not in p.parts}
+    assert all((site / "multigemm" / name).exists() for name in data)
+    assert (site / "multigemm" / "py.typed").exists()
+    code = (
+        "import multigemm, torch; from multigemm.select.registry import names;"
+        f"assert multigemm.__file__.startswith({str(site)!r});"
+        "p = multigemm.GroupedGemmProblem(torch.ones(4, 3), torch.ones(2, 3, 5), offsets=[0, 1, 4]);"
+        "assert multigemm.verify(p, multigemm.solve(p)).ok; print(len(multigemm.list_backends()))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(site)},
+    )
+    assert out.stdout.strip() == "6", out.stderr

@@ -1,0 +1,316 @@
+"""The rules of "auto": the table, what was measured once, measuring now, the static order; and that choices stay."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import multigemm as mg
+from multigemm.select import choose, ranking, registry
+from multigemm.select import measure_once as trial
+from multigemm.select import table as tuning
+from multigemm.select.timing import Timing
+from multigemm.settings import settings
+from tests.support.fake_backends import Dawdler, Fake, Tile, problem
+from tests.support.trial_cases import CPU, Install, class_from, class_in, kept, pair, tune
+
+HALF = class_from("jagged_m g8 m* n512 k512 t4096 bfloat16/row bfloat16/row bfloat16/row ieee device-sizes")
+
+
+def test_the_table_comes_first(fresh: Install, trials: list[list[str]]) -> None:
+    fresh(*pair())
+    tune(problem(), {"size": 32}, slow=10.0, fast=30.0)
+    plan = mg.plan(problem())
+    assert (plan.backend, plan.config) == ("slow", Tile(32))
+    assert "the fastest in the table, 10.0 us, own cache; config measured (10.0 us, own cache)" in plan.why
+    assert mg.plan(problem(), config={"size": 16}).config == Tile(16)
+    assert trials == []
+
+
+def test_a_table_that_holds_one_backend_compares_nothing(fresh: Install, trials: list[list[str]]) -> None:
+    fresh(*pair())
+    tune(problem(), slow=10.0)
+    assert mg.plan(problem()).backend == "fast"
+    assert trials == [["slow", "fast"]]
+
+
+def test_tuning_changes_a_choice_that_was_made(fresh: Install) -> None:
+    fresh(*pair())
+    assert mg.plan(problem()).backend == "fast"
+    before = tuning.generation
+    tune(problem(), slow=1.0, fast=2.0)
+    assert tuning.generation != before
+    assert mg.plan(problem()).backend == "slow"
+
+
+def test_a_class_is_measured_once_for_all_its_problems(fresh: Install, trials: list[list[str]]) -> None:
+    fresh(*pair())
+    before = tuning.generation
+    assert [mg.plan(problem(rows)).backend for rows in (60, 64, 50, 60)] == ["fast"] * 4
+    assert trials == [["slow", "fast"]]
+    mg.plan(problem(32))
+    mg.plan(problem(60, dtype=torch.float64))
+    assert len(trials) == 3
+    assert tuning.generation == before
+
+
+def test_another_process_finds_the_choice_and_measures_nothing(fresh: Install, trials: list[list[str]]) -> None:
+    fresh(*pair())
+    mg.plan(problem())
+    entry = kept()
+    assert entry is not None
+    assert (entry.chosen, set(entry.backends), entry.device) == ("fast", {"slow", "fast"}, "cpu")
+    slow, fast = Dawdler("slow", 1), Dawdler("fast", 2, nap_s=0.003)  # the other way round by now
+    fresh(slow, fast)
+    assert mg.solve(problem()).eq(2).all()
+    assert (slow.launches, fast.launches, len(trials)) == (0, 1, 1)
+    assert f"measured on {entry.date[:10]}" in mg.explain(problem()).why
+
+
+def test_clearing_the_cache_measures_anew(fresh: Install, trials: list[list[str]]) -> None:
+    from multigemm.__main__ import main
+
+    fresh(*pair())
+    mg.plan(problem())
+    assert main(["cache", "clear", "--what", "choices"]) == 0
+    choose.forget()
+    mg.plan(problem())
+    assert len(trials) == 2
+
+
+def test_a_new_config_of_a_kernel_does_not_change_the_choice(fresh: Install, trials: list[list[str]]) -> None:
+    fresh(*pair())
+    mg.plan(problem())
+    slow, fast = pair()
+    fast.configs = lambda spec, device: [Tile(64)]  # type: ignore[method-assign]
+    fresh(slow, fast)
+    assert (mg.plan(problem()).backend, len(trials)) == ("fast", 1)
+
+
+def test_a_backend_that_was_not_there_is_measured(fresh: Install, trials: list[list[str]]) -> None:
+    fresh(*pair())
+    assert mg.plan(problem()).backend == "fast"
+    fresh(*pair(), Dawdler("new", 3))
+    assert mg.plan(problem()).backend == "new"
+    assert len(trials) == 2
+    fresh(*pair())  # and where it is gone again, the others' times still hold
+    assert mg.plan(problem()).backend == "fast"
+    assert len(trials) == 2
+
+
+def test_what_another_process_wrote_meanwhile_holds(fresh: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh(*pair())
+    real = vars(trial)["measure"]
+
+    def measure(*given: Any, **more: Any) -> dict[str, Timing]:
+        found: dict[str, Timing] = real(*given, **more)
+        times = {"slow": tuning.Measured(1.0), "fast": tuning.Measured(2.0)}
+        entry = tuning.Entry("cpu", str(class_in(problem())), times)
+        tuning.table().keep_choice(replace(entry, chosen="slow", date="2026-01-01"))
+        return found
+
+    monkeypatch.setattr(trial, "measure", measure)
+    assert mg.plan(problem()).backend == "slow"
+
+
+def test_where_measuring_is_forbidden_nothing_that_was_measured_so_counts(
+    fresh: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh(*pair())
+    assert mg.plan(problem()).backend == "fast"
+    monkeypatch.setenv("MULTIGEMM_MEASURE", "0")
+    settings.cache_clear()
+    fresh(*pair())
+    plan = mg.plan(problem())
+    assert plan.backend == "slow"
+    assert "first of the static order; not measured: MULTIGEMM_MEASURE=0 forbids it" in plan.why
+
+
+def test_ranks_of_a_process_group_choose_alike(
+    fresh: Install, trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither do they measure, nor go by what one of their machines measured: only tables and the order are alike."""
+    fresh(*pair())
+    assert mg.plan(problem()).backend == "fast"
+    monkeypatch.setattr(trial, "ranks_of_group", lambda: 2)
+    plan = mg.plan(problem())
+    assert plan.backend == "slow"
+    assert "the 2 ranks of a process group have to choose alike" in plan.why
+    fresh(*pair())
+    assert mg.plan(problem()).backend == "slow"
+    tune(problem(), slow=2.0, fast=1.0)
+    assert mg.plan(problem()).backend == "fast"
+    assert len(trials) == 1
+
+
+def test_a_process_group_of_two_is_seen(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch.distributed as d; from multigemm.select.measure_once import ranks_of_group as ranks;"
+        "print(ranks()); d.init_process_group('gloo', init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2);"
+        "print(ranks()); d.barrier(); d.destroy_process_group()"
+    )
+    command = [sys.executable, "-c", code, f"file://{tmp_path / 'meet'}"]
+    both = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
+    assert [child.communicate(timeout=120)[0].split() for child in both] == [["1", "2"]] * 2
+
+
+def test_a_choice_that_was_made_unmeasured_stays_in_its_process(
+    fresh: Install, trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from multigemm.planning import binding as bound
+
+    fresh(*pair())
+    with monkeypatch.context() as within:
+        within.setattr(bound, "capturing", lambda device: True)
+        assert choose.choose(problem()).backend == "slow"
+    monkeypatch.setattr(choose, "CHOICES_KEPT", 1)
+    assert [mg.plan(problem(rows)).backend for rows in (4, 64, 4)] == ["slow", "fast", "slow"]
+    choose.forget()
+    assert mg.plan(problem()).backend == "fast"
+    assert len(trials) == 2
+
+
+def test_a_kept_choice_holds_in_a_capture_too(fresh: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multigemm.planning import binding as bound
+
+    fresh(*pair())
+    mg.plan(problem())
+    fresh(*pair())
+    monkeypatch.setattr(bound, "capturing", lambda device: True)
+    assert choose.choose(problem()).backend == "fast"
+
+
+def test_forgetting_is_a_new_generation(fresh: Install) -> None:
+    fresh(*pair())
+    first, before = choose.choose(problem()), tuning.generation
+    assert choose.choose(problem()) is first
+    choose.forget()
+    assert tuning.generation != before
+    assert choose.choose(problem()) is not first
+
+
+def test_the_memory_of_rankings_is_bounded(fresh: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of ever other sizes make ever other classes."""
+    monkeypatch.setattr(ranking, "KEPT", 2)
+    fresh(*pair())
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        mg.plan(problem(dtype=dtype))
+    assert [place[1].dtype for place in ranking._made] == ["float64", "float16"]
+
+
+def test_two_threads_measure_a_class_once_and_both_are_answered(
+    fresh: Install, trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, meeting = vars(trial)["measure"], threading.Barrier(2)
+    answers: list[torch.Tensor] = []
+
+    def measure(*given: Any, **more: Any) -> dict[str, Timing]:
+        time.sleep(0.1)  # the other thread has come meanwhile
+        found: dict[str, Timing] = real(*given, **more)
+        return found
+
+    def work() -> None:
+        meeting.wait()
+        answers.append(mg.solve(problem()))
+
+    fresh(*pair())
+    monkeypatch.setattr(trial, "measure", measure)
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 2
+    assert all(answer.eq(2).all() for answer in answers)
+    assert len(trials) == 1
+
+
+@pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
+def test_a_forked_child_has_locks_of_its_own(fresh: Install) -> None:
+    fresh(*pair())
+    mg.plan(problem(), "fast")
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ExitStack() as stack:
+            for lock in [*ranking._locks.values(), ranking.lock_of(CPU)]:
+                stack.enter_context(lock)
+            held.set()
+            release.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(60)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if choose.choose(problem()).backend == "fast" else 1)
+    try:
+        for _ in range(600):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            pytest.fail("the child waits for a lock of its parent")
+    finally:
+        release.set()
+        holder.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_three_of_the_static_order_and_third_parties_are_worth_measuring() -> None:
+    assert ranking.worth_measuring(HALF, ("cupy", "triton", "numba", "cublas")) == ("cupy", "triton")
+    on_host = replace(HALF, where="host-sizes")
+    assert ranking.worth_measuring(on_host, ("triton", "cupy", "cublas", "numba")) == ("triton", "cupy", "cublas")
+    assert ranking.worth_measuring(HALF, ("cupy", "numba", "mine")) == ("cupy", "mine")
+    assert ranking.worth_measuring(HALF, ("triton", "numba", "cublas")) == ("triton", "numba", "cublas")
+    assert ranking.worth_measuring(HALF, ("numba",)) == ("numba",)
+    assert set(registry.BUILTIN) > {"cupy", "triton", "numba", "cublas"}
+
+
+def test_explain_shows_the_times_that_its_own_call_measured(fresh: Install) -> None:
+    fresh(*pair(), Fake("bad", reasons=["why"]))
+    told = mg.explain(problem())
+    assert told.chosen == "fast"
+    assert told.why.startswith("the fastest, ")
+    assert told.problem_class == str(class_in(problem()))
+    times = {c.name: (c.us or 0.0, c.source) for c in told.candidates}
+    assert times["slow"][0] > times["fast"][0] >= 500
+    assert times["slow"][1].startswith("measured on ")
+    assert [c.name for c in told.candidates] == ["fast", "slow", "bad"]
+    assert f"* fast     can, {times['fast'][0]:.1f} us (measured on " in str(told)
+
+
+def test_who_asked_to_see_choices_sees_the_trial(
+    fresh: Install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh(*pair())
+    mg.plan(problem())
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("MULTIGEMM_PRINT_CONFIG", "1")
+    settings.cache_clear()
+    mg.plan(problem(64))
+    measured, chosen = capsys.readouterr().err.splitlines()
+    assert measured.startswith(f"multigemm: measured {class_in(problem(64))}: slow ")
+    assert "; fast from now on (" in measured
+    assert chosen.startswith("multigemm: fast fill Tile(size=16) (the fastest, ")
+
+
+def test_a_trial_warns_of_nothing_where_all_goes_well(fresh: Install) -> None:
+    fresh(*pair())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mg.solve(problem())

@@ -1,0 +1,121 @@
+"""The static order of backends, held to the rankings of the kept reports."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigemm.bench.drawn import UNTUNED
+from multigemm.select.measure_once import _fastest
+from multigemm.select.problem_class import ON_DEVICE, ProblemClass
+from multigemm.select.static_order import static_order
+from tests.support.trial_cases import class_from
+
+REPORTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/report.json"))
+BACKENDS = ("cupy", "triton", "numba", "cublas")
+HOST = "[host sizes]"
+HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """What each backend took for one workload of a report, with its sizes in one place."""
+
+    report: str
+    suite: str
+    problem_class: ProblemClass
+    us: dict[str, float]
+
+    def regret(self, names: tuple[str, ...]) -> float:
+        """How many times slower the first of `names` that ran is than the fastest of all."""
+        return next(self.us[name] for name in names if name in self.us) / min(self.us.values())
+
+
+@cache
+def rankings() -> list[Ranked]:
+    return [r for path in REPORTS for r in _of_report(path.parent.name, json.loads(path.read_text())["rows"])]
+
+
+def _of_report(report: str, rows: list[dict[str, Any]]) -> Iterator[Ranked]:
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["kind"] == "backend" and row.get("us"):
+            cases.setdefault(row["case"], {})[row["entry"]] = row
+    for found in cases.values():
+        us = {name: found[name]["us"] for name in BACKENDS if name in found}
+        if us:
+            first = next(found[name] for name in BACKENDS if name in found)
+            yield Ranked(report, first["suite"], class_from(first["spec"]), us)
+        if library := found.get("cublas" + HOST):  # the kernels of the others never look at sizes on the host
+            on_host = {**us, "cublas": library["us"]}
+            yield Ranked(report, library["suite"], class_from(library["spec"]), on_host)
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def regrets(which: Callable[[Ranked], bool]) -> list[float]:
+    found = [r.regret(static_order(r.problem_class)) for r in rankings() if which(r)]
+    assert len(found) >= 20
+    return found
+
+
+def test_the_reports_hold_enough_to_judge_by() -> None:
+    assert len(rankings()) > 800
+    assert sum(r.suite == UNTUNED for r in rankings()) == 180
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "bound"),
+    [(HALF, 1.03), (("float32",), 1.06), (("float64",), 1.03), (("tf32",), 1.08), (("int8",), 1.03)],
+)
+def test_the_first_of_the_order_is_near_the_fastest(dtypes: tuple[str, ...], bound: float) -> None:
+    assert geomean(regrets(lambda r: r.problem_class.dtype in dtypes)) <= bound
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_without_measuring_unseen_shapes_lose_less_than_a_twentieth(on_device: bool) -> None:
+    found = regrets(lambda r: r.suite == UNTUNED and (r.problem_class.where == ON_DEVICE) == on_device)
+    assert geomean(found) <= 1.05
+
+
+def test_one_of_the_three_is_the_fastest_but_for_few() -> None:
+    found = []
+    for r in rankings():
+        names = static_order(r.problem_class)
+        assert 2 <= len(set(names)) == len(names) <= 3
+        found.append(min(r.us[name] for name in names if name in r.us) / min(r.us.values()))
+    assert geomean(found) < 1.002
+    assert sum(x > 1.01 for x in found) <= 0.01 * len(found)
+
+
+def test_one_measurement_serves_a_class_however_its_groups_are_cut() -> None:
+    """Sizes on the device change from call to call: what was chosen on some of them holds for others."""
+    classes: dict[tuple[str, str, ProblemClass], list[Ranked]] = {}
+    for r in rankings():
+        classes.setdefault((r.report, r.suite, r.problem_class), []).append(r)
+    stays, fastest = list[float](), list[float]()
+    for (_, _, c), members in classes.items():
+        for met in members if len(members) > 1 else []:
+            us = {name: met.us[name] for name in static_order(c) if name in met.us}
+            stays += [r.regret((_fastest(us, static_order(c)),)) for r in members]
+            fastest += [r.regret((min(us, key=lambda name: us[name]),)) for r in members]
+    assert len(stays) > 500
+    assert max(stays) <= 1.03
+    assert max(fastest) > 1.10  # as it would be, if the first of the order did not stay while it is nearly as fast
+
+
+def test_no_single_backend_does_as_well() -> None:
+    """Else the order would be that backend's name."""
+    own = geomean(regrets(lambda r: True))
+    for name in BACKENDS:
+        alone = [r.regret((name,)) for r in rankings() if name in r.us]
+        assert geomean(alone) > own + 0.02

@@ -1,0 +1,67 @@
+"""Activations from their far negative tail to infinity, as problems; run as a program, on an emulated backend.
+
+`python tests/support/activation_cases.py triton` prints one JSON line for each problem.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import multigemm as mg
+
+TAILS = {
+    torch.float32: {"gelu": -14.5, "gelu_tanh": -10.5, "silu": -95.0},
+    torch.float64: {"gelu": -39.0, "gelu_tanh": -22.5, "silu": -745.0},
+}
+"""Where each activation underflows."""
+SPECIAL = (0.0, -0.0, 1e-30, -1e-30, 1e30, -1e30, 3e38, -3e38, torch.inf, -torch.inf, torch.nan)
+
+
+def points(activation: str, dtype: torch.dtype, count: int = 400) -> Tensor:
+    """Arguments from where the activation underflows to 10, and the special ones."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x = torch.cat([torch.linspace(TAILS[wide][activation], 0, count), torch.linspace(0, 10, count // 4)])
+    return torch.cat([x, torch.tensor(SPECIAL)]).to(dtype)
+
+
+def problem_of(
+    x: Tensor, activation: str | None, device: str = "cpu", n: int = 1, k: int = 1, **more: Any
+) -> mg.GroupedGemmProblem:
+    """One group whose every column is act(x)."""
+    a, b = torch.zeros(1, len(x), k, dtype=x.dtype), torch.zeros(1, k, n, dtype=x.dtype)
+    a[0, :, 0], b[0, 0] = x, 1
+    out_dtype = torch.promote_types(x.dtype, torch.float32)
+    return mg.GroupedGemmProblem(a.to(device), b.to(device), activation=activation, out_dtype=out_dtype, **more)
+
+
+def gate_verdict(dtype: torch.dtype) -> Any:
+    """The kernel of geglu, which shares the formula: gelu(gate) * 1."""
+    from multigemm.integrations.gate_kernels import forward_step
+
+    x = points("gelu", dtype)
+    out = torch.empty(len(x), 1, dtype=dtype)
+    kernel, grid, values = forward_step(torch.stack([x, torch.ones_like(x)], 1), out, True)  # type: ignore[no-untyped-call]
+    kernel[grid](**values)
+    return mg.verify(problem_of(x, "gelu"), out[None])
+
+
+def main() -> None:
+    for dtype in (torch.float32, torch.float64):
+        for activation in TAILS[dtype]:
+            problem = problem_of(points(activation, dtype), activation)
+            tell(f"{activation} {dtype}", mg.verify(problem, mg.solve(problem, backend=sys.argv[1])))
+        if sys.argv[1] == "triton":
+            tell(f"geglu {dtype}", gate_verdict(dtype))
+
+
+def tell(title: str, verdict: Any) -> None:
+    print(json.dumps({"title": title, "ok": bool(verdict), "text": str(verdict)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
