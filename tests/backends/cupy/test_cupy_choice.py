@@ -21,8 +21,8 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.problem.spec import GIANT, OperandSpec
-from tests.support.cupy_world import BF16, GPU, ODD, SPEC, batch, install
 from tests.support.cuda_driver import FakeDriver
+from tests.support.cupy_world import BF16, GPU, ODD, SPEC, batch, install
 
 
 @pytest.fixture

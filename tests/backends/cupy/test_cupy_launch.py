@@ -22,8 +22,8 @@ from multigemm.cuda import counters
 from multigemm.cuda.arguments import Fields, fields
 from multigemm.cuda.tensor_map import NO_SWIZZLE, SIZE
 from multigemm.planning.operands import Operands
-from tests.support.cupy_world import BF16, SPEC, bound, install, operands, staged
 from tests.support.cuda_driver import FakeDriver, addresses_of, arguments_of, steps_of
+from tests.support.cupy_world import BF16, SPEC, bound, install, operands, staged
 
 
 @pytest.fixture

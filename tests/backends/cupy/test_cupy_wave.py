@@ -18,8 +18,8 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.cuda.tensor_map import SIZE
 from multigemm.errors import CompileError
-from tests.support.cupy_world import BF16, SPEC, batch, bound, install, operands, staged
 from tests.support.cuda_driver import FakeDriver
+from tests.support.cupy_world import BF16, SPEC, batch, bound, install, operands, staged
 
 
 @pytest.fixture
