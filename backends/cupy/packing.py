@@ -69,7 +69,7 @@ class _Copies:
         return memory.as_strided(x.shape, (*step, *((pitch, 1) if by_rows else (1, pitch))))
 
     def bound(self, kernel: Kernel, ops: Operands, tokens: bool) -> BoundKernel | None:
-        """One launch for all of them; None where there is nothing to copy. `tokens`: rows that are tokens are copied."""
+        """One launch for all of them; None where there is nothing to copy. `tokens`: rows of tokens are copied."""
         if not self.units:
             return None
         listed = None

@@ -254,7 +254,7 @@ class _Steps:
 class LaunchSequence(_Steps):
     """Several launches that can all follow their operands."""
 
-    __slots__ = ("_index",)
+    __slots__ = ("index",)
 
     def __init__(self, steps: Sequence[Any]) -> None:
         flat: list[Any] = []
@@ -262,17 +262,20 @@ class LaunchSequence(_Steps):
             flat += step._steps if isinstance(step, LaunchSequence) else [] if isinstance(step, Nothing) else [step]
         super().__init__(flat)
         devices = {step.index if isinstance(step, BoundKernel) else -1 for step in flat}
-        self._index = devices.pop() if len(devices) == 1 else -1
+        self.index = devices.pop() if len(devices) == 1 else -1
         """The device of them all; -1 where they have none in common, or are no kernels of this runtime."""
 
     def __call__(self) -> None:
-        index = self._index
+        index = self.index
         if index >= 0 and current_device() == index:
-            stream = current_raw_stream(index)  # asked for once
-            for step in self._steps:
-                step.on(stream)
+            self.on(current_raw_stream(index))  # asked for once
         else:
             super().__call__()
+
+    def on(self, stream: int) -> None:
+        """Launches on a raw stream of the current device, if that is `index`."""
+        for step in self._steps:
+            step.on(stream)
 
     def move(self, addresses: Addresses) -> None:
         """Gives every launch other addresses of the operands."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.planning.launch_cache import LAUNCHES, Call, key_of, one_cut
+from multigemm.planning.launch_cache import LAUNCHES, key_of, one_cut
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.choose import choose
 from multigemm.torch_internals import any_requires_grad, grad_enabled
@@ -34,9 +34,9 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
         if special and (keyset.raw_repr() & special or (grad_enabled() and any_requires_grad(a, b, c, bias))):
             return general(keyset, a, b, offsets, sizes, ends, valid_rows, c, bias, **options)  # type: ignore[no-any-return]
         kind, cut, several = one_cut(offsets, sizes, ends)
-        call = Call(options.get("jagged", "m"), a, b, kind, cut, valid_rows, c, bias, None)
+        call = (options.get("jagged", "m"), a, b, kind, cut, valid_rows, c, bias, None)
         key = None if several else key_of(call, ("operator", *options.items()))
-        found = None if key is None else LAUNCHES.recall(key, call)
+        found, class_key = (None, None) if key is None else LAUNCHES.recall(key, call)
         if found is not None:
             return found
         if a is None or b is None:  # torch lets it through
@@ -46,6 +46,6 @@ def entry(special: int, general: Callable[..., Any]) -> Callable[..., Tensor]:
             a, b, offsets=offsets, sizes=sizes, ends=ends, valid_rows=valid_rows, c=c, bias=bias, **asked
         )
         choice = choose(problem, names(options.get("backend", "auto")))
-        return LAUNCHES.run(key, call, choice, problem)  # type: ignore[no-any-return]
+        return LAUNCHES.run((key, class_key), kind, choice, problem)  # type: ignore[no-any-return]
 
     return run

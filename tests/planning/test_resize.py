@@ -86,8 +86,9 @@ def draw_problem(draw: random.Random) -> dict[str, Any]:
     others = [t for t in range(2, 2 * tokens) if half_octave(t) == half_octave(tokens)]
     dtype = draw.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32, torch.int8))
     return {
-        "dtype": dtype, "tokens": [tokens, *(draw.choice(others) for _ in range(4))], "groups": draw.choice((1, 3, 300)),
-        "k": draw.choice((1, 16, 63, 64, 128)), "n": draw.choice((1, 8, 72, 130, 256)), "pad": draw.choice((0, 0, 1, 8)),
+        "dtype": dtype, "tokens": [tokens, *(draw.choice(others) for _ in range(4))],
+        "groups": draw.choice((1, 3, 300)), "k": draw.choice((1, 16, 63, 64, 128)),
+        "n": draw.choice((1, 8, 72, 130, 256)), "pad": draw.choice((0, 0, 1, 8)),
         "shift": draw.choice((0, 0, 0, 1)), "by_columns": draw.random() < 0.15, "weights": draw.choice(("row", "col")),
         "bias": draw.random() < 0.3, "live": draw.choice(("ends", "offsets")),
     }  # fmt: skip
