@@ -67,7 +67,7 @@ class Records(dict[int, Any]):
         if tuple(self._record.grid) == blocks:
             return self
         record = LaunchConfig.from_buffer_copy(self._record)
-        record.grid[:] = blocks  # type: ignore[index]
+        record.grid[:] = blocks
         return Records(record)
 
 

@@ -101,7 +101,14 @@ def key_of(call: Call, options: Key) -> Key | None:
             return None
         if forward_mode() or dispatch_modes():
             return None
-        groups, rest = None if cut is None else _index_key(cut, phase, index), None
+        if index >= 0 and type(cut) is Tensor and cut.get_device() == index:  # as `_layout` has it, in less time
+            cut_at = cut.data_ptr()
+            if cut_at < LOWEST or cut.is_neg():
+                return None
+            groups: Key | None = (cut.shape, cut.stride(), cut.dtype, cut_at & phase)
+        else:
+            groups = None if cut is None else _index_key(cut, phase, index)
+        rest = None
         if bias is not None or c is not None or out is not None or valid_rows is not None:
             if differentiable and any_requires_grad(bias, c, out):
                 return None
