@@ -465,8 +465,9 @@ def test_ever_new_token_counts_and_sizes_give_the_same_answers(
         if kind != "offsets":
             offsets[0] = 0
         values = {"offsets": offsets, "ends": offsets[1:], "sizes": np.diff(offsets).tolist()}[kind]
-        given = draw.choice((values, tuple(values), np.array(values), np.array(values, np.int32)))
-        got = mg.grouped_gemm(a, b, backend="follower", **{kind: given})
+        forms: tuple[Any, ...] = (values, tuple(values), np.array(values), np.array(values, np.int32))
+        given: dict[str, Any] = {kind: draw.choice(forms)}
+        got = mg.grouped_gemm(a, b, backend="follower", **given)
         torch.testing.assert_close(got, answer(a, b, offsets))
     assert LAUNCHES.served > served + 90
     assert follower.counts.get("resized", 0) > 60 or not resizes

@@ -24,13 +24,13 @@ from multigemm.backends.triton import compile as triton_compile
 from multigemm.backends.triton import generic_launch, hopper_launch
 from multigemm.backends.triton.candidates import hopper_candidates, pointer_candidates
 from multigemm.backends.triton.launch import plan as triton_plan
-from multigemm.cuda import device_fields, tensor_map
+from multigemm.cuda import counters, device_fields, tensor_map
 from multigemm.cuda.arguments import Tokens
 from multigemm.cuda.launch import BoundKernel
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.problem.spec import half_octave
-from tests.support import cuda_driver, cupy_world, triton_world
+from tests.support import cupy_world, triton_world
 from tests.support.cuda_driver import addresses_of, steps_of
 
 GPU = torch.device("cuda", 0)
@@ -43,7 +43,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     """All three backends, as far as the driver's door."""
     cupy_world.install(monkeypatch)
     counter = torch.zeros(1 << 14, dtype=torch.int32)
-    monkeypatch.setattr(cuda_driver.counters.Words, "_borrow", lambda self, index, size: counter)
+    monkeypatch.setattr(counters.Words, "_borrow", lambda self, index, size: counter)
     monkeypatch.setattr(device_fields, "index_of", lambda device: 0)
     monkeypatch.setattr(device_fields, "current_raw_stream", lambda index: 7)
     monkeypatch.setattr(numba_launch, "image", lambda *asked: Image("kernel", b"cubin"))
@@ -103,7 +103,8 @@ def posed(drawn: dict[str, Any], which: int) -> Operands:
         weights = torch.zeros(groups, n, k, dtype=dtype).mT
     cut = torch.zeros(groups + (drawn["live"] == "offsets"), dtype=torch.int32)
     bias = torch.zeros(groups, n, dtype=torch.int32 if dtype is torch.int8 else dtype) if drawn["bias"] else None
-    problem = mg.GroupedGemmProblem(rows_like(drawn, tokens, start), weights, bias=bias, **{drawn["live"]: cut})
+    given: dict[str, Any] = {drawn["live"]: cut}
+    problem = mg.GroupedGemmProblem(rows_like(drawn, tokens, start), weights, bias=bias, **given)
     spec = replace(staged_spec(problem), device_sizes=True)
     return replace(stage(problem, spec, allocate(problem)).ops, device=torch.device("cpu"))
 
