@@ -463,8 +463,8 @@ class HopperPlan:
             room = blocks(max(shape.m, ops.spec.total)) * RECORD_ROWS  # for every number of tokens of the spec
             records = torch.empty(8 * (1 + room), dtype=torch.int32, device=ops.device)
             place = records.data_ptr()
-            values = [place, at, shape.m, shape.groups, int(ops.head)]
-            listing = self._records.bound(values, blocks(shape.m), (records,), grid_for=blocks)
+            cut = [place, at, shape.m, shape.groups, int(ops.head)]
+            listing = self._records.bound(cut, blocks(shape.m), (records,), grid_for=blocks)
             main = self._main.bound(self._arguments(ops, shape, place, at), grid, (records,), grid_for=counted)
             return [listing, main]
         if self._drawn:
