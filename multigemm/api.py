@@ -107,7 +107,7 @@ def _solve(
         from multigemm.integrations import differentiable
 
         return differentiable.solve(problem, backend, config, grouped_gemm)
-    return LAUNCHES.run(keys, kind, choose(problem, backend, config), problem)
+    return LAUNCHES.run(keys, kind, choose(problem, backend, config, eager=True), problem)
 
 
 @no_dynamo
@@ -129,7 +129,7 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
     """
     if checked(problem).requires_grad and torch.is_grad_enabled():
         return _solve(problem, backend, config, (None, None), "")
-    return launch_cache.solve(choose(problem, backend, config), problem)
+    return launch_cache.solve(choose(problem, backend, config, eager=True), problem)
 
 
 @no_dynamo
@@ -141,7 +141,10 @@ def plan(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = Non
 
 @no_dynamo
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
-    """Why `solve(problem, backend, config)` would run what it runs; measures as that would."""
+    """Why `solve(problem, backend, config)` would run what it runs; measures as that would.
+
+    A plan may get another backend of a short product: for an eager call the host's time counts, too.
+    """
     return select_explain.explain(checked(problem), backend, config)
 
 

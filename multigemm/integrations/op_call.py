@@ -46,7 +46,7 @@ def kernel(general: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
         problem = GroupedGemmProblem(
             a, b, offsets=offsets, sizes=sizes, ends=ends, valid_rows=valid_rows, c=c, bias=bias, **asked
         )
-        choice = choose(problem, names(options.get("backend", "auto")))
+        choice = choose(problem, names(options.get("backend", "auto")), eager=True)
         return LAUNCHES.run((key, class_key), kind, choice, problem)  # type: ignore[no-any-return]
 
     return run
