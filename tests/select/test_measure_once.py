@@ -194,7 +194,8 @@ def test_a_backend_whose_calls_keep_the_host_busy_is_not_taken_for_a_short_produ
     assert mg.solve(problem()).eq(2).all()
     told = str(mg.explain(problem()))
     assert "chosen: idle" in told
-    assert "; a warm call takes the host 4" in next(line for line in told.splitlines() if " busy " in line)
+    busy = next(line for line in told.splitlines() if " busy " in line)
+    assert float(busy.rpartition("takes the host ")[2].removesuffix(" us)")) > 4000
     assert binding_in_a_capture(monkeypatch) == "busy"
 
 
