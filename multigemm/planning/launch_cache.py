@@ -7,9 +7,10 @@ with an input. Contents of sizes on the host are part of the key; those on the d
 
 An entry belongs to one thread and one stream, so that its workspace is never used twice at once, and holds no operand.
 It is made when a key comes for the second time. A `_MovingEntry` has a launch that follows its operands; a
-`_BindingEntry` binds anew what a backend cannot move. Token counts that come once would never have an entry: for rows
-that are cut on a GPU a `_TokensEntry` serves all counts of a class, half an octave, and all sizes on the host. The
-cache is bounded in entries and in memory; `clear` empties it, and a forked child begins with an empty one.
+`_TensorEntry` has one that takes the caller's tensors; a `_BindingEntry` binds anew what a backend cannot move. Token
+counts that come once would never have an entry: for rows that are cut on a GPU a `_TokensEntry` serves all counts of a
+class, half an octave, and all sizes on the host. The cache is bounded in entries and in memory; `clear` empties it, and
+a forked child begins with an empty one.
 """
 
 from __future__ import annotations
@@ -330,6 +331,23 @@ class _BindingEntry(_Entry):
         return {"ends": call.cut}
 
 
+class _TensorEntry(_Entry):
+    """A launch that is a function of the caller's tensors, since a library's operation takes and returns tensors."""
+
+    __slots__ = ("_launch", "workspace")
+
+    def __init__(self, problem: GroupedGemmProblem, choice: Choice, launch: Any) -> None:
+        super().__init__(problem, choice)
+        self._launch = launch
+        self.workspace = 16 * choice.spec.groups
+
+    def _run(self, call: Call) -> Tensor | None:
+        if self._given_out and self._shares(call):
+            return None
+        found: Tensor = self._launch(call.a, call.b, call.cut, call.out)
+        return found
+
+
 class _TokensEntry(_Entry):
     """How calls of any number of tokens in a class run: rows that are cut on a GPU."""
 
@@ -427,7 +445,7 @@ class LaunchCache:
                 self.keep(key, _entry_of(problem, bound, choice, call.kind))
             tokens = _tokens_key(key, call)
             if tokens is not None and self.comes_again(tokens) and tokens not in self._entries:
-                self.keep(tokens, _TokensEntry(problem, bound.ops, choice, call.kind))
+                self.keep(tokens, _tokens_entry_of(problem, bound, choice, call.kind))
         return caller_result(problem, out)
 
     def comes_again(self, key: Key) -> bool:
@@ -480,12 +498,30 @@ def _lasting(choice: Choice, problem: GroupedGemmProblem) -> bool:
     return dense and spec.a.dtype is spec.compute and spec.b.dtype is spec.compute
 
 
+def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str) -> Any:
+    """The backend's launch as a function of a, b, what cuts the groups, and the caller's `out` or None, which returns
+    the result; None if it has no such form (a method `on_tensors`)."""
+    form, cut = getattr(bound.steps[-1], "on_tensors", None), problem.cut
+    return None if form is None else form(kind, None if cut is None else cut.live)
+
+
+def _tokens_entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: str) -> Any:
+    """An entry for any number of tokens."""
+    live = problem.cut is not None and problem.cut.live is not None
+    launch = _on_tensors(problem, bound, kind) if live else None
+    return _TokensEntry(problem, bound.ops, choice, kind) if launch is None else _TensorEntry(problem, choice, launch)
+
+
 def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: str) -> Any:
     """An entry that moves, if every launch can and none holds an address of the caller's that would stay behind."""
+    on_tensors = _on_tensors(problem, bound, kind)
+    if on_tensors is not None:
+        return _TensorEntry(problem, choice, on_tensors)
     launch, ops, cut = bound.launch, bound.ops, problem.cut
     callers = [ops.a, ops.b, ops.out, ops.c, ops.bias, None if cut is None else cut.live]
     spans = [(x.data_ptr(), x.data_ptr() + _reach(x)) for x in callers if isinstance(x, Tensor)]
-    if hasattr(launch, "move") and not launch.stays_behind(spans):  # type: ignore[attr-defined]
+    movable = hasattr(launch, "move") and not launch.stays_behind(spans)  # type: ignore[attr-defined]
+    if movable and launch.workspace_bytes() <= WORKSPACE // 16:  # type: ignore[attr-defined]
         return _MovingEntry(problem, ops, choice, launch, kind)
     return _BindingEntry(problem, ops, choice, kind)
 
