@@ -24,10 +24,8 @@ from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
 from multigemm.testing.choice import assigned, carriers, compile_singly, offered
 from multigemm.testing.cliff import on_a_cliff
-from multigemm.testing.edges import alike
-from multigemm.testing.kinds import kinds, redrawn
 from multigemm.testing.oracles import Finding, Outcome, check, check_all
-from multigemm.testing.strategies import RandomChooser, random_case
+from multigemm.testing.strategies import RandomChooser, keep_divisibility, kinds, random_case, redrawn
 from multigemm.testing.subject import Subject
 from multigemm.testing.world import Stand, World
 
@@ -57,7 +55,8 @@ def drawn(options: Options, number: int) -> Case:
     if not options.kinds:
         return random_case(options.seed + number, options.limits_of(number))
     kind = _kinds(options)[options.kind_of(number)]
-    return alike(kind, redrawn(kind, RandomChooser((options.seed << 24) + number), options.limits_of(number)))
+    case = redrawn(kind, RandomChooser((options.seed << 24) + number), options.limits_of(number))
+    return keep_divisibility(kind, case)
 
 
 @lru_cache(maxsize=16)

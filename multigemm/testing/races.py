@@ -12,9 +12,9 @@ import ast
 import re
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
-from multigemm.testing.source_sites import ROOT
-
+BACKENDS = Path(__file__).resolve().parents[1] / "backends"
 HEAD = re.compile(r"Race reported between (\w+) access at (\S+?)\+0x[0-9a-f]+ in (\S+?):(\d+)")
 TAIL = re.compile(r"and (\w+) access at (\S+?)\+0x[0-9a-f]+ in (\S+?):(\d+)")
 SHOWN = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed")
@@ -90,7 +90,7 @@ def reports(text: str) -> tuple[list[Report], bool]:
 @cache
 def _functions(backend: str, file: str) -> tuple[tuple[int, int, str], ...]:
     """First line, last line and name of the functions of a backend's file."""
-    path = next((ROOT / "backends" / backend).rglob(file), None)
+    path = next((BACKENDS / backend).rglob(file), None)
     tree = ast.Module([], []) if path is None else ast.parse(path.read_text())
     return tuple((n.lineno, n.end_lineno or n.lineno, n.name) for n in tree.body if isinstance(n, ast.FunctionDef))
 

@@ -79,9 +79,9 @@ def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> in
     import torch
 
     from multigemm.testing.choice import assigned, compile_singly
-    from multigemm.testing.kinds import kinds as kinds_of
     from multigemm.testing.oracles import check
     from multigemm.testing.strategies import Limits
+    from multigemm.testing.strategies import kinds as kinds_of
     from multigemm.testing.subject import Subject
     from multigemm.testing.world import Stand, World
 

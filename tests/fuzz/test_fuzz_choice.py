@@ -20,11 +20,11 @@ from multigemm.problem.spec import ProblemSpec
 from multigemm.testing import Case, Limits, Subject, check_case
 from multigemm.testing.choice import _repeated, assigned, offered, spec_of
 from multigemm.testing.corpus import snippet
-from multigemm.testing.kinds import kinds
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.model_parts import Faults, Tile
 from multigemm.testing.mutants import MUTANTS
 from multigemm.testing.oracles import Finding, Outcome
+from multigemm.testing.strategies import kinds
 from multigemm.testing.subject import kind_of
 
 CPU = torch.device("cpu")

@@ -13,10 +13,9 @@ from multigemm.backend import Recipe
 from multigemm.planning.staging import stage, staged_spec
 from multigemm.problem.spec import FORMS
 from multigemm.testing import EMULATED, Case, Layout, Limits, Stand, Subject, World, cases, check, classes, random_case
-from multigemm.testing.kinds import kinds, redrawn
 from multigemm.testing.memory import Arena, foreign_writes
 from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.strategies import REQUIRED, RandomChooser
+from multigemm.testing.strategies import REQUIRED, RandomChooser, kinds, redrawn
 
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
 

@@ -1,4 +1,4 @@
-"""Changes of a kernel's source that no result can show, and why: survivors without blame.
+"""Changes of a kernel's source that no result can show, each with the reason.
 
 An entry holds the text that changes and what it becomes, never a line number, so that it outlives edits
 elsewhere in the file and dies with an edit of what it speaks of. Nothing is listed because it survived:
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from multigemm.testing.source_sites import Site
+from tests.source_mutants.sites import Site
 
 ANY = "*"
 """Whatever a line becomes."""

@@ -1,8 +1,8 @@
-"""Which problems reach a line of an emulated kernel: what a mutant there meets first.
+"""The problems of mutants in emulation, and which of them reach a source line.
 
-Emulated kernels run as Python, so a trace tells which lines a problem executes. A pool of problems is
-traced once over the unchanged sources: a few tiles of each kind, very many groups, stored failures. Most
-lines are reached by some of them only, and time is short.
+Emulated kernels run as Python, so a trace tells which lines a problem executes. A pool of problems is traced once over
+the unchanged sources: a few tiles of each kind, very many groups, stored failures. Most lines are reached by some of
+them only, and time is short.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -19,23 +19,31 @@ from importlib import import_module
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+import torch
+
+from multigemm.planning.staging import staged_spec
 from multigemm.testing import corpus
 from multigemm.testing.case import Case, Layout, classes, dtype_name
-from multigemm.testing.edges import at_edges, multitude
-from multigemm.testing.kinds import kinds, plain_kinds
-from multigemm.testing.source_live import Variant
-from multigemm.testing.source_sites import ROOT
-from multigemm.testing.strategies import EMULATED, Limits, RandomChooser, legal, random_case, settled
+from multigemm.testing.oracles import bind
+from multigemm.testing.strategies import (
+    EMULATED,
+    RandomChooser,
+    kinds,
+    legal,
+    most_new_first,
+    plain_kinds,
+    random_case,
+    settled,
+)
 from multigemm.testing.subject import Subject
+from multigemm.testing.world import Stand, World
+from tests.source_mutants.compiled import Variant
+from tests.source_mutants.problems import KINDS, at_edges, very_many_groups
+from tests.source_mutants.sites import ROOT
 
-KINDS = 60
-"""Kinds of problems in the pool."""
+LIMITS = replace(EMULATED, work=1 << 13, groups=600)
 SIDES = {"triton": 16, "numba": 8}
 """Of the tiles that emulated kernels get."""
-SLOW = 12.0
-"""Seconds above which a problem is left to lines that no other one reaches."""
-HANDLING = 0.5
-"""Seconds of a problem besides its launch."""
 WHOLE_TILES = ("batched", "jagged_k", "jagged_m", "jagged_n")
 """Forms whose products may all be of as many whole tiles."""
 MANY = 20
@@ -44,12 +52,10 @@ WHOLE_LISTS = (((16, 16, 32), (48, 32, 64), (0, 16, 32), (32, 48, 0)), ((144, 32
 """Lists of whole tiles, for which kernels may have a way of their own: a few, and more rows of them than a band."""
 CHUNKS = (32, 256)
 """Numbers of groups that a schedule counts at once: as many, and not one less."""
-MOST_LISTED = 2048
-"""As in the triton backend."""
-
-
-def limits() -> Limits:
-    return replace(EMULATED, work=1 << 13, groups=600)
+SLOW = 12.0
+"""Seconds above which a problem is left to lines that no other one reaches."""
+HANDLING_SECONDS = 0.5
+"""Of a problem, besides its launch."""
 
 
 def small_tiles(config: Any) -> Any:
@@ -72,7 +78,7 @@ def single_tiles(config: Any) -> Any:
 
 
 PLAIN, UNLISTED, SHARED, SINGLE = 0, 3, 4, 5
-"""Positions of subjects: small tiles; without a list of tiles that the host makes; several programs for a tile; one."""
+"""Positions of subjects: small tiles; tiles not listed by the host; several programs for a tile; one for a tile."""
 
 
 def subjects_of(backend: str) -> list[Subject]:
@@ -81,15 +87,16 @@ def subjects_of(backend: str) -> list[Subject]:
     return [*usual, *(Subject(backend, adapt=adapt) for adapt in (small_tiles, shared_tiles, single_tiles))]
 
 
-def use(backend: str, chosen: int) -> None:
-    """Whether short lists are listed tile by tile, or left to the kernel as very long ones are."""
+def choose_listing(backend: str, chosen: int) -> None:
+    """Has the host list the tiles of short lists, or leaves them to the kernel as those of very long lists are."""
     if backend == "triton":
-        listed = import_module("multigemm.backends.triton.list_launch")
-        vars(listed)["MOST_LISTED"] = 0 if chosen == UNLISTED else MOST_LISTED
+        launch = import_module("multigemm.backends.triton.list_launch")
+        vars(launch).setdefault("USUAL_MOST_LISTED", launch.MOST_LISTED)
+        vars(launch)["MOST_LISTED"] = 0 if chosen == UNLISTED else launch.USUAL_MOST_LISTED
 
 
 def tile_of(backend: str) -> Any:
-    side = SIDES.get(backend, 16)
+    side = SIDES[backend]
     return SimpleNamespace(block_m=side, block_n=side, block_k=max(side, 32), stages=1)
 
 
@@ -104,39 +111,36 @@ def stored_cases() -> list[Case]:
 @cache
 def pool(backend: str) -> list[tuple[Case, int]]:
     """The problems, each with the position of its subject."""
-    every, tile, side = kinds(limits(), KINDS), tile_of(backend), SIDES.get(backend, 16)
-    edges = [at_edges(kind, tile, RandomChooser(i), limits()) for i, kind in enumerate(every)]
-    rows = next(kind for kind in every if kind.form == "jagged_m")
-    shared = replace(rows, shared=True)  # one B, or many groups would not fit
-    many = multitude(shared, RandomChooser(0), limits())
-    whole_chunks = [evenly(shared, count) for count in CHUNKS]
+    every, tile, side = kinds(LIMITS, KINDS), tile_of(backend), SIDES[backend]
+    edges = [at_edges(kind, tile, RandomChooser(i), LIMITS) for i, kind in enumerate(every)]
+    shared_b = replace(next(kind for kind in every if kind.form == "jagged_m"), shared=True)  # or many would not fit
     found = [(case, PLAIN) for case in edges] + [(case, i % 3) for i, case in enumerate(stored_cases())]
     if backend == "triton":
-        found += [(case, UNLISTED) for case in edges if case.form == "per_group"]
-        found += [(replace(kind, dims=dims, a=a, activation=act, alpha=alpha), SINGLE)
-                  for kind in plain_kinds(limits()) if kind.form == "per_group" for dims in WHOLE_LISTS
-                  for a, act, alpha in ((kind.a, None, 1.0), (Layout("col"), "silu", 2.0))]  # fmt: skip
-        found += [(case, SINGLE) for case in edges if case.form in ("jagged_m", "jagged_n", "masked")][:8]
-        liar = settled(replace(shared, n=8, k=8, lengths=(8,) * 16, head=0, tail=0, where="device"), limits())
-        found += [(tall(case, side), PLAIN) for case in edges if case.form in WHOLE_TILES][:8]
-        crowds = [(side - 1,) * 18, (1,) * 18, (0,) * 16 + (1, 1)]
-        found += [(crowd(case, lengths, side), SHARED)
-                  for case in [case for case in edges if case.form in ("jagged_m", "jagged_n")][:4]
-                  for lengths in crowds]  # fmt: skip
-        batches = [case for case in edges if case.form == "batched"][:2]
-        found += [(legal(replace(c, m=2 * side, n=2 * side, k=40, lengths=(0,) * 3)), SHARED) for c in batches]
-        found += [(liar, SHARED)]  # sizes that lie claim more tiles than there can be
-        found += [(c, chosen) for case in edges if case.form in WHOLE_TILES
-                  for c in [in_place(case, side)] for chosen in (PLAIN, SHARED)][:16]  # fmt: skip
-        found += [
-            (case, SHARED) for i, case in enumerate(edges) if case.groups <= MANY and (i % 6 == 1 or case.deepest > 64)
-        ]
-        found += [
-            (legal(replace(case, m=2 * side, n=2 * side)), SHARED)
-            for case in edges
-            if case.form in WHOLE_TILES and case.groups <= MANY
-        ]
-    return [*found, *((case, PLAIN) for case in whole_chunks), (many, PLAIN)]
+        found += _of_triton(edges, shared_b, side)
+    found += [(evenly(shared_b, count), PLAIN) for count in CHUNKS]
+    return [*found, (very_many_groups(shared_b, RandomChooser(0), LIMITS), PLAIN)]
+
+
+def _of_triton(edges: list[Case], shared_b: Case, side: int) -> list[tuple[Case, int]]:
+    """Problems for what Triton's kernels do in several ways: lists of tiles, tiles of several programs."""
+    found = [(case, UNLISTED) for case in edges if case.form == "per_group"]
+    found += [(replace(kind, dims=dims, a=a, activation=act, alpha=alpha), SINGLE)
+              for kind in plain_kinds(LIMITS) if kind.form == "per_group" for dims in WHOLE_LISTS
+              for a, act, alpha in ((kind.a, None, 1.0), (Layout("col"), "silu", 2.0))]  # fmt: skip
+    found += [(case, SINGLE) for case in edges if case.form in ("jagged_m", "jagged_n", "masked")][:8]
+    whole = [case for case in edges if case.form in WHOLE_TILES]
+    found += [(tall(case, side), PLAIN) for case in whole[:8]]
+    rows_or_columns = [case for case in edges if case.form in ("jagged_m", "jagged_n")][:4]
+    most_groups = [(side - 1,) * 18, (1,) * 18, (0,) * 16 + (1, 1)]
+    found += [(full_room(case, lengths, side), SHARED) for case in rows_or_columns for lengths in most_groups]
+    batches = [case for case in edges if case.form == "batched"][:2]
+    found += [(legal(replace(c, m=2 * side, n=2 * side, k=40, lengths=(0,) * 3)), SHARED) for c in batches]
+    lying = replace(shared_b, n=8, k=8, lengths=(8,) * 16, head=0, tail=0, where="device")
+    found += [(settled(lying, LIMITS), SHARED)]  # sizes that lie claim more tiles than there can be
+    found += [(in_place(case, side), chosen) for case in whole[:8] for chosen in (PLAIN, SHARED)]
+    few = [(i, case) for i, case in enumerate(edges) if case.groups <= MANY]
+    found += [(case, SHARED) for i, case in few if i % 6 == 1 or case.deepest > 64]
+    return [*found, *((legal(replace(case, m=2 * side, n=2 * side)), SHARED) for _, case in few if case in whole)]
 
 
 def tall(kind: Case, side: int) -> Case:
@@ -152,20 +156,15 @@ def in_place(kind: Case, side: int) -> Case:
     return legal(replace(case, m=side + 1, n=side + 3, k=40, lengths=lengths, head=0, tail=0))
 
 
-def crowd(kind: Case, lengths: tuple[int, ...], side: int) -> Case:
+def full_room(kind: Case, lengths: tuple[int, ...], side: int) -> Case:
     """Groups of which each may have as many tiles as there is room for: one too many for any of them counts."""
-    return settled(replace(kind, m=side, n=side, k=8, lengths=lengths, head=0, tail=0), limits())
+    return settled(replace(kind, m=side, n=side, k=8, lengths=lengths, head=0, tail=0), LIMITS)
 
 
 def evenly(kind: Case, count: int) -> Case:
     """A jagged problem of so many groups, two thirds of which have a row."""
     lengths = tuple(min(g % 3, 1) for g in range(count))
-    return settled(replace(kind, n=8, k=8, lengths=lengths, head=0, tail=0), replace(limits(), groups=count))
-
-
-def offered(backend: str) -> list[Variant]:
-    """The pool, as it is to be traced."""
-    return [Variant(case.to_dict(), "emulated", str(chosen)) for case, chosen in pool(backend)]
+    return settled(replace(kind, n=8, k=8, lengths=lengths, head=0, tail=0), replace(LIMITS, groups=count))
 
 
 @contextmanager
@@ -191,18 +190,14 @@ def traced(backend: str) -> Iterator[dict[str, set[int]]]:
         threading.settrace(None)
 
 
-def trace(backend: str, variants: list[Variant], place: Any) -> list[Variant]:
+def trace(backend: str, variants: list[Variant], device: torch.device) -> list[Variant]:
     """The variants with the lines that one launch reaches and the seconds that it takes."""
-    from multigemm.planning.staging import staged_spec
-    from multigemm.testing.oracles import bind
-    from multigemm.testing.world import Stand, World
-
     seen, subjects = [], subjects_of(backend)
     for variant in variants:
-        stand, subject = Stand.build(World.build(Case.from_dict(variant.case)), place), subjects[int(variant.config)]
-        if subject.refusals(staged_spec(stand.problem), place):
+        stand, subject = Stand.build(World.build(Case.from_dict(variant.case)), device), subjects[int(variant.config)]
+        if subject.refusals(staged_spec(stand.problem), device):
             continue
-        use(backend, int(variant.config))
+        choose_listing(backend, int(variant.config))
         begin = time.monotonic()
         with traced(backend) as lines:
             bind(stand, subject)[0]()
@@ -212,33 +207,20 @@ def trace(backend: str, variants: list[Variant], place: Any) -> list[Variant]:
 
 
 def reaching(variants: list[Variant], file: str, line: int) -> list[Variant]:
-    """Those that reach the line: what shows most in least time first, slow ones only where there is no other."""
+    """The problems that reach a line, slow ones only where there is no other: those first that show most in least time,
+    by their classes and by what of form and groups each subject meets. Groups cost too: a mutant may give each a tile
+    that it has not."""
     found = [variant for variant in variants if variant.distance(file, line) == 0]
-    return diverse([variant for variant in found if variant.seconds < SLOW] or found)
+    quick = [variant for variant in found if variant.seconds < SLOW] or found
+
+    def worth(variant: Variant, new: Set[str]) -> float:
+        groups = Case.from_dict(variant.case).groups
+        return len(new) / (HANDLING_SECONDS + variant.seconds + groups / 20)
+
+    return list(most_new_first(sorted(quick, key=lambda variant: variant.seconds), _traits, worth))
 
 
-def diverse(variants: list[Variant]) -> list[Variant]:
-    """The same problems, at each step the one that shows most that none before it shows, for its seconds: classes, and
-    what of form and groups each subject meets. Groups cost too: a mutant may give each a tile that it has not. Where
-    nothing new is left, all counts as new again."""
-    rest, seen, found = sorted(variants, key=lambda variant: variant.seconds), set[str](), list[Variant]()
-    traits = {id(variant): _shown(variant) for variant in rest}
-    while rest:
-        best = max(rest, key=lambda v: len(traits[id(v)] - seen) / (HANDLING + v.seconds + groups_of(v) / 20))
-        if not traits[id(best)] - seen:
-            seen.clear()
-            continue
-        rest.remove(best)
-        found.append(best)
-        seen |= traits[id(best)]
-    return found
-
-
-def groups_of(variant: Variant) -> int:
-    return Case.from_dict(variant.case).groups
-
-
-def _shown(variant: Variant) -> set[str]:
+def _traits(variant: Variant) -> set[str]:
     case = Case.from_dict(variant.case)
     met, subject = classes(case), f"{variant.config} {case.form}"
     return met | {f"{subject} {word}" for word in met if word.startswith(("groups:", "empty:", "alias"))}
@@ -254,8 +236,8 @@ def problem(backend: str, variants: list[Variant], number: int) -> tuple[Case, i
     choose = RandomChooser(number)
     if variants and number % 2:
         kind = Case.from_dict(choose.choice(variants).case)
-        if kind.groups < limits().groups:
-            near = at_edges(kind, tile_of(backend), choose, limits())
+        if kind.groups < LIMITS.groups:
+            near = at_edges(kind, tile_of(backend), choose, LIMITS)
             return near, choose.choice((PLAIN, UNLISTED, SINGLE, SHARED if near.groups <= MANY else PLAIN))
-    case = random_case(number, limits())
-    return (at_edges(case, tile_of(backend), choose, limits()) if number % 3 == 0 else case), number % 3
+    case = random_case(number, LIMITS)
+    return (at_edges(case, tile_of(backend), choose, LIMITS) if number % 3 == 0 else case), number % 3

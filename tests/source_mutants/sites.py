@@ -1,7 +1,7 @@
-"""Where small faults can be planted in the real kernels' sources: operators, places, copies.
+"""Where one small change of a kernel's source is possible: the sites, and copies of a backend with one change in it.
 
-A fault is one place of one kernel file changed: a comparison widened, an off-by-one, a dropped
-conjunct of a mask, a row stride in place of a column stride, a lost K step.
+A change is, for example, a comparison widened, an off-by-one, a dropped conjunct of a mask, a row stride in place of
+a column stride, a lost K step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from multigemm.cuda.disk_cache import fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,22 +31,23 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "hopper.py": ("hopper",),
     },
 }  # fmt: skip
-"""The files that kernels are made of, and the kernels that a fault in each can reach; CUDA sources tell themselves."""
+"""By backend: the source files of kernels, and the kernels that each file is part of. Those of cupy follow from
+#include."""
 
 COPIES = ("packed", "direct")
-"""Kernels that may copy an operand first."""
+"""Kernels that may run behind a copy of an operand."""
 
 EMULATED = ("pointer", "simt")
 """Kernels that run without a GPU."""
 
-BEHIND = {"memory.py": "else:"}
-"""Files that hold kernel source from such a line on only; before it stands what emulation has in its place."""
+DEVICE_CODE_AFTER = {"memory.py": "else:"}
+"""Files whose device code begins behind such a line; before it stands the version for emulation."""
 
 GPU_ONLY = (
     "group_rows", "weight_class", "write_records", "zero_kernel", "pack_kernel", "make_any_finish", "inclusive_scan",
     "owner_of", "make_warp_schedule",
 )  # fmt: skip
-"""Functions of these files that an emulator never calls; nor does it call those that Gluon compiles."""
+"""Functions of these files that an emulator never calls; it does not call Gluon functions either."""
 
 GLUON = re.compile(r"^@gluon\.\w+\ndef (\w+)\(", re.MULTILINE)
 
@@ -68,6 +71,12 @@ OPERATORS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+UNCHANGED_LINES = (
+    "#", "//", "*", "/*", "import", "from", "@", "def ", "assert", "static_assert", "__global__", "template",
+)  # fmt: skip
+"""How lines begin that are never changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """One change: the file, the line (from 1), what it was and what it becomes."""
@@ -85,10 +94,10 @@ class Site:
 def code_lines(path: Path, skip: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
     """Lines that may be changed: no comments, docstrings, imports, signatures or compile-time constants, and
     nothing in the functions named by `skip`."""
-    inside, function = False, ""
-    begun = path.name not in BEHIND
+    in_docstring, function = False, ""
+    begun = path.name not in DEVICE_CODE_AFTER
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        begun = begun or line == BEHIND[path.name]
+        begun = begun or line == DEVICE_CODE_AFTER[path.name]
         if not begun:
             continue
         if header := re.match(r"def (\w+)\(", line):
@@ -97,28 +106,14 @@ def code_lines(path: Path, skip: tuple[str, ...] = ()) -> Iterator[tuple[int, st
             continue
         quotes = line.count('"""')
         if quotes == 1:
-            inside = not inside
+            in_docstring = not in_docstring
         text = line.strip()
-        skipped = (
-            "#",
-            "//",
-            "*",
-            "/*",
-            "import",
-            "from",
-            "@",
-            "def ",
-            "assert",
-            "static_assert",
-            "__global__",
-            "template",
-        )
-        if inside or quotes or not text or text.startswith(skipped) or "constexpr" in text:
+        if in_docstring or quotes or not text or text.startswith(UNCHANGED_LINES) or "constexpr" in text:
             continue
         yield number, re.split(r"  #|\s*//(?!=)", line, maxsplit=1)[0] if path.suffix != ".py" else line.split("  #")[0]
 
 
-def around(text: str, line: int) -> tuple[int, str]:
+def enclosing_function(text: str, line: int) -> tuple[int, str]:
     """The function that holds a line (from 1): the number of its first line, and its text. It begins at the last line
     before that stands at the margin, and ends where the next one begins."""
     lines = text.splitlines()
@@ -128,6 +123,12 @@ def around(text: str, line: int) -> tuple[int, str]:
     return first + 1, "\n".join(lines[first:last]).rstrip()
 
 
+def identity(site: Site, root: Path) -> str:
+    """A name for a change that stays the same as long as the text of the changed function does."""
+    first, text = enclosing_function((root / site.file).read_text(), site.line)
+    return fingerprint(Path(site.file).name, site.line - first, site.operator, site.before, site.after, text)
+
+
 def snapshot(folder: Path) -> Path:
     """A copy of the backends, so that edits made meanwhile cannot mix with the mutants."""
     ignore = shutil.ignore_patterns("__pycache__", "*.json")
@@ -135,13 +136,13 @@ def snapshot(folder: Path) -> Path:
     return folder
 
 
-def reach(backend: str, root: Path = ROOT) -> dict[str, tuple[str, ...]]:
-    """The kernels that a fault can reach, by file name."""
-    return FILES[backend] or _cuda(root / "backends" / backend / "kernels")
+def kernels_by_file(backend: str, root: Path = ROOT) -> dict[str, tuple[str, ...]]:
+    """The kernels that a file is part of, by file name."""
+    return FILES[backend] or _cuda_kernels(root / "backends" / backend / "kernels")
 
 
 @lru_cache(maxsize=8)
-def _cuda(folder: Path) -> dict[str, tuple[str, ...]]:
+def _cuda_kernels(folder: Path) -> dict[str, tuple[str, ...]]:
     """A CUDA source is a kernel; a header is part of those that include it, directly or not."""
     included = {path.name: re.findall(r'#include "([^"]+)"', path.read_text()) for path in folder.glob("*.cu*")}
     found: dict[str, tuple[str, ...]] = {}
@@ -158,23 +159,19 @@ def _cuda(folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 def kernels_of(site: Site, backend: str) -> tuple[str, ...]:
-    """The kernels that a fault can reach."""
-    return reach(backend)[Path(site.file).name]
+    """The kernels that a change can reach."""
+    return kernels_by_file(backend)[Path(site.file).name]
 
 
-def gpu_only(path: Path) -> tuple[str, ...]:
-    """The functions of a file that no emulator calls."""
-    return (*GPU_ONLY, *GLUON.findall(path.read_text()))
-
-
-def sites(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Site]:
+def possible_changes(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Site]:
     """Every change that the operators offer for a backend's kernels; `emulated`: that runs without a GPU."""
     found: list[Site] = []
     for path in sorted((root / "backends" / backend).rglob("*")):
-        reached = reach(backend, root).get(path.name, ())
-        if not reached or (emulated and (path.name in BEHIND or not set(reached) & set(EMULATED))):
+        kernels = kernels_by_file(backend, root).get(path.name, ())
+        if not kernels or (emulated and (path.name in DEVICE_CODE_AFTER or not set(kernels) & set(EMULATED))):
             continue
-        for number, line in code_lines(path, gpu_only(path) if emulated else ()):
+        never_called = (*GPU_ONLY, *GLUON.findall(path.read_text())) if emulated else ()
+        for number, line in code_lines(path, never_called):
             found += _changes(str(path.relative_to(root)), number, line)
     return found
 

@@ -1,24 +1,25 @@
-"""Small faults in the real kernels' sources, and whether the oracles see them.
+"""Plants small changes in the real kernels' sources and says whether the oracles see them.
 
-    python -m multigemm.testing.source_mutants --backend triton --emulate --count 40 --jobs 2
-    python -m multigemm.testing.source_mutants --backend cupy --device cuda --count 60 --jobs 12
+    python -m tests.source_mutants --backend triton --emulate --count 40 --jobs 2
+    python -m tests.source_mutants --backend cupy --device cuda --count 60 --jobs 12
 
-For a GPU, variants of the unchanged kernels are compiled first, so that each mutant meets those that hold
-its line and whose machine code it changes (multigemm.testing.source_survey). A mutant that does not
-compile, or that changes no variant's machine code, is counted apart.
+For a GPU, variants of the unchanged kernels are compiled first, so that each mutant meets those that hold its line and
+whose machine code it changes. A mutant that does not compile, or that changes no variant's machine code, is counted
+apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -28,21 +29,21 @@ import torch
 from multigemm.cuda.disk_cache import DiskCache
 from multigemm.select import registry
 from multigemm.settings import settings
-from multigemm.testing.source_equivalents import excuse
-from multigemm.testing.source_fates import Fate, identity, judged, summary, write
-from multigemm.testing.source_hunt import Hunt
-from multigemm.testing.source_live import Variant
-from multigemm.testing.source_sites import FILES, Site, sites, snapshot
-from multigemm.testing.source_survey import reached, surveyed
-from multigemm.testing.source_workers import prepare, run_one
 from multigemm.testing.versions import versions
+from tests.source_mutants.compiled import Variant
+from tests.source_mutants.equivalents import excuse
+from tests.source_mutants.hunt import Hunt, Result, prepare_processes, run_one
+from tests.source_mutants.plan import reached, survey
+from tests.source_mutants.sites import FILES, Site, identity, possible_changes, snapshot
 
-EXCUSED = 4.0
-"""Seconds for a change that is said to be none."""
+EXCUSED_SECONDS = 4.0
+"""For a change that is said to be none."""
 UNCHANGED = "nothing"
 EMULATORS = ("triton", "numba")
 CONTROL = 25
 """Mutants after which the unchanged sources are hunted again, in the next one's variants."""
+STATES = ("survived", "killed", "equivalent", "stillborn", "same", "failed")
+DONE = ("killed", "stillborn", "same")
 
 
 def sample(places: list[Site], seed: int) -> list[Site]:
@@ -64,12 +65,12 @@ def with_controls(places: list[Site]) -> Iterator[Site]:
 
 
 class Campaign:
-    """A hunt for a sample of a backend's mutants: prints each fate, and keeps all in the file `target`. The unchanged
+    """A hunt for a sample of a backend's mutants: prints each result, and keeps all in the file `target`. The unchanged
     sources are hunted as well: if they are accused, the hunt proves nothing. No hunt begins after `limit` seconds."""
 
     def __init__(self, hunt: Hunt, root: Path, target: str, head: dict[str, Any], limit: float) -> None:
         self.hunt, self.root, self.target, self.head, self.limit = hunt, root, target, head, limit
-        self.fates, self.control = list[Fate](), {"hunted": 0, "accused": 0}
+        self.results, self.control = list[Result](), {"hunted": 0, "accused": 0}
         self.variants = list[Variant]()
         self.where = f"{head['commit']} {head['versions'].get('device', 'emulated')}".strip()
         self._lock, self._begin = Lock(), time.monotonic()
@@ -77,11 +78,11 @@ class Campaign:
     def spent(self) -> float:
         return time.monotonic() - self._begin
 
-    def keep(self, *fates: Fate) -> None:
+    def keep(self, *results: Result) -> None:
         with self._lock:
-            self.fates += fates
+            self.results += results
             if self.target:
-                write(self.fates, self.target, self.head | {"unchanged": self.control})
+                write(self.results, self.target, self.head | {"unchanged": self.control})
 
     def one(self, site: Site) -> None:
         """Hunts one mutant, or the unchanged sources in its stead."""
@@ -92,24 +93,24 @@ class Campaign:
             self.check_unchanged(site, chosen)
             return
         excused = excuse(site, emulated=self.hunt.emulated)
-        seconds = min(self.hunt.seconds, EXCUSED) if excused else self.hunt.seconds
-        fate = run_one(site, replace(self.hunt, seconds=seconds), self.root, chosen)
-        self.keep(replace(fate, source=identity(site, self.root), judged=self.where))
-        note = f"  [{fate.text[:160]}]" if fate.oracle == "exception" or fate.state == "survived" else ""
-        print(f"{fate.state:10} {fate.seconds:5.1f} s  {fate.oracle:12} {site}{note}", flush=True)
+        seconds = min(self.hunt.seconds, EXCUSED_SECONDS) if excused else self.hunt.seconds
+        result = run_one(site, replace(self.hunt, seconds=seconds), self.root, chosen)
+        self.keep(replace(result, source=identity(site, self.root), judged=self.where))
+        note = f"  [{result.text[:160]}]" if result.oracle == "exception" or result.state == "survived" else ""
+        print(f"{result.state:10} {result.seconds:5.1f} s  {result.oracle:12} {site}{note}", flush=True)
 
     def check_unchanged(self, site: Site, chosen: list[Variant]) -> None:
         """As if the machine code were unknown, so that it runs."""
-        fate = run_one(site, self.hunt, self.root, [replace(variant, codes=[]) for variant in chosen])
-        print(f"the unchanged kernels: {fate.state} {fate.oracle} {fate.text}", flush=True)
+        result = run_one(site, self.hunt, self.root, [replace(variant, codes=[]) for variant in chosen])
+        print(f"the unchanged kernels: {result.state} {result.oracle} {result.text}", flush=True)
         with self._lock:
             self.control["hunted"] += 1
-            self.control["accused"] += fate.state != "survived"
+            self.control["accused"] += result.state != "survived"
 
-    def through(self, places: list[Site], jobs: int, known: Mapping[str, Fate]) -> None:
-        """Hunts the places but for those whose fate is known."""
-        before = {site: fate for site in places if (fate := known.get(identity(site, self.root)))}
-        self.keep(*(replace(fate, site=site) for site, fate in before.items()))
+    def through(self, places: list[Site], jobs: int, known: Mapping[str, Result]) -> None:
+        """Hunts the places but for those whose result is known."""
+        before = {site: result for site in places if (result := known.get(identity(site, self.root)))}
+        self.keep(*(replace(result, site=site) for site, result in before.items()))
         hunted = list(with_controls([site for site in places if site not in before]))
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(self.one, hunted or list(with_controls(places[:1]))[:1]))
@@ -117,24 +118,65 @@ class Campaign:
 
 def campaign(
     hunt: Hunt, count: int, jobs: int, seed: int, limit: float = 1e9, only: str = "", target: str = "",
-    known: Mapping[str, Fate] | None = None, commit: str = "",
-) -> list[Fate]:  # fmt: skip
-    """Hunts a sample of a backend's mutants, but for those whose fate is `known`."""
+    known: Mapping[str, Result] | None = None, commit: str = "",
+) -> list[Result]:  # fmt: skip
+    """Hunts a sample of a backend's mutants, but for those whose result is `known`."""
     settings()  # as they are now, for this process: the cache is switched off for the others only
     store = DiskCache("mutants")
-    prepare(hunt)
+    prepare_processes(hunt)
     with tempfile.TemporaryDirectory() as name:
         root = snapshot(Path(name))
-        places = [site for site in sites(hunt.backend, root, emulated=hunt.emulated) if only in str(site)]
+        places = [site for site in possible_changes(hunt.backend, root, emulated=hunt.emulated) if only in str(site)]
         head = {"backend": hunt.backend, "device": hunt.device, "versions": versions(), "seed": seed,
                 "commit": commit, "asked": count, "places": len(places)}  # fmt: skip
         made = Campaign(hunt, root, target, head, limit)
-        made.variants = surveyed(hunt, root, jobs, store)
+        made.variants = survey(hunt, root, jobs, store)
         print(f"{len(places)} places, {len(made.variants)} variants after {made.spent():.0f} s", flush=True)
         made.through(sample(places, seed)[:count], jobs, known or {})
     if made.control["accused"]:
         raise SystemExit("the unchanged kernels are accused: the hunt proves nothing")
-    return made.fates
+    return made.results
+
+
+def judged_before(files: Sequence[str]) -> dict[str, Result]:
+    """The mutants that earlier campaigns did away with, by identity: such a mutant need not be hunted again.
+    Survivors are, for the oracles may have learnt."""
+    results = [
+        Result(**entry | {"site": Site(**entry["site"])})
+        for name in files
+        for entry in json.loads(Path(name).read_text())["fates"]
+    ]
+    return {result.source: result for result in results if result.state in DONE and result.source}
+
+
+def write(results: list[Result], target: str, head: dict[str, Any]) -> None:
+    """Keeps the results so far, so that a campaign that is cut off leaves them behind; those without blame last."""
+    ordered = sorted(results, key=lambda result: (STATES.index(result.state), str(result.site)))
+    data = head | {
+        "counts": counts(results),
+        "rate": round(rate(results), 3),
+        "fates": [asdict(result) for result in ordered],
+    }
+    Path(target).write_text(json.dumps(data, indent=1) + "\n")
+
+
+def counts(results: list[Result]) -> dict[str, int]:
+    return {state: sum(result.state == state for result in results) for state in STATES}
+
+
+def rate(results: list[Result]) -> float:
+    """Killed among those that could be: what compiles, changes machine code, and has no excuse."""
+    count = counts(results)
+    return count["killed"] / max(count["killed"] + count["survived"], 1)
+
+
+def summary(backend: str, results: list[Result]) -> str:
+    count = counts(results)
+    rest = f"{count['equivalent']} are equivalent, {count['stillborn']} did not compile"
+    rest += f", {count['same']} change no machine code" if count["same"] else ""
+    rest += f", {count['failed']} were not hunted" if count["failed"] else ""
+    alive = count["killed"] + count["survived"]
+    return f"{backend}: {count['killed']} of {alive} killed ({100 * rate(results):.0f} %), {rest}"
 
 
 def refusal(backend: str, device: str, emulate: bool) -> str:
@@ -176,14 +218,14 @@ def main(arguments: list[str]) -> int:
         os.environ["MULTIGEMM_EMULATE"] = "1"
     hunt = Hunt(args.backend, args.device, args.seconds)
     try:
-        known = judged(args.known)
+        known = judged_before(args.known)
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"--known {' '.join(args.known)}: no file of an earlier --json: {type(error).__name__}: {error}")
-    fates = campaign(
+    results = campaign(
         hunt, args.count, args.jobs, args.seed, args.limit or 1e9, args.only, args.json, known, args.commit
     )
-    print(summary(args.backend, fates))
-    return 1 if any(f.state == "survived" for f in fates) else 0
+    print(summary(args.backend, results))
+    return 1 if any(result.state == "survived" for result in results) else 0
 
 
 if __name__ == "__main__":

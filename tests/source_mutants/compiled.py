@@ -1,9 +1,8 @@
-"""Which kernels a change of a source line can reach: what to compile for a mutant, and what not to run.
+"""What compilers make of a backend's kernels: the source lines that a variant holds, and its machine code.
 
-A backend's kernels are compiled in many variants (dtypes, layouts, epilogue, tile), and most lines are
-part of some of them only. So a sample of variants, spread over all traits, is compiled once from the
-unchanged sources, which needs no GPU: the line table of each says which lines it holds. A digest of the
-machine code says afterwards whether a changed source that survived made any difference to it.
+A backend's kernels are compiled in many variants (dtypes, layouts, epilogue, tile), and most lines are part of some of
+them only. The line table of a variant says which lines it holds; a digest of its machine code says whether a changed
+source makes any difference to it. Neither needs a GPU.
 """
 
 from __future__ import annotations
@@ -17,23 +16,21 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import import_module
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any
 
 from multigemm.testing.case import Case
 
 FAR = 50
 """Lines from which on one that is not in the line table counts as unrelated to those that are."""
-PER_KERNEL = {"triton": 26, "cupy": 24}
-"""Variants of each kernel, where not OTHERS: what depends on the form, or on the epilogue, has more."""
-OTHERS = 16
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One way to compile a backend's kernel: a kind of problem and the text of a config. `lines` are those
-    that its machine code comes from, by file name, and `codes` digests of that code. In emulation, a problem: `config`
-    is the position of its subject, and it takes so many `seconds`."""
+    that its machine code comes from, by file name, and `codes` digests of that code.
+
+    In emulation, a problem: `config` is the position of its subject, `lines` are those that it executes, in
+    `seconds`."""
 
     case: dict[str, Any]
     kernel: str
@@ -51,8 +48,8 @@ class Variant:
 
 
 def traits(backend: str, case: Case, spec: Any, config: Any) -> frozenset[tuple[str, str]]:
-    """What decides on the code that is compiled, and on the way that is taken through it: pairs of the fields of
-    the compiler's key and of the form with the layouts."""
+    """What decides on the code that is compiled and on the way through it: pairs of the fields of the compiler's key
+    and of the form with the layouts."""
     key = {name: str(value) for name, value in compiler_key(backend, spec, config).items()}
     sides = f"{case.form} {spec.a.order} {spec.b.order}"
     plain = f"{case.form} {bool(case.c_dtype or case.bias or case.activation)}"
@@ -77,19 +74,6 @@ def compiler_key(backend: str, spec: Any, config: Any) -> dict[str, Any]:
     made = getattr(import_module(f"multigemm.backends.triton.{name}"), source)(spec, config)
     kinds = {name: kind for name, kind in made.signature if kind.startswith("*")}
     return dict(made.constants) | kinds
-
-
-def spread(offered: list[tuple[frozenset[tuple[str, str]], T]], count: int) -> list[T]:
-    """Greedily those that together show the most traits: one for each form first."""
-    rest, seen, chosen = list(offered), set[tuple[str, str]](), list[T]()
-    while rest and len(chosen) < count:
-        best = max(rest, key=lambda item: len(item[0] - seen))
-        if not best[0] - seen:
-            break
-        rest.remove(best)
-        chosen.append(best[1])
-        seen |= best[0]
-    return chosen
 
 
 def lines_of(ptx: str) -> dict[str, list[int]]:
@@ -122,7 +106,7 @@ def machine_code(cubin: bytes) -> bytes:
     return b"".join(kept)
 
 
-def remember(backend: str) -> None:
+def compile_once(backend: str) -> None:
     """From here on, in this process, the slow compilers compile nothing twice."""
     for name in {"cupy": ("compile_source",), "numba": ("to_ltoir", "assemble")}.get(backend, ()):
         build = import_module(f"multigemm.backends.{backend}.build")
@@ -162,10 +146,7 @@ def _cuda_tables(spec: Any, config: Any) -> list[str]:
     build, sources = _cuda_sources(spec, config)
     names = [[part.encode() for part in column] for column in zip(*build.headers(), strict=True)]
     found = []
-    for source in [
-        *sources[:1],
-        *sources[1:][-2:],
-    ]:  # of one that is compiled for many heights, the least and the largest
+    for source in [*sources[:1], *sources[1:][-2:]]:  # of one that is compiled for many heights, the extreme ones
         program = nvrtc.createProgram((build.SOURCES / source.file).read_text(), source.file, names[1], names[0])
         try:
             nvrtc.compileProgram(program, [*source.options("compute_90a"), "-lineinfo"])
@@ -176,21 +157,21 @@ def _cuda_tables(spec: Any, config: Any) -> list[str]:
     return found
 
 
-def _numba_asked(spec: Any, config: Any) -> tuple[Any, tuple[Any, Any, tuple[int, int]]]:
+def _numba_arguments(spec: Any, config: Any) -> tuple[Any, tuple[Any, Any, tuple[int, int]]]:
     build, configs = (import_module(f"multigemm.backends.numba.{name}") for name in ("build", "config"))
     return build, (config, configs.effective(config, configs.signature_of(spec)), (9, 0))
 
 
 def _numba_codes(spec: Any, config: Any) -> list[bytes]:
-    build, asked = _numba_asked(spec, config)
-    return [machine_code(build.assemble(build.to_ltoir(*asked), asked[2]).cubin)]
+    build, arguments = _numba_arguments(spec, config)
+    return [machine_code(build.assemble(build.to_ltoir(*arguments), arguments[2]).cubin)]
 
 
 def _numba_tables(spec: Any, config: Any) -> list[str]:
-    build, asked = _numba_asked(spec, config)
+    build, arguments = _numba_arguments(spec, config)
     with _functions_compiled() as codes:
-        build.to_ltoir(*asked)
-        codes.append(build.kernel_function(*asked).__code__)
+        build.to_ltoir(*arguments)
+        codes.append(build.kernel_function(*arguments).__code__)
     return [_table_of(code) for code in codes]
 
 
@@ -202,17 +183,17 @@ def _table_of(code: CodeType) -> str:
 
 @contextmanager
 def _functions_compiled() -> Iterator[list[CodeType]]:
-    """Hears which device functions Numba compiles."""
+    """Collects the device functions that Numba compiles."""
     dispatcher: Any = import_module("numba.cuda.dispatcher").CUDADispatcher
-    compile_device, heard = dispatcher.compile_device, list[CodeType]()
+    compile_device, found = dispatcher.compile_device, list[CodeType]()
 
-    def hearing(self: Any, *arguments: Any, **more: Any) -> Any:
-        heard.append(self.py_func.__code__)
+    def compile_and_note(self: Any, *arguments: Any, **more: Any) -> Any:
+        found.append(self.py_func.__code__)
         return compile_device(self, *arguments, **more)
 
-    dispatcher.compile_device = hearing
+    dispatcher.compile_device = compile_and_note
     try:
-        yield heard
+        yield found
     finally:
         dispatcher.compile_device = compile_device
 
