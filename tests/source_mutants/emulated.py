@@ -25,6 +25,7 @@ from multigemm.planning.staging import staged_spec
 from multigemm.testing import corpus
 from multigemm.testing.case import Case, Layout, classes, dtype_name
 from multigemm.testing.oracles import bind
+from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import (
     EMULATED,
     RandomChooser,
@@ -36,7 +37,6 @@ from multigemm.testing.strategies import (
     settled,
 )
 from multigemm.testing.subject import Subject
-from multigemm.testing.world import Stand, World
 from tests.source_mutants.compiled import Variant
 from tests.source_mutants.problems import KINDS, at_edges, very_many_groups
 from tests.source_mutants.sites import ROOT
@@ -194,13 +194,16 @@ def trace(backend: str, variants: list[Variant], device: torch.device) -> list[V
     """The variants with the lines that one launch reaches and the seconds that it takes."""
     seen, subjects = [], subjects_of(backend)
     for variant in variants:
-        stand, subject = Stand.build(World.build(Case.from_dict(variant.case)), device), subjects[int(variant.config)]
-        if subject.refusals(staged_spec(stand.problem), device):
+        device_case, subject = (
+            DeviceCase.from_case(Case.from_dict(variant.case), device),
+            subjects[int(variant.config)],
+        )
+        if subject.refusals(staged_spec(device_case.problem), device):
             continue
         choose_listing(backend, int(variant.config))
         begin = time.monotonic()
         with traced(backend) as lines:
-            bind(stand, subject)[0]()
+            bind(device_case, subject)[0]()
         reached = {name: sorted(found) for name, found in lines.items()}
         seen.append(replace(variant, lines=reached, seconds=round(time.monotonic() - begin, 2)))
     return seen

@@ -30,14 +30,12 @@ import torch
 
 import multigemm.backends
 from multigemm.errors import BackendUnsupported, CompileError, InvalidSetting
-from multigemm.testing import concurrency
 from multigemm.testing.case import Case
-from multigemm.testing.choice import compile_singly, spec_of
-from multigemm.testing.cliff import on_a_cliff
-from multigemm.testing.mutants import examine_stand
-from multigemm.testing.oracles import Finding, Outcome, check_many, short_text
-from multigemm.testing.subject import Subject
-from multigemm.testing.world import Stand, World
+from multigemm.testing.deep_oracles import changed_sizes, edge_of_memory, lying_sizes, other_contents, run_oracles
+from multigemm.testing.model_mutants import examine_device_case
+from multigemm.testing.oracles import Outcome, check_many, short_text
+from multigemm.testing.placed_case import DeviceCase, PlacedCase, spec_of
+from multigemm.testing.subject import Subject, compile_singly
 from tests.source_mutants import emulated
 from tests.source_mutants.compiled import Variant, codes_of, compile_once, compiler_key
 from tests.source_mutants.equivalents import excuse
@@ -206,15 +204,6 @@ def verdict(outcome: Outcome) -> dict[str, str]:
     return {"state": "stillborn" if no_code else "killed", "oracle": found.oracle, "text": found.text[:200]}
 
 
-def also(outcome: Outcome, *steps: Callable[[], object]) -> None:
-    """Further oracles on a right outcome; a launch that fails under one is that oracle's finding."""
-    try:
-        for step in steps:
-            step()
-    except Exception as error:  # whatever a backend raises
-        outcome.findings.append(Finding("exception", short_text(error)))
-
-
 def hunt_emulated(hunt: Hunt, device: torch.device, variants: list[Variant], report: Report) -> dict[str, str]:
     """Problems that reach the changed line, then others like them and random ones, until something is seen. For half
     of the time, those that reach it meet the oracles of values and of foreign memory alone, which are quick."""
@@ -232,22 +221,22 @@ def hunt_emulated(hunt: Hunt, device: torch.device, variants: list[Variant], rep
         emulated.choose_listing(hunt.backend, chosen)
         deep = further and number % DEEP == DEEP - 1 and case.groups <= DEEP_GROUPS
         report("runs")
-        stand = Stand.build(World.build(case), device)
-        outcome = examine_stand(stand, subject, deep=deep, seed=number)
+        device_case = DeviceCase.from_case(case, device)
+        outcome = examine_device_case(device_case, subject, deep=deep, seed=number)
         if outcome.ok and outcome.ran and further:
-            _look_further(stand, subject, outcome, chosen, None if deep else number)
+            _look_further(device_case, subject, outcome, chosen, None if deep else number)
         if outcome.findings:
             return verdict(outcome)
         met += 1
     return SURVIVED | {"text": f"{met} problems, {len(variants)} of which reach the line"}
 
 
-def _look_further(stand: Stand, subject: Subject, outcome: Outcome, chosen: int, number: int | None) -> None:
+def _look_further(device_case: DeviceCase, subject: Subject, outcome: Outcome, chosen: int, number: int | None) -> None:
     """Counts that are left wrong, which show in what is old; and the edge of memory."""
     if chosen == emulated.SHARED:
-        also(outcome, partial(concurrency.other_contents, stand, subject, outcome))
+        run_oracles([other_contents], device_case, subject, outcome)
     if outcome.ok and number is not None:
-        also(outcome, partial(on_a_cliff, stand, subject, outcome, number))
+        run_oracles([edge_of_memory], device_case, subject, outcome, number)
 
 
 def wait_for(device: torch.device) -> None:
@@ -334,31 +323,29 @@ class CompiledVariant:
         if not chosen:
             return 0, None
         with timed(self.spent, "build"):
-            stands = Stand.build_all([World.build(case) for _, case in chosen], self.device)
+            device_cases = DeviceCase.build_all([PlacedCase.build(case) for _, case in chosen], self.device)
         report("runs")
         try:
             with timed(self.spent, "run"):
-                outcomes = check_many(stands, self.subject, partial(wait_for, self.device))
+                outcomes = check_many(device_cases, self.subject, partial(wait_for, self.device))
         except TimeoutError as error:
-            return len(stands), {"state": "killed", "oracle": "hang", "text": str(error)}
-        for (number, _), stand, outcome in zip(chosen, stands, outcomes, strict=True):
+            return len(device_cases), {"state": "killed", "oracle": "hang", "text": str(error)}
+        for (number, _), device_case, outcome in zip(chosen, device_cases, outcomes, strict=True):
             report("runs")
             if outcome.ok and outcome.ran:
                 with timed(self.spent, "deep"):
-                    self.look_deeper(stand, outcome, number)
+                    self.look_deeper(device_case, outcome, number)
             if outcome.findings:
-                return len(stands), verdict(outcome)
+                return len(device_cases), verdict(outcome)
         report("compiles")
-        return len(stands), None
+        return len(device_cases), None
 
-    def look_deeper(self, stand: Stand, outcome: Outcome, number: int) -> None:
+    def look_deeper(self, device_case: DeviceCase, outcome: Outcome, number: int) -> None:
         """The edge of memory for one problem in three, contents that change and sizes that lie for one in eight."""
-        seen = (stand, self.subject, outcome, number)
         if number % 8 == 2:
-            changed = partial(concurrency.changed_sizes, *seen, captured=False)
-            also(outcome, partial(concurrency.other_contents, *seen[:3]), changed, partial(concurrency.lies, *seen))
+            run_oracles((other_contents, changed_sizes, lying_sizes), device_case, self.subject, outcome, number)
         elif number % 3 == 0:
-            also(outcome, partial(on_a_cliff, *seen))
+            run_oracles([edge_of_memory], device_case, self.subject, outcome, number)
 
 
 def hunt_on_gpu(hunt: Hunt, device: torch.device, variants: list[Variant], report: Report) -> dict[str, Any]:

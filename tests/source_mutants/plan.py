@@ -21,7 +21,7 @@ import torch
 
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.testing.case import Case
-from multigemm.testing.choice import spec_of
+from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import most_new_first
 from multigemm.testing.subject import Subject
 from multigemm.testing.versions import versions

@@ -12,20 +12,19 @@ import torch
 from multigemm.backend import Recipe
 from multigemm.errors import InvalidSetting
 from multigemm.fuzz import worker as workers
-from multigemm.fuzz.dealer import Batch
-from multigemm.fuzz.plan import Options, Summary, Tally
+from multigemm.fuzz.plan import Batch, Options, Summary, Tally
 from multigemm.fuzz.report import GATE_FROM, failed, idle, to_dict, to_text
-from multigemm.fuzz.worker import Worker, with_carriers
+from multigemm.fuzz.worker import Worker, with_all_configs
 from multigemm.problem.spec import ProblemSpec
+from multigemm.select import registry
 from multigemm.testing import Case, Limits, Subject, check_case
-from multigemm.testing.choice import _repeated, assigned, offered, spec_of
 from multigemm.testing.corpus import snippet
-from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_parts import Faults, Tile
-from multigemm.testing.mutants import MUTANTS
+from multigemm.testing.model_kernel import Faults, ModelBackend, Tile
+from multigemm.testing.model_mutants import MUTANTS
 from multigemm.testing.oracles import Finding, Outcome
+from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import kinds
-from multigemm.testing.subject import kind_of
+from multigemm.testing.subject import _repeated, assigned, kind_of, offered
 
 CPU = torch.device("cpu")
 LARGE, SMALL = Tile(32, 32, 16), Tile(8, 8, 8)
@@ -91,8 +90,6 @@ class _Pipe:
 
 
 def test_a_campaign_counts_every_config_and_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multigemm.select import registry
-
     monkeypatch.setattr(registry, "get", lambda name: Choosy(name))
     options = Options(("choosy",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, examples=12, deep=50)
     pipe = _Pipe()
@@ -106,7 +103,7 @@ def test_a_campaign_counts_every_config_and_takes_turns(monkeypatch: pytest.Monk
     assert all(pipe.total.configs["choosy", text] for text in pipe.total.assigned.values())
 
 
-@pytest.mark.parametrize("oracle", ["cliff", "lying sizes", "other contents", "relation: split", "value"])
+@pytest.mark.parametrize("oracle", ["edge of memory", "lying sizes", "other contents", "relation: split", "value"])
 @pytest.mark.parametrize("faulty", [False, True], ids=["right when it runs again", "wrong again"])
 def test_only_what_a_plain_run_repeats_is_made_smaller(
     oracle: str, faulty: bool, monkeypatch: pytest.MonkeyPatch
@@ -137,11 +134,9 @@ class Rare(ModelBackend):
 
 
 def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multigemm.select import registry
-
     monkeypatch.setattr(registry, "get", lambda name: Rare(name))
     narrow = Options(("rare",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, deep=1000)
-    options = with_carriers(narrow)
+    options = with_all_configs(narrow)
     assert options.kinds == 4 + len(options.carriers) and len(options.carriers) > 1
     pipe = _Pipe()
     worker = Worker(options, pipe, [0] * 5)
@@ -150,7 +145,7 @@ def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.Mo
     counts = {text: count for (_, text), count in pipe.total.configs.items()}
     assert counts.keys() >= {str(Tile(rows, 8, 8)) for rows in (1, 2, 3, 4, 5)} and all(counts.values())
     assert to_dict(Summary(options, pipe.total, 1.0))["shipped_configs"]["rare"]["least"] > 0
-    assert with_carriers(replace(narrow, configs="first")).carriers == ()
+    assert with_all_configs(replace(narrow, configs="first")).carriers == ()
 
 
 def test_a_kind_is_repeated_for_what_all_that_offer_it_have_no_turn_for() -> None:
@@ -173,11 +168,9 @@ class Uneven(ModelBackend):
 @pytest.mark.parametrize("salt", [1, 2])
 def test_every_config_that_is_offered_is_assigned(salt: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that many kinds offer, all of which have rarer ones to run."""
-    from multigemm.select import registry
-
     monkeypatch.setattr(Uneven, "salt", salt)
     monkeypatch.setattr(registry, "get", lambda name: Uneven(name))
-    options = with_carriers(Options(("uneven",), kinds=12, turns=2, configs="pinned", work=3000))
+    options = with_all_configs(Options(("uneven",), kinds=12, turns=2, configs="pinned", work=3000))
     every, subject = workers._kinds(options), Subject("uneven")
     shipped = {config for configs in offered(every, subject, CPU) for config in configs}
     assert shipped == {config for configs in assigned(every, subject, CPU, 2) for config in configs}

@@ -18,14 +18,14 @@ import torch
 
 from multigemm.reference.dtypes import round_once, ulp
 from multigemm.reference.numpy_reference import activate
-from multigemm.testing import concurrency, relations
+from multigemm.testing import relations
 from multigemm.testing.case import Case
-from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_parts import Faults
-from multigemm.testing.oracles import Finding, Outcome, check
+from multigemm.testing.deep_oracles import changed_sizes, lying_sizes, other_contents, run_oracles
+from multigemm.testing.model_kernel import Faults, ModelBackend
+from multigemm.testing.oracles import Outcome, check
+from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import Limits, random_case
 from multigemm.testing.subject import Subject
-from multigemm.testing.world import Stand, World
 
 HUNTING = Limits(work=1 << 14, groups=20, longest=80)
 
@@ -258,36 +258,24 @@ class Kill:
 
 def examine(case: Case, subject: Subject, device: torch.device, *, deep: bool, seed: int = 0) -> Outcome:
     """All oracles that run anywhere: values and guards always, the others where `deep`."""
-    return examine_stand(Stand.build(World.build(case), device), subject, deep=deep, seed=seed)
+    return examine_device_case(DeviceCase.from_case(case, device), subject, deep=deep, seed=seed)
 
 
-def examine_stand(stand: Stand, subject: Subject, *, deep: bool, seed: int = 0) -> Outcome:
+def examine_device_case(device_case: DeviceCase, subject: Subject, *, deep: bool, seed: int = 0) -> Outcome:
     """The same for a case that has been made real."""
-    outcome = check(stand, subject)
+    outcome = check(device_case, subject)
     if outcome.findings or not outcome.ran or not deep:
         return outcome
-    steps: list[Callable[[], object]] = [
-        lambda: concurrency.other_contents(stand, subject, outcome),
-        lambda: relations.relate(stand, subject, outcome, seed),
-        lambda: concurrency.changed_sizes(stand, subject, outcome, seed, captured=False),
-        lambda: concurrency.lies(stand, subject, outcome, seed),
-    ]
-    for step in steps:
-        try:
-            step()
-        except Exception as error:  # a launch that fails under an oracle is that oracle's finding
-            outcome.findings.append(Finding("exception", f"{type(error).__name__}: {error}"))
-        if outcome.findings:
-            break
+    run_oracles((other_contents, relations.relate, changed_sizes, lying_sizes), device_case, subject, outcome, seed)
     return outcome
 
 
-MOST = 2000
+MOST_PROBLEMS = 2000
 """Problems that a planted fault has to fall within; the rarest (a result between two 16-bit floats that rounding
 through float32 moves) falls to the 567th. A number and no time, so that a busy machine judges as an idle one does."""
 
 
-def hunt(backend: Any, *, problems: int = MOST, limits: Limits = HUNTING) -> Kill:
+def hunt(backend: Any, *, problems: int = MOST_PROBLEMS, limits: Limits = HUNTING) -> Kill:
     """Draws cases until one oracle accuses the backend, so many at most."""
     subject, begin, tried = Subject(backend), time.monotonic(), 0
     device = torch.device("cpu")

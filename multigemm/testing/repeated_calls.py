@@ -5,7 +5,7 @@ memory, with memory that was freed and taken again under other strides, with oth
 that were kept from earlier calls serve later ones, and each result is compared with an exact answer. Values are small
 whole numbers: sums are exact in float32, the result is rounded once, and one wrong bit is a wrong result.
 
-    python -m multigemm.testing.front_door --backends cupy,triton --calls 50000
+    python -m multigemm.testing.repeated_calls --backends cupy,triton --calls 50000
 """
 
 from __future__ import annotations

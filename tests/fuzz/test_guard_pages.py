@@ -10,14 +10,13 @@ import torch
 
 from multigemm.backend import Recipe
 from multigemm.testing.case import Case, Layout
-from multigemm.testing.cliff import Cliffs, on_a_cliff
-from multigemm.testing.fences import fenced
-from multigemm.testing.memory import Arena
+from multigemm.testing.deep_oracles import edge_of_memory
+from multigemm.testing.guard_pages import GuardedBlocks, banded_allocations
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.oracles import check
+from multigemm.testing.placed_case import Arena, DeviceCase
 from multigemm.testing.strategies import EMULATED, random_case
 from multigemm.testing.subject import Subject
-from multigemm.testing.world import Stand, World
 
 CPU = torch.device("cpu")
 
@@ -27,12 +26,12 @@ def test_a_tensor_keeps_its_contents_and_its_alignment(behind: bool) -> None:
     arena = Arena()
     region = arena.add(torch.float16, (5, 7), Layout("col", pad=1, shift=3))
     memory = arena.random_bytes(1)
-    cliffs = Cliffs(CPU)
-    moved = cliffs.place(region, memory, behind=behind)
+    pool = GuardedBlocks(CPU)
+    moved = pool.place(region, memory, behind=behind)
     assert torch.equal(moved.view(torch.int16), region.bits(memory))
     assert moved.stride() == region.strides
     assert (moved.data_ptr() - region.view(memory).data_ptr()) % 16 == 0
-    block = cliffs.blocks[0]
+    block = pool.blocks[0]
     last = moved.data_ptr() + 2 * (sum((n - 1) * s for n, s in zip(moved.shape, moved.stride(), strict=True)) + 1)
     gap = block.end - last if behind else moved.data_ptr() - block.begin
     assert 0 <= gap < 16
@@ -41,10 +40,10 @@ def test_a_tensor_keeps_its_contents_and_its_alignment(behind: bool) -> None:
 def test_right_kernels_do_not_notice() -> None:
     ran = 0
     for seed in range(60):
-        stand, subject = Stand.build(World.build(random_case(seed, EMULATED)), CPU), Subject("cpu")
-        outcome = check(stand, subject)
+        device_case, subject = DeviceCase.from_case(random_case(seed, EMULATED), CPU), Subject("cpu")
+        outcome = check(device_case, subject)
         if outcome.ran:
-            ran += on_a_cliff(stand, subject, outcome, seed)
+            ran += edge_of_memory(device_case, subject, outcome, seed)
             assert outcome.ok, outcome.findings
     assert ran > 40
 
@@ -52,11 +51,11 @@ def test_right_kernels_do_not_notice() -> None:
 def test_a_read_past_the_end_ends_the_process() -> None:
     code = (
         "import ctypes, torch\n"
-        "from multigemm.testing.cliff import Cliffs\n"
-        "from multigemm.testing.memory import Arena\n"
+        "from multigemm.testing.guard_pages import GuardedBlocks\n"
+        "from multigemm.testing.placed_case import Arena\n"
         "arena = Arena()\n"
         "region = arena.add(torch.float32, (4, 8))\n"
-        "moved = Cliffs(torch.device('cpu')).place(region, arena.random_bytes(1), behind=True)\n"
+        "moved = GuardedBlocks(torch.device('cpu')).place(region, arena.random_bytes(1), behind=True)\n"
         "ctypes.c_float.from_address(moved.data_ptr() + 4 * 31).value\n"
         "print('the last element', flush=True)\n"
         "ctypes.c_float.from_address(moved.data_ptr() + 4 * 32).value\n"
@@ -91,22 +90,22 @@ class Careless(ModelBackend):
         return replace(recipe, bind=bind)
 
 
-@pytest.mark.parametrize(("writes", "oracle", "seed"), [(True, "workspace", 1), (False, "cliff", 0)])
+@pytest.mark.parametrize(("writes", "oracle", "seed"), [(True, "workspace", 1), (False, "edge of memory", 0)])
 def test_the_memory_of_a_backend_has_bands_too(writes: bool, oracle: str, seed: int) -> None:
     backend = Careless("careless")
     case = Case(dtype="float32", n=4, k=4, lengths=(17, 0, 30, 5), mode="int")
-    stand, subject = Stand.build(World.build(case), CPU), Subject(backend)
+    device_case, subject = DeviceCase.from_case(case, CPU), Subject(backend)
     backend.writes = False
-    with fenced(0xFF):
-        outcome = check(stand, subject)
+    with banded_allocations(0xFF):
+        outcome = check(device_case, subject)
     assert outcome.ok, outcome.findings
     backend.writes = writes
-    on_a_cliff(stand, subject, outcome, seed)
+    edge_of_memory(device_case, subject, outcome, seed)
     assert [finding.oracle for finding in outcome.findings] == [oracle]
 
 
 def test_allocations_between_bands_are_as_torch_makes_them() -> None:
-    with fenced(0xFF) as fences:
+    with banded_allocations(0xFF) as guards:
         made = [
             torch.zeros(3, 2),
             torch.zeros((4,), dtype=torch.int64),
@@ -116,7 +115,7 @@ def test_allocations_between_bands_are_as_torch_makes_them() -> None:
     assert [(t.shape, t.dtype) for t in made] == [
         ((3, 2), torch.float32), ((4,), torch.int64), ((0,), torch.float32), ((2,), torch.float32)
     ]  # fmt: skip
-    assert not any(t.any() for t in made) and len(fences.bands) == 4 and not fences.broken()
+    assert not any(t.any() for t in made) and len(guards.bands) == 4 and not guards.written()
 
 
 @pytest.mark.gpu
@@ -125,9 +124,9 @@ def test_right_kernels_do_not_notice_on_a_gpu(backend: str) -> None:
     subject, device = Subject(backend), torch.device("cuda")
     for dtype in ("bfloat16", "float32"):
         case = Case(dtype=dtype, n=40, k=24, lengths=(17, 0, 30, 5), head=3, tail=9, mode="normal")
-        stand = Stand.build(World.build(case), device)
-        outcome = check(stand, subject)
+        device_case = DeviceCase.from_case(case, device)
+        outcome = check(device_case, subject)
         if outcome.ran:
             for seed in range(4):
-                on_a_cliff(stand, subject, outcome, seed)
+                edge_of_memory(device_case, subject, outcome, seed)
             assert outcome.ok, outcome.findings

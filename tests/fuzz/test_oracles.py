@@ -14,7 +14,7 @@ from multigemm.planning.operands import Operands
 from multigemm.testing import oracles
 
 
-class Stand:
+class TinyDeviceCase:
     """Old contents and operands of a few bytes, on a device that says that it is one."""
 
     def __init__(self, kind: str) -> None:
@@ -28,18 +28,18 @@ class Stand:
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_launch_that_clears_its_counters_once_too_seldom_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand, launches = Stand(kind), list[int]()
+    device_case, launches = TinyDeviceCase(kind), list[int]()
 
     def launch() -> None:
         launches.append(1)
         if len(launches) < 3:  # afterwards its counter says that no tile is left
-            stand.outputs.fill_(7)
+            device_case.outputs.fill_(7)
 
     recipe = SimpleNamespace(kernel="", config=None)
     subject: Any = SimpleNamespace(name="mine", refusals=lambda spec, device: [])
     monkeypatch.setattr(oracles, "staged_spec", lambda problem: None)
-    monkeypatch.setattr(oracles, "bind", lambda stand, subject: (launch, recipe))
-    first, last = oracles._launch_twice(stand, subject).outputs  # type: ignore[arg-type]
+    monkeypatch.setattr(oracles, "bind", lambda device_case, subject: (launch, recipe))
+    first, last = oracles._launch_twice(device_case, subject).outputs  # type: ignore[arg-type]
     assert first.eq(7).all()
     assert last.eq(101 if kind == "cuda" else 7).all(), "on a GPU the third launch is the one that is compared"
 
@@ -54,9 +54,9 @@ def test_a_bound_launch_keeps_its_operands_while_it_may_run() -> None:
         return lambda: None
 
     problem = mg.GroupedGemmProblem(torch.ones(4, 3), torch.ones(2, 3, 2), sizes=[1, 3])
-    stand: Any = SimpleNamespace(problem=problem, device=problem.device, out=torch.empty(4, 2))
+    device_case: Any = SimpleNamespace(problem=problem, device=problem.device, out=torch.empty(4, 2))
     subject: Any = SimpleNamespace(recipe=lambda spec, device: Recipe("mine", None, bind))
-    run, _ = oracles.bind(stand, subject)
+    run, _ = oracles.bind(device_case, subject)
     gc.collect()
     run()
     assert held[0]() is not None

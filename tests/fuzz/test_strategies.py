@@ -12,9 +12,21 @@ from hypothesis import strategies as st
 from multigemm.backend import Recipe
 from multigemm.planning.staging import stage, staged_spec
 from multigemm.problem.spec import FORMS
-from multigemm.testing import EMULATED, Case, Layout, Limits, Stand, Subject, World, cases, check, classes, random_case
-from multigemm.testing.memory import Arena, foreign_writes
+from multigemm.testing import (
+    EMULATED,
+    Case,
+    DeviceCase,
+    Layout,
+    Limits,
+    PlacedCase,
+    Subject,
+    cases,
+    check,
+    classes,
+    random_case,
+)
 from multigemm.testing.model_kernel import ModelBackend
+from multigemm.testing.placed_case import Arena, foreign_writes
 from multigemm.testing.strategies import REQUIRED, RandomChooser, kinds, redrawn
 
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
@@ -82,7 +94,7 @@ def test_kinds_cover_pairs_better_than_chance() -> None:
 
 
 def test_the_same_seed_gives_the_same_bytes() -> None:
-    one, two = World.build(random_case(11)), World.build(random_case(11))
+    one, two = PlacedCase.build(random_case(11)), PlacedCase.build(random_case(11))
     assert torch.equal(one.inputs, two.inputs)
     assert all(torch.equal(x, y) for x, y in zip(one.prefills, two.prefills, strict=True))
 
@@ -90,7 +102,7 @@ def test_the_same_seed_gives_the_same_bytes() -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases(SMALL))
 def test_the_cpu_backend_on_drawn_cases(case: Case) -> None:
-    outcome = check(Stand.build(World.build(case), torch.device("cpu")), Subject("cpu"))
+    outcome = check(DeviceCase.from_case(case, torch.device("cpu")), Subject("cpu"))
     target(min(outcome.rho, 50.0), label="rho")
     assert outcome.ok, outcome.findings
 
@@ -99,20 +111,20 @@ def test_the_cpu_backend_on_drawn_cases(case: Case) -> None:
 @given(seed=st.integers(0, 100_000))
 def test_nobody_elses_memory_is_poison(seed: int) -> None:
     """A and B are surrounded by NaN (floats), and their elements are what was drawn."""
-    world = World.build(random_case(seed, SMALL))
-    place = world.place
-    named = [place.a, place.b, place.bias, place.index, None if world.case.alias else place.c]
+    placed = PlacedCase.build(random_case(seed, SMALL))
+    place = placed.layout
+    named = [place.a, place.b, place.bias, place.index, None if placed.case.alias else place.c]
     regions = [r for x in named if x is not None for r in (x if isinstance(x, list) else [x])]
-    outside, clean = np.ones(world.inputs.numel(), bool), place.inputs.poisoned()
+    outside, clean = np.ones(placed.inputs.numel(), bool), place.inputs.poisoned()
     for region in regions:
-        mark = torch.zeros_like(world.inputs)
+        mark = torch.zeros_like(placed.inputs)
         expand = region.bits(mark)
         if 0 in region.strides and expand.numel():
             expand = expand.as_strided([1 if s == 0 else n for n, s in zip(region.shape, region.strides, strict=True)],
                                        region.strides, expand.storage_offset())  # fmt: skip
         expand.fill_(-1)
         outside &= (mark == 0).numpy()
-    np.testing.assert_array_equal(world.inputs.numpy()[outside], clean.numpy()[outside])
+    np.testing.assert_array_equal(placed.inputs.numpy()[outside], clean.numpy()[outside])
 
 
 @pytest.mark.parametrize("index", ["int32", "int64"])
@@ -121,9 +133,9 @@ def test_nobody_elses_memory_is_poison(seed: int) -> None:
 def test_the_spec_names_the_type_of_the_ends_that_kernels_get(form: Any, kind: str, index: str) -> None:
     """A kernel compiled for int32 ends once read the int64 sums of live int32 sizes."""
     case = Case(form=form, dtype="float32", m=3, n=3, k=3, lengths=(2, 0, 5), kind=kind, index=index)
-    stand = Stand.build(World.build(case), torch.device("cpu"))
-    spec = staged_spec(stand.problem)
-    ops = stage(stand.problem, spec, stand.out).ops
+    device_case = DeviceCase.from_case(case, torch.device("cpu"))
+    spec = staged_spec(device_case.problem)
+    ops = stage(device_case.problem, spec, device_case.out).ops
     assert ops.ends is not None
     assert ops.ends.dtype == spec.index
 
@@ -175,5 +187,5 @@ class RunsOver(ModelBackend):
 def test_a_store_that_runs_over_an_odd_line_shows_where_lines_begin_aligned(pad: int, seen: list[str]) -> None:
     """And nowhere else: lines of odd length end to end, or a fixed step apart, are all stored one by one."""
     case = Case(dtype="float16", n=5, k=3, lengths=(2, 2), given=True, out=Layout(pad=pad))
-    outcome = check(Stand.build(World.build(case), torch.device("cpu")), Subject(RunsOver()))
+    outcome = check(DeviceCase.from_case(case, torch.device("cpu")), Subject(RunsOver()))
     assert [finding.oracle for finding in outcome.findings][:1] == seen

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.mutants import EQUIVALENT, HUNTING, MUTANTS, examine, hunt, hunt_mutant
+from multigemm.testing.model_mutants import EQUIVALENT, HUNTING, MUTANTS, examine, hunt, hunt_mutant
 from multigemm.testing.oracles import check_all
+from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import random_case
 from multigemm.testing.subject import Subject
-from multigemm.testing.world import Stand, World
 
 UNPLANTED = int(os.environ.get("UNPLANTED_PROBLEMS", "300"))
 
@@ -42,11 +42,11 @@ def test_harmless_changes_are_not_accused(name: str) -> None:
 def test_each_backend_of_a_batch_is_judged_by_its_own_result() -> None:
     """Outputs come home in one copy; a view into it once read the first backend's result for all."""
     case = random_case(8, HUNTING)
-    stand = Stand.build(World.build(case), torch.device("cpu"))
+    device_case = DeviceCase.from_case(case, torch.device("cpu"))
     faulty = ModelBackend("faulty", MUTANTS["columns one short"])
     for rho in (True, False):
         right, wrong, also_right = check_all(
-            stand, [Subject(ModelBackend()), Subject(faulty), Subject(ModelBackend())], rho=rho
+            device_case, [Subject(ModelBackend()), Subject(faulty), Subject(ModelBackend())], rho=rho
         )
         assert right.ok and also_right.ok
         assert not wrong.ok

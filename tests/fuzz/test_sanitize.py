@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multigemm.testing import control, races, reads, sanitize
+from multigemm.testing import control, sanitize
 from multigemm.testing.case import Case
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,9 @@ def test_the_kernels_that_are_reported_are_named(checked: Any, capsys: Any) -> N
 INITCHECK = ("--backend", "cublas", "--tools", "initcheck")
 
 
-def reading(lanes: int = 32, kernel: str = reads.KERNELS["cublas"] + "x>>", size: int = 4, more: int = 0) -> str:
+def reading(
+    lanes: int = 32, kernel: str = sanitize.LIBRARY_KERNELS["cublas"] + "x>>", size: int = 4, more: int = 0
+) -> str:
     """initcheck's words for a warp that reads a tensor map."""
     text = "".join(
         f"========= Uninitialized __global__ memory read of size {size} bytes\n=========     at {kernel}(T1)+0x70f0\n"
@@ -175,7 +177,9 @@ def test_the_control_kernel_compiles() -> None:
 
 
 def test_a_hand_over_speaks_of_functions_that_there_are() -> None:
-    listed = [(backend, *place) for backend, known in races.HAND_OVERS.items() for x in known for place in x.functions]
+    listed = [
+        (backend, *place) for backend, known in sanitize.HAND_OVERS.items() for x in known for place in x.functions
+    ]
     assert listed
     for backend, file, name in listed:
-        assert name in [function for _, _, function in races._functions(backend, file)], (file, name)
+        assert name in [function for _, _, function in sanitize._functions(backend, file)], (file, name)

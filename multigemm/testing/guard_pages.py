@@ -1,35 +1,35 @@
-"""Operands that end where the mapped memory ends: a read past them cannot go unseen.
+"""Memory in which a stray access shows: guard pages round operands, guard bands round a backend's own allocations.
 
-Guard bands and poison show a stray read only if its value reaches a result. Here each operand lies in
-memory of its own, against a page that is not mapped: behind its last byte, or in front of its first. A
-kernel that touches the next element ends in an error (on a GPU), or with its process (on a CPU). What a
-16-byte access takes along within its own 16 bytes is no fault: no such access crosses a page.
+Poison beside an operand shows a stray read only if its value reaches a result. Here each operand lies in memory of its
+own, against a guard page, which is not mapped: behind its last byte, or in front of its first. A kernel that touches
+the next element ends in an error (on a GPU), or with its process (on a CPU). What a 16-byte access takes along within
+its own 16 bytes is no fault: no such access crosses a page.
+
+A workspace, a list of tiles, a count that a backend takes from torch while it binds has no such page, and what lies
+behind it is whatever the allocator left there. Each gets a guard band on either side: a store into one shows, and what
+a kernel reads there is chosen so that it leads astray.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from multigemm.testing.concurrency import lie, strays
-from multigemm.testing.fences import fenced
-from multigemm.testing.memory import Region
-from multigemm.testing.oracles import Finding, Outcome, bind, differing, fetch
-from multigemm.testing.subject import Subject
-from multigemm.testing.world import Stand, make_problem
+from multigemm.testing.placed_case import Region
 
 FILL = 0xFF
 """NaN in every float format."""
-MOST = 12
+MOST_OPERANDS = 12
 """Operands of one problem that get memory of their own; further matrices of a list stay where they are."""
-FENCES = (0, FILL)
-"""What lies beside memory that the backend takes for itself, in turn."""
 ALIGN = 16
 """Bytes up to which a spec tells addresses apart; placed operands keep their remainder."""
 
@@ -64,17 +64,17 @@ def _host_block(size: int) -> Block:
     return Block(whole[page : page + size], memory)
 
 
-class _Where(ctypes.Structure):
+class _Location(ctypes.Structure):
     """CUmemLocation."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class _Made(ctypes.Structure):
+class _AllocationProperties(ctypes.Structure):
     """CUmemAllocationProp."""
 
     _fields_ = (
-        ("type", ctypes.c_int), ("handles", ctypes.c_int), ("location", _Where), ("win32", ctypes.c_void_p),
+        ("type", ctypes.c_int), ("handles", ctypes.c_int), ("location", _Location), ("win32", ctypes.c_void_p),
         ("flags", ctypes.c_ubyte * 8),
     )  # fmt: skip
 
@@ -82,7 +82,7 @@ class _Made(ctypes.Structure):
 class _Access(ctypes.Structure):
     """CUmemAccessDesc."""
 
-    _fields_ = (("location", _Where), ("flags", ctypes.c_int))
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ def _driver(name: str, *arguments: Any) -> None:
 
 def _device_block(size: int, device: torch.device) -> Block:
     """A mapping in the middle of a reserved range of addresses."""
-    where = _Where(1, device.index or 0)  # a device, by its number
-    made = _Made(type=1, location=where)  # pinned to it
+    where = _Location(1, device.index or 0)  # a device, by its number
+    made = _AllocationProperties(type=1, location=where)  # pinned to it
     unit, address, handle = ctypes.c_size_t(), ctypes.c_uint64(), ctypes.c_uint64()
     _driver("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(made), 0)
     size = -(-size // unit.value) * unit.value
@@ -121,7 +121,7 @@ def _device_block(size: int, device: torch.device) -> Block:
     return Block(torch.as_tensor(mapped, device=device), mapped)
 
 
-class Cliffs:
+class GuardedBlocks:
     """The blocks of one device, used again for each problem: mapping costs more than a launch."""
 
     def __init__(self, device: torch.device) -> None:
@@ -149,7 +149,7 @@ class Cliffs:
         """The region's tensor, its end (or, not `behind`, its beginning) at an edge of what is mapped."""
         size = region.dtype.itemsize
         reach = sum((n - 1) * step for n, step in zip(region.shape, region.strides, strict=True)) + 1
-        if 0 in region.shape or self._used >= MOST:
+        if 0 in region.shape or self._used >= MOST_OPERANDS:
             return region.view(arena)
         reach *= size
         block = self._block(reach + ALIGN)
@@ -166,42 +166,61 @@ class Cliffs:
 
 
 @cache
-def cliffs(device: torch.device) -> Cliffs:
+def guarded_blocks(device: torch.device) -> GuardedBlocks:
     """One pool for each device of this process."""
-    return Cliffs(device)
+    return GuardedBlocks(device)
 
 
-def on_a_cliff(stand: Stand, subject: Subject, outcome: Outcome, seed: int) -> bool:
-    """The same launch over operands at the edge of mapped memory, and once more with sizes that lie; what the
-    backend allocates for it lies between bands.
+BAND = 1 << 14
+"""Bytes of a guard band; a multiple of what an allocator aligns to."""
+KNOWN = {"dtype", "device"}
+"""Options of an allocation that gets guard bands; any other call is torch's own."""
 
-    `outcome` is that of a run that was found right: it must come out again.
-    """
-    pool, case, index = cliffs(stand.device), stand.world.case, stand.world.place.index
-    pool.clear()
-    placed: dict[int, Tensor] = {}
 
-    def at(region: Region, arena: Tensor) -> Tensor:
-        if id(region) not in placed:
-            placed[id(region)] = pool.place(region, arena, behind=seed % 4 != 3)
-        return placed[id(region)]
+@dataclass(slots=True)
+class GuardBands:
+    """The guard bands of the allocations so far, and the byte that fills them."""
 
-    problem = make_problem(case, stand.world.place, stand.inputs, stand.outputs, at)
-    edge = replace(stand, problem=problem)
-    with fenced(FENCES[seed % 2]) as fences:
-        launch, _ = bind(edge, subject)
-    edge.prefill(1)
-    launch()
-    bad = differing(outcome.result, fetch(edge), stand.world.writable) if outcome.result is not None else 0
-    if bad:
-        outcome.findings.append(Finding("cliff", f"{bad} bytes differ with operands at the edge of mapped memory"))
-    few = case.groups <= 2000 or stand.device.type != "cpu"  # each group of lying sizes may be the whole extent
-    if index is not None and case.where == "device" and index.shape[0] and few:
-        placed[id(index)].copy_(lie(stand, seed))
-        edge.prefill(0)
-        launch()
-        strays(edge, outcome)
-        stand.inputs.copy_(stand.pristine)  # where there was no room on a cliff
-    if broken := fences.broken():
-        outcome.findings.append(Finding("workspace", f"{broken} bytes beside the backend's own memory were written"))
-    return True
+    fill: int
+    bands: list[Tensor] = field(default_factory=list)
+
+    def around(self, size: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
+        """Memory for a tensor, a band before it and one behind it."""
+        count = dtype.itemsize
+        for extent in size:
+            count *= extent
+        whole = torch.full((2 * BAND + count,), self.fill, dtype=torch.uint8, device=device)
+        self.bands += [whole[:BAND], whole[BAND + count :]]
+        return whole[BAND : BAND + count].view(dtype).reshape(size)
+
+    def written(self) -> int:
+        """How many bytes of the bands were written."""
+        return sum(int((band != self.fill).sum()) for band in self.bands)
+
+
+def _size_of(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    whole = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    return tuple(int(extent) for extent in whole)
+
+
+@contextmanager
+def banded_allocations(fill: int) -> Iterator[GuardBands]:
+    """Puts guard bands round what `torch.empty` and `torch.zeros` allocate meanwhile."""
+    guard_bands, torch_empty, torch_zeros = GuardBands(fill), torch.empty, torch.zeros
+
+    def made(sizes: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+        size = _size_of(sizes) if sizes and options.keys() <= KNOWN else ()
+        if not size or 0 in size:
+            return None
+        return guard_bands.around(size, options.get("dtype") or torch.get_default_dtype(), options.get("device"))
+
+    def empty(*sizes: Any, **options: Any) -> Tensor:
+        own = made(sizes, options)
+        return torch_empty(*sizes, **options) if own is None else own
+
+    def zeros(*sizes: Any, **options: Any) -> Tensor:
+        own = made(sizes, options)
+        return torch_zeros(*sizes, **options) if own is None else own.zero_()
+
+    with patch.object(torch, "empty", empty), patch.object(torch, "zeros", zeros):
+        yield guard_bands

@@ -1,7 +1,6 @@
-"""The fuzzer as a user runs it: finds, shrinks, stores, replays; and survives workers that die."""
+"""The fuzzer as a user runs it: finds, shrinks, stores, replays; and survives workers that die or never end."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,19 +10,13 @@ from typing import Any
 import pytest
 
 from multigemm.__main__ import main
-from multigemm.fuzz.plan import Failure, Options, Summary, Tally
-from multigemm.fuzz.report import missing, progress_line, to_dict, to_text
-from multigemm.fuzz.shrink import shrink, simpler
-from multigemm.fuzz.worker import drawn
-from multigemm.testing import Case, Layout, random_case
-from multigemm.testing.case import fit
+from multigemm.testing import Case
+from tests.support.installed_backends import ROOT, install_backends
 
-ROOT = Path(__file__).parents[2]
 FAULTY = """
 import ctypes
 import time
-from multigemm.testing.model_kernel import Kernel, ModelBackend
-from multigemm.testing.model_parts import Faults
+from multigemm.testing.model_kernel import Faults, Kernel, ModelBackend
 from multigemm.backend import Recipe
 
 class Crashing(ModelBackend):
@@ -48,18 +41,12 @@ faulty = ModelBackend("faulty", Faults(mask_n_store=False))
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Any:
-    (tmp_path / "multigemm_planted.py").write_text(FAULTY)
-    info = tmp_path / "multigemm_planted-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: multigemm-planted\nVersion: 1.0\n")
-    points = "".join(f"{n} = multigemm_planted:{n}\n" for n in ("crashing", "faulty", "slow"))
-    (info / "entry_points.txt").write_text(f"[multigemm.backends]\n{points}")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+def environment(tmp_path: Path) -> dict[str, str]:
+    return install_backends(tmp_path, FAULTY, "crashing", "faulty", "slow")
 
 
-def fuzz(environment: dict[str, str], *arguments: Any) -> Any:
-    command = [sys.executable, "-W", "ignore", "-m", "multigemm", "fuzz", "--device", "cpu", "--quiet", *arguments]
+def fuzz(environment: dict[str, str], *arguments: Any, device: str = "cpu") -> Any:
+    command = [sys.executable, "-W", "ignore", "-m", "multigemm", "fuzz", "--device", device, "--quiet", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT)
 
 
@@ -89,6 +76,22 @@ def test_a_campaign_without_a_check_proves_nothing(environment: dict[str, str]) 
     done = fuzz(environment, "--backends", "cpu", "--seconds", "0.01")
     assert done.returncode == 1, done.stdout
     assert "NOTHING CHECKED on cpu" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--backends", "tritn"), "unknown backend 'tritn'"),
+        (("--forms", "jaged"), "unknown form"),
+        (("--replay", "/no/such.json", "--backends", "cpu"), "no stored problem"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_two(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fuzz", "--device", "cpu", "--quiet", *arguments]) == 2
+    said = capsys.readouterr()
+    assert text in said.err and "Traceback" not in said.err, said
 
 
 @pytest.mark.parametrize(
@@ -164,64 +167,58 @@ def test_an_emulated_campaign(name: str, environment: dict[str, str], tmp_path: 
     assert json.loads(summary.read_text())["checks"][name] >= 4
 
 
-def test_bad_options_are_one_line_and_exit_code_two(environment: dict[str, str]) -> None:
-    for arguments, text in (
-        (("--backends", "tritn"), "unknown backend 'tritn'"),
-        (("--forms", "jaged"), "unknown form"),
-        (("--replay", "/no/such.json", "--backends", "cpu"), "no stored problem"),
-    ):
-        done = fuzz(environment, *arguments)
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert text in done.stderr and "Traceback" not in done.stderr
+POKING = """
+from dataclasses import replace
+from types import SimpleNamespace
+
+import triton
+import triton.language as tl
+
+from multigemm.select import registry
+
+@triton.jit
+def poke(pointer):
+    tl.store(pointer + (1 << 44), 1.0)
+
+class Poking:
+    name = "poking"
+
+    def __init__(self):
+        self.inner = registry.get("cublas")
+        for member in ("availability", "not_supported_reasons", "configs"):
+            setattr(self, member, getattr(self.inner, member))
+
+    def plan(self, spec, config, device):
+        recipe = self.inner.plan(spec, config, device)
+        if spec.form != "batched":
+            return recipe
+
+        def bind(ops):
+            launch = recipe.bind(ops)
+            def run():
+                launch()
+                if ops.a.shape[-1] > 10:
+                    poke[(1,)](ops.out)
+            return run
+        return replace(recipe, bind=bind, tell=None)
+
+poking = Poking()
+"""
 
 
-def test_shrinking_keeps_only_what_matters() -> None:
-    case = Case(form="jagged_m", dtype="float16", n=65, k=33, lengths=(17, 0, 40, 3), head=2, tail=9, bias="gn",
-                bias_dtype="float32", activation="silu", given=True, mode="normal", a=Layout("col", 3, 1),
-                out=Layout("row", 7))  # fmt: skip
-    small = shrink(case, lambda c: any(n > 8 for n in c.lengths) and c.k > 4, seconds=20)
-    assert small.k == 5 and sorted(small.lengths)[-1] == 9 and len(small.lengths) == 1
-    assert (small.activation, small.bias, small.given, small.head, small.tail) == (None, "", False, 0, 0)
-    assert small.a == Layout() and small.mode == "int"
-
-
-def test_every_proposal_is_a_legal_case() -> None:
-    from multigemm.testing import World
-
-    for seed in (3, 17, 41):
-        for candidate in list(simpler(fit(random_case(seed), 4000)))[:40]:
-            World.build(candidate)
-
-
-def test_no_problem_comes_twice() -> None:
-    options = Options(("cpu",), kinds=12, burst=3, turns=2, seed=9)
-    cases = [drawn(options, number) for number in range(80)]
-    assert len({repr(c) for c in cases}) == 80
-    assert [options.kind_of(number) for number in (0, 2, 3, 35, 36, 72)] == [0, 0, 1, 11, 0, 0]
-    assert [options.config_of(number) for number in (0, 3, 36, 39, 72)] == [0, 2, 1, 3, 0]
-    assert drawn(options, 5) == drawn(options, 5)
-
-
-def test_the_gate_names_what_was_never_drawn() -> None:
-    options = Options(("cpu",))
-    tally = Tally(problems=6000)
-    tally.classes["form:jagged_m"] = 6000
-    summary = Summary(options, tally, 1.0)
-    assert "form:masked" in missing(summary) and "form:jagged_m" not in missing(summary)
-    assert "NOT COVERED" in to_text(summary)
-    assert not missing(Summary(Options(("cpu",), forms=("masked",)), tally, 1.0))
-
-
-def test_the_report_counts_and_speaks() -> None:
-    tally = Tally(problems=3)
-    tally.checks["cpu"] = 3
-    tally.refusals["cpu", "too wide"] = 2
-    tally.note_rho("cpu", "float32", 3.0, 1.0)
-    tally.failures.append(Failure("cpu", "value", "wrong", Case(dims=()).to_dict(), 1))
-    more = Tally()
-    more.add(tally)
-    text = to_text(Summary(Options(("cpu",)), more, 2.0))
-    assert (
-        "refused 2 x cpu: too wide" in text and "check_case(case" in text and "1 failures" in progress_line(more, 2.0)
-    )
-    assert to_dict(Summary(Options(("cpu",)), more, 2.0))["rho"][0]["max"] == 3.0
+@pytest.mark.gpu
+def test_an_illegal_access_ends_one_worker_only(tmp_path: Path) -> None:
+    """The context of the worker is gone; its problem is named and made smaller, all other results are there."""
+    summary = tmp_path / "s.json"
+    asked = ["--backends", "cublas,poking", "--forms", "batched,jagged_m", "--dtypes", "float32"]
+    asked += ["--examples", "3", "--kinds", "0", "--burst", "2", "--jobs", "2", "--shrink", "2"]
+    environment = install_backends(tmp_path, POKING, "poking")
+    done = fuzz(environment, *asked, "--json", summary, device="cuda")
+    assert done.returncode == 1, done.stdout + done.stderr
+    data = json.loads(summary.read_text())
+    crashes = [failure for failure in data["failures"] if failure["oracle"] in ("crash", "exception")]
+    assert crashes and {failure["backend"] for failure in data["failures"]} == {"poking"}
+    assert data["problems"] == data["checks"]["cublas"] == 3
+    assert data["checks"]["poking"] == 3 - sum(failure["oracle"] == "crash" for failure in crashes)
+    small = Case.from_dict(next(failure["shrunk"] for failure in crashes if failure["shrunk"]))
+    assert small.form == "batched" and small.k >= 11
