@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import Any
 
 from multigemm import fleet
 from multigemm.fuzz.plan import Batch, Failure, Options, Summary, Tally, WorkQueue
 from multigemm.fuzz.shrink import shrink
-from multigemm.fuzz.worker import LOST_CONTEXT, drawn, trial, with_all_configs
+from multigemm.fuzz.worker import LOST_CONTEXT, Position, drawn, trial, with_all_configs
 from multigemm.fuzz.worker import main as worker_main
 from multigemm.testing import corpus
 from multigemm.testing.case import Case
@@ -54,7 +55,7 @@ class WorkerProcess:
     name: int
     process: Any
     pipe: Any
-    shared: Any
+    position: Position
     batch: Batch
     first: int
     suspect: Failure | None = None
@@ -65,12 +66,12 @@ class WorkerProcess:
 
     @property
     def number(self) -> int:
-        return int(self.shared[0])
+        return self.position.number
 
     @property
     def quiet(self) -> float:
         """Seconds since it began the problem that it is at."""
-        return 0.0 if self.waits or self.done else time.monotonic() - int(self.shared[3])
+        return 0.0 if self.waits or self.done else time.monotonic() - self.position.heartbeat
 
 
 class Campaign:
@@ -85,13 +86,13 @@ class Campaign:
     def start(self, name: int, batch: Batch, suspect: Failure | None = None) -> None:
         """Starts a worker on a batch."""
         parent, child = _context.Pipe()
-        shared = _context.Array("q", [batch.first, -1, 0, int(time.monotonic()), -1], lock=False)
+        position = RawValue(Position, batch.first, -1, 0, -1, int(time.monotonic()))
         process = _context.Process(
-            target=worker_main, args=(self.options.at(name), child, shared, batch, self.deadline), daemon=True
+            target=worker_main, args=(self.options.at(name), child, position, batch, self.deadline), daemon=True
         )
         process.start()
         child.close()
-        self.workers.append(WorkerProcess(name, process, parent, shared, batch, batch.first, suspect))
+        self.workers.append(WorkerProcess(name, process, parent, position, batch, batch.first, suspect))
 
     def run(self, progress: Progress | None) -> None:
         """Until all problems are done, or the time is over."""
@@ -153,7 +154,8 @@ class Campaign:
             return  # it may be needed yet
         worker.waits, worker.done, worker.relieved = False, batch is None, False
         if batch is not None:
-            worker.batch, worker.shared[0], worker.shared[3] = batch, batch.first, int(time.monotonic())
+            worker.batch = batch
+            worker.position.number, worker.position.heartbeat = batch.first, int(time.monotonic())
         worker.pipe.send(batch)
 
     def busy(self) -> bool:
@@ -173,7 +175,7 @@ class Campaign:
         if hung:
             worker.process.kill()
         worker.process.join(30)
-        number, together = worker.number, int(worker.shared[1]) < 0
+        number, together = worker.number, worker.position.alone < 0
         if worker.suspect is not None and (worker.done or number != worker.first):
             self.total.failures.append(worker.suspect)  # nobody failed alone
         if worker.done or worker.waits:
@@ -188,12 +190,12 @@ class Campaign:
         if hung or worker.process.exitcode != LOST_CONTEXT:
             self.total.failures.append(failure)  # a lost context has reported itself
         if not together:
-            self.start(worker.name, replace(rest, alone_from=int(worker.shared[4]) + 1))
+            self.start(worker.name, replace(rest, alone_from=worker.position.index + 1))
         elif batch := (replace(rest, first=number + 1) if number + 1 < rest.stop else self.queue.next_batch()):
             self.start(worker.name, batch)  # it ended before any backend ran: the problem itself cannot be made
 
     def blame(self, worker: WorkerProcess, how: str) -> Failure:
-        number, backend, config = (int(worker.shared[i]) for i in range(3))
+        number, backend, config = worker.number, worker.position.alone, worker.position.config
         oracle = "hang" if how == "hang" else "crash"
         text = f"no progress for {HANG_SECONDS} s" if how == "hang" else f"the process ended with exit code {how}"
         name = self.options.backends[backend] if backend >= 0 else "unknown"

@@ -130,14 +130,14 @@ class Tally:
             getattr(self, name).update(getattr(other, name))
         self.assigned.update(other.assigned)
         for key, (peak, squares, count) in other.rho.items():
-            mine = self.rho.get(key, (0.0, 0.0, 0))
-            self.rho[key] = (max(mine[0], peak), mine[1] + squares, mine[2] + count)
+            known = self.rho.get(key, (0.0, 0.0, 0))
+            self.rho[key] = (max(known[0], peak), known[1] + squares, known[2] + count)
         self.failures += other.failures
 
     def note_rho(self, backend: str, dtype: str, peak: float, rms: float) -> None:
         """The largest rho of a problem and its root mean square, for the suspicion table."""
-        mine = self.rho.get((backend, dtype), (0.0, 0.0, 0))
-        self.rho[backend, dtype] = (max(mine[0], peak), mine[1] + rms * rms, mine[2] + 1)
+        known = self.rho.get((backend, dtype), (0.0, 0.0, 0))
+        self.rho[backend, dtype] = (max(known[0], peak), known[1] + rms * rms, known[2] + 1)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ what it found and leaves, and the parent starts another one behind the problem.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -21,7 +22,7 @@ from multigemm.fuzz.shrink import shrink
 from multigemm.planning.staging import staged_spec
 from multigemm.testing.case import Case, classes, dtype_name
 from multigemm.testing.deep_oracles import GPU_ORACLES, ORACLES, THREAD_ORACLES, run_oracles
-from multigemm.testing.oracles import Outcome, check, check_all
+from multigemm.testing.oracles import Outcome, check, check_pairs
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import RandomChooser, keep_divisibility, kinds, random_case, redrawn
 from multigemm.testing.subject import Subject, assigned, compile_singly, kinds_for_rare_configs, offered
@@ -102,12 +103,30 @@ def is_lost(outcome: Outcome) -> bool:
     return any(mark in finding.text for finding in outcome.findings for mark in MARKS)
 
 
-class Worker:
-    """The loop. `shared` is shared memory: [problem number, the backend that runs alone or -1, its config,
-    heartbeat in seconds, its position among what the problem is run on]."""
+class Position(ctypes.Structure):
+    """Where a worker is, in memory that it shares with its parent."""
 
-    def __init__(self, options: Options, pipe: Any, shared: Any) -> None:
-        self.options, self.pipe, self.shared = options, pipe, shared
+    _fields_ = (
+        ("number", ctypes.c_int64), ("alone", ctypes.c_int64), ("config", ctypes.c_int64), ("index", ctypes.c_int64),
+        ("heartbeat", ctypes.c_int64),
+    )  # fmt: skip
+    number: int
+    """Of the problem."""
+    alone: int
+    """Position in `Options.backends` of the backend that runs alone; -1 where all run."""
+    config: int
+    """What the backend that runs alone is pinned to, as `Options.config_of` counts."""
+    index: int
+    """Of the backend and config that run alone among those that the problem is run on."""
+    heartbeat: int
+    """Seconds on the monotonic clock at which the present step began."""
+
+
+class Worker:
+    """The loop of one worker."""
+
+    def __init__(self, options: Options, pipe: Any, position: Position) -> None:
+        self.options, self.pipe, self.position = options, pipe, position
         self.device = torch.device(options.device)
         self.subjects: dict[tuple[str, int], Subject] = {}
         self.tally, self.shrunk = Tally(), 0
@@ -140,7 +159,7 @@ class Worker:
         for number in range(batch.first, batch.stop):
             if time.monotonic() >= deadline and alone_from < 0:
                 return
-            self.shared[0], self.shared[1], self.shared[3] = number, -1, int(time.monotonic())
+            self.position.number, self.position.alone, self.position.heartbeat = number, -1, int(time.monotonic())
             self.problem(number, alone_from)
             self.send()
             alone_from = -1
@@ -178,8 +197,8 @@ class Worker:
         """All subjects at once, then one wait for the device. A lost device ends the process: whose fault
         it was comes out when the problem runs again, one backend at a time."""
         try:
-            subjects = [self.subject(name, config) for name, config in chosen]
-            outcomes = check_all(device_case, subjects, rho=number % 8 == 0, spent=self.tally.spent)
+            pairs = [(device_case, self.subject(name, config)) for name, config in chosen]
+            outcomes = check_pairs(pairs, rho=number % 8 == 0, spent=self.tally.spent)
         except Exception:  # an asynchronous CUDA error cannot be traced to one of them here
             self.leave()
         if any(is_lost(outcome) for outcome in outcomes):
@@ -190,15 +209,11 @@ class Worker:
         self, case: Case, device_case: DeviceCase, chosen: list[tuple[str, int]], number: int, alone_from: int
     ) -> None:
         """The backends from a position on, each on its own, each result sent before the next begins."""
-        for position, (name, config) in enumerate(chosen):
-            if position < alone_from:
+        for index, (name, config) in enumerate(chosen):
+            if index < alone_from:
                 continue
-            self.shared[1], self.shared[2], self.shared[3] = (
-                self.options.backends.index(name),
-                config,
-                int(time.monotonic()),
-            )
-            self.shared[4] = position
+            self.position.alone, self.position.config = self.options.backends.index(name), config
+            self.position.index, self.position.heartbeat = index, int(time.monotonic())
             self.one(case, device_case, name, config, number, check(device_case, self.subject(name, config)))
             self.send()
 
@@ -241,7 +256,7 @@ class Worker:
 
     def fails(self, case: Case, name: str, config: int) -> bool:
         """Whether a simpler case still fails; a case that cannot even be built does not."""
-        self.shared[3] = int(time.monotonic())
+        self.position.heartbeat = int(time.monotonic())
         try:
             device_case = DeviceCase.from_case(case, self.device)
         except (ValueError, IndexError, RuntimeError):
@@ -249,11 +264,11 @@ class Worker:
         return bool(check(device_case, self.subject(name, config)).findings)
 
 
-def main(options: Options, pipe: Any, shared: Any, batch: Batch, deadline: float) -> None:
+def main(options: Options, pipe: Any, position: Position, batch: Batch, deadline: float) -> None:
     """The entry point of a worker process. Sends a tally after each problem, None to ask for another batch."""
     torch.set_num_threads(1)
     compile_singly()
-    worker = Worker(options, pipe, shared)
+    worker = Worker(options, pipe, position)
     given: Batch | None = batch
     worker.announce()
     while given is not None:

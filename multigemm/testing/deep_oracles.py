@@ -53,8 +53,8 @@ def side_stream(device_case: DeviceCase, subject: Subject, outcome: Outcome, see
     return True
 
 
-def recut(case: Case, seed: int) -> Case | None:
-    """The same extents cut into groups of other sizes; None where nothing can change."""
+def regroup(case: Case, seed: int) -> Case | None:
+    """The same extents in groups of other sizes; None where nothing can change."""
     rng = np.random.default_rng(seed)
     if case.form == "masked":
         rows = rng.integers(0, case.m, case.groups, endpoint=True)
@@ -76,7 +76,7 @@ def changed_sizes(
     With `captured` the launch is replayed from a CUDA graph. False where the case has no live sizes.
     """
     case = device_case.placed.case
-    other_case = recut(case, seed) if device_case.placed.layout.index is not None and case.where == "device" else None
+    other_case = regroup(case, seed) if device_case.placed.layout.index is not None and case.where == "device" else None
     if other_case is None or case.mode == "onehot":
         return False
     launch, recipe = bind(device_case, subject)
@@ -183,24 +183,24 @@ def threads(
 
     def work() -> None:
         try:
-            mine = Outcome(subject.name)
+            own = Outcome(subject.name)
             device_case = DeviceCase.build(placed, device)
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # the device_case was built on another stream than the thread's
+                torch.cuda.synchronize(device)  # the copies were made on another stream than the thread's
                 with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-                    _repeat(device_case, mine)
+                    _repeat(device_case, own)
             else:
-                _repeat(device_case, mine)
-            problems.extend(str(f) for f in mine.findings)
+                _repeat(device_case, own)
+            problems.extend(str(f) for f in own.findings)
         except Exception as error:  # a thread's failure is the finding
             problems.append(f"{type(error).__name__}: {error}")
 
-    def _repeat(device_case: DeviceCase, mine: Outcome) -> None:
+    def _repeat(device_case: DeviceCase, own: Outcome) -> None:
         launch, _ = bind(device_case, subject)
         for number in range(times):
             device_case.prefill(number % 2)
             launch()
-            inspect(placed, fetch(device_case), placed.prefills[number % 2], mine)
+            inspect(placed, fetch(device_case), placed.prefills[number % 2], own)
 
     started = [threading.Thread(target=work) for _ in range(count)]
     if device.type == "cuda":

@@ -62,13 +62,13 @@ def _saturating(x: Any, dtype: torch.dtype) -> Any:
     return round_once(np.clip(x, -1e30, 1e30), dtype)
 
 
-def _cut_tf32(x: Any) -> Any:
+def _truncate_to_tf32(x: Any) -> Any:
     if x.dtype != np.float32:
         return x
     return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-def _cut_bfloat16(x: Any) -> Any:
+def _round_to_bfloat16(x: Any) -> Any:
     return x if x.dtype.kind == "i" else round_once(x.astype(np.float64), torch.bfloat16).astype(x.dtype)
 
 
@@ -82,17 +82,17 @@ def _flush_results(x: Any, dtype: torch.dtype) -> Any:
     return round_once(np.where(np.abs(x) < 2.0**-14, 0, x).astype(x.dtype) if lost else x, dtype)
 
 
-def _of_bits(bits: int) -> Callable[[Any], Any]:
+def _accumulator_of(bits: int) -> Callable[[Any], Any]:
     """A float32 accumulator that keeps so many bits of its sums."""
 
-    def cut(x: Any) -> Any:
+    def truncate(x: Any) -> Any:
         if x.dtype != np.float32:
             return x
         return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFFFFF << (24 - bits) & 0xFFFFFFFF)).view(
             x.dtype
         )
 
-    return cut
+    return truncate
 
 
 def _factor_bfloat16(x: float) -> float:
@@ -202,8 +202,8 @@ MUTANTS: dict[str, Faults] = {
     "float16 accumulation": Faults(accumulate=torch.float16),
     "float32 accumulation of float64": Faults(accumulate=torch.float32),
     "halves of K rounded": Faults(split_rounds=True),
-    "tf32 for float32": Faults(inputs=_cut_tf32),
-    "inputs through bfloat16": Faults(inputs=_cut_bfloat16),
+    "tf32 for float32": Faults(inputs=_truncate_to_tf32),
+    "inputs through bfloat16": Faults(inputs=_round_to_bfloat16),
     "small inputs flushed": Faults(inputs=_flush),
     "head rows not zeroed": Faults(zero_head=False),
     "tail rows not zeroed": Faults(zero_tail=False),
@@ -214,11 +214,11 @@ MUTANTS: dict[str, Faults] = {
     "sizes read when bound": Faults(early_metadata=True),
     "adds to the old result": Faults(adds_to_out=True),
     "subnormal results flushed": Faults(round=_flush_results),
-    "an accumulator of 22 bits": Faults(sum=_of_bits(22)),
-    "an accumulator of 17 bits": Faults(sum=_of_bits(17)),
+    "an accumulator of 22 bits": Faults(sum=_accumulator_of(22)),
+    "an accumulator of 17 bits": Faults(sum=_accumulator_of(17)),
     "factors through bfloat16": Faults(factor=_factor_bfloat16),
-    "C through bfloat16": Faults(old=_cut_bfloat16),
-    "bias through bfloat16": Faults(bias=_cut_bfloat16),
+    "C through bfloat16": Faults(old=_round_to_bfloat16),
+    "bias through bfloat16": Faults(bias=_round_to_bfloat16),
     "integers saturate": Faults(epilogue="integers saturate"),
     "integers through float32": Faults(epilogue="integers through float32"),
     "alpha = 0 multiplies": Faults(alpha_zero_multiplies=True),

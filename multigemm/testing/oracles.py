@@ -24,6 +24,7 @@ import torch
 from multigemm.backend import Backend, Launch, Recipe
 from multigemm.planning.staging import stage, staged_spec
 from multigemm.reference import judge
+from multigemm.testing.case import Case
 from multigemm.testing.placed_case import Bytes, DeviceCase, PlacedCase, foreign_writes
 from multigemm.testing.subject import Subject
 
@@ -63,7 +64,7 @@ class Outcome:
 
 
 def bind(device_case: DeviceCase, subject: Subject) -> tuple[Launch, Recipe]:
-    """One device_case bound by one subject: calling the launch writes into the device_case's output."""
+    """Binds a case by a subject: calling the launch writes into the case's output."""
     spec = staged_spec(device_case.problem)
     recipe = subject.recipe(spec, device_case.device)
     staged = stage(device_case.problem, spec, device_case.out)
@@ -165,39 +166,41 @@ def _bring_home(started: list[Runs]) -> list[list[torch.Tensor]]:
     return found
 
 
-def check_many(
-    device_cases: Sequence[DeviceCase], subject: Subject, wait: Callable[[], None] = lambda: None
+def check_pairs(
+    pairs: Sequence[tuple[DeviceCase, Subject]],
+    *,
+    rho: bool = True,
+    spent: Counter[str] | None = None,
+    wait: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
-    """One subject on many cases, each run twice, with one wait for the device; `wait` may give it up before."""
-    started = [_launch_twice(device_case, subject) for device_case in device_cases]
-    wait()
-    for device_case, runs, pair in zip(device_cases, started, _bring_home(started), strict=True):
-        if pair:
-            _judge_pair(device_case.placed, pair, runs.outcome, [], True)
-    return [runs.outcome for runs in started]
+    """Run each subject on its case, twice, and judge all runs after waiting for the device once.
 
+    Args:
+        pairs: What is run.
+        rho: Whether to compare each result with the expected spread of rounding errors. Otherwise a result that
+            equals one of the same case that was found right, bit for bit, is not judged again.
+        spent: Receives the seconds of each step.
+        wait: Called once all runs are enqueued; it may raise to give up.
 
-def check_all(
-    device_case: DeviceCase, subjects: Sequence[Subject], *, rho: bool = True, spent: Counter[str] | None = None
-) -> list[Outcome]:
-    """Runs every subject on one device_case, twice, and judges all runs after waiting for the device once.
-
-    `spent` receives the seconds of each step."""
-    times = Counter[str]() if spent is None else spent
-    started = []
-    for subject in subjects:
+    Returns:
+        The outcomes, in the order of the pairs.
+    """
+    seconds = Counter[str]() if spent is None else spent
+    started, right = [], dict[int, list[torch.Tensor]]()
+    for device_case, subject in pairs:
         begin = time.perf_counter()
         started.append(_launch_twice(device_case, subject))
-        times[f"launch {subject.name}"] += time.perf_counter() - begin  # type: ignore[assignment]
+        seconds[f"launch {subject.name}"] += time.perf_counter() - begin  # type: ignore[assignment]
     begin = time.perf_counter()
-    pairs = _bring_home(started)
-    times["wait"] += time.perf_counter() - begin  # type: ignore[assignment]
+    wait()
+    results = _bring_home(started)
+    seconds["wait"] += time.perf_counter() - begin  # type: ignore[assignment]
     begin = time.perf_counter()
-    right: list[torch.Tensor] = []
-    for runs, pair in zip(started, pairs, strict=True):
-        if pair:
-            _judge_pair(device_case.placed, pair, runs.outcome, right, rho)
-    times["judge"] += time.perf_counter() - begin  # type: ignore[assignment]
+    for (device_case, _), runs, both in zip(pairs, started, results, strict=True):
+        if both:
+            known = right.setdefault(id(device_case), [])
+            _judge_pair(device_case.placed, both, runs.outcome, known, rho)
+    seconds["judge"] += time.perf_counter() - begin  # type: ignore[assignment]
     return [runs.outcome for runs in started]
 
 
@@ -224,10 +227,45 @@ def _judge_pair(
 
 
 def check(device_case: DeviceCase, subject: Subject) -> Outcome:
-    """Runs one subject on one device_case, twice, and judges both runs."""
-    return check_all(device_case, [subject])[0]
+    """Run one subject on one case, twice, and judge both runs.
+
+    Args:
+        device_case: The case, in the memory of its device.
+        subject: The backend under test.
+
+    Returns:
+        What came of it: the backend's reasons where it refuses, else the findings, of which a right backend has none.
+
+    Example:
+        >>> import torch
+        >>> from multigemm.testing import Case, DeviceCase, Subject, check
+        >>> case = Case(form="jagged_m", n=5, k=3, lengths=(2, 0, 4))
+        >>> check(DeviceCase.from_case(case, torch.device("cpu")), Subject("cpu")).ok
+        True
+    """
+    return check_pairs([(device_case, subject)])[0]
 
 
-def check_case(case: Any, backend: str | Backend, device: str | torch.device = "cpu", config: int | str = 0) -> Outcome:
-    """One case on one backend: what a saved failure calls to repeat itself."""
+def check_case(
+    case: Case, backend: str | Backend, device: str | torch.device = "cpu", config: int | str = 0
+) -> Outcome:
+    """Run one case on one backend: what a stored failure calls to repeat itself.
+
+    Args:
+        case: The problem.
+        backend: A backend, or its name.
+        device: Where its operands lie.
+        config: Which of the backend's configs runs: its position, or its text.
+
+    Returns:
+        The same as `check`.
+
+    Raises:
+        UnknownBackend: No backend has this name.
+
+    Example:
+        >>> from multigemm.testing import Case, check_case
+        >>> check_case(Case(form="batched", m=4, n=5, k=3, lengths=(0, 0)), "cpu").findings
+        []
+    """
     return check(DeviceCase.from_case(case, torch.device(device)), Subject(backend, config))

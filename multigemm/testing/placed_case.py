@@ -227,8 +227,8 @@ def _write(arena: Tensor, regions: Regions | None, values: Operand | None) -> No
     arrays = values if isinstance(values, list) else [values]
     for region, array in zip(_each(regions), arrays, strict=True):
         target = region.distinct(arena)
-        cut = tuple(slice(0, n) for n in target.shape)
-        target.copy_(torch.from_numpy(np.ascontiguousarray(array[cut])))
+        distinct = array[tuple(slice(0, extent) for extent in target.shape)]
+        target.copy_(torch.from_numpy(np.ascontiguousarray(distinct)))
 
 
 def _poison_unowned(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
@@ -362,7 +362,7 @@ def _writable(case: Case, layout: MemoryLayout, problem: GroupedGemmProblem) -> 
 
 @dataclass(slots=True)
 class DeviceCase:
-    """A placed on one device. `out` is where the result goes, the caller's or the library's alike;
+    """A placed case on one device. `out` is where the result goes, the caller's or the library's alike;
     `pristine` is a second copy of the inputs."""
 
     placed: PlacedCase
@@ -375,7 +375,7 @@ class DeviceCase:
 
     @staticmethod
     def build(placed: PlacedCase, device: torch.device) -> DeviceCase:
-        """Copies a placed to a device, in one piece."""
+        """Copies a placed case to a device, in one piece."""
         return DeviceCase.build_all([placed], device)[0]
 
     @staticmethod

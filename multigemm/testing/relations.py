@@ -228,7 +228,7 @@ def _disagreement(one: Blocks, two: Blocks, factor: float) -> str:
 
 
 def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int, only: str = "") -> int:
-    """Checks the relations that fit; the device_case must have been judged right. Returns how many were checked."""
+    """Checks the relations that fit; the case must have been found right. Returns how many were checked."""
     placed, rng, done = device_case.placed, np.random.default_rng(seed), 0
     case = placed.case
     if outcome.result is None or case.a.zero or case.b.zero or case.c.zero:

@@ -47,7 +47,7 @@ class Style:
     n: int
     k: int
     layouts: tuple[int, int]
-    cut: str
+    sizes_as: str
     index: torch.dtype
     on_host: bool
     bias: bool
@@ -102,7 +102,7 @@ def matrix(chance: random.Random, layout: int, shape: tuple[int, ...], dtype: to
     return made
 
 
-def cut_of(chance: random.Random, groups: int, extent: int, start: int) -> list[int]:
+def draw_offsets(chance: random.Random, groups: int, extent: int, start: int) -> list[int]:
     """Offsets of groups, some of them empty, that need not reach the end."""
     return sorted([start, *(chance.randrange(start, extent + 1) for _ in range(groups))])
 
@@ -181,8 +181,8 @@ class _Calls:
         elif s.form == "masked":
             self.offsets = [self.chance.randrange(s.m + 1) for _ in range(s.groups)]
         else:
-            start = self.chance.randrange(3) if s.cut == "offsets" else 0
-            self.offsets = cut_of(self.chance, s.groups, self.extent, start)
+            start = self.chance.randrange(3) if s.sizes_as == "offsets" else 0
+            self.offsets = draw_offsets(self.chance, s.groups, self.extent, start)
         values = torch.tensor(self._as_given(), dtype=s.index)
         if self.live is not None and self.chance.random() < 0.7:
             self.live.copy_(values)
@@ -191,9 +191,9 @@ class _Calls:
 
     def _as_given(self) -> list[int]:
         s, o = self.style, self.offsets
-        if s.form in ("batched", "masked") or s.cut == "offsets":
+        if s.form in ("batched", "masked") or s.sizes_as == "offsets":
             return o
-        return o[1:] if s.cut == "ends" else [end - start for start, end in pairwise(o)]
+        return o[1:] if s.sizes_as == "ends" else [end - start for start, end in pairwise(o)]
 
     def change(self) -> None:
         """Something that a program changes between two calls; often nothing."""
@@ -222,7 +222,7 @@ class _Calls:
         elif s.form != "batched":
             keywords["jagged"] = s.form[-1] if s.form.startswith("jagged") else "m"
             values = self._as_given()
-            keywords[s.cut] = self.live if not s.on_host else values if s.bias else tuple(values)
+            keywords[s.sizes_as] = self.live if not s.on_host else values if s.bias else tuple(values)
         if self.bias is not None:
             keywords["bias"] = self.bias
         if self.c is not None:

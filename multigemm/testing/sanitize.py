@@ -275,8 +275,9 @@ def ordered(backend: str, text: str) -> tuple[list[str], str]:
         return strange, ""
     said = list[str]()
     for known in dict.fromkeys(order for order in orders if order):
-        mine = [str(report) for report, order in zip(found, orders, strict=True) if order is known]
-        said += [f"{len(mine)} reports set aside, for these accesses are ordered: {known.reason}", *dict.fromkeys(mine)]
+        ordered_so = [str(race) for race, order in zip(found, orders, strict=True) if order is known]
+        said.append(f"{len(ordered_so)} reports set aside, for these accesses are ordered: {known.reason}")
+        said += dict.fromkeys(ordered_so)
     return said, "hand_over"
 
 

@@ -240,12 +240,37 @@ def legal(case: Case) -> Case:
 
 
 def random_case(seed: int, limits: Limits = Limits()) -> Case:
-    """The case of a seed."""
+    """Draw the case of a seed, at a fraction of the cost of hypothesis.
+
+    Args:
+        seed: Another seed, another case; the same seed and limits, the same case.
+        limits: What may be drawn.
+
+    Returns:
+        A legal case within the limits.
+
+    Example:
+        >>> random_case(3) == random_case(3)
+        True
+    """
     return draw_case(RandomChooser(seed), limits)
 
 
 def cases(limits: Limits = Limits()) -> SearchStrategy[Case]:
-    """The same as a hypothesis strategy."""
+    """The same as a hypothesis strategy, which shrinks what a property test finds.
+
+    Args:
+        limits: What may be drawn.
+
+    Returns:
+        A strategy of cases.
+
+    Example:
+        >>> from hypothesis import given
+        >>> @given(case=cases(Limits(work=4096)))
+        ... def test_mine(case):
+        ...     assert check_case(case, "mine").ok
+    """
     from hypothesis import strategies as st
 
     class Drawing:

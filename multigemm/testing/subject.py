@@ -1,9 +1,14 @@
-"""A backend under test, and which of its configs runs.
+"""A backend under test, which of its configs runs, and which configs a campaign assigns to kinds of problems.
 
 A backend is asked through the protocol alone, so that third parties' backends and planted faults are
 judged by the same code as our own. `configs(spec)` of a backend names what suits the sizes of a spec;
 what else it would choose for larger problems of the same kind is valid for small ones too, and small
 problems are what a campaign draws. `shipped` names all of them.
+
+So that every config that a backend ships comes up, each kind of problem gets configs of its own (`assigned`): the one
+that other kinds have used least. Later laps over the kinds bring up configs that no kind has used, where there are
+such, and otherwise what is compiled already. What is left then gets further kinds (`kinds_for_rare_configs`): new ones
+where no kind can run under it; one once more where all that can have rarer ones to run.
 """
 
 from __future__ import annotations
@@ -95,6 +100,10 @@ class Subject:
             return [f"unavailable: {state.reason}"]
         return list(self.backend.not_supported_reasons(spec, device))
 
+    def offered(self, spec: ProblemSpec, device: torch.device) -> list[Any]:
+        """The shipped configs; none where the backend refuses the problem."""
+        return [] if self.refusals(spec, device) else self.shipped(spec, device)
+
     def pin(self, config: Any) -> None:
         """Keeps a config for all that follow; None: no longer."""
         self._pinned = config
@@ -153,11 +162,7 @@ SEARCHED, FAR_SEED = 600, 1 << 20
 
 def offered(kinds: list[Case], subject: Subject, device: torch.device) -> list[list[Any]]:
     """For each kind, all configs that the backend ships for it; nothing where it refuses the kind."""
-    return [_offered(spec_of(case), subject, device) for case in kinds]
-
-
-def _offered(spec: ProblemSpec, subject: Subject, device: torch.device) -> list[Any]:
-    return [] if subject.refusals(spec, device) else subject.shipped(spec, device)
+    return [subject.offered(spec_of(case), device) for case in kinds]
 
 
 def kinds_for_rare_configs(
@@ -171,7 +176,7 @@ def kinds_for_rare_configs(
     for seed in range(SEARCHED):
         case, brings = random_case(FAR_SEED + seed, limits), False
         spec = spec_of(case)
-        ours = [_offered(spec, subject, device) for subject in subjects]
+        ours = [subject.offered(spec, device) for subject in subjects]
         for shipped, seen in zip(ours, known, strict=True):
             new = [config for config in shipped if config not in seen][:turns]
             brings = brings or bool(new)

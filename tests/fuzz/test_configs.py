@@ -14,7 +14,7 @@ from multigemm.errors import InvalidSetting
 from multigemm.fuzz import worker as workers
 from multigemm.fuzz.plan import Batch, Options, Summary, Tally
 from multigemm.fuzz.report import GATE_FROM, failed, idle, to_dict, to_text
-from multigemm.fuzz.worker import Worker, with_all_configs
+from multigemm.fuzz.worker import Position, Worker, with_all_configs
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
 from multigemm.testing import Case, Limits, Subject, check_case
@@ -93,7 +93,7 @@ def test_a_campaign_counts_every_config_and_takes_turns(monkeypatch: pytest.Monk
     monkeypatch.setattr(registry, "get", lambda name: Choosy(name))
     options = Options(("choosy",), kinds=4, burst=1, turns=2, configs="pinned", work=3000, examples=12, deep=50)
     pipe = _Pipe()
-    worker = Worker(options, pipe, [0] * 5)
+    worker = Worker(options, pipe, Position())
     worker.announce()
     worker.run(Batch(0, 12), 1e18)
     assert not pipe.total.failures
@@ -116,7 +116,7 @@ def test_only_what_a_plain_run_repeats_is_made_smaller(
         return case
 
     monkeypatch.setattr(workers, "shrink", noted)
-    worker = Worker(Options(("model",)), _Pipe(), [0] * 5)
+    worker = Worker(Options(("model",)), _Pipe(), Position())
     fault = MUTANTS["no M mask on the store"] if faulty else Faults()
     worker.subjects["model", 0] = Subject(ModelBackend("model", fault))
     case = Case(n=5, k=4, lengths=(3, 2), head=1)
@@ -139,7 +139,7 @@ def test_kinds_are_added_for_configs_that_no_kind_can_run(monkeypatch: pytest.Mo
     options = with_all_configs(narrow)
     assert options.kinds == 4 + len(options.carriers) and len(options.carriers) > 1
     pipe = _Pipe()
-    worker = Worker(options, pipe, [0] * 5)
+    worker = Worker(options, pipe, Position())
     worker.announce()
     worker.run(Batch(0, options.slots), 1e18)
     counts = {text: count for (_, text), count in pipe.total.configs.items()}

@@ -7,7 +7,7 @@ import torch
 
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.model_mutants import EQUIVALENT, HUNTING, MUTANTS, examine, hunt, hunt_mutant
-from multigemm.testing.oracles import check_all
+from multigemm.testing.oracles import check_pairs
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import random_case
 from multigemm.testing.subject import Subject
@@ -45,8 +45,8 @@ def test_each_backend_of_a_batch_is_judged_by_its_own_result() -> None:
     device_case = DeviceCase.from_case(case, torch.device("cpu"))
     faulty = ModelBackend("faulty", MUTANTS["columns one short"])
     for rho in (True, False):
-        right, wrong, also_right = check_all(
-            device_case, [Subject(ModelBackend()), Subject(faulty), Subject(ModelBackend())], rho=rho
-        )
+        backends = (ModelBackend(), faulty, ModelBackend())
+        pairs = [(device_case, Subject(backend)) for backend in backends]
+        right, wrong, also_right = check_pairs(pairs, rho=rho)
         assert right.ok and also_right.ok
         assert not wrong.ok

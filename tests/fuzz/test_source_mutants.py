@@ -11,8 +11,9 @@ import torch
 from multigemm.select import registry
 from multigemm.settings import settings
 from multigemm.testing.case import Case
+from multigemm.testing.placed_case import spec_of
 from tests.source_mutants import __main__ as command
-from tests.source_mutants import emulated, hunt, plan, problems, sites
+from tests.source_mutants import compiled, emulated, hunt, plan, problems, sites
 from tests.source_mutants.compiled import Variant
 from tests.source_mutants.equivalents import EQUIVALENT, ON_GPU, becomes, excuse
 from tests.source_mutants.hunt import Hunt, Result
@@ -95,6 +96,21 @@ def test_one_line_is_changed(root: Path, tmp_path: Path) -> None:
     before = (root / site.file).read_text().splitlines()
     after = (tmp_path / Path(site.file).relative_to("backends")).read_text().splitlines()
     assert [i + 1 for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y] == [site.line]
+
+
+@pytest.mark.parametrize("backend", ["triton", "cupy"])
+def test_what_a_variant_is_compiled_to_is_known_without_a_gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba's compiler takes the same way, and several times as long."""
+    pytest.importorskip(backend)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    case = Case(form="jagged_m", dtype="float32", n=5, k=4, lengths=(3, 2))
+    device, spec = torch.device("cuda", 0), spec_of(case)
+    config = registry.get(backend).configs(spec, device)[0]
+    assert compiled.traits(backend, case, spec, config)
+    variant = plan.compiled(backend, Variant(case.to_dict(), config.kernel, str(config)), device)
+    assert len(variant.codes) >= 1
+    held = {file: lines for file, lines in variant.lines.items() if file in sites.kernels_by_file(backend)}
+    assert len(held) >= 2 and all(len(lines) > 5 for lines in held.values())
 
 
 CHOSEN = {

@@ -33,7 +33,7 @@ from multigemm.errors import BackendUnsupported, CompileError, InvalidSetting
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import changed_sizes, edge_of_memory, lying_sizes, other_contents, run_oracles
 from multigemm.testing.model_mutants import examine_device_case
-from multigemm.testing.oracles import Outcome, check_many, short_text
+from multigemm.testing.oracles import Outcome, check_pairs, short_text
 from multigemm.testing.placed_case import DeviceCase, PlacedCase, spec_of
 from multigemm.testing.subject import Subject, compile_singly
 from tests.source_mutants import emulated
@@ -324,10 +324,11 @@ class CompiledVariant:
             return 0, None
         with timed(self.spent, "build"):
             device_cases = DeviceCase.build_all([PlacedCase.build(case) for _, case in chosen], self.device)
+        pairs = [(device_case, self.subject) for device_case in device_cases]
         report("runs")
         try:
             with timed(self.spent, "run"):
-                outcomes = check_many(device_cases, self.subject, partial(wait_for, self.device))
+                outcomes = check_pairs(pairs, wait=partial(wait_for, self.device))
         except TimeoutError as error:
             return len(device_cases), {"state": "killed", "oracle": "hang", "text": str(error)}
         for (number, _), device_case, outcome in zip(chosen, device_cases, outcomes, strict=True):

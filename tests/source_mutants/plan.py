@@ -98,7 +98,7 @@ def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
         found: dict[str, list[tuple[Variant, Set[Any]]]] = {}
         for case in cases:
             spec = spec_of(case)
-            for config in [] if subject.refusals(spec, device) else subject.shipped(spec, device):
+            for config in subject.offered(spec, device):
                 variant = Variant(case.to_dict(), config.kernel, str(config))
                 found.setdefault(config.kernel, []).append((variant, traits(hunt.backend, case, spec, config)))
         chosen = (most_new_first(every, lambda pair: pair[1], again=False) for every in found.values())

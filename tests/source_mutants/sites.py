@@ -41,7 +41,7 @@ EMULATED = ("pointer", "simt")
 """Kernels that run without a GPU."""
 
 DEVICE_CODE_AFTER = {"memory.py": "else:"}
-"""Files whose device code begins behind such a line; before it device_cases the version for emulation."""
+"""Files whose device code begins behind such a line; before it stands the version for emulation."""
 
 GPU_ONLY = (
     "group_rows", "weight_class", "write_records", "zero_kernel", "pack_kernel", "make_any_finish", "inclusive_scan",
@@ -115,7 +115,7 @@ def code_lines(path: Path, skip: tuple[str, ...] = ()) -> Iterator[tuple[int, st
 
 def enclosing_function(text: str, line: int) -> tuple[int, str]:
     """The function that holds a line (from 1): the number of its first line, and its text. It begins at the last line
-    before that device_cases at the margin, and ends where the next one begins."""
+    before that stands at the margin, and ends where the next one begins."""
     lines = text.splitlines()
     heads = [at for at, each in enumerate(lines) if each and not each.startswith((" ", "#", "}", ")", "]", "//"))]
     first = max((at for at in heads if at < line), default=0)
