@@ -1,4 +1,4 @@
-"""How often a bound launch runs before it is believed."""
+"""How often a bound launch runs before it is believed, and how further oracles are run."""
 
 import gc
 import weakref
@@ -12,6 +12,7 @@ import multigemm as mg
 from multigemm.backend import Recipe
 from multigemm.planning.operands import Operands
 from multigemm.testing import oracles
+from multigemm.testing.deep_oracles import run_oracles
 
 
 class TinyDeviceCase:
@@ -60,3 +61,22 @@ def test_a_bound_launch_keeps_its_operands_while_it_may_run() -> None:
     gc.collect()
     run()
     assert held[0]() is not None
+
+
+def test_oracles_stop_at_the_first_finding_and_an_exception_is_one() -> None:
+    seen: list[str] = []
+
+    def skips(*_: Any) -> bool:
+        seen.append("skips")
+        return False
+
+    def fails(*_: Any) -> None:
+        seen.append("fails")
+        raise RuntimeError("lost")
+
+    nothing: Any = None
+    outcome = oracles.Outcome("mine")
+    assert run_oracles([fails, skips], nothing, nothing, outcome) is False
+    assert seen == ["fails"] and outcome.findings[0].oracle == "exception" and "lost" in outcome.findings[0].text
+    assert run_oracles([skips], nothing, nothing, oracles.Outcome("mine")) is False
+    assert run_oracles([lambda *_: None], nothing, nothing, oracles.Outcome("mine")) is True

@@ -27,7 +27,7 @@ from multigemm.testing import (
 )
 from multigemm.testing.model_kernel import ModelBackend
 from multigemm.testing.placed_case import Arena, foreign_writes
-from multigemm.testing.strategies import REQUIRED, RandomChooser, kinds, redrawn
+from multigemm.testing.strategies import REQUIRED, RandomChooser, kinds, most_new_first, redrawn
 
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
 
@@ -91,6 +91,13 @@ def test_kinds_cover_pairs_better_than_chance() -> None:
         return {(x, y) for case in found for x in classes(case) for y in classes(case)}
 
     assert len(covered(kinds(Limits(), 30))) > len(covered([random_case(seed) for seed in range(30)]))
+
+
+def test_items_with_most_new_traits_come_first() -> None:
+    words = ["ab", "abc", "d", "dd"]
+    assert list(most_new_first(words, set)) == ["abc", "d", "ab", "dd"]
+    assert list(most_new_first(words, set, again=False)) == ["abc", "d"]
+    assert next(most_new_first(words, set, lambda word, new: len(new) / len(word) ** 2)) == "d"
 
 
 def test_the_same_seed_gives_the_same_bytes() -> None:
