@@ -254,7 +254,7 @@ class _Compiled:
     def compiles(self) -> bool:
         return True
 
-    def meet(self, first: int, say: Any) -> tuple[int, Any]:
+    def run_burst(self, first: int, say: Any) -> tuple[int, Any]:
         return 1, {"state": "killed", "oracle": "value", "text": ""} if self.case.get("dies") else None
 
 
@@ -264,7 +264,7 @@ def hunted(monkeypatch: pytest.MonkeyPatch, *cases: dict[str, Any]) -> tuple[dic
     monkeypatch.setattr(hunt, "CompiledVariant", _Compiled)
     monkeypatch.setattr(hunt._GpuHunt, "open_device", lambda search: opened.append(search))
     search = hunt._GpuHunt(Hunt("triton", "cuda", 0.05), torch.device("cuda"), lambda word: None)
-    return search.through([Variant(case, "pointer", "", codes=["old"]) for case in cases]), len(opened)
+    return search.search([Variant(case, "pointer", "", codes=["old"]) for case in cases]), len(opened)
 
 
 def test_only_variants_whose_machine_code_changes_meet_problems(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,3 +312,9 @@ def test_bursts_differ_in_more_than_their_numbers() -> None:
     first = [hunt.shuffled(burst * problems.SPAN) for burst in range(40)]
     assert all(sorted(numbers) == list(range(numbers[0], numbers[0] + problems.SPAN)) for numbers in first)
     assert {number % 16 for numbers in first[:12] for number in numbers[: 2 * hunt.BURST]} == set(range(16))
+
+
+def test_the_wheel_does_not_know_the_hunt() -> None:
+    files = [path for folder in ("multigemm", "backends", "reference") for path in (sites.ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    assert not [path for path in files if "tests.source_mutants" in path.read_text()]

@@ -84,7 +84,7 @@ class Campaign:
             if self.target:
                 write(self.results, self.target, self.head | {"unchanged": self.control})
 
-    def one(self, site: Site) -> None:
+    def hunt_one(self, site: Site) -> None:
         """Hunts one mutant, or the unchanged sources in its stead."""
         if self.spent() > self.limit:
             return
@@ -107,13 +107,13 @@ class Campaign:
             self.control["hunted"] += 1
             self.control["accused"] += result.state != "survived"
 
-    def through(self, places: list[Site], jobs: int, known: Mapping[str, Result]) -> None:
+    def hunt_all(self, places: list[Site], jobs: int, known: Mapping[str, Result]) -> None:
         """Hunts the places but for those whose result is known."""
         before = {site: result for site in places if (result := known.get(identity(site, self.root)))}
         self.keep(*(replace(result, site=site) for site, result in before.items()))
         hunted = list(with_controls([site for site in places if site not in before]))
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(self.one, hunted or list(with_controls(places[:1]))[:1]))
+            list(pool.map(self.hunt_one, hunted or list(with_controls(places[:1]))[:1]))
 
 
 def campaign(
@@ -132,7 +132,7 @@ def campaign(
         made = Campaign(hunt, root, target, head, limit)
         made.variants = survey(hunt, root, jobs, store)
         print(f"{len(places)} places, {len(made.variants)} variants after {made.spent():.0f} s", flush=True)
-        made.through(sample(places, seed)[:count], jobs, known or {})
+        made.hunt_all(sample(places, seed)[:count], jobs, known or {})
     if made.control["accused"]:
         raise SystemExit("the unchanged kernels are accused: the hunt proves nothing")
     return made.results

@@ -314,7 +314,7 @@ class CompiledVariant:
     def problem(self, number: int) -> Case:
         return compiled_problem(self.backend, self.case, self.config, number)
 
-    def meet(self, first: int, report: Report) -> tuple[int, dict[str, str] | None]:
+    def run_burst(self, first: int, report: Report) -> tuple[int, dict[str, str] | None]:
         """A burst of problems; how many ran, and what the first finding says."""
         emulated.choose_listing(self.backend, listing_of(first))
         with timed(self.spent, "draw"):
@@ -351,9 +351,9 @@ class CompiledVariant:
 
 def hunt_on_gpu(hunt: Hunt, device: torch.device, variants: list[Variant], report: Report) -> dict[str, Any]:
     """A few variants meet problems in turn, until the time is over."""
-    search = _GpuHunt(hunt, device, report)
-    found = search.through(variants)
-    return found | {"spent": {name: round(float(seconds), 2) for name, seconds in search.spent.items()}}
+    gpu_hunt = _GpuHunt(hunt, device, report)
+    found = gpu_hunt.search(variants)
+    return found | {"spent": {name: round(float(seconds), 2) for name, seconds in gpu_hunt.spent.items()}}
 
 
 class _GpuHunt:
@@ -364,11 +364,11 @@ class _GpuHunt:
         self.begin, self.spent = time.monotonic(), Counter[str]()
         self.runs, self.number, self.ran, self.same = list[CompiledVariant](), 0, 0, 0
 
-    def over(self, times: float = 1.0) -> bool:
+    def is_over(self, times: float = 1.0) -> bool:
         return time.monotonic() - self.begin > times * self.hunt.seconds
 
-    def burst(self, run: CompiledVariant) -> dict[str, str] | None:
-        count, found = run.meet(self.number, self.report)
+    def burst_of(self, run: CompiledVariant) -> dict[str, str] | None:
+        count, found = run.run_burst(self.number, self.report)
         self.number, self.ran = self.number + SPAN, self.ran + count
         return found
 
@@ -376,16 +376,16 @@ class _GpuHunt:
         """Opens the device, which may take longer than all else where many do it at once."""
         torch.zeros(1, device=self.device)
 
-    def through(self, variants: list[Variant]) -> dict[str, str]:
+    def search(self, variants: list[Variant]) -> dict[str, str]:
         """Variants whose machine code is another than that of the unchanged sources, each for as long as the next
         compilation may take; then all of them in turn."""
         for variant in variants:
             if found := self.first_look(variant):
                 return found
-            if len(self.runs) == VARIANTS or self.over(1.0 if self.runs else SEARCH_FACTOR):
+            if len(self.runs) == VARIANTS or self.is_over(1.0 if self.runs else SEARCH_FACTOR):
                 break
-        while self.runs and not self.over():
-            if found := self.burst(self.runs[self.number // SPAN % len(self.runs)]):
+        while self.runs and not self.is_over():
+            if found := self.burst_of(self.runs[self.number // SPAN % len(self.runs)]):
                 return found
         if variants and self.same == len(variants):
             return SURVIVED | {"state": "same", "text": f"the machine code of {self.same} variants"}
@@ -413,7 +413,7 @@ class _GpuHunt:
         self.runs.append(run)
         compiled = time.monotonic()
         while True:
-            if found := self.burst(run):
+            if found := self.burst_of(run):
                 return found
             if time.monotonic() - compiled > min(compiling, self.hunt.seconds / VARIANTS):
                 return None
