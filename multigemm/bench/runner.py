@@ -10,29 +10,101 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
-from multigemm.bench import machine, results
-from multigemm.bench.check import Reference, reference
+from multigemm.bench import machine, reports
 from multigemm.bench.entries import Entry, Prepared, Refused
-from multigemm.bench.method import Options
-from multigemm.bench.operands import Tensors, make, poison
-from multigemm.bench.peer_libraries import Padded
-from multigemm.bench.results import Report, Row, Sample
+from multigemm.bench.operands import Tensors, Truth, make, poison, reference
+from multigemm.bench.reports import Report, Row, Sample
 from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import MultigemmError
-from multigemm.select.timing import Mode, Timing, describe, measure
+from multigemm.select.clocks import CODE_BYTES, FLUSH_BYTES, other_code
+from multigemm.select.timing import Mode, Timing, describe, measure, overhead
 
 RESTLESS = 0.15
+"""Samples that disagree by more are taken again."""
 SECOND_LOOKS = 2
 OVER_BUDGET = 2.5
+"""After so many budgets there is no second look."""
 HURRIED = 0.25
+"""The part of the budget for a workload of a run that is behind its goal."""
 SAVE_EVERY_S = 1.5
+CPU_GOAL_S = 1.6
+"""Seconds per workload on a CPU, which other processes may share: where these take longer, samples become fewer."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure. `budget_ms` is per workload and mode, for all entries together.
+
+    `goal_s` is what the whole run should take: behind it, samples become fewer, but no workload is left out.
+    `rest` is the part of the time in which the device idles between bursts of calls, as `timing.measure` knows it.
+    """
+
+    reps: int = 100
+    budget_ms: float = 400.0
+    total_s: float = math.inf
+    goal_s: float = math.inf
+    style: Mode = "cold"
+    modes: tuple[str, ...] = ("graph", "hot", "host")
+    hot_below_us: float = 300.0
+    rates: dict[str, Rates] | None = None
+    rest: float = 0.0
+
+    @classmethod
+    def usual(cls, device: torch.device, workloads: int = 1) -> Options:
+        """What `multigemm bench` does where nothing is asked."""
+        if device.type == "cuda":
+            return cls(reps=300)
+        return cls(budget_ms=600.0, goal_s=CPU_GOAL_S * workloads)
+
+
+def new_report(device: torch.device, dtypes: Iterable[str], options: Options, absent: dict[str, str]) -> Report:
+    """An empty report with the machine, the method and the measured ceilings."""
+    method = {
+        "style": options.style,
+        "reps": options.reps,
+        "budget_ms": options.budget_ms,
+        "modes": list(options.modes),
+        **({"rest": options.rest} if options.rest else {}),
+        "flush": flush_text(options.style, device) if device.type == "cuda" else "none (CPU)",
+        "rates": "given" if options.rates else "measured in this run",
+        "measured_rates": {},
+        "overhead_us": {name: round(us, 3) for name, us in overhead(device).items()},
+    }
+    report = Report(machine.describe(device), method, {}, absent=absent)
+    add_ceilings(report, device, set(dtypes), options)
+    return report
+
+
+def flush_text(style: Mode, device: torch.device) -> str:
+    """What happens before each call on a GPU."""
+    written = f"{FLUSH_BYTES >> 20} MB written before each call"
+    if style == "do_bench":
+        return written
+    if other_code(device.index or 0) is None:
+        return f"{written} (no NVRTC here: the processors may still hold a call's code)"
+    return f"{CODE_BYTES >> 10} KB of other code run and {written}"
+
+
+def add_ceilings(report: Report, device: torch.device, dtypes: set[str], options: Options) -> None:
+    """Measures the ceilings of dtypes that the report has none for yet."""
+    lacking = dtypes - set(report.rates)
+    measured = (
+        {} if not lacking or (options.rates and device.type == "cpu") else machine.measured_rates(device, lacking)
+    )
+    report.method["measured_rates"] = report.method.get("measured_rates", {}) | _as_numbers(measured)
+    rates = options.rates or measured
+    report.rates |= _as_numbers({name: rates[name] for name in sorted(lacking)})
+
+
+def _as_numbers(rates: dict[str, Rates]) -> dict[str, dict[str, float]]:
+    return {name: {"tflops": round(rate.tflops, 4), "tbps": round(rate.tbps, 4)} for name, rate in rates.items()}
 
 
 def total_unrest(taken: dict[str, Timing]) -> float:
@@ -46,7 +118,10 @@ class DeviceLost(MultigemmError):
 
 @dataclass
 class Runner:
-    """One run. `on_case` is told each workload; `path` is rewritten every second or two, and at the end."""
+    """One run. `on_case` is told each workload; `path` is rewritten every second or two, and at the end.
+
+    `tensors_of` makes the data of a workload.
+    """
 
     entries: list[Entry]
     device: torch.device
@@ -55,6 +130,7 @@ class Runner:
     path: Path | None = None
     marker: Marker = Marker(None)
     on_case: Callable[[int, int, Workload], None] = lambda index, total, case: None
+    tensors_of: Callable[[Workload, torch.device], Tensors] = make
     started: float = field(default_factory=time.monotonic)
     _rows: dict[str, Row] = field(default_factory=dict)
     _behind: bool = False
@@ -78,6 +154,7 @@ class Runner:
             try:
                 self.report.rows += self._case(case, todo)
             except BaseException:
+                self.report.unfinished += [left.key for left in cases[index:]]
                 self.save()
                 raise
             self._free()
@@ -89,7 +166,7 @@ class Runner:
 
     def save(self) -> None:
         if self.path is not None:
-            results.write(self.path, self.report)
+            reports.write(self.path, self.report)
         self._saved = time.monotonic()
 
     def _case(self, case: Workload, entries: list[Entry]) -> list[Row]:
@@ -98,7 +175,7 @@ class Runner:
         try:
             self.marker.say("making tensors and reference", rows=[asdict(row) for row in rows.values()])
             self._fits(case)
-            tensors = make(case, self.device)
+            tensors = self.tensors_of(case, self.device)
             truth = reference(tensors)
         except (Refused, torch.cuda.OutOfMemoryError, MemoryError) as error:
             for row in rows.values():
@@ -140,7 +217,7 @@ class Runner:
         if need > free:
             raise Refused(f"needs about {need / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free")
 
-    def _ready(self, entry: Entry, tensors: Tensors, truth: Reference, rows: dict[str, Row]) -> Prepared | None:
+    def _ready(self, entry: Entry, tensors: Tensors, truth: Truth, rows: dict[str, Row]) -> Prepared | None:
         """Prepares and checks one entry; None, with the reason in its row, if it has no right answer."""
         row = rows[entry.name]
         self.marker.say("preparing and checking", rows=[asdict(row)])
@@ -160,8 +237,7 @@ class Runner:
             row.reason = describe(error)
             self._survived(row, rows)
             return None
-        answer = ready.out if ready.out is not None else returned
-        row.reason = truth.verdict(answer.unpadded() if isinstance(answer, Padded) else answer)  # type: ignore[arg-type]
+        row.reason = truth.verdict(ready.result(returned))
         return None if row.reason else ready
 
     def _survived(self, row: Row, rows: dict[str, Row]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from multigemm.bench.whole import write_whole
+from multigemm.bench.reports import replace_file
 from multigemm.errors import MultigemmError
 
 CONTEXT_LOST = 75
@@ -30,6 +30,8 @@ POLL_S = 0.2
 NEWS_S = 1.0
 START_S = 60.0
 """What importing and finding the devices may take on a busy machine, before the first word."""
+FAREWELL_S = 10.0
+"""What a child that was interrupted may take to write what it has."""
 
 
 class Marker:
@@ -48,7 +50,7 @@ class Marker:
         if text == self._last[1] and now - self._last[0] < NEWS_S:
             return
         self._last = (now, text)
-        write_whole(self.path, text)
+        replace_file(self.path, text)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def supervise(
     command = [*program, *words, "--marker", str(marker)]
     for attempt in range(RESTARTS):
         left = total_s - (time.monotonic() - started)
-        more = [*(["--resume"] if attempt else []), *(["--time-budget", f"{left:.1f}"] if total_s < 1e9 else [])]
+        more = [*(["--resume"] if attempt else []), *(["--seconds", f"{left:.1f}"] if total_s < 1e9 else [])]
         marker.unlink(missing_ok=True)
         reason = _run([*command, *more], marker, stall_s)
         said = read(marker)
@@ -138,6 +140,12 @@ def _run(command: list[str], marker: Path, stall_s: float) -> int | str:
                 child.kill()
                 child.wait()
                 return f"no answer within {patience:g} s"
+    except KeyboardInterrupt:  # it reaches the child as well, which writes what it has measured
+        try:
+            child.wait(FAREWELL_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        raise
     except BaseException:
         child.kill()
         child.wait()

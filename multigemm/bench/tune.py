@@ -13,32 +13,123 @@ place, side by side with the others, whose kernels run alike and whose times cou
 from __future__ import annotations
 
 import gc
+import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from multigemm import api
-from multigemm.bench.check import Reference, reference
-from multigemm.bench.entries import available_backends, problem
-from multigemm.bench.operands import Tensors, make, poison
-from multigemm.bench.results import HOST_SIZES
+from multigemm.bench.entries import as_fields, available_backends, problem
+from multigemm.bench.operands import Tensors, Truth, make, poison, reference
+from multigemm.bench.reports import HOST_SIZES, Report, Row, replace_file
+from multigemm.bench.suites import UNTUNED
 from multigemm.bench.supervise import Marker
-from multigemm.bench.tried import Choice, ClassResult, State, Tried, winners
-from multigemm.bench.workloads import Workload
+from multigemm.bench.workloads import Workload, geomean
 from multigemm.planning.plan import Plan
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select import registry
 from multigemm.select.problem_class import class_of
-from multigemm.select.table import Entry, device_name
+from multigemm.select.table import Entry, Measured, device_name
 from multigemm.select.timing import Call, Timing, describe, measure
 
 KEEP_WITHIN = 1.25
+"""Configs within this factor of their backend's best, at a quick look, are measured carefully."""
 RUNNERS_UP = 4
+STRIKES = 3
+FIRST_WINS_WITHIN = 1.01
+Choice = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class TriedConfig:
+    """A config as data, so that a run can be carried on by another process."""
+
+    text: str
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Any) -> TriedConfig:
+        return cls(str(config), as_fields(config))
+
+
+@dataclass
+class ClassResult:
+    """What was tried for one class: `us[choice][workload]`, the configs by choice, and the failures."""
+
+    key: str
+    us: dict[Choice, dict[str, float]] = field(default_factory=dict)
+    configs: dict[Choice, TriedConfig] = field(default_factory=dict)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def best(self) -> dict[str, float]:
+        """The fastest of all, per workload."""
+        found: dict[str, float] = {}
+        for times in self.us.values():
+            for case, us in times.items():
+                found[case] = min(us, found.get(case, us))
+        return found
+
+    def regret(self, choice: Choice) -> float:
+        """The worst factor behind the fastest; infinite for a choice that lacks a workload."""
+        best, mine = self.best(), self.us[choice]
+        return max((mine.get(case, math.inf) / us for case, us in best.items()), default=math.inf)
+
+    def winner(self, backend: str) -> Choice | None:
+        """The backend's choice of least regret; its first config unless another is clearly better."""
+        mine = sorted(choice for choice in self.us if choice[0] == backend and math.isfinite(self.regret(choice)))
+        if not mine:
+            return None
+        top = min(mine, key=self.regret)
+        first = mine[0]
+        return first if first[1] == 0 and self.regret(first) <= FIRST_WINS_WITHIN * self.regret(top) else top
+
+
+@dataclass
+class State:
+    """What outlives a process: finished workloads, their results, and configs that hang or crash."""
+
+    path: Path | None
+    done: list[str] = field(default_factory=list)
+    classes: dict[str, ClassResult] = field(default_factory=dict)
+    bad: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def skipped(self, backend: str, config: str) -> str:
+        """Why a config is not tried again; a backend with several such configs is left alone."""
+        bad = self.bad.get(backend, {})
+        if config in bad:
+            return bad[config]
+        return f"not tried: {len(bad)} other configs hung or crashed" if len(bad) >= STRIKES else ""
+
+    def save(self) -> None:
+        if self.path is None:
+            return
+        classes = [
+            {
+                "key": c.key,
+                "us": [[*choice, times] for choice, times in c.us.items()],
+                "configs": [[*choice, *astuple(tried)] for choice, tried in c.configs.items()],
+                "failures": c.failures,
+            }
+            for c in self.classes.values()
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path, json.dumps({"done": self.done, "classes": classes, "bad": self.bad}))
+
+    @classmethod
+    def load(cls, path: Path) -> State:
+        raw = json.loads(path.read_text())
+        classes = {}
+        for c in raw["classes"]:
+            us = {(name, index): times for name, index, times in c["us"]}
+            configs = {(name, index): TriedConfig(text, values) for name, index, text, values in c["configs"]}
+            classes[c["key"]] = ClassResult(c["key"], us, configs, c["failures"])
+        return cls(path, raw["done"], classes, raw["bad"])
 
 
 @dataclass(frozen=True)
@@ -72,7 +163,7 @@ class Tuner:
     unfinished: list[str] = field(default_factory=list)
     marker: Marker = Marker(None)
     state: State = field(default_factory=lambda: State(None))
-    _tried: dict[Choice, Tried] = field(default_factory=dict)
+    _tried: dict[Choice, TriedConfig] = field(default_factory=dict)
 
     def run(self, cases: Sequence[Workload]) -> list[Entry]:
         """Tries everything within the limits; the entries to keep, one per class."""
@@ -122,7 +213,7 @@ class Tuner:
         return found
 
     def _plans(
-        self, posed: Mapping[str, Posed], tensors: Tensors, truth: Reference
+        self, posed: Mapping[str, Posed], tensors: Tensors, truth: Truth
     ) -> tuple[dict[Choice, Call], set[Choice]]:
         """A checked plan for each config that can run, and which of them can be captured.
 
@@ -132,7 +223,7 @@ class Tuner:
         capturable: set[Choice] = set()
         late = 0
         for name, where, index, config in self._tries(posed):
-            choice, tried, result = (name + where, index), Tried.of(config), posed[where].result
+            choice, tried, result = (name + where, index), TriedConfig.of(config), posed[where].result
             if index and time.monotonic() - self.started > self.limits.total_s:
                 late += 1
                 continue
@@ -155,7 +246,7 @@ class Tuner:
         return calls, capturable
 
     def _verified(
-        self, whole: GroupedGemmProblem, name: str, config: Any, tensors: Tensors, truth: Reference
+        self, whole: GroupedGemmProblem, name: str, config: Any, tensors: Tensors, truth: Truth
     ) -> Plan | str:
         """A plan whose result is right, or what is wrong with it: a config's failure is part of the record."""
         try:
@@ -261,3 +352,75 @@ def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict
         registry.get(name)  # raises for one that does not exist
     asked = {name: states.get(name, "computes nothing") for name in names or states}
     return [name for name, why in asked.items() if not why], {name: why for name, why in asked.items() if why}
+
+
+# --- what is kept -----------------------------------------------------------------------------------
+
+
+def winners(classes: Iterable[ClassResult], device: str, bind: bool = True) -> list[Entry]:
+    """What to keep of each class: the winning config of each backend, with its mean time and the failures.
+
+    Unless `bind`, configs are left to the backends.
+    """
+    found = []
+    for result in classes:
+        kept = {}
+        for backend in dict.fromkeys(name for name, _ in result.us):
+            choice = result.winner(backend)
+            if choice is not None:
+                config = result.configs[choice].fields if bind else {}
+                us = round(geomean(result.us[choice].values()), 2)
+                kept[backend] = Measured(us, config, dict(result.failures.get(backend, {})))
+        if kept:
+            found.append(Entry(device, result.key, kept))
+    return found
+
+
+def from_reports(reports: Sequence[Report]) -> list[Entry]:
+    """The same from reports of `multigemm bench`, which measured each backend with its first guess.
+
+    Of a workload that several reports measured with one config the mean counts, else the last report.
+
+    No config is stored, so that the table decides between backends, and each backend's heuristic, which
+    may have learnt since, between its configs.
+    """
+    classes: dict[tuple[str, str], ClassResult] = {}
+    samples: dict[tuple[str, str, str, str], list[float]] = {}
+    for report in reports:
+        device = "cpu" if report.machine["device_type"] == "cpu" else report.machine["device"]
+        for row, spec in _class_rows(report):
+            result = classes.setdefault((device, spec), ClassResult(spec))
+            backend = row.entry.removesuffix(HOST_SIZES)
+            if row.us is None:
+                result.failures.setdefault(backend, {})[row.config] = row.reason
+                continue
+            new, old = TriedConfig(row.config, row.fields), result.configs.get((backend, 0))
+            if old is not None and old != new:  # another version of the backend: its old times are of no use
+                result.us[backend, 0].clear()
+            taken = samples.setdefault((device, spec, backend, row.case), [])
+            if old is not None and row.case not in result.us[backend, 0]:
+                taken.clear()
+            taken.append(row.us)
+            result.configs[backend, 0] = new
+            result.us.setdefault((backend, 0), {})[row.case] = geomean(taken)
+    devices = dict.fromkeys(device for device, _ in classes)
+    return [m for d in devices for m in winners([c for (name, _), c in classes.items() if name == d], d, bind=False)]
+
+
+def _class_rows(report: Report) -> list[tuple[Row, str]]:
+    """Rows of backends with the class that each is about, without those that show what `auto` does untuned.
+
+    Where a backend was measured with host sizes too, the others' rows count for that class as well: they
+    never look at host sizes, and only times of the same workloads can be compared.
+    """
+    rows = [row for row in report.rows if row.kind == "backend" and row.problem_class and row.suite != UNTUNED]
+    found = [(row, row.problem_class) for row in rows]
+    knowing = [row for row in rows if row.entry.endswith(HOST_SIZES)]
+    for special in knowing:
+        own = {row.entry.removesuffix(HOST_SIZES) for row in knowing if row.case == special.case}
+        found += [
+            (row, special.problem_class)
+            for row in rows
+            if row.case == special.case and not (row.entry.endswith(HOST_SIZES) or row.entry in own)
+        ]
+    return found

@@ -9,11 +9,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from multigemm.bench import machine, results
-from multigemm.bench.selection import above_zero, add_selection, selected
+from multigemm.bench import machine, reports
+from multigemm.bench.suites import above_zero, add_selection, parts, selected
 from multigemm.bench.supervise import Marker, as_child, supervise
-from multigemm.bench.tried import State, from_reports
-from multigemm.bench.tune import Limits, Tuner, tunable
+from multigemm.bench.tune import Limits, State, Tuner, from_reports, tunable
 from multigemm.bench.workloads import Workload
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
@@ -21,7 +20,7 @@ from multigemm.select.table import SCHEMA, Entry, table
 
 EPILOG = """
   multigemm tune --shape 64,2048,3584,1792        one's own: G, M per group, N, K
-  multigemm tune --suite moe --time-budget 300    a suite, each backend's first config in any case
+  multigemm tune --suite moe --seconds 300    a suite, each backend's first config in any case
   multigemm tune --from-report multigemm-bench/report.json
   multigemm explain --shape 64,2048,3584,1792     what auto runs now, and by which numbers
   multigemm cache export mine.json                to another machine: multigemm cache import mine.json
@@ -33,10 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add_selection(parser)
-    parser.add_argument("--backend", default="", help="backends, comma separated (default: all that are here)")
+    parser.add_argument(
+        "--backends", "--backend", default="", help="backends, comma separated (default: all that are here)"
+    )
     parser.add_argument("--configs", type=int, default=0, help="how many configs of each backend to try; 0: all")
     parser.add_argument(
-        "--time-budget", type=float, default=600.0, help="seconds, after which no workload or config is begun"
+        "--seconds",
+        "--time-budget",
+        type=float,
+        default=600.0,
+        help="seconds, after which no workload or config is begun",
     )
     parser.add_argument("--no-record", action="store_true", help="measure and show, but keep nothing")
     parser.add_argument("--out", type=Path, default=None, help="also write the measurements to a file to share")
@@ -53,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Tunes; 0 if anything was measured."""
     if args.from_report:
-        found = from_reports([results.read(path) for path in args.from_report])
-        return _keep(found, args, results.read(args.from_report[0]).machine)
-    above_zero(args, "time_budget", "stall")
+        found = from_reports([reports.read(path) for path in args.from_report])
+        return _keep(found, args, reports.read(args.from_report[0]).machine)
+    above_zero(args, "seconds", "stall")
     if args.out:  # before the measurements, which would be lost
         if args.out.is_dir():
             raise InvalidSetting(f"--out {args.out} is a folder: name a file")
@@ -63,11 +68,11 @@ def main(args: argparse.Namespace) -> int:
     if args.configs < 0:
         raise InvalidSetting(f"--configs {args.configs}: a count, or 0 for all")
     device = default_device(args.device)
-    backends, absent = tunable([n.strip() for n in args.backend.split(",") if n.strip()], device)
+    backends, absent = tunable(parts(args.backends), device)
     if not backends:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
         raise InvalidSetting(f"no backend that could be tuned is here ({why}); see `multigemm info`")
-    cases = selected(args)
+    cases = selected(args, device.type)
     if device.type == "cuda" and args.marker is None:
         return _supervised(args)
     state_file = None if args.marker is None else args.marker.with_name("tuning.json")
@@ -75,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     if not args.resume:
         for name, why in absent.items():
             print(f"{name}: not tuned: {why}")
-    limits, say = Limits(args.time_budget, args.configs), _silent if args.quiet else _loud
+    limits, say = Limits(args.seconds, args.configs), _silent if args.quiet else _loud
     tuner = Tuner(device, backends, limits, say, marker=Marker(args.marker), state=state)
     return as_child(lambda: _tuned(tuner, cases, args), args.marker)
 
@@ -118,7 +123,7 @@ def _supervised(args: argparse.Namespace) -> int:
             return []
 
         words = ["tune", *args.words]
-        return supervise(words, marker, args.stall, blame, args.time_budget)
+        return supervise(words, marker, args.stall, blame, args.seconds)
 
 
 def _loud(text: str) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from multigemm.__main__ import main
-from multigemm.bench import results, tune
-from multigemm.bench.drawn import UNTUNED
+from multigemm.bench import reports, tune
 from multigemm.bench.entries import backend_entry
-from multigemm.bench.tried import ClassResult, from_reports
-from multigemm.bench.tune import Limits, Tuner, of_place
+from multigemm.bench.suites import UNTUNED
+from multigemm.bench.tune import ClassResult, Limits, Tuner, from_reports, of_place
 from multigemm.bench.workloads import parse_shape
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
@@ -100,8 +99,8 @@ def test_rows_of_kernels_that_never_look_at_host_sizes_count_for_them_too() -> N
 def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = run([CASE, parse_shape("G=3,T=24,N=8,K=16,dist=empty")], [backend_entry("cpu"), backend_entry("auto")])
     rows = [row for row in report.rows if row.entry == "cpu"]
-    results.write(tmp_path / "r.json", report)
-    (found,) = from_reports([results.read(tmp_path / "r.json")])
+    reports.write(tmp_path / "r.json", report)
+    (found,) = from_reports([reports.read(tmp_path / "r.json")])
     assert [*found.backends] == ["cpu"]
     assert found.device == "cpu"
     assert found.key == rows[0].problem_class == rows[1].problem_class

@@ -1,19 +1,22 @@
-"""The report as data: one schema, versioned, written so that a reader sees a whole file or none.
+"""The report as data, and what is read out of it: who won, who lost, how far `auto` is behind.
 
-A row is one entry on one workload. A row without a time carries the reason: refusals, failures and
-skips are results, and a report that left them out would only show the winners.
+One schema, versioned, written so that a reader sees a whole file or none. A row is one entry on one workload. A row
+without a time carries the reason: refusals, failures and skips are results, and a report that left them out would only
+show the winners. The table, the page, the plots and the README take their judgements from here, so that they mean the
+same by the same word.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from multigemm.bench.whole import write_whole
+from multigemm.bench.workloads import geomean
 from multigemm.errors import InvalidSetting
 from multigemm.select.timing import Timing
 
@@ -22,6 +25,8 @@ AUTO = "auto"
 HOST_SIZES = "[host sizes]"
 BEHIND = 1.03
 """A choice of `auto` that is slower than the fastest single backend by more than this is counted."""
+NOISY, NOISY_SHARE = 0.15, 0.25
+"""Repeats that differ by more, and the share of such times from which on a report says so."""
 Status = Literal["ok", "refused", "failed", "skipped"]
 
 
@@ -108,14 +113,21 @@ class Report:
         return [row for row in self.rows if row.us is not None]
 
     def cases(self) -> list[str]:
-        """Case keys in the order in which they were run."""
-        return list(dict.fromkeys(row.case for row in self.rows))
+        """Keys of the workloads in the order in which they were run."""
+        return list(by_case(self.rows))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file through another one beside it: whoever is stopped meanwhile leaves the former file as it was."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
 
 
 def write(path: Path, report: Report) -> None:
     """As a whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, dumps(report))
+    replace_file(path, dumps(report))
 
 
 def dumps(report: Report) -> str:
@@ -154,6 +166,60 @@ def row(raw: dict[str, Any]) -> Row:
     return Row(**{k: v for k, v in raw.items() if k in known})
 
 
+# --- judgements -------------------------------------------------------------------------------------
+
+
+def by_entry(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by who was measured, in order of first appearance."""
+    return _by(rows, lambda row: row.entry)
+
+
+def by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows by workload, in order of first appearance."""
+    return _by(rows, lambda row: row.case)
+
+
+def _by(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+def fastest(rows: Iterable[Row]) -> Row | None:
+    """Whoever took least; ceilings compute something else, and `auto` is one of the others under another name."""
+    timed = [row for row in rows if row.us and row.kind != "ceiling" and not row.entry.startswith(AUTO)]
+    return min(timed, key=lambda row: row.us or 0.0, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Duel:
+    """The fastest kernel of ours beside the fastest peer on one workload; cuBLAS behind our name is no kernel of ours.
+
+    `ratio` is the peer's time over ours: from 1 on the workload is won, below it is lost.
+    """
+
+    case: str
+    ours: str
+    peer: str
+    ratio: float
+
+    @property
+    def won(self) -> bool:
+        return self.ratio >= 1
+
+
+def duels(report: Report) -> list[Duel]:
+    """Every workload that a kernel of ours and a peer ran, the worst first."""
+    found = []
+    for case, rows in by_case(report.timed()).items():
+        ours = fastest(row for row in rows if row.kind == "backend" and not row.entry.startswith("cublas"))
+        peer = fastest(row for row in rows if row.kind == "peer")
+        if ours and ours.us and peer and peer.us:
+            found.append(Duel(case, ours.entry, peer.entry, peer.us / ours.us))
+    return sorted(found, key=lambda duel: duel.ratio)
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Regret:
     """How many times slower `auto` is than the fastest single backend, and how far repeats of the two rows differ."""
@@ -178,27 +244,38 @@ def auto_regret(report: Report) -> list[Regret]:
 
     With sizes on the device, entries that had them on the host do not count.
     """
-    rows = [row for row in report.timed() if row.kind == "backend"]
     found = []
-    for auto in (row for row in rows if row.entry.startswith(AUTO)):
-        on_host = auto.entry.endswith(HOST_SIZES)
-        others = [
-            row
-            for row in rows
-            if row.case == auto.case
-            and not row.entry.startswith(AUTO)
-            and (on_host or not row.entry.endswith(HOST_SIZES))
-        ]
-        if others:
-            best = min(others, key=lambda row: row.us or 0.0)
-            ratio, spread = (auto.us or 0.0) / (best.us or 1.0), max(auto.spread, best.spread)
-            found.append(Regret(ratio, auto.case, best.entry, on_host, spread))
+    for rows in by_case(row for row in report.timed() if row.kind == "backend").values():
+        for auto in (row for row in rows if row.entry.startswith(AUTO)):
+            on_host = auto.entry.endswith(HOST_SIZES)
+            best = fastest(row for row in rows if on_host or not row.entry.endswith(HOST_SIZES))
+            if best is not None:
+                ratio, spread = (auto.us or 0.0) / (best.us or 1.0), max(auto.spread, best.spread)
+                found.append(Regret(ratio, auto.case, best.entry, on_host, spread))
     return sorted(found, reverse=True)
 
 
-def by_entry(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows by who was measured, in order of first appearance."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.entry, []).append(row)
-    return found
+def of_best_peer(report: Report, rows: Iterable[Row]) -> float:
+    """The geometric mean of the best peer's time over these rows' own, workload by workload."""
+    best = {case: fastest(row for row in mine if row.kind == "peer") for case, mine in by_case(report.timed()).items()}
+    pairs = [(best[row.case], row.us) for row in rows if row.us]
+    return geomean(peer.us / us for peer, us in pairs if peer is not None and peer.us)
+
+
+def unrest_warning(report: Report) -> str:
+    """What to do about a noisy machine; "" where repeats agree."""
+    timed = report.timed()
+    noisy = [row for row in timed if row.spread > NOISY]
+    if len(noisy) <= NOISY_SHARE * len(timed):
+        return ""
+    on_cpu = report.machine.get("device_type") == "cpu"
+    remedy = "OMP_WAIT_POLICY=passive and fewer OMP_NUM_THREADS" if on_cpu else "--rest 80, or another --device"
+    return (
+        f"WARNING: repeats differ by more than {NOISY:.0%} in {len(noisy)} of {len(timed)} times: something else uses "
+        f"this machine. Stop it and measure again; else try {remedy}"
+    )
+
+
+def digits(value: float) -> str:
+    """Three significant digits, and whole numbers whole: 5.53, 22.0, 711, 2398."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else f"{value:g}"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from multigemm.bench import results
+from multigemm.bench import reports
 from multigemm.bench.compare import compare
-from multigemm.bench.results import Report, Sample
+from multigemm.bench.reports import Report, Sample
 from multigemm.errors import InvalidSetting
 from tests.support.bench_reports import made_up_report
 
@@ -142,8 +142,8 @@ def test_peers_of_another_torch_correct_nothing() -> None:
 
 def test_reports_survive_a_file(tmp_path: Path) -> None:
     report, path = made_up_report(), tmp_path / "a" / "report.json"
-    results.write(path, report)
-    again = results.read(path)
+    reports.write(path, report)
+    again = reports.read(path)
     assert again == report
     assert list(tmp_path.glob("a/*")) == [path]
 
@@ -153,4 +153,4 @@ def test_foreign_files_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(InvalidSetting, match=r"x\.json"):
-        results.read(path)
+        reports.read(path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from multigemm.__main__ import main
-from multigemm.bench import results
+from multigemm.bench import reports
 from multigemm.bench import supervise as supervise_module
 from multigemm.bench.supervise import Marker, read, supervise
 
@@ -132,7 +132,7 @@ def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Pat
         env=environment, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = {row.entry: row for row in results.read(tmp_path / "out" / "report.json").rows}
+    rows = {row.entry: row for row in reports.read(tmp_path / "out" / "report.json").rows}
     assert rows["sleeper"].status == "failed"
     assert rows["sleeper"].reason == "no answer within 15 s (preparing and checking)"
     assert rows["cpu"].status == rows["dense"].status == "ok"
@@ -142,6 +142,6 @@ def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Pat
 def test_a_supervised_run_can_be_called_from_python(tmp_path: Path) -> None:
     words = ["bench", "--shape", "2,4,8,8", "--device", "cpu", "--isolate", "--backend", "cpu", "--peers", "none"]
     assert main([*words, "--floor", "1,1", "--json-only", "--quiet", "--out", str(tmp_path)]) == 0
-    report = results.read(tmp_path)
+    report = reports.read(tmp_path)
     assert [row.entry for row in report.timed()] == ["cpu", "dense"]
     assert report.method["command"].endswith("--isolate --backend cpu --peers none --floor 1,1")

@@ -13,15 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from multigemm.bench import peer_tutorial
-from multigemm.bench.check import reference
 from multigemm.bench.entries import Refused
-from multigemm.bench.operands import make
-from multigemm.bench.peer_libraries import ENTRIES, Padded
-from multigemm.bench.peer_torch import _odd_start
-from multigemm.bench.peers import peer_entries
+from multigemm.bench.operands import make, reference
+from multigemm.bench.peers import PEERS, _odd_start, peer_entries
 from multigemm.bench.workloads import Workload
 
+LIBRARIES = ("deep_gemm", "quack", "fbgemm", "triton_kernels")
+TUTORIAL = "triton_tutorial"
 CASES = [
     Workload("zipf", "t", groups=5, n=8, k=16, total=37, distribution="zipf"),
     Workload("holes", "t", groups=8, n=4, k=8, total=19, distribution="empty"),
@@ -70,19 +68,17 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_an_adapter_hands_over_and_takes_back_the_right_rows(
     monkeypatch: pytest.MonkeyPatch, name: str, case: Workload
 ) -> None:
     install(monkeypatch)
     tensors = make(case, "cpu")
-    ready = ENTRIES[name].prepare(tensors)
-    returned = ready.call()
-    got: Any = ready.out if ready.out is not None else returned
-    assert reference(tensors).verdict(got.unpadded() if isinstance(got, Padded) else got) == ""
+    ready = PEERS[name].prepare(tensors)
+    assert reference(tensors).verdict(ready.result(ready.call())) == ""
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize(
     "case",
     [
@@ -95,7 +91,7 @@ def test_an_adapter_hands_over_and_takes_back_the_right_rows(
 )
 def test_an_adapter_refuses_what_its_library_does_not_take(name: str, case: Workload) -> None:
     with pytest.raises(Refused, match=r"take|bias"):
-        ENTRIES[name].prepare(make(case, "cpu"))
+        PEERS[name].prepare(make(case, "cpu"))
 
 
 def test_starts_off_16_bytes_are_seen_where_groups_lie_along_rows() -> None:
@@ -110,11 +106,11 @@ def test_starts_off_16_bytes_are_seen_where_groups_lie_along_rows() -> None:
 
 def test_the_tutorials_way_runs_where_it_is_asked_for() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert peer_tutorial.NAME not in {entry.name for entry in peer_entries([], cuda)[0]}
-    assert [entry.name for entry in peer_entries([peer_tutorial.NAME], cuda)[0]] == [peer_tutorial.NAME]
-    assert peer_entries([peer_tutorial.NAME], cpu)[1] == {peer_tutorial.NAME: "needs a CUDA device"}
+    assert TUTORIAL not in {entry.name for entry in peer_entries([], cuda)[0]}
+    assert [entry.name for entry in peer_entries([TUTORIAL], cuda)[0]] == [TUTORIAL]
+    assert peer_entries([TUTORIAL], cpu)[1] == {TUTORIAL: "needs a CUDA device"}
     with pytest.raises(Refused, match="16 bytes"):
-        peer_tutorial.ENTRY.prepare(make(replace(CASES[0], n=9), cpu))
+        PEERS[TUTORIAL].prepare(make(replace(CASES[0], n=9), cpu))
 
 
 def test_the_tutorials_way_compiles_for_hopper() -> None:
@@ -122,10 +118,10 @@ def test_the_tutorials_way_compiles_for_hopper() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from multigemm.bench.walk import walk
+from multigemm.bench.tutorial_kernel import tutorial_kernel
 types = {"a": "*bf16", "b": "*bf16", "out": "*bf16", "ends": "*i32", "groups": "i32", "n": "i32", "k": "i32"}
 tile = {"BM": 128, "BN": 128, "BK": 64, "STAGES": 3}
-source = ASTSource(walk, {**types, **dict.fromkeys(tile, "constexpr")}, constexprs=tile)
+source = ASTSource(tutorial_kernel, {**types, **dict.fromkeys(tile, "constexpr")}, constexprs=tile)
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3}).asm["ptx"])
 """
     # a test before this one may have asked for the interpreter

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from multigemm.__main__ import main
-from multigemm.bench import results, roofline, runner, supervise
+from multigemm.bench import machine, reports, runner, supervise
 from multigemm.bench.entries import backend_entries, backend_entry
-from multigemm.bench.method import Options, new_report
 from multigemm.bench.peers import peer_entries
-from multigemm.bench.results import Report
-from multigemm.bench.runner import Runner
-from multigemm.bench.tried import State
+from multigemm.bench.reports import Report
+from multigemm.bench.runner import Options, Runner, new_report
+from multigemm.bench.tune import State
 from multigemm.bench.workloads import Workload, parse_shape
 from multigemm.errors import MultigemmError
 from multigemm.select.timing import Timing
@@ -52,7 +51,7 @@ def test_a_run_resumes_where_it_was_cut(tmp_path: Path) -> None:
     first = run([CASE, other], ENTRIES[:1], path, Options(reps=3, budget_ms=3.0, rates=RATES, total_s=-1.0))
     assert first.unfinished == [CASE.key, other.key]
     kept = run([CASE], ENTRIES[:1], path)
-    again = Runner(ENTRIES[:2], CPU, FAST, results.read(path), path).run([CASE, other])
+    again = Runner(ENTRIES[:2], CPU, FAST, reports.read(path), path).run([CASE, other])
     assert [(r.case, r.entry) for r in again.rows] == [
         (CASE.key, "right"), (CASE.key, "wrong"), (other.key, "right"), (other.key, "wrong"),
     ]  # fmt: skip
@@ -85,7 +84,7 @@ def test_a_lost_device_is_told_apart_from_a_failure(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(runner.Runner, "_synchronize", lost)
     with pytest.raises(runner.DeviceLost, match="context is lost"):
         run([CASE], ENTRIES, path)
-    kept = results.read(path)
+    kept = reports.read(path)
     assert [(r.entry, r.status) for r in kept.rows] == [("right", "failed")]
 
 
@@ -144,9 +143,9 @@ def test_a_ceiling_that_cannot_be_measured_is_said_and_is_no_number(monkeypatch:
     def fails(*_: object, **__: object) -> dict[str, Timing]:
         return {"copy": Timing("copy", "cold", error="OutOfMemoryError: no room")}
 
-    monkeypatch.setattr(roofline, "measure", fails)
+    monkeypatch.setattr(machine, "measure", fails)
     with pytest.raises(MultigemmError, match="ceiling of memory failed: OutOfMemoryError"):
-        roofline.copy_tbps(CPU)
+        machine.copy_tbps(CPU)
 
 
 def test_who_is_stopped_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +182,7 @@ def test_a_lost_device_ends_the_child_with_its_own_code(monkeypatch: pytest.Monk
 
 
 def test_resuming_the_report_of_another_commit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results.write(tmp_path / "report.json", made_up_report(suites="l2"))
+    reports.write(tmp_path / "report.json", made_up_report(suites="l2"))
     words = ["--shape", "2,4,8,8", "--device", "cpu", "--resume", "--out", str(tmp_path)]
     assert main(["bench", *words]) == 2
     assert "use another --out" in capsys.readouterr().err
@@ -193,6 +192,6 @@ def test_a_resumed_run_may_bring_other_dtypes(tmp_path: Path) -> None:
     words = ["bench", "--shape", "2,4,8,8", "--device", "cpu", "--budget-ms", "2", "--peers", "none", "--json-only"]
     for dtype in ("fp32", "fp64"):
         assert main([*words, "--dtype", dtype, "--resume", "--quiet", "--out", str(tmp_path)]) == 0
-    report = results.read(tmp_path)
+    report = reports.read(tmp_path)
     assert [row.dtype for row in report.rows if row.entry == "cpu"] == ["fp32", "fp64"]
     assert set(report.rates) == set(report.method["measured_rates"]) == {"fp32", "fp64"}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from multigemm.bench import distributions, operands
-from multigemm.bench.check import group_inputs, group_outputs, reference
+from multigemm.bench import operands, workloads
 from multigemm.bench.entries import problem
+from multigemm.bench.operands import group_inputs, group_outputs, reference
 from multigemm.bench.suites import SUITES, suite
 from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean, parse_shape, with_dtype
 from multigemm.errors import InvalidSetting
@@ -50,27 +50,27 @@ def test_every_suite_has_unique_keys_and_sound_numbers(name: str) -> None:
         assert case.suite == name
 
 
-@pytest.mark.parametrize("name", distributions.DISTRIBUTIONS)
+@pytest.mark.parametrize("name", workloads.DISTRIBUTIONS)
 @pytest.mark.parametrize(("groups", "total"), [(1, 7), (2, 0), (8, 513), (64, 63), (0, 0)])
 def test_sizes_sum_and_repeat(name: str, groups: int, total: int) -> None:
-    sizes = distributions.draw(name, groups, total, seed=3)
+    sizes = workloads.draw(name, groups, total, seed=3)
     assert sizes.shape == (groups,)
     assert sizes.min(initial=0) >= 0
-    assert np.array_equal(sizes, distributions.draw(name, groups, total, seed=3))
+    assert np.array_equal(sizes, workloads.draw(name, groups, total, seed=3))
     if name != "decode" and groups:
         assert sizes.sum() == total
 
 
 def test_distributions_are_what_their_names_say() -> None:
-    empty = distributions.draw("empty", 32, 8192)
+    empty = workloads.draw("empty", 32, 8192)
     assert (empty == 0).sum() == 8
     assert empty[0] == empty[-1] == 0
-    zipf = np.sort(distributions.draw("zipf", 32, 8192))[::-1]
+    zipf = np.sort(workloads.draw("zipf", 32, 8192))[::-1]
     assert zipf[0] == pytest.approx(2 * zipf[1], rel=0.01)
-    assert (distributions.draw("one-hot", 16, 99) > 0).sum() == 1
-    assert distributions.draw("decode", 4096, 0).max() == 8
+    assert (workloads.draw("one-hot", 16, 99) > 0).sum() == 1
+    assert workloads.draw("decode", 4096, 0).max() == 8
     with pytest.raises(InvalidSetting, match="known: balanced"):
-        distributions.draw("pareto", 4, 4)
+        workloads.draw("pareto", 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_floors_count_what_a_problem_counts_and_memory_what_tensors_take(text: s
 @pytest.mark.parametrize(("name", "low", "high"), [("uniform", 0.7, 1.3), ("empty", 0.3, 1.7)])
 def test_sizes_lie_as_far_apart_as_their_description_says(name: str, low: float, high: float) -> None:
     for seed in range(4):
-        sizes = distributions.draw(name, 256, 256 * 4000, seed)
+        sizes = workloads.draw(name, 256, 256 * 4000, seed)
         held = sizes[sizes > 0]
         assert 0.9 * high / low < held.max() / held.min() < 1.01 * high / low
         if name == "empty":
@@ -162,16 +162,11 @@ def test_a_geometric_mean_is_of_what_was_measured() -> None:
     assert math.isnan(geomean([math.nan]))
 
 
-def test_a_workload_in_words_and_with_fewer_rows() -> None:
+def test_a_workload_in_words() -> None:
     wide = parse_shape("G=3,M=6,T=40,N=8,form=jagged_k")
     assert wide.describe() == "jagged_k G=3 T=40 M=6 N=8 K=0 balanced bf16"
     assert parse_shape("3,8,16,24").describe() == "jagged_m G=3 T=24 N=16 K=24 balanced bf16"
     assert parse_shape("4x4x4+4x4x4").describe().startswith("per_group 2 x 4x4x4 ")
-    case = parse_shape("4,1000,16,24")
-    assert case.scaled(case.flops) is case
-    fewer = case.scaled(case.flops / 8)
-    assert (fewer.total, fewer.note) == (500, "fewer rows than the name says")
-    assert case.scaled(1.0).total == 4, "a row for each group"
 
 
 def test_a_masked_workload_whose_sizes_are_capped_is_one() -> None:

@@ -12,7 +12,7 @@ import torch
 import multigemm as mg
 from multigemm import settings
 from multigemm.__main__ import main
-from multigemm.bench import results
+from multigemm.bench import reports
 from multigemm.select import choose
 from multigemm.select import table as tuning
 
@@ -44,7 +44,7 @@ def posed() -> mg.GroupedGemmProblem:
 def test_one_command_benchmarks_backends_beside_peers(tmp_path: Path) -> None:
     words = ["--backend", f"{BACKENDS},auto", "--device", "cuda:0", "--budget-ms", "20", "--reps", "15"]
     assert main(["bench", "--shape", SHAPE, *words, "--out", str(tmp_path), "--quiet"]) == 0
-    report = results.read(tmp_path)
+    report = reports.read(tmp_path)
     timed = {row.entry: row for row in report.timed()}
     assert {"triton", "cublas", "cublas[host sizes]", "auto", "torch_grouped", "torch_loop", "dense"} <= set(timed)
     for name in ("triton", "cublas"):

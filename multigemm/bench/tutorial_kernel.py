@@ -10,7 +10,9 @@ import triton.language as tl
 
 
 @triton.jit
-def walk(a, b, out, ends, groups, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
+def tutorial_kernel(
+    a, b, out, ends, groups, n, k, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+):
     """out[rows of g] = a[rows of g] @ b[g].T for packed rows; b is [G, N, K]."""
     tile = tl.program_id(0)
     across = tl.cdiv(n, BN)

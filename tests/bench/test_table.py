@@ -8,72 +8,91 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.bench import plots, results, roofline, table
+from multigemm.bench import machine, plots, reports, table
 from multigemm.bench.workloads import geomean
 from multigemm.select.timing import Timing
 from tests.support.bench_entries import CPU
 from tests.support.bench_reports import made_up_report
 
 
-def test_the_table_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
-    report = made_up_report(suites="tutorial")
-    shown = table.text(report)
-    for part in (
-        "seed_cube_128/list/fp16",
-        "published cuBLAS",
-        "0.020480",
-        "wins",
-        "QuACK is not installed",
-        "Made-up GPU",
-    ):
+def cells_of(grid: table.Grid) -> dict[str, dict[str, str]]:
+    """Cells by name of the row and heading."""
+    return {row[0]: dict(zip(grid[0][1:], row[1:], strict=True)) for row in grid[1:]}
+
+
+def test_the_table_tells_all() -> None:
+    shown = table.text(made_up_report(suites="tutorial"))
+    for part in ("seed_cube_128/list/fp16", "published cuBLAS", "0.020480", "QuACK is not installed", "Made-up GPU"):
         assert part in shown
     assert "torch_grouped: failed on 10 workload(s): wrong answer: group 0" in shown
+    assert "WARNING" not in shown
 
 
-def test_the_table_works_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    lines = table.text(made_up_report(suites="l2")).splitlines()
-    head = next(line for line in lines if line.startswith("workload"))
-    assert head.split() == ["workload", "floor", "cupy", "triton", "torch_grouped", "torch_loop", "dense"]
+def test_columns_stand_below_their_headings() -> None:
+    lines = table.plain([["workload", "a", "bb"], ["x", table.Best("7.12"), "1"], ["long/er/name", "", "10.5"]])
+    assert lines.splitlines() == [
+        "workload          a    bb",
+        "x             *7.12     1",
+        "long/er/name         10.5",
+    ]
 
 
-def test_stars_and_wins_go_to_the_fastest_and_ceilings_get_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_the_fastest_stands_out_and_is_counted_and_ceilings_are_not() -> None:
     report = made_up_report(suites="l2")
     for row in report.rows:
         if row.kind == "ceiling" and row.us:
             row.us /= 100
     report.rows = [row for row in report.rows if (row.case, row.entry) != (report.cases()[0], "triton")]
     report.rows[0].status, report.rows[0].reason, report.rows[0].us = "refused", "for fun", None
-    whole = table.text(report).splitlines()
-    lines = [line.split() for line in whole]
-    head = next(line for line in lines if line[:1] == ["workload"])
+    shown = cells_of(table.times(report))
     us = {(row.case, row.entry): row.us for row in report.rows if row.us and row.kind != "ceiling"}
-    wins = dict.fromkeys(head[2:], 0)
+    wins = dict.fromkeys(("cupy", "triton", "torch_grouped", "torch_loop", "dense"), 0)
     for case in report.cases():
-        cells = next(line for line in lines if line[:1] == [case])[2:]
         fastest = min((entry for c, entry in us if c == case), key=lambda entry: us[case, entry])
-        assert [cell for cell in cells if cell.startswith("*")] == [f"*{us[case, fastest]:.1f}"]
-        floor = next(line for line in lines if line[:1] == [case])[1]
-        assert floor == f"{next(row.floor_us for row in report.rows if row.case == case):.1f}"
         wins[fastest] += 1
-    assert "no" in next(line for line in lines if line[:1] == [report.cases()[0]])
-    top = next(number for number, line in enumerate(lines) if line[:1] == ["entry"])
-    end = whole[top].index("wins") + len("wins")  # the column's: some cells before it are empty
-    told = {line.split()[0]: line[:end].split()[-1] for line in whole[top + 1 : top + 1 + len(wins)]}
-    assert told == {name: str(count) for name, count in wins.items()}
-    assert "cupy: refused on 1 workload(s): for fun" in whole
+        assert [name for name, cell in shown[case].items() if isinstance(cell, table.Best)] == [fastest]
+        assert shown[case][fastest] == reports.digits(us[case, fastest])
+        assert shown[case]["floor"] == reports.digits(next(row.floor_us for row in report.rows if row.case == case))
+    assert shown[report.cases()[0]]["cupy"] == "refused"
+    assert {name: int(row["fastest"]) for name, row in cells_of(table.means(report)).items()} == wins
+    assert "cupy: refused on 1 workload(s): for fun" in table.text(report)
 
 
-def test_means_are_told_by_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_means_are_told_by_distribution_and_against_the_best_peer() -> None:
     report = made_up_report(suites="moe")
-    lines = [line.split() for line in table.text(report).splitlines()]
-    head = next(line for line in lines if line[:1] == ["entry"])
-    means = next(line for line in lines[lines.index(head) :] if line[:1] == ["cupy"])
-    for number, kind in enumerate(head[1:4], 1):
-        rows = [row for row in report.rows if row.entry == "cupy" and row.distribution == kind]
-        assert rows and means[number] == f"{geomean(row.of_floor or 0.0 for row in rows):.3f}"
+    shown = cells_of(table.means(report))["cupy"]
+    mine = [row for row in report.rows if row.entry == "cupy"]
+    for kind in ("balanced", "zipf", "empty"):
+        rows = [row for row in mine if row.distribution == kind]
+        assert rows and shown[kind] == f"{geomean(row.of_floor or 0.0 for row in rows):.3f}"
+    peers = {r.case: min(p.us or 0 for p in report.timed() if p.case == r.case and p.kind == "peer") for r in mine}
+    assert shown["of the best peer"] == f"{geomean(peers[r.case] / (r.us or 1) for r in mine):.3f}"
+
+
+def test_a_noisy_machine_is_said_with_the_remedy() -> None:
+    report = made_up_report(suites="l2")
+    assert reports.unrest_warning(report) == ""
+    for row in report.rows[: len(report.rows) // 2]:
+        row.spread = 0.5
+    assert "in 8 of 16 times" in table.text(report) and "--rest 80" in table.text(report)
+    report.machine["device_type"] = "cpu"
+    assert "OMP_WAIT_POLICY=passive" in reports.unrest_warning(report)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (5.5349, "5.53"),
+        (22.03, "22.0"),
+        (710.5, "710"),
+        (2398.4, "2398"),
+        (0.0456, "0.0456"),
+        (0.0, "0"),
+        (1e-5, "0.0000100"),
+    ],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert reports.digits(value) == text
 
 
 def test_brackets_in_names_are_shown() -> None:
@@ -98,13 +117,13 @@ def test_ceilings_are_in_teraflops_and_terabytes_a_second(monkeypatch: pytest.Mo
         switches.append(torch.get_float32_matmul_precision())
         return {name: Timing(name, "cold", (1000.0,) * 3) for name in calls}
 
-    monkeypatch.setattr(roofline, "measure", millisecond)
-    monkeypatch.setattr(roofline, "DENSE_SIZES", {"cpu": (100, 10)})
-    monkeypatch.setattr(roofline, "COPY_BYTES", {"cpu": 5000})
+    monkeypatch.setattr(machine, "measure", millisecond)
+    monkeypatch.setattr(machine, "DENSE_SIZES", {"cpu": (100, 10)})
+    monkeypatch.setattr(machine, "COPY_BYTES", {"cpu": 5000})
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        rates = roofline.measured_rates(CPU, {"tf32", "fp32", "int8"})
+        rates = machine.measured_rates(CPU, {"tf32", "fp32", "int8"})
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -118,7 +137,7 @@ def test_the_regret_of_auto_is_told() -> None:
     for row in report.rows:
         if row.entry == "triton":
             row.entry = "auto"
-    worst = results.auto_regret(report)[0]
+    worst = reports.auto_regret(report)[0]
     times = {r.entry: r.us for r in report.rows if r.case == worst.case}
     assert worst.ratio == pytest.approx((times["auto"] or 0) / (times["cupy"] or 1))
     assert worst.fastest == "cupy"
@@ -131,9 +150,9 @@ def test_a_tie_within_what_repeats_differ_by_is_no_sure_regret() -> None:
     report.rows = [row for row in report.rows if row.case == case and row.entry in ("cupy", "triton")]
     for row, us in zip(report.rows, (7.0, 7.4), strict=True):
         row.us, row.spread, row.entry = us, 0.04, "cupy" if us == 7.0 else "auto"
-    (tie,) = results.auto_regret(report)
+    (tie,) = reports.auto_regret(report)
     assert tie.beyond(1.03)
     assert not tie.beyond(1.03, doubt=True)
     assert "of 1 choices 1 are above 1.03, 0 of them by more than repeats differ" in table.text(report)
     report.rows[1].us = 7.8
-    assert results.auto_regret(report)[0].beyond(1.03, doubt=True)
+    assert reports.auto_regret(report)[0].beyond(1.03, doubt=True)
