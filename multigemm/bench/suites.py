@@ -1,6 +1,7 @@
 """The suites: workloads under names that reports, tuning and tests share.
 
 `tutorial`, `helion-jagged`, `l2`, `cpu-tile`  the published cases of the systems this project grew from
+`cpu-rows`   packed rows of float32 as a CPU meets them: few large groups, many small ones, skewed and odd ones
 `moe`        11 shapes of real mixture-of-experts layers x balanced, zipf and empty groups
 `moe-more`   further models, and the lists of DeepGEMM and Tokamax
 `wgrad`      jagged K: weight gradients
@@ -69,6 +70,35 @@ def _cpu_tile() -> list[Workload]:
         base,
         replace(base, name="cpu_tile_bias", bias=True),
         replace(base, name="cpu_tile_transposed", trans_a=True, trans_b=True),
+    ]
+
+
+def _cpu_rows() -> list[Workload]:
+    shapes = [  # name, G, rows per group, K, N, distribution
+        ("few_large", 8, 256, 512, 512, "uniform"),
+        ("few_equal", 8, 256, 512, 512, "balanced"),
+        ("wide", 8, 64, 1024, 1024, "uniform"),
+        ("moe_8", 8, 256, 768, 1024, "zipf"),
+        ("moe_32", 32, 64, 512, 512, "zipf"),
+        ("moe_empty", 32, 24, 256, 512, "empty"),
+        ("moe_64", 64, 48, 256, 256, "zipf"),
+        ("heads", 16, 50, 64, 64, "uniform"),
+        ("tiny_few", 4, 10, 64, 64, "uniform"),
+        ("odd", 24, 30, 131, 197, "uniform"),
+        ("lora_up", 32, 32, 16, 512, "uniform"),
+        ("lora_down", 32, 32, 512, 16, "uniform"),
+        ("small_16", 64, 16, 128, 128, "uniform"),
+        ("small_16_wide", 64, 16, 256, 256, "uniform"),
+        ("small_8", 128, 8, 128, 128, "multinomial"),
+        ("small_equal", 64, 16, 128, 128, "balanced"),
+        ("small_4", 256, 4, 64, 64, "multinomial"),
+        ("small_2", 64, 2, 256, 256, "multinomial"),
+        ("small_empty", 256, 8, 64, 128, "empty"),
+        ("small_decode", 128, 1, 128, 256, "multinomial"),
+    ]
+    return [
+        Workload(name, "cpu-rows", groups=g, n=n, k=k, total=g * rows, distribution=distribution, dtype="fp32")
+        for name, g, rows, k, n, distribution in shapes
     ]
 
 
@@ -301,6 +331,7 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
     "helion-jagged": _helion,
     "l2": _l2,
     "cpu-tile": _cpu_tile,
+    "cpu-rows": _cpu_rows,
     "moe": _moe,
     "moe-more": _moe_more,
     "wgrad": _wgrad,

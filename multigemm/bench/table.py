@@ -265,7 +265,9 @@ def reasons(report: Report) -> list[str]:
     lines += [f"{name}: absent: {why}" for name, why in report.absent.items()]
     if left := report.unfinished:
         more = ", ..." if len(left) > SHOWN else ""
-        lines.append(f"{len(left)} workload(s) not reached (more --seconds, or --resume): {', '.join(left[:SHOWN])}{more}")
+        lines.append(
+            f"{len(left)} workload(s) not reached (more --seconds, or --resume): {', '.join(left[:SHOWN])}{more}"
+        )
     return lines
 
 

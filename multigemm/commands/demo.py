@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from multigemm.api import plan
+from multigemm.bench.suites import parts
+from multigemm.bench.workloads import DTYPES, dtype_name
 from multigemm.fleet import default_device
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
@@ -24,14 +26,18 @@ N, K = 72, 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32", "float64"))
+    parser.add_argument("--dtypes", "--dtype", default="bf16", help=f"comma separated: {', '.join(DTYPES)}")
 
 
 def main(args: argparse.Namespace) -> int:
     """Solves, checks and times; exit code 1 if any backend that ran was wrong."""
     device = default_device(args.device)
-    problem = _problem(device, getattr(torch, args.dtype))
-    print(f"{len(SIZES)} products, rows {SIZES}, N={N}, K={K}, {args.dtype}, on {device}")
+    return max([_of_dtype(dtype_name(dtype), device) for dtype in parts(args.dtypes)], default=0)
+
+
+def _of_dtype(dtype: str, device: torch.device) -> int:
+    problem = _problem(device, dtype)
+    print(f"{len(SIZES)} products, rows {SIZES}, N={N}, K={K}, {dtype}, on {device}")
     print(f"problem: {problem}\n")
     print(f"{'backend':9}{'kernel':34}{'check':8}{'worst rho':>12}{'first call':>12}{'median':>12}")
     results: dict[str, Any] = {}
@@ -48,11 +54,13 @@ def main(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _problem(device: torch.device, dtype: torch.dtype) -> GroupedGemmProblem:
+def _problem(device: torch.device, dtype: str) -> GroupedGemmProblem:
     generator = torch.Generator().manual_seed(0)
-    a = torch.randn(sum(SIZES) + 3, K, generator=generator).to(dtype).to(device)
-    b = torch.randn(len(SIZES), K, N, generator=generator).to(dtype).to(device)
-    return GroupedGemmProblem(a, b, sizes=SIZES, activation="silu")
+    a, b = (torch.randn(*shape, generator=generator) for shape in ((sum(SIZES) + 3, K), (len(SIZES), K, N)))
+    scale, activation = (4, None) if dtype == "int8" else (1, "silu")  # an activation asks for floating point
+    a, b = ((scale * x).to(DTYPES[dtype]).to(device) for x in (a, b))
+    precision = "tf32" if dtype == "tf32" else "ieee"
+    return GroupedGemmProblem(a, b, sizes=SIZES, activation=activation, precision=precision)
 
 
 def _show(
