@@ -4,9 +4,10 @@
     python benchmarks/moe_layer.py --device cpu --scale 64    # a small one, to see that it runs
 
 Medians by the one clock of multigemm, calls interleaved and without pauses, since what ran before sets the clock of
-the chip; the layers share weights, tokens and routing. Two floors are measured beside them: "dense" is torch.mm alone on two products with the same FLOPs, and "weights" the time to read once the weights of all experts that
-have a token, at the rate at which the machine copies. No layer can be faster than either, so eager's time over the
-longer of them ("at most") is the largest speed-up that anyone can reach.
+the chip; the layers share weights, tokens and routing. Two floors are measured beside them: "dense" is torch.mm alone
+on two products with the same FLOPs, and "weights" the time to read once the weights of all experts that have a token,
+at the rate at which the machine copies. No layer can be faster than either, so eager's time over the longer of them
+("at most") is the largest speed-up that anyone can reach.
 """
 
 from __future__ import annotations

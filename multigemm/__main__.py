@@ -24,7 +24,7 @@ COMMANDS = {
     "demo": ("one jagged problem through every backend that is here, checked and timed", "commands.demo"),
     "fuzz": ("cross-check backends against the reference on generated problems", "fuzz.cli"),
     "bench": ("compare backends and peers on named workloads", "bench.cli"),
-    "tune": ("measure configs for a workload and keep the best", "bench.tune_cli"),
+    "tune": ("measure configs for a workload and keep the best", "bench.tune"),
     "cache": ("show, clear, export or import what is cached on disk", "commands.cache"),
 }
 

@@ -6,8 +6,6 @@ import argparse
 import math
 import shlex
 import sys
-import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,12 @@ from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
 from multigemm.bench.operands import Tensors, make
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.reports import Report
-from multigemm.bench.runner import DeviceLost, Options, Runner, add_ceilings, new_report
+from multigemm.bench.runner import DeviceLost, Options, Progress, Runner, add_ceilings, new_report
 from multigemm.bench.suites import SUITES, above_zero, add_selection, parts, selected, suite
 from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import InvalidSetting
 
-STRIKES = 3
 LONG_SUITE, LISTED = 100, 5
 UNASKED_S = 40.0
 """Seconds after which a run on a CPU that nothing was asked of begins no further workload."""
@@ -102,7 +99,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--stall", type=float, default=90.0, help="seconds without news after which a kernel hangs")
     add("--isolate", action="store_true", help="work in a child process on a CPU as well")
     add("--marker", type=Path, default=None, help=argparse.SUPPRESS)
-    add("--drop", default="", help=argparse.SUPPRESS)
     add("--quiet", action="store_true", help="no progress lines")
 
 
@@ -165,7 +161,7 @@ def _run(args: argparse.Namespace) -> int:
         _same_run(report, device, args.commit)
     add_ceilings(report, device, dtypes, options)
     progress = Progress(args.quiet)
-    runner = Runner(entries, device, options, report, path, Marker(args.marker), progress.step, tensors_of)
+    runner = Runner(lambda case: entries, device, options, report, path, Marker(args.marker), progress.step, tensors_of)
     try:
         runner.run(cases)
     except DeviceLost as lost:
@@ -262,25 +258,9 @@ def _supervised(args: argparse.Namespace) -> int:
     path: Path = args.out / "report.json"
     if path.exists() and not args.resume:
         path.unlink()
-    struck: Counter[str] = Counter()
-
-    def blame(said: dict[str, Any], reason: str) -> list[str] | None:
-        rows = [reports.row(raw) for raw in said.get("rows", ())]
-        if not path.exists() or not rows:
-            print(f"the benchmark ended at {said.get('stage', 'its start')}: {reason}", file=sys.stderr)
-            return None
-        report = reports.read(path)
-        for row in rows:
-            row.status, row.us, row.reason = "failed", None, f"{reason} ({said['stage']})"
-        report.rows += rows
-        reports.write(path, report)
-        struck.update({row.entry for row in rows} if len(rows) == 1 else ())
-        out = [name for name, count in struck.items() if count >= STRIKES]
-        return ["--drop", ",".join(out)] if out else []
-
     named = [] if args.commit else ["--commit", machine.commit()]  # a fresh child may find another one checked out
     words, marker = ["bench", *_own_words(args), *named], args.out / ".doing.json"
-    return supervise(words, marker, args.stall, blame, math.inf if args.seconds is None else args.seconds)
+    return supervise(words, marker, path, args.stall, math.inf if args.seconds is None else args.seconds)
 
 
 def _same_run(report: Report, device: torch.device, commit: str) -> None:
@@ -299,9 +279,7 @@ def _entries(args: argparse.Namespace, device: torch.device) -> tuple[list[Entry
     if names not in ([], ["none"]) and not backends:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
         raise InvalidSetting(f"--backends {args.backends}: nothing of this can run here ({why}); see `multigemm info`")
-    dropped = dict.fromkeys(parts(args.drop), f"dropped after hanging or crashing {STRIKES} times")
-    entries = [entry for entry in [*backends, *peers, ceiling_entry()] if entry.name not in dropped]
-    return entries, {**absent, **missing, **dropped}
+    return [*backends, *peers, ceiling_entry()], {**absent, **missing}
 
 
 def _floor(text: str) -> Rates:
@@ -331,17 +309,3 @@ def _options(args: argparse.Namespace, device: torch.device, cases: list[Workloa
         rates={case.dtype: _floor(args.floor) for case in cases} if args.floor else None,
         rest=args.rest / 100.0,
     )
-
-
-class Progress:
-    """A line on stderr for each workload, with the time that is left at this pace."""
-
-    def __init__(self, quiet: bool) -> None:
-        self.quiet, self.started = quiet, time.monotonic()
-
-    def step(self, index: int, total: int, case: Workload) -> None:
-        """Fits `Runner.on_case`."""
-        if not self.quiet:
-            spent = time.monotonic() - self.started
-            left = f", about {spent / index * (total - index):.0f} s left" if index else ""
-            print(f"[{index + 1}/{total}] {spent:.0f} s{left}  {case.key}", file=sys.stderr, flush=True)

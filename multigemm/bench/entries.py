@@ -8,15 +8,16 @@ and shown exactly as a peer is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from multigemm import api
-from multigemm.bench.operands import Matrices, Tensors
+from multigemm.bench.operands import Matrices, Tensors, make
 from multigemm.bench.reports import AUTO, HOST_SIZES
+from multigemm.bench.workloads import Workload
 from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
@@ -58,12 +59,18 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Entry:
-    """One competitor. `checks` is False for a ceiling, which computes something else on purpose."""
+    """One competitor. `checks` is False for a ceiling, which computes something else on purpose.
+
+    `known` are fields of its row that are known before it is prepared, which may crash. One that is `optional` is not
+    begun once the time is over.
+    """
 
     name: str
     kind: Kind
     prepare: Callable[[Tensors], Prepared]
     checks: bool = True
+    known: Mapping[str, Any] = field(default_factory=dict)
+    optional: bool = False
 
 
 def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:
@@ -176,6 +183,40 @@ def backend_entries(names: list[str], device: torch.device, configs: int = 0) ->
         entries += [backend_entry(name, host_sizes=True) for name in knowing]
     absent = {name: why for name, why in states.items() if why and (name in chosen or not names)}
     return entries, absent
+
+
+def config_entries(case: Workload, names: Sequence[str], limit: int, device: torch.device) -> list[Entry]:
+    """Every config of these backends for a workload: the first of each backend, then the second of each, and so on.
+
+    A backend that plans by the sizes is tried with sizes in either place, where that makes two classes of problems. One
+    that cannot run the workload is an entry that says why. `limit` is how many configs of each are tried; 0 is all.
+    """
+    tensors = make(case, device, drawn=False)
+    posed: dict[bool, tuple[GroupedGemmProblem, str]] = {}
+    for on_host in (False, True) if tensors.offsets is not None else (False,):
+        whole = problem(tensors, on_host)
+        key = str(class_of(whole, staged_spec(whole)))
+        if key not in [other for _, other in posed.values()]:
+            posed[on_host] = whole, key
+    found: list[tuple[int, Entry]] = []
+    for name in names:
+        backend = registry.get(name)
+        for on_host in posed if plans_by_sizes(name) else (False,):
+            whole, key = posed[on_host]
+            spec = staged_spec(whole)
+            if backend.not_supported_reasons(spec, device):
+                found.append((0, backend_entry(name, host_sizes=on_host)))
+                continue
+            for number, config in enumerate(list(backend.configs(spec, device))[: limit or None]):
+                known = {"problem_class": key, "config": str(config), "fields": as_fields(config)}
+                entry = backend_entry(name, number, on_host)
+                found.append((number, replace(entry, known=known, optional=number > 0)))
+    return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
+
+
+def plans_by_sizes(name: str) -> bool:
+    """Whether a backend runs something else where it has the sizes on the host."""
+    return bool(getattr(registry.get(name), "decides_at_bind", False))
 
 
 def ceiling_entry() -> Entry:

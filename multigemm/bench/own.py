@@ -63,7 +63,7 @@ def benchmark(
     options = options or Options.usual(device)
     report = Benchmark(**vars(new_report(device, {case.dtype}, options, {**absent, **missing})))
     entries = [*ours, *theirs, ceiling_entry()]
-    Runner(entries, device, options, report, tensors_of=lambda case, device: tensors).run([case])
+    Runner(lambda case: entries, device, options, report, tensors_of=lambda case, device: tensors).run([case])
     return report
 
 

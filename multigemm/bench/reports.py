@@ -25,6 +25,8 @@ AUTO = "auto"
 HOST_SIZES = "[host sizes]"
 BEHIND = 1.03
 """A choice of `auto` that is slower than the fastest single backend by more than this is counted."""
+KILLED = "took its process with it"
+"""A note of a row whose entry hung, crashed or destroyed the CUDA context."""
 NOISY, NOISY_SHARE = 0.15, 0.25
 """Repeats that differ by more, and the share of such times from which on a report says so."""
 Status = Literal["ok", "refused", "failed", "skipped"]
@@ -167,6 +169,11 @@ def row(raw: dict[str, Any]) -> Row:
 
 
 # --- judgements -------------------------------------------------------------------------------------
+
+
+def family(entry: str) -> str:
+    """The name of an entry without the number of its config."""
+    return entry.partition("#")[0]
 
 
 def by_entry(rows: Iterable[Row]) -> dict[str, list[Row]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,7 @@ import torch
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import Entry, Prepared, Refused
 from multigemm.bench.operands import Tensors, Truth, make, poison, reference
-from multigemm.bench.reports import Report, Row, Sample
+from multigemm.bench.reports import KILLED, Report, Row, Sample, family
 from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import MultigemmError
@@ -29,6 +30,11 @@ from multigemm.select.timing import Mode, Timing, describe, measure, overhead
 RESTLESS = 0.15
 """Samples that disagree by more are taken again."""
 SECOND_LOOKS = 2
+NEAR = 1.25
+"""Configs within this factor of their backend's best, at a quick look, are measured carefully."""
+LATE = "not tried within the time"
+STRIKES = 3
+"""An entry that hung or crashed so often is left alone."""
 OVER_BUDGET = 2.5
 """After so many budgets there is no second look."""
 HURRIED = 0.25
@@ -43,6 +49,7 @@ class Options:
     """How to measure. `budget_ms` is per workload and mode, for all entries together.
 
     `goal_s` is what the whole run should take: behind it, samples become fewer, but no workload is left out.
+    `look_ms` is the budget of a quick look; then only the configs near their backend's best are measured carefully.
     `rest` is the part of the time in which the device idles between bursts of calls, as `timing.measure` knows it.
     """
 
@@ -55,6 +62,7 @@ class Options:
     hot_below_us: float = 300.0
     rates: dict[str, Rates] | None = None
     rest: float = 0.0
+    look_ms: float = 0.0
 
     @classmethod
     def usual(cls, device: torch.device, workloads: int = 1) -> Options:
@@ -120,10 +128,10 @@ class DeviceLost(MultigemmError):
 class Runner:
     """One run. `on_case` is told each workload; `path` is rewritten every second or two, and at the end.
 
-    `tensors_of` makes the data of a workload.
+    `entries_of` says who is measured on a workload; `tensors_of` makes its data.
     """
 
-    entries: list[Entry]
+    entries_of: Callable[[Workload], list[Entry]]
     device: torch.device
     options: Options
     report: Report
@@ -142,7 +150,11 @@ class Runner:
         self.report.unfinished = []
         self.save()
         for index, case in enumerate(cases):
-            todo = [entry for entry in self.entries if (case.key, entry.name) not in done]
+            try:
+                todo = [entry for entry in self.entries_of(case) if (case.key, entry.name) not in done]
+            except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+                self.report.absent[case.key] = describe(error)
+                continue
             if not todo:
                 continue
             spent = time.monotonic() - self.started
@@ -206,6 +218,7 @@ class Runner:
             entry=entry.name,
             kind=entry.kind,
             status="failed",
+            **entry.known,
         )
 
     def _fits(self, case: Workload) -> None:
@@ -220,6 +233,9 @@ class Runner:
     def _ready(self, entry: Entry, tensors: Tensors, truth: Truth, rows: dict[str, Row]) -> Prepared | None:
         """Prepares and checks one entry; None, with the reason in its row, if it has no right answer."""
         row = rows[entry.name]
+        if why := self._given_up(entry):
+            row.status, row.reason = "skipped", why
+            return None
         self.marker.say("preparing and checking", rows=[asdict(row)])
         try:
             ready = entry.prepare(tensors)
@@ -240,6 +256,16 @@ class Runner:
         row.reason = truth.verdict(ready.result(returned))
         return None if row.reason else ready
 
+    def _given_up(self, entry: Entry) -> str:
+        """Why an entry is not begun; "" if it is."""
+        if entry.optional and time.monotonic() - self.started > self.options.total_s:
+            return LATE
+        name, config = family(entry.name), entry.known.get("config")
+        struck = [row for row in self.report.rows if KILLED in row.notes and family(row.entry) == name]
+        if bad := next((row for row in struck if config is not None and row.config == config), None):
+            return f"not tried again: {bad.reason}"
+        return f"not tried: it hung or crashed {len(struck)} times" if len(struck) >= STRIKES else ""
+
     def _survived(self, row: Row, rows: dict[str, Row]) -> None:
         """After a failure: does the device still answer? If not, keep the rows that are final and stop."""
         try:
@@ -247,6 +273,7 @@ class Runner:
             torch.ones(1, device=self.device).sum().item()
         except Exception as error:
             row.reason += " (the CUDA context is lost)"
+            row.notes.append(KILLED)
             self.report.rows += [r for r in rows.values() if r is row or r.status in ("refused",)]
             raise DeviceLost(row.reason) from error
 
@@ -257,6 +284,8 @@ class Runner:
     def _time(self, ready: dict[str, Prepared], rows: dict[str, Row]) -> None:
         """Eager for all, graph for what can be captured, then hot and host where they say anything."""
         options, self._rows = self.options, rows
+        if options.look_ms:
+            ready = self._near_the_best(ready, rows)
         eager = self._settled({name: p.call for name, p in ready.items()}, options.style)
         for name, timing in eager.items():
             row = rows[name]
@@ -282,6 +311,21 @@ class Runner:
             if row.us is not None:
                 row.us = round(row.us, 3)
                 row.spread = round(row.spread, 4) if math.isfinite(row.spread) else 0.0
+
+    def _near_the_best(self, ready: dict[str, Prepared], rows: dict[str, Row]) -> dict[str, Prepared]:
+        """Those worth a careful look; the others keep the times of this quick one."""
+        best: dict[str, float] = {}
+        taken = self._measure({name: p.call for name, p in ready.items()}, self.options.style, look=True)
+        for name, timing in taken.items():
+            row = rows[name]
+            if not timing.ok:
+                row.reason = timing.error
+                self._survived(row, rows)
+                continue
+            row.status, row.us, row.eager, row.spread = "ok", timing.median, Sample.of(timing), timing.spread
+            best[family(name)] = min(timing.median, best.get(family(name), math.inf))
+        limits = {name: NEAR * best.get(family(name), 0.0) for name in ready}
+        return {name: p for name, p in ready.items() if (rows[name].us or math.inf) <= limits[name]}
 
     def _graphs(self, capturable: dict[str, Prepared], rows: dict[str, Row]) -> None:
         modes: list[Mode] = ["graph"]
@@ -327,12 +371,12 @@ class Runner:
         return taken
 
     def _measure(
-        self, calls: dict[str, Callable[[], object]], mode: Mode, reps: int | None = None
+        self, calls: dict[str, Callable[[], object]], mode: Mode, reps: int | None = None, look: bool = False
     ) -> dict[str, Timing]:
         if not calls:
             return {}
-        options, few = self.options, 4 if mode in ("hot", "host") else 9
-        budget_ms = options.budget_ms
+        options, few = self.options, 3 if look else 4 if mode in ("hot", "host") else 9
+        budget_ms = options.look_ms if look else options.budget_ms
         if self._behind:
             few, budget_ms = few // 3, HURRIED * budget_ms
 
@@ -373,3 +417,17 @@ class Runner:
         if self.device.type == "cuda":
             gc.freeze()
             torch.cuda.empty_cache()
+
+
+class Progress:
+    """A line on stderr for each workload, with the time that is left at this pace."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet, self.started = quiet, time.monotonic()
+
+    def step(self, index: int, total: int, case: Workload) -> None:
+        """Fits `Runner.on_case`."""
+        if not self.quiet:
+            spent = time.monotonic() - self.started
+            left = f", about {spent / index * (total - index):.0f} s left" if index else ""
+            print(f"[{index + 1}/{total}] {spent:.0f} s{left}  {case.key}", file=sys.stderr, flush=True)

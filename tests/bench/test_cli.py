@@ -111,7 +111,7 @@ def test_entries_of_two_passes_of_a_gpu_are_never_compared(
 
     monkeypatch.setattr(runner, "measure", scripted)
     report = Report({}, {}, {})
-    taken = Runner([], torch.device(device), FAST, report)._settled({"a": print, "b": print}, "cold")
+    taken = Runner(lambda case: [], torch.device(device), FAST, report)._settled({"a": print, "b": print}, "cold")
     assert {name: timing.median for name, timing in taken.items()} == pytest.approx(kept)
 
 
@@ -199,7 +199,7 @@ def test_ctrl_c_keeps_what_was_measured_and_says_how_to_go_on(
 
 
 def test_progress_tells_the_time_that_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = cli.Progress(quiet=False)
+    progress = runner.Progress(quiet=False)
     progress.started -= 30.0
     progress.step(0, 4, parse_shape("2,4,8,8"))
     progress.step(3, 4, parse_shape("2,4,8,8"))

@@ -16,7 +16,6 @@ from multigemm.bench.entries import backend_entries, backend_entry
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import Options, Runner, new_report
-from multigemm.bench.tune import State
 from multigemm.bench.workloads import Workload, parse_shape
 from multigemm.errors import MultigemmError
 from multigemm.select.timing import Timing
@@ -51,7 +50,7 @@ def test_a_run_resumes_where_it_was_cut(tmp_path: Path) -> None:
     first = run([CASE, other], ENTRIES[:1], path, Options(reps=3, budget_ms=3.0, rates=RATES, total_s=-1.0))
     assert first.unfinished == [CASE.key, other.key]
     kept = run([CASE], ENTRIES[:1], path)
-    again = Runner(ENTRIES[:2], CPU, FAST, reports.read(path), path).run([CASE, other])
+    again = Runner(lambda case: ENTRIES[:2], CPU, FAST, reports.read(path), path).run([CASE, other])
     assert [(r.case, r.entry) for r in again.rows] == [
         (CASE.key, "right"), (CASE.key, "wrong"), (other.key, "right"), (other.key, "wrong"),
     ]  # fmt: skip
@@ -71,7 +70,10 @@ def test_a_run_that_is_late_takes_fewer_samples_and_leaves_nothing_out() -> None
     assert counts[0.0][1] >= 3
     slow = parse_shape("1,512,512,512", "fp32")
     report = Runner(
-        ENTRIES[:1], CPU, Options(budget_ms=0.01, rates=RATES, goal_s=0.0), new_report(CPU, {"bf16", "fp32"}, FAST, {})
+        lambda case: ENTRIES[:1],
+        CPU,
+        Options(budget_ms=0.01, rates=RATES, goal_s=0.0),
+        new_report(CPU, {"bf16", "fp32"}, FAST, {}),
     ).run([CASE, slow])
     assert [row.eager.count for row in report.rows if row.eager][1] == 3
 
@@ -149,23 +151,22 @@ def test_a_ceiling_that_cannot_be_measured_is_said_and_is_no_number(monkeypatch:
 
 
 def test_who_is_stopped_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = State(tmp_path / "state.json", done=["one"])
-    state.save()
+    path, report = tmp_path / "report.json", made_up_report(suites="l2")
+    reports.write(path, report)
 
     def half(path: Path, text: str) -> None:
         path.write_bytes(text[:9].encode())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "write_text", half)
-    state.done.append("two")
     with pytest.raises(KeyboardInterrupt):
-        state.save()
-    assert State.load(tmp_path / "state.json").done == ["one"]
+        reports.write(path, made_up_report(suites="small"))
+    assert reports.read(path) == report
 
 
 def test_bench_imports_no_gpu_library_and_no_optional_one() -> None:
     code = (
-        "import sys, multigemm.bench.cli, multigemm.bench.tune_cli\n"
+        "import sys, multigemm.bench.cli, multigemm.bench.tune\n"
         "print([m for m in ('triton', 'cupy', 'numba', 'matplotlib', 'rich', 'jinja2') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

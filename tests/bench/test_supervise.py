@@ -6,24 +6,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from multigemm.__main__ import main
 from multigemm.bench import reports
 from multigemm.bench import supervise as supervise_module
+from multigemm.bench.reports import Report, Row
 from multigemm.bench.supervise import Marker, read, supervise
 
 CHILD = """
-import os, pathlib, sys, time
+import json, os, pathlib, sys, time
 marker = pathlib.Path(sys.argv[sys.argv.index("--marker") + 1])
 log = marker.with_name("log")
 log.write_text(log.read_text() + " ".join(sys.argv[1:]) + "\\n" if log.exists() else " ".join(sys.argv[1:]) + "\\n")
 what = sys.argv[len(log.read_text().splitlines())] if "--resume" in sys.argv else sys.argv[1]
 if what == "slow":
     time.sleep(1.2)
-marker.write_text('{"stage": "' + what + '"}')
+row = {"case": "c", "name": "c", "suite": "s", "form": "jagged_m", "distribution": "d", "dtype": "bf16", "shape": "s",
+       "groups": 1, "flops": 1, "bytes": 1, "floor_us": 1.0, "memory_bound": False, "entry": "e", "kind": "backend",
+       "status": "ok"}
+marker.write_text(json.dumps({"stage": what, "rows": [row]}))
 if what == "hang":
     time.sleep(60)
 if what == "crash":
@@ -36,16 +39,12 @@ sys.exit({"lost": 75, "regression": 1, "odd": 9}.get(what, 0))
 """
 
 
-def run(tmp_path: Path, *plan: str, stall: float = 0.8, go_on: bool = True) -> tuple[int, list[str], list[str]]:
-    """Exit code, what was blamed, and the command lines of the children."""
-    blamed: list[str] = []
-
-    def blame(said: dict[str, Any], reason: str) -> list[str] | None:
-        blamed.append(f"{said.get('stage')}: {reason}")
-        return ["--extra"] if go_on else None
-
-    code = supervise(list(plan), tmp_path / "m", stall, blame, program=(sys.executable, "-c", CHILD))
-    return code, blamed, (tmp_path / "log").read_text().splitlines()
+def run(tmp_path: Path, *plan: str, stall: float = 0.8) -> tuple[int, list[Row], list[str]]:
+    """Exit code, the rows that were blamed, and the command lines of the children."""
+    report = tmp_path / "report.json"
+    reports.write(report, Report({}, {}, {}))
+    code = supervise(list(plan), tmp_path / "m", report, stall, program=(sys.executable, "-c", CHILD))
+    return code, reports.read(report).rows, (tmp_path / "log").read_text().splitlines()
 
 
 def test_a_child_that_ends_well_is_left_alone(tmp_path: Path) -> None:
@@ -57,16 +56,16 @@ def test_a_child_that_ends_well_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("hang", "hang: no answer within 0.8 s"),
-        ("crash", "crash: the process died of SIGSEGV"),
-        ("odd", "odd: the process ended with code 9"),
+        ("hang", "no answer within 0.8 s (hang)"),
+        ("crash", "the process died of SIGSEGV (crash)"),
+        ("odd", "the process ended with code 9 (odd)"),
     ],
 )
-def test_a_culprit_is_blamed_and_a_fresh_child_goes_on(tmp_path: Path, what: str, reason: str) -> None:
+def test_a_culprit_is_a_row_and_a_fresh_child_goes_on(tmp_path: Path, what: str, reason: str) -> None:
     code, blamed, children = run(tmp_path, what, "fine")
     assert code == 0
-    assert blamed == [reason]
-    assert children[1].endswith("--extra --resume")
+    assert [(row.status, row.reason, row.notes) for row in blamed] == [("failed", reason, [reports.KILLED])]
+    assert children[1].endswith("--resume")
 
 
 def test_a_lost_device_restarts_without_blame(tmp_path: Path) -> None:
@@ -75,20 +74,18 @@ def test_a_lost_device_restarts_without_blame(tmp_path: Path) -> None:
 
 
 def test_a_child_with_news_may_take_long(tmp_path: Path) -> None:
-    code, blamed, _ = run(tmp_path, "talk")
-    assert (code, blamed) == (0, [])
+    assert run(tmp_path, "talk")[:2] == (0, [])
 
 
-def test_a_child_may_take_long_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_may_take_long_to_start_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(tmp_path, "slow")[:2] == (0, [])
     (tmp_path / "log").unlink()
     monkeypatch.setattr(supervise_module, "START_S", 0.3)
-    assert run(tmp_path, "slow", "fine", stall=0.3)[1] == ["None: no answer within 0.3 s"]
-
-
-def test_blame_can_end_it(tmp_path: Path) -> None:
-    code, blamed, children = run(tmp_path, "crash", "fine", go_on=False)
-    assert (code, len(blamed), len(children)) == (1, 1, 1)
+    code, blamed, children = run(tmp_path, "slow", "fine", stall=0.3)
+    assert (code, blamed, len(children)) == (1, [], 1), "nobody can be blamed"
+    assert "ended at its start: no answer within 0.3 s" in capsys.readouterr().err
 
 
 def test_a_marker_without_a_path_is_silent_and_one_with_a_path_is_whole(tmp_path: Path) -> None:

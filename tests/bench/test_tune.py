@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from multigemm.__main__ import main
-from multigemm.bench import reports, tune
-from multigemm.bench.entries import backend_entry
+from multigemm.bench import entries, reports
+from multigemm.bench.entries import Entry, Prepared, backend_entry
+from multigemm.bench.reports import KILLED, Report
+from multigemm.bench.runner import Options, Runner
 from multigemm.bench.suites import UNTUNED
-from multigemm.bench.tune import ClassResult, Limits, Tuner, from_reports, of_place
-from multigemm.bench.workloads import parse_shape
+from multigemm.bench.tune import ClassResult, from_reports, kept_of, lines_of, tuner
+from multigemm.bench.workloads import Workload, parse_shape
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
@@ -29,16 +34,8 @@ def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
     monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "cache"))
     settings.settings.cache_clear()
     tuning.table.cache_clear()
-    words = [
-        "--shape",
-        "G=3,T=24,N=8,K=16",
-        "--shape",
-        "G=3,T=24,N=8,K=16,dist=empty",
-        "--dtype",
-        "fp32",
-        "--device",
-        "cpu",
-    ]
+    words = ["--shape", "G=3,T=24,N=8,K=16", "--shape", "G=3,T=24,N=8,K=16,dist=empty"]
+    words += ["--dtypes", "fp32", "--device", "cpu"]
     try:
         assert main(["tune", *words, "--out", str(tmp_path / "t.json"), "--configs", "2"]) == 0
         assert len(tuning.table().own()) == 1
@@ -53,35 +50,82 @@ def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
     assert "first guess" in capsys.readouterr().out
 
 
-def test_when_tuning_runs_out_of_time_every_backend_has_had_its_first_config() -> None:
-    told: list[str] = []
-    tuner = Tuner(CPU, ["cpu"], Limits(total_s=-1.0, quick_ms=1.0, careful_ms=1.0), told.append)
-    tuner._case(parse_shape("G=3,T=24,N=8,K=16,dist=empty", "fp32"))
-    (result,) = tuner.classes.values()
-    assert list(result.us) == [("cpu", 0)]
-    assert any("not tried within the time budget" in text for text in told)
-    assert tuner.run([CASE]) != []
-    assert tuner.unfinished == [CASE.key]
+def tune(case: Workload, **options: Any) -> Report:
+    return tuner(["cpu"], CPU, Options(budget_ms=1.0, look_ms=1.0, modes=("graph",), **options)).run([case])
+
+
+def test_when_tuning_runs_out_of_time_every_backend_has_had_its_first_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, other = parse_shape("G=3,T=24,N=8,K=16,dist=empty", "fp32"), parse_shape("2,4,8,8", "fp32")
+    run = tuner(["cpu"], CPU, Options(budget_ms=1.0, look_ms=1.0, total_s=3600.0))
+    run.on_case = lambda *_: setattr(run, "started", -1e9)  # the time is over once the workload has begun
+    report = run.run([case, other])
+    assert [row.entry for row in report.timed()] == ["cpu#0"]
+    assert report.unfinished == [other.key]
+    told = "\n".join(lines_of(report))
+    assert f"{len(report.rows) - 1} configs not tried within the time budget" in told and "first guess" in told
+    (kept,) = kept_of(report)
+    assert kept.backends["cpu"].config and kept.backends["cpu"].failures == {}
+
+
+def test_ctrl_c_keeps_what_was_tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Runner._case
+
+    def interrupted(self: Runner, case: Workload, tried: list[Entry]) -> Any:
+        if "3,4" in case.key:
+            raise KeyboardInterrupt
+        return real(self, case, tried)
+
+    monkeypatch.setattr(Runner, "_case", interrupted)
+    words = ["--shape", "2,4,8,8", "--shape", "3,4,8,8", "--device", "cpu", "--configs", "1", "--no-record", "--quiet"]
+    assert main(["tune", *words, "--out", str(tmp_path / "t.json")]) == 0
+    assert len(json.loads((tmp_path / "t.json").read_text())["entries"]) == 1
+    told = capsys.readouterr()
+    assert "is kept" in told.err and "not reached: shape:3,4,8,8" in told.out
 
 
 def test_sizes_on_the_host_are_a_class_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def key(problem: GroupedGemmProblem, spec: ProblemSpec) -> str:  # on a CPU sizes lie on the host anyway
         return str(class_of(problem, spec)) + next(told)
 
-    told = iter(["", " elsewhere"])
-    monkeypatch.setattr(tune, "class_of", key)
+    told = itertools.cycle(["", " elsewhere"])
+    monkeypatch.setattr(entries, "class_of", key)
     monkeypatch.setattr(type(registry.get("cpu")), "decides_at_bind", True, raising=False)
-    tuner = Tuner(CPU, ["cpu"], Limits(configs=1, quick_ms=1.0, careful_ms=1.0), lambda text: None)
-    found = tuner.run([parse_shape("G=3,T=24,N=8,K=16,dist=empty")])
-    assert [m.key.split()[10:] for m in found] == [["host-sizes"], ["host-sizes", "elsewhere"]]
-    assert [[*entry.backends] for entry in found] == [["cpu"]] * 2
-    assert found[0].backends["cpu"].us != found[1].backends["cpu"].us
+    found = entries.config_entries(parse_shape("G=3,T=24,N=8,K=16,dist=empty"), ["cpu"], 2, CPU)
+    assert [entry.name for entry in found] == ["cpu#0", "cpu[host sizes]#0", "cpu#1", "cpu[host sizes]#1"]
+    assert [entry.optional for entry in found] == [False, False, True, True]
+    assert len({entry.known["problem_class"] for entry in found}) == 2
 
 
-def test_where_sizes_lie_is_the_same_to_who_never_looks_at_them() -> None:
-    times = {("cublas", 0): 5.0, ("cublas[host sizes]", 0): 4.0, ("cupy", 0): 3.0, ("cupy", 1): 2.0}
-    assert of_place(times, "") == {("cublas", 0): 5.0, ("cupy", 0): 3.0, ("cupy", 1): 2.0}
-    assert of_place(times, "[host sizes]") == {("cublas[host sizes]", 0): 4.0, ("cupy", 0): 3.0, ("cupy", 1): 2.0}
+def test_a_config_that_ended_its_process_is_not_tried_again_and_three_end_their_backend() -> None:
+    case = parse_shape("G=3,T=24,N=8,K=16", "fp32")
+    report = tune(case)
+    texts = [row.config for row in report.rows]
+    for row, count in zip(report.rows, (True, True, False), strict=False):
+        row.notes += [KILLED] if count else []
+    again = tuner(["cpu"], CPU, Options(budget_ms=1.0, look_ms=1.0))
+    again.report.rows = report.rows[:2]
+    rows = {r.config: r for r in again.run([parse_shape("G=3,T=24,N=8,K=16,dist=zipf", "fp32")]).rows[2:]}
+    assert [rows[text].status for text in texts[:3]] == ["skipped", "skipped", "ok"]
+    assert rows[texts[0]].reason.startswith("not tried again")
+    report.rows[2].notes.append(KILLED)
+    again.report.rows = report.rows[:3]
+    rows = {r.config: r for r in again.run([parse_shape("G=3,T=24,N=8,K=16,dist=empty", "fp32")]).rows[3:]}
+    assert rows[texts[4]].reason == "not tried: it hung or crashed 3 times"
+
+
+def test_configs_far_from_the_best_keep_their_quick_time() -> None:
+    samples = {"fast": 1e-4, "near": 1.1e-4, "far": 1e-3}
+
+    def napping(name: str) -> Entry:
+        return Entry(f"x#{name}", "backend", lambda t: Prepared(lambda: time.sleep(samples[name]), t.out), checks=False)
+
+    report = Report({"device_type": "cpu"}, {}, {"bf16": {"tflops": 1.0, "tbps": 1.0}})
+    options = Options(reps=20, budget_ms=50.0, look_ms=1.0, modes=())
+    run = Runner(lambda case: [napping(name) for name in samples], CPU, options, report)
+    counts = {row.entry: row.eager.count for row in run.run([CASE]).rows if row.eager}
+    assert counts["x#far"] < counts["x#fast"]
 
 
 def test_rows_of_kernels_that_never_look_at_host_sizes_count_for_them_too() -> None:
