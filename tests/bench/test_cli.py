@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from multigemm.select.timing import Timing
 from tests.support.bench_entries import FAST
 from tests.support.bench_reports import made_up_report
 
+SCRIPTS = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 QUICK = ["bench", "--device", "cpu", "--floor", "1,0.02", "--budget-ms", "4", "--quiet"]
 
 
@@ -206,3 +209,15 @@ def test_progress_tells_the_time_that_is_left(capsys: pytest.CaptureFixture[str]
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith("[1/4]") and "left" not in first
     assert "about 10 s left" in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script", sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py")), ids=lambda p: p.name
+)
+def test_each_script_says_what_it_takes(script: Path) -> None:
+    if script.name == "moe_layer.py":
+        pytest.importorskip("transformers")
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "--json" in done.stdout or "--out" in done.stdout
