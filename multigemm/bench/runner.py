@@ -145,9 +145,20 @@ class Runner:
     _saved: float = 0.0
 
     def run(self, cases: list[Workload]) -> Report:
-        """Every workload that the time budget allows; the rest is listed as unfinished."""
-        done = {(row.case, row.entry) for row in self.report.rows}
+        """Every workload that the time allows. The rest is listed as unfinished, also where something ends the run."""
         self.report.unfinished = []
+        try:
+            self._run(cases)
+        except BaseException:
+            met = {row.case for row in self.report.rows}
+            self.report.unfinished = [case.key for case in cases if case.key not in met]
+            raise
+        finally:
+            self.save()
+        return self.report
+
+    def _run(self, cases: list[Workload]) -> None:
+        done = {(row.case, row.entry) for row in self.report.rows}
         self.save()
         for index, case in enumerate(cases):
             try:
@@ -163,18 +174,11 @@ class Runner:
                 continue
             self._behind = index > 0 and spent > self.options.goal_s * index / len(cases)
             self.on_case(index, len(cases), case)
-            try:
-                self.report.rows += self._case(case, todo)
-            except BaseException:
-                self.report.unfinished += [left.key for left in cases[index:]]
-                self.save()
-                raise
+            self.report.rows += self._case(case, todo)
             self._free()
             if time.monotonic() - self._saved > SAVE_EVERY_S:
                 self.save()
         self.report.machine["clocks_after"] = machine.clocks(self.device)
-        self.save()
-        return self.report
 
     def save(self) -> None:
         if self.path is not None:

@@ -87,9 +87,11 @@ def supervise(
         left = total_s - (time.monotonic() - started)
         more = [*(["--resume"] if attempt else []), *(["--seconds", f"{left:.1f}"] if total_s < 1e9 else [])]
         marker.unlink(missing_ok=True)
-        reason = _run([*command, *more], marker, stall_s)
-        said = read(marker)
-        marker.unlink(missing_ok=True)
+        try:
+            reason = _run([*command, *more], marker, stall_s)
+            said = read(marker)
+        finally:
+            marker.unlink(missing_ok=True)
         if isinstance(reason, int) and reason in FINAL_CODES:
             return reason
         if reason != CONTEXT_LOST and not _blame(said, _words(reason), report):
