@@ -22,6 +22,7 @@ COMMANDS = {
         "commands.explain",
     ),
     "demo": ("one jagged problem through every backend that is here, checked and timed", "commands.demo"),
+    "verify": ("a problem of one's own through every backend that is here, each result checked", "commands.verify"),
     "fuzz": ("cross-check backends against the reference on generated problems", "fuzz.cli"),
     "bench": ("compare backends and peers on named workloads", "bench.cli"),
     "tune": ("measure configs for a workload and keep the best", "bench.tune"),

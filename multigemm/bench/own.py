@@ -70,11 +70,11 @@ def benchmark(
 def load(path: Path) -> GroupedGemmProblem:
     """Runs a Python file and takes its `problem`: a GroupedGemmProblem, or a function that returns one."""
     if not path.is_file():
-        raise InvalidSetting(f"--problem {path}: there is no such file")
+        raise InvalidSetting(f"{path}: there is no such file")
     found = runpy.run_path(str(path)).get("problem")
     found = found() if callable(found) else found
     if not isinstance(found, GroupedGemmProblem):
-        raise InvalidSetting(f"--problem {path}: it has to define `problem`, a GroupedGemmProblem or what returns one")
+        raise InvalidSetting(f"{path}: it has to define `problem`, a GroupedGemmProblem or what returns one")
     return found
 
 

@@ -183,10 +183,20 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_demo_checks_and_times_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--device", "cpu", "--dtype", "float32"]) == 0
+    assert main(["demo", "--device", "cpu", "--dtypes", "float32,int8"]) == 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("cpu ")]
+    assert len(lines) == 2 and all("ok" in line and "us" in line for line in lines)
+
+
+def test_verify_checks_a_problem_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["import torch, multigemm as mg", "out, a, b = torch.ones(2, 3), torch.ones(2, 4), torch.ones(4, 3)"]
+    lines += ["problem = mg.GroupedGemmProblem(a, b, c=out, beta=1.0, out=out)"]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    assert main(["verify", str(tmp_path / "mine.py"), "--backends", "cpu"]) == 0
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("cpu "))
-    assert "ok" in line
-    assert "us" in line
+    assert " ok " in line
+    assert main(["verify", str(tmp_path / "mine.py"), "--backends", "cublas"]) == 1
+    assert main(["verify", str(tmp_path / "none.py")]) == 2
 
 
 def test_cache_export_import_and_clear(
