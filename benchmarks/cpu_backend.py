@@ -130,10 +130,6 @@ def check(shape: Shape, ops: Operands) -> None:
         lo += rows
 
 
-def label(config: Any) -> str:
-    return f"{config.kernel}{config.rows}x{config.vectors}" if config.rows else str(config.kernel)
-
-
 def row(shape: Shape, dtype: torch.dtype, reps: int, every: bool) -> dict[str, Any]:
     """The medians of one shape in microseconds."""
     ops = operands(shape, dtype)
@@ -144,13 +140,13 @@ def row(shape: Shape, dtype: torch.dtype, reps: int, every: bool) -> dict[str, A
         launch = BACKEND.plan(ops.spec, config, CPU).bind(ops)
         launch()
         check(shape, ops)
-        variants[label(config)] = launch
+        variants[config.kernel] = launch
     timings = measure(variants, CPU, reps=reps, budget_ms=1500)
     found: dict[str, Any] = {"shape": shape.name, "many_small": shape.many_small}
     for statistic in ("median", "best"):
         times = {name: getattr(t, statistic) for name, t in timings.items()}
         peer = min(times[name] for name in others if not math.isnan(times[name]))
-        found[statistic] = {"times": times, "ratio": peer / times[label(configs[0])]}
+        found[statistic] = {"times": times, "ratio": peer / times[configs[0].kernel]}
     return found
 
 
