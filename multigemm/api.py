@@ -101,9 +101,9 @@ def grouped_gemm(
 @no_dynamo
 def _solve(problem: GroupedGemmProblem, backend: Which, config: Any, key: Any, call: Call | None) -> Any:
     if problem.requires_grad and torch.is_grad_enabled():
-        from multigemm.integrations import differentiable
+        from multigemm.integrations import gradients
 
-        return differentiable.solve(problem, backend, config, grouped_gemm)
+        return gradients.solve(problem, backend, config, grouped_gemm)
     return LAUNCHES.run(key, call, choose(problem, backend, config), problem)
 
 

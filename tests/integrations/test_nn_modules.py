@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import multigemm as mg
-from multigemm.integrations.gate_op import geglu, swiglu
+from multigemm.integrations.layer_ops import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import Experts, GroupedLinear, MoE
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from multigemm.integrations import sort_op
-from multigemm.integrations.gate_op import geglu, swiglu
+from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu, weighted_sum
 from multigemm.integrations.routing import combine, dispatch, route
-from multigemm.integrations.routing_op import weighted_sum
 
 pytestmark = pytest.mark.gpu
 
@@ -41,8 +39,8 @@ def test_the_routing_kernels_are_the_plain_routing(dtype: torch.dtype) -> None:
 def test_the_counting_sort_is_a_stable_sort(pairs: int, experts: int) -> None:
     for low, high in ((0, experts), (-1, experts + 2)):
         numbers = torch.randint(low, high, (pairs,), generator=torch.Generator().manual_seed(pairs))
-        want = sort_op.sort_by_expert(numbers, experts)
-        got = sort_op.sort_by_expert(numbers.cuda(), experts)
+        want = sort_by_expert(numbers, experts)
+        got = sort_by_expert(numbers.cuda(), experts)
         for g, w in zip(got, want, strict=True):
             assert torch.equal(g.cpu(), w)
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multigemm.integrations import bound_kernels, eager, layer_call
+from multigemm.integrations import eager, layer_call, layer_ops
 from multigemm.integrations.layer_call import Networks
 from multigemm.nn import Experts
 from multigemm.planning import launch_cache
@@ -156,7 +156,7 @@ def test_the_launches_in_an_interpreter_are_the_steps() -> None:
 
 def test_a_bound_kernel_has_the_words_that_its_code_takes() -> None:
     triton = pytest.importorskip("triton")
-    kernels: Any = layer_call._kernels()
+    kernels = layer_ops.triton_kernels()
     kernel = kernels._gather_kernel
     types = {"x": "*bf16", "order": "*i64", "rows": "*bf16", "width": "i32", "stride": "constexpr"}
     source = triton.compiler.ASTSource(
@@ -164,7 +164,7 @@ def test_a_bound_kernel_has_the_words_that_its_code_takes() -> None:
     )
     compiled = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32))
     memory = {name: torch.ones(1) for name in ("x", "order", "rows")}
-    words = bound_kernels.words(kernel, compiled, {**memory, "width": 40, "stride": 1, "K": 2, "BLOCK": 64})
+    words = layer_call.words(kernel, compiled, {**memory, "width": 40, "stride": 1, "K": 2, "BLOCK": 64})
     assert words == [*(memory[name].data_ptr() for name in ("x", "order", "rows")), 40, 0, 0]  # two of Triton's own
 
 
@@ -195,7 +195,7 @@ def test_a_bound_kernel_is_launched_where_it_lies(world: FakeDriver) -> None:
     kernel = SimpleNamespace(arg_names=["x", "width", "K"], warmup=warmup)
 
     def work() -> None:
-        bound.append(bound_kernels.bound(kernel, (5, 6), 0, 8, x=x, width=40, K=2))
+        bound.append(layer_call.bound(0, kernel, (5, 6), 8, {"x": x, "width": 40, "K": 2}))
         bound[0]()
 
     thread = threading.Thread(target=work)
