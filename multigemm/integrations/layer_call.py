@@ -22,7 +22,7 @@ from multigemm.backend import Launch
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import Kernel
 from multigemm.errors import LibraryError
-from multigemm.integrations import op_call
+from multigemm.integrations import torch_op
 from multigemm.integrations.eager import plain_call
 from multigemm.integrations.layer_ops import triton_kernels
 from multigemm.planning.binding import bind
@@ -251,7 +251,7 @@ def _product(
     stacked = held if nets.stacked else held.transpose(1, 2)
     vector = None if bias is None else _borrowed(bias.detach())
     problem = GroupedGemmProblem(rows, stacked, ends=ends, bias=vector, activation=activation)
-    choice = choose(problem, op_call.names(nets.backend))
+    choice = choose(problem, torch_op.names(nets.backend))
     return bind(choice, problem, out).launch
 
 

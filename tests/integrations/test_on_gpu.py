@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad, gradcheck
 
 import multigemm as mg
-from multigemm.integrations import grouped_gemm, op_call
+from multigemm.integrations import grouped_gemm, torch_op
 from multigemm.integrations.layer_ops import geglu, sort_by_expert, swiglu, weighted_sum
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import MoE
@@ -108,7 +108,7 @@ def test_calls_that_come_again_are_not_validated_again(
         entered.append(operands)
         return mg.GroupedGemmProblem(*operands, **keywords)
 
-    monkeypatch.setattr(op_call, "GroupedGemmProblem", noted)
+    monkeypatch.setattr(torch_op, "GroupedGemmProblem", noted)
     operator = torch.ops.multigemm.grouped_gemm
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.no_grad():
