@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multigemm.integrations import bound_kernels, eager, layer_call
+from multigemm.integrations import eager, layer_call, layer_ops
 from multigemm.integrations.layer_call import Networks
 from multigemm.nn import Experts
 from multigemm.planning import launch_cache
 from multigemm.settings import settings
-from tests.support.layer_cases import in_steps, networks
+from tests.support.layer_cases import EXPERTS, HIDDEN, TOKENS, VARIANTS, in_steps, layer_of, networks
 from tests.support.triton_world import FakeDriver, block_of, kernels_of, world
 
 __all__ = ["world"]
@@ -41,12 +41,6 @@ def bound_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 class _Own(Tensor):
     """A subclass that may mean anything."""
-
-
-def test_a_layer_with_a_freed_operand_is_left_to_its_steps() -> None:
-    x = torch.ones(4, 4)
-    x.untyped_storage().resize_(0)
-    assert not eager.plain_call(torch.ones(2), x)
 
 
 def test_calls_on_plain_tensors_are_plain() -> None:
@@ -77,15 +71,24 @@ def test_calls_under_a_mode_are_not_plain(mode: Any) -> None:
     assert eager.plain_call(x)
 
 
-def test_values_that_are_not_in_memory_make_no_plain_call() -> None:
-    x = torch.ones(2, 2)
-    assert eager.plain_call(x, x)
-    assert not eager.plain_call(x, torch._neg_view(x))
-    assert not eager.plain_call(torch._efficientzerotensor((2, 2)))
+def freed() -> Tensor:
+    x = torch.ones(4, 4)
+    x.untyped_storage().resize_(0)
+    return x
 
 
-def test_calls_on_subclasses_are_not_plain() -> None:
-    assert not eager.plain_call(torch.ones(2), torch.ones(2, 2).as_subclass(_Own))
+@pytest.mark.parametrize(
+    "make",
+    [
+        freed,
+        lambda: torch._neg_view(torch.ones(2, 2)),
+        lambda: torch._efficientzerotensor((2, 2)),
+        lambda: torch.ones(2, 2).as_subclass(_Own),
+    ],
+    ids=["freed", "negated", "without memory", "a subclass"],
+)
+def test_calls_on_other_tensors_are_not_plain(make: Any) -> None:
+    assert not eager.plain_call(torch.ones(2), make())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace`:DeprecationWarning")
@@ -117,31 +120,34 @@ def test_the_memory_between_launches_is_cut_without_overlap() -> None:
     assert parts.up.untyped_storage().data_ptr() == parts.inner.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("wrong", ["dtype", "strides", "index", "none", "many", "width", "result", "device", "tokens"])
-def test_what_the_steps_have_to_arrange_is_left_to_them(wrong: str) -> None:
+LAYER = {
+    "x": torch.ones(6, 24), "index": torch.zeros(6, 2, dtype=torch.int64), "weights": torch.ones(6, 2),
+    "up": torch.ones(4, 40, 24), "down": torch.ones(4, 24, 20), "down_bias": None,
+}  # fmt: skip
+FOR_STEPS: dict[str, dict[str, Any]] = {
+    "another dtype than the weights'": {"x": torch.ones(6, 24, dtype=torch.bfloat16)},
+    "rows with strides": {"x": torch.ones(24, 6).T},
+    "another type of index": {"index": torch.zeros(6, 2, dtype=torch.int16)},
+    "no tokens": {"x": torch.ones(0, 24), "index": torch.zeros(0, 2, dtype=torch.int64), "weights": torch.ones(0, 2)},
+    "weights of another width": {"up": torch.ones(4, 42, 24)},
+    "a result of another width": {"down": torch.ones(4, 28, 20)},
+    "a bias elsewhere": {"down_bias": torch.ones(4, 24, device="meta")},
+    "more tokens than pairs": {"x": torch.ones(7, 24)},
+    "more experts than the sort takes": {
+        "up": torch.ones(1, 1, 1).expand(2000, 40, 24), "down": torch.ones(1, 1, 1).expand(2000, 24, 20)
+    },
+}  # fmt: skip
+
+
+def layer_with(x: Any, index: Any, weights: Any, up: Any, down: Any, down_bias: Any) -> Any:
+    return layer_call._layer_of(x, index, weights, Networks(up, down, None, down_bias, gelu=False))
+
+
+@pytest.mark.parametrize("case", FOR_STEPS)
+def test_what_the_steps_have_to_arrange_is_left_to_them(case: str) -> None:
     pytest.importorskip("triton")
-    x, index, weights = torch.ones(6, 24), torch.zeros(6, 2, dtype=torch.int64), torch.ones(6, 2)
-    nets = Networks(torch.ones(4, 40, 24), torch.ones(4, 24, 20), gelu=False)
-    assert layer_call._layer_of(x, index, weights, nets) is not None
-    if wrong == "dtype":
-        x = x.to(torch.bfloat16)
-    elif wrong == "strides":
-        x = torch.ones(24, 6).T
-    elif wrong == "index":
-        index = index.to(torch.int16)
-    elif wrong == "none":
-        x, index, weights = x[:0], index[:0], weights[:0]
-    elif wrong == "width":
-        nets = nets._replace(up=torch.ones(4, 42, 24))
-    elif wrong == "result":
-        nets = nets._replace(down=torch.ones(4, 28, 20))
-    elif wrong == "device":
-        nets = nets._replace(down_bias=torch.ones(4, 24, device="meta"))
-    elif wrong == "tokens":
-        x = torch.ones(7, 24)
-    else:
-        nets = nets._replace(up=torch.ones(1, 1, 1).expand(2000, 40, 24), down=torch.ones(1, 1, 1).expand(2000, 24, 20))
-    assert layer_call._layer_of(x, index, weights, nets) is None
+    assert layer_with(**LAYER) is not None
+    assert layer_with(**{**LAYER, **FOR_STEPS[case]}) is None
 
 
 def test_the_launches_in_an_interpreter_are_the_steps() -> None:
@@ -156,7 +162,7 @@ def test_the_launches_in_an_interpreter_are_the_steps() -> None:
 
 def test_a_bound_kernel_has_the_words_that_its_code_takes() -> None:
     triton = pytest.importorskip("triton")
-    kernels: Any = layer_call._kernels()
+    kernels = layer_ops.triton_kernels()
     kernel = kernels._gather_kernel
     types = {"x": "*bf16", "order": "*i64", "rows": "*bf16", "width": "i32", "stride": "constexpr"}
     source = triton.compiler.ASTSource(
@@ -164,7 +170,7 @@ def test_a_bound_kernel_has_the_words_that_its_code_takes() -> None:
     )
     compiled = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32))
     memory = {name: torch.ones(1) for name in ("x", "order", "rows")}
-    words = bound_kernels.words(kernel, compiled, {**memory, "width": 40, "stride": 1, "K": 2, "BLOCK": 64})
+    words = layer_call.words(kernel, compiled, {**memory, "width": 40, "stride": 1, "K": 2, "BLOCK": 64})
     assert words == [*(memory[name].data_ptr() for name in ("x", "order", "rows")), 40, 0, 0]  # two of Triton's own
 
 
@@ -195,7 +201,7 @@ def test_a_bound_kernel_is_launched_where_it_lies(world: FakeDriver) -> None:
     kernel = SimpleNamespace(arg_names=["x", "width", "K"], warmup=warmup)
 
     def work() -> None:
-        bound.append(bound_kernels.bound(kernel, (5, 6), 0, 8, x=x, width=40, K=2))
+        bound.append(layer_call.bound(0, kernel, (5, 6), 8, {"x": x, "width": 40, "K": 2}))
         bound[0]()
 
     thread = threading.Thread(target=work)
@@ -210,6 +216,75 @@ def test_a_bound_kernel_is_launched_where_it_lies(world: FakeDriver) -> None:
     config = record._obj
     assert (tuple(config.grid), tuple(config.block), config.shared) == ((5, 6, 1), (256, 1, 1), 512)
     assert (config.stream, handle.value, extra) == (7, 77, None)
+
+
+# --- zeros and NaN ------------------------------------------------------------------------------------
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def gradients(layer: Experts, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    leaves = {"x": x.detach().requires_grad_(), "weights": weights.detach().requires_grad_()}
+    y = layer(leaves["x"], index, leaves["weights"])
+    named = {**leaves, **dict(layer.named_parameters())}
+    found = torch.autograd.grad(y, list(named.values()), torch.ones_like(y))
+    return y.detach(), dict(zip(named, found, strict=True))
+
+
+def without_gradients(layer: Experts, *given: Tensor) -> Tensor:
+    """The layer's result; on a GPU, the one of a bound layer that was met before."""
+    with torch.no_grad():
+        results: list[Tensor] = [layer(*given) for _ in range(4)]
+    assert all(torch.equal(y.nan_to_num(), results[0].nan_to_num()) for y in results)
+    return results[-1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("activation", "dtype", "bias"), VARIANTS)
+@pytest.mark.parametrize("used", [(0, 3), (5, 5)])
+def test_experts_without_tokens_have_gradients_of_zero(
+    activation: str, dtype: torch.dtype, bias: bool, used: tuple[int, int], device: str
+) -> None:
+    layer, x, weights = layer_of(activation, dtype, bias, device)
+    index = torch.tensor(used, device=device).expand(TOKENS, 2).contiguous()
+    index[7] = EXPERTS  # a token that nobody here serves
+    y, found = gradients(layer, x, index, weights)
+    assert torch.equal(without_gradients(layer, x, index, weights), y)
+    assert all(g.isfinite().all() for g in (y, *found.values()))
+    idle = [e for e in range(EXPERTS) if e not in used]
+    for name, gradient in found.items():
+        if name in ("x", "weights"):
+            assert not gradient[7].any()
+            assert gradient.any()
+        else:
+            assert not gradient[idle].any()
+            assert all(gradient[e].any() for e in used)
+    assert not y[7].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("activation", "dtype", "bias"), VARIANTS)
+def test_a_nan_stays_with_its_token_and_its_experts(
+    activation: str, dtype: torch.dtype, bias: bool, device: str
+) -> None:
+    layer, x, weights = layer_of(activation, dtype, bias, device)
+    index = torch.rand(TOKENS, EXPERTS - 1, device=device).topk(2).indices
+    index[11] = torch.tensor([0, 1], device=device)
+    clean, found = gradients(layer, x, index, weights)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter[EXPERTS - 1] = torch.nan  # of an expert that serves nobody
+    x[11] = torch.nan
+    dirty, after = gradients(layer, x, index, weights)
+    assert torch.equal(without_gradients(layer, x, index, weights).nan_to_num(), dirty.nan_to_num())
+    others = torch.arange(TOKENS, device=device) != 11
+    assert dirty[11].isnan().all()
+    assert torch.equal(dirty[others], clean[others])
+    for name in ("x", "weights"):
+        assert torch.equal(after[name][others], found[name][others])
+    for name, _ in layer.named_parameters():
+        assert torch.equal(after[name][2:], found[name][2:])
+        assert not after[name][EXPERTS - 1].any()
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------
@@ -275,3 +350,29 @@ def test_a_layer_is_captured_in_steps() -> None:
         x.normal_()
         graph.replay()
         assert torch.equal(out, layer(x, index, weights))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("activation", "dtype", "bias"), VARIANTS)
+@pytest.mark.parametrize("tokens", [3, TOKENS, 700])
+def test_every_variant_is_bound_with_the_bits_of_its_steps(
+    activation: str, dtype: torch.dtype, bias: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, _, _ = layer_of(activation, dtype, bias, "cuda")
+    x = torch.randn(tokens, HIDDEN, dtype=dtype, device="cuda")
+    index, weights = torch.rand(tokens, EXPERTS, device="cuda").topk(2).indices, torch.rand(tokens, 2, device="cuda")
+    bound: Any = layer_call.call
+    met: list[bool] = []
+
+    def counted(*args: Any) -> Tensor | None:
+        y: Tensor | None = bound(*args)
+        met.append(y is not None)
+        return y
+
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(layer_call, "call", lambda *_: None)
+            want = [layer(x, index, weights) for _ in range(2)][1]
+        monkeypatch.setattr(layer_call, "call", counted)
+        assert all(torch.equal(layer(x, index, weights), want) for _ in range(4))
+    assert met == [True] * 4
