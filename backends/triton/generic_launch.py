@@ -165,20 +165,6 @@ def prefix_source(spec: ProblemSpec, config: Config) -> KernelSource:
     )
 
 
-ZERO_NAMES = ("m", "n", "groups", "head", "out_group", "out_row", "out_col")
-
-
-def zero_source(spec: ProblemSpec) -> KernelSource:
-    """The kernel that zeroes what no group owns, for kernels that only write what groups own."""
-    types = argument_types(spec)
-    return KernelSource(
-        module="multigemm.backends.triton.kernels.generic",
-        name="zero_kernel",
-        signature=tuple((name, types[name]) for name in ("out", "ends", *ZERO_NAMES)),
-        constants=(("FORM", spec.form), ("BM", 32), ("BN", 128)),
-    )
-
-
 def generic_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
     """The kernels of a plan: the main one for few groups and for many, and the one that counts tiles."""
     found = {f"main {chunk}": pointer_source(spec, config, chunk=chunk) for chunk in chunks(spec, config)}

@@ -31,15 +31,15 @@ from multigemm.backends.triton.generic_launch import (
     bits_of,
     group_sizes,
     sizes_address,
-    zero_source,
 )
 from multigemm.cuda.arguments import Address, Fields
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.launch import NOTHING, BoundKernel, LaunchSequence
+from multigemm.cuda.launch import NOTHING, BoundKernel, LaunchSequence, in_turn
+from multigemm.cuda.running_sums import running_sums
 from multigemm.cuda.tensor_map import BLANK, encode_together
-from multigemm.planning.operands import Operands, Packed, Strided, packed
+from multigemm.planning.operands import Operands, Packed, Strided, address_of, packed
 from multigemm.planning.tiles import most_tiles, tiles_of
 from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec
 
@@ -140,6 +140,11 @@ def searched(spec: ProblemSpec, config: Config) -> bool:
     return cut_of(spec) == "rows" and spec.groups <= searchable(config)
 
 
+def sums_sizes(spec: ProblemSpec, config: Config) -> bool:
+    """Whether the kernel sums sizes on the device up by itself, so that no launch has to write ends first."""
+    return spec.sizes is not None and cut_of(spec) != "batched" and spec.groups <= searchable(config)
+
+
 def listed(spec: ProblemSpec, config: Config) -> bool:
     """Whether a small kernel runs first, to list the tile rows."""
     return cut_of(spec) == "rows" and not searched(spec, config)
@@ -227,7 +232,7 @@ def _types(spec: ProblemSpec, config: Config) -> dict[str, str]:
         "out": "*" + TYPES[out_dtype],
         "bias": "*" + TYPES[spec.bias or out_dtype],
         "records": "*i32",
-        "ends": "*" + TYPES[spec.index or torch.int32],
+        "ends": "*" + TYPES[(spec.sizes if sums_sizes(spec, config) else spec.index) or torch.int32],
         **dict.fromkeys((*EXTENTS, "raw_at"), "i32"),
         **dict.fromkeys(("b", "b_group", "b_line", *STRIDES), "i64"),
     }
@@ -246,6 +251,7 @@ def _cut(spec: ProblemSpec, config: Config) -> dict[str, Any]:
         "ORDER": "drawn" if drawn(spec, config) else "dealt",
         "ALIGN": start_multiple(spec),
         "MASKED": spec.form == "masked",
+        "SIZES": sums_sizes(spec, config),
         "A_ORDER": spec.a.order,
         "B_ORDER": spec.b.order,
     }
@@ -260,7 +266,15 @@ def _end(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
         "ALPHA": spec.alpha,
         "ACTIVATION": spec.activation,
         "LATE": stores_late(spec, config),
+        "ZERO": _zeroed(spec),
     }
+
+
+def _zeroed(spec: ProblemSpec) -> str | None:
+    """Which rows the kernel zeroes: those that no group owns, of the whole result or ("masked") of each group."""
+    if not spec.zero_unowned or cut_of(spec) != "rows":
+        return None
+    return "masked" if spec.form == "masked" else "rows"
 
 
 def _roles(spec: ProblemSpec, config: Config) -> dict[str, int]:
@@ -312,14 +326,12 @@ def line_of(columns: int, size: int) -> int:
 
 
 def hopper_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
-    """The kernels of a plan: the main one, copies, the list of tile rows, zeros."""
+    """The kernels of a plan: the main one, copies, the list of tile rows."""
     found = {"main": hopper_source(spec, config)}
     for name in config.pack:
         found[f"pack {name}"] = pack_source(getattr(spec, name), name, spec)
     if listed(canonical(packed_spec(spec, config)), config):
         found["records"] = records_source(spec, config)
-    if cut_of(canonical(spec)) == "rows" and spec.zero_unowned:
-        found["zeros"] = zero_source(spec)
     return found
 
 
@@ -412,11 +424,11 @@ class HopperPlan:
     def __init__(self, given: ProblemSpec, config: Config, index: int, instead: Callable[[], Recipe]) -> None:
         kernels = {name: load(source, index) for name, source in hopper_sources(given, config).items()}
         self._config, self._index, self._instead = config, index, cache(instead)
-        self._main, self._records, self._zeros = kernels["main"], kernels.get("records"), kernels.get("zeros")
+        self._main, self._records = kernels["main"], kernels.get("records")
         self._copies = [OperandCopy(name, given, kernels[f"pack {name}"]) for name in config.pack]
         self._spec = canonical(packed_spec(given, config))
         self._drawn, self._slack = drawn(self._spec, config), start_multiple(self._spec) > 1
-        self._stores_maps = store_of(self._spec) == "tma"
+        self._stores_maps, self._sums = store_of(self._spec) == "tma", sums_sizes(self._spec, config)
         self._map_boxes()
         ready(index, 8)
 
@@ -432,23 +444,25 @@ class HopperPlan:
         """Lays out the arguments of one problem; the generic kernel takes strides that no map expresses."""
         if not cast(Tensor, ops.out).numel():
             return NOTHING
-        given = shape = packed(ops)
+        shape = packed(ops)
         launches: list[BoundKernel] = []
         for copy in self._copies:
             shape, launch = copy.bind(shape, ops.device)
             launches += [launch] if launch else []
         seen = canonical_shape(shape)
         if not fits(self._spec, seen):
-            return self._instead().bind(ops)
-        sizes = group_sizes(ops)
-        launches += self._products(ops, seen, sizes)
-        if self._zeros is not None:
-            launches.append(bind_zeros(self._zeros, ops, given, sizes))
+            return in_turn([*self._sum_up(ops), self._instead().bind(ops)])
+        launches += self._products(ops, seen)
         return launches[0] if len(launches) == 1 else LaunchSequence(launches)
 
-    def _products(self, ops: Operands, shape: Packed, sizes: Tensor | None) -> list[BoundKernel]:
+    def _sum_up(self, ops: Operands) -> list[Launch]:
+        """What has to run before a kernel that reads ends, where this one would read sizes."""
+        return [running_sums(cast(Tensor, ops.sizes), cast(Tensor, ops.ends))] if self._sums else []
+
+    def _products(self, ops: Operands, shape: Packed) -> list[BoundKernel]:
         """The launch that lists tile rows, if any, and the main one; without a list it counts in words left at zero."""
-        rows, at = self._tile_rows(shape), sizes_address(sizes, ops.spec)
+        rows = self._tile_rows(shape)
+        at = address_of(ops.sizes, "sizes") if self._sums else sizes_address(group_sizes(ops), ops.spec)
         grid = min(max(1, rows * tiles_of(shape.n, self._config.block_n)), processors(self._index))
         if self._records is not None:
             blocks = tiles_of(max(1, rows), RECORD_ROWS)
@@ -495,15 +509,9 @@ class HopperPlan:
             return [*found, map_of_out(spec, shape, out_box) if self._stores_maps else BLANK, *BESIDE[4]]
 
 
-def bind_zeros(kernel: TritonKernel, ops: Operands, shape: Packed, sizes: Tensor | None) -> BoundKernel:
-    """The launch that zeroes what no group owns."""
-    out, at = shape.out, sizes_address(sizes, ops.spec)
-    values = [out.ptr, at, shape.m, shape.n, shape.groups, int(ops.head), out.group, out.row, out.col]
-    return kernel.bound(values, processors(kernel.index))
-
-
 def plan_hopper(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:
     """Compiles (or loads) the kernels; `instead` plans the generic kernel for strides that no map expresses."""
     name = "hopper, weights through registers" if config.carry else "hopper"
     name += f", after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else ""
-    return Recipe(name, config, HopperPlan(spec, config, index, instead).bind, why)
+    sums = sums_sizes(canonical(packed_spec(spec, config)), config)
+    return Recipe(name, config, HopperPlan(spec, config, index, instead).bind, why, sums_sizes=sums)

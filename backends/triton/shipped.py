@@ -25,7 +25,6 @@ from multigemm.backends.triton.generic_launch import (
     multiple_of,
     pointer_source,
     prefix_source,
-    zero_source,
 )
 from multigemm.backends.triton.hopper_launch import cut_of, hopper_source, pack_source, records_source
 from multigemm.backends.triton.list_launch import SLOTS, few_slots, few_source, list_chunks, list_sources
@@ -149,7 +148,6 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
                 yield "records", records_source(spec, config)
     if spec.form == "jagged_m" and _few(spec):
         yield "prefix", prefix_source(spec, pointer_candidates(spec)[0])
-        yield "zeros", zero_source(spec)
 
 
 def reports(capability: int, most: int = 2, only: Sequence[str] = ()) -> Iterator[Report]:

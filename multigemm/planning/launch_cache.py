@@ -325,8 +325,9 @@ class _BindingEntry(_Entry):
             return {"ends": call.cut[1:], "head": True}
         if self._kind == "sizes" and call.cut is not None:
             ends = torch.empty(call.cut.shape, dtype=torch.int64, device=self._device)
-            running_sums(call.cut, ends)()
-            return {"ends": ends}
+            if not self._choice.recipe.sums_sizes:
+                running_sums(call.cut, ends)()
+            return {"ends": ends, "sizes": call.cut}
         return {"ends": call.cut}
 
 
@@ -358,13 +359,16 @@ class _TokensEntry(_Entry):
             return {"ends": live[1:], "head": True}
         if self._kind == "ends":
             return {"ends": live}
-        if self._sums is None or not hasattr(self._sums, "move"):
+        if self._ends is None:
             self._ends = torch.empty(live.shape, dtype=torch.int64, device=self._device)
+        if self._choice.recipe.sums_sizes:
+            return {"ends": self._ends, "sizes": live}
+        if self._sums is None or not hasattr(self._sums, "move"):
             self._sums = running_sums(live, self._ends)
         else:
             self._sums.move((0, 0, 0, 0, 0, 0, 0, live.data_ptr()))
         self._sums()
-        return {"ends": self._ends}
+        return {"ends": self._ends, "sizes": live}
 
     def _host_cut(self, cut: Any, rows: int) -> dict[str, Any] | None:
         """Sizes on the host as offsets on the device; None for what has to be refused in words."""

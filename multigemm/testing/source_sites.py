@@ -41,7 +41,7 @@ BEHIND = {"memory.py": "else:"}
 """Files that hold kernel source from such a line on only; before it stands what emulation has in its place."""
 
 GPU_ONLY = (
-    "group_rows", "weight_class", "write_records", "zero_kernel", "pack_kernel", "make_any_finish", "inclusive_scan",
+    "group_rows", "weight_class", "write_records", "pack_kernel", "make_any_finish", "inclusive_scan",
     "owner_of", "make_warp_schedule",
 )  # fmt: skip
 """Functions of these files that an emulator never calls; nor does it call those that Gluon compiles."""

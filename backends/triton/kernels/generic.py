@@ -5,9 +5,9 @@ It masks both operands along K, so that what lies beyond a group never meets an 
 addresses with 64 bits across tiles (and inside a tile where the operand is `WIDE`). Operand order,
 divisibility and the epilogue are compile-time classes; sizes, strides and counts are not.
 
-Beside it: zeros for what no group owns, where a kernel writes only what groups own; and copies of operands that no
-tensor map can express into aligned rows (odd leading dimensions, unaligned bases, zero or non-unit strides). One pass
-over memory costs less than element-wise loads in every tile wherever an operand is used by more than a few tiles.
+Beside it: copies of operands that no tensor map can express into aligned rows (odd leading dimensions, unaligned
+bases, zero or non-unit strides). One pass over memory costs less than element-wise loads in every tile wherever an
+operand is used by more than a few tiles.
 """
 
 import triton
@@ -292,27 +292,6 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
 
     # 5. what no group owns, where the output is the library's own
     if ZERO and (FORM == "jagged_m" or FORM == "jagged_n"):
-        write_outside(out, ends, m, n, groups, head, out_group, out_row, out_col, FORM, BM, BN)
-
-
-@triton.jit
-def zero_kernel(out, ends, m, n, groups, head, out_group, out_row, out_col,
-                FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """What no group owns, as a launch of its own: for kernels that only write what groups own."""
-    if FORM == "masked":
-        across = (n + BN - 1) // BN
-        per_group = ((m + BM - 1) // BM) * across
-        for tile in range(tl.program_id(0), groups * per_group, tl.num_programs(0)):
-            g = tile // per_group
-            valid = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
-            i = tile % per_group // across * BM + tl.arange(0, BM)
-            j = tile % across * BN + tl.arange(0, BN)
-            outside = (i >= valid) & (i < m)
-            ptrs = (
-                out + g.to(tl.int64) * out_group + i[:, None].to(tl.int64) * out_row + j[None, :].to(tl.int64) * out_col
-            )
-            tl.store(ptrs, tl.zeros((BM, BN), out.dtype.element_ty), mask=outside[:, None] & (j < n)[None, :])
-    else:
         write_outside(out, ends, m, n, groups, head, out_group, out_row, out_col, FORM, BM, BN)
 
 

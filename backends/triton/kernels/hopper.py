@@ -32,7 +32,8 @@ from multigemm.backends.triton.kernels.hopper_tiles import (
     publish,
     record_of,
     retire,
-    rows_up_to,
+    scan_groups,
+    sum_sizes,
     take,
     tile_from,
 )
@@ -121,7 +122,7 @@ def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: g
 def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step,
             FORM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, MOST: gl.constexpr,
             STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr,
-            A_ORDER: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
+            SIZES: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
     """The loading warp: picks the tiles, and keeps STAGES blocks of A and B in flight across tile borders.
 
     Tiles of jagged groups differ in cost, so they are drawn from a counter unless ORDER is "dealt". A tile is
@@ -134,11 +135,14 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
     slot = 0
     turn = 0
     tile = gl.program_id(0)
-    found = total
+    scanned = (total, total)
     if FORM == "search":
-        found = rows_up_to(ends, extents, MOST, ALIGN, MASKED)
-        total = gl.max(found, 0) * tiles_n
-    record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED)
+        scanned = scan_groups(ends, extents, MOST, ALIGN, MASKED, SIZES)
+        total = gl.max(scanned[0], 0) * tiles_n
+    elif SIZES:
+        _, sums = sum_sizes(ends, extents[2], extents[3], MOST)
+        scanned = (sums, sums)
+    record = record_of(tile, total, scanned, records, ends, extents, tiles_n, FORM, MOST, MASKED, SIZES)
     while tile < total:
         work = tile_from(record, tile, extents, tiles_n, FORM, BN, MOST, WIDTH, ALIGN)
         publish(mail, slot, turn, work)
@@ -154,7 +158,7 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
         stage, phase = fill(descs, ring, drawing, reading, stage, phase, work, a_rows, b_step, FORM, PIECES, PIECE,
                             MOST, STAGES, A_ORDER, B_ORDER)  # fmt: skip
         tile = following(tile, drawn, ORDER)
-        record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED)
+        record = record_of(tile, total, scanned, records, ends, extents, tiles_n, FORM, MOST, MASKED, SIZES)
         stage, phase = fill(descs, ring, reading, blocks, stage, phase, work, a_rows, b_step, FORM, PIECES, PIECE, MOST,
                             STAGES, A_ORDER, B_ORDER)  # fmt: skip
     if ORDER == "drawn":
@@ -302,6 +306,76 @@ def store_rows(result, at, step, first, rows, within, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def owned_rows(ends, extents, SIZES: gl.constexpr):
+    """[low, high): from the start of the first group to the end of the last one."""
+    m, _, _, groups, head = extents
+    if SIZES:
+        g = gl.arange(0, 256, gl.BlockedLayout([8], [32], [WARPS], [0]))
+        high = gl.sum(gl.load(ends + g, mask=g < groups, other=0).to(gl.int32), 0)
+        low = high * 0
+    else:
+        low = gl.load(ends - 1, mask=groups * head > 0, other=0).to(gl.int64)
+        high = gl.load(ends + groups - 1, mask=groups > 0, other=0).to(gl.int64)
+    low = gl.minimum(gl.maximum(low, 0), m)
+    high = gl.minimum(gl.maximum(high, low), m)
+    return low.to(gl.int32), high.to(gl.int32)
+
+
+@gluon.jit
+def zero_unowned(target, ends, extents, STORE: gl.constexpr, ZERO: gl.constexpr, SIZES: gl.constexpr):
+    """Zeros in the rows of a result that no group owns, shared out among the programs.
+
+    One consumer writes them before its first tile, while the loading warp looks for that tile.
+    """
+    m, _, _, groups, _ = extents
+    _, _, tensors, strides, n = target
+    out = tensors[1]
+    group_step = strides[3]
+    row_step = strides[4]
+    # 16 bytes at once where rows are known to be aligned, else neighbouring lanes at neighbouring addresses
+    VECTOR: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth if STORE == "tma" else 1
+    if STORE == "tma":
+        out = gl.multiple_of(out, 16)
+        group_step = gl.multiple_of(group_step, VECTOR)
+        row_step = gl.multiple_of(row_step, VECTOR)
+        n = gl.multiple_of(n, VECTOR)
+    ROWS: gl.constexpr = 64 if STORE == "col" else 16
+    COLUMNS: gl.constexpr = 16 if STORE == "col" else 32 * VECTOR
+    down_memory: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
+    along_memory: gl.constexpr = gl.BlockedLayout([1, VECTOR], [1, 32], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = down_memory if STORE == "col" else along_memory
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    j = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    zeros = gl.zeros([ROWS, COLUMNS], out.dtype.element_ty, layout)
+    across = (n + COLUMNS - 1) // COLUMNS
+    if ZERO == "masked":
+        strips_per_group = (m + ROWS - 1) // ROWS
+        strips = groups * strips_per_group
+    else:
+        low, high = owned_rows(ends, extents, SIZES)
+        strips = (m - (high - low) + ROWS - 1) // ROWS
+    for block in range(gl.program_id(0), strips * across, gl.num_programs(0)):
+        strip = block // across
+        column = block % across * COLUMNS + j
+        lines = out
+        if ZERO == "masked":
+            g = strip // strips_per_group
+            lines += g.to(gl.int64) * group_step
+            row = strip % strips_per_group * ROWS + i
+            valid = gl.load(ends + g).to(gl.int64)
+            unowned = (row >= valid) & (row < m)
+        else:
+            row = strip * ROWS + i
+            row = gl.where(row < low, row, row + (high - low))
+            unowned = row < m
+        if STORE == "col":
+            places = (lines + row.to(gl.int64) * row_step)[:, None] + column.to(gl.int64)[None, :] * strides[5]
+        else:
+            places = (lines + row.to(gl.int64) * row_step)[:, None] + column[None, :]
+        gl.store(places, zeros, mask=unowned[:, None] & (column < n)[None, :])
+
+
+@gluon.jit
 def oriented(smem, TURN: gl.constexpr):
     """A block of shared memory as the matrix that it holds, or as its transpose."""
     if TURN:
@@ -400,10 +474,12 @@ def pass_by(ring, stage, phase, k_length, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, ring, mail, BN: gl.constexpr, PIECE: gl.constexpr,
-            PART: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, A_ORDER: gl.constexpr,
-            B_ORDER: gl.constexpr, END: gl.constexpr):  # fmt: skip
+def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, unowned, ring, mail, BN: gl.constexpr,
+            PIECE: gl.constexpr, PART: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, A_ORDER: gl.constexpr,
+            B_ORDER: gl.constexpr, END: gl.constexpr, ZERO: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
     """One warpgroup: its share of each tile's strips."""
+    if ZERO is not None and WHICH == CONSUMERS - 1:
+        zero_unowned(out, unowned[0], unowned[1], END[0], ZERO, SIZES)
     stage = 0
     phase = 0
     slot = 0
@@ -466,7 +542,8 @@ def hopper_kernel(
     STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr,
     MASKED: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
     STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr,
-    LATE: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    LATE: gl.constexpr, ZERO: gl.constexpr, SIZES: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Roles: CONSUMERS warpgroups multiply and write, one more warp loads."""
     dtype: gl.constexpr = a_desc.dtype
@@ -497,17 +574,22 @@ def hopper_kernel(
     strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
                alpha_bits, beta_bits, out_rows)  # fmt: skip
     END: gl.constexpr = (STORE, C, BIAS, ALPHA, ACTIVATION, LATE)
+    unowned = (ends, extents) if ZERO is not None else ()
     out0 = (out_desc, staging.index(0), tensors, strides, n)
     out1 = (out_desc, staging.index(1), tensors, strides, n)
     if CONSUMERS == 3:
         out2 = (out_desc, staging.index(2), tensors, strides, n)
         gl.warp_specialize(
             [
-                (consume, (0, CONSUMERS, out0, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
-                (consume, (1, CONSUMERS, out1, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
-                (consume, (2, CONSUMERS, out2, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
+                (consume, (0, CONSUMERS, out0, unowned, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER,
+                           END, ZERO, SIZES)),
+                (consume, (1, CONSUMERS, out1, unowned, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER,
+                           END, ZERO, SIZES)),
+                (consume, (2, CONSUMERS, out2, unowned, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER,
+                           END, ZERO, SIZES)),
                 (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
-                           BN, BN // PIECE, PIECE, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, A_ORDER, B_ORDER)),
+                           BN, BN // PIECE, PIECE, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, SIZES, A_ORDER,
+                           B_ORDER)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -515,10 +597,13 @@ def hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, CONSUMERS, out0, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
-                (consume, (1, CONSUMERS, out1, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
+                (consume, (0, CONSUMERS, out0, unowned, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER,
+                           END, ZERO, SIZES)),
+                (consume, (1, CONSUMERS, out1, unowned, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER,
+                           END, ZERO, SIZES)),
                 (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
-                           BN, BN // PIECE, PIECE, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, A_ORDER, B_ORDER)),
+                           BN, BN // PIECE, PIECE, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, SIZES, A_ORDER,
+                           B_ORDER)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multigemm.backends.triton.kernels.hopper import barriers, moved, produce, write
+from multigemm.backends.triton.kernels.hopper import barriers, moved, produce, write, zero_unowned
 from multigemm.backends.triton.kernels.hopper_tiles import take
 
 # Triton 3.6 calls it otherwise than later versions
@@ -439,9 +439,12 @@ def multiply(rings, place, at_x, at_w, k_length, out, spot, STRIPS: gl.constexpr
 
 
 @gluon.jit
-def consume_shifted(WHICH: gl.constexpr, out, rings, mail, weights, raw, PART: gl.constexpr, MOST: gl.constexpr,
-                   STAGES: gl.constexpr, B_ORDER: gl.constexpr, END: gl.constexpr):  # fmt: skip
+def consume_shifted(WHICH: gl.constexpr, out, unowned, rings, mail, weights, raw, PART: gl.constexpr,
+                    MOST: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr, END: gl.constexpr,
+                    ZERO: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
     """One warpgroup: 64 of a tile's columns."""
+    if ZERO is not None and WHICH == 1:
+        zero_unowned(out, unowned[0], unowned[1], END[0], ZERO, SIZES)
     HALF_BYTES: gl.constexpr = STRIP * line_pitch(STAGES) if B_ORDER == "col" else STRIP * 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, STRIP, 16])  # fmt: skip
@@ -491,6 +494,7 @@ def carry_kernel(
     STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr,
     A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
     STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr,
+    ZERO: gl.constexpr, SIZES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     CARRIER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -520,6 +524,7 @@ def carry_kernel(
     strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
                alpha_bits, beta_bits, out_rows)  # fmt: skip
     END: gl.constexpr = (STORE, C, BIAS, ALPHA, ACTIVATION, False)
+    unowned = (ends, extents) if ZERO is not None else ()
     rings = (x_smem, x_full, x_empty, w_full, w_empty)
     weights = (b, n, b_group, b_line)
     raw = ring_start(raw_at)
@@ -527,12 +532,14 @@ def carry_kernel(
     out1 = (out_desc, staging.index(1), tensors, strides, n)
     gl.warp_specialize(
         [
-            (consume_shifted, (0, out0, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END)),
-            (consume_shifted, (1, out1, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END)),
+            (consume_shifted, (0, out0, unowned, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END, ZERO,
+                               SIZES)),
+            (consume_shifted, (1, out1, unowned, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END, ZERO,
+                               SIZES)),
             (load_lines, (mail, (w_full, w_empty), weights, raw, STAGES, B_ORDER)),
             (produce, ((a_desc, a_desc), (x_smem, x_smem, x_full, x_empty), mail, records, ends, extents, tiles_n,
-                       total, a_rows, 0, FORM, BN, 0, BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, A_ORDER,
-                       B_ORDER)),
+                       total, a_rows, 0, FORM, BN, 0, BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, SIZES,
+                       A_ORDER, B_ORDER)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, CARRIER_REGISTERS, PRODUCER_REGISTERS],

@@ -65,22 +65,57 @@ def plus(x, y):
 
 
 @gluon.jit
-def rows_up_to(ends, extents, MOST: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr):
-    """Tile rows up to each of 256 groups (or 128: hopper_launch.searchable), counted by one warp, all at once."""
+def sum_sizes(sizes, extent, groups, MOST: gl.constexpr):
+    """The sums of the sizes before each of 256 groups (or 128: hopper_launch.searchable), and of those up to it, by one
+    warp, clamped to [0, extent]. Sums of sizes that lie may wrap, but each group starts where the one before ends."""
+    EACH: gl.constexpr = 4 if MOST == 3 else 8
+    lanes: gl.constexpr = gl.BlockedLayout([EACH], [32], [1], [0])
+    g = gl.arange(0, 32 * EACH, lanes)
+    size = gl.load(sizes + g, mask=g < groups, other=0).to(gl.int32)
+    sums = gl.associative_scan(size, 0, plus)
+    return gl.minimum(gl.maximum(sums - size, 0), extent), gl.minimum(gl.maximum(sums, 0), extent)
+
+
+@gluon.jit
+def scan_groups(ends, extents, MOST: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr, SIZES: gl.constexpr):
+    """Tile rows up to each of 256 groups (or 128: hopper_launch.searchable), counted by one warp, all at once; with
+    SIZES, also the sums up to each group."""
     m, _, _, groups, head = extents
     EACH: gl.constexpr = 4 if MOST == 3 else 8
     lanes: gl.constexpr = gl.BlockedLayout([EACH], [32], [1], [0])
     g = gl.arange(0, 32 * EACH, lanes)
-    start, end = group_rows(ends, g, head, m, g < groups, MASKED)
+    if SIZES:
+        start, sums = sum_sizes(ends, m, groups, MOST)
+        end = gl.maximum(start, sums)
+    else:
+        start, end = group_rows(ends, g, head, m, g < groups, MASKED)
     strips = gl.where(end > start, (end - start // ALIGN * ALIGN + STRIP - 1) // STRIP, 0)
-    return gl.associative_scan((strips + MOST - 1) // MOST, 0, plus)
+    found = gl.associative_scan((strips + MOST - 1) // MOST, 0, plus)
+    if SIZES:
+        return found, sums
+    else:
+        return found, found
 
 
 @gluon.jit
-def record_of(tile, total, found, records, ends, extents, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr,
-              MASKED: gl.constexpr):  # fmt: skip
+def span_of(g, ok, sums, ends, head, SIZES: gl.constexpr):
+    """Where a group starts and ends, to be clamped by `inside`: loads on their way, or two of the sums of SIZES."""
+    if SIZES:
+        lane = gl.arange(0, sums.shape[0], sums.type.layout)
+        start = gl.sum(gl.where(lane == g - 1, sums, 0), 0)
+        end = gl.sum(gl.where(lane == g, sums, 0), 0)
+    else:
+        start = gl.load(ends + g - 1, mask=ok & (g + head > 0), other=0)
+        end = gl.load(ends + g, mask=ok, other=0)
+    return start, end
+
+
+@gluon.jit
+def record_of(tile, total, scanned, records, ends, extents, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr,
+              MASKED: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
     """What memory holds about a tile's group, as loads on their way; nothing for a tile beyond the last."""
     m, _, _, _, head = extents
+    found, sums = scanned
     ok = tile < total
     if FORM == "rows":
         entry = records + RECORD + tile // tiles_n * RECORD
@@ -96,18 +131,18 @@ def record_of(tile, total, found, records, ends, extents, tiles_n, FORM: gl.cons
         below = found <= tile // tiles_n
         g = gl.sum(below.to(gl.int32), 0)
         first = gl.max(gl.where(below, found, 0), 0)
-        start = g * 0
-        if not MASKED:
-            start = gl.load(ends + g - 1, mask=ok & (g + head > 0), other=0)
-        end = gl.load(ends + g, mask=ok, other=0)
+        if MASKED:
+            start = g * 0
+            end = gl.load(ends + g, mask=ok, other=0)
+        else:
+            start, end = span_of(g, ok, sums, ends, head, SIZES)
         return g, start, end, first
     else:
         g = tile // ((m + MOST * STRIP - 1) // (MOST * STRIP) * tiles_n)
         start = g * 0
         end = start
         if FORM == "k":
-            start = gl.load(ends + g - 1, mask=ok & (g + head > 0), other=0)
-            end = gl.load(ends + g, mask=ok, other=0)
+            start, end = span_of(g, ok, sums, ends, head, SIZES)
         return g, start, end
 
 

@@ -21,6 +21,7 @@ from multigemm.cuda import launch
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.cuda.launch import NOTHING
 from multigemm.errors import InvalidSetting
+from multigemm.planning.binding import Choice, bind
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import stage, staged_spec
 from tests.support.triton_world import GPU, FakeDriver, block_of, kernels_of, world
@@ -50,9 +51,9 @@ class Memory:
 
 
 def problem(form: str, start: int, *, dtype: torch.dtype = BF16, groups: int = 6, m: int = 256, n: int = 256,
-            k: int = 512, shift: int = 0, bias: bool = False, c: bool = False, **options: Any
+            k: int = 512, shift: int = 0, bias: bool = False, c: bool = False, kind: str = "ends", **options: Any
             ) -> mg.GroupedGemmProblem:  # fmt: skip
-    """A problem whose operands lie from `start` on; sizes are all on the device."""
+    """A problem whose operands lie from `start` on; sizes are all on the device, given as `kind`."""
     new = Memory(start)
     operand: dict[str, Any] = {"dtype": dtype, "shift": shift}
     if form == "jagged_k":
@@ -63,7 +64,7 @@ def problem(form: str, start: int, *, dtype: torch.dtype = BF16, groups: int = 6
         rows = (m,) if form == "jagged_m" else (groups, m)
         a, b, out = new(*rows, k, **operand), new(groups, k, n, **operand), new(*rows, n, dtype=dtype)
     sizes = new(groups, dtype=torch.int32)
-    options |= {"batched": {}, "masked": {"valid_rows": sizes}}.get(form, {"ends": sizes, "jagged": form[-1]})
+    options |= {"batched": {}, "masked": {"valid_rows": sizes}}.get(form, {kind: sizes, "jagged": form[-1]})
     options |= {"bias": new(*((n,) if form == "jagged_n" else (groups, n)), dtype=dtype)} if bias else {}
     options |= {"c": new(*out.shape, dtype=dtype), "beta": 0.5} if c else {}
     return mg.GroupedGemmProblem(a, b, out=out, **options)
@@ -87,6 +88,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     **{f"{form}, odd": {"form": form, "shift": 1} for form in FORMS},
     **{f"{form}, c": {"form": form, "c": True} for form in FORMS},
     **{f"{form}, bias": {"form": form, "bias": True} for form in ("jagged_m", "jagged_k", "masked", "batched")},
+    **{f"{form}, sizes": {"form": form, "kind": "sizes"} for form in ("jagged_m", "jagged_k", "jagged_n")},
+    "many sizes": {"form": "jagged_m", "groups": 300, "m": 900, "n": 64, "k": 64, "kind": "sizes"},
     "many": {"form": "jagged_m", "groups": 300, "m": 900, "n": 64, "k": 64},
     "many odd": {"form": "jagged_m", "groups": 300, "m": 900, "n": 64, "k": 64, "shift": 1},
     "many n": {"form": "jagged_n", "groups": 300, "n": 900, "m": 64, "k": 64},
@@ -133,22 +136,57 @@ def test_every_address_follows_its_operand(world: FakeDriver, same_workspaces: C
     seen, operand_memory = set[str](), [(MEMORY.data_ptr(), MEMORY.data_ptr() + len(MEMORY))]
     for name, given in PROBLEMS.items():
         here, there = (operands(problem(start=start, **given), name in FORMS) for start in (0, DISTANCE))
+        if here.sizes is not None:  # memory of the library's own, which no call moves
+            there.ends = here.ends
         assert all((x - y) % 256 == 0 for x, y in zip(addresses(here), addresses(there), strict=True))
         for config in configs(here):
-            bind = BACKEND.plan(here.spec, config, GPU).bind
+            bound_to = BACKEND.plan(here.spec, config, GPU).bind
             same_workspaces(fresh=True)
-            moved: Any = bind(here)
+            moved: Any = bound_to(here)
             before = [block_of(kernel) for kernel in kernels_of(moved)]
             same_workspaces()
-            after = [block_of(kernel) for kernel in kernels_of(bind(there))]
+            after = [block_of(kernel) for kernel in kernels_of(bound_to(there))]
             assert not moved.stays_behind(operand_memory), (name, config)
             moved.move(addresses(there))
             assert [block_of(kernel) for kernel in kernels_of(moved)] == after != before, (name, config)
             moved.move(addresses(here))
             assert [block_of(kernel) for kernel in kernels_of(moved)] == before, (name, config)
             seen |= {kernel._kernel.name for kernel in kernels_of(moved)}
-    assert seen == {"pointer_kernel", "write_prefix", "hopper_kernel", "carry_kernel", "write_records", "pack_kernel",
-                    "zero_kernel"}  # fmt: skip
+    assert seen == {"pointer_kernel", "write_prefix", "hopper_kernel", "carry_kernel", "write_records", "pack_kernel"}
+
+
+TALL = replace(RING, block_m=192, block_n=256, stages=3)
+
+
+@pytest.mark.parametrize("kind", ["ends", "sizes"])
+@pytest.mark.parametrize("config", [RING, TALL, replace(RING, carry=True)], ids=["two", "three", "shifted"])
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k"])
+def test_sizes_and_zeros_take_no_launch_of_their_own(form: str, config: Config, kind: str, world: FakeDriver) -> None:
+    """The kernel sums up sizes on the device, and zeroes what no group owns, as long as one warp holds all groups."""
+    limit = 128 if config is TALL else 256
+    for groups, launched in ((limit, []), (limit + 1, ["write_records"] if form != "jagged_k" else [])):
+        given = problem(form, 0, groups=groups, kind=kind, m=64, n=64, k=64)
+        spec = replace(staged_spec(given), zero_unowned=True)
+        if problem_with(config, spec):
+            continue
+        made = bind(Choice("triton", BACKEND.plan(spec, config, GPU), spec, ""), given, given.out)
+        own = "carry_kernel" if config.carry else "hopper_kernel"
+        assert [kernel._kernel.name for kernel in kernels_of(made.steps[-1])] == [*launched, own]
+        assert len(made.steps) == 1 + (kind == "sizes" and groups > limit)
+        assert (made.ops.sizes is not None) == (kind == "sizes")
+
+
+def test_strides_that_no_map_expresses_still_have_their_sizes_summed(world: FakeDriver) -> None:
+    """The generic kernel reads ends."""
+    given: Any = problem("jagged_k", 0, groups=2, kind="sizes")
+    out = MEMORY[DISTANCE:][: 2 * 264 * 256 * 2].view(BF16).as_strided((2, 256, 256), (256 * 256 + 8, 256, 1))
+    ops = operands(mg.GroupedGemmProblem(given.a, given.b, sizes=given.grouping.live, jagged="k", out=out))
+    assert ops.ends is not None and ops.sizes is not None
+    ops.sizes.copy_(torch.tensor([3, 4]))
+    bound = BACKEND.plan(ops.spec, RING, GPU).bind(ops)
+    bound()
+    assert ops.ends.tolist() == [3, 7]
+    assert world.calls.count("cuLaunchKernelEx") == 1
 
 
 def listed(groups: int, rows: int = 256) -> Operands:

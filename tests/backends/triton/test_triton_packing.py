@@ -28,7 +28,7 @@ def test_weights_of_no_group_are_not_copied(groups: int, world: FakeDriver) -> N
     config = Config("hopper", block_m=128, block_n=128, warps=4, stages=4, pack=("b",))
     bound = BACKEND.plan(ops.spec, config, GPU).bind(ops)
     launched = [kernel._kernel.name for kernel in kernels_of(bound)]
-    assert launched == ["pack_kernel"] * (groups > 0) + ["hopper_kernel", "zero_kernel"]
+    assert launched == ["pack_kernel"] * (groups > 0) + ["hopper_kernel"]
 
 
 @pytest.mark.parametrize("shift", [0, 7])
