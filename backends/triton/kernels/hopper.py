@@ -32,8 +32,7 @@ from multigemm.backends.triton.kernels.hopper_tiles import (
     publish,
     record_of,
     retire,
-    scan_groups,
-    sum_sizes,
+    rows_up_to,
     take,
     tile_from,
 )
@@ -135,14 +134,11 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
     slot = 0
     turn = 0
     tile = gl.program_id(0)
-    scanned = (total, total)
+    found = total
     if FORM == "search":
-        scanned = scan_groups(ends, extents, MOST, ALIGN, MASKED, SIZES)
-        total = gl.max(scanned[0], 0) * tiles_n
-    elif SIZES:
-        _, sums = sum_sizes(ends, extents[2], extents[3], MOST)
-        scanned = (sums, sums)
-    record = record_of(tile, total, scanned, records, ends, extents, tiles_n, FORM, MOST, MASKED, SIZES)
+        found = rows_up_to(ends, extents, MOST, ALIGN, MASKED, SIZES)
+        total = gl.max(found, 0) * tiles_n
+    record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED, SIZES)
     while tile < total:
         work = tile_from(record, tile, extents, tiles_n, FORM, BN, MOST, WIDTH, ALIGN)
         publish(mail, slot, turn, work)
@@ -158,7 +154,7 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
         stage, phase = fill(descs, ring, drawing, reading, stage, phase, work, a_rows, b_step, FORM, PIECES, PIECE,
                             MOST, STAGES, A_ORDER, B_ORDER)  # fmt: skip
         tile = following(tile, drawn, ORDER)
-        record = record_of(tile, total, scanned, records, ends, extents, tiles_n, FORM, MOST, MASKED, SIZES)
+        record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED, SIZES)
         stage, phase = fill(descs, ring, reading, blocks, stage, phase, work, a_rows, b_step, FORM, PIECES, PIECE, MOST,
                             STAGES, A_ORDER, B_ORDER)  # fmt: skip
     if ORDER == "drawn":

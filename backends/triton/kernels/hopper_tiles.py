@@ -65,45 +65,36 @@ def plus(x, y):
 
 
 @gluon.jit
-def sum_sizes(sizes, extent, groups, MOST: gl.constexpr):
-    """The sums of the sizes before each of 256 groups (or 128: hopper_launch.searchable), and of those up to it, by one
-    warp, clamped to [0, extent]. Sums of sizes that lie may wrap, but each group starts where the one before ends."""
-    EACH: gl.constexpr = 4 if MOST == 3 else 8
-    lanes: gl.constexpr = gl.BlockedLayout([EACH], [32], [1], [0])
-    g = gl.arange(0, 32 * EACH, lanes)
-    size = gl.load(sizes + g, mask=g < groups, other=0).to(gl.int32)
-    sums = gl.associative_scan(size, 0, plus)
-    return gl.minimum(gl.maximum(sums - size, 0), extent), gl.minimum(gl.maximum(sums, 0), extent)
+def rows_up_to(ends, extents, MOST: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr, SIZES: gl.constexpr):
+    """Tile rows up to each of 256 groups (or 128: hopper_launch.searchable), counted by one warp, all at once.
 
-
-@gluon.jit
-def scan_groups(ends, extents, MOST: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr, SIZES: gl.constexpr):
-    """Tile rows up to each of 256 groups (or 128: hopper_launch.searchable), counted by one warp, all at once; with
-    SIZES, also the sums up to each group."""
+    Sums of SIZES that lie may wrap, but each group starts where the one before it ends.
+    """
     m, _, _, groups, head = extents
     EACH: gl.constexpr = 4 if MOST == 3 else 8
     lanes: gl.constexpr = gl.BlockedLayout([EACH], [32], [1], [0])
     g = gl.arange(0, 32 * EACH, lanes)
     if SIZES:
-        start, sums = sum_sizes(ends, m, groups, MOST)
-        end = gl.maximum(start, sums)
+        size = gl.load(ends + g, mask=g < groups, other=0).to(gl.int32)
+        end = gl.associative_scan(size, 0, plus)
+        start, end = inside(end - size, end, m)
     else:
         start, end = group_rows(ends, g, head, m, g < groups, MASKED)
     strips = gl.where(end > start, (end - start // ALIGN * ALIGN + STRIP - 1) // STRIP, 0)
-    found = gl.associative_scan((strips + MOST - 1) // MOST, 0, plus)
-    if SIZES:
-        return found, sums
-    else:
-        return found, found
+    return gl.associative_scan((strips + MOST - 1) // MOST, 0, plus)
 
 
 @gluon.jit
-def span_of(g, ok, sums, ends, head, SIZES: gl.constexpr):
-    """Where a group starts and ends, to be clamped by `inside`: loads on their way, or two of the sums of SIZES."""
+def span_of(g, ok, ends, head, MOST: gl.constexpr, SIZES: gl.constexpr):
+    """Where a group starts and ends, to be clamped by `inside`: two loads on their way, or the sums of SIZES."""
     if SIZES:
-        lane = gl.arange(0, sums.shape[0], sums.type.layout)
-        start = gl.sum(gl.where(lane == g - 1, sums, 0), 0)
-        end = gl.sum(gl.where(lane == g, sums, 0), 0)
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        before = lane * 0
+        for step in gl.static_range(4 if MOST == 3 else 8):
+            index = lane + 32 * step
+            before += gl.load(ends + index, mask=ok & (index < g), other=0).to(gl.int32)
+        start = gl.sum(before, 0)
+        end = start + gl.load(ends + g, mask=ok, other=0).to(gl.int32)
     else:
         start = gl.load(ends + g - 1, mask=ok & (g + head > 0), other=0)
         end = gl.load(ends + g, mask=ok, other=0)
@@ -111,11 +102,10 @@ def span_of(g, ok, sums, ends, head, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def record_of(tile, total, scanned, records, ends, extents, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr,
+def record_of(tile, total, found, records, ends, extents, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr,
               MASKED: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
     """What memory holds about a tile's group, as loads on their way; nothing for a tile beyond the last."""
     m, _, _, _, head = extents
-    found, sums = scanned
     ok = tile < total
     if FORM == "rows":
         entry = records + RECORD + tile // tiles_n * RECORD
@@ -135,14 +125,14 @@ def record_of(tile, total, scanned, records, ends, extents, tiles_n, FORM: gl.co
             start = g * 0
             end = gl.load(ends + g, mask=ok, other=0)
         else:
-            start, end = span_of(g, ok, sums, ends, head, SIZES)
+            start, end = span_of(g, ok, ends, head, MOST, SIZES)
         return g, start, end, first
     else:
         g = tile // ((m + MOST * STRIP - 1) // (MOST * STRIP) * tiles_n)
         start = g * 0
         end = start
         if FORM == "k":
-            start, end = span_of(g, ok, sums, ends, head, SIZES)
+            start, end = span_of(g, ok, ends, head, MOST, SIZES)
         return g, start, end
 
 
