@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.triton.config import Config
-from multigemm.backends.triton.generic_launch import (
+from multigemm.backends.triton.generic import (
     CHUNK,
     NO_SHAPE,
     bits_of,
@@ -31,7 +31,7 @@ from multigemm.backends.triton.generic_launch import (
     programs,
     uniform,
 )
-from multigemm.backends.triton.list_launch import (
+from multigemm.backends.triton.lists import (
     few_constants,
     few_groups,
     few_slots,
@@ -85,7 +85,7 @@ def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tile
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
 
-    from multigemm.backends.triton.kernels.small_list import few_kernel
+    from multigemm.backends.triton.kernels.lists import few_kernel
 
     spec, kernel = ops.spec, cast(Any, few_kernel)
     found = {x.data_ptr(): x for xs in (ops.a, ops.b, ops.out) for x in xs}

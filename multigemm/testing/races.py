@@ -51,11 +51,11 @@ HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
     "triton": (
         *(
             HandOver(kernel, functions, reason)
-            for kernel, file in (("hopper_kernel", "hopper.py"), ("carry_kernel", "hopper_shift_b.py"))
+            for kernel, file in (("hopper_kernel", "hopper.py"), ("shift_b_kernel", "hopper_shift_b.py"))
             for functions, reason in ((MAIL, WORDS), (frozenset({(file, kernel)}), START))
         ),
-        HandOver("carry_kernel", COPIED, LINES),
-        HandOver("list_kernel", frozenset({("small_list.py", "list_kernel")}), START),
+        HandOver("shift_b_kernel", COPIED, LINES),
+        HandOver("list_kernel", frozenset({("lists.py", "list_kernel")}), START),
     ),
 }
 """By backend."""

@@ -19,7 +19,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "triton": {
         "generic.py": ("pointer", "hopper"), "schedule.py": ("pointer", "hopper"), "epilogue.py": ("pointer", "hopper"),
         "hopper.py": ("hopper",), "hopper_tiles.py": ("hopper",), "hopper_shift_b.py": ("hopper",),
-        "small_list.py": ("pointer", "hopper"),
+        "lists.py": ("pointer", "hopper"),
     },
     "cupy": {},
     "numba": {

@@ -84,7 +84,7 @@ def subjects_of(backend: str) -> list[Subject]:
 def use(backend: str, chosen: int) -> None:
     """Whether short lists are listed tile by tile, or left to the kernel as very long ones are."""
     if backend == "triton":
-        listed = import_module("multigemm.backends.triton.list_launch")
+        listed = import_module("multigemm.backends.triton.lists")
         vars(listed)["MOST_LISTED"] = 0 if chosen == UNLISTED else MOST_LISTED
 
 

@@ -85,9 +85,9 @@ def test_comments_docstrings_and_signatures_are_left_alone(tmp_path: Path) -> No
 
 def test_no_fault_is_planted_where_an_emulator_never_comes() -> None:
     """What Gluon compiles runs on a GPU only, also beside kernels that are emulated."""
-    found = [site for site in places.sites("triton", emulated=True) if site.file.endswith("small_list.py")]
-    every = [site for site in places.sites("triton") if site.file.endswith("small_list.py")]
-    lines = (places.ROOT / "backends/triton/kernels/small_list.py").read_text().splitlines()
+    found = [site for site in places.sites("triton", emulated=True) if site.file.endswith("lists.py")]
+    every = [site for site in places.sites("triton") if site.file.endswith("lists.py")]
+    lines = (places.ROOT / "backends/triton/kernels/lists.py").read_text().splitlines()
     first = next(i for i, line in enumerate(lines, 1) if line.startswith("@gluon"))
     assert found == [site for site in every if site.line < first]
     assert 0 < len(found) < len(every)

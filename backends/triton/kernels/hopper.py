@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from multigemm.backends.triton.kernels.epilogue import finish
 from multigemm.backends.triton.kernels.hopper_tiles import (
+    after,
+    after_slot,
     draw,
     following,
     publish,
@@ -35,6 +37,7 @@ from multigemm.backends.triton.kernels.hopper_tiles import (
     rows_up_to,
     take,
     tile_from,
+    tiles_of_launch,
 )
 
 # what Triton 3.6 calls otherwise than later versions: a block comes from global memory, goes there; a role's warps meet
@@ -80,7 +83,7 @@ def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: g
          B_ORDER: gl.constexpr):  # fmt: skip
     """Sends the blocks [block, blocks) of a tile's A and B into the ring, as its stages become free.
 
-    B is PIECES boxes of PIECE columns; none where other warps carry it (hopper_carry).
+    B is PIECES boxes of PIECE columns; none where other warps load it (hopper_shift_b).
     """
     a_smem, b_smem, full, empty = ring
     g, row, rows, col, _, k_start, k_length = work
@@ -110,10 +113,7 @@ def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: g
         for piece in gl.static_range(PIECES):
             load_piece(descs[1], g * b_step, col + piece * PIECE, k0, k_start, k_length, barrier,
                        b_smem.index(stage * PIECES + piece), FORM, B_ORDER, PIECE)  # fmt: skip
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = after(stage, phase, STAGES)
     return stage, phase
 
 
@@ -142,9 +142,7 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
     while tile < total:
         work = tile_from(record, tile, extents, tiles_n, FORM, BN, MOST, WIDTH, ALIGN)
         publish(mail, slot, turn, work)
-        slot ^= 1
-        if slot == 0:
-            turn ^= 1
+        slot, turn = after_slot(slot, turn)
         blocks = gl.maximum((work[6] + DEEP - 1) // DEEP, 1)
         drawing = gl.maximum(blocks - 4, 0)
         reading = gl.maximum(blocks - 2, 0)
@@ -163,6 +161,18 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
     publish(mail, slot, turn, (nothing, nothing, nothing, nothing, nothing, nothing, nothing))
 
 
+@gluon.constexpr_function
+def sum_layout(columns, bits, warps=4):
+    """How the warps of a role hold sums of products of operands of so many bits."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 256 // bits])
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute(0, 2, 1).split()
+
+
 @gluon.jit
 def moved(spot, down: gl.constexpr, right: gl.constexpr):
     """The place of a strip `down` rows below and `right` columns beside another."""
@@ -173,8 +183,7 @@ def moved(spot, down: gl.constexpr, right: gl.constexpr):
 @gluon.jit
 def nothing_yet(out, like, PIECE: gl.constexpr, BITS: gl.constexpr):
     """A strip without rows, whose store stores nothing, in the layout that products of BITS wide operands have."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 256 // BITS])  # fmt: skip
+    layout: gl.constexpr = sum_layout(PIECE, BITS)
     none = like * 0
     return gl.zeros([STRIP, PIECE], out[2][1].dtype.element_ty, layout), (none, none, none, none, none, none)
 
@@ -224,7 +233,7 @@ def write(acc, target, spot, PART: gl.constexpr, END: gl.constexpr):
     """The epilogue and the store of a strip, part by part, which takes fewer registers than all at once."""
     WIDE: gl.constexpr = acc.shape[1]
     if WIDE > PART:
-        left, right = acc.reshape([STRIP, 2, WIDE // 2]).permute(0, 2, 1).split()
+        left, right = halves(acc)
         write(left, target, spot, PART, END)
         write(right, target, moved(spot, 0, WIDE // 2), PART, END)
     else:
@@ -239,7 +248,7 @@ def store(late, target, PART: gl.constexpr, END: gl.constexpr):
     out_desc, staging, tensors, strides, n = target
     WIDE: gl.constexpr = result.shape[1]
     if WIDE > PART:
-        left, right = result.reshape([STRIP, 2, WIDE // 2]).permute(0, 2, 1).split()
+        left, right = halves(result)
         store((left, spot), target, PART, END)
         store((right, moved(spot, 0, WIDE // 2)), target, PART, END)
     elif END[0] == "tma":
@@ -410,8 +419,7 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
     TWO: gl.constexpr = STRIPS * PIECES == 2
     _, _, full, empty = ring
     BITS: gl.constexpr = ring[0].dtype.primitive_bitwidth
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 256 // BITS])  # fmt: skip
+    layout: gl.constexpr = sum_layout(PIECE, BITS)
     zeros = gl.zeros([STRIP, PIECE], gl.float32, layout)
     acc0 = warpgroup_mma_init(zeros)
     acc1 = warpgroup_mma_init(zeros)
@@ -422,10 +430,7 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
     acc0, acc1 = step(ring, stage, first, acc0, acc1, STRIPS, PIECES, MOST, A_ORDER, B_ORDER, 1)
     # a value of its own: Triton would take `before = stage` for a name that the loop does not change
     before = (stage + STAGES) % STAGES
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
+    stage, phase = after(stage, phase, STAGES)
     for _ in range(8 * ROW_BYTES // BITS, k_length, 8 * ROW_BYTES // BITS):
         mbarrier.wait(full.index(stage), phase)
         acc0, acc1 = step(ring, stage, first, acc0, acc1, STRIPS, PIECES, MOST, A_ORDER, B_ORDER, 2)
@@ -437,10 +442,7 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
             acc0 = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=[acc0]))
         mbarrier.arrive(empty.index(before))
         before = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = after(stage, phase, STAGES)
     other = moved(spot, (STRIPS - 1) * STRIP, (PIECES - 1) * PIECE)
     if TWO:
         sum0 = warpgroup_mma_wait(num_outstanding=1, deps=[acc0])
@@ -462,10 +464,7 @@ def pass_by(ring, stage, phase, k_length, STAGES: gl.constexpr):
     for _ in range(0, gl.maximum(k_length, 1), 8 * ROW_BYTES // ring[0].dtype.primitive_bitwidth):
         mbarrier.wait(full_of(ring).index(stage), phase)
         mbarrier.arrive(empty_of(ring).index(stage))
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = after(stage, phase, STAGES)
     return stage, phase
 
 
@@ -501,9 +500,7 @@ def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, unowned, ring, ma
                                           MOST, STAGES, A_ORDER, B_ORDER, PART, END)  # fmt: skip
         else:
             stage, phase = pass_by(ring, stage, phase, k_length, STAGES)
-        slot ^= 1
-        if slot == 0:
-            turn ^= 1
+        slot, turn = after_slot(slot, turn)
         g, row, rows, col, low, k_length = take(mail, slot, turn)
     if END[5]:
         store(late, out, PART, END)
@@ -538,8 +535,8 @@ def hopper_kernel(
     STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr,
     MASKED: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
     STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr,
-    LATE: gl.constexpr, ZERO: gl.constexpr, SIZES: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    LATE: gl.constexpr, ZERO: gl.constexpr, SIZES: gl.constexpr, CONSUMERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Roles: CONSUMERS warpgroups multiply and write, one more warp loads."""
     dtype: gl.constexpr = a_desc.dtype
@@ -557,12 +554,7 @@ def hopper_kernel(
     ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     mail = (tickets, barriers(2, 1), barriers(2, CONSUMERS))
     tiles_n = (n + BN - 1) // BN
-    if FORM == "rows":
-        total = gl.load(records) * tiles_n
-    elif FORM == "search":
-        total = tiles_n * 0
-    else:
-        total = groups * ((m + MOST * STRIP - 1) // (MOST * STRIP)) * tiles_n
+    total = tiles_of_launch(records, m, groups, tiles_n, FORM, MOST)
     if ALPHA == "zero":
         k = k * 0
     extents = (m, n, k, groups, head)

@@ -9,20 +9,40 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multigemm.backends.triton.kernels.schedule import group_rows
+from multigemm.backends.triton.kernels.schedule import group_rows, place
 
 STRIP = gl.constexpr(64)
 RECORD = gl.constexpr(8)
 
 
 @gluon.jit
-def place_in(local, tiles_m, tiles_n, WIDTH: gl.constexpr):
-    """(tile_m, tile_n) inside a group (see multigemm.planning.tiles.place)."""
-    band = WIDTH * tiles_n
-    first = local // band * WIDTH
-    height = gl.minimum(tiles_m - first, WIDTH)
-    inside = local % band
-    return first + inside % height, inside // height
+def after(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and its phase."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def after_slot(slot, turn):
+    """The next of the two slots in which tiles are handed over, and its turn."""
+    slot ^= 1
+    if slot == 0:
+        turn ^= 1
+    return slot, turn
+
+
+@gluon.jit
+def tiles_of_launch(records, m, groups, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr):
+    """The number of tiles, as far as it is known before sizes are read."""
+    if FORM == "rows":
+        return gl.load(records) * tiles_n
+    elif FORM == "search":
+        return tiles_n * 0
+    else:
+        return groups * ((m + MOST * STRIP - 1) // (MOST * STRIP)) * tiles_n
 
 
 @gluon.jit
@@ -66,7 +86,7 @@ def plus(x, y):
 
 @gluon.jit
 def rows_up_to(ends, extents, MOST: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr, SIZES: gl.constexpr):
-    """Tile rows up to each of 256 groups (or 128: hopper_launch.searchable), counted by one warp, all at once.
+    """Tile rows up to each of 256 groups (or 128: hopper.searchable), counted by one warp, all at once.
 
     Sums of SIZES that lie may wrap, but each group starts where the one before it ends.
     """
@@ -151,7 +171,7 @@ def tile_from(record, tile, extents, tiles_n, FORM: gl.constexpr, BN: gl.constex
     m, _, k, _, _ = extents
     if FORM == "rows":
         g, start, end, first, count, each, low = record
-        tm, tn = place_in(tile - first * tiles_n, count, tiles_n, WIDTH)
+        tm, tn = place(tile - first * tiles_n, count, tiles_n, WIDTH)
         row = start + tm * each * STRIP
         return g, row, gl.minimum(each * STRIP, end - row), tn * BN, low, g * 0, k
     elif FORM == "search":
@@ -161,13 +181,13 @@ def tile_from(record, tile, extents, tiles_n, FORM: gl.constexpr, BN: gl.constex
         strips = (end - start + STRIP - 1) // STRIP
         count = (strips + MOST - 1) // MOST
         each = (strips + count - 1) // gl.maximum(count, 1)
-        tm, tn = place_in(tile - first * tiles_n, count, tiles_n, WIDTH)
+        tm, tn = place(tile - first * tiles_n, count, tiles_n, WIDTH)
         row = start + tm * each * STRIP
         return g, row, gl.minimum(each * STRIP, end - row), tn * BN, low, g * 0, k
     else:
         g, start, end = record
         down = (m + MOST * STRIP - 1) // (MOST * STRIP)
-        tm, tn = place_in(tile % (down * tiles_n), down, tiles_n, WIDTH)
+        tm, tn = place(tile % (down * tiles_n), down, tiles_n, WIDTH)
         row = tm * (MOST * STRIP)
         rows = gl.minimum(MOST * STRIP, m - row)
         if FORM == "k":

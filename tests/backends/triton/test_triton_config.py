@@ -13,11 +13,11 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, support
-from multigemm.backends.triton.candidates import candidates, emulated, hopper_candidates, pointer_candidates
+from multigemm.backends.triton.choice import candidates, emulated, hopper_candidates, pointer_candidates
 from multigemm.backends.triton.config import problem_with
-from multigemm.backends.triton.hopper_launch import canonical, cut_of, drawn, line_of, listed, packed_spec, store_of
+from multigemm.backends.triton.hopper import canonical, cut_of, drawn, line_of, listed, packed_spec, store_of
 from multigemm.backends.triton.launch import sources_of
-from multigemm.backends.triton.list_launch import TILE_M, TILE_N, extents_multiple, tile_table
+from multigemm.backends.triton.lists import TILE_M, TILE_N, extents_multiple, tile_table
 from multigemm.backends.triton.shipped import specs
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import TABLE
@@ -112,17 +112,17 @@ def thrifty(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
     spec = replace(SPECS["jagged_m bf16 unaligned"], groups=32, total=32 * 256)
     best = hopper_candidates(spec)[0]
-    assert (best.carry, best.pack, best.block_m) == (True, ("a",), 256)
+    assert (best.shift_b, best.pack, best.block_m) == (True, ("a",), 256)
     assert hopper_candidates(replace(spec, a=replace(spec.a, align=16), k=1024))[0].pack == ()
     along_k = replace(spec, b=replace(spec.b, order="col"))
-    assert [config.block_m for config in hopper_candidates(along_k)[:2] if config.carry] == [256, 128]
+    assert [config.block_m for config in hopper_candidates(along_k)[:2] if config.shift_b] == [256, 128]
     assert hopper_candidates(replace(along_k, total=2**16))[0].pack == ("a", "b"), "rows that pay for the copy"
     many = replace(along_k, groups=257, total=1024, bias=torch.bfloat16)
     assert hopper_candidates(many)[0].block_m == 256, "no elements to address one by one: registers for any results"
     strided = replace(spec, b=replace(spec.b, order="strided"))
-    assert not any(config.carry for config in hopper_candidates(replace(strided, total=1024)))
+    assert not any(config.shift_b for config in hopper_candidates(replace(strided, total=1024)))
     for form in ("jagged_k", "jagged_n", "batched", "masked"):
-        assert not any(config.carry for config in hopper_candidates(SPECS[f"{form} bf16 unaligned"]))
+        assert not any(config.shift_b for config in hopper_candidates(SPECS[f"{form} bf16 unaligned"]))
 
 
 @pytest.mark.parametrize(
@@ -143,24 +143,24 @@ def test_few_rows_do_not_pay_for_a_copy_of_unaligned_weights() -> None:
 @pytest.mark.usefixtures("thrifty")
 def test_weights_pass_through_registers_where_those_suffice(changes: dict[str, Any], heights: set[int]) -> None:
     found = hopper_candidates(replace(SPECS["jagged_m bf16 unaligned"], total=1024, **changes))
-    assert {config.block_m for config in found if config.carry} == heights
-    refused = Config("hopper", block_m=256, block_n=256, warps=4, stages=2, pack=("a",), carry=True)
+    assert {config.block_m for config in found if config.shift_b} == heights
+    refused = Config("hopper", block_m=256, block_n=256, warps=4, stages=2, pack=("a",), shift_b=True)
     assert "64 columns each" in problem_with(refused, SPECS["jagged_m bf16 unaligned"])
 
 
 @pytest.mark.usefixtures("thrifty")
 def test_copied_weights_where_rows_pay_for_the_copy() -> None:
-    """Measured on an H200: 489 us carried and 523 copied (G=12, T=10861, N=2993, K=3427); 118 and 104 (G=6, T=7859,
+    """Measured on an H200: 489 us shifted and 523 copied (G=12, T=10861, N=2993, K=3427); 118 and 104 (G=6, T=7859,
     N=2643, K=801); copied with 256 columns 250, with 128 columns 220 (G=12, T=17709, N=639, K=3227)."""
     spec = SPECS["jagged_m bf16 unaligned"]
-    carried = replace(spec, groups=12, total=bucket(10861), n=2993, k=3427)
-    assert hopper_candidates(carried)[0].carry
+    shifted = replace(spec, groups=12, total=bucket(10861), n=2993, k=3427)
+    assert hopper_candidates(shifted)[0].shift_b
     copied = hopper_candidates(replace(spec, groups=6, total=bucket(7859), n=2643, k=801))[0]
     assert (copied.pack, copied.block_n) == (("a", "b"), 256)
     little = hopper_candidates(replace(spec, groups=8, total=4096, n=511, k=1533))[0]
-    assert (little.carry, little.block_m) == (True, 128), "few tall tiles leave multiprocessors idle"
+    assert (little.shift_b, little.block_m) == (True, 128), "few tall tiles leave multiprocessors idle"
     more = hopper_candidates(replace(spec, groups=6, total=bucket(2046), n=1141, k=2803))[0]
-    assert (more.carry, more.block_m) == (True, 256), "one round of tall tiles, 63 us, and not two of low ones, 79"
+    assert (more.shift_b, more.block_m) == (True, 256), "one round of tall tiles, 63 us, and not two of low ones, 79"
     cheap = hopper_candidates(replace(spec, groups=2, total=2048, n=459, k=1245))[0]
     assert (cheap.pack, cheap.block_m, cheap.block_n) == (("a", "b"), 128, 128), "a copy that stays in the L2 cache"
     narrow = hopper_candidates(replace(spec, groups=8, total=bucket(17709), n=639, k=3227))[0]
@@ -173,8 +173,8 @@ def test_a_tall_tile_beside_four_more_warps_is_for_the_compiler_that_spills_noth
     monkeypatch.setattr("multigemm.backends.triton.config.thrifty", lambda: False)
     spec = SPECS["jagged_m bf16 unaligned"]
     best = hopper_candidates(replace(spec, total=8 * 200))[0]
-    assert (best.carry, best.block_m) == (True, 128)
-    assert not hopper_candidates(replace(spec, total=8 * 400))[0].carry, "low tiles read weights too often"
+    assert (best.shift_b, best.block_m) == (True, 128)
+    assert not hopper_candidates(replace(spec, total=8 * 400))[0].shift_b, "low tiles read weights too often"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.triton import compile as compiled
+from multigemm.backends.triton import build as compiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 COLD_SECONDS = 10.0

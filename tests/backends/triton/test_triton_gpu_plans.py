@@ -13,7 +13,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND
-from multigemm.backends.triton import compile as compiled
+from multigemm.backends.triton import build as compiled
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec

@@ -9,7 +9,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import Config
-from multigemm.backends.triton.candidates import hopper_candidates
+from multigemm.backends.triton.choice import hopper_candidates
 from multigemm.backends.triton.config import problem_with
 from multigemm.planning.staging import staged_spec
 from tests.support.triton_gpu_cases import draw, problem, tensor
@@ -56,10 +56,10 @@ def test_unaligned_weights_through_registers(form: str, extents: tuple[int, int]
     given = problem(form, *extents)
     spec = staged_spec(given)
     pack = () if spec.a.align == 16 else ("a",)
-    low = Config("hopper", block_m=128, block_n=128, warps=4, stages=5, pack=pack, carry=True)
-    carrying = [config for config in (low, replace(low, block_m=256, stages=4)) if not problem_with(config, spec)]
-    assert low in carrying
-    for config in carrying:
+    low = Config("hopper", block_m=128, block_n=128, warps=4, stages=5, pack=pack, shift_b=True)
+    shifting = [config for config in (low, replace(low, block_m=256, stages=4)) if not problem_with(config, spec)]
+    assert low in shifting
+    for config in shifting:
         plan = mg.plan(given, backend="triton", config=config)
         tensor(plan()).fill_(torch.nan)
         assert mg.verify(given, plan()), config
@@ -72,7 +72,7 @@ def test_lines_along_k_may_start_anywhere(skipped: int) -> None:
     offsets = torch.tensor([0, 5, 5, 70, 71, 130, 300, 640, 704], dtype=torch.int32).cuda()
     given = mg.GroupedGemmProblem(draw(704, 72), whole[:, :, skipped:].transpose(1, 2), offsets=offsets)
     whole[:, :, :skipped] = torch.nan
-    low = Config("hopper", block_m=128, block_n=128, warps=4, stages=5, carry=True)
+    low = Config("hopper", block_m=128, block_n=128, warps=4, stages=5, shift_b=True)
     if reason := problem_with(low, staged_spec(given)):
         pytest.skip(reason)
     assert mg.verify(given, mg.solve(given, backend="triton", config=low))
@@ -80,13 +80,13 @@ def test_lines_along_k_may_start_anywhere(skipped: int) -> None:
 
 @pytest.mark.parametrize("block_m", [128, 256])
 @pytest.mark.parametrize("along", ["n", "k"])
-def test_carried_weights_and_wide_aligned_results(along: str, block_m: int) -> None:
+def test_shifted_weights_and_wide_aligned_results(along: str, block_m: int) -> None:
     """Rows of float32 that the copy engine stores take the most shared memory beside two rings."""
     offsets = torch.tensor([0, 300, 300, 901]).to(torch.int32).cuda()
     weights = draw(3, 141, 264 + 1)[:, :, :264] if along == "n" else draw(3, 264, 141).transpose(1, 2)
     given = mg.GroupedGemmProblem(draw(901, 141), weights, offsets=offsets, out_dtype=torch.float32)
     stages = {128: 6, 256: 4}[block_m]
-    config = Config("hopper", block_m=block_m, block_n=128, warps=4, stages=stages, carry=True, pack=("a",))
+    config = Config("hopper", block_m=block_m, block_n=128, warps=4, stages=stages, shift_b=True, pack=("a",))
     if reason := problem_with(config, staged_spec(given)):
         pytest.skip(reason)
     verdict = mg.verify(given, mg.solve(given, backend="triton", config=config))
@@ -95,13 +95,13 @@ def test_carried_weights_and_wide_aligned_results(along: str, block_m: int) -> N
 
 @pytest.mark.parametrize("block_m", [128, 256])
 @pytest.mark.parametrize("along", ["n", "k"])
-def test_carried_weights_give_the_same_bits_each_time(along: str, block_m: int) -> None:
+def test_shifted_weights_give_the_same_bits_each_time(along: str, block_m: int) -> None:
     """Two rings, seven warps that fill them and eight that empty them: an order that is missing shows now and then."""
     offsets = torch.tensor([0, 300, 300, 900, 1400, 2047, 3333, 4100]).to(torch.int32).cuda()
     weights = draw(7, 1029, 1531) if along == "n" else draw(7, 1531, 1029).transpose(1, 2)
     given = mg.GroupedGemmProblem(draw(4100, 1029), weights, offsets=offsets)
     stages = {128: 6, 256: 4}[block_m]
-    config = Config("hopper", block_m=block_m, block_n=128, warps=4, stages=stages, carry=True, pack=("a",))
+    config = Config("hopper", block_m=block_m, block_n=128, warps=4, stages=stages, shift_b=True, pack=("a",))
     if reason := problem_with(config, staged_spec(given)):
         pytest.skip(reason)
     plan = mg.plan(given, backend="triton", config=config)
@@ -117,7 +117,7 @@ def test_carried_weights_give_the_same_bits_each_time(along: str, block_m: int) 
 @pytest.mark.parametrize("block_m", [128, 256])
 @pytest.mark.parametrize("along", ["n", "k"])
 @pytest.mark.parametrize("depth", [1, 63, 65, 129, 300])
-def test_carried_weights_meet_no_neighbours(depth: int, along: str, block_m: int) -> None:
+def test_shifted_weights_meet_no_neighbours(depth: int, along: str, block_m: int) -> None:
     """Whole 16 bytes are read round each line: what lies beside it, and behind the end of k, reaches no result."""
     sizes = [0, 1, 64, 65, 128, 129, 200, 256, 257, 500]
     offsets = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).cuda()
@@ -130,7 +130,7 @@ def test_carried_weights_meet_no_neighbours(depth: int, along: str, block_m: int
     rows.copy_(draw(sum(sizes), depth))
     given = mg.GroupedGemmProblem(rows, weights if along == "n" else weights.transpose(1, 2), offsets=offsets)
     stages = {128: 6, 256: 4}[block_m]
-    config = Config("hopper", block_m=block_m, block_n=128, warps=4, stages=stages, carry=True)
+    config = Config("hopper", block_m=block_m, block_n=128, warps=4, stages=stages, shift_b=True)
     if reason := problem_with(config, staged_spec(given)):
         pytest.skip(reason)
     plan = mg.plan(given, backend="triton", config=config)

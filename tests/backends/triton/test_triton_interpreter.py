@@ -17,8 +17,8 @@ import torch
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, emulate
 from multigemm.backends.triton.emulate import space_of
-from multigemm.backends.triton.generic_launch import LISTED, WHOLE
-from multigemm.backends.triton.list_launch import list_chunk, tile_table
+from multigemm.backends.triton.generic import LISTED, WHOLE
+from multigemm.backends.triton.lists import list_chunk, tile_table
 from multigemm.integrations import eager, sort_op
 from multigemm.planning.staging import stage
 from multigemm.planning.tiles import TileWalk, heights
@@ -221,7 +221,7 @@ def test_copies_into_aligned_rows(rows: int, columns: int, along: str) -> None:
 
 
 def test_lists_of_too_many_tiles_are_searched_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multigemm.backends.triton.list_launch.MOST_LISTED", 3)
+    monkeypatch.setattr("multigemm.backends.triton.lists.MOST_LISTED", 3)
     operands, options = FORMS["per_group"](torch.float32)
     check(*operands, **options)
 

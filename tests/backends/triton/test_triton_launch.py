@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.backends.triton import BACKEND, Config, generic_launch, hopper_launch
-from multigemm.backends.triton import compile as compiled
-from multigemm.backends.triton.candidates import hopper_candidates, pointer_candidates
+from multigemm.backends.triton import BACKEND, Config, generic, hopper
+from multigemm.backends.triton import build as compiled
+from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates
 from multigemm.backends.triton.config import problem_with
 from multigemm.cuda import launch
 from multigemm.cuda.arguments import OPERANDS
@@ -152,14 +152,14 @@ def test_every_address_follows_its_operand(world: FakeDriver, same_workspaces: C
             moved.move(addresses(here))
             assert [block_of(kernel) for kernel in kernels_of(moved)] == before, (name, config)
             seen |= {kernel._kernel.name for kernel in kernels_of(moved)}
-    assert seen == {"pointer_kernel", "write_prefix", "hopper_kernel", "carry_kernel", "write_records", "pack_kernel"}
+    assert seen == {"pointer_kernel", "write_prefix", "hopper_kernel", "shift_b_kernel", "write_records", "pack_kernel"}
 
 
 TALL = replace(RING, block_m=192, block_n=256, stages=3)
 
 
 @pytest.mark.parametrize("kind", ["ends", "sizes"])
-@pytest.mark.parametrize("config", [RING, TALL, replace(RING, carry=True)], ids=["two", "three", "shifted"])
+@pytest.mark.parametrize("config", [RING, TALL, replace(RING, shift_b=True)], ids=["two", "three", "shifted"])
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k"])
 def test_sizes_and_zeros_take_no_launch_of_their_own(form: str, config: Config, kind: str, world: FakeDriver) -> None:
     """The kernel sums up sizes on the device, and zeroes what no group owns, as long as one warp holds all groups."""
@@ -170,7 +170,7 @@ def test_sizes_and_zeros_take_no_launch_of_their_own(form: str, config: Config, 
         if problem_with(config, spec):
             continue
         made = bind(Choice("triton", BACKEND.plan(spec, config, GPU), spec, ""), given, given.out)
-        own = "carry_kernel" if config.carry else "hopper_kernel"
+        own = "shift_b_kernel" if config.shift_b else "hopper_kernel"
         assert [kernel._kernel.name for kernel in kernels_of(made.steps[-1])] == [*launched, own]
         assert len(made.steps) == 1 + (kind == "sizes" and groups > limit)
         assert (made.ops.sizes is not None) == (kind == "sizes")
@@ -277,7 +277,7 @@ def test_another_library_s_context_is_given_back(world: FakeDriver) -> None:
 
 def test_captures_pin_what_launches_count_in(world: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = list[str]()
-    for module in (generic_launch, hopper_launch):
+    for module in (generic, hopper):
         monkeypatch.setattr(module.Words, "pin", staticmethod(partial(pinned.append, "once")))
     ops = operands(problem("jagged_m", 0))
     for config in (replace(GENERIC, splits=4, programs=0), RING, GENERIC, replace(RING, order="dealt")):

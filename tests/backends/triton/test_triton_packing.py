@@ -9,7 +9,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config
-from multigemm.backends.triton.hopper_launch import canonical, canonical_shape, map_of_a, map_of_b
+from multigemm.backends.triton.hopper import canonical, canonical_shape, map_of_a, map_of_b
 from multigemm.cuda import driver
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.planning.operands import packed

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from multigemm.backends.triton.candidates import candidates, pointer_candidates
+from multigemm.backends.triton.choice import candidates, pointer_candidates
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.shipped import specs
 from multigemm.problem.spec import Order, ProblemSpec, bucket

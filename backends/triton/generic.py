@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.triton.compile import KernelSource, TritonKernel, compile_all, load
+from multigemm.backends.triton.build import KernelSource, TritonKernel, compile_all, load
 from multigemm.backends.triton.config import Config
 from multigemm.cuda.counters import SLOTS as POOLED
 from multigemm.cuda.counters import Words, ready
@@ -28,7 +28,7 @@ CHUNK = 256
 FEW = 32
 """Groups that the scheduler counts at once; up to FEW of them inside each warp, without a barrier."""
 LISTED = 0
-"""In their place: the host knows all extents and has listed the tiles (see list_launch)."""
+"""In their place: the host knows all extents and has listed the tiles (see lists.py)."""
 WHOLE = -1
 """The same, where every tile is whole, so that nothing has to be masked."""
 PREFIX_STEP = 1024
@@ -243,12 +243,17 @@ def bind_main(
     return kernel.bound(values, grid, (*keep, arrived, parts), arrived.pin)
 
 
-def bind_count(
-    kernel: TritonKernel, ops: Operands, shape: Packed, prefix: Tensor, *, sizes: int = 0, table: int = 0
-) -> BoundKernel:
-    """The launch that counts the tiles of all groups."""
-    values = [prefix.data_ptr(), sizes, table, shape.m, shape.n, ops.spec.groups, int(ops.head)]
-    return kernel.bound(values, 1, (prefix,))
+def bind_counted(
+    count: TritonKernel, main: TritonKernel, ops: Operands, shape: Packed, config: Config, tiles: int, *,
+    sizes: int = 0, table: int = 0, keep: tuple[object, ...] = (),
+) -> LaunchSequence:  # fmt: skip
+    """The main kernel's launch behind one that counts the tiles of more groups than it counts at once."""
+    groups = ops.spec.groups
+    prefix = torch.empty(groups, dtype=torch.int32, device=ops.device)
+    values = [prefix.data_ptr(), sizes, table, shape.m, shape.n, groups, int(ops.head)]
+    last = bind_main(main, ops, shape, config, tiles, groups, sizes=sizes, table=table, prefix=prefix.data_ptr(),
+                     keep=(*keep, prefix))  # fmt: skip
+    return LaunchSequence([count.bound(values, 1, (prefix,)), last])
 
 
 class GenericPlan:
@@ -273,11 +278,7 @@ class GenericPlan:
         at, tiles = sizes_address(sizes, ops.spec), most_tiles_of(shape, config)
         if self._count is None:
             return bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at)
-        prefix = torch.empty(shape.groups, dtype=torch.int32, device=ops.device)
-        before = bind_count(self._count, ops, shape, prefix, sizes=at)
-        place = prefix.data_ptr()
-        main = bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at, prefix=place, keep=(prefix,))
-        return LaunchSequence([before, main])
+        return bind_counted(self._count, self._main, ops, shape, config, tiles, sizes=at)
 
 
 def plan_generic(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:

@@ -104,7 +104,7 @@ def ring_us(config: Config, spec: ProblemSpec) -> float:
     turns = max(1.0, _tiles(config, shape) / PROCESSORS)
     along = turns * steps * STEP_US[min(256, config.block_m), config.block_n]
     work = max(along, shape.elements * size / 3.2e6, shape.flops * size / 2 / 420e6)
-    return 10.0 + work * (1.6 if config.carry else 1.0) + (10.0 if config.pack else 0.0)
+    return 10.0 + work * (1.6 if config.shift_b else 1.0) + (10.0 if config.pack else 0.0)
 
 
 def rounds_us(config: Config, spec: ProblemSpec) -> float:
@@ -375,7 +375,7 @@ def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ..
     tiles = (tall, replace(flat, stages=6))
     if tiles_in(tall, spec) < PROCESSORS and tiles_in(flat, spec) <= PROCESSORS:
         tiles = tiles[::-1]
-    found = [replace(config, carry=True, pack=pack, block_k=depth_of(spec)) for config in tiles]
+    found = [replace(config, shift_b=True, pack=pack, block_k=depth_of(spec)) for config in tiles]
     return [config for config in found if not problem_with(config, spec)]
 
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.triton.compile import KernelSource, TritonKernel, load
+from multigemm.backends.triton.build import KernelSource, TritonKernel, load
 from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of, raw_bytes
-from multigemm.backends.triton.generic_launch import (
+from multigemm.backends.triton.generic import (
     ABSENT,
     TYPES,
     bits_of,
@@ -199,7 +199,7 @@ def descriptor(dtype: torch.dtype, box: tuple[int, ...]) -> str:
 def names_of(config: Config) -> tuple[str, ...]:
     """The arguments, in the kernel's order."""
     data = ("c", "out", "bias", "records", "ends")
-    if config.carry:
+    if config.shift_b:
         extents = tuple(name for name in EXTENTS if name != "b_step")
         return ("a_desc", "out_desc", "b", *data, *extents, "raw_at", "b_group", "b_line", *STRIDES)
     return ("a_desc", "b_desc", "out_desc", *data, *EXTENTS, *STRIDES)
@@ -208,15 +208,15 @@ def names_of(config: Config) -> tuple[str, ...]:
 def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     """The kernel for a spec; classes only, no extents."""
     spec = canonical(packed_spec(given, config))
-    module, name = ("hopper_shift_b", "carry_kernel") if config.carry else ("hopper", "hopper_kernel")
+    module, name = ("hopper_shift_b", "shift_b_kernel") if config.shift_b else ("hopper", "hopper_kernel")
     types = _types(spec, config)
     arguments = tuple((argument, types[argument]) for argument in names_of(config))
     constants = {**_cut(spec, config), **_end(spec, config, given.form), **_roles(spec, config)}
-    if config.carry:
+    if config.shift_b:
         del constants["PIECE"], constants["MASKED"], constants["LATE"]
         # two rings leave no room for rows of 32 bits to turn in
         constants["STORE"] = "row" if spec.out.dtype.itemsize == 4 else constants["STORE"]
-    room = raw_bytes(config, spec) if config.carry else 0
+    room = raw_bytes(config, spec) if config.shift_b else 0
     return KernelSource(f"multigemm.backends.triton.kernels.{module}", name, arguments, tuple(constants.items()),
                         gluon=True, room=room)  # fmt: skip
 
@@ -279,11 +279,11 @@ def _zeroed(spec: ProblemSpec) -> str | None:
 
 def _roles(spec: ProblemSpec, config: Config) -> dict[str, int]:
     """The registers of each role."""
-    if config.carry:
+    if config.shift_b:
         # of low tiles: lines along k take the warps that load them more registers, those along n the others
         low = (184, 48, 96) if spec.b.order == "row" else (176, 48, 112)
         numbers = (200, 40, 72) if config.block_m == 256 else low
-        return dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS", "CARRIER_REGISTERS"), numbers, strict=True))
+        return dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS", "LOADER_REGISTERS"), numbers, strict=True))
     few = consumers(config) == 3
     return {"CONSUMERS": consumers(config), "CONSUMER_REGISTERS": 160 if few else 232,
             "PRODUCER_REGISTERS": 32 if few else 40}  # fmt: skip
@@ -494,7 +494,7 @@ class HopperPlan:
                 a.group // max(1, a.row))  # fmt: skip
         strides = (c.group, c.row, c.col, out.group, out.row, out.col, bias.group, bias.col,
                    bits_of(ops.alpha, spec), bits_of(ops.beta, spec))  # fmt: skip
-        if self._config.carry:
+        if self._config.shift_b:
             line = b.row if spec.b.order == "row" else b.col
             return [*maps, b.ptr, *data, out_rows, self._main.code.room_at, b.group, line, *strides]
         return [*maps, *data, int(b.group != 0), out_rows, *strides]
@@ -504,14 +504,14 @@ class HopperPlan:
         spec, (a_box, b_box, out_box) = self._spec, self._boxes
         with on_device(self._index):
             found: list[int | bytes] = [map_of_a(spec, shape, a_box), *self._beside_a]
-            if not self._config.carry:
+            if not self._config.shift_b:
                 found += [map_of_b(spec, shape, b_box), *self._beside_b]
             return [*found, map_of_out(spec, shape, out_box) if self._stores_maps else BLANK, *BESIDE[4]]
 
 
 def plan_hopper(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:
     """Compiles (or loads) the kernels; `instead` plans the generic kernel for strides that no map expresses."""
-    name = "hopper, weights through registers" if config.carry else "hopper"
+    name = "hopper, weights through registers" if config.shift_b else "hopper"
     name += f", after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else ""
     sums = sums_sizes(canonical(packed_spec(spec, config)), config)
     return Recipe(name, config, HopperPlan(spec, config, index, instead).bind, why, sums_sizes=sums)
