@@ -29,6 +29,7 @@ from multigemm.backends.triton.generic import (
     parts_of,
     prefix_constants,
     programs,
+    sums_sizes,
     uniform,
 )
 from multigemm.backends.triton.lists import (
@@ -68,7 +69,7 @@ def _tensors(ops: Operands, table: npt.NDArray[np.int64] | None) -> dict[str, Te
         "c": one(ops.c, spec.c.dtype if spec.c else spec.out.dtype),
         "out": one(ops.out, spec.out.dtype),
         "bias": one(ops.bias, spec.bias or spec.out.dtype),
-        "ends": one(group_sizes(ops), spec.index or torch.int32),
+        "ends": one(group_sizes(ops, sums_sizes(spec)), spec.index or torch.int32),
         "table": torch.empty(1, dtype=torch.int64) if table is None else torch.from_numpy(table),
         "prefix": torch.empty(max(1, spec.groups), dtype=torch.int32),
     }

@@ -54,6 +54,11 @@ def uniform(spec: ProblemSpec) -> bool:
     return spec.form in UNIFORM or (spec.form == "masked" and spec.zero_unowned)
 
 
+def sums_sizes(spec: ProblemSpec) -> bool:
+    """Whether the kernel sums sizes on the device up by itself, so that no launch has to write ends first."""
+    return spec.sizes is not None and spec.groups <= CHUNK
+
+
 def argument_types(spec: ProblemSpec) -> dict[str, str]:
     pointers = {
         "a": spec.a.dtype,
@@ -61,7 +66,7 @@ def argument_types(spec: ProblemSpec) -> dict[str, str]:
         "c": spec.c.dtype if spec.c else spec.out.dtype,
         "out": spec.out.dtype,
         "bias": spec.bias or spec.out.dtype,
-        "ends": spec.index or torch.int32,
+        "ends": (spec.sizes if sums_sizes(spec) else spec.index) or torch.int32,
         "table": torch.int64,
         "prefix": torch.int32,
         "partials": spec.acc,
@@ -132,6 +137,7 @@ def constants(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int =
         "ZERO": spec.zero_unowned,
         "SPLITS": config.splits,
         "CHUNK": chunk,
+        "SIZES": sums_sizes(spec),
         "INTERPRETED": False,
     }
 
@@ -184,17 +190,19 @@ def bits_of(value: float, spec: ProblemSpec) -> int:
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-def group_sizes(ops: Operands) -> Tensor | None:
-    """The device array that the scheduler reads: ends, or the valid rows of the masked form."""
-    sizes = ops.valid_rows if ops.spec.form == "masked" else ops.ends
-    if sizes is not None and sizes.dtype != ops.spec.index:
-        raise InvalidProblem(f"sizes are {sizes.dtype}, the kernel was compiled for {ops.spec.index}")
+def group_sizes(ops: Operands, sums: bool) -> Tensor | None:
+    """The device array that the scheduler reads: ends, the valid rows of the masked form, or sizes that it sums up."""
+    compiled = ops.spec.sizes if sums else ops.spec.index
+    sizes = ops.sizes if sums else ops.valid_rows if ops.spec.form == "masked" else ops.ends
+    if sizes is not None and sizes.dtype != compiled:
+        raise InvalidProblem(f"sizes are {sizes.dtype}, the kernel was compiled for {compiled}")
     return sizes
 
 
-def sizes_address(sizes: Tensor | None, spec: ProblemSpec) -> int:
+def sizes_address(ops: Operands, sums: bool) -> int:
     """Where that array lies."""
-    return address_of(sizes, "valid_rows" if spec.form == "masked" else "ends")
+    name = "sizes" if sums else "valid_rows" if ops.spec.form == "masked" else "ends"
+    return address_of(group_sizes(ops, sums), name)
 
 
 def numbers(ops: Operands, shape: Packed, groups: int, places: int) -> list[int]:
@@ -274,8 +282,8 @@ class GenericPlan:
         """Lays out the arguments of one problem."""
         if not cast(Tensor, ops.out).numel():
             return NOTHING
-        shape, sizes, config = packed(ops), group_sizes(ops), self._config
-        at, tiles = sizes_address(sizes, ops.spec), most_tiles_of(shape, config)
+        shape, config = packed(ops), self._config
+        at, tiles = sizes_address(ops, sums_sizes(ops.spec)), most_tiles_of(shape, config)
         if self._count is None:
             return bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at)
         return bind_counted(self._count, self._main, ops, shape, config, tiles, sizes=at)
@@ -283,4 +291,4 @@ class GenericPlan:
 
 def plan_generic(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
     """Compiles (or loads) the kernels of a packed problem; `bind` then only lays out arguments."""
-    return Recipe("pointer", config, GenericPlan(spec, config, index).bind, why)
+    return Recipe("pointer", config, GenericPlan(spec, config, index).bind, why, sums_sizes=sums_sizes(spec))

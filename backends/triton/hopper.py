@@ -29,17 +29,15 @@ from multigemm.backends.triton.generic import (
     ABSENT,
     TYPES,
     bits_of,
-    group_sizes,
     sizes_address,
 )
 from multigemm.cuda.arguments import Address, Fields
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.launch import NOTHING, BoundKernel, LaunchSequence, in_turn
-from multigemm.cuda.running_sums import running_sums
+from multigemm.cuda.launch import NOTHING, BoundKernel, LaunchSequence
 from multigemm.cuda.tensor_map import BLANK, encode_together
-from multigemm.planning.operands import Operands, Packed, Strided, address_of, packed
+from multigemm.planning.operands import Operands, Packed, Strided, packed
 from multigemm.planning.tiles import most_tiles, tiles_of
 from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec
 
@@ -141,7 +139,7 @@ def searched(spec: ProblemSpec, config: Config) -> bool:
 
 
 def sums_sizes(spec: ProblemSpec, config: Config) -> bool:
-    """Whether the kernel sums sizes on the device up by itself, so that no launch has to write ends first."""
+    """As `generic.sums_sizes`, for what the loading warp holds; the generic kernel then does as well."""
     return spec.sizes is not None and cut_of(spec) != "batched" and spec.groups <= searchable(config)
 
 
@@ -451,18 +449,14 @@ class HopperPlan:
             launches += [launch] if launch else []
         seen = canonical_shape(shape)
         if not fits(self._spec, seen):
-            return in_turn([*self._sum_up(ops), self._instead().bind(ops)])
+            return self._instead().bind(ops)
         launches += self._products(ops, seen)
         return launches[0] if len(launches) == 1 else LaunchSequence(launches)
-
-    def _sum_up(self, ops: Operands) -> list[Launch]:
-        """What has to run before a kernel that reads ends, where this one would read sizes."""
-        return [running_sums(cast(Tensor, ops.sizes), cast(Tensor, ops.ends))] if self._sums else []
 
     def _products(self, ops: Operands, shape: Packed) -> list[BoundKernel]:
         """The launch that lists tile rows, if any, and the main one; without a list it counts in words left at zero."""
         rows = self._tile_rows(shape)
-        at = address_of(ops.sizes, "sizes") if self._sums else sizes_address(group_sizes(ops), ops.spec)
+        at = sizes_address(ops, self._sums)
         grid = min(max(1, rows * tiles_of(shape.n, self._config.block_n)), processors(self._index))
         if self._records is not None:
             blocks = tiles_of(max(1, rows), RECORD_ROWS)

@@ -46,16 +46,17 @@ class TritonBackend:
         elif problem := configs.problem_with(config, spec):
             raise InvalidSetting(f"{config} cannot run this problem: {problem}")
         if device.type == "cpu":
-            return _emulated(config, why)
+            return _emulated(spec, config, why)
         return _loaded(spec, config, index_of(device), why)
 
 
-def _emulated(config: Config, why: str) -> Recipe:
+def _emulated(spec: ProblemSpec, config: Config, why: str) -> Recipe:
     if config.kernel == "hopper":
         raise InvalidSetting(f"{config} runs on a GPU, and operands are on the CPU: use kernel='pointer' there")
     from multigemm.backends.triton.emulate import bind_emulated
 
-    return Recipe("pointer (interpreted)", config, lambda ops: bind_emulated(ops, config), why)
+    sums = generic.sums_sizes(spec)
+    return Recipe("pointer (interpreted)", config, lambda ops: bind_emulated(ops, config), why, sums_sizes=sums)
 
 
 def _loaded(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:

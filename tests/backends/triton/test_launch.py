@@ -177,17 +177,23 @@ def test_sizes_and_zeros_take_no_launch_of_their_own(form: str, config: Config, 
         assert (made.ops.sizes is not None) == (kind == "sizes")
 
 
-def test_strides_that_no_map_expresses_still_have_their_sizes_summed(world: FakeDriver) -> None:
-    """The generic kernel reads ends."""
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k"])
+def test_the_generic_kernel_sums_up_as_many_sizes_as_it_counts_at_once(form: str, world: FakeDriver) -> None:
+    for groups in (32, 256, 257):
+        given = problem(form, 0, groups=groups, kind="sizes", m=64, n=64, k=64)
+        spec = staged_spec(given)
+        made = bind(Choice("triton", BACKEND.plan(spec, GENERIC, GPU), spec, ""), given, given.out)
+        assert len(made.steps) == 1 + (groups > 256)
+
+
+def test_strides_that_no_map_expresses_and_sizes_on_the_device(world: FakeDriver) -> None:
+    """The generic kernel sums them up in place of the one that would."""
     given: Any = problem("jagged_k", 0, groups=2, kind="sizes")
     out = MEMORY[DISTANCE:][: 2 * 264 * 256 * 2].view(BF16).as_strided((2, 256, 256), (256 * 256 + 8, 256, 1))
-    ops = operands(mg.GroupedGemmProblem(given.a, given.b, sizes=given.grouping.live, jagged="k", out=out))
-    assert ops.ends is not None and ops.sizes is not None
-    ops.sizes.copy_(torch.tensor([3, 4]))
-    bound = BACKEND.plan(ops.spec, RING, GPU).bind(ops)
-    bound()
-    assert ops.ends.tolist() == [3, 7]
-    assert world.calls.count("cuLaunchKernelEx") == 1
+    other = mg.GroupedGemmProblem(given.a, given.b, sizes=given.grouping.live, jagged="k", out=out)
+    spec = staged_spec(other)
+    made = bind(Choice("triton", BACKEND.plan(spec, RING, GPU), spec, ""), other, out)
+    assert [kernel._kernel.name for step in made.steps for kernel in kernels_of(step)] == ["pointer_kernel"]
 
 
 def listed(groups: int, rows: int = 256) -> Operands:
