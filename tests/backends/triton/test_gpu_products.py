@@ -86,20 +86,25 @@ def test_tf32_on_the_ring(form: str, extents: tuple[int, int]) -> None:
         assert verdict, f"{config}: {verdict}"
 
 
+@pytest.mark.parametrize("index", [None, torch.int32, torch.int64], ids=["offsets", "sizes", "long sizes"])
 @pytest.mark.parametrize("groups", [1, 7, 128, 129, 256, 257])
-@pytest.mark.parametrize("form", ["m", "masked", "n"])
-def test_tiles_dealt_and_drawn_find_their_groups(form: str, groups: int) -> None:
+@pytest.mark.parametrize("form", ["m", "masked", "n", "k"])
+def test_tiles_dealt_and_drawn_find_their_groups(form: str, groups: int, index: torch.dtype | None) -> None:
+    """By offsets, behind rows that no group owns; or by sizes, which the kernel sums up."""
     generator = torch.Generator().manual_seed(groups)
     sizes = torch.randint(0, 150, (groups,), generator=generator)
     sizes[:: max(2, groups // 3)] = 0
     total = int(sizes.sum()) + 11
     offsets = (torch.cat([torch.zeros(1), sizes]).cumsum(0) + 3).to(torch.int32).cuda()
+    cut: dict[str, torch.Tensor] = {"offsets": offsets} if index is None else {"sizes": sizes.to(index).cuda()}
     if form == "masked":
         given = mg.GroupedGemmProblem(draw(groups, 150, 72), draw(groups, 72, 264), valid_rows=sizes.int().cuda())
     elif form == "m":
-        given = mg.GroupedGemmProblem(draw(total, 72), draw(groups, 72, 264), offsets=offsets)
+        given = mg.GroupedGemmProblem(draw(total, 72), draw(groups, 72, 264), **cut)  # type: ignore[arg-type]
+    elif form == "n":
+        given = mg.GroupedGemmProblem(draw(264, 72), draw(72, total), jagged="n", **cut)  # type: ignore[arg-type]
     else:
-        given = mg.GroupedGemmProblem(draw(264, 72), draw(72, total), offsets=offsets, jagged="n")
+        given = mg.GroupedGemmProblem(draw(total, 264).T, draw(total, 72), jagged="k", **cut)  # type: ignore[arg-type]
     for at, config in enumerate(hopper_candidates(staged_spec(given))[:2]):
         plan = mg.plan(given, backend="triton", config=replace(config, order="dealt" if at == 1 else "drawn"))
         for _ in range(3):  # the counter is left as it was found

@@ -20,6 +20,7 @@ from multigemm.backends.triton.emulate import space_of
 from multigemm.backends.triton.generic import LISTED, WHOLE
 from multigemm.backends.triton.lists import list_chunk, tile_table
 from multigemm.integrations import eager, sort_op
+from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.staging import stage
 from multigemm.planning.tiles import TileWalk, heights
 from multigemm.settings import settings
@@ -182,6 +183,17 @@ def test_sizes_are_summed_up_by_the_kernel(jagged: str, groups: int, index: torc
         "k": (draw(torch.float32, rows, 6).T, draw(torch.float32, rows, 5)),
     }[jagged]
     check(a, b, sizes=sizes, jagged=jagged)
+
+
+def test_repeated_calls_follow_sizes_on_the_device() -> None:
+    """The third call binds what the second one kept."""
+    a, b = draw(torch.float32, 60, 9), draw(torch.float32, 3, 9, 6)
+    served = LAUNCHES.served
+    for _ in range(3):
+        sizes = torch.tensor([1, 50, 6])
+        given = mg.GroupedGemmProblem(a, b, sizes=sizes)
+        assert mg.verify(given, mg.grouped_gemm(a, b, sizes=sizes, backend="triton"))
+    assert LAUNCHES.served == served + 1
 
 
 @pytest.mark.parametrize("lies", [[-5, 50, 2**40, 3], [64, 64, 64, 64], [2**62, 2**62, -(2**62), 1]])

@@ -23,6 +23,7 @@ from multigemm.cuda.arguments import OPERANDS
 from multigemm.cuda.launch import NOTHING
 from multigemm.errors import InvalidSetting
 from multigemm.planning.binding import Choice, bind
+from multigemm.planning.launch_cache import Call, _entry_of
 from multigemm.planning.operands import Operands, packed
 from multigemm.planning.staging import stage, staged_spec
 from tests.support.triton_world import GPU, FakeDriver, block_of, kernels_of, world
@@ -175,6 +176,20 @@ def test_sizes_and_zeros_take_no_launch_of_their_own(form: str, config: Config, 
         assert [kernel._kernel.name for kernel in kernels_of(made.steps[-1])] == [*launched, own]
         assert len(made.steps) == 1 + (kind == "sizes" and groups > limit)
         assert (made.ops.sizes is not None) == (kind == "sizes")
+
+
+@pytest.mark.parametrize("config", [RING, GENERIC], ids=["hopper", "generic"])
+def test_a_kept_launch_follows_sizes_that_it_sums_up(config: Config, world: FakeDriver) -> None:
+    given, later = (problem("jagged_m", start, kind="sizes") for start in (0, DISTANCE))
+    spec = staged_spec(given)
+    choice = Choice("triton", BACKEND.plan(spec, config, GPU), spec, "")
+    entry = _entry_of(given, bind(choice, given, given.out), choice, "sizes")
+    [kernel] = kernels_of(entry._launch)
+    sizes = later.grouping.live  # type: ignore[union-attr]
+    call = Call("m", later.a, later.b, "sizes", sizes, None, None, None, later.out)  # type: ignore[arg-type]
+    assert entry.run(call) is later.out
+    assert world.calls.count("cuLaunchKernelEx") == 1
+    assert sizes.data_ptr() in memoryview(block_of(kernel)).cast("Q")  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k"])
