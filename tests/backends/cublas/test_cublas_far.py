@@ -21,7 +21,8 @@ from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec
 from multigemm.testing import Limits, Stand, World, check
 from multigemm.testing.subject import Subject
-from tests.support import cublas_fake, test_cublas_world
+from tests.backends.cublas import test_cublas_world
+from tests.support import cublas_fake
 from tests.support.cublas_fake import CUDA, Fake, HostCublas, install_epilogue
 from tests.support.cublas_far_cases import ARENA, DTYPES, Far, Placed, cases, limit, reserved
 

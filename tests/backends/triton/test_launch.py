@@ -22,8 +22,8 @@ from multigemm.cuda import driver, launch
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.cuda.launch import NOTHING
 from multigemm.errors import InvalidSetting
-from multigemm.planning.binding import Choice, bind
-from multigemm.planning.launch_cache import Call, _entry_of
+from multigemm.planning.binding import Bound, Choice, bind
+from multigemm.planning.launch_cache import _entry_of
 from multigemm.planning.operands import Operands, packed
 from multigemm.planning.staging import stage, staged_spec
 from tests.support.triton_world import GPU, FakeDriver, block_of, kernels_of, world
@@ -157,6 +157,13 @@ def test_every_address_follows_its_operand(world: FakeDriver, same_workspaces: C
     assert seen == {"pointer_kernel", "write_prefix", "hopper_kernel", "shift_b_kernel", "write_records", "pack_kernel"}
 
 
+def bound_plan(given: mg.GroupedGemmProblem, config: Config, zeroed: bool = False) -> Bound:
+    """A problem, bound as a plan binds it."""
+    assert given.out is not None
+    spec = replace(staged_spec(given), zero_unowned=zeroed)
+    return bind(Choice("triton", BACKEND.plan(spec, config, GPU), spec, ""), given, given.out)
+
+
 TALL = replace(RING, block_m=192, block_n=256, stages=3)
 
 
@@ -168,10 +175,9 @@ def test_sizes_and_zeros_take_no_launch_of_their_own(form: str, config: Config, 
     limit = 128 if config is TALL else 256
     for groups, launched in ((limit, []), (limit + 1, ["write_records"] if form != "jagged_k" else [])):
         given = problem(form, 0, groups=groups, kind=kind, m=64, n=64, k=64)
-        spec = replace(staged_spec(given), zero_unowned=True)
-        if problem_with(config, spec):
+        if problem_with(config, staged_spec(given)):
             continue
-        made = bind(Choice("triton", BACKEND.plan(spec, config, GPU), spec, ""), given, given.out)
+        made = bound_plan(given, config, zeroed=True)
         own = "shift_b_kernel" if config.shift_b else "hopper_kernel"
         assert [kernel._kernel.name for kernel in kernels_of(made.steps[-1])] == [*launched, own]
         assert len(made.steps) == 1 + (kind == "sizes" and groups > limit)
@@ -183,22 +189,21 @@ def test_a_kept_launch_follows_sizes_that_it_sums_up(config: Config, world: Fake
     given, later = (problem("jagged_m", start, kind="sizes") for start in (0, DISTANCE))
     spec = staged_spec(given)
     choice = Choice("triton", BACKEND.plan(spec, config, GPU), spec, "")
-    entry = _entry_of(given, bind(choice, given, given.out), choice, "sizes")
+    entry: Any = _entry_of(given, bound_plan(given, config), choice, "sizes", counted=False)
     [kernel] = kernels_of(entry._launch)
-    sizes = later.grouping.live  # type: ignore[union-attr]
-    call = Call("m", later.a, later.b, "sizes", sizes, None, None, None, later.out)  # type: ignore[arg-type]
+    assert later.grouping is not None and later.grouping.live is not None
+    sizes = later.grouping.live
+    call: Any = ("m", later.a, later.b, "sizes", sizes, None, None, None, later.out)
     assert entry.run(call) is later.out
     assert world.calls.count("cuLaunchKernelEx") == 1
-    assert sizes.data_ptr() in memoryview(block_of(kernel)).cast("Q")  # type: ignore[union-attr]
+    assert sizes.data_ptr() in memoryview(block_of(kernel)).cast("Q")
 
 
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k"])
 def test_the_generic_kernel_sums_up_as_many_sizes_as_it_counts_at_once(form: str, world: FakeDriver) -> None:
     for groups in (32, 256, 257):
         given = problem(form, 0, groups=groups, kind="sizes", m=64, n=64, k=64)
-        spec = staged_spec(given)
-        made = bind(Choice("triton", BACKEND.plan(spec, GENERIC, GPU), spec, ""), given, given.out)
-        assert len(made.steps) == 1 + (groups > 256)
+        assert len(bound_plan(given, GENERIC).steps) == 1 + (groups > 256)
 
 
 def test_strides_that_no_map_expresses_and_sizes_on_the_device(world: FakeDriver) -> None:
@@ -206,8 +211,7 @@ def test_strides_that_no_map_expresses_and_sizes_on_the_device(world: FakeDriver
     given: Any = problem("jagged_k", 0, groups=2, kind="sizes")
     out = MEMORY[DISTANCE:][: 2 * 264 * 256 * 2].view(BF16).as_strided((2, 256, 256), (256 * 256 + 8, 256, 1))
     other = mg.GroupedGemmProblem(given.a, given.b, sizes=given.grouping.live, jagged="k", out=out)
-    spec = staged_spec(other)
-    made = bind(Choice("triton", BACKEND.plan(spec, RING, GPU), spec, ""), other, out)
+    made = bound_plan(other, RING)
     assert [kernel._kernel.name for step in made.steps for kernel in kernels_of(step)] == ["pointer_kernel"]
 
 
