@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 
-from multigemm.testing.source_sites import ROOT
+from multigemm.testing.source_sites import device_code
 
 HEAD = re.compile(r"Race reported between (\w+) access at (\S+?)\+0x[0-9a-f]+ in (\S+?):(\d+)")
 TAIL = re.compile(r"and (\w+) access at (\S+?)\+0x[0-9a-f]+ in (\S+?):(\d+)")
@@ -90,8 +90,8 @@ def reports(text: str) -> tuple[list[Report], bool]:
 @cache
 def _functions(backend: str, file: str) -> tuple[tuple[int, int, str], ...]:
     """First line, last line and name of the functions of a backend's file."""
-    path = next((ROOT / "backends" / backend).rglob(file), None)
-    tree = ast.Module([], []) if path is None else ast.parse(path.read_text())
+    path = device_code(backend) / file
+    tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
     return tuple((n.lineno, n.end_lineno or n.lineno, n.name) for n in tree.body if isinstance(n, ast.FunctionDef))
 
 

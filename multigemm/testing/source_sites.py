@@ -135,9 +135,15 @@ def snapshot(folder: Path) -> Path:
     return folder
 
 
+def device_code(backend: str, root: Path = ROOT) -> Path:
+    """The folder of a backend's device code: `kernels`, beside whose files host code may have the same names."""
+    folder = root / "backends" / backend
+    return folder / "kernels" if (folder / "kernels").is_dir() else folder
+
+
 def reach(backend: str, root: Path = ROOT) -> dict[str, tuple[str, ...]]:
     """The kernels that a fault can reach, by file name."""
-    return FILES[backend] or _cuda(root / "backends" / backend / "kernels")
+    return FILES[backend] or _cuda(device_code(backend, root))
 
 
 @lru_cache(maxsize=8)
@@ -170,7 +176,7 @@ def gpu_only(path: Path) -> tuple[str, ...]:
 def sites(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Site]:
     """Every change that the operators offer for a backend's kernels; `emulated`: that runs without a GPU."""
     found: list[Site] = []
-    for path in sorted((root / "backends" / backend).rglob("*")):
+    for path in sorted(device_code(backend, root).iterdir()):
         reached = reach(backend, root).get(path.name, ())
         if not reached or (emulated and (path.name in BEHIND or not set(reached) & set(EMULATED))):
             continue

@@ -18,7 +18,7 @@ from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.testing.source_chase import TRIED
 from multigemm.testing.source_hunt import Hunt
 from multigemm.testing.source_live import Variant
-from multigemm.testing.source_sites import COPIES, EMULATED, Site, kernels_of, reach
+from multigemm.testing.source_sites import COPIES, EMULATED, Site, device_code, kernels_of, reach
 from multigemm.testing.source_trace import reaching
 from multigemm.testing.source_workers import survey, variants_of
 from multigemm.testing.versions import versions
@@ -64,7 +64,7 @@ def _texts(backend: str, root: Path, kernel: str) -> list[bytes]:
     """The source files of a variant's kernel; of one that runs another behind a copy, that one's too."""
     parts = {kernel, "hopper"} if kernel in COPIES else set(EMULATED) if kernel == "emulated" else {kernel}
     files = {name for name, kernels in reach(backend, root).items() if parts & set(kernels)}
-    return [path.read_bytes() for path in sorted((root / "backends" / backend).rglob("*")) if path.name in files]
+    return [path.read_bytes() for path in sorted(device_code(backend, root).iterdir()) if path.name in files]
 
 
 def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
