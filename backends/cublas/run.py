@@ -98,7 +98,7 @@ class Steps:
         return sum(x.nbytes for x in self._workspace)
 
     def can_resize(self, before: int, after: int) -> bool:
-        """Whether it follows another number of tokens: never, since the calls and the choice among them depend on it."""
+        """Whether it follows another number of tokens: never, since calls and the choice among them depend on it."""
         return False
 
 

@@ -242,7 +242,7 @@ def operands(**grouping: Any) -> Operands:
         (Config("grouped_mm"), {"sizes": FULL}, 20),
         (Config("loop"), {"sizes": FULL}, 55),
         (Config("streams", 4), {"sizes": FULL}, 65),
-        (Config("batched"), {"sizes": [12] * 6}, 65),
+        (Config("batched"), {"sizes": [12] * 6}, 66),
     ],
     ids=lambda value: value.variant if isinstance(value, Config) else None,
 )
