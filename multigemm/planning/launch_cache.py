@@ -434,28 +434,25 @@ class _BindingEntry(_Entry):
 class _TensorEntry(_Entry):
     """A launch that is a function of the caller's tensors, since a library's operation takes and returns tensors."""
 
-    __slots__ = ("_function",)
+    __slots__ = ("_on_tensors",)
 
-    def __init__(self, problem: GroupedGemmProblem, choice: Choice, function: Any, counted: bool) -> None:
+    def __init__(self, problem: GroupedGemmProblem, choice: Choice, on_tensors: Any, counted: bool) -> None:
         super().__init__(problem, choice, counted)
-        self._function = function
+        self._on_tensors = on_tensors
         self.workspace = 16 * choice.spec.groups
 
     def run(self, call: Call) -> Tensor | None:
-        """The result, which is the operation's own unless the caller gives one; None for the whole way."""
-        _, a, b, _, cut, _, _, _, out = call
-        if self._busy or (out is not None and self._shares(call)):
-            return None
+        if self._given_out or self._busy:
+            return super().run(call)
         self._busy = True
         try:
-            found: Tensor = self._function(a, b, cut, out)
+            found: Tensor = self._on_tensors(call[1], call[2], call[4], None)
             return found
         finally:
             self._busy = False
 
     def launch(self, call: Call, out: Tensor) -> bool:
-        """Into given memory."""
-        self._function(call[1], call[2], call[4], out)
+        self._on_tensors(call[1], call[2], call[4], out)
         return True
 
 
@@ -561,17 +558,13 @@ def _lasting(choice: Choice, problem: GroupedGemmProblem) -> bool:
 def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: str, counted: bool) -> _Entry:
     """An entry that moves, if every launch can and none holds an address of the caller's that would stay behind.
 
-    `counted`: an entry of a class, whose launch has to follow the number of tokens, too. A backend's launch may have a
-    method `on_tensors` of the keyword that cuts the groups and of the tensor, if they are cut on the device: the same
-    launch as a function of a, b, that tensor and the caller's `out` or None, which returns the result; or None.
+    `counted`: an entry of a class, whose launch has to follow the number of tokens, too.
     """
     launch, ops, cut = bound.launch, bound.ops, problem.cut
-    live = None if cut is None else cut.live
-    on_tensors = getattr(bound.steps[-1], "on_tensors", None)
-    function = None if on_tensors is None or (counted and live is None) else on_tensors(kind, live)
-    if function is not None:
-        return _TensorEntry(problem, choice, function, counted)
-    callers = [ops.a, ops.b, ops.out, ops.c, ops.bias, live]
+    on_tensors = _on_tensors(problem, bound, kind, counted)
+    if on_tensors is not None:
+        return _TensorEntry(problem, choice, on_tensors, counted)
+    callers = [ops.a, ops.b, ops.out, ops.c, ops.bias, None if cut is None else cut.live]
     spans = [(x.data_ptr(), x.data_ptr() + _reach(x)) for x in callers if isinstance(x, Tensor)]
     movable = hasattr(launch, "move") and not launch.stays_behind(spans)  # type: ignore[attr-defined]
     if movable and launch.workspace_bytes() <= WORKSPACE // 16:  # type: ignore[attr-defined]
@@ -581,6 +574,14 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
             own = bind(choice, problem, allocate(problem))  # the other entry's launch moves and is resized by itself
             return _MovingEntry(problem, own.ops, choice, own.launch, kind, counted=True)
     return _BindingEntry(problem, ops, choice, kind, counted)
+
+
+def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str, counted: bool) -> Any:
+    """The backend's launch as a function of a, b, what cuts the groups, and the caller's `out` or None, which returns
+    the result; None if it has no such form (a method `on_tensors`) for problems like this."""
+    form, cut = getattr(bound.steps[-1], "on_tensors", None), problem.cut
+    live = None if cut is None else cut.live
+    return None if form is None or (counted and live is None) else form(kind, live)
 
 
 def _resizes(launch: Any, rows: int) -> bool:
