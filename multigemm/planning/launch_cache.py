@@ -89,8 +89,10 @@ def key_of(call: Call, options: Key) -> Key | None:
     """What a call is kept by; None for a call that no entry may serve."""
     _, a, b, kind, cut, valid_rows, c, bias, out = call
     try:
+        if type(a) not in _PLAIN or type(b) not in _PLAIN:
+            return None
         index, a_at, b_at, stream, phase = a.get_device(), a.data_ptr(), b.data_ptr(), 0, CPU_BITS
-        if type(a) not in _PLAIN or type(b) not in _PLAIN or a_at < LOWEST or b_at < LOWEST or b.get_device() != index:
+        if a_at < LOWEST or b_at < LOWEST or b.get_device() != index:
             return None
         if index >= 0:
             if not a.is_cuda or is_capturing():
