@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 import multigemm as mg
-from multigemm.backends.cpu.config import Config
 from multigemm.backends.cpu.config import Config as CpuConfig
 from multigemm.backends.cupy.config import Config as CuPyConfig
+from tests.support.fake_backends import Fake, Tile
 
 A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
 CUT = [0, 2, 5, 10]
@@ -217,9 +217,9 @@ def test_unknown_backend_names_the_nearest() -> None:
         mg.solve(problem, backend="triton,cpu")
     with pytest.raises(mg.UnknownBackend, match="'auto' chooses among all: pass it alone"):
         mg.plan(problem, backend=["cpu", "auto"])
-    with pytest.raises(mg.InvalidSetting, match="config has rows=None, a NoneType; it must be of type int"):
-        mg.solve(problem, backend="cpu", config={"rows": None})
-    for wrong in ("fast", 3, (1,), CuPyConfig(), Config):
+    with pytest.raises(mg.InvalidSetting, match="config has kernel=None, a NoneType; it must be of type str"):
+        mg.solve(problem, backend="cpu", config={"kernel": None})
+    for wrong in ("fast", 3, (1,), CuPyConfig(), CpuConfig):
         with pytest.raises(
             mg.InvalidSetting, match="is no config of this backend: pass its Config, or a mapping of some"
         ):
@@ -229,6 +229,7 @@ def test_unknown_backend_names_the_nearest() -> None:
 
 
 UNTYPED: Any = CpuConfig
+UNTYPED_TILE: Any = Tile
 
 
 class Foreign:
@@ -381,11 +382,13 @@ def test_backends_that_do_not_exist_are_bad_input_and_bad_settings(name: Any) ->
 @pytest.mark.parametrize(
     "config",
     [
-        [1], {"kernel": ["x"]}, {1: 2, "a": 3}, 3, "x", {"kernel": "nonsense"}, {"kernel": 5},
-        {"kernel": "tiles", "rows": "2"}, {"kernel": "tiles", "rows": 2.0}, {"kernel": "tiles", "rows": True},
-        UNTYPED("tiles", "2", 1), UNTYPED("tiles", 2.5, 1),
+        [1], {"kernel": ["x"]}, {1: 2, "a": 3}, 3, "x", {"kernel": "nonsense"}, {"kernel": 5}, UNTYPED(5),
+        {"size": "2"}, {"size": 2.0}, {"size": True}, UNTYPED_TILE("2"), UNTYPED_TILE(2.5),
     ],
 )  # fmt: skip
-def test_configs_of_a_wrong_kind(config: Any) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "fake"])
+def test_configs_of_a_wrong_kind(backend: str, config: Any, install: Callable[..., None]) -> None:
+    if backend == "fake":
+        install(Fake("fake"))
     with pytest.raises(mg.InvalidSetting, match=r"config|Config"):
-        mg.grouped_gemm(A, B, offsets=CUT, backend="cpu", config=config)
+        mg.grouped_gemm(A, B, offsets=CUT, backend=backend, config=config)
