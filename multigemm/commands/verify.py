@@ -17,7 +17,7 @@ from multigemm.bench.suites import parts
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference.verify import Answer, answer, judge
-from multigemm.select.candidates import candidates
+from multigemm.select.registry import candidates
 from multigemm.select.timing import measure
 
 
