@@ -22,10 +22,12 @@ import multigemm as mg
 from multigemm.backends.cpu.config import Config as CpuConfig
 from multigemm.planning.staging import stage, staged_spec
 from multigemm.problem.overlap import meetings
+from tests.support.fake_backends import Fake, Tile
 
 A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
 CUT = [0, 2, 5, 10]
 UNTYPED: Any = CpuConfig
+UNTYPED_TILE: Any = Tile
 
 
 def refuse(match: str, call: Callable[[], object]) -> None:
@@ -258,14 +260,16 @@ def test_backends_that_do_not_exist_are_bad_input_and_bad_settings(name: Any) ->
 @pytest.mark.parametrize(
     "config",
     [
-        [1], {"kernel": ["x"]}, {1: 2, "a": 3}, 3, "x", {"kernel": "nonsense"}, {"kernel": 5},
-        {"kernel": "tiles", "rows": "2"}, {"kernel": "tiles", "rows": 2.0}, {"kernel": "tiles", "rows": True},
-        UNTYPED("tiles", "2", 1), UNTYPED("tiles", 2.5, 1),
+        [1], {"kernel": ["x"]}, {1: 2, "a": 3}, 3, "x", {"kernel": "nonsense"}, {"kernel": 5}, UNTYPED(5),
+        {"size": "2"}, {"size": 2.0}, {"size": True}, UNTYPED_TILE("2"), UNTYPED_TILE(2.5),
     ],
 )  # fmt: skip
-def test_configs_of_a_wrong_kind(config: Any) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "fake"])
+def test_configs_of_a_wrong_kind(backend: str, config: Any, install: Callable[..., None]) -> None:
+    if backend == "fake":
+        install(Fake("fake"))
     with pytest.raises(mg.InvalidSetting, match=r"config|Config"):
-        mg.grouped_gemm(A, B, offsets=CUT, backend="cpu", config=config)
+        mg.grouped_gemm(A, B, offsets=CUT, backend=backend, config=config)
 
 
 @pytest.mark.parametrize(

@@ -216,8 +216,8 @@ def test_unknown_backend_names_the_nearest() -> None:
         mg.solve(problem, backend="triton,cpu")
     with pytest.raises(mg.UnknownBackend, match="'auto' chooses among all: pass it alone"):
         mg.plan(problem, backend=["cpu", "auto"])
-    with pytest.raises(mg.InvalidSetting, match="config has rows=None, a NoneType; it must be of type int"):
-        mg.solve(problem, backend="cpu", config={"rows": None})
+    with pytest.raises(mg.InvalidSetting, match="config has kernel=None, a NoneType; it must be of type str"):
+        mg.solve(problem, backend="cpu", config={"kernel": None})
     for wrong in ("fast", 3, (1,), CuPyConfig(), Config):
         with pytest.raises(
             mg.InvalidSetting, match="is no config of this backend: pass its Config, or a mapping of some"

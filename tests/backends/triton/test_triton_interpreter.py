@@ -19,7 +19,7 @@ from multigemm.backends.triton import BACKEND, Config, emulate
 from multigemm.backends.triton.emulate import space_of
 from multigemm.backends.triton.generic_launch import LISTED, WHOLE
 from multigemm.backends.triton.list_launch import list_chunk, tile_table
-from multigemm.integrations import eager, sort_op
+from multigemm.integrations import eager, layer_ops
 from multigemm.planning.staging import stage
 from multigemm.planning.tiles import TileWalk, heights
 from multigemm.settings import settings
@@ -229,11 +229,11 @@ def test_lists_of_too_many_tiles_are_searched_on_the_device(monkeypatch: pytest.
 @pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (5, 3), (256, 128), (257, 7), (1500, 1023), (3000, 16)])
 def test_the_counting_sort_is_a_stable_sort(pairs: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    kernels: Any = importlib.import_module("multigemm.integrations.sort_kernels")
+    kernels: Any = importlib.import_module("multigemm.integrations.layer_kernels")
     monkeypatch.setattr(eager, "current_device", lambda: -1)  # which is where tensors on the CPU say that they lie
     for low, high in ((0, experts), (-1, experts + 2)):
         numbers = torch.randint(low, high, (pairs,), generator=torch.Generator().manual_seed(pairs))
-        results = kernels.sort_by_expert(numbers, experts), sort_op.sort_by_expert(numbers, experts)
+        results = kernels.sort_by_expert(numbers, experts), layer_ops.sort_by_expert(numbers, experts)
         for got, want in zip(*results, strict=True):
             assert torch.equal(got, want)
             assert got.dtype is want.dtype
