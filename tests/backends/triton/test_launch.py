@@ -6,22 +6,25 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.backends.triton import BACKEND, Config, generic_launch, hopper_launch
-from multigemm.backends.triton import compile as compiled
-from multigemm.backends.triton.candidates import hopper_candidates, pointer_candidates
+from multigemm.backends.triton import BACKEND, Config, generic, hopper
+from multigemm.backends.triton import build as compiled
+from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates
 from multigemm.backends.triton.config import problem_with
-from multigemm.cuda import launch
+from multigemm.backends.triton.hopper import canonical, canonical_shape, map_of_a, map_of_b
+from multigemm.cuda import driver, launch
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.cuda.launch import NOTHING
 from multigemm.errors import InvalidSetting
-from multigemm.planning.operands import Operands
+from multigemm.planning.binding import Bound, Choice, bind
+from multigemm.planning.launch_cache import _entry_of
+from multigemm.planning.operands import Operands, packed
 from multigemm.planning.staging import stage, staged_spec
 from tests.support.triton_world import GPU, FakeDriver, block_of, kernels_of, world
 
@@ -50,9 +53,9 @@ class Memory:
 
 
 def problem(form: str, start: int, *, dtype: torch.dtype = BF16, groups: int = 6, m: int = 256, n: int = 256,
-            k: int = 512, shift: int = 0, bias: bool = False, c: bool = False, **options: Any
+            k: int = 512, shift: int = 0, bias: bool = False, c: bool = False, kind: str = "ends", **options: Any
             ) -> mg.GroupedGemmProblem:  # fmt: skip
-    """A problem whose operands lie from `start` on; sizes are all on the device."""
+    """A problem whose operands lie from `start` on; sizes are all on the device, given as `kind`."""
     new = Memory(start)
     operand: dict[str, Any] = {"dtype": dtype, "shift": shift}
     if form == "jagged_k":
@@ -63,7 +66,7 @@ def problem(form: str, start: int, *, dtype: torch.dtype = BF16, groups: int = 6
         rows = (m,) if form == "jagged_m" else (groups, m)
         a, b, out = new(*rows, k, **operand), new(groups, k, n, **operand), new(*rows, n, dtype=dtype)
     sizes = new(groups, dtype=torch.int32)
-    options |= {"batched": {}, "masked": {"valid_rows": sizes}}.get(form, {"ends": sizes, "jagged": form[-1]})
+    options |= {"batched": {}, "masked": {"valid_rows": sizes}}.get(form, {kind: sizes, "jagged": form[-1]})
     options |= {"bias": new(*((n,) if form == "jagged_n" else (groups, n)), dtype=dtype)} if bias else {}
     options |= {"c": new(*out.shape, dtype=dtype), "beta": 0.5} if c else {}
     return mg.GroupedGemmProblem(a, b, out=out, **options)
@@ -87,6 +90,8 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     **{f"{form}, odd": {"form": form, "shift": 1} for form in FORMS},
     **{f"{form}, c": {"form": form, "c": True} for form in FORMS},
     **{f"{form}, bias": {"form": form, "bias": True} for form in ("jagged_m", "jagged_k", "masked", "batched")},
+    **{f"{form}, sizes": {"form": form, "kind": "sizes"} for form in ("jagged_m", "jagged_k", "jagged_n")},
+    "many sizes": {"form": "jagged_m", "groups": 300, "m": 900, "n": 64, "k": 64, "kind": "sizes"},
     "many": {"form": "jagged_m", "groups": 300, "m": 900, "n": 64, "k": 64},
     "many odd": {"form": "jagged_m", "groups": 300, "m": 900, "n": 64, "k": 64, "shift": 1},
     "many n": {"form": "jagged_n", "groups": 300, "n": 900, "m": 64, "k": 64},
@@ -133,22 +138,81 @@ def test_every_address_follows_its_operand(world: FakeDriver, same_workspaces: C
     seen, operand_memory = set[str](), [(MEMORY.data_ptr(), MEMORY.data_ptr() + len(MEMORY))]
     for name, given in PROBLEMS.items():
         here, there = (operands(problem(start=start, **given), name in FORMS) for start in (0, DISTANCE))
+        if here.sizes is not None:  # memory of the library's own, which no call moves
+            there.ends = here.ends
         assert all((x - y) % 256 == 0 for x, y in zip(addresses(here), addresses(there), strict=True))
         for config in configs(here):
-            bind = BACKEND.plan(here.spec, config, GPU).bind
+            bound_to = BACKEND.plan(here.spec, config, GPU).bind
             same_workspaces(fresh=True)
-            moved: Any = bind(here)
+            moved: Any = bound_to(here)
             before = [block_of(kernel) for kernel in kernels_of(moved)]
             same_workspaces()
-            after = [block_of(kernel) for kernel in kernels_of(bind(there))]
+            after = [block_of(kernel) for kernel in kernels_of(bound_to(there))]
             assert not moved.stays_behind(operand_memory), (name, config)
             moved.move(addresses(there))
             assert [block_of(kernel) for kernel in kernels_of(moved)] == after != before, (name, config)
             moved.move(addresses(here))
             assert [block_of(kernel) for kernel in kernels_of(moved)] == before, (name, config)
             seen |= {kernel._kernel.name for kernel in kernels_of(moved)}
-    assert seen == {"pointer_kernel", "write_prefix", "hopper_kernel", "carry_kernel", "write_records", "pack_kernel",
-                    "zero_kernel"}  # fmt: skip
+    assert seen == {"pointer_kernel", "write_prefix", "hopper_kernel", "shift_b_kernel", "write_records", "pack_kernel"}
+
+
+def bound_plan(given: mg.GroupedGemmProblem, config: Config, zeroed: bool = False) -> Bound:
+    """A problem, bound as a plan binds it."""
+    assert given.out is not None
+    spec = replace(staged_spec(given), zero_unowned=zeroed)
+    return bind(Choice("triton", BACKEND.plan(spec, config, GPU), spec, ""), given, given.out)
+
+
+TALL = replace(RING, block_m=192, block_n=256, stages=3)
+
+
+@pytest.mark.parametrize("kind", ["ends", "sizes"])
+@pytest.mark.parametrize("config", [RING, TALL, replace(RING, shift_b=True)], ids=["two", "three", "shifted"])
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k"])
+def test_sizes_and_zeros_take_no_launch_of_their_own(form: str, config: Config, kind: str, world: FakeDriver) -> None:
+    """The kernel sums up sizes on the device, and zeroes what no group owns, as long as one warp holds all groups."""
+    limit = 128 if config is TALL else 256
+    for groups, launched in ((limit, []), (limit + 1, ["write_records"] if form != "jagged_k" else [])):
+        given = problem(form, 0, groups=groups, kind=kind, m=64, n=64, k=64)
+        if problem_with(config, staged_spec(given)):
+            continue
+        made = bound_plan(given, config, zeroed=True)
+        own = "shift_b_kernel" if config.shift_b else "hopper_kernel"
+        assert [kernel._kernel.name for kernel in kernels_of(made.steps[-1])] == [*launched, own]
+        assert len(made.steps) == 1 + (kind == "sizes" and groups > limit)
+        assert (made.ops.sizes is not None) == (kind == "sizes")
+
+
+@pytest.mark.parametrize("config", [RING, GENERIC], ids=["hopper", "generic"])
+def test_a_kept_launch_follows_sizes_that_it_sums_up(config: Config, world: FakeDriver) -> None:
+    given, later = (problem("jagged_m", start, kind="sizes") for start in (0, DISTANCE))
+    spec = staged_spec(given)
+    choice = Choice("triton", BACKEND.plan(spec, config, GPU), spec, "")
+    entry: Any = _entry_of(given, bound_plan(given, config), choice, "sizes", counted=False)
+    [kernel] = kernels_of(entry._launch)
+    assert later.grouping is not None and later.grouping.live is not None
+    sizes = later.grouping.live
+    call: Any = ("m", later.a, later.b, "sizes", sizes, None, None, None, later.out)
+    assert entry.run(call) is later.out
+    assert world.calls.count("cuLaunchKernelEx") == 1
+    assert sizes.data_ptr() in memoryview(block_of(kernel)).cast("Q")
+
+
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k"])
+def test_the_generic_kernel_sums_up_as_many_sizes_as_it_counts_at_once(form: str, world: FakeDriver) -> None:
+    for groups in (32, 256, 257):
+        given = problem(form, 0, groups=groups, kind="sizes", m=64, n=64, k=64)
+        assert len(bound_plan(given, GENERIC).steps) == 1 + (groups > 256)
+
+
+def test_strides_that_no_map_expresses_and_sizes_on_the_device(world: FakeDriver) -> None:
+    """The generic kernel sums them up in place of the one that would."""
+    given: Any = problem("jagged_k", 0, groups=2, kind="sizes")
+    out = MEMORY[DISTANCE:][: 2 * 264 * 256 * 2].view(BF16).as_strided((2, 256, 256), (256 * 256 + 8, 256, 1))
+    other = mg.GroupedGemmProblem(given.a, given.b, sizes=given.grouping.live, jagged="k", out=out)
+    made = bound_plan(other, RING)
+    assert [kernel._kernel.name for step in made.steps for kernel in kernels_of(step)] == ["pointer_kernel"]
 
 
 def listed(groups: int, rows: int = 256) -> Operands:
@@ -239,7 +303,7 @@ def test_another_library_s_context_is_given_back(world: FakeDriver) -> None:
 
 def test_captures_pin_what_launches_count_in(world: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = list[str]()
-    for module in (generic_launch, hopper_launch):
+    for module in (generic, hopper):
         monkeypatch.setattr(module.Words, "pin", staticmethod(partial(pinned.append, "once")))
     ops = operands(problem("jagged_m", 0))
     for config in (replace(GENERIC, splits=4, programs=0), RING, GENERIC, replace(RING, order="dealt")):
@@ -270,3 +334,39 @@ def test_triton_s_own_parameters_follow_the_kernel_s(world: FakeDriver, monkeypa
     assert (first, second, profile) == (5, 6, 0)
     assert scratch % 256 == 0
     assert made[0].data_ptr() <= scratch <= made[0].data_ptr() + 256
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_weights_of_no_group_are_not_copied(groups: int, world: FakeDriver) -> None:
+    """Weights of no group count as one group at address 0, which a copy would read."""
+    a, b = torch.randn(9, 8).bfloat16(), torch.randn(groups, 8, 5).bfloat16()
+    given = mg.GroupedGemmProblem(a, b, ends=torch.tensor([4, 9][:groups], dtype=torch.int32))
+    ops = stage(given, staged_spec(given), torch.empty(9, 5, dtype=torch.bfloat16)).ops
+    config = Config("hopper", block_m=128, block_n=128, warps=4, stages=4, pack=("b",))
+    bound = BACKEND.plan(ops.spec, config, GPU).bind(ops)
+    launched = [kernel._kernel.name for kernel in kernels_of(bound)]
+    assert launched == ["pack_kernel"] * (groups > 0) + ["hopper_kernel"]
+
+
+@pytest.mark.parametrize("shift", [0, 7])
+@pytest.mark.parametrize("jagged", ["k", "m"])
+def test_maps_of_operands_without_elements_lie_where_a_map_may(
+    jagged: Literal["m", "k"], shift: int, world: FakeDriver
+) -> None:
+    """They borrow the result's address, which may be any; a map wants a multiple of 16 bytes, and reads nothing."""
+    groups, rows, total = (2, 48, 0) if jagged == "k" else (0, 9, 9)
+    if jagged == "k":  # no element of K in any group
+        a, b = torch.empty(total, rows, dtype=torch.bfloat16).T, torch.empty(total, 16, dtype=torch.bfloat16)
+    else:  # no group
+        a, b = torch.empty(total, 48, dtype=torch.bfloat16), torch.empty(groups, 48, 16, dtype=torch.bfloat16)
+    shape = (groups, rows, 16) if jagged == "k" else (rows, 16)
+    out = torch.empty(shift + 2 * 48 * 16, dtype=torch.bfloat16)[shift:][: torch.Size(shape).numel()].view(shape)
+    given = mg.GroupedGemmProblem(a, b, ends=torch.zeros(groups, dtype=torch.int32), jagged=jagged, out=out)
+    ops = stage(given, staged_spec(given), out).ops
+    spec, seen, box = canonical(ops.spec), canonical_shape(packed(ops)), ((64, 64, 1, 1),)
+    with driver.on_device(0):
+        maps = [map_of_a(spec, seen, box), map_of_b(spec, seen, box)]
+    assert all(address and address % 16 == 0 for address, *_ in world.encoded)
+    borrowed = [slot for encoded in maps for slot in encoded.slots if slot.operand == OPERANDS.index("out")]
+    assert len(borrowed) == (2 if jagged == "k" else 1)
+    assert all(slot.distance == -(out.data_ptr() % 16) for slot in borrowed), "they follow the result"

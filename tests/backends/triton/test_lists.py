@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.triton import Config, list_launch
+from multigemm.backends.triton import Config, lists
 from multigemm.backends.triton.config import list_registers, problem_with
-from multigemm.backends.triton.list_launch import (
+from multigemm.backends.triton.lists import (
     MOST_LISTED,
     SLOTS,
     few_groups,
     few_slots,
     few_values,
+    hopper_list_sources,
     list_groups,
-    list_sources,
     map_slots,
     multiples,
     values_of,
@@ -162,7 +162,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> Seen:
         seen.append(given)
         return bytes(128)
 
-    monkeypatch.setattr(list_launch, "encode_together", note)
+    monkeypatch.setattr(lists, "encode_together", note)
     return seen
 
 
@@ -234,7 +234,7 @@ def test_tiles_are_dealt_out_where_programs_are_counted() -> None:
     spec = staged(listed([(64, 64, 64)], dtype=torch.bfloat16)).spec
     for programs in (0, 1):
         config = replace(LARGE, programs=programs)
-        for multiple, source in zip(multiples(spec), list_sources(spec, config).values(), strict=True):
+        for multiple, source in zip(multiples(spec), hopper_list_sources(spec, config).values(), strict=True):
             given = dict(source.constants)
             assert (given["MULTIPLE"], given["DEALT"]) == (multiple, programs > 0)
 

@@ -1,6 +1,6 @@
 """What the first call of a kernel costs: compiled now, loaded from disk, and with sizes never seen before.
 
-    python tests/backends/triton/test_triton_first_call.py
+    python tests/backends/triton/test_first_call.py
 
 prints seconds per class of problem, each state in a process of its own. The clock runs from operands that are
 ready on the device to a result that is; the first line of a cold process includes the import of Triton.
@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.triton import compile as compiled
+from multigemm.backends.triton import build as compiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 COLD_SECONDS = 10.0
@@ -106,6 +106,11 @@ def test_first_calls_cold_and_from_disk(tmp_path: Path) -> None:
     cached = in_a_new_process(tmp_path)
     assert all(count == 0 for _, count in cached.values())
     assert {name: seconds for name, (seconds, _) in cached.items() if seconds > CACHED_SECONDS} == {}
+
+
+def test_new_sizes_compile_nothing() -> None:
+    """200 random token counts and group counts: kernels that a layer has met take them all."""
+    assert recompilations() == 0
 
 
 def main() -> None:

@@ -23,15 +23,13 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.triton.compile import KernelSource, TritonKernel, load
+from multigemm.backends.triton.build import KernelSource, TritonKernel, load
 from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of, raw_bytes
-from multigemm.backends.triton.generic_launch import (
+from multigemm.backends.triton.generic import (
     ABSENT,
     TYPES,
     bits_of,
-    group_sizes,
     sizes_address,
-    zero_source,
 )
 from multigemm.cuda.arguments import Address, Fields
 from multigemm.cuda.counters import Words, ready
@@ -140,6 +138,11 @@ def searched(spec: ProblemSpec, config: Config) -> bool:
     return cut_of(spec) == "rows" and spec.groups <= searchable(config)
 
 
+def sums_sizes(spec: ProblemSpec, config: Config) -> bool:
+    """As `generic.sums_sizes`, for what the loading warp holds; the generic kernel then does as well."""
+    return spec.sizes is not None and cut_of(spec) != "batched" and spec.groups <= searchable(config)
+
+
 def listed(spec: ProblemSpec, config: Config) -> bool:
     """Whether a small kernel runs first, to list the tile rows."""
     return cut_of(spec) == "rows" and not searched(spec, config)
@@ -194,7 +197,7 @@ def descriptor(dtype: torch.dtype, box: tuple[int, ...]) -> str:
 def names_of(config: Config) -> tuple[str, ...]:
     """The arguments, in the kernel's order."""
     data = ("c", "out", "bias", "records", "ends")
-    if config.carry:
+    if config.shift_b:
         extents = tuple(name for name in EXTENTS if name != "b_step")
         return ("a_desc", "out_desc", "b", *data, *extents, "raw_at", "b_group", "b_line", *STRIDES)
     return ("a_desc", "b_desc", "out_desc", *data, *EXTENTS, *STRIDES)
@@ -203,15 +206,15 @@ def names_of(config: Config) -> tuple[str, ...]:
 def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
     """The kernel for a spec; classes only, no extents."""
     spec = canonical(packed_spec(given, config))
-    module, name = ("hopper_shift_b", "carry_kernel") if config.carry else ("hopper", "hopper_kernel")
+    module, name = ("hopper_shift_b", "shift_b_kernel") if config.shift_b else ("hopper", "hopper_kernel")
     types = _types(spec, config)
     arguments = tuple((argument, types[argument]) for argument in names_of(config))
     constants = {**_cut(spec, config), **_end(spec, config, given.form), **_roles(spec, config)}
-    if config.carry:
+    if config.shift_b:
         del constants["PIECE"], constants["MASKED"], constants["LATE"]
         # two rings leave no room for rows of 32 bits to turn in
         constants["STORE"] = "row" if spec.out.dtype.itemsize == 4 else constants["STORE"]
-    room = raw_bytes(config, spec) if config.carry else 0
+    room = raw_bytes(config, spec) if config.shift_b else 0
     return KernelSource(f"multigemm.backends.triton.kernels.{module}", name, arguments, tuple(constants.items()),
                         gluon=True, room=room)  # fmt: skip
 
@@ -227,7 +230,7 @@ def _types(spec: ProblemSpec, config: Config) -> dict[str, str]:
         "out": "*" + TYPES[out_dtype],
         "bias": "*" + TYPES[spec.bias or out_dtype],
         "records": "*i32",
-        "ends": "*" + TYPES[spec.index or torch.int32],
+        "ends": "*" + TYPES[(spec.sizes if sums_sizes(spec, config) else spec.index) or torch.int32],
         **dict.fromkeys((*EXTENTS, "raw_at"), "i32"),
         **dict.fromkeys(("b", "b_group", "b_line", *STRIDES), "i64"),
     }
@@ -246,6 +249,7 @@ def _cut(spec: ProblemSpec, config: Config) -> dict[str, Any]:
         "ORDER": "drawn" if drawn(spec, config) else "dealt",
         "ALIGN": start_multiple(spec),
         "MASKED": spec.form == "masked",
+        "SIZES": sums_sizes(spec, config),
         "A_ORDER": spec.a.order,
         "B_ORDER": spec.b.order,
     }
@@ -260,16 +264,24 @@ def _end(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
         "ALPHA": spec.alpha,
         "ACTIVATION": spec.activation,
         "LATE": stores_late(spec, config),
+        "ZERO": _zeroed(spec),
     }
+
+
+def _zeroed(spec: ProblemSpec) -> str | None:
+    """Which rows the kernel zeroes: those that no group owns, of the whole result or ("masked") of each group."""
+    if not spec.zero_unowned or cut_of(spec) != "rows":
+        return None
+    return "masked" if spec.form == "masked" else "rows"
 
 
 def _roles(spec: ProblemSpec, config: Config) -> dict[str, int]:
     """The registers of each role."""
-    if config.carry:
+    if config.shift_b:
         # of low tiles: lines along k take the warps that load them more registers, those along n the others
         low = (184, 48, 96) if spec.b.order == "row" else (176, 48, 112)
         numbers = (200, 40, 72) if config.block_m == 256 else low
-        return dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS", "CARRIER_REGISTERS"), numbers, strict=True))
+        return dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS", "LOADER_REGISTERS"), numbers, strict=True))
     few = consumers(config) == 3
     return {"CONSUMERS": consumers(config), "CONSUMER_REGISTERS": 160 if few else 232,
             "PRODUCER_REGISTERS": 32 if few else 40}  # fmt: skip
@@ -312,14 +324,12 @@ def line_of(columns: int, size: int) -> int:
 
 
 def hopper_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
-    """The kernels of a plan: the main one, copies, the list of tile rows, zeros."""
+    """The kernels of a plan: the main one, copies, the list of tile rows."""
     found = {"main": hopper_source(spec, config)}
     for name in config.pack:
         found[f"pack {name}"] = pack_source(getattr(spec, name), name, spec)
     if listed(canonical(packed_spec(spec, config)), config):
         found["records"] = records_source(spec, config)
-    if cut_of(canonical(spec)) == "rows" and spec.zero_unowned:
-        found["zeros"] = zero_source(spec)
     return found
 
 
@@ -413,11 +423,11 @@ class HopperPlan:
     def __init__(self, given: ProblemSpec, config: Config, index: int, instead: Callable[[], Recipe]) -> None:
         kernels = {name: load(source, index) for name, source in hopper_sources(given, config).items()}
         self._config, self._index, self._instead = config, index, cache(instead)
-        self._main, self._records, self._zeros = kernels["main"], kernels.get("records"), kernels.get("zeros")
+        self._main, self._records = kernels["main"], kernels.get("records")
         self._copies = [OperandCopy(name, given, kernels[f"pack {name}"]) for name in config.pack]
         self._spec = canonical(packed_spec(given, config))
         self._drawn, self._slack = drawn(self._spec, config), start_multiple(self._spec) > 1
-        self._stores_maps = store_of(self._spec) == "tma"
+        self._stores_maps, self._sums = store_of(self._spec) == "tma", sums_sizes(self._spec, config)
         self._map_boxes()
         self._most = processors(index)
         ready(index, 8)
@@ -434,7 +444,7 @@ class HopperPlan:
         """Lays out the arguments of one problem; the generic kernel takes strides that no map expresses."""
         if not cast(Tensor, ops.out).numel():
             return NOTHING
-        given = shape = packed(ops)
+        shape = packed(ops)
         launches: list[BoundKernel] = []
         for copy in self._copies:
             shape, launch = copy.bind(shape, ops.device)
@@ -442,15 +452,12 @@ class HopperPlan:
         seen = canonical_shape(shape)
         if not fits(self._spec, seen):
             return self._instead().bind(ops)
-        sizes = group_sizes(ops)
-        launches += self._products(ops, seen, sizes)
-        if self._zeros is not None:
-            launches.append(bind_zeros(self._zeros, ops, given, sizes))
+        launches += self._products(ops, seen)
         return launches[0] if len(launches) == 1 else LaunchSequence(launches)
 
-    def _products(self, ops: Operands, shape: Packed, sizes: Tensor | None) -> list[BoundKernel]:
+    def _products(self, ops: Operands, shape: Packed) -> list[BoundKernel]:
         """The launch that lists tile rows, if any, and the main one; without a list it counts in words left at zero."""
-        at, across = sizes_address(sizes, ops.spec), tiles_of(shape.n, self._config.block_n)
+        at, across = sizes_address(ops, self._sums), tiles_of(shape.n, self._config.block_n)
 
         def programs(tokens: int) -> int:
             return min(max(1, self._tile_rows(shape.groups, tokens) * across), self._most)
@@ -495,7 +502,7 @@ class HopperPlan:
                 a.group // max(1, a.row))  # fmt: skip
         strides = (c.group, c.row, c.col, out.group, out.row, out.col, bias.group, bias.col,
                    bits_of(ops.alpha, spec), bits_of(ops.beta, spec))  # fmt: skip
-        if self._config.carry:
+        if self._config.shift_b:
             line = b.row if spec.b.order == "row" else b.col
             return [*maps, b.ptr, *data, out_rows, self._main.code.room_at, b.group, line, *strides]
         return [*maps, *data, int(b.group != 0), out_rows, *strides]
@@ -505,21 +512,14 @@ class HopperPlan:
         spec, (a_box, b_box, out_box) = self._spec, self._boxes
         with on_device(self._index):
             found: list[int | bytes] = [map_of_a(spec, shape, a_box), *self._beside_a]
-            if not self._config.carry:
+            if not self._config.shift_b:
                 found += [map_of_b(spec, shape, b_box), *self._beside_b]
             return [*found, map_of_out(spec, shape, out_box) if self._stores_maps else BLANK, *BESIDE[4]]
 
 
-def bind_zeros(kernel: TritonKernel, ops: Operands, shape: Packed, sizes: Tensor | None) -> BoundKernel:
-    """The launch that zeroes what no group owns."""
-    out, at = shape.out, sizes_address(sizes, ops.spec)
-    values = [out.ptr, at, shape.m, shape.n, shape.groups, int(ops.head), out.group, out.row, out.col]
-    grid = processors(kernel.index)
-    return kernel.bound(values, grid, grid_for=lambda tokens: grid)
-
-
 def plan_hopper(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:
     """Compiles (or loads) the kernels; `instead` plans the generic kernel for strides that no map expresses."""
-    name = "hopper, weights through registers" if config.carry else "hopper"
+    name = "hopper, weights through registers" if config.shift_b else "hopper"
     name += f", after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else ""
-    return Recipe(name, config, HopperPlan(spec, config, index, instead).bind, why)
+    sums = sums_sizes(canonical(packed_spec(spec, config)), config)
+    return Recipe(name, config, HopperPlan(spec, config, index, instead).bind, why, sums_sizes=sums)

@@ -40,7 +40,7 @@ def test_shipped_kernels_compile_without_spills(capability: int, tmp_path: Any) 
 
 def test_a_second_process_loads_what_the_first_compiled(tmp_path: Any) -> None:
     code = (
-        "import sys, torch; from multigemm.backends.triton import compile as c, shipped as s;"
+        "import sys, torch; from multigemm.backends.triton import build as c, shipped as s;"
         "spec = dict(s.specs())['jagged_m bf16']; source = next(s.sources(spec, 90))[1];"
         "made = c.cubin(source, 90); print(c.compilations, 'triton' in sys.modules, len(made.code), made.params)"
     )
@@ -61,11 +61,11 @@ def test_products_of_shifted_weights_overlap(tmp_path: Any) -> None:
     """ptxas lets each wgmma wait for the one before where a register that one reads is written in between, and only
     tells a log that nobody reads. Then every product would be followed by a wait for all."""
     code = (
-        "import subprocess; from triton import knobs; from multigemm.backends.triton import compile as c, shipped as s;"
-        "from multigemm.backends.triton.candidates import hopper_candidates;"
-        "from multigemm.backends.triton.hopper_launch import hopper_source;"
+        "import subprocess; from triton import knobs; from multigemm.backends.triton import build as c, shipped as s;"
+        "from multigemm.backends.triton.choice import hopper_candidates;"
+        "from multigemm.backends.triton.hopper import hopper_source;"
         "spec = dict(s.specs())['jagged_m bf16 unaligned'];"
-        "found = [x for x in hopper_candidates(spec) if x.carry and x.block_m == 128];"
+        "found = [x for x in hopper_candidates(spec) if x.shift_b and x.block_m == 128];"
         "open('carry.cubin', 'wb').write(c.cubin(hopper_source(spec, found[0]), 90).code);"
         "print(subprocess.check_output([knobs.nvidia.nvdisasm.path, '-c', 'carry.cubin'], text=True))"
     )

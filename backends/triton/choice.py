@@ -1,12 +1,11 @@
 """Which configs to try for a spec, the best guess first: what measurements on an H100 support.
 
-Nothing here depends on a token count beyond the buckets that a spec carries. docs/triton-tuning.md has
-the numbers behind the order.
+Nothing here depends on a token count beyond the buckets that a spec carries. The numbers were fitted on an H100 (700 W,
+Triton 3.6.0, 2026-11-21, L2 flushed); docs/triton-tuning.md has the measurements behind them, and their commands.
 
-`ring_us` and `pointer_us` say about how long a kernel takes: good enough to choose between the two. Fitted to 109
-problems of 6 to 700 us on an H100 (bf16, L2 flushed): the choice that follows was wrong by more than 5 % in 9 of them,
-and cost 2 % on average against the better of the two each time. The terms: a launch, then the longest of the steps
-along K that one program takes after another, the bytes and the products.
+`hopper_us` and `pointer_us` say about how long a kernel takes: good enough to choose between the two. Fitted to 109
+problems of 6 to 700 us (bf16): the choice that follows was wrong by more than 5 % in 9 of them, and cost 2 % on average
+against the better of the two each time.
 
 Tiles for products in 32 and 64 bits are those whose rounds on the busiest multiprocessor take least, padding included.
 A program alone on a multiprocessor takes `alone` us for a block of K, several beside each other `busy` us each, and a
@@ -16,7 +15,7 @@ tile's start and end as long as ENDS elements of K.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -40,6 +39,24 @@ MOST_SHARED = 160
 WORTH_SHARING = 2048
 """Elements of K for each doubling of the programs that share a tile; an eighth of them where a product is as slow as
 those of `crossed`."""
+
+
+class Speed(NamedTuple):
+    """What a kernel takes at least."""
+
+    launch_us: float
+    bytes_per_us: float
+    flops_per_us: float
+    """Of products of 16 bits; of wider ones less by as much as they are wider."""
+
+
+HOPPER, POINTER = Speed(10.0, 3.2e6, 420e6), Speed(7.8, 2.66e6, 240e6)
+COPY_US = 10.0
+"""What copies of operands into aligned rows add."""
+SHIFTED = 1.6
+"""How many times as long products of shifted weights take."""
+POINTER_STEP_US, POINTER_DEPTH, POINTER_PROGRAMS = 0.3, 64, 2
+"""A block of K, its depth, and programs on a multiprocessor: those of an ordinary config of the pointer kernel."""
 STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (128, 128): 0.40}
 """A block of K through the ring, one program alone: bound by how many stages are on their way."""
 
@@ -97,14 +114,19 @@ def _tiles(config: Config, shape: Shape) -> int:
     return shape.groups * -(-shape.rows // config.block_m) * -(-shape.columns // config.block_n)
 
 
-def ring_us(config: Config, spec: ProblemSpec) -> float:
-    """The warp-specialised kernel; copies into aligned rows add their launches."""
-    shape, size = shape_of(spec), spec.compute.itemsize
+def _work_us(speed: Speed, shape: Shape, size: int, along: float) -> float:
+    """The longest of the steps along K that one program takes after another, the bytes and the products."""
+    return max(along, shape.elements * size / speed.bytes_per_us, shape.flops * size / 2 / speed.flops_per_us)
+
+
+def hopper_us(config: Config, spec: ProblemSpec) -> float:
+    """The warp-specialised kernel."""
+    shape = shape_of(spec)
     steps = -(-shape.deep // depth_of(spec))
     turns = max(1.0, _tiles(config, shape) / PROCESSORS)
     along = turns * steps * STEP_US[min(256, config.block_m), config.block_n]
-    work = max(along, shape.elements * size / 3.2e6, shape.flops * size / 2 / 420e6)
-    return 10.0 + work * (1.6 if config.carry else 1.0) + (10.0 if config.pack else 0.0)
+    work = _work_us(HOPPER, shape, spec.compute.itemsize, along)
+    return HOPPER.launch_us + work * (SHIFTED if config.shift_b else 1.0) + (COPY_US if config.pack else 0.0)
 
 
 def rounds_us(config: Config, spec: ProblemSpec) -> float:
@@ -117,12 +139,11 @@ def rounds_us(config: Config, spec: ProblemSpec) -> float:
 
 
 def pointer_us(config: Config, spec: ProblemSpec) -> float:
-    """The pointer kernel, two programs per multiprocessor; single elements instead of 16 bytes slow it down."""
-    shape, size = shape_of(spec), spec.compute.itemsize
-    turns = max(1.0, _tiles(config, shape) * config.splits / (2 * PROCESSORS))
-    along = turns * -(-shape.deep // (64 * config.splits)) * 0.3
-    work = max(along, shape.elements * size / 2.66e6, shape.flops * size / 2 / 240e6)
-    return 7.8 + work * _slowness(config, spec)
+    """The pointer kernel; single elements instead of 16 bytes slow it down."""
+    shape = shape_of(spec)
+    turns = max(1.0, _tiles(config, shape) * config.splits / (POINTER_PROGRAMS * PROCESSORS))
+    along = turns * -(-shape.deep // (POINTER_DEPTH * config.splits)) * POINTER_STEP_US
+    return POINTER.launch_us + _work_us(POINTER, shape, spec.compute.itemsize, along) * _slowness(config, spec)
 
 
 def _slowness(config: Config, spec: ProblemSpec) -> float:
@@ -375,7 +396,7 @@ def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ..
     tiles = (tall, replace(flat, stages=6))
     if tiles_in(tall, spec) < PROCESSORS and tiles_in(flat, spec) <= PROCESSORS:
         tiles = tiles[::-1]
-    found = [replace(config, carry=True, pack=pack, block_k=depth_of(spec)) for config in tiles]
+    found = [replace(config, shift_b=True, pack=pack, block_k=depth_of(spec)) for config in tiles]
     return [config for config in found if not problem_with(config, spec)]
 
 
@@ -391,7 +412,7 @@ def _few(uncopied: list[Config], spec: ProblemSpec) -> bool:
 def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
     """Tiles dealt out where the work is brief, else drawn; the best guess also the other way."""
     orders: tuple[Literal["dealt", "drawn"], ...] = ("dealt", "drawn")
-    usual, other = orders if ring_us(found[0], spec) < BRIEF_US else orders[::-1]
+    usual, other = orders if hopper_us(found[0], spec) < BRIEF_US else orders[::-1]
     return [*(replace(config, order=usual) for config in found), replace(found[0], order=other)]
 
 
@@ -417,6 +438,6 @@ def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
         return [*fast, *plain] if _maps_first(spec, fast[0]) else [*plain, *fast]
     # what is known of both in tf32 is how large tiles compare
     fitted = max(plain, key=lambda x: x.block_m * x.block_n) if is_tf32(spec) else plain[0]
-    if ring_us(fast[0], spec) < pointer_us(fitted, spec):
+    if hopper_us(fast[0], spec) < pointer_us(fitted, spec):
         return [*fast, *plain]
     return [*plain, fast[0]]

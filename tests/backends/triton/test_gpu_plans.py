@@ -1,4 +1,4 @@
-"""Plans of the Triton backend on a GPU: graphs, the current stream, compilations, what a call costs."""
+"""Plans of the Triton backend on a GPU: graphs, streams, compilations, moved operands, what a call costs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.triton import BACKEND
-from multigemm.backends.triton import compile as compiled
+from multigemm.backends.triton import BACKEND, Config
+from multigemm.backends.triton import build as compiled
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, stage, staged_spec
@@ -117,3 +117,63 @@ def test_a_launch_follows_the_operands(form: str, extent: int, run: Callable[[Ca
             launch.move(addresses(ops))
             run(launch)
             assert mg.verify(given, out), config
+
+
+RING = Config("hopper", block_m=128, block_n=128, stages=5, warps=4, order="drawn")
+SHARED = Config(block_m=32, block_n=64, block_k=64, warps=4, stages=3, programs=0, splits=4)
+COUNTING = {"search": (6, RING), "listed": (300, RING), "shared": (6, SHARED)}
+
+
+def deep_problem(groups: int) -> mg.GroupedGemmProblem:
+    rows = 5 * groups + 100
+    offsets = torch.linspace(0, rows, groups + 1).to(torch.int32).cuda()
+    a = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+    return mg.GroupedGemmProblem(
+        a, torch.randn(groups, 1024, 136, device="cuda", dtype=torch.bfloat16), offsets=offsets
+    )
+
+
+def dirty() -> None:
+    """Leaves memory behind whose words are not zero."""
+    held = [torch.full((1 << 12,), 7, dtype=torch.int32, device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    del held
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_a_plan_runs_at_once_on_another_stream(kind: str) -> None:
+    groups, config = COUNTING[kind]
+    given = deep_problem(groups)
+    mg.plan(given, backend="triton", config=config)()
+    cuda: Any = torch.cuda
+    side = cuda.Stream()
+    dirty()
+    cuda._sleep(50_000_000)  # what this stream is asked for now comes late
+    plan = mg.plan(given, backend="triton", config=config)
+    with torch.cuda.stream(side):
+        out = plan()
+    side.synchronize()
+    assert mg.verify(given, out)
+    torch.cuda.synchronize()
+    assert mg.verify(given, plan())
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_a_call_in_a_graph_and_plans_beside_it(kind: str) -> None:
+    groups, config = COUNTING[kind]
+    given = deep_problem(groups)
+    plan = mg.plan(given, backend="triton", config=config)
+    plan()
+    graph = torch.cuda.CUDAGraph()
+    dirty()
+    with torch.cuda.graph(graph):
+        out = mg.solve(given, backend="triton", config=config)
+        again = plan()
+    others = [mg.plan(given, backend="triton", config=config) for _ in range(3)]
+    for other in others:
+        graph.replay()
+        assert mg.verify(given, other())
+    out.zero_()
+    graph.replay()
+    assert mg.verify(given, out)
+    assert mg.verify(given, again)

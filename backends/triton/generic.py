@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.triton.compile import KernelSource, TritonKernel, compile_all, load
+from multigemm.backends.triton.build import KernelSource, TritonKernel, compile_all, load
 from multigemm.backends.triton.config import Config
 from multigemm.cuda.counters import SLOTS as POOLED
 from multigemm.cuda.counters import Words, ready
@@ -28,7 +28,7 @@ CHUNK = 256
 FEW = 32
 """Groups that the scheduler counts at once; up to FEW of them inside each warp, without a barrier."""
 LISTED = 0
-"""In their place: the host knows all extents and has listed the tiles (see list_launch)."""
+"""In their place: the host knows all extents and has listed the tiles (see lists.py)."""
 WHOLE = -1
 """The same, where every tile is whole, so that nothing has to be masked."""
 PREFIX_STEP = 1024
@@ -54,6 +54,11 @@ def uniform(spec: ProblemSpec) -> bool:
     return spec.form in UNIFORM or (spec.form == "masked" and spec.zero_unowned)
 
 
+def sums_sizes(spec: ProblemSpec) -> bool:
+    """Whether the kernel sums sizes on the device up by itself, so that no launch has to write ends first."""
+    return spec.sizes is not None and spec.groups <= CHUNK
+
+
 def argument_types(spec: ProblemSpec) -> dict[str, str]:
     pointers = {
         "a": spec.a.dtype,
@@ -61,7 +66,7 @@ def argument_types(spec: ProblemSpec) -> dict[str, str]:
         "c": spec.c.dtype if spec.c else spec.out.dtype,
         "out": spec.out.dtype,
         "bias": spec.bias or spec.out.dtype,
-        "ends": spec.index or torch.int32,
+        "ends": (spec.sizes if sums_sizes(spec) else spec.index) or torch.int32,
         "table": torch.int64,
         "prefix": torch.int32,
         "partials": spec.acc,
@@ -132,6 +137,7 @@ def constants(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int =
         "ZERO": spec.zero_unowned,
         "SPLITS": config.splits,
         "CHUNK": chunk,
+        "SIZES": sums_sizes(spec),
         "INTERPRETED": False,
     }
 
@@ -165,20 +171,6 @@ def prefix_source(spec: ProblemSpec, config: Config) -> KernelSource:
     )
 
 
-ZERO_NAMES = ("m", "n", "groups", "head", "out_group", "out_row", "out_col")
-
-
-def zero_source(spec: ProblemSpec) -> KernelSource:
-    """The kernel that zeroes what no group owns, for kernels that only write what groups own."""
-    types = argument_types(spec)
-    return KernelSource(
-        module="multigemm.backends.triton.kernels.generic",
-        name="zero_kernel",
-        signature=tuple((name, types[name]) for name in ("out", "ends", *ZERO_NAMES)),
-        constants=(("FORM", spec.form), ("BM", 32), ("BN", 128)),
-    )
-
-
 def generic_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
     """The kernels of a plan: the main one for few groups and for many, and the one that counts tiles."""
     found = {f"main {chunk}": pointer_source(spec, config, chunk=chunk) for chunk in chunks(spec, config)}
@@ -198,17 +190,19 @@ def bits_of(value: float, spec: ProblemSpec) -> int:
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-def group_sizes(ops: Operands) -> Tensor | None:
-    """The device array that the scheduler reads: ends, or the valid rows of the masked form."""
-    sizes = ops.valid_rows if ops.spec.form == "masked" else ops.ends
-    if sizes is not None and sizes.dtype != ops.spec.index:
-        raise InvalidProblem(f"sizes are {sizes.dtype}, the kernel was compiled for {ops.spec.index}")
+def group_sizes(ops: Operands, sums: bool) -> Tensor | None:
+    """The device array that the scheduler reads: ends, the valid rows of the masked form, or sizes that it sums up."""
+    compiled = ops.spec.sizes if sums else ops.spec.index
+    sizes = ops.sizes if sums else ops.valid_rows if ops.spec.form == "masked" else ops.ends
+    if sizes is not None and sizes.dtype != compiled:
+        raise InvalidProblem(f"sizes are {sizes.dtype}, the kernel was compiled for {compiled}")
     return sizes
 
 
-def sizes_address(sizes: Tensor | None, spec: ProblemSpec) -> int:
+def sizes_address(ops: Operands, sums: bool) -> int:
     """Where that array lies."""
-    return address_of(sizes, "valid_rows" if spec.form == "masked" else "ends")
+    name = "sizes" if sums else "valid_rows" if ops.spec.form == "masked" else "ends"
+    return address_of(group_sizes(ops, sums), name)
 
 
 def numbers(ops: Operands, shape: Packed, groups: int, places: int) -> list[int]:
@@ -266,12 +260,17 @@ def bind_main(
     return kernel.bound(values, grid, (*keep, arrived, parts), arrived.pin)
 
 
-def bind_count(
-    kernel: TritonKernel, ops: Operands, shape: Packed, prefix: Tensor, *, sizes: int = 0, table: int = 0
-) -> BoundKernel:
-    """The launch that counts the tiles of all groups."""
-    values = [prefix.data_ptr(), sizes, table, shape.m, shape.n, ops.spec.groups, int(ops.head)]
-    return kernel.bound(values, 1, (prefix,), grid_for=lambda tokens: 1)
+def bind_counted(
+    count: TritonKernel, main: TritonKernel, ops: Operands, shape: Packed, config: Config, tiles: int, *,
+    sizes: int = 0, table: int = 0, keep: tuple[object, ...] = (),
+) -> LaunchSequence:  # fmt: skip
+    """The main kernel's launch behind one that counts the tiles of more groups than it counts at once."""
+    groups = ops.spec.groups
+    prefix = torch.empty(groups, dtype=torch.int32, device=ops.device)
+    values = [prefix.data_ptr(), sizes, table, shape.m, shape.n, groups, int(ops.head)]
+    last = bind_main(main, ops, shape, config, tiles, groups, sizes=sizes, table=table, prefix=prefix.data_ptr(),
+                     keep=(*keep, prefix))  # fmt: skip
+    return LaunchSequence([count.bound(values, 1, (prefix,), grid_for=lambda tokens: 1), last])
 
 
 class GenericPlan:
@@ -292,17 +291,13 @@ class GenericPlan:
         """Lays out the arguments of one problem."""
         if not cast(Tensor, ops.out).numel():
             return NOTHING
-        shape, sizes, config = packed(ops), group_sizes(ops), self._config
-        at, tiles = sizes_address(sizes, ops.spec), most_tiles_of(shape, config)
+        shape, config = packed(ops), self._config
+        at, tiles = sizes_address(ops, sums_sizes(ops.spec)), most_tiles_of(shape, config)
         if self._count is None:
             return bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at)
-        prefix = torch.empty(shape.groups, dtype=torch.int32, device=ops.device)
-        before = bind_count(self._count, ops, shape, prefix, sizes=at)
-        place = prefix.data_ptr()
-        main = bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at, prefix=place, keep=(prefix,))
-        return LaunchSequence([before, main])
+        return bind_counted(self._count, self._main, ops, shape, config, tiles, sizes=at)
 
 
 def plan_generic(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
     """Compiles (or loads) the kernels of a packed problem; `bind` then only lays out arguments."""
-    return Recipe("pointer", config, GenericPlan(spec, config, index).bind, why)
+    return Recipe("pointer", config, GenericPlan(spec, config, index).bind, why, sums_sizes=sums_sizes(spec))

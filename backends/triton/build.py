@@ -28,7 +28,7 @@ CACHE = DiskCache("triton")
 KERNELS = Path(__file__).parent / "kernels"
 DEVICE_CODE = ("epilogue.py", "generic.py", "schedule.py")
 HOPPER_CODE = ("hopper.py", "hopper_shift_b.py", "hopper_tiles.py")
-LIST_CODE = ("small_list.py",)
+LIST_CODE = ("lists.py",)
 compilations = 0
 """How many kernels this process compiled (not: loaded from disk). Tests count it."""
 

@@ -17,9 +17,10 @@ import torch
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, emulate
 from multigemm.backends.triton.emulate import space_of
-from multigemm.backends.triton.generic_launch import LISTED, WHOLE
-from multigemm.backends.triton.list_launch import list_chunk, tile_table
+from multigemm.backends.triton.generic import LISTED, WHOLE
+from multigemm.backends.triton.lists import list_chunk, tile_table
 from multigemm.integrations import eager, layer_ops
+from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.staging import stage
 from multigemm.planning.tiles import TileWalk, heights
 from multigemm.settings import settings
@@ -158,9 +159,55 @@ def test_rows_without_owner_stay_untouched_in_a_given_output() -> None:
 
 @pytest.mark.parametrize("groups", [1, 256, 257, 300])
 def test_group_counts_around_one_vector(groups: int) -> None:
-    sizes = torch.arange(groups) % 3
+    """Tokens of groups on both sides of each border; the others are empty, since a tile takes 0.1 s here."""
+    sizes = torch.zeros(groups, dtype=torch.int64)
+    sizes[[g for g in (0, 1, 31, 32, 150, 254, 255, 256, groups - 1) if g < groups]] = torch.tensor(2)
     rows = int(sizes.sum()) + 2
-    check(draw(torch.float32, rows, 5), draw(torch.float32, groups, 5, 4), sizes=sizes)
+    check(draw(torch.float32, rows, 5), draw(torch.float32, groups, 5, 4), ends=sizes.cumsum(0))
+
+
+SIZES = torch.tensor([0, 3, 65, 0, 30])
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("groups", [5, 32, 33, 257])
+@pytest.mark.parametrize("jagged", ["m", "n", "k"])
+def test_sizes_are_summed_up_by_the_kernel(jagged: str, groups: int, index: torch.dtype) -> None:
+    """Up to 256 of them; rows behind the last group become zero."""
+    sizes = torch.zeros(groups, dtype=index)
+    sizes[-5:] = SIZES.to(index)
+    rows = int(sizes.sum()) + 7
+    a, b = {
+        "m": (draw(torch.float32, rows, 9), draw(torch.float32, groups, 9, 6)),
+        "n": (draw(torch.float32, 6, 9), draw(torch.float32, 9, rows)),
+        "k": (draw(torch.float32, rows, 6).T, draw(torch.float32, rows, 5)),
+    }[jagged]
+    check(a, b, sizes=sizes, jagged=jagged)
+
+
+def test_repeated_calls_follow_sizes_on_the_device() -> None:
+    """The third call binds what the second one kept."""
+    a, b = draw(torch.float32, 60, 9), draw(torch.float32, 3, 9, 6)
+    served = LAUNCHES.served
+    for _ in range(3):
+        sizes = torch.tensor([1, 50, 6])
+        given = mg.GroupedGemmProblem(a, b, sizes=sizes)
+        assert mg.verify(given, mg.grouped_gemm(a, b, sizes=sizes, backend="triton"))
+    assert LAUNCHES.served == served + 1
+
+
+@pytest.mark.parametrize("lies", [[-5, 50, 2**40, 3], [64, 64, 64, 64], [2**62, 2**62, -(2**62), 1]])
+def test_sizes_that_lie_stay_inside(lies: list[int]) -> None:
+    sizes = torch.full((4,), 9)
+    memory = torch.full((64 + 64, 8), 9.0)
+    given = mg.GroupedGemmProblem(
+        draw(torch.float32, 64, 8), draw(torch.float32, 4, 8, 8), sizes=sizes, out=memory[32:96]
+    )
+    plan = mg.plan(given, backend="triton")
+    sizes.copy_(torch.tensor(lies))
+    plan()
+    assert (memory[:32] == 9).all()
+    assert (memory[96:] == 9).all()
 
 
 def test_offsets_that_lie_stay_inside() -> None:
@@ -221,7 +268,7 @@ def test_copies_into_aligned_rows(rows: int, columns: int, along: str) -> None:
 
 
 def test_lists_of_too_many_tiles_are_searched_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multigemm.backends.triton.list_launch.MOST_LISTED", 3)
+    monkeypatch.setattr("multigemm.backends.triton.lists.MOST_LISTED", 3)
     operands, options = FORMS["per_group"](torch.float32)
     check(*operands, **options)
 

@@ -16,20 +16,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.triton.compile import KernelSource, compile_all, load
+from multigemm.backends.triton.build import KernelSource, compile_all, load
 from multigemm.backends.triton.config import Config, depth_of, list_registers, list_warps
-from multigemm.backends.triton.generic_launch import (
+from multigemm.backends.triton.generic import (
     CHUNK,
     LISTED,
     NO_SHAPE,
     TYPES,
     WHOLE,
     argument_types,
-    bind_count,
+    bind_counted,
     bind_main,
     bits_of,
     constants,
@@ -38,12 +37,12 @@ from multigemm.backends.triton.generic_launch import (
     prefix_source,
     programs,
 )
-from multigemm.backends.triton.hopper_launch import BESIDE, Box, aligned_stride, descriptor, inner_box
+from multigemm.backends.triton.hopper import BESIDE, Box, aligned_stride, descriptor, inner_box
 from multigemm.cuda.counters import SLOTS as POOLED
 from multigemm.cuda.counters import ready
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.launch import NOTHING, LaunchSequence
+from multigemm.cuda.launch import NOTHING, without_move
 from multigemm.cuda.tensor_map import encode_together
 from multigemm.planning.operands import TABLE, Operands, group_table
 from multigemm.planning.tiles import tiles_of
@@ -127,7 +126,7 @@ def few_source(spec: ProblemSpec, config: Config) -> KernelSource:
     types = argument_types(spec)
     group = ("i32",) * 6 + (types["a"], "i32", types["b"], "i32", types["out"], "i32")
     return KernelSource(
-        module="multigemm.backends.triton.kernels.small_list",
+        module="multigemm.backends.triton.kernels.lists",
         name="few_kernel",
         signature=(("groups", (group,) * few_slots(spec, config)), ("alpha_bits", "i64")),
         constants=tuple(few_constants(spec, config).items()),
@@ -207,7 +206,7 @@ def few_values(groups: list[Numbers], slots: int) -> list[Numbers]:
     return [*groups, *[never(groups[-1])] * (slots - len(groups))]
 
 
-def pointer_list_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
+def generic_list_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
     """The kernels that the generic way of a list takes: by arguments, by a table of tiles, or by one of groups."""
     usual = multiple_of(spec) if spec.a.align == spec.b.align == 16 else 1
     found = {f"main {chunk}": pointer_source(spec, config, usual, chunk) for chunk in list_chunks(spec, config)}
@@ -216,13 +215,13 @@ def pointer_list_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelS
     return {**found, "prefix": prefix_source(spec, config)}
 
 
-class PointerListPlan:
+class GenericListPlan:
     """The kernels of the generic way of a list, loaded on one device."""
 
     __slots__ = ("_config", "_few", "_index", "_spec")
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
-        sources = pointer_list_sources(spec, config)
+        sources = generic_list_sources(spec, config)
         compile_all(sources, index)
         self._spec, self._config, self._index = spec, config, index
         self._few = load(sources["few"], index) if "few" in sources else None
@@ -237,7 +236,7 @@ class PointerListPlan:
             groups, tiles = found
             slots = few_values(groups, few_slots(self._spec, self._config))
             values = [value for group in slots for value in group]
-            return self._few.bound([*values, bits_of(ops.alpha, self._spec)], tiles).__call__
+            return without_move(self._few.bound([*values, bits_of(ops.alpha, self._spec)], tiles))
         return self._bind_table(ops)
 
     def _bind_table(self, ops: Operands) -> Launch:
@@ -247,17 +246,15 @@ class PointerListPlan:
         source = pointer_source(spec, config, extents_multiple(ops), list_chunk(spec, config, listed))
         main, tiles, place = load(source, self._index), most_tiles_of_list(ops, config), table.data_ptr()
         if listed is not None or spec.groups <= CHUNK:
-            return bind_main(main, ops, NO_SHAPE, config, tiles, len(rows), table=place, keep=(table,)).__call__
-        prefix = torch.empty(spec.groups, dtype=torch.int32, device=ops.device)
-        before = bind_count(load(prefix_source(spec, config), self._index), ops, NO_SHAPE, prefix, table=place)
-        run = bind_main(main, ops, NO_SHAPE, config, tiles, len(rows), table=place, prefix=prefix.data_ptr(),
-                        keep=(table, prefix))  # fmt: skip
-        return LaunchSequence([before, run]).__call__
+            bound = bind_main(main, ops, NO_SHAPE, config, tiles, len(rows), table=place, keep=(table,))
+            return without_move(bound)
+        count = load(prefix_source(spec, config), self._index)
+        return without_move(bind_counted(count, main, ops, NO_SHAPE, config, tiles, table=place, keep=(table,)))
 
 
-def plan_pointer_list(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
+def plan_generic_list(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
     """Compiles (or loads) the kernels of the generic way of a list."""
-    return Recipe("pointer", config, PointerListPlan(spec, config, index).bind, why)
+    return Recipe("pointer", config, GenericListPlan(spec, config, index).bind, why)
 
 
 def map_slots(spec: ProblemSpec) -> int:
@@ -285,12 +282,12 @@ def list_source(spec: ProblemSpec, config: Config, multiple: int) -> KernelSourc
                  "MULTIPLE": multiple, "A_ORDER": spec.a.order, "B_ORDER": spec.b.order, "ALPHA": spec.alpha,
                  "ACTIVATION": spec.activation, "DEALT": config.programs > 0}  # fmt: skip
     signature = (("maps", (maps,) * slots), ("groups", (group,) * slots), ("alpha_bits", "i64"), ("total", "i32"))
-    module = "multigemm.backends.triton.kernels.small_list"
+    module = "multigemm.backends.triton.kernels.lists"
     return KernelSource(module, "list_kernel", signature, tuple(constants.items()),
                         warps=list_warps(config), gluon=True, registers=list_registers(config))  # fmt: skip
 
 
-def list_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
+def hopper_list_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
     return {f"main {multiple}": list_source(spec, config, multiple) for multiple in multiples(spec)}
 
 
@@ -335,7 +332,7 @@ def values_of(groups: list[tuple[bytes, bytes, Numbers]], slots: int) -> list[in
     return found
 
 
-class MapListPlan:
+class HopperListPlan:
     """The warp-specialised kernels of lists of one spec, loaded on one device."""
 
     __slots__ = ("_config", "_index", "_instead", "_kernels", "_spec")
@@ -355,9 +352,9 @@ class MapListPlan:
             return self._instead().bind(ops)
         multiple = next(x for x in multiples(spec) if all(numbers[7] % x == 0 for _, _, numbers in groups))
         values = [*values_of(groups, map_slots(spec)), bits_of(ops.alpha, spec), tiles]
-        return self._kernels[multiple].bound(values, programs(tiles, config, processors(self._index))).__call__
+        return without_move(self._kernels[multiple].bound(values, programs(tiles, config, processors(self._index))))
 
 
-def plan_map_list(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:
+def plan_hopper_list(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:
     """Compiles (or loads) the kernels; `instead` plans the generic kernel for too many tiles."""
-    return Recipe("hopper, a map per group", config, MapListPlan(spec, config, index, instead).bind, why)
+    return Recipe("hopper, a map per group", config, HopperListPlan(spec, config, index, instead).bind, why)

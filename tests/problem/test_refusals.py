@@ -1,31 +1,41 @@
-"""Every refusal: what is wrong is named with the value seen, and nothing has been written."""
+"""Every refusal: what is wrong is named with the value seen, no traceback comes from below, nothing is written."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 import multigemm as mg
-from multigemm.backends.cpu.config import Config
+from multigemm.backends.cpu.config import Config as CpuConfig
 from multigemm.backends.cupy.config import Config as CuPyConfig
+from tests.support.fake_backends import Fake, Tile
 
 A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
 CUT = [0, 2, 5, 10]
 
 
-def refuse(match: str, *args: Any, **kwargs: Any) -> None:
+def refuse_problem(match: str, *args: Any, **kwargs: Any) -> None:
     with pytest.raises(mg.InvalidProblem, match=match):
         mg.GroupedGemmProblem(*args, **kwargs)
 
 
+def refuse(match: str, call: Callable[[], object]) -> None:
+    with pytest.raises(mg.InvalidProblem, match=match):
+        call()
+
+
 @pytest.mark.parametrize("x", [None, "text", 3.5, {"a": 1}, object()])
 def test_things_that_are_no_arrays(x: Any) -> None:
-    refuse("a is a", x, B, offsets=CUT)
-    refuse("b is a", A, x, offsets=CUT)
+    refuse_problem("a is a", x, B, offsets=CUT)
+    refuse_problem("b is a", A, x, offsets=CUT)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +95,7 @@ def test_things_that_are_no_arrays(x: Any) -> None:
     ],
 )
 def test_bad_keywords(kwargs: dict[str, Any], match: str) -> None:
-    refuse(match, A, B, **kwargs)
+    refuse_problem(match, A, B, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -120,57 +130,48 @@ def test_bad_keywords(kwargs: dict[str, Any], match: str) -> None:
     ],
 )
 def test_bad_operands(a: Any, b: Any, kwargs: dict[str, Any], match: str) -> None:
-    refuse(match, a, b, **kwargs)
+    refuse_problem(match, a, b, **kwargs)
 
 
 @pytest.mark.parametrize("b", [[B[0].numpy()], [B[0], B[1].numpy()], [1.0]])
 def test_lists_of_two_lengths_are_counted_before_they_are_read(b: list[Any]) -> None:
     """Where a has no matrix, none of b can be unlike it."""
-    refuse(f"a has 0 matrices and b has {len(b)}: a list problem needs as many of each", [], b)
-    refuse(f"a has {len(b)} matrices and b has 0", b, [])
+    refuse_problem(f"a has 0 matrices and b has {len(b)}: a list problem needs as many of each", [], b)
+    refuse_problem(f"a has {len(b)} matrices and b has 0", b, [])
 
 
 @pytest.mark.gpu
 def test_lists_without_a_matrix_have_no_device() -> None:
-    refuse("a has 0 matrices and b has 1: a list problem needs as many of each", [], [B[0].cuda()])
+    refuse_problem("a has 0 matrices and b has 1: a list problem needs as many of each", [], [B[0].cuda()])
     assert mg.grouped_gemm([], [], bias=torch.ones(5, device="cuda")) == []
     x = torch.ones(2, 2)
-    refuse("bias is on cuda:0 and a is on cpu", [x], [x], bias=torch.ones(2, device="cuda"))
+    refuse_problem("bias is on cuda:0 and a is on cpu", [x], [x], bias=torch.ones(2, device="cuda"))
 
 
 def test_the_dtype_of_a_list_of_outputs() -> None:
-    refuse("out has dtype torch.int64; the result of torch.float64", [A.double()], [A.T.double()],
+    refuse_problem("out has dtype torch.int64; the result of torch.float64", [A.double()], [A.T.double()],
            out=[torch.ones(10, 10, dtype=torch.int64)])  # fmt: skip
 
 
 def test_int8_rules() -> None:
     a, b = A.to(torch.int8), B.to(torch.int8)
-    refuse("alpha=0.5 with int8", a, b, offsets=CUT, alpha=0.5)
-    refuse("alpha=nan with int8", a, b, offsets=CUT, alpha=float("nan"))
-    refuse("only 'relu'", a, b, offsets=CUT, activation="gelu")
-    refuse("bias has dtype torch.float32", a, b, offsets=CUT, bias=torch.ones(5))
-    refuse("cannot be torch.float32: use int32", a, b, offsets=CUT, out_dtype=torch.float32)
-    refuse("out has dtype torch.float32; .* pass out as int32", a, b, offsets=CUT, out=torch.ones(10, 5))
-
-
-def test_outputs_that_meet_inputs() -> None:
-    memory = torch.ones(200)
-    a, out = memory[:40].view(10, 4), memory[30:80].view(10, 5)
-    refuse("out shares memory with a", a, B, offsets=CUT, out=out)
-    refuse("out shares memory with bias", A, B, offsets=CUT, out=out, bias=memory[79:84])
-    refuse("out shares memory with c", A, B, offsets=CUT, out=out, c=memory[31:81].view(10, 5), beta=1.0)
-    assert memory.eq(1).all()
+    refuse_problem("alpha=0.5 with int8", a, b, offsets=CUT, alpha=0.5)
+    refuse_problem("alpha=nan with int8", a, b, offsets=CUT, alpha=float("nan"))
+    refuse_problem("only 'relu'", a, b, offsets=CUT, activation="gelu")
+    refuse_problem("bias has dtype torch.float32", a, b, offsets=CUT, bias=torch.ones(5))
+    refuse_problem("cannot be torch.float32: use int32", a, b, offsets=CUT, out_dtype=torch.float32)
+    refuse_problem("out has dtype torch.float32; .* pass out as int32", a, b, offsets=CUT, out=torch.ones(10, 5))
 
 
 def test_read_only_and_negative_outputs() -> None:
     out = np.ones((10, 5), np.float32)
-    refuse("negative", A.numpy(), B.numpy(), offsets=CUT, out=out[::-1])
+    refuse_problem("negative", A.numpy(), B.numpy(), offsets=CUT, out=out[::-1])
     out.flags.writeable = False
-    refuse("read-only", A.numpy(), B.numpy(), offsets=CUT, out=out)
+    refuse_problem("read-only", A.numpy(), B.numpy(), offsets=CUT, out=out)
 
 
 def test_foreign_byte_order() -> None:
-    refuse("foreign byte order", np.ones((2, 3), ">f4"), np.ones((3, 2), np.float32))
+    refuse_problem("foreign byte order", np.ones((2, 3), ">f4"), np.ones((3, 2), np.float32))
 
 
 def test_gradients_are_not_lost_silently() -> None:
@@ -183,18 +184,18 @@ def test_gradients_are_not_lost_silently() -> None:
 def test_a_factor_that_is_no_number_is_refused(value: float) -> None:
     """Its product with an empty sum, which must be zero, would be NaN."""
     match = f"{float(value)}; it must be finite"
-    refuse(f"alpha={match}", A, B, offsets=CUT, alpha=value)
-    refuse(f"beta={match}", A, B, offsets=CUT, beta=value, c=torch.ones(10, 5))
-    refuse(f"alpha={match}", A.double(), B.double(), offsets=CUT, alpha=value)
-    refuse(f"alpha={match}", [], [], alpha=value)
-    refuse(f"alpha={match}", A[:, :0], B[:, :0], offsets=CUT, alpha=value)
+    refuse_problem(f"alpha={match}", A, B, offsets=CUT, alpha=value)
+    refuse_problem(f"beta={match}", A, B, offsets=CUT, beta=value, c=torch.ones(10, 5))
+    refuse_problem(f"alpha={match}", A.double(), B.double(), offsets=CUT, alpha=value)
+    refuse_problem(f"alpha={match}", [], [], alpha=value)
+    refuse_problem(f"alpha={match}", A[:, :0], B[:, :0], offsets=CUT, alpha=value)
 
 
 def test_a_factor_that_float32_would_lose_is_refused() -> None:
     """float32 keeps few digits of 1e-40 and none of 1e-46, and a sum may well be 1e38."""
     for value in (1e-40, -1e-46, 5e-324):
-        refuse(f"alpha={value} multiplies in float32", A, B, offsets=CUT, alpha=value)
-        refuse(f"beta={value} multiplies in float32", A, B, offsets=CUT, beta=value, c=torch.ones(10, 5))
+        refuse_problem(f"alpha={value} multiplies in float32", A, B, offsets=CUT, alpha=value)
+        refuse_problem(f"beta={value} multiplies in float32", A, B, offsets=CUT, beta=value, c=torch.ones(10, 5))
         assert mg.GroupedGemmProblem(A.double(), B.double(), offsets=CUT, alpha=value).alpha == value
     smallest = torch.finfo(torch.float32).tiny
     assert mg.GroupedGemmProblem(A, B, offsets=CUT, alpha=-smallest).alpha == -smallest
@@ -218,10 +219,176 @@ def test_unknown_backend_names_the_nearest() -> None:
         mg.plan(problem, backend=["cpu", "auto"])
     with pytest.raises(mg.InvalidSetting, match="config has kernel=None, a NoneType; it must be of type str"):
         mg.solve(problem, backend="cpu", config={"kernel": None})
-    for wrong in ("fast", 3, (1,), CuPyConfig(), Config):
+    for wrong in ("fast", 3, (1,), CuPyConfig(), CpuConfig):
         with pytest.raises(
             mg.InvalidSetting, match="is no config of this backend: pass its Config, or a mapping of some"
         ):
             mg.solve(mg.GroupedGemmProblem(A, B, offsets=CUT), backend="cpu", config=wrong)
     with pytest.raises(mg.InvalidSetting, match="config has no field 'tile'"):
         mg.solve(problem, backend="cpu", config={"tile": 3})
+
+
+UNTYPED: Any = CpuConfig
+UNTYPED_TILE: Any = Tile
+
+
+class Foreign:
+    """An array of a library whose interface fails."""
+
+    def __init__(self, **members: Any) -> None:
+        self.__dict__.update(members)
+
+
+class FailingDlpack:
+    def __dlpack__(self, **_: Any) -> Any:
+        raise BufferError("it is read-only")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def _on_no_device() -> Foreign:
+    return Foreign(__cuda_array_interface__={"shape": (10, 4), "typestr": "<f4", "data": (4096, False), "version": 3})
+
+
+@pytest.mark.parametrize(
+    ("x", "match"),
+    [
+        (FailingDlpack(), "BufferError: it is read-only"),
+        (Foreign(__dlpack__=None), "whose __dlpack__ torch cannot take"),
+        (torch.Tensor, "not an array"),
+        (np.ma.masked_array(A.numpy(), mask=True), "masked array"),
+        (np.zeros((10, 4), "V0"), "torch cannot hold"),
+    ],
+)
+def test_arrays_that_are_none_for_a_product(x: Any, match: str) -> None:
+    refuse(match, lambda: mg.GroupedGemmProblem(x, B, offsets=CUT))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([A, A], layout=layout)
+    refuse("a is a nested tensor: pass its matrices as a list", lambda: mg.grouped_gemm(nested, B, offsets=CUT))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
+def test_a_device_array_without_a_device() -> None:
+    refuse("torch sees no CUDA device here", lambda: mg.GroupedGemmProblem(_on_no_device(), B, offsets=CUT))
+
+
+def test_tensors_without_memory() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(10, 4)
+    refuse("FakeTensor without memory", lambda: mg.grouped_gemm(fake, B, offsets=CUT))
+    refuse("under vmap", lambda: torch.vmap(lambda x: mg.grouped_gemm(x, B, offsets=CUT))(A.expand(2, 10, 4)))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_tensors_whose_memory_was_freed(first: int) -> None:
+    """As sharded training does with the weights that a layer does not need now."""
+    whole = torch.ones(41)
+    freed, row, none = whole[first:][:40].view(10, 4), whole[first:][:5], whole[first:][:0].view(0, 4)
+    whole.untyped_storage().resize_(0)
+    refuse("a has 40 elements and its memory was freed", lambda: mg.grouped_gemm(freed, B, offsets=CUT))
+    refuse("bias has 5 elements", lambda: mg.grouped_gemm(A, B, offsets=CUT, bias=row))
+    refuse(r"b\[0\] has 40 elements", lambda: mg.grouped_gemm([A.T], [freed]))
+    assert mg.grouped_gemm(none, B, sizes=[0, 0, 0]).shape == (0, 5)
+
+
+def test_forward_mode_tangents_are_not_lost_silently() -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(B, torch.ones_like(B))  # type: ignore[no-untyped-call]
+        refuse("b carries a forward-mode tangent", lambda: mg.grouped_gemm(A, dual, offsets=CUT))
+        refuse(r"a\[0\] carries", lambda: mg.plan(mg.GroupedGemmProblem([dual[0]], [A.T])))
+        assert mg.grouped_gemm(A, B, offsets=CUT).shape == (10, 5)
+
+
+@pytest.mark.parametrize("alpha", [10**400, Fraction(10**400)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_numbers_beyond_float64(alpha: Any, dtype: torch.dtype) -> None:
+    refuse(
+        "alpha is a .* beyond the range", lambda: mg.grouped_gemm(A.to(dtype), B.to(dtype), offsets=CUT, alpha=alpha)
+    )
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+@pytest.mark.parametrize("x", [3.5e38, -1e300, 10**39])
+def test_numbers_beyond_the_accumulator(name: str, x: float) -> None:
+    """In float32 they would be infinite, and 0 times them NaN."""
+    a, c = torch.zeros(10, 4), torch.zeros(10, 5)
+    keywords: Any = {name: x}
+    refuse(f"{name}=.* multiplies in float32", lambda: mg.grouped_gemm(a, B, offsets=CUT, c=c, **keywords))
+    exact = mg.grouped_gemm(a.double(), B.double(), offsets=CUT, c=c.double(), **keywords)
+    assert (exact == 0).all()
+
+
+@pytest.mark.parametrize("word", ["activation", "precision", "check", "jagged"])
+@pytest.mark.parametrize("x", [np.array([1, 2]), ["m"], {}, 3, b"relu"])
+def test_words_that_are_no_text(word: str, x: Any) -> None:
+    keywords: Any = {word: x}
+    refuse(f"{word}=", lambda: mg.GroupedGemmProblem(A, B, offsets=CUT, **keywords))
+
+
+def test_a_direction_needs_a_cut() -> None:
+    refuse("jagged='k' without a cut", lambda: mg.grouped_gemm(A, torch.ones(4, 5), jagged="k"))
+    refuse("jagged='n' without", lambda: mg.grouped_gemm(B, B.mT, jagged="n", valid_rows=[1, 1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "match"),
+    [
+        (memoryview(bytes(32)).cast("q", [2, 2]), "2 dimensions"),
+        (bytearray(CUT), "is text"),
+        ([torch.tensor(False), 2, 5, 10], r"holds tensor\(False\)"),
+        (np.ma.masked_array(np.array(CUT), mask=False), "masked array"),
+    ],
+)
+def test_offsets_of_other_kinds(offsets: Any, match: str) -> None:
+    refuse(match, lambda: mg.GroupedGemmProblem(A, B, offsets=offsets))
+
+
+@pytest.mark.parametrize("x", [torch.ones(1), {}, ("f4", (2,)), object])
+def test_out_dtypes_that_are_none(x: Any) -> None:
+    refuse("is not a dtype", lambda: mg.GroupedGemmProblem(A, B, offsets=CUT, out_dtype=x))
+
+
+def test_out_that_requires_grad_is_refused() -> None:
+    out = torch.zeros(10, 5, requires_grad=True)
+    refuse("out requires grad", lambda: mg.grouped_gemm(A, B, offsets=CUT, out=out))
+    assert not out.any()
+    with torch.no_grad():
+        assert mg.grouped_gemm(A, B, offsets=CUT, out=out) is out
+    assert out.eq(4).all()
+
+
+@pytest.mark.parametrize("call", [mg.solve, mg.plan, mg.explain, mg.expected, lambda x: mg.verify(x, A)])
+@pytest.mark.parametrize("x", [None, A, "text"])
+def test_what_is_no_problem(call: Any, x: Any) -> None:
+    refuse("problem is a", lambda: call(x))
+    refuse("problem is a", lambda: mg.plan(mg.GroupedGemmProblem(A, B, offsets=CUT)).run(x))
+
+
+@pytest.mark.parametrize(
+    "name", [None, 5, [], [1], [["cpu"]], b"cpu", "cpuu", "", ["nope", "cpu"], {"cpu"}, torch.ones(1)]
+)
+def test_backends_that_do_not_exist_are_bad_input_and_bad_settings(name: Any) -> None:
+    with pytest.raises(mg.UnknownBackend) as caught:
+        mg.grouped_gemm(A, B, offsets=CUT, backend=name)
+    assert isinstance(caught.value, mg.InvalidProblem)
+    assert isinstance(caught.value, mg.InvalidSetting)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        [1], {"kernel": ["x"]}, {1: 2, "a": 3}, 3, "x", {"kernel": "nonsense"}, {"kernel": 5}, UNTYPED(5),
+        {"size": "2"}, {"size": 2.0}, {"size": True}, UNTYPED_TILE("2"), UNTYPED_TILE(2.5),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["cpu", "fake"])
+def test_configs_of_a_wrong_kind(backend: str, config: Any, install: Callable[..., None]) -> None:
+    if backend == "fake":
+        install(Fake("fake"))
+    with pytest.raises(mg.InvalidSetting, match=r"config|Config"):
+        mg.grouped_gemm(A, B, offsets=CUT, backend=backend, config=config)

@@ -1,8 +1,9 @@
-"""Launches of one plan from several threads: each goes to its own stream, and new threads get a context."""
+"""Launches: of one plan from several threads, in a capture, of several kernels; and copies in front of them."""
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from multigemm.cuda import driver as cuda_driver
 from multigemm.cuda import launch
+from multigemm.cuda.device import upload
 from multigemm.cuda.driver import NO_CONTEXT, LaunchAttribute, LaunchConfig, Records
 from multigemm.errors import LibraryError
+from tests.support import cuda_driver as cuda_driver_fake
 
 Launch = Callable[[], None]
 
@@ -61,16 +64,12 @@ def _of_runtime(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Launch:
     return launch.Kernel.loaded(1, "name", 0).bound([], grid=1, threads=32)
 
 
-MAKERS = {"runtime": _of_runtime}
-
-
-@pytest.mark.parametrize("backend", MAKERS)
 @pytest.mark.parametrize("codes", [[], [NO_CONTEXT], [NO_CONTEXT, NO_CONTEXT], [700]], ids=str)
 def test_a_thread_without_a_context_gets_one_and_no_other_error_is_tried_again(
-    backend: str, codes: list[int], monkeypatch: pytest.MonkeyPatch
+    codes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine, contexts = Machine(), list[int]()
-    launched = MAKERS[backend](machine, monkeypatch)
+    launched = _of_runtime(machine, monkeypatch)
     monkeypatch.setattr(cuda_driver, "library", lambda: machine)
     monkeypatch.setattr(cuda_driver, "use_context", contexts.append)
     machine.answers = list(codes)
@@ -82,10 +81,33 @@ def test_a_thread_without_a_context_gets_one_and_no_other_error_is_tried_again(
     assert (contexts, machine.launched) == ([0] * (NO_CONTEXT in codes), [7] * (codes in ([], [NO_CONTEXT])))
 
 
-@pytest.mark.parametrize("backend", MAKERS)
-def test_a_thread_between_two_steps_of_a_launch_does_not_move_it(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_between_two_steps_of_a_launch_does_not_move_it(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
-    launched = MAKERS[backend](machine, monkeypatch)
+    launched = _of_runtime(machine, monkeypatch)
     machine.meanwhile.append(launched)
     launched()
     assert machine.launched == [9, 7]
+
+
+@pytest.mark.parametrize("kernels", [1, 2])
+def test_owners_of_workspaces_are_told_of_a_capture_and_of_nothing_else(
+    kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, told = cuda_driver_fake.install(monkeypatch), list[int]()
+    kernel = launch.Kernel.loaded(1, "name", 0)
+    steps = [kernel.bound([], grid=1, threads=32, on_capture=lambda i=i: told.append(i)) for i in range(kernels)]  # type: ignore[misc]
+    launched = launch.in_turn([*steps, kernel.bound([], grid=1, threads=32)])
+    for fake.capturing, fake.device in ((False, 0), (True, 0), (False, 0), (True, 1)):
+        launched()
+    assert told == [*range(kernels), *range(kernels)]
+    assert len(fake.launched) == 4 * (kernels + 1)
+
+
+@pytest.mark.parametrize("has_context", [True, False])
+def test_a_few_bytes_are_copied_on_the_current_stream(has_context: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = cuda_driver_fake.install(monkeypatch)
+    fake.make_current(cuda_driver_fake.CONTEXT if has_context else 0)
+    source, target = array("i", [3, 4, 5]), array("i", [0, 0, 0, 7])
+    upload(target.buffer_info()[0], source.buffer_info()[0], 12, 0)
+    assert target.tolist() == [3, 4, 5, 7]
+    assert fake.copied == [(12, fake.stream)]

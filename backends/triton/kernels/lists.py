@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from multigemm.backends.triton.kernels.epilogue import finish
 from multigemm.backends.triton.kernels.generic import corner, offsets
-from multigemm.backends.triton.kernels.hopper import barriers, fetch, oriented
+from multigemm.backends.triton.kernels.hopper import barriers, fetch, oriented, sum_layout
 
 # a block of K is one swizzled row of 128 bytes
 DEEP = gl.constexpr(64)
@@ -39,7 +39,7 @@ def quotient(x, inverse):
 
 @triton.jit
 def place_few(local, down, across, by_band, by_low, WIDTH: tl.constexpr):
-    """schedule_device.place without its divisions, which a program waits for: `by_band` is the inverse of the tiles in
+    """schedule.place without its divisions, which a program waits for: `by_band` is the inverse of the tiles in
     a band, `by_low` that of the height of the last band, where it is lower."""
     FULL: tl.constexpr = (2**31 + WIDTH - 1) // WIDTH
     band = quotient(local, by_band)
@@ -201,8 +201,7 @@ def multiply_tile(groups, tile, ring, stage, phase, alpha_bits, BM: gl.constexpr
     """A block is handed back one step late, once the tensor cores have read it; the last one if more are to come."""
     _, steps, tile_m, tile_n, rows, columns, out, out_line = pick(groups, tile, WIDTH, MULTIPLE)
     a_smem, b_smem, full, empty = ring
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BN, 16])  # fmt: skip
+    layout: gl.constexpr = sum_layout(BN, 16, WARPS)
     acc = warpgroup_mma_init(gl.zeros([BM, BN], gl.float32, layout))
     if not DEALT:
         stage = steps * 0

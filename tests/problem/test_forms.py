@@ -1,7 +1,8 @@
-"""What a problem is: forms, extents, specs, array libraries, and what it says about itself."""
+"""What a problem is: forms, lists, extents, specs, array libraries, and what it says about itself."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,13 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.problem.spec import FORMS
+from multigemm.planning.staging import stage, staged_spec
+from multigemm.problem.arrays import dtype_of
+from multigemm.problem.problem import Keywords
+from multigemm.problem.spec import ACTIVATIONS, FORMS, PRECISIONS
+
+A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
+CUT = [0, 2, 5, 10]
 
 
 def make(form: str, dtype: torch.dtype = torch.float32, **extra: Any) -> mg.GroupedGemmProblem:
@@ -70,14 +77,6 @@ def test_solving_equals_a_loop_over_the_views(form: str) -> None:
         assert not result[covered == 0].any()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_repr_can_be_pasted_back(form: str) -> None:
-    problem = make(form, bias=None, activation="relu")
-    again = eval(f"mg.{problem!r}", {"mg": mg, "torch": torch})
-    assert again.spec == problem.spec
-    assert repr(again) == repr(problem)
-
-
 def test_two_matrices_are_one_group() -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     out = torch.full((3, 5), float("nan"))
@@ -100,48 +99,6 @@ def test_all_ways_to_cut_agree(kind: str, give: Any) -> None:
     result = mg.grouped_gemm(a, b, **{kind: cut})
     want = torch.cat([a[:4] @ b[0], a[4:9] @ b[2], torch.zeros(2, 2)])
     torch.testing.assert_close(result, want)
-
-
-def test_host_lists_are_copied_and_live_tensors_are_followed() -> None:
-    a, b = torch.ones(6, 1), torch.tensor([[[1.0]], [[2.0]]])
-    cut, live = [0, 2, 6], torch.tensor([0, 2, 6])
-    frozen, following = (
-        mg.plan(mg.GroupedGemmProblem(a, b, offsets=cut)),
-        mg.plan(mg.GroupedGemmProblem(a, b, offsets=live)),
-    )
-    cut[1], live[1] = 5, 5
-    assert frozen().flatten().tolist() == [1, 1, 2, 2, 2, 2]
-    assert following().flatten().tolist() == [1, 1, 1, 1, 1, 2]
-
-
-def test_live_sizes_and_strided_offsets_are_followed() -> None:
-    a, b = torch.ones(6, 1), torch.tensor([[[1.0]], [[2.0]]])
-    sizes, spaced = torch.tensor([2, 4]), torch.tensor([0, 99, 2, 99, 6, 99])
-    by_size = mg.plan(mg.GroupedGemmProblem(a, b, sizes=sizes))
-    by_offset = mg.plan(mg.GroupedGemmProblem(a, b, offsets=spaced[::2]))
-    assert by_size().flatten().tolist() == by_offset().flatten().tolist() == [1, 1, 2, 2, 2, 2]
-    sizes.copy_(torch.tensor([5, 1]))
-    spaced[2] = 5
-    assert by_size().flatten().tolist() == by_offset().flatten().tolist() == [1, 1, 1, 1, 1, 2]
-
-
-def test_plan_sees_operands_changed_in_place_and_keeps_its_output() -> None:
-    a, b = torch.ones(2, 3), torch.ones(3, 2)
-    plan = mg.plan(mg.GroupedGemmProblem(a, b))
-    first = plan()
-    assert first.eq(3).all()
-    a.mul_(2)
-    assert plan() is first
-    assert first.eq(6).all()
-
-
-def test_plan_runs_another_problem_of_its_spec_only() -> None:
-    problem = mg.GroupedGemmProblem(torch.ones(2, 3), torch.ones(3, 2))
-    plan = mg.plan(problem)
-    other = mg.GroupedGemmProblem(torch.full((2, 3), 2.0), torch.ones(3, 2))
-    assert plan.run(other).eq(6).all()
-    with pytest.raises(mg.InvalidProblem, match="m is 5 instead of 2"):
-        plan.run(mg.GroupedGemmProblem(torch.ones(5, 3), torch.ones(3, 2)))
 
 
 def test_specs_hold_buckets_not_token_counts() -> None:
@@ -249,3 +206,145 @@ def test_interleaved_columns_of_one_matrix_are_legal_outputs() -> None:
 def test_bytes_count_each_operand_once() -> None:
     problem = mg.GroupedGemmProblem(torch.ones(10, 4), torch.ones(4, 3), offsets=[0, 5, 10])
     assert problem.bytes == 4 * (10 * 4 + 4 * 3 + 10 * 3)
+
+
+SHAPES = [(2, 3, 4), (0, 5, 1), (6, 2, 0), (1, 1, 1)]
+
+
+def lists(dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    a = [torch.randint(-4, 5, (m, k)).to(dtype) for m, _, k in SHAPES]
+    return a, [torch.randint(-4, 5, (k, n)).to(dtype) for _, n, k in SHAPES]
+
+
+def test_c_bias_and_out_of_lists() -> None:
+    a, b = lists()
+    c = [torch.full((m, n), 2.0) for m, n, _ in SHAPES]
+    bias = [torch.full((n,), 1.0) for _, n, _ in SHAPES]
+    out = [torch.full((m, n), float("nan")) for m, n, _ in SHAPES]
+    problem = mg.GroupedGemmProblem(a, b, c=c, beta=3.0, bias=bias, out=out, activation="relu")
+    assert mg.solve(problem) is out
+    for x, y, z in zip(a, b, out, strict=True):
+        assert torch.equal(z, (x @ y + 7).relu())
+    assert mg.verify(problem, out).ok
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_one_array_of_bias_serves_a_list_of_equal_widths(rank: int) -> None:
+    a, b = [torch.ones(2, 3), torch.ones(4, 3)], [torch.ones(3, 5)] * 2
+    bias = torch.arange(5.0) if rank == 1 else torch.stack([torch.arange(5.0), torch.ones(5)])
+    got = mg.grouped_gemm(a, b, bias=bias)
+    rows = [bias, bias] if rank == 1 else list(bias)
+    for x, row in zip(got, rows, strict=True):
+        assert torch.equal(x, 3 + row.expand_as(x))
+
+
+def test_mixed_dtypes_of_lists_are_cast() -> None:
+    a, b = lists(torch.float16)
+    result = mg.grouped_gemm(a, [y.bfloat16() for y in b])
+    assert all(r.dtype is torch.float32 and torch.equal(r, x.float() @ y.float()) for r, x, y in zip(result, a, b))
+
+
+def test_the_spec_holds_what_all_matrices_share() -> None:
+    spec = mg.GroupedGemmProblem([torch.ones(2, 8), torch.ones(3, 8)], [torch.ones(8, 4), torch.ones(8, 12)]).spec
+    assert (spec.m, spec.n, spec.k) == (None, None, 8)
+    assert (spec.a.order, spec.a.align) == ("row", 16)
+    mixed = mg.GroupedGemmProblem([torch.ones(8, 8), torch.ones(8, 8).T], [torch.ones(8, 7)] * 2).spec
+    assert mixed.a.order == "strided"
+    assert mixed.b.align == 4
+    empty = mg.GroupedGemmProblem([], []).spec
+    assert (empty.groups, empty.m) == (0, None)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32])
+def test_a_list_of_no_problems_has_no_results_of_any_dtype(dtype: torch.dtype | None) -> None:
+    problem = mg.GroupedGemmProblem([], [], out_dtype=dtype)
+    assert (mg.solve(problem), problem.out_dtype) == ([], dtype or torch.float32)
+    assert problem.spec.a.dtype == problem.spec.b.dtype == problem.spec.compute
+    again = eval(f"mg.{problem!r}", {"mg": mg, "torch": torch})
+    assert again.spec == problem.spec
+
+
+def test_a_list_of_no_problems_is_refused_what_no_problem_may_ask() -> None:
+    with pytest.raises(mg.InvalidProblem, match=r"torch\.int64"):
+        mg.GroupedGemmProblem([], [], out_dtype=torch.int64)
+    with pytest.raises(mg.InvalidProblem, match="only 'relu'"):
+        mg.GroupedGemmProblem([], [], out_dtype=torch.int32, activation="silu")
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (torch.half, torch.half),
+        ("bfloat16", torch.bfloat16),
+        (np.float64, torch.float64),
+        (np.dtype("int8"), torch.int8),
+    ],
+)
+def test_dtypes_by_any_name(given: Any, wanted: torch.dtype) -> None:
+    assert dtype_of(given, "x") is wanted
+
+
+def test_arrays_of_tuples_are_lists() -> None:
+    a, b = lists()
+    assert all(
+        torch.equal(x, y) for x, y in zip(mg.grouped_gemm(tuple(a), tuple(b)), mg.grouped_gemm(a, b), strict=True)
+    )
+
+
+def test_wide_operands_are_known_by_their_strides() -> None:
+    a = torch.ones(1).as_strided((2, 3), (0, 0))
+    assert not mg.GroupedGemmProblem(a, torch.ones(3, 2)).spec.a.wide
+    memory = torch.empty(2**31 + 8, dtype=torch.int8)
+    far = memory.as_strided((2, 3), (2**31, 1))
+    spec = mg.GroupedGemmProblem(far, torch.ones(3, 2, dtype=torch.int8)).spec
+    assert spec.a.wide
+    far.copy_(torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int8))
+    assert mg.grouped_gemm(far, torch.ones(3, 2, dtype=torch.int8)).tolist() == [[6, 6], [15, 15]]
+
+
+def test_a_cast_of_repeated_elements_is_as_wide_as_its_copy() -> None:
+    a = torch.zeros(1, 1, 1, dtype=torch.bfloat16).expand(2, 2**15, 2**16)
+    problem = mg.GroupedGemmProblem(a, torch.zeros(1, 1, 1, dtype=torch.float16).expand(2, 2**16, 1))
+    assert not problem.spec.a.wide
+    assert staged_spec(problem).a.wide
+
+
+def test_an_index_beyond_32_bits_is_wide_without_a_distance() -> None:
+    ones = torch.ones(1, 1).expand(1, 2**31)
+    problem = mg.GroupedGemmProblem(ones, ones.T, sizes=[3, 5], jagged="k")
+    assert problem.spec.a.wide
+    assert problem.spec.b.wide
+    assert not mg.GroupedGemmProblem(ones[:, 1:], ones.T[1:], sizes=[3, 5], jagged="k").spec.a.wide
+
+
+@pytest.mark.parametrize(("last", "index"), [(10, torch.int32), (2**31 - 1, torch.int32), (2**31, torch.int64)])
+def test_host_sizes_are_of_the_type_that_device_sizes_are_as_a_rule(last: int, index: torch.dtype) -> None:
+    """A kernel is compiled for one type: that of the sizes on a device serves those of the host too."""
+    rows, weights = torch.ones(1, 4).expand(2**31 + 5, 4), torch.ones(2, 4, 5)
+    for cut in ({"offsets": [1, 3, last]}, {"sizes": [3, last - 3]}, {"ends": np.array([3, last])}):
+        problem = mg.GroupedGemmProblem(rows, weights, **cut)
+        staged = stage(problem, problem.spec, torch.empty(0)).ops
+        assert isinstance(staged.ends, torch.Tensor) and staged.host_offsets is not None
+        assert problem.spec.index is staged.ends.dtype is index
+        assert staged.host_offsets.dtype == np.int64 and staged.ends[-1] == staged.host_offsets[-1] == last
+    masked = mg.GroupedGemmProblem(torch.ones(2, 3, 4), weights, valid_rows=[0, 3])
+    valid = stage(masked, masked.spec, torch.empty(0)).ops.valid_rows
+    assert isinstance(valid, torch.Tensor) and valid.dtype is masked.spec.index is torch.int32
+
+
+def test_views_of_mirrored_arrays_are_fresh() -> None:
+    a = np.ones((10, 4))
+    problem = mg.GroupedGemmProblem(a[::-1], np.ones((3, 4, 5)), offsets=CUT)
+    a[...] = 2
+    assert (mg.expected(problem) == 8).all()
+    assert mg.verify(problem, mg.solve(problem)).ok
+
+
+def test_one_vocabulary() -> None:
+    """What `grouped_gemm` hands on, as its signature says it, is what a problem takes and documents."""
+    taken = inspect.signature(mg.GroupedGemmProblem).parameters
+    keywords = [name for name, p in taken.items() if p.kind is p.KEYWORD_ONLY]
+    assert sorted(Keywords.__annotations__) == sorted(keywords)
+    told = str(mg.GroupedGemmProblem.__doc__)
+    assert [name for name in keywords if name not in told] == []
+    assert [word for word in (*ACTIVATIONS, *PRECISIONS) if f'"{word}"' not in told] == []
