@@ -19,25 +19,25 @@ from multigemm.backends.cupy.config import (
     ALONE,
     BLOCK_K,
     COLUMNS,
-    CUBE,
-    CUBE64,
-    DEEP,
-    DIRECT,
-    DIRECT_MIDDLE,
-    DIRECT_NARROW,
+    GENERIC,
+    GENERIC_32,
+    GENERIC_64,
+    GENERIC_PAIR,
     MIDDLE,
     NARROW,
-    PAIR,
-    PORTABLE,
+    SHIFT_B,
+    SHIFT_B_MIDDLE,
+    SHIFT_B_NARROW,
     SINGLE,
     SLIM,
-    SMALL,
+    SMALL_32,
+    SMALL_64,
+    SMALL_DEEP,
+    SMALL_LIST,
+    SMALL_LISTS,
     STAGES,
-    TINY,
     TURNS,
     TURNS_GROUPS,
-    WAVE,
-    WAVES,
     WIDE,
     Config,
     capability_of,
@@ -45,32 +45,32 @@ from multigemm.backends.cupy.config import (
     shape_fits,
     shapes_of,
 )
-from multigemm.backends.cupy.specs import (
-    CUBE_ROWS,
-    LIST,
+from multigemm.backends.cupy.support import (
     MAX_GROUPS,
+    MAX_LISTED_GROUPS,
     MAX_ROWS,
+    SMALL_MAX_ROWS,
     has_odd_lines,
     hopper_reasons,
     is_swapped,
     plain_kind,
     sends,
+    small_list_reasons,
     small_reasons,
-    wave_reasons,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.problem.spec import ProblemSpec
 
 ONE_WAVE = 160
 """Tiles of the small kernel that run at once, with room for the rounding of totals to powers of two."""
-RESIDENT, ROUNDS, FULL_ROWS, WAVE_WORK = 264, 528, 192, 1 << 34
+RESIDENT, ROUNDS, FULL_ROWS, LIST_WORK = 264, 528, 192, 1 << 34
 """Tiles of 128 x 128 up to which the wave kernel is faster; of 256 x 128, rows and products, if nothing is copied."""
 FEW_K = 1024
 """k per group up to which results of jagged k that one round of low tiles covers are not cut into tall ones."""
 SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
 """Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
 WORTH_COPYING = 1 << 24
-"""Products (rows x columns x k) from which a copy costs less than the portable kernel."""
+"""Products (rows x columns x k) from which a copy costs less than the generic kernel."""
 SPARSE_ROWS, FEW_ROWS = 32, 1024
 """Rows per group up to which weights that are shifted as they are read want low tiles and many stages; up to which they
 are shifted at all: more rows repay a copy of the weights."""
@@ -85,9 +85,9 @@ MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
 AT_ONCE = 3 * PROCESSORS
 """Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""
-ODD_US, PORTABLE_US = (7.0, 1.0), (11.0, 4.0)
+ODD_US, GENERIC_US = (7.0, 1.0), (11.0, 4.0)
 """Microseconds (H100) of a launch and of a block of k where lines begin anywhere: a block of one of a processor's tiles
-of 32 in the small kernel; of all its tiles of 64 in the portable one, which waits for memory each time."""
+of 32 in the small kernel; of all its tiles of 64 in the generic one, which waits for memory each time."""
 CLEARLY = 0.8
 """How far below the other one a forecast must be to be believed."""
 HALVES = (torch.float16, torch.bfloat16)
@@ -132,7 +132,7 @@ def _layout(spec: ProblemSpec) -> Layout:
     """Of a spec with neither tokens nor groups."""
     columns = max(-(-((spec.m if is_swapped(spec) else spec.n) or spec.largest) // COLUMNS), 1)
     return Layout(
-        spec, not small_reasons(spec), not wave_reasons(spec), not hopper_reasons(spec), has_odd_lines(spec),
+        spec, not small_reasons(spec), not small_list_reasons(spec), not hopper_reasons(spec), has_odd_lines(spec),
         sends(spec), plain_kind(spec) > 0, columns, spec.k or spec.largest,
     )  # fmt: skip
 
@@ -195,11 +195,13 @@ def first_choices(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Confi
 
 def _takes(config: Config, spec: ProblemSpec, total: Number, groups: Number) -> Condition:
     """Whether a config that is valid for a layout is so for these numbers, as `is_valid` says."""
-    if config.kernel == "portable":
+    if config.kernel == "generic":
         return True
     if config.kernel == "small":
-        return (total <= CUBE_ROWS) & (groups <= (LIST if spec.form == "per_group" else CUBE_ROWS))
-    return groups <= (LIST if config.kernel == "wave" else min(config.groups_at_most, MAX_GROUPS))
+        return (total <= SMALL_MAX_ROWS) & (
+            groups <= (MAX_LISTED_GROUPS if spec.form == "per_group" else SMALL_MAX_ROWS)
+        )
+    return groups <= (MAX_LISTED_GROUPS if config.kernel == "small_list" else min(config.groups_at_most, MAX_GROUPS))
 
 
 def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
@@ -208,14 +210,14 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
     In stages, since the later ones need not be worked out where an earlier one decides for all.
     """
     if layout.spec.compute not in HALVES:
-        yield list(_portable_rules(layout, counts))
+        yield list(_generic_rules(layout, counts))
         return
-    small, wave = _few_tiles_rules(layout, counts), _wave_rules(layout, counts)
+    small, wave = _few_tiles_rules(layout, counts), _small_list_rules(layout, counts)
     yield [*wave, *small] if layout.k > BRIEF_K else [*small, *wave]
     ladders = _hopper_rules(layout, counts)
     yield [(holds, ladder.configs) for holds, ladder in ladders]
     yield _other_rules(layout, counts, ladders)
-    yield [(True, (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, DEEP, *WAVES))]
+    yield [(True, (SHIFT_B, SHIFT_B_MIDDLE, SHIFT_B_NARROW, SMALL_32, SMALL_64, SMALL_DEEP, *SMALL_LISTS))]
 
 
 def _somewhere(holds: Condition) -> bool:
@@ -239,11 +241,11 @@ def _rows(layout: Layout, counts: Counts) -> Number:
     return counts.mean if layout.spec.form != "jagged_k" else WIDE.rows
 
 
-def _portable_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
+def _generic_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
     """What runs nowhere else: the tile with which the busiest processor has least to do."""
     tiles = shapes_of(layout.spec)
     alone = tiles[128].resident == 1
-    here = [c for c in (PORTABLE if alone else PAIR, SMALL, TINY) if c.tile in tiles]
+    here = [c for c in (GENERIC if alone else GENERIC_PAIR, GENERIC_64, GENERIC_32) if c.tile in tiles]
     times = [_longest_time(layout, counts, c.tile) * tiles[c.tile].cost for c in here]
     # How many tiles are faster than each, those before it where they are equal.
     ranks = [
@@ -253,7 +255,7 @@ def _portable_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
     for place in range(len(here)):
         for config, rank in zip(here, ranks, strict=True):
             yield rank == place, (config,)
-    yield True, (PAIR if alone else PORTABLE,)
+    yield True, (GENERIC_PAIR if alone else GENERIC,)
 
 
 def _longest_time(layout: Layout, counts: Counts, tile: int) -> Number:
@@ -263,7 +265,7 @@ def _longest_time(layout: Layout, counts: Counts, tile: int) -> Number:
     return -(-tiles // PROCESSORS) * tile * tile
 
 
-def _wave_rules(layout: Layout, counts: Counts) -> list[Rule]:
+def _small_list_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """A block for each tile, where few rounds of blocks take all of them; lists may hide larger columns than rows."""
     if not layout.wave:
         return []
@@ -272,10 +274,10 @@ def _wave_rules(layout: Layout, counts: Counts) -> list[Rule]:
     low, high = (_most(-(-total // tile), groups) * -(-columns // COLUMNS) for tile in (128, 256))
     if layout.hopper:
         work = total * columns * layout.k
-        good = (low <= RESIDENT) | ((high <= ROUNDS) & (rows >= FULL_ROWS) & (work <= WAVE_WORK))
+        good = (low <= RESIDENT) | ((high <= ROUNDS) & (rows >= FULL_ROWS) & (work <= LIST_WORK))
     else:
         good = (low <= RESIDENT) | (layout.k <= SHORT_K)
-    return [(good & (total > 0) & (rows >= 64) & (groups <= LIST) & (groups > 0), (WAVE,))]
+    return [(good & (total > 0) & (rows >= 64) & (groups <= MAX_LISTED_GROUPS) & (groups > 0), (SMALL_LIST,))]
 
 
 def _most_tiles(layout: Layout, counts: Counts, side: int) -> Number:
@@ -289,7 +291,7 @@ def _most_tiles(layout: Layout, counts: Counts, side: int) -> Number:
 
 
 def _fits_small(layout: Layout, counts: Counts) -> Condition:
-    return layout.small & (counts.groups > 0) & _takes(CUBE, layout.spec, counts.total, counts.groups)
+    return layout.small & (counts.groups > 0) & _takes(SMALL_32, layout.spec, counts.total, counts.groups)
 
 
 def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
@@ -303,16 +305,16 @@ def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
     spec, fits, k, rules = layout.spec, _fits_small(layout, counts), _usual(layout, counts, "k"), list[Rule]()
     other = fits
     if not layout.odd_lines:
-        low, high = (_most_tiles(layout, counts, config.tile) for config in (CUBE, CUBE64))
+        low, high = (_most_tiles(layout, counts, config.tile) for config in (SMALL_32, SMALL_64))
         short = k <= (FEW_K if spec.form == "jagged_k" else 512)
         first = fits & (low > 0) & (low <= ONE_WAVE) & short
         second = fits & (first ^ True) & (high > 0) & (high <= ONE_WAVE) & (k <= 256)
-        rules += [(first, (CUBE, CUBE64)), (second, (CUBE64, CUBE))]
+        rules += [(first, (SMALL_32, SMALL_64)), (second, (SMALL_64, SMALL_32))]
         other = fits & ((first | second) ^ True)
     if spec.form == "jagged_k" and layout.hopper:
-        few, one = (_result_tiles(spec, counts, side) for side in (CUBE64.tile, SINGLE.rows))
+        few, one = (_result_tiles(spec, counts, side) for side in (SMALL_64.tile, SINGLE.rows))
         other = other & (k <= FEW_K) & (counts.groups <= MAX_GROUPS)
-        rules.append((other & (k <= BLOCK_K) & (few > 0) & (few <= AT_ONCE), (CUBE64,)))
+        rules.append((other & (k <= BLOCK_K) & (few > 0) & (few <= AT_ONCE), (SMALL_64,)))
         rules.append((other & (one > 0) & (one <= PROCESSORS), (SINGLE,)))
     return rules
 
@@ -327,11 +329,11 @@ def _odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
     more, if all tiles still run at once."""
     if not layout.small or not layout.odd_lines:
         return []
-    blocks, tiles = _most(-(-_usual(layout, counts, "k") // BLOCK_K), 1), _most_tiles(layout, counts, CUBE.tile)
+    blocks, tiles = _most(-(-_usual(layout, counts, "k") // BLOCK_K), 1), _most_tiles(layout, counts, SMALL_32.tile)
     small = ODD_US[0] + ODD_US[1] * blocks * _most(tiles / PROCESSORS, 1)
-    wins = (tiles > 0) & (small <= CLEARLY * (PORTABLE_US[0] + PORTABLE_US[1] * blocks)) & _fits_small(layout, counts)
+    wins = (tiles > 0) & (small <= CLEARLY * (GENERIC_US[0] + GENERIC_US[1] * blocks)) & _fits_small(layout, counts)
     deep = (blocks > STAGES) & (tiles <= AT_ONCE)
-    return [(wins & deep, (DEEP, CUBE)), (wins & (deep ^ True), (CUBE, DEEP))]
+    return [(wins & deep, (SMALL_DEEP, SMALL_32)), (wins & (deep ^ True), (SMALL_32, SMALL_DEEP))]
 
 
 class Ladder(NamedTuple):
@@ -364,10 +366,10 @@ COPIED_WIDE = replace(WIDE, kernel="packed")
 
 
 def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
-    """Where TMA cannot read the operands: the kernels that shift or copy them, or the portable one."""
+    """Where TMA cannot read the operands: the kernels that shift or copy them, or the generic one."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
     heavy, few = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING, counts.mean <= FEW_ROWS
-    shifted = [(heavy & (rows <= SPARSE_ROWS), (DIRECT_MIDDLE,)), (heavy & (rows > SPARSE_ROWS), (DIRECT,))]
+    shifted = [(heavy & (rows <= SPARSE_ROWS), (SHIFT_B_MIDDLE,)), (heavy & (rows > SPARSE_ROWS), (SHIFT_B,))]
     copied = [rule for each in ladders if _somewhere(each[0]) for rule in _copied(layout, counts, *each)]
     light = heavy ^ True
     return [
@@ -375,10 +377,10 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
         *[(holds & heavy, (best,)) for holds, best, _ in copied],
         *[(holds & (few ^ True), some) for holds, some in shifted],
         *[(holds & heavy, (other,)) for holds, _, other in copied],
-        (heavy, (PORTABLE, SMALL)),
+        (heavy, (GENERIC, GENERIC_64)),
         *[(holds & light, some) for holds, some in _odd_rules(layout, counts)],
-        (light & (total <= SMALL_ROWS), (SMALL, PORTABLE)),
-        (light & (total > SMALL_ROWS), (PORTABLE, SMALL)),
+        (light & (total <= SMALL_ROWS), (GENERIC_64, GENERIC)),
+        (light & (total > SMALL_ROWS), (GENERIC, GENERIC_64)),
         *[(holds & light, (best,)) for holds, best, _ in copied],
     ]
 
@@ -395,7 +397,7 @@ def _copied(layout: Layout, counts: Counts, holds: Condition, ladder: Ladder) ->
 
 
 def _sends(layout: Layout, counts: Counts) -> Condition:
-    """As specs.sends."""
+    """As support.sends."""
     return layout.sends & ((counts.total <= MAX_ROWS) | (layout.spec.form not in ("jagged_m", "jagged_n")))
 
 

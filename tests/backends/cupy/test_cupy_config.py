@@ -31,7 +31,7 @@ def test_shifted_weights_need_two_stages_beside_those_of_the_rows() -> None:
     """Many stages of high rows leave weights no room, which once counted as less than no shared memory."""
     spec = replace(SPEC, b=replace(BF16, align=2))
     for rows, most in ((256, 4), (192, 6), (128, 9), (64, 18)):
-        fitting = Config("direct", rows=rows, stages=most, cluster=2, step=8)
+        fitting = Config("hopper_shift_b", rows=rows, stages=most, cluster=2, step=8)
         assert fitting.weight_stages >= 2 and is_valid(fitting, spec)
         for stages in range(most + 1, 40):
             assert not is_valid(replace(fitting, stages=stages), spec), (rows, stages)
@@ -69,12 +69,12 @@ def test_clusters_share_rows_unless_columns_are_odd_or_rows_few(
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 63, 255, 256, 257, 417, 2049, 9921, 100000])
 @pytest.mark.parametrize("most", [64, 128, 256])
 def test_pieces_are_few_equal_and_waste_less_than_a_step_each(rows: int, most: int) -> None:
-    height = tensor_maps.piece_height(rows, most)
+    height = arguments.piece_height(rows, most)
     pieces = -(-rows // height)
     assert height % 8 == 0 and 8 <= height <= most
     assert pieces <= -(-rows // most) and pieces * height - rows < 8 * (pieces + 1)
-    assert 2 * tensor_maps.list_box(rows, most, 2) >= height
-    assert tensor_maps.list_box(rows, most, 1) == height
+    assert 2 * arguments.list_box(rows, most, 2) >= height
+    assert arguments.list_box(rows, most, 1) == height
 
 
 def test_the_sides_swap_where_rows_are_contiguous_in_the_result() -> None:
@@ -82,9 +82,9 @@ def test_the_sides_swap_where_rows_are_contiguous_in_the_result() -> None:
     assert hopper.roles(SPEC) == (False, True, False)
     assert hopper.roles(column) == (True, False, True)
     assert hopper.roles(replace(SPEC, form="jagged_n")).swapped
-    assert specs.plain_kind(SPEC) == specs.plain_kind(column) == 1
-    assert specs.plain_kind(replace(SPEC, form="jagged_n")) == specs.plain_kind(replace(SPEC, out=column.out)) == 2
-    assert specs.plain_kind(replace(SPEC, activation="relu")) == 0
+    assert support.plain_kind(SPEC) == support.plain_kind(column) == 1
+    assert support.plain_kind(replace(SPEC, form="jagged_n")) == support.plain_kind(replace(SPEC, out=column.out)) == 2
+    assert support.plain_kind(replace(SPEC, activation="relu")) == 0
 
 
 def test_the_kernels_key_knows_no_sizes() -> None:
@@ -114,10 +114,10 @@ def test_the_kernels_key_knows_no_sizes() -> None:
 )
 def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: bool) -> None:
     spec = replace(SPEC, **{"form": "jagged_k", "m": 256, "a": replace(BF16, order="col"), **changes})
-    assert specs.sends(spec) is sent
+    assert support.sends(spec) is sent
     assert dict(hopper.source(spec, configs.WIDE).defines)["SEND"] == int(sent)
     many = replace(spec, total=4096 * spec.groups)
-    takes_turns = not sent and specs.plain_kind(spec) > 0
+    takes_turns = not sent and support.plain_kind(spec) > 0
     assert choice.heuristic(many) == (configs.TURNS if takes_turns else configs.WIDE)
 
 
@@ -129,13 +129,13 @@ def test_the_results_map_counts_rows_back_from_a_groups_end(monkeypatch: pytest.
         return fields(b"", ())
 
     monkeypatch.setattr(tensor_maps, "encode_together", encode)
-    side = tensor_maps.Side(1 << 40, 96, 50, 3, 192, 50 * 192, False, torch.bfloat16)
-    tensor_maps.results(side)
+    side = arguments.Side(1 << 40, 96, 50, 3, 192, 50 * 192, False, torch.bfloat16)
+    arguments.results(side)
     ((_, start, dims, strides, (box,)),) = seen
-    assert box == (64, 64, 1, 1, 1) and dims[0] == 96 and dims[1] == tensor_maps.FAR and dims[4] == 3
+    assert box == (64, 64, 1, 1, 1) and dims[0] == 96 and dims[1] == arguments.FAR and dims[4] == 3
     assert all(step % 16 == 0 and step < 1 << 40 for step in strides)
     for group, end, left, row in ((0, 50, 50, 0), (2, 41, 9, 8), (1, 7, 1, 0)):
-        at = (tensor_maps.FAR - left + row, end, tensor_maps.FAR, group)
+        at = (arguments.FAR - left + row, end, arguments.FAR, group)
         assert all(0 <= x < size for x, size in zip(at, dims[1:], strict=True)), "the last row still exists"
         address = start + sum(x * step for x, step in zip(at, strides, strict=True))
         assert address % 2**64 == start + (end - left + row) * 192 + group * 50 * 192
@@ -145,12 +145,12 @@ def test_the_argument_block_has_the_layout_of_the_struct() -> None:
     a, b, out = torch.zeros(6, 4), torch.zeros(2, 4, 8), torch.zeros(6, 8)
     spec = replace(SPEC, groups=2, compute=torch.float32, a=OperandSpec(torch.float32), out=OperandSpec(torch.float32))
     ops = Operands(spec, a, b, out, ends=torch.tensor([2, 6]), alpha=2.0)
-    raw = params.problem_bytes(ops, None, params.view_of(ops))
-    assert len(raw) == params.PROBLEM.size == 272
+    raw = arguments.problem_bytes(ops, None, arguments.view_of(ops))
+    assert len(raw) == arguments.PROBLEM.size == 272
     words = np.frombuffer(raw, dtype=np.int64)
     assert words[:8].tolist() == [a.data_ptr(), 0, 4, 1, b.data_ptr(), 32, 8, 1]
     assert np.frombuffer(raw, dtype=np.float64)[23] == 2.0 and words[25:28].tolist() == [6, 8, 4]
-    assert np.frombuffer(raw[224:], dtype=np.int32)[:3].tolist() == [2, params.JAGGED["m"], 1]
+    assert np.frombuffer(raw[224:], dtype=np.int32)[:3].tolist() == [2, arguments.JAGGED["m"], 1]
 
 
 def test_a_wrong_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,12 +87,12 @@ KINDS = [
 @pytest.mark.parametrize(
     ("a", "b", "arch", "config"),
     [
-        ("row", "row", "sm_80", configs.PORTABLE),
-        ("col", "col", "sm_90a", configs.SMALL),
-        ("row", "col", "sm_100", configs.PORTABLE),
-        ("col", "row", "sm_90a", configs.PAIR),
-        ("row", "row", "sm_90a", configs.TINY),
-        ("col", "row", "sm_80", configs.TINY),
+        ("row", "row", "sm_80", configs.GENERIC),
+        ("col", "col", "sm_90a", configs.GENERIC_64),
+        ("row", "col", "sm_100", configs.GENERIC),
+        ("col", "row", "sm_90a", configs.GENERIC_PAIR),
+        ("row", "row", "sm_90a", configs.GENERIC_32),
+        ("col", "row", "sm_80", configs.GENERIC_32),
     ],
     ids=["NN", "TT", "NT", "TN", "NN, tiny", "TN, tiny"],
 )
@@ -103,7 +103,7 @@ def test_portable_kernel_compiles_without_spills(
     if not configs.tile_fits(problem, config.tile, CAPABILITIES[arch]):
         assert (config.tile, dtype) in ((32, torch.float16), (32, torch.bfloat16), (128, torch.float64))
         return
-    registers, spilled = report(portable.source(problem, config), arch)
+    registers, spilled = report(generic.source(problem, config), arch)
     shape = configs.shapes_of(problem)[config.tile]
     assert spilled <= A_WORD_PER_TILE * (arch == "sm_100")
     assert registers * shape.threads * shape.resident <= REGISTERS_PER_SM
@@ -113,15 +113,15 @@ def test_each_kind_has_a_tile_that_fits_everywhere() -> None:
     for dtype, precision in KINDS:
         problem = spec(dtype, precision=precision)
         assert any(configs.tile_fits(problem, side, (8, 6)) for side in configs.shapes_of(problem))
-        assert choice.heuristic(problem, (8, 6)).kernel == "portable"
+        assert choice.heuristic(problem, (8, 6)).kernel == "generic"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 def test_copying_kernel_compiles_without_spills(arch: str) -> None:
-    assert report(packing.SOURCE, arch)[1] == 0
+    assert report(hopper.COPY_SOURCE, arch)[1] == 0
 
 
-@pytest.mark.parametrize("config", [configs.CUBE, configs.CUBE64, configs.DEEP], ids=["32", "64", "deep"])
+@pytest.mark.parametrize("config", [configs.SMALL_32, configs.SMALL_64, configs.SMALL_DEEP], ids=["32", "64", "deep"])
 @pytest.mark.parametrize(
     ("problem", "arch"),
     [
@@ -166,30 +166,30 @@ def test_hopper_kernel_does_not_spill_in_its_consumers(problem: ProblemSpec, con
 @pytest.mark.parametrize(
     ("problem", "config"),
     [
-        (spec(b="row"), configs.DIRECT),
-        (spec(torch.float16, b="col", form="per_group"), configs.DIRECT_MIDDLE),
-        (spec(activation="silu"), configs.DIRECT_NARROW),
+        (spec(b="row"), configs.SHIFT_B),
+        (spec(torch.float16, b="col", form="per_group"), configs.SHIFT_B_MIDDLE),
+        (spec(activation="silu"), configs.SHIFT_B_NARROW),
     ],
     ids=["jagged_m", "list", "any-epilogue"],
 )
 def test_direct_kernel_does_not_spill(problem: ProblemSpec, config: Config) -> None:
     odd = replace(problem, b=replace(problem.b, align=2))
-    registers, spilled = report(direct.source(odd, config), "sm_90a")
+    registers, spilled = report(hopper_shift_b.source(odd, config), "sm_90a")
     assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled == 0
 
 
-@pytest.mark.parametrize("config", configs.WAVES[1:], ids=lambda c: f"{c.rows}x{c.stages}")
+@pytest.mark.parametrize("config", configs.SMALL_LISTS[1:], ids=lambda c: f"{c.rows}x{c.stages}")
 @pytest.mark.parametrize(("a", "b"), [("row", "row"), ("row", "col"), ("col", "row")])
 def test_wave_kernel_compiles_without_spills(a: Order, b: Order, config: Config) -> None:
     problem = spec(a=a, b=b, form="batched")
-    source = wave.source(problem, config)
+    source = small_list.source(problem, config)
     registers, spilled = report(source, "sm_90a")
-    assert spilled == 0 and registers * wave.THREADS <= REGISTERS_PER_SM and source.shared <= configs.SHARED_LIMIT
+    assert spilled == 0 and registers * small_list.THREADS <= REGISTERS_PER_SM and source.shared <= configs.SHARED_LIMIT
     assert ptx_of(source, "sm_90a").count(f"m64n{config.rows}k16") >= 4
 
 
 def test_the_direct_kernel_multiplies_weights_from_registers() -> None:
-    source = direct.source(spec(b="col"), configs.DIRECT_NARROW)
+    source = hopper_shift_b.source(spec(b="col"), configs.SHIFT_B_NARROW)
     text = ptx_of(source, "sm_90a")
     fragment = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16 \{[^}]*\}, \{%r\d+,%r\d+,%r\d+,%r\d+\}"
     widths = re.findall(fragment, text.replace(", %r", ",%r"))
@@ -199,7 +199,7 @@ def test_the_direct_kernel_multiplies_weights_from_registers() -> None:
 
 def test_nothing_may_take_the_registers_of_products_under_way() -> None:
     """The compiler gave them to the next weights when the wait stood behind the choice of the width."""
-    text = ptx_of(direct.source(spec(b="col"), configs.DIRECT_NARROW), "sm_90a")
+    text = ptx_of(hopper_shift_b.source(spec(b="col"), configs.SHIFT_B_NARROW), "sm_90a")
     order = re.findall(r"wgmma\.(mma_async|commit_group|wait_group)", text)
     products = [i for i, name in enumerate(order) if name == "mma_async"]
     assert order == (["mma_async"] * 4 + ["commit_group", "wait_group"]) * (len(products) // 4)
@@ -250,8 +250,8 @@ def test_headers_are_complete_and_the_architecture_has_its_suffix() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_warp_has_read_its_tile_before_a_lane_writes_the_next_one(arch: str) -> None:
-    """All lanes of the portable kernel read the number of the tile, and the first one writes the next one there."""
-    text = ptx_of(portable.source(spec(torch.float32), configs.PORTABLE), arch)
+    """All lanes of the generic kernel read the number of the tile, and the first one writes the next one there."""
+    text = ptx_of(generic.source(spec(torch.float32), configs.GENERIC), arch)
     (body,) = re.findall(r"\n\.(?:weak )?func \S*find_tile\S*\([^{]*\{(.*?)\n\}", text, re.DOTALL)
     read, barrier, rest = body.partition("bar.warp.sync")
     assert barrier and "bar.warp.sync" not in rest

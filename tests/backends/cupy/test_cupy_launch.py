@@ -41,7 +41,7 @@ def test_a_bound_problem_launches_with_one_driver_call(form: str, fake: FakeDriv
 
 
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "per_group", "odd"])
-@pytest.mark.parametrize("config", [configs.PORTABLE, configs.SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("config", [configs.GENERIC, configs.GENERIC_64], ids=["large", "small"])
 def test_the_portable_kernel_binds_every_form(form: str, config: Config, fake: FakeDriver) -> None:
     launch = bound(config, operands(form))
     fake.calls.clear()
@@ -50,12 +50,12 @@ def test_the_portable_kernel_binds_every_form(form: str, config: Config, fake: F
 
 
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "per_group", "odd", "odd list"])
-@pytest.mark.parametrize("config", [configs.CUBE, configs.CUBE64, configs.DEEP], ids=["32", "64", "deep"])
+@pytest.mark.parametrize("config", [configs.SMALL_32, configs.SMALL_64, configs.SMALL_DEEP], ids=["32", "64", "deep"])
 def test_the_small_kernel_binds_every_form(form: str, config: Config, fake: FakeDriver) -> None:
     ops = operands(form)
     odd = form in ("jagged_n", "odd", "odd list")
-    assert not specs.small_reasons(ops.spec) and specs.has_odd_lines(ops.spec) is odd
-    assert is_valid(config, ops.spec) is (odd or config != configs.DEEP)
+    assert not support.small_reasons(ops.spec) and support.has_odd_lines(ops.spec) is odd
+    assert is_valid(config, ops.spec) is (odd or config != configs.SMALL_DEEP)
     launch = bound(config, ops)
     fake.calls.clear()
     launch()
@@ -65,7 +65,7 @@ def test_the_small_kernel_binds_every_form(form: str, config: Config, fake: Fake
 def test_a_lists_groups_become_the_small_kernels_argument() -> None:
     raw, tiles = small._listed(operands("per_group"), 32)
     assert len(raw) == small.LISTED.size and tiles == 2 * 4 + 1 * 4
-    numbers = np.frombuffer(raw[: 5 * specs.LIST * 4], dtype=np.int32).reshape(5, specs.LIST)
+    numbers = np.frombuffer(raw[: 5 * support.LIST * 4], dtype=np.int32).reshape(5, support.LIST)
     assert numbers[:, 0].tolist() == [0, 4, 48, 128, 64] and numbers[:, 1].tolist() == [8, 4, 8, 128, 64]
     assert (numbers[0, 2:] == small.NEVER).all()
 
@@ -79,12 +79,12 @@ def test_counters_come_back_and_may_run_out(fake: FakeDriver) -> None:
     assert sorted(free) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("kernel", ["hopper", "direct"])
+@pytest.mark.parametrize("kernel", ["hopper", "hopper_shift_b"])
 def test_a_counter_that_a_graph_may_still_use_never_comes_back(kernel: str, fake: FakeDriver) -> None:
     def made() -> Any:
         if kernel == "hopper":
             return bound(configs.WIDE, operands("batched"))
-        return bound(configs.DIRECT, operands("odd weights"))
+        return bound(configs.SHIFT_B, operands("odd weights"))
 
     eager, captured = made(), made()
     eager()
@@ -101,33 +101,33 @@ def test_a_counter_that_a_graph_may_still_use_never_comes_back(kernel: str, fake
 @pytest.mark.parametrize("form", ["odd", "odd list"])
 def test_odd_operands_are_copied_by_one_launch_before_each_product(form: str, fake: FakeDriver) -> None:
     ops = operands(form)
-    assert specs.packed_reasons(ops.spec) == []
+    assert support.packed_reasons(ops.spec) == []
     bound(replace(configs.WIDE, kernel="packed"), ops)()
     assert [step.kernel for step in fake.launched] == ["pack", "hopper"]
 
 
 def test_copies_are_laid_out_one_after_the_other(fake: FakeDriver) -> None:
     ops = operands("odd list")
-    copied, _, _ = packing.with_copies(
-        ops, params.view_of(ops), specs.packed_spec(ops.spec), build.load(packing.SOURCE, 0)
+    copied, _, _ = hopper.with_copies(
+        ops, arguments.view_of(ops), support.packed_spec(ops.spec), build.load(hopper.COPY_SOURCE, 0)
     )
     for given, copy in zip([*ops.a, *ops.b], [*copied.a, *copied.b], strict=True):
         assert copy.shape == given.shape and copy.stride(0) % 8 == 0 and copy.stride(1) == 1
         assert copy.stride(0) - given.shape[1] < 8 and copy.data_ptr() % 16 == 0
-    copies = packing._Copies()
+    copies = hopper._Copies()
     copies.add(torch.zeros(3, 70, 300, dtype=torch.bfloat16), BF16, "a")
     copies.add(torch.zeros(300, 70, dtype=torch.bfloat16).T, BF16, "b")
-    first, second = (packing.COPY.unpack(record) for record in copies.records)
+    first, second = (hopper.COPY.unpack(record) for record in copies.records)
     assert first[-1] == 0 and second[-1] == 3 * 3 * 2 and copies.units == second[-1] + 2 * 5
 
 
 @pytest.mark.parametrize("form", ["odd list", "odd weights"])
-@pytest.mark.parametrize("config", [configs.DIRECT, configs.DIRECT_MIDDLE, configs.DIRECT_NARROW], ids=str)
+@pytest.mark.parametrize("config", [configs.SHIFT_B, configs.SHIFT_B_MIDDLE, configs.SHIFT_B_NARROW], ids=str)
 def test_the_direct_kernel_copies_rows_at_most(form: str, config: Config, fake: FakeDriver) -> None:
     ops = operands(form)
-    assert is_valid(config, ops.spec), specs.direct_reasons(ops.spec)
+    assert is_valid(config, ops.spec), support.shift_b_reasons(ops.spec)
     bound(config, ops)()
-    assert [step.kernel for step in fake.launched] == ["pack"] * (form != "odd weights") + ["direct"]
+    assert [step.kernel for step in fake.launched] == ["pack"] * (form != "odd weights") + ["hopper_shift_b"]
 
 
 def test_weights_that_are_no_whole_number_of_lines_apart_are_copied(fake: FakeDriver) -> None:
@@ -135,29 +135,29 @@ def test_weights_that_are_no_whole_number_of_lines_apart_are_copied(fake: FakeDr
     for group, copies in ((64 * 33, 0), (66 * 33, 0), (64 * 33 + 1, 1)):
         problem = mg.GroupedGemmProblem(x, memory.as_strided((3, 64, 33), (group, 33, 1)))
         fake.launched.clear()
-        bound(configs.DIRECT, staged(problem))()
-        assert [step.kernel for step in fake.launched] == ["pack"] * copies + ["direct"]
+        bound(configs.SHIFT_B, staged(problem))()
+        assert [step.kernel for step in fake.launched] == ["pack"] * copies + ["hopper_shift_b"]
 
 
 def test_wide_weights_that_are_no_whole_number_of_lines_apart_are_read_where_they_lie(fake: FakeDriver) -> None:
     """A copy of 2^31 elements is more memory than a product may take without being asked."""
     x, memory = torch.zeros(3, 64, 64, dtype=torch.bfloat16), torch.zeros(16000, dtype=torch.bfloat16)
-    for group, kernel in ((64 * 65, "direct"), (64 * 65 + 1, "portable")):
+    for group, kernel in ((64 * 65, "hopper_shift_b"), (64 * 65 + 1, "generic")):
         problem = mg.GroupedGemmProblem(x, memory.as_strided((3, 64, 65), (group, 65, 1)))
         ops = staged(problem)
         ops = replace(ops, spec=replace(ops.spec, b=replace(ops.spec.b, wide=True)))
-        assert is_valid(configs.DIRECT, ops.spec)
-        bound(configs.DIRECT, ops)()
+        assert is_valid(configs.SHIFT_B, ops.spec)
+        bound(configs.SHIFT_B, ops)()
         assert fake.launched.pop().kernel == kernel and not fake.launched
-        assert "portable" in _why(ops.spec, configs.DIRECT)
+        assert "generic" in _why(ops.spec, configs.SHIFT_B)
 
 
 def test_only_wide_weights_may_need_the_portable_kernel_beside_the_one_that_shifts() -> None:
     spec = replace(SPEC, b=replace(BF16, align=2))
-    assert [source.entry for source in direct.sources(spec, configs.DIRECT)] == ["direct", "pack"]
+    assert [source.entry for source in hopper_shift_b.sources(spec, configs.SHIFT_B)] == ["hopper_shift_b", "pack"]
     wide = replace(spec, b=replace(spec.b, wide=True))
-    assert [source.entry for source in direct.sources(wide, configs.DIRECT)] == ["direct", "pack", "portable"]
-    assert "portable" not in _why(spec, configs.DIRECT)
+    assert [source.entry for source in hopper_shift_b.sources(wide, configs.SHIFT_B)] == ["hopper_shift_b", "pack", "generic"]
+    assert "generic" not in _why(spec, configs.SHIFT_B)
 
 
 @pytest.mark.parametrize(("offset", "pitch"), [(0, 14), (3, 22), (5, 32), (7, 2 * 1023)])
@@ -171,7 +171,7 @@ def test_eight_maps_find_every_line(offset: int, pitch: int, count: int, monkeyp
 
     monkeypatch.setattr(tensor_maps, "encode_together", encode)
     start, length = 4096 + 2 * offset, 7
-    tensor_maps.eighths(tensor_maps.Lines(start, pitch, count, length, torch.bfloat16), 160, 8)
+    arguments.eighths(arguments.Lines(start, pitch, count, length, torch.bfloat16), 160, 8)
     assert len(seen) == 8
     for line in range(count):
         _, base, (width, lines, one), (step, _), boxes, swizzle = seen[line & 7]
@@ -185,14 +185,14 @@ def test_eight_maps_find_every_line(offset: int, pitch: int, count: int, monkeyp
 @pytest.mark.parametrize("form", ["odd list", "odd weights", "odd"])
 def test_the_weights_of_the_direct_kernel_lie_where_it_looks_for_them(form: str, fake: FakeDriver) -> None:
     ops = operands(form)
-    role = hopper.roles(specs.direct_spec(ops.spec))
+    role = hopper.roles(support.shift_b_spec(ops.spec))
     if form == "odd list":
-        maps = direct.Direct(ops.spec, configs.DIRECT, 0)._listed_weights(ops)
+        maps = hopper_shift_b.HopperShiftB(ops.spec, configs.SHIFT_B, 0)._listed_weights(ops)
         assert maps.shape == (2, 8 * SIZE // 8)
         return
     assert isinstance(ops.b, torch.Tensor)
-    weights = direct._weights(params.view_of(ops), role)
-    lines, per_group = direct._stack(weights, 3, torch.bfloat16)
+    weights = hopper_shift_b._weights(arguments.view_of(ops), role)
+    lines, per_group = hopper_shift_b._stack(weights, 3, torch.bfloat16)
     for g, k in ((0, 0), (1, 5), (2, 62)):
         assert lines.ptr + (g * per_group + k) * lines.pitch == ops.b[g, k].data_ptr()
     assert lines.length == ops.b.shape[2] and lines.number == 2 * per_group + ops.b.shape[1]
@@ -211,7 +211,7 @@ def test_the_weights_of_the_direct_kernel_lie_where_it_looks_for_them(form: str,
     ids=str,
 )
 def test_the_direct_kernel_says_what_it_cannot_do(change: dict[str, object], word: str) -> None:
-    reasons = specs.direct_reasons(replace(SPEC, **change))  # type: ignore[arg-type]
+    reasons = support.shift_b_reasons(replace(SPEC, **change))  # type: ignore[arg-type]
     assert any(word in reason for reason in reasons)
 
 
@@ -240,8 +240,8 @@ FORMS = (
     "epilogue",
 )
 TRIED = (
-    configs.WIDE, configs.SLIM, replace(configs.SINGLE, kernel="packed"), configs.DIRECT, configs.CUBE, configs.WAVE,
-    configs.WAVES[1], configs.PORTABLE,
+    configs.WIDE, configs.SLIM, replace(configs.SINGLE, kernel="packed"), configs.SHIFT_B, configs.SMALL_32, configs.SMALL_LIST,
+    configs.SMALL_LISTS[1], configs.GENERIC,
 )  # fmt: skip
 MOVABLE = [(form, config) for form in FORMS for config in TRIED if is_valid(config, operands(form).spec)]
 
@@ -314,7 +314,7 @@ def test_a_list_whose_addresses_lie_in_a_table_cannot_be_moved(form: str, config
 
 
 @pytest.mark.parametrize(
-    ("form", "config"), [*MOVABLE, ("per_group", configs.WIDE), ("odd list", configs.DIRECT)], ids=str
+    ("form", "config"), [*MOVABLE, ("per_group", configs.WIDE), ("odd list", configs.SHIFT_B)], ids=str
 )
 def test_a_thread_without_a_context_plans_binds_and_launches(form: str, config: Config, fake: FakeDriver) -> None:
     """As the one on which autograd runs backward: the driver refuses whatever is asked without a context."""
@@ -390,7 +390,7 @@ def test_a_new_layout_whose_kernels_are_loaded_is_planned_at_once(
     assert len(fake.images) == loaded
 
 
-@pytest.mark.parametrize(("form", "config", "limit"), [("jagged_m", configs.WIDE, 100), ("jagged_m", configs.CUBE, 50)])
+@pytest.mark.parametrize(("form", "config", "limit"), [("jagged_m", configs.WIDE, 100), ("jagged_m", configs.SMALL_32, 50)])
 def test_binding_takes_few_steps(form: str, config: Config, limit: int, fake: FakeDriver) -> None:
     ops = operands(form)
     kernel = KERNELS[config.kernel].loaded(ops.spec, config, 0)

@@ -1,4 +1,7 @@
-"""Tensor maps: how the copy engine (TMA) sees an operand. Encoded on the host, when a problem is bound.
+"""What kernels are handed: a problem packed byte by byte (`Problem` in kernels/common.cuh), and tensor maps.
+
+Whatever a kernel must know at run time is in the first, so that extents, strides, addresses and epilogue never cause a
+compilation. The maps tell the copy engine (TMA) where an operand lies; the host encodes them when a problem is bound.
 
 A box is 64 elements (128 bytes, the swizzle's width) along the contiguous direction, but for the last of five kinds:
 
@@ -10,17 +13,75 @@ A box is 64 elements (128 bytes, the swizzle's width) along the contiguous direc
   base + wrap * FAR + (k' + end) * step, is brought back by `wrap`, whose stride times FAR is
   -FAR * step modulo 2^64;
 * results, which the copy engine stores: the same for their rows, since a piece ends at any row;
-* lines that begin anywhere, by eight maps: see `eighths`.
+* lines that begin anywhere, by eight maps: see `weight_maps`.
 """
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from multigemm.cuda.arguments import Fields, along, join
+from multigemm.cuda.arguments import Address, Fields, Slot, along, fields, join
+from multigemm.cuda.device import to_device
 from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, SIZE, encode_together, repeat
+from multigemm.planning.operands import Operands, Packed, Strided, group_table, packed
+
+PROBLEM = struct.Struct("<" + "4q" * 5 + "3q2d3q12i")
+ADDRESSES = (0, 32, 64, 96, 128, 160, 168)
+"""Where a, b, out, c, bias, the ends and the numbers of valid rows stand."""
+TYPES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4, torch.int32: 5, None: 0}
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+JAGGED = {None: 0, "m": 1, "n": 2, "k": 3}
+ABSENT = Strided(0, 0, 0, 0)
+
+NO_VIEW = Packed(0, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
+
+
+def table_of(ops: Operands) -> Tensor | None:
+    """The table of a list on the device; None for the packed forms."""
+    return to_device(group_table(ops), ops.device) if ops.spec.form == "per_group" else None
+
+
+def view_of(ops: Operands) -> Packed:
+    """The packed formula; for a list, whose matrices are in its table, an empty one."""
+    return NO_VIEW if ops.spec.form == "per_group" else packed(ops)
+
+
+def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> Fields:
+    """The argument of every kernel."""
+    spec, a, b, out, c, bias = ops.spec, view.a, view.b, view.out, view.c or ABSENT, view.bias or ABSENT
+    ends, end_bytes = _sizes(ops.ends, "ends")
+    valid_rows, valid_bytes = _sizes(ops.valid_rows, "valid_rows")
+    raw = PROBLEM.pack(
+        *a, *b, *out, *c, *bias, ends, valid_rows, 0 if table is None else table.data_ptr(),
+        float(ops.alpha), float(ops.beta), view.m, view.n, view.k, spec.groups, JAGGED[view.jagged],
+        end_bytes == 8, ops.head, valid_bytes == 8, spec.zero_unowned, ACTIVATIONS[spec.activation],
+        TYPES[spec.out.dtype], TYPES[None if spec.c is None else spec.c.dtype], TYPES[spec.bias],
+        spec.alpha != "zero", spec.form == "batched" or spec.form == "masked",
+    )  # fmt: skip
+    addresses = zip(ADDRESSES, (a.ptr, b.ptr, out.ptr, c.ptr, bias.ptr, ends, valid_rows), strict=True)
+    return fields(raw, [Slot(at, x.operand, x - x.base) for at, x in addresses if isinstance(x, Address)])
+
+
+def _sizes(tensor: Tensor | None, operand: str) -> tuple[int, int]:
+    """Where a tensor of sizes lies, and the bytes of an element; zeros for none."""
+    return (0, 0) if tensor is None else (Address(tensor.data_ptr(), operand), tensor.itemsize)
+
+
+def tiles_at_most(ops: Operands, view: Packed, rows: int, cols: int) -> int:
+    """An upper bound of the number of tiles, known without reading any size from the device."""
+    if ops.spec.form == "per_group":
+        return sum(-(-a.shape[0] // rows) * -(-b.shape[1] // cols) for a, b in zip(ops.a, ops.b, strict=True))
+    jagged, groups = view.jagged, view.groups
+    down = -(-view.m // rows) + groups if jagged == "m" else -(-view.m // rows) * (1 if jagged == "n" else groups)
+    across = -(-view.n // cols) + (groups if jagged == "n" else 0)
+    return int(down * across)
+
+
+# Tensor maps.
 
 FAR = 1 << 30
 EDGE = 0x7FFF0000
@@ -53,12 +114,12 @@ class Lines(NamedTuple):
     dtype: torch.dtype
 
 
-def plain(side: Side, rows: int) -> Fields:
+def plain_map(side: Side, rows: int) -> Fields:
     """A map with boxes of `rows` of mn where k is contiguous, else of 64 mn by 64 k."""
-    return _plain(side, ((64, rows, 1),))
+    return _plain_maps(side, ((64, rows, 1),))
 
 
-def _plain(side: Side, boxes: tuple[tuple[int, ...], ...]) -> Fields:
+def _plain_maps(side: Side, boxes: tuple[tuple[int, ...], ...]) -> Fields:
     """A map for each of the boxes where k is contiguous, else one of 64 mn by 64 k."""
     if side.mn == 0 or side.k == 0 or side.groups == 0:
         return join([BLANK] * (len(boxes) if side.k_contiguous else 1))  # nothing will ever be loaded through it
@@ -68,20 +129,20 @@ def _plain(side: Side, boxes: tuple[tuple[int, ...], ...]) -> Fields:
     return encode_together(side.dtype, side.ptr, (side.mn, side.k, side.groups), strides, ((64, 64, 1),))
 
 
-def each(side: Side, height: int, count: int) -> Fields:
-    """The maps of `count` matrices of a stack, each as if it stood alone: with `plain`'s boxes."""
-    alone = plain(side._replace(groups=1, group=0), height)
+def stacked_maps(side: Side, height: int, count: int) -> Fields:
+    """The maps of `count` matrices of a stack, each as if it stood alone: with the boxes of `plain_map`."""
+    alone = plain_map(side._replace(groups=1, group=0), height)
     if side.mn == 0 or side.k == 0:
         return join([alone] * count)
     return alone if count == 1 else repeat(alone, [side.group * i for i in range(count)])
 
 
-def rows(side: Side) -> tuple[bytes, ...]:
+def row_maps(side: Side) -> tuple[bytes, ...]:
     """Of the row side 16 maps: one for each box height, or one and 15 blank ones where mn is contiguous."""
-    return (_plain(side, HEIGHTS),) if side.k_contiguous else (_plain(side, HEIGHTS), BLANK_ROWS)
+    return (_plain_maps(side, HEIGHTS),) if side.k_contiguous else (_plain_maps(side, HEIGHTS), BLANK_ROWS)
 
 
-def ragged(side: Side) -> Fields:
+def ragged_map(side: Side) -> Fields:
     """A map for jagged k (see the module docstring); mn is contiguous."""
     if side.mn == 0 or side.k == 0:
         return BLANK
@@ -90,10 +151,11 @@ def ragged(side: Side) -> Fields:
     return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1),))
 
 
-def results(side: Side) -> Fields:
+def result_map(side: Side) -> Fields:
     """A map for stores of boxes of 64 rows by 64 columns (`mn`), that stop at any row.
 
-    Dims (mn, rows', end, wrap, group): as in `ragged`, rows' = FAR - left lies inside the extent while rows are left.
+    Dims (mn, rows', end, wrap, group); as in `ragged_map`, rows' = FAR - left lies inside the extent while rows are
+    left.
     """
     if side.mn == 0 or side.k == 0 or side.groups == 0:
         return BLANK
@@ -102,7 +164,7 @@ def results(side: Side) -> Fields:
     return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1, 1),))
 
 
-def eighths(lines: Lines, inner: int, height: int) -> tuple[Fields, ...]:
+def weight_maps(lines: Lines, inner: int, height: int) -> tuple[Fields, ...]:
     """Eight maps with boxes of `inner` elements by `height` lines: one for the lines of each residue modulo 8.
 
     Lines eight apart are a multiple of 16 bytes apart whatever their pitch. Each map begins at the aligned address

@@ -1,22 +1,67 @@
-"""What a problem is to the kernels: which way round, with which results; and why one of them cannot run it."""
+"""What this backend can run: the reasons against a machine, a problem, or one of the kernels for it.
+
+Also what a problem is to the kernels: which way round it is computed, and with which results.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
 import torch
 
-from multigemm.problem.spec import OperandSpec, Order, ProblemSpec
+from multigemm.backend import Availability
+from multigemm.problem.spec import INPUT_DTYPES, OperandSpec, Order, ProblemSpec
 
+OLDEST = (8, 0)
+RESULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32)
+INSTALL = "pip install cupy-cuda13x  (cupy-cuda12x for CUDA 12)"
 MAX_GROUPS = 960
 """Groups that the Hopper kernel's schedule holds."""
 MAX_ROWS = 1 << 30
 """Rows of a result that the copy engine can tell apart."""
-LIST, CUBE_ROWS = 16, 8192
+MAX_LISTED_GROUPS, SMALL_MAX_ROWS = 16, 8192
 """Groups that the small kernel (of a list) and the wave kernel take as an argument; rows from which tiles as small as
 the small kernel's only lose."""
+
+
+def availability() -> Availability:
+    """Whether CuPy, its compiler and a GPU are here."""
+    if importlib.util.find_spec("cupy") is None:
+        return Availability(False, "the package cupy is not installed", INSTALL)
+    if not torch.cuda.is_available():
+        return Availability(False, "torch sees no CUDA GPU: it takes a CUDA build of torch on a machine with one")
+    try:
+        import cupy
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, OSError, RuntimeError) as error:
+        return Availability(False, f"cupy does not import: {error}", INSTALL)
+    return Availability(True, version=str(cupy.__version__))
+
+
+def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
+    """Every reason against this problem on this device; none means that it runs."""
+    reasons = []
+    if device.type != "cuda":
+        reasons.append(f"the operands are on {device}; this backend runs on CUDA devices: move them with .cuda()")
+    elif torch.cuda.is_available() and torch.cuda.get_device_capability(device) < OLDEST:
+        seen = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        reasons.append(f"{device} has compute capability {seen}; the kernels need 8.0 or later: use another backend")
+    if spec.compute not in INPUT_DTYPES:
+        reasons.append(
+            f"products of {spec.compute} are not implemented; cast to one of {', '.join(map(str, INPUT_DTYPES))}"
+        )
+    if spec.out.dtype not in RESULTS:
+        reasons.append(
+            f"results of {spec.out.dtype} are not implemented; ask for one of {', '.join(map(str, RESULTS))}"
+        )
+    if (spec.compute == torch.int8) != (spec.out.dtype == torch.int32):
+        reasons.append(f"{spec.compute} gives {spec.out.dtype}: int8 operands give int32 results, and no others do")
+    return reasons + spec.too_long
 
 
 def is_swapped(spec: ProblemSpec) -> bool:
@@ -55,7 +100,7 @@ def has_odd_lines(spec: ProblemSpec) -> bool:
 
 
 def hopper_reasons(spec: ProblemSpec) -> list[str]:
-    """Why the Hopper kernel cannot run a spec; the portable one can."""
+    """Why the Hopper kernel cannot run a spec; the generic one can."""
     reasons = []
     if spec.compute not in (torch.float16, torch.bfloat16):
         reasons.append(f"{spec.compute} operands")
@@ -80,11 +125,18 @@ def small_reasons(spec: ProblemSpec) -> list[str]:
     for name, operand in (("a", spec.a), ("b", spec.b)):
         if operand.order == "strided":
             reasons.append(f"{name} is strided: it takes operands with a contiguous direction")
-    if spec.form == "per_group" and (spec.groups > LIST or plain_kind(spec) != 1 or is_swapped(spec)):
-        reasons.append(f"a list of {spec.groups} groups: at most {LIST}, without epilogue, results by rows")
-    if spec.groups == 0 or spec.total > CUBE_ROWS or spec.groups > CUBE_ROWS or max(spec.m or 0, spec.n or 0) > 1 << 20:
+    if spec.form == "per_group" and (spec.groups > MAX_LISTED_GROUPS or plain_kind(spec) != 1 or is_swapped(spec)):
         reasons.append(
-            f"{spec.groups} groups, T<={spec.total}, m={spec.m}, n={spec.n}: 1 to {CUBE_ROWS} and 2^20 at most"
+            f"a list of {spec.groups} groups: at most {MAX_LISTED_GROUPS}, without epilogue, results by rows"
+        )
+    if (
+        spec.groups == 0
+        or spec.total > SMALL_MAX_ROWS
+        or spec.groups > SMALL_MAX_ROWS
+        or max(spec.m or 0, spec.n or 0) > 1 << 20
+    ):
+        reasons.append(
+            f"{spec.groups} groups, T<={spec.total}, m={spec.m}, n={spec.n}: 1 to {SMALL_MAX_ROWS} and 2^20 at most"
         )
     return reasons
 
@@ -93,15 +145,17 @@ def _copy_reasons(spec: ProblemSpec, copied: ProblemSpec) -> list[str]:
     """Why operands that differ from their copies cannot be copied."""
     pairs = (("a", spec.a, copied.a), ("b", spec.b, copied.b))
     wide = [name for name, old, new in pairs if old.wide and old != new]
-    return [f"{name} has 2^31 elements or more, which are not copied: kernel='portable' reads it" for name in wide]
+    return [f"{name} has 2^31 elements or more, which are not copied: kernel='generic' reads it" for name in wide]
 
 
-def wave_reasons(spec: ProblemSpec) -> list[str]:
+def small_list_reasons(spec: ProblemSpec) -> list[str]:
     """Why the kernel for one wave of a list or batch cannot run a spec; operands that TMA cannot read are copied."""
     copied = packed_spec(spec)
     reasons = [*hopper_reasons(copied), *_copy_reasons(spec, copied)]
-    if spec.form not in ("per_group", "batched") or spec.groups > LIST:
-        reasons.append(f"{spec.groups} groups of {spec.form}: it takes a list or a batch of at most {LIST}")
+    if spec.form not in ("per_group", "batched") or spec.groups > MAX_LISTED_GROUPS:
+        reasons.append(
+            f"{spec.groups} groups of {spec.form}: it takes a list or a batch of at most {MAX_LISTED_GROUPS}"
+        )
     if plain_kind(spec) != 1 or is_swapped(spec):
         reasons.append("an epilogue, or a result by columns: it stores plain results by rows")
     return reasons
@@ -135,15 +189,15 @@ def weights_of(spec: ProblemSpec) -> OperandSpec:
 
 
 @lru_cache(maxsize=1024)
-def direct_spec(spec: ProblemSpec) -> ProblemSpec:
+def shift_b_spec(spec: ProblemSpec) -> ProblemSpec:
     """The spec after the rows have been copied, where TMA cannot read them; the weights stay."""
     rows = "b" if is_swapped(spec) else "a"
     return replace(spec, **{rows: getattr(packed_spec(spec), rows)})
 
 
-def direct_reasons(spec: ProblemSpec) -> list[str]:
+def shift_b_reasons(spec: ProblemSpec) -> list[str]:
     """Why the kernel that shifts its weights cannot, or need not, run a spec."""
-    given, copied = weights_of(spec), direct_spec(spec)
+    given, copied = weights_of(spec), shift_b_spec(spec)
     readable = replace(given, align=16)
     reasons = hopper_reasons(replace(copied, a=readable) if is_swapped(spec) else replace(copied, b=readable))
     if given == readable:

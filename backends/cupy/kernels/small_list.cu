@@ -9,8 +9,8 @@
 #include "mma.cuh"
 #include "rows.cuh"
 
-constexpr int LIST = GROUPS;                       // as wave.SLOTS
-constexpr int LISTED_TILES = 160;                  // as wave.LISTED
+constexpr int LIST = GROUPS;                       // as small_list.SLOTS
+constexpr int LISTED_TILES = 160;                  // as small_list.LISTED
 constexpr int BK = 64, COLUMNS = 128, CONSUMERS = 2, THREADS = CONSUMERS * 128 + 32;
 constexpr int LINES = X_K ? ROWS : (ROWS + 63) / 64 * 64;                          // rows of X that are loaded: whole boxes
 constexpr int W_BYTES = COLUMNS * BK * 2, X_BYTES = LINES * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES, BLOCK = 64 * BK * 2;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_staged(const Work& p, char* out, i64 pitch
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) wave(const __grid_constant__ Work p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) small_list(const __grid_constant__ Work p) {
     extern __shared__ char raw[];
     __shared__ u64 full[STAGES], empty[STAGES];
     const u32 stages = (shared_address(raw) + 1023) & ~1023u;

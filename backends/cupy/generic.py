@@ -1,11 +1,11 @@
-"""Binds the portable kernel: one launch of resident thread blocks for any problem."""
+"""Binds the generic kernel: one launch of resident thread blocks for any problem."""
 
 from __future__ import annotations
 
 from multigemm.backend import Launch
+from multigemm.backends.cupy.arguments import problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import Config, kind_of, portable_bytes, shapes_of
-from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
+from multigemm.backends.cupy.config import Config, generic_bytes, kind_of, shapes_of
 from multigemm.cuda.device import processors
 from multigemm.cuda.launch import without_move
 from multigemm.planning.operands import Operands
@@ -18,9 +18,9 @@ def source(spec: ProblemSpec, config: Config) -> Source:
     defines = (
         ("KIND", kind_of(spec)), ("A_K", int(spec.a.order != "col")), ("B_K", int(spec.b.order == "col")),
         ("TILE", config.tile), ("BLOCK_K", shape.depth), ("STAGES", shape.stages),
-        ("BLOCK_THREADS", shape.threads), ("RESIDENT", shape.resident), ("SHARED", portable_bytes(spec, config.tile)),
+        ("BLOCK_THREADS", shape.threads), ("RESIDENT", shape.resident), ("SHARED", generic_bytes(spec, config.tile)),
     )  # fmt: skip
-    return Source("portable.cu", "portable", defines, portable_bytes(spec, config.tile))
+    return Source("generic.cu", "generic", defines, generic_bytes(spec, config.tile))
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
@@ -28,13 +28,13 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
     return (source(spec, config),)
 
 
-class Portable:
-    """The portable kernel, loaded for the problems of one spec."""
+class Generic:
+    """The generic kernel, loaded for the problems of one spec."""
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         self._kernel, self._tile = load(source(spec, config), index), config.tile
         self._threads = shapes_of(spec)[config.tile].threads
-        self._shared, self._processors = portable_bytes(spec, config.tile), processors(index)
+        self._shared, self._processors = generic_bytes(spec, config.tile), processors(index)
         self._most = self._processors * config.blocks_per_sm
         zeroes = spec.zero_unowned and spec.form in ("jagged_m", "jagged_n", "masked")
         self._least = self._processors if zeroes else 1

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy import hopper, packing, tensor_maps
+from multigemm.backends.cupy import arguments, hopper
+from multigemm.backends.cupy.arguments import Side, view_of
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, SHARED_LIMIT, WAVES, Config
-from multigemm.backends.cupy.packing import Copied
-from multigemm.backends.cupy.params import view_of
-from multigemm.backends.cupy.specs import LIST, packed_spec
-from multigemm.backends.cupy.tensor_maps import Side
+from multigemm.backends.cupy.config import COLUMNS, SHARED_LIMIT, SMALL_LISTS, Config
+from multigemm.backends.cupy.hopper import Copied
+from multigemm.backends.cupy.support import MAX_LISTED_GROUPS, packed_spec
 from multigemm.cuda.arguments import along, fields, slot_of
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
@@ -29,7 +28,7 @@ from multigemm.planning.operands import Operands, Packed, strides_of
 from multigemm.problem.spec import ProblemSpec
 
 THREADS, BLOCK_K = 288, 64
-SLOTS = (4, LIST)
+SLOTS = (4, MAX_LISTED_GROUPS)
 """Groups that an argument holds: a short one is there sooner."""
 LISTED = 160
 """Tiles whose places the argument holds; those of the others lie in device memory."""
@@ -88,10 +87,10 @@ def _source(bfloat: bool, x_k: bool, w_k: bool, config: Config, slots: int) -> S
         ("BFLOAT", int(bfloat)), ("X_K", int(x_k)), ("W_K", int(w_k)), ("ROWS", config.rows),
         ("STAGES", stages_of(x_k, config)), ("GROUPS", slots), ("STEP", 16), ("PINGPONG", 0),
     )  # fmt: skip
-    return Source("wave.cu", "wave", defines, shared_bytes(x_k, config))
+    return Source("small_list.cu", "small_list", defines, shared_bytes(x_k, config))
 
 
-def source(spec: ProblemSpec, config: Config, slots: int = LIST) -> Source:
+def source(spec: ProblemSpec, config: Config, slots: int = MAX_LISTED_GROUPS) -> Source:
     """The kernel's key: dtype, layouts, the config and how many groups it takes."""
     role = hopper.roles(packed_spec(spec))
     return _source(spec.compute == torch.bfloat16, role.x_k, role.w_k, config, slots)
@@ -99,7 +98,7 @@ def source(spec: ProblemSpec, config: Config, slots: int = LIST) -> Source:
 
 def heights(config: Config) -> tuple[Config, ...]:
     """The configs that a problem's sizes may choose from."""
-    return (config,) if config.rows else WAVES[1:]
+    return (config,) if config.rows else SMALL_LISTS[1:]
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
@@ -107,13 +106,13 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
     copied = packed_spec(spec)
     role, bfloat = hopper.roles(copied), spec.compute == torch.bfloat16
     own = (_source(bfloat, role.x_k, role.w_k, c, slots) for c in heights(config) for slots in SLOTS)
-    return (*own, *([packing.SOURCE] if copied != spec else []))
+    return (*own, *([hopper.COPY_SOURCE] if copied != spec else []))
 
 
 @lru_cache(maxsize=1024)
 def height_for(shapes: tuple[tuple[int, int, int], ...], sms: int) -> Config:
     """The height whose last block would end first; (m, k, n) of the groups, those with the longest k first."""
-    return min(WAVES[1:], key=lambda config: _cycles(shapes, config, sms))
+    return min(SMALL_LISTS[1:], key=lambda config: _cycles(shapes, config, sms))
 
 
 def _cycles(shapes: tuple[tuple[int, int, int], ...], config: Config, sms: int) -> float:
@@ -191,8 +190,8 @@ def layout(ops: Operands, groups: Groups, config: Config, slots: int) -> Argumen
     ]
     others = 0 if more is None else more.data_ptr()
     raw = (
-            *(tensor_maps.each(side, COLUMNS, groups.stacked) for side in groups.w), blank,
-            *(tensor_maps.each(side, config.rows, groups.stacked) for side in groups.x), blank,
+            *(arguments.stacked_maps(side, COLUMNS, groups.stacked) for side in groups.w), blank,
+            *(arguments.stacked_maps(side, config.rows, groups.stacked) for side in groups.x), blank,
             tiles[:LISTED].tobytes().ljust(PLACE.itemsize * LISTED, b"\0"),
             *shapes, bytes(SHAPE.size * (slots - len(shapes))),
             TAIL.pack(others, float(ops.alpha), ops.spec.out.align == 16, len(tiles)),
@@ -200,12 +199,12 @@ def layout(ops: Operands, groups: Groups, config: Config, slots: int) -> Argumen
     return Argument(raw, len(tiles), more)
 
 
-class Wave:
+class SmallList:
     """The kernel for lists and batches of few tiles, in all its heights, loaded for the problems of one spec."""
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
         self._spec, self._config, self._processors = packed_spec(spec), config, processors(index)
-        self._copy = load(packing.SOURCE, index) if self._spec != spec else None
+        self._copy = load(hopper.COPY_SOURCE, index) if self._spec != spec else None
         loaded = [load(each, index) for each in sources(self._spec, config)]
         self._kernels = dict(zip(product(heights(config), SLOTS), loaded, strict=True))
         self._x_k = hopper.roles(self._spec).x_k
@@ -216,7 +215,7 @@ class Wave:
         view = view_of(ops)
         copied = Copied(ops, view, None)
         if self._copy is not None:
-            copied = packing.with_copies(ops, view, self._spec, self._copy)
+            copied = hopper.with_copies(ops, view, self._spec, self._copy)
         return copied.then(self._product(copied.ops, copied.view))
 
     def _product(self, ops: Operands, view: Packed) -> MovableLaunch:

@@ -25,18 +25,10 @@ typedef float Acc;
 #endif
 constexpr int BM = TILE, BN = TILE, BK = BLOCK_K, THREADS = BLOCK_THREADS;      // as config.SHAPES
 
-#if KIND <= KIND_F64
-#include "mma_tile.cuh"
-#else
-#include "ordinary_cores.cuh"
-constexpr bool A_LINES_K = false, B_LINES_K = false;
-constexpr int STEPS = BK, A_PITCH = BM + 4, B_PITCH = BN + 4, A_TILE = BK * A_PITCH, B_TILE = BK * B_PITCH;
-typedef OrdinaryCores<BM, BN, BK, BM == 32 ? 4 : 8, BM == 128 ? 8 : 4, BM == 64 ? 4 : 8, THREADS, A_PITCH, B_PITCH> Compute;
-#endif
-#include "tile_copy.cuh"
+#include "products.cuh"
 #include "tile_load.cuh"
 
-// Enough for the ring, and for the staging of results after it. As config.portable_bytes.
+// Enough for the ring, and for the staging of results after it. As config.generic_bytes.
 constexpr int STAGE_BYTES = (A_TILE + B_TILE) * (int)sizeof(Element);
 constexpr int STAGING_BYTES = THREADS / 32 * 16 * 36 * (int)sizeof(Acc);
 static_assert(STEPS % 2 == 0, "registers of the operands take turns");
@@ -137,7 +129,7 @@ __device__ __noinline__ void find_tile(const Problem& p, Place& s) {
     s.sources.begin(s.group, s.row, s.column);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) portable(const __grid_constant__ Problem p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) generic(const __grid_constant__ Problem p) {
     extern __shared__ __align__(16) char shared[];
     Element* const ring = (Element*)shared;
     __shared__ Place place;

@@ -1,8 +1,8 @@
 """Binds the Hopper kernel that reads weights of any alignment itself, and rows that TMA can read.
 
-The weights come by eight tensor maps (`tensor_maps.eighths`). Rows that TMA cannot read are copied first: they are the
-smaller operand, and every block of a cluster would have to shift them anew. So are stacks of weights that do not lie a
-whole number of lines apart; of 2^31 elements or more the portable kernel reads them, since no copy is as large.
+The weights come by eight tensor maps (`arguments.weight_maps`). Rows that TMA cannot read are copied first: they are
+the smaller operand, and every block of a cluster would have to shift them anew. So are stacks of weights that do not
+lie a whole number of lines apart; of 2^31 elements or more the generic kernel reads them, since no copy is as large.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy import hopper, packing, portable, tensor_maps
+from multigemm.backends.cupy import arguments, generic, hopper
+from multigemm.backends.cupy.arguments import Lines, view_of
 from multigemm.backends.cupy.build import Source, load
-from multigemm.backends.cupy.config import COLUMNS, PORTABLE, Config
+from multigemm.backends.cupy.config import COLUMNS, GENERIC, Config
 from multigemm.backends.cupy.hopper import NO_MAPS, Clusters, Roles
-from multigemm.backends.cupy.params import view_of
-from multigemm.backends.cupy.specs import direct_spec, weights_of
-from multigemm.backends.cupy.tensor_maps import Lines
+from multigemm.backends.cupy.support import shift_b_spec, weights_of
 from multigemm.cuda.arguments import Fields, join
 from multigemm.cuda.device import to_device
 from multigemm.cuda.driver import on_device
@@ -40,14 +39,14 @@ NO_WEIGHT_MAPS = join([BLANK] * 8)
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: that of the Hopper kernel for the same layouts, and what its rings and its schedule hold."""
     more = ("WSTAGES", config.weight_stages), ("MOST_GROUPS", config.groups_at_most)
-    defines = (*hopper.defines(direct_spec(spec), config), *more)
-    return Source("direct.cu", "direct", defines, hopper.shared_bytes(spec, config))
+    defines = (*hopper.defines(shift_b_spec(spec), config), *more)
+    return Source("hopper_shift_b.cu", "hopper_shift_b", defines, hopper.shared_bytes(spec, config))
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
-    """The product, the copying kernel, and for weights that are too large to copy the portable one."""
-    other = (portable.source(spec, PORTABLE),) if weights_of(spec).wide else ()
-    return (source(spec, config), packing.SOURCE, *other)
+    """The product, the copying kernel, and for weights that are too large to copy the generic one."""
+    other = (generic.source(spec, GENERIC),) if weights_of(spec).wide else ()
+    return (source(spec, config), hopper.COPY_SOURCE, *other)
 
 
 class Weights(NamedTuple):
@@ -78,27 +77,27 @@ def _stack(w: Weights, groups: int, dtype: torch.dtype) -> tuple[Lines, int]:
 
 def _weight_maps(lines: Lines, role: Roles) -> tuple[Fields, ...]:
     inner, height = (BLOCK_K, COLUMNS // 8) if role.w_k else (COLUMNS, BLOCK_K // 8)
-    return tensor_maps.eighths(lines, inner + SKEW, height)
+    return arguments.weight_maps(lines, inner + SKEW, height)
 
 
-class Direct:
+class HopperShiftB:
     """The kernel that shifts its weights, and those beside it, loaded for the problems of one spec."""
 
     def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
-        self._spec, self._config, self._index = direct_spec(spec), config, index
+        self._spec, self._config, self._index = shift_b_spec(spec), config, index
         self._role, self._rows_copied = hopper.roles(self._spec), self._spec != spec
-        self._copy = load(packing.SOURCE, index)
+        self._copy = load(hopper.COPY_SOURCE, index)
         self._clusters = Clusters(load(source(spec, config), index), spec, config)
-        self._other = portable.Portable(spec, PORTABLE, index) if weights_of(spec).wide else None
+        self._other = generic.Generic(spec, GENERIC, index) if weights_of(spec).wide else None
 
     def bind(self, ops: Operands) -> Launch:
-        """Copies of what neither TMA nor eight maps can read, then the product; or the portable kernel."""
+        """Copies of what neither TMA nor eight maps can read, then the product; or the generic kernel."""
         view = view_of(ops)
         w = _weights(view, self._role)
         also = w.operand if w.group % w.step else ""
         if also and self._other is not None:
             return self._other.bind(ops)
-        copied = packing.with_copies(ops, view, self._spec, self._copy, also)
+        copied = hopper.with_copies(ops, view, self._spec, self._copy, also)
         which = int(self._rows_copied) + 2 * bool(also) if copied.launch else 0
         with on_device(self._index):
             return copied.then(self._product(copied.ops, copied.view, which))
@@ -112,7 +111,7 @@ class Direct:
         lines, per_group = _stack(_weights(view, self._role), view.groups, self._spec.compute)
         # Of the address the kernel needs what it is modulo 16, as every address does that it may move to.
         where = EIGHTHS.pack(0, lines.ptr % 16, lines.pitch & 0xFFFFFFFF, per_group, copied)
-        maps = (BLANK, *tensor_maps.rows(x))  # the weight side's map, which nobody reads, and the row side's
+        maps = (BLANK, *arguments.row_maps(x))  # the weight side's map, which nobody reads, and the row side's
         return self._clusters.bound(ops, view, [maps, _weight_maps(lines, self._role), where], columns=w.mn)
 
     def _listed_rows(self, ops: Operands) -> Tensor:
@@ -120,8 +119,8 @@ class Direct:
         parts = list[bytes]()
         for x in ops.b if self._role.swapped else ops.a:
             side = hopper.matrix_side(x, int(self._role.swapped), self._role.x_k)
-            height = tensor_maps.list_box(side.mn, self._config.rows, self._config.cluster)
-            parts += [BLANK, tensor_maps.plain(side, height)]
+            height = arguments.list_box(side.mn, self._config.rows, self._config.cluster)
+            parts += [BLANK, arguments.plain(side, height)]
         return to_device(np.frombuffer(b"".join(parts), dtype=np.int64).reshape(-1, 32), ops.device)
 
     def _listed_weights(self, ops: Operands) -> Tensor:
