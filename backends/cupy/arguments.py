@@ -28,6 +28,7 @@ from multigemm.cuda.arguments import Address, Fields, Slot, along, fields, join
 from multigemm.cuda.device import to_device
 from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, SIZE, encode_together, repeat
 from multigemm.planning.operands import Operands, Packed, Strided, group_table, packed
+from multigemm.planning.tiles import list_tiles, most_packed_tiles
 
 PROBLEM = struct.Struct("<" + "4q" * 5 + "3q2d3q12i")
 ADDRESSES = (0, 32, 64, 96, 128, 160, 168)
@@ -71,14 +72,11 @@ def _sizes(tensor: Tensor | None, operand: str) -> tuple[int, int]:
     return (0, 0) if tensor is None else (Address(tensor.data_ptr(), operand), tensor.itemsize)
 
 
-def tiles_at_most(ops: Operands, view: Packed, rows: int, cols: int) -> int:
-    """An upper bound of the number of tiles, known without reading any size from the device."""
+def tiles_at_most(ops: Operands, view: Packed, rows: int, columns: int) -> int:
+    """An upper bound on the number of tiles, known without reading any size from the device."""
     if ops.spec.form == "per_group":
-        return sum(-(-a.shape[0] // rows) * -(-b.shape[1] // cols) for a, b in zip(ops.a, ops.b, strict=True))
-    jagged, groups = view.jagged, view.groups
-    down = -(-view.m // rows) + groups if jagged == "m" else -(-view.m // rows) * (1 if jagged == "n" else groups)
-    across = -(-view.n // cols) + (groups if jagged == "n" else 0)
-    return int(down * across)
+        return list_tiles(((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True)), rows, columns)
+    return most_packed_tiles(ops.spec.jagged, view.groups, view.m, view.n, rows, columns)
 
 
 # Tensor maps.

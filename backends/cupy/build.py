@@ -122,11 +122,6 @@ _loaded: dict[tuple[Source, int], Kernel] = {}
 _loading = Lock()
 
 
-def is_loaded(source: Source, index: int) -> bool:
-    """Whether a device holds a kernel already."""
-    return (source, index) in _loaded
-
-
 def load(source: Source, index: int) -> Kernel:
     """A kernel on a device: one module for all threads, for the life of the process."""
     found = _loaded.get((source, index))
@@ -143,7 +138,7 @@ def load(source: Source, index: int) -> Kernel:
 
 def load_all(sources: Iterable[Source], index: int) -> None:
     """Compiles and loads what is not loaded yet, in threads: the compiler works outside Python's lock."""
-    missing = [source for source in dict.fromkeys(sources) if not is_loaded(source, index)]
+    missing = [source for source in dict.fromkeys(sources) if (source, index) not in _loaded]
     if not missing:
         return
     with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:

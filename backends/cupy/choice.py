@@ -7,7 +7,7 @@ that call for seconds. So the rules take them as integers, for one problem, or a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -59,6 +59,7 @@ from multigemm.backends.cupy.support import (
     small_reasons,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
 ONE_WAVE = 160
@@ -95,8 +96,6 @@ TOTALS = (0, *(1 << i for i in range(21)))
 GROUPS = (*(1 << i for i in range(10)), MAX_GROUPS)
 """Numbers of tokens and groups for which kernels are compiled beforehand."""
 
-Number = Any
-"""An integer, or an array of the same quantity for many problems."""
 Condition = Any
 """Whether something holds: a bool, or an array of them."""
 Rule = tuple[Condition, tuple[Config, ...]]
@@ -108,7 +107,7 @@ class Layout(NamedTuple):
 
     spec: ProblemSpec
     small: bool
-    wave: bool
+    small_list: bool
     hopper: bool
     odd_lines: bool
     sends: bool
@@ -142,10 +141,10 @@ def _without_counts(spec: ProblemSpec) -> ProblemSpec:
 
 
 class Judge:
-    """Says which configs are valid for a spec, as `is_valid`, and asks each kernel once."""
+    """Says which configs are valid for a spec, as `is_valid`, and asks each kernel once; not those that are known."""
 
-    def __init__(self, spec: ProblemSpec, capability: tuple[int, int]) -> None:
-        self._spec, self._capability, self._runs = spec, capability, dict[str, bool]()
+    def __init__(self, spec: ProblemSpec, capability: tuple[int, int], known: Mapping[str, bool] | None = None) -> None:
+        self._spec, self._capability, self._runs = spec, capability, dict(known or {})
 
     def accepts(self, config: Config) -> bool:
         """Whether the config runs the spec on the device."""
@@ -162,24 +161,31 @@ def _order(spec: ProblemSpec) -> Iterator[Config]:
     return (config for rules in stages for holds, some in rules if holds for config in some)
 
 
-def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config:
-    """The best guess without measuring: the first valid config of `_order`."""
+@lru_cache(maxsize=1024)
+def ranked(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
+    """Every shipped config that is valid for `spec`, the best guess first: the valid ones of `_order`."""
     judge = Judge(spec, capability)
-    return next(c for c in _order(spec) if judge.accepts(c))
+    return tuple(c for c in dict.fromkeys(_order(spec)) if judge.accepts(c))
+
+
+def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config:
+    """The best guess without measuring."""
+    return ranked(spec, capability)[0]
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
-    """Every shipped config that is valid for `spec`, the best guess first."""
-    judge = Judge(spec, capability_of(device))
-    return [c for c in dict.fromkeys(_order(spec)) if judge.accepts(c)]
+    """The configs of `ranked` for a device."""
+    return list(ranked(spec, capability_of(device)))
 
 
 def first_choices(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
     """The heuristic's choices for the spec's layouts and extents, whatever the number of tokens and groups."""
     spec = replace(spec, total=0, groups=1, largest=0)
     total, groups = (x.ravel() for x in np.meshgrid(np.array(TOTALS, float), np.array(GROUPS, float)))
-    found, left, judge = dict[Config, None](), np.ones(total.size, bool), Judge(spec, capability)
-    for rules in _rules(_layout(spec), Counts(total, groups, total // groups)):
+    layout = _layout(spec)
+    known = {"small": layout.small, "small_list": layout.small_list, "hopper": layout.hopper}
+    found, left, judge = dict[Config, None](), np.ones(total.size, bool), Judge(spec, capability, known)
+    for rules in _rules(layout, Counts(total, groups, total // groups)):
         for holds, some in rules:
             for config in some:
                 taken = left & holds
@@ -212,8 +218,8 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
     if layout.spec.compute not in HALVES:
         yield list(_generic_rules(layout, counts))
         return
-    small, wave = _few_tiles_rules(layout, counts), _small_list_rules(layout, counts)
-    yield [*wave, *small] if layout.k > BRIEF_K else [*small, *wave]
+    small, listed = _few_tiles_rules(layout, counts), _small_list_rules(layout, counts)
+    yield [*listed, *small] if layout.k > BRIEF_K else [*small, *listed]
     ladders = _hopper_rules(layout, counts)
     yield [(holds, ladder.configs) for holds, ladder in ladders]
     yield _other_rules(layout, counts, ladders)
@@ -228,14 +234,6 @@ def _most(x: Number, y: Number) -> Number:
     return np.maximum(x, y) if isinstance(x, np.ndarray) or isinstance(y, np.ndarray) else max(x, y)
 
 
-def _usual(layout: Layout, counts: Counts, direction: str) -> Number:
-    """As ProblemSpec.usual: an extent of an ordinary group."""
-    extent = getattr(layout.spec, direction)
-    if extent is not None:
-        return extent
-    return counts.mean if direction == layout.spec.jagged else layout.spec.largest
-
-
 def _rows(layout: Layout, counts: Counts) -> Number:
     """Rows per group: a whole tile where the jagged direction is another."""
     return counts.mean if layout.spec.form != "jagged_k" else WIDE.rows
@@ -246,7 +244,9 @@ def _generic_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
     tiles = shapes_of(layout.spec)
     alone = tiles[128].resident == 1
     here = [c for c in (GENERIC if alone else GENERIC_PAIR, GENERIC_64, GENERIC_32) if c.tile in tiles]
-    times = [_longest_time(layout, counts, c.tile) * tiles[c.tile].cost for c in here]
+    rows, columns = (_most(typical_extent(layout.spec, direction, counts.mean), 1) for direction in ("m", "n"))
+    costs = [TileCost(c.tile, c.tile, tiles[c.tile].cost) for c in here]
+    times = [longest_time(cost, _most(counts.groups, 1), rows, columns, 1, PROCESSORS) for cost in costs]
     # How many tiles are faster than each, those before it where they are equal.
     ranks = [
         sum((other < time) | ((other == time) & (j < i)) for j, other in enumerate(times) if j != i)
@@ -258,16 +258,9 @@ def _generic_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
     yield True, (GENERIC_PAIR if alone else GENERIC,)
 
 
-def _longest_time(layout: Layout, counts: Counts, tile: int) -> Number:
-    """As ProblemSpec.busiest: elements that the processor with most tiles makes."""
-    rows, columns = (_most(_usual(layout, counts, direction), 1) for direction in ("m", "n"))
-    tiles = _most(counts.groups, 1) * -(-rows // tile) * -(-columns // tile)
-    return -(-tiles // PROCESSORS) * tile * tile
-
-
 def _small_list_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """A block for each tile, where few rounds of blocks take all of them; lists may hide larger columns than rows."""
-    if not layout.wave:
+    if not layout.small_list:
         return []
     total, groups, rows = counts.total, counts.groups, _rows(layout, counts)
     columns = max(layout.spec.n or layout.spec.largest, 1)
@@ -302,7 +295,12 @@ def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """
     if not layout.small:
         return []
-    spec, fits, k, rules = layout.spec, _fits_small(layout, counts), _usual(layout, counts, "k"), list[Rule]()
+    spec, fits, k, rules = (
+        layout.spec,
+        _fits_small(layout, counts),
+        typical_extent(layout.spec, "k", counts.mean),
+        list[Rule](),
+    )
     other = fits
     if not layout.odd_lines:
         low, high = (_most_tiles(layout, counts, config.tile) for config in (SMALL_32, SMALL_64))
@@ -329,7 +327,10 @@ def _odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
     more, if all tiles still run at once."""
     if not layout.small or not layout.odd_lines:
         return []
-    blocks, tiles = _most(-(-_usual(layout, counts, "k") // BLOCK_K), 1), _most_tiles(layout, counts, SMALL_32.tile)
+    blocks, tiles = (
+        _most(-(-typical_extent(layout.spec, "k", counts.mean) // BLOCK_K), 1),
+        _most_tiles(layout, counts, SMALL_32.tile),
+    )
     small = ODD_US[0] + ODD_US[1] * blocks * _most(tiles / PROCESSORS, 1)
     wins = (tiles > 0) & (small <= CLEARLY * (GENERIC_US[0] + GENERIC_US[1] * blocks)) & _fits_small(layout, counts)
     deep = (blocks > STAGES) & (tiles <= AT_ONCE)

@@ -197,13 +197,16 @@ def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -
         return config in (SMALL_32, SMALL_64) or (config == SMALL_DEEP and has_odd_lines(spec))
     if capability != (9, 0) or config.kernel == "small_list":
         return capability == (9, 0) and config in SMALL_LISTS
+    return _runs_clusters(config, plain_kind(spec) > 0) and spec.groups <= config.groups_at_most
+
+
+@cache
+def _runs_clusters(config: Config, plain: bool) -> bool:
+    """Whether a config is one of the kernels of resident clusters, and has room for results that are plain or not."""
     stages = config.weight_stages if config.kernel == "hopper_shift_b" else config.stages
-    if config.rows not in (64, 128, 192, 256) or stages < 2 or spec.groups > config.groups_at_most:
-        return False
-    plain = plain_kind(spec) > 0
     turns = not config.pingpong or (config.rows <= 192 and plain)
-    known = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
-    return turns and known and config.shared_bytes(plain) <= SHARED_LIMIT
+    known = config.rows in (64, 128, 192, 256) and config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
+    return turns and known and stages >= 2 and config.shared_bytes(plain) <= SHARED_LIMIT
 
 
 @cache

@@ -61,13 +61,13 @@ def roles(spec: ProblemSpec) -> Roles:
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: what `defines` says, and who stores the results."""
-    return _source(_layout(spec), sends(spec), config)
+    return _source(layout_of(spec), sends(spec), config)
 
 
 @lru_cache(maxsize=1024)
 def _source(layout: Layout, sent: bool, config: Config) -> Source:
-    defines = (*_defines(layout, config), ("SEND", int(sent)))
-    return Source("hopper.cu", "hopper", defines, config.shared_bytes(layout.plain > 0))
+    more = (*defines(layout, config), ("SEND", int(sent)))
+    return Source("hopper.cu", "hopper", more, config.shared_bytes(layout.plain > 0))
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
@@ -85,18 +85,14 @@ class Layout(NamedTuple):
     plain: int
 
 
-def _layout(spec: ProblemSpec) -> Layout:
+def layout_of(spec: ProblemSpec) -> Layout:
+    """What a kernel for the problems of a spec is compiled for."""
     bfloat, form = spec.compute == torch.bfloat16, spec.form
     return Layout(bfloat, roles(spec), form == "jagged_k", form == "per_group", plain_kind(spec))
 
 
-def defines(spec: ProblemSpec, config: Config) -> tuple[tuple[str, int], ...]:
+def defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
     """Dtype, layouts, whether the epilogue is plain, and the config."""
-    return _defines(_layout(spec), config)
-
-
-@lru_cache(maxsize=1024)
-def _defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
     bfloat, role, ragged, listed, plain = layout
     return (
         ("BFLOAT", int(bfloat)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),

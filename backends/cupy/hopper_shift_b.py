@@ -8,6 +8,7 @@ lie a whole number of lines apart; of 2^31 elements or more the generic kernel r
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from multigemm.backends.cupy import arguments, generic, hopper
 from multigemm.backends.cupy.arguments import Lines, view_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, GENERIC, Config
-from multigemm.backends.cupy.hopper import NO_MAPS, Clusters, Roles
+from multigemm.backends.cupy.hopper import NO_MAPS, Clusters, Layout, Roles
 from multigemm.backends.cupy.support import shift_b_spec, weights_of
 from multigemm.cuda.arguments import Fields, join
 from multigemm.cuda.device import to_device
@@ -38,9 +39,14 @@ NO_WEIGHT_MAPS = join([BLANK] * 8)
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: that of the Hopper kernel for the same layouts, and what its rings and its schedule hold."""
+    return _source(hopper.layout_of(shift_b_spec(spec)), config)
+
+
+@lru_cache(maxsize=1024)
+def _source(layout: Layout, config: Config) -> Source:
     more = ("WSTAGES", config.weight_stages), ("MOST_GROUPS", config.groups_at_most)
-    defines = (*hopper.defines(shift_b_spec(spec), config), *more)
-    return Source("hopper_shift_b.cu", "hopper_shift_b", defines, hopper.shared_bytes(spec, config))
+    defines = (*hopper.defines(layout, config), *more)
+    return Source("hopper_shift_b.cu", "hopper_shift_b", defines, config.shared_bytes(layout.plain > 0))
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:

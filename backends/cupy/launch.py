@@ -65,7 +65,7 @@ def _load_layout(spec: ProblemSpec, capability: tuple[int, int], index: int) -> 
     Calls of other sizes would stall for seconds if each compiled what it is the first to need.
     """
     wanted = choice.first_choices(spec, capability)
-    load_all((source for c in wanted for source in KERNELS[c.kernel].sources(spec, c)), index)
+    load_all([source for c in wanted for source in KERNELS[c.kernel].sources(spec, c)], index)
 
 
 def why(spec: ProblemSpec, config: Config) -> str:

@@ -105,7 +105,7 @@ def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
     """One kernel for each height and number of slots, and the copying kernel where it is needed."""
     copied = packed_spec(spec)
     role, bfloat = hopper.roles(copied), spec.compute == torch.bfloat16
-    own = (_source(bfloat, role.x_k, role.w_k, c, slots) for c in heights(config) for slots in SLOTS)
+    own = [_source(bfloat, role.x_k, role.w_k, c, slots) for c in heights(config) for slots in SLOTS]
     return (*own, *([hopper.COPY_SOURCE] if copied != spec else []))
 
 

@@ -23,8 +23,8 @@ MAX_GROUPS = 960
 MAX_ROWS = 1 << 30
 """Rows of a result that the copy engine can tell apart."""
 MAX_LISTED_GROUPS, SMALL_MAX_ROWS = 16, 8192
-"""Groups that the small kernel (of a list) and the wave kernel take as an argument; rows from which tiles as small as
-the small kernel's only lose."""
+"""Groups that the small kernel (of a list) and the kernel for small lists take as an argument; rows from which tiles as
+small as the small kernel's only lose."""
 
 
 def availability() -> Availability:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import build, launch, packing, portable, wave
+from multigemm.backends.cupy import build, generic, hopper, launch, small_list
 from multigemm.backends.cupy.config import Config
 from multigemm.backends.cupy.launch import KERNELS
 from multigemm.planning.operands import Operands
@@ -38,7 +38,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     launch._load_layout.cache_clear()
     monkeypatch.setattr(build, "cubin_of", lambda source, arch: source.entry.encode())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    for module in (packing, portable, wave):
+    for module in (hopper, generic, small_list):
         monkeypatch.setattr(module, "processors", lambda index: 132)
     return fake
 

@@ -15,11 +15,11 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from multigemm.backends.numba.runtime import cuda, numpy_names, types
+from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, types
 
 with numpy_names():
-    from multigemm.backends.numba import ptx
-    from multigemm.backends.numba.ptx import make_zeros, shared_address
+    from multigemm.backends.numba.kernels import ptx
+    from multigemm.backends.numba.kernels.ptx import make_zeros, shared_address
 
 Arrays = list[np.ndarray[Any, Any]]
 int32 = types.int32

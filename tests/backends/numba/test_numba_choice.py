@@ -15,17 +15,17 @@ from multigemm.backends.numba import BACKEND, choice, support
 from multigemm.backends.numba.config import (
     FMA_SMALL,
     FMA_TALL,
+    GENERIC,
+    GENERIC_LARGE,
+    GENERIC_LOW,
     HOPPER,
     MMA,
     MMA_SMALL,
     MMA_TALL,
-    SIMT,
-    SIMT_LARGE,
-    SIMT_LOW,
     Config,
+    GenericConfig,
     HopperConfig,
     MmaConfig,
-    SimtConfig,
     effective,
     signature_of,
 )
@@ -45,8 +45,7 @@ def spec(**changes: object) -> ProblemSpec:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (choice, support):
-        monkeypatch.setattr(module, "capability_of", lambda _device: (9, 0))
+    monkeypatch.setattr(support, "capability_of", lambda _device: (9, 0))
 
 
 def kernels(problem: ProblemSpec) -> list[str]:
@@ -63,30 +62,30 @@ def test_is_a_backend_and_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("change", "first"),
     [
-        ({"form": "batched", "groups": 4, "m": 1024, "n": 1024, "total": 4096}, SIMT_LARGE),
-        ({"form": "batched", "groups": 3, "m": 1001, "n": 777, "total": 3003}, SIMT_LARGE),
-        ({"form": "batched", "groups": 2, "m": 512, "n": 512, "total": 1024}, SIMT),
-        ({"form": "batched", "groups": 1, "m": 512, "n": 512, "total": 512}, SIMT_LOW),
-        ({"form": "jagged_n", "groups": 4, "m": 256, "n": None, "total": 1 << 17}, SIMT_LARGE),
-        ({"groups": 64, "n": 2048, "total": 256}, SIMT_LOW),
-        ({"form": "batched", "groups": 4, "m": 1024, "n": 1024, "total": 4096, "activation": "silu"}, SIMT),
+        ({"form": "batched", "groups": 4, "m": 1024, "n": 1024, "total": 4096}, GENERIC_LARGE),
+        ({"form": "batched", "groups": 3, "m": 1001, "n": 777, "total": 3003}, GENERIC_LARGE),
+        ({"form": "batched", "groups": 2, "m": 512, "n": 512, "total": 1024}, GENERIC),
+        ({"form": "batched", "groups": 1, "m": 512, "n": 512, "total": 512}, GENERIC_LOW),
+        ({"form": "jagged_n", "groups": 4, "m": 256, "n": None, "total": 1 << 17}, GENERIC_LARGE),
+        ({"groups": 64, "n": 2048, "total": 256}, GENERIC_LOW),
+        ({"form": "batched", "groups": 4, "m": 1024, "n": 1024, "total": 4096, "activation": "silu"}, GENERIC),
     ],
     ids=str,
 )
 def test_plain_cores_take_tiles_that_leave_no_multiprocessor_idle(
-    change: dict[str, Any], first: SimtConfig, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], first: GenericConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "capability_of", lambda _device: (7, 5))
+    monkeypatch.setattr(support, "capability_of", lambda _device: (7, 5))
     single = OperandSpec(torch.float32)
     found = choice.candidates(spec(compute=torch.float32, a=single, b=single, out=single, **change), GPU)
-    assert found[0] == first and {SIMT, SIMT_LOW} <= set(found)
+    assert found[0] == first and {GENERIC, GENERIC_LOW} <= set(found)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_aligned_halves_go_to_wgmma_first_and_always_have_plain_cores_last() -> None:
     found = kernels(spec())
     assert found[0] == "hopper"
-    assert found[-1] == "simt"
+    assert found[-1] == "generic"
     assert "mma" in found
 
 
@@ -106,9 +105,9 @@ def test_aligned_halves_go_to_wgmma_first_and_always_have_plain_cores_last() -> 
 )
 def test_obstacles_are_named(changes: dict[str, object], part: str) -> None:
     problem = spec(**changes)
-    assert part in choice.hopper_obstacle(problem, GPU)
+    assert part in support.hopper_obstacle(problem, GPU)
     assert "hopper" not in kernels(problem)
-    assert kernels(problem)[-1] == "simt"
+    assert kernels(problem)[-1] == "generic"
 
 
 @pytest.mark.usefixtures("hopper")
@@ -146,7 +145,7 @@ def test_other_dtypes_take_the_tile_with_which_the_busiest_multiprocessor_has_le
     for problem, wanted in ((many, [tall, small]), (low, [small, tall]), (few, [small, tall])):
         found = choice.candidates(problem, GPU)
         assert found[:2] == wanted
-        assert {config.kernel for config in found[2:]} == {"simt"}
+        assert {config.kernel for config in found[2:]} == {"generic"}
 
 
 @pytest.mark.usefixtures("hopper")
@@ -161,10 +160,9 @@ def test_a_short_k_does_not_fill_tall_tiles() -> None:
 
 
 def test_float32_that_begins_anywhere_stays_on_plain_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (choice, support):
-        monkeypatch.setattr(module, "capability_of", lambda _device: (9, 0))
+    monkeypatch.setattr(support, "capability_of", lambda _device: (9, 0))
     single = OperandSpec(torch.float32)
-    for a, b, first in ((16, 16, "mma"), (4, 16, "simt"), (16, 8, "simt")):
+    for a, b, first in ((16, 16, "mma"), (4, 16, "generic"), (16, 8, "generic")):
         posed = replace(product_of(torch.float32), a=replace(single, align=a), b=replace(single, align=b))
         assert kernels(posed)[0] == first
     odd = replace(product_of(torch.float64), a=replace(OperandSpec(torch.float64), align=8))
@@ -172,16 +170,16 @@ def test_float32_that_begins_anywhere_stays_on_plain_loads(monkeypatch: pytest.M
 
 
 def test_older_gpus_get_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (choice, support):
+    for module in (support,):
         monkeypatch.setattr(module, "capability_of", lambda _device: (8, 0))
     assert kernels(spec())[0] == "mma"
     assert kernels(product_of(torch.int8))[0] == "mma"
     assert kernels(product_of(torch.float32))[0] == "mma"
-    assert set(kernels(product_of(torch.float64))) == {"simt"}
-    assert "float64 needs compute capability (9, 0)" in choice.mma_obstacle(product_of(torch.float64), GPU)
-    for module in (choice, support):
+    assert set(kernels(product_of(torch.float64))) == {"generic"}
+    assert "float64 needs compute capability (9, 0)" in support.mma_obstacle(product_of(torch.float64), GPU)
+    for module in (support,):
         monkeypatch.setattr(module, "capability_of", lambda _device: (7, 5))
-    assert set(kernels(spec(compute=torch.float16))) == {"simt"}
+    assert set(kernels(spec(compute=torch.float16))) == {"generic"}
     assert "bfloat16 needs" in support.not_supported_reasons(spec(), GPU)[0]
 
 
@@ -216,7 +214,7 @@ def test_problems_that_are_over_at_once_do_without_tma() -> None:
 
 def test_facts_that_a_kernel_ignores_do_not_compile_it_twice() -> None:
     one, two = signature_of(spec()), signature_of(spec(form="jagged_k", a=replace(BF16, align=2)))
-    assert effective(SimtConfig(), one) == replace(effective(SimtConfig(), two), zero_unowned=one.zero_unowned)
+    assert effective(GenericConfig(), one) == replace(effective(GenericConfig(), two), zero_unowned=one.zero_unowned)
     assert effective(MmaConfig(), one) != effective(MmaConfig(), two)
     assert effective(HopperConfig(), one).a_aligned
 
@@ -262,12 +260,12 @@ def test_every_candidate_can_run(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "part"),
     [
-        (SimtConfig(bm=7), {}, "not made of parts of 4 x 4"),
-        (SimtConfig(tm=0), {}, "not made of parts of 0 x 4"),
-        (SimtConfig(bn=-64), {}, "not made of parts"),
-        (SimtConfig(bk=1), {}, "cannot share 64 x 1"),
-        (SimtConfig(128, 128, 16, 2, 2), {}, "1024 threads at most"),
-        (SimtConfig(256, 256, 32, 8, 8), {}, "shared memory exceed 49152"),
+        (GenericConfig(bm=7), {}, "not made of parts of 4 x 4"),
+        (GenericConfig(tm=0), {}, "not made of parts of 0 x 4"),
+        (GenericConfig(bn=-64), {}, "not made of parts"),
+        (GenericConfig(bk=1), {}, "cannot share 64 x 1"),
+        (GenericConfig(128, 128, 16, 2, 2), {}, "1024 threads at most"),
+        (GenericConfig(256, 256, 32, 8, 8), {}, "shared memory exceed 49152"),
         (MmaConfig(bn=96), {}, "the kernel is made for MmaConfig(bm=128"),
         (MMA, {"compute": torch.float64}, "the kernel is made for MmaConfig(bm=128, bn=64"),
         (FMA_TALL, {}, "the kernel is made for MmaConfig(bm=128, bn=128"),

@@ -21,29 +21,27 @@ if compiler_obstacle():
     pytest.skip(compiler_obstacle(), allow_module_level=True)
 
 from multigemm.backends.numba import build
-from multigemm.backends.numba.call import Call, MapEncoder
+from multigemm.backends.numba.arguments import Call, MapEncoder
 from multigemm.backends.numba.config import (
     FMA_SMALL,
     FMA_TALL,
+    GENERIC,
+    GENERIC_LARGE,
+    GENERIC_LOW,
     HOPPER,
     HOPPER_MEDIUM,
     HOPPER_NARROW,
+    MAPS,
     MMA,
     MMA_SMALL,
     MMA_TALL,
-    SIMT,
-    SIMT_LARGE,
-    SIMT_LOW,
-    Config,
-    HopperConfig,
-    MmaConfig,
-    Signature,
-)
-from multigemm.backends.numba.layout import (
-    MAPS,
     SIZE,
     WARPS,
+    Config,
+    HopperConfig,
     Layout,
+    MmaConfig,
+    Signature,
     piece_step,
     shared_bytes,
     staging_bytes,
@@ -70,7 +68,7 @@ def number(pattern: str, log: str) -> int:
 @pytest.mark.parametrize(
     ("config", "signature"),
     [*((config, PLAIN) for config in
-       (SIMT, SIMT_LARGE, SIMT_LOW, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)),
+       (GENERIC, GENERIC_LARGE, GENERIC_LOW, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)),
      (HOPPER, RAGGED),
      *((config, replace(PLAIN, compute=name, out=name, b_order="col")) for config, name in
        ((MMA, "i8"), (MMA_SMALL, "i8"), (MMA_TALL, "f64"), (MMA_SMALL, "f64"), (MMA, "f32"), (FMA_TALL, "f32"),
@@ -127,7 +125,7 @@ def test_sums_find_room_where_the_stages_were(config: MmaConfig, sum_size: int) 
 @pytest.mark.parametrize("high", [64, 128])
 def test_tiles_begin_where_16_bytes_can_be_copied(kind: str, high: int) -> None:
     """Rows that lie side by side are copied 16 bytes at a time; 112 single bytes were once cut at 56."""
-    from multigemm.backends.numba.schedule import make_warp_schedule
+    from multigemm.backends.numba.kernels.schedule import make_warp_schedule
 
     piece = make_warp_schedule(high, 64, piece_step(kind))[2].py_func
     for m in (high - 1, high + 1, 112, 144, 200, 257, 1000, 4097):
@@ -141,11 +139,11 @@ def test_a_kernel_is_compiled_once_and_then_read_from_disk(tmp_path: Path, monke
     settings.cache_clear()
     try:
         before = len(build.compilations)
-        first = build.image(SIMT, PLAIN, HOPPER_GPU)
-        again = build.image(SIMT, PLAIN, HOPPER_GPU)
+        first = build.image(GENERIC, PLAIN, HOPPER_GPU)
+        again = build.image(GENERIC, PLAIN, HOPPER_GPU)
         assert len(build.compilations) == before + 1
         assert again == first
-        build.image(SIMT, PLAIN, (8, 0))
+        build.image(GENERIC, PLAIN, (8, 0))
         assert len(build.compilations) == before + 2, "another target is another kernel"
     finally:
         monkeypatch.undo()
@@ -160,7 +158,7 @@ def test_products_without_terms_need_no_tensor_map() -> None:
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (8, 300), (257, 256), (417, 1000), (5000, 640), (256, 128)])
 @pytest.mark.parametrize(("n_max", "columns"), [(256, 256), (64, 128), (128, 128)])
 def test_pieces_cover_a_group_once(m: int, n: int, n_max: int, columns: int) -> None:
-    from multigemm.backends.numba.schedule import make_warp_schedule
+    from multigemm.backends.numba.kernels.schedule import make_warp_schedule
 
     piece = make_warp_schedule(n_max, columns)[2].py_func
     tiles = -(-m // n_max) * -(-n // columns)
@@ -177,7 +175,7 @@ def test_every_tensor_map_is_fenced_once_before_it_is_used(
     config: HopperConfig, a_order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    from multigemm.backends.numba import hopper
+    from multigemm.backends.numba.kernels import hopper
 
     fences: list[int] = []
     acquire = plain(hopper.make_acquire.__wrapped__(config, replace(PLAIN, a_order=a_order)))
@@ -194,9 +192,9 @@ def test_every_tensor_map_is_fenced_once_before_it_is_used(
 
 def test_relu_sees_the_sum_that_int32_keeps() -> None:
     """Numba adds int32 in 64 bits: the sign must be taken after the sum has wrapped, so from 32 bits."""
-    from multigemm.backends.numba.epilogue import make_finish
-    from multigemm.backends.numba.memory import loader, storer
-    from multigemm.backends.numba.runtime import cuda, numpy_names, types
+    from multigemm.backends.numba.kernels.epilogue import make_finish
+    from multigemm.backends.numba.kernels.memory import loader, storer
+    from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, types
 
     finish, load, store = make_finish("i32", "relu", "i32", "i32"), loader("i32"), storer("i32", "i32")
 
@@ -213,8 +211,8 @@ def test_relu_sees_the_sum_that_int32_keeps() -> None:
 @pytest.mark.parametrize("valid", [1, 7, 8, 31])
 def test_the_tail_of_ragged_k_is_cleared_and_nothing_else(valid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the device function in Python, over a model of the swizzled stage."""
-    from multigemm.backends.numba import hopper
-    from multigemm.backends.numba.layout import COLUMNS, ROW_BYTES, WEIGHT_BYTES
+    from multigemm.backends.numba.config import COLUMNS, ROW_BYTES, WEIGHT_BYTES
+    from multigemm.backends.numba.kernels import hopper
 
     cleared: list[int] = []
     height, size = 96, 2

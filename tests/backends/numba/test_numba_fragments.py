@@ -18,9 +18,9 @@ if settings().emulate:
 if compiler_obstacle():
     pytest.skip(compiler_obstacle(), allow_module_level=True)
 
-from multigemm.backends.numba import mma_fragments, tensor_epilogue
-from multigemm.backends.numba.layout import KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS
-from multigemm.backends.numba.memory import BYTES
+from multigemm.backends.numba.config import KEPT_COLUMNS, ROW_BYTES, SIZE, THREADS
+from multigemm.backends.numba.kernels import mma_fragments, tensor_epilogue
+from multigemm.backends.numba.kernels.memory import BYTES
 from tests.support.numba_lane_model import LANES, Warp, plain
 
 DTYPES = {"i8": np.int8, "f64": np.float64, "tf32": np.float32, "f32": np.float32}

@@ -17,15 +17,15 @@ from multigemm.backends.numba import BACKEND, build  # noqa: E402
 from multigemm.backends.numba.config import (  # noqa: E402
     FMA_SMALL,
     FMA_TALL,
+    GENERIC,
+    GENERIC_LARGE,
+    GENERIC_LOW,
     HOPPER,
     HOPPER_MEDIUM,
     HOPPER_NARROW,
     MMA,
     MMA_SMALL,
     MMA_TALL,
-    SIMT,
-    SIMT_LARGE,
-    SIMT_LOW,
 )
 from multigemm.backends.numba.launch import kernel_of  # noqa: E402
 from multigemm.cuda.device_fields import MOST_COPIES  # noqa: E402
@@ -34,7 +34,7 @@ from multigemm.planning.staging import allocate, stage, staged_spec  # noqa: E40
 from tests.support.numba_cases import DTYPES, Maker, cases, epilogue, operands  # noqa: E402
 from tests.support.numba_contract import checks  # noqa: E402
 
-CONFIGS = (SIMT, SIMT_LARGE, SIMT_LOW, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)
+CONFIGS = (GENERIC, GENERIC_LARGE, GENERIC_LOW, MMA, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER)
 DEVICE = "cuda"
 SCALE = 8
 """Extents become multiples of 8, so that rows are aligned; offsets do not."""
@@ -119,7 +119,7 @@ def test_new_token_and_group_counts_compile_nothing() -> None:
         b = torch.randn(groups, 64, 256, device=DEVICE, dtype=torch.bfloat16)
         return mg.GroupedGemmProblem(a, b, offsets=offsets)
 
-    for config in (SIMT, MMA_SMALL, HOPPER_NARROW):
+    for config in (GENERIC, MMA_SMALL, HOPPER_NARROW):
         mg.solve(problem(3, 100), backend="numba", config=config)
         before = len(build.compilations)
         for _ in range(67):
@@ -207,7 +207,7 @@ def needs(config: Any) -> None:
         pytest.skip(f"needs compute capability 9.x, this GPU has {major}.x")
 
 
-@pytest.mark.parametrize("config", [SIMT, MMA_SMALL, HOPPER_NARROW], ids=str)
+@pytest.mark.parametrize("config", [GENERIC, MMA_SMALL, HOPPER_NARROW], ids=str)
 def test_a_thread_that_never_touched_cuda_loads_and_launches(config: Any) -> None:
     """On the last device of the host, with everything to be loaded anew."""
     needs(config)
@@ -237,7 +237,7 @@ def moved_to(ops: Operands) -> tuple[int, ...]:
     return tuple(0 if x is None else x.data_ptr() for x in named)
 
 
-@pytest.mark.parametrize("config", [SIMT, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER], ids=str)
+@pytest.mark.parametrize("config", [GENERIC, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER], ids=str)
 def test_a_launch_follows_its_operands(config: Any) -> None:
     """Other operands in each call, more of them than copies of the maps are kept; on two streams; without any rest."""
     needs(config)

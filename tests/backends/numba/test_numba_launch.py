@@ -22,10 +22,10 @@ from multigemm.backends.numba import launch as numba_launch
 from multigemm.backends.numba.build import Image
 from multigemm.backends.numba.config import (
     FMA_TALL,
+    GENERIC,
     HOPPER,
     HOPPER_NARROW,
     MMA,
-    SIMT,
     Config,
     HopperConfig,
 )
@@ -168,7 +168,7 @@ def seen(config: Config, made: BoundKernel) -> Seen:
     return Seen([*rest, counters - maps], ctypes.string_at(maps, counters - maps + 8))
 
 
-CONFIGS: tuple[Config, ...] = (SIMT, MMA, FMA_TALL, HOPPER, HOPPER_NARROW)
+CONFIGS: tuple[Config, ...] = (GENERIC, MMA, FMA_TALL, HOPPER, HOPPER_NARROW)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -259,7 +259,7 @@ def test_the_kernel_of_a_config_is_loaded_once(cuda: Driver) -> None:
 
 
 def test_kernels_that_wait_by_themselves_may_start_early(cuda: Driver) -> None:
-    for config in (SIMT, MMA, HOPPER_NARROW, HOPPER):
+    for config in (GENERIC, MMA, HOPPER_NARROW, HOPPER):
         bound(config, operands("jagged_m"))()
     found = [PROGRAMMATIC in attributes for _, attributes in cuda.launches]
     assert found == [False, True, True, True]

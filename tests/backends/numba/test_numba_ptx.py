@@ -21,7 +21,7 @@ if compiler_obstacle():
     pytest.skip(compiler_obstacle(), allow_module_level=True)
 
 from multigemm.backends.numba import build
-from multigemm.backends.numba.runtime import cuda, numpy_names, types
+from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, types
 from multigemm.cuda.tensor_map import encode
 from tests.support.numba_ptx_cases import Case, cases
 

@@ -57,7 +57,7 @@ def test_threads_share_one_array() -> None:
     """Two threads that ask for a shared array at the same time must not each get their own."""
     program = """
 import threading
-from multigemm.backends.numba import runtime
+from multigemm.backends.numba.kernels import runtime
 from numba.cuda.simulator.kernelapi import FakeCUDAShared
 import time, numpy as np
 made = []

@@ -18,10 +18,10 @@ from itertools import product
 from llvmlite import ir
 from numba.cuda import types
 
-from multigemm.backends.numba import ptx
-from multigemm.backends.numba.layout import KEPT_COLUMNS, ROW_BYTES, SIZE
-from multigemm.backends.numba.ptx import CONSTRAINT, I32, floats, instruction, registers, with_arity
-from multigemm.backends.numba.runtime import synchronising
+from multigemm.backends.numba.config import KEPT_COLUMNS, ROW_BYTES, SIZE
+from multigemm.backends.numba.kernels import ptx
+from multigemm.backends.numba.kernels.ptx import CONSTRAINT, I32, floats, instruction, registers, with_arity
+from multigemm.backends.numba.kernels.runtime import synchronising
 
 # float32 as IEEE arithmetic has it, in the frame of the mma.sync kernel: a warp's products on plain cores.
 #

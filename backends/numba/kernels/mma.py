@@ -19,9 +19,8 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from multigemm.backends.numba import ptx
-from multigemm.backends.numba.call import KIND
-from multigemm.backends.numba.layout import (
+from multigemm.backends.numba.arguments import KIND
+from multigemm.backends.numba.config import (
     ALIGNMENT,
     KEPT_COLUMNS,
     ROW_BYTES,
@@ -31,18 +30,19 @@ from multigemm.backends.numba.layout import (
     piece_step,
     staging_bytes,
 )
-from multigemm.backends.numba.memory import ACCUMULATOR, BYTES, caster, make_operands
-from multigemm.backends.numba.mma_fragments import (
+from multigemm.backends.numba.kernels import ptx
+from multigemm.backends.numba.kernels.memory import ACCUMULATOR, BYTES, caster, make_operands
+from multigemm.backends.numba.kernels.mma_fragments import (
     make_copy,
     make_fma_step,
     make_fragments,
     make_warp_step,
     make_warp_store,
 )
-from multigemm.backends.numba.ptx import make_zeros, shared_address
-from multigemm.backends.numba.runtime import kernel, synchronising
-from multigemm.backends.numba.schedule import extent, make_warp_schedule, make_zero_unowned
-from multigemm.backends.numba.tensor_epilogue import make_way_out, style_of
+from multigemm.backends.numba.kernels.ptx import make_zeros, shared_address
+from multigemm.backends.numba.kernels.runtime import kernel, synchronising
+from multigemm.backends.numba.kernels.schedule import extent, make_warp_schedule, make_zero_unowned
+from multigemm.backends.numba.kernels.tensor_epilogue import make_way_out, style_of
 
 DIRECT_ROWS = 16
 """Of a warp's share; a higher one is stored by way of shared memory."""

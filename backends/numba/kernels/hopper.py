@@ -25,9 +25,8 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from multigemm.backends.numba import ptx
-from multigemm.backends.numba.call import JAGGED_K, JAGGED_M, JAGGED_N
-from multigemm.backends.numba.layout import (
+from multigemm.backends.numba.arguments import JAGGED_K, JAGGED_M, JAGGED_N
+from multigemm.backends.numba.config import (
     COLUMNS,
     MAPS,
     ROW_BYTES,
@@ -38,11 +37,12 @@ from multigemm.backends.numba.layout import (
     Layout,
     token_boxes,
 )
-from multigemm.backends.numba.memory import BYTES, make_operands
-from multigemm.backends.numba.ptx import make_zeros, shared_address
-from multigemm.backends.numba.runtime import kernel, synchronising
-from multigemm.backends.numba.schedule import ALL, extent, make_warp_schedule, make_zero_unowned
-from multigemm.backends.numba.tensor_epilogue import STAGING, make_write
+from multigemm.backends.numba.kernels import ptx
+from multigemm.backends.numba.kernels.memory import BYTES, make_operands
+from multigemm.backends.numba.kernels.ptx import make_zeros, shared_address
+from multigemm.backends.numba.kernels.runtime import kernel, synchronising
+from multigemm.backends.numba.kernels.schedule import ALL, extent, make_warp_schedule, make_zero_unowned
+from multigemm.backends.numba.kernels.tensor_epilogue import STAGING, make_write
 
 # The producing warp: which tile comes next, and its stages by TMA.
 #

@@ -15,8 +15,8 @@ from functools import cache
 
 import numpy as np
 
-from multigemm.backends.numba.call import JAGGED_K, JAGGED_M, JAGGED_N
-from multigemm.backends.numba.runtime import SIMULATED, device
+from multigemm.backends.numba.arguments import JAGGED_K, JAGGED_M, JAGGED_N
+from multigemm.backends.numba.kernels.runtime import SIMULATED, device
 from multigemm.planning.operands import TABLE
 
 if not SIMULATED:

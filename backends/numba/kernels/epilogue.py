@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from multigemm.backends.numba.call import ACTIVATIONS, KIND
-from multigemm.backends.numba.memory import caster, loader, storer, wrap_int32
-from multigemm.backends.numba.runtime import SIMULATED, device
+from multigemm.backends.numba.arguments import ACTIVATIONS, KIND
+from multigemm.backends.numba.kernels.memory import caster, loader, storer, wrap_int32
+from multigemm.backends.numba.kernels.runtime import SIMULATED, device
 
 if SIMULATED:
     import numpy as np

@@ -13,9 +13,9 @@ from functools import cache
 from numba import cuda
 from numba.cuda import types
 
-from multigemm.backends.numba.call import JAGGED_K, JAGGED_M, JAGGED_N
-from multigemm.backends.numba.memory import caster, loader, storer
-from multigemm.backends.numba.runtime import device, synchronising
+from multigemm.backends.numba.arguments import JAGGED_K, JAGGED_M, JAGGED_N
+from multigemm.backends.numba.kernels.memory import caster, loader, storer
+from multigemm.backends.numba.kernels.runtime import device, synchronising
 from multigemm.planning.operands import TABLE
 
 BAND = 8

@@ -14,8 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from multigemm.backends.numba.config import NAMES, HopperConfig, Signature, signature_of
-from multigemm.backends.numba.layout import MAPS, ROW_BYTES, SIZE, token_boxes
+from multigemm.backends.numba.config import (
+    MAPS,
+    NAMES,
+    ROW_BYTES,
+    SIZE,
+    HopperConfig,
+    Signature,
+    signature_of,
+    token_boxes,
+)
 from multigemm.cuda import tensor_map
 from multigemm.cuda.arguments import Address, Fields, Slot, fields
 from multigemm.planning.operands import TABLE, Operands, Packed, Strided, address_of, group_table, packed

@@ -14,10 +14,18 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
-from multigemm.backends.numba.epilogue import make_finish
-from multigemm.backends.numba.memory import ACCUMULATOR, BYTES, caster, loader, make_operands, numpy_type, storer
-from multigemm.backends.numba.runtime import SIMULATED, device, kernel
-from multigemm.backends.numba.schedule import extent, make_schedule, make_zero_unowned
+from multigemm.backends.numba.kernels.epilogue import make_finish
+from multigemm.backends.numba.kernels.memory import (
+    ACCUMULATOR,
+    BYTES,
+    caster,
+    loader,
+    make_operands,
+    numpy_type,
+    storer,
+)
+from multigemm.backends.numba.kernels.runtime import SIMULATED, device, kernel
+from multigemm.backends.numba.kernels.schedule import extent, make_schedule, make_zero_unowned
 
 
 @cache
@@ -64,7 +72,7 @@ def make_kernel(config, signature):
             tile[j * pitch + i] = held[x]
 
     @kernel
-    def simt(p, alpha, beta):
+    def generic(p, alpha, beta):
         a_tile = cuda.shared.array(a_words, acc_type)
         b_tile = cuda.shared.array(b_words, acc_type)
         prefix = cuda.shared.array(prefix_words, np.int64)
@@ -120,4 +128,4 @@ def make_kernel(config, signature):
         if zeroes:
             zero_unowned(p, block * threads + thread, blocks * threads)
 
-    return simt
+    return generic

@@ -13,14 +13,14 @@ from itertools import product
 from llvmlite import ir
 from numba.cuda import types
 
-from multigemm.backends.numba import ptx
-from multigemm.backends.numba.call import KIND
-from multigemm.backends.numba.epilogue import BF16, F16, F32, make_any_finish, make_any_store
-from multigemm.backends.numba.layout import KEPT_COLUMNS
-from multigemm.backends.numba.memory import BYTES
-from multigemm.backends.numba.mma_fragments import LLVM, make_fma_stage, make_warp_stage
-from multigemm.backends.numba.ptx import CONSTRAINT, I32, floats, with_arity
-from multigemm.backends.numba.runtime import synchronising
+from multigemm.backends.numba.arguments import KIND
+from multigemm.backends.numba.config import KEPT_COLUMNS
+from multigemm.backends.numba.kernels import ptx
+from multigemm.backends.numba.kernels.epilogue import BF16, F16, F32, make_any_finish, make_any_store
+from multigemm.backends.numba.kernels.memory import BYTES
+from multigemm.backends.numba.kernels.mma_fragments import LLVM, make_fma_stage, make_warp_stage
+from multigemm.backends.numba.kernels.ptx import CONSTRAINT, I32, floats, with_arity
+from multigemm.backends.numba.kernels.runtime import synchronising
 
 # From rows of 64 staged sums to memory: alpha, C, bias, the activation and one rounding, to any type and strides.
 
