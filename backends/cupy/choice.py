@@ -62,35 +62,53 @@ from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
+# Fitted numbers, last changed on 2026-11-22: times in bfloat16 on an H100 or H200, as docs/cupy-hopper.md tells them.
+# `multigemm tune` times every config of a class of problems, which is how to fit them anew.
+
 ONE_WAVE = 160
 """Tiles of the small kernel that run at once, with room for the rounding of totals to powers of two."""
-RESIDENT, ROUNDS, FULL_ROWS, LIST_WORK = 264, 528, 192, 1 << 34
-"""Tiles of 128 x 128 up to which the wave kernel is faster; of 256 x 128, rows and products, if nothing is copied."""
+LIST_TILES = 264
+"""Tiles of 128 x 128 up to which the kernel for small lists is faster, whatever their number of rows."""
+LIST_HIGH_TILES = 528
+"""Tiles of 256 x 128 up to which it is faster if nothing is copied, groups have LIST_ROWS and products are few."""
+LIST_ROWS = 192
+"""Rows per group from which LIST_HIGH_TILES counts."""
+LIST_WORK = 1 << 34
+"""Products (rows x columns x k) up to which LIST_HIGH_TILES counts."""
+LIST_COPIED_K = 768
+"""k up to which a list's odd operands are copied for the kernel for small lists, whatever the tiles."""
+LIST_LEAST_K = 128
+"""k up to which the small kernel is tried before the kernel for small lists."""
 FEW_K = 1024
 """k per group up to which results of jagged k that one round of low tiles covers are not cut into tall ones."""
-SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
-"""Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
+SMALL_ROWS = 2048
+"""Rows, and SMALL_COLUMNS, up to which a result has fewer tiles than the GPU has processors: low ones, no clusters."""
+SMALL_COLUMNS = 1024
+"""Columns: see SMALL_ROWS."""
 WORTH_COPYING = 1 << 24
 """Products (rows x columns x k) from which a copy costs less than the generic kernel."""
-SPARSE_ROWS, FEW_ROWS = 32, 1024
-"""Rows per group up to which weights that are shifted as they are read want low tiles and many stages; up to which they
-are shifted at all: more rows repay a copy of the weights."""
-SHORT_K, BRIEF_K = 768, 128
-"""Up to here a list's odd operands are copied for the wave kernel, whatever the tiles; small tiles beat a wave."""
-FEW_COLUMNS, LONG_K = 15, 2048
-"""Odd numbers of blocks of columns up to which clusters of two would waste too much; k from which tiles of few rows are
-as high as for many: then a large group's weights are read once."""
+SPARSE_ROWS = 32
+"""Rows per group up to which weights that are shifted as they are read want low tiles and many stages."""
+SHIFTED_ROWS = 1024
+"""Rows per group up to which weights are shifted at all: more rows repay a copy of the weights."""
+FEW_COLUMNS = 15
+"""Odd numbers of blocks of columns up to which clusters of two would waste too much."""
+LONG_K = 2048
+"""k from which tiles of few rows are as high as for many: then a large group's weights are read once."""
 THIN_K = 128
 """k per group of jagged k up to which storing is most of the work: clusters would share rows that cost nothing."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
 AT_ONCE = 3 * PROCESSORS
 """Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""
-ODD_US, GENERIC_US = (7.0, 1.0), (11.0, 4.0)
-"""Microseconds (H100) of a launch and of a block of k where lines begin anywhere: a block of one of a processor's tiles
-of 32 in the small kernel; of all its tiles of 64 in the generic one, which waits for memory each time."""
+ODD_US = (7.0, 1.0)
+"""Microseconds (H100) of a launch of the small kernel where lines begin anywhere, and of a block of k of one of a processor's
+tiles of 32."""
+GENERIC_US = (11.0, 4.0)
+"""Microseconds of a launch of the generic kernel there, and of a block of k of all of a processor's tiles of 64: it
+waits for memory each time."""
 CLEARLY = 0.8
-"""How far below the other one a forecast must be to be believed."""
+"""Fraction of the other one's forecast below which a forecast is believed."""
 HALVES = (torch.float16, torch.bfloat16)
 TOTALS = (0, *(1 << i for i in range(21)))
 GROUPS = (*(1 << i for i in range(10)), MAX_GROUPS)
@@ -219,7 +237,7 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
         yield list(_generic_rules(layout, counts))
         return
     small, listed = _few_tiles_rules(layout, counts), _small_list_rules(layout, counts)
-    yield [*listed, *small] if layout.k > BRIEF_K else [*small, *listed]
+    yield [*listed, *small] if layout.k > LIST_LEAST_K else [*small, *listed]
     ladders = _hopper_rules(layout, counts)
     yield [(holds, ladder.configs) for holds, ladder in ladders]
     yield _other_rules(layout, counts, ladders)
@@ -267,9 +285,9 @@ def _small_list_rules(layout: Layout, counts: Counts) -> list[Rule]:
     low, high = (_most(-(-total // tile), groups) * -(-columns // COLUMNS) for tile in (128, 256))
     if layout.hopper:
         work = total * columns * layout.k
-        good = (low <= RESIDENT) | ((high <= ROUNDS) & (rows >= FULL_ROWS) & (work <= LIST_WORK))
+        good = (low <= LIST_TILES) | ((high <= LIST_HIGH_TILES) & (rows >= LIST_ROWS) & (work <= LIST_WORK))
     else:
-        good = (low <= RESIDENT) | (layout.k <= SHORT_K)
+        good = (low <= LIST_TILES) | (layout.k <= LIST_COPIED_K)
     return [(good & (total > 0) & (rows >= 64) & (groups <= MAX_LISTED_GROUPS) & (groups > 0), (SMALL_LIST,))]
 
 
@@ -369,7 +387,7 @@ COPIED_WIDE = replace(WIDE, kernel="packed")
 def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
     """Where TMA cannot read the operands: the kernels that shift or copy them, or the generic one."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
-    heavy, few = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING, counts.mean <= FEW_ROWS
+    heavy, few = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING, counts.mean <= SHIFTED_ROWS
     shifted = [(heavy & (rows <= SPARSE_ROWS), (SHIFT_B_MIDDLE,)), (heavy & (rows > SPARSE_ROWS), (SHIFT_B,))]
     copied = [rule for each in ladders if _somewhere(each[0]) for rule in _copied(layout, counts, *each)]
     light = heavy ^ True
@@ -388,7 +406,7 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
 
 def _copied(layout: Layout, counts: Counts, holds: Condition, ladder: Ladder) -> list[tuple[Condition, Config, Config]]:
     """Where copies are multiplied by which configs, the best and another one."""
-    many = holds & (_rows(layout, counts) > FEW_ROWS)
+    many = holds & (_rows(layout, counts) > SHIFTED_ROWS)
     found = [(holds & (many ^ True), ladder.copied_few, ladder.copied_few)]
     if ladder.high:
         odd = many & (_sends(layout, counts) ^ True)

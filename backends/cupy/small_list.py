@@ -37,11 +37,23 @@ STAGED = 128
 PLACE = np.dtype([("group", "<i4"), ("blocks", "<i4"), ("down", "<i4"), ("across", "<i4")])
 SHAPE, TAIL = struct.Struct("<2i2q"), struct.Struct("<qf2i")
 
-START, ROW, LINE, PORT, LATENCY, RATE = 2000, 4, 4, 2.03, 2800, 8000
-"""Cycles: of a block besides its products, of storing a row, of multiplying one by 64 x 128, of receiving a line of 64,
-from asking for a stage until it is there; bytes per cycle that the L2 cache delivers. Fitted to lists, all heights."""
+# The model of a list's time, fitted on 2026-11-21 to 14 lists in bfloat16 (docs/cupy-hopper.md), of all of which it picks
+# the fastest height. `multigemm tune --suite small --backend cupy` times all heights.
+
+START = 2000
+"""Cycles of a thread block besides its products."""
+ROW = 4
+"""Cycles to store a row of results."""
 SLOW_ROW, SLOW_FROM = 6, 256
 """Tiles so high store a row in so many cycles: four rounds through the staging, with nothing to multiply meanwhile."""
+LINE = 4
+"""Cycles to multiply a row by a block of 64 x 128 weights."""
+PORT = 2.03
+"""Cycles to receive a line of 64 elements."""
+LATENCY = 2800
+"""Cycles from asking for a stage until it is there."""
+RATE = 8000
+"""Bytes per cycle that the L2 cache delivers to all processors together."""
 
 
 class Groups(NamedTuple):

@@ -34,11 +34,17 @@ from multigemm.planning.tiles import TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
 T = TypeVar("T")
+# Fitted numbers, last changed on 2026-11-22, as docs/numba-tensor-cores.md tells them. `multigemm tune --backend numba`
+# times every config of a class of problems, which is how to fit them anew.
+
 FEW_ROWS = 64
+"""Rows per group up to which the small tile of mma.sync comes first."""
 SOME_ROWS = 128
+"""Rows per group up to which the tallest tile of the Hopper kernel does not come first."""
 SHALLOW = 512
-"""The k up to which small problems are better off without TMA and wgmma."""
+"""k up to which small problems are better off without TMA and wgmma."""
 ROW_ALIGN = 16
+"""Bytes to which operands of float32 on plain cores are aligned for asynchronous copies to pay."""
 MULTIPROCESSORS = 128
 """Of an ordinary Hopper GPU (they have 114 to 132)."""
 GENERIC_COST = {GENERIC_LARGE: 1.0, GENERIC: 1.9, GENERIC_LOW: 2.1}
@@ -48,6 +54,7 @@ SMALL_COST = {MMA_SMALL: 1.17, FMA_SMALL: 1.06}
 TALL_ENDS_BYTES = 2 * ROW_BYTES
 """Bytes of k in whose time a tall tile begins and ends; beside a small one, more others multiply meanwhile."""
 MOST_THREADS = 1024
+"""Threads of a block, at most."""
 STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a kernel may declare."""
 
