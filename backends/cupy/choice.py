@@ -102,8 +102,8 @@ MANY_ROWS = 448
 AT_ONCE = 3 * PROCESSORS
 """Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""
 ODD_US = (7.0, 1.0)
-"""Microseconds (H100) of a launch of the small kernel where lines begin anywhere, and of a block of k of one of a processor's
-tiles of 32."""
+"""Microseconds (H100) of a launch of the small kernel where lines begin anywhere, and of a block of k of one of a
+processor's tiles of 32."""
 GENERIC_US = (11.0, 4.0)
 """Microseconds of a launch of the generic kernel there, and of a block of k of all of a processor's tiles of 64: it
 waits for memory each time."""

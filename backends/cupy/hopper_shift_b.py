@@ -126,7 +126,7 @@ class HopperShiftB:
         for x in ops.b if self._role.swapped else ops.a:
             side = hopper.matrix_side(x, int(self._role.swapped), self._role.x_k)
             height = arguments.list_box(side.mn, self._config.rows, self._config.cluster)
-            parts += [BLANK, arguments.plain(side, height)]
+            parts += [BLANK, arguments.plain_map(side, height)]
         return to_device(np.frombuffer(b"".join(parts), dtype=np.int64).reshape(-1, 32), ops.device)
 
     def _listed_weights(self, ops: Operands) -> Tensor:

@@ -104,6 +104,11 @@ def hopper_obstacle(spec: ProblemSpec, device: torch.device) -> str:
     """Why the Hopper kernel cannot run this; empty when it can."""
     if capability_of(device)[0] != 9:
         return f"needs compute capability 9.x, this GPU has {capability_of(device)}"
+    return operand_obstacle(spec)
+
+
+def operand_obstacle(spec: ProblemSpec) -> str:
+    """Why TMA and wgmma do not take operands like these; empty when they do."""
     if _dtype_obstacle(spec):
         return _dtype_obstacle(spec)
     for name, operand in (("a", spec.a), ("b", spec.b)):

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("cupy", reason="the package cupy is not installed", exc_type=ImportError)
 
-from multigemm.backends.cupy import build, choice, direct, hopper, packing, portable, small, wave
+from multigemm.backends.cupy import build, choice, generic, hopper, hopper_shift_b, small, small_list
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
 from multigemm.backends.cupy.config import Config

@@ -11,11 +11,11 @@ import torch
 import multigemm as mg
 from multigemm.backends.cupy import (
     BACKEND,
+    arguments,
     choice,
-    params,
     small,
-    specs,
-    wave,
+    small_list,
+    support,
 )
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
@@ -236,11 +236,15 @@ def test_the_height_of_a_waves_tiles_is_the_one_whose_last_block_ends_first(
 
 def test_all_kernels_for_a_wave_are_compiled_before_any_size_is_known() -> None:
     assert configs.SMALL_LIST in choice.first_choices(batch(form="per_group", n=None, k=None, largest=512), (9, 0))
-    assert small_list.heights(configs.SMALL_LIST) == configs.SMALL_LISTS[1:] and small_list.heights(configs.SMALL_LISTS[1]) == configs.SMALL_LISTS[1:2]
+    assert (
+        small_list.heights(configs.SMALL_LIST) == configs.SMALL_LISTS[1:]
+        and small_list.heights(configs.SMALL_LISTS[1]) == configs.SMALL_LISTS[1:2]
+    )
 
 
 @pytest.mark.parametrize(
-    ("groups", "kernel"), [(4, ("packed", 256)), (8, ("hopper_shift_b", 256)), (32, ("hopper_shift_b", 256)), (256, ("hopper_shift_b", 128))]
+    ("groups", "kernel"),
+    [(4, ("packed", 256)), (8, ("hopper_shift_b", 256)), (32, ("hopper_shift_b", 256)), (256, ("hopper_shift_b", 128))],
 )
 def test_odd_weights_are_copied_for_many_rows_and_shifted_for_few(groups: int, kernel: tuple[str, int]) -> None:
     odd = replace(SPEC, groups=groups, a=replace(BF16, align=2), b=replace(BF16, align=2))

@@ -11,12 +11,11 @@ import torch
 
 from multigemm.backends.cupy import (
     BACKEND,
+    arguments,
+    build,
     choice,
     hopper,
-    params,
-    specs,
-    tensor_maps,
-    wgmma,
+    support,
 )
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
@@ -128,9 +127,9 @@ def test_the_results_map_counts_rows_back_from_a_groups_end(monkeypatch: pytest.
         seen.append(args)
         return fields(b"", ())
 
-    monkeypatch.setattr(tensor_maps, "encode_together", encode)
+    monkeypatch.setattr(arguments, "encode_together", encode)
     side = arguments.Side(1 << 40, 96, 50, 3, 192, 50 * 192, False, torch.bfloat16)
-    arguments.results(side)
+    arguments.result_map(side)
     ((_, start, dims, strides, (box,)),) = seen
     assert box == (64, 64, 1, 1, 1) and dims[0] == 96 and dims[1] == arguments.FAR and dims[4] == 3
     assert all(step % 16 == 0 and step < 1 << 40 for step in strides)
@@ -160,7 +159,7 @@ def test_a_wrong_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_width_is_one_wgmma_instruction() -> None:
-    text = wgmma.shared_text()
+    text = build.mma_header()
     assert all(f"m64n{n}k16.f32.bf16.bf16" in text and f"m64n{n}k16.f32.f16.f16" in text for n in range(8, 257, 8))
 
 
@@ -171,5 +170,5 @@ def test_results_of_little_k_are_stored_by_single_blocks(total: int, alone: bool
 
 
 def test_every_width_of_the_shifted_weights_is_one_instruction() -> None:
-    text = wgmma.register_text()
+    text = build.fragment_header()
     assert all(f"m64n{n}k16.f32.bf16.bf16" in text and f"m64n{n}k16.f32.f16.f16" in text for n in range(32, 257, 32))
