@@ -1,4 +1,4 @@
-"""What every bound launch of the cupy and the numba backend keeps to, against a driver that writes down: no GPU needed."""
+"""What every bound launch of cupy and numba keeps to, against a driver that writes down what it is asked: no GPU."""
 
 from __future__ import annotations
 
@@ -169,9 +169,7 @@ def in_a_new_thread(work: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("way", "form", "epilogue"), [*MOVABLE, *LISTED])
-def test_a_thread_without_a_context_binds_and_launches(
-    way: Way, form: str, epilogue: bool, fake: FakeDriver
-) -> None:
+def test_a_thread_without_a_context_binds_and_launches(way: Way, form: str, epilogue: bool, fake: FakeDriver) -> None:
     """As the one on which autograd runs backward: the driver refuses whatever is asked without a context."""
     in_a_new_thread(lambda: way.bind(operands(form, epilogue))())
     assert fake.without_context in ([], ["cuLaunchKernelEx"]), "a launch alone is tried first and repeated"

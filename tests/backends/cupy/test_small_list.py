@@ -1,9 +1,7 @@
-"""Families of kernels that are compiled together, and waves of tiles that the host lays out; no GPU needed."""
+"""The kernel for small lists, whose tiles the host lays out; no GPU needed."""
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,13 +11,13 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import arguments, build, choice, generic, hopper, small_list, support
+from multigemm.backends.cupy import arguments, hopper, small_list, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.cuda.tensor_map import SIZE
-from multigemm.errors import CompileError
 from tests.support.cuda_driver import FakeDriver
-from tests.support.cupy_world import BF16, SPEC, batch, bound, install, operands, staged
+from tests.support.cupy_world import BF16, batch, bound, install
+from tests.support.small_problems import operands, staged
 
 
 @pytest.fixture
@@ -27,47 +25,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return install(monkeypatch)
 
 
-@pytest.mark.parametrize("largest", [64, 128, 640, 1408, 4096])
-def test_a_lists_family_covers_any_largest_matrix(largest: int) -> None:
-    spec = replace(SPEC, form="per_group", n=None, k=None)
-    members = choice.first_choices(spec, (9, 0))
-    for total in (128, 2048, 1 << 13, 1 << 17):
-        for groups in (4, 40, 700):
-            assert choice.heuristic(replace(spec, total=total, groups=groups, largest=largest)) in members
-
-
-def test_kernels_are_loaded_together_and_errors_come_out(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = [*hopper.sources(SPEC, configs.WIDE), *generic.sources(SPEC, configs.GENERIC)]
-    build.load_all([*sources, sources[0]], 0)
-    assert sorted(fake.names.values()) == ["generic", "hopper"]
-
-    def fails(source: build.Source, arch: str) -> bytes:
-        raise CompileError("no")
-
-    monkeypatch.setattr(build, "cubin_of", fails)
-    build.load_all(sources, 0)
-    with pytest.raises(CompileError):
-        build.load_all(hopper.sources(SPEC, configs.MIDDLE), 0)
-
-
-def test_threads_that_load_a_kernel_at_once_get_one_module(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(4)
-
-    def compiled(source: build.Source, arch: str) -> bytes:
-        together.wait(10)  # all are past the first look
-        return b""
-
-    monkeypatch.setattr(build, "cubin_of", compiled)
-    source = build.Source("generic.cu", "generic", ())
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: build.load(source, 0), range(4)))
-    assert list(fake.names.values()) == ["generic"]
-    assert len({id(kernel) for kernel in found}) == 1
-
-
 @pytest.mark.parametrize("form", ["batched", "per_group"])
 @pytest.mark.parametrize("config", configs.SMALL_LISTS)
-def test_a_wave_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDriver) -> None:
+def test_a_list_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDriver) -> None:
     ops = operands(form)
     assert is_valid(config, ops.spec), support.small_list_reasons(ops.spec)
     groups = small_list.groups_of(ops, arguments.view_of(ops))
@@ -111,6 +71,24 @@ def test_tiles_beyond_the_argument_lie_in_device_memory_and_none_is_left_out(fak
     assert set(np.frombuffer(argument[maps : maps + 160], small_list.PLACE)["blocks"]) == {0}, "nothing is read"
 
 
+@pytest.mark.parametrize(
+    ("shapes", "rows"),
+    [
+        (((1024, 1024, 1024), (512, 512, 512), (256, 256, 256), (128, 128, 128)), 80),
+        (((512, 512, 512),) * 4, 64),
+        (((1024, 1024, 1024),) * 4, 128),
+        (((1024, 4096, 512),) * 2, 64),
+        (((2048, 512, 1024),) * 3, 192),
+        (((384, 768, 640),) * 8, 128),
+        ((), 64),
+    ],
+)
+def test_the_height_of_tiles_is_the_one_whose_last_block_ends_first(
+    shapes: tuple[tuple[int, int, int], ...], rows: int
+) -> None:
+    assert small_list.height_for(shapes, 132).rows == rows
+
+
 def test_a_height_is_chosen_without_laying_any_tile_out() -> None:
     """Of 65,536 x 65,536 there are up to half a million tiles, 8 MB for each height; few tables are kept at all."""
     small_list.places.cache_clear()
@@ -131,7 +109,7 @@ def test_a_kept_table_of_tiles_cannot_be_written() -> None:
 
 @pytest.mark.parametrize("config", configs.SMALL_LISTS[1:], ids=lambda c: str(c.rows))
 @pytest.mark.parametrize("order", ["row", "col"])
-def test_odd_results_of_a_wave_are_read_within_the_staging(order: Any, config: Config) -> None:
+def test_odd_results_of_a_list_are_read_within_the_staging(order: Any, config: Config) -> None:
     """In turns of 32 rows, the last of which may reach past the tile's."""
     x_k = hopper.roles(batch(a=replace(BF16, order=order))).x_k
     staged = config.rows if config.rows <= small_list.STAGED else 64
@@ -140,14 +118,14 @@ def test_odd_results_of_a_wave_are_read_within_the_staging(order: Any, config: C
     assert small_list.shared_bytes(x_k, config) >= stages + 2 * read + 1023 and staged % 16 == 0
 
 
-def test_odd_lists_are_copied_for_the_wave_kernel(fake: FakeDriver) -> None:
+def test_odd_lists_are_copied_for_the_kernel(fake: FakeDriver) -> None:
     ops = operands("odd list")
     assert support.hopper_reasons(ops.spec) and support.small_list_reasons(ops.spec) == []
     bound(configs.SMALL_LIST, ops)()
     assert [launched.kernel for launched in fake.launched] == ["pack", "small_list"]
 
 
-def test_the_longest_groups_of_a_wave_start_first(fake: FakeDriver) -> None:
+def test_the_longest_groups_start_first(fake: FakeDriver) -> None:
     half = partial(torch.zeros, dtype=torch.bfloat16)
     problem = mg.GroupedGemmProblem(
         [half(8, 64), half(0, 512), half(8, 256)], [half(64, 8), half(512, 8), half(256, 8)]
@@ -157,18 +135,3 @@ def test_the_longest_groups_of_a_wave_start_first(fake: FakeDriver) -> None:
     empty = mg.GroupedGemmProblem([half(0, 64)], [half(64, 8)])
     bound(configs.SMALL_LIST, staged(empty))()
     assert not fake.launched
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({}, "jagged_m"),
-        ({"form": "batched", "groups": 17}, "at most 16"),
-        ({"form": "batched", "activation": "relu"}, "an epilogue"),
-        ({"form": "batched", "out": replace(BF16, order="col")}, "by columns"),
-        ({"form": "batched", "a": replace(BF16, align=2, wide=True)}, "2^31"),
-    ],
-    ids=str,
-)
-def test_the_wave_kernel_says_what_it_cannot_do(change: dict[str, object], word: str) -> None:
-    assert any(word in reason for reason in support.small_list_reasons(replace(SPEC, **change)))  # type: ignore[arg-type]
