@@ -23,18 +23,18 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "cupy": {},
     "numba": {
-        "simt.py": ("simt",), "schedule.py": ("simt", "mma", "hopper"), "epilogue.py": ("simt", "mma"),
-        "memory.py": ("simt",),
+        "generic.py": ("generic",), "schedule.py": ("generic", "mma", "hopper"), "epilogue.py": ("generic", "mma"),
+        "memory.py": ("generic",),
         "mma.py": ("mma",), "mma_fragments.py": ("mma",), "tensor_epilogue.py": ("hopper", "mma"),
         "hopper.py": ("hopper",),
     },
 }  # fmt: skip
 """The files that kernels are made of, and the kernels that a fault in each can reach; CUDA sources tell themselves."""
 
-COPIES = ("packed", "direct")
+COPIES = ("packed", "hopper_shift_b")
 """Kernels that may copy an operand first."""
 
-EMULATED = ("pointer", "simt")
+EMULATED = ("pointer", "generic")
 """Kernels that run without a GPU."""
 
 BEHIND = {"memory.py": "else:"}

@@ -181,7 +181,12 @@ def test_a_thread_without_a_context_binds_and_launches(way: Way, form: str, epil
 def test_binding_leaves_a_thread_without_a_context_as_it_was(way: Way, fake: FakeDriver) -> None:
     found: list[int] = []
     form = next(form for form in (*PACKED, *LISTS) if way.runs(operands(form).spec))
-    in_a_new_thread(lambda: (way.bind(operands(form)), found.append(fake.current)))
+
+    def bind() -> None:
+        way.bind(operands(form))
+        found.append(fake.current)
+
+    in_a_new_thread(bind)
     assert found == [0]
 
 

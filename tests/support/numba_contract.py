@@ -1,6 +1,6 @@
 """The contract of a launch, checked where buffers can be guarded and poisoned; one JSON line for each check.
 
-Run in the simulator by `test_numba_simulator.py` and on a GPU by `test_numba_gpu.py`.
+Run in the simulator by `test_simulator.py` and on a GPU by `test_gpu.py`.
 """
 
 from __future__ import annotations
