@@ -15,6 +15,7 @@ from multigemm.errors import InvalidSetting
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from tests.support.cupy_world import BF16, GPU, ODD, SPEC, batch
 
+Change = dict[str, Any]
 COLUMNS = replace(BF16, order="col")
 STRIDED = replace(BF16, order="strided")
 ODD_B = {"b": ODD["b"]}
@@ -26,6 +27,28 @@ def spec(**change: Any) -> ProblemSpec:
     return replace(SPEC, **change)
 
 
+ONE_WAVE: tuple[tuple[Change, str, int], ...] = (
+    ({"form": "per_group", "groups": 4, "m": 128, "n": 128, "k": 128, "total": 512}, "small", 32),
+    ({"form": "batched", "groups": 4, "m": 256, "n": 256, "k": 256, "total": 1024, "bias": torch.float32}, "small", 64),
+    ({"groups": 4, "n": 128, "k": 256, "total": 1024}, "small", 32),
+    ({"groups": 4, "n": 512, "k": 512, "total": 2048}, "hopper", 128),
+    ({"groups": 4, "n": 128, "k": 8192, "total": 512}, "hopper", 128),
+    ({**LIST, "groups": 4, "total": 2048, "activation": "relu"}, "hopper", 128),
+)
+FEW_ROUNDS: tuple[tuple[Change, str], ...] = (
+    ({"m": 256, "n": 256, "k": 256, "total": 1024}, "small_list"),
+    ({"m": 1024, "n": 1024, "k": 1024, "total": 4096}, "small_list"),
+    ({**LIST, "total": 2048, "largest": 1024}, "small_list"),
+    ({"groups": 8, "m": 511, "n": 511, "k": 511, "total": 4096, "a": ODD["a"]}, "small_list"),
+    ({"groups": 12, "m": 1500, "n": 777, "k": 333, "total": 32768, **ODD_B}, "small_list"),
+    ({"groups": 8, "m": 1023, "n": 1023, "k": 1023, "total": 8192, **ODD_B}, "hopper_shift_b"),
+    ({"groups": 16, "m": 1024, "n": 1024, "k": 1024, "total": 16384}, "small_list"),
+    ({"groups": 16, "m": 1024, "n": 1032, "k": 1024, "total": 16384}, "hopper"),
+    ({"groups": 12, "m": 1500, "n": 776, "k": 336, "total": 32768}, "hopper"),
+    ({"groups": 16, "m": 8, "n": 1024, "k": 4096, "total": 128}, "hopper"),
+    ({"groups": 16, "m": 64, "n": 2304, "k": 1024, "total": 1024}, "hopper"),
+    ({"groups": 16, "m": 64, "n": 1024, "k": 1024, "total": 1024}, "small_list"),
+)
 CHOSEN: list[tuple[str, ProblemSpec, dict[str, Any]]] = [
     *(
         (f"pieces as high as groups have rows {total} {align}", spec(
@@ -53,32 +76,11 @@ CHOSEN: list[tuple[str, ProblemSpec, dict[str, Any]]] = [
     ),
     *(
         (f"one wave of small tiles {kernel} {i}", spec(**change), {"kernel": kernel, "tile": tile})
-        for i, (change, kernel, tile) in enumerate((
-            ({"form": "per_group", "groups": 4, "m": 128, "n": 128, "k": 128, "total": 512}, "small", 32),
-            ({"form": "batched", "groups": 4, "m": 256, "n": 256, "k": 256, "total": 1024, "bias": torch.float32},
-             "small", 64),
-            ({"groups": 4, "n": 128, "k": 256, "total": 1024}, "small", 32),
-            ({"groups": 4, "n": 512, "k": 512, "total": 2048}, "hopper", 128),
-            ({"groups": 4, "n": 128, "k": 8192, "total": 512}, "hopper", 128),
-            ({**LIST, "groups": 4, "total": 2048, "activation": "relu"}, "hopper", 128),
-        ))
+        for i, (change, kernel, tile) in enumerate(ONE_WAVE)
     ),
     *(
         (f"few rounds of a list or batch {kernel} {i}", batch(**change), {"kernel": kernel})
-        for i, (change, kernel) in enumerate((
-            ({"m": 256, "n": 256, "k": 256, "total": 1024}, "small_list"),
-            ({"m": 1024, "n": 1024, "k": 1024, "total": 4096}, "small_list"),
-            ({**LIST, "total": 2048, "largest": 1024}, "small_list"),
-            ({"groups": 8, "m": 511, "n": 511, "k": 511, "total": 4096, "a": ODD["a"]}, "small_list"),
-            ({"groups": 12, "m": 1500, "n": 777, "k": 333, "total": 32768, **ODD_B}, "small_list"),
-            ({"groups": 8, "m": 1023, "n": 1023, "k": 1023, "total": 8192, **ODD_B}, "hopper_shift_b"),
-            ({"groups": 16, "m": 1024, "n": 1024, "k": 1024, "total": 16384}, "small_list"),
-            ({"groups": 16, "m": 1024, "n": 1032, "k": 1024, "total": 16384}, "hopper"),
-            ({"groups": 12, "m": 1500, "n": 776, "k": 336, "total": 32768}, "hopper"),
-            ({"groups": 16, "m": 8, "n": 1024, "k": 4096, "total": 128}, "hopper"),
-            ({"groups": 16, "m": 64, "n": 2304, "k": 1024, "total": 1024}, "hopper"),
-            ({"groups": 16, "m": 64, "n": 1024, "k": 1024, "total": 1024}, "small_list"),
-        ))
+        for i, (change, kernel) in enumerate(FEW_ROUNDS)
     ),
     *(
         (f"odd weights are copied for many rows and shifted for few {groups}", spec(groups=groups, **ODD),
