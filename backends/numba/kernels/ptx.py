@@ -167,19 +167,6 @@ SUMS = {"f16": F32, "bf16": F32, "tf32": F32, "f32": F32, "i8": I32, "f64": F64}
 
 
 @cache
-def make_mma(kind):
-    """mma(acc[4], a, b) -> acc: one step on one warp, of 32 bytes of k."""
-    shape, a_words, b_words = MMA[kind]
-    total, part = types.UniTuple(SUMS[kind], 4), F64 if kind == "f64" else I32
-    a, b = types.UniTuple(part, a_words), types.UniTuple(part, b_words)
-    text = (
-        f"mma.sync.aligned.{shape} {{{registers(0, 4)}}}, {{{registers(8, a_words)}}}, "
-        f"{{{registers(8 + a_words, b_words)}}}, {{{registers(4, 4)}}};"
-    )
-    return instruction(text, total, total, a, b, effects=False)
-
-
-@cache
 def make_ldmatrix(count, transposed=False):
     """ldmatrix(row address of this lane) -> `count` words: 8 x 8 matrices of 16-bit elements."""
     option = ".trans" if transposed else ""
@@ -269,8 +256,6 @@ fence_tensormap = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 
 """Before the first use of a tensor map that lies in global memory."""
 grid_dependency_wait = instruction("griddepcontrol.wait;")
 grid_dependents_launch = instruction("griddepcontrol.launch_dependents;")
-elect = instruction("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 $0, 1, 0, p; }", I32)
-"""1 in one lane of a fully active warp."""
 
 
 @cache

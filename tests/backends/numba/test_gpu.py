@@ -29,8 +29,8 @@ from multigemm.backends.numba.config import (  # noqa: E402
 )
 from multigemm.backends.numba.launch import kernel_of  # noqa: E402
 from multigemm.cuda.device_fields import MOST_COPIES  # noqa: E402
-from multigemm.planning.operands import Operands  # noqa: E402
 from multigemm.planning.staging import allocate, stage, staged_spec  # noqa: E402
+from tests.support.cuda_driver import addresses_of  # noqa: E402
 from tests.support.numba_cases import DTYPES, Maker, cases, epilogue, operands  # noqa: E402
 from tests.support.numba_contract import checks  # noqa: E402
 
@@ -232,11 +232,6 @@ def test_a_thread_that_never_touched_cuda_loads_and_launches(config: Any) -> Non
     assert mg.verify(problem, found[0])
 
 
-def moved_to(ops: Operands) -> tuple[int, ...]:
-    named: Any = (ops.a, ops.b, ops.out, ops.c, ops.bias, ops.ends, ops.valid_rows, None)
-    return tuple(0 if x is None else x.data_ptr() for x in named)
-
-
 @pytest.mark.parametrize("config", [GENERIC, MMA_SMALL, HOPPER_NARROW, HOPPER_MEDIUM, HOPPER], ids=str)
 def test_a_launch_follows_its_operands(config: Any) -> None:
     """Other operands in each call, more of them than copies of the maps are kept; on two streams; without any rest."""
@@ -258,7 +253,7 @@ def test_a_launch_follows_its_operands(config: Any) -> None:
             torch.cuda.synchronize()
         with torch.cuda.stream(other if step // 100 % 2 else torch.cuda.current_stream()):
             staged[which].out.zero_()
-            launch.move(moved_to(staged[which]))
+            launch.move(addresses_of(staged[which]))
             launch()
     torch.cuda.synchronize()
     wrong = [i for i, problem in enumerate(problems) if not mg.verify(problem, staged[i].out)]
