@@ -18,7 +18,14 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments
-from multigemm.backends.cupy.arguments import Side, problem_bytes, table_of, tiles_at_most, view_of
+from multigemm.backends.cupy.arguments import (
+    Side,
+    packed_tiles_at_most,
+    problem_bytes,
+    table_of,
+    tiles_at_most,
+    view_of,
+)
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config
 from multigemm.backends.cupy.support import is_swapped, packed_spec, plain_kind, sends
@@ -164,17 +171,24 @@ class Clusters:
             0 if listed is None else listed.data_ptr(), counter.address,
             self._swapped, BUSY_ROWS, self._aligned, columns > READERS * self._config.cluster * COLUMNS,
         )  # fmt: skip
-        clusters = max(1, min(tiles_at_most(ops, view, *self._tile), self._most))
+
+        def grid_for(tokens: int) -> int:
+            return self._blocks(packed_tiles_at_most(view, tokens, *self._tile))
+
         return self._kernel.bound(
             [problem_bytes(ops, table, view), options, *more],
-            grid=clusters * self._config.cluster,
+            grid=self._blocks(tiles_at_most(ops, view, *self._tile)),
             threads=THREADS,
             shared=self._shared,
             cluster=self._config.cluster,
             overlap=True,
             keep=(table, listed, counter, *keep),
             on_capture=counter.pin,
+            grid_for=None if self._swapped else grid_for,  # `columns` would be tokens
         )
+
+    def _blocks(self, tiles: int) -> int:
+        return max(1, min(tiles, self._most)) * self._config.cluster
 
 
 class Hopper:
@@ -274,8 +288,8 @@ class _Copies:
             self.units += units
         return memory.as_strided(x.shape, (*step, *((pitch, 1) if by_rows else (1, pitch))))
 
-    def bound(self, kernel: Kernel, ops: Operands) -> BoundKernel | None:
-        """One launch for all of them; None where there is nothing to copy."""
+    def bound(self, kernel: Kernel, ops: Operands, tokens: bool) -> BoundKernel | None:
+        """One launch for all of them; None where there is nothing to copy. `tokens`: rows of tokens are copied."""
         if not self.units:
             return None
         listed = None
@@ -285,7 +299,9 @@ class _Copies:
         two = self.records[:2] if listed is None else []
         argument = join([head, *two, bytes((2 - len(two)) * COPY_RECORD.size)])
         grid = min(self.units, BLOCKS_PER_SM * processors(kernel.index))
-        return kernel.bound([argument], grid=grid, threads=COPY_THREADS, keep=(*self.memory, listed))
+        grid_for = None if tokens else lambda _: grid
+        kept = (*self.memory, listed)
+        return kernel.bound([argument], grid=grid, threads=COPY_THREADS, keep=kept, grid_for=grid_for)
 
 
 class Copied(NamedTuple):
@@ -314,7 +330,8 @@ def with_copies(ops: Operands, view: Packed, spec: ProblemSpec, kernel: Kernel, 
             view = replace(view, a=place) if name == "a" else replace(view, b=place)
         else:
             operands[name] = [copies.add(t, wanted, None) for t in x]
-    return Copied(replace(ops, spec=spec, **operands), view, copies.bound(kernel, ops))
+    tokens = "a" in operands and ops.spec.jagged == "m"
+    return Copied(replace(ops, spec=spec, **operands), view, copies.bound(kernel, ops, tokens))
 
 
 def copied_sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:

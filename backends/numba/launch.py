@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -60,18 +60,20 @@ COUNTERS = bytes(8)
 """The two counters of the Hopper kernel's scheduler, which start at 0."""
 
 
-def tiles_at_most(ops: Operands, call: Call, rows: int, columns: int) -> int:
-    """An upper bound on the number of tiles, known without reading any size from the device."""
+def bound_on_tiles(ops: Operands, call: Call, rows: int, columns: int) -> Callable[[int], int]:
+    """Number of rows -> an upper bound on the tiles, known without reading any size; it keeps no operand alive."""
+    groups, n, jagged = call.groups, call.n, ops.spec.jagged
     if ops.spec.form == "per_group":
-        return list_tiles(((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True)), rows, columns)
-    return most_packed_tiles(ops.spec.jagged, call.groups, call.m, call.n, rows, columns)
+        listed = list_tiles(((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True)), rows, columns)
+        return lambda _: listed
+    return lambda m: most_packed_tiles(jagged, groups, m, n, rows, columns)
 
 
-def zeroing_blocks(call: Call) -> int:
+def zeroing_blocks(call: Call, m: int) -> int:
     """Blocks that are worth starting for rows that no group owns (none, where the caller owns them)."""
     if not call.zeroes:
         return 0
-    return -(-call.m * call.n * (call.groups if call.valid else 1) // ZEROS_PER_BLOCK)
+    return -(-m * call.n * (call.groups if call.valid else 1) // ZEROS_PER_BLOCK)
 
 
 @cache
@@ -117,9 +119,14 @@ def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
         table = list_table(ops) if spec.form == "per_group" else None
         on_device = None if table is None else to_device(table, ops.device)
         call = call_of(ops, style, on_device)
-        tiles = tiles_at_most(ops, call, config.n_max, COLUMNS * config.cluster) * config.cluster
-        blocks = min(max(tiles, zeroing_blocks(call)), most_blocks)
-        grid = -(-blocks // config.cluster) * config.cluster
+        most_tiles = bound_on_tiles(ops, call, config.n_max, COLUMNS * config.cluster)
+
+        def grid_for(m: int) -> int:
+            tiles = most_tiles(m) * config.cluster
+            blocks = min(max(tiles, zeroing_blocks(call, m)), most_blocks)
+            return -(-blocks // config.cluster) * config.cluster
+
+        grid = grid_for(call.m)
         if grid == 0:
             return NOTHING
         with driver.on_device(index):
@@ -146,12 +153,17 @@ def _tiled(config: GenericConfig | MmaConfig, spec: ProblemSpec, index: int, sha
         table = list_table(ops) if spec.form == "per_group" else None
         on_device = None if table is None else to_device(table, ops.device)
         call = call_of(ops, style, on_device)
-        tiles = max(tiles_at_most(ops, call, config.bm, config.bn), zeroing_blocks(call))
-        if tiles == 0:
+        most_tiles = bound_on_tiles(ops, call, config.bm, config.bn)
+
+        def grid_for(m: int) -> int:
+            return min(max(most_tiles(m), zeroing_blocks(call, m)), resident)
+
+        grid = grid_for(call.m)
+        if grid == 0:
             return NOTHING
         launch = kernel.bound(
-            packed_arguments(call, ops.alpha, ops.beta), grid=min(tiles, resident), threads=config.threads,
-            shared=shared, overlap=overlap, keep=kept(on_device),
+            packed_arguments(call, ops.alpha, ops.beta), grid=grid, threads=config.threads, shared=shared,
+            overlap=overlap, keep=kept(on_device), grid_for=grid_for,
         )  # fmt: skip
         return _movable(launch, table)
 
@@ -177,7 +189,7 @@ def _emulated(config: GenericConfig, spec: ProblemSpec) -> Bind:
     def bind(ops: Operands) -> Launch:
         host = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None
         call = call_of(ops, style, host)
-        tiles = tiles_at_most(ops, call, config.bm, config.bn)
+        tiles = bound_on_tiles(ops, call, config.bm, config.bn)(call.m)
         # Two blocks at most: enough to walk tiles in strides, cheap enough for many checks.
         grid = max(1, min(tiles, 2))
 

@@ -99,7 +99,7 @@ def most_tiles(extent: int, groups: int, block: int) -> int:
     Each part rounds up, so the bound is extent // block whole tiles plus one broken tile per group,
     and never more than one tile per element.
     """
-    return min(extent, extent // block + groups)
+    return int(min(extent, extent // block + groups))  # an extent may be a number of `Tokens`
 
 
 def most_packed_tiles(

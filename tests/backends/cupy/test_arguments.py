@@ -113,5 +113,5 @@ def test_tensor_maps_are_encoded_once_for_all_heights(fake: FakeDriver) -> None:
 def test_one_b_for_all_groups_needs_no_tile_per_group() -> None:
     x, w = torch.zeros(70, 64, dtype=torch.bfloat16), torch.zeros(64, 100, dtype=torch.bfloat16)
     view = arguments.view_of(staged(mg.GroupedGemmProblem(x, w, ends=torch.tensor([8, 24, 70]))))
-    assert small._grid(view, 32, True) == (4, 3, 1)
-    assert small._grid(view, 32, False) == (4, 6, 1)
+    assert small._grid(view, view.m, 32, True) == (4, 3, 1)
+    assert small._grid(view, view.m, 32, False) == (4, 6, 1)

@@ -1,0 +1,478 @@
+"""On a GPU: what no group owns, lies, global switches, epilogues; and where library calls end or go wrong without a
+word: counts, extents, alignment, distances."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+import multigemm as mg
+from multigemm.backends.cublas import grouped_mm
+from multigemm.backends.cublas.config import Config
+from multigemm.backends.cublas.library import cublas, handle
+from tests.support.cublas_far_cases import ARENA, DTYPES, cases
+from tests.support.cublas_gpu_cases import ALL, exact_rows, ints, offsets_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _switches() -> Iterator[None]:
+    """torch's global switches as they were, whatever a test sets."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction
+    yield
+    matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("head", [0, 3])
+def test_every_variant_zeroes_what_no_group_owns(config: Config, where: str, head: int) -> None:
+    sizes = [5, 0, 40, 1, 90]
+    a, b = ints(head + sum(sizes) + 7, 64), ints(5, 64, 48, seed=1)
+    offsets = offsets_of(sizes, head)
+    a[:head], a[head + sum(sizes) :] = float("nan"), float("nan")
+    given = offsets if where == "device" else offsets.tolist()
+    out = mg.grouped_gemm(a, b, offsets=given, backend="cublas", config=config)
+    assert torch.equal(out.double(), exact_rows(a, b, sizes, head))
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("head", [0, 3])
+def test_every_variant_leaves_a_given_output_alone(config: Config, where: str, head: int) -> None:
+    sizes = [5, 0, 40, 1, 90]
+    total = head + sum(sizes)
+    a, b, out = (
+        ints(total + 7, 64),
+        ints(5, 64, 48, seed=1),
+        torch.full((total + 7, 48), 77.0, device="cuda").bfloat16(),
+    )
+    offsets = offsets_of(sizes, head, torch.int64)
+    given = offsets if where == "device" else offsets.tolist()
+    mg.grouped_gemm(a, b, offsets=given, out=out, backend="cublas", config=config)
+    want = exact_rows(a, b, sizes, head)
+    assert torch.equal(out[head:total].double(), want[head:total])
+    assert bool((out[:head] == 77).all())
+    assert bool((out[total:] == 77).all())
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("head", [0, 5])
+def test_weight_gradients_with_empty_groups(config: Config, where: str, head: int) -> None:
+    sizes = [9, 0, 31, 0, 1]
+    x, dy = ints(head + 41 + 2, 64), ints(head + 41 + 2, 40, seed=1)
+    x[:head], x[head + 41 :] = float("nan"), float("nan")
+    given = offsets_of(sizes, head) if where == "device" else offsets_of(sizes, head).tolist()
+    dw = mg.grouped_gemm(x.t(), dy, offsets=given, jagged="k", backend="cublas", config=config)
+    starts = np.cumsum([head, *sizes])
+    for g, (start, end) in enumerate(pairwise(starts)):
+        assert torch.equal(dw[g].double(), x[start:end].t().double() @ dy[start:end].double()), g
+
+
+@pytest.mark.parametrize("rows", [1, 40, 5000])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_behind_ends_on_the_device_are_zeros(rows: int, dtype: torch.dtype) -> None:
+    a, b = ints(rows, 64), ints(3, 64, 24, seed=1)
+    ends = torch.zeros(3, dtype=dtype, device="cuda")
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, ends=ends), backend="cublas")
+    assert not plan.syncs
+    for sizes in ([0, 0, 0], [rows // 3, 0, rows // 2], [0, 0, rows], [rows // 5, 1, 0]):
+        ends.copy_(offsets_of(sizes)[1:])
+        out: Any = plan()
+        out.fill_(float("nan"))
+        assert torch.equal(cast(torch.Tensor, plan()).double(), exact_rows(a, b, sizes))
+
+
+@pytest.mark.parametrize("lie", [[-5, 4, 900], [60, 20, 90], [2**31 - 1] * 3, [-1, -1, -1]])
+@pytest.mark.parametrize("config", [Config("auto"), Config("loop"), Config("batched")], ids=lambda c: c.variant)
+def test_offsets_that_lie_touch_nothing_else(config: Config, lie: list[int]) -> None:
+    memory = torch.full((300, 64), 5.0, device="cuda").bfloat16()
+    a, b, out = ints(100, 64), ints(3, 64, 64, seed=1), memory[100:200]
+    ends = torch.tensor(lie, dtype=torch.int32, device="cuda")
+    mg.grouped_gemm(a, b, ends=ends, out=out, backend="cublas", config=config)
+    torch.cuda.synchronize()
+    assert bool((memory[:100] == 5).all())
+    assert bool((memory[200:] == 5).all())
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_masked_rows_of_a_given_output_stay(where: str) -> None:
+    """Where the host does not know the rows, all of them go into a wide intermediate result."""
+    a, b = ints(3, 8, 4096), ints(3, 4096, 4096, seed=1).transpose(1, 2)
+    out, valid = torch.full((3, 8, 4096), 77.0, device="cuda").bfloat16(), [8, 0, 3]
+    rows = torch.tensor(valid, device="cuda") if where == "device" else valid
+    mg.grouped_gemm(a, b, valid_rows=rows, out=out, backend="cublas")
+    for g, count in enumerate(valid):
+        want = (a[g, :count].double() @ b[g].double()).bfloat16()
+        assert torch.equal(out[g, :count], want)
+        assert bool((out[g, count:] == 77).all())
+
+
+def test_tf32_only_on_request() -> None:
+    a, b = torch.rand(2, 128, 256, device="cuda"), torch.rand(2, 256, 64, device="cuda")
+    exact = a.double() @ b.double()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    for config in (Config("loop"), Config("batched"), Config("grouped"), Config("streams", 2)):
+        ieee = mg.grouped_gemm(a, b, backend="cublas", config=config)
+        fast = mg.grouped_gemm(a, b, precision="tf32", backend="cublas", config=config)
+        assert (ieee.double() - exact).abs().max() < 1e-3
+        assert 1e-4 < (fast.double() - exact).abs().max() < 1e-1
+
+
+def test_the_math_mode_comes_back() -> None:
+    a, b, mode = ints(2, 16, 16), ints(2, 16, 16), ctypes.c_int(-1)
+    plan = mg.plan(mg.GroupedGemmProblem(a, b), backend="cublas", config=Config("loop"))
+    torch.backends.cuda.matmul.allow_tf32 = True
+    blas = handle()
+    cublas().get_math_mode(blas, ctypes.byref(mode))
+    before = mode.value
+    plan()
+    cublas().get_math_mode(blas, ctypes.byref(mode))
+    assert mode.value == before
+    assert torch.backends.cuda.matmul.allow_tf32
+
+
+def test_16_bit_partial_sums_stay_off() -> None:
+    """Sums that cancel: split K rounded to 16 bits would leave a remainder."""
+    k = 65536
+    a = torch.full((1, 8, k), 1.0, device="cuda")
+    a[..., k // 2 :] = -1.0
+    b = torch.rand(1, k // 2, 8, device="cuda").bfloat16()
+    b = torch.cat([b, b], 1)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    out = mg.grouped_gemm(a.bfloat16(), b, out_dtype=torch.float32, backend="cublas")
+    assert out.abs().max() < k * 2.0**-22 * k / 2
+
+
+@pytest.mark.parametrize(
+    "value", [1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-8, 1 + 3 * 2.0**-8 - 2.0**-40, 3e300, -float("inf")]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float64_rounds_once(value: float, dtype: torch.dtype) -> None:
+    a, b = (torch.full((1, 1, 1), v, device="cuda", dtype=torch.float64) for v in (value, 1.0))
+    out = mg.grouped_gemm(a, b, out_dtype=dtype, backend="cublas").item()
+    bits = 7 if dtype is torch.bfloat16 else 10
+    if abs(value) > 1e300:
+        assert out == np.sign(value) * np.inf
+    else:
+        scaled = (value - 1) * 2.0**bits
+        assert out == 1 + cast(float, np.rint(scaled)) * 2.0**-bits
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_epilogue_in_one_rounding(activation: str) -> None:
+    sizes = [9, 0, 20]
+    a, b, bias, c = ints(29, 24), ints(3, 24, 17, seed=1), ints(3, 17, seed=2), ints(29, 17, seed=3)
+    out = mg.grouped_gemm(
+        a, b, sizes=sizes, c=c, alpha=0.125, beta=0.5, bias=bias, activation=activation, backend="cublas"
+    )
+    wide = 0.125 * exact_rows(a, b, sizes) + 0.5 * c.double()
+    wide += torch.repeat_interleave(bias.double(), torch.tensor(sizes, device="cuda"), 0)
+    functions: dict[str, Any] = {
+        "relu": torch.relu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "silu": torch.nn.functional.silu,
+    }
+    want = functions[activation](wide)
+    assert (out.double() - want).abs().max() <= (want.abs() * 2.0**-8 + 1e-5).max()
+
+
+def _halves(want: torch.Tensor, bits: int) -> torch.Tensor:
+    """Half a unit in the last place of a result with so many bits behind the leading one."""
+    return torch.exp2(want.abs().clamp_min(1e-30).log2().floor() - bits - 1)
+
+
+@pytest.mark.parametrize("config", [Config("loop"), Config("batched"), Config("streams", 2)], ids=lambda c: c.variant)
+@pytest.mark.parametrize("what", ["c", "bias"])
+@pytest.mark.parametrize("shape", [(64, 32, 8, 32), (4, 256, 128, 64), (2, 16, 16, 4096)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_are_rounded_once(config: Config, what: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Some of the library's kernels round a product to 16 bits and then add c to it."""
+    g, m, n, k = shape
+    gen = torch.Generator("cuda").manual_seed(3)
+    a, b, added = (torch.randn(s, generator=gen, device="cuda").to(dtype) for s in ((g, m, k), (g, k, n), (g, m, n)))
+    more: dict[str, Any] = {"c": added, "beta": 1.0} if what == "c" else {"bias": added[:, 0].contiguous()}
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, **more), backend="cublas", config=config)
+    want = a.double() @ b.double() + (added if what == "c" else added[:, :1]).double()
+    noise = (a.double().abs() @ b.double().abs()) * k * 2.0**-22
+    for _ in range(2):
+        assert bool(
+            ((plan().double() - want).abs() <= _halves(want, 7 if dtype is torch.bfloat16 else 10) + noise).all()
+        )
+
+
+@pytest.mark.parametrize("config", [c for c in ALL if c.variant != "grouped_mm"], ids=lambda c: c.variant)
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_bias_that_is_laid_under_the_product(config: Config, where: str) -> None:
+    sizes = [9, 0, 20, 11]
+    a, b, bias = (ints(*s, dtype=torch.float32, seed=i) for i, s in enumerate(((45, 24), (4, 24, 16), (4, 16))))
+    given: dict[str, Any] = {"offsets": offsets_of(sizes)} if where == "device" else {"sizes": sizes}
+    plan = mg.plan(mg.GroupedGemmProblem(a, b, **given, bias=bias, alpha=0.5), backend="cublas", config=config)
+    want = 0.5 * exact_rows(a, b, sizes)
+    want[:40] += torch.repeat_interleave(bias.double(), torch.tensor(sizes, device="cuda"), 0)
+    for _ in range(3):
+        assert torch.equal(plan().double(), want)
+
+
+def test_int8_wraps_and_adds_c() -> None:
+    k = 140_000
+    a = torch.full((1, 4, k), -128, dtype=torch.int8, device="cuda")
+    b = torch.full((1, k, 4), -128, dtype=torch.int8, device="cuda")
+    c = torch.arange(16, dtype=torch.int32, device="cuda").view(1, 4, 4)
+    out = mg.grouped_gemm(a, b, c=c, beta=2, backend="cublas")
+    total = k * 128 * 128
+    wrapped = (total + 2**31) % 2**32 - 2**31
+    assert torch.equal(out, wrapped + 2 * c)
+
+
+# --- torch's grouped_mm, with an output -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["rows", "transposed weights", "sliced result", "weight gradients"])
+@pytest.mark.parametrize("private", [True, False])
+def test_grouped_mm_gives_torchs_bits(monkeypatch: pytest.MonkeyPatch, layout: str, private: bool) -> None:
+    """Through the dispatch mode, and through the public function where torch's private names are missing."""
+    if not private:
+        monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", None)
+    gen = torch.Generator("cuda").manual_seed(1)
+    values = partial(torch.randn, generator=gen, device="cuda", dtype=torch.bfloat16)
+    ends = torch.tensor([96, 96, 300, 512], device="cuda", dtype=torch.int32)
+    a, b, out, jagged = values(512, 256), values(4, 256, 192), values(512, 192), "m"
+    if layout == "transposed weights":
+        b = values(4, 192, 256).transpose(1, 2)
+    elif layout == "sliced result":
+        out = values(512, 384)[:, :192]
+    elif layout == "weight gradients":
+        a, b, out, jagged = values(512, 256).t(), values(512, 192), values(4, 256, 192), "k"
+        ends = torch.tensor([96, 128, 304, 512], device="cuda", dtype=torch.int32)
+    problem = mg.GroupedGemmProblem(a, b, ends=ends, out=out, jagged=jagged)
+    got = mg.plan(problem, backend="cublas", config=Config("grouped_mm"))()
+    assert got.data_ptr() == out.data_ptr()
+    assert torch.equal(out, torch.nn.functional.grouped_mm(a, b, offs=ends))
+
+
+def test_an_error_of_grouped_mm_is_torchs_own() -> None:
+    """And the dispatch mode is gone behind it."""
+    groups = 1100
+    a, b, out = ints(64, 64), ints(1, 64, 64).expand(groups, -1, -1), ints(64, 64)
+    with pytest.raises(RuntimeError, match="1024 groups"):
+        grouped_mm.grouped_mm_into(a, b, torch.full((groups,), 64, device="cuda", dtype=torch.int32), out)
+    assert torch.empty_strided((64, 64), (64, 1), device="cuda", dtype=out.dtype).data_ptr() != out.data_ptr()
+    torch.cuda.synchronize()
+
+
+def test_plans_can_be_thrown_away_while_their_calls_run() -> None:
+    """Nothing is freed too early or kept for ever."""
+    ends = torch.tensor([512, 1024, 1500, 2048], device="cuda", dtype=torch.int32)
+    before = 0
+    for turn in range(30):
+        a, b = ints(2048, 1024, seed=turn), ints(4, 1024, 1024, seed=turn + 1)
+        plan = mg.plan(mg.GroupedGemmProblem(a, b, ends=ends), backend="cublas", config=Config("grouped_mm"))
+        for _ in range(3):
+            got = plan()
+        want = torch.nn.functional.grouped_mm(a, b, offs=ends)
+        del plan, a, b
+        assert torch.equal(got, want)
+        del got, want
+        torch.cuda.synchronize()
+        if turn == 2:
+            before = torch.cuda.memory_allocated()
+    assert torch.cuda.memory_allocated() == before
+
+
+# --- counts, extents, alignment, distances ---
+
+
+@pytest.mark.parametrize("groups", [1023, 1024, 1500])
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_more_groups_than_grouped_mm_takes(groups: int, config: Config, where: str) -> None:
+    sizes = [g % 3 for g in range(groups)]
+    a, b = ints(sum(sizes), 16), ints(groups, 16, 8, seed=1)
+    given = offsets_of(sizes) if where == "device" else offsets_of(sizes).tolist()
+    try:
+        out = mg.grouped_gemm(a, b, offsets=given, backend="cublas", config=config)
+    except mg.BackendUnsupported:
+        assert config.variant == "grouped_mm"
+        assert groups > 1023
+        return
+    weights = torch.repeat_interleave(b.double(), torch.tensor(sizes, device="cuda"), 0)
+    assert torch.equal(out.double(), torch.einsum("tk,tkn->tn", a.double(), weights))
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("jagged", ["m", "k"])
+def test_no_k_whatever_the_strides(config: Config, jagged: str) -> None:
+    """torch's grouped_mm refuses such operands, and BLAS would ask for a leading dimension."""
+    for stride in (0, 1, 3, 8):
+        if jagged == "m":
+            a = ints(16).as_strided((16, 0), (stride, 1))
+            b = ints(16).as_strided((2, 0, 8), (stride, 8, 1))
+            out = torch.full((16, 8), float("nan"), device="cuda").bfloat16()
+        else:
+            a, b = ints(16).as_strided((16, 0), (1, stride)), ints(16).as_strided((0, 8), (stride, 1))
+            out = torch.full((2, 16, 8), float("nan"), device="cuda").bfloat16()
+        sizes = [10, 6] if jagged == "m" else [0, 0]
+        problem = mg.GroupedGemmProblem(a, b, sizes=sizes, jagged=jagged, out=out)
+        try:
+            mg.plan(problem, backend="cublas", config=config)()
+        except mg.BackendUnsupported:
+            assert config.variant.startswith("grouped")
+            continue
+        assert bool((out == 0).all())
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("pad", [8, 3])
+def test_odd_leading_dimensions(config: Config, pad: int) -> None:
+    """A variant takes them and is right, or says that it cannot."""
+    sizes = [9, 0, 40, 1]
+    a, out = ints(50, 64 + pad)[:, :64], torch.zeros(50, 48 + pad, device="cuda").bfloat16()[:, :48]
+    b = ints(4, 64, 48 + pad, seed=1)[..., :48]
+    problem = mg.GroupedGemmProblem(a, b, sizes=sizes, out=out)
+    try:
+        mg.plan(problem, backend="cublas", config=config)()
+    except mg.BackendUnsupported:
+        assert pad % 8
+        assert config.variant.startswith("grouped")
+        return
+    assert torch.equal(out.double(), exact_rows(a, b, sizes))
+
+
+@pytest.mark.parametrize("config", [Config("grouped"), Config("batched")], ids=lambda c: c.variant)
+@pytest.mark.parametrize("rows", ["equal", "uneven", "gaps"])
+def test_more_products_than_65535(config: Config, rows: str) -> None:
+    """Equal ones at equal distances; of eight shapes; and equal ones that only a table of addresses can name."""
+    count = 110001
+    a, b = ints(count, 8, 8), ints(count, 8, 8, seed=1)
+    valid = [{"equal": 8, "uneven": g % 8 + 1, "gaps": 8 * (g % 3 > 0)}[rows] for g in range(count)]
+    out = mg.grouped_gemm(a, b, valid_rows=valid, backend="cublas", config=config)
+    want = a.double() @ b.double()
+    want[torch.arange(8, device="cuda") >= torch.tensor(valid, device="cuda")[:, None]] = 0
+    assert torch.equal(out.double(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int8])
+def test_a_batch_above_65535(dtype: torch.dtype) -> None:
+    a, b = ints(70001, 2, 3, dtype=dtype), ints(70001, 3, 1, dtype=dtype, seed=1)
+    config = Config("auto") if dtype is torch.int8 else Config("batched")
+    count = 300 if dtype is torch.int8 else 70001
+    out = mg.grouped_gemm(a[:count], b[:count], backend="cublas", config=config)
+    assert torch.equal(out.double(), a[:count].double() @ b[:count].double())
+
+
+@pytest.mark.parametrize("config", [Config("loop"), Config("batched"), Config("auto")], ids=lambda c: c.variant)
+def test_more_than_two_to_the_31_elements(config: Config) -> None:
+    k, rows = 1024, 2**21 + 64
+    a, b = torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda"), ints(2, k, 8, seed=1)
+    a[-40:] = ints(40, k)
+    out = mg.grouped_gemm(a, b, sizes=[rows - 10, 10], out_dtype=torch.float32, backend="cublas", config=config)
+    assert torch.equal(out[-10:].double(), a[-10:].double() @ b[1].double())
+    assert torch.equal(out[-40:-10].double(), a[-40:-10].double() @ b[0].double())
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_weights_of_more_than_two_to_the_31_elements(config: Config, where: str) -> None:
+    groups, k = 520, 2048
+    b = torch.zeros(groups, k, k, dtype=torch.bfloat16, device="cuda")
+    a, b[0], b[-1] = ints(24, k), ints(k, k, seed=1), ints(k, k, seed=2)
+    offsets = offsets_of([8] + [0] * (groups - 2) + [16])
+    given = offsets if where == "device" else offsets.tolist()
+    out = mg.grouped_gemm(a, b, offsets=given, backend="cublas", config=config)
+    assert torch.equal(out[:8], (a[:8].double() @ b[0].double()).bfloat16())
+    assert torch.equal(out[8:], (a[8:].double() @ b[-1].double()).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("config", "activation"),
+    [*((config, None) for config in ALL), (Config("auto"), "silu")],
+    ids=lambda x: x.variant if isinstance(x, Config) else str(x),
+)
+def test_results_of_more_than_two_to_the_31_elements(config: Config, activation: str | None) -> None:
+    """With an activation a kernel of ours goes over all of them, behind the library."""
+    n, rows = 1024, 2**21 + 64
+    a, b = torch.zeros(rows, 8, dtype=torch.bfloat16, device="cuda"), ints(2, 8, n, seed=1)
+    a[-40:] = ints(40, 8)
+    keywords: dict[str, Any] = {"backend": "cublas", "config": config, "activation": activation}
+    out = mg.grouped_gemm(a, b, sizes=[rows - 16, 16], **keywords)
+    want = torch.cat([a[-40:-16].double() @ b[0].double(), a[-16:].double() @ b[1].double()])
+    if activation is None:
+        assert torch.equal(out[-40:].double(), want)
+    else:
+        want = torch.nn.functional.silu(want)
+        assert bool(((out[-40:].double() - want).abs() <= want.abs() * 2.0**-8 + 1e-5).all())
+    assert bool((out[:-40] == 0).all())
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.variant)
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(("k", "n"), [(37, 31), (64, 32)])
+def test_odd_extents_and_unaligned_bases(config: Config, shift: int, k: int, n: int) -> None:
+    """A variant takes them and is right, or says that it cannot."""
+    sizes, store = [3, 17, 0, 30], ints(50 * k + 1)
+    a = store[shift : shift + 50 * k].view(50, k)
+    b = ints(4 * k * n + 1, seed=1)[shift : shift + 4 * k * n].view(4, k, n)
+    try:
+        out = mg.grouped_gemm(a, b, sizes=sizes, backend="cublas", config=config)
+    except mg.BackendUnsupported:
+        assert shift or k % 8
+        assert config.variant.startswith("grouped")
+        return
+    assert torch.equal(out.double(), exact_rows(a, b, sizes))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("k", [0, 1, 8])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_narrow_products(n: int, k: int, transposed: bool) -> None:
+    b = ints(3, n, k, seed=1).transpose(1, 2) if transposed else ints(3, k, n, seed=1)
+    a, sizes = ints(8, k), [1, 6, 1]
+    for config in ALL:
+        try:
+            out = mg.grouped_gemm(a, b, sizes=sizes, backend="cublas", config=config)
+        except mg.BackendUnsupported:
+            assert config.variant.startswith("grouped")
+            continue
+        assert torch.equal(out.double(), exact_rows(a, b, sizes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_distance_is_right_or_refused(dtype: torch.dtype) -> None:
+    """Each dtype in a process of its own, and in another one behind a case that ends it."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < ARENA + (2 << 30):
+        pytest.skip(f"needs {(ARENA >> 30) + 2} GB of free GPU memory")
+    name, start, bad, ran = str(dtype).removeprefix("torch."), 0, list[str](), 0
+    while start < len(list(cases(dtype))):
+        command = [sys.executable, "-m", "tests.support.cublas_far_cases", "cuda", name, str(start)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        said = done.stdout.splitlines()
+        pairs = list(zip(said[::2], said[1::2], strict=False))
+        ran += sum(answer == "right" for _, answer in pairs)
+        bad += [f"{case}: {answer}" for case, answer in pairs if answer == "wrong"]
+        if said and said[-1] == "all":
+            break
+        assert said, done.stderr[-2000:]
+        bad.append(f"{said[-1]}: {done.stderr.strip().splitlines()[-1]}")
+        start = int(said[-1].split()[0]) + 1
+    assert bad == []
+    assert ran >= 30

@@ -1,0 +1,340 @@
+"""Layouts, packing, products and the calls that they become; no GPU needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import multigemm as mg
+from multigemm.backends.cublas import choose, library
+from multigemm.backends.cublas.products import (
+    NO_TRANSPOSE,
+    TRANSPOSE,
+    Bytes,
+    Leading,
+    Product,
+    Shape,
+    cut,
+    even_steps,
+    leading,
+    list_products,
+    merged,
+    packed_cuts,
+    packed_forms,
+    packed_products,
+    shape_of,
+)
+from multigemm.backends.cublas.run import shares
+from multigemm.backends.cublas.staging import Copies, stage, writable
+from multigemm.planning.operands import Operands, group_table, packed
+from multigemm.planning.staging import stage as stage_problem
+from multigemm.planning.staging import staged_spec
+from multigemm.problem.problem import GroupedGemmProblem
+from tests.support.cublas_fake import Fake
+
+CPU = torch.device("cpu")
+VARIANTS = ("loop", "batched", "grouped")
+
+
+def test_strides_become_leading_dimensions() -> None:
+    assert leading(3, 5, 5, 1, 2) == Leading(True, 5)
+    assert leading(3, 5, 9, 1, 2) == Leading(True, 9)
+    assert leading(3, 5, 1, 3, 2) == Leading(False, 3)
+
+
+@pytest.mark.parametrize("strides", [(5, 2), (0, 1), (4, 1), (1, 0), (1, 2), (10, 3)])
+def test_strides_that_blas_cannot_say(strides: tuple[int, int]) -> None:
+    assert leading(3, 5, *strides, 2) is None
+
+
+def test_strides_of_single_rows_and_columns_mean_nothing() -> None:
+    assert leading(1, 5, 0, 1, 2) == Leading(True, 5)
+    assert leading(1, 5, 0, 7, 2) == Leading(False, 7)
+    assert leading(3, 1, 1, 0, 2) == Leading(False, 3)
+    assert leading(3, 1, 6, 0, 2) == Leading(True, 6)
+    assert leading(1, 1, 0, 0, 2) == Leading(True, 1)
+
+
+def test_a_result_by_rows_swaps_the_operands() -> None:
+    rows, cols = Leading(True, 8), Leading(False, 8)
+    assert shape_of(2, 3, 4, rows, rows, rows) == Shape(NO_TRANSPOSE, NO_TRANSPOSE, 3, 2, 4, 8, 8, 8)
+    assert shape_of(2, 3, 4, cols, rows, rows)[:2] == (NO_TRANSPOSE, TRANSPOSE)
+    assert shape_of(2, 3, 4, rows, cols, cols) == Shape(TRANSPOSE, NO_TRANSPOSE, 2, 3, 4, 8, 8, 8)
+
+
+def test_offsets_that_lie_are_clamped() -> None:
+    assert cut(np.array([-4, 3, 2, 99], dtype=np.int64), 10) == ([0, 3, 2], [3, 0, 8])
+    assert cut(np.array([12, 14], dtype=np.int64), 10) == ([10], [0])
+
+
+def _operands(problem: GroupedGemmProblem, out: Any) -> Operands:
+    return stage_problem(problem, staged_spec(problem), out).ops
+
+
+def _batch(ops: Operands, variant: str, products: list[Product]) -> library.Batch:
+    fake: Any = Fake()
+    t = library.types(ops.spec.compute, library.compute_type(ops.spec), ops.spec.out.dtype, ops.alpha, 0.0)
+    size = ops.spec.compute.itemsize
+    if variant == "grouped":
+        return library.one_for_all(fake, products, t, CPU)
+    if variant == "batched":
+        return library.one_per_shape(fake, products, t, Bytes(size, size), CPU)
+    return library.one_each(fake, products, t)
+
+
+def _packed_products(ops: Operands, size: Bytes) -> list[Product]:
+    p = packed(ops)
+    cuts = packed_cuts(p, size, ops.host_offsets, ops.host_valid_rows, packed_forms(p, size))
+    return packed_products(cuts, size)
+
+
+def _solve(problem: GroupedGemmProblem, out: Any, variant: str) -> list[str]:
+    """What a launch does, on the host: stage, cut, call."""
+    ops, copies = _operands(problem, out), Copies()
+    a, b = stage(ops, copies)
+    copies(0)
+    ops = replace(ops, a=a, b=b)
+    if ops.spec.form == "per_group":
+        products = list_products(group_table(ops), Bytes(ops.spec.compute.itemsize, ops.spec.compute.itemsize))
+    else:
+        size = ops.spec.compute.itemsize
+        products = _packed_products(ops, Bytes(size, size))
+    return Fake().make(_batch(ops, variant, products)) if products else []
+
+
+def _laid(shape: tuple[int, ...], order: str, seed: int) -> Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    pad = {"row": 0, "padded": 3, "col": 0, "stepped": 0}[order]
+    if order == "col":
+        turned = (*shape[:-2], shape[-1], shape[-2])
+        return torch.randint(-9, 10, turned, generator=gen).double().transpose(-1, -2)
+    step = 2 if order == "stepped" else 1
+    wide = torch.randint(-9, 10, (*shape[:-1], (shape[-1] + pad) * step), generator=gen).double()
+    return wide[..., : shape[-1] * step : step]
+
+
+FORMS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "jagged_m": ((11, 6), (4, 6, 5), (11, 5), {"offsets": [1, 4, 4, 9, 10]}),
+    "shared_b": ((11, 6), (6, 5), (11, 5), {"offsets": [1, 4, 4, 9, 10]}),
+    "jagged_n": ((4, 6, 5), (5, 11), (6, 11), {"offsets": [0, 3, 3, 6, 11], "jagged": "n"}),
+    "shared_a": ((6, 5), (5, 11), (6, 11), {"offsets": [0, 3, 3, 6, 9], "jagged": "n"}),
+    "jagged_k": ((6, 11), (11, 5), (4, 6, 5), {"offsets": [2, 3, 5, 7, 11], "jagged": "k"}),
+    "batched": ((3, 4, 6), (3, 6, 5), (3, 4, 5), {}),
+    "masked": ((3, 4, 6), (3, 6, 5), (3, 4, 5), {"valid_rows": [4, 0, 2]}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "orders", ["row row row", "col row row", "row col col", "padded padded padded", "stepped col row"]
+)
+def test_calls_compute_the_answer(form: str, orders: str) -> None:
+    shape_a, shape_b, shape_out, grouping = FORMS[form]
+    for variant in VARIANTS:
+        of_a, of_b, of_out = orders.split()
+        a, b, out = _laid(shape_a, of_a, 1), _laid(shape_b, of_b, 2), _laid(shape_out, of_out, 3)
+        before = out.clone()
+        problem = GroupedGemmProblem(a, b, out=out, alpha=2.0, **grouping)
+        _solve(problem, out, variant)
+        want = before.clone()
+        for g, view in enumerate(problem.groups()):
+            target = _owned(want, form, grouping, g)
+            target.copy_(2 * (view.a @ view.b))
+        assert torch.equal(out, want), (form, orders, variant)
+
+
+def _owned(out: Tensor, form: str, grouping: dict[str, Any], g: int) -> Tensor:
+    if "offsets" in grouping and form not in ("jagged_k",):
+        start, end = grouping["offsets"][g : g + 2]
+        return out[:, start:end] if grouping.get("jagged") == "n" else out[start:end]
+    return out[g, : grouping["valid_rows"][g]] if form == "masked" else out[g]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_groups_weigh_as_much_as_their_products(form: str) -> None:
+    """A variant may be chosen before products are made of the groups."""
+    shape_a, shape_b, shape_out, grouping = FORMS[form]
+    problem = GroupedGemmProblem(_laid(shape_a, "row", 1), _laid(shape_b, "col", 2), **grouping)
+    ops = _operands(problem, torch.zeros(shape_out, dtype=torch.float64))
+    p, size = packed(ops), Bytes(8, 8)
+    cuts = packed_cuts(p, size, ops.host_offsets, ops.host_valid_rows, packed_forms(p, size))
+    ours, wanted = choose.work_of(ops.spec, cuts), choose.work_of(ops.spec, packed_products(cuts, size))
+    if wanted is None:
+        assert ours is None
+        return
+    assert ours is not None
+    for name in choose.Work.__slots__:
+        assert np.array_equal(getattr(ours, name), getattr(wanted, name)), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lists_of_any_shapes(variant: str) -> None:
+    dims = [(3, 4, 5), (1, 1, 1), (0, 4, 5), (3, 4, 5), (2, 0, 3), (7, 2, 1), (3, 4, 5), (4, 4, 0)]
+    a, b = (
+        [_laid((m, k), "row", i) for i, (m, n, k) in enumerate(dims)],
+        [_laid((k, n), "col", i) for i, (m, n, k) in enumerate(dims)],
+    )
+    out = [torch.full((m, n), 7.0, dtype=torch.float64) for m, n, _ in dims]
+    _solve(GroupedGemmProblem(a, b, out=out), out, variant)
+    for x, y, got, (m, n, k) in zip(a, b, out, dims, strict=True):
+        want = x @ y if k else torch.full((m, n), 7.0, dtype=torch.float64)  # K = 0 is the epilogue's work
+        assert torch.equal(got, want)
+
+
+def test_a_batch_of_one_weight_is_one_product() -> None:
+    a, b = _laid((3, 4, 6), "row", 1), _laid((6, 5), "row", 2)
+    out = torch.zeros(3, 4, 5, dtype=torch.float64)
+    problem = GroupedGemmProblem(a, b.expand(3, 6, 5), out=out)
+    assert _solve(problem, out, "loop") == ["cublasGemmEx"]
+    assert torch.equal(out, a @ b)
+
+
+def test_single_rows_of_one_weight_are_one_product() -> None:
+    a, b = _laid((3, 1, 6), "row", 1), _laid((6, 5), "row", 2)
+    out = torch.zeros(3, 1, 5, dtype=torch.float64)
+    assert _solve(GroupedGemmProblem(a, b.expand(3, 6, 5), out=out), out, "loop") == ["cublasGemmEx"]
+    assert torch.equal(out, a @ b)
+
+
+def test_groups_that_share_weights_are_one_product() -> None:
+    a, b, out = _laid((11, 6), "row", 1), _laid((6, 5), "row", 2), torch.zeros(11, 5, dtype=torch.float64)
+    assert _solve(GroupedGemmProblem(a, b, sizes=[2, 0, 4, 5], out=out), out, "loop") == ["cublasGemmEx"]
+
+
+def test_equal_groups_become_one_strided_call() -> None:
+    a, b, out = _laid((12, 6), "row", 1), _laid((3, 6, 5), "row", 2), torch.zeros(12, 5, dtype=torch.float64)
+    problem = GroupedGemmProblem(a, b, sizes=[4, 4, 4], out=out)
+    assert _solve(problem, out, "batched") == ["cublasGemmStridedBatchedEx"]
+
+
+def test_scattered_equal_products_go_by_address() -> None:
+    store = torch.zeros(100, dtype=torch.float64)
+    out = [store[at : at + 4].view(2, 2) for at in (0, 8, 40)]
+    a = [_laid((2, 3), "row", i) for i in range(3)]
+    problem = GroupedGemmProblem(a, [_laid((3, 2), "row", 9)] * 3, out=out)
+    assert _solve(problem, out, "batched") == ["cublasGemmBatchedEx"]
+    assert torch.equal(out[2], a[2] @ _laid((3, 2), "row", 9))
+
+
+def test_a_plan_lays_equal_results_at_even_distances() -> None:
+    dims = [(3, 5, 4), (3, 5, 4), (3, 5, 4), (0, 5, 4), (70, 1, 2), (2, 2, 0)]
+    a = [_laid((m, k), "row", i).float() for i, (m, _, k) in enumerate(dims)]
+    b = [_laid((k, n), "row", i + 9).float() for i, (_, n, k) in enumerate(dims)]
+    plan = mg.plan(mg.GroupedGemmProblem(a, b), backend="cpu")
+    out = plan()
+    assert [4 * t.storage_offset() for t in out] == [0, 256, 512, 768, 768, 1280]
+    assert all(torch.equal(z, x @ y) for x, y, z in zip(a, b, out, strict=True))
+    assert all(t.is_contiguous() for t in out)
+
+
+def test_products_in_another_order_than_in_memory_are_strided() -> None:
+    a, b, out = (torch.zeros(4, 2, 2, dtype=torch.float64) for _ in range(3))
+    for t, seed in ((a, 1), (b, 2)):
+        t.copy_(_laid((4, 2, 2), "row", seed))
+    order = (2, 0, 3, 1)
+    a_list, b_list, out_list = ([t[i] for i in order] for t in (a, b, out))
+    problem = GroupedGemmProblem(a_list, b_list, out=out_list)
+    assert _solve(problem, out_list, "batched") == ["cublasGemmStridedBatchedEx"]
+    assert torch.equal(out, a @ b)
+
+
+def test_unaligned_scattered_products_go_one_by_one() -> None:
+    store = torch.zeros(100, dtype=torch.float64)
+    out = [store[at : at + 4].view(2, 2) for at in (0, 9, 40)]
+    a = [_laid((2, 3), "row", i) for i in range(3)]
+    problem = GroupedGemmProblem(a, [_laid((3, 2), "row", 9)] * 3, out=out)
+    assert _solve(problem, out, "batched") == ["cublasGemmEx"] * 3
+    assert torch.equal(out[1], a[1] @ _laid((3, 2), "row", 9))
+
+
+def test_a_batch_above_the_grid_limit_is_split() -> None:
+    count, out = 70000, torch.zeros(70000, 1, 1, dtype=torch.float64)
+    a, b = torch.ones(count, 1, 2, dtype=torch.float64), torch.ones(count, 2, 1, dtype=torch.float64)
+    ops = _operands(GroupedGemmProblem(a, b, out=out), out)
+    batch = _batch(ops, "batched", _packed_products(ops, Bytes(8, 8)))
+    assert [args[19].value for _, args, _ in batch.calls] == [65535, 4465]
+
+
+def _product(m: int, at: int = 0) -> Product:
+    return Product(Shape(0, 0, 8, m, 8, 8, 8, 8), at, at, at)
+
+
+def test_merging_keeps_every_product_once() -> None:
+    products = [_product(m, at) for at, m in enumerate((4, 2, 4, 9, 2, 2))]
+    groups = merged(products)
+    assert [(shape.n, len(same)) for shape, same in groups] == [(9, 1), (4, 2), (2, 3)]
+    assert sorted(p.out for _, same in groups for p in same) == list(range(6))
+
+
+def test_long_uneven_products_of_a_grouped_call_stay_in_their_order() -> None:
+    """Sorted by size, those that are bound by memory would follow those that are not."""
+    assert [len(same) for _, same in library._in_groups([_product(m) for m in (4, 2, 4)])] == [2, 1]
+    large = [
+        Product(Shape(0, 0, 4096, m, 4096, 4096, 4096, 4096), at, at, at) for at, m in enumerate((900, 200, 900, 100))
+    ]
+    assert [[p.out for p in same] for _, same in library._in_groups(large)] == [[0], [1], [2], [3]]
+    assert [[p.out for p in same] for _, same in library._in_groups([large[0]] * 3)] == [[0, 0, 0]]
+
+
+def test_even_steps_needs_equal_and_forward_distances() -> None:
+    assert even_steps([_product(1, at) for at in (8, 24, 40)]) == (16, 16, 16)
+    assert even_steps([_product(1, at) for at in (8, 24, 48)]) is None
+    assert even_steps([_product(1, at) for at in (40, 24, 8)]) is None
+    shared = [Product(_product(1).shape, 64, at, at) for at in (0, 8)]
+    assert even_steps(shared) == (0, 8, 8)
+
+
+def test_streams_share_the_work() -> None:
+    split = shares([5, 9, 1, 7, 3], 2)
+    assert sorted(i for lane in split for i in lane) == [0, 1, 2, 3, 4]
+    assert max(sum([5, 9, 1, 7, 3][i] for i in lane) for lane in split) == 13
+    assert shares([4], 3) == [[0]]
+
+
+def test_unusual_strides_are_packed_and_others_not() -> None:
+    good, bad = _laid((3, 4, 6), "row", 1), _laid((3, 6, 5), "stepped", 2)
+    ops, copies = _operands(GroupedGemmProblem(good, bad), torch.zeros(3, 4, 5, dtype=torch.float64)), Copies()
+    a, b = stage(ops, copies)
+    copies(0)
+    assert a is ops.a
+    assert torch.equal(cast(Tensor, b), bad)
+    assert [source.data_ptr() for _, source in copies.pairs] == [bad.data_ptr()]
+    assert not writable(bad)
+
+
+def test_int8_is_padded_to_words_of_four() -> None:
+    a, b = torch.randint(-128, 128, (2, 3, 7), dtype=torch.int8), torch.randint(-128, 128, (2, 7, 5), dtype=torch.int8)
+    ops, copies = _operands(GroupedGemmProblem(a, b), torch.zeros(2, 3, 5, dtype=torch.int32)), Copies()
+    wide_a, wide_b = (cast(Tensor, t) for t in stage(ops, copies))
+    copies(0)
+    assert wide_a.shape[-1] == wide_b.shape[-2] == 16
+    assert wide_b.stride(-2) == 1
+    assert torch.equal(wide_a.long() @ wide_b.long(), a.long() @ b.long())
+
+
+def test_aligned_int8_is_taken_as_it_lies() -> None:
+    a, b = torch.ones(3, 8, dtype=torch.int8), torch.ones(5, 8, dtype=torch.int8).t()
+    ops, copies = _operands(GroupedGemmProblem(a, b), torch.zeros(1, 3, 5, dtype=torch.int32)), Copies()
+    stage(ops, copies)
+    assert copies.pairs == []
+
+
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_groups_that_share_a_matrix_are_one_product_where_there_are_any(groups: int) -> None:
+    a, b, offsets = torch.ones(5, 4), torch.ones(4, 3), [0, 2, 3, 5][: groups + 1]
+    problem = GroupedGemmProblem(a, b, offsets=offsets)
+    ops, size = stage_problem(problem, problem.spec, torch.zeros(5, 3)).ops, Bytes(4, 4)
+    view = packed(ops)
+    cuts = packed_cuts(view, size, ops.host_offsets, None, packed_forms(view, size))
+    assert len(packed_products(cuts, size)) == min(groups, 1)
+
+
+def test_arguments_that_calls_share_are_made_once() -> None:
+    doubled = library.types(torch.bfloat16, library.COMPUTE_32F, torch.bfloat16, 2.0, 0.0)
+    assert library.types(torch.bfloat16, library.COMPUTE_32F, torch.bfloat16, 2.0, 0.0) is doubled
+    assert library.types(torch.bfloat16, library.COMPUTE_32F, torch.bfloat16, 1.0, 0.0) is not doubled
