@@ -136,7 +136,7 @@ def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
         launch = kernel.bound(
             packed_arguments(call, ops.alpha, ops.beta, uploaded.address, counters), grid=grid,
             threads=config.threads, shared=shared, cluster=config.cluster, overlap=True, fields=uploaded,
-            keep=kept(on_device),
+            keep=kept(on_device), grid_for=grid_for,
         )  # fmt: skip
         return _movable(launch, table)
 
