@@ -91,11 +91,11 @@ HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
     "triton": (
         *(
             HandOver(kernel, functions, reason)
-            for kernel, file in (("hopper_kernel", "hopper.py"), ("carry_kernel", "hopper_shift_b.py"))
+            for kernel, file in (("hopper_kernel", "hopper.py"), ("shift_b_kernel", "hopper_shift_b.py"))
             for functions, reason in ((TILE_WORDS, WORDS), (frozenset({(file, kernel)}), START))
         ),
-        HandOver("carry_kernel", COPIED, LINES),
-        HandOver("list_kernel", frozenset({("small_list.py", "list_kernel")}), START),
+        HandOver("shift_b_kernel", COPIED, LINES),
+        HandOver("list_kernel", frozenset({("lists.py", "list_kernel")}), START),
     ),
 }
 """By backend."""
@@ -130,8 +130,9 @@ def races_in(text: str) -> tuple[list[Race], bool]:
 @cache
 def _functions(backend: str, file: str) -> tuple[tuple[int, int, str], ...]:
     """First line, last line and name of the functions of a backend's file."""
-    path = next((SOURCES / backend).rglob(file), None)
-    tree = ast.Module([], []) if path is None else ast.parse(path.read_text())
+    folder = SOURCES / backend
+    path = (folder / "kernels" if (folder / "kernels").is_dir() else folder) / file  # beside host code of that name
+    tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
     return tuple((n.lineno, n.end_lineno or n.lineno, n.name) for n in tree.body if isinstance(n, ast.FunctionDef))
 
 

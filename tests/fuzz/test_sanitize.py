@@ -63,7 +63,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 RACECHECK = ("--backend", "triton", "--tools", "racecheck")
 
 
-@pytest.mark.parametrize("kernel", ["hopper_kernel", "carry_kernel"])
+@pytest.mark.parametrize("kernel", ["hopper_kernel", "shift_b_kernel"])
 def test_a_known_hand_over_is_set_aside_while_the_tool_reports_the_control(
     checked: Any, capsys: Any, tmp_path: Path, kernel: str
 ) -> None:
@@ -85,8 +85,8 @@ def test_a_known_hand_over_is_set_aside_while_the_tool_reports_the_control(
     [
         {"control": False, "said": race()},  # the tool can follow it
         {"said": race(kernel="pointer_kernel")},
-        {"said": race().replace("hopper_kernel+0x8060", "carry_kernel+0x8060")},  # two kernels at once
-        {"said": race(read="return first + inside % height")},  # another line of the same file
+        {"said": race().replace("hopper_kernel+0x8060", "shift_b_kernel+0x8060")},  # two kernels at once
+        {"said": race(read="return slot, turn")},  # another line of the same file
         {"said": race(shown=2)},  # one that is counted and not shown
         {"said": race() + race(kernel="other", shown=2)},
     ],

@@ -83,9 +83,9 @@ def test_comments_docstrings_and_signatures_are_left_alone(tmp_path: Path) -> No
 
 def test_no_fault_is_planted_where_an_emulator_never_comes() -> None:
     """What Gluon compiles runs on a GPU only, also beside kernels that are emulated."""
-    found = [site for site in sites.possible_changes("triton", emulated=True) if site.file.endswith("small_list.py")]
-    every = [site for site in sites.possible_changes("triton") if site.file.endswith("small_list.py")]
-    lines = (sites.ROOT / "backends/triton/kernels/small_list.py").read_text().splitlines()
+    found = [site for site in sites.possible_changes("triton", emulated=True) if site.file.endswith("lists.py")]
+    every = [site for site in sites.possible_changes("triton") if site.file.endswith("lists.py")]
+    lines = (sites.ROOT / "backends/triton/kernels/lists.py").read_text().splitlines()
     first = next(i for i, line in enumerate(lines, 1) if line.startswith("@gluon"))
     assert found == [site for site in every if site.line < first]
     assert 0 < len(found) < len(every)
@@ -150,7 +150,7 @@ def test_problems_that_reach_a_line_are_known(name: str, monkeypatch: pytest.Mon
     offered = [Variant(case.to_dict(), "emulated", "0") for case in simple]
     traced = emulated.trace(name, offered, torch.device("cpu"))
     file, start = {"triton": ("generic.py", 'elif FORM == "jagged_n":'), "numba": ("generic.py", "acc")}[name]
-    text = (sites.ROOT / "backends" / name).rglob(file).__next__().read_text().splitlines()
+    text = (sites.device_code(name) / file).read_text().splitlines()
     reached = {line for variant in traced for line in variant.lines.get(file, ())}
     assert len(reached) > 20 and all(text[line - 1].strip() for line in reached)
     if name == "triton":  # which form takes a branch is known

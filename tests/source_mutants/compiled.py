@@ -68,9 +68,7 @@ def compiler_key(backend: str, spec: Any, config: Any) -> dict[str, Any]:
     if backend == "numba":
         configs = import_module("multigemm.backends.numba.config")
         return asdict(configs.effective(config, configs.signature_of(spec)))
-    name, source = (
-        ("hopper_launch", "hopper_source") if config.kernel == "hopper" else ("generic_launch", "pointer_source")
-    )
+    name, source = ("hopper", "hopper_source") if config.kernel == "hopper" else ("generic", "pointer_source")
     made = getattr(import_module(f"multigemm.backends.triton.{name}"), source)(spec, config)
     kinds = {name: kind for name, kind in made.signature if kind.startswith("*")}
     return dict(made.constants) | kinds
@@ -203,7 +201,7 @@ def _triton_codes(spec: Any, config: Any) -> list[bytes]:
 
 
 def _triton_tables(spec: Any, config: Any) -> list[str]:
-    compiler = import_module("multigemm.backends.triton.compile")
+    compiler = import_module("multigemm.backends.triton.build")
     return [compiler.build(source, 90).asm["ptx"] for source in triton_sources(spec, config).values()]
 
 

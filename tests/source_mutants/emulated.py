@@ -90,7 +90,7 @@ def subjects_of(backend: str) -> list[Subject]:
 def choose_listing(backend: str, chosen: int) -> None:
     """Has the host list the tiles of short lists, or leaves them to the kernel as those of very long lists are."""
     if backend == "triton":
-        launch = import_module("multigemm.backends.triton.list_launch")
+        launch = import_module("multigemm.backends.triton.lists")
         vars(launch).setdefault("USUAL_MOST_LISTED", launch.MOST_LISTED)
         vars(launch)["MOST_LISTED"] = 0 if chosen == UNLISTED else launch.USUAL_MOST_LISTED
 

@@ -39,9 +39,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
       for extent, first, block in (("columns", "first_column", "BN"), ("rows", "first_row", "BM"))
       for new in (f"{extent} - {first} + {block}", f"{extent} - {first} + {block} + 1",
                   f"{extent} + {first} + {block} - 1")),
-    *(("generic.py", f"j[None, :].to(tl.int64) * {col}", "j[None, :].to(tl.int64)",
-       "zeros go into the library's own result only, whose columns are one apart")
-      for col in ("col", "out_col")),
+    ("generic.py", "j[None, :].to(tl.int64) * col", "j[None, :].to(tl.int64)",
+     "zeros go into the library's own result only, whose columns are one apart"),
     ("generic.py", "skip_k + 0 * row0", "skip_k - 0 * row0", "zero either way"),
     ("generic.py", "skip_k + 0 * row0", "skip_k + 0", "zero either way"),
     ("generic.py", "tile + groups * 0", "tile - groups * 0", "zero either way"),

@@ -29,7 +29,7 @@ from tests.source_mutants import emulated
 from tests.source_mutants.compiled import Variant, codes_of, lines_held, traits
 from tests.source_mutants.hunt import TRIED, Hunt, answer_of_process, take_backend
 from tests.source_mutants.problems import compiled_cases, rare_cases
-from tests.source_mutants.sites import COPIES, EMULATED, Site, kernels_by_file, kernels_of
+from tests.source_mutants.sites import COPIES, EMULATED, Site, device_code, kernels_by_file, kernels_of
 
 COMPILERS = ("triton", "numba-cuda", "cupy-cuda13x")
 PER_KERNEL = {"triton": 26, "cupy": 24, "numba": 16}
@@ -79,7 +79,7 @@ def _texts(backend: str, root: Path, kernel: str) -> list[bytes]:
     """The source files of a variant's kernel; of one that runs another behind a copy, that one's too."""
     parts = {kernel, "hopper"} if kernel in COPIES else set(EMULATED) if kernel == "emulated" else {kernel}
     files = {name for name, kernels in kernels_by_file(backend, root).items() if parts & set(kernels)}
-    return [path.read_bytes() for path in sorted((root / "backends" / backend).rglob("*")) if path.name in files]
+    return [path.read_bytes() for path in sorted(device_code(backend, root).iterdir()) if path.name in files]
 
 
 def variants_of(hunt: Hunt, root: Path) -> list[Variant]:

@@ -21,7 +21,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "triton": {
         "generic.py": ("pointer", "hopper"), "schedule.py": ("pointer", "hopper"), "epilogue.py": ("pointer", "hopper"),
         "hopper.py": ("hopper",), "hopper_tiles.py": ("hopper",), "hopper_shift_b.py": ("hopper",),
-        "small_list.py": ("pointer", "hopper"),
+        "lists.py": ("pointer", "hopper"),
     },
     "cupy": {},
     "numba": {
@@ -44,7 +44,7 @@ DEVICE_CODE_AFTER = {"memory.py": "else:"}
 """Files whose device code begins behind such a line; before it stands the version for emulation."""
 
 GPU_ONLY = (
-    "group_rows", "weight_class", "write_records", "zero_kernel", "pack_kernel", "make_any_finish", "inclusive_scan",
+    "group_rows", "weight_class", "write_records", "pack_kernel", "make_any_finish", "inclusive_scan",
     "owner_of", "make_warp_schedule",
 )  # fmt: skip
 """Functions of these files that an emulator never calls; it does not call Gluon functions either."""
@@ -136,9 +136,15 @@ def snapshot(folder: Path) -> Path:
     return folder
 
 
+def device_code(backend: str, root: Path = ROOT) -> Path:
+    """The folder of a backend's device code: `kernels`, beside whose files host code may have the same names."""
+    folder = root / "backends" / backend
+    return folder / "kernels" if (folder / "kernels").is_dir() else folder
+
+
 def kernels_by_file(backend: str, root: Path = ROOT) -> dict[str, tuple[str, ...]]:
     """The kernels that a file is part of, by file name."""
-    return FILES[backend] or _cuda_kernels(root / "backends" / backend / "kernels")
+    return FILES[backend] or _cuda_kernels(device_code(backend, root))
 
 
 @lru_cache(maxsize=8)
@@ -166,7 +172,7 @@ def kernels_of(site: Site, backend: str) -> tuple[str, ...]:
 def possible_changes(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Site]:
     """Every change that the operators offer for a backend's kernels; `emulated`: that runs without a GPU."""
     found: list[Site] = []
-    for path in sorted((root / "backends" / backend).rglob("*")):
+    for path in sorted(device_code(backend, root).iterdir()):
         kernels = kernels_by_file(backend, root).get(path.name, ())
         if not kernels or (emulated and (path.name in DEVICE_CODE_AFTER or not set(kernels) & set(EMULATED))):
             continue
