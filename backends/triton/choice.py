@@ -39,6 +39,8 @@ MOST_SHARED = 160
 WORTH_SHARING = 2048
 """Elements of K for each doubling of the programs that share a tile; an eighth of them where a product is as slow as
 those of `crossed`."""
+
+
 class Speed(NamedTuple):
     """What a kernel takes at least."""
 

@@ -131,7 +131,7 @@ def races_in(text: str) -> tuple[list[Race], bool]:
 def _functions(backend: str, file: str) -> tuple[tuple[int, int, str], ...]:
     """First line, last line and name of the functions of a backend's file."""
     folder = SOURCES / backend
-    path = (folder / "kernels" if (folder / "kernels").is_dir() else folder) / file  # beside host code of that name
+    path = (folder / "kernels" if (folder / "kernels").is_dir() else folder) / file
     tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
     return tuple((n.lineno, n.end_lineno or n.lineno, n.name) for n in tree.body if isinstance(n, ast.FunctionDef))
 

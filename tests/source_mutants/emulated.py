@@ -39,7 +39,7 @@ from multigemm.testing.strategies import (
 from multigemm.testing.subject import Subject
 from tests.source_mutants.compiled import Variant
 from tests.source_mutants.problems import KINDS, at_edges, very_many_groups
-from tests.source_mutants.sites import ROOT
+from tests.source_mutants.sites import ROOT, device_code
 
 LIMITS = replace(EMULATED, work=1 << 13, groups=600)
 SIDES = {"triton": 16, "numba": 8}
@@ -169,9 +169,10 @@ def evenly(kind: Case, count: int) -> Case:
 
 @contextmanager
 def traced(backend: str) -> Iterator[dict[str, set[int]]]:
-    """The lines of a backend's files that are executed meanwhile, in all threads that begin."""
+    """The lines of a backend's device code that are executed meanwhile, in all threads that begin."""
     found: dict[str, set[int]] = {}
-    mark = f"/backends/{backend}/"
+    folder = device_code(backend)
+    mark = f"/backends/{folder.relative_to(ROOT / 'backends')}/"
 
     def lines(frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
