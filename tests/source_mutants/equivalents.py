@@ -62,7 +62,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     *(("hopper_tiles.py", f"gl.load({word}, mask=ok, other=0)", f"gl.load({word}, mask=ok, other=1)",
        "the record of a tile behind the last one, which is not published")
       for word in ("entry", *(f"entry + {n}" for n in range(1, 7)), "ends + g")),
-    *(("hopper_shift_b.py", f"spot, ({strips}, 0, 0), MOST", f"spot, ({strips}, {new}), MOST",
+    *(("hopper_shift_b.py", f"({strips}, 0, 0), MOST", f"({strips}, {new}), MOST",
        "a second part that begins behind the tile's last row, and stores nothing")
       for strips in (1, 2) for new in ("0, 1", "1, 0")),
     ("hopper_shift_b.py", "* 8)[:, None] + 0 * k", "* 8)[:, None] - 0 * k", "zero either way"),
