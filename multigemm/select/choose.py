@@ -49,6 +49,7 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
     try:
         given = frozenset(config.items()) if isinstance(config, Mapping) else config
         eager = eager and which == "auto" and not captured(problem)
+        given = None if config is None else (given, repr(config))  # 16 and 16.0 are equal, and not alike
         key = (spec, equal_sizes(problem), size, problem.device, which, given, eager, ranks > 1, table.generation)
         found = _choices.get(key)
     except TypeError:

@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -378,19 +377,21 @@ def test_results_on_the_cpu_lie_there_whatever_torchs_default_device_is(follower
     torch.testing.assert_close(out, answer(a, b, [0, 3, 8]))
 
 
-def test_configs_that_are_equal_but_not_alike_are_told_apart() -> None:
-    a, b = torch.randn(8, 16), torch.randn(2, 16, 32)
-    config = mg.plan(mg.GroupedGemmProblem(a, b, sizes=[3, 5]), backend="cpu").config
-    for given in (config, {"kernel": config.kernel}):
+def test_configs_that_are_equal_but_not_alike_are_told_apart(follower: Following) -> None:
+    a, b, ends = problem()
+    given: Any
+    for given in (Tile(16), {"size": 16}):
         for _ in range(4):
-            mg.grouped_gemm(a, b, sizes=[3, 5], backend="cpu", config=given)
+            mg.grouped_gemm(a, b, ends=ends, backend="follower", config=given)
     choose.forget()
     served = LAUNCHES.served
     for _ in range(4):
-        mg.grouped_gemm(a, b, sizes=[3, 5], backend="cpu", config={"kernel": config.kernel})
+        mg.grouped_gemm(a, b, ends=ends, backend="follower", config={"size": 16})
     assert LAUNCHES.served == served + 2
-    with pytest.raises(mg.InvalidSetting, match="must be of type"):
-        mg.grouped_gemm(a, b, sizes=[3, 5], backend="cpu", config=replace(config, rows=float(config.rows)))
+    untyped: Any = Tile
+    for given in (untyped(16.0), {"size": 16.0}):
+        with pytest.raises(mg.InvalidSetting, match="must be of type"):
+            mg.grouped_gemm(a, b, ends=ends, backend="follower", config=given)
 
 
 def test_an_out_that_interleaves_is_bound_anew_and_makes_one_entry(follower: Following) -> None:
