@@ -109,7 +109,7 @@ def kind(name: str) -> str:
     lower = name.lower()
     if "nccl" in lower:
         return "exchange"
-    products = ("gemm", "hopper", "portable", "nvjet", "cutlass", "wgmma", "xmma", "grouped", "small_kernel", "pointer")
+    products = ("gemm", "hopper", "generic", "nvjet", "cutlass", "wgmma", "xmma", "grouped", "small_kernel", "pointer")
     return "product" if any(word in lower for word in products) else "other"
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 import multigemm
-from multigemm.backends.cupy import wgmma
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.cuda.launch import Kernel
 from multigemm.errors import CompileError
@@ -52,7 +51,7 @@ class Source(NamedTuple):
 def headers() -> tuple[tuple[str, str], ...]:
     """Name and text of every header."""
     written = [(path.name, path.read_text()) for path in sorted(SOURCES.glob("*.cuh"))]
-    return (*written, (wgmma.SHARED, wgmma.shared_text()), (wgmma.REGISTERS, wgmma.register_text()))
+    return (*written, (MMA_HEADER, mma_header()), (FRAGMENT_HEADER, fragment_header()))
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -123,11 +122,6 @@ _loaded: dict[tuple[Source, int], Kernel] = {}
 _loading = Lock()
 
 
-def is_loaded(source: Source, index: int) -> bool:
-    """Whether a device holds a kernel already."""
-    return (source, index) in _loaded
-
-
 def load(source: Source, index: int) -> Kernel:
     """A kernel on a device: one module for all threads, for the life of the process."""
     found = _loaded.get((source, index))
@@ -144,9 +138,100 @@ def load(source: Source, index: int) -> Kernel:
 
 def load_all(sources: Iterable[Source], index: int) -> None:
     """Compiles and loads what is not loaded yet, in threads: the compiler works outside Python's lock."""
-    missing = [source for source in dict.fromkeys(sources) if not is_loaded(source, index)]
+    missing = [source for source in dict.fromkeys(sources) if (source, index) not in _loaded]
     if not missing:
         return
     with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
         for _ in pool.map(partial(load, index=index), missing):
             pass
+
+
+# Two headers that are written here: `Mma<N>::run` and `MmaFragment<N>::run`, one wgmma instruction for each width n of
+# the row side. An instruction's operand list is as long as its accumulator, so a loop writes the 32 widths.
+
+MMA_HEADER, FRAGMENT_HEADER = "mma.cuh", "fragments.cuh"
+WIDTHS = range(8, 257, 8)
+
+
+def _guarded(one: Callable[[int], str]) -> str:
+    """The instructions of the widths that a kernel has."""
+    return "".join(f"#if {n} <= ROWS && {n} % STEP == 0\n{one(n)}#endif\n" for n in WIDTHS)
+
+
+MMA_HEAD = """// Written by build.py: d += W x X for 64 columns, N rows and k = 16, both operands in shared memory.
+#pragma once
+#include "ptx.cuh"
+// Registers of one thread: ROWS by 64 columns per warpgroup, or by 128 where warpgroups take turns.
+constexpr int ACCUMULATORS = PINGPONG ? ROWS : ROWS / 2;
+template <int N, int FIRST> struct Mma;   // FIRST: the accumulator's first register
+"""
+
+
+def _from_shared(n: int) -> str:
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d[FIRST + {i}])' for i in range(count))
+    kind = "{}.{}"
+    lines = []
+    for bf16, name in ((1, kind.format("bf16", "bf16")), (0, kind.format("f16", "f16"))):
+        lines.append(f"#if BFLOAT == {bf16}" if bf16 else "#else")
+        lines.append(
+            f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name} {{{registers}}}, '
+            f'%{count}, %{count + 1}, 1, 1, 1, %{count + 2}, %{count + 3};"'
+        )
+    lines.append("#endif")
+    body = "\n".join(lines)
+    return (
+        f"template <int FIRST> struct Mma<{n}, FIRST> {{\n"
+        f"    static __device__ __forceinline__ void run(float (&d)[ACCUMULATORS], u64 w, u64 x) {{\n{body}\n"
+        f'                     : {operands}\n                     : "l"(w), "l"(x), "n"(1 - W_K), "n"(1 - X_K));\n'
+        "    }\n};\n"
+    )
+
+
+def _cases() -> str:
+    """CASES: one CASE(n, products) for each width that this kernel has."""
+    lines = []
+    for step in (8, 16, 32, 64):
+        cases = " ".join(f"CASE({n}, products)" for n in range(step, 257, step))
+        lines.append(f"#if STEP == {step}\n#define CASES(products) {cases}\n#endif\n")
+    return "".join(lines)
+
+
+def mma_header() -> str:
+    """The header for weights in shared memory."""
+    return MMA_HEAD + _guarded(_from_shared) + _cases()
+
+
+FRAGMENT_HEAD = """// Written by build.py: d += W x X, 64 columns, N rows, k = 16; W in registers, X in shared memory.
+#pragma once
+#include "ptx.cuh"
+template <int N> struct MmaFragment;
+"""
+
+
+def _from_registers(n: int) -> str:
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    fragment = ", ".join(f"%{count + i}" for i in range(4))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    lines = []
+    for start, name in (("#if BFLOAT", "bf16.bf16"), ("#else", "f16.f16")):
+        lines.append(start)
+        lines.append(
+            f'        asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name} {{{registers}}}, '
+            f'{{{fragment}}}, %{count + 4}, 1, 1, 1, %{count + 5};"'
+        )
+    body = "\n".join([*lines, "#endif"])
+    return (
+        f"template <> struct MmaFragment<{n}> {{\n"
+        f"    static __device__ __forceinline__ void run(float (&d)[ROWS / 2], const u32* w, u64 x) {{\n{body}\n"
+        f'                     : {operands}\n                     : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), '
+        f'"l"(x), "n"(1 - X_K));\n'
+        "    }\n};\n"
+    )
+
+
+def fragment_header() -> str:
+    """The header for weights in registers, where they cannot lie in shared memory as the tensor cores read it."""
+    return FRAGMENT_HEAD + _guarded(_from_registers)

@@ -7,7 +7,7 @@ that call for seconds. So the rules take them as integers, for one problem, or a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,25 +19,25 @@ from multigemm.backends.cupy.config import (
     ALONE,
     BLOCK_K,
     COLUMNS,
-    CUBE,
-    CUBE64,
-    DEEP,
-    DIRECT,
-    DIRECT_MIDDLE,
-    DIRECT_NARROW,
+    GENERIC,
+    GENERIC_32,
+    GENERIC_64,
+    GENERIC_PAIR,
     MIDDLE,
     NARROW,
-    PAIR,
-    PORTABLE,
+    SHIFT_B,
+    SHIFT_B_MIDDLE,
+    SHIFT_B_NARROW,
     SINGLE,
     SLIM,
-    SMALL,
+    SMALL_32,
+    SMALL_64,
+    SMALL_DEEP,
+    SMALL_LIST,
+    SMALL_LISTS,
     STAGES,
-    TINY,
     TURNS,
     TURNS_GROUPS,
-    WAVE,
-    WAVES,
     WIDE,
     Config,
     capability_of,
@@ -45,58 +45,75 @@ from multigemm.backends.cupy.config import (
     shape_fits,
     shapes_of,
 )
-from multigemm.backends.cupy.specs import (
-    CUBE_ROWS,
-    LIST,
+from multigemm.backends.cupy.support import (
     MAX_GROUPS,
+    MAX_LISTED_GROUPS,
     MAX_ROWS,
+    SMALL_MAX_ROWS,
     has_odd_lines,
     hopper_reasons,
     is_swapped,
     plain_kind,
     sends,
+    small_list_reasons,
     small_reasons,
-    wave_reasons,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
+
+# Fitted numbers, last changed on 2026-11-22: times in bfloat16 on an H100 or H200, as docs/cupy-hopper.md tells them.
+# `multigemm tune` times every config of a class of problems, which is how to fit them anew.
 
 ONE_WAVE = 160
 """Tiles of the small kernel that run at once, with room for the rounding of totals to powers of two."""
-RESIDENT, ROUNDS, FULL_ROWS, WAVE_WORK = 264, 528, 192, 1 << 34
-"""Tiles of 128 x 128 up to which the wave kernel is faster; of 256 x 128, rows and products, if nothing is copied."""
+LIST_TILES = 264
+"""Tiles of 128 x 128 up to which the kernel for small lists is faster, whatever their number of rows."""
+LIST_HIGH_TILES = 528
+"""Tiles of 256 x 128 up to which it is faster if nothing is copied, groups have LIST_ROWS and products are few."""
+LIST_ROWS = 192
+"""Rows per group from which LIST_HIGH_TILES counts."""
+LIST_WORK = 1 << 34
+"""Products (rows x columns x k) up to which LIST_HIGH_TILES counts."""
+LIST_COPIED_K = 768
+"""k up to which a list's odd operands are copied for the kernel for small lists, whatever the tiles."""
+LIST_LEAST_K = 128
+"""k up to which the small kernel is tried before the kernel for small lists."""
 FEW_K = 1024
 """k per group up to which results of jagged k that one round of low tiles covers are not cut into tall ones."""
-SMALL_ROWS, SMALL_COLUMNS = 2048, 1024
-"""Below these a result has fewer tiles than the GPU has processors: small tiles, no clusters."""
+SMALL_ROWS = 2048
+"""Rows, and SMALL_COLUMNS, up to which a result has fewer tiles than the GPU has processors: low ones, no clusters."""
+SMALL_COLUMNS = 1024
+"""Columns: see SMALL_ROWS."""
 WORTH_COPYING = 1 << 24
-"""Products (rows x columns x k) from which a copy costs less than the portable kernel."""
-SPARSE_ROWS, FEW_ROWS = 32, 1024
-"""Rows per group up to which weights that are shifted as they are read want low tiles and many stages; up to which they
-are shifted at all: more rows repay a copy of the weights."""
-SHORT_K, BRIEF_K = 768, 128
-"""Up to here a list's odd operands are copied for the wave kernel, whatever the tiles; small tiles beat a wave."""
-FEW_COLUMNS, LONG_K = 15, 2048
-"""Odd numbers of blocks of columns up to which clusters of two would waste too much; k from which tiles of few rows are
-as high as for many: then a large group's weights are read once."""
+"""Products (rows x columns x k) from which a copy costs less than the generic kernel."""
+SPARSE_ROWS = 32
+"""Rows per group up to which weights that are shifted as they are read want low tiles and many stages."""
+SHIFTED_ROWS = 1024
+"""Rows per group up to which weights are shifted at all: more rows repay a copy of the weights."""
+FEW_COLUMNS = 15
+"""Odd numbers of blocks of columns up to which clusters of two would waste too much."""
+LONG_K = 2048
+"""k from which tiles of few rows are as high as for many: then a large group's weights are read once."""
 THIN_K = 128
 """k per group of jagged k up to which storing is most of the work: clusters would share rows that cost nothing."""
 MANY_ROWS = 448
 """Rows per group from which warpgroups take turns: lower tiles read weights more often, but hide their stores."""
 AT_ONCE = 3 * PROCESSORS
 """Tiles of 64, or of 32 with eight blocks of k in flight, that run at once, for which there is shared memory."""
-ODD_US, PORTABLE_US = (7.0, 1.0), (11.0, 4.0)
-"""Microseconds (H100) of a launch and of a block of k where lines begin anywhere: a block of one of a processor's tiles
-of 32 in the small kernel; of all its tiles of 64 in the portable one, which waits for memory each time."""
+ODD_US = (7.0, 1.0)
+"""Microseconds (H100) of a launch of the small kernel where lines begin anywhere, and of a block of k of one of a
+processor's tiles of 32."""
+GENERIC_US = (11.0, 4.0)
+"""Microseconds of a launch of the generic kernel there, and of a block of k of all of a processor's tiles of 64: it
+waits for memory each time."""
 CLEARLY = 0.8
-"""How far below the other one a forecast must be to be believed."""
+"""Fraction of the other one's forecast below which a forecast is believed."""
 HALVES = (torch.float16, torch.bfloat16)
 TOTALS = (0, *(1 << i for i in range(21)))
 GROUPS = (*(1 << i for i in range(10)), MAX_GROUPS)
 """Numbers of tokens and groups for which kernels are compiled beforehand."""
 
-Number = Any
-"""An integer, or an array of the same quantity for many problems."""
 Condition = Any
 """Whether something holds: a bool, or an array of them."""
 Rule = tuple[Condition, tuple[Config, ...]]
@@ -108,7 +125,7 @@ class Layout(NamedTuple):
 
     spec: ProblemSpec
     small: bool
-    wave: bool
+    small_list: bool
     hopper: bool
     odd_lines: bool
     sends: bool
@@ -132,7 +149,7 @@ def _layout(spec: ProblemSpec) -> Layout:
     """Of a spec with neither tokens nor groups."""
     columns = max(-(-((spec.m if is_swapped(spec) else spec.n) or spec.largest) // COLUMNS), 1)
     return Layout(
-        spec, not small_reasons(spec), not wave_reasons(spec), not hopper_reasons(spec), has_odd_lines(spec),
+        spec, not small_reasons(spec), not small_list_reasons(spec), not hopper_reasons(spec), has_odd_lines(spec),
         sends(spec), plain_kind(spec) > 0, columns, spec.k or spec.largest,
     )  # fmt: skip
 
@@ -142,10 +159,10 @@ def _without_counts(spec: ProblemSpec) -> ProblemSpec:
 
 
 class Judge:
-    """Says which configs are valid for a spec, as `is_valid`, and asks each kernel once."""
+    """Says which configs are valid for a spec, as `is_valid`, and asks each kernel once; not those that are known."""
 
-    def __init__(self, spec: ProblemSpec, capability: tuple[int, int]) -> None:
-        self._spec, self._capability, self._runs = spec, capability, dict[str, bool]()
+    def __init__(self, spec: ProblemSpec, capability: tuple[int, int], known: Mapping[str, bool] | None = None) -> None:
+        self._spec, self._capability, self._runs = spec, capability, dict(known or {})
 
     def accepts(self, config: Config) -> bool:
         """Whether the config runs the spec on the device."""
@@ -162,24 +179,31 @@ def _order(spec: ProblemSpec) -> Iterator[Config]:
     return (config for rules in stages for holds, some in rules if holds for config in some)
 
 
-def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config:
-    """The best guess without measuring: the first valid config of `_order`."""
+@lru_cache(maxsize=1024)
+def ranked(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
+    """Every shipped config that is valid for `spec`, the best guess first: the valid ones of `_order`."""
     judge = Judge(spec, capability)
-    return next(c for c in _order(spec) if judge.accepts(c))
+    return tuple(c for c in dict.fromkeys(_order(spec)) if judge.accepts(c))
+
+
+def heuristic(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> Config:
+    """The best guess without measuring."""
+    return ranked(spec, capability)[0]
 
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
-    """Every shipped config that is valid for `spec`, the best guess first."""
-    judge = Judge(spec, capability_of(device))
-    return [c for c in dict.fromkeys(_order(spec)) if judge.accepts(c)]
+    """The configs of `ranked` for a device."""
+    return list(ranked(spec, capability_of(device)))
 
 
 def first_choices(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Config, ...]:
     """The heuristic's choices for the spec's layouts and extents, whatever the number of tokens and groups."""
     spec = replace(spec, total=0, groups=1, largest=0)
     total, groups = (x.ravel() for x in np.meshgrid(np.array(TOTALS, float), np.array(GROUPS, float)))
-    found, left, judge = dict[Config, None](), np.ones(total.size, bool), Judge(spec, capability)
-    for rules in _rules(_layout(spec), Counts(total, groups, total // groups)):
+    layout = _layout(spec)
+    known = {"small": layout.small, "small_list": layout.small_list, "hopper": layout.hopper}
+    found, left, judge = dict[Config, None](), np.ones(total.size, bool), Judge(spec, capability, known)
+    for rules in _rules(layout, Counts(total, groups, total // groups)):
         for holds, some in rules:
             for config in some:
                 taken = left & holds
@@ -195,11 +219,13 @@ def first_choices(spec: ProblemSpec, capability: tuple[int, int]) -> tuple[Confi
 
 def _takes(config: Config, spec: ProblemSpec, total: Number, groups: Number) -> Condition:
     """Whether a config that is valid for a layout is so for these numbers, as `is_valid` says."""
-    if config.kernel == "portable":
+    if config.kernel == "generic":
         return True
     if config.kernel == "small":
-        return (total <= CUBE_ROWS) & (groups <= (LIST if spec.form == "per_group" else CUBE_ROWS))
-    return groups <= (LIST if config.kernel == "wave" else min(config.groups_at_most, MAX_GROUPS))
+        return (total <= SMALL_MAX_ROWS) & (
+            groups <= (MAX_LISTED_GROUPS if spec.form == "per_group" else SMALL_MAX_ROWS)
+        )
+    return groups <= (MAX_LISTED_GROUPS if config.kernel == "small_list" else min(config.groups_at_most, MAX_GROUPS))
 
 
 def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
@@ -208,14 +234,14 @@ def _rules(layout: Layout, counts: Counts) -> Iterator[list[Rule]]:
     In stages, since the later ones need not be worked out where an earlier one decides for all.
     """
     if layout.spec.compute not in HALVES:
-        yield list(_portable_rules(layout, counts))
+        yield list(_generic_rules(layout, counts))
         return
-    small, wave = _few_tiles_rules(layout, counts), _wave_rules(layout, counts)
-    yield [*wave, *small] if layout.k > BRIEF_K else [*small, *wave]
+    small, listed = _few_tiles_rules(layout, counts), _small_list_rules(layout, counts)
+    yield [*listed, *small] if layout.k > LIST_LEAST_K else [*small, *listed]
     ladders = _hopper_rules(layout, counts)
     yield [(holds, ladder.configs) for holds, ladder in ladders]
     yield _other_rules(layout, counts, ladders)
-    yield [(True, (DIRECT, DIRECT_MIDDLE, DIRECT_NARROW, CUBE, CUBE64, DEEP, *WAVES))]
+    yield [(True, (SHIFT_B, SHIFT_B_MIDDLE, SHIFT_B_NARROW, SMALL_32, SMALL_64, SMALL_DEEP, *SMALL_LISTS))]
 
 
 def _somewhere(holds: Condition) -> bool:
@@ -226,25 +252,19 @@ def _most(x: Number, y: Number) -> Number:
     return np.maximum(x, y) if isinstance(x, np.ndarray) or isinstance(y, np.ndarray) else max(x, y)
 
 
-def _usual(layout: Layout, counts: Counts, direction: str) -> Number:
-    """As ProblemSpec.usual: an extent of an ordinary group."""
-    extent = getattr(layout.spec, direction)
-    if extent is not None:
-        return extent
-    return counts.mean if direction == layout.spec.jagged else layout.spec.largest
-
-
 def _rows(layout: Layout, counts: Counts) -> Number:
     """Rows per group: a whole tile where the jagged direction is another."""
     return counts.mean if layout.spec.form != "jagged_k" else WIDE.rows
 
 
-def _portable_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
+def _generic_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
     """What runs nowhere else: the tile with which the busiest processor has least to do."""
     tiles = shapes_of(layout.spec)
     alone = tiles[128].resident == 1
-    here = [c for c in (PORTABLE if alone else PAIR, SMALL, TINY) if c.tile in tiles]
-    times = [_longest_time(layout, counts, c.tile) * tiles[c.tile].cost for c in here]
+    here = [c for c in (GENERIC if alone else GENERIC_PAIR, GENERIC_64, GENERIC_32) if c.tile in tiles]
+    rows, columns = (_most(typical_extent(layout.spec, direction, counts.mean), 1) for direction in ("m", "n"))
+    costs = [TileCost(c.tile, c.tile, tiles[c.tile].cost) for c in here]
+    times = [longest_time(cost, _most(counts.groups, 1), rows, columns, 1, PROCESSORS) for cost in costs]
     # How many tiles are faster than each, those before it where they are equal.
     ranks = [
         sum((other < time) | ((other == time) & (j < i)) for j, other in enumerate(times) if j != i)
@@ -253,29 +273,22 @@ def _portable_rules(layout: Layout, counts: Counts) -> Iterator[Rule]:
     for place in range(len(here)):
         for config, rank in zip(here, ranks, strict=True):
             yield rank == place, (config,)
-    yield True, (PAIR if alone else PORTABLE,)
+    yield True, (GENERIC_PAIR if alone else GENERIC,)
 
 
-def _longest_time(layout: Layout, counts: Counts, tile: int) -> Number:
-    """As ProblemSpec.busiest: elements that the processor with most tiles makes."""
-    rows, columns = (_most(_usual(layout, counts, direction), 1) for direction in ("m", "n"))
-    tiles = _most(counts.groups, 1) * -(-rows // tile) * -(-columns // tile)
-    return -(-tiles // PROCESSORS) * tile * tile
-
-
-def _wave_rules(layout: Layout, counts: Counts) -> list[Rule]:
+def _small_list_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """A block for each tile, where few rounds of blocks take all of them; lists may hide larger columns than rows."""
-    if not layout.wave:
+    if not layout.small_list:
         return []
     total, groups, rows = counts.total, counts.groups, _rows(layout, counts)
     columns = max(layout.spec.n or layout.spec.largest, 1)
     low, high = (_most(-(-total // tile), groups) * -(-columns // COLUMNS) for tile in (128, 256))
     if layout.hopper:
         work = total * columns * layout.k
-        good = (low <= RESIDENT) | ((high <= ROUNDS) & (rows >= FULL_ROWS) & (work <= WAVE_WORK))
+        good = (low <= LIST_TILES) | ((high <= LIST_HIGH_TILES) & (rows >= LIST_ROWS) & (work <= LIST_WORK))
     else:
-        good = (low <= RESIDENT) | (layout.k <= SHORT_K)
-    return [(good & (total > 0) & (rows >= 64) & (groups <= LIST) & (groups > 0), (WAVE,))]
+        good = (low <= LIST_TILES) | (layout.k <= LIST_COPIED_K)
+    return [(good & (total > 0) & (rows >= 64) & (groups <= MAX_LISTED_GROUPS) & (groups > 0), (SMALL_LIST,))]
 
 
 def _most_tiles(layout: Layout, counts: Counts, side: int) -> Number:
@@ -289,7 +302,7 @@ def _most_tiles(layout: Layout, counts: Counts, side: int) -> Number:
 
 
 def _fits_small(layout: Layout, counts: Counts) -> Condition:
-    return layout.small & (counts.groups > 0) & _takes(CUBE, layout.spec, counts.total, counts.groups)
+    return layout.small & (counts.groups > 0) & _takes(SMALL_32, layout.spec, counts.total, counts.groups)
 
 
 def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
@@ -300,19 +313,24 @@ def _few_tiles_rules(layout: Layout, counts: Counts) -> list[Rule]:
     """
     if not layout.small:
         return []
-    spec, fits, k, rules = layout.spec, _fits_small(layout, counts), _usual(layout, counts, "k"), list[Rule]()
+    spec, fits, k, rules = (
+        layout.spec,
+        _fits_small(layout, counts),
+        typical_extent(layout.spec, "k", counts.mean),
+        list[Rule](),
+    )
     other = fits
     if not layout.odd_lines:
-        low, high = (_most_tiles(layout, counts, config.tile) for config in (CUBE, CUBE64))
+        low, high = (_most_tiles(layout, counts, config.tile) for config in (SMALL_32, SMALL_64))
         short = k <= (FEW_K if spec.form == "jagged_k" else 512)
         first = fits & (low > 0) & (low <= ONE_WAVE) & short
         second = fits & (first ^ True) & (high > 0) & (high <= ONE_WAVE) & (k <= 256)
-        rules += [(first, (CUBE, CUBE64)), (second, (CUBE64, CUBE))]
+        rules += [(first, (SMALL_32, SMALL_64)), (second, (SMALL_64, SMALL_32))]
         other = fits & ((first | second) ^ True)
     if spec.form == "jagged_k" and layout.hopper:
-        few, one = (_result_tiles(spec, counts, side) for side in (CUBE64.tile, SINGLE.rows))
+        few, one = (_result_tiles(spec, counts, side) for side in (SMALL_64.tile, SINGLE.rows))
         other = other & (k <= FEW_K) & (counts.groups <= MAX_GROUPS)
-        rules.append((other & (k <= BLOCK_K) & (few > 0) & (few <= AT_ONCE), (CUBE64,)))
+        rules.append((other & (k <= BLOCK_K) & (few > 0) & (few <= AT_ONCE), (SMALL_64,)))
         rules.append((other & (one > 0) & (one <= PROCESSORS), (SINGLE,)))
     return rules
 
@@ -327,11 +345,14 @@ def _odd_rules(layout: Layout, counts: Counts) -> list[Rule]:
     more, if all tiles still run at once."""
     if not layout.small or not layout.odd_lines:
         return []
-    blocks, tiles = _most(-(-_usual(layout, counts, "k") // BLOCK_K), 1), _most_tiles(layout, counts, CUBE.tile)
+    blocks, tiles = (
+        _most(-(-typical_extent(layout.spec, "k", counts.mean) // BLOCK_K), 1),
+        _most_tiles(layout, counts, SMALL_32.tile),
+    )
     small = ODD_US[0] + ODD_US[1] * blocks * _most(tiles / PROCESSORS, 1)
-    wins = (tiles > 0) & (small <= CLEARLY * (PORTABLE_US[0] + PORTABLE_US[1] * blocks)) & _fits_small(layout, counts)
+    wins = (tiles > 0) & (small <= CLEARLY * (GENERIC_US[0] + GENERIC_US[1] * blocks)) & _fits_small(layout, counts)
     deep = (blocks > STAGES) & (tiles <= AT_ONCE)
-    return [(wins & deep, (DEEP, CUBE)), (wins & (deep ^ True), (CUBE, DEEP))]
+    return [(wins & deep, (SMALL_DEEP, SMALL_32)), (wins & (deep ^ True), (SMALL_32, SMALL_DEEP))]
 
 
 class Ladder(NamedTuple):
@@ -364,10 +385,10 @@ COPIED_WIDE = replace(WIDE, kernel="packed")
 
 
 def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, Ladder]]) -> list[Rule]:
-    """Where TMA cannot read the operands: the kernels that shift or copy them, or the portable one."""
+    """Where TMA cannot read the operands: the kernels that shift or copy them, or the generic one."""
     spec, total, rows = layout.spec, counts.total, _rows(layout, counts)
-    heavy, few = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING, counts.mean <= FEW_ROWS
-    shifted = [(heavy & (rows <= SPARSE_ROWS), (DIRECT_MIDDLE,)), (heavy & (rows > SPARSE_ROWS), (DIRECT,))]
+    heavy, few = total * (spec.n or 256) * (spec.k or 256) >= WORTH_COPYING, counts.mean <= SHIFTED_ROWS
+    shifted = [(heavy & (rows <= SPARSE_ROWS), (SHIFT_B_MIDDLE,)), (heavy & (rows > SPARSE_ROWS), (SHIFT_B,))]
     copied = [rule for each in ladders if _somewhere(each[0]) for rule in _copied(layout, counts, *each)]
     light = heavy ^ True
     return [
@@ -375,17 +396,17 @@ def _other_rules(layout: Layout, counts: Counts, ladders: list[tuple[Condition, 
         *[(holds & heavy, (best,)) for holds, best, _ in copied],
         *[(holds & (few ^ True), some) for holds, some in shifted],
         *[(holds & heavy, (other,)) for holds, _, other in copied],
-        (heavy, (PORTABLE, SMALL)),
+        (heavy, (GENERIC, GENERIC_64)),
         *[(holds & light, some) for holds, some in _odd_rules(layout, counts)],
-        (light & (total <= SMALL_ROWS), (SMALL, PORTABLE)),
-        (light & (total > SMALL_ROWS), (PORTABLE, SMALL)),
+        (light & (total <= SMALL_ROWS), (GENERIC_64, GENERIC)),
+        (light & (total > SMALL_ROWS), (GENERIC, GENERIC_64)),
         *[(holds & light, (best,)) for holds, best, _ in copied],
     ]
 
 
 def _copied(layout: Layout, counts: Counts, holds: Condition, ladder: Ladder) -> list[tuple[Condition, Config, Config]]:
     """Where copies are multiplied by which configs, the best and another one."""
-    many = holds & (_rows(layout, counts) > FEW_ROWS)
+    many = holds & (_rows(layout, counts) > SHIFTED_ROWS)
     found = [(holds & (many ^ True), ladder.copied_few, ladder.copied_few)]
     if ladder.high:
         odd = many & (_sends(layout, counts) ^ True)
@@ -395,7 +416,7 @@ def _copied(layout: Layout, counts: Counts, holds: Condition, ladder: Ladder) ->
 
 
 def _sends(layout: Layout, counts: Counts) -> Condition:
-    """As specs.sends."""
+    """As support.sends."""
     return layout.sends & ((counts.total <= MAX_ROWS) | (layout.spec.form not in ("jagged_m", "jagged_n")))
 
 

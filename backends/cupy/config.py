@@ -8,15 +8,15 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from multigemm.backends.cupy.specs import (
+from multigemm.backends.cupy.support import (
     MAX_GROUPS,
-    direct_reasons,
     has_odd_lines,
     hopper_reasons,
     packed_reasons,
     plain_kind,
+    shift_b_reasons,
+    small_list_reasons,
     small_reasons,
-    wave_reasons,
 )
 from multigemm.problem.spec import ProblemSpec
 
@@ -25,7 +25,7 @@ COLUMNS = 128
 TURNS_GROUPS = 448
 """Groups that the Hopper kernel's schedule holds where the stages leave it little room."""
 ODD_WEIGHTS = 24576
-"""Bytes of a stage of weights whose lines begin anywhere, the larger of both layouts (weights.cuh)."""
+"""Bytes of a stage of weights whose lines begin anywhere, the larger of both layouts (hopper_shift_b.cu)."""
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one thread block may have on compute capability 9.0."""
 
@@ -34,18 +34,18 @@ SHARED_LIMIT = 232448
 class Config:
     """One way to run a problem.
 
-    `portable` takes any problem, in tiles of `tile` squared (32 is not for 16 bits), with `blocks_per_sm` resident
+    `generic` takes any problem, in tiles of `tile` squared (32 is not for 16 bits), with `blocks_per_sm` resident
     blocks. `hopper` cuts a group's rows into pieces of at most `rows`, whose width on wgmma's n side is a multiple
     of `step`; `stages` blocks of 64 k are in flight, or more of lower pieces; `cluster` thread blocks share their
     rows; `pingpong`: the two warpgroups of a block work on a tile each, not together on one, so that one stores
     while the other multiplies. `packed` copies the operands that TMA cannot read and then runs `hopper` on the
-    copies. `direct` copies the rows at most and shifts the weights into place itself. `small` gives each tile of
-    `tile` squared a thread block of its own, with four blocks of k in flight, or `stages` where lines begin anywhere.
-    `wave` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves their height
-    to it, which knows all sizes.
+    copies. `hopper_shift_b` copies the rows at most and shifts the weights into place itself. `small` gives each tile
+    of `tile` squared a thread block of its own, with four blocks of k in flight, or `stages` where lines begin
+    anywhere. `small_list` gives a thread block to each tile of a list or batch, laid out by the host; `rows` 0 leaves
+    their height to it, which knows all sizes.
     """
 
-    kernel: Literal["portable", "hopper", "packed", "direct", "small", "wave"] = "portable"
+    kernel: Literal["generic", "hopper", "packed", "hopper_shift_b", "small", "small_list"] = "generic"
     blocks_per_sm: int = 2
     tile: int = 128
     rows: int = 0
@@ -56,7 +56,7 @@ class Config:
 
     def shared_bytes(self, plain: bool) -> int:
         """Dynamic shared memory of the Hopper kernel, and of the one that shifts its weights."""
-        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "direct" else self.stages * COLUMNS * 128
+        weights = self.weight_stages * ODD_WEIGHTS if self.kernel == "hopper_shift_b" else self.stages * COLUMNS * 128
         return self.stages * self.rows * 128 + weights + 2 * (8192 if plain else 9216) + self._bookkeeping
 
     @property
@@ -66,14 +66,14 @@ class Config:
 
     @property
     def weight_stages(self) -> int:
-        """Stages of weights in a ring of their own (direct.cu): as many as fit beside those of the rows."""
+        """Stages of weights in a ring of their own (hopper_shift_b.cu): as many as fit beside those of the rows."""
         room = SHARED_LIMIT - self.stages * self.rows * 128 - 2 * 9216 - self._bookkeeping
         return min(room // ODD_WEIGHTS, self.stages)
 
     @property
     def groups_at_most(self) -> int:
         """What its share of the shared memory lets the schedule hold."""
-        full = self.pingpong or (self.kernel == "direct" and self.rows == DIRECT.rows)
+        full = self.pingpong or (self.kernel == "hopper_shift_b" and self.rows == SHIFT_B.rows)
         return TURNS_GROUPS if full else MAX_GROUPS
 
 
@@ -128,8 +128,8 @@ def _lines(kind: int, depth: int, side: int) -> tuple[int, int]:
     return side * (depth + along), depth * (side + across)
 
 
-def portable_bytes(spec: ProblemSpec, side: int) -> int:
-    """Dynamic shared memory: the ring of k-blocks or the staging of results (portable.cu)."""
+def generic_bytes(spec: ProblemSpec, side: int) -> int:
+    """Dynamic shared memory: the ring of k-blocks or the staging of results (generic.cu)."""
     kind, shape = kind_of(spec), shapes_of(spec)[side]
     along, across = _lines(kind, shape.depth, side)
     stage = 2 * (across if kind == F32 else max(along, across)) * SIZES[kind]
@@ -139,13 +139,13 @@ def portable_bytes(spec: ProblemSpec, side: int) -> int:
 def tile_fits(spec: ProblemSpec, side: int, capability: tuple[int, int]) -> bool:
     """Whether there is such a tile, and room for it on a device."""
     limit = SHARED_MEMORY.get(capability, LEAST_SHARED) - PLACE_BYTES
-    return side in shapes_of(spec) and portable_bytes(spec, side) <= limit
+    return side in shapes_of(spec) and generic_bytes(spec, side) <= limit
 
 
-PORTABLE = Config(blocks_per_sm=1)
-PAIR = Config(blocks_per_sm=2)
-SMALL = Config(blocks_per_sm=3, tile=64)
-TINY = Config(blocks_per_sm=3, tile=32)
+GENERIC = Config(blocks_per_sm=1)
+GENERIC_PAIR = Config(blocks_per_sm=2)
+GENERIC_64 = Config(blocks_per_sm=3, tile=64)
+GENERIC_32 = Config(blocks_per_sm=3, tile=32)
 WIDE = Config("hopper", rows=256, stages=4, cluster=2)
 MIDDLE = Config("hopper", rows=128, stages=6, cluster=2)
 NARROW = Config("hopper", rows=64, stages=8, cluster=2)
@@ -153,14 +153,17 @@ SINGLE = Config("hopper", rows=128, stages=6, cluster=1)
 SLIM = Config("hopper", rows=64, stages=8, cluster=1)
 TURNS = Config("hopper", rows=192, stages=5, cluster=2, pingpong=True)
 ALONE = Config("hopper", rows=256, stages=4, cluster=1)
-DIRECT = Config("direct", rows=256, stages=4, cluster=2, step=8)
-DIRECT_MIDDLE = Config("direct", rows=128, stages=6, cluster=2, step=8)
-DIRECT_NARROW = Config("direct", rows=64, stages=7, cluster=2, step=8)
-WAVE = Config("wave")
-WAVES = (WAVE, *(Config("wave", rows=r, stages=s) for r, s in ((64, 8), (80, 7), (128, 6), (192, 5), (256, 4))))
-CUBE = Config("small", tile=32)
-CUBE64 = Config("small", tile=64)
-DEEP = Config("small", tile=32, stages=8)
+SHIFT_B = Config("hopper_shift_b", rows=256, stages=4, cluster=2, step=8)
+SHIFT_B_MIDDLE = Config("hopper_shift_b", rows=128, stages=6, cluster=2, step=8)
+SHIFT_B_NARROW = Config("hopper_shift_b", rows=64, stages=7, cluster=2, step=8)
+SMALL_LIST = Config("small_list")
+SMALL_LISTS = (
+    SMALL_LIST,
+    *(Config("small_list", rows=r, stages=s) for r, s in ((64, 8), (80, 7), (128, 6), (192, 5), (256, 4))),
+)
+SMALL_32 = Config("small", tile=32)
+SMALL_64 = Config("small", tile=64)
+SMALL_DEEP = Config("small", tile=32, stages=8)
 STAGES = 4
 """Blocks of k that the small kernel has in flight, if a config does not say it."""
 BLOCK_K = 64
@@ -169,9 +172,9 @@ BLOCK_K = 64
 REASONS = {
     "hopper": hopper_reasons,
     "packed": packed_reasons,
-    "direct": direct_reasons,
+    "hopper_shift_b": shift_b_reasons,
     "small": small_reasons,
-    "wave": wave_reasons,
+    "small_list": small_list_reasons,
 }
 
 
@@ -181,26 +184,29 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
 
 
 def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
-    """Why a kernel cannot run a spec, whatever its config; the portable one runs all."""
+    """Why a kernel cannot run a spec, whatever its config; the generic one runs all."""
     check = REASONS.get(kernel)
     return check(spec) if check else []
 
 
 def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> bool:
     """Whether a config is one of its kernel's, and has room on a device for problems like this."""
-    if config.kernel == "portable":
+    if config.kernel == "generic":
         return 1 <= config.blocks_per_sm <= 3 and tile_fits(spec, config.tile, capability)
     if config.kernel == "small":
-        return config in (CUBE, CUBE64) or (config == DEEP and has_odd_lines(spec))
-    if capability != (9, 0) or config.kernel == "wave":
-        return capability == (9, 0) and config in WAVES
-    stages = config.weight_stages if config.kernel == "direct" else config.stages
-    if config.rows not in (64, 128, 192, 256) or stages < 2 or spec.groups > config.groups_at_most:
-        return False
-    plain = plain_kind(spec) > 0
+        return config in (SMALL_32, SMALL_64) or (config == SMALL_DEEP and has_odd_lines(spec))
+    if capability != (9, 0) or config.kernel == "small_list":
+        return capability == (9, 0) and config in SMALL_LISTS
+    return _runs_clusters(config, plain_kind(spec) > 0) and spec.groups <= config.groups_at_most
+
+
+@cache
+def _runs_clusters(config: Config, plain: bool) -> bool:
+    """Whether a config is one of the kernels of resident clusters, and has room for results that are plain or not."""
+    stages = config.weight_stages if config.kernel == "hopper_shift_b" else config.stages
     turns = not config.pingpong or (config.rows <= 192 and plain)
-    known = config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
-    return turns and known and config.shared_bytes(plain) <= SHARED_LIMIT
+    known = config.rows in (64, 128, 192, 256) and config.cluster in (1, 2, 4) and config.step in (8, 16, 32, 64)
+    return turns and known and stages >= 2 and config.shared_bytes(plain) <= SHARED_LIMIT
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Binds the Hopper kernel: tensor maps, a counter for its clusters, one launch.
+"""Binds the Hopper kernel: tensor maps, a counter for its clusters, one launch; after copies, where TMA needs them.
 
 The kernel computes C^T = W^T X^T. `W`, the weight side, gives the columns that lie contiguous in the
 result; `X` gives the rows. For jagged n, and where the result is stored by columns, A and B swap roles.
@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy import tensor_maps
+from multigemm.backends.cupy import arguments
+from multigemm.backends.cupy.arguments import (
+    Side,
+    packed_tiles_at_most,
+    problem_bytes,
+    table_of,
+    tiles_at_most,
+    view_of,
+)
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config
-from multigemm.backends.cupy.params import packed_tiles_at_most, problem_bytes, table_of, tiles_at_most, view_of
-from multigemm.backends.cupy.specs import is_swapped, plain_kind, sends
-from multigemm.backends.cupy.tensor_maps import Side
-from multigemm.cuda.arguments import Argument, join
+from multigemm.backends.cupy.support import is_swapped, packed_spec, plain_kind, sends
+from multigemm.cuda.arguments import Argument, fields, join, slot_of
 from multigemm.cuda.counters import Words, ready
-from multigemm.cuda.device import to_device
+from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.launch import BoundKernel, Kernel, without_move
+from multigemm.cuda.launch import BoundKernel, Kernel, LaunchSequence, MovableLaunch, without_move
 from multigemm.cuda.tensor_map import BLANK
-from multigemm.planning.operands import Operands, Packed, Strided
-from multigemm.problem.spec import ProblemSpec
+from multigemm.planning.operands import Operands, Packed, Strided, strides_of
+from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 THREADS = 384
 COUNTERS = 2
@@ -61,13 +68,13 @@ def roles(spec: ProblemSpec) -> Roles:
 
 def source(spec: ProblemSpec, config: Config) -> Source:
     """The kernel's key: what `defines` says, and who stores the results."""
-    return _source(_layout(spec), sends(spec), config)
+    return _source(layout_of(spec), sends(spec), config)
 
 
 @lru_cache(maxsize=1024)
 def _source(layout: Layout, sent: bool, config: Config) -> Source:
-    defines = (*_defines(layout, config), ("SEND", int(sent)))
-    return Source("hopper.cu", "hopper", defines, config.shared_bytes(layout.plain > 0))
+    more = (*defines(layout, config), ("SEND", int(sent)))
+    return Source("hopper.cu", "hopper", more, config.shared_bytes(layout.plain > 0))
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
@@ -85,18 +92,14 @@ class Layout(NamedTuple):
     plain: int
 
 
-def _layout(spec: ProblemSpec) -> Layout:
+def layout_of(spec: ProblemSpec) -> Layout:
+    """What a kernel for the problems of a spec is compiled for."""
     bfloat, form = spec.compute == torch.bfloat16, spec.form
     return Layout(bfloat, roles(spec), form == "jagged_k", form == "per_group", plain_kind(spec))
 
 
-def defines(spec: ProblemSpec, config: Config) -> tuple[tuple[str, int], ...]:
+def defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
     """Dtype, layouts, whether the epilogue is plain, and the config."""
-    return _defines(_layout(spec), config)
-
-
-@lru_cache(maxsize=1024)
-def _defines(layout: Layout, config: Config) -> tuple[tuple[str, int], ...]:
     bfloat, role, ragged, listed, plain = layout
     return (
         ("BFLOAT", int(bfloat)), ("X_K", int(role.x_k)), ("W_K", int(role.w_k)),
@@ -214,11 +217,11 @@ class Hopper:
     def _maps(self, view: Packed, x: Side, w: Side) -> tuple[bytes, ...]:
         """One map of the weight side, 16 of the row side, and one of the results where the copy engine stores them."""
         if self._ragged:
-            maps: tuple[bytes, ...] = (tensor_maps.ragged(w), tensor_maps.ragged(x), tensor_maps.BLANK_ROWS)
+            maps: tuple[bytes, ...] = (arguments.ragged_map(w), arguments.ragged_map(x), arguments.BLANK_ROWS)
         else:
-            maps = (tensor_maps.plain(w, COLUMNS), *tensor_maps.rows(x))
+            maps = (arguments.plain_map(w, COLUMNS), *arguments.row_maps(x))
         if self._sends:
-            return (*maps, tensor_maps.results(results_of(view, self._role.swapped, self._dtype)))
+            return (*maps, arguments.result_map(results_of(view, self._role.swapped, self._dtype)))
         return maps
 
     def _listed_maps(self, ops: Operands) -> Tensor:
@@ -229,8 +232,121 @@ class Hopper:
             for a, b in zip(ops.a, ops.b, strict=True):
                 x, w = matrix_side(a, 0, a_k), matrix_side(b, 1, b_k)
                 x, w = (w, x) if role.swapped else (x, w)
-                for key in ((w, COLUMNS), (x, tensor_maps.list_box(x.mn, self._config.rows, self._config.cluster))):
+                for key in ((w, COLUMNS), (x, arguments.list_box(x.mn, self._config.rows, self._config.cluster))):
                     if key not in made:
-                        made[key] = tensor_maps.plain(*key)
+                        made[key] = arguments.plain_map(*key)
                     parts.append(made[key])
         return to_device(np.frombuffer(b"".join(parts), dtype=np.int64).reshape(-1, 32), ops.device)
+
+
+# Copies of operands that TMA cannot read.
+#
+# Odd strides and alignments on the fast kernel: copy the operand into a readable layout first.
+#
+# The copy is one more pass over the operand, at memory speed; the generic kernel would lose far more
+# on anything large. One launch copies all that a problem needs, lists included. The workspace belongs
+# to the bound problem.
+
+COPY_SOURCE = Source("pack.cu", "pack", ())
+COPY_RECORD = struct.Struct("<2Q9q")
+COPY_JOB = struct.Struct("<Q2I")
+COPY_THREADS, SIDE, BAND, PIECE, BLOCKS_PER_SM = 256, 64, 32, 256, 8
+
+
+def _workspace(elements: int, like: Tensor) -> Tensor:
+    return torch.empty(elements, dtype=like.dtype, device=like.device)
+
+
+class _Copies:
+    """Collects the copies of one problem: where from, where to, and how many units of work each is."""
+
+    def __init__(self) -> None:
+        self.records: list[bytes] = []
+        self.units = 0
+        self.memory: list[Tensor] = []
+
+    def add(self, x: Tensor, wanted: OperandSpec, operand: str | None) -> Tensor:
+        """A view of fresh memory with x's shape and the wanted contiguous direction. `operand`: as `strides_of`."""
+        view, by_rows = strides_of(x, operand), wanted.order == "row"
+        rows, cols = x.shape[-2:]
+        outer, inner = (rows, cols) if by_rows else (cols, rows)
+        groups = x.shape[0] if x.dim() == 3 and view.group else 1
+        pitch = (inner + 7) // 8 * 8
+        memory = _workspace(max(groups * outer * pitch, 1), x)
+        self.memory.append(memory)
+        step = (outer * pitch if view.group else 0,) if x.dim() == 3 else ()
+        from_outer, from_inner = (view.row, view.col) if by_rows else (view.col, view.row)
+        if inner == 1:
+            from_inner = 1  # a stride that is never used must not send the copy through shared memory
+        units = groups * (
+            -(-outer // BAND) * -(-inner // PIECE) if from_inner == 1 else -(-outer // SIDE) * -(-inner // SIDE)
+        )
+        if units:
+            source = (view.group, from_outer, from_inner)
+            record = (view.ptr, memory.data_ptr(), groups, outer, inner, *source, outer * pitch, pitch, self.units)
+            self.records.append(fields(COPY_RECORD.pack(*record), slot_of(view.ptr, 0)))
+            self.units += units
+        return memory.as_strided(x.shape, (*step, *((pitch, 1) if by_rows else (1, pitch))))
+
+    def bound(self, kernel: Kernel, ops: Operands, tokens: bool) -> BoundKernel | None:
+        """One launch for all of them; None where there is nothing to copy. `tokens`: rows of tokens are copied."""
+        if not self.units:
+            return None
+        listed = None
+        if len(self.records) > 2:
+            listed = to_device(np.frombuffer(b"".join(self.records), dtype=np.int64).reshape(-1, 11), ops.device)
+        head = COPY_JOB.pack(0 if listed is None else listed.data_ptr(), len(self.records), self.units)
+        two = self.records[:2] if listed is None else []
+        argument = join([head, *two, bytes((2 - len(two)) * COPY_RECORD.size)])
+        grid = min(self.units, BLOCKS_PER_SM * processors(kernel.index))
+        grid_for = None if tokens else lambda _: grid
+        kept = (*self.memory, listed)
+        return kernel.bound([argument], grid=grid, threads=COPY_THREADS, keep=kept, grid_for=grid_for)
+
+
+class Copied(NamedTuple):
+    """A problem with copies in the place of some operands, its packed formula, and the launch that fills them."""
+
+    ops: Operands
+    view: Packed
+    launch: BoundKernel | None
+
+    def then(self, product: MovableLaunch) -> Launch:
+        """The copies, if there are any, and then the product."""
+        launch = product if self.launch is None else LaunchSequence((self.launch, product))
+        return without_move(launch) if self.ops.spec.form == "per_group" else launch
+
+
+def with_copies(ops: Operands, view: Packed, spec: ProblemSpec, kernel: Kernel, also: str = "") -> Copied:
+    """The problem with copies of the operands that `spec` wants otherwise, and of `also`."""
+    copies, operands = _Copies(), dict[str, Any]()
+    for name in ("a", "b"):
+        x, wanted = getattr(ops, name), getattr(spec, name)
+        if name != also and wanted == getattr(ops.spec, name):
+            continue
+        if isinstance(x, Tensor):
+            operands[name] = copies.add(x, wanted, name)
+            place = strides_of(operands[name])  # not the operand's own: the copy stays where it is
+            view = replace(view, a=place) if name == "a" else replace(view, b=place)
+        else:
+            operands[name] = [copies.add(t, wanted, None) for t in x]
+    tokens = "a" in operands and ops.spec.jagged == "m"
+    return Copied(replace(ops, spec=spec, **operands), view, copies.bound(kernel, ops, tokens))
+
+
+def copied_sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:
+    """All kernels that the spec's problems may launch under this config."""
+    return (source(packed_spec(spec), config), COPY_SOURCE)
+
+
+class CopiedHopper:
+    """The copying kernel and the fast kernel for what the copies look like, loaded for the problems of one spec."""
+
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        self._spec = packed_spec(spec)
+        self._copy, self._product = load(COPY_SOURCE, index), Hopper(self._spec, config, index)
+
+    def bind(self, ops: Operands) -> Launch:
+        """Copies of the operands that need one, then the fast kernel on them."""
+        copied = with_copies(ops, view_of(ops), self._spec, self._copy)
+        return copied.then(self._product.bound(copied.ops, copied.view))

@@ -1,28 +1,23 @@
-"""The backend's five members: spec and config in, a `Recipe` out."""
+"""spec + config -> Recipe: compiles and loads the kernels, whose modules then bind problems."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 
-from multigemm.backend import Availability, Launch, Recipe
-from multigemm.backends.cupy import choice, direct, hopper, packing, portable, small, specs, wave
+from multigemm.backend import Launch, Recipe
+from multigemm.backends.cupy import choice, generic, hopper, hopper_shift_b, small, small_list, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import Source, load_all
 from multigemm.backends.cupy.config import Config
 from multigemm.cuda.device import index_of
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import Operands
-from multigemm.problem.spec import INPUT_DTYPES, ProblemSpec
-
-OLDEST = (8, 0)
-RESULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32)
-INSTALL = "pip install cupy-cuda13x  (cupy-cuda12x for CUDA 12)"
+from multigemm.problem.spec import ProblemSpec
 
 
 class LoadedKernel(Protocol):
@@ -42,42 +37,25 @@ class KernelFamily(NamedTuple):
 
 KERNELS: dict[str, KernelFamily] = {
     "hopper": KernelFamily(hopper.sources, hopper.Hopper),
-    "packed": KernelFamily(packing.sources, packing.Packing),
-    "direct": KernelFamily(direct.sources, direct.Direct),
+    "packed": KernelFamily(hopper.copied_sources, hopper.CopiedHopper),
+    "hopper_shift_b": KernelFamily(hopper_shift_b.sources, hopper_shift_b.HopperShiftB),
     "small": KernelFamily(small.sources, small.Small),
-    "wave": KernelFamily(wave.sources, wave.Wave),
-    "portable": KernelFamily(portable.sources, portable.Portable),
+    "small_list": KernelFamily(small_list.sources, small_list.SmallList),
+    "generic": KernelFamily(generic.sources, generic.Generic),
 }
 
 
-class CupyBackend:
-    """CUDA C++ kernels, compiled by NVRTC through CuPy when a problem first needs them."""
-
-    name = "cupy"
-
-    def availability(self) -> Availability:
-        """Whether CuPy, its compiler and a GPU are here."""
-        return _availability()
-
-    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
-        """Every reason against this problem on this device."""
-        return _not_supported_reasons(spec, device)
-
-    def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Config]:
-        """Valid configs, the best guess first."""
-        return choice.candidates(spec, device)
-
-    def plan(self, spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
-        """Compiles and loads what `spec` needs; sizes, strides and addresses come in at `bind`."""
-        index = index_of(device)
-        capability = torch.cuda.get_device_capability(index)
-        if config == choice.heuristic(spec, capability):
-            _load_layout(replace(spec, total=0, groups=1, largest=0), capability, index)
-        elif not configs.is_valid(config, spec, capability):
-            raise InvalidSetting(f"{config} cannot run {spec}")
-        load_all(KERNELS[config.kernel].sources(spec, config), index)
-        name = "packed+hopper" if config.kernel == "packed" else config.kernel
-        return Recipe(name, config, KERNELS[config.kernel].loaded(spec, config, index).bind, _why(spec, config))
+def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
+    """Compiles and loads what `spec` needs; sizes, strides and addresses come in at `bind`."""
+    index = index_of(device)
+    capability = torch.cuda.get_device_capability(index)
+    if config == choice.heuristic(spec, capability):
+        _load_layout(replace(spec, total=0, groups=1, largest=0), capability, index)
+    elif not configs.is_valid(config, spec, capability):
+        raise InvalidSetting(f"{config} cannot run {spec}")
+    load_all(KERNELS[config.kernel].sources(spec, config), index)
+    name = "packed+hopper" if config.kernel == "packed" else config.kernel
+    return Recipe(name, config, KERNELS[config.kernel].loaded(spec, config, index).bind, why(spec, config))
 
 
 @lru_cache(maxsize=1024)
@@ -87,56 +65,19 @@ def _load_layout(spec: ProblemSpec, capability: tuple[int, int], index: int) -> 
     Calls of other sizes would stall for seconds if each compiled what it is the first to need.
     """
     wanted = choice.first_choices(spec, capability)
-    load_all((source for c in wanted for source in KERNELS[c.kernel].sources(spec, c)), index)
+    load_all([source for c in wanted for source in KERNELS[c.kernel].sources(spec, c)], index)
 
 
-def _why(spec: ProblemSpec, config: Config) -> str:
+def why(spec: ProblemSpec, config: Config) -> str:
     """What the kernel is good for, and why not the fastest one."""
-    obstacle = "; ".join(specs.hopper_reasons(spec)) or "chosen by config"
-    if config.kernel == "direct" and specs.weights_of(spec).wide:
-        obstacle += "; by the portable kernel where groups of 2^31 elements lie no whole number of lines apart"
+    obstacle = "; ".join(support.hopper_reasons(spec)) or "chosen by config"
+    if config.kernel == "hopper_shift_b" and support.weights_of(spec).wide:
+        obstacle += "; by the generic kernel where groups of 2^31 elements lie no whole number of lines apart"
     return {
         "hopper": "TMA and wgmma",
         "packed": f"operands are copied first: {obstacle}",
-        "direct": f"weights are shifted into place as they are read: {obstacle}",
-        "wave": "one thread block per tile, laid out by the host",
+        "hopper_shift_b": f"weights are shifted into place as they are read: {obstacle}",
+        "small_list": "one thread block per tile, laid out by the host",
         "small": "one thread block per tile, without a schedule",
-        "portable": f"any strides, alignment and size ({obstacle})",
+        "generic": f"any strides, alignment and size ({obstacle})",
     }[config.kernel]
-
-
-def _availability() -> Availability:
-    """Whether CuPy, its compiler and a GPU are here."""
-    if importlib.util.find_spec("cupy") is None:
-        return Availability(False, "the package cupy is not installed", INSTALL)
-    if not torch.cuda.is_available():
-        return Availability(False, "torch sees no CUDA GPU: it takes a CUDA build of torch on a machine with one")
-    try:
-        import cupy
-        from cupy.cuda import nvrtc
-
-        nvrtc.getVersion()
-    except (ImportError, OSError, RuntimeError) as error:
-        return Availability(False, f"cupy does not import: {error}", INSTALL)
-    return Availability(True, version=str(cupy.__version__))
-
-
-def _not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
-    """Every reason against this problem on this device; none means that it runs."""
-    reasons = []
-    if device.type != "cuda":
-        reasons.append(f"the operands are on {device}; this backend runs on CUDA devices: move them with .cuda()")
-    elif torch.cuda.is_available() and torch.cuda.get_device_capability(device) < OLDEST:
-        seen = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        reasons.append(f"{device} has compute capability {seen}; the kernels need 8.0 or later: use another backend")
-    if spec.compute not in INPUT_DTYPES:
-        reasons.append(
-            f"products of {spec.compute} are not implemented; cast to one of {', '.join(map(str, INPUT_DTYPES))}"
-        )
-    if spec.out.dtype not in RESULTS:
-        reasons.append(
-            f"results of {spec.out.dtype} are not implemented; ask for one of {', '.join(map(str, RESULTS))}"
-        )
-    if (spec.compute == torch.int8) != (spec.out.dtype == torch.int32):
-        reasons.append(f"{spec.compute} gives {spec.out.dtype}: int8 operands give int32 results, and no others do")
-    return reasons + spec.too_long

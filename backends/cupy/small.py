@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 
 from multigemm.backend import Launch
+from multigemm.backends.cupy.arguments import problem_bytes, view_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import BLOCK_K, STAGES, Config
-from multigemm.backends.cupy.params import problem_bytes, view_of
-from multigemm.backends.cupy.specs import LIST, begins_anywhere, is_swapped, plain_kind
+from multigemm.backends.cupy.support import MAX_LISTED_GROUPS, begins_anywhere, is_swapped, plain_kind
 from multigemm.cuda.launch import NOTHING, BoundKernel, without_move
 from multigemm.planning.operands import Operands, Packed
 from multigemm.problem.spec import ProblemSpec
 
-LISTED = struct.Struct(f"<{5 * LIST}i{6 * LIST}q")
+LISTED = struct.Struct(f"<{5 * MAX_LISTED_GROUPS}i{6 * MAX_LISTED_GROUPS}q")
 NEVER = 0x7FFFFFFF
 HOPPER = (9, 0)
 
@@ -63,7 +63,7 @@ def _listed(ops: Operands, side: int) -> tuple[bytes, int]:
         pitches = (2 * a.stride(a_line), 2 * b.stride(b_line), 2 * out.stride(0))  # a single line's goes unused
         rows.append((tiles, max(across, 1), m, n, k, a.data_ptr(), b.data_ptr(), out.data_ptr(), *pitches))
         tiles += across * down
-    rows += [(NEVER, 1, *[0] * 9)] * (LIST - len(rows))
+    rows += [(NEVER, 1, *[0] * 9)] * (MAX_LISTED_GROUPS - len(rows))
     return LISTED.pack(*(value for column in zip(*rows, strict=True) for value in column)), tiles
 
 

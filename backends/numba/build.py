@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from multigemm.backends.numba.config import Config, Signature
+from multigemm.backends.numba.config import Config, HopperConfig, MmaConfig, Signature
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
 from multigemm.errors import CompileError
 from multigemm.settings import settings
@@ -94,19 +94,17 @@ def _dump(config: Config, signature: Signature, capability: Capability, made: Im
 
 def kernel_function(config: Config, signature: Signature, capability: Capability) -> Callable[..., Any]:
     """The Python function of a kernel; imports Numba."""
-    if config.kernel == "simt":
-        from multigemm.backends.numba.simt import make_kernel
+    if isinstance(config, HopperConfig):
+        from multigemm.backends.numba.kernels import hopper
 
-        return make_kernel(config, signature)  # type: ignore[no-any-return]
-    if config.kernel == "mma":
-        from multigemm.backends.numba.mma import make_kernel as make_mma
+        return hopper.make_kernel(config, signature)  # type: ignore[no-any-return]
+    if isinstance(config, MmaConfig):
+        from multigemm.backends.numba.kernels import mma
 
-        return make_mma(config, signature, capability >= OVERLAP_MINIMUM)  # type: ignore[no-any-return]
-    if config.kernel == "hopper":
-        from multigemm.backends.numba.hopper import make_kernel as make_hopper
+        return mma.make_kernel(config, signature, capability >= OVERLAP_MINIMUM)  # type: ignore[no-any-return]
+    from multigemm.backends.numba.kernels import generic
 
-        return make_hopper(config, signature)  # type: ignore[no-any-return]
-    raise ValueError(f"unknown kernel {config.kernel!r}")
+    return generic.make_kernel(config, signature)  # type: ignore[no-any-return]
 
 
 def to_ptx(config: Config, signature: Signature, capability: Capability) -> str:
@@ -123,8 +121,8 @@ def to_ltoir(config: Config, signature: Signature, capability: Capability) -> by
 
 
 def _compile(config: Config, signature: Signature, capability: Capability, output: str) -> Any:
-    from multigemm.backends.numba.call import Call
-    from multigemm.backends.numba.runtime import cuda, numpy_names, types
+    from multigemm.backends.numba.arguments import Call
+    from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, types
 
     words = types.NamedUniTuple(types.int64, len(Call._fields), Call)
     more = (types.int64, types.int64) if config.kernel == "hopper" else ()

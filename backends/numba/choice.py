@@ -2,53 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from multigemm.backends.numba.config import (
+    COLUMNS,
     FMA_SMALL,
     FMA_TALL,
+    GENERIC,
+    GENERIC_EMULATED,
+    GENERIC_LARGE,
+    GENERIC_LOW,
     HOPPER,
     HOPPER_MEDIUM,
     HOPPER_NARROW,
     MMA,
     MMA_SMALL,
     MMA_TALL,
-    SIMT,
-    SIMT_EMULATED,
-    SIMT_LARGE,
-    SIMT_LOW,
+    ROW_BYTES,
     Config,
+    GenericConfig,
     HopperConfig,
     MmaConfig,
-    SimtConfig,
-    a_inner_jagged,
-    b_inner_jagged,
     signature_of,
 )
-from multigemm.backends.numba.layout import COLUMNS, ROW_BYTES
-from multigemm.backends.numba.support import capability_of
+from multigemm.backends.numba.support import hopper_obstacle, mma_obstacle
+from multigemm.planning.tiles import TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
+T = TypeVar("T")
+# Fitted numbers, last changed on 2026-11-22, as docs/numba-tensor-cores.md tells them. `multigemm tune --backend numba`
+# times every config of a class of problems, which is how to fit them anew.
+
 FEW_ROWS = 64
+"""Rows per group up to which the small tile of mma.sync comes first."""
 SOME_ROWS = 128
+"""Rows per group up to which the tallest tile of the Hopper kernel does not come first."""
 SHALLOW = 512
-"""The k up to which small problems are better off without TMA and wgmma."""
-TMA_ALIGN = ROW_ALIGN = 16
-MMA_MINIMUM = (8, 0)
-DOUBLE_MINIMUM = (9, 0)
-"""Where mma.sync multiplies 16 x 8 float64 at once."""
+"""k up to which small problems are better off without TMA and wgmma."""
+ROW_ALIGN = 16
+"""Bytes to which operands of float32 on plain cores are aligned for asynchronous copies to pay."""
 MULTIPROCESSORS = 128
 """Of an ordinary Hopper GPU (they have 114 to 132)."""
-HALVES = (torch.float16, torch.bfloat16)
-SIMT_COST = {SIMT_LARGE: 1.0, SIMT: 1.9, SIMT_LOW: 2.1}
+GENERIC_COST = {GENERIC_LARGE: 1.0, GENERIC: 1.9, GENERIC_LOW: 2.1}
 """What a product takes in a tile on plain cores, relative to the largest: float32 on an H200."""
 SMALL_COST = {MMA_SMALL: 1.17, FMA_SMALL: 1.06}
 """What a product takes in a small tile, relative to a tall one: float64 and float32 on an H100, K of 2048."""
-TALL_FILL = 2 * ROW_BYTES
+TALL_ENDS_BYTES = 2 * ROW_BYTES
 """Bytes of k in whose time a tall tile begins and ends; beside a small one, more others multiply meanwhile."""
 MOST_THREADS = 1024
+"""Threads of a block, at most."""
 STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a kernel may declare."""
 
@@ -56,11 +62,11 @@ STATIC_SHARED = 48 * 1024
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Configs that are right for this spec; the first is the heuristic's choice."""
     if device.type != "cuda":
-        return [SIMT_EMULATED]
+        return [GENERIC_EMULATED]
     hopper, mma = _hopper(spec, device), _mma(spec, device)
     if _is_plain_float32(spec) and min(spec.a.align, spec.b.align) < ROW_ALIGN:
-        return _simt(spec) + mma  # element by element, plain loads wait less than asynchronous copies
-    return (mma + hopper if mma and _is_small(spec) else hopper + mma) + _simt(spec)
+        return _generic(spec) + mma  # element by element, plain loads wait less than asynchronous copies
+    return (mma + hopper if mma and _is_small(spec) else hopper + mma) + _generic(spec)
 
 
 def _is_plain_float32(spec: ProblemSpec) -> bool:
@@ -83,39 +89,6 @@ def rows_per_group(spec: ProblemSpec) -> int:
     return spec.total // max(spec.groups, 1)
 
 
-def hopper_obstacle(spec: ProblemSpec, device: torch.device) -> str:
-    """Why the Hopper kernel cannot run this; empty when it can."""
-    if capability_of(device)[0] != 9:
-        return f"needs compute capability 9.x, this GPU has {capability_of(device)}"
-    if _dtype_obstacle(spec):
-        return _dtype_obstacle(spec)
-    for name, operand in (("a", spec.a), ("b", spec.b)):
-        if operand.order == "strided" or not operand.dense:
-            return f"{name} is not contiguous in one direction, which TMA needs"
-        if operand.align < TMA_ALIGN:
-            return f"{name} is aligned to {operand.align} bytes, TMA needs {TMA_ALIGN}"
-    if a_inner_jagged(spec) or b_inner_jagged(spec):
-        return "offsets cut the contiguous direction of an operand, where TMA needs aligned starts"
-    if spec.compute == torch.float32 and (spec.a.order != "row" or spec.b.order != "col"):
-        return "tf32 operands of wgmma must be contiguous along k"
-    return ""
-
-
-def mma_obstacle(spec: ProblemSpec, device: torch.device) -> str:
-    """Why the sm_80 kernel cannot run this; empty when it can."""
-    if capability_of(device) < MMA_MINIMUM:
-        return f"needs compute capability {MMA_MINIMUM}, this GPU has {capability_of(device)}"
-    if spec.compute == torch.float64 and capability_of(device) < DOUBLE_MINIMUM:
-        return f"float64 needs compute capability {DOUBLE_MINIMUM}, this GPU has {capability_of(device)}"
-    return ""
-
-
-def _dtype_obstacle(spec: ProblemSpec) -> str:
-    if spec.compute in HALVES or (spec.compute == torch.float32 and spec.precision == "tf32"):
-        return ""
-    return f"{spec.compute} with precision={spec.precision!r} does not run on these tensor cores"
-
-
 def _mma_sizes(spec: ProblemSpec) -> list[MmaConfig]:
     """The larger tile first."""
     if spec.compute == torch.float64:
@@ -130,18 +103,19 @@ def _mma(spec: ProblemSpec, device: torch.device) -> list[Config]:
         return []
     sizes = _mma_sizes(spec)
     if MMA not in sizes:
-        sizes.sort(key=lambda config: _duration(config, spec))
-        return [*sizes]
+        ends = TALL_ENDS_BYTES // spec.compute.itemsize
+        costs = {c: TileCost(c.bm, c.bn, *((SMALL_COST[c],) if c in SMALL_COST else (1.0, ends))) for c in sizes}
+        return [*_briefest_first(costs, spec, typical_extent(spec, "k", spec.total // max(spec.groups, 1)))]
     rows = rows_per_group(spec)
     small = rows <= FEW_ROWS or _tiles(spec, rows, MMA.bm) < MULTIPROCESSORS
     return [MMA_SMALL, MMA] if small else [MMA, MMA_SMALL]
 
 
-def _duration(config: MmaConfig, spec: ProblemSpec) -> float:
-    """Of the multiprocessor with most tiles, with what hangs over groups: in products of a tall tile."""
-    k = spec.usual("k")
-    each = k * SMALL_COST[config] if config in SMALL_COST else k + TALL_FILL // spec.compute.itemsize
-    return spec.busiest(config.bm, config.bn, MULTIPROCESSORS) * each
+def _briefest_first(costs: Mapping[T, TileCost], spec: ProblemSpec, k: int) -> list[T]:
+    """The configs in the order of how long the multiprocessor with most tiles takes."""
+    groups, mean = max(spec.groups, 1), spec.total // max(spec.groups, 1)
+    rows, columns = (max(typical_extent(spec, direction, mean), 1) for direction in ("m", "n"))
+    return sorted(costs, key=lambda config: longest_time(costs[config], groups, rows, columns, k, MULTIPROCESSORS))
 
 
 def _hopper(spec: ProblemSpec, device: torch.device) -> list[Config]:
@@ -168,24 +142,22 @@ def _columns(spec: ProblemSpec) -> int:
     return max(spec.n if spec.n is not None else rows_per_group(spec), 1)
 
 
-def _simt(spec: ProblemSpec) -> list[Config]:
+def _generic(spec: ProblemSpec) -> list[Config]:
     """First the tile with which the busiest multiprocessor has least to do.
 
     Large ones need a plain epilogue: others push their sums out of the registers.
     """
-    sizes: list[SimtConfig] = [SIMT_LARGE, SIMT, SIMT_LOW]
-    if not signature_of(spec).plain or spec.compute == torch.float64:
-        sizes.remove(SIMT_LARGE)
-    sizes.sort(key=lambda config: spec.busiest(config.bm, config.bn, MULTIPROCESSORS) * SIMT_COST[config])
-    return [*sizes]
+    burdened = not signature_of(spec).plain or spec.compute == torch.float64
+    costs = {c: TileCost(c.bm, c.bn, x) for c, x in GENERIC_COST.items() if not (burdened and c == GENERIC_LARGE)}
+    return [*_briefest_first(costs, spec, 1)]
 
 
 def obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     """Why a config, which may be given by hand, cannot run this; empty when it can."""
-    if isinstance(config, SimtConfig):
-        return _simt_obstacle(config, spec)
+    if isinstance(config, GenericConfig):
+        return _generic_obstacle(config, spec)
     if device.type != "cuda":
-        return "it needs tensor cores, which the simulator lacks: use a SimtConfig"
+        return "it needs tensor cores, which the simulator lacks: use a GenericConfig"
     if isinstance(config, MmaConfig):
         known: tuple[Config, ...] = tuple(_mma_sizes(spec))
         found = mma_obstacle(spec, device)
@@ -195,7 +167,7 @@ def obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     return found or ("" if config in known else f"the kernel is made for {', '.join(map(str, known))}")
 
 
-def _simt_obstacle(config: SimtConfig, spec: ProblemSpec) -> str:
+def _generic_obstacle(config: GenericConfig, spec: ProblemSpec) -> str:
     """Threads share a tile, and the parts of both operands that a step reads, without a rest."""
     bm, bn, bk, tm, tn = config.bm, config.bn, config.bk, config.tm, config.tn
     if min(bm, bn, bk, tm, tn) < 1 or bm % tm or bn % tn:

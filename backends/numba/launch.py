@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from multigemm.backend import Bind, Launch, Recipe
-from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
-from multigemm.backends.numba.call import (
+from multigemm.backends.numba.arguments import (
     Call,
     MapEncoder,
     Table,
@@ -28,17 +27,20 @@ from multigemm.backends.numba.call import (
     list_table,
     packed_arguments,
 )
+from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
 from multigemm.backends.numba.choice import obstacle
 from multigemm.backends.numba.config import (
+    COLUMNS,
     Config,
+    GenericConfig,
     HopperConfig,
+    Layout,
     MmaConfig,
     Signature,
-    SimtConfig,
     effective,
+    shared_bytes,
     signature_of,
 )
-from multigemm.backends.numba.layout import COLUMNS, Layout, shared_bytes
 from multigemm.backends.numba.support import capability_of
 from multigemm.cuda import driver
 from multigemm.cuda.arguments import join
@@ -46,7 +48,8 @@ from multigemm.cuda.device import index_of, processors, to_device
 from multigemm.cuda.device_fields import DeviceFields
 from multigemm.cuda.launch import NOTHING, BoundKernel, Kernel, without_move
 from multigemm.errors import InvalidSetting
-from multigemm.planning.operands import TABLE, Operands
+from multigemm.planning.operands import Operands
+from multigemm.planning.tiles import list_tiles, most_packed_tiles
 from multigemm.problem.spec import ProblemSpec
 
 SIMULATOR_SWITCH_SECONDS = 2e-5
@@ -57,16 +60,13 @@ COUNTERS = bytes(8)
 """The two counters of the Hopper kernel's scheduler, which start at 0."""
 
 
-def most_tiles(call: Call, m: int, table: Table | None, bm: int, bn: int) -> int:
-    """An upper bound of the number of tiles, from what the host knows; `m` in place of the call's own."""
-    if table is not None:
-        return int((-(-table[:, TABLE.M] // bm) * -(-table[:, TABLE.N] // bn)).sum())
-    rows, columns = -(-m // bm), -(-call.n // bn)
-    if call.jagged == 1:
-        return (m // bm + min(call.groups, m)) * columns
-    if call.jagged == 2:
-        return (call.n // bn + min(call.groups, call.n)) * rows
-    return call.groups * rows * columns
+def bound_on_tiles(ops: Operands, call: Call, rows: int, columns: int) -> Callable[[int], int]:
+    """Number of rows -> an upper bound on the tiles, known without reading any size; it keeps no operand alive."""
+    groups, n, jagged = call.groups, call.n, ops.spec.jagged
+    if ops.spec.form == "per_group":
+        listed = list_tiles(((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True)), rows, columns)
+        return lambda _: listed
+    return lambda m: most_packed_tiles(jagged, groups, m, n, rows, columns)
 
 
 def zeroing_blocks(call: Call, m: int) -> int:
@@ -91,7 +91,7 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device, why: str = "")
     if reason := obstacle(config, spec, device):
         raise InvalidSetting(f"{config} cannot run this problem: {reason}")
     bind: Bind
-    if isinstance(config, SimtConfig) and device.type == "cpu":
+    if isinstance(config, GenericConfig) and device.type == "cpu":
         bind = _emulated(config, spec)
     else:
         bind = bind_for(config, spec, index_of(device))
@@ -119,9 +119,10 @@ def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
         table = list_table(ops) if spec.form == "per_group" else None
         on_device = None if table is None else to_device(table, ops.device)
         call = call_of(ops, style, on_device)
+        most_tiles = bound_on_tiles(ops, call, config.n_max, COLUMNS * config.cluster)
 
         def grid_for(m: int) -> int:
-            tiles = most_tiles(call, m, table, config.n_max, COLUMNS * config.cluster) * config.cluster
+            tiles = most_tiles(m) * config.cluster
             blocks = min(max(tiles, zeroing_blocks(call, m)), most_blocks)
             return -(-blocks // config.cluster) * config.cluster
 
@@ -142,7 +143,7 @@ def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
     return bind
 
 
-def _tiled(config: SimtConfig | MmaConfig, spec: ProblemSpec, index: int, shared: int) -> Bind:
+def _tiled(config: GenericConfig | MmaConfig, spec: ProblemSpec, index: int, shared: int) -> Bind:
     """As many blocks as fit on the device; each walks the tiles in strides."""
     kernel, style = kernel_of(config, effective(config, signature_of(spec)), index, shared), epilogue_words(spec)
     overlap = isinstance(config, MmaConfig) and capability_of(torch.device("cuda", index)) >= OVERLAP_MINIMUM
@@ -152,9 +153,10 @@ def _tiled(config: SimtConfig | MmaConfig, spec: ProblemSpec, index: int, shared
         table = list_table(ops) if spec.form == "per_group" else None
         on_device = None if table is None else to_device(table, ops.device)
         call = call_of(ops, style, on_device)
+        most_tiles = bound_on_tiles(ops, call, config.bm, config.bn)
 
         def grid_for(m: int) -> int:
-            return min(max(most_tiles(call, m, table, config.bm, config.bn), zeroing_blocks(call, m)), resident)
+            return min(max(most_tiles(m), zeroing_blocks(call, m)), resident)
 
         grid = grid_for(call.m)
         if grid == 0:
@@ -178,8 +180,8 @@ def _movable(launch: BoundKernel, table: Table | None) -> Launch:
     return launch if table is None else without_move(launch)
 
 
-def _emulated(config: SimtConfig, spec: ProblemSpec) -> Bind:
-    from multigemm.backends.numba.simt import make_kernel
+def _emulated(config: GenericConfig, spec: ProblemSpec) -> Bind:
+    from multigemm.backends.numba.kernels.generic import make_kernel
 
     kernel: Any = make_kernel(config, signature_of(spec))
     style = epilogue_words(spec)
@@ -187,7 +189,7 @@ def _emulated(config: SimtConfig, spec: ProblemSpec) -> Bind:
     def bind(ops: Operands) -> Launch:
         host = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None
         call = call_of(ops, style, host)
-        tiles = most_tiles(call, call.m, None if host is None else host.numpy(), config.bm, config.bn)
+        tiles = bound_on_tiles(ops, call, config.bm, config.bn)(call.m)
         # Two blocks at most: enough to walk tiles in strides, cheap enough for many checks.
         grid = max(1, min(tiles, 2))
 

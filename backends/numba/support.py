@@ -1,6 +1,6 @@
 """What this backend can run, in words; imports no GPU library.
 
-The plain-core kernel runs every form, dtype, stride and alignment, so few reasons are left: they are
+The generic kernel runs every form, dtype, stride and alignment, so few reasons are left: they are
 about the machine, not about the problem.
 """
 
@@ -13,13 +13,18 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from multigemm.backend import Availability
+from multigemm.backends.numba.config import a_inner_jagged, b_inner_jagged
 from multigemm.problem.spec import ProblemSpec
 from multigemm.settings import settings
 
 INSTALL = "pip install 'multigemm[numba]'"
 PACKAGES = {"numba": "numba", "numba_cuda": "numba-cuda", "llvmlite": "llvmlite", "cuda.bindings": "cuda-bindings"}
 MINIMUM = (7, 5)
-BF16_MINIMUM = (8, 0)
+BF16_MINIMUM = MMA_MINIMUM = (8, 0)
+DOUBLE_MINIMUM = (9, 0)
+"""Where mma.sync multiplies 16 x 8 float64 at once."""
+TMA_ALIGN = 16
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def _missing() -> list[str]:
@@ -57,7 +62,7 @@ def _availability(emulate: bool) -> Availability:
     except PackageNotFoundError:
         return Availability(False, "not installed: numba-cuda (numba's built-in CUDA target is not enough)", INSTALL)
     if emulate:
-        from multigemm.backends.numba.runtime import SIMULATED
+        from multigemm.backends.numba.kernels.runtime import SIMULATED
 
         if SIMULATED:
             return Availability(True, version=found, emulated=True)
@@ -93,3 +98,41 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     elif capability < BF16_MINIMUM and torch.bfloat16 in {x.dtype for x in (spec.a, spec.b, spec.out)}:
         reasons.append(f"bfloat16 needs compute capability {BF16_MINIMUM}, this GPU has {capability}; use float16")
     return reasons + spec.too_long
+
+
+def hopper_obstacle(spec: ProblemSpec, device: torch.device) -> str:
+    """Why the Hopper kernel cannot run this; empty when it can."""
+    if capability_of(device)[0] != 9:
+        return f"needs compute capability 9.x, this GPU has {capability_of(device)}"
+    return operand_obstacle(spec)
+
+
+def operand_obstacle(spec: ProblemSpec) -> str:
+    """Why TMA and wgmma do not take operands like these; empty when they do."""
+    if _dtype_obstacle(spec):
+        return _dtype_obstacle(spec)
+    for name, operand in (("a", spec.a), ("b", spec.b)):
+        if operand.order == "strided" or not operand.dense:
+            return f"{name} is not contiguous in one direction, which TMA needs"
+        if operand.align < TMA_ALIGN:
+            return f"{name} is aligned to {operand.align} bytes, TMA needs {TMA_ALIGN}"
+    if a_inner_jagged(spec) or b_inner_jagged(spec):
+        return "offsets cut the contiguous direction of an operand, where TMA needs aligned starts"
+    if spec.compute == torch.float32 and (spec.a.order != "row" or spec.b.order != "col"):
+        return "tf32 operands of wgmma must be contiguous along k"
+    return ""
+
+
+def mma_obstacle(spec: ProblemSpec, device: torch.device) -> str:
+    """Why the sm_80 kernel cannot run this; empty when it can."""
+    if capability_of(device) < MMA_MINIMUM:
+        return f"needs compute capability {MMA_MINIMUM}, this GPU has {capability_of(device)}"
+    if spec.compute == torch.float64 and capability_of(device) < DOUBLE_MINIMUM:
+        return f"float64 needs compute capability {DOUBLE_MINIMUM}, this GPU has {capability_of(device)}"
+    return ""
+
+
+def _dtype_obstacle(spec: ProblemSpec) -> str:
+    if spec.compute in HALVES or (spec.compute == torch.float32 and spec.precision == "tf32"):
+        return ""
+    return f"{spec.compute} with precision={spec.precision!r} does not run on these tensor cores"

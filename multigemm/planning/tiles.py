@@ -1,5 +1,6 @@
-"""Host model of the persistent tile walk: tile index -> (group, tile_m, tile_n), each tile exactly once.
+"""Tiles on the host: how many a problem has, how long they take, and the walk over them.
 
+The walk is the model of the persistent kernels' one: tile index -> (group, tile_m, tile_n), each tile exactly once.
 Device code walks tiles that only the device can count, because group sizes stay there. This model is
 the same arithmetic in NumPy, so that a property test can show what no GPU test can: for every size
 list and every number of programs the walk visits each tile once and only once. Another test holds the
@@ -15,12 +16,17 @@ Equations, with tm[g], tn[g] the tiles of group g along m and n, P programs and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from multigemm.problem.spec import ProblemSpec
+
+Number = Any
+"""An integer, or an array of the same quantity for many problems."""
 
 
 class Tile(NamedTuple):
@@ -93,7 +99,50 @@ def most_tiles(extent: int, groups: int, block: int) -> int:
     Each part rounds up, so the bound is extent // block whole tiles plus one broken tile per group,
     and never more than one tile per element.
     """
-    return min(extent, extent // block + groups)
+    return int(min(extent, extent // block + groups))  # an extent may be a number of `Tokens`
+
+
+def most_packed_tiles(
+    jagged: Literal["m", "n", "k"] | None, groups: int, m: int, n: int, rows: int, columns: int
+) -> int:
+    """An upper bound on the tiles of a packed form, whose jagged extent is given whole."""
+    if jagged == "m":
+        return most_tiles(m, groups, rows) * tiles_of(n, columns)
+    if jagged == "n":
+        return tiles_of(m, rows) * most_tiles(n, groups, columns)
+    return groups * tiles_of(m, rows) * tiles_of(n, columns)
+
+
+def list_tiles(shapes: Iterable[tuple[int, int]], rows: int, columns: int) -> int:
+    """The tiles of a list, whose results are m x n each."""
+    return sum(tiles_of(m, rows) * tiles_of(n, columns) for m, n in shapes)
+
+
+def typical_extent(spec: ProblemSpec, direction: Literal["m", "n", "k"], mean: Number) -> Number:
+    """An extent of an ordinary group: `mean` where offsets cut it, the largest of any where a list's differ."""
+    extent: int | None = getattr(spec, direction)
+    if extent is not None:
+        return extent
+    return mean if direction == spec.jagged else spec.largest
+
+
+class TileCost(NamedTuple):
+    """A tile of results, what a product takes in it relative to the other tiles of a kernel where all processors are
+    busy, and in how many elements of k its start and its end take as long."""
+
+    rows: int
+    columns: int
+    product: float = 1.0
+    ends: float = 0.0
+
+
+def longest_time(tile: TileCost, groups: Number, rows: Number, columns: Number, k: Number, processors: int) -> Number:
+    """How long the processor with most tiles takes, if groups are alike, in products of a tile whose cost is 1.
+
+    Padding counts: a tile that hangs over its group takes as long as a full one. Numbers may be arrays.
+    """
+    tiles = groups * -(-rows // tile.rows) * -(-columns // tile.columns)
+    return -(-tiles // processors) * tile.rows * tile.columns * (k * tile.product + tile.ends)
 
 
 def heights(extent: int, granule: int, most: int) -> tuple[int, int]:

@@ -103,19 +103,6 @@ class ProblemSpec:
             return []
         return [f"an extent of {self.longest}: kernels count less than {GIANT} in 31 bits: split the problem"]
 
-    def busiest(self, high: int, wide: int, processors: int) -> int:
-        """Elements of the result that the processor with most tiles of this size makes, if groups are alike."""
-        rows, columns = max(self.usual("m"), 1), max(self.usual("n"), 1)
-        tiles = max(self.groups, 1) * -(-rows // high) * -(-columns // wide)
-        return -(-tiles // processors) * high * wide
-
-    def usual(self, direction: Literal["m", "n", "k"]) -> int:
-        """An extent of an ordinary group: the mean where offsets cut it, the largest of any where a list's differ."""
-        extent: int | None = getattr(self, direction)
-        if extent is not None:
-            return extent
-        return self.total // max(self.groups, 1) if direction == self.jagged else self.largest
-
     @property
     def acc(self) -> torch.dtype:
         """The accumulator: float64 for float64, int32 for int8, float32 for the rest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
 from multigemm.select import table as tuning
 from multigemm.select.problem_class import class_of
-from tests.support.bench_entries import CASE, CPU, run
+from tests.support.bench_entries import CASE, CPU, FAST, loop, run
 
 
 def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
@@ -48,10 +49,6 @@ def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
     assert [*kept.backends] == ["cpu"]
     assert kept.backends["cpu"].us > 0
     assert "first guess" in capsys.readouterr().out
-
-
-def tune(case: Workload, **options: Any) -> Report:
-    return tuner(["cpu"], CPU, Options(budget_ms=1.0, look_ms=1.0, modes=("graph",), **options)).run([case])
 
 
 def test_when_tuning_runs_out_of_time_every_backend_has_had_its_first_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,20 +96,16 @@ def test_sizes_on_the_host_are_a_class_of_their_own(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_config_that_ended_its_process_is_not_tried_again_and_three_end_their_backend() -> None:
-    case = parse_shape("G=3,T=24,N=8,K=16", "fp32")
-    report = tune(case)
-    texts = [row.config for row in report.rows]
-    for row, count in zip(report.rows, (True, True, False), strict=False):
-        row.notes += [KILLED] if count else []
-    again = tuner(["cpu"], CPU, Options(budget_ms=1.0, look_ms=1.0))
-    again.report.rows = report.rows[:2]
-    rows = {r.config: r for r in again.run([parse_shape("G=3,T=24,N=8,K=16,dist=zipf", "fp32")]).rows[2:]}
-    assert [rows[text].status for text in texts[:3]] == ["skipped", "skipped", "ok"]
-    assert rows[texts[0]].reason.startswith("not tried again")
-    report.rows[2].notes.append(KILLED)
-    again.report.rows = report.rows[:3]
-    rows = {r.config: r for r in again.run([parse_shape("G=3,T=24,N=8,K=16,dist=empty", "fp32")]).rows[3:]}
-    assert rows[texts[4]].reason == "not tried: it hung or crashed 3 times"
+    four = [Entry(f"x#{number}", "backend", loop, known={"config": f"config {number}"}) for number in range(4)]
+    report = run([CASE], four)
+    for struck, left in ((2, ["skipped", "skipped", "ok", "ok"]), (3, ["skipped"] * 4)):
+        for row, entry in zip(report.rows[:struck], four, strict=False):
+            row.notes, row.config = [KILLED], entry.known["config"]
+        again = Runner(lambda case: four, CPU, FAST, replace(report, rows=report.rows[:struck]))
+        rows = again.run([parse_shape("2,4,8,8")]).rows[struck:]
+        assert [row.status for row in rows] == left
+        assert rows[0].reason.startswith("not tried again")
+    assert rows[3].reason == "not tried: it hung or crashed 3 times"
 
 
 def test_configs_far_from_the_best_keep_their_quick_time() -> None:

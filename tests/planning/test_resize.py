@@ -57,7 +57,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cupy_binds(spec: Any) -> dict[Any, Callable[[Operands], Any]]:
-    tried = (*cupy_choice.candidates(spec, GPU), cupy_configs.CUBE, cupy_configs.DIRECT, cupy_configs.PORTABLE)
+    tried = (*cupy_choice.candidates(spec, GPU), cupy_configs.SMALL_32, cupy_configs.SHIFT_B, cupy_configs.GENERIC)
     valid = {config for config in tried if cupy_configs.is_valid(config, spec, (9, 0))}
     return {config: KERNELS[config.kernel].loaded(spec, config, 0).bind for config in sorted(valid, key=repr)}
 

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multigemm.planning.tiles import Tile, TileWalk, heights, most_tiles, place, tiles_of
+import multigemm as mg
+from multigemm.planning.tiles import (
+    Tile,
+    TileCost,
+    TileWalk,
+    heights,
+    list_tiles,
+    longest_time,
+    most_packed_tiles,
+    most_tiles,
+    place,
+    tiles_of,
+    typical_extent,
+)
 
 SIZES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=8)
 
@@ -70,3 +84,39 @@ def test_ten_thousand_groups(programs: int) -> None:
     assert walk.loads().sum() == walk.total
     last = walk.locate(walk.total - 1)
     assert last.group == 9_999
+
+
+@given(SIZES, st.sampled_from([16, 64]), st.sampled_from([32, 128]))
+def test_the_bounds_of_packed_forms_and_lists(sizes: list[tuple[int, int]], rows: int, columns: int) -> None:
+    exact = list_tiles(sizes, rows, columns)
+    assert exact == TileWalk.of(sizes, rows, columns, 1).total
+    ms, ns = [m for m, _ in sizes], [n for _, n in sizes]
+    for m, n in ((100, 200), (0, 7)):
+        along_m = list_tiles([(x, n) for x in ms], rows, columns)
+        assert along_m <= most_packed_tiles("m", len(sizes), sum(ms), n, rows, columns)
+        along_n = list_tiles([(m, x) for x in ns], rows, columns)
+        assert along_n <= most_packed_tiles("n", len(sizes), m, sum(ns), rows, columns)
+        alike = list_tiles([(m, n)] * len(sizes), rows, columns)
+        assert alike == most_packed_tiles(None, len(sizes), m, n, rows, columns)
+
+
+def test_an_ordinary_group_is_exact_the_mean_or_the_largest() -> None:
+    packed = mg.GroupedGemmProblem(torch.ones(600, 5), torch.ones(4, 5, 7), offsets=[0, 1, 2, 3, 600]).spec
+    assert [typical_extent(packed, d, 256) for d in ("m", "n", "k")] == [256, 7, 5]
+    lists = mg.GroupedGemmProblem([torch.ones(2, 9), torch.ones(6, 8)], [torch.ones(9, 3), torch.ones(8, 3)]).spec
+    assert [typical_extent(lists, d, 256) for d in ("m", "n", "k")] == [lists.largest, 3, lists.largest]
+
+
+@pytest.mark.parametrize(
+    ("tile", "processors", "time"),
+    [
+        (TileCost(64, 64), 132, 64 * 64 * 10),
+        (TileCost(64, 64), 8, 2 * 64 * 64 * 10),
+        (TileCost(32, 128), 8, 2 * 32 * 128 * 10),
+        (TileCost(64, 64, product=1.5), 132, 64 * 64 * 15),
+        (TileCost(64, 64, ends=6), 132, 64 * 64 * 16),
+    ],
+)
+def test_the_processor_with_most_tiles_takes_longest(tile: TileCost, processors: int, time: float) -> None:
+    assert longest_time(tile, 4, 100, 100, 10, processors) == time
+    assert longest_time(tile, np.full(3, 4.0), 100, 100, 10, processors).tolist() == [time] * 3

@@ -140,14 +140,3 @@ def test_choices_go_with_the_versions_and_the_first_one_stays(tmp_path: Path, mo
     assert TuningTable(tmp_path).keep_choice(third) == third
     monkeypatch.setattr(mg, "__version__", "another")
     assert TuningTable(tmp_path).choice(HOST, CPU, []) is None
-
-
-def test_an_ordinary_group_is_exact_the_mean_or_the_largest_and_the_busiest_processor_follows() -> None:
-    packed = mg.GroupedGemmProblem(torch.ones(600, 5), torch.ones(4, 5, 7), offsets=[0, 1, 2, 3, 600]).spec
-    assert [packed.usual(d) for d in ("m", "n", "k")] == [packed.total // packed.groups, 7, 5]
-    lists = mg.GroupedGemmProblem([torch.ones(2, 9), torch.ones(6, 8)], [torch.ones(9, 3), torch.ones(8, 3)]).spec
-    assert [lists.usual(d) for d in ("m", "n", "k")] == [lists.largest, 3, lists.largest]
-    even = replace(packed, m=100, n=100, groups=4)
-    assert even.busiest(64, 64, 132) == 64 * 64
-    assert even.busiest(64, 64, 8) == 2 * 64 * 64
-    assert even.busiest(32, 128, 8) == 2 * 32 * 128

@@ -25,8 +25,8 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "cupy": {},
     "numba": {
-        "simt.py": ("simt",), "schedule.py": ("simt", "mma", "hopper"), "epilogue.py": ("simt", "mma"),
-        "memory.py": ("simt",),
+        "generic.py": ("generic",), "schedule.py": ("generic", "mma", "hopper"), "epilogue.py": ("generic", "mma"),
+        "memory.py": ("generic",),
         "mma.py": ("mma",), "mma_fragments.py": ("mma",), "tensor_epilogue.py": ("hopper", "mma"),
         "hopper.py": ("hopper",),
     },
@@ -34,10 +34,10 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
 """By backend: the source files of kernels, and the kernels that each file is part of. Those of cupy follow from
 #include."""
 
-COPIES = ("packed", "direct")
+COPIES = ("packed", "hopper_shift_b")
 """Kernels that may run behind a copy of an operand."""
 
-EMULATED = ("pointer", "simt")
+EMULATED = ("pointer", "generic")
 """Kernels that run without a GPU."""
 
 DEVICE_CODE_AFTER = {"memory.py": "else:"}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from multigemm.cuda import counters, device, driver, launch, tensor_map
+from multigemm.cuda import counters, device, device_fields, driver, launch, tensor_map
 from multigemm.cuda.arguments import OPERANDS, Addresses
 
 CONTEXT = 77
@@ -34,11 +34,12 @@ Encoder = ctypes.CFUNCTYPE(
 
 
 class Launched(NamedTuple):
-    """One launch: the kernel's name, its grid, its stream."""
+    """One launch: the kernel's name, its grid, its stream, whether it may start before its predecessor has ended."""
 
     kernel: str
     grid: tuple[int, int, int]
     stream: int
+    early: bool
 
 
 class FakeDriver:
@@ -121,7 +122,10 @@ class FakeDriver:
 
     def _cuLaunchKernelEx(self, record: Any, handle: Any, *rest: Any) -> int:
         shape = record._obj
-        self.launched.append(Launched(self.names.get(handle.value, "?"), tuple(shape.grid), shape.stream or 0))
+        count = shape.attribute_count
+        attributes = (driver.LaunchAttribute * count).from_address(shape.attributes) if count else ()
+        early = driver.PROGRAMMATIC in [each.id for each in attributes]
+        self.launched.append(Launched(self.names.get(handle.value, "?"), tuple(shape.grid), shape.stream or 0, early))
         return 0
 
     def _cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:
@@ -162,7 +166,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
         monkeypatch.setattr(module, "library", lambda: fake)
     monkeypatch.setattr(driver, "primary_context", lambda index: CONTEXT + index)
     monkeypatch.setattr(tensor_map, "_place_of_address", lambda: 8 * ADDRESSED)
-    monkeypatch.setattr(launch, "current_raw_stream", lambda index: fake.stream)
+    for module in (launch, device_fields):
+        monkeypatch.setattr(module, "current_raw_stream", lambda index: fake.stream)
+    monkeypatch.setattr(device_fields, "index_of", lambda device: 0)
     monkeypatch.setattr(launch, "current_device", lambda: fake.device)
     monkeypatch.setattr(launch, "is_capturing", lambda: fake.capturing)
     monkeypatch.setattr(device, "library", lambda: fake)

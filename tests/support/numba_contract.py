@@ -1,6 +1,6 @@
 """The contract of a launch, checked where buffers can be guarded and poisoned; one JSON line for each check.
 
-Run in the simulator by `test_numba_simulator.py` and on a GPU by `test_numba_gpu.py`.
+Run in the simulator by `test_simulator.py` and on a GPU by `test_gpu.py`.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def checks(device: str, dtypes: Any, scale: int = 1, config: Any = None) -> Iter
 
 def epilogues() -> Iterator[tuple[str, Check]]:
     """The epilogue that is decided at run time, of the tensor-core kernels, against the compiled-in one."""
-    from multigemm.backends.numba.call import ACTIVATIONS, KIND
-    from multigemm.backends.numba.epilogue import make_any_finish, make_any_store, make_finish
-    from multigemm.backends.numba.memory import loader, storer
+    from multigemm.backends.numba.arguments import ACTIVATIONS, KIND
+    from multigemm.backends.numba.kernels.epilogue import make_any_finish, make_any_store, make_finish
+    from multigemm.backends.numba.kernels.memory import loader, storer
 
     memory = torch.randn(16, dtype=torch.float64)
     kinds: tuple[str | None, ...] = (None, "f16", "bf16", "f32", "f64")

@@ -15,11 +15,11 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from multigemm.backends.numba.runtime import cuda, numpy_names, types
+from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, types
 
 with numpy_names():
-    from multigemm.backends.numba import ptx
-    from multigemm.backends.numba.ptx import make_zeros, shared_address
+    from multigemm.backends.numba.kernels import ptx
+    from multigemm.backends.numba.kernels.ptx import make_zeros, shared_address
 
 Arrays = list[np.ndarray[Any, Any]]
 int32 = types.int32
@@ -57,9 +57,21 @@ def bits(values: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
     return values.astype(HALF[kind]).view(np.uint16)
 
 
+def make_mma(kind: str) -> Any:
+    """mma(acc[4], a, b) -> acc: one step on one warp, of 32 bytes of k."""
+    shape, a_words, b_words = ptx.MMA[kind]
+    total, part = types.UniTuple(ptx.SUMS[kind], 4), types.float64 if kind == "f64" else types.int32
+    a, b = types.UniTuple(part, a_words), types.UniTuple(part, b_words)
+    text = (
+        f"mma.sync.aligned.{shape} {{{ptx.registers(0, 4)}}}, {{{ptx.registers(8, a_words)}}}, "
+        f"{{{ptx.registers(8 + a_words, b_words)}}}, {{{ptx.registers(4, 4)}}};"
+    )
+    return ptx.instruction(text, total, total, a, b, effects=False)
+
+
 def mma_case(kind: str) -> Case:
     """Rows of 8 words each: 16 halves of k, 8 tf32 or 32 bytes; or of 4 float64."""
-    mma, zeros = ptx.make_mma(kind), make_zeros(4, ptx.SUMS[kind])
+    mma, zeros = make_mma(kind), make_zeros(4, ptx.SUMS[kind])
     k = {"tf32": 8, "i8": 32, "f64": 4}.get(kind, 16)
 
     def kernel(a: Any, b: Any, out: Any) -> None:
@@ -139,13 +151,6 @@ def pack_case(kind: str) -> Case:
 
     source = np.random.default_rng(2).normal(size=64).astype(np.float32)
     return Case(kernel, [source, np.zeros(32, np.int32)], bits(source, kind).view(np.int32), f"cvt.rn.{kind}x2.f32")
-
-
-def elect_case() -> Case:
-    def kernel(out: Any) -> None:
-        cuda.atomic.add(out, 0, ptx.elect())
-
-    return Case(kernel, [np.zeros(1, np.int32)], np.ones(1, np.int32), "elect.sync", hopper=True)
 
 
 def swizzled(row: Any, byte: Any) -> Any:
@@ -272,7 +277,7 @@ def cases() -> dict[str, Case]:
     found = {f"mma {kind}": mma_case(kind) for kind in ptx.MMA}
     for turned in (False, True):
         found[f"ldmatrix trans={turned}"] = ldmatrix_case(turned)
-    found |= {"cp.async": cp_async_case(), "elect": elect_case(), "barriers, setmaxnreg": barrier_case()}
+    found |= {"cp.async": cp_async_case(), "barriers, setmaxnreg": barrier_case()}
     found |= {f"pack {kind}": pack_case(kind) for kind in HALF}
     found["TMA load"] = tma_load_case()
     found |= {f"wgmma bf16 n={n}": wgmma_case("bf16", n) for n in (8, 64, 96, 256)}

@@ -1,7 +1,223 @@
 // What the two consumer warpgroups do with a tile, however its operands came into shared memory.
 #pragma once
 #include "mma.cuh"
-#include "store.cuh"
+#include "pipeline.cuh"
+#include "rows.cuh"
+
+// ---- The way out: accumulators turn in shared memory, from columns per thread to rows of the result ----
+
+// Rows at the start of a piece that belong to the group before (see Shape::lead).
+__device__ __forceinline__ int rows_to_skip(const Problem& p, const Tile& t) {
+    return !X_K && !LISTED && !RAGGED_K && t.row0 == 0 ? t.extra : 0;
+}
+
+constexpr bool ALONG_ROWS = PLAIN == 2;       // neighbouring rows, not columns, are neighbours in memory
+
+// Where a warpgroup's 64 columns of a tile go.
+struct Target {
+    char* out;          // first row of the piece, first column
+    i64 row_step;       // bytes; from column to column if ALONG_ROWS
+    int cols;           // columns left, at most 64
+};
+
+__device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, const Tile& t, i64 col) {
+    Target r;
+    i64 cols;
+    if (LISTED) {
+        const i64* g = p.table + i64(t.group) * T_COLUMNS;
+        r.out = (char*)__ldg(g + T_OUT), r.row_step = __ldg(g + (l.swapped ? T_OUT_COL : T_OUT_ROW)) * 2, cols = __ldg(g + (l.swapped ? T_M : T_N));
+        r.out += t.row0 * r.row_step;
+    } else {
+        r.row_step = (l.swapped != ALONG_ROWS ? p.out.col : p.out.row) * 2, cols = l.swapped ? p.m : p.n;
+        const bool jagged_rows = p.jagged == JAG_M || p.jagged == JAG_N;
+        r.out = p.out.ptr + i64(t.group) * p.out.group * 2 + i64(jagged_rows ? t.x_row : t.row0) * (ALONG_ROWS ? 2 : r.row_step);
+    }
+    r.out += col * (ALONG_ROWS ? r.row_step : 2), r.cols = int(min64(cols - col, 64));
+    return r;
+}
+
+#if PLAIN
+// Jagged k: results of groups without any k are zeros, which a warp with nothing else to do writes.
+__device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch& l) {
+    const int lane = threadIdx.x & 31;
+    const i64 rows = l.swapped ? p.n : p.m, cols = l.swapped ? p.m : p.n, step = (l.swapped ? p.out.col : p.out.row) * 2;
+#pragma unroll 1
+    for (int g = 0; g < p.groups; ++g) {
+        i64 start, end;
+        jagged_span(p, g, start, end);
+        if (end > start) continue;
+#pragma unroll 1
+        for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+            char* line = p.out.ptr + g * p.out.group * 2 + row * step;
+            const i64 whole = l.vector_out ? cols & ~7 : 0;
+#pragma unroll 4
+            for (i64 c = lane * 8; c < whole; c += 256) *(uint4*)(line + c * 2) = make_uint4(0, 0, 0, 0);
+            for (i64 c = whole + lane; c < cols; c += 32) *(u16*)(line + c * 2) = 0;
+        }
+    }
+}
+
+#if SEND
+// alpha * acc of 64 rows in the operands' type, two neighbouring rows of a column in each word.
+__device__ __forceinline__ void pack_rows(u32* pair, const float* v, float alpha) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) pair[i] = BFLOAT ? pack_bf16(v[i * 2] * alpha, v[i * 2 + 1] * alpha) : pack_f16(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
+}
+
+// They turn in the staging, from columns per thread to rows.
+__device__ __forceinline__ void turn_rows(u32 staging, const u32* pair) {
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
+    const u32 turn = staging + ((lane >> 4) * 8 + (lane & 7)) * 128 + (((warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) store_transposed(turn + j * 16 * 128, pair[j * 4], pair[j * 4 + 1], pair[j * 4 + 2], pair[j * 4 + 3]);
+}
+
+// Results that the copy engine stores: the `rows` rows before row `end` of a group, 64 columns from `col` on. The map counts
+// rows back from `end` and drops what would lie behind it (arguments.py), as it drops columns that do not exist.
+struct Results {
+    int col, end, group, rows = 0;
+
+    // The first 64 of the rows leave.
+    __device__ __forceinline__ void send(const Maps& maps, int half, u32 staging, const u32* pair) {
+        const int tid = threadIdx.x & 127;
+        if (tid < 32) wait_until_read();            // the staging of the round before
+        warpgroup_sync(half);
+        turn_rows(staging, pair);
+        show_to_copy_engine();
+        warpgroup_sync(half);
+        send_box(tid == 0, staging, &maps.out, col, int(FAR) - rows, end, int(FAR), group);
+        rows -= 64;
+    }
+};
+
+__device__ __forceinline__ Results results_of(const Problem& p, const Tile& t, i64 col) {
+    const bool along_rows = p.jagged == JAG_M || p.jagged == JAG_N;
+    Results r;
+    r.col = int(col), r.end = (along_rows ? t.x_row : t.row0) + t.rows, r.group = along_rows ? 0 : t.group, r.rows = t.rows;
+    return r;
+}
+
+// Packed results of a tile that are still to be stored: they leave while the first blocks of the next tile are multiplied.
+struct Late {
+    u32 pair[ACCUMULATORS / 2];                     // the next 64 rows first
+    Results to;
+
+    __device__ __forceinline__ void keep(const Problem& p, const Tile& t, i64 col, const float (&d)[ACCUMULATORS]) {
+#pragma unroll
+        for (int q = 0; q < ACCUMULATORS / 32; ++q) pack_rows(pair + q * 16, d + q * 32, float(p.alpha));
+        to = results_of(p, t, col);
+    }
+    __device__ __forceinline__ void send(const Maps& maps, int half, u32 staging) {
+        to.send(maps, half, staging, pair);
+#pragma unroll
+        for (int i = 0; i + 16 < ACCUMULATORS / 2; ++i) pair[i] = pair[i + 16];
+    }
+};
+
+__device__ __forceinline__ void send_tile(const Problem& p, const Maps& maps, const Tile& t, u32 rank, int half, u32 staging, const float (&d)[ACCUMULATORS]) {
+#pragma unroll
+    for (int q = 0; q < ACCUMULATORS / 32; ++q) {   // 32 registers each: 64 rows of 64 columns
+        const int r0 = q % (ROWS / 64) * 64, right = q >= ROWS / 64 ? 64 : 0;
+        if (r0 >= t.rows) continue;
+        u32 pair[16];
+        pack_rows(pair, d + q * 32, float(p.alpha));
+        Results to = results_of(p, t, first_column(t, rank, PINGPONG ? 0 : half) + right);
+        to.rows -= r0;
+        to.send(maps, half, staging, pair);
+    }
+}
+#endif
+
+// alpha * acc in the operands' type: 64 rows at a time turn in shared memory and leave as 16-byte pieces. ALONG_ROWS: they
+// need not turn, but where a row begins is no multiple of anything, so lines of 64 leave as pairs.
+__device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
+    const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
+    const float alpha = float(p.alpha);
+    const int skip = rows_to_skip(p, t);
+    const i64 col = first_column(t, rank, PINGPONG ? 0 : half);
+    const int low = (lane >> 3) & 1, high = lane >> 4, line = lane & 7;      // of the 8 x 8 blocks, and the line in one
+    const u32 turn = staging + (high * 8 + line) * 128 + (((warp * 2 + low) ^ line) << 4), straight = staging + (warp * 16 + low * 8 + line) * 128;
+#pragma unroll
+    for (int q = 0; q < ACCUMULATORS / 32; ++q) {   // 32 registers each: 64 rows of 64 columns
+        const int r0 = q % (ROWS / 64) * 64, right = q >= ROWS / 64 ? 64 : 0;
+        if (r0 >= t.rows) continue;
+        const Target to = target_of(p, l, t, col + right);
+        warpgroup_sync(half);                       // the staging of the round before has been read
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {               // 16 rows each
+            const float* v = d + q * 32 + j * 8;
+            u32 pair[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) pair[i] = BFLOAT ? pack_bf16(v[i * 2] * alpha, v[i * 2 + 1] * alpha) : pack_f16(v[i * 2] * alpha, v[i * 2 + 1] * alpha);
+            if (ALONG_ROWS) store_blocks(straight + (((j * 2 + high) ^ line) << 4), pair[0], pair[1], pair[2], pair[3]);
+            else store_transposed(turn + j * 16 * 128, pair[0], pair[1], pair[2], pair[3]);
+        }
+        warpgroup_sync(half);
+        const int rows = min(t.rows - r0, 64);
+        if (ALONG_ROWS) {
+#pragma unroll
+            for (int c = 0; c < 64; c += 4 * AT_ONCE)
+                store_rows(to.out + r0 * 2, to.row_step, staging, c + warp, 0, to.cols, rows, max(skip - r0, 0));
+        } else if (l.vector_out) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int row = i * 16 + (tid >> 3), chunk = tid & 7;
+                if (row < rows && r0 + row >= skip && chunk * 8 < to.cols) {
+                    const uint4 v = load_shared16(staging + row * 128 + ((chunk ^ (row & 7)) << 4));
+                    char* at = to.out + (r0 + row) * to.row_step + chunk * 16;
+                    if (chunk * 8 + 8 <= to.cols) *(uint4*)at = v;
+                    else store_first(at, v, to.cols - chunk * 8);
+                }
+            }
+        } else {
+#pragma unroll
+            for (int row = 0; row < 64; row += 4 * AT_ONCE)
+                store_rows(to.out + r0 * to.row_step, to.row_step, staging, row + warp, skip - r0, rows, to.cols);
+        }
+    }
+}
+#else
+// Any epilogue: 32 rows at a time in float32, then element by element with lanes along whichever direction is
+// contiguous in the result: for jagged n stored by rows that is the one that the pieces cut.
+__device__ __forceinline__ void finish_tile(const Problem& p, const Launch& l, const Tile& t, u32 rank, int half, u32 staging, float (&d)[ACCUMULATORS]) {
+    const int tid = threadIdx.x & 127, lane = tid & 31, warp = tid >> 5;
+    const Group g = resolve(p, t.group, 2);
+    const int skip = rows_to_skip(p, t), lead = !X_K && !LISTED && !RAGGED_K ? t.extra : 0;
+    const int size = size_of(p.out_type);
+    const bool down = l.swapped ? g.out_col == 1 && g.out_row != 1 : g.out_row == 1 && g.out_col != 1;
+    const u32 mine = staging + ((lane & 3) * 2 * PITCH + warp * 16 + (lane >> 2)) * 4;
+#pragma unroll 1
+    for (int q = 0; q < ACCUMULATORS / 16; ++q) {   // 16 registers each: 32 rows of 64 columns
+        const int r0 = q % (ROWS / 32) * 32, right = q >= ROWS / 32 ? 64 : 0;
+        const i64 col = first_column(t, rank, PINGPONG ? 0 : half) + right;
+        const int cols = int(min64((l.swapped ? g.m : g.n) - col, 64));
+        if (r0 >= t.rows) continue;
+        warpgroup_sync(half);
+#pragma unroll
+        for (int c = 0; c < ACCUMULATORS / 16; ++c) {
+            if (q == c) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) store_shared(mine + ((j * 8 + (i & 1)) * PITCH + (i >> 1) * 8) * 4, d[(c * 4 + j) * 4 + i]);
+            }
+        }
+        warpgroup_sync(half);
+        const int rows = min(t.rows - r0, 32);
+#pragma unroll 1
+        for (int e = tid; e < (down ? 32 : rows) * 64; e += 128) {
+            const int row = down ? e & 31 : e >> 6, c = down ? e >> 5 : e & 63;
+            if (row < rows && c < cols && r0 + row >= skip) {
+                const i64 r = t.row0 + r0 + row - lead, i = l.swapped ? col + c : r, j = l.swapped ? r : col + c;
+                const float v = finish<float>(p, g, i, j, load_shared(staging + (row * PITCH + c) * 4));
+                store_as<float>(g.out + (i * g.out_row + j * g.out_col) * size, p.out_type, v);
+            }
+        }
+    }
+}
+#endif
+
+// ---- Multiplying, and both together ----
 
 // Warpgroups that share their tiles: the second one starts its first tile a little after the first one, and keeps that
 // distance, so that one of them multiplies while the other stores its results. (Not if results leave late: then the

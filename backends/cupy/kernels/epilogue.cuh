@@ -3,7 +3,7 @@
 // The kinds of C, bias, result and activation are run-time values: they are uniform over a launch,
 // cost a predictable branch per element, and keep the number of compiled kernels small.
 #pragma once
-#include "groups.cuh"
+#include "common.cuh"
 
 template <class Acc> __device__ __forceinline__ Acc load_as(const char* p, int type);
 

@@ -107,7 +107,7 @@ struct RowBoxes {
         else if (CLUSTER > 1) multicast_box(to, from, full, blocks, x, y, z, hint);
         else load_box(to, from, full, x, y, z, hint);
     }
-    // One block of k, by one thread; `ragged`: the third coordinate of a ragged map (tensor_maps.py).
+    // One block of k, by one thread; `ragged`: the third coordinate of a ragged map (arguments.py).
     __device__ __forceinline__ void load(u32 to, u32 full, u32 rank, int k, int ragged) const {
         barrier_expect(full, coming);
         if (X_K) {

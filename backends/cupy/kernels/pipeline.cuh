@@ -1,5 +1,5 @@
 // What lies between the copy engine and the tensor cores: the ring of stages, and the tiles that are announced to all roles.
-// load.cuh and direct.cu fill the stages.
+// load.cuh and hopper_shift_b.cu fill the stages.
 #pragma once
 #include "epilogue.cuh"
 #include "schedule.cuh"
@@ -7,7 +7,7 @@
 #ifndef SEND
 #define SEND 0                      // hopper.cu: the copy engine stores the results
 #endif
-#define LATE (SEND && !PINGPONG)    // while the next tile is multiplied: see store.cuh
+#define LATE (SEND && !PINGPONG)    // while the next tile is multiplied: see consume.cuh
 
 constexpr int BK = 64, COLUMNS = 128, CONSUMERS = 2, THREADS = 384;
 constexpr int W_BYTES = COLUMNS * BK * 2, X_BYTES = ROWS * BK * 2, STAGE_BYTES = W_BYTES + X_BYTES;
@@ -18,7 +18,7 @@ constexpr int LONG_K = 5120;                           // see stage_bytes
 constexpr int PLACES = RING_BYTES / (W_BYTES + STEP * BK * 2) + 1;   // stages at most, each with its two barriers
 [[maybe_unused]] constexpr int PITCH = 68;              // floats per row of the general epilogue's staging
 constexpr int STAGING_BYTES = PLAIN ? 64 * 128 : 9216; // per consumer warpgroup
-constexpr i64 FAR = 1 << 30;                           // ragged maps: see tensor_maps.py
+constexpr i64 FAR = 1 << 30;                           // ragged maps: see arguments.py
 
 struct Maps {
     TensorMap w, x[16];         // x[i]: boxes of 8 * (i + 1) rows

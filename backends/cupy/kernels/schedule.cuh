@@ -6,7 +6,6 @@
 // and those whose weights bound them by memory. The order mixes the queues evenly, so that at any time
 // some clusters stream weights while others keep the tensor cores busy.
 #pragma once
-#include "groups.cuh"
 #include "ptx.cuh"
 
 #ifndef PINGPONG
@@ -134,7 +133,7 @@ __device__ __forceinline__ int find_group(const int* first_tile, int groups, int
     return low;
 }
 
-// Rows that each block of a cluster loads at once from a list's matrix; as tensor_maps.list_box.
+// Rows that each block of a cluster loads at once from a list's matrix; as arguments.list_box.
 __device__ __forceinline__ int list_box(int rows, int most) {
     return (piece_rows(rows, most) / 8 + CLUSTER - 1) / CLUSTER * 8;
 }

@@ -1,0 +1,200 @@
+"""What kernels are handed: a problem packed byte by byte (`Problem` in kernels/common.cuh), and tensor maps.
+
+Whatever a kernel must know at run time is in the first, so that extents, strides, addresses and epilogue never cause a
+compilation. The maps tell the copy engine (TMA) where an operand lies; the host encodes them when a problem is bound.
+
+A box is 64 elements (128 bytes, the swizzle's width) along the contiguous direction, but for the last of five kinds:
+
+* an operand with k contiguous: dims (k, mn, group), boxes of 64 k by some rows of mn;
+* an operand with mn contiguous: dims (mn, k, group), boxes of 64 mn by 64 k;
+* the same for jagged k: dims (mn, k', end, wrap). A group's last block of k must end in zeros although
+  the next group's rows follow in memory, so k' counts back from the group's end: k' = FAR - left lies
+  inside the extent FAR while `left` > 0 and outside after it, where TMA fills in zeros. The address,
+  base + wrap * FAR + (k' + end) * step, is brought back by `wrap`, whose stride times FAR is
+  -FAR * step modulo 2^64;
+* results, which the copy engine stores: the same for their rows, since a piece ends at any row;
+* lines that begin anywhere, by eight maps: see `weight_maps`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multigemm.cuda.arguments import Address, Fields, Slot, along, fields, join, tokens_at
+from multigemm.cuda.device import to_device
+from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, SIZE, encode_together, repeat
+from multigemm.planning.operands import Operands, Packed, Strided, group_table, packed
+from multigemm.planning.tiles import list_tiles, most_packed_tiles
+
+PROBLEM = struct.Struct("<" + "4q" * 5 + "3q2d3q12i")
+ADDRESSES = (0, 32, 64, 96, 128, 160, 168)
+"""Where a, b, out, c, bias, the ends and the numbers of valid rows stand."""
+ROWS = 200
+"""Where m stands."""
+TYPES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4, torch.int32: 5, None: 0}
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+JAGGED = {None: 0, "m": 1, "n": 2, "k": 3}
+ABSENT = Strided(0, 0, 0, 0)
+
+NO_VIEW = Packed(0, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
+
+
+def table_of(ops: Operands) -> Tensor | None:
+    """The table of a list on the device; None for the packed forms."""
+    return to_device(group_table(ops), ops.device) if ops.spec.form == "per_group" else None
+
+
+def view_of(ops: Operands) -> Packed:
+    """The packed formula; for a list, whose matrices are in its table, an empty one."""
+    return NO_VIEW if ops.spec.form == "per_group" else packed(ops)
+
+
+def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> Fields:
+    """The argument of every kernel."""
+    spec, a, b, out, c, bias = ops.spec, view.a, view.b, view.out, view.c or ABSENT, view.bias or ABSENT
+    ends, end_bytes = _sizes(ops.ends, "ends")
+    valid_rows, valid_bytes = _sizes(ops.valid_rows, "valid_rows")
+    raw = PROBLEM.pack(
+        *a, *b, *out, *c, *bias, ends, valid_rows, 0 if table is None else table.data_ptr(),
+        float(ops.alpha), float(ops.beta), view.m, view.n, view.k, spec.groups, JAGGED[view.jagged],
+        end_bytes == 8, ops.head, valid_bytes == 8, spec.zero_unowned, ACTIVATIONS[spec.activation],
+        TYPES[spec.out.dtype], TYPES[None if spec.c is None else spec.c.dtype], TYPES[spec.bias],
+        spec.alpha != "zero", spec.form == "batched" or spec.form == "masked",
+    )  # fmt: skip
+    addresses = zip(ADDRESSES, (a.ptr, b.ptr, out.ptr, c.ptr, bias.ptr, ends, valid_rows), strict=True)
+    slots = [Slot(at, x.operand, x - x.base) for at, x in addresses if isinstance(x, Address)]
+    return fields(raw, slots, tokens_at((view.m,), ROWS))
+
+
+def _sizes(tensor: Tensor | None, operand: str) -> tuple[int, int]:
+    """Where a tensor of sizes lies, and the bytes of an element; zeros for none."""
+    return (0, 0) if tensor is None else (Address(tensor.data_ptr(), operand), tensor.itemsize)
+
+
+def tiles_at_most(ops: Operands, view: Packed, rows: int, columns: int) -> int:
+    """An upper bound on the number of tiles, known without reading any size from the device."""
+    if ops.spec.form == "per_group":
+        return list_tiles(((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True)), rows, columns)
+    return packed_tiles_at_most(view, view.m, rows, columns)
+
+
+def packed_tiles_at_most(view: Packed, m: int, rows: int, columns: int) -> int:
+    """The same of a packed form with `m` rows."""
+    return most_packed_tiles(view.jagged, view.groups, m, view.n, rows, columns)
+
+
+# Tensor maps.
+
+FAR = 1 << 30
+EDGE = 0x7FFF0000
+HEIGHTS = tuple((64, 8 * (i + 1), 1) for i in range(16))
+"""The boxes of rows of each height."""
+BLANK_ROWS = bytes(SIZE * 15)
+"""Instead of the maps of the other heights, where one map serves all."""
+
+
+class Side(NamedTuple):
+    """An operand as its role sees it: `mn` is its row or column extent, strides in bytes."""
+
+    ptr: int
+    mn: int
+    k: int
+    groups: int
+    step: int
+    group: int
+    k_contiguous: bool
+    dtype: torch.dtype
+
+
+class Lines(NamedTuple):
+    """Contiguous lines of `length` elements, `pitch` bytes apart, at any address."""
+
+    ptr: int
+    pitch: int
+    number: int
+    length: int
+    dtype: torch.dtype
+
+
+def plain_map(side: Side, rows: int) -> Fields:
+    """A map with boxes of `rows` of mn where k is contiguous, else of 64 mn by 64 k."""
+    return _plain_maps(side, ((64, rows, 1),))
+
+
+def _plain_maps(side: Side, boxes: tuple[tuple[int, ...], ...]) -> Fields:
+    """A map for each of the boxes where k is contiguous, else one of 64 mn by 64 k."""
+    if side.mn == 0 or side.k == 0 or side.groups == 0:
+        return join([BLANK] * (len(boxes) if side.k_contiguous else 1))  # nothing will ever be loaded through it
+    strides = side.step if side.step > 16 else 16, side.group if side.group > 16 else 16
+    if side.k_contiguous:
+        return encode_together(side.dtype, side.ptr, (side.k, side.mn, side.groups), strides, boxes)
+    return encode_together(side.dtype, side.ptr, (side.mn, side.k, side.groups), strides, ((64, 64, 1),))
+
+
+def stacked_maps(side: Side, height: int, count: int) -> Fields:
+    """The maps of `count` matrices of a stack, each as if it stood alone: with the boxes of `plain_map`."""
+    alone = plain_map(side._replace(groups=1, group=0), height)
+    if side.mn == 0 or side.k == 0:
+        return join([alone] * count)
+    return alone if count == 1 else repeat(alone, [side.group * i for i in range(count)])
+
+
+def row_maps(side: Side) -> tuple[bytes, ...]:
+    """Of the row side 16 maps: one for each box height, or one and 15 blank ones where mn is contiguous."""
+    return (_plain_maps(side, HEIGHTS),) if side.k_contiguous else (_plain_maps(side, HEIGHTS), BLANK_ROWS)
+
+
+def ragged_map(side: Side) -> Fields:
+    """A map for jagged k (see the module docstring); mn is contiguous."""
+    if side.mn == 0 or side.k == 0:
+        return BLANK
+    step = max(side.step, 16)
+    extents, strides = (side.mn, FAR, EDGE, EDGE), (step, step, 2**35 - step)
+    return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1),))
+
+
+def result_map(side: Side) -> Fields:
+    """A map for stores of boxes of 64 rows by 64 columns (`mn`), that stop at any row.
+
+    Dims (mn, rows', end, wrap, group); as in `ragged_map`, rows' = FAR - left lies inside the extent while rows are
+    left.
+    """
+    if side.mn == 0 or side.k == 0 or side.groups == 0:
+        return BLANK
+    step = max(side.step, 16)
+    extents, strides = (side.mn, FAR, EDGE, EDGE, side.groups), (step, step, 2**35 - step, max(side.group, 16))
+    return encode_together(side.dtype, side.ptr, extents, strides, ((64, 64, 1, 1, 1),))
+
+
+def weight_maps(lines: Lines, inner: int, height: int) -> tuple[Fields, ...]:
+    """Eight maps with boxes of `inner` elements by `height` lines: one for the lines of each residue modulo 8.
+
+    Lines eight apart are a multiple of 16 bytes apart whatever their pitch. Each map begins at the aligned address
+    before its first line. A residue without any line gets the first one's: what it reads belongs to no column and no k.
+    """
+    if lines.number == 0 or lines.length == 0:
+        return (BLANK,) * 8
+    parts, strides = [], (max(8 * lines.pitch, 16), 16)
+    for residue in range(8):
+        count = (lines.number - residue + 7) // 8
+        start = lines.ptr + (residue * lines.pitch if count > 0 else 0)
+        extents = (start % 16 // lines.dtype.itemsize + lines.length, max(count, 1), 1)
+        base = along(lines.ptr, start - start % 16)
+        parts.append(encode_together(lines.dtype, base, extents, strides, ((inner, height, 1),), swizzle=NO_SWIZZLE))
+    return tuple(parts)
+
+
+def piece_height(rows: int, most: int) -> int:
+    """Rows of a group's pieces: as few pieces as `most` allows, equal, rounded up to 8 (schedule.cuh)."""
+    pieces = max(-(-rows // most), 1)
+    return max((-(-rows // pieces) + 7) // 8 * 8, 8)
+
+
+def list_box(rows: int, most: int, cluster: int) -> int:
+    """Rows that each block of a cluster loads at once from a list's matrix (schedule.cuh)."""
+    height = piece_height(rows, most)
+    return -(-height // (8 * cluster)) * 8

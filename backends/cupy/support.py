@@ -1,0 +1,209 @@
+"""What this backend can run: the reasons against a machine, a problem, or one of the kernels for it.
+
+Also what a problem is to the kernels: which way round it is computed, and with which results.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from multigemm.backend import Availability
+from multigemm.problem.spec import INPUT_DTYPES, OperandSpec, Order, ProblemSpec
+
+OLDEST = (8, 0)
+RESULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32)
+INSTALL = "pip install cupy-cuda13x  (cupy-cuda12x for CUDA 12)"
+MAX_GROUPS = 960
+"""Groups that the Hopper kernel's schedule holds."""
+MAX_ROWS = 1 << 30
+"""Rows of a result that the copy engine can tell apart."""
+MAX_LISTED_GROUPS, SMALL_MAX_ROWS = 16, 8192
+"""Groups that the small kernel (of a list) and the kernel for small lists take as an argument; rows from which tiles as
+small as the small kernel's only lose."""
+
+
+def availability() -> Availability:
+    """Whether CuPy, its compiler and a GPU are here."""
+    if importlib.util.find_spec("cupy") is None:
+        return Availability(False, "the package cupy is not installed", INSTALL)
+    if not torch.cuda.is_available():
+        return Availability(False, "torch sees no CUDA GPU: it takes a CUDA build of torch on a machine with one")
+    try:
+        import cupy
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except (ImportError, OSError, RuntimeError) as error:
+        return Availability(False, f"cupy does not import: {error}", INSTALL)
+    return Availability(True, version=str(cupy.__version__))
+
+
+def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
+    """Every reason against this problem on this device; none means that it runs."""
+    reasons = []
+    if device.type != "cuda":
+        reasons.append(f"the operands are on {device}; this backend runs on CUDA devices: move them with .cuda()")
+    elif torch.cuda.is_available() and torch.cuda.get_device_capability(device) < OLDEST:
+        seen = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        reasons.append(f"{device} has compute capability {seen}; the kernels need 8.0 or later: use another backend")
+    if spec.compute not in INPUT_DTYPES:
+        reasons.append(
+            f"products of {spec.compute} are not implemented; cast to one of {', '.join(map(str, INPUT_DTYPES))}"
+        )
+    if spec.out.dtype not in RESULTS:
+        reasons.append(
+            f"results of {spec.out.dtype} are not implemented; ask for one of {', '.join(map(str, RESULTS))}"
+        )
+    if (spec.compute == torch.int8) != (spec.out.dtype == torch.int32):
+        reasons.append(f"{spec.compute} gives {spec.out.dtype}: int8 operands give int32 results, and no others do")
+    return reasons + spec.too_long
+
+
+def is_swapped(spec: ProblemSpec) -> bool:
+    """Whether the rows of the result lie on the weight side: where they are contiguous, or jagged n."""
+    return spec.form == "jagged_n" or (spec.form in ("batched", "per_group", "jagged_k") and spec.out.order == "col")
+
+
+def plain_kind(spec: ProblemSpec) -> int:
+    """0: any epilogue. alpha * A @ B in the operands' type: 1 along contiguous columns (see is_swapped), 2 rows."""
+    plain = spec.c is None and spec.bias is None and spec.activation is None and spec.out.dtype == spec.compute
+    along = "col" if is_swapped(spec) else "row"
+    return 0 if not plain or spec.out.order == "strided" else 1 if spec.out.order == along else 2
+
+
+def sends(spec: ProblemSpec) -> bool:
+    """Whether the copy engine stores the results: plain ones, in rows of whole 16-byte pieces.
+
+    Where the rows are jagged, k must be contiguous in them: then no piece begins with rows of another group.
+    """
+    columns, x, along = (spec.m, spec.b, "col") if is_swapped(spec) else (spec.n, spec.a, "row")
+    jagged_rows = spec.form in ("jagged_m", "jagged_n")
+    known = spec.form != "per_group" and not (jagged_rows and (x.order != along or spec.total > MAX_ROWS))
+    return known and plain_kind(spec) == 1 and spec.out.align == 16 and (columns or 1) % 8 == 0
+
+
+def begins_anywhere(spec: ProblemSpec, name: Literal["a", "b"]) -> bool:
+    """Whether an operand's lines, or those of its groups, begin at any element: not all at multiples of 16 bytes."""
+    operand: OperandSpec = getattr(spec, name)
+    across, along = ("m", "k") if name == "a" else ("k", "n")
+    return operand.align < 16 or spec.jagged == (across if operand.order == "col" else along)
+
+
+def has_odd_lines(spec: ProblemSpec) -> bool:
+    """Whether the small kernel must take an operand's lines as they begin (OddLines in lines.cuh)."""
+    return begins_anywhere(spec, "a") or begins_anywhere(spec, "b")
+
+
+def hopper_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the Hopper kernel cannot run a spec; the generic one can."""
+    reasons = []
+    if spec.compute not in (torch.float16, torch.bfloat16):
+        reasons.append(f"{spec.compute} operands")
+    for name, operand in (("a", spec.a), ("b", spec.b)):
+        if operand.order == "strided" or operand.align < 16 or not operand.dense:
+            reasons.append(
+                f"{name} is {operand.order}, aligned to {operand.align} bytes: TMA needs a contiguous direction and 16"
+            )
+    if spec.groups > MAX_GROUPS or spec.groups == 0:
+        reasons.append(f"{spec.groups} groups: its schedule holds 1 to {MAX_GROUPS}")
+    if spec.form == "jagged_k" and not (spec.a.order == "col" and spec.b.order == "row"):
+        reasons.append("jagged k is the contiguous direction of an operand, where a group may start at any address")
+    if spec.form == "masked" and spec.out.order == "col":
+        reasons.append("a masked result stored by columns")
+    return reasons
+
+
+def small_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the small kernel cannot run a spec."""
+    half = spec.compute in (torch.float16, torch.bfloat16)
+    reasons = [] if half else [f"{spec.compute} operands: it takes float16 and bfloat16"]
+    for name, operand in (("a", spec.a), ("b", spec.b)):
+        if operand.order == "strided":
+            reasons.append(f"{name} is strided: it takes operands with a contiguous direction")
+    if spec.form == "per_group" and (spec.groups > MAX_LISTED_GROUPS or plain_kind(spec) != 1 or is_swapped(spec)):
+        reasons.append(
+            f"a list of {spec.groups} groups: at most {MAX_LISTED_GROUPS}, without epilogue, results by rows"
+        )
+    if (
+        spec.groups == 0
+        or spec.total > SMALL_MAX_ROWS
+        or spec.groups > SMALL_MAX_ROWS
+        or max(spec.m or 0, spec.n or 0) > 1 << 20
+    ):
+        reasons.append(
+            f"{spec.groups} groups, T<={spec.total}, m={spec.m}, n={spec.n}: 1 to {SMALL_MAX_ROWS} and 2^20 at most"
+        )
+    return reasons
+
+
+def _copy_reasons(spec: ProblemSpec, copied: ProblemSpec) -> list[str]:
+    """Why operands that differ from their copies cannot be copied."""
+    pairs = (("a", spec.a, copied.a), ("b", spec.b, copied.b))
+    wide = [name for name, old, new in pairs if old.wide and old != new]
+    return [f"{name} has 2^31 elements or more, which are not copied: kernel='generic' reads it" for name in wide]
+
+
+def small_list_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the kernel for one wave of a list or batch cannot run a spec; operands that TMA cannot read are copied."""
+    copied = packed_spec(spec)
+    reasons = [*hopper_reasons(copied), *_copy_reasons(spec, copied)]
+    if spec.form not in ("per_group", "batched") or spec.groups > MAX_LISTED_GROUPS:
+        reasons.append(
+            f"{spec.groups} groups of {spec.form}: it takes a list or a batch of at most {MAX_LISTED_GROUPS}"
+        )
+    if plain_kind(spec) != 1 or is_swapped(spec):
+        reasons.append("an epilogue, or a result by columns: it stores plain results by rows")
+    return reasons
+
+
+@lru_cache(maxsize=1024)
+def packed_spec(spec: ProblemSpec) -> ProblemSpec:
+    """The spec after the operands that TMA cannot read have been copied."""
+    a, b = (_packed(spec, spec.a, "col"), _packed(spec, spec.b, "row"))
+    return spec if (a, b) == (spec.a, spec.b) else replace(spec, a=a, b=b)
+
+
+def _packed(spec: ProblemSpec, operand: OperandSpec, ragged: Order) -> OperandSpec:
+    order: Order = ragged if spec.form == "jagged_k" else "row" if operand.order == "strided" else operand.order
+    readable = operand.align == 16 and operand.dense and operand.order == order
+    return operand if readable else replace(operand, order=order, align=16, dense=True)
+
+
+def packed_reasons(spec: ProblemSpec) -> list[str]:
+    """Why copying first does not help a spec."""
+    copied = packed_spec(spec)
+    reasons = [*hopper_reasons(copied), *_copy_reasons(spec, copied)]
+    if copied == spec:
+        reasons.append("nothing needs copying")
+    return reasons
+
+
+def weights_of(spec: ProblemSpec) -> OperandSpec:
+    """The operand whose lines give a result's columns, or its rows where the problem is swapped."""
+    return spec.a if is_swapped(spec) else spec.b
+
+
+@lru_cache(maxsize=1024)
+def shift_b_spec(spec: ProblemSpec) -> ProblemSpec:
+    """The spec after the rows have been copied, where TMA cannot read them; the weights stay."""
+    rows = "b" if is_swapped(spec) else "a"
+    return replace(spec, **{rows: getattr(packed_spec(spec), rows)})
+
+
+def shift_b_reasons(spec: ProblemSpec) -> list[str]:
+    """Why the kernel that shifts its weights cannot, or need not, run a spec."""
+    given, copied = weights_of(spec), shift_b_spec(spec)
+    readable = replace(given, align=16)
+    reasons = hopper_reasons(replace(copied, a=readable) if is_swapped(spec) else replace(copied, b=readable))
+    if given == readable:
+        reasons.append("nothing needs shifting")
+    if spec.form == "jagged_k":
+        reasons.append("jagged k: both operands are copied")
+    if given.wide and spec.form != "per_group" and min(x for x in (spec.m, spec.n, spec.k, 64) if x is not None) < 64:
+        reasons.append("2^31 elements of weights or more in short lines, which it would have to count")
+    return [*reasons, *_copy_reasons(spec, copied)]

@@ -1,0 +1,192 @@
+"""One problem as the words that every kernel of this backend is launched with, and its tensor maps.
+
+All kernels take the same `Call`: a flat tuple of 64-bit integers, so that a launch is one packed
+buffer and no argument is inspected. `table` (for lists) or the packed formula gives each group.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from multigemm.backends.numba.config import (
+    MAPS,
+    NAMES,
+    ROW_BYTES,
+    SIZE,
+    HopperConfig,
+    Signature,
+    signature_of,
+    token_boxes,
+)
+from multigemm.cuda import tensor_map
+from multigemm.cuda.arguments import Address, Fields, Slot, fields, tokens_at
+from multigemm.planning.operands import TABLE, Operands, Packed, Strided, address_of, group_table, packed
+from multigemm.problem.spec import ProblemSpec
+
+JAGGED_M, JAGGED_N, JAGGED_K = 1, 2, 3
+KIND = {"f16": 1, "bf16": 2, "f32": 3, "f64": 4, "i8": 5, "i32": 6}
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
+_JAGGED = {None: 0, "m": JAGGED_M, "n": JAGGED_N, "k": JAGGED_K}
+
+
+class Call(NamedTuple):
+    """Extents are those of a whole packed operand; strides are in elements; 0 marks what is absent."""
+
+    groups: int
+    m: int
+    n: int
+    k: int
+    jagged: int
+    ends: int
+    ends_wide: int
+    head: int
+    valid: int
+    valid_wide: int
+    table: int
+    a: int
+    a_group: int
+    a_row: int
+    a_col: int
+    b: int
+    b_group: int
+    b_row: int
+    b_col: int
+    out: int
+    out_group: int
+    out_row: int
+    out_col: int
+    c: int
+    c_group: int
+    c_row: int
+    c_col: int
+    bias: int
+    bias_group: int
+    bias_col: int
+    out_kind: int
+    out_size: int
+    c_kind: int
+    c_size: int
+    bias_kind: int
+    bias_size: int
+    activation: int
+    plain: int
+    zeroes: int
+
+
+_ABSENT = Strided(0, 0, 0, 0)
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+Table = npt.NDArray[np.int64]
+ACROSS = 64
+"""Elements of one box across k: 128 bytes of a 16-bit type."""
+GRANULE = 16
+"""Bytes that a stride of a tensor map is a multiple of."""
+
+
+def _wide(index: Tensor | None) -> int:
+    return int(index is not None and index.dtype == torch.int64)
+
+
+def call_of(ops: Operands, style: tuple[int, ...], table: Tensor | None = None) -> Call:
+    """The words of one problem; `style` is that of its spec, `table` that of a list on the device."""
+    if table is not None:
+        view = Packed(len(cast("list[Tensor]", ops.a)), 0, 0, 0, None, _ABSENT, _ABSENT, _ABSENT, None, None)
+    else:
+        view = packed(ops)
+    bias = view.bias or _ABSENT
+    k = 0 if ops.spec.alpha == "zero" else view.k
+    return Call(
+        view.groups, view.m, view.n, k, _JAGGED[view.jagged],
+        address_of(ops.ends, "ends"), _wide(ops.ends), int(ops.head),
+        address_of(ops.valid_rows, "valid_rows"), _wide(ops.valid_rows),
+        0 if table is None else table.data_ptr(),
+        *view.a, *view.b, *view.out, *(view.c or _ABSENT),
+        bias.ptr, bias.group, bias.col, *style,
+    )  # fmt: skip
+
+
+def epilogue_words(spec: ProblemSpec) -> tuple[int, ...]:
+    """The epilogue as numbers: kinds and sizes of out, C and bias; activation; whether it only rounds; zeroing."""
+    c = None if spec.c is None else spec.c.dtype
+    pairs = [(0, 0) if x is None else (KIND[NAMES[x]], x.itemsize) for x in (spec.out.dtype, c, spec.bias)]
+    facts = signature_of(spec)
+    return (
+        *pairs[0],
+        *pairs[1],
+        *pairs[2],
+        ACTIVATIONS.index(spec.activation),
+        int(facts.plain),
+        int(facts.zero_unowned),
+    )
+
+
+def list_table(ops: Operands) -> Table:
+    """The host table of a list problem; alpha = 0 reads neither A nor B, which is K = 0."""
+    table = group_table(ops)
+    if ops.spec.alpha == "zero":
+        table[:, TABLE.K] = 0
+    return table
+
+
+def packed_arguments(call: Call, alpha: float, beta: float, *more: int) -> Fields:
+    """All that a kernel takes as 64-bit words, and which of them are addresses of operands."""
+    raw = struct.pack(f"<{len(call)}q2d{len(more)}q", *call, alpha, beta, *more)
+    values = (*call, 0, 0, *more)
+    slots = [Slot(8 * i, x.operand, x - x.base) for i, x in enumerate(values) if type(x) is Address]
+    return fields(raw, slots, tokens_at(values))
+
+
+class MapEncoder:
+    """Encodes the MAPS tensor maps of each group that has its own: B, then A. Blank ones are never loaded through."""
+
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        self._dtype, self._size = _DTYPES[signature.compute], SIZE[signature.compute]
+        self._a_across, self._b_across = signature.a_order == "col", signature.b_order == "row"
+        bk = ROW_BYTES // self._size
+        across = ((ACROSS, bk, 1),)
+        self._b_boxes = across if self._b_across else ((bk, ACROSS, 1),)
+        self._a_boxes = across if self._a_across else tuple((bk, height, 1) for height in token_boxes(config))
+        self._blank = bytes((MAPS - 1 - len(self._a_boxes)) * tensor_map.SIZE)
+
+    def of_call(self, call: Call) -> list[bytes]:
+        """The maps of the operands of a packed form, in parts."""
+        a = Strided(call.a, call.a_group, call.a_row, call.a_col)
+        b = Strided(call.b, call.b_group, call.b_row, call.b_col)
+        return self._maps(call.m, call.n, call.k, call.groups, a, b)
+
+    def of_list(self, table: Table) -> list[bytes]:
+        """Those of every product of a list."""
+        parts = list[bytes]()
+        for row in table.tolist():
+            a = Strided(row[TABLE.A], 0, row[TABLE.A_ROW], row[TABLE.A_COL])
+            b = Strided(row[TABLE.B], 0, row[TABLE.B_ROW], row[TABLE.B_COL])
+            parts += self._maps(row[TABLE.M], row[TABLE.N], row[TABLE.K], 1, a, b)
+        return parts
+
+    def _maps(self, m: int, n: int, k: int, groups: int, a: Strided, b: Strided) -> list[bytes]:
+        """The maps of one A and B; blank ones where the product has no terms, since nothing is loaded then."""
+        if min(m, n, k, groups) <= 0:
+            return [bytes(MAPS * tensor_map.SIZE)]
+        b_pitch, a_pitch = (b.row if self._b_across else b.col), (a.col if self._a_across else a.row)
+        return [
+            self._encode(b, n if self._b_across else k, k if self._b_across else n, groups, b_pitch, self._b_boxes),
+            self._encode(a, m if self._a_across else k, k if self._a_across else m, groups, a_pitch, self._a_boxes),
+            self._blank,
+        ]
+
+    def _encode(
+        self, x: Strided, inner: int, outer: int, groups: int, pitch: int, boxes: tuple[tuple[int, int, int], ...]
+    ) -> Fields:
+        """Maps of [group, outer, inner] elements, one for each box; `pitch` elements from one `outer` to the next.
+
+        A dimension of one element gets a stride that TMA accepts, since it is never multiplied.
+        """
+        size, groups = self._size, groups if x.group else 1
+        step = pitch * size if outer > 1 else GRANULE
+        group = x.group * size if groups > 1 else GRANULE
+        return tensor_map.encode_together(self._dtype, x.ptr, (inner, outer, groups), (step, group), boxes)

@@ -1,0 +1,1 @@
+"""Device code: what Numba compiles, or its simulator runs."""

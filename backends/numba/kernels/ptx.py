@@ -1,0 +1,352 @@
+"""PTX for Numba: lines of PTX as typed functions, and those that the kernels are made of.
+
+Shared-memory addresses are 32-bit (see `shared_address`), global ones 64-bit. A 32-bit word of a
+fragment holds two 16-bit elements, the lower index in the lower half.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+# From a line of PTX to a typed Numba function:
+#
+#     fence = instruction("fence.proxy.async.shared::cta;")
+#     add3 = instruction("add.s32 $0, $1, $2;", types.int32, types.int32, types.int32, effects=False)
+#
+# Operands are numbered in LLVM's order: results first, then arguments. A `UniTuple` stands for as many
+# operands as it has elements, so a fragment of a matrix is one value in Python and a list of registers
+# in PTX. `inout` ties the first argument to the result, register by register, which is what an
+# accumulator is. An instruction with `effects` is never moved across another one, nor removed.
+
+I32, I64, F32, F64 = types.int32, types.int64, types.float32, types.float64
+CONSTRAINT = {types.int32: "r", types.uint32: "r", types.int64: "l", types.uint64: "l", types.int16: "h",
+              types.uint16: "h", types.float32: "f", types.float64: "d"}  # fmt: skip
+MEMORY = "~{memory}"
+
+
+def floats(count):
+    """The type of a fragment of `count` float32 registers."""
+    return types.UniTuple(types.float32, count)
+
+
+def words(count):
+    """The type of a fragment of `count` 32-bit registers."""
+    return types.UniTuple(types.int32, count)
+
+
+def _scalars(kind):
+    return [kind.dtype] * kind.count if isinstance(kind, types.UniTuple) else [kind]
+
+
+def _flatten(builder, kind, value):
+    if isinstance(kind, types.UniTuple):
+        return [builder.extract_value(value, i) for i in range(kind.count)]
+    return [value]
+
+
+def _call(context, builder, text, result, outputs, constraints, values, effects):
+    """Calls the assembly; returns one LLVM value per output register."""
+    kinds = [context.get_value_type(kind) for kind in outputs]
+    if not kinds:
+        returned = ir.VoidType()
+    else:
+        returned = kinds[0] if len(kinds) == 1 else ir.LiteralStructType(kinds)
+    function = ir.FunctionType(returned, [value.type for value in values])
+    out = builder.call(ir.InlineAsm(function, text, constraints, side_effect=effects), values)
+    if len(kinds) < 2:
+        return [out][: len(kinds)]
+    return [builder.extract_value(out, i) for i in range(len(kinds))]
+
+
+def _pack(context, builder, kind, registers, whole=None):
+    """The registers as one value of this kind; as the beginning of `whole`, where that is given."""
+    if not isinstance(kind, types.UniTuple):
+        return registers[0]
+    packed = ir.Constant(context.get_value_type(kind), ir.Undefined) if whole is None else whole
+    for i, register in enumerate(registers):
+        packed = builder.insert_value(packed, register, i)
+    return packed
+
+
+def instruction(text, returns=None, *takes, effects=True, memory=None, inout=False, within=None):
+    """A device function that is this PTX. `memory`: it may touch memory (default: as `effects`).
+
+    `within` (with `inout`): the accumulator is the beginning of a fragment of that many registers,
+    which the function takes and returns whole.
+    """
+    result = types.void if returns is None else returns
+    outputs = [] if returns is None else _scalars(returns)
+    inputs = [scalar for kind in takes for scalar in _scalars(kind)]
+    parts = ["=" + CONSTRAINT[kind] for kind in outputs]
+    tied = len(_scalars(takes[0])) if inout else 0
+    parts += [str(i) if i < tied else CONSTRAINT[kind] for i, kind in enumerate(inputs)]
+    parts += [MEMORY] if (effects if memory is None else memory) else []
+    constraints = ",".join(parts)
+    seen = (types.UniTuple(takes[0].dtype, within), *takes[1:]) if within else takes
+
+    def generate(context, builder, signature, arguments):
+        values = []
+        for kind, argument in zip(takes, arguments, strict=True):
+            values += _flatten(builder, kind, argument)
+        registers = _call(context, builder, text, result, outputs, constraints, values, effects)
+        if not outputs:
+            return context.get_dummy_value()
+        return _pack(context, builder, returns, registers, arguments[0] if within else None)
+
+    return with_arity(len(takes), lambda _types: ((seen[0] if within else result)(*seen), generate))
+
+
+def with_arity(count, build):
+    """An intrinsic of `count` arguments out of `build(types) -> (signature, codegen)`.
+
+    Numba reads the number of arguments off the Python signature, hence one lambda per arity.
+    """
+    shapes = {
+        0: lambda typingctx: build(()),
+        1: lambda typingctx, a: build((a,)),
+        2: lambda typingctx, a, b: build((a, b)),
+        3: lambda typingctx, a, b, c: build((a, b, c)),
+        4: lambda typingctx, a, b, c, d: build((a, b, c, d)),
+        5: lambda typingctx, a, b, c, d, e: build((a, b, c, d, e)),
+        6: lambda typingctx, a, b, c, d, e, f: build((a, b, c, d, e, f)),
+        7: lambda typingctx, a, b, c, d, e, f, g: build((a, b, c, d, e, f, g)),
+    }
+    return intrinsic(shapes[count])
+
+
+def registers(first, count):
+    """ "$first, $(first+1), ..." as an operand list of PTX."""
+    return ", ".join(f"${i}" for i in range(first, first + count))
+
+
+def make_zeros(count, kind=types.float32, within=None):
+    """zeros() -> a tuple of `count` zeros, followed by undefined registers up to `within`.
+
+    A literal of that length trips an assertion in Numba's peephole pass; an intrinsic does not.
+    """
+    fragment = types.UniTuple(kind, within or count)
+
+    def generate(context, builder, signature, arguments):
+        zero = ir.Constant(context.get_value_type(kind), None)
+        return _pack(context, builder, fragment, [zero] * count)
+
+    return with_arity(0, lambda _types: (fragment(), generate))
+
+
+@intrinsic
+def shared_address(typingctx, array):
+    """The 32-bit shared-memory address of a `cuda.shared.array`."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        generic = builder.ptrtoint(data, ir.IntType(64))
+        text = "{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }"
+        function = ir.FunctionType(ir.IntType(32), [ir.IntType(64)])
+        return builder.call(ir.InlineAsm(function, text, "=r,l", side_effect=False), [generic])
+
+    return types.int32(array), generate
+
+
+# What every GPU since sm_80 has: fragments, matrix loads, mma.sync, cp.async.
+
+MMA = {
+    "f16": ("m16n8k16.row.col.f32.f16.f16.f32", 4, 2),
+    "bf16": ("m16n8k16.row.col.f32.bf16.bf16.f32", 4, 2),
+    "tf32": ("m16n8k8.row.col.f32.tf32.tf32.f32", 4, 2),
+    "i8": ("m16n8k32.row.col.s32.s8.s8.s32", 4, 2),
+    "f64": ("m16n8k4.row.col.f64.f64.f64.f64", 2, 1),
+}
+"""The instruction by the kind of product, and registers of A and of B; float64 takes sm_90."""
+SUMS = {"f16": F32, "bf16": F32, "tf32": F32, "f32": F32, "i8": I32, "f64": F64}
+"""The type of a sum; "f32" is the product without tensor cores."""
+
+
+@cache
+def make_ldmatrix(count, transposed=False):
+    """ldmatrix(row address of this lane) -> `count` words: 8 x 8 matrices of 16-bit elements."""
+    option = ".trans" if transposed else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x{count}{option}.shared.b16 {{{registers(0, count)}}}, [${count}];"
+    return instruction(text, words(count), I32)
+
+
+@cache
+def make_pack(kind):
+    """pack(low, high) -> a word of two 16-bit floats, each rounded once."""
+    return instruction(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", I32, F32, F32, effects=False)
+
+
+cp_async_16 = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", None, I32, I64, I32)
+"""(shared, global, bytes to read): 16 bytes, of which those beyond the count become zero."""
+
+cp_async_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4, $2;", None, I32, I64, I32)
+cp_async_8 = instruction("cp.async.ca.shared.global [$0], [$1], 8, $2;", None, I32, I64, I32)
+
+cp_async_commit = instruction("cp.async.commit_group;")
+
+
+@cache
+def make_cp_async_wait(pending):
+    """Waits until at most `pending` groups of this thread are under way."""
+    return instruction(f"cp.async.wait_group {pending};")
+
+
+load_shared_u32 = instruction("ld.shared.u32 $0, [$1];", I32, I32)
+load_shared_f32 = instruction("ld.shared.f32 $0, [$1];", F32, I32)
+load_shared_f64 = instruction("ld.shared.f64 $0, [$1];", F64, I32)
+load_shared_f64x2 = instruction("ld.shared.v2.f64 {$0, $1}, [$2];", types.UniTuple(F64, 2), I32)
+load_shared_f32x4 = instruction("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", floats(4), I32)
+load_shared_u32x4 = instruction("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];", words(4), I32)
+load_shared_i64x2 = instruction("ld.shared.v2.s64 {$0, $1}, [$2];", types.UniTuple(types.int64, 2), I32)
+store_shared_f32 = instruction("st.shared.f32 [$0], $1;", None, I32, F32)
+store_shared_f64 = instruction("st.shared.f64 [$0], $1;", None, I32, F64)
+store_shared_u8 = instruction("st.shared.u8 [$0], $1;", None, I32, types.int16)
+store_shared_u16 = instruction("st.shared.u16 [$0], $1;", None, I32, types.int16)
+store_shared_u32 = instruction("st.shared.u32 [$0], $1;", None, I32, I32)
+store_shared_u32x4 = instruction("st.shared.v4.u32 [$0], {$1, $2, $3, $4};", None, I32, words(4))
+store_shared_i64x2 = instruction("st.shared.v2.s64 [$0], {$1, $2};", None, I32, I64, I64)
+store_global_u32 = instruction("st.global.u32 [$0], $1;", None, I64, I32)
+store_global_u32x4 = instruction("st.global.v4.u32 [$0], {$1, $2, $3, $4};", None, I64, words(4))
+store_global_u32x2 = instruction("st.global.v2.u32 [$0], {$1, $2};", None, I64, words(2))
+store_global_f32x4 = instruction("st.global.v4.f32 [$0], {$1, $2, $3, $4};", None, I64, floats(4))
+store_global_f64x2 = instruction("st.global.v2.f64 [$0], {$1, $2};", None, I64, types.UniTuple(F64, 2))
+load_shared_u16 = instruction("ld.shared.u16 $0, [$1];", types.int16, I32)
+store_global_u16 = instruction("st.global.u16 [$0], $1;", None, I64, types.int16)
+
+atomic_add = instruction("atom.global.add.u32 $0, [$1], $2;", I32, I64, I32)
+"""(global address, word) -> the old value."""
+named_barrier = instruction("bar.sync $0, $1;", None, I32, I32)
+"""(barrier 1 to 15, threads): a rendezvous of part of a block."""
+
+
+# What Hopper adds: barriers with byte counts, TMA, wgmma, register budgets. Compile with `cc=(9, 0, "a")`.
+#
+# A barrier is 8 bytes of shared memory; `parity` is the phase (0 or 1) whose end is waited for. wgmma
+# descriptors are built by `descriptor`.
+
+mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", None, I32, I32)
+"""(barrier, arrivals per phase)"""
+mbarrier_arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", None, I32)
+mbarrier_expect_tx = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, I32, I32)
+"""(barrier, bytes): arrives, and lets the phase end only once that many bytes have come."""
+mbarrier_wait = instruction(
+    "{ .reg .pred p; wait_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra wait_${:uid}; }",
+    None, I32, I32,
+)  # fmt: skip
+"""(barrier, parity): returns when that phase has ended."""
+mbarrier_arrive_cluster = instruction("mbarrier.arrive.shared::cluster.b64 _, [$0];", None, I32)
+"""The same for a barrier of any block of the cluster, at an address from `map_shared`."""
+map_shared = instruction("mapa.shared::cluster.u32 $0, $1, $2;", I32, I32, I32, effects=False)
+"""(shared address, rank) -> the address of the same place in that block of the cluster."""
+store_async = instruction(
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [$0], $1, [$2];", None, I32, I32, I32
+)
+"""(shared address, word, barrier), both in one block of the cluster: stores, and counts 4 bytes on the barrier."""
+cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", I32, effects=False)
+cluster_arrive = instruction("barrier.cluster.arrive.release.aligned;")
+cluster_wait = instruction("barrier.cluster.wait.acquire.aligned;")
+fence_mbarrier_init = instruction("fence.mbarrier_init.release.cluster;")
+fence_async = instruction("fence.proxy.async.shared::cta;")
+"""Between ordinary stores to shared memory and the tensor cores or TMA reading it."""
+fence_tensormap = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", None, I64)
+"""Before the first use of a tensor map that lies in global memory."""
+grid_dependency_wait = instruction("griddepcontrol.wait;")
+grid_dependents_launch = instruction("griddepcontrol.launch_dependents;")
+
+
+@cache
+def make_setmaxnreg(count, more):
+    """Moves this warpgroup's register budget up (`more`) or down to `count`, a multiple of 8."""
+    return instruction(f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};")
+
+
+@cache
+def make_tma_load(rank):
+    """load(shared, map, barrier, coordinates[rank]): one box, counted in bytes on the barrier."""
+    text = (
+        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        f"[$0], [$1, {{{registers(3, rank)}}}], [$2];"
+    )
+    return instruction(text, None, I32, I64, I32, words(rank))
+
+
+@cache
+def make_tma_multicast(rank):
+    """load(shared, map, barrier, coordinates[rank], mask): the same box into every block of the mask.
+
+    Each of them receives it at the same shared address and counts the bytes on its own barrier.
+    """
+    text = (
+        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        f"[$0], [$1, {{{registers(3, rank)}}}], [$2], ${3 + rank};"
+    )
+    return instruction(text, None, I32, I64, I32, words(rank), types.int16)
+
+
+WGMMA = {"f16": ("f16", 16), "bf16": ("bf16", 16), "tf32": ("tf32", 8)}
+
+
+@cache
+def make_wgmma(kind, n, a_transposed=False, b_transposed=False, within=None):
+    """wgmma(acc[n/2], a, b) -> acc: m64 x n x 32 bytes of k, both operands by descriptor.
+
+    `within`: acc is the beginning of that many registers, so that loops of different n can share what follows.
+
+    Transposed means that the operand's own dimension (not k) is contiguous; 16-bit types only.
+    Between `wgmma_fence` and `wgmma_commit`; acc may be read after `make_wgmma_wait`.
+    """
+    name, k = WGMMA[kind]
+    count = n // 2
+    transposes = "" if kind == "tf32" else f", {int(a_transposed)}, {int(b_transposed)}"
+    if kind == "tf32" and (a_transposed or b_transposed):
+        raise ValueError("tf32 operands of wgmma must be contiguous along k")
+    text = (
+        "{ .reg .pred p; setp.ne.b32 p, 1, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{name}.{name} {{{registers(0, count)}}}, "
+        f"${2 * count}, ${2 * count + 1}, p, 1, 1{transposes}; }}"
+    )
+    return instruction(text, floats(count), floats(count), I64, I64, inout=True, within=within)
+
+
+wgmma_fence = instruction("wgmma.fence.sync.aligned;")
+wgmma_commit = instruction("wgmma.commit_group.sync.aligned;")
+
+
+@cache
+def make_wgmma_wait(pending):
+    return instruction(f"wgmma.wait_group.sync.aligned {pending};")
+
+
+@cache
+def make_wgmma_result(n, within=None):
+    """result(acc) -> acc, once all wgmma of this warpgroup are done; ties the reads to the wait."""
+    kind = floats(n // 2)
+    return instruction("wgmma.wait_group.sync.aligned 0;", kind, kind, inout=True, within=within)
+
+
+SWIZZLE_128 = 1 << 62
+
+
+def descriptor_bits(leading, stride):
+    """The constant part of a descriptor with 128-byte swizzle: byte strides between 8-row groups.
+
+    Contiguous along k: `stride` is the step from 8 rows to the next 8 (1024 when dense), `leading`
+    unused. Transposed: `leading` is the step from 64 elements to the next 64 of the operand's own
+    dimension, `stride` the step from 8 values of k to the next 8.
+    """
+    return SWIZZLE_128 | (stride >> 4) << 32 | (leading >> 4) << 16
+
+
+@cache
+def make_descriptor(leading, stride):
+    """descriptor(shared address) -> 64 bits."""
+    bits = descriptor_bits(leading, stride)
+    text = (
+        "{ .reg .u32 t; .reg .u64 u; shr.u32 t, $1, 4; and.b32 t, t, 0x3fff; "
+        f"cvt.u64.u32 u, t; or.b64 $0, u, {bits}; }}"
+    )
+    return instruction(text, types.int64, I32, effects=False)

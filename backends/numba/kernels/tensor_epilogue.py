@@ -1,0 +1,382 @@
+"""From the sums of tensor cores to memory: through shared memory, so that stores are wide.
+
+Sums are staged in rows of 64. Their 16-byte chunks are swizzled by the row's number, so that no two
+lanes meet in a bank, neither when sums are staged nor when `flush` reads them.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+from llvmlite import ir
+from numba.cuda import types
+
+from multigemm.backends.numba.arguments import KIND
+from multigemm.backends.numba.config import KEPT_COLUMNS
+from multigemm.backends.numba.kernels import ptx
+from multigemm.backends.numba.kernels.epilogue import BF16, F16, F32, make_any_finish, make_any_store
+from multigemm.backends.numba.kernels.memory import BYTES
+from multigemm.backends.numba.kernels.mma_fragments import LLVM, make_fma_stage, make_warp_stage
+from multigemm.backends.numba.kernels.ptx import CONSTRAINT, I32, floats, with_arity
+from multigemm.backends.numba.kernels.runtime import synchronising
+
+# From rows of 64 staged sums to memory: alpha, C, bias, the activation and one rounding, to any type and strides.
+
+CHUNK = 16
+"""Bytes."""
+int32 = types.int32
+
+
+@cache
+def make_swizzle(acc):
+    """swizzle(row) -> what a chunk's number is xor-ed with: alike for rows 8 apart; of 4 bytes, for 2i and 2i + 1."""
+
+    @synchronising
+    def single(row):
+        return ((row // 2) % 4) * 2
+
+    @synchronising
+    def double(row):
+        return (row % 2) * 4
+
+    return double if acc == "f64" else single
+
+
+def _of_one_kind(load, store, own):
+    @synchronising
+    def send(where, cell, kind):
+        store(where, load(cell))
+
+    @synchronising
+    def fits(kind):
+        return kind == own
+
+    return send, fits
+
+
+def _of_three_kinds():
+    kinds = (F32, F16, BF16)
+    pack_half, pack_brain = ptx.make_pack("f16"), ptx.make_pack("bf16")
+
+    @synchronising
+    def send(where, cell, kind):
+        v = ptx.load_shared_f32x4(cell)
+        if kind == F32:
+            ptx.store_global_f32x4(where, v)
+        elif kind == F16:
+            ptx.store_global_u32x2(where, (pack_half(v[0], v[1]), pack_half(v[2], v[3])))
+        else:
+            ptx.store_global_u32x2(where, (pack_brain(v[0], v[1]), pack_brain(v[2], v[3])))
+
+    @synchronising
+    def fits(kind):
+        return kind in kinds
+
+    return send, fits
+
+
+@cache
+def _ways(acc):
+    """(load, store of one staged sum; send(address, chunk, kind), fits(kind)): how a whole chunk leaves, if its kind
+    has such a way."""
+    if acc == "i32":
+        whole = _of_one_kind(ptx.load_shared_u32x4, ptx.store_global_u32x4, KIND[acc])
+        return ptx.load_shared_u32, ptx.store_shared_u32, *whole
+    if acc == "f64":
+        whole = _of_one_kind(ptx.load_shared_f64x2, ptx.store_global_f64x2, KIND[acc])
+        return ptx.load_shared_f64, ptx.store_shared_f64, *whole
+    return ptx.load_shared_f32, ptx.store_shared_f32, *_of_three_kinds()
+
+
+@cache
+def make_flush(acc, threads):
+    """flush(...) by so many threads, a chunk of a row each; `acc` is the sums' type."""
+    finish, store, swizzle = make_any_finish(acc), make_any_store(acc), make_swizzle(acc)
+    load, keep, send, fits = _ways(acc)
+    size = BYTES[acc]
+    each, pitch = CHUNK // size, KEPT_COLUMNS * size
+    chunks = KEPT_COLUMNS // each
+    step = threads // chunks
+
+    @synchronising
+    def flush(staging, out, c, bias, style, alpha, beta, rows, columns, thread, above):
+        """`out` and `c` are (address, row stride, column stride); `above` rows of C lie before the first."""
+        out_at, out_row, out_col = out
+        c_at, c_row, c_col = c
+        bias_at, bias_col = bias
+        kind, out_size, c_kind, bias_kind, activation, plain = style
+        chunk, first = thread % chunks, thread // chunks
+        column = chunk * each
+        count = min(max(columns - column, 0), each)
+        aligned = ((out_at | (out_row * out_size)) & (each * out_size - 1)) == 0
+        wide = out_col == 1 and count == each and aligned and fits(kind)
+        for row in range(first, rows, step):
+            cell = int32(staging + row * pitch + (chunk ^ swizzle(row)) * CHUNK)
+            if plain == 0:
+                for i in range(count):
+                    at, b = (above + row) * c_row + (column + i) * c_col, (column + i) * bias_col
+                    value = load(cell + i * size)
+                    value = finish(value, alpha, beta, activation, c_kind, c_at, at, bias_kind, bias_at, b)
+                    keep(cell + i * size, value)
+            if wide:
+                send(out_at + (row * out_row + column) * out_size, cell, kind)
+            else:
+                for i in range(count):
+                    store(out_at, row * out_row + (column + i) * out_col, load(cell + i * size), kind)
+
+    return flush
+
+
+@synchronising
+def style_of(p):
+    """What `flush` has to know of the epilogue."""
+    return p.out_kind, p.out_size, p.c_kind, p.bias_kind, p.activation, p.plain
+
+
+# The sm_80 kernel: each warp stages its sums in a piece of shared memory of its own.
+#
+# What `make_words` has turned by pairs is put back in order here: `turned_a` or `turned_b` say which of both.
+
+LANES = 32
+TYPES = {"i32": types.int32, "f64": types.float64}
+
+
+@cache
+def make_way_out(kind, acc, kept, a_lies_across, b_lies_across):
+    """(stage, flush): stage(sums, address of the warp's piece, lane), but see `make_warp_stage`; and `make_flush`."""
+    if kind == "f32":
+        stage = make_fma_stage(kept, a_lies_across, b_lies_across)
+    elif acc == "f32":
+        stage = make_warp_stage(kept)
+    else:
+        turned = kind == "i8"
+        stage = make_stage(acc, kept, turned and a_lies_across, turned and b_lies_across)
+    return stage, make_flush(acc, LANES)
+
+
+def _runs(rows, columns, size, turned_a, turned_b):
+    """(row, byte, which sums) of neighbours that a lane holds, but for what depends on the lane."""
+    for i, half in product(range(rows), range(2)):
+        row = i * 16 + (half if turned_a else half * 8)
+        for j in range(0, columns, 2 if turned_b else 1):
+            first = (i * columns + j) * 4 + half * 2
+            yield row, j * 8 * size, [first, first + 4, first + 1, first + 5] if turned_b else [first, first + 1]
+
+
+@cache
+def make_stage(acc, kept, turned_a, turned_b):
+    """stage(sums, address of the warp's piece, lane) for int32 and float64."""
+    rows, columns, size, kind = kept // 16, KEPT_COLUMNS // 8, BYTES[acc], TYPES[acc]
+    pitch, word, number = KEPT_COLUMNS * size, ir.IntType(32), LLVM[TYPES[acc]]
+    suffix, letter, swizzle = f"b{8 * size}", CONSTRAINT[kind], make_swizzle(acc)
+
+    def generate(context, builder, signature, arguments):
+        acc, base, twist = arguments
+        for row, at, which in _runs(rows, columns, size, turned_a, turned_b):
+            where = builder.add(base, builder.xor(twist, ir.Constant(word, at)))
+            values = [builder.extract_value(acc, x) for x in which]
+            names = ", ".join(f"${x + 1}" for x in range(len(values)))
+            text = f"st.shared.v{len(values)}.{suffix} [$0+{row * pitch}], {{{names}}};"
+            emit = ir.FunctionType(ir.VoidType(), [word] + [number] * len(values))
+            constraints = ",".join(["r"] + [letter] * len(values)) + ",~{memory}"
+            builder.call(ir.InlineAsm(emit, text, constraints, side_effect=True), [where, *values])
+        return context.get_dummy_value()
+
+    takes = (types.UniTuple(kind, rows * columns * 4), types.int32, types.int32)
+    put = with_arity(3, lambda _types: (types.void(*takes), generate))
+
+    @synchronising
+    def stage(sums, piece, lane):
+        row, quad = int32(lane >> 2), int32(lane & 3)
+        if turned_a:
+            row = int32(row * 2)
+        start, twist = int32(piece + row * pitch), int32(swizzle(row) * CHUNK)
+        if turned_b:
+            put(sums, start, int32(twist ^ (quad * 4 * size)))
+        else:
+            put(sums, int32(start + quad * 2 * size), twist)
+
+    return stage
+
+
+# The Hopper kernel: a warpgroup holds 64 columns of C x n rows, each thread two neighbouring rows of one
+# column per register pair. Two ways out:
+#
+# * `fast`: nothing but one rounding to a 16-bit type; `stmatrix` transposes into rows of 128 bytes,
+#   ROWS_16 at a time, and each thread moves 16 bytes;
+# * `general`: float32 rows of 256 bytes, ROWS_32 at a time, which `flush` brings to memory.
+
+WARPGROUP = 128
+ROWS_16, ROWS_32 = 128, 64
+STAGING = 16384
+"""Bytes of one warpgroup's staging."""
+PASS_ROWS = 16
+"""Rows of 128 bytes that the 128 threads of a warpgroup move at once."""
+VOID = ir.VoidType()
+
+
+def _emit(builder, text, constraints, values):
+    function = ir.FunctionType(VOID, [value.type for value in values])
+    builder.call(ir.InlineAsm(function, text, constraints + ",~{memory}", side_effect=True), values)
+
+
+def _by_round(n, rows, emit):
+    """stage(acc, round, ...): the stores of one round of `rows` rows, chosen by a switch.
+
+    A tuple cannot be indexed by a run-time number, so each round has its own straight code.
+    """
+
+    def generate(context, builder, signature, arguments):
+        acc, which, *addresses = arguments
+        done = builder.append_basic_block("staged")
+        switch = builder.switch(which, done)
+        for number in range(-(-n // rows)):
+            block = builder.append_basic_block(f"round{number}")
+            switch.add_case(ir.Constant(ir.IntType(32), number), block)
+            with builder.goto_block(block):
+                emit(builder, acc, addresses, range(number * rows, min(n, number * rows + rows)))
+                builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return generate
+
+
+@cache
+def make_stage_16(n, kind):
+    """stage(acc, round, this lane's address): packs, transposes and stores one round of rows."""
+    text = (
+        "{{ .reg .b32 a, b, c, d; cvt.rn.{k}x2.f32 a, $2, $1; cvt.rn.{k}x2.f32 b, $4, $3; "
+        "cvt.rn.{k}x2.f32 c, $6, $5; cvt.rn.{k}x2.f32 d, $8, $7; "
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{at}], {{a, b, c, d}}; }}"
+    )
+
+    def emit(builder, acc, addresses, rows):
+        for row in rows[::16]:
+            values = [builder.extract_value(acc, row // 2 + i) for i in range(8)]
+            where = (row - rows[0]) * 128
+            _emit(builder, text.format(k=kind, at=where), "r,f,f,f,f,f,f,f,f", [addresses[0], *values])
+
+    takes = (floats(n // 2), I32, I32)
+    return with_arity(3, lambda _types: (types.void(*takes), _by_round(n, ROWS_16, emit)))
+
+
+@cache
+def make_stage_32(n):
+    """stage(acc, round, address of this lane's column, address of its column + 8)."""
+
+    def emit(builder, acc, addresses, rows):
+        for row in rows[::8]:
+            for i in range(4):
+                value = builder.extract_value(acc, row // 2 + i)
+                where = (row - rows[0] + i % 2) * 256
+                _emit(builder, f"st.shared.f32 [$0+{where}], $1;", "r,f", [addresses[i // 2], value])
+
+    takes = (floats(n // 2), I32, I32, I32)
+    return with_arity(4, lambda _types: (types.void(*takes), _by_round(n, ROWS_32, emit)))
+
+
+@synchronising
+def lane_address_16(staging, thread):
+    """Where this lane's row of each stmatrix lies: rows 0-7 or 8-15, columns of its warp."""
+    lane, warp = thread % 32, thread // 32
+    row, chunk = (lane // 16) * 8 + lane % 8, warp * 2 + (lane // 8) % 2
+    return staging + row * 128 + (chunk ^ (row % 8)) * 16
+
+
+@synchronising
+def lane_address_32(staging, thread, upper):
+    """Where this lane's first register goes: row 2 * (lane % 4), column lane / 4 (+ 8) of its warp."""
+    lane, warp = thread % 32, thread // 32
+    column = warp * 16 + lane // 4 + upper * 8
+    return staging + (lane % 4) * 512 + ((column // 4) ^ ((lane % 4) * 2)) * 16 + (column % 4) * 4
+
+
+@cache
+def make_flush_16():
+    """flush(staging, address of the first row, bytes per row, rows, columns left, thread): 16 bytes per thread."""
+    load, store = ptx.load_shared_u32x4, ptx.store_global_u32x4
+    down = PASS_ROWS * 128
+
+    @synchronising
+    def four_passes(at, step, source):
+        """Four rows of this thread: all loads first, so that they wait together."""
+        v0, v1, v2, v3 = load(source), load(source + down), load(source + 2 * down), load(source + 3 * down)
+        store(at, v0)
+        store(at + step, v1)
+        store(at + 2 * step, v2)
+        store(at + 3 * step, v3)
+
+    @synchronising
+    def flush(staging, target, pitch, rows, columns, thread):
+        chunk, row = int32(thread & 7), int32(thread >> 3)
+        source = int32(staging + row * 128 + (chunk ^ (row & 7)) * 16)
+        at, step = target + row * pitch + chunk * 16, PASS_ROWS * pitch
+        left = int32((rows - row + int32(PASS_ROWS - 1)) // int32(PASS_ROWS))
+        if chunk * 8 + 8 <= columns:
+            while left >= 4:
+                four_passes(at, step, source)
+                left, source = int32(left - 4), int32(source + 4 * down)
+                at += 4 * step
+            while left > 0:
+                store(at, load(source))
+                left, source = int32(left - 1), int32(source + down)
+                at += step
+        else:
+            while left > 0:
+                for i in range(min(columns - chunk * 8, 8)):
+                    ptx.store_global_u16(at + i * 2, ptx.load_shared_u16(source + i * 2))
+                left, source = int32(left - 1), int32(source + down)
+                at += step
+
+    return flush
+
+
+@cache
+def make_write(n, kind, others):
+    """write(acc, ...): one warpgroup's part of a tile, by the way that fits; `kind` is the operands' type.
+
+    `others` tells where C and bias lie, which only the general way has to know.
+    """
+    fast_kind = KIND[kind] if kind in ("f16", "bf16") else -1
+    stage_16 = make_stage_16(n, kind if fast_kind > 0 else "f16")
+    stage_32, flush_16, flush_32 = make_stage_32(n), make_flush_16(), make_flush("f32", WARPGROUP)
+
+    @synchronising
+    def write_fast(acc, staging, barrier, out, rows, columns, thread):
+        out_at, out_row, _ = out
+        lane_at = lane_address_16(staging, thread)
+        for number in range((rows + int32(ROWS_16 - 1)) // int32(ROWS_16)):
+            first = int32(number * ROWS_16)
+            stage_16(acc, int32(number), lane_at)
+            ptx.named_barrier(barrier, WARPGROUP)
+            target = out_at + first * out_row * 2
+            flush_16(staging, target, out_row * 2, min(rows - first, int32(ROWS_16)), columns, thread)
+            ptx.named_barrier(barrier, WARPGROUP)
+
+    @synchronising
+    def write_any(acc, staging, barrier, p, tile, out, alpha, beta, rows, columns, thread):
+        _, _, g, start, i0, j = tile
+        out_at, out_row, out_col = out
+        c, bias = others(p, g, start, i0, j)
+        lower, upper = lane_address_32(staging, thread, 0), lane_address_32(staging, thread, 1)
+        for number in range((rows + int32(ROWS_32 - 1)) // int32(ROWS_32)):
+            first = int32(number * ROWS_32)
+            stage_32(acc, int32(number), lower, upper)
+            ptx.named_barrier(barrier, WARPGROUP)
+            here, height = (out_at + first * out_row * p.out_size, out_row, out_col), min(rows - first, ROWS_32)
+            flush_32(staging, here, c, bias, style_of(p), alpha, beta, height, columns, thread, first)
+            ptx.named_barrier(barrier, WARPGROUP)
+
+    @synchronising
+    def write(acc, staging, barrier, p, tile, out, alpha, beta, rows, columns, thread):
+        out_at, out_row, out_col = out
+        fast = p.plain != 0 and p.out_kind == fast_kind and out_col == 1
+        if fast and ((out_at | (out_row * 2)) & 15) == 0:
+            write_fast(acc, staging, barrier, out, rows, columns, thread)
+        else:
+            write_any(acc, staging, barrier, p, tile, out, alpha, beta, rows, columns, thread)
+
+    return write

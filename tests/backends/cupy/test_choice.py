@@ -1,0 +1,325 @@
+"""Which config the cupy backend takes for what, and which it refuses; none of it needs a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm.backends.cupy import BACKEND, choice, hopper, small_list, support
+from multigemm.backends.cupy import config as configs
+from multigemm.backends.cupy.config import Config, is_valid
+from multigemm.errors import InvalidSetting
+from multigemm.problem.spec import OperandSpec, ProblemSpec
+from tests.support.cupy_world import BF16, GPU, ODD, SPEC, batch
+
+Change = dict[str, Any]
+COLUMNS = replace(BF16, order="col")
+STRIDED = replace(BF16, order="strided")
+ODD_B = {"b": ODD["b"]}
+LIST = {"form": "per_group", "n": None, "k": None}
+JAGGED_K = {"form": "jagged_k", "k": None, "a": COLUMNS}
+
+
+def spec(**change: Any) -> ProblemSpec:
+    return replace(SPEC, **change)
+
+
+ONE_WAVE: tuple[tuple[Change, str, int], ...] = (
+    ({"form": "per_group", "groups": 4, "m": 128, "n": 128, "k": 128, "total": 512}, "small", 32),
+    ({"form": "batched", "groups": 4, "m": 256, "n": 256, "k": 256, "total": 1024, "bias": torch.float32}, "small", 64),
+    ({"groups": 4, "n": 128, "k": 256, "total": 1024}, "small", 32),
+    ({"groups": 4, "n": 512, "k": 512, "total": 2048}, "hopper", 128),
+    ({"groups": 4, "n": 128, "k": 8192, "total": 512}, "hopper", 128),
+    ({**LIST, "groups": 4, "total": 2048, "activation": "relu"}, "hopper", 128),
+)
+FEW_ROUNDS: tuple[tuple[Change, str], ...] = (
+    ({"m": 256, "n": 256, "k": 256, "total": 1024}, "small_list"),
+    ({"m": 1024, "n": 1024, "k": 1024, "total": 4096}, "small_list"),
+    ({**LIST, "total": 2048, "largest": 1024}, "small_list"),
+    ({"groups": 8, "m": 511, "n": 511, "k": 511, "total": 4096, "a": ODD["a"]}, "small_list"),
+    ({"groups": 12, "m": 1500, "n": 777, "k": 333, "total": 32768, **ODD_B}, "small_list"),
+    ({"groups": 8, "m": 1023, "n": 1023, "k": 1023, "total": 8192, **ODD_B}, "hopper_shift_b"),
+    ({"groups": 16, "m": 1024, "n": 1024, "k": 1024, "total": 16384}, "small_list"),
+    ({"groups": 16, "m": 1024, "n": 1032, "k": 1024, "total": 16384}, "hopper"),
+    ({"groups": 12, "m": 1500, "n": 776, "k": 336, "total": 32768}, "hopper"),
+    ({"groups": 16, "m": 8, "n": 1024, "k": 4096, "total": 128}, "hopper"),
+    ({"groups": 16, "m": 64, "n": 2304, "k": 1024, "total": 1024}, "hopper"),
+    ({"groups": 16, "m": 64, "n": 1024, "k": 1024, "total": 1024}, "small_list"),
+)
+CHOSEN: list[tuple[str, ProblemSpec, dict[str, Any]]] = [
+    *(
+        (f"pieces as high as groups have rows {total} {align}", spec(
+            groups=64 if total == 256 else 32, total=total, out=replace(BF16, align=align)
+        ), {"rows": rows})
+        for total, align, rows in (
+            (256, 16, 128), (8192, 16, 256), (32768, 16, 256), (8192, 8, 256), (32768, 8, 192)
+        )
+    ),
+    *(
+        (f"few tall tiles become more lower ones {groups} {n}", spec(groups=groups, total=total, n=n, k=1024),
+         {"rows": rows, "cluster": 1 if rows == 128 else 2})
+        for groups, total, n, rows in (
+            (6, 2874, 320, 128), (16, 4096, 256, 128), (16, 4096, 2048, 256), (4, 4096, 4096, 256)
+        )
+    ),
+    *(
+        (f"clusters share rows unless columns are odd or rows few {n} {each}",
+         spec(groups=48, total=48 * each, n=n, k=k),
+         {"kernel": "hopper", "rows": rows, "cluster": cluster})
+        for n, k, each, rows, cluster in (
+            (1408, 2816, 416, 256, 1), (1536, 2048, 416, 256, 2), (5760, 2880, 256, 256, 2), (2048, 4096, 64, 256, 2),
+            (2048, 1024, 64, 128, 2), (2048, 1024, 4, 128, 1),
+        )
+    ),
+    *(
+        (f"one wave of small tiles {kernel} {i}", spec(**change), {"kernel": kernel, "tile": tile})
+        for i, (change, kernel, tile) in enumerate(ONE_WAVE)
+    ),
+    *(
+        (f"few rounds of a list or batch {kernel} {i}", batch(**change), {"kernel": kernel})
+        for i, (change, kernel) in enumerate(FEW_ROUNDS)
+    ),
+    *(
+        (f"odd weights are copied for many rows and shifted for few {groups}", spec(groups=groups, **ODD),
+         {"kernel": kernel, "rows": rows})
+        for groups, kernel, rows in (
+            (4, "packed", 256), (8, "hopper_shift_b", 256), (32, "hopper_shift_b", 256), (256, "hopper_shift_b", 128)
+        )
+    ),
+    *(
+        (f"odd rows alone are copied anyway {groups}", spec(groups=groups, a=ODD["a"]), {"kernel": "packed"})
+        for groups in (4, 8, 32, 256)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "wanted"), [pytest.param(*x, id=name) for name, *x in CHOSEN])
+def test_a_problem_takes_the_kernel_and_the_tile_that_measurements_support(
+    problem: ProblemSpec, wanted: dict[str, Any]
+) -> None:
+    best = choice.heuristic(problem)
+    assert {name: getattr(best, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("problem", "best"),
+    [
+        # Few tiles whose lines begin anywhere: the small kernel.
+        (spec(**ODD, groups=6, n=93, k=265, total=256), configs.SMALL_DEEP),
+        (spec(**ODD, groups=3, n=209, k=91, total=128), configs.SMALL_32),
+        (spec(**ODD, groups=6, n=2149, k=220, total=32), configs.SMALL_32),
+        (spec(**ODD, groups=2, n=50, k=60, total=4096, bias=torch.float32), configs.SMALL_32),
+        (spec(**ODD, form="jagged_k", groups=6, m=225, n=111, k=None, total=128), configs.SMALL_32),
+        (spec(**{**ODD, "b": STRIDED}, groups=64, n=128, k=60, total=2048), configs.GENERIC_64),
+        (spec(**ODD, groups=8, n=800, k=15, total=1024), configs.GENERIC_64),
+        (spec(**ODD, groups=16, n=500, k=1001, total=64), configs.SHIFT_B_MIDDLE),
+        # One round of results of little k: low tiles.
+        (spec(**JAGGED_K, groups=12, total=256, m=384, n=320), configs.SMALL_64),
+        (spec(**JAGGED_K, groups=12, total=4096, m=512, n=192), configs.SINGLE),
+        (spec(**JAGGED_K, groups=6, total=8, m=448, n=640), configs.SINGLE),
+        (spec(**JAGGED_K, groups=4, total=4096, m=184, n=128), configs.SMALL_32),
+        (spec(**JAGGED_K, groups=160, total=1024, m=960, n=128), configs.ALONE),
+        (spec(**JAGGED_K, groups=8, total=8192, m=1024, n=2048), configs.WIDE),
+        # Results of little k are stored by single blocks.
+        (spec(**JAGGED_K, m=5632, n=2048, total=128), configs.ALONE),
+        (spec(**JAGGED_K, m=5632, n=2048, total=32 * 128), configs.ALONE),
+        (spec(**JAGGED_K, m=5632, n=2048, total=32 * 256), configs.WIDE),
+        # Copies of many rows take high tiles in pairs where results are odd.
+        *((spec(groups=4, n=n, k=2047, total=16384, **ODD, out=ODD["a"]), replace(configs.WIDE, kernel="packed"))
+          for n in (1047, 1201, 3939)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_best_config(problem: ProblemSpec, best: Config) -> None:
+    assert choice.heuristic(problem) == best
+    if problem.form == "jagged_k":
+        assert choice.heuristic(replace(problem, **ODD)) not in (configs.SINGLE, configs.SMALL_64)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("change", "tile"),
+    [
+        ({"form": "batched", "groups": 2, "m": 4096, "n": 4096, "k": 4096, "total": 8192}, 128),
+        ({"form": "batched", "groups": 4, "m": 512, "n": 512, "k": 256, "total": 2048}, 64),
+        ({"form": "batched", "groups": 1, "m": 512, "n": 512, "k": 256, "total": 512}, 32),
+        ({"groups": 8, "n": 1024, "total": 64}, 32),
+        ({"groups": 8, "n": 1024, "total": 8192}, 128),
+        ({"form": "jagged_n", "groups": 8, "m": 1024, "n": None, "total": 8192}, 128),
+        ({"form": "jagged_k", "groups": 1, "m": 256, "n": 256, "total": 8192}, 32),
+        ({**LIST, "groups": 2, "total": 1024, "largest": 512}, 64),
+    ],
+    ids=str,
+)
+def test_tiles_of_other_dtypes_are_as_large_as_leaves_no_processor_idle(
+    change: dict[str, Any], tile: int, dtype: torch.dtype
+) -> None:
+    other = OperandSpec(dtype)
+    problem = spec(**change, a=other, b=other, out=other, compute=dtype)
+    assert choice.heuristic(problem).tile == tile
+    assert {c.tile for c in choice.candidates(problem, GPU)} == {32, 64, 128}
+    assert not is_valid(configs.GENERIC_32, SPEC), "16 bits have a kernel of their own for low tiles"
+
+
+def test_each_kind_has_a_tile_that_fits_everywhere() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8):
+        for precision in ("ieee", "tf32"):
+            problem = spec(a=OperandSpec(dtype), b=OperandSpec(dtype), compute=dtype, precision=precision)
+            assert any(configs.tile_fits(problem, side, (8, 6)) for side in configs.shapes_of(problem))
+            assert choice.heuristic(problem, (8, 6)).kernel == "generic"
+
+
+def test_aligned_bfloat16_goes_to_the_hopper_kernel_and_only_there_on_hopper() -> None:
+    best = choice.heuristic(SPEC, (9, 0))
+    assert best.kernel == "hopper" and is_valid(best, SPEC, (9, 0)) and not is_valid(best, SPEC, (8, 0))
+    assert choice.heuristic(SPEC, (8, 0)).kernel == choice.heuristic(SPEC, (10, 0)).kernel == "generic"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": support.MAX_GROUPS + 1},
+        {"groups": 0},
+        {"form": "masked", "out": COLUMNS},
+        {"compute": torch.float64, "out": OperandSpec(torch.float64)},
+    ],
+    ids=str,
+)
+def test_what_tma_cannot_read_goes_to_the_generic_kernel_and_says_why(change: dict[str, Any]) -> None:
+    problem = spec(**change)
+    assert support.hopper_reasons(problem)
+    assert choice.heuristic(problem).kernel == "generic"
+    assert {c.kernel for c in choice.candidates(problem, GPU)} <= {"generic", "small"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a": replace(BF16, align=8)},
+        {"b": STRIDED},
+        {"a": replace(BF16, dense=False)},
+        {"form": "jagged_k"},
+        {"form": "per_group", "a": replace(BF16, align=8)},
+    ],
+    ids=str,
+)
+def test_large_unreadable_operands_are_copied_and_small_ones_are_not(change: dict[str, Any]) -> None:
+    problem = spec(**change)
+    copied = support.packed_spec(problem)
+    assert support.hopper_reasons(problem) and not support.hopper_reasons(copied)
+    assert choice.heuristic(problem).kernel == "packed"
+    assert choice.heuristic(replace(problem, total=64, n=64, k=64)).kernel in ("generic", "small")
+    assert support.packed_spec(copied) == copied and support.packed_reasons(SPEC)
+
+
+@pytest.mark.parametrize("change", [{}, {"form": "per_group"}, {"n": 128, "k": 256}, ODD_B, ODD, LIST], ids=str)
+def test_a_layouts_family_holds_every_choice_for_other_counts(change: dict[str, Any]) -> None:
+    problem = spec(**change)
+    members = choice.first_choices(problem, (9, 0))
+    for total in (0, 1, 37, 128, 300, 2048, 5000, 1 << 13, 1 << 17):
+        for groups in (1, 3, 4, 40, 700):
+            for largest in (64, 128, 640, 1408, 4096) if problem.form == "per_group" else (0,):
+                bucket = 1 << (total - 1).bit_length() if total else 0
+                other = replace(problem, total=bucket, groups=groups, largest=largest)
+                assert choice.heuristic(other) in members
+
+
+def test_all_kernels_for_small_lists_are_compiled_before_any_size_is_known() -> None:
+    first, *heights = configs.SMALL_LISTS
+    assert first in choice.first_choices(batch(**LIST, largest=512), (9, 0))
+    assert small_list.heights(first) == tuple(heights) and small_list.heights(heights[0]) == (heights[0],)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sent"),
+    [
+        ({}, True),
+        ({"m": 129, "n": 64}, True),
+        ({"m": 64, "n": 129, "out": COLUMNS}, True),
+        ({"n": 129}, False),
+        ({"out": replace(BF16, align=8)}, False),
+        ({"out": STRIDED}, False),
+        ({"activation": "relu"}, False),
+        ({"form": "jagged_m", "a": BF16, "m": None, "k": 64}, True),
+        ({"form": "jagged_m", "a": BF16, "m": None, "k": 64, "n": 129}, False),
+        ({"form": "jagged_m", "m": None, "k": 64}, False),
+        ({"form": "jagged_n"}, False),
+    ],
+    ids=[
+        *("rows", "odd-rows", "columns", "cut", "unaligned", "strided", "epilogue"),
+        *("jagged_m", "jagged_m-cut", "jagged_m-rows-contiguous", "jagged_n"),
+    ],
+)
+def test_the_copy_engine_stores_plain_results(changes: dict[str, Any], sent: bool) -> None:
+    problem = spec(**{"form": "jagged_k", "m": 256, "a": COLUMNS, **changes})
+    assert support.sends(problem) is sent
+    assert dict(hopper.source(problem, configs.WIDE).defines)["SEND"] == int(sent)
+    many = replace(problem, total=4096 * problem.groups)
+    takes_turns = not sent and support.plain_kind(problem) > 0
+    assert choice.heuristic(many) == (configs.TURNS if takes_turns else configs.WIDE)
+
+
+def test_the_sides_swap_where_rows_are_contiguous_in_the_result() -> None:
+    column = spec(form="batched", out=COLUMNS)
+    assert hopper.roles(SPEC) == (False, True, False)
+    assert hopper.roles(column) == (True, False, True)
+    assert hopper.roles(spec(form="jagged_n")).swapped
+    assert support.plain_kind(SPEC) == support.plain_kind(column) == 1
+    assert support.plain_kind(spec(form="jagged_n")) == support.plain_kind(spec(out=COLUMNS)) == 2
+    assert support.plain_kind(spec(activation="relu")) == 0
+
+
+def test_every_candidate_fits_into_shared_memory() -> None:
+    for config in choice.candidates(SPEC, GPU):
+        assert is_valid(config, SPEC)
+        assert config.kernel == "generic" or config.shared_bytes(True) <= configs.SHARED_LIMIT
+    assert not is_valid(Config("hopper", rows=256, stages=5, cluster=2), SPEC)
+    assert not is_valid(Config("hopper", rows=200, stages=3, cluster=2), SPEC)
+    assert not is_valid(Config(blocks_per_sm=4), SPEC)
+
+
+def test_shifted_weights_need_two_stages_beside_those_of_the_rows() -> None:
+    """Many stages of high rows leave weights no room, which once counted as less than no shared memory."""
+    for rows, most in ((256, 4), (192, 6), (128, 9), (64, 18)):
+        fitting = Config("hopper_shift_b", rows=rows, stages=most, cluster=2, step=8)
+        assert fitting.weight_stages >= 2 and is_valid(fitting, spec(**ODD_B))
+        for stages in range(most + 1, 40):
+            assert not is_valid(replace(fitting, stages=stages), spec(**ODD_B)), (rows, stages)
+
+
+def test_the_kernels_key_knows_no_sizes() -> None:
+    grown = spec(groups=64, n=1024, k=512, total=1 << 20)
+    assert hopper.source(SPEC, configs.WIDE) == hopper.source(grown, configs.WIDE)
+
+
+def test_a_wrong_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(InvalidSetting, match="cannot run"):
+        BACKEND.plan(SPEC, configs.WIDE, GPU)
+
+
+SHIFT_B, SMALL_LIST = support.shift_b_reasons, support.small_list_reasons
+
+
+@pytest.mark.parametrize(
+    ("reasons_of", "change", "word"),
+    [
+        (SHIFT_B, {}, "nothing needs shifting"),
+        (SHIFT_B, {"form": "jagged_k", **ODD_B}, "jagged k"),
+        (SHIFT_B, {"b": STRIDED}, "strided"),
+        (SHIFT_B, {"b": replace(BF16, align=2, dense=False)}, "contiguous direction"),
+        (SHIFT_B, {"b": replace(BF16, align=2, wide=True), "n": 33}, "short lines"),
+        (SHIFT_B, {**ODD_B, "a": replace(BF16, align=2, wide=True)}, "not copied"),
+        (SMALL_LIST, {}, "jagged_m"),
+        (SMALL_LIST, {"form": "batched", "groups": 17}, "at most 16"),
+        (SMALL_LIST, {"form": "batched", "activation": "relu"}, "an epilogue"),
+        (SMALL_LIST, {"form": "batched", "out": COLUMNS}, "by columns"),
+        (SMALL_LIST, {"form": "batched", "a": replace(BF16, align=2, wide=True)}, "2^31"),
+    ],
+    ids=str,
+)
+def test_a_kernel_says_what_it_cannot_do(reasons_of: Any, change: dict[str, Any], word: str) -> None:
+    assert any(word in reason for reason in reasons_of(spec(**change)))

@@ -1,0 +1,254 @@
+"""Compiles every CUDA kernel and shipped config of the cupy backend with NVRTC, without a GPU.
+
+What is read back is what a profiler would show first: registers, spills, shared memory, and whether
+the main loop is made of wgmma instructions.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cupy", reason="the package cupy is not installed", exc_type=ImportError)
+
+from multigemm.backends.cupy import build, generic, hopper, hopper_shift_b, small, small_list
+from multigemm.backends.cupy import config as configs
+from multigemm.backends.cupy.build import SOURCES, Source, architecture, compile_source, headers
+from multigemm.backends.cupy.config import Config
+from multigemm.problem.spec import OperandSpec, Order, ProblemSpec
+
+REGISTERS_PER_SM = 65536
+SHARED_ON_SM80 = 166912
+A_WORD_PER_TILE = 8
+"""Bytes stored and loaded by what finds the next tile, which holds nothing up."""
+CAPABILITIES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100": (10, 0)}
+
+
+def spec(dtype: torch.dtype = torch.bfloat16, a: Order = "row", b: Order = "row", **changes: object) -> ProblemSpec:
+    """A jagged-m problem of one dtype and two layouts."""
+    operand = OperandSpec(dtype)
+    out = OperandSpec(torch.int32 if dtype == torch.int8 else dtype)
+    base = ProblemSpec(
+        "jagged_m",
+        32,
+        None,
+        4096,
+        4096,
+        8192,
+        0,
+        replace(operand, order=a),
+        replace(operand, order=b),
+        out,
+        compute=dtype,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def with_odd_lines(problem: ProblemSpec, names: str) -> ProblemSpec:
+    """The problem with lines of these operands that begin at any element."""
+    odd = {name: replace(getattr(problem, name), align=2) for name in names}
+    return replace(problem, **odd)
+
+
+@cache
+def report(source: Source, arch: str) -> tuple[int, int]:
+    """Registers per thread and bytes spilled, as ptxas reports them."""
+    _, log = compile_source(source, arch, "--ptxas-options=-v")
+    assert "serialized" not in log, "ptxas gave up running products of wgmma side by side"
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
+    return registers, sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
+
+
+@cache
+def ptx_of(source: Source, arch: str) -> str:
+    """The PTX text of a kernel."""
+    from cupy.cuda import nvrtc
+
+    names = [(name.encode(), body.encode()) for name, body in headers()]
+    text = (SOURCES / source.file).read_text()
+    program = nvrtc.createProgram(text, source.file, [body for _, body in names], [name for name, _ in names])
+    nvrtc.compileProgram(program, source.options(arch))
+    ptx = nvrtc.getPTX(program)
+    return ptx.decode() if isinstance(ptx, bytes) else str(ptx)
+
+
+KINDS = [
+    (torch.float16, "ieee"), (torch.bfloat16, "ieee"), (torch.float32, "tf32"),
+    (torch.float32, "ieee"), (torch.float64, "ieee"), (torch.int8, "ieee"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "precision"), KINDS, ids=lambda x: str(x).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("a", "b", "arch", "config"),
+    [
+        ("row", "row", "sm_80", configs.GENERIC),
+        ("col", "col", "sm_90a", configs.GENERIC_64),
+        ("row", "col", "sm_100", configs.GENERIC),
+        ("col", "row", "sm_90a", configs.GENERIC_PAIR),
+        ("row", "row", "sm_90a", configs.GENERIC_32),
+        ("col", "row", "sm_80", configs.GENERIC_32),
+    ],
+    ids=["NN", "TT", "NT", "TN", "NN, tiny", "TN, tiny"],
+)
+def test_generic_kernel_compiles_without_spills(
+    dtype: torch.dtype, precision: str, a: Order, b: Order, arch: str, config: Config
+) -> None:
+    problem = spec(dtype, a, b, precision=precision)
+    if not configs.tile_fits(problem, config.tile, CAPABILITIES[arch]):
+        assert (config.tile, dtype) in ((32, torch.float16), (32, torch.bfloat16), (128, torch.float64))
+        return
+    registers, spilled = report(generic.source(problem, config), arch)
+    shape = configs.shapes_of(problem)[config.tile]
+    assert spilled <= A_WORD_PER_TILE * (arch == "sm_100")
+    assert registers * shape.threads * shape.resident <= REGISTERS_PER_SM
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+def test_copying_kernel_compiles_without_spills(arch: str) -> None:
+    assert report(hopper.COPY_SOURCE, arch)[1] == 0
+
+
+@pytest.mark.parametrize("config", [configs.SMALL_32, configs.SMALL_64, configs.SMALL_DEEP], ids=["32", "64", "deep"])
+@pytest.mark.parametrize(
+    ("problem", "arch"),
+    [
+        (spec(), "sm_90a"),
+        (spec(torch.float16, b="col", form="per_group"), "sm_80"),
+        (spec(a="col", form="jagged_k"), "sm_100"),
+        (spec(form="batched", activation="silu"), "sm_90a"),
+        (with_odd_lines(spec(), "ab"), "sm_90a"),
+        (with_odd_lines(spec(b="col", form="masked", activation="silu"), "ab"), "sm_90a"),
+        (with_odd_lines(spec(torch.float16, form="jagged_k"), "b"), "sm_80"),
+        (with_odd_lines(spec(b="col", form="per_group"), "b"), "sm_100"),
+    ],
+    ids=["jagged_m", "list", "jagged_k", "any-epilogue", "odd", "odd, any-epilogue", "odd, jagged_k", "odd list"],
+)
+def test_small_kernel_compiles_without_spills(problem: ProblemSpec, arch: str, config: Config) -> None:
+    registers, spilled = report(small.source(problem, config), arch)
+    assert spilled == 0 and registers <= (168 if config.tile == 64 else 80)
+    assert small.shared_bytes(problem, config) <= SHARED_ON_SM80
+
+
+PLAIN = [
+    pytest.param(spec(), configs.WIDE, id="jagged_m"),
+    pytest.param(spec(a="col", b="row", form="jagged_k"), configs.WIDE, id="jagged_k"),
+    pytest.param(spec(torch.float16, b="col"), configs.MIDDLE, id="middle"),
+    pytest.param(spec(b="col", form="per_group"), configs.NARROW, id="list-narrow"),
+    pytest.param(spec(), configs.TURNS, id="turns"),
+    pytest.param(spec(a="col", b="row", form="jagged_k"), configs.TURNS, id="turns-jagged_k"),
+    pytest.param(spec(b="col", form="per_group"), configs.TURNS, id="turns-list"),
+    pytest.param(spec(form="jagged_n"), configs.WIDE, id="along-rows"),
+    pytest.param(spec(form="jagged_n"), configs.TURNS, id="turns-along-rows"),
+    pytest.param(spec(activation="silu"), configs.WIDE, id="any-epilogue"),
+]
+
+
+@pytest.mark.parametrize(("problem", "config"), PLAIN)
+def test_hopper_kernel_does_not_spill_in_its_consumers(problem: ProblemSpec, config: Config) -> None:
+    registers, spilled = report(hopper.source(problem, config), "sm_90a")
+    assert registers * hopper.THREADS <= REGISTERS_PER_SM
+    assert spilled <= 96, "a few words round the loops are harmless; an accumulator in memory is not"
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        (spec(b="row"), configs.SHIFT_B),
+        (spec(torch.float16, b="col", form="per_group"), configs.SHIFT_B_MIDDLE),
+        (spec(activation="silu"), configs.SHIFT_B_NARROW),
+    ],
+    ids=["jagged_m", "list", "any-epilogue"],
+)
+def test_hopper_shift_b_kernel_does_not_spill(problem: ProblemSpec, config: Config) -> None:
+    odd = replace(problem, b=replace(problem.b, align=2))
+    registers, spilled = report(hopper_shift_b.source(odd, config), "sm_90a")
+    assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled == 0
+
+
+@pytest.mark.parametrize("config", configs.SMALL_LISTS[1:], ids=lambda c: f"{c.rows}x{c.stages}")
+@pytest.mark.parametrize(("a", "b"), [("row", "row"), ("row", "col"), ("col", "row")])
+def test_small_list_kernel_compiles_without_spills(a: Order, b: Order, config: Config) -> None:
+    problem = spec(a=a, b=b, form="batched")
+    source = small_list.source(problem, config)
+    registers, spilled = report(source, "sm_90a")
+    assert spilled == 0 and registers * small_list.THREADS <= REGISTERS_PER_SM and source.shared <= configs.SHARED_LIMIT
+    assert ptx_of(source, "sm_90a").count(f"m64n{config.rows}k16") >= 4
+
+
+def test_hopper_shift_b_multiplies_weights_from_registers() -> None:
+    source = hopper_shift_b.source(spec(b="col"), configs.SHIFT_B_NARROW)
+    text = ptx_of(source, "sm_90a")
+    fragment = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16 \{[^}]*\}, \{%r\d+,%r\d+,%r\d+,%r\d+\}"
+    widths = re.findall(fragment, text.replace(", %r", ",%r"))
+    assert {width: widths.count(width) for width in widths} == {str(n): 4 for n in range(8, 65, 8)}
+    assert "cp.async.cg" not in text, "the copy engine brings the weights too"
+
+
+def test_nothing_may_take_the_registers_of_products_under_way() -> None:
+    """The compiler gave them to the next weights when the wait stood behind the choice of the width."""
+    text = ptx_of(hopper_shift_b.source(spec(b="col"), configs.SHIFT_B_NARROW), "sm_90a")
+    order = re.findall(r"wgmma\.(mma_async|commit_group|wait_group)", text)
+    products = [i for i, name in enumerate(order) if name == "mma_async"]
+    assert order == (["mma_async"] * 4 + ["commit_group", "wait_group"]) * (len(products) // 4)
+
+
+def test_the_main_loop_is_wgmma_for_every_width_of_the_config() -> None:
+    """Read in PTX, which NVRTC gives without a disassembler: 4 instructions of k = 16 per width, in each of the loops.
+
+    A second loop stores the results of the tile before.
+    """
+    for n, loops in ((4096, 2), (4095, 1)):
+        source = hopper.source(spec(n=n), configs.NARROW)
+        found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16", ptx_of(source, "sm_90a"))
+        assert {width: found.count(width) for width in found} == dict.fromkeys(("16", "32", "48", "64"), 4 * loops)
+    assert "setmaxnreg" in ptx_of(source, "sm_90a") and "multicast::cluster" in ptx_of(source, "sm_90a")
+
+
+def test_the_hopper_kernel_never_waits_until_the_whole_gpu_sees_its_writes() -> None:
+    """A cluster's barrier with release does, which took 0.4 us at the start and as much again at the end."""
+    text = ptx_of(hopper.source(spec(), configs.WIDE), "sm_90a")
+    assert text.count("barrier.cluster.arrive") == 1 and "barrier.cluster.arrive.relaxed" in text
+
+
+def test_the_compiler_knows_that_a_warps_role_is_uniform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the shuffle it would keep what follows from the role once per lane: a tenth more code, all of it cold."""
+    source, shuffled = hopper.source(spec(), configs.SINGLE), "__shfl_sync(~0u, threadIdx.x >> 5, 0)"
+    kept = len(compile_source(source, "sm_90a")[0])
+    text = (SOURCES / source.file).read_text()
+    assert text.count(shuffled) == 1
+    (tmp_path / source.file).write_text(text.replace(shuffled, "threadIdx.x >> 5"))
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    assert kept < 0.95 * len(compile_source(source, "sm_90a")[0])  # the headers have been read by now
+
+
+@pytest.mark.parametrize("config", [configs.NARROW, configs.TURNS], ids=["late", "turns"])
+def test_results_of_jagged_k_leave_by_the_copy_engine_where_it_can_store_them(config: Config) -> None:
+    problem = spec(a="col", form="jagged_k")
+    sent, cut = (ptx_of(hopper.source(replace(problem, n=n), config), "sm_90a") for n in (4096, 4095))
+    assert "cp.async.bulk.tensor.5d.global.shared" in sent and "stmatrix" in sent
+    assert "cp.async.bulk.tensor.5d.global.shared" not in cut and "stmatrix" in cut
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_warp_has_read_its_tile_before_a_lane_writes_the_next_one(arch: str) -> None:
+    """All lanes of the generic kernel read the number of the tile, and the first one writes the next one there."""
+    text = ptx_of(generic.source(spec(torch.float32), configs.GENERIC), arch)
+    (body,) = re.findall(r"\n\.(?:weak )?func \S*find_tile\S*\([^{]*\{(.*?)\n\}", text, re.DOTALL)
+    read, barrier, rest = body.partition("bar.warp.sync")
+    assert barrier and "bar.warp.sync" not in rest
+    assert re.search(r"\bld\.\S*64", read) and not re.search(r"\bst\.", read) and re.search(r"\bst\.\S*64", rest)
+
+
+def test_headers_hold_one_instruction_for_each_width_and_the_architecture_has_its_suffix() -> None:
+    texts = dict(headers())
+    assert len(texts) == len(headers())
+    for name, widths in (("mma.cuh", range(8, 257, 8)), ("fragments.cuh", range(8, 257, 8))):
+        for kind in ("bf16", "f16"):
+            assert all(f"m64n{n}k16.f32.{kind}.{kind}" in texts[name] for n in widths)
+    assert [architecture(c) for c in ((8, 0), (9, 0), (10, 0))] == ["sm_80", "sm_90a", "sm_100"]

@@ -1,0 +1,30 @@
+"""The numba backend bound and launched as far as the driver's door, on CPU tensors: no GPU, no Numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from multigemm.backends.numba import launch, support
+from multigemm.backends.numba.build import Image
+from multigemm.backends.numba.config import Config
+from multigemm.planning.operands import Operands
+from tests.support import cuda_driver
+from tests.support.cuda_driver import FakeDriver
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The fake driver as a Hopper GPU, for which kernels compile to their names."""
+    fake = cuda_driver.install(monkeypatch)
+    launch.kernel_of.cache_clear()
+    monkeypatch.setattr(launch, "image", lambda config, *rest: Image(config.kernel, b"cubin"))
+    for module in (launch, support):
+        monkeypatch.setattr(module, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "processors", lambda index: 132)
+    return fake
+
+
+def bound(config: Config, ops: Operands) -> Any:
+    """A launch of the kernel of a config."""
+    return launch.bind_for(config, ops.spec, 0)(ops)
