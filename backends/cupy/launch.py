@@ -54,6 +54,7 @@ class CupyBackend:
     """CUDA C++ kernels, compiled by NVRTC through CuPy when a problem first needs them."""
 
     name = "cupy"
+    batch_invariant = True
 
     def availability(self) -> Availability:
         """Whether CuPy, its compiler and a GPU are here."""
@@ -74,10 +75,17 @@ class CupyBackend:
         if config == choice.heuristic(spec, capability):
             _load_layout(replace(spec, total=0, groups=1, largest=0), capability, index)
         elif not configs.is_valid(config, spec, capability):
-            raise InvalidSetting(f"{config} cannot run {spec}")
+            raise InvalidSetting(f"{config} cannot run {spec}{_variance(config, spec, capability)}")
         load_all(KERNELS[config.kernel].sources(spec, config), index)
         name = "packed+hopper" if config.kernel == "packed" else config.kernel
         return Recipe(name, config, KERNELS[config.kernel].loaded(spec, config, index).bind, _why(spec, config))
+
+
+def _variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:
+    """What batch invariance has against a config, to end a sentence with."""
+    known = config.kernel != "portable" or config.tile in configs.shapes_of(spec)
+    reason = configs.variance(config, spec, capability) if known else ""
+    return f": {reason}" if reason else ""
 
 
 @lru_cache(maxsize=1024)
@@ -95,7 +103,7 @@ def _why(spec: ProblemSpec, config: Config) -> str:
     obstacle = "; ".join(specs.hopper_reasons(spec)) or "chosen by config"
     if config.kernel == "direct" and specs.weights_of(spec).wide:
         obstacle += "; by the portable kernel where groups of 2^31 elements lie no whole number of lines apart"
-    return {
+    what = {
         "hopper": "TMA and wgmma",
         "packed": f"operands are copied first: {obstacle}",
         "direct": f"weights are shifted into place as they are read: {obstacle}",
@@ -103,6 +111,7 @@ def _why(spec: ProblemSpec, config: Config) -> str:
         "small": "one thread block per tile, without a schedule",
         "portable": f"any strides, alignment and size ({obstacle})",
     }[config.kernel]
+    return f"{what}; batch invariant: {configs.summation_of(config, spec)}" if spec.batch_invariant else what
 
 
 def _availability() -> Availability:

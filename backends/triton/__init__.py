@@ -6,6 +6,7 @@ Importing this package imports neither Triton nor a GPU library.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +25,7 @@ class TritonBackend:
     """The five members of the Backend protocol."""
 
     name = "triton"
+    batch_invariant = True
 
     def availability(self) -> Availability:
         return support.availability()
@@ -33,7 +35,8 @@ class TritonBackend:
 
     def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Config]:
         if device.type == "cpu":
-            return ranked.emulated()
+            short = configs_of.INVARIANT.block_k
+            return [replace(c, block_k=short) if configs_of.variance(c, spec) else c for c in ranked.emulated()]
         found = ranked.candidates(spec, torch.cuda.get_device_capability(device))
         properties = torch.cuda.get_device_properties(device)
         limit = getattr(properties, "shared_memory_per_block_optin", configs_of.SHARED_LIMIT)

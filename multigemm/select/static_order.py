@@ -7,6 +7,9 @@ each, the first of this order takes 1.03 times as long in the geometric mean, an
 
 from __future__ import annotations
 
+import torch
+
+from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass
 
 LONG_K, MANY_ROWS = 1024, 64
@@ -43,3 +46,26 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     if (long or c.form == "jagged_n") and not c.unaligned:
         return "cupy", "triton"
     return "triton", "cupy"
+
+
+def invariant_order(spec: ProblemSpec) -> tuple[str, ...]:
+    """The order for batch-invariant problems: by dtype alone, since another backend gives other bits."""
+    if spec.compute in (torch.float16, torch.bfloat16):
+        return "cupy", "triton", "numba", "cpu"
+    if spec.compute is torch.float32 and spec.precision != "tf32":
+        return "numba", "triton", "cupy", "cpu"
+    if spec.compute is torch.int8:
+        return "numba", "triton", "cupy", "cpu"
+    return "triton", "numba", "cupy", "cpu"
+
+
+PLAIN_EXTENT = 64
+
+
+def plain_spec(spec: ProblemSpec) -> ProblemSpec:
+    """An ordinary problem of the same dtypes: who runs it runs all, but for a few limits that it tells."""
+    a, b, out = (OperandSpec(dtype) for dtype in (spec.compute, spec.compute, spec.out.dtype))
+    return ProblemSpec(
+        "jagged_m", 1, None, PLAIN_EXTENT, PLAIN_EXTENT, PLAIN_EXTENT, 0, a, b, out, compute=spec.compute,
+        precision=spec.precision, batch_invariant=True,
+    )  # fmt: skip
