@@ -1,4 +1,4 @@
-# make demo | make test | make check | make bench | make fuzz; each sets up .venv by itself.
+# make demo | test | quick | test-gpu | check | bench | fuzz; each sets up .venv by itself.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # of the cores, for each of the two processes that test: threads of both that spin for one core hold each other up
 SHARE = $(shell echo $$(( ($$(nproc) + 1) / 2 )))
 
-.PHONY: demo test check bench fuzz clean
+.PHONY: demo test quick test-gpu check bench fuzz clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,6 +20,12 @@ demo: $(STAMP)  ## every backend solves and cross-checks one jagged problem, on 
 test: $(STAMP)  ## the whole suite
 	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/backends/triton/test_triton_interpreter.py $(ARGS)
 	$(BIN)/python -m pytest tests/backends/triton/test_triton_interpreter.py tests/backends/triton/test_triton_few.py  # apart: triton is interpreted or compiled, per process
+
+quick: $(STAMP)  ## what a contributor runs first: no compiler, no other process, under a minute
+	OMP_NUM_THREADS=$(SHARE) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" $(ARGS)
+
+test-gpu: $(STAMP)  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 check: $(STAMP)  ## style, types, import layers, packaging
 	$(BIN)/ruff check .
