@@ -13,8 +13,8 @@ from multigemm.backends.cpu.leaks import can_be_checked
 from multigemm.backends.cpu.mkl import has_fast_bf16, library
 from multigemm.problem.spec import ProblemSpec
 
-Kernel = Literal["tiles", "bmm", "blas", "loop"]
-KERNELS: tuple[Kernel, ...] = ("bmm", "tiles", "blas", "loop")
+Kernel = Literal["tiles", "bmm", "blas", "loop", "ordered"]
+KERNELS: tuple[Kernel, ...] = ("bmm", "tiles", "blas", "loop", "ordered")
 
 SMALL_PRODUCT = 1 << 23
 """Multiply-adds of an average product (by its bucket) up to which tiles are the better guess."""
@@ -33,6 +33,7 @@ class Config:
     `tiles`  compiled tiles of `rows` x `vectors` registers for small float32 products; larger ones as `blas`
     `blas`   batched BLAS calls, with a float32 or float64 accumulator
     `loop`   one product after another through NumPy
+    `ordered` one product after another, each element summed over k in order: what batch-invariant problems take
     """
 
     kernel: Kernel = "loop"
@@ -75,6 +76,8 @@ def _too_large_to_copy(spec: ProblemSpec) -> bool:
 
 def _order(spec: ProblemSpec) -> tuple[Config, ...]:
     """Tiles for small products; torch's batches for bfloat16 that can be stacked; BLAS for the rest."""
+    if spec.batch_invariant:
+        return (Config("ordered"),)
     tiles, bmm, blas, loop = _tile_configs(spec), (Config("bmm"),), (Config("blas"),), (Config("loop"),)
     if _too_large_to_copy(spec):
         return loop + bmm + blas + tiles
@@ -108,6 +111,8 @@ def invalid_reasons(config: Config, spec: ProblemSpec) -> list[str]:
     """Why a config cannot run this spec; empty if it can."""
     if config.kernel not in KERNELS:
         return [f"kernel {config.kernel!r} is unknown: use one of {', '.join(KERNELS)}"]
+    if spec.batch_invariant and config.kernel != "ordered":
+        return [f"batch_invariant=True: the bits of a row depend on its neighbours in {config.kernel}: use ordered"]
     if config.kernel in ("blas", "tiles") and library() is None:
         return ["torch carries no batched BLAS that can be called by address here: use loop"]
     if config.kernel == "bmm" and not suits(spec):
