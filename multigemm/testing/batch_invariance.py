@@ -44,8 +44,9 @@ FORMS = ("jagged_m", "per_group", "batched", "masked", "jagged_n", "jagged_k")
 WEIGHTS, MOST_ELEMENTS, MOST_DOWN = 6, 1 << 25, 256
 AT_ONCE = 100
 """Comparisons that are made before the host waits for the device."""
-CONFIGS_OF_A_FORM = 4
-"""So many configs of a form are drawn for a kind: compiling more would take most of the time."""
+CONFIGS_OF_A_FORM = 2
+"""So many configs of a form are drawn for a kind, beside those that the backend chooses: compiling takes most of the
+time."""
 EXAMPLES = 20
 
 
@@ -144,7 +145,8 @@ class Pool:
         ends = np.sort(rng.integers(0, rows, (WEIGHTS, 2)), axis=1)
         self.pieces = [slice(int(low), int(high)) for low, high in [(3, 3), (5, 6), *ends[2:]]]
         self.forms = [str(form) for form in rng.choice(FORMS, 3, replace=False)]
-        self.layouts: list[tuple[Layout, Layout]] = [("row", "row"), tuple(rng.choice(("row", "col", "odd"), 2))]  # type: ignore[list-item]
+        drawn: Any = tuple(rng.choice(("row", "col", "odd"), 2)) if rng.integers(3) else ("row", "row")
+        self.layouts: tuple[Layout, Layout] = drawn
         self.columns = [slice(0, kind.n), slice(*sorted(rng.choice(kind.n + 1, 2, replace=False).tolist()))]
         self.index = torch.int32 if rng.integers(2) else torch.int64
         self._alone: dict[str, Any] = {}
@@ -202,7 +204,7 @@ class Pool:
         rng = self.rng
         groups = int(rng.choice((1, 1, 2, 3, 5, 8, 17, 40, 64, 130, 300)))
         groups = max(1, min(groups, MOST_ELEMENTS // (self.kind.k * self.kind.n)))
-        layouts, columns = self.layouts[rng.integers(2)], self.columns[rng.integers(2)]
+        layouts, columns = self.layouts, self.columns[rng.integers(2)]
         experts = rng.integers(0, WEIGHTS, groups)
         if form in ("batched", "masked"):
             return self._stack(form == "masked", experts, columns, layouts, solve)
@@ -418,7 +420,7 @@ class Comparer:
 def run(backend: str, device: torch.device, seconds: float, seed: int, promise: bool, small: bool) -> Count:
     """Comparisons for so long, by one process."""
     count, subject, begin, number = Count(), Subject(backend), time.monotonic(), 0
-    rows, work, each = (40, 1 << 11, 25) if small else (512, 1 << 21, 1500)
+    rows, work, each = (40, 1 << 11, 25) if small else (512, 1 << 21, 3000)
     while time.monotonic() - begin < seconds:
         number += 1
         kind = draw_kind(np.random.default_rng((seed, number)), seed * 100003 + number, work)
