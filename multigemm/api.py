@@ -83,7 +83,8 @@ def grouped_gemm(
     if check == "host" and not several:
         options = (
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
-            type(deterministic), batch_invariant, type(batch_invariant), tuple(backend) if type(backend) is list else backend,
+            type(deterministic), batch_invariant, type(batch_invariant),
+            tuple(backend) if type(backend) is list else backend,
             None if config is None else (type(config), repr(config)),  # 14 and 14.0 are equal, and not alike
         )  # fmt: skip
         key = key_of(call, options)

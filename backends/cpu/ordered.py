@@ -64,8 +64,8 @@ def _blocks_of_rows(a: Tensor, b: Tensor, out: Tensor) -> Table:
         return np.full(len(first), value, np.int64)
 
     straight, rows = np.full(len(first), ord("N"), np.uint8), np.minimum(m - first, ROWS_AT_ONCE)
-    left, result = a.data_ptr() + first * (4 * k), out.data_ptr() + first * (4 * n)
-    return Table(straight, straight, each(n), rows, each(k), each(b.data_ptr()), each(n), left, each(k), result, each(n))
+    left, right, result = a.data_ptr() + first * (4 * k), each(b.data_ptr()), out.data_ptr() + first * (4 * n)
+    return Table(straight, straight, each(n), rows, each(k), right, each(n), left, each(k), result, each(n))
 
 
 def finish_in_pieces(acc: Tensor, group: Group, ops: Operands) -> None:

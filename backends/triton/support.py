@@ -80,6 +80,6 @@ def _variance_reasons(spec: ProblemSpec, capability: tuple[int, int]) -> list[st
     if one_instruction(spec, capability):
         return []
     return [
-        f"batch_invariant=True on compute capability {capability[0]}.{capability[1]}: Triton multiplies large and small "
-        "tiles by different instructions there, which were not measured to sum alike: use cupy or numba"
+        f"batch_invariant=True on compute capability {capability[0]}.{capability[1]}: Triton multiplies large and "
+        "small tiles by different instructions there, which were not measured to sum alike: use cupy or numba"
     ]

@@ -4,11 +4,11 @@ Every kernel keeps one accumulator for an element and adds to it from k = 0 on. 
 many products it adds at once, and how it rounds. A backend declares the `Summation` of each config; where a problem is
 batch invariant it takes configs of one `Summation` alone, whatever the sizes.
 
-* Tensor cores add the `step` products of one instruction and the sum so far exactly enough that their order does not
-  matter, and truncate once. mma.sync and wgmma of the same step do so alike on the GPUs in `ALIKE`, and the shape of the
+* Tensor cores align the `step` products of one instruction and the sum so far, add them in an order that does not
+  matter, and truncate once. mma.sync and wgmma of the same step do so alike on the GPUs in `ALIKE`; the shape of the
   instruction, its operands' places (rows on its m or on its n side) and padding with zeros change nothing.
-* Fused multiply-add rounds after each product; tensor cores for float64 do the same. Padding K with zeros turns a sum of
-  -0, which only underflow makes, into +0: so kernels that pad K to different multiples (`padded`) are told apart.
+* Fused multiply-add rounds after each product; tensor cores for float64 do the same. Padding K with zeros turns a sum
+  of -0, which only underflow makes, into +0: so kernels that pad K to different multiples (`padded`) are told apart.
 * Sums of integers are exact, or wrap: any order gives the same bits.
 """
 

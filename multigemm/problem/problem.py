@@ -100,9 +100,9 @@ class GroupedGemmProblem:
     out_dtype              of the result; that of the operands by default, int32 for int8
     precision              of float32 products: "ieee" is true float32, "tf32" rounds the operands to 11 bits
     deterministic          the same call gives the same bits; False permits what is faster without
-    batch_invariant        a row of the result has the same bits whoever else is in the batch: they depend on its row of a,
-                           its columns of b, K, the dtypes, the epilogue and the backend alone, in every form; None:
-                           as MULTIGEMM_BATCH_INVARIANT says
+    batch_invariant        a row of the result has the same bits whoever else is in the batch: they depend on its row
+                           of a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form;
+                           None: as MULTIGEMM_BATCH_INVARIANT says
     check                  "full" reads sizes on the device back and checks them; "host" does not
 
     Raises InvalidProblem, with the value seen, the limit and the remedy, for anything without a meaning.
@@ -112,8 +112,9 @@ class GroupedGemmProblem:
     """
 
     __slots__ = (
-        "a", "activation", "alpha", "b", "batch_invariant", "beta", "bias", "c", "deterministic", "device", "extents", "form", "given_out",
-        "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "refreshes", "spec", "squeezed", "valid_rows",
+        "a", "activation", "alpha", "b", "batch_invariant", "beta", "bias", "c", "deterministic", "device", "extents",
+        "form", "given_out", "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "refreshes", "spec",
+        "squeezed", "valid_rows",
     )  # fmt: skip
     a: Operand
     b: Operand

@@ -130,7 +130,7 @@ class Pool:
     """Rows, weights and what they give alone, on one device; and the batches that are drawn from them."""
 
     def __init__(self, kind: Kind, rows: int, device: torch.device) -> None:
-        self.kind, self.device, self.count = kind, device, rows
+        self.kind, self.device, self.count, self.most = kind, device, rows, 4 * rows
         self.rng = rng = np.random.default_rng(kind.seed)
         self.rows, self.right = self._values(rows, kind.k), self._values(rows, kind.n)
         self.weights = self._values(WEIGHTS, kind.k, kind.n)
@@ -202,7 +202,7 @@ class Pool:
     def draw(self, form: str, solve: Callable[..., Any]) -> Batch:
         """A batch of rows from the pool, in any order and company."""
         rng = self.rng
-        groups = int(rng.choice((1, 1, 2, 3, 5, 8, 17, 40, 64, 130, 300)))
+        groups = int(rng.choice([g for g in (1, 1, 2, 3, 5, 8, 17, 40, 64, 130, 300) if g <= self.most]))
         groups = max(1, min(groups, MOST_ELEMENTS // (self.kind.k * self.kind.n)))
         layouts, columns = self.layouts, self.columns[rng.integers(2)]
         experts = rng.integers(0, WEIGHTS, groups)
@@ -210,7 +210,7 @@ class Pool:
             return self._stack(form == "masked", experts, columns, layouts, solve)
         if form == "jagged_k":
             return self._pieces(experts, columns, layouts, solve)
-        most = int(rng.choice((1, 2, 8, 64, 300, 2000)))
+        most = int(rng.choice([most for most in (1, 2, 8, 64, 300, 2000) if most <= self.most]))
         sizes = self._sizes(groups, most)
         if form == "per_group":
             return self._list(sizes, experts, layouts, solve)
@@ -263,7 +263,7 @@ class Pool:
         return Batch("per_group", a, b, _given(c=c, bias=bias), [alone[e, r][:, j] for r, e, j in pairs], list)
 
     def _stack(self, masked: bool, experts: Any, columns: slice, layouts: Any, solve: Any) -> Batch:
-        high = int(self.rng.choice((1, 2, 7, 33, 64, 130)))
+        high = int(self.rng.choice([high for high in (1, 2, 7, 33, 64, 130) if high * len(experts) <= 32 * self.most]))
         rows = self._numbers((len(experts), high))
         which = torch.from_numpy(experts).to(self.device)
         wanted = self.alone("m", solve)[which[:, None], rows][..., columns]
