@@ -140,3 +140,5 @@ class Faults:
     bias: Callable[[Array], Array] = _no_change
     sum: Callable[[Array], Array] = _no_change
     activate: Callable[[Array, str | None], Array] = activate
+    parts: Callable[[int, int], int] = lambda rows, groups: 1
+    backwards: Callable[[int], bool] = lambda tile: False

@@ -89,7 +89,7 @@ class Subject:
         state = self.backend.availability()
         if not state.ok:
             return [f"unavailable: {state.reason}"]
-        return list(self.backend.not_supported_reasons(spec, device))
+        return [*registry.unkept_promises(self.backend, spec), *self.backend.not_supported_reasons(spec, device)]
 
     def pin(self, config: Any) -> None:
         """Keeps a config for all that follow; None: no longer."""
