@@ -91,7 +91,7 @@ def timed(case: Workload, backends: Sequence[str], budget_ms: float) -> list[Row
     found, rows = plans(case, backends, True)
     best = defaultdict[str, float](lambda: math.inf)
     for mode in ("cold", "graph"):
-        for name, timing in measure(found, "cuda", mode, reps=200, budget_ms=budget_ms).items():  # type: ignore[arg-type]
+        for name, timing in measure(found, "cuda", mode, reps=200, budget_ms=budget_ms).items():
             if timing.ok:
                 best[name] = min(best[name], timing.median)
     for name, row in rows.items():

@@ -147,7 +147,7 @@ def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     if spec.compute == torch.int8:
         return INTEGERS
     if isinstance(config, SimtConfig):
-        return Summation("fused multiply-add", padded=config.bk)
+        return Summation("fused multiply-add", padded=config.bk, epilogue="compiled for the operands")
     if spec.compute == torch.float64 or (isinstance(config, MmaConfig) and not config.tensor):
         return Summation("fused multiply-add", padded=STAGE_BYTES // spec.compute.itemsize)
     unit: Literal["mma.sync", "wgmma"] = "wgmma" if isinstance(config, HopperConfig) else "mma.sync"

@@ -10,6 +10,8 @@ batch invariant it takes configs of one `Summation` alone, whatever the sizes.
 * Fused multiply-add rounds after each product; tensor cores for float64 do the same. Padding K with zeros turns a sum
   of -0, which only underflow makes, into +0: so kernels that pad K to different multiples (`padded`) are told apart.
 * Sums of integers are exact, or wrap: any order gives the same bits.
+* Two kernels whose epilogues are compiled from other code may fuse alpha * sum + beta * C the one way or the other:
+  `epilogue` tells them apart.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ class Summation(NamedTuple):
     step: int = 1
     padded: int = 0
     parts: bool = False
+    epilogue: str = ""
 
     def __str__(self) -> str:
         if self.unit == "integers":

@@ -109,7 +109,7 @@ def permuted(world: World, rng: np.random.Generator) -> Relation | None:
         x = x[order] if has_groups else x
         return x if axis is None else np.take(x, index, axis=axis)
 
-    bias = values.bias[order] if case.bias == "gn" and values.bias is not None else values.bias  # type: ignore[call-overload]
+    bias = values.bias[order] if case.bias == "gn" and values.bias is not None else values.bias
     if case.form == "jagged_n" and bias is not None:
         bias = bias[index]
     moved_values = Values(
@@ -226,8 +226,8 @@ def crowded(world: World, rng: np.random.Generator) -> Relation | None:
     parts = [start + rows for start, (rows, _) in zip(starts[:-1], crowds, strict=True)]
     index = np.concatenate([np.arange(case.head), *parts, np.arange(starts[-1], case.total)]).astype(np.int64)
     grown = replace(case, lengths=tuple(len(rows) for rows, _ in crowds))
-    c: Any = None if values.c is None else values.c[index]  # type: ignore[call-overload]
-    among = Values(values.a[index], values.b, c, values.bias)  # type: ignore[call-overload]
+    c: Any = None if values.c is None else values.c[index]
+    among = Values(values.a[index], values.b, c, values.bias)
 
     def recover(y: Blocks) -> Blocks:
         return [block[places] for block, (_, places) in zip(y, crowds, strict=True)]
