@@ -109,7 +109,7 @@ def permuted(world: World, rng: np.random.Generator) -> Relation | None:
         x = x[order] if has_groups else x
         return x if axis is None else np.take(x, index, axis=axis)
 
-    bias = values.bias[order] if case.bias == "gn" and values.bias is not None else values.bias
+    bias = values.bias[order] if case.bias == "gn" and values.bias is not None else values.bias  # type: ignore[call-overload]
     if case.form == "jagged_n" and bias is not None:
         bias = bias[index]
     moved_values = Values(
