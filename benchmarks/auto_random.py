@@ -40,7 +40,7 @@ from multigemm.planning.staging import staged_spec
 from multigemm.select import choose, clocks, table
 from multigemm.select.measure_once import LONG_US
 from multigemm.select.problem_class import class_of
-from multigemm.select.static_order import static_order
+from multigemm.select.ranking import static_order
 from multigemm.select.timing import describe, measure
 
 BACKENDS = ("cupy", "triton", "numba", "cublas")

@@ -12,7 +12,7 @@ import torch
 from torch.compiler import is_compiling
 
 from multigemm.planning import binding, launch_cache
-from multigemm.planning.launch_cache import LAUNCHES, Call, key_of, one_cut
+from multigemm.planning.launch_cache import LAUNCHES, Key, key_of, one_cut
 from multigemm.planning.plan import Plan
 from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.problem import GroupedGemmProblem, checked
@@ -79,7 +79,7 @@ def grouped_gemm(
             deterministic=deterministic, batch_invariant=batch_invariant, check=check, backend=backend, config=config,
         )  # fmt: skip
     kind, cut, several = one_cut(offsets, sizes, ends)
-    call, key = Call(jagged, a, b, kind, cut, valid_rows, c, bias, out), None
+    key = class_key = None
     if check == "host" and not several:
         options = (
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
@@ -87,9 +87,10 @@ def grouped_gemm(
             tuple(backend) if type(backend) is list else backend,
             None if config is None else (type(config), repr(config)),  # 14 and 14.0 are equal, and not alike
         )  # fmt: skip
+        call = (jagged, a, b, kind, cut, valid_rows, c, bias, out)
         key = key_of(call, options)
         if key is not None:
-            found = LAUNCHES.recall(key, call)
+            found, class_key = LAUNCHES.recall(key, call)
             if found is not None:
                 return found
     problem = GroupedGemmProblem(
@@ -97,16 +98,18 @@ def grouped_gemm(
         beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
         deterministic=deterministic, batch_invariant=batch_invariant, check=check,
     )  # fmt: skip
-    return _solve(problem, backend, config, key, call)
+    return _solve(problem, backend, config, (key, class_key), kind)
 
 
 @no_dynamo
-def _solve(problem: GroupedGemmProblem, backend: Which, config: Any, key: Any, call: Call | None) -> Any:
+def _solve(
+    problem: GroupedGemmProblem, backend: Which, config: Any, keys: tuple[Key | None, Key | None], kind: str
+) -> Any:
     if problem.requires_grad and torch.is_grad_enabled():
         from multigemm.integrations import differentiable
 
         return differentiable.solve(problem, backend, config, grouped_gemm)
-    return LAUNCHES.run(key, call, choose(problem, backend, config), problem)
+    return LAUNCHES.run(keys, kind, choose(problem, backend, config, eager=True), problem)
 
 
 @no_dynamo
@@ -127,8 +130,8 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
         BackendUnsupported, BackendUnavailable: no backend that was asked for can solve it here, and why.
     """
     if checked(problem).requires_grad and torch.is_grad_enabled():
-        return _solve(problem, backend, config, None, None)
-    return launch_cache.solve(choose(problem, backend, config), problem)
+        return _solve(problem, backend, config, (None, None), "")
+    return launch_cache.solve(choose(problem, backend, config, eager=True), problem)
 
 
 @no_dynamo
@@ -140,7 +143,10 @@ def plan(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = Non
 
 @no_dynamo
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
-    """Why `solve(problem, backend, config)` would run what it runs; measures as that would."""
+    """Why `solve(problem, backend, config)` would run what it runs; measures as that would.
+
+    A plan may get another backend of a short product: for an eager call the host's time counts, too.
+    """
     return select_explain.explain(checked(problem), backend, config)
 
 

@@ -72,12 +72,9 @@ def forward_mode() -> bool:
 # --- torch's dispatcher ------------------------------------------------------------------------------
 
 _Keys: Any = _C.DispatchKeySet
-_PLAIN_KEYS = (
-    _Keys(_C.DispatchKey.CPU)
-    | _Keys(_C.DispatchKey.CUDA)
-    | _Keys(_C.DispatchKey.ADInplaceOrView)
-    | _Keys(_C.DispatchKey.BackendSelect)
-)
+_WITHOUT_KERNELS = _Keys(_C.DispatchKey.ADInplaceOrView) | _Keys(_C.DispatchKey.BackendSelect)
+"""Keys that custom operators have no kernel for; the dispatcher passes over them."""
+_PLAIN_KEYS = _Keys(_C.DispatchKey.CPU) | _Keys(_C.DispatchKey.CUDA) | _WITHOUT_KERNELS
 AFTER_AUTOGRAD: Any = _C._after_autograd_keyset
 SPECIAL: int = AFTER_AUTOGRAD.raw_repr() & ~_PLAIN_KEYS.raw_repr()
 """Dispatch keys that have work to do below autograd, as bits: a mode, a transform, a wrapper."""
@@ -101,9 +98,24 @@ with torch.inference_mode():
     _USUAL_KEYS.add(_included_keys())
 
 
+def in_transform() -> bool:
+    """Whether a mode or a transform of this thread, such as one of torch.func, has to see what operators are called."""
+    return _included_keys() not in _USUAL_KEYS
+
+
+def dispatch_keys(*tensors: Tensor | None) -> Any:
+    """The keys that torch's dispatcher goes by in a call with these tensors. A kernel that asks for them at each call
+    (`with_keyset`) takes longer in every call."""
+    keys = _C._dispatch_tls_local_include_set()
+    for x in tensors:
+        if x is not None:
+            keys = keys | _C._dispatch_keys(x)
+    return keys - _C._dispatch_tls_local_exclude_set() - _WITHOUT_KERNELS
+
+
 def only_result_wanted(*tensors: Tensor | None) -> bool:
     """Whether nothing but the plain result is wanted of a call: no gradient, mode, transform, cast or trace."""
-    if (grad_enabled() and any_requires_grad(*tensors)) or forward_mode() or _included_keys() not in _USUAL_KEYS:
+    if (grad_enabled() and any_requires_grad(*tensors)) or forward_mode() or in_transform():
         return False
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         return False

@@ -19,7 +19,7 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy import tensor_maps
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config
-from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
+from multigemm.backends.cupy.params import packed_tiles_at_most, problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.backends.cupy.specs import is_swapped, plain_kind, sends
 from multigemm.backends.cupy.tensor_maps import Side
 from multigemm.cuda.arguments import Argument, join
@@ -168,17 +168,24 @@ class Clusters:
             0 if listed is None else listed.data_ptr(), counter.address,
             self._swapped, BUSY_ROWS, self._aligned, columns > READERS * self._config.cluster * COLUMNS,
         )  # fmt: skip
-        clusters = max(1, min(tiles_at_most(ops, view, *self._tile), self._most))
+
+        def grid_for(tokens: int) -> int:
+            return self._blocks(packed_tiles_at_most(view, tokens, *self._tile))
+
         return self._kernel.bound(
             [problem_bytes(ops, table, view), options, *more],
-            grid=clusters * self._config.cluster,
+            grid=self._blocks(tiles_at_most(ops, view, *self._tile)),
             threads=THREADS,
             shared=self._shared,
             cluster=self._config.cluster,
             overlap=True,
             keep=(table, listed, counter, *keep),
             on_capture=counter.pin,
+            grid_for=None if self._swapped else grid_for,  # `columns` would be tokens
         )
+
+    def _blocks(self, tiles: int) -> int:
+        return max(1, min(tiles, self._most)) * self._config.cluster
 
 
 class Hopper:

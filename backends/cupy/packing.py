@@ -68,8 +68,8 @@ class _Copies:
             self.units += units
         return memory.as_strided(x.shape, (*step, *((pitch, 1) if by_rows else (1, pitch))))
 
-    def bound(self, kernel: Kernel, ops: Operands) -> BoundKernel | None:
-        """One launch for all of them; None where there is nothing to copy."""
+    def bound(self, kernel: Kernel, ops: Operands, tokens: bool) -> BoundKernel | None:
+        """One launch for all of them; None where there is nothing to copy. `tokens`: rows of tokens are copied."""
         if not self.units:
             return None
         listed = None
@@ -79,7 +79,8 @@ class _Copies:
         two = self.records[:2] if listed is None else []
         argument = join([head, *two, bytes((2 - len(two)) * COPY.size)])
         grid = min(self.units, BLOCKS_PER_SM * processors(kernel.index))
-        return kernel.bound([argument], grid=grid, threads=THREADS, keep=(*self.memory, listed))
+        grid_for = None if tokens else lambda _: grid
+        return kernel.bound([argument], grid=grid, threads=THREADS, keep=(*self.memory, listed), grid_for=grid_for)
 
 
 class Copied(NamedTuple):
@@ -108,7 +109,8 @@ def with_copies(ops: Operands, view: Packed, spec: ProblemSpec, kernel: Kernel, 
             view = replace(view, a=place) if name == "a" else replace(view, b=place)
         else:
             operands[name] = [copies.add(t, wanted, None) for t in x]
-    return Copied(replace(ops, spec=spec, **operands), view, copies.bound(kernel, ops))
+    tokens = "a" in operands and ops.spec.jagged == "m"
+    return Copied(replace(ops, spec=spec, **operands), view, copies.bound(kernel, ops, tokens))
 
 
 def sources(spec: ProblemSpec, config: Config) -> tuple[Source, ...]:

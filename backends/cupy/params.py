@@ -11,13 +11,15 @@ import struct
 import torch
 from torch import Tensor
 
-from multigemm.cuda.arguments import Address, Fields, Slot, fields
+from multigemm.cuda.arguments import Address, Fields, Slot, fields, tokens_at
 from multigemm.cuda.device import to_device
 from multigemm.planning.operands import Operands, Packed, Strided, group_table, packed
 
 PROBLEM = struct.Struct("<" + "4q" * 5 + "3q2d3q12i")
 ADDRESSES = (0, 32, 64, 96, 128, 160, 168)
 """Where a, b, out, c, bias, the ends and the numbers of valid rows stand."""
+ROWS = 200
+"""Where m stands."""
 TYPES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4, torch.int32: 5, None: 0}
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 JAGGED = {None: 0, "m": 1, "n": 2, "k": 3}
@@ -49,7 +51,8 @@ def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> Fields:
         spec.alpha != "zero", spec.form == "batched" or spec.form == "masked",
     )  # fmt: skip
     addresses = zip(ADDRESSES, (a.ptr, b.ptr, out.ptr, c.ptr, bias.ptr, ends, valid_rows), strict=True)
-    return fields(raw, [Slot(at, x.operand, x - x.base) for at, x in addresses if isinstance(x, Address)])
+    slots = [Slot(at, x.operand, x - x.base) for at, x in addresses if isinstance(x, Address)]
+    return fields(raw, slots, tokens_at((view.m,), ROWS))
 
 
 def _sizes(tensor: Tensor | None, operand: str) -> tuple[int, int]:
@@ -61,7 +64,12 @@ def tiles_at_most(ops: Operands, view: Packed, rows: int, cols: int) -> int:
     """An upper bound of the number of tiles, known without reading any size from the device."""
     if ops.spec.form == "per_group":
         return sum(-(-a.shape[0] // rows) * -(-b.shape[1] // cols) for a, b in zip(ops.a, ops.b, strict=True))
+    return packed_tiles_at_most(view, view.m, rows, cols)
+
+
+def packed_tiles_at_most(view: Packed, m: int, rows: int, cols: int) -> int:
+    """The same of a packed form with `m` rows."""
     jagged, groups = view.jagged, view.groups
-    down = -(-view.m // rows) + groups if jagged == "m" else -(-view.m // rows) * (1 if jagged == "n" else groups)
+    down = -(-m // rows) + groups if jagged == "m" else -(-m // rows) * (1 if jagged == "n" else groups)
     across = -(-view.n // cols) + (groups if jagged == "n" else 0)
     return int(down * across)

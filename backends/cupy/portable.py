@@ -5,7 +5,7 @@ from __future__ import annotations
 from multigemm.backend import Launch
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config, kind_of, portable_bytes, shapes_of
-from multigemm.backends.cupy.params import problem_bytes, table_of, tiles_at_most, view_of
+from multigemm.backends.cupy.params import packed_tiles_at_most, problem_bytes, table_of, tiles_at_most, view_of
 from multigemm.cuda.device import processors
 from multigemm.cuda.launch import without_move
 from multigemm.planning.operands import Operands
@@ -42,12 +42,19 @@ class Portable:
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
         table, view = table_of(ops), view_of(ops)
-        tiles = tiles_at_most(ops, view, self._tile, self._tile)
+
+        def grid_for(tokens: int) -> int:
+            return self._blocks(packed_tiles_at_most(view, tokens, self._tile, self._tile))
+
         bound = self._kernel.bound(
             [problem_bytes(ops, table, view)],
-            grid=max(self._least, min(tiles, self._most)),
+            grid=self._blocks(tiles_at_most(ops, view, self._tile, self._tile)),
             threads=self._threads,
             shared=self._shared,
             keep=(table,),
+            grid_for=grid_for,
         )
         return bound if table is None else without_move(bound)
+
+    def _blocks(self, tiles: int) -> int:
+        return max(self._least, min(tiles, self._most))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import torch
 
@@ -66,9 +67,9 @@ def _listed(ops: Operands, side: int) -> tuple[bytes, int]:
     return LISTED.pack(*(value for column in zip(*rows, strict=True) for value in column)), tiles
 
 
-def _grid(view: Packed, side: int, plain: bool) -> tuple[int, int, int]:
+def _grid(view: Packed, rows: int, side: int, plain: bool) -> tuple[int, int, int]:
     """Tiles across, down and groups; along a jagged direction as many as any offsets could need."""
-    down, across = -(-view.m // side), -(-view.n // side)
+    down, across = -(-rows // side), -(-view.n // side)
     if (
         view.jagged == "m" and plain and view.b.group == 0
     ):  # one B for all: the kernel cuts rows as if there were no groups
@@ -93,11 +94,25 @@ class Small:
         view = view_of(ops)
         arguments: list[bytes] = [problem_bytes(ops, None, view)]
         if not self._listed:
-            return self._bound(ops, arguments, _grid(view, self._tile, self._plain))
-        listed, tiles = _listed(ops, self._tile)
-        return without_move(self._bound(ops, [*arguments, listed], (tiles, 1, 1))) if tiles else NOTHING
 
-    def _bound(self, ops: Operands, arguments: list[bytes], grid: tuple[int, int, int]) -> BoundKernel:
+            def grid_for(rows: int) -> tuple[int, int, int]:
+                return _grid(view, rows, self._tile, self._plain)
+
+            return self._bound(arguments, grid_for(view.m), grid_for)
+        listed, tiles = _listed(ops, self._tile)
+        return without_move(self._bound([*arguments, listed], (tiles, 1, 1))) if tiles else NOTHING
+
+    def _bound(
+        self,
+        arguments: list[bytes],
+        grid: tuple[int, int, int],
+        grid_for: Callable[[int], tuple[int, int, int]] | None = None,
+    ) -> BoundKernel:
         return self._kernel.bound(
-            arguments, grid=grid, threads=4 * self._tile, shared=self._shared, overlap=self._overlap
+            arguments,
+            grid=grid,
+            threads=4 * self._tile,
+            shared=self._shared,
+            overlap=self._overlap,
+            grid_for=grid_for,
         )

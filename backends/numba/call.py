@@ -17,7 +17,7 @@ from torch import Tensor
 from multigemm.backends.numba.config import NAMES, HopperConfig, Signature, signature_of
 from multigemm.backends.numba.layout import MAPS, ROW_BYTES, SIZE, token_boxes
 from multigemm.cuda import tensor_map
-from multigemm.cuda.arguments import Address, Fields, Slot, fields
+from multigemm.cuda.arguments import Address, Fields, Slot, fields, tokens_at
 from multigemm.planning.operands import TABLE, Operands, Packed, Strided, address_of, group_table, packed
 from multigemm.problem.spec import ProblemSpec
 
@@ -77,7 +77,7 @@ Table = npt.NDArray[np.int64]
 ACROSS = 64
 """Elements of one box across k: 128 bytes of a 16-bit type."""
 GRANULE = 16
-"""Bytes that a row of a tensor map is a multiple of."""
+"""Bytes that a stride of a tensor map is a multiple of."""
 
 
 def _wide(index: Tensor | None) -> int:
@@ -129,7 +129,8 @@ def packed_arguments(call: Call, alpha: float, beta: float, *more: int) -> Field
     """All that a kernel takes as 64-bit words, and which of them are addresses of operands."""
     raw = struct.pack(f"<{len(call)}q2d{len(more)}q", *call, alpha, beta, *more)
     values = (*call, 0, 0, *more)
-    return fields(raw, [Slot(8 * i, x.operand, x - x.base) for i, x in enumerate(values) if type(x) is Address])
+    slots = [Slot(8 * i, x.operand, x - x.base) for i, x in enumerate(values) if type(x) is Address]
+    return fields(raw, slots, tokens_at(values))
 
 
 class MapEncoder:
@@ -178,7 +179,6 @@ class MapEncoder:
         A dimension of one element gets a stride that TMA accepts, since it is never multiplied.
         """
         size, groups = self._size, groups if x.group else 1
-        row = -(-inner * size // GRANULE) * GRANULE
-        step = pitch * size if outer > 1 else row
-        group = x.group * size if groups > 1 else max(step * outer, row)
+        step = pitch * size if outer > 1 else GRANULE
+        group = x.group * size if groups > 1 else GRANULE
         return tensor_map.encode_together(self._dtype, x.ptr, (inner, outer, groups), (step, group), boxes)

@@ -57,23 +57,23 @@ COUNTERS = bytes(8)
 """The two counters of the Hopper kernel's scheduler, which start at 0."""
 
 
-def most_tiles(call: Call, table: Table | None, bm: int, bn: int) -> int:
-    """An upper bound of the number of tiles, from what the host knows."""
+def most_tiles(call: Call, m: int, table: Table | None, bm: int, bn: int) -> int:
+    """An upper bound of the number of tiles, from what the host knows; `m` in place of the call's own."""
     if table is not None:
         return int((-(-table[:, TABLE.M] // bm) * -(-table[:, TABLE.N] // bn)).sum())
-    rows, columns = -(-call.m // bm), -(-call.n // bn)
+    rows, columns = -(-m // bm), -(-call.n // bn)
     if call.jagged == 1:
-        return (call.m // bm + min(call.groups, call.m)) * columns
+        return (m // bm + min(call.groups, m)) * columns
     if call.jagged == 2:
         return (call.n // bn + min(call.groups, call.n)) * rows
     return call.groups * rows * columns
 
 
-def zeroing_blocks(call: Call) -> int:
+def zeroing_blocks(call: Call, m: int) -> int:
     """Blocks that are worth starting for rows that no group owns (none, where the caller owns them)."""
     if not call.zeroes:
         return 0
-    return -(-call.m * call.n * (call.groups if call.valid else 1) // ZEROS_PER_BLOCK)
+    return -(-m * call.n * (call.groups if call.valid else 1) // ZEROS_PER_BLOCK)
 
 
 @cache
@@ -119,9 +119,13 @@ def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
         table = list_table(ops) if spec.form == "per_group" else None
         on_device = None if table is None else to_device(table, ops.device)
         call = call_of(ops, style, on_device)
-        tiles = most_tiles(call, table, config.n_max, COLUMNS * config.cluster) * config.cluster
-        blocks = min(max(tiles, zeroing_blocks(call)), most_blocks)
-        grid = -(-blocks // config.cluster) * config.cluster
+
+        def grid_for(m: int) -> int:
+            tiles = most_tiles(call, m, table, config.n_max, COLUMNS * config.cluster) * config.cluster
+            blocks = min(max(tiles, zeroing_blocks(call, m)), most_blocks)
+            return -(-blocks // config.cluster) * config.cluster
+
+        grid = grid_for(call.m)
         if grid == 0:
             return NOTHING
         with driver.on_device(index):
@@ -131,7 +135,7 @@ def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
         launch = kernel.bound(
             packed_arguments(call, ops.alpha, ops.beta, uploaded.address, counters), grid=grid,
             threads=config.threads, shared=shared, cluster=config.cluster, overlap=True, fields=uploaded,
-            keep=kept(on_device),
+            keep=kept(on_device), grid_for=grid_for,
         )  # fmt: skip
         return _movable(launch, table)
 
@@ -148,12 +152,16 @@ def _tiled(config: SimtConfig | MmaConfig, spec: ProblemSpec, index: int, shared
         table = list_table(ops) if spec.form == "per_group" else None
         on_device = None if table is None else to_device(table, ops.device)
         call = call_of(ops, style, on_device)
-        tiles = max(most_tiles(call, table, config.bm, config.bn), zeroing_blocks(call))
-        if tiles == 0:
+
+        def grid_for(m: int) -> int:
+            return min(max(most_tiles(call, m, table, config.bm, config.bn), zeroing_blocks(call, m)), resident)
+
+        grid = grid_for(call.m)
+        if grid == 0:
             return NOTHING
         launch = kernel.bound(
-            packed_arguments(call, ops.alpha, ops.beta), grid=min(tiles, resident), threads=config.threads,
-            shared=shared, overlap=overlap, keep=kept(on_device),
+            packed_arguments(call, ops.alpha, ops.beta), grid=grid, threads=config.threads, shared=shared,
+            overlap=overlap, keep=kept(on_device), grid_for=grid_for,
         )  # fmt: skip
         return _movable(launch, table)
 
@@ -179,7 +187,7 @@ def _emulated(config: SimtConfig, spec: ProblemSpec) -> Bind:
     def bind(ops: Operands) -> Launch:
         host = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None
         call = call_of(ops, style, host)
-        tiles = most_tiles(call, None if host is None else host.numpy(), config.bm, config.bn)
+        tiles = most_tiles(call, call.m, None if host is None else host.numpy(), config.bm, config.bn)
         # Two blocks at most: enough to walk tiles in strides, cheap enough for many checks.
         grid = max(1, min(tiles, 2))
 

@@ -193,8 +193,9 @@ class TritonKernel:
         grid: int,
         keep: Sequence[object] = (),
         on_capture: Callable[[], object] | None = None,
+        grid_for: Callable[[int], int] | None = None,
     ) -> BoundKernel:
-        """A launch of `grid` programs with these arguments; `keep` lives as long as it.
+        """A launch of `grid` programs with these arguments; `keep` and `grid_for` as in `Kernel.bound`.
 
         Triton appends parameters of its own behind the kernel's: a scratch buffer in global memory, which is
         allocated here, and a profile buffer.
@@ -205,10 +206,11 @@ class TritonKernel:
             size = code.scratch * grid + code.scratch_align
             scratch = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self.index))
             own[0] = -(-scratch.data_ptr() // code.scratch_align) * code.scratch_align
-            keep = (*keep, scratch)
+            keep, grid_for = (*keep, scratch), None  # of more programs the buffer would be larger
         return self._kernel.bound(
-            [*values, *own], grid=grid, threads=code.threads, shared=code.shared, keep=keep, on_capture=on_capture
-        )
+            [*values, *own], grid=grid, threads=code.threads, shared=code.shared, keep=keep, on_capture=on_capture,
+            grid_for=grid_for,
+        )  # fmt: skip
 
 
 @cache

@@ -224,10 +224,15 @@ def most_tiles_of(shape: Packed, config: Config) -> int:
     """At most this many tiles, without knowing device sizes."""
     down, across = tiles_of(shape.m, config.block_m), tiles_of(shape.n, config.block_n)
     if shape.jagged == "m":
-        return most_tiles(shape.m, shape.groups, config.block_m) * across
+        return most_tiles_of_rows(shape, shape.m, config)
     if shape.jagged == "n":
         return down * most_tiles(shape.n, shape.groups, config.block_n)
     return shape.groups * down * across
+
+
+def most_tiles_of_rows(shape: Packed, rows: int, config: Config) -> int:
+    """The same where so many rows are cut."""
+    return most_tiles(rows, shape.groups, config.block_m) * tiles_of(shape.n, config.block_n)
 
 
 def programs(tiles: int, config: Config, available: int) -> int:
@@ -250,7 +255,11 @@ def bind_main(
     c, bias, grid = shape.c or ABSENT, shape.bias or ABSENT, programs(tiles, config, processors(kernel.index))
     data = [shape.a.ptr, shape.b.ptr, c.ptr, shape.out.ptr, bias.ptr, sizes, table, prefix]
     if config.splits == 1:
-        return kernel.bound([*data, 0, 0, *numbers(ops, shape, groups, 0)], grid, keep)
+
+        def grid_for(tokens: int) -> int:
+            return programs(most_tiles_of_rows(shape, tokens, config), config, processors(kernel.index))
+
+        return kernel.bound([*data, 0, 0, *numbers(ops, shape, groups, 0)], grid, keep, grid_for=grid_for)
     places = max(1, tiles)
     arrived, parts = Words(kernel.index, places), parts_of(ops, places, config)
     values = [*data, parts.data_ptr(), arrived.address, *numbers(ops, shape, groups, places)]
@@ -262,7 +271,7 @@ def bind_count(
 ) -> BoundKernel:
     """The launch that counts the tiles of all groups."""
     values = [prefix.data_ptr(), sizes, table, shape.m, shape.n, ops.spec.groups, int(ops.head)]
-    return kernel.bound(values, 1, (prefix,))
+    return kernel.bound(values, 1, (prefix,), grid_for=lambda tokens: 1)
 
 
 class GenericPlan:

@@ -402,8 +402,9 @@ class OperandCopy:
         if not x.ptr:  # weights of no group count as one, which a copy would read at address 0
             return shape, None
         values = [x.ptr, moved.ptr, rows, columns, x.group, x.row, x.col, rows * line, line]
-        blocks = groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS)
-        return shape, self._kernel.bound(values, max(1, blocks), (target,))
+        grid = max(1, groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS))
+        tokens = self.name == "a" and shape.jagged == "m"
+        return shape, self._kernel.bound(values, grid, (target,), grid_for=None if tokens else lambda _: grid)
 
 
 class HopperPlan:
@@ -418,6 +419,7 @@ class HopperPlan:
         self._drawn, self._slack = drawn(self._spec, config), start_multiple(self._spec) > 1
         self._stores_maps = store_of(self._spec) == "tma"
         self._map_boxes()
+        self._most = processors(index)
         ready(index, 8)
 
     def _map_boxes(self) -> None:
@@ -448,27 +450,40 @@ class HopperPlan:
 
     def _products(self, ops: Operands, shape: Packed, sizes: Tensor | None) -> list[BoundKernel]:
         """The launch that lists tile rows, if any, and the main one; without a list it counts in words left at zero."""
-        rows, at = self._tile_rows(shape), sizes_address(sizes, ops.spec)
-        grid = min(max(1, rows * tiles_of(shape.n, self._config.block_n)), processors(self._index))
+        at, across = sizes_address(sizes, ops.spec), tiles_of(shape.n, self._config.block_n)
+
+        def programs(tokens: int) -> int:
+            return min(max(1, self._tile_rows(shape.groups, tokens) * across), self._most)
+
+        def blocks(tokens: int) -> int:
+            return tiles_of(max(1, self._tile_rows(shape.groups, tokens)), RECORD_ROWS)
+
+        grid, counted = programs(shape.m), programs if self._maps_follow(shape) else None
         if self._records is not None:
-            blocks = tiles_of(max(1, rows), RECORD_ROWS)
-            records = torch.empty(8 * (1 + blocks * RECORD_ROWS), dtype=torch.int32, device=ops.device)
+            room = blocks(max(shape.m, ops.spec.total)) * RECORD_ROWS  # for every number of tokens of the spec
+            records = torch.empty(8 * (1 + room), dtype=torch.int32, device=ops.device)
             place = records.data_ptr()
-            listing = self._records.bound([place, at, shape.m, shape.groups, int(ops.head)], blocks, (records,))
-            return [listing, self._main.bound(self._arguments(ops, shape, place, at), grid, (records,))]
+            cut = [place, at, shape.m, shape.groups, int(ops.head)]
+            listing = self._records.bound(cut, blocks(shape.m), (records,), grid_for=blocks)
+            main = self._main.bound(self._arguments(ops, shape, place, at), grid, (records,), grid_for=counted)
+            return [listing, main]
         if self._drawn:
             words = Words(self._index, 8)
             values = self._arguments(ops, shape, words.address, at)
-            return [self._main.bound(values, grid, (words,), words.pin)]
-        return [self._main.bound(self._arguments(ops, shape, 0, at), grid)]
+            return [self._main.bound(values, grid, (words,), words.pin, grid_for=counted)]
+        return [self._main.bound(self._arguments(ops, shape, 0, at), grid, grid_for=counted)]
 
-    def _tile_rows(self, shape: Packed) -> int:
+    def _maps_follow(self, shape: Packed) -> bool:
+        """Whether no stride of a map is made of the number of tokens, as that of one column of all rows is."""
+        return self._spec.a.order == "row" or shape.a.col != 0
+
+    def _tile_rows(self, groups: int, rows: int) -> int:
         """At most this many rows of tiles, without knowing device sizes."""
         block = self._config.block_m
         if self._spec.form != "jagged_m":
-            return shape.groups * tiles_of(shape.m, block)
+            return groups * tiles_of(rows, block)
         # a start that is rounded down can cost one more tile per group
-        return most_tiles(shape.m, shape.groups, block) + (shape.groups if self._slack else 0)
+        return most_tiles(rows, groups, block) + (groups if self._slack else 0)
 
     def _arguments(self, ops: Operands, shape: Packed, records: int, sizes: int) -> list[int | bytes]:
         """The arguments, in the order of `names_of`."""
@@ -499,7 +514,8 @@ def bind_zeros(kernel: TritonKernel, ops: Operands, shape: Packed, sizes: Tensor
     """The launch that zeroes what no group owns."""
     out, at = shape.out, sizes_address(sizes, ops.spec)
     values = [out.ptr, at, shape.m, shape.n, shape.groups, int(ops.head), out.group, out.row, out.col]
-    return kernel.bound(values, processors(kernel.index))
+    grid = processors(kernel.index)
+    return kernel.bound(values, grid, grid_for=lambda tokens: grid)
 
 
 def plan_hopper(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:

@@ -14,7 +14,7 @@ from multigemm.fleet import default_device
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.reference.verify import verify
-from multigemm.select.candidates import candidates
+from multigemm.select.registry import candidates
 from multigemm.select.timing import measure
 
 SIZES = [40, 0, 1, 70, 17]

@@ -1,9 +1,10 @@
-"""The arguments of a kernel, laid out once, which follow the operands when these lie elsewhere in a later call.
+"""The arguments of a kernel, laid out once, which follow the operands of later calls.
 
-A launch is bound to one set of operands. A later call of the same class differs in nothing but where the operands lie,
-so its arguments are the old ones with other addresses. An `Address` is an integer that remembers which operand it
-belongs to; `Fields` are bytes that remember where addresses stand in them; an `ArgumentBlock` holds the arguments of a
-kernel in memory, and `move` writes new addresses into it.
+A launch is bound to one set of operands. A later call of the same class differs in where the operands lie, and may
+differ in its number of tokens. Its arguments are the old ones with other addresses and another count. An `Address` is
+an integer that remembers which operand it belongs to, a `Tokens` one that is the number of tokens; `Fields` are bytes
+that remember where such words stand in them. An `ArgumentBlock` holds the arguments of a kernel in memory: `move`
+writes new addresses into it, `resize` a new number of tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,30 @@ def along(address: int, value: int) -> int:
     return address.at(value) if isinstance(address, Address) else value
 
 
+class Tokens(int):
+    """The number of tokens of a problem whose rows are cut. What is computed from it is an ordinary integer."""
+
+    __slots__ = ()
+
+
+class Counted(Protocol):
+    """Bytes that depend on the number of tokens, such as tensor maps of an operand with a row for each token.
+
+    All `repeats` parts, `step` bytes apart, change in the same words and in the same way.
+    """
+
+    repeats: int
+    step: int
+
+    def changes(self, before: int, after: int) -> Sequence[tuple[int, int]]:
+        """The words that differ between two numbers of tokens: where they stand, in bytes, and what they hold then."""
+        ...
+
+    def alike(self, before: int, after: int) -> bool:
+        """Whether it is true that all parts change alike."""
+        ...
+
+
 class Slot(NamedTuple):
     """Words that hold `distance` bytes more than the address of an operand: `repeats` of them, `step` bytes apart."""
 
@@ -61,15 +86,23 @@ class Slot(NamedTuple):
 
 
 class Fields(bytes):
-    """Bytes with addresses in them."""
+    """Bytes with words in them that later calls change.
+
+    `slots` are the places of addresses, `tokens` the offsets of words that are the number of tokens, `counted` the
+    offsets of parts that depend on it otherwise.
+    """
 
     slots: tuple[Slot, ...] = ()
+    tokens: tuple[int, ...] = ()
+    counted: tuple[tuple[int, Counted], ...] = ()
 
 
-def fields(raw: bytes, slots: Iterable[Slot]) -> Fields:
-    """Bytes, and where addresses stand in them."""
+def fields(
+    raw: bytes, slots: Iterable[Slot], tokens: Iterable[int] = (), counted: Iterable[tuple[int, Counted]] = ()
+) -> Fields:
+    """Bytes, and where in them those words stand that later calls change."""
     made = Fields(raw)
-    made.slots = tuple(slots)
+    made.slots, made.tokens, made.counted = tuple(slots), tuple(tokens), tuple(counted)
     return made
 
 
@@ -80,20 +113,29 @@ def slot_of(address: int, offset: int) -> tuple[Slot, ...]:
     return (Slot(offset, address.operand, address - address.base),)
 
 
+def tokens_at(values: Iterable[int | float], start: int = 0) -> list[int]:
+    """The offsets of those of some 64-bit words that are the number of tokens, the first of which stands at `start`."""
+    return [start + 8 * i for i, value in enumerate(values) if type(value) is Tokens]
+
+
 def words(*values: int | float) -> Fields:
     """Integers and addresses as 64-bit words, floats as doubles."""
     raw = b"".join(struct.pack("<d", x) if isinstance(x, float) else (x & WORD).to_bytes(8, "little") for x in values)
-    return fields(raw, (slot for i, x in enumerate(values) for slot in slot_of(x, 8 * i)))  # type: ignore[arg-type]
+    slots = (slot for i, x in enumerate(values) for slot in slot_of(x, 8 * i))  # type: ignore[arg-type]
+    return fields(raw, slots, tokens_at(values))
 
 
 def join(parts: Iterable[bytes]) -> Fields:
-    """Parts one behind the other, with all their addresses."""
-    raw, slots = bytearray(), []
+    """Parts one behind the other, with all that later calls change in them."""
+    raw, slots, tokens, counted = bytearray(), list[Slot](), list[int](), list[tuple[int, Counted]]()
     for part in parts:
-        for offset, *rest in getattr(part, "slots", ()):
-            slots.append(Slot(offset + len(raw), *rest))
+        if isinstance(part, Fields):
+            at = len(raw)
+            slots += [Slot(offset + at, *rest) for offset, *rest in part.slots]
+            tokens += [offset + at for offset in part.tokens]
+            counted += [(offset + at, each) for offset, each in part.counted]
         raw += part
-    return fields(bytes(raw), slots)
+    return fields(bytes(raw), slots, tokens, counted)
 
 
 Argument = int | bytes | tuple[bytes, ...]
@@ -106,7 +148,7 @@ class ArgumentBlock:
     An integer takes 8 bytes; structures (tensor maps) begin at a multiple of 64.
     """
 
-    __slots__ = ("_addresses", "_memory", "_slots", "_words", "_writers", "pointers", "size")
+    __slots__ = ("_addresses", "_counts", "_memory", "_resizers", "_slots", "_words", "_writers", "pointers", "size")
     pointers: Any
     extra: Any = None
     """The launch options that lead to one packed buffer, for a block without `pointers`."""
@@ -128,8 +170,9 @@ class ArgumentBlock:
         view = memoryview(self._memory)[skipped : skipped + used]  # as long as it lives, the bytes stay where they are
         self._words = view.cast("Q")
         self.pointers = _pointers(len(places))(*[address + skipped + place for place in places])
-        self._slots = _write(arguments, places, view, self._words)
+        self._slots, self._counts = _write(arguments, places, view, self._words)
         self._writers: tuple[_Writer, ...] | None = None
+        self._resizers: tuple[list[int], list[_Resizer]] | None = None
         self._addresses: Sequence[int | None] = ()
 
     def move(self, addresses: Addresses) -> None:
@@ -151,6 +194,38 @@ class ArgumentBlock:
             for start, slots in self._slots
             for slot in slots
         )
+
+    def resize(self, before: int, after: int) -> None:
+        """Writes another number of tokens; `before` is the one that stands there."""
+        if self._resizers is None:
+            self._resizers = self._make_resizers()
+        plain, counted = self._resizers
+        words = self._words
+        for place in plain:
+            words[place] = after
+        for part, fills in counted:
+            for offset, value in part.changes(before, after):
+                fills[offset // 8](value)
+
+    def can_resize(self, before: int, after: int) -> bool:
+        """Whether `resize` gives what laying out the arguments anew would give, between two numbers of tokens."""
+        return all(each.alike(before, after) for _, part in self._counts for _, each in part.counted)
+
+    @property
+    def counted(self) -> bool:
+        """Whether parts of it, such as tensor maps, have to be computed anew for another number of tokens."""
+        return any(part.counted for _, part in self._counts)
+
+    def _make_resizers(self) -> tuple[list[int], list[_Resizer]]:
+        """The words that are the number of tokens; the parts that depend on it, and what writes each word of them."""
+        found = np.frombuffer(self._words, dtype=np.uint64)
+        plain, counted = list[int](), list[_Resizer]()
+        for start, part in self._counts:
+            plain += [(start + offset) // 8 for offset in part.tokens]
+            for offset, each in part.counted:
+                slots = (Slot(offset + 8 * i, 0, 0, each.repeats, each.step) for i in range(each.step // 8))
+                counted.append((each, [found[_words_of(slot, start)].fill for slot in slots]))
+        return plain, counted
 
     def bases(self) -> dict[int, int]:
         """Where the operands whose addresses it holds lie now, by their number."""
@@ -189,27 +264,35 @@ class PackedArguments(ArgumentBlock):
 
 
 _Writer = tuple[int, int, Callable[[int], None]]
+_Resizer = tuple[Counted, list[Callable[[int], None]]]
+_COUNT = fields(b"", (), (0,))
+"""An argument that is the number of tokens."""
 _pointers = cache(lambda count: ctypes.c_void_p * max(1, count))
 """The type of an array of pointers; at least one, since the driver is handed its address."""
 
 
 def _write(
     arguments: Sequence[Argument], places: list[int], view: memoryview, into: memoryview
-) -> list[tuple[int, Sequence[Slot]]]:
-    """Writes arguments to their places in a block; returns where slots are counted from, and the slots."""
-    slots = list[tuple[int, Sequence[Slot]]]()
+) -> tuple[list[tuple[int, Sequence[Slot]]], list[tuple[int, Fields]]]:
+    """Writes arguments to their places in a block; returns the slots, and the parts that depend on the number of
+    tokens, each with the place that its offsets are counted from."""
+    slots, counts = list[tuple[int, Sequence[Slot]]](), list[tuple[int, Fields]]()
     for argument, place in zip(arguments, places, strict=True):
         if isinstance(argument, int):
             into[place // 8] = argument & WORD
             if isinstance(argument, Address):
                 slots.append((place, slot_of(argument, 0)))
+            elif isinstance(argument, Tokens):
+                counts.append((place, _COUNT))
             continue
         for part in (argument,) if isinstance(argument, bytes) else argument:
             view[place : place + len(part)] = part
             if isinstance(part, Fields):
                 slots.append((place, part.slots))
+                if part.tokens or part.counted:
+                    counts.append((place, part))
             place += len(part)
-    return slots
+    return slots, counts
 
 
 def _words_of(slot: Slot, start: int) -> slice:

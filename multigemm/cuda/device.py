@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
+import ctypes
+from functools import cache, partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from multigemm.cuda.driver import library, settle
 from multigemm.errors import NotCapturable
+from multigemm.torch_internals import current_raw_stream
 
 FITTED_PROCESSORS = 132
 """Multiprocessors of an H100 and an H200, on which the backends' estimates were fitted."""
@@ -57,3 +60,14 @@ def to_device(array: npt.NDArray[np.int64] | npt.NDArray[np.int32], device: torc
     if array.nbytes > STAGED_BYTES:
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
+
+
+def upload(address: int, source: int, size: int, index: int) -> None:
+    """Copies a few bytes (at most STAGED_BYTES) of the host to a device, on its current stream, without waiting.
+
+    The bytes may be changed afterwards. Takes a quarter of the time of `to_device`, which makes a tensor.
+    """
+    given = ctypes.c_uint64(address), ctypes.c_void_p(source), ctypes.c_size_t(size)
+    copy = partial(library().cuMemcpyHtoDAsync_v2, *given, ctypes.c_void_p(current_raw_stream(index)))
+    if code := copy():
+        settle(code, index, copy, "cuMemcpyHtoDAsync")

@@ -2,6 +2,7 @@
 
 A copy in device memory is never written again: kernels in front of this one may still read it. Operands that lie
 elsewhere get a copy of their own, and the latest copies stay, since operands mostly return to where they lay before.
+So does another number of tokens.
 """
 
 from __future__ import annotations
@@ -28,25 +29,40 @@ class DeviceFields:
     reused there only after the last launch that reads it.
     """
 
-    __slots__ = ("_content", "_copies", "_device", "_index", "_operands", "address")
+    __slots__ = ("_content", "_copies", "_device", "_index", "_operands", "_tokens", "address")
 
     def __init__(self, content: Fields, device: torch.device) -> None:
         self._content, self._device, self._index = ArgumentBlock([content]), device, index_of(device)
         bases = self._content.bases()
         self._operands = tuple(bases)
         self._copies: dict[tuple[int, ...], Tensor] = {}
-        first = self._upload((current_raw_stream(self._index), *bases.values()))
+        self._tokens = -1
+        first = self._upload((current_raw_stream(self._index), self._tokens, *bases.values()))
         self.address = Address(first.data_ptr(), "fields")
         """Where the first copy lies: an argument for the kernel, which changes when the launch moves."""
 
     def follow(self, addresses: Addresses) -> int:
         """Where the copy for these addresses lies; makes one, in front of the next launch on the current stream."""
-        key = (current_raw_stream(self._index), *(addresses[operand] for operand in self._operands))
+        key = (current_raw_stream(self._index), self._tokens, *(addresses[operand] for operand in self._operands))
         found = self._copies.get(key)
         if found is None:
             self._content.move(addresses)
             found = self._upload(key)
         return found.data_ptr()
+
+    @property
+    def counted(self) -> bool:
+        """Whether parts of it have to be computed anew for another number of tokens."""
+        return self._content.counted
+
+    def can_resize(self, before: int, after: int) -> bool:
+        """Whether `resize` gives what laying out the bytes anew would give."""
+        return self._content.can_resize(before, after)
+
+    def resize(self, before: int, after: int) -> None:
+        """The next copy is for another number of tokens."""
+        self._content.resize(before, after)
+        self._tokens = after
 
     @property
     def nbytes(self) -> int:

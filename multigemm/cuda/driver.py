@@ -62,6 +62,14 @@ class Records(dict[int, Any]):
         reference = self[stream] = ctypes.byref(own)
         return reference
 
+    def with_grid(self, blocks: tuple[int, int, int]) -> Records:
+        """The records of the same launch with other numbers of blocks; itself where they are the same."""
+        if tuple(self._record.grid) == blocks:
+            return self
+        record = LaunchConfig.from_buffer_copy(self._record)
+        record.grid[:] = blocks
+        return Records(record)
+
 
 @cache
 def library() -> Any:

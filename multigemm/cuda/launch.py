@@ -50,6 +50,17 @@ class MovableLaunch(Protocol):
         """Device memory that it owns."""
         ...
 
+    def can_resize(self, before: int, after: int) -> bool:
+        """Whether `resize` gives the launch that a bind for another number of tokens would give."""
+        ...
+
+    def resize(self, before: int, after: int) -> None:
+        """Makes it the launch for another number of tokens; a `move` has to follow."""
+        ...
+
+
+Grid = int | tuple[int, int, int]
+
 
 class Kernel:
     """A kernel that is loaded on one device, for the life of the process."""
@@ -104,7 +115,7 @@ class Kernel:
         self,
         arguments: Sequence[Argument] | Fields,
         *,
-        grid: int | tuple[int, int, int],
+        grid: Grid,
         threads: int,
         shared: int = 0,
         cluster: int = 1,
@@ -112,16 +123,19 @@ class Kernel:
         fields: DeviceFields | None = None,
         keep: Sequence[object] = (),
         on_capture: Callable[[], object] | None = None,
+        grid_for: Callable[[int], Grid] | None = None,
     ) -> BoundKernel:
         """A launch with these arguments: one by one, or as `Fields` where the kernel takes 64-bit words only.
 
         `overlap`: the kernel waits by itself until the launch before it is over, so it may be started early. `fields`
         follow the operands in device memory. `keep` lives as long as the launch: the workspaces, and no operand, which
-        whoever launches keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph.
+        whoever launches keeps alive. `on_capture` is called whenever a launch becomes part of a CUDA graph. `grid_for`
+        gives the grid for another number of tokens of a class (`spec.half_octave`), where nothing else but what
+        `Tokens` and `CountedMaps` are depends on that number.
         """
         config = _config(grid, threads, shared, cluster, overlap)
         block = PackedArguments(arguments) if isinstance(arguments, Fields) else ArgumentBlock(arguments)
-        return BoundKernel(self, block, config, on_capture, tuple(keep), fields)
+        return BoundKernel(self, block, config, on_capture, tuple(keep), fields, grid_for)
 
 
 @cache
@@ -133,16 +147,23 @@ def _attributes(cluster: int, overlap: bool) -> ctypes.Array[LaunchAttribute]:
 
 
 @lru_cache(maxsize=4096)
-def _config(grid: int | tuple[int, int, int], threads: int, shared: int, cluster: int, overlap: bool) -> LaunchConfig:
+def _config(grid: Grid, threads: int, shared: int, cluster: int, overlap: bool) -> LaunchConfig:
     """The shape of a launch, of which each stream's record is a copy: never written."""
-    blocks, attributes = (grid, 1, 1) if isinstance(grid, int) else grid, _attributes(cluster, overlap)
-    return LaunchConfig(blocks, (threads, 1, 1), shared, None, ctypes.addressof(attributes), len(attributes))
+    attributes = _attributes(cluster, overlap)
+    return LaunchConfig(_blocks(grid), (threads, 1, 1), shared, None, ctypes.addressof(attributes), len(attributes))
+
+
+def _blocks(grid: Grid) -> tuple[int, int, int]:
+    return (grid, 1, 1) if isinstance(grid, int) else grid
 
 
 class BoundKernel:
     """A launch of a kernel on its device's current stream."""
 
-    __slots__ = ("_block", "_call", "_fields", "_handle", "_keep", "_kernel", "_on_capture", "_records", "index")
+    __slots__ = (
+        "_block", "_call", "_counted", "_fields", "_grid_for", "_handle", "_keep", "_kernel", "_on_capture", "_records",
+        "index",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -152,8 +173,10 @@ class BoundKernel:
         on_capture: Callable[[], object] | None,
         keep: tuple[object, ...],
         fields: DeviceFields | None = None,
+        grid_for: Callable[[int], Grid] | None = None,
     ) -> None:
-        self._fields = fields
+        self._fields, self._grid_for = fields, grid_for
+        self._counted = block.counted or (fields is not None and fields.counted)
         self._kernel, self._block, self._on_capture, self._keep = kernel, block, on_capture, keep
         self._call, self._handle, self.index = library().cuLaunchKernelEx, kernel.handle, kernel.index
         self._records = Records(config)
@@ -182,6 +205,29 @@ class BoundKernel:
             addresses = (*addresses, self._fields.follow(addresses))
         self._block.move(addresses)
 
+    def can_resize(self, before: int, after: int) -> bool:
+        """Whether `resize` gives the launch that a bind for another number of tokens would give."""
+        if self._grid_for is None:
+            return False
+        with on_device(self.index):
+            fields = self._fields is None or self._fields.can_resize(before, after)
+            return fields and self._block.can_resize(before, after)
+
+    def resize(self, before: int, after: int) -> None:
+        """Makes it the launch for another number of tokens; a `move` has to follow."""
+        assert self._grid_for is not None
+        if self._counted:
+            with on_device(self.index):
+                self._resize_arguments(before, after)
+        else:
+            self._resize_arguments(before, after)
+        self._records = self._records.with_grid(_blocks(self._grid_for(after)))
+
+    def _resize_arguments(self, before: int, after: int) -> None:
+        self._block.resize(before, after)
+        if self._fields is not None:
+            self._fields.resize(before, after)
+
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether it holds an address inside one of these ranges that `move` would not replace."""
         return self._block.stays_behind(spans) or (self._fields is not None and self._fields.stays_behind(spans))
@@ -208,7 +254,7 @@ class _Steps:
 class LaunchSequence(_Steps):
     """Several launches that can all follow their operands."""
 
-    __slots__ = ("_index",)
+    __slots__ = ("index",)
 
     def __init__(self, steps: Sequence[Any]) -> None:
         flat: list[Any] = []
@@ -216,17 +262,20 @@ class LaunchSequence(_Steps):
             flat += step._steps if isinstance(step, LaunchSequence) else [] if isinstance(step, Nothing) else [step]
         super().__init__(flat)
         devices = {step.index if isinstance(step, BoundKernel) else -1 for step in flat}
-        self._index = devices.pop() if len(devices) == 1 else -1
+        self.index = devices.pop() if len(devices) == 1 else -1
         """The device of them all; -1 where they have none in common, or are no kernels of this runtime."""
 
     def __call__(self) -> None:
-        index = self._index
+        index = self.index
         if index >= 0 and current_device() == index:
-            stream = current_raw_stream(index)  # asked for once
-            for step in self._steps:
-                step.on(stream)
+            self.on(current_raw_stream(index))  # asked for once
         else:
             super().__call__()
+
+    def on(self, stream: int) -> None:
+        """Launches on a raw stream of the current device, if that is `index`."""
+        for step in self._steps:
+            step.on(stream)
 
     def move(self, addresses: Addresses) -> None:
         """Gives every launch other addresses of the operands."""
@@ -236,6 +285,15 @@ class LaunchSequence(_Steps):
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether any launch holds an address that `move` would not replace."""
         return any(step.stays_behind(spans) for step in self._steps)
+
+    def can_resize(self, before: int, after: int) -> bool:
+        """Whether all launches can follow another number of tokens."""
+        return all(step.can_resize(before, after) for step in self._steps)
+
+    def resize(self, before: int, after: int) -> None:
+        """Makes every launch one for another number of tokens."""
+        for step in self._steps:
+            step.resize(before, after)
 
     def workspace_bytes(self) -> int:
         """Device memory that the launches own; what they share counts more than once."""
@@ -270,6 +328,13 @@ class Nothing:
     def workspace_bytes(self) -> int:
         """It owns nothing."""
         return 0
+
+    def can_resize(self, before: int, after: int) -> bool:
+        """No number of tokens makes work of none: another class would."""
+        return True
+
+    def resize(self, before: int, after: int) -> None:
+        """There is nothing to resize."""
 
 
 NOTHING = Nothing()

@@ -15,7 +15,7 @@ import torch
 
 from multigemm.cuda import launch
 from multigemm.cuda.disk_cache import DiskCache, fingerprint
-from multigemm.cuda.driver import LaunchConfig, Records, check, library, on_device, settle
+from multigemm.cuda.driver import LaunchConfig, Records, library, settle
 from multigemm.errors import CompileError
 
 Step = Callable[[int], None]
@@ -66,16 +66,11 @@ def _cubin(source: str, name: str, options: tuple[str, ...]) -> bytes:
 
 
 class Kernel:
-    """A loaded kernel of one device."""
+    """A loaded kernel of one device, for launches that are bound at each call: `bound` lays out nothing of its own, and
+    enters one function of Python where `launch.Kernel.bound` enters ten."""
 
-    def __init__(self, source: str, name: str, options: tuple[str, ...], device: int) -> None:
-        self.name, self._device = name, device
-        image = _cubin(source, name, options)
-        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        with on_device(device) as cuda:
-            check(cuda.cuModuleLoadData(ctypes.byref(self._module), image), "cuModuleLoadData")
-            got = cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode())
-            check(got, "cuModuleGetFunction")
+    def __init__(self, loaded: launch.Kernel) -> None:
+        self.name, self._device, self._function = loaded.name, loaded.index, loaded.handle
         self._launch = library().cuLaunchKernelEx
 
     def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object) -> Step:
@@ -100,12 +95,12 @@ def _options(defines: tuple[str, ...], device: int) -> tuple[str, ...]:
 
 
 @cache
-def kernel(source: str, name: str, defines: tuple[str, ...], device: int) -> Kernel:
+def loaded(source: str, name: str, defines: tuple[str, ...], device: int) -> launch.Kernel:
     """The kernel of one source, set of types and device: loaded once in this process."""
-    return Kernel(source, name, _options(defines, device), device)
+    return launch.Kernel(_cubin(source, name, _options(defines, device)), name, device)
 
 
 @cache
-def loaded(source: str, name: str, defines: tuple[str, ...], device: int) -> launch.Kernel:
-    """The same as a kernel whose launches are laid out beforehand."""
-    return launch.Kernel(_cubin(source, name, _options(defines, device)), name, device)
+def kernel(source: str, name: str, defines: tuple[str, ...], device: int) -> Kernel:
+    """The same for launches that are bound at each call."""
+    return Kernel(loaded(source, name, defines, device))

@@ -10,11 +10,12 @@ import ctypes
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
+from struct import Struct
 from typing import Any
 
 import torch
 
-from multigemm.cuda.arguments import Address, Fields, Slot, fields, slot_of
+from multigemm.cuda.arguments import Address, Fields, Slot, Tokens, fields, slot_of
 from multigemm.cuda.driver import check, library
 from multigemm.errors import LibraryError
 
@@ -27,6 +28,7 @@ TYPES = {
     torch.bfloat16: 9,
 }  # fmt: skip  # CU_TENSOR_MAP_DATA_TYPE_*
 MOST_DIMS, MOST_BOXES = 5, 16
+_WORDS = Struct(f"<{SIZE // 8}Q")
 
 
 class _Scratch:
@@ -78,6 +80,23 @@ def encode_together(
 
     Raises LibraryError, with the layout, where the driver refuses it.
     """
+    made = Fields(_encoded(dtype, address, extents, strides, boxes, swizzle))
+    if isinstance(address, Address):
+        made.slots = (Slot(_place_of_address(), address.operand, address - address.base, len(boxes), SIZE),)
+    if Tokens in map(type, extents):
+        made.counted = ((0, CountedMaps(dtype, int(address), tuple(extents), tuple(strides), boxes, swizzle)),)
+    return made
+
+
+def _encoded(
+    dtype: torch.dtype,
+    address: int,
+    extents: Sequence[int],
+    strides: Sequence[int],
+    boxes: tuple[tuple[int, ...], ...],
+    swizzle: int,
+) -> memoryview:
+    """The maps in memory of this thread, which the next call overwrites."""
     own, rank, call = _scratches.of_rank[len(extents)], len(extents), library().cuTensorMapEncodeTiled
     own.extents[:], own.strides[:] = extents, strides  # type: ignore[call-overload]  # a tuple serves as well
     sizes, steps = own.layout
@@ -86,10 +105,55 @@ def encode_together(
         code = call(target, kind, rank, place, sizes, steps, box, ones, 0, swizzle, PROMOTION_256B, ZERO_FILL)
         if code:
             check(code, f"cuTensorMapEncodeTiled({dtype}, address {address:#x}, {extents=}, {strides=}, {boxes=})")
-    made = Fields(own.view[: SIZE * len(boxes)])
-    if isinstance(address, Address):
-        made.slots = (Slot(_place_of_address(), address.operand, address - address.base, len(boxes), SIZE),)
-    return made
+    return own.view[: SIZE * len(boxes)]
+
+
+class CountedMaps:
+    """Maps of one tensor with an extent that is the number of tokens: one for each of some boxes.
+
+    They differ in what says how large the box is, and nowhere else. So the words that another number of tokens changes
+    in the first map are found by encoding that one, and change alike in the others (`alike` makes sure of it).
+    """
+
+    __slots__ = ("_boxes", "_dtype", "_extents", "_known", "_place", "_strides", "_swizzle", "repeats")
+    step = SIZE
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        address: int,
+        extents: tuple[int, ...],
+        strides: tuple[int, ...],
+        boxes: tuple[tuple[int, ...], ...],
+        swizzle: int,
+    ) -> None:
+        self._dtype, self._place, self._extents, self._strides = dtype, address, extents, strides
+        self._boxes, self._swizzle, self.repeats = boxes, swizzle, len(boxes)
+        self._known: tuple[int, tuple[int, ...]] = -1, ()
+
+    def changes(self, before: int, after: int) -> list[tuple[int, int]]:
+        """The words that differ between two numbers of tokens. Has to run inside `driver.on_device`."""
+        known, old = self._known
+        if known != before:
+            old = self._words(before)
+        new = self._words(after)
+        self._known = after, new
+        return [(8 * i, word) for i, word in enumerate(new) if word != old[i]]
+
+    def alike(self, before: int, after: int) -> bool:
+        """Whether those words change alike in the maps of all boxes."""
+        old, new = (bytearray(self._encoded(count, self._boxes)) for count in (before, after))
+        for offset, word in self.changes(before, after):
+            for at in range(offset, len(old), SIZE):
+                old[at : at + 8] = word.to_bytes(8, "little")
+        return old == new
+
+    def _words(self, count: int) -> tuple[int, ...]:
+        return _WORDS.unpack(self._encoded(count, self._boxes[:1]))
+
+    def _encoded(self, count: int, boxes: tuple[tuple[int, ...], ...]) -> memoryview:
+        extents = [count if type(extent) is Tokens else extent for extent in self._extents]
+        return _encoded(self._dtype, self._place, extents, self._strides, boxes, self._swizzle)
 
 
 def encode(

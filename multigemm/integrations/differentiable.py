@@ -43,7 +43,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm, *tensors: Tensor) -> Any:
-        result = launch_cache.solve(choose(problem, backend, config), problem)
+        result = launch_cache.solve(choose(problem, backend, config, eager=True), problem)
         outs = tuple(result) if problem.form == "per_group" else (result,)
         ctx.problem, ctx.gemm, ctx.counts = problem, gemm, [len(problem.each(name)) for name in NAMES]
         live = _live(problem)  # saved like an operand, so that torch notices a change in place before backward

@@ -20,7 +20,7 @@ from multigemm.integrations.gradients import Call, gradients
 from multigemm.problem import epilogue, forms
 from multigemm.problem.result import Result
 from multigemm.problem.spec import PRECISIONS
-from multigemm.torch_internals import SPECIAL, without_autocast
+from multigemm.torch_internals import without_autocast
 
 SCHEMA = (
     "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? sizes=None, Tensor? ends=None, "
@@ -176,10 +176,9 @@ def _vmap(info: Any, in_dims: Any, *args: Any, **options: Any) -> Any:
     )
 
 
-_library.impl("grouped_gemm", op_call.entry(SPECIAL, _general), "Autograd", with_keyset=True)
-_kernel = op_call.entry(0, _general)
-_library.impl("grouped_gemm", _kernel, "CPU", with_keyset=True)
-_library.impl("grouped_gemm", _kernel, "CUDA", with_keyset=True)
+_library.impl("grouped_gemm", op_call.kernel(_general), "Autograd")
+_library.impl("grouped_gemm", op_call.kernel(), "CPU")
+_library.impl("grouped_gemm", op_call.kernel(), "CUDA")
 _library.impl("grouped_gemm", _autocast, "AutocastCPU", with_keyset=True)
 _library.impl("grouped_gemm", _autocast, "AutocastCUDA", with_keyset=True)
 torch.library.register_fake("multigemm::grouped_gemm", result_like, lib=_library)

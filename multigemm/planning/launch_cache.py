@@ -7,25 +7,29 @@ with an input. Contents of sizes on the host are part of the key; those on the d
 
 An entry belongs to one thread and one stream, so that its workspace is never used twice at once, and holds no operand.
 It is made when a key comes for the second time. A `_MovingEntry` has a launch that follows its operands; a
-`_BindingEntry` binds anew what a backend cannot move. Token counts that come once would never have an entry: for rows
-that are cut on a GPU a `_TokensEntry` serves all counts of a class, half an octave, and all sizes on the host. The
-cache is bounded in entries and in memory; `clear` empties it, and a forked child begins with an empty one.
+`_BindingEntry` binds anew what a backend cannot move. Token counts and sizes on the host that come once would never
+have an entry: for rows that are cut on a GPU there is one for each class of calls that differ in nothing else, with
+token counts within half an octave. Its launch is resized for each new count, and sizes on the host are copied to where
+it reads them. The cache is bounded in entries and in memory; `clear` empties it, and a forked child begins with an
+empty one.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from array import array
+from itertools import accumulate
+from operator import sub
 from threading import Lock, get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from multigemm.cuda.device import capturing, to_device
+from multigemm.cuda.device import STAGED_BYTES, capturing, to_device, upload
 from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.binding import Bound, Choice, bind, caller_result
 from multigemm.planning.operands import Operands
@@ -51,26 +55,20 @@ WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
 GPU_BITS, CPU_BITS = 255, 15
 """Masks of the low bits of an address that binding may depend on: lines of the cache, boxes of the copy engine."""
+BROKEN = -1
+"""Rows of an entry of which nothing is known, since its resizing was interrupted; another one takes its place."""
 COUNTED = 1 << 30
 """Elements, from which on the number of rows may decide how a kernel counts."""
 _PLAIN = frozenset((Tensor, Parameter))
 _WHOLE_NUMBERS: tuple[set[type], ...] = ({int}, set())
 _INDEX_TYPES = frozenset((np.dtype(np.int32).char, np.dtype(np.int64).char))
 _HOST = frozenset((list, tuple, range))
+_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-class Call(NamedTuple):
-    """The tensors of a call of the front door; absent ones are None. `kind` names the keyword that holds `cut`."""
-
-    jagged: str
-    a: Tensor
-    b: Tensor
-    kind: str
-    cut: Any
-    valid_rows: Any
-    c: Tensor | None
-    bias: Tensor | None
-    out: Tensor | None
+Call = tuple[str, Tensor, Tensor, str, Any, Any, Tensor | None, Tensor | None, Tensor | None]
+"""The tensors of a call of the front door: jagged, a, b, kind, cut, valid_rows, c, bias, out; absent ones are None, and
+`kind` names the keyword that holds `cut`. A plain tuple, since making one with names takes ten times as long."""
 
 
 def one_cut(offsets: Any, sizes: Any, ends: Any) -> tuple[str, Any, bool]:
@@ -103,7 +101,14 @@ def key_of(call: Call, options: Key) -> Key | None:
             return None
         if forward_mode() or dispatch_modes():
             return None
-        groups, rest = None if cut is None else _index_key(cut, phase, index), None
+        if index >= 0 and type(cut) is Tensor and cut.get_device() == index:  # as `_layout` has it, in less time
+            cut_at = cut.data_ptr()
+            if cut_at < LOWEST or cut.is_neg():
+                return None
+            groups: Key | None = (cut.shape, cut.stride(), cut.dtype, cut_at & phase)
+        else:
+            groups = None if cut is None else _index_key(cut, phase, index)
+        rest = None
         if bias is not None or c is not None or out is not None or valid_rows is not None:
             if differentiable and any_requires_grad(bias, c, out):
                 return None
@@ -148,28 +153,33 @@ def _index_key(cut: Any, phase: int, index: int) -> Key:
     raise _NotPlain
 
 
-def _tokens_key(key: Key, call: Call) -> Key | None:
+def _class_key(key: Key, call: Call) -> Key | None:
     """What calls have in common that differ in their number of tokens and in sizes on the host alone."""
-    a, b, cut = call.a, call.b, call.cut
-    if call.jagged != "m" or cut is None or a.dim() != 2 or b.dim() != 3 or not a.is_cuda or not b.shape[0]:
+    jagged, a, b, kind, cut, valid_rows, c, _, out = call
+    if jagged != "m" or cut is None or not a.is_cuda or out is not None or c is not None or valid_rows is not None:
         return None
-    if call.out is not None or call.c is not None or call.valid_rows is not None:
+    if a.dim() != 2 or b.dim() != 3 or not b.shape[0]:
         return None
     rows, depth = a.shape
-    groups = key[GROUPS]
-    if not isinstance(cut, Tensor):
-        try:
-            sizes = np.diff(_offsets(call.kind, cut))
-        except OverflowError:  # more than 64 bits hold, which is refused in words
-            return None
-        if not len(sizes):
-            return None
-        groups = ("host", len(sizes), bool((sizes == sizes[0]).all()))
-    elif cut.is_cpu:
+    groups = key[GROUPS] if isinstance(cut, Tensor) and not cut.is_cpu else _host_class(kind, cut)
+    if groups is None or rows > a.stride(1) > 1:
         return None
-    if _reach(a) >= COUNTED * a.element_size() or rows * b.shape[2] >= COUNTED or rows > a.stride(1) > 1:
+    if _reach(a) >= COUNTED * a.element_size() or rows * b.shape[2] >= COUNTED:
         return None
     return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:GROUPS], groups, *key[GROUPS + 1 :])
+
+
+def _host_class(kind: str, cut: Any) -> Key | None:
+    """What sizes on the host have in common: how many they are, and whether they are all the same."""
+    if isinstance(cut, Tensor) and (cut.dtype not in _INDEX_DTYPES or cut.dim() != 1):
+        return None
+    values = cut if type(cut) in _HOST else cut.tolist()
+    if not len(values) or 4 * len(values) >= STAGED_BYTES:
+        return None
+    lengths = set(values if kind == "sizes" else map(sub, values[1:], values))
+    if kind == "ends":
+        lengths.add(values[0])
+    return ("host", len(values), len(lengths) == 1)
 
 
 def _same_view(x: Tensor, y: Tensor) -> bool:
@@ -177,23 +187,26 @@ def _same_view(x: Tensor, y: Tensor) -> bool:
 
 
 class _Entry(ABC):
-    """What every call of one key has in common."""
+    """What every call of one key has in common. Of a class of token counts it is all but the number of rows."""
 
     __slots__ = (
-        "_busy", "_choice", "_device", "_dtype", "_given_out", "_reach", "_settings", "_shape", "_strides", "index",
+        "_busy", "_choice", "_counted", "_device", "_dtype", "_given_out", "_reach", "_settings", "_shape", "_strides",
+        "index", "workspace",
     )  # fmt: skip
 
-    def __init__(self, problem: GroupedGemmProblem, choice: Choice) -> None:
+    def __init__(self, problem: GroupedGemmProblem, choice: Choice, counted: bool) -> None:
         self._choice = choice  # its identity may be part of the key
         shape = problem.out_shape[1:] if problem.squeezed else problem.out_shape
         self._shape, self._dtype, self._device = tuple(shape), problem.out_dtype, problem.device
         self._strides = torch.empty(self._shape, device="meta").stride()
         self.index = problem.device.index if problem.device.type == "cuda" else -1
-        self._given_out, self._busy = problem.out is not None, False
+        self._counted, self._given_out, self._busy = counted, problem.out is not None, False
         self._reach = {
             name: _reach(problem.each(name)[0]) for name in ("a", "b", "c", "bias", "out") if problem.each(name)
         }
         self._settings = settings()  # its identity is part of the key
+        self.workspace = 0
+        """Bytes of device memory that it owns."""
 
     def run(self, call: Call) -> Tensor | None:
         """The result of a call of this key; None where it has to go the whole way."""
@@ -201,30 +214,41 @@ class _Entry(ABC):
             return None
         self._busy = True
         try:
-            return self._run(call)
+            if self._counted and call[1].shape[0] != self._shape[0] and not self.resize(call[1].shape[0]):
+                return None
+            if self._given_out:
+                out = None if self._shares(call) else call[8]
+            elif self.index < 0:
+                out = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+            else:
+                out = empty_cuda(self._shape, self._strides, self._dtype)
+            return out if out is not None and self.launch(call, out) else None
         finally:
             self._busy = False
 
-    @abstractmethod
-    def _run(self, call: Call) -> Tensor | None: ...
+    @property
+    def intact(self) -> bool:
+        """Whether it can serve a call."""
+        return not self._counted or self._shape[0] != BROKEN
 
-    def result(self, call: Call) -> Tensor | None:
-        """Memory for the result: fresh, or the caller's; None where that may share memory with an input."""
-        if self._given_out:
-            return None if self._shares(call) else call.out
-        if self.index < 0:
-            return torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
-        return empty_cuda(self._shape, self._strides, self._dtype)
+    @abstractmethod
+    def launch(self, call: Call, out: Tensor) -> bool:
+        """Writes the result; whether it could."""
+
+    def resize(self, rows: int) -> bool:
+        """Makes it one for another number of tokens; whether it could."""
+        self._shape = (rows, self._shape[1])
+        return True
 
     def _shares(self, call: Call) -> bool:
         """Whether the range of memory of the caller's `out` meets that of an input."""
-        out, reach = call.out, self._reach
+        _, a, b, _, cut, valid_rows, given_c, bias, out = call
         assert out is not None
-        start = out.data_ptr()
+        start, reach = out.data_ptr(), self._reach
         end = start + reach["out"]
-        c = None if call.c is None or _same_view(call.c, out) else call.c
-        inputs = [(x, reach.get(name, 0)) for name, x in (("a", call.a), ("b", call.b), ("bias", call.bias), ("c", c))]
-        inputs += [(x, _reach(x)) for x in (call.cut, call.valid_rows) if isinstance(x, Tensor)]
+        c = None if given_c is None or _same_view(given_c, out) else given_c
+        inputs = [(x, reach.get(name, 0)) for name, x in (("a", a), ("b", b), ("bias", bias), ("c", c))]
+        inputs += [(x, _reach(x)) for x in (cut, valid_rows) if isinstance(x, Tensor)]
         return any(x is not None and x.data_ptr() < end and start < x.data_ptr() + size for x, size in inputs)
 
 
@@ -246,144 +270,165 @@ def _bytes_of(tensors: tuple[Tensor | None, ...]) -> int:
     return sum(x.nbytes for x in tensors if x is not None)
 
 
+class _HostCut:
+    """Where the offsets of a class of calls lie on the device, which give their groups on the host."""
+
+    __slots__ = ("_bytes", "_groups", "_kind", "_place", "index")
+
+    def __init__(self, kind: str, ops: Operands, index: int) -> None:
+        assert ops.ends is not None and ops.ends.dtype is torch.int32 and ops.head
+        self._kind, self._groups, self.index = kind, ops.spec.groups, index
+        self._place, self._bytes = ops.ends.data_ptr() - 4, 4 * (self._groups + 1)
+
+    def offsets(self, cut: Any, rows: int) -> array[int] | None:
+        """The cut as offsets; None for what has to be refused in words."""
+        kind = self._kind
+        values = cut if type(cut) in _HOST else cut.tolist()
+        try:
+            if kind == "sizes":
+                offsets = array("i", accumulate(values, initial=0))
+            else:
+                offsets = array("i", values if kind == "offsets" else (0, *values))
+        except OverflowError:
+            return None
+        if len(offsets) != self._groups + 1 or offsets[0] < 0 or offsets[-1] > rows:
+            return None
+        rising = min(values, default=0) >= 0 if kind == "sizes" else sorted(offsets) == list(offsets)
+        return offsets if rising else None
+
+    def upload(self, offsets: array[int]) -> None:
+        """Copies them, in front of the next launch; the driver takes so few bytes before it returns."""
+        upload(self._place, offsets.buffer_info()[0], self._bytes, self.index)
+
+
 class _MovingEntry(_Entry):
     """A launch that follows its operands. `_ends` and `_valid_rows` are 0 where it reads the caller's own tensor."""
 
     __slots__ = (
-        "_ends", "_follows_ends", "_follows_valid", "_keep", "_kind", "_launch", "_step", "_valid_rows",
-        "workspace",
+        "_ends", "_follows_ends", "_follows_valid", "_host", "_keep", "_kind", "_launch", "_start", "_step", "_stream",
+        "_valid_rows",
     )  # fmt: skip
 
-    def __init__(self, problem: GroupedGemmProblem, ops: Operands, choice: Choice, launch: Any, kind: str) -> None:
-        super().__init__(problem, choice)
+    def __init__(
+        self, problem: GroupedGemmProblem, ops: Operands, choice: Choice, launch: Any, kind: str, counted: bool = False
+    ) -> None:
+        super().__init__(problem, choice, counted)
         self._launch, self._kind, self._keep = launch, kind, _made_for(problem, ops)
+        on_gpu = self.index >= 0 and getattr(launch, "index", -1) == self.index
+        self._start = launch.on if on_gpu else None
+        self._stream = current_raw_stream(self.index) if on_gpu else 0  # part of the key
         self._follows_ends, self._follows_valid = (x is None for x in self._keep)
         self._ends, self._valid_rows = (0 if x is None else x.data_ptr() for x in self._keep)
         self._step = ops.ends.element_size() if kind == "offsets" and ops.ends is not None else 0
+        host = counted and problem.grouping is not None and problem.grouping.live is None
+        self._host = _HostCut(kind, ops, self.index) if host else None
         self.workspace = launch.workspace_bytes() + _bytes_of(self._keep)
 
-    def _run(self, call: Call) -> Tensor | None:
-        out = self.result(call)
-        if out is None:
-            return None
+    def launch(self, call: Call, out: Tensor) -> bool:
+        _, a, b, _, cut, valid_rows, c, bias, _ = call
         ends, valid, sizes = self._ends, self._valid_rows, 0
-        if self._follows_ends and call.cut is not None:
-            ends = call.cut.data_ptr() + self._step
-        elif self._kind == "sizes" and type(call.cut) in _PLAIN:
-            sizes = call.cut.data_ptr()
-        if self._follows_valid and call.valid_rows is not None:
-            valid = call.valid_rows.data_ptr()
-        c, bias = call.c, call.bias
+        if self._follows_ends:
+            if cut is not None:
+                ends = cut.data_ptr() + self._step
+        elif self._kind == "sizes" and type(cut) in _PLAIN:
+            sizes = cut.data_ptr()
+        if self._host is not None:
+            offsets = self._host.offsets(cut, self._shape[0])
+            if offsets is None:
+                return False
+            self._host.upload(offsets)
+        if valid_rows is not None and self._follows_valid:
+            valid = valid_rows.data_ptr()
         self._launch.move(
             (
-                call.a.data_ptr(), call.b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
+                a.data_ptr(), b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
                 0 if bias is None else bias.data_ptr(), ends, valid, sizes,
             )
         )  # fmt: skip
-        self._launch()
-        return out
+        if self._start is None:
+            self._launch()
+        else:
+            self._start(self._stream)
+        return True
+
+    def resize(self, rows: int) -> bool:
+        """The launch for another number of tokens, which a bind for that number would give as well."""
+        before, columns = self._shape
+        if before == BROKEN:
+            return False
+        self._shape = (BROKEN, columns)  # should this be interrupted
+        self._launch.resize(before, rows)
+        self._shape = (rows, columns)
+        return True
 
 
 class _BindingEntry(_Entry):
-    """What a backend that cannot move its launches needs to bind the operands of the next call."""
+    """What a backend that cannot move its launches, or not resize them, needs to bind the operands of the next call."""
 
-    __slots__ = ("_alpha", "_beta", "_bind", "_host", "_kind", "_spec", "_squeezed", "workspace")
+    __slots__ = ("_alpha", "_beta", "_bind", "_ends", "_host", "_kind", "_spec", "_squeezed", "_sums")
 
-    def __init__(self, problem: GroupedGemmProblem, ops: Operands, choice: Choice, kind: str) -> None:
-        super().__init__(problem, choice)
+    def __init__(
+        self, problem: GroupedGemmProblem, ops: Operands, choice: Choice, kind: str, counted: bool = False
+    ) -> None:
+        super().__init__(problem, choice, counted)
         cut = problem.cut
         self._bind, self._spec, self._kind, self._squeezed = choice.recipe.bind, choice.spec, kind, problem.squeezed
         self._alpha, self._beta = problem.alpha, problem.beta
-        self._host: dict[str, Any] | None = None
+        self._ends: Tensor | None = None
+        self._sums: Any = None
+        self._host: dict[str, Any] | _HostCut | None = None
         if cut is not None and cut.live is None:
             self._host = {
                 "ends": ops.ends, "head": ops.head, "valid_rows": ops.valid_rows, "host_offsets": ops.host_offsets,
                 "host_valid_rows": ops.host_valid_rows,
             }  # fmt: skip
+            if counted:
+                self._host = _HostCut(kind, ops, self.index)
         self.workspace = _bytes_of(_made_for(problem, ops))
 
-    def _run(self, call: Call) -> Tensor | None:
-        out = self.result(call)
-        if out is None:
-            return None
-        a, b, c, target = call.a, call.b, call.c if self._beta != 0 else None, out
+    def launch(self, call: Call, out: Tensor) -> bool:
+        _, a, b, _, given, valid_rows, c, bias, _ = call
+        target, c = out, c if self._beta != 0 else None
         if self._squeezed:
             a, b, target = a.unsqueeze(0), b.unsqueeze(0), out.unsqueeze(0)
             c = None if c is None else c.unsqueeze(0)
-        cut = self._cut(call) if self._host is None else self._host
-        ops = Operands(
-            self._spec, a, b, target, c, call.bias, alpha=self._alpha, beta=self._beta, device=self._device, **cut
-        )
-        self._bind(ops)()
-        return out
-
-    def _cut(self, call: Call) -> dict[str, Any]:
-        """Groups that are cut on the operands' device."""
-        if call.valid_rows is not None:
-            return {"valid_rows": call.valid_rows}
-        if self._kind == "offsets":
-            return {"ends": call.cut[1:], "head": True}
-        if self._kind == "sizes" and call.cut is not None:
-            ends = torch.empty(call.cut.shape, dtype=torch.int64, device=self._device)
-            running_sums(call.cut, ends)()
-            return {"ends": ends}
-        return {"ends": call.cut}
-
-
-class _TokensEntry(_Entry):
-    """How calls of any number of tokens in a class run: rows that are cut on a GPU."""
-
-    __slots__ = ("_alpha", "_bind", "_columns", "_ends", "_groups", "_kind", "_spec", "_sums", "workspace")
-
-    def __init__(self, problem: GroupedGemmProblem, ops: Operands, choice: Choice, kind: str) -> None:
-        super().__init__(problem, choice)
-        self._bind, self._spec, self._kind, self._alpha = choice.recipe.bind, choice.spec, kind, problem.alpha
-        self._columns, self._groups = self._shape[1], choice.spec.groups
-        self._ends: Tensor | None = None
-        self._sums: Any = None
-        self.workspace = 8 * self._groups
-
-    def _run(self, call: Call) -> Tensor | None:
-        rows = call.a.shape[0]
-        cut = self._cut(call.cut) if isinstance(call.cut, Tensor) else self._host_cut(call.cut, rows)
+        cut = self._cut(given, valid_rows)
         if cut is None:
-            return None
-        out = empty_cuda((rows, self._columns), (self._columns, 1), self._dtype)
-        ops = Operands(self._spec, call.a, call.b, out, None, call.bias, alpha=self._alpha, device=self._device, **cut)
-        self._bind(ops)()
-        return out
+            return False
+        self._bind(
+            Operands(self._spec, a, b, target, c, bias, alpha=self._alpha, beta=self._beta, device=self._device, **cut)
+        )()
+        return True
 
-    def _cut(self, live: Tensor) -> dict[str, Any]:
+    def _cut(self, cut: Any, valid_rows: Any) -> dict[str, Any] | None:
+        """How the groups are cut; None for what has to be refused in words."""
+        if isinstance(self._host, dict):
+            return self._host
+        if self._host is not None:
+            offsets = self._host.offsets(cut, self._shape[0])
+            if offsets is None:
+                return None
+            on_host = np.frombuffer(offsets, dtype=np.int32)
+            on_device = to_device(on_host, self._device)
+            return {"ends": on_device[1:], "head": True, "host_offsets": on_host.astype(np.int64)}
+        if valid_rows is not None:
+            return {"valid_rows": valid_rows}
         if self._kind == "offsets":
-            return {"ends": live[1:], "head": True}
-        if self._kind == "ends":
-            return {"ends": live}
+            return {"ends": cut[1:], "head": True}
+        if self._kind == "sizes" and cut is not None:
+            return {"ends": self._summed(cut)}
+        return {"ends": cut}
+
+    def _summed(self, sizes: Tensor) -> Tensor:
+        """Sizes on the device as ends, in memory that the calls of this stream share."""
+        if self._ends is None:
+            self._ends = torch.empty(sizes.shape, dtype=torch.int64, device=self._device)
         if self._sums is None or not hasattr(self._sums, "move"):
-            self._ends = torch.empty(live.shape, dtype=torch.int64, device=self._device)
-            self._sums = running_sums(live, self._ends)
+            self._sums = running_sums(sizes, self._ends)
         else:
-            self._sums.move((0, 0, 0, 0, 0, 0, 0, live.data_ptr()))
+            self._sums.move((0, 0, 0, 0, 0, 0, 0, sizes.data_ptr()))
         self._sums()
-        return {"ends": self._ends}
-
-    def _host_cut(self, cut: Any, rows: int) -> dict[str, Any] | None:
-        """Sizes on the host as offsets on the device; None for what has to be refused in words."""
-        offsets = _offsets(self._kind, cut)
-        rising = not bool((offsets[1:] < offsets[:-1]).any())
-        if len(offsets) != self._groups + 1 or offsets[0] < 0 or offsets[-1] > rows or not rising:
-            return None
-        on_device = to_device(offsets.astype(np.int32), self._device)
-        return {"ends": on_device[1:], "head": True, "host_offsets": offsets}
-
-
-def _offsets(kind: str, cut: Any) -> npt.NDArray[np.int64]:
-    """Groups that the host cuts, whatever keyword says so, as offsets [G + 1]."""
-    values = np.asarray(cut, dtype=np.int64)
-    if kind == "offsets":
-        return values
-    offsets = np.zeros(len(values) + 1, dtype=np.int64)
-    offsets[1:] = np.cumsum(values) if kind == "sizes" else values
-    return offsets
+        return self._ends
 
 
 class LaunchCache:
@@ -397,17 +442,17 @@ class LaunchCache:
         self.served = 0
         """Calls that an entry has served, for tests."""
 
-    def recall(self, key: Key, call: Call) -> Tensor | None:
-        """The result of a call whose key has an entry; None for any other."""
+    def recall(self, key: Key, call: Call) -> tuple[Tensor | None, Key | None]:
+        """The result of a call whose key, or that of its class, has an entry; else None, and the key of the class."""
+        class_key = None
         try:
             entry = self._entries.get(key)
+            if entry is None:
+                class_key = _class_key(key, call)
+                if class_key is None or (entry := self._entries.get(class_key)) is None:
+                    return None, class_key
         except TypeError:  # a config or a backend that cannot be a key
-            return None
-        if entry is None:
-            tokens = _tokens_key(key, call)
-            entry = None if tokens is None else self._entries.get(tokens)
-        if entry is None:
-            return None
+            return None, None
         index = entry.index
         if index < 0 or index == current_device():
             found: Tensor | None = entry.run(call)
@@ -415,20 +460,25 @@ class LaunchCache:
             with torch.cuda.device(index):
                 found = None if is_capturing() else entry.run(call)
         self.served += found is not None
-        return found
+        return found, class_key
 
-    def run(self, key: Key | None, call: Call | None, choice: Choice, problem: GroupedGemmProblem) -> Any:
-        """Binds and launches; what comes for the second time is kept for the third."""
+    def run(self, keys: tuple[Key | None, Key | None], kind: str, choice: Choice, problem: GroupedGemmProblem) -> Any:
+        """Binds and launches; what comes for the second time is kept for the third.
+
+        `keys` are those of the call and of its class; `kind` names the keyword that cut the groups.
+        """
         out = allocate(problem)
         bound = bind(choice, problem, out)
         bound.launch()
-        if key is not None and call is not None and _lasting(choice, problem) and not capturing(problem.device):
-            if self.comes_again(key) and key not in self._entries:
-                self.keep(key, _entry_of(problem, bound, choice, call.kind))
-            tokens = _tokens_key(key, call)
-            if tokens is not None and self.comes_again(tokens) and tokens not in self._entries:
-                self.keep(tokens, _TokensEntry(problem, bound.ops, choice, call.kind))
+        if keys[0] is not None and _lasting(choice, problem) and not capturing(problem.device):
+            for key, counted in zip(keys, (False, True), strict=True):
+                if key is not None and self.comes_again(key) and not self._holds(key):
+                    self.keep(key, _entry_of(problem, bound, choice, kind, counted))
         return caller_result(problem, out)
+
+    def _holds(self, key: Key) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.intact
 
     def comes_again(self, key: Key) -> bool:
         """Whether a key came before; most come once, and an entry costs more than a call."""
@@ -480,30 +530,42 @@ def _lasting(choice: Choice, problem: GroupedGemmProblem) -> bool:
     return dense and spec.a.dtype is spec.compute and spec.b.dtype is spec.compute
 
 
-def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: str) -> Any:
-    """An entry that moves, if every launch can and none holds an address of the caller's that would stay behind."""
+def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: str, counted: bool) -> _Entry:
+    """An entry that moves, if every launch can and none holds an address of the caller's that would stay behind.
+
+    `counted`: an entry of a class, whose launch has to follow the number of tokens, too.
+    """
     launch, ops, cut = bound.launch, bound.ops, problem.cut
     callers = [ops.a, ops.b, ops.out, ops.c, ops.bias, None if cut is None else cut.live]
     spans = [(x.data_ptr(), x.data_ptr() + _reach(x)) for x in callers if isinstance(x, Tensor)]
     if hasattr(launch, "move") and not launch.stays_behind(spans):  # type: ignore[attr-defined]
-        return _MovingEntry(problem, ops, choice, launch, kind)
-    return _BindingEntry(problem, ops, choice, kind)
+        if not counted:
+            return _MovingEntry(problem, ops, choice, launch, kind)
+        if _resizes(launch, problem.out_shape[0]):
+            own = bind(choice, problem, allocate(problem))  # the other entry's launch moves and is resized by itself
+            return _MovingEntry(problem, own.ops, choice, own.launch, kind, counted=True)
+    return _BindingEntry(problem, ops, choice, kind, counted)
+
+
+def _resizes(launch: Any, rows: int) -> bool:
+    """Whether a launch follows every number of tokens of a class; two that are far apart show whether maps do."""
+    return rows > 0 and hasattr(launch, "can_resize") and bool(launch.can_resize(rows, 2 * rows + 1))
 
 
 def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
     """The result of a problem by a choice that was made for its spec."""
     if problem.kind != "torch" or problem.form == "per_group":
-        return LAUNCHES.run(None, None, choice, problem)
+        return LAUNCHES.run((None, None), "", choice, problem)
     grouping, cut = problem.grouping, problem.cut
     kind = "" if grouping is None else grouping.kind if grouping.live is not None else "offsets"
     values = None if cut is None else cut.host if cut.live is None else cut.live
     a, b, c = (x[0] if problem.squeezed and isinstance(x, Tensor) else x for x in (problem.a, problem.b, problem.c))
     masked = problem.valid_rows is not None
     cuts = (None, values) if masked else (values, None)
-    call = Call(problem.form[-1], a, b, kind, cuts[0], cuts[1], c, problem.bias, problem.given_out)  # type: ignore[arg-type]
+    call: Any = (problem.form[-1], a, b, kind, *cuts, c, problem.bias, problem.given_out)
     key = key_of(call, (id(choice), problem.alpha, problem.beta, problem.squeezed))
-    found = None if key is None else LAUNCHES.recall(key, call)
-    return LAUNCHES.run(key, call, choice, problem) if found is None else found
+    found, class_key = (None, None) if key is None else LAUNCHES.recall(key, call)
+    return LAUNCHES.run((key, class_key), kind, choice, problem) if found is None else found
 
 
 LAUNCHES = LaunchCache()

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from multigemm.cuda.arguments import Address
+from multigemm.cuda.arguments import Address, Tokens
 from multigemm.problem.spec import ProblemSpec
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed form as one formula (see the module docstring). The jagged extent holds T.
+    """A packed form as one formula (see the module docstring). The jagged extent holds T, as `Tokens` if that is m.
 
     `bias` addresses bias(g, j) = ptr + g*group + (start_n + j)*col; its `row` is 0.
     """
@@ -137,12 +137,13 @@ def packed(ops: Operands) -> Packed:
     """The one formula for a packed form (every form but per_group)."""
     a, b, out = cast(Tensor, ops.a), cast(Tensor, ops.b), cast(Tensor, ops.out)
     c, bias = cast("Tensor | None", ops.c), cast("Tensor | None", ops.bias)
+    rows, jagged = a.shape[-2], ops.spec.jagged
     return Packed(
         groups=ops.spec.groups,
-        m=a.shape[-2],
+        m=Tokens(rows) if jagged == "m" else rows,
         n=b.shape[-1],
         k=a.shape[-1],
-        jagged=ops.spec.jagged,
+        jagged=jagged,
         a=strides_of(a, "a"),
         b=strides_of(b, "b"),
         out=strides_of(out, "out"),

@@ -16,16 +16,15 @@ from typing import Any
 import torch
 
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting, UnknownBackend
-from multigemm.planning.binding import Choice
+from multigemm.planning.binding import Choice, captured
 from multigemm.planning.given_config import as_dict, completed
 from multigemm.planning.staging import equal_sizes, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec, half_octave
 from multigemm.select import measure_once, ranking, registry, table
-from multigemm.select.candidates import candidates, unavailable_text
 from multigemm.select.problem_class import class_of, tokens
-from multigemm.select.ranking import lock_of
-from multigemm.select.static_order import invariant_order, plain_spec
+from multigemm.select.ranking import Query, invariant_order, lock_of, plain_spec
+from multigemm.select.registry import candidates, unavailable_text
 from multigemm.settings import settings
 
 Which = str | Sequence[str]
@@ -35,8 +34,11 @@ CHOICES_KEPT = 4096
 _choices: dict[Any, Choice] = {}
 
 
-def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Choice:
+def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None, *, eager: bool = False) -> Choice:
     """The backend and recipe for a problem; remembered by spec and half octave of its tokens.
+
+    `eager`: it is solved by this call, rather than planned, so that the host's time counts too where no graph is
+    captured.
 
     Raises:
         UnknownBackend: a name is no backend's.
@@ -48,12 +50,13 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
     size, ranks = half_octave(tokens(problem)), measure_once.ranks_of_group()
     try:
         given = frozenset(config.items()) if isinstance(config, Mapping) else config
-        key = (spec, equal_sizes(problem), size, problem.device, which, given, ranks > 1, table.generation)
+        eager = eager and which == "auto" and not captured(problem)
+        key = (spec, equal_sizes(problem), size, problem.device, which, given, eager, ranks > 1, table.generation)
         found = _choices.get(key)
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
-        found = _remembered(key, _choose(problem, spec, which, config))
+        found = _remembered(key, _choose(problem, spec, which, config, eager))
         if settings().print_config:
             recipe = found.recipe
             print(f"multigemm: {found.backend} {recipe.kernel} {recipe.config} ({found.why})", file=sys.stderr)
@@ -91,10 +94,10 @@ def _names(backend: Any) -> tuple[str, ...]:
     return names
 
 
-def _choose(problem: GroupedGemmProblem, spec: ProblemSpec, which: Which, config: Any) -> Choice:
+def _choose(problem: GroupedGemmProblem, spec: ProblemSpec, which: Which, config: Any, eager: bool) -> Choice:
     plan_of = partial(_plan, problem, spec, config)
     if which == "auto":
-        return _choose_auto(problem, spec, config is None, plan_of)
+        return _choose_auto(problem, spec, config is None, eager, plan_of)
     return _choose_named(problem, spec, [which] if isinstance(which, str) else which, plan_of)
 
 
@@ -168,7 +171,9 @@ def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, names: Sequenc
     raise BackendUnsupported(reasons)
 
 
-def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, may_measure: bool, plan_of: Planner) -> Choice:
+def _choose_auto(
+    problem: GroupedGemmProblem, spec: ProblemSpec, may_measure: bool, eager: bool, plan_of: Planner
+) -> Choice:
     allowed = settings().backend
     if unknown := [name for name in allowed if name not in registry.names()]:
         known = ", ".join(registry.names())
@@ -182,7 +187,7 @@ def _choose_auto(problem: GroupedGemmProblem, spec: ProblemSpec, may_measure: bo
     if allowed:
         names, why = sorted(able, key=allowed.index), f"first that MULTIGEMM_BACKEND={','.join(allowed)} allows"
     else:
-        ranked = ranking.rank(problem, class_of(problem, spec), able, may_measure, plan_of)
+        ranked = ranking.rank(Query(problem, class_of(problem, spec), able, eager), may_measure, plan_of)
         names, why = list(ranked.names), ranked.why
     syncing: list[Choice] = []
     for name in names:

@@ -11,9 +11,10 @@ from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import ranking
-from multigemm.select.candidates import Candidate, candidates
 from multigemm.select.choose import Which, choose
 from multigemm.select.problem_class import class_of
+from multigemm.select.ranking import Query
+from multigemm.select.registry import Candidate, candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,14 @@ class Explanation:
 
 
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
-    """Why `choose(problem, backend, config)` chooses what it does; measures as that would."""
+    """Why an eager call would choose what it does; measures as that would."""
     spec = staged_spec(problem)
     steps = [f"{x} is cast to {spec.compute}" for x in "ab" if getattr(problem.spec, x).dtype is not spec.compute]
     if problem.refreshes:
         steps.append(f"{len(problem.refreshes)} array(s) with negative strides are copied")
     chosen, kernel, ran, why = None, "", None, ""
     try:
-        choice = choose(problem, backend, config)
+        choice = choose(problem, backend, config, eager=True)
         chosen, kernel, ran, why = choice.backend, choice.recipe.kernel, choice.recipe.config, reasons(choice, problem)
     except (BackendUnsupported, BackendUnavailable) as error:
         why = str(error)
@@ -67,6 +68,10 @@ def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = 
 
 def _with_times(problem: GroupedGemmProblem, found: list[Candidate]) -> tuple[Candidate, ...]:
     """The candidates with the times that are known of their class, the fastest first; measures nothing."""
-    known = ranking.known(problem, class_of(problem, staged_spec(problem)), [c.name for c in found if c.for_auto])
-    timed = [replace(c, us=known.us[c.name], source=known.source) if c.name in known.us else c for c in found]
+    able = [c.name for c in found if c.for_auto]
+    known = ranking.known(Query(problem, class_of(problem, staged_spec(problem)), able, eager=True))
+    timed = [
+        replace(c, us=m.us, host_us=m.host_us, source=known.source) if (m := known.times.get(c.name)) else c
+        for c in found
+    ]
     return tuple(sorted(timed, key=lambda c: (c.us is None, c.us or 0.0)))

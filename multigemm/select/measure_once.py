@@ -44,6 +44,8 @@ WORTH = 1.03
 with how uneven the groups are: what leads by less on even ones is up to 15 % behind on others."""
 LEAST_US = 0.01
 HOST_CALLS = 3
+FRONT_DOOR_US = 8.0
+"""What a warm eager call takes the host besides its launch: the key and the result's memory (H200, November 2026)."""
 LEAST_WORK = 0.1
 """Of the operations that the extents make one expect: a dry run on few tokens tells nothing of its class."""
 
@@ -97,13 +99,13 @@ def measure_once(
     if len(took) < 2:
         return "fewer than two backends could be timed"
     device, date = device_name(problem.device), datetime.now(UTC).isoformat(timespec="seconds")
-    times = {name: Measured(us) for name, us in took.items()}
-    found = Entry(device, str(problem_class), times, "own cache", _fastest(took, names), date, failed)
+    chosen = fastest({name: m.us for name, m in took.items()}, names)
+    found = Entry(device, str(problem_class), took, "own cache", chosen, date, failed)
     _report(found, compiled - began, spent_ms)
     return found
 
 
-def _fastest(took: Mapping[str, float], names: Sequence[str]) -> str:
+def fastest(took: Mapping[str, float], names: Sequence[str]) -> str:
     """The fastest; the first of `names` that was timed, unless it is clearly slower."""
     best, first = min(took, key=lambda name: took[name]), next(name for name in names if name in took)
     return first if took[first] <= WORTH * took[best] else best
@@ -165,8 +167,8 @@ def _planned(
     return found
 
 
-def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: dict[str, str]) -> dict[str, float]:
-    """Microseconds that each took, all of them writing into one scratch result."""
+def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: dict[str, str]) -> dict[str, Measured]:
+    """What each took, all of them writing into one scratch result."""
     scratch: Any = None
     bounds, launches, rough = {}, {}, {}  # a launch keeps no operand alive
     for name, choice in choices.items():
@@ -177,9 +179,9 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
             rough[name] = rough_time_us(launches[name], problem.device)
         except Exception as error:  # it may well be that the result does not fit twice
             failed[name] = describe(error)
-    fastest = min(rough.values(), default=math.inf)
-    worth = {name: launches[name] for name, us in rough.items() if us <= max(SLOW_US, HOPELESS * fastest)}
-    long = fastest >= LONG_US and problem.device.type == "cuda"
+    least = min(rough.values(), default=math.inf)
+    worth = {name: launches[name] for name, us in rough.items() if us <= max(SLOW_US, HOPELESS * least)}
+    long = least >= LONG_US and problem.device.type == "cuda"
     taken = measure(
         worth,
         problem.device,
@@ -191,15 +193,18 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
     )
     failed.update((name, timing.error) for name, timing in taken.items() if not timing.ok)
     took = {name: taken[name].median if name in taken else us for name, us in rough.items()}
-    for name in worth if not long else ():
-        took[name] = max(took[name], _host_time_us(choices[name], problem, scratch, launches[name]))
-    return {name: round(us, 2) for name, us in took.items() if us >= LEAST_US}
+    host = {} if long else {n: _host_time_us(choices[n], problem, scratch, launch) for n, launch in worth.items()}
+    return {
+        name: Measured(round(us, 2), host_us=round(host.get(name, 0.0), 2))
+        for name, us in took.items()
+        if us >= LEAST_US
+    }
 
 
 def _host_time_us(choice: Choice, problem: GroupedGemmProblem, out: Any, launch: Any) -> float:
     """What a warm call costs the host: a launch, where the launch cache can move it to other operands, else a bind too.
 
-    A call takes no less, however fast the device is.
+    An eager call takes no less, however fast the device is.
     """
     best = math.inf
     for _ in range(HOST_CALLS):
@@ -210,4 +215,4 @@ def _host_time_us(choice: Choice, problem: GroupedGemmProblem, out: Any, launch:
             bound = binding.bind(choice, problem, out)
             bound.launch()
         best = min(best, time.perf_counter() - began)
-    return 1e6 * best
+    return 1e6 * best + FRONT_DOOR_US

@@ -5,8 +5,18 @@
 3. it may be measured now: the fastest of the (at most three) backends that the static order names;
 4. the static order.
 
+A backend's time is the device's for a plan, which is captured or called in long rows. An eager call takes no less than
+the host needs to launch it: there the time is the longer one of the two, so that among backends that are faster than
+the host, the one with the shortest way to its launch is chosen.
+
+Problems that are to be batch invariant know no ranking: `invariant_order` names one backend for all of some dtypes.
+
 A choice, once made, stays: in this process by any of the rules, on disk by rule 3. Ranks of a process group, which have
 to choose alike, go by rules 1 and 4.
+
+The evidence for the static order are the reports in `benchmarks/results/`: 845 rankings of four backends on one H100.
+Beside the fastest of each, the first of the order takes 1.03 times as long in the geometric mean, and the fastest of
+its three 1.0004 times. `tests/select/test_static_order.py` holds the order to the reports: change a line, and run it.
 """
 
 from __future__ import annotations
@@ -20,29 +30,52 @@ import torch
 
 from multigemm.planning.binding import Choice
 from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.select import measure_once as trial
 from multigemm.select import registry, table
-from multigemm.select.problem_class import ProblemClass
-from multigemm.select.static_order import static_order
-from multigemm.select.table import Entry
+from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass
+from multigemm.select.table import Entry, Measured
 from multigemm.settings import settings
 
 AT_MOST = 3
 KEPT = 1 << 16
+HOST_US = {"cupy": 14.0, "numba": 14.0, "triton": 17.0, "cublas": 83.0}
+"""Of a warm eager call, for tables that hold the time of the device alone (`host_time.py`, H200, November 2026)."""
+LONG_K, MANY_ROWS = 1024, 64
+"""From both on, 16-bit kernels of CuPy lead those of Triton: a slower start of each tile, and a faster main loop."""
+FEW_GROUPS = 8
+"""So many calls of cuBLAS in a row, each with a float32 kernel that is up to five times as fast, beat one launch."""
+SPLIT_COLUMNS = 1200
+"""Columns of all groups: a float32 product with no more fills a GPU by splitting K alone, as Triton's kernel does."""
 Place = tuple[torch.device, ProblemClass, tuple[str, ...], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Backends, the one to take first, why, and what is known of their times in microseconds."""
+    """Backends, the one to take first, why, and what is known of their times."""
 
     names: tuple[str, ...]
     why: str
-    us: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[str, Measured] = field(default_factory=dict)
     source: str = ""
 
 
-_made: dict[Place, Ranking] = {}
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What a ranking is asked for: a problem, its class, the backends that can, and whether an eager call is to run."""
+
+    problem: GroupedGemmProblem
+    problem_class: ProblemClass
+    able: Sequence[str]
+    eager: bool = False
+
+    def us(self, name: str, measured: Measured) -> float:
+        """The time that counts."""
+        return max(measured.us, measured.host_us or HOST_US.get(name, 0.0)) if self.eager else measured.us
+
+
+_made: dict[Place, Entry | str] = {}
+"""What was measured of a class, or why it was not."""
 _locks: dict[object, threading.RLock] = {}
 os.register_at_fork(after_in_child=_locks.clear)  # threads that held one do not exist in a child
 
@@ -52,71 +85,73 @@ def lock_of(what: object) -> threading.RLock:
     return _locks.setdefault(what, threading.RLock())
 
 
-def rank(
-    problem: GroupedGemmProblem,
-    problem_class: ProblemClass,
-    able: Sequence[str],
-    may_measure: bool,
-    plan_of: Callable[[str], Choice],
-) -> Ranking:
+def rank(query: Query, may_measure: bool, plan_of: Callable[[str], Choice]) -> Ranking:
     """The ranking of the backends that are able to solve a problem; measures, unless something is against it."""
-    found = known(problem, problem_class, able)
+    found = known(query)
     if found.why:
         return found
-    worth = worth_measuring(problem_class, found.names)
+    problem, worth = query.problem, worth_measuring(query.problem_class, found.names)
     why_not = trial.obstacle(problem) if may_measure else "a config is given"
     with lock_of(problem.device):
-        again = known(problem, problem_class, able)  # another thread may have measured
+        again = known(query)  # another thread may have measured
         if again.why:
             return again
-        measured = why_not or trial.measure_once(problem, problem_class, worth, plan_of)
-        if isinstance(measured, str):
-            made = Ranking(found.names, f"first of the static order; not measured: {measured}")
-        else:
-            made = _by_choice(table.table().keep_choice(measured))
+        made = why_not or trial.measure_once(problem, query.problem_class, worth, plan_of)
+        if not isinstance(made, str):
+            made = table.table().keep_choice(made)
         if may_measure:
-            _remember(_place(problem, problem_class, worth), made)
-    return _completed(made, found.names)
+            _remember(_place(query, worth), made)
+    return _by_measurement(query, made, found.names)
 
 
-def known(problem: GroupedGemmProblem, problem_class: ProblemClass, able: Sequence[str]) -> Ranking:
+def known(query: Query) -> Ranking:
     """What is known without measuring now; where that is nothing, the static order without a reason."""
-    named = [name for name in static_order(problem_class) if name in able]
-    names = (*named, *(name for name in able if name not in named))
-    if (found := _by_table(problem_class, names, problem.device)) is not None:
+    named = [name for name in static_order(query.problem_class) if name in query.able]
+    names = (*named, *(name for name in query.able if name not in named))
+    if (found := _by_table(query, names)) is not None:
         return found
-    worth = worth_measuring(problem_class, names)
+    worth = worth_measuring(query.problem_class, names)
     if len(worth) < 2:
         return Ranking(names, "the only one that can")
-    place = _place(problem, problem_class, worth)
+    place = _place(query, worth)
     made = _made.get(place)
     if made is None and settings().measure and trial.ranks_of_group() == 1:
-        kept = table.table().choice(problem_class, problem.device, worth)
-        if kept is not None:
-            made = _by_choice(kept)
+        made = table.table().choice(query.problem_class, query.problem.device, worth)
+        if made is not None:
             _remember(place, made)
-    return Ranking(names, "") if made is None else _completed(made, names)
+    return Ranking(names, "") if made is None else _by_measurement(query, made, names)
 
 
-def _by_choice(kept: Entry) -> Ranking:
-    """As it was chosen once."""
-    us = {name: m.us for name, m in kept.backends.items()}
-    names = sorted(us, key=lambda name: (name != kept.chosen, us[name]))
-    fastest = us[kept.chosen] == min(us.values())
-    why = "the fastest" if fastest else "first of the static order, and about as fast as the fastest"
-    source = f"measured on {kept.date[:10]}"
-    return Ranking(tuple(names), f"{why}, {us[kept.chosen]:.1f} us, {source}", us, source)
+def _by_measurement(query: Query, made: Entry | str, names: Sequence[str]) -> Ranking:
+    """As it was measured once; `names` is the static order, and holds whoever can."""
+    if isinstance(made, str):
+        return Ranking(tuple(names), f"first of the static order; not measured: {made}")
+    us = {name: query.us(name, m) for name, m in made.backends.items()}
+    best = trial.fastest(us, [*names, *us]) if query.eager else made.chosen
+    why = "the fastest" if us[best] == min(us.values()) else "first of the static order, and about as fast"
+    return _ranking(query, made.backends, best, names, why, f"measured on {made.date[:10]}")
 
 
-def _by_table(problem_class: ProblemClass, names: Sequence[str], device: torch.device) -> Ranking | None:
-    """By the table, if that compares at least two of the backends; those it does not hold come last."""
-    known = {name: found for name in names if (found := table.table().find(name, problem_class, device)) is not None}
-    if len(known) < 2:
+def _by_table(query: Query, names: Sequence[str]) -> Ranking | None:
+    """By the table, if that compares at least two of the backends."""
+    device, read = query.problem.device, table.table().find
+    found = {name: x for name in names if (x := read(name, query.problem_class, device)) is not None}
+    if len(found) < 2:
         return None
-    us = {name: measured.us for name, (measured, _) in sorted(known.items(), key=lambda item: item[1][0].us)}
-    best, *_ = us
-    source = known[best][1]
-    return _completed(Ranking(tuple(us), f"the fastest in the table, {us[best]:.1f} us, {source}", us, source), names)
+    times = {name: measured for name, (measured, _) in found.items()}
+    best = min(times, key=lambda name: (query.us(name, times[name]), times[name].us))
+    return _ranking(query, times, best, names, "the fastest in the table", found[best][1])
+
+
+def _ranking(
+    query: Query, times: Mapping[str, Measured], best: str, names: Sequence[str], why: str, source: str
+) -> Ranking:
+    """The best one, the others by their times, and those without a time; of all of them who is among `names`."""
+    order = sorted(times, key=lambda name: (name != best, query.us(name, times[name])))
+    order = [name for name in (*order, *(n for n in names if n not in times)) if name in names]
+    us, device_us = query.us(best, times[best]), times[best].us
+    host = f" of the host (the device takes {device_us:.1f})" if us > device_us else ""
+    return Ranking(tuple(order), f"{why}, {us:.1f} us{host}, {source}", times, source)
 
 
 def worth_measuring(problem_class: ProblemClass, names: Sequence[str]) -> tuple[str, ...]:
@@ -126,24 +161,66 @@ def worth_measuring(problem_class: ProblemClass, names: Sequence[str]) -> tuple[
     return tuple(found if len(found) > 1 else names[:AT_MOST])
 
 
-def _completed(found: Ranking, names: Sequence[str]) -> Ranking:
-    """With those of `names` that it does not hold behind the others, and without who is not among them."""
-    kept = [name for name in found.names if name in names]
-    return Ranking((*kept, *(n for n in names if n not in kept)), found.why, found.us, found.source)
+def _place(query: Query, worth: tuple[str, ...]) -> Place:
+    return query.problem.device, query.problem_class, worth, trial.ranks_of_group() > 1
 
 
-def _place(problem: GroupedGemmProblem, problem_class: ProblemClass, worth: tuple[str, ...]) -> Place:
-    return problem.device, problem_class, worth, trial.ranks_of_group() > 1
-
-
-def _remember(place: Place, ranking: Ranking) -> None:
+def _remember(place: Place, made: Entry | str) -> None:
     with lock_of("rankings"):
         if len(_made) >= KEPT:
             del _made[next(iter(_made))]
-        _made[place] = ranking
+        _made[place] = made
 
 
 def forget() -> None:
     """Ranks anew from now on, as another process would: what is on disk stays."""
     with lock_of("rankings"):
         _made.clear()
+
+
+def static_order(c: ProblemClass) -> tuple[str, ...]:
+    """The backends that are worth measuring for a class, the one that is expected to be fastest first."""
+    own = _own_kernels(c)
+    if c.where == ON_DEVICE:
+        return own
+    batch = c.dtype != "int8" and (c.where == EQUAL or c.form == "batched")
+    if batch or (c.dtype == "float32" and c.groups <= FEW_GROUPS):
+        return "cublas", *own[:2]
+    return *own[:2], "cublas"
+
+
+def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
+    """Backends whose kernels read sizes on the device. cuBLAS has one call for that, which was never the fastest."""
+    if c.dtype == "int8":
+        return "numba", "triton", "cupy"
+    if c.dtype in ("float64", "tf32"):
+        return "triton", "numba", "cupy"
+    if c.dtype == "float32":
+        few_tiles = c.n is not None and c.groups * c.n <= SPLIT_COLUMNS
+        weights_by_rows = c.b.partition("/")[2].startswith("row")
+        return ("triton", "numba", "cupy") if few_tiles or weights_by_rows else ("numba", "triton", "cupy")
+    k = c.total / max(c.groups, 1) if c.form == "jagged_k" else c.k or 0
+    long = k >= LONG_K and c.rows >= MANY_ROWS and c.form != "masked"
+    if (long or c.form == "jagged_n") and not c.unaligned:
+        return "cupy", "triton"
+    return "triton", "cupy"
+
+
+def invariant_order(spec: ProblemSpec) -> tuple[str, ...]:
+    """The order for batch-invariant problems: by dtype alone, since another backend gives other bits."""
+    if spec.compute in (torch.float16, torch.bfloat16):
+        return "cupy", "triton", "numba", "cpu"
+    if spec.compute is torch.float32 and spec.precision != "tf32":
+        return "numba", "triton", "cupy", "cpu"
+    if spec.compute is torch.int8:
+        return "numba", "triton", "cupy", "cpu"
+    return "triton", "numba", "cupy", "cpu"
+
+
+def plain_spec(spec: ProblemSpec) -> ProblemSpec:
+    """An ordinary problem of the same dtypes: who runs it runs all, but for a few limits that it tells."""
+    a, b, out = (OperandSpec(dtype) for dtype in (spec.compute, spec.compute, spec.out.dtype))
+    return ProblemSpec(
+        "jagged_m", 1, None, 64, 64, 64, 0, a, b, out, compute=spec.compute,
+        precision=spec.precision, batch_invariant=True,
+    )  # fmt: skip

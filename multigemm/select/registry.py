@@ -1,4 +1,4 @@
-"""Which backends exist. The only place that knows; it loads each by name, when it is first asked for.
+"""Which backends exist, and what each says of a problem. It loads each by name, when it is first asked for.
 
 The built-in ones are sub-packages of `multigemm.backends`; anyone else's come from the entry-point
 group `multigemm.backends`, whose value is a Backend instance. A backend that fails to import is not
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -117,3 +119,53 @@ def reload() -> None:
     """Forgets what was loaded; for tests that install a backend."""
     get.cache_clear()
     _entry_points.cache_clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend's answer to one spec; `us`, `source` and `host_us` where its times for the class are known."""
+
+    name: str
+    availability: Availability
+    reasons: tuple[str, ...]
+    us: float | None = None
+    source: str = ""
+    host_us: float = 0.0
+
+    @property
+    def can(self) -> bool:
+        return self.availability.ok and not self.reasons
+
+    @property
+    def for_auto(self) -> bool:
+        """Whether "auto" may take it."""
+        return self.can and not self.availability.emulated and self.name != "null"
+
+    def why_not(self, allowed: Sequence[str]) -> list[str]:
+        """Why "auto" did not take it, where `allowed` names what the settings allow."""
+        if not self.can:
+            return list(self.reasons) or [unavailable_text(self.availability)]
+        if not self.for_auto:
+            what = "computes nothing" if self.name == "null" else "is emulated here"
+            return [f"{what}, and auto passes over it: ask for it by name"]
+        return [f"MULTIGEMM_BACKEND allows {', '.join(allowed)} only"]
+
+    def __str__(self) -> str:
+        if not self.availability.ok:
+            return f"unavailable: {unavailable_text(self.availability)}"
+        if self.reasons:
+            return f"cannot: {'; '.join(self.reasons)}"
+        note = " (computes nothing: only when named)" if self.name == "null" else ""
+        note = " (emulated: only when named)" if self.availability.emulated else note
+        host = f"; a warm call takes the host {self.host_us:.1f} us" if self.host_us else ""
+        return f"can{note}" + (f", {self.us:.1f} us ({self.source}{host})" if self.us is not None else "")
+
+
+def candidates(spec: ProblemSpec, device: torch.device) -> list[Candidate]:
+    """Every backend with its reasons, in the order of `names`."""
+    states = {name: state(name) for name in names()}
+    return [Candidate(name, here, reasons(name, spec, device) if here.ok else ()) for name, here in states.items()]
+
+
+def unavailable_text(state: Availability) -> str:
+    return f"{state.reason}; install with: {state.install}" if state.install else state.reason

@@ -38,11 +38,13 @@ def change_generation() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one backend took for a class, in microseconds. A config that is not empty is imposed on whoever runs it."""
+    """What one backend took for a class, in microseconds: the device (`us`), and the host in a warm eager call where
+    that was measured. A config that is not empty is imposed on whoever runs it."""
 
     us: float
     config: Mapping[str, Any] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
+    host_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm.planning.launch_cache import LAUNCHES
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ["cupy", "triton", "numba", "cublas"]
@@ -118,3 +119,28 @@ def test_auto_names_a_gpu_backend_that_does_not_sync() -> None:
     plan: Any = mg.plan(mg.GroupedGemmProblem(a, b, offsets=torch.tensor([0, 5, 5, 18], device="cuda")))
     assert plan.backend in BACKENDS
     assert not plan.syncs
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
+@pytest.mark.parametrize("kind", ["offsets on the device", "sizes on the device", "offsets", "sizes"])
+@pytest.mark.parametrize(("k", "n", "groups"), [(64, 128, 8), (256, 96, 3), (63, 130, 5), (64, 64, 300)])
+def test_ever_new_token_counts_and_sizes_are_right(backend: str, kind: str, k: int, n: int, groups: int) -> None:
+    """What one launch is resized for: half an octave of token counts and more, in turn, with poisoned results."""
+    chance, limit = np.random.default_rng(k + groups), 4 if backend == "cublas" else 1
+    rows = torch.randint(-2, 3, (1500, k), device="cuda").to(torch.bfloat16)
+    weights = torch.randint(-2, 3, (groups, k, n), device="cuda").to(torch.bfloat16)
+    served = LAUNCHES.served
+    for _ in range(40 // limit):
+        a = rows[: int(chance.integers(700, 1500))]
+        offsets = np.sort(chance.integers(0, a.shape[0] + 1, groups + 1))
+        if kind.startswith("sizes"):
+            offsets[0] = 0
+        values = np.diff(offsets) if kind.startswith("sizes") else offsets
+        given: dict[str, Any] = {kind.partition(" ")[0]: values.tolist()}
+        if kind.endswith("device"):
+            given = {name: torch.tensor(x, dtype=torch.int32, device="cuda") for name, x in given.items()}
+        poison = torch.full((a.shape[0], n), float("nan"), dtype=torch.bfloat16, device="cuda")
+        del poison  # where the result will lie
+        got = mg.grouped_gemm(a, weights, backend=backend, **given)
+        assert torch.equal(got, want(a, weights, offsets.tolist())), (a.shape, offsets)
+    assert LAUNCHES.served > served or backend == "cublas"

@@ -58,6 +58,16 @@ class Follower:
         self.counts["moved"] += 1
         self.addresses = list(addresses[:6])
 
+    def can_resize(self, before: int, after: int) -> bool:
+        return "resized" in self.counts
+
+    def resize(self, before: int, after: int) -> None:
+        self.counts["resized"] += 1
+        a, _, out, *_ = self.likes
+        assert a is not None and out is not None and a.shape[0] == before
+        for i, x in ((0, a), (2, out)):
+            self.likes[i] = torch.empty_strided((after, x.shape[1]), x.stride(), dtype=x.dtype)
+
     def stays_behind(self, spans: Any) -> bool:
         return False
 
@@ -409,8 +419,7 @@ def tokens_key(a: Tensor, cut: Any, kind: str = "sizes") -> Any:
     """The key of a class of token counts, for operands that count as a GPU's."""
     b = torch.ones(2, a.shape[1], 3, dtype=a.dtype)
     given: Any = OnGpu(a)
-    call = launch_cache.Call("m", given, b, kind, cut, None, None, None, None)
-    return launch_cache._tokens_key(tuple(range(16)), call)
+    return launch_cache._class_key(tuple(range(16)), ("m", given, b, kind, cut, None, None, None, None))
 
 
 def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
@@ -419,7 +428,6 @@ def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
     assert tokens_key(dense, [30, 30]) is not None
     assert tokens_key(overlapping, [30, 34]) is None
     rows = torch.ones(64, 4)
-    assert tokens_key(rows, [2**70, 1]) is None
     assert tokens_key(rows, []) is None
     assert tokens_key(rows, [30, 34]) == tokens_key(rows[:60], [20, 40])
     assert tokens_key(rows, [32, 32]) != tokens_key(rows, [30, 34])
@@ -427,12 +435,111 @@ def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
     assert tokens_key(rows[:1], [1, 0]) != tokens_key(rows[:2], [1, 1])
 
 
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls on CPU tensors have classes, as those on a GPU do."""
+    original = launch_cache._class_key
+
+    def class_key(key: Any, call: Any) -> Any:
+        return original(key, (call[0], OnGpu(call[1]), *call[2:]))
+
+    monkeypatch.setattr(launch_cache, "_class_key", class_key)
+    monkeypatch.setattr(launch_cache, "upload", lambda to, source, size, index: ctypes.memmove(to, source, size))
+
+
+@pytest.mark.parametrize("resizes", [True, False], ids=["resized", "bound anew"])
+@pytest.mark.parametrize("seed", range(6))
+def test_ever_new_token_counts_and_sizes_give_the_same_answers(
+    follower: Following, as_on_gpu: None, seed: int, resizes: bool
+) -> None:
+    if resizes:
+        follower.counts["resized"] = 0
+    draw = random.Random(seed)
+    whole, b = torch.randn(64, 4, dtype=torch.float64), torch.randn(3, 4, 6, dtype=torch.float64)
+    kinds = draw.sample(("offsets", "sizes", "ends"), 2)
+    served = LAUNCHES.served
+    for _ in range(120):
+        a = whole[: draw.randrange(46, 65)]
+        offsets = [draw.randrange(4), *sorted(draw.randrange(4, a.shape[0] + 1) for _ in range(3))]
+        kind = draw.choice(kinds)
+        if kind != "offsets":
+            offsets[0] = 0
+        values = {"offsets": offsets, "ends": offsets[1:], "sizes": np.diff(offsets).tolist()}[kind]
+        forms: tuple[Any, ...] = (values, tuple(values), np.array(values), np.array(values, np.int32))
+        given: dict[str, Any] = {kind: draw.choice(forms)}
+        got = mg.grouped_gemm(a, b, backend="follower", **given)
+        torch.testing.assert_close(got, answer(a, b, offsets))
+    assert LAUNCHES.served > served + 90
+    assert follower.counts.get("resized", 0) > 60 or not resizes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sizes": [30, -1, 2]}, "negative"),
+        ({"sizes": [30, 30, 30]}, "add up to 90"),
+        ({"sizes": [2**40, 1, 1]}, "add up"),
+        ({"sizes": [2**70, 1, 1]}, "64 bits"),
+        ({"sizes": [1, 1]}, "length 2"),
+        ({"ends": [30, 20, 40]}, "must not fall"),
+        ({"ends": [-3, 20, 40]}, "0 or more"),
+        ({"ends": [30, 40, 70]}, "past"),
+        ({"offsets": [-1, 2, 3, 4]}, "0 or more"),
+        ({"offsets": [3, 2, 3, 4]}, "must not fall"),
+        ({"offsets": [0, 2, 3, 2**33]}, "past"),
+        ({"offsets": [0, 2, 3]}, "length 3"),
+        ({"offsets": [0, 2, 3, 4.0]}, "integers"),
+        ({"sizes": np.array([[1, 2, 3]])}, "vector"),
+    ],
+)
+def test_sizes_that_lie_are_refused_by_a_class_as_by_a_first_call(
+    follower: Following, as_on_gpu: None, given: dict[str, Any], message: str
+) -> None:
+    follower.counts["resized"] = 0
+    a, b = torch.randn(60, 4, dtype=torch.float64), torch.randn(3, 4, 6, dtype=torch.float64)
+    for i in range(4):
+        mg.grouped_gemm(a, b, sizes=[i, i + 1, 2], backend="follower")
+        mg.grouped_gemm(a, b, ends=[i, i + 3, 20], backend="follower")
+        mg.grouped_gemm(a, b, offsets=[1, i + 2, i + 7, 30], backend="follower")
+    assert len(LAUNCHES) == 3
+    with pytest.raises(mg.InvalidProblem, match=message):
+        mg.grouped_gemm(a, b, backend="follower", **given)
+
+
+def test_an_entry_whose_resizing_was_interrupted_gives_way_to_another(
+    follower: Following, as_on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower.counts["resized"] = 0
+    whole, b = torch.randn(64, 4, dtype=torch.float64), torch.randn(1, 4, 6, dtype=torch.float64)
+
+    def call(rows: int) -> None:
+        got = mg.grouped_gemm(whole[:rows], b, sizes=[rows - 1], backend="follower")
+        torch.testing.assert_close(got, answer(whole[:rows], b, [0, rows - 1]))
+
+    for rows in (50, 51, 52):
+        call(rows)
+    original = Follower.resize
+
+    def interrupted(self: Follower, before: int, after: int) -> None:
+        original(self, before, after)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Follower, "resize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call(53)
+    monkeypatch.setattr(Follower, "resize", original)
+    served = LAUNCHES.served
+    for rows in (54, 55, 56):
+        call(rows)
+    assert LAUNCHES.served == served + 2
+
+
 def test_an_entry_for_many_token_counts_is_not_entered_twice(follower: Following) -> None:
     """A finaliser that calls in the middle of a call has to go the whole way: sizes are summed up in shared memory."""
     a, b, ends = problem()
     warm(a, b, ends=ends)
     [entry] = LAUNCHES._entries.values()
-    call = launch_cache.Call("m", a, b, "ends", ends, None, None, None, None)
+    call = ("m", a, b, "ends", ends, None, None, None, None)
     entry._busy = True
     assert entry.run(call) is None
     entry._busy = False

@@ -24,7 +24,7 @@ from multigemm.backends.triton import candidates as triton_candidates
 from multigemm.backends.triton import config as triton_config
 from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference, same_bits
 from multigemm.problem.spec import ProblemSpec
-from multigemm.select.static_order import plain_spec
+from multigemm.select.ranking import plain_spec
 from multigemm.settings import settings
 from multigemm.testing import batch_invariance
 from multigemm.testing.subject import Subject, kind_of

@@ -145,7 +145,7 @@ def test_backends_compile_side_by_side(fresh: Install, trials: list[list[str]]) 
     ],
 )
 def test_the_first_of_the_order_stays_unless_another_is_clearly_faster(took: dict[str, float], chosen: str) -> None:
-    assert trial._fastest(took, ("first", "second", "third")) == chosen
+    assert trial.fastest(took, ("first", "second", "third")) == chosen
 
 
 def test_long_calls_on_a_gpu_are_ranked_under_load_and_short_ones_behind_other_work(
@@ -174,7 +174,7 @@ def test_long_calls_on_a_gpu_are_ranked_under_load_and_short_ones_behind_other_w
 def test_a_backend_whose_calls_keep_the_host_busy_is_not_taken_for_a_short_product(
     fresh: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU binding takes no time of the device, but every eager call waits for it."""
+    """On a GPU binding takes no time of the device, but every eager call waits for it; a plan does not."""
 
     class Busy(Dawdler):
         def plan(self, spec: ProblemSpec, config: Tile, device: torch.device) -> Recipe:
@@ -190,7 +190,19 @@ def test_a_backend_whose_calls_keep_the_host_busy_is_not_taken_for_a_short_produ
 
     monkeypatch.setattr(trial, "measure", timing.measure)
     fresh(Busy("busy", 1), Dawdler("idle", 2, nap_s=0.001))
-    assert mg.plan(problem()).backend == "idle"
+    assert mg.plan(problem()).backend == "busy"
+    assert mg.solve(problem()).eq(2).all()
+    told = str(mg.explain(problem()))
+    assert "chosen: idle" in told
+    busy = next(line for line in told.splitlines() if " busy " in line)
+    assert float(busy.rpartition("takes the host ")[2].removesuffix(" us)")) > 4000
+    assert binding_in_a_capture(monkeypatch) == "busy"
+
+
+def binding_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whom an eager call runs that becomes part of a CUDA graph."""
+    monkeypatch.setattr(bound, "capturing", lambda device: True)
+    return choose.choose(problem(), eager=True).backend
 
 
 def test_where_no_second_result_fits_the_first_in_order_is_taken(

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from multigemm.bench.drawn import UNTUNED
-from multigemm.select.measure_once import _fastest
+from multigemm.select.measure_once import fastest as fastest_of
 from multigemm.select.problem_class import ON_DEVICE, ProblemClass
-from multigemm.select.static_order import static_order
+from multigemm.select.ranking import static_order
 from tests.support.trial_cases import class_from
 
 REPORTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/report.json"))
@@ -106,7 +106,7 @@ def test_one_measurement_serves_a_class_however_its_groups_are_cut() -> None:
     for (_, _, c), members in classes.items():
         for met in members if len(members) > 1 else []:
             us = {name: met.us[name] for name in static_order(c) if name in met.us}
-            stays += [r.regret((_fastest(us, static_order(c)),)) for r in members]
+            stays += [r.regret((fastest_of(us, static_order(c)),)) for r in members]
             fastest += [r.regret((min(us, key=lambda name: us[name]),)) for r in members]
     assert len(stays) > 500
     assert max(stays) <= 1.03

@@ -1,0 +1,174 @@
+"""A launch that follows another number of tokens is, byte for byte, the one that a bind for that number gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import multigemm as mg
+from multigemm.backends.cupy import choice as cupy_choice
+from multigemm.backends.cupy import config as cupy_configs
+from multigemm.backends.cupy.launch import KERNELS
+from multigemm.backends.numba import launch as numba_launch
+from multigemm.backends.numba.build import Image
+from multigemm.backends.numba.choice import obstacle
+from multigemm.backends.numba.config import FMA_TALL, HOPPER, HOPPER_NARROW, MMA
+from multigemm.backends.triton import compile as triton_compile
+from multigemm.backends.triton import generic_launch, hopper_launch
+from multigemm.backends.triton.candidates import hopper_candidates, pointer_candidates
+from multigemm.backends.triton.launch import plan as triton_plan
+from multigemm.cuda import counters, device_fields, tensor_map
+from multigemm.cuda.arguments import Tokens
+from multigemm.cuda.launch import BoundKernel
+from multigemm.planning.operands import Operands
+from multigemm.planning.staging import allocate, stage, staged_spec
+from multigemm.problem.spec import half_octave
+from tests.support import cupy_world, triton_world
+from tests.support.cuda_driver import addresses_of, steps_of
+
+GPU = torch.device("cuda", 0)
+MEMORY = torch.zeros(1 << 26, dtype=torch.uint8)
+"""Operands of each number of tokens lie from one of these places on."""
+
+
+@pytest.fixture
+def worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three backends, as far as the driver's door."""
+    cupy_world.install(monkeypatch)
+    counter = torch.zeros(1 << 14, dtype=torch.int32)
+    monkeypatch.setattr(counters.Words, "_borrow", lambda self, index, size: counter)
+    monkeypatch.setattr(device_fields, "index_of", lambda device: 0)
+    monkeypatch.setattr(device_fields, "current_raw_stream", lambda index: 7)
+    monkeypatch.setattr(numba_launch, "image", lambda *asked: Image("kernel", b"cubin"))
+    monkeypatch.setattr(numba_launch, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(triton_compile, "cubin", triton_world.uncompiled)
+    for module in (numba_launch, generic_launch, hopper_launch):
+        monkeypatch.setattr(module, "processors", lambda index: 132)
+    for kept in (numba_launch.kernel_of, triton_compile.load, triton_compile.capability_of):
+        kept.cache_clear()
+
+
+def cupy_binds(spec: Any) -> dict[Any, Callable[[Operands], Any]]:
+    tried = (*cupy_choice.candidates(spec, GPU), cupy_configs.CUBE, cupy_configs.DIRECT, cupy_configs.PORTABLE)
+    valid = {config for config in tried if cupy_configs.is_valid(config, spec, (9, 0))}
+    return {config: KERNELS[config.kernel].loaded(spec, config, 0).bind for config in sorted(valid, key=repr)}
+
+
+def numba_binds(spec: Any) -> dict[Any, Callable[[Operands], Any]]:
+    valid = (config for config in (HOPPER, HOPPER_NARROW, MMA, FMA_TALL) if not obstacle(config, spec, GPU))
+    return {config: numba_launch.bind_for(config, spec, 0) for config in valid}
+
+
+def triton_binds(spec: Any) -> dict[Any, Callable[[Operands], Any]]:
+    tried = [*hopper_candidates(spec)[:3], *pointer_candidates(spec)[:3]]
+    return {config: triton_plan(spec, config, GPU, "").bind for config in tried}
+
+
+def rows_like(drawn: dict[str, Any], tokens: int, start: int) -> Tensor:
+    """[tokens, k] of the drawn layout, at the drawn place of a line of the cache."""
+    k, line, size = drawn["k"], drawn["k"] + drawn["pad"], drawn["dtype"].itemsize
+    first = start - MEMORY.data_ptr() % 256 + drawn["shift"] * size
+    if drawn["by_columns"]:
+        line = -(-2 * drawn["tokens"][0] // 8) * 8
+        return MEMORY[first : first + k * line * size].view(drawn["dtype"]).as_strided((tokens, k), (1, line))
+    return MEMORY[first : first + tokens * line * size].view(drawn["dtype"]).as_strided((tokens, k), (line, 1))
+
+
+def draw_problem(draw: random.Random) -> dict[str, Any]:
+    tokens = draw.choice((2, 3, 40, 130, 700))
+    others = [t for t in range(2, 2 * tokens) if half_octave(t) == half_octave(tokens)]
+    dtype = draw.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32, torch.int8))
+    return {
+        "dtype": dtype, "tokens": [tokens, *(draw.choice(others) for _ in range(4))],
+        "groups": draw.choice((1, 3, 300)), "k": draw.choice((1, 16, 63, 64, 128)),
+        "n": draw.choice((1, 8, 72, 130, 256)), "pad": draw.choice((0, 0, 1, 8)),
+        "shift": draw.choice((0, 0, 0, 1)), "by_columns": draw.random() < 0.15, "weights": draw.choice(("row", "col")),
+        "bias": draw.random() < 0.3, "live": draw.choice(("ends", "offsets")),
+    }  # fmt: skip
+
+
+def posed(drawn: dict[str, Any], which: int) -> Operands:
+    """The operands of one of the numbers of tokens."""
+    groups, k, n, dtype, tokens = drawn["groups"], drawn["k"], drawn["n"], drawn["dtype"], drawn["tokens"][which]
+    start = (which + 1) << 22
+    weights = torch.zeros(groups, k, n, dtype=dtype)
+    if drawn["weights"] == "col":
+        weights = torch.zeros(groups, n, k, dtype=dtype).mT
+    cut = torch.zeros(groups + (drawn["live"] == "offsets"), dtype=torch.int32)
+    bias = torch.zeros(groups, n, dtype=torch.int32 if dtype is torch.int8 else dtype) if drawn["bias"] else None
+    given: dict[str, Any] = {drawn["live"]: cut}
+    problem = mg.GroupedGemmProblem(rows_like(drawn, tokens, start), weights, bias=bias, **given)
+    spec = replace(staged_spec(problem), device_sizes=True)
+    return replace(stage(problem, spec, allocate(problem)).ops, device=torch.device("cpu"))
+
+
+def masked(words: Any, steps: list[BoundKernel]) -> list[int]:
+    """The words of a block, without where in workspaces of the launch's own they point."""
+    kept = [x for step in steps for x in step._keep if isinstance(x, Tensor)]
+    kept += [x for step in steps if step._fields is not None for x in step._fields._copies.values()]
+    own = [(x.data_ptr(), x.data_ptr() + max(x.nbytes, 1)) for x in kept]
+    found = np.frombuffer(words, np.uint64).tolist()
+    return [-1 if any(start <= word < end for start, end in own) else word for word in found]
+
+
+def described(launch: Any) -> list[Any]:
+    """Everything that the kernels of a launch are started with."""
+    told, steps = [], steps_of(launch)
+    for step in steps:
+        fields = [] if step._fields is None else masked(step._fields._content._words, steps)
+        record = step._records._record
+        shape = step._kernel.name, tuple(record.grid), tuple(record.block), record.shared
+        told.append((*shape, masked(step._block._words, steps), fields))
+    return told
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("binds", [cupy_binds, numba_binds, triton_binds])
+def test_a_resized_launch_is_the_one_bound_for_that_number(binds: Any, seed: int, worlds: None) -> None:
+    draw = random.Random(seed)
+    drawn = draw_problem(draw)
+    ops = [posed(drawn, which) for which in range(5)]
+    if len({(x.spec, half_octave(x.a.shape[0])) for x in ops}) > 1:  # type: ignore[union-attr]
+        pytest.skip("these numbers of tokens are no class")
+    for config, bind in binds(ops[0].spec).items():
+        launch, now = bind(ops[0]), drawn["tokens"][0]
+        for other in ops[1:]:
+            tokens = other.a.shape[0]  # type: ignore[union-attr]
+            if not launch.can_resize(now, tokens):
+                continue
+            launch.resize(now, tokens)
+            launch.move(addresses_of(other))
+            assert described(launch) == described(bind(other)), (config, now, tokens)
+            now = tokens
+
+
+def test_the_usual_kernels_of_all_backends_can_be_resized(worlds: None) -> None:
+    drawn = {"dtype": torch.bfloat16, "tokens": [700, 710, 720, 730, 740], "groups": 64, "k": 128, "n": 256, "pad": 0,
+             "shift": 0, "by_columns": False, "weights": "row", "bias": True, "live": "offsets"}  # fmt: skip
+    ops = posed(drawn, 0)
+    able = {bind(ops).can_resize(700, 710) for binds in (cupy_binds, numba_binds) for bind in binds(ops.spec).values()}
+    assert able == {True}
+    assert all(bind(ops).can_resize(700, 710) for config, bind in triton_binds(ops.spec).items() if config.splits == 1)
+
+
+def test_maps_whose_boxes_do_not_change_alike_are_not_resized(worlds: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes = tuple((64, 8 * (i + 1), 1) for i in range(16))
+    made = tensor_map.encode_together(torch.bfloat16, 1 << 40, (512, Tokens(100), 3), (1024, 102400), boxes)
+    [(_, counted)] = made.counted
+    assert counted.alike(100, 101) and counted.repeats == 16
+    original = tensor_map.CountedMaps._encoded
+
+    def mixed(self: Any, count: int, asked: Any) -> Any:
+        raw = np.frombuffer(bytes(original(self, count, asked)), np.uint64).reshape(-1, 16).copy()
+        raw[:, 5] = raw[:, 3] * (1 + np.arange(len(raw), dtype=np.uint64))
+        return memoryview(raw.tobytes())
+
+    monkeypatch.setattr(tensor_map.CountedMaps, "_encoded", mixed)
+    assert not counted.alike(100, 102)
