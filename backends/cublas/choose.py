@@ -22,9 +22,7 @@ import numpy.typing as npt
 import torch
 
 from multigemm.backends.cublas.config import SIXTEEN_BIT, Config, grouped_mm_reasons, grouped_reasons
-from multigemm.backends.cublas.leading import Shape
-from multigemm.backends.cublas.library import TRANSPOSE
-from multigemm.backends.cublas.products import Cuts, Product
+from multigemm.backends.cublas.products import TRANSPOSE, Cuts, Product, Shape
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.problem.spec import ProblemSpec
 

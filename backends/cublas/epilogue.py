@@ -14,9 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas.elements import ACTIVATION_CODES, TYPE_CODES
-from multigemm.backends.cublas.kernels import CUT, CUT_THREADS, FINISH, SLAB, TABLE_COLUMNS, THREADS
+from multigemm.backends.cublas.kernels import (
+    ACTIVATION_CODES,
+    CUT,
+    CUT_THREADS,
+    FINISH,
+    SLAB,
+    TABLE_COLUMNS,
+    THREADS,
+    TYPE_CODES,
+)
+from multigemm.backends.cublas.run import Step
 from multigemm.cuda import nvrtc
+from multigemm.cuda.arguments import OPERANDS, Addresses
 from multigemm.cuda.device import to_device
 from multigemm.planning.operands import TABLE, Operands, Strided, group_table, packed, strides_of
 from multigemm.problem.spec import ProblemSpec
@@ -64,11 +74,27 @@ class Need:
     only_headed: bool = False
 
 
-def finish(ops: Operands, need: Need) -> nvrtc.Step:
-    """One bound launch of the kernel."""
-    task, table = _task(ops, need)
-    kernel = nvrtc.kernel(FINISH, "finish", _defines(ops.spec, need), ops.device.index or 0)
-    return kernel.bound(_blocks(task), THREADS, [task], (table, need, ops))
+class Finish(Step):
+    """One bound launch of the kernel, which follows its operands: but not those of a list, which are in a table."""
+
+    __slots__ = ("_fields", "_launch", "movable")
+
+    def __init__(self, ops: Operands, need: Need) -> None:
+        task, table = _task(ops, need)
+        kernel = nvrtc.kernel(FINISH, "finish", _defines(ops.spec, need), ops.device.index or 0)
+        self._launch = kernel.bound(_blocks(task), THREADS, [task], (table, need))
+        self.movable = table is None
+        given = ((task.out, "ptr", "out"), (task.c, "ptr", "c"), (task.bias, "ptr", "bias"), (task, "ends", "ends"),
+                 (task, "valid", "valid_rows"))  # fmt: skip
+        self._fields = [(part, name, OPERANDS.index(of)) for part, name, of in given if getattr(part, name)]
+
+    def __call__(self, stream: int) -> None:
+        self._launch(stream)
+
+    def move(self, addresses: Addresses) -> None:
+        """The driver copies the argument at each launch, so its fields may change between two."""
+        for part, name, operand in self._fields:
+            setattr(part, name, addresses[operand])
 
 
 def _blocks(task: _Task) -> int:
@@ -160,40 +186,60 @@ def _list_task(ops: Operands, need: Need, task: Any) -> Tensor:
     return table
 
 
-class _Bounds(ctypes.Structure):
+class Bounds(ctypes.Structure):
     """The argument of `cut`; the fields are those of `struct Bounds`, in its order."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("ends", "result", "first_two", "aside", "out")),
         *((name, ctypes.c_int64) for name in ("row_bytes", "width", "extent")),
-        *((name, ctypes.c_int32) for name in ("groups", "wide", "head", "after")),
+        *((name, ctypes.c_int32) for name in ("groups", "wide", "head", "sums", "after")),
     ]
 
 
 class Cut:
-    """Turns the device's offsets into ends for grouped_mm: `ends`, `first_two`, and with `apart` also `aside`.
+    """Turns the device's numbers into ends for grouped_mm: `ends`, `first_two`, and with `apart` also `aside`.
 
-    `before` does it. The rows of `zeroed` that no group owns become zeros: those behind the last group before
-    grouped_mm runs, those in front of the first by the step `after`, since grouped_mm writes them, or None.
+    `before` does it, of numbers of the given one's dtype and device: ends; sizes if `sums`; with a first offset in
+    front if `head`. The rows that no group owns become zeros: those behind the last group by `before`, if it is given
+    the result, those in front of the first by `after`, since grouped_mm writes them; or both by `after`.
     """
 
-    __slots__ = ("after", "aside", "before", "ends", "first_two")
+    __slots__ = ("_after", "_before", "_first", "_kernel", "_launches", "_memory", "aside", "ends", "first_two")
 
-    def __init__(self, ops: Operands, extent: int, apart: bool = False, zeroed: Tensor | None = None) -> None:
-        given: Any = ops.ends
-        groups = ops.spec.groups
-        memory = torch.empty(2 * groups + 2, dtype=torch.int32, device=given.device)
+    def __init__(self, numbers: Tensor, groups: int, *, head: bool, sums: bool = False, apart: bool = False) -> None:
+        wide, device = numbers.dtype is torch.int64, numbers.device
+        memory = torch.empty(2 * groups + 2, dtype=torch.int32, device=device)
         self.ends, self.first_two = memory[:groups], memory[2 * groups :]
         self.aside = memory[groups : 2 * groups] if apart else None
-        at, wide = memory.data_ptr(), given.dtype is torch.int64
-        out, row_bytes, width = 0, 0, 0
+        at = memory.data_ptr()
+        fields = (0, at, at + 8 * groups, at + 4 * groups if apart else 0, 0, 0, 0, 0, groups, wide, head, sums, 0)
+        self._before, self._after = Bounds(*fields), Bounds(*fields)
+        self._kernel, self._memory = nvrtc.kernel(CUT, "cut", (), device.index or 0), memory
+        self._launches: dict[int, nvrtc.Step] = {}
+        self._first = (8 if wide else 4) * head
+
+    def before(self, stream: int, numbers: Tensor, extent: int, zeroed: Tensor | None = None) -> None:
+        """`numbers` [G], or [G + 1] if `head`; `extent` is what they cut. Zeroes rows of `zeroed` behind the last."""
+        bounds = self._before
+        bounds.ends, bounds.extent = numbers.data_ptr() + self._first, extent
+        blocks = 1
         if zeroed is not None:
-            out, row_bytes, width = zeroed.data_ptr(), zeroed.stride(0) * zeroed.element_size(), zeroed.shape[1]
-        fields = (given.data_ptr(), at, at + 8 * groups, at + 4 * groups if apart else 0, out,
-                  row_bytes, width, extent, groups, wide, ops.head)  # fmt: skip
-        kernel, keep = nvrtc.kernel(CUT, "cut", (), ops.device.index or 0), (given, zeroed, memory)
-        blocks = 1 if zeroed is None else 1 + ZEROING_BLOCKS
-        self.before = kernel.bound(blocks, CUT_THREADS, (_Bounds(*fields, 0),), keep)
-        self.after: nvrtc.Step | None = None
-        if zeroed is not None and ops.head:
-            self.after = kernel.bound(ZEROING_BLOCKS, CUT_THREADS, (_Bounds(*fields, 1),), keep)
+            _name_rows(bounds, zeroed)
+            blocks += ZEROING_BLOCKS
+        (self._launches.get(blocks) or self._bound(blocks, bounds))(stream)
+
+    def after(self, stream: int, zeroed: Tensor, behind: bool) -> None:
+        """Zeroes the rows of `zeroed` before the first group and, if so wanted, those `behind` the last."""
+        bounds = self._after
+        _name_rows(bounds, zeroed)
+        bounds.extent, bounds.after = zeroed.shape[0], 2 if behind else 1
+        (self._launches.get(ZEROING_BLOCKS) or self._bound(ZEROING_BLOCKS, bounds))(stream)
+
+    def _bound(self, blocks: int, bounds: Bounds) -> nvrtc.Step:
+        """The launch of so many blocks, which say whether it comes before or after; its argument may change."""
+        made = self._launches[blocks] = self._kernel.bound(blocks, CUT_THREADS, (bounds,), self._memory)
+        return made
+
+
+def _name_rows(bounds: Any, rows: Tensor) -> None:
+    bounds.out, bounds.row_bytes, bounds.width = rows.data_ptr(), rows.stride(0) * rows.element_size(), rows.shape[1]

@@ -1,27 +1,31 @@
-"""Binds a problem to torch's grouped_mm: with offsets from the host, or straight from the device.
+"""torch's grouped_mm, bound to a problem: with offsets from the host, or straight from the device.
 
 grouped_mm knows no start: its first group begins at 0. Host offsets shift the operands instead.
 Device offsets that have a head need care. For jagged m the first group also multiplies the head's
 rows, which become zeros afterwards, or are kept out of the caller's buffer. For jagged k the
 first product is wrong by the head's share and is computed again, as the second of two groups.
+
+A call is a function of tensors (`Call`), so that the cache of launches can make it on the tensors of a later one: where
+the caller gives no result, torch's own is the result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from multigemm.backends.cublas.epilogue import Cut, Need, finish
-from multigemm.backends.cublas.leading import countable
-from multigemm.backends.cublas.products import Ints
-from multigemm.backends.cublas.run import Steps
+from multigemm import torch_internals
+from multigemm.backend import Launch
+from multigemm.backends.cublas.epilogue import Cut, Finish, Need
+from multigemm.backends.cublas.products import Ints, countable
+from multigemm.backends.cublas.run import Function, Step, Steps, zero_lines
 from multigemm.backends.cublas.staging import Copies, compact, readable, stage_side
-from multigemm.cuda.nvrtc import Step
 from multigemm.planning.operands import Operands
+from multigemm.problem.spec import ProblemSpec
 from multigemm.torch_internals import redispatched_grouped_mm
 
 EMPTY = torch.ops.aten.empty_strided.default
@@ -30,35 +34,147 @@ ALIGNMENT = 8
 LARGEST_COPY = 8 << 20
 """Elements; copying more takes longer than a call without rows."""
 
+Call = Callable[[Tensor, Tensor, Any, Tensor | None], Tensor]
+"""Of a, b, what cuts the groups (where that lies on the device), and the given result, if any; returns the result."""
 
-Seen = tuple[Tensor, Tensor, Tensor, bool]
-"""a, b and the result as grouped_mm takes them, and whether the epilogue has to carry the result over to its place."""
+
+# --- torch's operation -----------------------------------------------------------------------------
 
 
-def bind_grouped_mm(ops: Operands, offsets: Ints | None) -> Steps:
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """torch's grouped_mm, below autograd."""
+    if redispatched_grouped_mm is None:
+        with torch.no_grad():
+            return torch.nn.functional.grouped_mm(a, b, offs=ends)
+    call, keys, _, _ = redispatched_grouped_mm
+    result: Tensor = call(keys, a, b, ends, None, None)
+    return result
+
+
+def grouped_mm_into(a: Tensor, b: Tensor, ends: Tensor, out: Tensor) -> None:
+    """The same, written into `out`.
+
+    The operation has no `out`: it asks torch's dispatcher for memory of its result. In this thread, for the length of
+    the call, a mode answers with `out`. A torch that allocates in another way is copied from.
+    """
+    if redispatched_grouped_mm is None:
+        result = grouped_mm(a, b, ends)
+    else:
+        call, keys, push, pop = redispatched_grouped_mm
+        push(_Into(out))
+        try:
+            result = call(keys, a, b, ends, None, None)
+        finally:
+            pop(None)
+    if result.data_ptr() != out.data_ptr():
+        _copy(result, out)
+
+
+class _Into:
+    """A dispatch mode that answers a request for memory of one shape with a tensor.
+
+    It is none of `TorchDispatchMode`'s: what that class does around each operator takes 2 us of 4.5.
+    """
+
+    __slots__ = ("_out", "_shape")
+
+    def __init__(self, out: Tensor) -> None:
+        self._out, self._shape = out, [*out.shape]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is EMPTY and args[0] == self._shape:
+            return self._out
+        return func(*args, **(kwargs or {}))
+
+
+def _copy(source: Tensor, to: Tensor) -> None:
+    Copies((to, source.detach()))(0)
+
+
+# --- a problem -------------------------------------------------------------------------------------
+
+
+class GroupedMM:
+    """A bound launch of grouped_mm, which can also be made on other tensors that lie alike.
+
+    torch's kernel takes two small pieces of memory from the caching allocator at each call; no argument hands them in.
+    """
+
+    __slots__ = ("_arguments", "_as_given", "_call", "_device", "_spec")
+
+    def __init__(self, ops: Operands, call: Call, arguments: tuple[Any, ...], as_given: bool) -> None:
+        self._call, self._arguments, self._as_given = call, arguments, as_given
+        self._spec, self._device = ops.spec, ops.device
+
+    def __call__(self) -> None:
+        device = self._device.index or 0
+        if torch_internals.current_device() != device:
+            with torch.cuda.device(device):
+                self._call(*self._arguments)
+        else:
+            self._call(*self._arguments)
+
+    def on_tensors(self, kind: str, live: Tensor | None) -> Call | None:
+        """The same launch as a function of tensors; None for operands that are not handed over as they are.
+
+        `kind` names what cuts the groups, and `live` is that where it lies on the device.
+        """
+        if not self._as_given or live is None:
+            return self._call if self._as_given else None
+        return _FromDevice(self._spec, live, kind)
+
+
+def bind_grouped_mm(ops: Operands, offsets: Ints | None) -> Launch:
     """The bound call; `offsets` None means that the device alone knows them."""
-    steps: list[Step] = []
-    seen = _seen(ops, steps)
-    return _from_device(ops, seen, steps) if offsets is None else _from_host(ops, seen, steps, offsets)
-
-
-def _seen(ops: Operands, steps: list[Step]) -> Seen:
-    """Operands whose lines lie further apart than is counted are copied by a step; a shared b is one per group, by
-    stride 0."""
-    given: Any = ops.a, ops.b, ops.out
-    a, b, out = given
-    a_rows = ops.spec.form == "jagged_m"
-    b_rows = not a_rows or ops.spec.b.order == "row"
-    if not countable(max(*a.stride()[-2:], *b.stride()[-2:], *out.stride()[-2:]), out.element_size()):
-        copies = Copies()
-        a, b = stage_side(a, copies), stage_side(b, copies)
-        out = out if readable(out) else compact(out, out.dtype, out.device)
-        steps += [copies] if copies.pairs else []
+    spec, given, copies = ops.spec, cast(Any, (ops.a, ops.b, ops.out)), Copies()
+    a, b, out = _counted(given, copies)
+    as_given = a is ops.a and b is ops.b and out is ops.out
     if min(*a.shape, *b.shape, *out.shape) == 1:
-        a, b, out = legal(a, a_rows), legal(b, b_rows), legal(out, True)
-    if a_rows and b.dim() == 2:
-        b = b.expand(ops.spec.groups, -1, -1)
-    return a, b, out, out.data_ptr() != given[2].data_ptr()
+        by_rows, seen = (spec.form == "jagged_m", spec.form == "jagged_k" or spec.b.order == "row", True), (a, b, out)
+        a, b, out = (legal(t, rows) for t, rows in zip(seen, by_rows, strict=True))
+        as_given = as_given and all(x.stride() == y.stride() for x, y in zip((a, b, out), given, strict=True))
+    aside = out.data_ptr() != given[2].data_ptr()
+    steps: list[Step] = [copies] if copies.pairs else []
+    if offsets is None and spec.form == "jagged_m" and (aside or (ops.head and not spec.zero_unowned)):
+        return _guarded(ops, a, _each_group(b, spec.groups), out, aside, steps)
+    numbers: Tensor | None = None
+    call: Call
+    if offsets is None:
+        numbers = cast(Tensor, ops.ends)
+        if ops.head:
+            numbers = numbers.as_strided((spec.groups + 1,), (1,), numbers.storage_offset() - 1)
+        pair = (
+            compact(out[:1].expand(2, -1, -1), out.dtype, out.device, rows=True)
+            if ops.head and out.dim() == 3
+            else None
+        )
+        call = _FromDevice(spec, numbers, "offsets" if ops.head else "ends", pair)
+    else:
+        bounds = np.maximum.accumulate(np.clip(offsets, 0, a.shape[0] if spec.form == "jagged_m" else a.shape[1]))
+        if bounds[-1] <= bounds[0]:
+            return Steps(ops.device, [Finish(ops, Need(unowned=spec.zero_unowned))])
+        call = _FromHost(ops, int(bounds[0]), int(bounds[-1]), clears=spec.zero_unowned and not aside)
+    arguments: tuple[Any, ...] = a, _each_group(b, spec.groups) if spec.form == "jagged_m" else b, numbers, out
+    if not steps and not aside:
+        return GroupedMM(ops, call, arguments, as_given)
+    steps.append(Function(lambda stream: call(*arguments)))
+    if aside:
+        steps.append(Finish(ops, Need(acc=out, unowned=spec.zero_unowned)))
+    return Steps(ops.device, steps, [out] if aside else [])
+
+
+def _counted(given: tuple[Tensor, Tensor, Tensor], copies: Copies) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands whose lines lie further apart than is counted are copied by a step; a result is written aside."""
+    a, b, out = given
+    if countable(max(*a.stride()[-2:], *b.stride()[-2:], *out.stride()[-2:]), out.element_size()):
+        return given
+    a, b = (cast(Tensor, stage_side(t, copies)) for t in (a, b))
+    return a, b, out if readable(out) else compact(out, out.dtype, out.device)
+
+
+def _each_group(b: Tensor, groups: int) -> Tensor:
+    """A weight for each group: one that all share is repeated by stride 0."""
+    return b.expand(groups, -1, -1) if b.dim() == 2 else b
 
 
 def legal(t: Tensor, by_rows: bool) -> Tensor:
@@ -72,110 +188,117 @@ def legal(t: Tensor, by_rows: bool) -> Tensor:
     return t.as_strided(t.shape, strides)
 
 
-def _shifted(t: Tensor, dim: int, start: int) -> Tensor:
-    return t.narrow(dim, start, t.shape[dim] - start) if start else t
+class _FromHost:
+    """The call for offsets that the host knows: they were checked there, and there is something to multiply."""
+
+    __slots__ = ("_clears", "_device", "_end", "_ends", "_groups", "_jagged_m", "_start")
+
+    def __init__(self, ops: Operands, start: int, end: int, clears: bool) -> None:
+        given = cast(Tensor, ops.ends)
+        self._ends = (given - start if start else given).to(torch.int32)
+        self._start, self._end, self._groups, self._device = start, end, ops.spec.groups, ops.device.index or 0
+        self._jagged_m = ops.spec.form == "jagged_m"
+        self._clears = clears and self._jagged_m
+
+    def __call__(self, a: Tensor, b: Tensor, numbers: Any, out: Tensor | None) -> Tensor:
+        start, target = self._start, out
+        if self._jagged_m:
+            if b.dim() == 2:
+                b = _each_group(b, self._groups)
+            if start:
+                out = _new_rows(a, b) if out is None else out
+                a, target = a[start:], out[start:]
+        elif start:
+            a, b = a[:, start:], b[start:]
+        if target is not None:
+            grouped_mm_into(a, b, self._ends, target)
+        if out is None:
+            out = grouped_mm(a, b, self._ends)
+        if self._clears:
+            if start:
+                self._clear(out, 0, start)
+            if self._end < out.shape[0]:
+                self._clear(out, self._end, out.shape[0])
+        return out
+
+    def _clear(self, out: Tensor, first: int, end: int) -> None:
+        """Zeroes some rows."""
+        stream, step, size = torch_internals.current_raw_stream(self._device), out.stride(0), out.element_size()
+        at = out.data_ptr() + first * step * size
+        zero_lines(self._device, stream, at, step * size, out.shape[1] * size, end - first)
 
 
-def _from_host(ops: Operands, seen: Seen, steps: list[Step], offsets: Ints) -> Steps:
-    a, b, out, aside = seen
-    jagged_m, zeros = ops.spec.form == "jagged_m", ops.spec.zero_unowned
-    extent = a.shape[0] if jagged_m else a.shape[1]
-    bounds = np.maximum.accumulate(np.clip(offsets, 0, extent))
-    start, ends = int(bounds[0]), bounds[1:]
-    if ends[-1] > start:
-        a = _shifted(a, 0 if jagged_m else 1, start)
-        b, out = (b, _shifted(out, 0, start)) if jagged_m else (_shifted(b, 0, start), out)
-        steps.append(GroupedMM(a, b, _ends(ops, start), out))
-        if aside:
-            steps.append(finish(ops, Need(acc=seen[2], unowned=zeros)))
-            return Steps(ops, steps, seen)
-    elif not jagged_m:
-        steps.append(finish(ops, Need(only_empty=True)))
-    if jagged_m and zeros and (start > 0 or ends[-1] < extent):
-        steps.append(finish(ops, Need(owned=False, unowned=True)))
-    return Steps(ops, steps, seen)
+def _new_rows(a: Tensor, b: Tensor) -> Tensor:
+    """Memory for the result of jagged m."""
+    return torch_internals.empty_cuda((a.shape[0], b.shape[2]), (b.shape[2], 1), a.dtype)
 
 
-def _ends(ops: Operands, start: int) -> Tensor:
-    """The ends on the device as grouped_mm takes them; those that came from the host were checked there."""
-    given = cast(Tensor, ops.ends)
-    return (given - start if start else given).to(torch.int32)
+class _FromDevice:
+    """The call for numbers that only the device knows, and that may lie; `kind` says which.
+
+    `pair` is memory for two results, of which the second is the first group's; None leaves it to torch.
+    """
+
+    __slots__ = ("_clears", "_cut", "_device", "_groups", "_head", "_jagged_m", "_pair")
+
+    def __init__(self, spec: ProblemSpec, numbers: Tensor, kind: str, pair: Tensor | None = None) -> None:
+        self._jagged_m, self._groups, self._pair = spec.form == "jagged_m", spec.groups, pair
+        self._head, self._device = kind == "offsets", numbers.device.index or 0
+        self._clears = self._jagged_m and spec.zero_unowned
+        self._cut = Cut(numbers, spec.groups, head=self._head, sums=kind == "sizes")
+
+    def __call__(self, a: Tensor, b: Tensor, numbers: Tensor, out: Tensor | None) -> Tensor:
+        stream, cut, clears = torch_internals.current_raw_stream(self._device), self._cut, self._clears
+        if not self._jagged_m:
+            extent = a.shape[1]
+        else:
+            extent = a.shape[0]
+            if b.dim() == 2:
+                b = _each_group(b, self._groups)
+            if out is None and clears and not self._head:
+                out = _new_rows(a, b)  # one launch zeroes what is behind the last row, before torch's
+        if out is None:
+            cut.before(stream, numbers, extent)
+            out = grouped_mm(a, b, cut.ends)
+            if clears:
+                cut.after(stream, out, behind=True)
+        else:
+            cut.before(stream, numbers, extent, out if clears else None)
+            grouped_mm_into(a, b, cut.ends, out)
+            if clears and self._head:
+                cut.after(stream, out, behind=False)
+        if self._head and not self._jagged_m:
+            self._first_again(a, b, out)
+        return out
+
+    def _first_again(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Two groups, the head and the first one; the second result replaces what the full call wrote."""
+        pair = self._pair
+        if pair is None:
+            pair = grouped_mm(a, b, self._cut.first_two)
+        else:
+            grouped_mm_into(a, b, self._cut.first_two, pair)
+        _copy(pair[1], out[0])
 
 
-def _from_device(ops: Operands, seen: Seen, steps: list[Step]) -> Steps:
-    a, b, out, aside = seen
-    spec, jagged_m = ops.spec, ops.spec.form == "jagged_m"
-    if jagged_m and (aside or (ops.head and not spec.zero_unowned)):
-        return _guarded(ops, seen, steps)
-    bounds = Cut(ops, a.shape[0] if jagged_m else a.shape[1], zeroed=out if jagged_m and spec.zero_unowned else None)
-    steps += (bounds.before, GroupedMM(a, b, bounds.ends, out))
-    if bounds.after is not None:
-        steps.append(bounds.after)
-    if aside:
-        steps.append(finish(ops, Need(acc=out)))
-    if ops.head and not jagged_m:
-        steps += _first_again(ops, a, b, bounds)
-    return Steps(ops, steps, seen)
-
-
-def _guarded(ops: Operands, seen: Seen, steps: list[Step]) -> Steps:
+def _guarded(ops: Operands, a: Tensor, b: Tensor, out: Tensor, aside: bool, steps: list[Step]) -> Steps:
     """Keeps the caller's rows before the first group, which only the device can count, and which may be none.
 
     A small result is written aside and its owned rows copied. For a large one the device decides
     between two calls: in place if there are no such rows, else aside; the other call finds no rows at all.
     A result that grouped_mm cannot write where it lies is always written aside.
     """
-    a, b, out, aside = seen
-    apart = not aside and out.numel() > LARGEST_COPY
+    apart, numbers = not aside and out.numel() > LARGEST_COPY, cast(Tensor, ops.ends)
     target = out if aside else compact(out, out.dtype, out.device, rows=True)
-    bounds = Cut(ops, a.shape[0], apart)
-    steps += (bounds.before, GroupedMM(a, b, bounds.ends, out if apart else target))
-    if bounds.aside is not None:
-        steps.append(GroupedMM(a, b, bounds.aside, target))
-    steps.append(finish(ops, Need(acc=target, only_headed=apart, unowned=ops.spec.zero_unowned)))
-    return Steps(ops, steps, (seen, target))
+    cut = Cut(numbers, ops.spec.groups, head=ops.head, apart=apart)
+    if ops.head:
+        numbers = numbers.as_strided((ops.spec.groups + 1,), (1,), numbers.storage_offset() - 1)
 
+    def multiply(stream: int) -> None:
+        cut.before(stream, numbers, a.shape[0])
+        grouped_mm_into(a, b, cut.ends, out if apart else target)
+        if cut.aside is not None:
+            grouped_mm_into(a, b, cut.aside, target)
 
-def _first_again(ops: Operands, a: Tensor, b: Tensor, bounds: Cut) -> list[Step]:
-    """Two groups, the head and the first one; the second result replaces what the full call wrote."""
-    out = cast(Tensor, ops.out).detach()
-    pair = compact(out[:1].expand(2, -1, -1), out.dtype, out.device, rows=True)
-    return [GroupedMM(a, b, bounds.first_two, pair), Copies([(out[0], pair[1])])]
-
-
-class GroupedMM(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One bound call of torch's grouped_mm, a step of a launch, that writes into `out`.
-
-    The operation has no `out`: it asks torch's dispatcher for memory of its result. In this thread, for the length
-    of the call, this mode answers with `out`. A torch that allocates in another way is copied from. torch's kernel
-    takes two small pieces of memory from the caching allocator at each call; no argument hands them in.
-    """
-
-    def __init__(self, a: Tensor, b: Tensor, ends: Tensor, out: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._a, self._b, self._ends = a, b, ends
-        self._out, self._shape, self._where = out, list(out.shape), out.data_ptr()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No compiler traces a bound launch, and torch's guard against it would be run at each of them."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is EMPTY and args[0] == self._shape:
-            return self._out
-        return func(*args, **(kwargs or {}))
-
-    def __call__(self, stream: int) -> None:
-        if redispatched_grouped_mm is None:
-            with torch.no_grad():
-                self._out.copy_(torch.nn.functional.grouped_mm(self._a, self._b, offs=self._ends))
-            return
-        call, keys, push, pop = redispatched_grouped_mm
-        push(self)
-        try:
-            result = call(keys, self._a, self._b, self._ends, None, None)
-        finally:
-            pop(None)
-        if result.data_ptr() != self._where:
-            self._out.copy_(result)
+    need = Need(acc=target, only_headed=apart, unowned=ops.spec.zero_unowned)
+    return Steps(ops.device, [*steps, Function(multiply), Finish(ops, need)], [target])

@@ -1,20 +1,170 @@
-"""The two small device kernels that the libraries lack; device code only.
+"""The two small device kernels that the library lacks; device code only.
 
 `finish` is the epilogue that rounds once: it reads a wide intermediate result (or none, for K = 0)
 and writes act(alpha*acc + beta*c + bias) to every owned element, and zeros to the unowned ones if
-asked. With no intermediate it also lays c under a product that the library then adds to.
-`cut` turns offsets that may lie into ends that torch's grouped_mm can be trusted with: int32,
-between 0 and T, never falling. Its other blocks, if there are any, zero the rows behind the last
-group; launched again `after` grouped_mm it zeroes the rows before the first. Where the caller's rows
-before the first group must be kept, it deals the groups out to one of two calls: to the one that writes
-in place if there are no such rows, else to the one that writes aside; the other call gets empty groups.
+asked. With no intermediate it also lays c under a product that the library then adds to. Types are
+numbered as in TYPE_CODES and compiled in; extents, strides and addresses are arguments. Elements are
+read, rounded and stored one by one or eight at once; each is computed in `calc`, which is as wide as
+its widest source, and is rounded once, when it is stored.
 
-Element types are compiled in; extents, strides and addresses are arguments.
+`cut` turns offsets, ends or sizes (`sums`) that may lie into ends that torch's grouped_mm can be trusted
+with: int32, between 0 and T, never falling. Its other blocks, if there are any, zero the rows behind the
+last group; launched again `after` grouped_mm it zeroes the rows before the first (1), or before the first
+and behind the last (2). Where the caller's rows before the first group must be kept, it deals the groups
+out to one of two calls: to the one that writes in place if there are no such rows, else to the one that
+writes aside; the other call gets empty groups.
 """
 
 from __future__ import annotations
 
-from multigemm.backends.cublas.elements import ELEMENTS
+import torch
+
+TYPE_CODES = {
+    torch.float16: 0,
+    torch.bfloat16: 1,
+    torch.float32: 2,
+    torch.float64: 3,
+    torch.int32: 4,
+    torch.int8: 5,
+}
+ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+
+ELEMENTS = r"""
+#if ACC == 4
+typedef int calc;
+#elif ACC == 3 || C == 3 || BIAS == 3
+typedef double calc;
+#define RESIDENT 2
+#else
+typedef float calc;
+#endif
+#ifndef RESIDENT  // blocks on a multiprocessor: many loads in flight, but few spilled registers
+#define RESIDENT 3
+#endif
+
+__device__ __forceinline__ calc of_half(unsigned short half) {
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));
+    return (calc)wide;
+}
+
+template <int TYPE> __device__ __forceinline__ calc of_16_bits(unsigned short bits) {
+    if constexpr (TYPE == 0) return of_half(bits); else return (calc)__uint_as_float((unsigned)bits << 16);
+}
+
+template <int TYPE> __device__ __forceinline__ calc load(i64 base, i64 at) {
+    if constexpr (TYPE <= 1) return of_16_bits<TYPE>(((const unsigned short*)base)[at]);
+    if constexpr (TYPE == 2) return (calc)((const float*)base)[at];
+    if constexpr (TYPE == 3) return (calc)((const double*)base)[at];
+    if constexpr (TYPE == 4) return (calc)((const int*)base)[at];
+    if constexpr (TYPE == 5) return (calc)((const signed char*)base)[at];
+}
+
+// Eight elements that follow each other; those of 16 and 32 bits come in words of 16 bytes, which must be aligned.
+struct alignas(16) Words { unsigned word[4]; };
+
+// Whether eight elements from here on, and all that follow in steps of eight, are whole aligned words (if any).
+template <int TYPE> __device__ __forceinline__ bool aligned(i64 base, i64 at) {
+    constexpr int size = TYPE <= 1 ? 2 : TYPE == 2 || TYPE == 4 ? 4 : 16;
+    return (base + at * size) % 16 == 0 || size == 16;
+}
+
+template <int TYPE> __device__ __forceinline__ void load_eight(i64 base, i64 at, calc* values) {
+    if constexpr (TYPE <= 1) {
+        Words packed = *(const Words*)(base + at * 2);
+#pragma unroll
+        for (int i = 0; i < 8; i++) values[i] = of_16_bits<TYPE>((unsigned short)(packed.word[i / 2] >> (i % 2 * 16)));
+    } else if constexpr (TYPE == 2 || TYPE == 4) {
+        Words packed[2] = {((const Words*)(base + at * 4))[0], ((const Words*)(base + at * 4))[1]};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            unsigned bits = packed[i / 4].word[i % 4];
+            if constexpr (TYPE == 2) values[i] = (calc)__uint_as_float(bits); else values[i] = (calc)(int)bits;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) values[i] = load<TYPE>(base, at + i);
+    }
+}
+
+// A float that rounds on to 16 bits as the double itself would: truncated, with the lost part kept as a last odd bit.
+__device__ __forceinline__ float narrow(float value) { return value; }
+__device__ __forceinline__ float narrow(double value) {
+    float cut = __double2float_rz(value);
+    return (double)cut == value ? cut : __uint_as_float(__float_as_uint(cut) | 1u);
+}
+__device__ __forceinline__ float narrow(int value) { return (float)value; }
+
+template <int TYPE> __device__ __forceinline__ unsigned to_16_bits(calc value) {
+    if constexpr (TYPE == 0) {
+        unsigned short half;
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(narrow(value)));
+        return half;
+    }
+    float wide = narrow(value);
+    unsigned bits = __float_as_uint(wide);
+    return wide != wide ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+// Two at once: one instruction from compute capability 8.0 on.
+template <int TYPE> __device__ __forceinline__ unsigned to_word(calc low, calc high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned word;
+    if constexpr (TYPE == 0) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(narrow(high)), "f"(narrow(low)));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(narrow(high)), "f"(narrow(low)));
+    return word;
+#else
+    return to_16_bits<TYPE>(low) | to_16_bits<TYPE>(high) << 16;
+#endif
+}
+
+template <int TYPE> __device__ __forceinline__ void store(i64 base, i64 at, calc value) {
+    if constexpr (TYPE <= 1) ((unsigned short*)base)[at] = (unsigned short)to_16_bits<TYPE>(value);
+    if constexpr (TYPE == 2) ((float*)base)[at] = (float)value;
+    if constexpr (TYPE == 3) ((double*)base)[at] = (double)value;
+    if constexpr (TYPE == 4) ((int*)base)[at] = (int)value;
+}
+
+template <int TYPE> __device__ __forceinline__ void store_eight(i64 base, i64 at, const calc* values) {
+    if constexpr (TYPE <= 1) {
+        Words packed;
+#pragma unroll
+        for (int i = 0; i < 4; i++) packed.word[i] = to_word<TYPE>(values[2 * i], values[2 * i + 1]);
+        *(Words*)(base + at * 2) = packed;
+    } else if constexpr (TYPE == 2 || TYPE == 4) {
+        Words packed[2];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if constexpr (TYPE == 2) packed[i / 4].word[i % 4] = __float_as_uint((float)values[i]);
+            else packed[i / 4].word[i % 4] = (unsigned)(int)values[i];
+        }
+        ((Words*)(base + at * 4))[0] = packed[0];
+        ((Words*)(base + at * 4))[1] = packed[1];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) store<TYPE>(base, at + i, values[i]);
+    }
+}
+
+__device__ __forceinline__ float ratio(float a, float b) { return __fdividef(a, b); }  // within 2 ulp
+__device__ __forceinline__ double ratio(double a, double b) { return a / b; }
+__device__ __forceinline__ int ratio(int a, int b) { return a / b; }
+
+__device__ __forceinline__ calc activate(calc v) {
+#if ACT == 1
+    return v < (calc)0 ? (calc)0 : v;
+#elif ACT == 2
+    return (calc)0.5 * v * erfc(v * (calc)-0.70710678118654752440);  // 1 + erf would cancel for negative v
+#elif ACT == 3
+    // 1 + tanh(u) = 2 / (1 + exp(-2u)), which does not cancel
+    return ratio(v, (calc)1 + exp((calc)-1.59576912160573071176 * (v + (calc)0.044715 * v * v * v)));
+#elif ACT == 4
+    return ratio(v, (calc)1 + exp(-v));
+#else
+    return v;
+#endif
+}
+"""
 
 THREADS = 256
 CUT_THREADS = 1024
@@ -238,13 +388,14 @@ struct Bounds {
     int *result, *first_two, *aside;
     char* out;
     i64 row_bytes, width, extent;
-    int groups, wide, head, after;
+    int groups, wide, head, sums, after;
 };
 
-__device__ i64 end_at(const Bounds& t, int g) {
-    i64 v = t.wide ? ((const i64*)t.ends)[g] : (i64)((const int*)t.ends)[g];
-    return v < 0 ? 0 : v > t.extent ? t.extent : v;
+__device__ i64 number_at(const Bounds& t, int g) {
+    return t.wide ? ((const i64*)t.ends)[g] : (i64)((const int*)t.ends)[g];
 }
+
+__device__ i64 clamped(const Bounds& t, i64 v) { return v < 0 ? 0 : v > t.extent ? t.extent : v; }
 
 // Rows from `row` on, every `step`th, up to `end`: in aligned words of eight elements.
 __device__ void zero_rows(const Bounds& t, i64 row, i64 end, i64 step) {
@@ -255,12 +406,38 @@ __device__ void zero_rows(const Bounds& t, i64 row, i64 end, i64 step) {
     }
 }
 
+// Where the group of this thread ends, not clamped. Sums of sizes wrap, as torch's do.
+__device__ i64 end_of(const Bounds& t, int g) {
+    if (!t.sums) return g < t.groups ? number_at(t, g) : 0;
+    __shared__ unsigned long long scan[2][1024];
+    int now = 0;
+    scan[0][g] = g < t.groups ? (unsigned long long)number_at(t, g) : 0;
+    __syncthreads();
+    for (int step = 1; step < t.groups; step *= 2) {
+        scan[now ^ 1][g] = g >= step ? scan[now][g] + scan[now][g - step] : scan[now][g];
+        now ^= 1;
+        __syncthreads();
+    }
+    return (i64)scan[now][g];
+}
+
 extern "C" __global__ void __launch_bounds__(1024) cut(const Bounds t) {
     __shared__ int scan[2][1024];
-    int g = threadIdx.x, now = 0, start = t.head ? (int)end_at(t, -1) : 0;
-    if (t.after) return zero_rows(t, blockIdx.x, start, gridDim.x);
-    if (blockIdx.x) return zero_rows(t, end_at(t, t.groups - 1) + (i64)blockIdx.x - 1, t.extent, gridDim.x - 1);
-    scan[0][g] = g < t.groups ? max((int)end_at(t, g), start) : 0;
+    __shared__ i64 last;
+    int g = threadIdx.x, now = 0;
+    if (t.after) {  // the first launch has written these
+        zero_rows(t, blockIdx.x, t.first_two[0], gridDim.x);
+        if (t.after == 2) zero_rows(t, t.result[t.groups - 1] + (i64)blockIdx.x, t.extent, gridDim.x);
+        return;
+    }
+    i64 end = end_of(t, g);
+    if (blockIdx.x) {
+        if (g == t.groups - 1) last = clamped(t, end);
+        __syncthreads();
+        return zero_rows(t, last + (i64)blockIdx.x - 1, t.extent, gridDim.x - 1);
+    }
+    int start = t.head ? (int)clamped(t, number_at(t, -1)) : 0;
+    scan[0][g] = g < t.groups ? max((int)clamped(t, end), start) : 0;
     __syncthreads();
     for (int step = 1; step < t.groups; step *= 2) {
         scan[now ^ 1][g] = g >= step ? max(scan[now][g], scan[now][g - step]) : scan[now][g];

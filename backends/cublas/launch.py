@@ -18,7 +18,7 @@ from torch import Tensor
 
 from multigemm import torch_internals
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.cublas import calls as library_calls
+from multigemm.backends.cublas import library
 from multigemm.backends.cublas.choose import able, apart_in_a_graph, choose, work_of
 from multigemm.backends.cublas.config import (
     Config,
@@ -29,9 +29,9 @@ from multigemm.backends.cublas.config import (
     variant_reasons,
     why,
 )
-from multigemm.backends.cublas.epilogue import Need, finish
+from multigemm.backends.cublas.epilogue import Finish, Need
 from multigemm.backends.cublas.grouped_mm import bind_grouped_mm
-from multigemm.backends.cublas.library import cublas
+from multigemm.backends.cublas.library import Origins
 from multigemm.backends.cublas.products import (
     Bytes,
     Cuts,
@@ -43,14 +43,15 @@ from multigemm.backends.cublas.products import (
     packed_forms,
     packed_products,
 )
-from multigemm.backends.cublas.run import Calls, Steps, Streamed, Zeros
+from multigemm.backends.cublas.run import Calls, Step, Steps, Streamed, Zeros
 from multigemm.backends.cublas.staging import Copies, Side, expressible, scratch, stage, writable
-from multigemm.cuda.nvrtc import Step
+from multigemm.cuda.arguments import OPERANDS
 from multigemm.errors import BackendUnsupported, NotCapturable
 from multigemm.planning.operands import Operands, group_table, packed
 from multigemm.problem.spec import ProblemSpec
 
 Groups = Cuts | list[Product]
+A, B, OUT = (OPERANDS.index(name) for name in ("a", "b", "out"))
 FEW_ZEROS = 8
 """Results that are worth a fill each; more of them are left to one launch of the epilogue."""
 
@@ -81,7 +82,7 @@ def method(spec: ProblemSpec, config: Config, device: torch.device) -> Method:
     grouped_mm = config.variant == "grouped_mm" or (config.variant == "auto" and not grouped_mm_reasons(spec, device))
     size = Bytes(spec.compute.itemsize, written.itemsize)
     cut = spec.jagged is not None or spec.form == "masked"
-    syncs, compute = reads_sizes(spec, config.variant, device), library_calls.compute_type(spec)
+    syncs, compute = reads_sizes(spec, config.variant, device), library.compute_type(spec)
     choices = able(spec, device, written) if config.variant == "auto" else (False, False)
     return Method(config, syncs, grouped_mm, cut, plain(spec), compute, written, size, choices)
 
@@ -157,18 +158,18 @@ def fetched(ops: Operands) -> tuple[Ints | None, Ints | None]:
     return read if ops.head else np.concatenate([np.zeros(1, np.int64), read]), None
 
 
-def bound(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Steps:
+def bound(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Launch:
     """The bound launch, on the current device. `offsets` and `valid` are what the host knows of the groups: both None
     where only the device knows, or nothing is cut."""
     spec, a, b = ops.spec, ops.a, ops.b
     if spec.alpha == "zero" or not (isinstance(a, list) or isinstance(b, list) or (a.numel() and b.numel())):
-        return Steps(ops, [finish(ops, Need(unowned=spec.zero_unowned))])
+        return Steps(ops.device, [Finish(ops, Need(unowned=spec.zero_unowned))])
     if how.grouped_mm and (offsets is None or how.config.variant == "grouped_mm"):
         return bind_grouped_mm(ops, offsets)
     return _general(ops, how, offsets, valid)
 
 
-def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Steps:
+def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Launch:
     spec, config = ops.spec, how.config
     unknown = how.cut and offsets is None and valid is None  # so the library writes what no group owns, too
     groups, target, steps = _laid_out(ops, how, offsets, valid, how.plain and (spec.zero_unowned or not unknown))
@@ -181,13 +182,21 @@ def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | Non
         steps.append(laid)
     alpha, beta, after = _scalars(ops, how, direct)
     if products:
-        steps.append(_calls(ops, how, config, products, (alpha, beta)))
+        origins = _origins(ops, groups, target) if isinstance(groups, Cuts) else None
+        steps.append(_calls(ops, how, config, products, (alpha, beta), origins))
     unowned = spec.zero_unowned and (unknown or _has_unowned(ops, offsets, valid))
     if not direct:
-        steps.append(finish(after, Need(acc=target, unowned=unowned)))
+        steps.append(Finish(after, Need(acc=target, unowned=unowned)))
     elif last := _last(ops, offsets, unowned, unknown):
         steps.append(last)
-    return Steps(ops, steps, target)
+    return Steps(ops.device, steps, [] if direct else target if isinstance(target, list) else [target])
+
+
+def _origins(ops: Operands, cuts: Cuts, target: Side) -> Origins:
+    """Where the products' operands lie, if none was copied: a launch with copies does not move."""
+    p = cuts.p
+    a, b, out = (A, p.a.ptr), (B, p.b.ptr), (OUT if target is ops.out else -1, p.out.ptr)
+    return (b, a, out) if cuts.by_rows else (a, b, out)
 
 
 def _laid_out(
@@ -228,10 +237,10 @@ def _scalars(ops: Operands, how: Method, direct: bool) -> tuple[float, float, Op
 def _laid(ops: Operands, unknown: bool) -> Step | None:
     """Puts what the library is to add into the result: c, or a bias and at once all that `_last` would write."""
     if ops.bias is not None:
-        return finish(ops, Need(unowned=ops.spec.zero_unowned and not unknown))
+        return Finish(ops, Need(unowned=ops.spec.zero_unowned and not unknown))
     if ops.c is None or _same(ops.c, ops.out):
         return None
-    return finish(ops, Need(bare=True))
+    return Finish(ops, Need(bare=True))
 
 
 def _same(c: Side | None, out: Side) -> bool:
@@ -251,30 +260,41 @@ def _products(groups: Groups, how: Method) -> list[Product]:
     return packed_products(groups, how.size) if isinstance(groups, Cuts) else groups
 
 
-def _calls(ops: Operands, how: Method, config: Config, products: list[Product], scalars: tuple[float, float]) -> Step:
-    """The library calls."""
-    library = cublas()
-    types = library_calls.types(ops.spec.compute, how.compute, how.written, *scalars)
+def _calls(
+    ops: Operands,
+    how: Method,
+    config: Config,
+    products: list[Product],
+    scalars: tuple[float, float],
+    origins: Origins | None,
+) -> Step:
+    """The library calls, which follow their operands from `origins` on (None: they do not move)."""
+    blas = library.cublas()
+    types = library.types(ops.spec.compute, how.compute, how.written, *scalars)
+    captured = None
     if config.variant == "grouped":
-        apart = how.config.variant == "auto" and apart_in_a_graph(ops.spec, products)
-        captured = library_calls.one_each(library, products, types) if apart else None
-        return Calls(library, library_calls.one_for_all(library, products, types, ops.device), captured)
-    if config.variant == "batched" and ops.spec.compute is not torch.int8:
-        return Calls(library, library_calls.one_per_shape(library, products, types, how.size, ops.device))
-    batch = library_calls.one_each(library, products, types)
+        batch = library.one_for_all(blas, products, types, ops.device)
+        if how.config.variant == "auto" and apart_in_a_graph(ops.spec, products):
+            captured = library.one_each(blas, products, types)
+            captured.origins = origins
+    elif config.variant == "batched" and ops.spec.compute is not torch.int8:
+        batch = library.one_per_shape(blas, products, types, how.size, ops.device)
+    else:
+        batch = library.one_each(blas, products, types)
+    batch.origins = origins
     if config.variant == "streams":
-        return Streamed(library, batch, [product[0] for product in products], config.streams, ops.device)
-    return Calls(library, batch)
+        return Streamed(blas, batch, [product[0] for product in products], config.streams, ops.device)
+    return Calls(blas, batch, captured)
 
 
 def _last(ops: Operands, offsets: Ints | None, unowned: bool, unknown: bool) -> Step | None:
     """What is left to write behind a library that wrote into the result: zeros."""
     if ops.bias is not None:  # all but the unknown was written before the product
-        return finish(ops, Need(owned=False, unowned=True)) if unowned and unknown else None
+        return Finish(ops, Need(owned=False, unowned=True)) if unowned and unknown else None
     empty = _empty_results(ops, offsets) if ops.spec.form in ("per_group", "jagged_k") else []
     if empty and len(empty) <= FEW_ZEROS and ops.c is None and not unowned:
-        return Zeros(empty)
-    return finish(ops, Need(owned=bool(empty), only_empty=bool(empty), unowned=unowned)) if empty or unowned else None
+        return Zeros(empty, None if isinstance(ops.out, list) else ops.out)
+    return Finish(ops, Need(owned=bool(empty), only_empty=bool(empty), unowned=unowned)) if empty or unowned else None
 
 
 def _has_unowned(ops: Operands, offsets: Ints | None, valid: Ints | None) -> bool:

@@ -4,6 +4,8 @@
 partial sums to 16 bits. A direct call says so in its own compute type and in the math mode of the
 handle, which belongs to one thread: it is set for the length of a launch and put back. Handle,
 stream and workspace are torch's. The 64-bit entry points carry any extent or leading dimension.
+Products become calls in one of three ways: one each, one per shape, one for all. All scalars, extents
+and addresses are converted once; a launch passes them on as they are.
 """
 
 from __future__ import annotations
@@ -12,17 +14,23 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from multigemm import torch_internals
+from multigemm.backends.cublas.products import Bytes, Product, Shape, countable, even_steps, merged
+from multigemm.cuda.arguments import Addresses
+from multigemm.cuda.device import to_device
 from multigemm.errors import LibraryError
+from multigemm.problem.spec import ProblemSpec
 
 NO_LOAD = getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW
 """A library is found only where torch has loaded it already: never a second copy."""
-NO_TRANSPOSE, TRANSPOSE = 0, 1
 REAL_TYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -157,3 +165,220 @@ def scalar(compute: int, value: float) -> Any:
     if compute == COMPUTE_64F:
         return ctypes.c_double(value)
     return ctypes.c_int32(int(value)) if compute == COMPUTE_32I else ctypes.c_float(value)
+
+
+# --- products as calls ---
+
+GROUPED = "cublasGemmGroupedBatchedEx"
+ADDRESS_ALIGNMENT = 16
+LONG, MIXED_GROUPS = 6e9, 1023
+"""Multiply-adds of a call whose products are left in their order, and how many of them at most."""
+LARGEST_BATCH = 65535
+"""More products than this go in several calls: a grid's third extent, which some kernels use, ends there."""
+
+
+class Types:
+    """What one call computes, as ctypes arguments: element types, compute type, references to both scalars."""
+
+    __slots__ = ("alpha", "beta", "compute", "operand", "out", "tail")
+
+    def __init__(self, operand: torch.dtype, compute: int, out: torch.dtype, alpha: float, beta: float) -> None:
+        self.operand, self.out = ctypes.c_int(REAL_TYPES[operand]), ctypes.c_int(REAL_TYPES[out])
+        self.compute = ctypes.c_int(compute)
+        self.alpha, self.beta = scalar(compute, alpha), scalar(compute, beta)
+        self.tail = self.compute, ctypes.c_int(DEFAULT_ALGORITHM)
+
+
+Origin = tuple[int, int]
+"""Where an operand of all products lies: its place among `OPERANDS`, or -1 for memory of our own; and its address."""
+Origins = tuple[Origin, Origin, Origin]
+"""Of the first operand, the second one and the result."""
+
+
+class AddressTable:
+    """Addresses of many products on the device, for a call that reads them there: a row for each operand."""
+
+    __slots__ = ("_addresses", "_device", "_memory", "pointers")
+
+    def __init__(self, products: Sequence[Product], device: torch.device) -> None:
+        self._addresses = np.array([p[1:] for p in products], dtype=np.int64).T
+        self._device = device
+        self.pointers = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        """What the call is told: where each row lies on the device."""
+        self._upload(self._addresses)
+
+    def move(self, steps: Sequence[int]) -> None:
+        """Adds a number to the first addresses of each row."""
+        self._upload(self._addresses + np.array(steps, dtype=np.int64)[:, None])
+
+    def _upload(self, addresses: npt.NDArray[np.int64]) -> None:
+        """Makes a new copy on the device, since what runs before may still read the last one."""
+        self._memory = to_device(np.ascontiguousarray(addresses), self._device)
+        row = self._memory.stride(0) * self._memory.element_size()
+        for i, pointer in enumerate(self.pointers):
+            pointer.value = self._memory.data_ptr() + i * row
+
+
+class Batch:
+    """Calls in order, and the tables that they read. `origins` is None for calls that cannot follow their operands."""
+
+    __slots__ = ("_direct", "_steps", "calls", "origins", "tables")
+
+    def __init__(self, calls: Sequence[Call] = (), tables: Sequence[AddressTable] = ()) -> None:
+        self.calls, self.tables = list(calls), list(tables)
+        self.origins: Origins | None = None
+        self._direct: list[list[tuple[ctypes.c_void_p, int]]] | None = None
+        self._steps: list[int] | None = [0, 0, 0]
+
+    def move(self, addresses: Addresses) -> None:
+        """Tells the calls where the operands lie now."""
+        assert self.origins is not None, "products of a list do not move"
+        if self._direct is None:
+            self._direct = self._first_addresses()
+        steps = [0 if operand < 0 else addresses[operand] - at for operand, at in self.origins]
+        before, self._steps = self._steps, None  # unknown, should this be interrupted
+        if steps != before:
+            for pointers, step in zip(self._direct, steps, strict=True):
+                for pointer, first in pointers:
+                    pointer.value = first + step
+            for table in self.tables:
+                table.move(steps)
+        self._steps = steps
+
+    def _first_addresses(self) -> list[list[tuple[ctypes.c_void_p, int]]]:
+        """The arguments that name memory of an operand, by operand, with the addresses that they were made with."""
+        found: list[list[tuple[ctypes.c_void_p, int]]] = [[], [], []]
+        of_tables = {id(pointer) for table in self.tables for pointer in table.pointers}
+        for _, arguments, _ in self.calls:
+            for row, pointer in zip(found, (x for x in arguments if type(x) is ctypes.c_void_p), strict=True):
+                if id(pointer) not in of_tables:
+                    row.append((pointer, pointer.value or 0))
+        return found
+
+
+def compute_type(spec: ProblemSpec) -> int:
+    """float32 means IEEE unless the problem asks for tf32; the 16-bit types add up in float32."""
+    if spec.compute is torch.float64:
+        return COMPUTE_64F
+    if spec.compute is torch.int8:
+        return COMPUTE_32I
+    return COMPUTE_TF32 if spec.compute is torch.float32 and spec.precision == "tf32" else COMPUTE_32F
+
+
+types = lru_cache(maxsize=256)(Types)
+"""Nobody writes into them, so calls share them."""
+
+
+def _batch_arguments(
+    s: Shape, at: Sequence[ctypes.c_void_p], t: Types, strides: Sequence[int] | None, count: int
+) -> Any:
+    """The arguments of a call for `count` products of one shape."""
+    op, extent = ctypes.c_int, ctypes.c_int64
+    m, n, k, *leads = map(extent, s[2:])
+    steps: Any = ((), (), ()) if strides is None else zip(map(extent, strides))
+    (first, second, out), (one, two, three) = at, steps
+    return (
+        op(s.op_first), op(s.op_second), m, n, k, ctypes.byref(t.alpha), first, t.operand, leads[0], *one,
+        second, t.operand, leads[1], *two, ctypes.byref(t.beta), out, t.out, leads[2], *three, extent(count), *t.tail,
+    )  # fmt: skip
+
+
+def one_each(library: Cublas, products: Sequence[Product], t: Types) -> Batch:
+    """One cublasGemmEx per product. This loop is most of what a bind costs, so it calls nothing but constructors."""
+    address, extent, op, function = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, library.gemm
+    alpha, beta, known, found = ctypes.byref(t.alpha), ctypes.byref(t.beta), dict[Shape, Any](), list[Call]()
+    for shape, first, second, out in products:
+        if shape not in known:
+            op_first, op_second, *extents = shape
+            known[shape] = (op(op_first), op(op_second), *map(extent, extents))
+        *extents, ld_first, ld_second, ld_out = known[shape]
+        arguments = (
+            *extents, alpha, address(first), t.operand, ld_first, address(second), t.operand, ld_second,
+            beta, address(out), t.out, ld_out, *t.tail,
+        )  # fmt: skip
+        found.append((function, arguments, "cublasGemmEx"))
+    return Batch(found)
+
+
+def one_per_shape(
+    library: Cublas,
+    products: list[Product],
+    t: Types,
+    size: Bytes,
+    device: torch.device,
+) -> Batch:
+    """Products of one shape in one batched call: strided where they lie evenly, else by addresses on the device.
+
+    The latter takes half a microsecond more: its kernel has to fetch the addresses first. So products are
+    put in the order of their results in memory, whatever the order in which they were given.
+    """
+    batch = Batch()
+    for _, given in merged(products):
+        same = sorted(given, key=itemgetter(3))  # the address of the result
+        for first in range(0, len(same), LARGEST_BATCH):
+            _batched(library, same[first : first + LARGEST_BATCH], t, size, device, batch)
+    return batch
+
+
+def _batched(library: Cublas, same: list[Product], t: Types, size: Bytes, device: torch.device, into: Batch) -> None:
+    strides, (shape, *base) = _strides(same, size), same[0]
+    if len(same) == 1 or (strides is None and not aligned(same)):
+        into.calls += one_each(library, same, t).calls
+    elif strides is not None:
+        args = _batch_arguments(shape, [*map(ctypes.c_void_p, base)], t, strides, len(same))
+        into.calls.append((library.strided, args, "cublasGemmStridedBatchedEx"))
+    else:
+        table = AddressTable(same, device)
+        into.tables.append(table)
+        args = _batch_arguments(shape, table.pointers, t, None, len(same))
+        into.calls.append((library.pointers, args, "cublasGemmBatchedEx"))
+
+
+def _strides(same: list[Product], size: Bytes) -> tuple[int, int, int] | None:
+    """Elements from each operand to the next, where they are constant and cuBLAS counts so far; else None."""
+    steps = even_steps(same)
+    if steps is None:
+        return None
+    first, second, out = steps[0] // size.operand, steps[1] // size.operand, steps[2] // size.out
+    near = countable(first, size.operand) and countable(second, size.operand) and countable(out, size.out)
+    return (first, second, out) if near else None
+
+
+def aligned(products: Sequence[Product]) -> bool:
+    """Whether every address is one that a call by addresses may be given.
+
+    The library cannot see addresses that lie on the device; it takes them to be as aligned as the
+    leading dimensions let it hope, and faults on others.
+    """
+    return not any((p.first | p.second | p.out) % ADDRESS_ALIGNMENT for p in products)
+
+
+def _in_groups(products: list[Product]) -> list[tuple[Shape, list[Product]]]:
+    """Products of equal shape as one group of the call, which spares it work for each; but long ones as they come.
+
+    Among those, some are bound by their sums and others by reading their weights: side by side they hide each other,
+    and one kind behind the other took up to a twelfth longer.
+    """
+    work = sum(p.shape.m * p.shape.n * p.shape.k for p in products)
+    if work > LONG and MIXED_GROUPS >= len(products) > 1 and any(p.shape != products[0].shape for p in products):
+        return [(p.shape, [p]) for p in products]
+    return merged(products)
+
+
+def one_for_all(
+    library: Cublas, products: list[Product], t: Types, device: torch.device, origins: Origins | None = None
+) -> Batch:
+    """A single cublasGemmGroupedBatchedEx."""
+    groups = _in_groups(products)
+    table = AddressTable([p for _, same in groups for p in same], device)
+    at = table.pointers
+    count, shapes = len(groups), [shape for shape, _ in groups]
+    columns = list(zip(*shapes, strict=True))
+    ops = [(ctypes.c_int * count)(*column) for column in columns[:2]]
+    m, n, k, ld_first, ld_second, ld_out = ((ctypes.c_int64 * count)(*column) for column in columns[2:])
+    alpha, beta = ((type(v) * count)(*([v.value] * count)) for v in (t.alpha, t.beta))
+    members = (ctypes.c_int64 * count)(*(len(same) for _, same in groups))
+    args = (*ops, m, n, k, alpha, at[0], t.operand, ld_first, at[1], t.operand, ld_second, beta, at[2], t.out, ld_out,
+            ctypes.c_int64(count), members, t.compute)  # fmt: skip
+    assert library.grouped is not None, "the variant is refused without this entry point"
+    return Batch([(library.grouped, args, GROUPED)], [table])

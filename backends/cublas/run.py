@@ -1,39 +1,76 @@
-"""Enqueues bound work: library calls on torch's handle, on one stream or spread over several."""
+"""Enqueues bound work: library calls on torch's handle, on one stream or spread over several.
+
+Side streams are our own, made by the driver, each with a workspace, and lent to one launch after another.
+torch hands out a few streams in turn: a caller's capture that forks onto one of those would catch work that somebody
+else puts there. Making a stream takes longer than a library call, so streams are kept; and since launches on one stream
+follow each other anyway, a side belongs to the stream that it is forked from, as torch's workspaces do: no stream ever
+waits for another one's. The calls are made with torch's handle, which is aimed at one side after the other.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import heapq
-from collections.abc import Sequence
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from multigemm import torch_internals
-from multigemm.backends.cublas.calls import Batch
-from multigemm.backends.cublas.leading import Shape
-from multigemm.backends.cublas.library import Cublas, ExactMath, aim, handle, make
-from multigemm.backends.cublas.streams import Kit, borrow, capture_of, workspace
-from multigemm.cuda.nvrtc import Step
+from multigemm.backends.cublas.library import Batch, Cublas, ExactMath, aim, handle, make
+from multigemm.backends.cublas.products import Shape, leading
+from multigemm.cuda import driver
+from multigemm.cuda.arguments import OPERANDS, Addresses
 from multigemm.errors import LibraryError
-from multigemm.planning.operands import Operands
+from multigemm.planning.operands import strides_of
 
 CALL_US, FLOPS_PER_US, BYTES_PER_US = 10.0, 700e6, 2.9e6
 """What the host needs for a call, and an H100 for its work. More products than streams that are shorter than their
 calls stay on one stream; where each has its own, running at once gains more than the events cost the host."""
 
 
+class Step(ABC):
+    """Enqueues work on a raw stream of the current device. `movable`: `move` replaces every address of an operand."""
+
+    __slots__ = ()
+    movable: bool = False
+
+    @abstractmethod
+    def __call__(self, stream: int) -> None: ...
+
+    def move(self, addresses: Addresses) -> None:
+        """Gives a movable step other addresses of the operands."""
+        raise NotImplementedError
+
+
+class Function(Step):
+    """A function of the stream, on tensors of its own: it does not move."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[[int], object]) -> None:
+        self._function = function
+
+    def __call__(self, stream: int) -> None:
+        self._function(stream)
+
+
 class Steps:
     """A bound launch: its steps in order, on the current stream of the operands' device.
 
-    It is not kept as a graph: while one thread captures, another one that waits for the device gets an error.
-    A caller who knows his threads may capture it.
+    It follows its operands (`multigemm.cuda.launch.MovableLaunch`) if all steps can. It is not kept as a graph: while
+    one thread captures, another one that waits for the device gets an error. A caller who knows his threads may
+    capture it.
     """
 
-    __slots__ = ("_device", "_keep", "_steps")
+    __slots__ = ("_device", "_steps", "_workspace")
 
-    def __init__(self, ops: Operands, steps: Sequence[Step], keep: object = None) -> None:
-        self._steps, self._keep, self._device = steps, (ops, keep), ops.device.index or 0
+    def __init__(self, device: torch.device, steps: Sequence[Step], workspace: Sequence[Tensor] = ()) -> None:
+        self._steps, self._workspace, self._device = steps, workspace, device.index or 0
 
     def __call__(self) -> None:
         device = self._device
@@ -45,14 +82,28 @@ class Steps:
         for step in self._steps:
             step(stream)
 
+    def move(self, addresses: Addresses) -> None:
+        """Gives every step other addresses of the operands."""
+        for step in self._steps:
+            step.move(addresses)
 
-class Calls:
+    def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether some step holds an address that `move` would not replace."""
+        return not all(step.movable for step in self._steps)
+
+    def workspace_bytes(self) -> int:
+        """Device memory of intermediate results."""
+        return sum(x.nbytes for x in self._workspace)
+
+
+class Calls(Step):
     """Library calls one after the other on the current stream; others where a graph captures them, if given."""
 
-    __slots__ = ("_batch", "_captured", "_library")
+    __slots__ = ("_batch", "_captured", "_library", "movable")
 
     def __init__(self, library: Cublas, batch: Batch, captured: Batch | None = None) -> None:
         self._library, self._batch, self._captured = library, batch, captured
+        self.movable = batch.origins is not None
 
     def __call__(self, stream: int) -> None:
         batch = self._batch
@@ -62,18 +113,175 @@ class Calls:
         with ExactMath(self._library, blas):
             make(blas, batch.calls)
 
+    def move(self, addresses: Addresses) -> None:
+        """Gives the calls other addresses of the operands."""
+        self._batch.move(addresses)
+        if self._captured is not None:
+            self._captured.move(addresses)
 
-class Zeros:
-    """Fills a few whole results, at the speed of the memory; the epilogue would look at all the others too."""
 
-    __slots__ = ("_results",)
+class Zeros(Step):
+    """Fills a few whole results, at the speed of the memory; the epilogue would look at all the others too.
 
-    def __init__(self, results: list[Tensor]) -> None:
-        self._results = results
+    They are matrices of one result `of`, which may move, or of a list (None).
+    """
+
+    __slots__ = ("_base", "_device", "_lines", "movable")
+
+    def __init__(self, results: Sequence[Tensor], of: Tensor | None) -> None:
+        self._base, self.movable = 0 if of is None else of.data_ptr(), of is not None
+        self._device = results[0].device.index or 0
+        self._lines = [_lines(result, self._base) for result in results]
 
     def __call__(self, stream: int) -> None:
-        for result in self._results:
-            result.zero_()
+        for distance, *rest in self._lines:
+            zero_lines(self._device, stream, self._base + distance, *rest)
+
+    def move(self, addresses: Addresses) -> None:
+        """Goes to where the result lies now."""
+        self._base = addresses[OPERANDS.index("out")]
+
+
+def _lines(t: Tensor, base: int) -> tuple[int, int, int, int]:
+    """A matrix as lines: bytes from `base` to the first, from one to the next, in each; and how many there are."""
+    s, size = strides_of(t), t.element_size()
+    form = leading(t.shape[0], t.shape[1], s.row, s.col, size)
+    assert form is not None, "the library writes into this result"
+    lines, length = t.shape if form.by_rows else t.shape[::-1]
+    return t.data_ptr() - base, form.ld * size, length * size, lines
+
+
+def zero_lines(device: int, stream: int, address: int, step: int, width: int, lines: int) -> None:
+    """Fills `lines` of `width` bytes, `step` bytes apart, with zeros. torch would refuse memory that was made in its
+    inference mode."""
+    cuda, at = driver.library(), ctypes.c_uint64(address)
+    if lines == 1 or step == width:
+        fill = partial(cuda.cuMemsetD8Async, at, 0, ctypes.c_size_t(width * lines), ctypes.c_void_p(stream))
+    else:
+        size = (ctypes.c_size_t(x) for x in (width, lines))
+        fill = partial(cuda.cuMemsetD2D8Async, at, ctypes.c_size_t(step), 0, *size, ctypes.c_void_p(stream))
+    driver.settle(fill(), device, fill, "cuMemset")
+
+
+# --- side streams ---
+
+NON_BLOCKING = 1
+WITHOUT_TIMING = 2
+DEFAULT_WORKSPACE = 32 << 20
+"""Bytes; what cuBLAS asks for on Hopper."""
+
+
+@cache
+def workspace_bytes() -> int:
+    """As torch sizes the workspace of its own handle, so that the same kernels are chosen for every stream.
+
+    Each stream has one of its own: in a shared one the split sums of two streams would mix.
+    """
+    pools = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    return sum(int(kib) * int(count) << 10 for kib, count in pools) or DEFAULT_WORKSPACE
+
+
+class Event:
+    """A driver event without timing; torch's own would pass through more of Python at each record and wait."""
+
+    __slots__ = ("_device", "_raw")
+
+    def __init__(self, device: int) -> None:
+        self._raw, self._device = ctypes.c_void_p(), device
+        driver.use_context(device)
+        driver.check(driver.library().cuEventCreate(ctypes.byref(self._raw), WITHOUT_TIMING), "cuEventCreate")
+
+    def record(self, stream: ctypes.c_void_p) -> None:
+        """Marks what is enqueued on the stream by now."""
+        status = driver.library().cuEventRecord(self._raw, stream)
+        if status == driver.NO_CONTEXT:
+            driver.use_context(self._device)
+            status = driver.library().cuEventRecord(self._raw, stream)
+        driver.check(status, "cuEventRecord")
+
+    def hold(self, stream: ctypes.c_void_p) -> None:
+        """What is enqueued on the stream from now on waits for what was marked."""
+        driver.check(driver.library().cuStreamWaitEvent(stream, self._raw, 0), "cuStreamWaitEvent")
+
+
+class Side:
+    """A stream that nobody else knows of, the event at its end, and memory for the library's calls there."""
+
+    __slots__ = ("done", "raw", "space")
+
+    def __init__(self, device: int) -> None:
+        self.raw = ctypes.c_void_p()
+        driver.use_context(device)
+        with driver.beside_captures():
+            driver.check(driver.library().cuStreamCreate(ctypes.byref(self.raw), NON_BLOCKING), "cuStreamCreate")
+            self.space = workspace(device, self.raw)
+        self.done = Event(device)
+
+
+class Kit:
+    """Sides for one launch at a time, and the event that they fork at."""
+
+    __slots__ = ("_device", "_home", "captured", "fork", "sides")
+
+    def __init__(self, device: int, home: list[Kit]) -> None:
+        self._device, self._home, self.captured = device, home, False
+        self.fork, self.sides = Event(device), list[Side]()
+
+    def at_least(self, count: int) -> None:
+        """Makes the sides that are missing."""
+        while len(self.sides) < count:
+            self.sides.append(Side(self._device))
+
+    def open_to(self, capture: int) -> bool:
+        """Whether a launch in that capture (or in none, 0) may use it: a side that a capture has used belongs to
+        that one until it ends, and work of others would become part of it."""
+        return not self.captured or capture_of(self.sides[0].raw) in (0, capture)
+
+    def give_back(self) -> None:
+        """What is still on its way there stays in front of the next borrower's work."""
+        self._home.append(self)
+
+
+_kits: dict[tuple[int, int], list[Kit]] = {}
+"""All kits that nobody uses at the moment, by device and by the stream that they fork from."""
+
+
+def borrow(device: int, stream: int, count: int, capture: int = 0) -> Kit:
+    """A kit with so many sides; `capture` is the number of the capture that `stream` is part of, or 0."""
+    idle, taken = _kits.setdefault((device, stream), []), list[Kit]()
+    while True:
+        try:
+            kit = idle.pop()
+        except IndexError:
+            kit = Kit(device, idle)
+        if kit.open_to(capture):
+            break
+        taken.append(kit)
+    idle += taken
+    kit.at_least(count)
+    kit.captured = bool(capture)
+    return kit
+
+
+def workspace(device: int, stream: ctypes.c_void_p | None = None) -> Tensor:
+    """Memory that torch's allocator takes to belong to that stream (or to the current one)."""
+    where = torch.device("cuda", device)
+    user = None if stream is None else torch.cuda.ExternalStream(stream.value, device=where)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(user):
+        return torch.empty(workspace_bytes(), dtype=torch.uint8, device=where)
+
+
+def capture_of(stream: ctypes.c_void_p) -> int:
+    """The number of the capture that this stream is part of; 0 if there is none."""
+    state, number = ctypes.c_int(), ctypes.c_uint64()
+    status = driver.library().cuStreamGetCaptureInfo_v2(
+        stream, ctypes.byref(state), ctypes.byref(number), None, None, None
+    )
+    driver.check(status, "cuStreamGetCaptureInfo")
+    return number.value if state.value else 0
+
+
+# --- calls on several streams ---
 
 
 def shares(work: Sequence[int], streams: int) -> list[list[int]]:
@@ -87,7 +295,7 @@ def shares(work: Sequence[int], streams: int) -> list[list[int]]:
     return split[:1] + [share for share in split[1:] if share]
 
 
-class Streamed:
+class Streamed(Step):
     """Library calls on the current stream and on side streams at once, forked from it and joined to it again.
 
     The current stream waits for all of them before it goes on, so operands may be freed or reused
@@ -96,7 +304,7 @@ class Streamed:
     Called eagerly, many short products stay on the current stream, and few do where there is no memory for sides.
     """
 
-    __slots__ = ("_apart", "_batch", "_device", "_here", "_library", "_shares", "_short", "_spaces")
+    __slots__ = ("_apart", "_batch", "_device", "_here", "_library", "_shares", "_short", "_spaces", "movable")
 
     def __init__(
         self, library: Cublas, batch: Batch, shapes: Sequence[Shape], streams: int, device: torch.device
@@ -107,6 +315,7 @@ class Streamed:
         self._short = least < CALL_US * len(shapes)
         self._apart = bool(self._shares) and not (self._short and len(shapes) > streams)
         self._spaces: list[Tensor] = []
+        self.movable = batch.origins is not None
         kit = self._kit(torch_internals.current_raw_stream(self._device)) if self._apart else None
         if kit is not None:  # a launch finds it
             kit.give_back()
@@ -129,6 +338,10 @@ class Streamed:
         finally:
             handle()  # torch aims it at the current stream and its own workspace again
             kit.give_back()
+
+    def move(self, addresses: Addresses) -> None:
+        """Gives the calls, which the shares are made of, other addresses of the operands."""
+        self._batch.move(addresses)
 
     def _kit(self, stream: int, capture: int = 0) -> Kit | None:
         """Sides for a launch from that stream. Short products do without where there is no memory for them."""

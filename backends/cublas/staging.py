@@ -8,13 +8,13 @@ zeros, which add nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas.leading import countable, leading
+from multigemm.backends.cublas.products import countable, leading
+from multigemm.backends.cublas.run import Step
 from multigemm.backends.cublas.support import INT8_STEP, line_reason
 from multigemm.errors import BackendUnsupported
 from multigemm.planning.operands import Operands, strides_of
@@ -23,11 +23,13 @@ INT8_PAD = ALIGNMENT = 16
 Side = Tensor | list[Tensor]
 
 
-@dataclass(slots=True)
-class Copies:
+class Copies(Step):
     """Compact copies to refresh before each launch: (destination, source) pairs."""
 
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    __slots__ = ("pairs",)
+
+    def __init__(self, *pairs: tuple[Tensor, Tensor]) -> None:
+        self.pairs = list(pairs)
 
     def __call__(self, stream: int) -> None:
         if any(destination.is_inference() for destination, _ in self.pairs):

@@ -6,7 +6,7 @@ import torch
 
 from multigemm.backend import Availability
 from multigemm.backends.cublas.config import result_type
-from multigemm.backends.cublas.leading import FARTHEST_BYTES, FARTHEST_ELEMENTS, countable
+from multigemm.backends.cublas.products import FARTHEST_BYTES, FARTHEST_ELEMENTS, countable
 from multigemm.problem.spec import FLOAT_DTYPES, ProblemSpec
 
 INT8_STEP = 4

@@ -7,11 +7,11 @@ with an input. Contents of sizes on the host are part of the key; those on the d
 
 An entry belongs to one thread and one stream, so that its workspace is never used twice at once, and holds no operand.
 It is made when a key comes for the second time. A `_MovingEntry` has a launch that follows its operands; a
-`_BindingEntry` binds anew what a backend cannot move. Token counts and sizes on the host that come once would never
-have an entry: for rows that are cut on a GPU there is one for each class of calls that differ in nothing else, with
-token counts within half an octave. Its launch is resized for each new count, and sizes on the host are copied to where
-it reads them. The cache is bounded in entries and in memory; `clear` empties it, and a forked child begins with an
-empty one.
+`_TensorEntry` has one that takes the caller's tensors; a `_BindingEntry` binds anew what a backend cannot move. Token
+counts and sizes on the host that come once would never have an entry: for rows that are cut on a GPU there is one for
+each class of calls that differ in nothing else, with token counts within half an octave. Its launch is resized for each
+new count, and sizes on the host are copied to where it reads them. The cache is bounded in entries and in memory;
+`clear` empties it, and a forked child begins with an empty one.
 """
 
 from __future__ import annotations
@@ -431,6 +431,31 @@ class _BindingEntry(_Entry):
         return self._ends
 
 
+class _TensorEntry(_Entry):
+    """A launch that is a function of the caller's tensors, since a library's operation takes and returns tensors."""
+
+    __slots__ = ("_on_tensors",)
+
+    def __init__(self, problem: GroupedGemmProblem, choice: Choice, on_tensors: Any, counted: bool) -> None:
+        super().__init__(problem, choice, counted)
+        self._on_tensors = on_tensors
+        self.workspace = 16 * choice.spec.groups
+
+    def run(self, call: Call) -> Tensor | None:
+        if self._given_out or self._busy:
+            return super().run(call)
+        self._busy = True
+        try:
+            found: Tensor = self._on_tensors(call[1], call[2], call[4], None)
+            return found
+        finally:
+            self._busy = False
+
+    def launch(self, call: Call, out: Tensor) -> bool:
+        self._on_tensors(call[1], call[2], call[4], out)
+        return True
+
+
 class LaunchCache:
     """Entries by key, the latest ones; `seen` holds keys that came once."""
 
@@ -536,15 +561,27 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
     `counted`: an entry of a class, whose launch has to follow the number of tokens, too.
     """
     launch, ops, cut = bound.launch, bound.ops, problem.cut
+    on_tensors = _on_tensors(problem, bound, kind, counted)
+    if on_tensors is not None:
+        return _TensorEntry(problem, choice, on_tensors, counted)
     callers = [ops.a, ops.b, ops.out, ops.c, ops.bias, None if cut is None else cut.live]
     spans = [(x.data_ptr(), x.data_ptr() + _reach(x)) for x in callers if isinstance(x, Tensor)]
-    if hasattr(launch, "move") and not launch.stays_behind(spans):  # type: ignore[attr-defined]
+    movable = hasattr(launch, "move") and not launch.stays_behind(spans)  # type: ignore[attr-defined]
+    if movable and launch.workspace_bytes() <= WORKSPACE // 16:  # type: ignore[attr-defined]
         if not counted:
             return _MovingEntry(problem, ops, choice, launch, kind)
         if _resizes(launch, problem.out_shape[0]):
             own = bind(choice, problem, allocate(problem))  # the other entry's launch moves and is resized by itself
             return _MovingEntry(problem, own.ops, choice, own.launch, kind, counted=True)
     return _BindingEntry(problem, ops, choice, kind, counted)
+
+
+def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str, counted: bool) -> Any:
+    """The backend's launch as a function of a, b, what cuts the groups, and the caller's `out` or None, which returns
+    the result; None if it has no such form (a method `on_tensors`) for problems like this."""
+    form, cut = getattr(bound.steps[-1], "on_tensors", None), problem.cut
+    live = None if cut is None else cut.live
+    return None if form is None or (counted and live is None) else form(kind, live)
 
 
 def _resizes(launch: Any, rows: int) -> bool:

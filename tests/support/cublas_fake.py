@@ -1,23 +1,25 @@
-"""cuBLAS and the driver's streams without a GPU: calls are written down, and compute on host memory what they say.
+"""cuBLAS, torch's grouped_mm, the driver and our two kernels without a GPU: what is called is written down, and
+computed on host memory.
 
-`Fake` stands for the library, torch's handle and the driver. It follows the library's rules: column-major operands,
-leading dimensions that cover a column and are counted, addresses as numbers; a call touches no element that it
-does not name. `HostCublas` is the whole backend on it, with the epilogue's CUDA source compiled by the machine's C++
-compiler and run one thread after the other: it has no barrier, so the order is free. Only a GPU shows the rest: torch's
-grouped_mm, what streams overlap, and the speed.
+`Fake` stands for all of them. It follows the library's rules: column-major operands, leading dimensions that cover a
+column and are counted, addresses as numbers; a call touches no element that it does not name. The kernels' CUDA source
+is compiled by the machine's C++ compiler, if `install` is given a folder for it: `finish` runs one thread after the
+other, since it has no barrier, and `cut` in threads. `HostCublas` is the whole backend on a fake. Only a GPU shows the
+rest: torch's own kernel, what streams overlap, and the speed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -25,20 +27,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from multigemm import torch_internals
 from multigemm.backend import Availability, Launch, Recipe
-from multigemm.backends.cublas import calls, epilogue, launch, library, run, streams, support
-from multigemm.backends.cublas.calls import Batch
+from multigemm.backends.cublas import grouped_mm, launch, library, run, support
 from multigemm.backends.cublas.config import Config
-from multigemm.backends.cublas.leading import Shape
-from multigemm.backends.cublas.library import Call
+from multigemm.backends.cublas.library import Batch, Call
+from multigemm.backends.cublas.products import Shape
 from multigemm.cuda import driver, nvrtc
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 
 CUDA = torch.device("cuda")
-NUMPY: dict[int, Any] = {0: np.float32, 1: np.float64, 2: np.float16, 3: np.int8, 10: np.int32, 14: ml_dtypes.bfloat16}
+_NUMPY: dict[int, Any] = {0: np.float32, 1: np.float64, 2: np.float16, 3: np.int8, 10: np.int32, 14: ml_dtypes.bfloat16}
 SINGLE = (0, 2, 14)
 TORCHS, CURRENT, TORCHS_MODE, TORCHS_SPACE = 1, 7, 3, 9
 """torch's handle, and the stream, math mode and workspace that torch gives it."""
@@ -53,7 +56,7 @@ def _counts(distance: int, itemsize: int) -> bool:
 
 def _matrix(address: int, kind: int, rows: int, cols: int, ld: int) -> npt.NDArray[Any]:
     """A column-major [rows, cols] view of memory."""
-    dtype = np.dtype(NUMPY[kind])
+    dtype = np.dtype(_NUMPY[kind])
     assert ld >= max(1, rows), f"leading dimension {ld} is less than {rows} rows"
     assert cols <= 1 or _counts(ld, dtype.itemsize), f"leading dimension {ld} is not counted"
     assert address % dtype.itemsize == 0
@@ -92,7 +95,7 @@ def _products(name: str, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
         yield values[:16]
     elif name == "strided":
         one, steps = [v for i, v in enumerate(values[:19]) if i not in (9, 13, 18)], [values[i] for i in (9, 13, 18)]
-        sizes = [np.dtype(NUMPY[values[i]]).itemsize for i in (7, 7, 16)]
+        sizes = [np.dtype(_NUMPY[values[i]]).itemsize for i in (7, 7, 16)]
         assert all(map(_counts, steps, sizes))
         for i in range(values[19]):
             at = [one[x] + i * step * size for x, step, size in zip((6, 9, 13), steps, sizes, strict=True)]
@@ -108,23 +111,19 @@ def _value(argument: Any) -> Any:
     return getattr(inner, "value", inner) or 0
 
 
-def make(batch: Batch) -> list[str]:
-    """Makes the calls of a batch on host memory; returns their names."""
-    for function, args, _ in batch.calls:
-        function(ctypes.c_void_p(TORCHS), *args)
-    return [name for _, _, name in batch.calls]
-
-
 # --- the library, torch's handle, and the driver ---------------------------------------------------
 
 
 class Fake:
-    """Writes down each call with the stream, math mode and workspace of the handle at that moment."""
+    """Writes down each call with the stream and math mode of the handle at that moment, each launch with its grid."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.kernels: dict[Any, Callable[..., None]] = {}
         self.log: list[tuple[Any, ...]] = []
         self.stream, self.mode, self.space = CURRENT, TORCHS_MODE, TORCHS_SPACE
         self.capture_of: dict[int, int] = {}
+        self.computes = True
         self.events, self.streams, self.relaxed = 0, 100, False
         self.gemm, self.strided, self.pointers, self.grouped = (
             partial(self._call, name) for name in ("gemm", "strided", "pointers", "grouped")
@@ -132,8 +131,9 @@ class Fake:
 
     def _call(self, name: str, blas: Any, *args: Any) -> int:
         self.log.append(("call", name, self.stream, self.mode))
-        for one in _products(name, args):
-            _multiply(one)
+        if self.computes:
+            for one in _products(name, args):
+                _multiply(one)
         return 0
 
     def named(self, name: str, status: int = 0, also: Callable[[], object] = lambda: None) -> Call:
@@ -149,6 +149,12 @@ class Fake:
     def called(self) -> dict[str, int]:
         """The stream of each call."""
         return {entry[1]: entry[2] for entry in self.log if entry[0] == "call"}
+
+    def make(self, batch: Batch) -> list[str]:
+        """Makes the calls of a batch; returns their names."""
+        for function, args, _ in batch.calls:
+            function(ctypes.c_void_p(TORCHS), *args)
+        return [name for _, _, name in batch.calls]
 
     def handle(self) -> ctypes.c_void_p:
         self.stream, self.mode, self.space = CURRENT, TORCHS_MODE, TORCHS_SPACE
@@ -198,19 +204,71 @@ class Fake:
         to._obj.value = self.streams
         return 0
 
+    def cuMemsetD8Async(self, at: Any, value: int, size: Any, stream: Any) -> int:
+        ctypes.memset(at.value, value, size.value)
+        return 0
 
-def install(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """A fake in the places of the library, the driver and torch's handle."""
-    fake = Fake()
-    monkeypatch.setattr(launch, "cublas", lambda: fake)
+    def cuMemsetD2D8Async(self, at: Any, pitch: Any, value: int, width: Any, lines: Any, stream: Any) -> int:
+        for i in range(lines.value):
+            ctypes.memset(at.value + i * pitch.value, value, width.value)
+        return 0
+
+    def kernel(self, source: str, name: str, defines: tuple[str, ...], device: int) -> Any:
+        """A kernel as `nvrtc.kernel` gives it."""
+        if self.folder is not None and (source, defines) not in self.kernels:
+            self.kernels[source, defines] = compiled(source, name, defines, self.folder)
+        runs = self.kernels.get((source, defines))
+
+        def bound(blocks: int, threads: int, values: Sequence[Any], keep: object) -> nvrtc.Step:
+            def step(stream: int, _keep: object = keep) -> None:
+                self.log.append(("kernel", name, stream, blocks, getattr(values[0], "after", 0)))
+                if runs is not None:
+                    runs(ctypes.byref(values[0]), min(blocks, 3), threads)
+
+            return step
+
+        return type("Kernel", (), {"bound": staticmethod(bound)})
+
+    def grouped_mm(self, keys: Any, a: Tensor, b: Tensor, ends: Tensor, bias: None, dtype: None) -> Tensor:
+        """torch's operation: it asks for memory, trusts the ends, and leaves rows behind the last one as they are."""
+        self.log.append(("grouped_mm", CURRENT))
+        cuts, jagged_m = [0, *ends.tolist()], b.dim() == 3
+        shape = (a.shape[0], b.shape[2]) if jagged_m else (len(ends), a.shape[0], b.shape[1])
+        assert ends.dtype is torch.int32
+        assert cuts == sorted(cuts)
+        assert cuts[-1] <= a.shape[0 if jagged_m else 1]
+        out = torch.empty_strided(shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], dtype=a.dtype)
+        fresh = not torch_internals.dispatch_modes()
+        with _disable_current_modes():
+            if fresh:
+                out.fill_(float("nan"))
+            for g, (start, end) in enumerate(pairwise(cuts)):
+                if jagged_m:
+                    out[start:end] = (a[start:end].double() @ b[g].double()).to(out.dtype)
+                else:
+                    out[g] = (a[:, start:end].double() @ b[start:end].double()).to(out.dtype)
+        return out
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake:
+    """A fake in the places of the library, the driver, torch's handle and grouped_mm. Without a folder to compile them
+    in, kernels do nothing."""
+    if folder is not None and shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the kernels for the host")
+    fake = Fake(folder)
+    known = torch_internals.redispatched_grouped_mm
+    assert known is not None
     monkeypatch.setattr(library, "cublas", lambda: fake)
-    monkeypatch.setattr(calls, "to_device", lambda array, device: torch.from_numpy(array.copy()))
+    monkeypatch.setattr(library, "to_device", lambda array, device: torch.from_numpy(array.copy()))
     monkeypatch.setattr(run, "handle", fake.handle)
+    monkeypatch.setattr(run, "workspace", lambda device, stream=None: torch.empty(16, dtype=torch.uint8))
+    monkeypatch.setattr(run, "_kits", {})
     monkeypatch.setattr(driver, "library", lambda: fake)
     monkeypatch.setattr(driver, "use_context", lambda device: None)
-    for module in (streams, run):
-        monkeypatch.setattr(module, "workspace", lambda device, stream=None: torch.empty(16, dtype=torch.uint8))
-    monkeypatch.setattr(streams, "_kits", {})
+    monkeypatch.setattr(nvrtc, "kernel", fake.kernel)
+    monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", (fake.grouped_mm, *known[1:]))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch_internals, "empty_cuda", lambda *x: torch.empty_strided(*x[:2], dtype=x[2]))
     monkeypatch.setattr(torch_internals, "is_capturing", lambda: CURRENT in fake.capture_of)
     monkeypatch.setattr(torch_internals, "current_raw_stream", lambda device: CURRENT)
     monkeypatch.setattr(torch_internals, "current_device", lambda: 0)
@@ -225,7 +283,7 @@ def streamed(fake: Fake, status: int = 0, size: int = 4096, count: int = 3) -> r
     return run.Streamed(library, Batch(calls), shapes, count, torch.device("cpu"))
 
 
-# --- the epilogue ---------------------------------------------------------------------------------
+# --- our kernels ------------------------------------------------------------------------------------
 
 PRELUDE = """
 #include <cmath>
@@ -235,8 +293,12 @@ using namespace std;
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __shared__ static
 struct Place { int x, y, z; };
-static Place blockIdx, threadIdx, gridDim, blockDim;
+struct alignas(16) int4 { int x, y, z, w; };
+static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+static Place blockIdx, gridDim, blockDim;
+static thread_local Place threadIdx;
 static float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
 static unsigned __float_as_uint(float f) { unsigned v; memcpy(&v, &f, 4); return v; }
 static float __double2float_rz(double d) {
@@ -248,7 +310,7 @@ static float __fdividef(float a, float b) { return a / b; }
 static float wide_half(unsigned short v) { _Float16 h; memcpy(&h, &v, 2); return (float)h; }
 static unsigned short half_of(float f) { _Float16 h = (_Float16)f; unsigned short v; memcpy(&v, &h, 2); return v; }
 """
-DRIVER = """
+ONE_BY_ONE = """
 extern "C" void run(const Task* t, int blocks, int threads) {
     gridDim = {blocks, 1, 1};
     blockDim = {threads, 1, 1};
@@ -260,32 +322,52 @@ extern "C" void run(const Task* t, int blocks, int threads) {
         }
 }
 """
+THREADS = """
+#include <algorithm>
+#include <barrier>
+#include <thread>
+#include <vector>
+static std::barrier<>* together;
+static void __syncthreads() { together->arrive_and_wait(); }
+"""
+IN_THREADS = """
+extern "C" void run(const Bounds* t, int blocks, int threads) {
+    const int count = min(threads, (t->groups + 31) / 32 * 32);
+    gridDim = {blocks, 1, 1};
+    blockDim = {count, 1, 1};
+    for (int b = 0; b < blocks; b++) {
+        barrier<> all(count);
+        vector<thread> running;
+        together = &all;
+        blockIdx = {b, 0, 0};
+        for (int i = 0; i < count; i++) running.emplace_back([=] { threadIdx = {i, 0, 0}; cut(*t); });
+        for (thread& each : running) each.join();
+    }
+}
+"""
 PTX = {
     'asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(half));': "wide = wide_half(half);",
     'asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(narrow(value)));': "half = half_of(narrow(value));",
 }
 
 
-class HostKernel:
-    """The epilogue for one set of types, as `nvrtc.Kernel` is bound."""
+def compiled(source: str, name: str, defines: Sequence[str], folder: Path) -> Callable[..., None]:
+    """A kernel as host code: a function of its argument, blocks and threads. What was built stays in the folder."""
+    for ptx, plain in PTX.items():
+        assert ptx in source or name == "cut"
+        source = source.replace(ptx, plain)
+    source = THREADS + PRELUDE + source + IN_THREADS if name == "cut" else PRELUDE + source + ONE_BY_ONE
+    stem = hashlib.sha256((source + " ".join(defines)).encode()).hexdigest()[:16]
+    built = folder / f"{stem}.so"
+    if not built.exists():
+        (folder / f"{stem}.cpp").write_text(source)
+        command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w", *defines]
+        subprocess.run([*command, str(folder / f"{stem}.cpp"), "-o", str(built)], check=True)
+    runs: Callable[..., None] = ctypes.CDLL(str(built)).run
+    return runs
 
-    def __init__(self, source: str, defines: Sequence[str], folder: Path) -> None:
-        for ptx, plain in PTX.items():
-            assert ptx in source
-            source = source.replace(ptx, plain)
-        name = hashlib.sha256((source + " ".join(defines)).encode()).hexdigest()[:16]
-        built = folder / f"{name}.so"
-        if not built.exists():
-            (folder / f"{name}.cpp").write_text(PRELUDE + source + DRIVER)
-            command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *defines]
-            subprocess.run([*command, str(folder / f"{name}.cpp"), "-o", str(built)], check=True)
-        self._run = ctypes.CDLL(str(built)).run
 
-    def bound(self, blocks: int, threads: int, values: Sequence[Any], keep: object) -> nvrtc.Step:
-        def step(stream: int, _keep: object = keep) -> None:
-            self._run(ctypes.byref(values[0]), min(blocks, 3), threads)
-
-        return step
+# --- the backend ----------------------------------------------------------------------------------
 
 
 class HostCublas:
@@ -317,18 +399,3 @@ class HostCublas:
             return launch.bound(seen, how, ops.host_offsets, ops.host_valid_rows)
 
         return Recipe(f"model.{config.variant}", config, bind)
-
-
-def install_epilogue(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Fake:
-    """A fake library, and the epilogue as host code, which is kept in `folder`."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ to compile the epilogue for the host")
-    kernels: dict[Any, HostKernel] = {}
-
-    def kernel(source: str, name: str, defines: tuple[str, ...], device: int) -> HostKernel:
-        if defines not in kernels:
-            kernels[defines] = HostKernel(source, defines, folder)
-        return kernels[defines]
-
-    monkeypatch.setattr(epilogue, "nvrtc", SimpleNamespace(kernel=kernel))
-    return install(monkeypatch)

@@ -23,7 +23,7 @@ from torch import Tensor
 import multigemm as mg
 from multigemm.backends.cublas import launch
 from multigemm.backends.cublas.config import Config, is_valid
-from multigemm.backends.cublas.leading import FARTHEST_BYTES, FARTHEST_ELEMENTS
+from multigemm.backends.cublas.products import FARTHEST_BYTES, FARTHEST_ELEMENTS
 from multigemm.backends.cublas.support import not_supported_reasons
 from multigemm.planning.staging import stage, staged_spec
 
@@ -156,7 +156,8 @@ def solve(case: Far, dtype: torch.dtype, device: str = "cuda") -> str:
         return "refused " + "; ".join(reasons)
     bind = launch.plan(spec, case.config, where).bind
     for _ in range(2):
-        bind(stage(stand.problem, spec, stand.problem.out).ops)()  # type: ignore[arg-type]
+        ops = stage(stand.problem, spec, stand.problem.out).ops  # type: ignore[arg-type]
+        bind(ops)()
     return "right" if stand.right() else "wrong"
 
 

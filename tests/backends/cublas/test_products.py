@@ -1,4 +1,4 @@
-"""The host side of the cublas backend: layouts, packing, products and calls; no GPU needed."""
+"""Layouts, packing, products and the calls that they become; no GPU needed."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.backends.cublas import calls, choose
-from multigemm.backends.cublas.leading import Leading, Shape, leading, shape_of
-from multigemm.backends.cublas.library import NO_TRANSPOSE, TRANSPOSE
+from multigemm.backends.cublas import choose, library
 from multigemm.backends.cublas.products import (
+    NO_TRANSPOSE,
+    TRANSPOSE,
     Bytes,
+    Leading,
     Product,
+    Shape,
     cut,
     even_steps,
+    leading,
     list_products,
     merged,
     packed_cuts,
     packed_forms,
     packed_products,
+    shape_of,
 )
 from multigemm.backends.cublas.run import shares
 from multigemm.backends.cublas.staging import Copies, stage, writable
@@ -31,7 +35,7 @@ from multigemm.planning.operands import Operands, group_table, packed
 from multigemm.planning.staging import stage as stage_problem
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from tests.support.cublas_fake import Fake, make
+from tests.support.cublas_fake import Fake
 
 CPU = torch.device("cpu")
 VARIANTS = ("loop", "batched", "grouped")
@@ -72,17 +76,15 @@ def _operands(problem: GroupedGemmProblem, out: Any) -> Operands:
     return stage_problem(problem, staged_spec(problem), out).ops
 
 
-def _batch(ops: Operands, variant: str, products: list[Product]) -> calls.Batch:
-    library, t = (
-        cast(Any, Fake()),
-        calls.types(ops.spec.compute, calls.compute_type(ops.spec), ops.spec.out.dtype, ops.alpha, 0.0),
-    )
+def _batch(ops: Operands, variant: str, products: list[Product]) -> library.Batch:
+    fake: Any = Fake()
+    t = library.types(ops.spec.compute, library.compute_type(ops.spec), ops.spec.out.dtype, ops.alpha, 0.0)
     size = ops.spec.compute.itemsize
     if variant == "grouped":
-        return calls.one_for_all(library, products, t, CPU)
+        return library.one_for_all(fake, products, t, CPU)
     if variant == "batched":
-        return calls.one_per_shape(library, products, t, Bytes(size, size), CPU)
-    return calls.one_each(library, products, t)
+        return library.one_per_shape(fake, products, t, Bytes(size, size), CPU)
+    return library.one_each(fake, products, t)
 
 
 def _packed_products(ops: Operands, size: Bytes) -> list[Product]:
@@ -102,7 +104,7 @@ def _solve(problem: GroupedGemmProblem, out: Any, variant: str) -> list[str]:
     else:
         size = ops.spec.compute.itemsize
         products = _packed_products(ops, Bytes(size, size))
-    return make(_batch(ops, variant, products)) if products else []
+    return Fake().make(_batch(ops, variant, products)) if products else []
 
 
 def _laid(shape: tuple[int, ...], order: str, seed: int) -> Tensor:
@@ -271,12 +273,12 @@ def test_merging_keeps_every_product_once() -> None:
 
 def test_long_uneven_products_of_a_grouped_call_stay_in_their_order() -> None:
     """Sorted by size, those that are bound by memory would follow those that are not."""
-    assert [len(same) for _, same in calls._in_groups([_product(m) for m in (4, 2, 4)])] == [2, 1]
+    assert [len(same) for _, same in library._in_groups([_product(m) for m in (4, 2, 4)])] == [2, 1]
     large = [
         Product(Shape(0, 0, 4096, m, 4096, 4096, 4096, 4096), at, at, at) for at, m in enumerate((900, 200, 900, 100))
     ]
-    assert [[p.out for p in same] for _, same in calls._in_groups(large)] == [[0], [1], [2], [3]]
-    assert [[p.out for p in same] for _, same in calls._in_groups([large[0]] * 3)] == [[0, 0, 0]]
+    assert [[p.out for p in same] for _, same in library._in_groups(large)] == [[0], [1], [2], [3]]
+    assert [[p.out for p in same] for _, same in library._in_groups([large[0]] * 3)] == [[0, 0, 0]]
 
 
 def test_even_steps_needs_equal_and_forward_distances() -> None:
@@ -330,3 +332,9 @@ def test_groups_that_share_a_matrix_are_one_product_where_there_are_any(groups: 
     view = packed(ops)
     cuts = packed_cuts(view, size, ops.host_offsets, None, packed_forms(view, size))
     assert len(packed_products(cuts, size)) == min(groups, 1)
+
+
+def test_arguments_that_calls_share_are_made_once() -> None:
+    doubled = library.types(torch.bfloat16, library.COMPUTE_32F, torch.bfloat16, 2.0, 0.0)
+    assert library.types(torch.bfloat16, library.COMPUTE_32F, torch.bfloat16, 2.0, 0.0) is doubled
+    assert library.types(torch.bfloat16, library.COMPUTE_32F, torch.bfloat16, 1.0, 0.0) is not doubled

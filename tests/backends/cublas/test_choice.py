@@ -8,11 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from multigemm.backends.cublas import BACKEND, calls, choose, config, elements, kernels, launch
+from multigemm.backends.cublas import BACKEND, choose, config, kernels, launch, library
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import legal
-from multigemm.backends.cublas.leading import Shape
-from multigemm.backends.cublas.products import Product
+from multigemm.backends.cublas.products import Product, Shape
 from multigemm.backends.cublas.support import EXTENT
 from multigemm.cuda import nvrtc
 from multigemm.errors import CompileError
@@ -205,11 +204,11 @@ def test_reasons_name_the_value_the_limit_and_the_remedy() -> None:
 
 def test_compute_types_say_the_precision() -> None:
     single = _spec(dtype=torch.float32)
-    assert calls.compute_type(single) == 68
-    assert calls.compute_type(replace(single, precision="tf32")) == 77
-    assert calls.compute_type(replace(_spec(), precision="tf32")) == 68
-    assert calls.compute_type(_spec(dtype=torch.float64)) == 70
-    assert calls.compute_type(_spec(dtype=torch.int8)) == 72
+    assert library.compute_type(single) == 68
+    assert library.compute_type(replace(single, precision="tf32")) == 77
+    assert library.compute_type(replace(_spec(), precision="tf32")) == 68
+    assert library.compute_type(_spec(dtype=torch.float64)) == 70
+    assert library.compute_type(_spec(dtype=torch.int8)) == 72
 
 
 # --- calls, and what surrounds them --------------------------------------------------------------
@@ -228,18 +227,18 @@ def test_grouped_mm_sees_legal_strides_on_single_rows() -> None:
     + [(torch.float32, out) for out in (torch.float16, torch.bfloat16, torch.float64)],
 )
 def test_the_epilogue_compiles(monkeypatch: pytest.MonkeyPatch, acc: torch.dtype, out: torch.dtype) -> None:
-    library = nvrtc_here()
-    monkeypatch.setattr(nvrtc, "compiler", lambda: library)
-    act = 1 if acc is torch.int32 else elements.ACTIVATION_CODES["gelu"]
-    extra = elements.TYPE_CODES[torch.int32 if acc is torch.int32 else torch.float16]
-    codes = {"ACC": elements.TYPE_CODES[acc], "C": extra, "BIAS": extra, "OUT": elements.TYPE_CODES[out], "ACT": act}
+    here = nvrtc_here()
+    monkeypatch.setattr(nvrtc, "compiler", lambda: here)
+    act = 1 if acc is torch.int32 else kernels.ACTIVATION_CODES["gelu"]
+    extra = kernels.TYPE_CODES[torch.int32 if acc is torch.int32 else torch.float16]
+    codes = {"ACC": kernels.TYPE_CODES[acc], "C": extra, "BIAS": extra, "OUT": kernels.TYPE_CODES[out], "ACT": act}
     options = ("--gpu-architecture=sm_90", "--std=c++17", *(f"-D{k}={v}" for k, v in codes.items()))
     assert nvrtc.compile_source(kernels.FINISH, "finish", options)[:4] == b"\x7fELF"
 
 
 def test_a_broken_kernel_shows_the_compilers_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = nvrtc_here()
-    monkeypatch.setattr(nvrtc, "compiler", lambda: library)
+    here = nvrtc_here()
+    monkeypatch.setattr(nvrtc, "compiler", lambda: here)
     assert nvrtc.compile_source(kernels.CUT, "cut", ("--gpu-architecture=sm_80",))
     with pytest.raises(CompileError, match="undefined_name"):
         nvrtc.compile_source("__global__ void f() { undefined_name; }", "f", ("--gpu-architecture=sm_80",))

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.backends.cublas import run, streams
-from multigemm.backends.cublas.calls import Batch
-from multigemm.backends.cublas.library import EXACT_MATH
+from multigemm.backends.cublas import run
+from multigemm.backends.cublas.library import EXACT_MATH, Batch
 from multigemm.cuda import driver as cuda_driver
 from multigemm.cuda import nvrtc
 from multigemm.cuda.driver import NO_CONTEXT
@@ -87,9 +86,9 @@ def test_a_failed_call_leaves_the_handle_as_it_was(fake: Fake) -> None:
 def test_the_workspace_is_sized_as_torchs(monkeypatch: pytest.MonkeyPatch, config: str, size: int) -> None:
     """Another size would let the library choose other kernels, and the first run other bits than the next."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
-    streams.workspace_bytes.cache_clear()
-    assert streams.workspace_bytes() == size
-    streams.workspace_bytes.cache_clear()
+    run.workspace_bytes.cache_clear()
+    assert run.workspace_bytes() == size
+    run.workspace_bytes.cache_clear()
 
 
 def test_many_short_products_take_one_stream(fake: Fake) -> None:
@@ -162,7 +161,7 @@ def test_sides_belong_to_the_stream_they_fork_from(fake: Fake) -> None:
 
 def test_a_capture_keeps_the_sides_that_it_uses_and_works_in_other_memory(fake: Fake) -> None:
     launch, other = streamed(fake, size=8), streamed(fake)
-    eager = {TORCHS_SPACE} | {side.space.data_ptr() for kit in streams._kits[0, CURRENT] for side in kit.sides}
+    eager = {TORCHS_SPACE} | {side.space.data_ptr() for kit in run._kits[0, CURRENT] for side in kit.sides}
     spaces: list[int] = []
     fake.capture_of = dict.fromkeys((CURRENT, 101, 102), 5)
     note = fake.named("noted", also=lambda: spaces.append(fake.space))
