@@ -23,7 +23,7 @@ from multigemm.backends.numba import config as numba_config
 from multigemm.backends.triton import candidates as triton_candidates
 from multigemm.backends.triton import config as triton_config
 from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference, same_bits
-from multigemm.problem.spec import ProblemSpec
+from multigemm.problem.spec import FORMS, ProblemSpec
 from multigemm.select.ranking import plain_spec
 from multigemm.settings import settings
 from multigemm.testing import batch_invariance
@@ -135,9 +135,7 @@ def test_cublas_promises_whole_numbers_only() -> None:
 def specs_of(dtype: torch.dtype, precision: str = "ieee", **changes: Any) -> Iterator[ProblemSpec]:
     """Problems of all forms and sizes."""
     plain = promised(dtype=dtype, precision=precision).spec
-    for form, (groups, rows, k) in product(
-        ("jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group"), SIZES
-    ):
+    for form, (groups, rows, k) in product(FORMS, SIZES):
         extents: dict[str, Any] = {"m": rows, "n": 256, "k": k} | ({form[-1]: None} if form.startswith("jag") else {})
         yield replace(plain, form=form, groups=groups, total=groups * rows, largest=rows, **extents, **changes)
 
