@@ -30,9 +30,8 @@ import torch
 
 import multigemm as mg
 from multigemm.bench import operands
-from multigemm.bench.drawn import random
 from multigemm.bench.entries import problem
-from multigemm.bench.suites import suite
+from multigemm.bench.suites import parts, random, suite
 from multigemm.bench.workloads import Workload, geomean
 from multigemm.errors import MultigemmError
 from multigemm.planning.plan import Plan
@@ -73,8 +72,8 @@ class Row:
         return self.us[name] / self.us[self.fastest]
 
 
-def drawn(shapes: int, seed: int) -> list[Workload]:
-    """So many random shapes, 20 by each seed."""
+def random_shapes(shapes: int, seed: int) -> list[Workload]:
+    """So many, 20 by each seed."""
     every = (case for own in count(seed) for case in random(own))
     return list(islice(every, shapes))
 
@@ -176,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=480.0, help="after which no further problem is begun")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     args = parser.parse_args(argv)
-    cases, names = suite(args.suite) if args.suite else drawn(args.shapes, args.seed), args.backends.split(",")
+    cases, names = suite(args.suite) if args.suite else random_shapes(args.shapes, args.seed), parts(args.backends)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="multigemm-auto-") as folder:
         os.environ["MULTIGEMM_CACHE_DIR"] = folder  # nobody's choices, and of no other run

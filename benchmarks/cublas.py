@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 import multigemm as mg
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.run import shares
-from multigemm.bench import operands, peer_cublas, peer_torch
+from multigemm.bench import operands, peers
 from multigemm.bench.entries import Refused
 from multigemm.bench.suites import SUITES
 from multigemm.bench.workloads import Workload
@@ -39,7 +39,7 @@ Call = Callable[[], Any]
 Row = dict[str, Any]
 CUDA = torch.device("cuda")
 NAMES = ("moe", "wgrad", "tutorial", "helion-jagged", "l2", "cpu-tile", "small")
-BARE = {**peer_torch.ENTRIES, peer_cublas.ENTRY.name: peer_cublas.ENTRY}
+BARE = {name: entry for name, entry in peers.PEERS.items() if name.startswith(("torch_", "cublas_"))}
 LOOPED, NEAR, SHORT_US, SLOWER = 64, 1.08, 100.0, 0.985
 """Groups that a loop is worth trying for; how near the fastest a call must come to be measured again; what is also
 measured in graphs; a ratio that asks for the names of the kernels."""
@@ -113,7 +113,7 @@ def rows_of(workload: Workload, budget_ms: float) -> list[Row]:
     head: Row = {"case": workload.key, "chosen": plan.told}
     rows = [head | compared(calls, plan, again, "cold", budget_ms)]
     if float(rows[0]["us"]["plan"]) < SHORT_US:
-        captured = {name: call for name, call in calls.items() if name != peer_cublas.ENTRY.name}
+        captured = {name: call for name, call in calls.items() if name != "cublas_grouped"}
         rows += [head | compared(captured, plan, again, mode, budget_ms / 4) for mode in ("graph", "hot")]
     return rows
 

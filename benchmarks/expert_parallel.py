@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 benchmarks/expert_parallel.py --json ep.json --timeline ep_timeline.json
     torchrun --nproc-per-node 2 benchmarks/expert_parallel.py --device cpu --scale 64   # a small one
+    python benchmarks/expert_parallel.py --draw ep_timeline.json --layers qwen3-30b     # writes ep_timeline.svg
 
 Rank 0 first runs the whole layer alone, then all ranks run it together, each with its share of the tokens.
 The result and the gradients of tokens and experts are compared before anything is timed. The timeline holds the kernels
-of one step on rank 0: how long NCCL was at work, and for how much of that a product ran beside it.
+of one step on rank 0: how long NCCL was at work, and for how much of that a product ran beside it. The drawing has one
+lane for the exchanges and one for everything else: an exchange below a product is hidden behind it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +35,9 @@ LAYERS = {  # experts, top k, hidden, intermediate, tokens in total
     "mixtral": (8, 2, 4096, 14336, 16384),
     "qwen3-30b": (128, 8, 2048, 768, 32768),
 }
+
+
+LANES = {"product": (1, "#2a6fb0"), "other": (1, "#a9bdd0"), "exchange": (0, "#d9822b")}
 
 
 def make(shape: tuple[int, ...], device: str, dtype: torch.dtype) -> MoE:
@@ -85,10 +91,10 @@ def kernels_of(call: Callable[[], Any]) -> list[dict[str, Any]]:
     with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
-    path = Path(f"/tmp/timeline-{os.getpid()}.json")
-    profile.export_chrome_trace(str(path))
-    events = json.loads(path.read_text())["traceEvents"]
-    path.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
     found = [e for e in events if e.get("cat") == "kernel"]
     first = min(e["ts"] for e in found)
     return [
@@ -116,6 +122,21 @@ def overlap(kernels: list[dict[str, Any]]) -> dict[str, float]:
     both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans["exchange"] for c, d in spans["product"])
     total = {which: round(sum(b - a for a, b in found), 1) for which, found in spans.items()}
     return {**total, "exchange beside a product": round(both, 1)}
+
+
+def draw(path: Path, title: str) -> Path:
+    """The kernels of a layer, from what `--timeline` wrote, as SVG beside it."""
+    from matplotlib import pyplot
+
+    kernels = json.loads(path.read_text())[title]
+    figure, axes = pyplot.subplots(figsize=(10, 1.8), layout="constrained")
+    for which, (lane, colour) in LANES.items():
+        spans = [(k["start"] / 1e3, k["us"] / 1e3) for k in kernels if k["kind"] == which]
+        axes.broken_barh(spans, (lane + 0.1, 0.8), color=colour)
+    axes.set_yticks([1.5, 0.5], ["compute", "exchange"])
+    axes.set(xlabel="ms", title=f"{title}: one step, forward and backward, on one rank")
+    figure.savefig(path.with_suffix(".svg"))
+    return path.with_suffix(".svg")
 
 
 def run(title: str, args: argparse.Namespace, chunks: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -160,7 +181,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--timeline", type=Path, default=None, help="kernels of one step on rank 0, last chunk count")
+    parser.add_argument(
+        "--draw", type=Path, help="draw the first of --layers from a file of --timeline, and do no more"
+    )
     args = parser.parse_args()
+    if args.draw:
+        print(f"written: {draw(args.draw, args.layers.split(',')[0])}")
+        return
     if "LOCAL_RANK" not in os.environ:
         parser.error("it takes one process for each GPU: torchrun --nproc-per-node 2 benchmarks/expert_parallel.py")
     if args.device.startswith("cuda") and not torch.cuda.is_available():

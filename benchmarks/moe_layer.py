@@ -3,19 +3,17 @@
     python benchmarks/moe_layer.py                            # on a GPU; needs transformers
     python benchmarks/moe_layer.py --device cpu --scale 64    # a small one, to see that it runs
 
-Medians of interleaved calls, CUDA events around each, every other round in reverse, since what ran before sets the
-clock of the chip; the layers share weights, tokens and routing. Two floors are measured beside them: "dense" is
-torch.mm alone on two products with the same FLOPs, and "weights" the time to read once the weights of all experts that
-have a token, at the rate at which the machine copies. No layer can be faster than either, so eager's time over the
-longer of them ("at most") is the largest speed-up that anyone can reach.
+Medians by the one clock of multigemm, calls interleaved and without pauses, since what ran before sets the clock of
+the chip; the layers share weights, tokens and routing. Two floors are measured beside them: "dense" is torch.mm alone
+on two products with the same FLOPs, and "weights" the time to read once the weights of all experts that have a token,
+at the rate at which the machine copies. No layer can be faster than either, so eager's time over the longer of them
+("at most") is the largest speed-up that anyone can reach.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,13 +26,13 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import multigemm.integrations.transformers  # noqa: F401  (registers the name "multigemm")
+from multigemm.bench.machine import copy_tbps
+from multigemm.select.timing import measure
 
 LAYERS = {  # experts, top k, hidden, intermediate
     "mixtral": (8, 2, 4096, 14336),
     "qwen3-30b": (128, 8, 2048, 768),
 }
-COPIED = 1 << 30
-"""Bytes that are copied to see how fast memory can be read."""
 NAMES = ("multigemm", "grouped_mm", "eager")
 FLOORS = ("dense", "weights")
 
@@ -75,42 +73,18 @@ def dense(pairs: int, layer: Any) -> Callable[[], Any]:
     return lambda: (rows @ up.T, hidden @ down.T)
 
 
-def bytes_per_ms(layer: Any, rounds: int, device: str) -> float:
-    """What a copy moves, reads and writes counted, in memory too large for a cache."""
-    source = layer.gate_up_proj.detach().view(-1)[: COPIED // 2]
-    target = torch.empty_like(source)
-    ms = statistics.median(clock(lambda: target.copy_(source), device) for _ in range(rounds + 2))
-    return 2 * source.numel() * source.element_size() / ms
-
-
 def bytes_read(layer: Any, index: Tensor) -> int:
     """The weights of the experts that have a token: a layer reads each of them at least once."""
     expert = sum(weight[0].numel() * weight.element_size() for weight in (layer.gate_up_proj, layer.down_proj))
     return int(index.unique().numel()) * expert
 
 
-def clock(call: Callable[[], Any], device: str) -> float:
-    """Milliseconds of one call."""
-    if device == "cpu":
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
-
-
 def medians(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
-    runs: dict[str, list[float]] = {name: [] for name in calls}
-    for call in [*calls.values()] * 4:
-        call()
-    for turn in range(rounds):
-        for name, call in list(calls.items())[:: -1 if turn % 2 else 1]:
-            runs[name].append(clock(call, device))
-    return {name: statistics.median(times) for name, times in runs.items()}
+    """Milliseconds of each; raises what a call raised."""
+    taken = measure(calls, device, "sustained", reps=rounds, min_reps=rounds)
+    if failed := next((timing for timing in taken.values() if timing.error), None):
+        raise RuntimeError(f"{failed.name}: {failed.error}")
+    return {name: timing.median / 1e3 for name, timing in taken.items()}
 
 
 def row(title: str, tokens: int, what: str, ms: dict[str, float]) -> str:
@@ -145,7 +119,7 @@ def main() -> None:
     for title, shape in LAYERS.items():
         layer, *inputs = build(shape, max(args.tokens + args.trained), args.scale, args.device)
         grad = torch.randn_like(inputs[0])
-        rate = bytes_per_ms(layer, args.rounds, args.device)
+        rate = copy_tbps(torch.device(args.device)) * 1e9  # bytes per ms
         for tokens, backward in [*((n, False) for n in args.tokens), *((n, True) for n in args.trained)]:
             x, index, weights = (part[: max(1, tokens // args.scale)] for part in inputs)
             if backward:

@@ -22,6 +22,7 @@ _HOME = {
     "plan": "api",
     "explain": "api",
     "list_backends": "api",
+    "benchmark": "bench.own",
     "Plan": "planning.plan",
     "expected": "reference.numpy_reference",
     "verify": "reference.verify",
@@ -51,6 +52,7 @@ __all__ = [
     "UnknownBackend",
     "Verdict",
     "__version__",
+    "benchmark",
     "expected",
     "explain",
     "grouped_gemm",
@@ -62,6 +64,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from multigemm.api import explain, grouped_gemm, list_backends, plan, solve
+    from multigemm.bench.own import benchmark
     from multigemm.errors import (
         BackendUnavailable,
         BackendUnsupported,

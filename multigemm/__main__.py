@@ -22,9 +22,10 @@ COMMANDS = {
         "commands.explain",
     ),
     "demo": ("one jagged problem through every backend that is here, checked and timed", "commands.demo"),
+    "verify": ("a problem of one's own through every backend that is here, each result checked", "commands.verify"),
     "fuzz": ("cross-check backends against the reference on generated problems", "fuzz.cli"),
     "bench": ("compare backends and peers on named workloads", "bench.cli"),
-    "tune": ("measure configs for a workload and keep the best", "bench.tune_cli"),
+    "tune": ("measure configs for a workload and keep the best", "bench.tune"),
     "cache": ("show, clear, export or import what is cached on disk", "commands.cache"),
 }
 

@@ -106,9 +106,9 @@ def _solve(
     problem: GroupedGemmProblem, backend: Which, config: Any, keys: tuple[Key | None, Key | None], kind: str
 ) -> Any:
     if problem.requires_grad and torch.is_grad_enabled():
-        from multigemm.integrations import differentiable
+        from multigemm.integrations import gradients
 
-        return differentiable.solve(problem, backend, config, grouped_gemm)
+        return gradients.solve(problem, backend, config, grouped_gemm)
     return LAUNCHES.run(keys, kind, choose(problem, backend, config, eager=True), problem)
 
 

@@ -48,6 +48,7 @@ class Recipe:
     `syncs` says that binding or launching reads sizes back from the device. `tell` is for a recipe
     that decides at bind, by sizes that no spec holds; a backend whose plans cost nothing may say so by an
     attribute `decides_at_bind`, and `multigemm tune` then measures it with the sizes in either place.
+    `sums_sizes` says that launches read `ops.sizes` where there are any: nothing has to write `ops.ends` before.
     """
 
     kernel: str
@@ -56,6 +57,7 @@ class Recipe:
     why: str = ""
     syncs: bool = False
     tell: Tell | None = None
+    sums_sizes: bool = False
 
 
 @runtime_checkable

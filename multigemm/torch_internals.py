@@ -63,6 +63,9 @@ grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 blas_handle: Callable[[], int] = getattr(_C, "_cuda_getCurrentBlasHandle", torch.cuda.current_blas_handle)
 """torch's own cuBLAS handle for this thread's current device and stream."""
 
+has_matrix_unit: Callable[[], bool] = getattr(torch.cpu, "_is_amx_tile_supported", bool)
+"""Whether the processor multiplies tiles of bfloat16 (AMX)."""
+
 
 def forward_mode() -> bool:
     """Whether forward-mode differentiation is going on in this thread, so that tensors may carry tangents."""

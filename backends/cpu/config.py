@@ -8,103 +8,67 @@ from typing import Literal
 import torch
 
 from multigemm.backends.cpu.epilogue import is_plain
-from multigemm.backends.cpu.jit import lanes, missing
-from multigemm.backends.cpu.leaks import can_be_checked
-from multigemm.backends.cpu.mkl import has_fast_bf16, library
+from multigemm.backends.cpu.stacks import STEP
 from multigemm.problem.spec import ProblemSpec
+from multigemm.torch_internals import has_matrix_unit
 
-Kernel = Literal["tiles", "bmm", "blas", "loop", "ordered"]
-KERNELS: tuple[Kernel, ...] = ("bmm", "tiles", "blas", "loop", "ordered")
+Kernel = Literal["bmm", "blas", "loop", "ordered"]
+KERNELS: tuple[Kernel, ...] = ("bmm", "blas", "loop", "ordered")
 
-SMALL_PRODUCT = 1 << 23
-"""Multiply-adds of an average product (by its bucket) up to which tiles are the better guess."""
-SMALL_BF16 = 1 << 20
-"""The same where bfloat16 products cannot be stacked, and each call of torch's product costs its time."""
-
-TILES = {32: ((14, 2), (12, 2), (8, 3), (6, 4), (14, 1)), 16: ((6, 2), (4, 3), (3, 4), (12, 1))}
-"""Tiles that fit the vector registers that there are, beside one row of B and one element of A."""
+FEW_ROWS = 8
+"""Rows of an average group up to which widening the weights costs more than oneDNN's slower products."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """How products are formed.
 
-    `bmm`    torch's batched product over padded neighbours: bfloat16 in and out, no epilogue
-    `tiles`  compiled tiles of `rows` x `vectors` registers for small float32 products; larger ones as `blas`
-    `blas`   batched BLAS calls, with a float32 or float64 accumulator
+    `bmm`    torch's products of bfloat16 operands: bfloat16 out, no epilogue
+    `blas`   torch's products of operands widened to the accumulator's dtype, then the epilogue
     `loop`   one product after another through NumPy
     `ordered` one product after another, each element summed over k in order: what batch-invariant problems take
     """
 
     kernel: Kernel = "loop"
-    rows: int = 0
-    vectors: int = 0
 
 
-def suits(spec: ProblemSpec) -> bool:
+def has_fast_bf16() -> bool:
+    """Whether bfloat16 products run on the processor's own instructions."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _is_bf16_only(spec: ProblemSpec) -> bool:
     """Whether torch's own bfloat16 product is this spec's answer."""
     return is_plain(spec) and spec.compute == spec.out.dtype == torch.bfloat16
 
 
-def average_work(spec: ProblemSpec) -> float | None:
-    """Multiply-adds of an average product as far as the buckets tell; None if extents differ by group."""
-    extents = (spec.m, spec.n) if spec.form == "jagged_k" else (spec.m, spec.k) if spec.form == "jagged_n" else None
-    first, second = extents or (spec.n, spec.k)
-    if first is None or second is None:
-        return None
-    return spec.total * first * second / max(1, spec.groups)
+def _keeps_rows_apart(spec: ProblemSpec) -> bool:
+    """Whether rows of A cannot meet in oneDNN's product, or a launch looks through them: see launch.py."""
+    if spec.form == "jagged_k":  # K differs from group to group
+        return spec.a.order == "col" and spec.out.order == "row"
+    return spec.form != "per_group" or (spec.k is not None and spec.k % STEP == 0)
 
 
-def _registers() -> int:
-    return 16 if lanes() == 8 else 32
-
-
-def _tile_configs(spec: ProblemSpec) -> tuple[Config, ...]:
-    if missing():
-        return ()
-    width = spec.m if spec.out.order == "col" else spec.n
-    narrow = width is not None and width <= lanes()
-    tiles = sorted(TILES[_registers()], key=lambda tile: tile[1] != 1) if narrow else TILES[_registers()]
-    return tuple(Config("tiles", rows, vectors) for rows, vectors in tiles)
-
-
-def _too_large_to_copy(spec: ProblemSpec) -> bool:
-    """Whether BLAS would read whole copies of operands beyond 2^31 elements, of which groups may own a few."""
+def _is_too_large_to_copy(spec: ProblemSpec) -> bool:
+    """Whether `blas` would widen whole operands beyond 2^31 elements, of which groups may own a few."""
     dtype = torch.float32 if spec.acc is torch.int32 else spec.acc
-    return any(x.wide and (x.order == "strided" or x.dtype is not dtype) for x in (spec.a, spec.b))
+    return any(x.wide and x.dtype is not dtype for x in (spec.a, spec.b))
 
 
-def _order(spec: ProblemSpec) -> tuple[Config, ...]:
-    """Tiles for small products; torch's batches for bfloat16 that can be stacked; BLAS for the rest."""
-    if spec.batch_invariant:
-        return (Config("ordered"),)
-    tiles, bmm, blas, loop = _tile_configs(spec), (Config("bmm"),), (Config("blas"),), (Config("loop"),)
-    if _too_large_to_copy(spec):
-        return loop + bmm + blas + tiles
-    work = average_work(spec)
-    if suits(spec) and not (work is not None and work <= SMALL_BF16 and spec.form in ("per_group", "jagged_k")):
-        return bmm + blas + tiles + loop
-    return tiles + blas + bmm + loop if work is not None and work <= SMALL_PRODUCT else blas + tiles + bmm + loop
+def _prefers_bf16(spec: ProblemSpec) -> bool:
+    """With matrix units bfloat16 products are several times as fast as float32 ones; without, they read less."""
+    rows = spec.m if spec.form == "jagged_k" and spec.m is not None else spec.total / max(1, spec.groups)
+    return has_matrix_unit() or rows <= FEW_ROWS
 
 
 def candidates(spec: ProblemSpec) -> tuple[Config, ...]:
     """Valid configs for this spec, the best guess first."""
-    return tuple(config for config in _order(spec) if not invalid_reasons(config, spec))
-
-
-def _tile_reasons(config: Config, spec: ProblemSpec) -> list[str]:
-    if spec.acc == torch.float64:
-        return ["tiles are float32, and this accumulator is float64: use blas"]
-    if config.rows < 1 or config.vectors < 1:
-        return [f"a tile of {config.rows} x {config.vectors} registers is empty: use at least 1 x 1"]
-    if missing():
-        return [missing()]
-    registers, needed = _registers(), (config.rows + 1) * config.vectors + 1
-    if needed > registers:
-        return [
-            f"a tile of {config.rows} x {config.vectors} needs {needed} of {registers} registers: use a smaller one"
-        ]
-    return []
+    order: tuple[Kernel, ...] = ("bmm", "blas", "loop") if _prefers_bf16(spec) else ("blas", "bmm", "loop")
+    if _is_too_large_to_copy(spec):
+        order = ("loop", "bmm", "blas")
+    if spec.batch_invariant:
+        order = ("ordered",)
+    return tuple(config for config in map(Config, order) if not invalid_reasons(config, spec))
 
 
 def invalid_reasons(config: Config, spec: ProblemSpec) -> list[str]:
@@ -113,12 +77,12 @@ def invalid_reasons(config: Config, spec: ProblemSpec) -> list[str]:
         return [f"kernel {config.kernel!r} is unknown: use one of {', '.join(KERNELS)}"]
     if spec.batch_invariant and config.kernel != "ordered":
         return [f"batch_invariant=True: the bits of a row depend on its neighbours in {config.kernel}: use ordered"]
-    if config.kernel in ("blas", "tiles") and library() is None:
-        return ["torch carries no batched BLAS that can be called by address here: use loop"]
-    if config.kernel == "bmm" and not suits(spec):
+    if config.kernel != "bmm":
+        return []
+    if not _is_bf16_only(spec):
         return [f"bmm takes plain bfloat16 products, not {spec.compute} to {spec.out.dtype} with an epilogue: use blas"]
-    if config.kernel == "bmm" and not can_be_checked(spec):
+    if not _keeps_rows_apart(spec):
         return [f"bmm takes {spec.form} only if rows of A cannot meet, not K = {spec.k} and A {spec.a.order}: use blas"]
-    if config.kernel == "bmm" and not has_fast_bf16():
+    if not has_fast_bf16():
         return ["this processor has no bfloat16 products: use blas or loop"]
-    return _tile_reasons(config, spec) if config.kernel == "tiles" else []
+    return []

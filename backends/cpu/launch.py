@@ -4,37 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.cpu.blas import BlasLaunch
-from multigemm.backends.cpu.bmm import BmmLaunch
 from multigemm.backends.cpu.config import Config
-from multigemm.backends.cpu.epilogue import finish, store
-from multigemm.backends.cpu.groups import Group, Sizes, bare, is_inference, unowned, walk
-from multigemm.backends.cpu.jit import Tile, entry
-from multigemm.backends.cpu.mkl import library
-from multigemm.backends.cpu.ordered import finish_in_pieces, make_ordered_product
-from multigemm.backends.cpu.products import product
-from multigemm.errors import LibraryError
+from multigemm.backends.cpu.epilogue import finish, finisher, is_plain, store
+from multigemm.backends.cpu.groups import Sizes, bare, empty_products, is_inference, unowned, walk
+from multigemm.backends.cpu.ordered import finish_in_pieces, ordered_product
+from multigemm.backends.cpu.stacks import STEP, Call, ProductCalls, reads_into_next_row
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 
+INT8_EXACT_K = 1024
+"""Products of int8 are at most 2^14, so float32 sums of 2^10 of them are exact integers."""
+_MAGNITUDE, _INFINITY = 0x7FFF, 0x7F80
 
-def finish_whole(acc: Tensor, group: Group, ops: Operands) -> None:
-    """The epilogue of one product."""
-    store(finish(acc, ops.spec, ops.alpha, ops.beta, group.c, group.bias), group.out)
+
+# --- one product after another ----------------------------------------------------------------------
 
 
-def bind_loop(
-    ops: Operands,
-    multiply: Callable[[Tensor, Tensor, torch.dtype], Tensor] = product,
-    conclude: Callable[[Tensor, Group, Operands], None] = finish_whole,
-) -> Launch:
-    """One product after another; right for every strided, empty or overlapping corner."""
+def _matmul32(a: Tensor, b: Tensor) -> Tensor:
+    """Through NumPy, which knows nothing of the precision that torch's float32 products may be lowered to."""
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.float32, device="cpu")
+    with np.errstate(all="ignore"):
+        np.matmul(a.contiguous().numpy(), b.contiguous().numpy(), out=out.numpy())
+    return out
+
+
+def _matmul8(a: Tensor, b: Tensor) -> Tensor:
+    out = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.int32, device="cpu")
+    for k in range(0, a.shape[1], INT8_EXACT_K):
+        part = _matmul32(a[:, k : k + INT8_EXACT_K].float(), b[k : k + INT8_EXACT_K].float())
+        out.add_(part.to(torch.int32))
+    return out
+
+
+def product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
+    """a @ b in the accumulator's precision, in a fresh tensor; zeros where K is 0."""
+    if a.shape[1] == 0 or a.shape[0] == 0 or b.shape[1] == 0:
+        return torch.zeros((a.shape[0], b.shape[1]), dtype=acc, device="cpu")
+    if acc == torch.int32:
+        return _matmul8(a, b)
+    if acc == torch.float64:
+        return torch.mm(a, b, out=torch.empty((a.shape[0], b.shape[1]), dtype=acc, device="cpu"))
+    return _matmul32(a.float(), b.float())
+
+
+def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
+    """Right for every strided, empty or overlapping corner; `ordered`: with bits that no neighbour of a row changes."""
     spec, sizes = ops.spec, Sizes(ops)
+    multiply = ordered_product if ordered and spec.acc != torch.int32 else product
 
     def launch() -> None:
         sizes.changed()
@@ -44,28 +67,150 @@ def bind_loop(
                 part.zero_()
         for group in walk(ops, start, end):
             a, b = (group.a[:, :0], group.b[:0]) if spec.alpha == "zero" else (group.a, group.b)
-            conclude(multiply(a, b, spec.acc), group, ops)
+            acc = multiply(a, b, spec.acc)
+            if ordered:
+                finish_in_pieces(acc, group, ops)
+            else:
+                store(finish(acc, spec, ops.alpha, ops.beta, group.c, group.bias), group.out)
 
     return launch
 
 
-def binder(config: Config) -> Callable[[Operands], Launch]:
-    """How a config binds a problem; compiles tiles, so that binding does not."""
-    if config.kernel == "loop":
-        return bind_loop
-    if config.kernel == "ordered":
-        multiply = make_ordered_product()
-        return lambda ops: bind_loop(ops, multiply, finish_in_pieces)
-    if config.kernel == "bmm":
-        return lambda ops: BmmLaunch(ops, bind_loop(ops))
-    tile = None
-    if config.kernel == "tiles":
-        tile = Tile(config.rows, config.vectors)
-        entry(tile.rows, tile.vectors)
-    blas = library()
-    if blas is None:
-        raise LibraryError("torch's batched BLAS cannot be called by address here")
-    return lambda ops: BlasLaunch(ops, blas, bind_loop(ops), tile)
+# --- few calls for all products ---------------------------------------------------------------------
+
+
+def _each(operand: Any) -> list[Tensor]:
+    return operand if isinstance(operand, list) else [operand]
+
+
+def _product_dtype(ops: Operands, native: bool) -> torch.dtype:
+    """What the operands are widened to, exactly: torch's product has the dtype of its operands."""
+    spec = ops.spec
+    if native:
+        return spec.compute
+    if spec.compute == torch.int8:
+        depth = max((x.shape[-1] for x in _each(ops.a)), default=0)
+        return torch.float32 if depth <= INT8_EXACT_K else torch.float64
+    return torch.float64 if spec.compute == torch.float64 else torch.float32
+
+
+def _exact_float32() -> bool:
+    """Whether torch's float32 products are that: a global switch may turn them into bfloat16 ones."""
+    mkldnn: Any = torch.backends.mkldnn
+    return mkldnn.matmul.fp32_precision in ("none", "ieee")
+
+
+def _finite_heads(a: Tensor) -> bool:
+    """Whether no row of A (a matrix or a stack) starts with an infinity or a NaN that the row above could read."""
+    width = min(a.shape[-1], -a.shape[-1] % STEP)
+    bits = a.view(torch.int16)[..., :width]
+    return not bits.numel() or int((bits & _MAGNITUDE).max()) < _INFINITY
+
+
+class ProductLaunch:
+    """One bound problem as calls of torch's products, which are prepared once for given sizes.
+
+    Steps of a launch: (1) read the sizes, and prepare the calls anew if they changed; (2) copy operands that have to be
+    widened; (3) zero what no product will write; (4) the calls; (5) unless they wrote into `out`, the epilogue over
+    whole operands. `slow` is the plain loop, for what (4) would get wrong: offsets that are not in order, float32
+    products that a switch of torch has lowered, and rows of bfloat16 that meet.
+
+    Rows meet because oneDNN reads a row-major A of bfloat16 in steps of 32 columns: where K is not a multiple of 32,
+    the last step of a row reads on into the next row and multiplies that by zeros. An infinity or NaN at the start of
+    a row then turns the row above into NaN. Nothing beyond the last row is read, and a column-major A is rearranged
+    first. So where K asks for it, A is made contiguous if it is not, and the columns in question are looked through.
+    """
+
+    def __init__(self, ops: Operands, native: bool, slow: Launch) -> None:
+        self._ops, self._slow, self._sizes = ops, slow, Sizes(ops)
+        dtype = _product_dtype(ops, native)
+        self._needs_exact_float32 = dtype == torch.float32
+        direct = is_plain(ops.spec) and ops.spec.out.dtype == dtype
+        target = ops.out if direct else self._accumulators(dtype)
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        a: Any = ops.a
+        b: Any = ops.b
+        if ops.spec.alpha != "zero":
+            a, b = self._widened(a, dtype), self._widened(b, dtype)
+        self._rows: Tensor | None = None
+        if native and ops.spec.form in ("jagged_n", "jagged_m", "masked", "batched"):
+            if ops.spec.form == "jagged_n":
+                self._rows = self._apart(b.t())
+                b = self._rows.t()
+            else:
+                self._rows = a = self._apart(a)
+        self._products = replace(ops, a=a, b=b, out=target)
+        self._calls_of = ProductCalls(self._products)
+        self._finish = None if direct else finisher(ops, target)
+        self._calls: list[Call] = []
+        self._zeros: list[Tensor] = []
+
+    def _accumulators(self, dtype: torch.dtype) -> Any:
+        made = [torch.empty(x.shape, dtype=dtype, device="cpu") for x in _each(self._ops.out)]
+        return made if isinstance(self._ops.out, list) else made[0]
+
+    def _widened(self, operand: Any, dtype: torch.dtype) -> Any:
+        """The operand in `dtype`; a matrix that is in a list several times is copied once."""
+        if isinstance(operand, list):
+            places = [(x.data_ptr(), x.shape, x.stride()) for x in operand]
+            given = dict(zip(places, operand, strict=True))
+            copies = {place: self._widened(x, dtype) for place, x in given.items()}
+            return [copies[place] for place in places]
+        if operand.dtype == dtype:
+            return operand
+        return self._copy_of(operand, dtype)
+
+    def _copy_of(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        work = torch.empty(x.shape, dtype=dtype, device="cpu")
+        self._copies.append((work, x))
+        return work
+
+    def _apart(self, a: Tensor) -> Tensor:
+        """A, whose rows read nothing but other rows of A."""
+        apart = not reads_into_next_row(a) or a.is_contiguous() or a.stride(-2) == 1
+        return a if apart else self._copy_of(a, a.dtype)
+
+    def _rows_meet(self) -> bool:
+        if self._rows is None or not reads_into_next_row(self._rows):
+            return False
+        if self._ops.spec.jagged:
+            lo, hi = self._sizes.owned
+        else:
+            end = self._sizes.end
+            lo, hi = 0, self._rows.shape[1] if end is None else int(end.max(initial=0))
+        return not _finite_heads(self._rows[..., lo:hi, :])
+
+    def _prepare(self) -> None:
+        start, end = self._sizes.start, self._sizes.end
+        if self._ops.spec.alpha == "zero":
+            self._zeros = list(_each(self._products.out))
+        else:
+            self._calls = self._calls_of.make(start, end)
+            self._zeros = empty_products(self._products, start, end)
+        if self._ops.spec.zero_unowned:
+            self._zeros += unowned(self._ops, start, end)
+
+    def __call__(self) -> None:
+        if self._sizes.changed() and not self._sizes.lie:
+            self._prepare()
+        if self._sizes.lie or (self._needs_exact_float32 and not _exact_float32()):
+            self._slow()
+            return
+        for work, operand in self._copies:
+            work.copy_(operand)
+        if self._rows_meet():
+            self._slow()
+            return
+        for part in self._zeros:
+            part.zero_()
+        with np.errstate(all="ignore"):
+            for call in self._calls:
+                call()
+        if self._finish is not None:
+            self._finish(self._sizes)
+
+
+# --- recipes ----------------------------------------------------------------------------------------
 
 
 def _guarded(bind: Callable[[Operands], Launch], ops: Operands) -> Launch:
@@ -83,7 +228,11 @@ def _guarded(bind: Callable[[Operands], Launch], ops: Operands) -> Launch:
 
 def recipe(spec: ProblemSpec, config: Config) -> Recipe:
     """The recipe of one config."""
-    bind = binder(config)
-    kernel = f"tiles_{config.rows}x{config.vectors}" if config.kernel == "tiles" else config.kernel
+
+    def bind(ops: Operands) -> Launch:
+        loop = bind_loop(ops, config.kernel == "ordered")
+        one_by_one = config.kernel in ("loop", "ordered")
+        return loop if one_by_one else ProductLaunch(ops, config.kernel == "bmm", loop)
+
     why = "batch invariant: one accumulator, ascending k" if spec.batch_invariant else ""
-    return Recipe(kernel=kernel, config=config, bind=lambda ops: _guarded(bind, ops), why=why)
+    return Recipe(kernel=config.kernel, config=config, bind=lambda ops: _guarded(bind, ops), why=why)

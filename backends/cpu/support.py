@@ -14,7 +14,7 @@ from multigemm.problem.spec import ACTIVATIONS, INPUT_DTYPES, ProblemSpec
 
 
 class CpuBackend:
-    """The five members. Planning is cheap: nothing is compiled unless a config asks for Numba."""
+    """The five members. Planning is cheap: nothing is compiled."""
 
     batch_invariant = True
 

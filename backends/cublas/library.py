@@ -25,7 +25,7 @@ from torch import Tensor
 from multigemm import torch_internals
 from multigemm.backends.cublas.products import Bytes, Product, Shape, countable, even_steps, merged
 from multigemm.cuda.arguments import Addresses
-from multigemm.cuda.device import to_device
+from multigemm.cuda.device import STAGED_BYTES, index_of, to_device, upload
 from multigemm.errors import LibraryError
 from multigemm.problem.spec import ProblemSpec
 
@@ -201,19 +201,22 @@ class AddressTable:
     __slots__ = ("_addresses", "_device", "_memory", "pointers")
 
     def __init__(self, products: Sequence[Product], device: torch.device) -> None:
-        self._addresses = np.array([p[1:] for p in products], dtype=np.int64).T
+        self._addresses = np.ascontiguousarray(np.array([p[1:] for p in products], dtype=np.int64).T)
         self._device = device
         self.pointers = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         """What the call is told: where each row lies on the device."""
-        self._upload(self._addresses)
+        self._copy(self._addresses)
 
     def move(self, steps: Sequence[int]) -> None:
-        """Adds a number to the first addresses of each row."""
-        self._upload(self._addresses + np.array(steps, dtype=np.int64)[:, None])
+        """Adds a number to the first addresses of each row, for the next launch on the current stream."""
+        addresses = self._addresses + np.array(steps, dtype=np.int64)[:, None]
+        if addresses.nbytes <= STAGED_BYTES:
+            upload(self._memory.data_ptr(), addresses.ctypes.data, addresses.nbytes, index_of(self._device))
+        else:
+            self._copy(addresses)
 
-    def _upload(self, addresses: npt.NDArray[np.int64]) -> None:
-        """Makes a new copy on the device, since what runs before may still read the last one."""
-        self._memory = to_device(np.ascontiguousarray(addresses), self._device)
+    def _copy(self, addresses: npt.NDArray[np.int64]) -> None:
+        self._memory = to_device(addresses, self._device)
         row = self._memory.stride(0) * self._memory.element_size()
         for i, pointer in enumerate(self.pointers):
             pointer.value = self._memory.data_ptr() + i * row

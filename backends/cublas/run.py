@@ -67,18 +67,20 @@ class Steps:
     capture it.
     """
 
-    __slots__ = ("_device", "_steps", "_workspace")
+    __slots__ = ("_steps", "_workspace", "index")
 
     def __init__(self, device: torch.device, steps: Sequence[Step], workspace: Sequence[Tensor] = ()) -> None:
-        self._steps, self._workspace, self._device = steps, workspace, device.index or 0
+        self._steps, self._workspace, self.index = steps, workspace, device.index or 0
 
     def __call__(self) -> None:
-        device = self._device
-        if torch_internals.current_device() != device:
-            with torch.cuda.device(device):
-                self()
-            return
-        stream = torch_internals.current_raw_stream(device)
+        if torch_internals.current_device() == self.index:
+            self.on(torch_internals.current_raw_stream(self.index))
+        else:
+            with torch.cuda.device(self.index):
+                self.on(torch_internals.current_raw_stream(self.index))
+
+    def on(self, stream: int) -> None:
+        """Launches on the current stream of the current device."""
         for step in self._steps:
             step(stream)
 
@@ -94,6 +96,10 @@ class Steps:
     def workspace_bytes(self) -> int:
         """Device memory of intermediate results."""
         return sum(x.nbytes for x in self._workspace)
+
+    def can_resize(self, before: int, after: int) -> bool:
+        """Whether it follows another number of tokens: never, since calls and the choice among them depend on it."""
+        return False
 
 
 class Calls(Step):

@@ -1,6 +1,6 @@
 """What may be chosen for a spec: kernel, tile, pipeline depth, raster width, number of programs.
 
-One predicate, `problem_with`, says whether a config can run a spec; candidates (see candidates.py) are
+One predicate, `problem_with`, says whether a config can run a spec; candidates (see choice.py) are
 filtered by it and a config given by hand is held to it too.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from multigemm.backends.triton.compile import triton_version
+from multigemm.backends.triton.build import triton_version
 from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
@@ -30,7 +30,7 @@ class Config:
 
     `pack` (hopper): operands that are first copied into aligned rows.
     `splits` (pointer): programs that share a tile along K, where K is long and tiles are few.
-    `carry` (hopper): weights that no tensor map expresses pass through registers, instead of being copied first.
+    `shift_b` (hopper): weights that no tensor map expresses pass through registers, instead of being copied first.
     `order` (hopper): tiles are dealt out in turn, or drawn from a counter as programs become free, which
     balances tiles that differ.
     """
@@ -46,7 +46,7 @@ class Config:
     pack: tuple[str, ...] = ()
     order: Literal["dealt", "drawn"] = "drawn"
     splits: int = 1
-    carry: bool = False
+    shift_b: bool = False
 
 
 def shared_bytes(config: Config, spec: ProblemSpec) -> int:
@@ -77,7 +77,7 @@ def tiles_per_consumer(config: Config) -> int:
 
 def part_of(config: Config, spec: ProblemSpec) -> int:
     """Columns that one part of the epilogue takes: what the staging buffer holds, 256 bytes a row; or a consumer's."""
-    return STRIP if config.carry else min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
+    return STRIP if config.shift_b else min(config.block_n, 256 // max(2, spec.out.dtype.itemsize))
 
 
 def depth_of(spec: ProblemSpec) -> int:
@@ -86,7 +86,7 @@ def depth_of(spec: ProblemSpec) -> int:
 
 
 def raw_bytes(config: Config, spec: ProblemSpec) -> int:
-    """The ring of carried weights: lines of 128 elements along n, or 128 lines of a slot more than stages along k; each
+    """The ring of shifted weights: lines of 128 elements along n, or 128 lines of a slot more than stages along k; each
     line has 16 bytes more."""
     return 128 * (128 * (config.stages + 1) + 16) if spec.b.order == "col" else config.stages * 64 * 272
 
@@ -94,9 +94,9 @@ def raw_bytes(config: Config, spec: ProblemSpec) -> int:
 def hopper_shared(config: Config, spec: ProblemSpec) -> int:
     """Shared memory of the warp-specialised kernel: the ring, and a strip of output per consumer.
 
-    Where weights are carried there are two rings; results turn through 16 KB, and barriers take less than another.
+    Where weights are shifted there are two rings; results turn through 16 KB, and barriers take less than another.
     """
-    if config.carry:
+    if config.shift_b:
         return config.stages * config.block_m * 128 + raw_bytes(config, spec) + 17 * 1024
     ring = config.stages * (config.block_m + config.block_n) * 128
     return ring + consumers(config) * STRIP * part_of(config, spec) * spec.out.dtype.itemsize + 1024
@@ -109,18 +109,18 @@ def shared_memory(config: Config, spec: ProblemSpec) -> int:
     return list_shared(config, spec) if spec.form == "per_group" else hopper_shared(config, spec)
 
 
-def carry_problem(config: Config, spec: ProblemSpec) -> str:
+def shift_b_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the weights cannot pass through registers, or ''."""
     if spec.form != "jagged_m" or spec.compute.itemsize != 2:
         return f"{spec.form} of {spec.compute}: weights of jagged rows pass through registers, in 16 bits"
     if spec.b.order == "strided" or "b" in config.pack:
         return f"b is {spec.b.order}, pack={config.pack}: weights pass through registers in whole lines, uncopied"
     if spec.a.order != "row" and "a" not in config.pack:
-        return f"a is {spec.a.order}: rows that meet carried weights lie along k; pack it"
+        return f"a is {spec.a.order}: rows that meet shifted weights lie along k; pack it"
     if config.block_m not in (128, 256) or config.block_n != 128:
         return f"tile {config.block_m}x{config.block_n}: two warpgroups hold 64 columns each, so 128|256 x 128"
     if max(spec.n or 0, spec.k or 0) >= 2**30:
-        return f"n={spec.n}, k={spec.k}: bytes along a line of carried weights are counted in 31 bits"
+        return f"n={spec.n}, k={spec.k}: bytes along a line of shifted weights are counted in 31 bits"
     if spec.c is not None or spec.activation == "gelu":
         return "four more warps leave no registers for a C to read or for gelu"
     if spec.out.order != "row" or spec.out.dtype.itemsize > 4:
@@ -151,8 +151,8 @@ def hopper_problem(config: Config, spec: ProblemSpec) -> str:
         return (
             f"splits={config.splits}, programs={config.programs}: one program per multiprocessor, tiles unshared; use 1"
         )
-    carried = carry_problem(config, spec) if config.carry else ""
-    return _kind_problem(spec) or carried or _maps_problem(config, spec) or _ring_problem(config, spec)
+    shifted = shift_b_problem(config, spec) if config.shift_b else ""
+    return _kind_problem(spec) or shifted or _maps_problem(config, spec) or _ring_problem(config, spec)
 
 
 def list_problem(config: Config, spec: ProblemSpec) -> str:
@@ -173,10 +173,9 @@ def list_problem(config: Config, spec: ProblemSpec) -> str:
     if config.splits != 1:
         return f"splits={config.splits}: tiles of lists are unshared; use 1"
     large = config.block_m * config.block_n > 128 * 128
-    if config.pack or config.carry or (spec.activation not in (None, "relu") and large):
-        return (
-            f"{tile}, pack={config.pack}, carry={config.carry}: lists are uncopied, {spec.activation} takes registers"
-        )
+    if config.pack or config.shift_b or (spec.activation not in (None, "relu") and large):
+        seen = f"{tile}, pack={config.pack}, shift_b={config.shift_b}, {spec.activation}"
+        return f"{seen}: lists are read as they lie, and activations take registers"
     if list_shared(config, spec) > SHARED_LIMIT:
         return f"{list_shared(config, spec)} bytes of shared memory exceed {SHARED_LIMIT}; use fewer stages"
     return ""
@@ -221,7 +220,7 @@ def is_tf32(spec: ProblemSpec) -> bool:
 def _maps_problem(config: Config, spec: ProblemSpec) -> str:
     """Which operand no tensor map brings in the order that the kernel multiplies in, and why."""
     for name, x in (("a", spec.a), ("b", spec.b)):
-        if name in config.pack or (config.carry and name == "b"):
+        if name in config.pack or (config.shift_b and name == "b"):
             continue
         if not mappable(x):
             seen = f"{name} is {x.order}, {x.align}-byte aligned, dense={x.dense}"
@@ -256,7 +255,7 @@ def _ring_problem(config: Config, spec: ProblemSpec) -> str:
 
 
 CHOICES = {"kernel": ("pointer", "hopper"), "order": ("dealt", "drawn"), "warps": (1, 2, 4, 8, 16),
-           "splits": (1, 2, 4, 8, 16), "carry": (False, True), "pack": ((), ("a",), ("b",), ("a", "b"))}  # fmt: skip
+           "splits": (1, 2, 4, 8, 16), "shift_b": (False, True), "pack": ((), ("a",), ("b",), ("a", "b"))}  # fmt: skip
 LIMITS = {"stages": (1, 32), "width": (1, 4096), "programs": (0, 64)}
 
 
@@ -310,8 +309,10 @@ def one_instruction(spec: ProblemSpec, capability: tuple[int, int]) -> bool:
 
 def pointer_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the pointer kernel cannot run this spec with this config, or ''."""
-    if config.pack or config.carry:
-        return f"pack={config.pack}, carry={config.carry}: the pointer kernel reads operands as they lie; use neither"
+    if config.pack or config.shift_b:
+        return (
+            f"pack={config.pack}, shift_b={config.shift_b}: the pointer kernel reads operands as they lie; use neither"
+        )
     for name in ("block_m", "block_n", "block_k"):
         block = getattr(config, name)
         if not isinstance(block, int) or block < 16 or block & (block - 1):

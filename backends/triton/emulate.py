@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.triton.config import Config
-from multigemm.backends.triton.generic_launch import (
+from multigemm.backends.triton.generic import (
     CHUNK,
     NO_SHAPE,
     bits_of,
@@ -29,9 +29,10 @@ from multigemm.backends.triton.generic_launch import (
     parts_of,
     prefix_constants,
     programs,
+    sums_sizes,
     uniform,
 )
-from multigemm.backends.triton.list_launch import (
+from multigemm.backends.triton.lists import (
     few_constants,
     few_groups,
     few_slots,
@@ -68,7 +69,7 @@ def _tensors(ops: Operands, table: npt.NDArray[np.int64] | None) -> dict[str, Te
         "c": one(ops.c, spec.c.dtype if spec.c else spec.out.dtype),
         "out": one(ops.out, spec.out.dtype),
         "bias": one(ops.bias, spec.bias or spec.out.dtype),
-        "ends": one(group_sizes(ops), spec.index or torch.int32),
+        "ends": one(group_sizes(ops, sums_sizes(spec)), spec.index or torch.int32),
         "table": torch.empty(1, dtype=torch.int64) if table is None else torch.from_numpy(table),
         "prefix": torch.empty(max(1, spec.groups), dtype=torch.int32),
     }
@@ -85,7 +86,7 @@ def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tile
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
 
-    from multigemm.backends.triton.kernels.small_list import few_kernel
+    from multigemm.backends.triton.kernels.lists import few_kernel
 
     spec, kernel = ops.spec, cast(Any, few_kernel)
     found = {x.data_ptr(): x for xs in (ops.a, ops.b, ops.out) for x in xs}

@@ -18,17 +18,16 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from multigemm.backends.triton.candidates import hopper_candidates, pointer_candidates
-from multigemm.backends.triton.compile import KernelSource, cubin
-from multigemm.backends.triton.generic_launch import (
+from multigemm.backends.triton.build import KernelSource, cubin
+from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates
+from multigemm.backends.triton.generic import (
     chunks,
     multiple_of,
     pointer_source,
     prefix_source,
-    zero_source,
 )
-from multigemm.backends.triton.hopper_launch import cut_of, hopper_source, pack_source, records_source
-from multigemm.backends.triton.list_launch import SLOTS, few_slots, few_source, list_chunks, list_sources
+from multigemm.backends.triton.hopper import cut_of, hopper_source, pack_source, records_source
+from multigemm.backends.triton.lists import SLOTS, few_slots, few_source, hopper_list_sources, list_chunks
 from multigemm.problem.spec import Form, OperandSpec, ProblemSpec
 
 FRAME_SIZE, REGISTERS = 0x11, 0x2F
@@ -140,7 +139,7 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
     if capability == 90:
         for config in hopper_candidates(spec)[:most]:
             if spec.form == "per_group":
-                yield from ((f"hopper {config}", source) for source in list_sources(spec, config).values())
+                yield from ((f"hopper {config}", source) for source in hopper_list_sources(spec, config).values())
                 continue
             for name in config.pack:
                 yield f"pack {name}", pack_source(getattr(spec, name), name, spec)
@@ -149,7 +148,6 @@ def sources(spec: ProblemSpec, capability: int, most: int = 2) -> Iterator[tuple
                 yield "records", records_source(spec, config)
     if spec.form == "jagged_m" and _few(spec):
         yield "prefix", prefix_source(spec, pointer_candidates(spec)[0])
-        yield "zeros", zero_source(spec)
 
 
 def reports(capability: int, most: int = 2, only: Sequence[str] = ()) -> Iterator[Report]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from multigemm.backend import Availability
-from multigemm.backends.triton.compile import triton_version
+from multigemm.backends.triton.build import triton_version
 from multigemm.backends.triton.config import one_instruction
 from multigemm.problem.spec import ProblemSpec
 from multigemm.settings import settings

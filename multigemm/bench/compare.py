@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from multigemm.bench.results import Report, Row, Sample
+from multigemm.bench.reports import Report, Row, Sample
 from multigemm.errors import InvalidSetting
 
 ENTRY_LIMIT = 1.04

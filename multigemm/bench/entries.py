@@ -8,15 +8,16 @@ and shown exactly as a peer is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from multigemm import api
-from multigemm.bench.operands import Matrices, Tensors
-from multigemm.bench.results import AUTO, HOST_SIZES
+from multigemm.bench.operands import Matrices, Tensors, make
+from multigemm.bench.reports import AUTO, HOST_SIZES
+from multigemm.bench.workloads import Workload
 from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
@@ -35,8 +36,8 @@ class Refused(Exception):
 class Prepared:
     """A call that is ready to be timed, and the output that it writes.
 
-    `out` None means that the call returns its result. `whole` is what a user's single call costs,
-    problem and all, where that differs from `call`.
+    `out` None means that the call returns its result, or what `unpack` makes one of when it is checked. `whole` is what
+    a user's single call costs, problem and all, where that differs from `call`.
     """
 
     call: Call
@@ -49,21 +50,34 @@ class Prepared:
     build_s: float = 0.0
     problem_class: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
+    unpack: Callable[[Any], Matrices] = lambda returned: returned
+
+    def result(self, returned: Any) -> Matrices:
+        """The result of a call, to be checked."""
+        return self.unpack(returned) if self.out is None else self.out
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One competitor. `checks` is False for a ceiling, which computes something else on purpose."""
+    """One competitor. `checks` is False for a ceiling, which computes something else on purpose.
+
+    `known` are fields of its row that are known before it is prepared, which may crash. One that is `optional` is not
+    begun once the time is over.
+    """
 
     name: str
     kind: Kind
     prepare: Callable[[Tensors], Prepared]
     checks: bool = True
+    known: Mapping[str, Any] = field(default_factory=dict)
+    optional: bool = False
 
 
 def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:
-    """The workload as a user would write it, into the workload's own output."""
+    """The workload as a user would write it, into the workload's own output; a user's problem as it is."""
     workload = tensors.workload
+    if tensors.own is not None:
+        return tensors.own
     words: dict[str, Any] = {"out": tensors.out, "bias": tensors.bias}
     if workload.dtype == "tf32":
         words["precision"] = "tf32"
@@ -75,15 +89,24 @@ def problem(tensors: Tensors, host_sizes: bool = False) -> GroupedGemmProblem:
     return GroupedGemmProblem(tensors.a, tensors.b, **words)
 
 
-def backend_entry(name: str, config: Any = None, host_sizes: bool = False, label: str = "") -> Entry:
-    """A backend of multigemm (or "auto"), entered where users enter: problem, then plan."""
+def backend_entry(name: str, number: int | None = None, host_sizes: bool = False) -> Entry:
+    """A backend of multigemm (or "auto"), entered where users enter: problem, then plan.
+
+    Args:
+        name: the backend.
+        number: which of the backend's configs for a problem, from 0; None for its own choice.
+        host_sizes: whether the offsets lie on the host.
+    """
 
     def prepare(tensors: Tensors) -> Prepared:
         if host_sizes and tensors.offsets is None:
             raise Refused("only packed forms have sizes that can lie on the host or the device")
+        if host_sizes and tensors.own is not None:
+            raise Refused("a problem of one's own has its sizes where they are")
         started = time.perf_counter()
         try:
             posed = problem(tensors, host_sizes)
+            config = None if number is None else _config(name, number, posed)
             plan = api.plan(posed, name, config)
         except (BackendUnsupported, BackendUnavailable) as error:
             raise Refused(_reason(error, name)) from error
@@ -98,7 +121,15 @@ def backend_entry(name: str, config: Any = None, host_sizes: bool = False, label
             ready.problem_class, ready.fields = str(class_of(posed, staged_spec(posed))), as_fields(plan.config)
         return ready
 
-    return Entry(label or (name + HOST_SIZES if host_sizes else name), "backend", prepare)
+    label = name + HOST_SIZES if host_sizes else name
+    return Entry(label if number is None else f"{label}#{number}", "backend", prepare)
+
+
+def _config(name: str, number: int, posed: GroupedGemmProblem) -> Any:
+    configs = list(registry.get(name).configs(staged_spec(posed), posed.device))
+    if number >= len(configs):
+        raise Refused(f"{name} has {len(configs)} configs for this problem")
+    return configs[number]
 
 
 def as_fields(config: Any) -> dict[str, Any]:
@@ -128,19 +159,64 @@ def available_backends(device: torch.device) -> dict[str, str]:
     return found
 
 
-def backend_entries(names: list[str], device: torch.device) -> tuple[list[Entry], dict[str, str]]:
-    """Entries for the named backends (all that are here, and "auto", if none is named), and who is absent."""
+def backend_entries(names: list[str], device: torch.device, configs: int = 0) -> tuple[list[Entry], dict[str, str]]:
+    """What is measured of multigemm itself, and who is absent and why.
+
+    Args:
+        names: backends and "auto"; all that are here, and "auto", if none is named.
+        device: where they run.
+        configs: so many of each backend's configs, each as an entry of its own; 0 for the backend's own choice.
+    """
     states = available_backends(device)
     for name in names:
         if name != AUTO:
             registry.get(name)  # raises for one that does not exist
     chosen = names or [*[n for n, why in states.items() if not why], AUTO]
-    entries = [backend_entry(name) for name in chosen if not states.get(name)]
-    if "cublas" in chosen and not states.get("cublas") and device.type == "cuda":
+    here = [name for name in chosen if not states.get(name)]
+    entries = [
+        backend_entry(name, number)
+        for name in here
+        for number in (range(configs) if configs and name != AUTO else [None])
+    ]
+    if "cublas" in here and device.type == "cuda":
         knowing = [name for name in ("cublas", AUTO) if name in chosen]  # the others never look at host sizes
         entries += [backend_entry(name, host_sizes=True) for name in knowing]
     absent = {name: why for name, why in states.items() if why and (name in chosen or not names)}
     return entries, absent
+
+
+def config_entries(case: Workload, names: Sequence[str], limit: int, device: torch.device) -> list[Entry]:
+    """Every config of these backends for a workload: the first of each backend, then the second of each, and so on.
+
+    A backend that plans by the sizes is tried with sizes in either place, where that makes two classes of problems. One
+    that cannot run the workload is an entry that says why. `limit` is how many configs of each are tried; 0 is all.
+    """
+    tensors = make(case, device, drawn=False)
+    posed: dict[bool, tuple[GroupedGemmProblem, str]] = {}
+    for on_host in (False, True) if tensors.offsets is not None else (False,):
+        whole = problem(tensors, on_host)
+        key = str(class_of(whole, staged_spec(whole)))
+        if key not in [other for _, other in posed.values()]:
+            posed[on_host] = whole, key
+    found: list[tuple[int, Entry]] = []
+    for name in names:
+        backend = registry.get(name)
+        for on_host in posed if plans_by_sizes(name) else (False,):
+            whole, key = posed[on_host]
+            spec = staged_spec(whole)
+            if backend.not_supported_reasons(spec, device):
+                found.append((0, backend_entry(name, host_sizes=on_host)))
+                continue
+            for number, config in enumerate(list(backend.configs(spec, device))[: limit or None]):
+                known = {"problem_class": key, "config": str(config), "fields": as_fields(config)}
+                entry = backend_entry(name, number, on_host)
+                found.append((number, replace(entry, known=known, optional=number > 0)))
+    return [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
+
+
+def plans_by_sizes(name: str) -> bool:
+    """Whether a backend runs something else where it has the sizes on the host."""
+    return bool(getattr(registry.get(name), "decides_at_bind", False))
 
 
 def ceiling_entry() -> Entry:

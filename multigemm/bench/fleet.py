@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from multigemm import fleet
-from multigemm.bench import results
+from multigemm.bench import reports
 from multigemm.bench.supervise import PROGRAM
 from multigemm.errors import InvalidSetting
 
@@ -40,7 +40,7 @@ def part(text: str) -> slice:
 
 def run(
     words: Sequence[str], out: Path, cases: Sequence[str], devices: Sequence[str], place: fleet.Place,
-    finish: Callable[[results.Report], int],
+    finish: Callable[[reports.Report], int],
 ) -> int:  # fmt: skip
     """Starts a part on each device of this rank, waits for them; rank 0 writes the whole report."""
     parts = len(devices) * place.ranks
@@ -48,25 +48,23 @@ def run(
     with fleet.joined(place):
         running = {index: _start(words, out, devices[index % len(devices)], f"{index}/{parts}") for index in mine}
         for index, process in running.items():
-            if code := process.wait():
+            if code := _wait(process):
                 print(f"the part on {devices[index % len(devices)]} ended with code {code}", file=sys.stderr)
         paths = [_folder(out, f"{index}/{parts}") / "report.json" for index in mine]
-        found = fleet.gather(place, [results.read(path) for path in paths if path.exists()])
+        found = fleet.gather(place, [reports.read(path) for path in paths if path.exists()])
     if place.rank:
         return 0
-    reports = [report for of_rank in found for report in of_rank]
-    if not reports:
-        return 1
-    return finish(merge(reports, cases))
+    every = [report for of_rank in found for report in of_rank]
+    return finish(merge(every, cases)) if every else 1
 
 
-def merge(reports: Sequence[results.Report], cases: Sequence[str]) -> results.Report:
+def merge(found: Sequence[reports.Report], cases: Sequence[str]) -> reports.Report:
     """One report: the first one's head, everybody's rows in the order of the workloads."""
-    whole = reports[0]
+    whole = found[0]
     places = {case: index for index, case in enumerate(cases)}
-    whole.rows = sorted((row for report in reports for row in report.rows), key=lambda row: places[row.case])
-    whole.unfinished = [case for report in reports for case in report.unfinished]
-    whole.machine["devices"] = [report.machine["device"] for report in reports]
+    whole.rows = sorted((row for report in found for row in report.rows), key=lambda row: places[row.case])
+    whole.unfinished = [case for report in found for case in report.unfinished]
+    whole.machine["devices"] = [report.machine["device"] for report in found]
     return whole
 
 
@@ -78,3 +76,12 @@ def _start(words: Sequence[str], out: Path, device: str, share: str) -> subproce
     command = [*PROGRAM, "bench", *words, "--device", device, "--share", share, "--out", str(_folder(out, share))]
     alone = {name: value for name, value in os.environ.items() if name not in fleet.VARIABLES}
     return subprocess.Popen([*command, "--json-only", "--quiet"], env=alone, stdout=subprocess.DEVNULL)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a part; Ctrl-C, which reaches every part, ends it with what it has measured."""
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            print("stopping: each part writes what it has measured", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Where and when a number was measured: without this, it cannot be compared with any other.
+"""Where and when a number was measured, and what that machine allows: without this, no number says anything.
 
 Everything is read, nothing is set: a benchmark that changes clocks or power limits measures a
 machine that its reader does not have.
@@ -13,10 +13,16 @@ import platform
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from multigemm.bench.operands import float32_precision
+from multigemm.bench.workloads import DTYPES, Rates
+from multigemm.errors import MultigemmError
+from multigemm.select.timing import measure
 
 PACKAGES = (
     "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "numpy",
@@ -104,3 +110,40 @@ def describe(device: torch.device) -> dict[str, Any]:
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "clocks": clocks(device),
     }
+
+
+# --- ceilings ---------------------------------------------------------------------------------------
+
+DENSE_SIZES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+
+
+def dense_tflops(device: torch.device, dtype: str) -> float:
+    """The best that torch.mm reaches on large square products of random data."""
+    best = 0.0
+    for n in DENSE_SIZES[device.type]:
+        values = torch.randn(2, n, n, device=device)
+        whole = dtype == "int8"
+        a, b = (values * 3).to(torch.int8) if whole else values.to(DTYPES[dtype])
+        call = partial(torch._int_mm, a, b) if whole else partial(torch.mm, a, b, out=torch.empty_like(a))
+        with float32_precision("high" if dtype == "tf32" else "highest"):
+            taken = measure({"dense": call}, device, reps=20, min_reps=5, budget_ms=60.0)["dense"]
+        if taken.ok:
+            best = max(best, 2 * n**3 / taken.median / 1e6)
+    return best
+
+
+def copy_tbps(device: torch.device) -> float:
+    """Bytes read plus bytes written by a large copy; raises MultigemmError where it cannot run."""
+    source = torch.randint(0, 255, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    taken = measure({"copy": lambda: target.copy_(source)}, device, reps=20, min_reps=5, budget_ms=60.0)["copy"]
+    if not taken.ok:
+        raise MultigemmError(f"the copy that gives the ceiling of memory failed: {taken.error}")
+    return 2 * source.numel() / taken.median / 1e6
+
+
+def measured_rates(device: torch.device, dtypes: set[str]) -> dict[str, Rates]:
+    """The ceilings for each dtype that occurs."""
+    bandwidth = copy_tbps(device)
+    return {dtype: Rates(dense_tflops(device, dtype), bandwidth) for dtype in sorted(dtypes)}

@@ -1,13 +1,18 @@
-"""Tensors for a workload, and the `Operands` that a backend binds.
+"""Tensors for a workload, and whether a result of them is right: a time is only worth something next to a right answer.
 
-The runner builds user-level problems from `Tensors`; `as_operands` stages them by hand, so that a
-kernel can be timed alone, without dispatch above it. Data is random and never zero: zeros draw less
-power and let a GPU run up to a fifth faster than it ever will.
+Data is random and never zero: zeros draw less power and let a GPU run up to a fifth faster than it ever will.
+
+The reference is a float32 loop in torch on the same device, fast enough to check every case of every run. Its bound is
+per element: K * 2^-24 * |A||B| for the order of a float32 sum, plus the rounding of the output dtype. The exhaustive
+float64 bound lives in `multigemm.reference`; this one is for problems of 10^12 operations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,17 +20,21 @@ import torch
 from torch import Tensor
 
 from multigemm.bench.workloads import Workload
-from multigemm.planning.operands import Operands
-from multigemm.problem.spec import OperandSpec, Order, ProblemSpec
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.reference.verify import Answer, answer, judge
 
 Matrices = Tensor | list[Tensor]
 
 POISON_INT = -(2**30)
+UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 
 
 @dataclass
 class Tensors:
-    """The data of one workload. Lists where the form is a list; `offsets` [G+1] int32 on the device."""
+    """The data of one workload. Lists where the form is a list; `offsets` [G+1] int32 on the device.
+
+    `own` is the problem that a user brought, whose result goes to `out` as well.
+    """
 
     workload: Workload
     a: Matrices
@@ -35,6 +44,7 @@ class Tensors:
     offsets: Tensor | None
     valid_rows: Tensor | None
     host_offsets: npt.NDArray[np.int64] | None
+    own: GroupedGemmProblem | None = None
 
 
 @dataclass
@@ -125,65 +135,140 @@ def poison(tensors: Tensors) -> None:
         out.fill_(float("nan") if out.dtype.is_floating_point else POISON_INT)
 
 
-def bucket(count: int) -> int:
-    """The power of two at or above; 0 stays 0."""
-    return 1 << (count - 1).bit_length() if count > 0 else 0
+# --- is a result right? ---------------------------------------------------------------------------
 
 
-def _operand_spec(matrices: Matrices, shared: bool = False) -> OperandSpec:
-    every = matrices if isinstance(matrices, list) else [matrices]
-    orders = {_order(t) for t in every if t.numel()} or {"row"}
-    align = min((_align(t) for t in every if t.numel()), default=16)
-    wide = any(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) >= 2**31 for t in every if t.numel())
-    order: Order = orders.pop() if len(orders) == 1 else "strided"
-    return OperandSpec(every[0].dtype, order, align, True, shared, wide)
+class Truth(Protocol):
+    """What a right result of some tensors must satisfy, computed once and compared many times."""
+
+    def verdict(self, out: Matrices) -> str: ...
 
 
-def _order(tensor: Tensor) -> Order:
-    if tensor.stride(-1) == 1:
-        return "row"
-    return "col" if tensor.stride(-2) == 1 else "strided"
+@dataclass
+class Reference:
+    """Expected groups and their bounds."""
+
+    tensors: Tensors
+    expected: list[Tensor]
+    bounds: list[Tensor]
+
+    def verdict(self, out: Matrices) -> str:
+        """Empty when every element lies within its bound, else the worst group in words."""
+        groups = list(zip(group_outputs(self.tensors, out), self.expected, self.bounds, strict=True))
+        counts = [(~((got.to(want.dtype) - want).abs() <= bound)).sum() for got, want, bound in groups]
+        wrong = torch.stack(counts).tolist() if counts else []  # NaN is wrong too; one read for all groups
+        for g, count in enumerate(wrong):
+            if count:
+                return self._worst(g, *groups[g], int(count))
+        return ""
+
+    @staticmethod
+    def _worst(g: int, got: Tensor, want: Tensor, bound: Tensor, count: int) -> str:
+        off = ~((got.to(want.dtype) - want).abs() <= bound)
+        i, j = divmod(int(off.flatten().int().argmax()), want.shape[1])
+        return (
+            f"wrong answer: group {g} of shape {tuple(want.shape)}, {count} elements off; at [{i},{j}] "
+            f"{float(got[i, j]):.6g} instead of {float(want[i, j]):.6g} "
+            f"(bound {float(bound.expand_as(want)[i, j]):.3g})"
+        )
 
 
-def _align(tensor: Tensor) -> int:
-    width = tensor.element_size()
-    strides = [s * width for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s != 1]
-    return next(a for a in (16, 8, 4, 2, 1) if all(step % a == 0 for step in [tensor.data_ptr(), *strides]))
+def is_plain(problem: GroupedGemmProblem) -> bool:
+    """Whether a problem is products alone, in and of one dtype, its groups from the first row on: peers run these."""
+    spec, dtype = problem.spec, problem.spec.a.dtype
+    result = torch.int32 if dtype == torch.int8 else dtype
+    follows = problem.c is not None or problem.bias is not None or problem.activation is not None
+    late = problem.grouping is not None and int(problem.grouping.read()[0]) > 0
+    return not (follows or late) and problem.alpha == 1 and (spec.b.dtype, problem.out_dtype) == (dtype, result)
 
 
-def as_operands(tensors: Tensors, out: Matrices | None = None) -> Operands:
-    """What dispatch would hand to a backend for this workload; `out` replaces the workload's own."""
-    workload, result = tensors.workload, tensors.out if out is None else out
-    first = tensors.a[0] if isinstance(tensors.a, list) else tensors.a
-    same = [len({extent[axis] for extent in workload.extents}) <= 1 for axis in range(3)]
-    jagged = {"jagged_m": 0, "jagged_n": 1, "jagged_k": 2, "masked": 0}.get(workload.form)
-    extents = list(workload.extents[0]) if workload.extents else [0, 0, 0]
-    m, n, k = (
-        extents[axis] if (same[axis] and workload.products) or (not workload.products and axis != jagged) else None
-        for axis in range(3)
-    )
+def group_outputs(tensors: Tensors, out: Matrices) -> list[Tensor]:
+    """The part of an output that each group owns."""
+    workload = tensors.workload
+    if isinstance(out, list):
+        return out
+    if workload.form in ("batched", "jagged_k"):
+        return list(out)
     if workload.form == "masked":
-        m = workload.m
-    spec = ProblemSpec(
-        form=workload.form,
-        groups=len(workload.products) or workload.groups,
-        m=m,
-        n=n,
-        k=k,
-        total=bucket(int(workload.sizes.sum())) if workload.form != "masked" else bucket(workload.groups * workload.m),
-        largest=bucket(int(workload.sizes.max(initial=0))) if workload.products or workload.form == "batched" else 0,
-        a=_operand_spec(tensors.a),
-        b=_operand_spec(tensors.b, workload.shared_b),
-        out=_operand_spec(result),
-        bias=None if tensors.bias is None else workload.torch_dtype,
-        compute=workload.torch_dtype,
-        precision="tf32" if workload.dtype == "tf32" else "ieee",
-        index=None if tensors.offsets is None and tensors.valid_rows is None else torch.int32,
-        device_sizes=tensors.offsets is not None or tensors.valid_rows is not None,
-        zero_unowned=False,
-    )
-    ends = None if tensors.offsets is None else tensors.offsets[1:]
-    return Operands(
-        spec=spec, a=tensors.a, b=tensors.b, out=result, bias=tensors.bias, ends=ends, head=ends is not None,
-        valid_rows=tensors.valid_rows, host_offsets=tensors.host_offsets, device=first.device,
-    )  # fmt: skip
+        return [out[g, : int(rows)] for g, rows in enumerate(workload.sizes)]
+    ends = [int(e) for e in workload.sizes.cumsum()]
+    pairs = list(zip([0, *ends[:-1]], ends, strict=True))
+    return [out[s:e] for s, e in pairs] if workload.form == "jagged_m" else [out[:, s:e] for s, e in pairs]
+
+
+def group_inputs(tensors: Tensors) -> list[tuple[Tensor, Tensor]]:
+    """(A_g, B_g) as views: the loop that every peer can fall back to."""
+    workload, a, b = tensors.workload, tensors.a, tensors.b
+    if isinstance(a, list):
+        return list(zip(a, b, strict=True))
+    assert isinstance(b, Tensor)
+    ends = [int(e) for e in workload.sizes.cumsum()]
+    pairs = list(zip([0, *ends[:-1]], ends, strict=True))
+    weights = [b] * workload.groups if b.dim() == 2 else list(b)
+    if workload.form == "jagged_m":
+        return [(a[s:e], w) for (s, e), w in zip(pairs, weights, strict=True)]
+    if workload.form == "jagged_n":
+        return [(a[g], b[:, s:e]) for g, (s, e) in enumerate(pairs)]
+    if workload.form == "jagged_k":
+        return [(a[:, s:e], b[s:e]) for s, e in pairs]
+    rows = [int(r) for r in workload.sizes] if workload.form == "masked" else [workload.m] * workload.groups
+    return [(a[g, : rows[g]], weights[g]) for g in range(workload.groups)]
+
+
+@dataclass
+class Exact:
+    """The exhaustive reference of the package, for a user's problem that is no plain product: slow, and complete."""
+
+    answer: Answer
+
+    def verdict(self, out: Matrices) -> str:
+        found = judge(self.answer, out)
+        return "" if found.ok else f"wrong answer: {found.text}"
+
+
+def reference(tensors: Tensors) -> Truth:
+    """The expected answer of a workload with its per-element bounds."""
+    if tensors.own is not None and not is_plain(tensors.own):
+        return Exact(answer(tensors.own))
+    expected, bounds = [], []
+    pairs = group_inputs(tensors)
+    with float32_precision("highest"):
+        for (a, b), bias in zip(pairs, _group_biases(tensors, len(pairs)), strict=True):
+            want, bound = _product(a, b, bias, tensors.workload.dtype, tensors.workload.out_dtype)
+            expected.append(want)
+            bounds.append(bound)
+    return Reference(tensors, expected, bounds)
+
+
+def _group_biases(tensors: Tensors, groups: int) -> Sequence[Tensor | None]:
+    """One value for each column of a group's result: its own columns of them all for jagged n."""
+    bias = tensors.bias
+    if isinstance(bias, list):
+        return bias
+    if bias is not None and tensors.workload.form == "jagged_n":
+        return list(torch.split(bias, tensors.workload.sizes.tolist()))
+    return [bias] * groups
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: str, out: torch.dtype) -> tuple[Tensor, Tensor]:
+    if dtype == "int8":
+        want = (a.double() @ b.double()).to(torch.int64)
+        return want, torch.zeros((), device=a.device).expand(want.shape)
+    wide = torch.float64 if dtype in ("fp32", "tf32", "fp64") else torch.float32
+    left, right = a.to(wide), b.to(wide)
+    want = left @ right if bias is None else left @ right + bias
+    unit = {"fp64": 2.0**-53, "tf32": 2.0**-10}.get(dtype, 2.0**-24)
+    terms = 2 if dtype == "tf32" else a.shape[1] + 4
+    scale = left.abs_() @ right.abs_() if left.data_ptr() != a.data_ptr() else left.abs() @ right.abs()
+    return want, scale * (unit * terms) + want.abs() * (UNIT[out] * 1.01) + 1e-30
+
+
+@contextmanager
+def float32_precision(level: str) -> Iterator[None]:
+    """torch's switch: "highest" for true float32, whatever the caller set, "high" for tf32; put back behind it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(level)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

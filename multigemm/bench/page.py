@@ -1,33 +1,216 @@
-"""One HTML file that shows a report: no network, no server, no build step.
+"""One HTML file that shows a report: no network, no server, no build step, no application.
 
-The report travels inside the page as JSON, and a content security policy forbids every request, so
-that the file can be mailed, archived and opened offline on a phone.
+All that is shown is in the text of the page, so that it can be mailed, archived, searched and read offline on a phone.
+A content security policy forbids every request. The one script sorts a table by the heading that was clicked.
 """
 
 from __future__ import annotations
 
-import html
-import json
-from dataclasses import asdict
-from importlib.resources import files
+import base64
+from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
-from string import Template
 
-from multigemm.bench.results import Report
+from multigemm.bench import table
+from multigemm.bench.reports import Report, Row, Sample, by_case, by_entry, digits, fastest, unrest_warning
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #777; --win: #1d8a55; --loss: #b8423c; }
+@media (prefers-color-scheme: dark) { :root { --win: #4cc38a; --loss: #f0756c; --soft: #9aa5b1; } }
+body { max-width: 1180px; margin: 0 auto; padding: 16px; font: 15px/1.5 system-ui, sans-serif; }
+h1, p, li, summary { overflow-wrap: anywhere; }
+h1 { margin: 0; } h2 { margin: 32px 0 0; } p { margin: 4px 0 10px; }
+.hint { color: var(--soft); font-size: 13.5px; }
+.scroll { overflow: auto; max-height: 76vh; border: 1px solid var(--line); border-radius: 8px; margin: 6px 0 14px; }
+table { border-collapse: separate; border-spacing: 0; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { padding: 4px 9px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { position: sticky; top: 0; background: Canvas; z-index: 1; cursor: pointer; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: Canvas; }
+th:first-child { z-index: 2; }
+td.text { text-align: left; white-space: normal; min-width: 200px; }
+.best { font-weight: 700; } .win { color: var(--win); } .loss { color: var(--loss); }
+summary { cursor: pointer; } li { font-size: 13.5px; }
+img { max-width: 100%; background: white; border-radius: 8px; }
+@media (max-width: 640px) {
+  th:first-child, td:first-child { max-width: 150px; overflow: hidden; text-overflow: ellipsis; }
+}
+"""
+SORT = """
+document.addEventListener("click", (event) => {
+  const head = event.target.closest("th");
+  if (!head) return;
+  const body = head.closest("table").tBodies[0], column = head.cellIndex;
+  const down = head.getAttribute("aria-sort") === "ascending";
+  for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
+  head.setAttribute("aria-sort", down ? "descending" : "ascending");
+  const value = (row) => row.cells[column].textContent;
+  const word = (text) => text === "" || isNaN(text);
+  const order = (x, y) => word(x) - word(y) || (word(x) ? x.localeCompare(y) : x - y) * (down ? -1 : 1);
+  body.append(...[...body.rows].sort((a, b) => order(value(a), value(b))));
+});
+"""
+HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+"""
+NUMBERS = (
+    "workload", "entry", "us", "20 %", "80 %", "samples", "repeats differ by", "hot us", "host us", "host us, call",
+    "TFLOP/s", "GB/s", "of floor", "of dense", "kernel",
+)  # fmt: skip
 
 
-def render(report: Report) -> str:
-    """The whole page as text."""
-    parts = files("multigemm.bench")
-    whole = asdict(report)
-    whole["rows"] = [{k: v for k, v in row.items() if v is not None} for row in whole["rows"]]
-    data = json.dumps(whole, allow_nan=False).replace("<", "\\u003c")
-    title = html.escape(f"{report.machine.get('device', '')}, {str(report.machine.get('date', ''))[:10]}")
-    return Template(parts.joinpath("page.html").read_text()).substitute(
-        title=title, css=parts.joinpath("page.css").read_text(), js=parts.joinpath("page.js").read_text(), data=data
-    )
-
-
-def write(report: Report, path: Path) -> Path:
-    path.write_text(render(report))
+def write(report: Report, path: Path, pictures: Sequence[Path] = ()) -> Path:
+    """Writes the page of a report, with these PNG files in it; returns its path."""
+    path.write_text(render(report, pictures))
     return path
+
+
+def render(report: Report, pictures: Sequence[Path] = ()) -> str:
+    """The whole page as text."""
+    m = report.machine
+    title = f"{m['device']}, {m['date'][:10]}"
+    packages = ", ".join(f"{name} {version}" for name, version in m["packages"].items())
+    parts = [
+        f"{HEAD}<title>multigemm bench: {escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
+        "<h1>Grouped GEMM, measured</h1>",
+        _hint(f"{m['device']} · {m['date'][:10]} · commit {m['commit']} · {packages}"),
+        f"<p><b>{escape(warning)}</b></p>" if (warning := unrest_warning(report)) else "",
+        _section(
+            "means", "Who is fastest",
+            "Geometric means of the fraction of the floor, by how the rows fall to the groups; how many workloads an "
+            "entry ran, on how many it was the fastest, the best peer's time over its own, and its time on the host.",
+            _table(table.means(report)),
+        ),
+        _duels(report),
+        _auto(report),
+        "".join(f'<img alt="{path.stem}" src="data:image/png;base64,{_base64(path)}">' for path in pictures),
+        "<h2>Every workload, in microseconds</h2>",
+        _hint("Bold: the fastest. Click a heading to sort."),
+        *_times(report),
+        _section("numbers", "Every number", "Times in microseconds.", _fold("All rows", _numbers(report))),
+        f'<h2>Not run, and why</h2><ul id="reasons">{_items(table.reasons(report) or ["Everything ran."])}</ul>',
+        f'<h2>How it was measured</h2><ul id="method">{_items(_method(report))}</ul>',
+        f"<script>{SORT}</script>\n</body>\n</html>\n",
+    ]  # fmt: skip
+    return "\n".join(part for part in parts if part)
+
+
+def _section(name: str, title: str, hint: str, body: str) -> str:
+    return f'<section id="{name}"><h2>{escape(title)}</h2>{_hint(hint)}{body}</section>'
+
+
+def _hint(text: str) -> str:
+    return f'<p class="hint">{escape(text)}</p>'
+
+
+def _fold(title: str, body: str, opened: bool = False) -> str:
+    return f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>{body}</details>"
+
+
+def _items(lines: Iterable[str]) -> str:
+    return "".join(f"<li>{escape(line)}</li>" for line in lines)
+
+
+def _base64(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
+
+
+def _table(grid: table.Grid) -> str:
+    """A grid in a box of its own, in which a wide table scrolls."""
+    heads = "".join(f"<th>{escape(head)}</th>" for head in grid[0])
+    rows = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in grid[1:])
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    return f'<td class="best">{escape(text)}</td>' if isinstance(text, table.Best) else f"<td>{escape(text)}</td>"
+
+
+def _duels(report: Report) -> str:
+    told = table.won_and_lost(report)
+    if not told:
+        return ""
+    hint = (
+        "The fastest kernel of multigemm (cuBLAS is none) beside the fastest peer. From 1 on (bold) a workload is won."
+    )
+    body = f"<p>{escape(told)}</p>" + _fold("All, the worst first", _table(table.won_or_lost(report)))
+    return _section("duels", "Won and lost", hint, body)
+
+
+def _auto(report: Report) -> str:
+    told = table.auto_summary(report)
+    if not told:
+        return ""
+    hint = "auto's time over that of the fastest single backend that knew as much."
+    body = f"<pre>{escape(told)}</pre>{_table(table.choices(report))}"
+    return _section("auto", "What auto chooses", hint, body)
+
+
+def _times(report: Report) -> list[str]:
+    """Times and means for each suite and dtype."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in report.rows:
+        found.setdefault((row.suite, row.dtype), []).append(row)
+    folds = []
+    for (suite, dtype), rows in found.items():
+        part = Report(report.machine, report.method, report.rates, rows)
+        won = [f"{entry} {count}" for entry, count in _fastest_counts(rows)]
+        title = f"{suite}, {dtype}: {len(part.cases())} workloads; fastest: {', '.join(won) or 'nobody'}"
+        folds.append(_fold(title, _table(table.times(part)) + _table(table.means(part)), opened=True))
+    return folds
+
+
+def _fastest_counts(rows: list[Row]) -> list[tuple[str, int]]:
+    best = [row.entry for mine in by_case(rows).values() if (row := fastest(mine))]
+    return sorted(((name, best.count(name)) for name in by_entry(rows) if name in best), key=lambda pair: -pair[1])
+
+
+def _numbers(report: Report) -> str:
+    grid: table.Grid = [list(NUMBERS)]
+    for r in report.timed():
+        shown = _shown(r)
+        sample = [digits(shown.q20), digits(shown.q80), str(shown.count)] if shown else [""] * 3
+        times = [_or_blank(x) for x in (r.hot_us, r.host_us, r.whole_host_us, r.tflops, r.gbps)]
+        parts = [f"{x:.3f}" if x else "" for x in (r.of_floor, r.of_dense)]
+        notes = "; ".join(filter(None, (r.kernel, r.config, r.why, *r.notes)))
+        grid.append([r.case, r.entry, digits(r.us or 0), *sample, f"{r.spread:.3f}", *times, *parts, notes])
+    return _table(grid)
+
+
+def _shown(row: Row) -> Sample | None:
+    """The sample whose median is the row's time."""
+    return min(filter(None, (row.eager, row.graph)), key=lambda sample: sample.median, default=None)
+
+
+def _or_blank(value: float | None) -> str:
+    return digits(value) if value else ""
+
+
+def _method(report: Report) -> list[str]:
+    m, how = report.machine, report.method
+    rest = f" The device idled for {how['rest']:.0%} of the time, between bursts of 25 ms." if how.get("rest") else ""
+    given = (
+        f"; measured in this run: {table.rates_text(how.get('measured_rates') or {})}"
+        if how["rates"] == "given"
+        else ""
+    )
+    costs = ", ".join(f"{name} {us} us" for name, us in how["overhead_us"].items())
+    clocks = ", ".join(f"{name} {value}" for name, value in (m.get("clocks") or {}).items())
+    return [
+        "Every answer was checked against a float32 reference, element by element, before it was timed; a wrong answer "
+        "has no time.",
+        f"Style: {how['style']}. Before each call: {how['flush']}. All entries of a workload are interleaved, in an "
+        f"order drawn anew for each round, on the same random data; up to {how['reps']} rounds; medians.{rest}",
+        f"The time shown is the better of an eager call and a CUDA graph replay. What the clock itself costs ({costs}) "
+        "is not subtracted.",
+        "Floor: the larger of FLOPs over the dense rate and bytes over the copy rate; bytes count A, C and the B of "
+        f"every group with rows once. Ceilings ({how['rates']}): {table.rates_text(report.rates)}{given}. It is a "
+        'yardstick, not a hard limit. "dense" is one torch.mm of the same FLOPs.',
+        f"Machine: {m['device']}, Python {m['python']}, CUDA {m['cuda'] or 'none'}; {clocks}",
+        f"Measured {m['date']} with: {how.get('command', 'multigemm bench')}",
+    ]

@@ -3,40 +3,381 @@
 An adapter imports its library when it prepares a call. A library that is not installed, or that does
 not run a workload, says so in one sentence, and the sentence becomes the row. Whatever a library
 demands of its inputs beforehand (padded rows, another memory order of the weights) is done outside
-the timing and noted in `why`, which flatters the peer rather than us.
+the timing and noted in `why`, which flatters the peer rather than us. Results come back in the workload's
+own row order, so that they can be checked.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import importlib.util
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from multigemm.bench import peer_cublas, peer_libraries, peer_torch, peer_tutorial
-from multigemm.bench.entries import Entry
-from multigemm.errors import InvalidSetting
+from multigemm.bench.entries import Entry, Prepared, Refused
+from multigemm.bench.operands import Tensors, group_inputs, group_outputs, is_plain
+from multigemm.bench.workloads import Workload
+from multigemm.errors import InvalidSetting, LibraryError
 
-MODULES = {"deep_gemm": "DeepGEMM", "quack": "QuACK", "fbgemm_gpu": "FBGEMM", "triton_kernels": "OpenAI triton_kernels"}
-ON_REQUEST = {peer_tutorial.NAME: "triton"}
-"""Peers that run only where they are named, and the modules that they need."""
+Group = tuple[Tensor, Tensor, Tensor]
+cuda: Any = torch.cuda  # parts of torch.cuda carry no types
+
+
+# --- PyTorch: grouped_mm with either memory order of the weights, a loop, and bmm ------------------
+
+
+def without_epilogue(tensors: Tensors) -> None:
+    """Peers run plain products only; an epilogue of their own making would not be a fair copy."""
+    if tensors.workload.bias or (tensors.own is not None and not is_plain(tensors.own)):
+        raise Refused("this adapter runs products without a bias or another epilogue")
+    if tensors.workload.dtype == "tf32":
+        raise Refused("this adapter does not switch torch to tf32")
+
+
+def grouped_mm() -> Callable[..., Any]:
+    found = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+    if found is None:
+        raise Refused(f"torch {torch.__version__} has no grouped_mm")
+    return found  # type: ignore[no-any-return]
+
+
+def _grouped(tensors: Tensors) -> Prepared:
+    without_epilogue(tensors)
+    if tensors.offsets is None:
+        raise Refused("grouped_mm takes packed groups with offsets, not lists or masks")
+    if isinstance(tensors.b, Tensor) and tensors.workload.shared_b:
+        raise Refused("grouped_mm takes one weight per group, not a shared one")
+    if tensors.offsets.is_cuda and _odd_start(tensors.workload):
+        raise Refused("grouped_mm asserts on the device, and ends its context, where groups begin off 16 bytes")
+    call, ends, a, b = grouped_mm(), tensors.offsets[1:].contiguous(), tensors.a, tensors.b
+    return Prepared(lambda: call(a, b, offs=ends), None, "grouped_mm", why="allocates its result")
+
+
+def _odd_start(workload: Workload) -> int:
+    """A start of a group that is counted along rows of memory and lies off 16 bytes; 0 if there is none."""
+    along_rows = {"jagged_n": True, "jagged_k": workload.trans_b or not workload.trans_a}.get(workload.form, False)
+    starts = workload.sizes.cumsum()[:-1] if along_rows else ()
+    return next((int(start) for start in starts if workload.torch_dtype.itemsize * int(start) % 16), 0)
+
+
+def _grouped_nt(tensors: Tensors) -> Prepared:
+    """The same call on weights that lie in memory as [G, N, K], which torch's kernels prefer."""
+    b = tensors.b
+    if not isinstance(b, Tensor) or b.dim() != 3 or tensors.workload.trans_b:
+        raise Refused("the other memory order is only of interest for [G, K, N] weights in row order")
+    without_epilogue(tensors)
+    if tensors.workload.form != "jagged_m" or tensors.offsets is None:
+        raise Refused("packed rows only")
+    call, ends, a = grouped_mm(), tensors.offsets[1:].contiguous(), tensors.a
+    turned = b.transpose(1, 2).contiguous().transpose(1, 2)
+    return Prepared(
+        lambda: call(a, turned, offs=ends), None, "grouped_mm", why="weights turned to [G, N, K] beforehand"
+    )
+
+
+def _loop(tensors: Tensors) -> Prepared:
+    without_epilogue(tensors)
+    if tensors.workload.dtype == "int8":
+        raise Refused("torch.mm has no int8")
+    pairs = [
+        (a, b, out)
+        for (a, b), out in zip(group_inputs(tensors), group_outputs(tensors, tensors.out), strict=True)
+        if out.numel()
+    ]
+
+    def loop() -> None:
+        for a, b, out in pairs:
+            torch.mm(a, b, out=out)
+
+    return Prepared(loop, tensors.out, "torch.mm per group", why="knows the sizes on the host")
+
+
+def _bmm(tensors: Tensors) -> Prepared:
+    without_epilogue(tensors)
+    workload = tensors.workload
+    if workload.dtype == "int8":
+        raise Refused("torch.bmm has no int8")
+    if len(set(workload.extents)) != 1:
+        raise Refused("bmm needs equal groups")
+    m, n, k = workload.extents[0]
+    pairs = group_inputs(tensors)
+    if workload.form == "jagged_m" and isinstance(tensors.a, Tensor) and isinstance(tensors.b, Tensor):
+        if workload.shared_b or workload.trans_a:
+            raise Refused("bmm needs one weight per group and rows in order")
+        a, b = tensors.a.view(len(pairs), m, k), tensors.b
+    elif isinstance(tensors.a, list):
+        a, b = torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+    elif workload.form == "batched":
+        a, b = tensors.a, tensors.b  # type: ignore[assignment]
+    else:
+        raise Refused("bmm would need copies of the operands")
+    out = torch.empty(len(pairs), m, n, dtype=a.dtype, device=a.device)
+    result = (
+        list(out)
+        if isinstance(tensors.out, list)
+        else out.view(len(pairs) * m, n)
+        if workload.form == "jagged_m"
+        else out
+    )
+    return Prepared(lambda: torch.bmm(a, b, out=out), result, "torch.bmm", why="stacked beforehand")
+
+
+# --- cublasGemmGroupedBatchedEx --------------------------------------------------------------------
+
+CUDA_TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float32: 0, torch.float64: 1}
+COMPUTE_TYPES = {torch.float16: 68, torch.bfloat16: 68, torch.float32: 68, torch.float64: 70}
+NORMAL, TRANSPOSED = 0, 1
+
+
+@lru_cache(maxsize=1)
+def cublas_library() -> ctypes.CDLL:
+    """The cuBLAS that torch has already loaded, so that its handle is valid."""
+    cuda.current_blas_handle()
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "libcublas.so" in line}
+    if not paths:
+        raise Refused("no libcublas.so is loaded in this process")
+    found = ctypes.CDLL(sorted(paths)[0])
+    if not hasattr(found, "cublasGemmGroupedBatchedEx"):
+        raise Refused("this cuBLAS has no cublasGemmGroupedBatchedEx (it came with CUDA 12.5)")
+    return found
+
+
+def _leading(matrix: Tensor) -> tuple[int, int]:
+    """(operation, leading dimension) of a row-major matrix read as the transpose of a column-major one."""
+    rows, cols = matrix.shape
+    if matrix.stride(1) == 1 or cols == 1:
+        return NORMAL, max(matrix.stride(0) if rows > 1 else cols, cols, 1)
+    if matrix.stride(0) == 1 or rows == 1:
+        return TRANSPOSED, max(matrix.stride(1), rows, 1)
+    raise Refused("cuBLAS needs one contiguous direction")
+
+
+def _array(kind: Any, values: list[Any]) -> Any:
+    return (kind * len(values))(*values)
+
+
+def _cublas_arguments(groups: list[Group], pointers: list[Tensor], dtype: torch.dtype) -> tuple[Any, ...]:
+    """What follows the handle; the operands are swapped, as column-major reading wants them."""
+    ints, real = ctypes.c_int, ctypes.c_double if dtype == torch.float64 else ctypes.c_float
+    count, kind = len(groups), CUDA_TYPES[dtype]
+    left, right = [_leading(b) for _, b, _ in groups], [_leading(a) for a, _, _ in groups]
+    first, second, result = (ctypes.c_void_p(p.data_ptr()) for p in pointers)
+    return (
+        _array(ints, [op for op, _ in left]),
+        _array(ints, [op for op, _ in right]),
+        _array(ints, [out.shape[1] for _, _, out in groups]),
+        _array(ints, [out.shape[0] for _, _, out in groups]),
+        _array(ints, [a.shape[1] for a, _, _ in groups]),
+        _array(real, [1.0] * count),
+        *(first, kind, _array(ints, [ld for _, ld in left])),
+        *(second, kind, _array(ints, [ld for _, ld in right])),
+        _array(real, [0.0] * count),
+        *(result, kind, _array(ints, [_leading(out)[1] for _, _, out in groups])),
+        *(count, _array(ints, [1] * count), COMPUTE_TYPES[dtype]),
+    )
+
+
+def _cublas_grouped(tensors: Tensors) -> Prepared:
+    """One call, host sizes, device pointer arrays, through ctypes.
+
+    cuBLAS is column-major, so each row-major C = A B is asked for as C^T = B^T A^T: operands swapped, N in the place
+    of M. Groups without elements are left out; each other group is a group of one.
+    """
+    without_epilogue(tensors)
+    dtype = tensors.workload.torch_dtype
+    if dtype not in CUDA_TYPES:
+        raise Refused(f"cublasGemmGroupedBatchedEx has no {dtype}")
+    cublas = cublas_library()
+    inputs, outputs = group_inputs(tensors), group_outputs(tensors, tensors.out)
+    groups = [(a, b, out) for (a, b), out in zip(inputs, outputs, strict=True) if out.numel()]
+    if not groups:
+        raise Refused("every group is empty")
+    pointers = [
+        torch.tensor([group[which].data_ptr() for group in groups], dtype=torch.int64, device=groups[0][0].device)
+        for which in (1, 0, 2)
+    ]
+    arguments = _cublas_arguments(groups, pointers, dtype)
+
+    def call() -> object:
+        handle = ctypes.c_void_p(cuda.current_blas_handle())
+        if status := cublas.cublasGemmGroupedBatchedEx(handle, *arguments):
+            raise LibraryError(f"cublasGemmGroupedBatchedEx returned status {status}")
+        return pointers  # kept alive with the call
+
+    return Prepared(call, tensors.out, "cublasGemmGroupedBatchedEx", why="knows the sizes on the host")
+
+
+# --- libraries that a user may have installed: DeepGEMM, QuACK, FBGEMM, OpenAI's triton_kernels ----
+
+
+def packed_rows(tensors: Tensors, *dtypes: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(a [T, K], b [G, K, N], sizes [G] on the device), or why this library does not fit."""
+    workload = tensors.workload
+    without_epilogue(tensors)
+    if workload.form != "jagged_m" or workload.shared_b or tensors.offsets is None:
+        raise Refused("takes packed rows with one weight per group")
+    if workload.dtype not in dtypes:
+        raise Refused(f"takes {' or '.join(dtypes)}")
+    assert isinstance(tensors.a, Tensor)
+    assert isinstance(tensors.b, Tensor)
+    return tensors.a, tensors.b, torch.diff(tensors.offsets)
+
+
+def by_rows(b: Tensor) -> Tensor:
+    """The weights as [G, N, K] in memory."""
+    return b.transpose(1, 2).contiguous()
+
+
+def _deep_gemm(tensors: Tensors) -> Prepared:
+    """Rows are padded to the library's alignment beforehand; -1 marks the padding."""
+    a, b, _ = packed_rows(tensors, "bf16")
+    deep_gemm: Any = importlib.import_module("deep_gemm")
+    step = int(deep_gemm.get_mk_alignment_for_contiguous_layout())
+    sizes = [int(s) for s in tensors.workload.sizes]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // step) * step)
+    rows = torch.cat([torch.arange(size) + start for size, start in zip(sizes, starts, strict=False)]).to(a.device)
+    padded = a.new_zeros(starts[-1], a.shape[1])
+    padded[rows] = a
+    owner = torch.full((starts[-1],), -1, dtype=torch.int32, device=a.device)
+    owner[rows] = torch.repeat_interleave(
+        torch.arange(len(sizes), dtype=torch.int32), torch.tensor(sizes)
+    ).to(a.device)  # fmt: skip
+    out = a.new_full((starts[-1], b.shape[2]), float("nan"))
+    weights = by_rows(b)
+
+    def call() -> object:
+        return deep_gemm.m_grouped_bf16_gemm_nt_contiguous(padded, weights, out, owner)
+
+    why = f"rows padded to {step} beforehand"
+    return Prepared(call, None, "m_grouped_bf16_gemm_nt_contiguous", why=why, unpack=lambda _: out[rows])
+
+
+def _quack(tensors: Tensors) -> Prepared:
+    a, b, _ = packed_rows(tensors, "bf16", "fp16")
+    gemm: Any = importlib.import_module("quack.gemm_interface").gemm
+    weights = by_rows(b).transpose(1, 2)
+    offsets, out = tensors.offsets, tensors.out
+    return Prepared(
+        lambda: gemm(a, weights, out=out, cu_seqlens_m=offsets), out, "quack.gemm", why="weights as [G, N, K]"
+    )
+
+
+def _fbgemm(tensors: Tensors) -> Prepared:
+    a, b, sizes = packed_rows(tensors, "bf16")
+    name = "fbgemm_gpu.experimental.gemm.triton_gemm.grouped_gemm"
+    grouped_gemm: Any = importlib.import_module(name).grouped_gemm
+    weights = by_rows(b).reshape(-1, b.shape[1])
+    return Prepared(lambda: grouped_gemm(a, weights, sizes), None, "grouped_gemm (Triton)", why="weights as [G*N, K]")
+
+
+def _triton_kernels(tensors: Tensors) -> Prepared:
+    """The folder python/triton_kernels of Triton's repository since 3.6 began; the package of that name is another."""
+    a, b, sizes = packed_rows(tensors, "bf16", "fp16")
+    matmul: Any = importlib.import_module("triton_kernels.matmul").matmul
+    make: Any = importlib.import_module("triton_kernels.tensor").make_ragged_tensor_metadata
+    metadata = make(sizes, a.shape[0])
+    return Prepared(
+        lambda: matmul(a, b, None, a_ragged_metadata=metadata),
+        None,
+        "triton_kernels.matmul",
+        why="metadata made beforehand",
+    )
+
+
+# --- the tutorial's kernel: on request, because it compiles and tries three tiles per workload ------
+
+TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4))
+"""Rows, columns, depth, warps, stages."""
+
+
+def _microseconds(call: Callable[[], object]) -> float:
+    """The best of three calls after one; a rough clock, for a choice among three."""
+    times: list[float] = []
+    event: Any = torch.cuda.Event
+    for _ in range(4):
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return min(times[1:])
+
+
+def _triton_tutorial(tensors: Tensors) -> Prepared:
+    """The way of Triton's tutorial, with the best of three tiles."""
+    a, b, _ = packed_rows(tensors, "bf16", "fp16")
+    if a.shape[1] % 8 or b.shape[2] % 8:
+        raise Refused("its descriptors take rows that are multiples of 16 bytes")
+    triton: Any = importlib.import_module("triton")
+    kernel: Any = importlib.import_module("multigemm.bench.tutorial_kernel").tutorial_kernel
+    triton.set_allocator(lambda size, align, stream: torch.empty(size, device=a.device, dtype=torch.int8))
+    weights, out = by_rows(b), a.new_empty(a.shape[0], b.shape[2])
+    assert tensors.offsets is not None
+    ends, (groups, n, k) = tensors.offsets[1:].contiguous(), weights.shape
+    programs = torch.cuda.get_device_properties(a.device).multi_processor_count
+
+    def with_tile(tile: tuple[int, ...]) -> Callable[[], object]:
+        *blocks, warps, stages = tile
+        return lambda: kernel[(programs,)](
+            a, weights, out, ends, groups, n, k, *blocks, stages, num_warps=warps, num_stages=stages
+        )
+
+    best = min(TILES, key=lambda tile: _microseconds(with_tile(tile)))
+    config = "x".join(map(str, best[:3])) + f", {best[3]} warps, {best[4]} stages"
+    return Prepared(
+        with_tile(best), out, "tutorial_kernel", config, why="weights as [G, N, K]; the best of three tiles"
+    )
+
+
+# --- all of them ------------------------------------------------------------------------------------
+
+PREPARE: dict[str, Callable[[Tensors], Prepared]] = {
+    "torch_grouped": _grouped,
+    "torch_grouped_nt": _grouped_nt,
+    "torch_loop": _loop,
+    "torch_bmm": _bmm,
+    "cublas_grouped": _cublas_grouped,
+    "deep_gemm": _deep_gemm,
+    "quack": _quack,
+    "fbgemm": _fbgemm,
+    "triton_kernels": _triton_kernels,
+    "triton_tutorial": _triton_tutorial,
+}
+PEERS = {name: Entry(name, "peer", prepare) for name, prepare in PREPARE.items()}
+NEEDS = {
+    "deep_gemm": ("deep_gemm", "DeepGEMM"),
+    "quack": ("quack", "QuACK"),
+    "fbgemm": ("fbgemm_gpu", "FBGEMM"),
+    "triton_kernels": ("triton_kernels", "OpenAI triton_kernels"),
+    "triton_tutorial": ("triton", "triton"),
+}
+"""The module that a peer needs, and what the module's library is called."""
+ON_GPU = ("cublas_grouped", "torch_grouped_nt", *NEEDS)
+ON_REQUEST = ("triton_tutorial",)
 
 
 def peer_entries(names: list[str], device: torch.device) -> tuple[list[Entry], dict[str, str]]:
-    """Entries for the named peers (all, if none is named) that are here, and the reasons of the others."""
-    entries = dict(peer_torch.ENTRIES) | {peer_cublas.ENTRY.name: peer_cublas.ENTRY} | peer_libraries.ENTRIES
-    entries |= {peer_tutorial.NAME: peer_tutorial.ENTRY}
-    needs = peer_libraries.MODULE_OF | ON_REQUEST
-    if unknown := [name for name in names if name not in entries]:
-        raise InvalidSetting(f"--peers: no peer is called {unknown[0]!r}; known: {', '.join(entries)}, none")
+    """Entries for the named peers (all but those on request, if none is named) that are here; why others are not."""
+    if unknown := [name for name in names if name not in PEERS]:
+        raise InvalidSetting(f"--peers: no peer is called {unknown[0]!r}; known: {', '.join(PEERS)}, none")
     absent: dict[str, str] = {}
     here: list[Entry] = []
-    for name, entry in entries.items():
+    for name, entry in PEERS.items():
         if name not in names and (names or name in ON_REQUEST):
             continue
-        module = needs.get(name)
+        module, library = NEEDS.get(name, ("", ""))
         if module and importlib.util.find_spec(module) is None:
-            absent[name] = f"{MODULES.get(module, module)} is not installed (no module {module})"
-        elif device.type != "cuda" and (module or name in ("cublas_grouped", "torch_grouped_nt")):
+            absent[name] = f"{library} is not installed (no module {module})"
+        elif device.type != "cuda" and name in ON_GPU:
             absent[name] = "needs a CUDA device"
         else:
             here.append(entry)

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from multigemm.bench.results import Report, Row, by_entry
+from multigemm.bench.reports import Report, Row, by_entry, of_best_peer
 from multigemm.bench.workloads import geomean
 
 EXTRA = "plots need matplotlib: pip install 'multigemm[report]'"
@@ -163,29 +163,27 @@ def roofline(report: Report, path: Path) -> Path | None:
 
 def speedups(report: Report, path: Path) -> Path | None:
     """Each entry's time against the best peer's, per distribution; below 1 is a loss and is drawn too."""
-    best: dict[str, float] = {}
-    for row in report.timed():
-        if row.kind == "peer":
-            best[row.case] = min(best.get(row.case, row.us or 0.0), row.us or 0.0)
     ours = {n: r for n, r in by_entry(report.timed()).items() if r[0].kind == "backend"}
     kinds = list(dict.fromkeys(r.distribution for r in report.rows))
-    if not best or not ours:
+    if not ours or all(math.isnan(of_best_peer(report, rows)) for rows in ours.values()):
         return None
     figure, (axes,) = _figures(1)
     width, colours = 0.8 / len(ours), _colours(report)
     for index, (name, rows) in enumerate(ours.items()):
-        heights = [_speedup([r for r in rows if r.distribution == kind], best) for kind in kinds]
+        heights = [of_best_peer(report, [r for r in rows if r.distribution == kind]) for kind in kinds]
         shift = (index - (len(ours) - 1) / 2) * width
         places = [i + shift for i in range(len(kinds))]
-        axes.bar(places, [h - 1.0 for h in heights], width * 0.92, 1.0, label=name, color=colours[name])
+        axes.bar(
+            places,
+            [0.0 if math.isnan(h) else h - 1.0 for h in heights],
+            width * 0.92,
+            1.0,
+            label=name,
+            color=colours[name],
+        )
     axes.axhline(1.0, color="black", lw=1)
     _octave_axis(axes)
     axes.set_xticks(range(len(kinds)), kinds)
     axes.set(ylabel="best peer's time / ours", title="Speed-up over the best peer, case by case (geometric means)")
     axes.legend(fontsize=7, ncols=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.07))
     return _finish(figure, path, report)
-
-
-def _speedup(rows: list[Row], best: dict[str, float]) -> float:
-    value = geomean(best[r.case] / r.us for r in rows if r.us and r.case in best)
-    return 1.0 if value != value else value

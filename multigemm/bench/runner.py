@@ -9,30 +9,110 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
-from multigemm.bench import machine, results
-from multigemm.bench.check import Reference, reference
+from multigemm.bench import machine, reports
 from multigemm.bench.entries import Entry, Prepared, Refused
-from multigemm.bench.method import Options
-from multigemm.bench.operands import Tensors, make, poison
-from multigemm.bench.peer_libraries import Padded
-from multigemm.bench.results import Report, Row, Sample
+from multigemm.bench.operands import Tensors, Truth, make, poison, reference
+from multigemm.bench.reports import KILLED, Report, Row, Sample, family
 from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import MultigemmError
-from multigemm.select.timing import Mode, Timing, describe, measure
+from multigemm.select.clocks import CODE_BYTES, FLUSH_BYTES, other_code
+from multigemm.select.timing import Mode, Timing, describe, measure, overhead
 
 RESTLESS = 0.15
+"""Samples that disagree by more are taken again."""
 SECOND_LOOKS = 2
+NEAR = 1.25
+"""Configs within this factor of their backend's best, at a quick look, are measured carefully."""
+LATE = "not tried within the time"
+STRIKES = 3
+"""An entry that hung or crashed so often is left alone."""
 OVER_BUDGET = 2.5
+"""After so many budgets there is no second look."""
 HURRIED = 0.25
+"""The part of the budget for a workload of a run that is behind its goal."""
 SAVE_EVERY_S = 1.5
+CPU_GOAL_S = 1.6
+"""Seconds per workload on a CPU, which other processes may share: where these take longer, samples become fewer."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure. `budget_ms` is per workload and mode, for all entries together.
+
+    `goal_s` is what the whole run should take: behind it, samples become fewer, but no workload is left out.
+    `look_ms` is the budget of a quick look; then only the configs near their backend's best are measured carefully.
+    `rest` is the part of the time in which the device idles between bursts of calls, as `timing.measure` knows it.
+    """
+
+    reps: int = 100
+    budget_ms: float = 400.0
+    total_s: float = math.inf
+    goal_s: float = math.inf
+    style: Mode = "cold"
+    modes: tuple[str, ...] = ("graph", "hot", "host")
+    hot_below_us: float = 300.0
+    rates: dict[str, Rates] | None = None
+    rest: float = 0.0
+    look_ms: float = 0.0
+
+    @classmethod
+    def usual(cls, device: torch.device, workloads: int = 1) -> Options:
+        """What `multigemm bench` does where nothing is asked."""
+        if device.type == "cuda":
+            return cls(reps=300)
+        return cls(budget_ms=600.0, goal_s=CPU_GOAL_S * workloads)
+
+
+def new_report(device: torch.device, dtypes: Iterable[str], options: Options, absent: dict[str, str]) -> Report:
+    """An empty report with the machine, the method and the measured ceilings."""
+    method = {
+        "style": options.style,
+        "reps": options.reps,
+        "budget_ms": options.budget_ms,
+        "modes": list(options.modes),
+        **({"rest": options.rest} if options.rest else {}),
+        "flush": flush_text(options.style, device) if device.type == "cuda" else "none (CPU)",
+        "rates": "given" if options.rates else "measured in this run",
+        "measured_rates": {},
+        "overhead_us": {name: round(us, 3) for name, us in overhead(device).items()},
+    }
+    report = Report(machine.describe(device), method, {}, absent=absent)
+    add_ceilings(report, device, set(dtypes), options)
+    return report
+
+
+def flush_text(style: Mode, device: torch.device) -> str:
+    """What happens before each call on a GPU."""
+    written = f"{FLUSH_BYTES >> 20} MB written before each call"
+    if style == "do_bench":
+        return written
+    if other_code(device.index or 0) is None:
+        return f"{written} (no NVRTC here: the processors may still hold a call's code)"
+    return f"{CODE_BYTES >> 10} KB of other code run and {written}"
+
+
+def add_ceilings(report: Report, device: torch.device, dtypes: set[str], options: Options) -> None:
+    """Measures the ceilings of dtypes that the report has none for yet."""
+    lacking = dtypes - set(report.rates)
+    measured = (
+        {} if not lacking or (options.rates and device.type == "cpu") else machine.measured_rates(device, lacking)
+    )
+    report.method["measured_rates"] = report.method.get("measured_rates", {}) | _as_numbers(measured)
+    rates = options.rates or measured
+    report.rates |= _as_numbers({name: rates[name] for name in sorted(lacking)})
+
+
+def _as_numbers(rates: dict[str, Rates]) -> dict[str, dict[str, float]]:
+    return {name: {"tflops": round(rate.tflops, 4), "tbps": round(rate.tbps, 4)} for name, rate in rates.items()}
 
 
 def total_unrest(taken: dict[str, Timing]) -> float:
@@ -46,27 +126,46 @@ class DeviceLost(MultigemmError):
 
 @dataclass
 class Runner:
-    """One run. `on_case` is told each workload; `path` is rewritten every second or two, and at the end."""
+    """One run. `on_case` is told each workload; `path` is rewritten every second or two, and at the end.
 
-    entries: list[Entry]
+    `entries_of` says who is measured on a workload; `tensors_of` makes its data.
+    """
+
+    entries_of: Callable[[Workload], list[Entry]]
     device: torch.device
     options: Options
     report: Report
     path: Path | None = None
     marker: Marker = Marker(None)
     on_case: Callable[[int, int, Workload], None] = lambda index, total, case: None
+    tensors_of: Callable[[Workload, torch.device], Tensors] = make
     started: float = field(default_factory=time.monotonic)
     _rows: dict[str, Row] = field(default_factory=dict)
     _behind: bool = False
     _saved: float = 0.0
 
     def run(self, cases: list[Workload]) -> Report:
-        """Every workload that the time budget allows; the rest is listed as unfinished."""
-        done = {(row.case, row.entry) for row in self.report.rows}
+        """Every workload that the time allows. The rest is listed as unfinished, also where something ends the run."""
         self.report.unfinished = []
+        try:
+            self._run(cases)
+        except BaseException:
+            met = {row.case for row in self.report.rows}
+            self.report.unfinished = [case.key for case in cases if case.key not in met]
+            raise
+        finally:
+            self.save()
+        return self.report
+
+    def _run(self, cases: list[Workload]) -> None:
+        done = {(row.case, row.entry) for row in self.report.rows}
         self.save()
         for index, case in enumerate(cases):
-            todo = [entry for entry in self.entries if (case.key, entry.name) not in done]
+            try:
+                todo = [entry for entry in self.entries_of(case) if (case.key, entry.name) not in done]
+            except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+                self.report.absent[case.key] = describe(error)
+                continue
             if not todo:
                 continue
             spent = time.monotonic() - self.started
@@ -75,21 +174,15 @@ class Runner:
                 continue
             self._behind = index > 0 and spent > self.options.goal_s * index / len(cases)
             self.on_case(index, len(cases), case)
-            try:
-                self.report.rows += self._case(case, todo)
-            except BaseException:
-                self.save()
-                raise
+            self.report.rows += self._case(case, todo)
             self._free()
             if time.monotonic() - self._saved > SAVE_EVERY_S:
                 self.save()
         self.report.machine["clocks_after"] = machine.clocks(self.device)
-        self.save()
-        return self.report
 
     def save(self) -> None:
         if self.path is not None:
-            results.write(self.path, self.report)
+            reports.write(self.path, self.report)
         self._saved = time.monotonic()
 
     def _case(self, case: Workload, entries: list[Entry]) -> list[Row]:
@@ -98,7 +191,7 @@ class Runner:
         try:
             self.marker.say("making tensors and reference", rows=[asdict(row) for row in rows.values()])
             self._fits(case)
-            tensors = make(case, self.device)
+            tensors = self.tensors_of(case, self.device)
             truth = reference(tensors)
         except (Refused, torch.cuda.OutOfMemoryError, MemoryError) as error:
             for row in rows.values():
@@ -129,6 +222,7 @@ class Runner:
             entry=entry.name,
             kind=entry.kind,
             status="failed",
+            **entry.known,
         )
 
     def _fits(self, case: Workload) -> None:
@@ -140,9 +234,12 @@ class Runner:
         if need > free:
             raise Refused(f"needs about {need / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free")
 
-    def _ready(self, entry: Entry, tensors: Tensors, truth: Reference, rows: dict[str, Row]) -> Prepared | None:
+    def _ready(self, entry: Entry, tensors: Tensors, truth: Truth, rows: dict[str, Row]) -> Prepared | None:
         """Prepares and checks one entry; None, with the reason in its row, if it has no right answer."""
         row = rows[entry.name]
+        if why := self._given_up(entry):
+            row.status, row.reason = "skipped", why
+            return None
         self.marker.say("preparing and checking", rows=[asdict(row)])
         try:
             ready = entry.prepare(tensors)
@@ -160,9 +257,18 @@ class Runner:
             row.reason = describe(error)
             self._survived(row, rows)
             return None
-        answer = ready.out if ready.out is not None else returned
-        row.reason = truth.verdict(answer.unpadded() if isinstance(answer, Padded) else answer)  # type: ignore[arg-type]
+        row.reason = truth.verdict(ready.result(returned))
         return None if row.reason else ready
+
+    def _given_up(self, entry: Entry) -> str:
+        """Why an entry is not begun; "" if it is."""
+        if entry.optional and time.monotonic() - self.started > self.options.total_s:
+            return LATE
+        name, config = family(entry.name), entry.known.get("config")
+        struck = [row for row in self.report.rows if KILLED in row.notes and family(row.entry) == name]
+        if bad := next((row for row in struck if config is not None and row.config == config), None):
+            return f"not tried again: {bad.reason}"
+        return f"not tried: it hung or crashed {len(struck)} times" if len(struck) >= STRIKES else ""
 
     def _survived(self, row: Row, rows: dict[str, Row]) -> None:
         """After a failure: does the device still answer? If not, keep the rows that are final and stop."""
@@ -171,6 +277,7 @@ class Runner:
             torch.ones(1, device=self.device).sum().item()
         except Exception as error:
             row.reason += " (the CUDA context is lost)"
+            row.notes.append(KILLED)
             self.report.rows += [r for r in rows.values() if r is row or r.status in ("refused",)]
             raise DeviceLost(row.reason) from error
 
@@ -181,6 +288,8 @@ class Runner:
     def _time(self, ready: dict[str, Prepared], rows: dict[str, Row]) -> None:
         """Eager for all, graph for what can be captured, then hot and host where they say anything."""
         options, self._rows = self.options, rows
+        if options.look_ms:
+            ready = self._near_the_best(ready, rows)
         eager = self._settled({name: p.call for name, p in ready.items()}, options.style)
         for name, timing in eager.items():
             row = rows[name]
@@ -206,6 +315,21 @@ class Runner:
             if row.us is not None:
                 row.us = round(row.us, 3)
                 row.spread = round(row.spread, 4) if math.isfinite(row.spread) else 0.0
+
+    def _near_the_best(self, ready: dict[str, Prepared], rows: dict[str, Row]) -> dict[str, Prepared]:
+        """Those worth a careful look; the others keep the times of this quick one."""
+        best: dict[str, float] = {}
+        taken = self._measure({name: p.call for name, p in ready.items()}, self.options.style, look=True)
+        for name, timing in taken.items():
+            row = rows[name]
+            if not timing.ok:
+                row.reason = timing.error
+                self._survived(row, rows)
+                continue
+            row.status, row.us, row.eager, row.spread = "ok", timing.median, Sample.of(timing), timing.spread
+            best[family(name)] = min(timing.median, best.get(family(name), math.inf))
+        limits = {name: NEAR * best.get(family(name), 0.0) for name in ready}
+        return {name: p for name, p in ready.items() if (rows[name].us or math.inf) <= limits[name]}
 
     def _graphs(self, capturable: dict[str, Prepared], rows: dict[str, Row]) -> None:
         modes: list[Mode] = ["graph"]
@@ -251,12 +375,12 @@ class Runner:
         return taken
 
     def _measure(
-        self, calls: dict[str, Callable[[], object]], mode: Mode, reps: int | None = None
+        self, calls: dict[str, Callable[[], object]], mode: Mode, reps: int | None = None, look: bool = False
     ) -> dict[str, Timing]:
         if not calls:
             return {}
-        options, few = self.options, 4 if mode in ("hot", "host") else 9
-        budget_ms = options.budget_ms
+        options, few = self.options, 3 if look else 4 if mode in ("hot", "host") else 9
+        budget_ms = options.look_ms if look else options.budget_ms
         if self._behind:
             few, budget_ms = few // 3, HURRIED * budget_ms
 
@@ -297,3 +421,17 @@ class Runner:
         if self.device.type == "cuda":
             gc.freeze()
             torch.cuda.empty_cache()
+
+
+class Progress:
+    """A line on stderr for each workload, with the time that is left at this pace."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet, self.started = quiet, time.monotonic()
+
+    def step(self, index: int, total: int, case: Workload) -> None:
+        """Fits `Runner.on_case`."""
+        if not self.quiet:
+            spent = time.monotonic() - self.started
+            left = f", about {spent / index * (total - index):.0f} s left" if index else ""
+            print(f"[{index + 1}/{total}] {spent:.0f} s{left}  {case.key}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """The suites: workloads under names that reports, tuning and tests share.
 
 `tutorial`, `helion-jagged`, `l2`, `cpu-tile`  the published cases of the systems this project grew from
+`cpu-rows`   packed rows of float32 as a CPU meets them: few large groups, many small ones, skewed and odd ones
 `moe`        11 shapes of real mixture-of-experts layers x balanced, zipf and empty groups
 `moe-more`   further models, and the lists of DeepGEMM and Tokamax
 `wgrad`      jagged K: weight gradients
@@ -14,11 +15,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from multigemm.bench.drawn import UNTUNED, random, spread_out
-from multigemm.bench.workloads import Workload
+import numpy as np
+
+from multigemm.bench.workloads import DTYPES, Workload, parse_shape, with_dtype
 from multigemm.errors import InvalidSetting
 
 UNEVEN = ("balanced", "zipf", "empty")
@@ -67,6 +70,35 @@ def _cpu_tile() -> list[Workload]:
         base,
         replace(base, name="cpu_tile_bias", bias=True),
         replace(base, name="cpu_tile_transposed", trans_a=True, trans_b=True),
+    ]
+
+
+def _cpu_rows() -> list[Workload]:
+    shapes = [  # name, G, rows per group, K, N, distribution
+        ("few_large", 8, 256, 512, 512, "uniform"),
+        ("few_equal", 8, 256, 512, 512, "balanced"),
+        ("wide", 8, 64, 1024, 1024, "uniform"),
+        ("moe_8", 8, 256, 768, 1024, "zipf"),
+        ("moe_32", 32, 64, 512, 512, "zipf"),
+        ("moe_empty", 32, 24, 256, 512, "empty"),
+        ("moe_64", 64, 48, 256, 256, "zipf"),
+        ("heads", 16, 50, 64, 64, "uniform"),
+        ("tiny_few", 4, 10, 64, 64, "uniform"),
+        ("odd", 24, 30, 131, 197, "uniform"),
+        ("lora_up", 32, 32, 16, 512, "uniform"),
+        ("lora_down", 32, 32, 512, 16, "uniform"),
+        ("small_16", 64, 16, 128, 128, "uniform"),
+        ("small_16_wide", 64, 16, 256, 256, "uniform"),
+        ("small_8", 128, 8, 128, 128, "multinomial"),
+        ("small_equal", 64, 16, 128, 128, "balanced"),
+        ("small_4", 256, 4, 64, 64, "multinomial"),
+        ("small_2", 64, 2, 256, 256, "multinomial"),
+        ("small_empty", 256, 8, 64, 128, "empty"),
+        ("small_decode", 128, 1, 128, 256, "multinomial"),
+    ]
+    return [
+        Workload(name, "cpu-rows", groups=g, n=n, k=k, total=g * rows, distribution=distribution, dtype="fp32")
+        for name, g, rows, k, n, distribution in shapes
     ]
 
 
@@ -172,11 +204,134 @@ def _ragged_odd() -> list[Workload]:
     ]
 
 
+# --- generated workloads: nobody picked them ------------------------------------------------------
+
+UNTUNED = "random"
+UNEVEN_AND_EVEN = ("balanced", "zipf", "empty", "multinomial", "uniform")
+OF_EVERY_KIND, OF_USUAL, OF_FORMS, SPREAD = 800, 1600, 2800, 3200
+"""How many workloads of `spread` come before its next section: every kind; packed rows of 16-bit floats; every kind
+again; extents without a factor."""
+SEED = 20
+GROUPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
+OTHERS = (
+    ("fp32", "int8"),
+    ("tf32", "shared"),
+    ("fp16", "fp64"),
+    ("int8", "fp32"),
+    ("shared", "tf32"),
+    ("fp64", "fp16"),
+)
+KINDS = " ".join("m mt k m list mt batched m masked mt m {} mt odd m n mt {}".format(*pair) for pair in OTHERS).split()
+"""The kinds of `spread` in turn: packed rows (t: with transposed weights), the other forms, the other dtypes."""
+USUAL = ("m", "mt")
+FORMS = "k list masked mt batched m n k list masked fp16 mt m fp32 tf32 fp64 int8".split()  # noqa: SIM905
+SECTIONS = ((OF_EVERY_KIND, KINDS), (OF_USUAL, USUAL), (OF_FORMS, FORMS), (SPREAD, ("odd",)))
+ANY_KIND = "m mt k m list mt m batched mt m fp16 mt masked m k mt list m mt n".split()  # noqa: SIM905
+MOST_PRODUCTS = {"fp32": 1e10, "fp64": 1e10, "int8": 1e10, "tf32": 3e10, "n": 2e10, "odd": 5e10}
+"""Multiply-adds at most of slower kinds: about a tenth of a millisecond on an H100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of generated workloads: the least N and K in octaves, multiply-adds and elements at most."""
+
+    least: float
+    products: float
+    elements: int
+
+
+BOUNDS = Bounds(6.5, 1.5e11, 2**28)
+WIDE_BOUNDS = Bounds(7.5, 6e11, 2**30)
+
+
+def spread_out() -> list[Workload]:
+    """Every kind of problem over many octaves of its extents, evenly: Halton's sequence, one base per extent."""
+    cases: list[Workload] = []
+    index = 0
+    while len(cases) < SPREAD:
+        index += 1
+        kinds = next(dealt for end, dealt in SECTIONS if len(cases) < end)
+        kind = kinds[len(cases) % len(kinds)]
+        place = [_radical_inverse(index, base) for base in (2, 3, 5, 7)]
+        bounds = WIDE_BOUNDS if kinds is USUAL else BOUNDS
+        cases += _generated(f"spread_{len(cases):03d}", "spread", kind, place, index, bounds)
+    return cases
+
+
+def _radical_inverse(index: int, base: int) -> float:
+    """The digits of `index` behind the point, in reverse order."""
+    value, weight = 0.0, 1.0 / base
+    while index:
+        index, digit = divmod(index, base)
+        value, weight = value + digit * weight, weight / base
+    return value
+
+
+def _generated(
+    name: str, suite: str, kind: str, place: Sequence[float], index: int, bounds: Bounds = BOUNDS
+) -> list[Workload]:
+    """One workload of a kind at a place in the unit cube: rows per group, N, K, groups; none if it is too long.
+
+    Extents are multiples of 64 as models have them, some of 8, and for the kind "odd" of nothing.
+    """
+    step = 1 if kind == "odd" else 8 if index % 4 == 3 else 64
+    groups = GROUPS[int(place[3] * len(GROUPS))]
+    rows = max(1, int(2.0 ** (place[0] * (8 if kind == "n" else 11.5))))
+    n, k = (max(step, int(step * round(2.0 ** (bounds.least + (13 - bounds.least) * p) / step))) for p in place[1:3])
+    if (
+        groups * rows * n * k > MOST_PRODUCTS.get(kind, bounds.products)
+        or groups * (n * k + rows * (n + k)) > bounds.elements
+    ):
+        return []
+    distribution = UNEVEN_AND_EVEN[index % len(UNEVEN_AND_EVEN)]
+    case = Workload(name, suite, groups=groups, n=n, k=k, total=groups * rows, distribution=distribution, seed=index)
+    case = replace(case, trans_b=kind.endswith("t") or (kind not in ("m", "k") and index % 2 == 0))
+    if kind in DTYPES:
+        return [replace(case, dtype=kind)]
+    if kind == "list":
+        unequal = [(max(1, rows >> (g % 3)) if index % 3 == 1 else rows, n, k) for g in range(min(groups, 64))]
+        return [
+            replace(case, form="per_group", groups=len(unequal), products=tuple(unequal), distribution="list", total=0)
+        ]
+    if kind == "k":
+        return [replace(case, form="jagged_k", m=n, n=k, k=0, trans_a=True)] if groups * n * k < 2**28 else []
+    if kind == "n":
+        return [replace(case, form="jagged_n", m=n, n=0)]
+    if kind == "masked":
+        return [replace(case, form="masked", m=rows, total=max(1, groups * rows // 2), cap=rows)]
+    if kind == "batched":
+        return [replace(case, form="batched", m=rows, total=0, distribution="balanced")]
+    return [replace(case, shared_b=kind == "shared")]
+
+
+def random(seed: int = SEED) -> list[Workload]:
+    """Of the usual seed: packed rows, G, T, N and K over three octaves each. Of any other: every kind of problem."""
+    draw = np.random.default_rng(seed)
+    cases: list[Workload] = []
+    while len(cases) < 20:
+        index = len(cases)
+        name = f"random_{index:02d}" if seed == SEED else f"random_{seed}_{index:02d}"
+        if seed != SEED:
+            cases += _generated(
+                name, UNTUNED, ANY_KIND[index], draw.uniform(0, 1, 4).tolist(), int(draw.integers(1, 10**6))
+            )
+            continue
+        step = 64 if index % 4 else 8
+        groups = int(draw.choice([2, 6, 12, 24, 48, 96, 160]))
+        n, k = (int(step * round(2.0 ** draw.uniform(8, 12) / step)) for _ in range(2))
+        total = int(groups * 2.0 ** draw.uniform(2, 9))
+        kind = str(draw.choice(["balanced", "zipf", "empty", "multinomial"]))
+        case = Workload(name, UNTUNED, groups=groups, n=n, k=k, total=total, distribution=kind)
+        cases.append(replace(case, trans_b=bool(index % 3 == 2)))
+    return cases
+
+
 SUITES: dict[str, Callable[[], list[Workload]]] = {
     "tutorial": _tutorial,
     "helion-jagged": _helion,
     "l2": _l2,
     "cpu-tile": _cpu_tile,
+    "cpu-rows": _cpu_rows,
     "moe": _moe,
     "moe-more": _moe_more,
     "wgrad": _wgrad,
@@ -188,18 +343,75 @@ SUITES: dict[str, Callable[[], list[Workload]]] = {
 }
 
 
+def seed_of(part: str) -> int:
+    """The seed in "random:7"; 0 for any other text."""
+    head, _, seed = part.partition(":")
+    return int(seed) if head == UNTUNED and seed.isdecimal() else 0
+
+
 def suite(name: str) -> list[Workload]:
     """The workloads of a suite, or of several joined by commas, or of "all"."""
-    names = list(SUITES) if name == "all" else [part.strip() for part in name.split(",") if part.strip()]
-    unknown = [part for part in names if part not in SUITES and not _seed(part)]
+    names = list(SUITES) if name == "all" else parts(name)
+    unknown = [part for part in names if part not in SUITES and not seed_of(part)]
     if unknown or not names:
         raise InvalidSetting(
             f"suite {', '.join(unknown) or name!r} is unknown; known: {', '.join(SUITES)}, {UNTUNED}:SEED, all"
         )
-    return [case for part in names for case in (random(_seed(part)) if _seed(part) else SUITES[part]())]
+    return [case for part in names for case in (random(seed_of(part)) if seed_of(part) else SUITES[part]())]
 
 
-def _seed(part: str) -> int:
-    """The seed in "random:7"; 0 for any other text."""
-    head, _, seed = part.partition(":")
-    return int(seed) if head == UNTUNED and seed.isdecimal() else 0
+def parts(text: str) -> list[str]:
+    """The words of a list that is separated by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+# --- which workloads a command line names --------------------------------------------------------
+
+USUAL_SUITE = "tutorial"
+USUAL_DTYPES = {"cpu": "fp32,bf16"}
+"""Of the usual suite, where its own are hopeless: a CPU multiplies float16 tens of times slower than float32."""
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """The options that name workloads; `multigemm bench` and `multigemm tune` mean the same by the same words."""
+    add = parser.add_argument
+    add("--suite", default="", help=f"comma separated: {', '.join(SUITES)}, all (default: {USUAL_SUITE})")
+    add("--shape", action="append", default=[], help="one's own workload, instead of a suite; may be repeated")
+    add("--only", default="", help="keep workloads whose key contains one of these parts")
+    add("--dist", default="", help="keep these distributions, comma separated")
+    add("--dtypes", "--dtype", default="", help=f"each workload in these instead of its own: {', '.join(DTYPES)}")
+    add("--nt", action="store_true", help="B as the transpose of [G, N, K] memory")
+
+
+def selected(args: argparse.Namespace, device_type: str = "cuda") -> list[Workload]:
+    """The workloads that the arguments name.
+
+    Raises:
+        InvalidSetting: for a name that is unknown, or where no workload is left.
+    """
+    if args.shape and args.suite:
+        raise InvalidSetting("--suite and --shape: name a suite or one's own workloads, not both")
+    cases = [parse_shape(text) for text in args.shape] or suite(args.suite or USUAL_SUITE)
+    usual = "" if args.shape or args.suite else USUAL_DTYPES.get(device_type, "")
+    if dtypes := parts(args.dtypes or usual):
+        cases = list({c.key: c for dtype in dtypes for c in (with_dtype(case, dtype) for case in cases)}.values())
+    cases = [replace(case, trans_b=True) if args.nt else case for case in cases]
+    only, dists = parts(args.only), parts(args.dist)
+    left = [c for c in cases if not only or any(part in c.key for part in only)]
+    left = [c for c in left if not dists or c.distribution in dists]
+    if not left:
+        asked = " and ".join(f"--{name} {text!r}" for name, text in (("only", args.only), ("dist", args.dist)) if text)
+        seen = ", ".join(sorted({c.distribution for c in cases}))
+        raise InvalidSetting(
+            f"no workload is left: {asked} matches none of {len(cases)} (by distribution: {seen}); "
+            "`multigemm bench --list` prints their keys"
+        )
+    return left
+
+
+def above_zero(args: argparse.Namespace, *names: str) -> None:
+    """Refuses bounds that leave nothing to do."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise InvalidSetting(f"--{name.replace('_', '-')} {value:g}: it has to be above 0")

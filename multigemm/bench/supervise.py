@@ -2,8 +2,8 @@
 
 A kernel may hang, crash its process or destroy its CUDA context, and a benchmark of many kernels must
 report that as one row and go on. So on a GPU the work runs in a child process which says, in a small
-file, what it is about to do. When the child dies, or says nothing for too long, the parent kills it,
-lets `blame` record the culprit, and starts a child that carries on where the last one stopped.
+file, what it is about to do. When the child dies, or says nothing for too long, the parent kills it, puts
+the culprit into the report, and starts a child that carries on where the last one stopped.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from multigemm.bench.whole import write_whole
+from multigemm.bench import reports
 from multigemm.errors import MultigemmError
 
 CONTEXT_LOST = 75
 RAISED = 76
-FINAL_CODES = (0, 1, 2)
+FINAL_CODES = (0, 1, 2, 130)
 RESTARTS = 40
 PROGRAM = (sys.executable, "-m", "multigemm")
 POLL_S = 0.2
 NEWS_S = 1.0
 START_S = 60.0
 """What importing and finding the devices may take on a busy machine, before the first word."""
+FAREWELL_S = 10.0
+"""What a child that was interrupted may take to write what it has."""
 
 
 class Marker:
@@ -48,7 +50,7 @@ class Marker:
         if text == self._last[1] and now - self._last[0] < NEWS_S:
             return
         self._last = (now, text)
-        write_whole(self.path, text)
+        reports.replace_file(self.path, text)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -63,35 +65,54 @@ def read(path: Path) -> dict[str, Any]:
 def supervise(
     words: Sequence[str],
     marker: Path,
+    report: Path,
     stall_s: float,
-    blame: Callable[[dict[str, Any], str], list[str] | None],
     total_s: float = float("inf"),
     program: Sequence[str] = PROGRAM,
 ) -> int:
     """Runs `multigemm WORDS --marker MARKER` to its end, restarting it with --resume; its exit code.
 
-    `blame(said, reason)` records what went wrong; it returns further words for the next child, or None
-    if going on makes no sense.
+    Args:
+        words: the command and its options.
+        marker: the file in which the child says what it does.
+        report: the file that the child writes; whoever ended the child gets a row there.
+        stall_s: seconds without news after which the child hangs.
+        total_s: seconds for all children together.
+        program: what runs `multigemm`.
     """
     started = time.monotonic()
     marker.parent.mkdir(parents=True, exist_ok=True)
     command = [*program, *words, "--marker", str(marker)]
     for attempt in range(RESTARTS):
         left = total_s - (time.monotonic() - started)
-        more = [*(["--resume"] if attempt else []), *(["--time-budget", f"{left:.1f}"] if total_s < 1e9 else [])]
+        more = [*(["--resume"] if attempt else []), *(["--seconds", f"{left:.1f}"] if total_s < 1e9 else [])]
         marker.unlink(missing_ok=True)
-        reason = _run([*command, *more], marker, stall_s)
-        said = read(marker)
-        marker.unlink(missing_ok=True)
+        try:
+            reason = _run([*command, *more], marker, stall_s)
+            said = read(marker)
+        finally:
+            marker.unlink(missing_ok=True)
         if isinstance(reason, int) and reason in FINAL_CODES:
             return reason
-        if reason != CONTEXT_LOST:
-            extra = blame(said, _words(reason))
-            if extra is None:
-                return 1
-            command += extra
+        if reason != CONTEXT_LOST and not _blame(said, _words(reason), report):
+            return 1
         print(f"going on in a fresh process after: {_words(reason)}", file=sys.stderr, flush=True)
     return 1
+
+
+def _blame(said: dict[str, Any], reason: str, path: Path) -> bool:
+    """Puts what the child was doing into its report as failures; False where it says nothing to blame."""
+    rows = [reports.row(raw) for raw in said.get("rows", ())]
+    if not path.exists() or not rows:
+        print(f"the benchmark ended at {said.get('stage', 'its start')}: {reason}", file=sys.stderr)
+        return False
+    report = reports.read(path)
+    for row in rows:
+        row.status, row.us, row.reason = "failed", None, f"{reason} ({said['stage']})"
+        row.notes += [reports.KILLED] if len(rows) == 1 else []
+    report.rows += rows
+    reports.write(path, report)
+    return True
 
 
 def as_child(work: Callable[[], int], marker: Path | None) -> int:
@@ -138,6 +159,12 @@ def _run(command: list[str], marker: Path, stall_s: float) -> int | str:
                 child.kill()
                 child.wait()
                 return f"no answer within {patience:g} s"
+    except KeyboardInterrupt:  # it reaches the child as well, which writes what it has measured
+        try:
+            child.wait(FAREWELL_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        raise
     except BaseException:
         child.kill()
         child.wait()

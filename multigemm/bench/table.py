@@ -1,116 +1,233 @@
-"""The report for a terminal: one line per workload, one column per entry, then the means and the reasons."""
+"""A report as tables: for a terminal, and as Markdown that pages keep equal to the reports that it comes from.
+
+A page holds, on lines of their own,
+
+    <!-- bench PATH/report.json summary moe -->
+    <!-- end bench -->
+
+and `multigemm bench embed README.md docs/benchmarks.md` fills in what lies between them. PATH is relative to the
+current folder; the suites, comma separated, may be left out. The view `both` takes two reports, comma separated.
+`--check` only says whether anything would change.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import io
-import shutil
+import re
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from multigemm.bench import tutorial
-from multigemm.bench.results import AUTO, BEHIND, Report, Row, auto_regret, by_entry
+from multigemm.bench import reports
+from multigemm.bench.reports import (
+    AUTO,
+    BEHIND,
+    HOST_SIZES,
+    Regret,
+    Report,
+    Row,
+    auto_regret,
+    by_case,
+    by_entry,
+    digits,
+    duels,
+    fastest,
+    of_best_peer,
+    unrest_warning,
+)
 from multigemm.bench.workloads import geomean
 
 Grid = list[list[str]]
+"""Rows of cells; the first row holds the headings, the first column names."""
 SHOWN = 5
+LABELS = {
+    "torch_grouped": "torch `grouped_mm`",
+    "torch_grouped_nt": "torch `grouped_mm`, weights turned beforehand",
+    "torch_loop": "torch loop of `mm`",
+    "cublas_grouped": "`cublasGemmGroupedBatchedEx`",
+}
+PUBLISHED_MS = {
+    128: (0.020480, 0.013312),
+    256: (0.023552, 0.018432),
+    512: (0.032768, 0.026624),
+    1024: (0.071680, 0.087040),
+}
+"""What Triton's tutorial publishes for its four cubes of N in fp16: cuBLAS and Triton on its authors' A100, a landmark
+and no contest."""
+
+
+class Best(str):
+    """A cell that stands out: starred in a terminal, bold in Markdown."""
+
+    __slots__ = ()
+
+
+# --- grids ------------------------------------------------------------------------------------------
+
+
+def times(report: Report) -> Grid:
+    """Microseconds per workload and entry; the fastest that is no ceiling stands out."""
+    entries = list(by_entry(report.rows))
+    grid = [["workload", "floor", *entries]]
+    for case, rows in by_case(report.rows).items():
+        best, of_entry = fastest(rows), by_entry(rows)
+        cells = [_time(of_entry[name][0], best) if name in of_entry else "" for name in entries]
+        grid.append([case, digits(rows[0].floor_us), *cells])
+    return grid
+
+
+def _time(row: Row, best: Row | None) -> str:
+    if row.us is None:
+        return row.status
+    return Best(digits(row.us)) if row is best else digits(row.us)
+
+
+def means(report: Report) -> Grid:
+    """Per entry: geometric means of the fraction of the floor by distribution, how often it was the fastest, the best
+    peer's time over its own, and its time on the host."""
+    kinds = distributions(report)
+    wins = Counter(best.entry for rows in by_case(report.rows).values() if (best := fastest(rows)))
+    grid = [["", *kinds, "all", "timed", "fastest", "of the best peer", "host us"]]
+    for name, rows in by_entry(report.rows).items():
+        shares = [_share([r for r in rows if r.distribution == kind]) for kind in kinds]
+        counts = [str(sum(r.us is not None for r in rows)), str(wins[name])]
+        host = geomean(r.host_us for r in rows if r.host_us)
+        peers = _ratio(of_best_peer(report, rows))
+        grid.append([name, *shares, _share(rows), *counts, peers, "" if host != host else digits(host)])
+    return grid
+
+
+def shares(report: Report) -> Grid:
+    """The fraction of the floor of whoever ran every workload; the best of each column stands out."""
+    kinds = distributions(report)
+    whole = {
+        name: rows
+        for name, rows in by_entry(report.rows).items()
+        if rows[0].kind != "ceiling" and all(row.us for row in rows) and not name.startswith(AUTO)
+    }
+    columns = [
+        [_share([r for r in rows if kind in (r.distribution, "")]) for rows in whole.values()] for kind in (*kinds, "")
+    ]
+    marked = [[Best(cell) if cell == max(column) else cell for cell in column] for column in columns]
+    return [
+        ["", *kinds, "all"],
+        *([name, *cells] for name, cells in zip(whole, zip(*marked, strict=True), strict=True)),
+    ]
+
+
+def won_or_lost(report: Report) -> Grid:
+    """Our fastest kernel beside the fastest peer, the worst workload first; what is won stands out."""
+    grid = [["workload", "ours", "best peer", "its time over ours"]]
+    for duel in duels(report):
+        ratio = _ratio(duel.ratio)
+        grid.append([duel.case, duel.ours, duel.peer, Best(ratio) if duel.won else ratio])
+    return grid
+
+
+def losses(report: Report) -> Grid:
+    """Every workload that is lost: the nearest kernel of ours, and its share of the best peer's speed."""
+    lost = [[duel.case, duel.ours, _ratio(duel.ratio)] for duel in duels(report) if not duel.won]
+    return [["workload", "nearest", "of the best peer"], *lost]
+
+
+def choices(report: Report) -> Grid:
+    """How far `auto` is behind the fastest single backend, per suite and place of the sizes, and where it is worst."""
+    suites = {row.case: row.suite for row in report.rows}
+    found: dict[tuple[str, str], list[Regret]] = {}
+    for regret in auto_regret(report):
+        found.setdefault((suites[regret.case], "host" if regret.on_host else "device"), []).append(regret)
+    heads = ["suite", "sizes on", "choices", "mean", f"above {BEHIND}", "surely", "worst", "repeats differ by", "where"]
+    grid = [heads]
+    for (suite, sizes), regrets in sorted(found.items(), key=lambda item: list(suites.values()).index(item[0][0])):
+        worst = regrets[0]
+        counts = [sum(r.beyond(BEHIND, doubt) for r in regrets) for doubt in (False, True)]
+        numbers = [str(len(regrets)), _ratio(geomean(r.ratio for r in regrets)), *map(str, counts)]
+        where = f"{worst.case}: {worst.fastest} is faster" if worst.ratio > 1 else ""
+        grid.append([suite, sizes, *numbers, _ratio(worst.ratio), _ratio(worst.spread), where])
+    return grid
+
+
+def distributions(report: Report) -> list[str]:
+    return list(dict.fromkeys(row.distribution for row in report.rows))
+
+
+def _share(rows: Sequence[Row]) -> str:
+    return _ratio(geomean(r.of_floor for r in rows if r.of_floor))
+
+
+def _ratio(value: float) -> str:
+    return "" if value != value else f"{value:.3f}"
+
+
+# --- for a terminal ---------------------------------------------------------------------------------
 
 
 def text(report: Report) -> str:
     """Everything a reader needs to judge the numbers, as plain text."""
-    parts = [header(report)]
-    parts += [_draw(title, head, grid) for title, head, grid in _grids(report)]
-    parts.append(_auto(report))
-    parts.append(tutorial.table(report))
-    parts.append(_reasons(report))
+    parts = [
+        header(report),
+        f"microseconds (* is the fastest)\n{plain(times(report))}",
+        f"fraction of the floor, geometric means\n{plain(means(report))}",
+        won_and_lost(report),
+        auto_summary(report),
+        tutorial(report),
+        "\n".join(reasons(report)),
+        unrest_warning(report),
+    ]
     return "\n\n".join(part for part in parts if part)
+
+
+def plain(grid: Grid) -> str:
+    """Columns of even width, names to the left and numbers to the right."""
+    shown = [[f"*{cell}" if isinstance(cell, Best) else cell for cell in row] for row in grid]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = []
+    for name, *cells in shown:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
+    return "\n".join(lines)
 
 
 def header(report: Report) -> str:
     """Machine, commit and method in a few lines."""
     m, how = report.machine, report.method
     clocks = m.get("clocks") or {}
-    power = (
-        f", power cap {clocks['power_cap_w']} W, SM clock {clocks['sm_clock_mhz']} MHz"
-        if "sm_clock_mhz" in clocks
-        else ""
-    )
-    rates = _rates(report.rates)
+    power = ""
+    if "sm_clock_mhz" in clocks:
+        power = f", power cap {clocks['power_cap_w']} W, SM clock {clocks['sm_clock_mhz']} MHz"
+    rates = rates_text(report.rates)
     if how["rates"] == "given" and how.get("measured_rates"):
-        rates += f"; measured in this run: {_rates(how['measured_rates'])}"
-    packages = ", ".join(f"{k} {v}" for k, v in m.get("packages", {}).items())
+        rates += f"; measured in this run: {rates_text(how['measured_rates'])}"
+    rest = f"idle for {how['rest']:.0%} of the time, in pauses between bursts of 25 ms; " if how.get("rest") else ""
     return "\n".join(
         [
             f"{m['device']}{power}; {m['date']}; commit {m['commit']}",
-            packages,
+            ", ".join(f"{name} {version}" for name, version in m.get("packages", {}).items()),
             f"ceilings ({how['rates']}): {rates}",
             f"method: {how['style']}, flush: {how['flush']}, up to {how['reps']} rounds, interleaved, medians; "
-            f"{_rested(how)}"
-            f"the better of eager and CUDA graph; clock overhead {how['overhead_us']} us, not subtracted",
+            f"{rest}the better of eager and CUDA graph; clock overhead {how['overhead_us']} us, not subtracted",
         ]
     )
 
 
-def _rested(how: dict[str, Any]) -> str:
-    return f"idle for {how['rest']:.0%} of the time, in pauses between bursts of 25 ms; " if how.get("rest") else ""
-
-
-def _rates(rates: dict[str, dict[str, float]]) -> str:
+def rates_text(rates: dict[str, dict[str, float]]) -> str:
     return ", ".join(f"{name} {r['tflops']:g} TFLOP/s, {r['tbps']:g} TB/s" for name, r in rates.items())
 
 
-def _grids(report: Report) -> list[tuple[str, list[str], Grid]]:
-    entries = list(by_entry(report.rows))
-    timed = {(r.case, r.entry): r for r in report.rows}
-    grid = []
-    for case in report.cases():
-        some = next(r for r in report.rows if r.case == case)
-        best = min((r.us for r in report.rows if r.case == case and r.us and r.kind != "ceiling"), default=None)
-        grid.append([case, f"{some.floor_us:.1f}"] + [_cell(timed.get((case, e)), best) for e in entries])
-    found = [("microseconds (* is the fastest)", ["workload", "floor", *entries], grid)]
-    found.append(("fraction of the floor, geometric means", *_means(report)))
-    return found
-
-
-def _cell(row: Row | None, best: float | None) -> str:
-    if row is None:
+def won_and_lost(report: Report) -> str:
+    """How our own kernels stand against the best peer; "" where they met none."""
+    found = duels(report)
+    if not found:
         return ""
-    if row.us is None:
-        return {"refused": "no", "failed": "FAILED", "skipped": "skipped"}.get(row.status, row.status)
-    mark = "*" if best is not None and row.us == best and row.kind != "ceiling" else ""
-    return f"{mark}{row.us:.1f}"
+    won = sum(duel.won for duel in found)
+    mean = geomean(duel.ratio for duel in found)
+    return (
+        f"our fastest kernel against the best peer: {won} won, {len(found) - won} lost; the peer's time over ours: "
+        f"{mean:.3f} (geometric mean), {found[0].ratio:.3f} at worst on {found[0].case} ({found[0].peer})"
+    )
 
 
-def _means(report: Report) -> tuple[list[str], Grid]:
-    kinds = list(dict.fromkeys(row.distribution for row in report.rows))
-    wins = Counter(_winner(report, case) for case in report.cases())
-    grid = []
-    for name, rows in by_entry(report.rows).items():
-        cells = [name]
-        for kind in kinds:
-            cells.append(_mean([r for r in rows if r.distribution == kind]))
-        host = geomean(r.host_us for r in rows if r.host_us)
-        cells += [
-            _mean(rows),
-            str(sum(r.us is not None for r in rows)),
-            str(wins[name]),
-            "" if host != host else f"{host:.1f}",
-        ]
-        grid.append(cells)
-    return ["entry", *kinds, "all", "timed", "wins", "host us"], grid
-
-
-def _mean(rows: list[Row]) -> str:
-    value = geomean(r.of_floor for r in rows if r.of_floor)
-    return "" if value != value else f"{value:.3f}"
-
-
-def _winner(report: Report, case: str) -> str:
-    rows = [r for r in report.rows if r.case == case and r.us and r.kind != "ceiling" and not r.entry.startswith(AUTO)]
-    return min(rows, key=lambda r: r.us or 0.0).entry if rows else ""
-
-
-def _auto(report: Report) -> str:
+def auto_summary(report: Report) -> str:
+    """How far `auto` is behind; "" where it did not run beside a single backend."""
     regrets = auto_regret(report)
     if not regrets:
         return ""
@@ -124,44 +241,127 @@ def _auto(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _reasons(report: Report) -> str:
+def tutorial(report: Report) -> str:
+    """Triton's tutorial in its own form, ours beside the published figures; "" unless the report holds its cubes."""
+    rows = {n: {r.entry: r for r in report.timed() if r.case == f"seed_cube_{n}/list/fp16"} for n in PUBLISHED_MS}
+    if not any(rows.values()):
+        return ""
+    entries = list(dict.fromkeys(name for found in rows.values() for name in found))
+    lines = ["group-gemm-performance (ms):", "  ".join(["       N", "published cuBLAS", "published Triton", *entries])]
+    for n, (cublas, triton) in PUBLISHED_MS.items():
+        cells = [f"{float(n):8.1f}", f"{cublas:16.6f}", f"{triton:16.6f}"]
+        for name in entries:
+            us = rows[n][name].us if name in rows[n] else None
+            cells.append(f"{'-' if us is None else f'{us / 1e3:.6f}':>{max(len(name), 8)}}")
+        lines.append("  ".join(cells))
+    style, device = report.method.get("style"), report.machine.get("device")
+    return "\n".join([*lines, f"(measured: {style}, {device}; --style do_bench measures as the tutorial does)"])
+
+
+def reasons(report: Report) -> list[str]:
     """Why something has no time: each reason once, with how often it occurred."""
     counted = Counter((r.entry, r.status, r.reason) for r in report.rows if r.us is None)
-    lines = [
-        f"{entry}: {status} on {count} workload(s): {reason}" for (entry, status, reason), count in counted.items()
-    ]
+    lines = [f"{entry}: {status} on {count} workload(s): {why}" for (entry, status, why), count in counted.items()]
     lines += [f"{name}: absent: {why}" for name, why in report.absent.items()]
-    lines += [f"not reached within the time budget: {case}" for case in report.unfinished]
+    if left := report.unfinished:
+        more = ", ..." if len(left) > SHOWN else ""
+        lines.append(
+            f"{len(left)} workload(s) not reached (more --seconds, or --resume): {', '.join(left[:SHOWN])}{more}"
+        )
+    return lines
+
+
+# --- Markdown ---------------------------------------------------------------------------------------
+
+
+def markdown(grid: Grid, names: Callable[[str], str] = str) -> str:
+    """A Markdown table; `names` writes the first column."""
+    numeric = [any(cell.replace(".", "").isdecimal() for cell in column) for column in zip(*grid[1:], strict=True)]
+    lines = [_line(grid[0]), _line(["---:" if number else "---" for number in numeric or [False] * len(grid[0])])]
+    for name, *cells in grid[1:]:
+        lines.append(_line([names(name), *(f"**{cell}**" if isinstance(cell, Best) else cell for cell in cells)]))
     return "\n".join(lines)
 
 
-def _draw(title: str, head: list[str], grid: Grid) -> str:
-    if importlib.util.find_spec("rich") is not None:
-        return _rich(title, head, grid)
-    return _plain(title, head, grid)
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
-def _plain(title: str, head: list[str], grid: Grid) -> str:
-    widths = [max(len(row[i]) for row in [head, *grid]) for i in range(len(head))]
-    lines = [title]
-    for row in [head, *grid]:
-        padded = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *padded[1:]]))
-    return "\n".join(lines)
+def _bold_backends(report: Report, labels: bool = False) -> Callable[[str], str]:
+    kinds = {row.entry: row.kind for row in report.rows}
+
+    def name(entry: str) -> str:
+        if kinds.get(entry) != "backend":
+            return LABELS.get(entry, entry) if labels else entry
+        if labels and entry.endswith(HOST_SIZES):
+            return f"**{entry.removesuffix(HOST_SIZES)}** (sizes on the host)"
+        return f"**{entry}**"
+
+    return name
 
 
-def _rich(title: str, head: list[str], grid: Grid) -> str:
-    from rich import markup
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
+def details(report: Report) -> str:
+    return markdown(times(report))
 
-    drawn = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-    for index, name in enumerate(head):
-        drawn.add_column(markup.escape(name), justify="left" if index == 0 else "right", no_wrap=True)
-    for row in grid:
-        drawn.add_row(*(markup.escape(cell) for cell in row))
-    sink = io.StringIO()
-    needed = sum(max(len(row[i]) for row in [head, *grid]) + 3 for i in range(len(head)))
-    Console(file=sink, width=max(needed, shutil.get_terminal_size().columns)).print(drawn)
-    return "\n".join(line.rstrip() for line in sink.getvalue().splitlines())
+
+def summary(report: Report) -> str:
+    return markdown(means(report), _bold_backends(report))
+
+
+def both(rested: Report, sustained: Report) -> str:
+    """The shares of a run with pauses and of one without, side by side."""
+    (_, *heads), *first = shares(rested)
+    (_, *others), *second = shares(sustained)
+    left, right = ({name: cells for name, *cells in rows} for rows in (first, second))
+    grid = [["", *(f"rested: {head}" for head in heads), *(f"sustained: {head}" for head in others)]]
+    for name in dict.fromkeys([*left, *right]):
+        grid.append([name, *left.get(name, [""] * len(heads)), *right.get(name, [""] * len(others))])
+    every = Report({}, {}, {}, [*rested.rows, *sustained.rows])
+    return markdown(grid, _bold_backends(every, labels=True))
+
+
+def _where(report: Report) -> str:
+    m = report.machine
+    versions = ", ".join(f"{name} {version}" for name, version in m["packages"].items() if name != "numpy")
+    power = f" ({m['clocks']['power_cap_w']:.0f} W)" if "power_cap_w" in m.get("clocks", {}) else ""
+    return f"{m['device']}{power}, {versions}; {m['date'][:10]}, commit {m['commit']}"
+
+
+def _fenced(view: Callable[[Report], str]) -> Callable[[Report], str]:
+    return lambda report: f"```\n{view(report)}\n```"
+
+
+VIEWS: dict[str, Callable[..., str]] = {
+    "summary": lambda report: f"{_where(report)}; `{report.method['command']}`\n\n{summary(report)}",
+    "where": _where,
+    "command": _fenced(lambda report: report.method["command"]),
+    "short": lambda report: markdown(shares(report), _bold_backends(report, labels=True)),
+    "details": details,
+    "losses": lambda report: markdown(losses(report)),
+    "auto": lambda report: markdown(choices(report)),
+    "tutorial": _fenced(tutorial),
+    "header": _fenced(header),
+    "both": both,
+}
+BLOCK = re.compile(r"(<!-- bench (\S+) (\w+)(?: (\S+))? -->\n).*?(<!-- end bench -->)", re.DOTALL)
+
+
+def filled(page: str, root: Path) -> str:
+    """The page with every block drawn anew."""
+
+    def draw(match: re.Match[str]) -> str:
+        found = [reports.read(root / path) for path in match[2].split(",")]
+        for report in found if match[4] else ():
+            report.rows = [row for row in report.rows if row.suite in match[4].split(",")]
+        return f"{match[1]}{VIEWS[match[3]](*found)}\n{match[5]}"
+
+    return BLOCK.sub(draw, page)
+
+
+def embed(pages: Sequence[Path], check: bool = False) -> int:
+    """Rewrites pages; with `check`, returns 1 if one differs from the reports that it shows."""
+    stale = [page for page in pages if filled(page.read_text(), Path.cwd()) != page.read_text()]
+    for page in stale if not check else ():
+        page.write_text(filled(page.read_text(), Path.cwd()))
+    print("\n".join(f"{'stale' if check else 'rewritten'}: {page}" for page in stale) or "nothing to do")
+    return 1 if check and stale else 0

@@ -1,257 +1,100 @@
-"""Tuning: every config of every backend, checked, then timed side by side on real workloads.
+"""`multigemm tune`: every config of every backend is an entry of the benchmark; the best of each class is kept.
 
-What is stored belongs to a class of problems (`select.problem_class`), not to one workload: the sizes of
-groups are known on the device alone, so that even and skewed groups share a class. A config is
-therefore judged on all workloads of its class by its regret, the factor by which it is slower than
-the fastest of all backends and configs on each; the smallest worst regret wins. Configs that fail
-stay in the record with their reasons.
+What is stored belongs to a class of problems (`select.problem_class`), not to one workload: the sizes of groups are
+known on the device alone, so that even and skewed groups share a class. A config is therefore judged on all workloads
+of its class by its regret, the factor by which it is slower than the fastest of all backends and configs on each; the
+smallest worst regret wins. Configs that fail stay in the record with their reasons.
 
-Sizes on the host are classes of their own. A backend that plans by them is tried with sizes in either
-place, side by side with the others, whose kernels run alike and whose times count in both classes.
+Sizes on the host are classes of their own. A backend that plans by them is tried with sizes in either place, side by
+side with the others, whose kernels run alike and whose times count in both classes.
 """
 
 from __future__ import annotations
 
-import gc
+import argparse
+import json
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from multigemm import api
-from multigemm.bench.check import Reference, reference
-from multigemm.bench.entries import available_backends, problem
-from multigemm.bench.operands import Tensors, make, poison
-from multigemm.bench.results import HOST_SIZES
-from multigemm.bench.supervise import Marker
-from multigemm.bench.tried import Choice, ClassResult, State, Tried, winners
-from multigemm.bench.workloads import Workload
-from multigemm.planning.plan import Plan
-from multigemm.planning.staging import staged_spec
-from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.bench import machine, reports
+from multigemm.bench.entries import available_backends, config_entries
+from multigemm.bench.reports import HOST_SIZES, Report, Row, by_case, digits, family
+from multigemm.bench.runner import LATE, DeviceLost, Options, Progress, Runner
+from multigemm.bench.suites import UNTUNED, above_zero, add_selection, parts, selected
+from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
+from multigemm.bench.workloads import DTYPES, Rates, Workload, geomean
+from multigemm.errors import InvalidSetting
+from multigemm.fleet import default_device
 from multigemm.select import registry
-from multigemm.select.problem_class import class_of
-from multigemm.select.table import Entry, device_name
-from multigemm.select.timing import Call, Timing, describe, measure
+from multigemm.select.table import SCHEMA, Entry, Measured, table
 
-KEEP_WITHIN = 1.25
+FIRST_WINS_WITHIN = 1.01
 RUNNERS_UP = 4
+Choice = tuple[str, int]
+"""A backend and the number of one of its configs."""
+EPILOG = """
+  multigemm tune --shape 64,2048,3584,1792        one's own: G, M per group, N, K
+  multigemm tune --suite moe --seconds 300        a suite, each backend's first config in any case
+  multigemm tune --from-report multigemm-bench/report.json
+  multigemm explain --shape 64,2048,3584,1792     what auto runs now, and by which numbers
+  multigemm cache export mine.json                to another machine: multigemm cache import mine.json
+"""
 
 
-@dataclass(frozen=True)
-class Posed:
-    """A workload as a problem with its sizes in one place, and what is known of its class."""
-
-    problem: GroupedGemmProblem
-    result: ClassResult
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds on the work: seconds for all, configs per backend, milliseconds per measurement."""
-
-    total_s: float = 600.0
-    configs: int = 0
-    quick_ms: float = 80.0
-    careful_ms: float = 250.0
-
-
-@dataclass
-class Tuner:
-    """One tuning run on one device."""
-
-    device: torch.device
-    backends: Sequence[str]
-    limits: Limits = Limits()
-    say: Callable[[str], None] = print
-    classes: dict[str, ClassResult] = field(default_factory=dict)
-    started: float = field(default_factory=time.monotonic)
-    unfinished: list[str] = field(default_factory=list)
-    marker: Marker = Marker(None)
-    state: State = field(default_factory=lambda: State(None))
-    _tried: dict[Choice, Tried] = field(default_factory=dict)
-
-    def run(self, cases: Sequence[Workload]) -> list[Entry]:
-        """Tries everything within the limits; the entries to keep, one per class."""
-        self.classes |= self.state.classes
-        for case in cases:
-            if case.key in self.state.done:
-                continue
-            if time.monotonic() - self.started > self.limits.total_s:
-                self.unfinished.append(case.key)
-                continue
-            self._case(case)
-            self.state.classes = self.classes
-            self.state.done.append(case.key)
-            self.state.save()
-        return self.measured()
-
-    def measured(self) -> list[Entry]:
-        """The winners so far."""
-        return winners(self.classes.values(), device_name(self.device))
-
-    def _case(self, case: Workload) -> None:
-        self.marker.say("making tensors and reference", case=case.key)
-        tensors = make(case, self.device)
-        truth = reference(tensors)
-        posed = self._posed(tensors)
-        self.say(f"{case.key}  [{'] ['.join(p.result.key for p in posed.values())}]")
-        calls, capturable = self._plans(posed, tensors, truth)
-        del truth
-        times = self._times(calls, capturable)
-        for where, p in posed.items():
-            self._file(case.key, p.result, of_place(times, where))
-        self._tell(times)
-        calls.clear()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _posed(self, tensors: Tensors) -> dict[str, Posed]:
-        """The problem with its sizes on the device (key "") and, if that is another class to anyone, on the host."""
-        found: dict[str, Posed] = {}
-        both = tensors.offsets is not None and any(map(plans_by_sizes, self.backends))
-        for where in ("", HOST_SIZES) if both else ("",):
-            whole = problem(tensors, where == HOST_SIZES)
-            key = str(class_of(whole, staged_spec(whole)))
-            if key not in [p.result.key for p in found.values()]:
-                found[where] = Posed(whole, self.classes.setdefault(key, ClassResult(key)))
-        return found
-
-    def _plans(
-        self, posed: Mapping[str, Posed], tensors: Tensors, truth: Reference
-    ) -> tuple[dict[Choice, Call], set[Choice]]:
-        """A checked plan for each config that can run, and which of them can be captured.
-
-        The first config of each backend is tried in any case, the others while the time budget lasts.
-        """
-        calls: dict[Choice, Call] = {}
-        capturable: set[Choice] = set()
-        late = 0
-        for name, where, index, config in self._tries(posed):
-            choice, tried, result = (name + where, index), Tried.of(config), posed[where].result
-            if index and time.monotonic() - self.started > self.limits.total_s:
-                late += 1
-                continue
-            self._tried[choice] = tried
-            if why := self.state.skipped(name, tried.text):
-                result.failures.setdefault(name, {})[tried.text] = why
-                continue
-            self.marker.say("checking", case=tensors.workload.key, backend=name, config=tried.text)
-            plan = self._verified(posed[where].problem, name, config, tensors, truth)
-            if isinstance(plan, str):
-                result.failures.setdefault(name, {})[tried.text] = plan
-                self.say(f"  {name}: {config} failed: {plan}")
-                self._synchronize()  # raises if the device is lost, which ends this process
-                continue
-            calls[choice] = plan
-            if not plan.syncs:
-                capturable.add(choice)
-        if late:
-            self.say(f"  {late} configs not tried within the time budget")
-        return calls, capturable
-
-    def _verified(
-        self, whole: GroupedGemmProblem, name: str, config: Any, tensors: Tensors, truth: Reference
-    ) -> Plan | str:
-        """A plan whose result is right, or what is wrong with it: a config's failure is part of the record."""
-        try:
-            plan = api.plan(whole, name, config)
-            poison(tensors)
-            plan()
-            self._synchronize()
-            return truth.verdict(tensors.out) or plan
-        except Exception as error:
-            return describe(error)
-
-    def _tries(self, posed: Mapping[str, Posed]) -> list[tuple[str, str, int, Any]]:
-        """Every config to try: the first of each backend, then the second of each, so that time may run out."""
-        found = []
-        for name in self.backends:
-            backend = registry.get(name)
-            for where in posed if plans_by_sizes(name) else ("",):
-                spec = staged_spec(posed[where].problem)
-                if reasons := backend.not_supported_reasons(spec, self.device):
-                    self.say(f"  {name}{where}: cannot: {'; '.join(reasons)}")
-                    continue
-                configs = list(backend.configs(spec, self.device))[: self.limits.configs or None]
-                found += [(name, where, index, config) for index, config in enumerate(configs)]
-        return sorted(found, key=lambda t: t[2])
-
-    def _file(self, case: str, result: ClassResult, times: Mapping[Choice, float]) -> None:
-        """Times of one workload, by the label that they were measured under, into a class."""
-        for (label, index), us in times.items():
-            choice = label.removesuffix(HOST_SIZES), index
-            result.us.setdefault(choice, {})[case] = us
-            result.configs.setdefault(choice, self._tried[label, index])
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _times(self, calls: dict[Choice, Call], capturable: set[Choice]) -> dict[Choice, float]:
-        """A quick look at all; a careful one at those near their backend's best."""
-        quick = {c: t.best for c, t in self._measure(calls, "cold", 3, self.limits.quick_ms).items() if t.ok}
-        near = {
-            c: calls[c] for c, us in quick.items() if us <= KEEP_WITHIN * min(quick[d] for d in quick if d[0] == c[0])
-        }
-        careful = {
-            c: self._typical(t) for c, t in self._measure(near, "cold", 9, self.limits.careful_ms).items() if t.ok
-        }
-        if self.device.type == "cuda":
-            graphs = {c: call for c, call in near.items() if c in capturable}
-            for choice, timing in self._measure(graphs, "graph", 9, self.limits.careful_ms).items():
-                if timing.ok:
-                    careful[choice] = min(timing.median, careful.get(choice, math.inf))
-        return {**quick, **careful}
-
-    def _typical(self, timing: Timing) -> float:
-        """The median; on a CPU, which other processes share, the quantile that they disturb less."""
-        return timing.median if self.device.type == "cuda" else timing.quantile(0.2)
-
-    def _measure(self, calls: dict[Choice, Call], mode: Any, least: int, budget_ms: float) -> dict[Choice, Timing]:
-        named = {f"{name} {index}": call for (name, index), call in calls.items()}
-        tried = dict(zip(named, calls, strict=True))
-
-        def watch(label: str) -> None:
-            choice = tried.get(label)
-            config = self._tried[choice].text if choice else ""
-            self.marker.say(
-                f"timing {mode}", backend=choice[0].removesuffix(HOST_SIZES) if choice else "", config=config
-            )
-
-        taken = measure(named, self.device, mode, min_reps=least, budget_ms=budget_ms, watch=watch)
-        return {choice: taken[f"{choice[0]} {choice[1]}"] for choice in calls}
-
-    def _tell(self, us: Mapping[Choice, float]) -> None:
-        for backend in dict.fromkeys(name for name, _ in us):
-            ranked = sorted((c for c in us if c[0] == backend), key=lambda choice: us[choice])
-            first = us.get((backend, 0), math.nan)
-            self.say(
-                f"  {backend}: {us[ranked[0]]:.1f} us with {self._tried[ranked[0]].text} "
-                f"(first guess {first:.1f} us, {len(ranked)} timed)"
-            )
-            told = [
-                f"{'/'.join(map(str, self._tried[c].fields.values()))} {us[c]:.1f}" for c in ranked[1 : 1 + RUNNERS_UP]
-            ]
-            if told:
-                self.say(f"    then {', '.join(told)}{' ...' if len(ranked) > 1 + RUNNERS_UP else ''}")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything `multigemm tune` takes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    add_selection(parser)
+    add = parser.add_argument
+    add("--backends", "--backend", default="", help="backends, comma separated (default: all that are here)")
+    add("--configs", type=int, default=0, help="how many configs of each backend to try; 0: all")
+    late = "after which no workload is begun, and no config but the first of each backend"
+    add("--seconds", "--time-budget", type=float, default=600.0, help=late)
+    add("--no-record", action="store_true", help="measure and show, but keep nothing")
+    add("--out", type=Path, help="also write the measurements to a file to share")
+    add("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
+    add("--from-report", type=Path, action="append", default=[], help="take what `multigemm bench` has measured")
+    add("--stall", type=float, default=90.0, help="seconds without news after which a config hangs")
+    add("--marker", type=Path, help=argparse.SUPPRESS)
+    add("--resume", action="store_true", help=argparse.SUPPRESS)
+    add("--quiet", action="store_true", help="only the summary")
 
 
-def of_place(times: Mapping[Choice, float], where: str) -> dict[Choice, float]:
-    """The times that count for sizes in one place: who planned for it, else who does not care."""
-    special = {label for label, _ in times if label.endswith(HOST_SIZES)}
-    if not where:
-        return {choice: us for choice, us in times.items() if choice[0] not in special}
-    return {choice: us for choice, us in times.items() if choice[0] + HOST_SIZES not in special}
-
-
-def plans_by_sizes(name: str) -> bool:
-    """Whether a backend runs something else where it has the sizes on the host."""
-    return bool(getattr(registry.get(name), "decides_at_bind", False))
+def main(args: argparse.Namespace) -> int:
+    """Tunes; 0 if anything was measured."""
+    if args.from_report:
+        found = [reports.read(path) for path in args.from_report]
+        return _keep(from_reports(found), args, found[0].machine)
+    above_zero(args, "seconds", "stall")
+    if args.out:  # before the measurements, which would be lost
+        if args.out.is_dir():
+            raise InvalidSetting(f"--out {args.out} is a folder: name a file")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.configs < 0:
+        raise InvalidSetting(f"--configs {args.configs}: a count, or 0 for all")
+    device = default_device(args.device)
+    backends, absent = tunable(parts(args.backends), device)
+    if not backends:
+        why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
+        raise InvalidSetting(f"no backend that could be tuned is here ({why}); see `multigemm info`")
+    cases = selected(args, device.type)
+    if device.type == "cuda" and args.marker is None:
+        with tempfile.TemporaryDirectory(prefix="multigemm-tune-") as folder:
+            marker = Path(folder) / "doing.json"
+            words = ["tune", *args.words]
+            return supervise(words, marker, marker.with_name("report.json"), args.stall, args.seconds)
+    if not args.resume:
+        for name, why in absent.items():
+            print(f"{name}: not tuned: {why}")
+    return as_child(lambda: _tune(args, device, backends, cases), args.marker)
 
 
 def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:
@@ -261,3 +104,194 @@ def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict
         registry.get(name)  # raises for one that does not exist
     asked = {name: states.get(name, "computes nothing") for name in names or states}
     return [name for name, why in asked.items() if not why], {name: why for name, why in asked.items() if why}
+
+
+def _tune(args: argparse.Namespace, device: torch.device, backends: Sequence[str], cases: list[Workload]) -> int:
+    options = Options(budget_ms=250.0, look_ms=80.0, modes=("graph",), total_s=args.seconds)
+    run = tuner(backends, device, options, args.configs)
+    run.marker, run.on_case = Marker(args.marker), Progress(args.quiet).step
+    if args.marker:
+        run.path = args.marker.with_name("report.json")
+        if args.resume and run.path.exists():
+            run.report = reports.read(run.path)
+    try:
+        run.run(cases)
+    except DeviceLost as lost:
+        print(lost, file=sys.stderr)
+        return CONTEXT_LOST
+    except KeyboardInterrupt:
+        print("\nstopped: what has been measured is kept", file=sys.stderr)
+    report = run.report
+    if not args.quiet:
+        print("\n".join(lines_of(report)))
+    for case in report.unfinished:
+        print(f"not reached: {case}")
+    return _keep(kept_of(report), args, report.machine)
+
+
+def tuner(backends: Sequence[str], device: torch.device, options: Options, configs: int = 0) -> Runner:
+    """A run of the benchmark with so many configs of each backend as entries; 0 is all."""
+    report = Report(machine.describe(device), {}, {dtype: asdict(Rates()) for dtype in DTYPES})
+    return Runner(lambda case: config_entries(case, backends, configs, device), device, options, report)
+
+
+def lines_of(report: Report) -> Iterator[str]:
+    """What was tried for each workload: each backend's best config, its first guess, the next ones, its failures."""
+    for case, rows in by_case(report.rows).items():
+        yield f"{case}  [{'] ['.join(dict.fromkeys(row.problem_class for row in rows if row.problem_class))}]"
+        tried: dict[str, list[Row]] = {}
+        for row in rows:
+            tried.setdefault(family(row.entry), []).append(row)
+        for backend, mine in tried.items():
+            us = {row.entry: _us(report, row) for row in mine if row.us}
+            ranked = sorted((row for row in mine if row.us), key=lambda row: us[row.entry])
+            for best in ranked[:1]:
+                first = digits(us[f"{backend}#0"]) if f"{backend}#0" in us else "no"
+                told = f"(first guess {first} us, {len(us)} timed)"
+                yield f"  {backend}: {digits(us[best.entry])} us with {best.config} {told}"
+            if more := [
+                f"{'/'.join(map(str, r.fields.values()))} {digits(us[r.entry])}" for r in ranked[1 : 1 + RUNNERS_UP]
+            ]:
+                yield f"    then {', '.join(more)}{' ...' if len(ranked) > 1 + RUNNERS_UP else ''}"
+            failed = [row for row in mine if not row.us and row.reason != LATE]
+            yield from (f"  {backend}: {row.config or 'cannot'}: {row.reason}" for row in failed)
+        if late := sum(row.reason == LATE for row in rows):
+            yield f"  {late} configs not tried within the time budget"
+
+
+def _keep(found: list[Entry], args: argparse.Namespace, where: dict[str, Any]) -> int:
+    """Shows, records and writes what was found."""
+    count = sum(len(entry.backends) for entry in found)
+    print(f"measurements: {count}; classes of problems: {len(found)}; on {where['device']}")
+    lost = ""
+    if found and not args.no_record:
+        lost = table().keep(found)
+        how = "`multigemm cache` shows it, `multigemm cache export FILE` shares it"
+        print(f"not recorded: {lost}" if lost else f"recorded in the cache: {how}")
+    if args.out:
+        _write(args.out, found, where)
+        print(f"written: {args.out}")
+    return 1 if not found or (lost and not args.out) else 0
+
+
+def _write(path: Path, found: list[Entry], where: dict[str, Any]) -> None:
+    """The form of `multigemm cache export`, one class per line, with where and when it was measured."""
+    kept = ("date", "commit", "device", "capability", "packages", "cuda")
+    origin = {name: where[name] for name in kept if name in where}
+    lines = ",\n  ".join(json.dumps(entry.encoded(), sort_keys=True) for entry in found)
+    head = f'{{\n "schema": {SCHEMA},\n "origin": {json.dumps(origin, sort_keys=True)},\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{head} "entries": [\n  {lines}\n ]\n}}\n')
+
+
+# --- what is kept -----------------------------------------------------------------------------------
+
+
+@dataclass
+class ClassResult:
+    """What was tried for one class: `us[choice][workload]`, the configs (text and fields) by choice, and failures."""
+
+    key: str
+    us: dict[Choice, dict[str, float]] = field(default_factory=dict)
+    configs: dict[Choice, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def regret(self, choice: Choice) -> float:
+        """The worst factor behind the fastest; infinite for a choice that lacks a workload."""
+        best: dict[str, float] = {}
+        for times in self.us.values():
+            for case, us in times.items():
+                best[case] = min(us, best.get(case, us))
+        mine = self.us[choice]
+        return max((mine.get(case, math.inf) / us for case, us in best.items()), default=math.inf)
+
+    def winner(self, backend: str) -> Choice | None:
+        """The backend's choice of least regret; its first config unless another is clearly better."""
+        mine = sorted(choice for choice in self.us if choice[0] == backend and math.isfinite(self.regret(choice)))
+        if not mine:
+            return None
+        top = min(mine, key=self.regret)
+        first = mine[0]
+        return first if first[1] == 0 and self.regret(first) <= FIRST_WINS_WITHIN * self.regret(top) else top
+
+
+def kept_of(report: Report) -> list[Entry]:
+    """What a tuning run keeps: of each class and backend the best config."""
+    return _winners(_classes([report]), bind=True)
+
+
+def from_reports(found: Sequence[Report]) -> list[Entry]:
+    """What reports of `multigemm bench` keep, which measured each backend with its own choice of config.
+
+    No config is stored, so that the table decides between backends, and each backend's heuristic, which may have learnt
+    since, between its configs. Workloads that show what `auto` does untuned do not count.
+    """
+    tuned = [Report(r.machine, r.method, r.rates, [row for row in r.rows if row.suite != UNTUNED]) for r in found]
+    return _winners(_classes(tuned), bind=False)
+
+
+def _classes(found: Iterable[Report]) -> dict[tuple[str, str], ClassResult]:
+    """Results by device and class. Of a workload that several reports measured with one config the mean counts, else
+    the last report."""
+    classes: dict[tuple[str, str], ClassResult] = {}
+    samples: dict[tuple[str, str, Choice, str], list[float]] = {}
+    for report in found:
+        device = "cpu" if report.machine["device_type"] == "cpu" else report.machine["device"]
+        for row, key in _class_rows(report):
+            result = classes.setdefault((device, key), ClassResult(key))
+            backend, _, number = row.entry.partition("#")
+            choice = backend.removesuffix(HOST_SIZES), int(number or 0)
+            if row.us is None:
+                result.failures.setdefault(choice[0], {})[row.config] = row.reason
+                continue
+            config, old = (row.config, row.fields), result.configs.get(choice)
+            if old is not None and old != config:  # another version of the backend: its old times are of no use
+                result.us[choice].clear()
+            taken = samples.setdefault((device, key, choice, row.case), [])
+            if old is not None and row.case not in result.us[choice]:
+                taken.clear()
+            taken.append(_us(report, row) if number else row.us)
+            result.configs[choice] = config
+            result.us.setdefault(choice, {})[row.case] = geomean(taken)
+    return classes
+
+
+def _class_rows(report: Report) -> list[tuple[Row, str]]:
+    """Rows of backends with the class that each is about.
+
+    Where a backend was measured with host sizes too, the others' rows count for that class as well: they never look at
+    host sizes, and only times of the same workloads can be compared.
+    """
+    rows = [row for row in report.rows if row.kind == "backend" and row.problem_class and row.reason != LATE]
+    found = [(row, row.problem_class) for row in rows]
+    for mine in by_case(rows).values():
+        knowing = {family(row.entry): row.problem_class for row in mine if family(row.entry).endswith(HOST_SIZES)}
+        for row in mine:
+            if family(row.entry) not in knowing and family(row.entry) + HOST_SIZES not in knowing:
+                found += [(row, key) for key in dict.fromkeys(knowing.values())]
+    return found
+
+
+def _winners(classes: dict[tuple[str, str], ClassResult], bind: bool) -> list[Entry]:
+    """What to keep of each class: each backend's winner with its mean time, and the failures.
+
+    Unless `bind`, configs are left to the backends.
+    """
+    found = []
+    for (device, key), result in classes.items():
+        kept = {}
+        for backend in dict.fromkeys(name for name, _ in result.us):
+            choice = result.winner(backend)
+            if choice is not None:
+                config = result.configs[choice][1] if bind else {}
+                us = round(geomean(result.us[choice].values()), 2)
+                kept[backend] = Measured(us, config, dict(result.failures.get(backend, {})))
+        if kept:
+            found.append(Entry(device, key, kept))
+    return found
+
+
+def _us(report: Report, row: Row) -> float:
+    """A config's time: on a CPU, which other processes share, the quantile that they disturb less."""
+    on_cpu = report.machine["device_type"] == "cpu"
+    return row.eager.q20 if on_cpu and row.eager is not None else row.us or math.inf

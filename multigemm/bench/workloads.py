@@ -1,4 +1,4 @@
-"""Workloads by name: what is multiplied, in which form, and how the rows fall to the groups.
+"""Workloads by name: what is multiplied, in which form, and how many rows each group has.
 
 A `Workload` has no data. It knows its host sizes, its floating-point operations and the fewest bytes
 that any implementation must move; `operands.py` makes tensors of it. Tests, tuning and benchmarks
@@ -8,15 +8,15 @@ share these names, so that a number in a report says exactly what was run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from multigemm.bench.distributions import draw
 from multigemm.errors import InvalidSetting
 from multigemm.problem.spec import Form
 
@@ -28,6 +28,83 @@ DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
     "int8": torch.int8,
 }
+Sizes = npt.NDArray[np.int64]
+Generator = np.random.Generator
+
+
+def apportion(weights: npt.NDArray[Any], total: int) -> Sizes:
+    """`total` split in proportion to the weights; the largest remainders get the rows left over."""
+    exact = weights / weights.sum() * total
+    sizes: Sizes = np.floor(exact).astype(np.int64)
+    order = np.argsort(-(exact - sizes), kind="stable")
+    sizes[order[: total - int(sizes.sum())]] += 1
+    return sizes
+
+
+def balanced(groups: int, total: int, rng: Generator) -> Sizes:
+    """T/G rows each."""
+    return apportion(np.ones(groups), total)
+
+
+def uniform(groups: int, total: int, rng: Generator) -> Sizes:
+    """Proportional to U(0.7, 1.3), as DeepGEMM and Helion draw them."""
+    return apportion(rng.uniform(0.7, 1.3, groups), total)
+
+
+def multinomial(groups: int, total: int, rng: Generator) -> Sizes:
+    """Every row picks a group with equal chance, as Tokamax draws them."""
+    return rng.multinomial(total, np.full(groups, 1.0 / groups)).astype(np.int64)
+
+
+def zipf(groups: int, total: int, rng: Generator) -> Sizes:
+    """Proportional to 1/rank, the ranks shuffled over the groups: a few hot experts, a long tail."""
+    return apportion(1.0 / (1.0 + rng.permutation(groups)), total)
+
+
+def empty(groups: int, total: int, rng: Generator) -> Sizes:
+    """A quarter of the groups empty, the first and the last among them; the rest as U(0.3, 1.7)."""
+    weights = rng.uniform(0.3, 1.7, groups)
+    holes = max(2, groups // 4) if groups > 2 else 0
+    if holes:
+        weights[[0, -1]] = 0.0
+        weights[rng.permutation(np.arange(1, groups - 1))[: holes - 2]] = 0.0
+    return apportion(weights, total)
+
+
+def one_hot(groups: int, total: int, rng: Generator) -> Sizes:
+    """One expert gets every row."""
+    sizes = np.zeros(groups, np.int64)
+    sizes[int(rng.integers(groups))] = total
+    return sizes
+
+
+def decode(groups: int, total: int, rng: Generator) -> Sizes:
+    """0 to 8 rows per group whatever the total says: one step of token generation."""
+    return rng.integers(0, 9, groups).astype(np.int64)
+
+
+DISTRIBUTIONS: dict[str, Callable[[int, int, Generator], Sizes]] = {
+    "balanced": balanced,
+    "uniform": uniform,
+    "multinomial": multinomial,
+    "zipf": zipf,
+    "empty": empty,
+    "one-hot": one_hot,
+    "decode": decode,
+}
+
+
+def draw(name: str, groups: int, total: int, seed: int = 0) -> Sizes:
+    """How many rows each group has, by a named distribution; they sum to `total` for all but `decode`.
+
+    Seeded, so that every machine and every year measures the same sizes. Published numbers of grouped GEMMs mostly
+    use equal groups; real routers do not.
+    """
+    if name not in DISTRIBUTIONS:
+        raise InvalidSetting(f"distribution {name!r} is unknown; known: {', '.join(DISTRIBUTIONS)}")
+    if groups == 0:
+        return np.zeros(0, np.int64)
+    return DISTRIBUTIONS[name](groups, total, np.random.default_rng(seed))
 
 
 @dataclass(frozen=True)
@@ -42,7 +119,8 @@ class Rates:
 class Workload:
     """One case. Packed forms have `groups, m, n, k, total`; lists have `products`, a tuple of (M, N, K).
 
-    `total` is the jagged extent T; for the masked form it is the number of valid rows, of m each.
+    `total` is the jagged extent T; for the masked form it is the number of valid rows, of m each. `given` are the sizes
+    of the groups where no distribution draws them.
     """
 
     name: str
@@ -62,7 +140,7 @@ class Workload:
     bias: bool = False
     cap: int = 0
     seed: int = 0
-    note: str = ""
+    given: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:
@@ -85,6 +163,8 @@ class Workload:
             return np.array([m for m, _, _ in self.products], np.int64)
         if self.form == "batched":
             return np.full(self.groups, self.m, np.int64)
+        if self.given:
+            return np.array(self.given, np.int64)
         sizes = draw(self.distribution, self.groups, self.total, self.seed)
         return np.minimum(sizes, self.cap) if self.cap else sizes
 
@@ -152,20 +232,18 @@ class Workload:
             shape = f"G={self.groups} T={int(self.sizes.sum())}{m} N={self.n} K={self.k}"
         return f"{self.form} {shape} {self.distribution} {self.dtype}"
 
-    def scaled(self, limit_flops: float) -> Workload:
-        """The same kind of case with fewer rows, for machines that would need minutes for the whole."""
-        if self.products or self.flops <= limit_flops:
-            return self
-        shrink = limit_flops / self.flops
-        return replace(
-            self, total=max(self.groups, math.ceil(self.total * shrink)), note="fewer rows than the name says"
-        )
+
+def dtype_name(text: str) -> str:
+    """The short name of a dtype: "bf16" for "bf16" and "bfloat16"."""
+    long = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items() if name != "tf32"}
+    if (found := long.get(text, text)) not in DTYPES:
+        raise InvalidSetting(f"--dtypes {text!r} is unknown; known: {', '.join(DTYPES)}, or {', '.join(long)}")
+    return found
 
 
 def with_dtype(workload: Workload, dtype: str) -> Workload:
-    if dtype not in DTYPES:
-        raise InvalidSetting(f"dtype {dtype!r} is unknown; known: {', '.join(DTYPES)}")
-    return replace(workload, dtype=dtype)
+    """The same workload in another dtype, named as `dtype_name` reads it."""
+    return replace(workload, dtype=dtype_name(dtype))
 
 
 def parse_shape(text: str, dtype: str = "bf16") -> Workload:
@@ -210,7 +288,7 @@ def _parse_shape(text: str, dtype: str) -> Workload:
     values: dict[str, object] = {"dtype": dtype}
     for word, value in words.items():
         field = names.get(word.lower(), word.lower())
-        if field in ("name", "suite", "products", "note") or field not in Workload.__dataclass_fields__:
+        if field in ("name", "suite", "products", "given") or field not in Workload.__dataclass_fields__:
             raise ValueError(f"no field {word}")
         values[field] = value if field in plain else (int(value) != 0 if field in _FLAGS else int(value))
     own = _sensible(Workload(name, "own", **values), set(values))  # type: ignore[arg-type]

@@ -8,21 +8,20 @@ from typing import Any
 import torch
 
 from multigemm.bench import entries, operands
-from multigemm.bench.workloads import DTYPES, parse_shape
+from multigemm.bench.workloads import DTYPES, dtype_name, parse_shape
 from multigemm.errors import InvalidSetting
 from multigemm.fleet import default_device
 from multigemm.problem.problem import GroupedGemmProblem, Keywords
-from multigemm.problem.spec import FORMS, INPUT_DTYPES
+from multigemm.problem.spec import FORMS
 
 WITHOUT_SHAPE = {"form": "jagged_m", "sizes": "40,0,1,70", "m": 64, "n": 48, "k": 96}
 """What describes a problem that is no workload of `bench`, and what is taken where it is not given."""
 CUT = {"per_group": "m", "jagged_m": "m", "jagged_n": "n", "jagged_k": "k"}
 """The extent that --sizes gives, by form."""
-LONG = tuple(str(dtype).removeprefix("torch.") for dtype in INPUT_DTYPES)
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """--shape, or --form, --sizes, --m, --n, --k, --dtype and the epilogue; --device."""
+    """--shape, or --form, --sizes, --m, --n, --k and the epilogue; --dtypes, --device."""
     parser.add_argument("--shape", default="", help="a workload as `multigemm bench` takes it: 64,2048,3584,1792")
     parser.add_argument("--host-sizes", action="store_true", help="with --shape: offsets on the host, not the device")
     shown = {name: f"(default {value})" for name, value in WITHOUT_SHAPE.items()}
@@ -32,7 +31,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, help=f"columns of a result where the form does not cut them {shown['n']}")
     parser.add_argument("--k", type=int, help=f"inner extent where the form does not cut it {shown['k']}")
     parser.add_argument(
-        "--dtype", default="", help=f"{', '.join(LONG)}, or {', '.join(DTYPES)} (default float32, with --shape bf16)"
+        "--dtypes", "--dtype", default="", help=f"{', '.join(DTYPES)}, or long names (default fp32, with --shape bf16)"
     )
     parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
     parser.add_argument("--activation", default=None, help="relu, gelu, gelu_tanh or silu")
@@ -49,14 +48,14 @@ def _sizes(text: str) -> list[int]:
 
 
 def problem_from(args: argparse.Namespace) -> GroupedGemmProblem:
-    """The problem that the options describe, over memory that nobody has written."""
+    """The problem that the options describe, over memory that nobody has written; `args.dtypes` names one dtype."""
     device = default_device(args.device)
     if args.shape:
         return _of_workload(args, device)
     _complete(args)
-    form, sizes, dtype = args.form, _sizes(args.sizes), _dtype(args.dtype)
+    form, sizes, dtype = args.form, _sizes(args.sizes), DTYPES[dtype_name(args.dtypes or "fp32")]
     a, b = (_empty(shape, dtype, device) for shape in _shapes(form, sizes, args.m, args.n, args.k))
-    words: Keywords = {"activation": args.activation, "precision": "tf32" if args.dtype == "tf32" else "ieee"}
+    words: Keywords = {"activation": args.activation, "precision": "tf32" if args.dtypes == "tf32" else "ieee"}
     if form == "masked":
         words["valid_rows"] = sizes
     elif form.startswith("jagged"):
@@ -86,13 +85,6 @@ def _complete(args: argparse.Namespace) -> None:
             raise InvalidSetting(f"--{name} {getattr(args, name)}: an extent cannot be negative")
 
 
-def _dtype(text: str) -> torch.dtype:
-    found = DTYPES.get(text) or getattr(torch, text or "float32", None)
-    if found not in INPUT_DTYPES:
-        raise InvalidSetting(f"--dtype {text!r} is unknown: use one of {', '.join(LONG)}, {', '.join(DTYPES)}")
-    return found
-
-
 def _shapes(form: str, sizes: list[int], m: int, n: int, k: int) -> tuple[Any, Any]:
     """Those of a and b; lists of them for per_group."""
     groups, total = len(sizes), sum(sizes)
@@ -118,14 +110,10 @@ def _empty(shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 def _of_workload(args: argparse.Namespace, device: torch.device) -> GroupedGemmProblem:
     """The problem that `multigemm bench --shape` would time."""
-    short = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items() if name != "tf32"}
-    dtype = short.get(args.dtype, args.dtype or "bf16")
-    if dtype not in DTYPES:
-        raise InvalidSetting(f"--dtype {args.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
     if given := [f"--{name}" for name in (*WITHOUT_SHAPE, "activation") if getattr(args, name) is not None]:
         raise InvalidSetting(f"{', '.join(given)} beside --shape, which says all of it: leave out one or the other")
     try:
-        tensors = operands.make(parse_shape(args.shape, dtype), device, drawn=False)
+        tensors = operands.make(parse_shape(args.shape, dtype_name(args.dtypes or "bf16")), device, drawn=False)
     except RuntimeError as error:
         why = str(error).splitlines()[0]
         raise InvalidSetting(f"--shape {args.shape} cannot be made on {device}: {why}") from error

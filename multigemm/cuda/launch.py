@@ -161,8 +161,8 @@ class BoundKernel:
     """A launch of a kernel on its device's current stream."""
 
     __slots__ = (
-        "_block", "_call", "_counted", "_fields", "_grid_for", "_handle", "_keep", "_kernel", "_on_capture", "_records",
-        "index",
+        "_block", "_call", "_counted", "_fields", "_grid_for", "_handle", "_keep", "_kernel", "_records", "index",
+        "on_capture",
     )  # fmt: skip
 
     def __init__(
@@ -177,22 +177,25 @@ class BoundKernel:
     ) -> None:
         self._fields, self._grid_for = fields, grid_for
         self._counted = block.counted or (fields is not None and fields.counted)
-        self._kernel, self._block, self._on_capture, self._keep = kernel, block, on_capture, keep
+        self._kernel, self._block, self.on_capture, self._keep = kernel, block, on_capture, keep
         self._call, self._handle, self.index = library().cuLaunchKernelEx, kernel.handle, kernel.index
         self._records = Records(config)
 
     def __call__(self) -> None:
         index = self.index
         if current_device() == index:
-            self.on(current_raw_stream(index))
+            self._captured_or_not(current_raw_stream(index))
         else:
             with on_device(index):
-                self.on(current_raw_stream(index))
+                self._captured_or_not(current_raw_stream(index))
+
+    def _captured_or_not(self, stream: int) -> None:
+        if self.on_capture is not None and is_capturing():
+            self.on_capture()
+        self.on(stream)
 
     def on(self, stream: int) -> None:
-        """Launches on a raw stream of the current device."""
-        if self._on_capture is not None and is_capturing():
-            self._on_capture()
+        """Launches on a raw stream of the current device, of which no graph is captured."""
         record, block = self._records[stream], self._block
         code = self._call(record, self._handle, block.pointers, block.extra)
         if code:
@@ -254,7 +257,7 @@ class _Steps:
 class LaunchSequence(_Steps):
     """Several launches that can all follow their operands."""
 
-    __slots__ = ("index",)
+    __slots__ = ("_on_capture", "index")
 
     def __init__(self, steps: Sequence[Any]) -> None:
         flat: list[Any] = []
@@ -264,16 +267,20 @@ class LaunchSequence(_Steps):
         devices = {step.index if isinstance(step, BoundKernel) else -1 for step in flat}
         self.index = devices.pop() if len(devices) == 1 else -1
         """The device of them all; -1 where they have none in common, or are no kernels of this runtime."""
+        self._on_capture = [step.on_capture for step in flat if self.index >= 0 and step.on_capture is not None]
 
     def __call__(self) -> None:
         index = self.index
         if index >= 0 and current_device() == index:
+            if self._on_capture and is_capturing():
+                for tell in self._on_capture:
+                    tell()
             self.on(current_raw_stream(index))  # asked for once
         else:
             super().__call__()
 
     def on(self, stream: int) -> None:
-        """Launches on a raw stream of the current device, if that is `index`."""
+        """Launches on a raw stream of the current device, if that is `index`, of which no graph is captured."""
         for step in self._steps:
             step.on(stream)
 

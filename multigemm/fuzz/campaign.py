@@ -5,6 +5,10 @@ takes nothing with it: the parent reads from the shared memory which problem it 
 crash, and starts a new worker behind that problem. One that stands still for too long is ended. The
 campaign is over when its problems, or its time, are: a worker that then still compiles is ended as
 well, and the summary says what it had not begun.
+
+On many GPUs and hosts each rank runs other problems, and rank 0 sums up. Within a process, workers take the devices in
+turn. Ranks draw from seeds that lie far apart, so that no problem is run twice; a failure holds its problem, and so
+repeats anywhere.
 """
 
 from __future__ import annotations
@@ -12,16 +16,18 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import Any
 
-from multigemm.fuzz import worker
-from multigemm.fuzz.dealer import Batch, Dealer
-from multigemm.fuzz.plan import Failure, Options, Summary, Tally
+from multigemm import fleet
+from multigemm.fuzz.plan import Batch, Failure, Options, Summary, Tally, WorkQueue
 from multigemm.fuzz.shrink import shrink
+from multigemm.fuzz.worker import LOST_CONTEXT, Position, drawn, trial, with_all_configs
+from multigemm.fuzz.worker import main as worker_main
 from multigemm.testing import corpus
 from multigemm.testing.case import Case
 
@@ -31,11 +37,13 @@ STUCK_SECONDS = 8
 GRACE_SECONDS = 10
 """For the problems that are on their way when the time is over."""
 SHRINK_ALONE_SECONDS = 60.0
+Progress = Callable[[Tally, float], None]
+"""Told the counts so far and the seconds since the start."""
 _context = mp.get_context("spawn")
 
 
 @dataclass(slots=True)
-class Crew:
+class WorkerProcess:
     """One worker process and what the parent knows of it.
 
     After an end whose cause is open, the batch's first problem runs again with one backend at a time;
@@ -47,7 +55,7 @@ class Crew:
     name: int
     process: Any
     pipe: Any
-    place: Any
+    position: Position
     batch: Batch
     first: int
     suspect: Failure | None = None
@@ -58,12 +66,12 @@ class Crew:
 
     @property
     def number(self) -> int:
-        return int(self.place[0])
+        return self.position.number
 
     @property
     def quiet(self) -> float:
         """Seconds since it began the problem that it is at."""
-        return 0.0 if self.waits or self.done else time.monotonic() - int(self.place[3])
+        return 0.0 if self.waits or self.done else time.monotonic() - self.position.heartbeat
 
 
 class Campaign:
@@ -73,25 +81,25 @@ class Campaign:
         self.options, self.total, self.crashes = options, Tally(), 0
         self.begin = time.monotonic()
         self.deadline = self.begin + options.seconds if options.seconds else self.begin + 1e9
-        self.dealer, self.notes, self.crews = Dealer(options), list[str](), list[Crew]()
+        self.queue, self.notes, self.workers = WorkQueue(options), list[str](), list[WorkerProcess]()
 
     def start(self, name: int, batch: Batch, suspect: Failure | None = None) -> None:
         """Starts a worker on a batch."""
         parent, child = _context.Pipe()
-        place = _context.Array("q", [batch.first, -1, 0, int(time.monotonic()), -1], lock=False)
+        position = RawValue(Position, batch.first, -1, 0, -1, int(time.monotonic()))
         process = _context.Process(
-            target=worker.main, args=(self.options.at(name), child, place, batch, self.deadline), daemon=True
+            target=worker_main, args=(self.options.at(name), child, position, batch, self.deadline), daemon=True
         )
         process.start()
         child.close()
-        self.crews.append(Crew(name, process, parent, place, batch, batch.first, suspect))
+        self.workers.append(WorkerProcess(name, process, parent, position, batch, batch.first, suspect))
 
-    def run(self, progress: Callable[[Tally, float], None] | None) -> None:
+    def run(self, progress: Progress | None) -> None:
         """Until all problems are done, or the time is over."""
         for name in range(self.options.jobs):
-            if batch := self.dealer.deal():
+            if batch := self.queue.next_batch():
                 self.start(name, batch)
-        while self.crews and not self.over():
+        while self.workers and not self.over():
             self.step()
             if progress is not None:
                 progress(self.total, time.monotonic() - self.begin)
@@ -101,117 +109,120 @@ class Campaign:
         """Whether nothing is left to wait for but workers that are stuck, whose problems others have run."""
         if time.monotonic() > self.deadline + GRACE_SECONDS:
             return True
-        if self.dealer.left > 0 or self.total.problems < self.options.examples:
+        if self.queue.left > 0 or self.total.problems < self.options.examples:
             return False
-        return all(crew.waits or crew.done or (crew.relieved and crew.quiet > STUCK_SECONDS) for crew in self.crews)
+        return all(
+            worker.waits or worker.done or (worker.relieved and worker.quiet > STUCK_SECONDS) for worker in self.workers
+        )
 
     def step(self) -> None:
         """Hears the workers, once."""
-        ready = wait([crew.pipe for crew in self.crews], timeout=0.5)
-        for crew in list(self.crews):
-            open_pipe = self.hear(crew) if crew.pipe in ready else True
-            hung = crew.quiet > HANG_SECONDS
+        ready = wait([each.pipe for each in self.workers], timeout=0.5)
+        for worker in list(self.workers):
+            open_pipe = self.hear(worker) if worker.pipe in ready else True
+            hung = worker.quiet > HANG_SECONDS
             if open_pipe and not hung:
                 continue
-            self.crews.remove(crew)
-            self.settle(crew, hung)
+            self.workers.remove(worker)
+            self.replace_ended(worker, hung)
         self.relieve()
-        for crew in [crew for crew in self.crews if crew.waits]:
-            self.give(crew)
+        for worker in [worker for worker in self.workers if worker.waits]:
+            self.give_batch(worker)
 
-    def hear(self, crew: Crew) -> bool:
+    def hear(self, worker: WorkerProcess) -> bool:
         """Takes one message; False once the worker's end of the pipe is closed."""
         try:
-            message = crew.pipe.recv()
+            message = worker.pipe.recv()
         except (EOFError, OSError):
             return False
         if message is None:
-            crew.waits = True
+            worker.waits = True
         else:
             self.total.add(message)
-            if self.dealer.seen(crew.number):
+            if self.queue.note_done(worker.number):
                 spent = time.monotonic() - self.begin
-                self.notes.append(f"each of the {self.dealer.slots} kinds and configs had run after {spent:.0f} s")
+                self.notes.append(f"each of the {self.queue.slots} kinds and configs had run after {spent:.0f} s")
         return True
 
-    def give(self, crew: Crew) -> None:
+    def give_batch(self, worker: WorkerProcess) -> None:
         """Another batch, or the end where no more will come."""
-        compiling = sum(self.dealer.is_cold(other.batch.first) for other in self.crews if other is not crew)
+        compiling = sum(self.queue.must_compile(other.batch.first) for other in self.workers if other is not worker)
         fresh = self.options.jobs == 1 or compiling < self.options.jobs - 1  # one at least runs what there is
-        crew.loaded.add(self.options.slot_of(crew.batch.first))
-        batch = self.dealer.deal(fresh=fresh, loaded=crew.loaded) if time.monotonic() < self.deadline else None
+        worker.loaded.add(self.options.slot_of(worker.batch.first))
+        batch = self.queue.next_batch(fresh=fresh, loaded=worker.loaded) if time.monotonic() < self.deadline else None
         if batch is None and self.busy() and time.monotonic() < self.deadline:
             return  # it may be needed yet
-        crew.waits, crew.done, crew.relieved = False, batch is None, False
+        worker.waits, worker.done, worker.relieved = False, batch is None, False
         if batch is not None:
-            crew.batch, crew.place[0], crew.place[3] = batch, batch.first, int(time.monotonic())
-        crew.pipe.send(batch)
+            worker.batch = batch
+            worker.position.number, worker.position.heartbeat = batch.first, int(time.monotonic())
+        worker.pipe.send(batch)
 
     def busy(self) -> bool:
-        return any(not crew.waits and not crew.done for crew in self.crews)
+        return any(not worker.waits and not worker.done for worker in self.workers)
 
     def relieve(self) -> None:
         """Where workers wait, what is left of the batches of those that are stuck goes to them."""
-        if self.dealer.left > 0 or not any(crew.waits for crew in self.crews):
+        if self.queue.left > 0 or not any(worker.waits for worker in self.workers):
             return
-        for crew in self.crews:
-            if crew.quiet > STUCK_SECONDS and not crew.relieved:
-                crew.relieved = True
-                self.dealer.more(crew.batch.stop - crew.number)
+        for worker in self.workers:
+            if worker.quiet > STUCK_SECONDS and not worker.relieved:
+                worker.relieved = True
+                self.queue.add(worker.batch.stop - worker.number)
 
-    def settle(self, crew: Crew, hung: bool) -> None:
+    def replace_ended(self, worker: WorkerProcess, hung: bool) -> None:
         """A worker whose pipe is closed or that hangs: blames, and starts another one behind the problem."""
         if hung:
-            crew.process.kill()
-        crew.process.join(30)
-        number, together = crew.number, int(crew.place[1]) < 0
-        if crew.suspect is not None and (crew.done or number != crew.first):
-            self.total.failures.append(crew.suspect)  # nobody failed alone
-        if crew.done or crew.waits:
+            worker.process.kill()
+        worker.process.join(30)
+        number, together = worker.number, worker.position.alone < 0
+        if worker.suspect is not None and (worker.done or number != worker.first):
+            self.total.failures.append(worker.suspect)  # nobody failed alone
+        if worker.done or worker.waits:
             return
         self.crashes += 1
-        failure = self.blame(crew, "hang" if hung else str(crew.process.exitcode))
-        rest = replace(crew.batch, first=number, alone_from=-1)
-        again = number == crew.first and crew.suspect is not None
+        failure = self.blame(worker, "hang" if hung else str(worker.process.exitcode))
+        rest = replace(worker.batch, first=number, alone_from=-1)
+        again = number == worker.first and worker.suspect is not None
         if together and not again:
-            self.start(crew.name, replace(rest, alone_from=0), failure)
+            self.start(worker.name, replace(rest, alone_from=0), failure)
             return
-        if hung or crew.process.exitcode != worker.LOST_CONTEXT:
+        if hung or worker.process.exitcode != LOST_CONTEXT:
             self.total.failures.append(failure)  # a lost context has reported itself
         if not together:
-            self.start(crew.name, replace(rest, alone_from=int(crew.place[4]) + 1))
-        elif batch := (replace(rest, first=number + 1) if number + 1 < rest.stop else self.dealer.deal()):
-            self.start(crew.name, batch)  # it ended before any backend ran: the problem itself cannot be made
+            self.start(worker.name, replace(rest, alone_from=worker.position.index + 1))
+        elif batch := (replace(rest, first=number + 1) if number + 1 < rest.stop else self.queue.next_batch()):
+            self.start(worker.name, batch)  # it ended before any backend ran: the problem itself cannot be made
 
-    def blame(self, crew: Crew, how: str) -> Failure:
-        number, backend, config = (int(crew.place[i]) for i in range(3))
+    def blame(self, worker: WorkerProcess, how: str) -> Failure:
+        number, backend, config = worker.number, worker.position.alone, worker.position.config
         oracle = "hang" if how == "hang" else "crash"
         text = f"no progress for {HANG_SECONDS} s" if how == "hang" else f"the process ended with exit code {how}"
         name = self.options.backends[backend] if backend >= 0 else "unknown"
         chosen = self.total.assigned.get((name, config), "")
-        return Failure(name, oracle, text, worker.drawn(self.options, number).to_dict(), number, max(config, 0), chosen)
+        return Failure(name, oracle, text, drawn(self.options, number).to_dict(), number, max(config, 0), chosen)
 
     def finish(self) -> None:
         """Ends the workers, and says what was not begun."""
-        for crew in self.crews:
-            if crew.suspect is not None:
-                self.total.failures.append(crew.suspect)
-            if crew.quiet > STUCK_SECONDS:
+        for worker in self.workers:
+            if worker.suspect is not None:
+                self.total.failures.append(worker.suspect)
+            if worker.quiet > STUCK_SECONDS:
                 self.notes.append(
-                    f"problem {crew.number} was not finished: its worker had been compiling or running for "
-                    f"{crew.quiet:.0f} s when the campaign was over"
+                    f"problem {worker.number} was not finished: its worker had been compiling or running for "
+                    f"{worker.quiet:.0f} s when the campaign was over"
                 )
-            crew.process.kill()
-            crew.process.join()
-        if cold := self.dealer.cold():
-            self.notes.append(f"{len(cold)} of {self.dealer.slots} kinds and configs were not begun: {cold}")
+            worker.process.kill()
+            worker.process.join()
+        if unbegun := self.queue.unbegun():
+            self.notes.append(f"{len(unbegun)} of {self.queue.slots} kinds and configs were not begun: {unbegun}")
 
 
-def run(options: Options, progress: Callable[[Tally, float], None] | None = None) -> Summary:
+def run(options: Options, progress: Progress | None = None) -> Summary:
     """Runs a campaign to its end."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # for the workers: one core each
-    options = worker.with_carriers(options)
+    options = with_all_configs(options)
     campaign = Campaign(options)
     campaign.run(progress)
     summary = Summary(options, campaign.total, time.monotonic() - campaign.begin, campaign.crashes, campaign.notes)
@@ -224,7 +235,7 @@ def run(options: Options, progress: Callable[[Tally, float], None] | None = None
 def fails_alone(case: Case, failure: Failure, device: str, seconds: float = 120.0) -> bool:
     """Whether a case ends a process of its own with anything but success."""
     process = _context.Process(
-        target=worker.trial, args=(case.to_dict(), failure.backend, failure.repeat, device), daemon=True
+        target=trial, args=(case.to_dict(), failure.backend, failure.repeat, device), daemon=True
     )
     process.start()
     process.join(seconds)
@@ -264,3 +275,39 @@ def _store(summary: Summary, folder: Path) -> None:
             "config": failure.repeat, "why": failure.text[:500], "source": f"campaign, problem {failure.seed}",
         }  # fmt: skip
         failure.file = str(corpus.save(folder, data))
+
+
+SEEDS_PER_RANK = 1 << 32
+
+
+def of_rank(options: Options, place: fleet.Place) -> Options:
+    """This rank's part of a campaign."""
+    devices = options.devices or place.devices(options.device)
+    share = [len(range(options.examples)[place.rank :: place.ranks])] if options.examples else [0]
+    return replace(
+        options, devices=devices, device=devices[0], jobs=max(options.jobs, len(devices)), examples=share[0],
+        seed=options.seed + place.rank * SEEDS_PER_RANK,
+    )  # fmt: skip
+
+
+def merge(options: Options, parts: Sequence[Summary]) -> Summary:
+    """The sum of what the ranks found."""
+    total = Tally()
+    for part in parts:
+        total.add(part.tally)
+    notes = [f"rank {rank}: {note}" for rank, part in enumerate(parts) for note in part.notes]
+    if len(parts) > 1:
+        notes += [f"rank {rank} ran {p.tally.problems} problems from seed {p.options.seed} on "
+                  f"{', '.join(p.options.devices)}" for rank, p in enumerate(parts)]  # fmt: skip
+    devices = tuple(dict.fromkeys(device for part in parts for device in part.options.devices))
+    whole = replace(options, devices=devices, jobs=sum(p.options.jobs for p in parts))
+    return Summary(whole, total, max(p.seconds for p in parts), sum(p.crashes for p in parts), notes)
+
+
+def run_on_ranks(options: Options, place: fleet.Place, progress: Progress | None = None) -> Summary | None:
+    """This rank's part; on rank 0 the whole campaign's summary, on the others None."""
+    with fleet.joined(place):
+        parts = fleet.gather(place, run(of_rank(options, place), progress))
+    if place.rank:
+        return None
+    return parts[0] if len(parts) == 1 else merge(options, parts)

@@ -226,18 +226,18 @@ def main(args: argparse.Namespace) -> int:
     if args.replay:
         return replay(args.replay, args)
     from multigemm import fleet as places
-    from multigemm.fuzz import fleet, report
+    from multigemm.fuzz import campaign, report
 
     place, options = places.here(), options_of(args)
     _make_room(args)
-    mine = fleet.of_rank(options, place)
+    mine = campaign.of_rank(options, place)
     rank = f", rank {place.rank} of {place.ranks}" if place.ranks > 1 else ""
     print(
         f"multigemm fuzz: {', '.join(mine.backends)} on {', '.join(mine.devices)}, {mine.jobs} job(s), "
         f"seed {mine.seed}{rank}", flush=True,
     )  # fmt: skip
     saved = args.json if place.ranks == 1 else ""  # the whole is written at the end
-    summary = fleet.run(options, place, _Progress(mine, args.quiet or place.rank > 0, saved))
+    summary = campaign.run_on_ranks(options, place, _Progress(mine, args.quiet or place.rank > 0, saved))
     if summary is None:
         return 0  # rank 0 tells, and fails where any rank found something
     print(report.to_text(summary))

@@ -7,6 +7,7 @@ what it found and leaves, and the parent starts another one behind the problem.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -16,20 +17,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from multigemm.fuzz.dealer import Batch
-from multigemm.fuzz.plan import Failure, Options, Tally
+from multigemm.fuzz.plan import Batch, Failure, Options, Tally
 from multigemm.fuzz.shrink import shrink
 from multigemm.planning.staging import staged_spec
-from multigemm.testing import concurrency, relations
 from multigemm.testing.case import Case, classes, dtype_name
-from multigemm.testing.choice import assigned, carriers, compile_singly, offered
-from multigemm.testing.cliff import on_a_cliff
-from multigemm.testing.edges import alike
-from multigemm.testing.kinds import kinds, redrawn
-from multigemm.testing.oracles import Finding, Outcome, check, check_all
-from multigemm.testing.strategies import RandomChooser, random_case
-from multigemm.testing.subject import Subject
-from multigemm.testing.world import Stand, World
+from multigemm.testing.deep_oracles import GPU_ORACLES, ORACLES, THREAD_ORACLES, run_oracles
+from multigemm.testing.oracles import Outcome, check, check_pairs
+from multigemm.testing.placed_case import DeviceCase
+from multigemm.testing.strategies import RandomChooser, keep_divisibility, kinds, random_case, redrawn
+from multigemm.testing.subject import Subject, assigned, compile_singly, kinds_for_rare_configs, offered
 
 LOST_CONTEXT = 3
 """Exit code of a worker whose CUDA context is gone."""
@@ -43,12 +39,12 @@ def _kinds(options: Options) -> list[Case]:
     return [*kinds(options.limits, options.kinds - len(options.carriers), options.seed), *options.carriers]
 
 
-def with_carriers(options: Options) -> Options:
+def with_all_configs(options: Options) -> Options:
     """The campaign with kinds added, so that every config that a backend ships for anything comes up."""
     if options.configs != "pinned" or not options.kinds:
         return options
     device = torch.device(options.at(0).device)
-    more = carriers(_kinds(options), options.backends, device, options.limits, options.turns)
+    more = kinds_for_rare_configs(_kinds(options), options.backends, device, options.limits, options.turns)
     return replace(options, kinds=options.kinds + len(more), carriers=tuple(more))
 
 
@@ -57,7 +53,8 @@ def drawn(options: Options, number: int) -> Case:
     if not options.kinds:
         return random_case(options.seed + number, options.limits_of(number))
     kind = _kinds(options)[options.kind_of(number)]
-    return alike(kind, redrawn(kind, RandomChooser((options.seed << 24) + number), options.limits_of(number)))
+    case = redrawn(kind, RandomChooser((options.seed << 24) + number), options.limits_of(number))
+    return keep_divisibility(kind, case)
 
 
 @lru_cache(maxsize=16)
@@ -75,45 +72,30 @@ def subject_of(options: Options, name: str, config: int) -> Subject:
     return subject
 
 
-def deep_checks(stand: Stand, subject: Subject, outcome: Outcome, number: int, tally: Tally) -> None:
-    """The oracles that cost more than a run: one group of them for each number."""
-    device, world = stand.device, stand.world
-    steps: dict[str, Any] = {
-        "relations": lambda: relations.relate(stand, subject, outcome, number),
-        "changed sizes": lambda: concurrency.changed_sizes(stand, subject, outcome, number, captured=False),
-        "lying sizes": lambda: concurrency.lies(stand, subject, outcome, number),
-        "edge of memory": lambda: on_a_cliff(stand, subject, outcome, number),
-        "other contents": lambda: concurrency.other_contents(stand, subject, outcome),
-    }
-    if device.type == "cuda":
-        steps["graph"] = lambda: concurrency.graph(stand, subject, outcome)
-        steps["graph with changed sizes"] = lambda: concurrency.changed_sizes(
-            stand, subject, outcome, number, captured=True
-        )
-        steps["side stream"] = lambda: concurrency.side_stream(stand, subject, outcome)
-    if number % 48 == 5 and not subject.backend.availability().emulated:  # emulators serve one thread
-        steps = {"threads": lambda: concurrency.threads(world, subject, outcome, device)}
-    names = list(steps)
+def deep_checks(device_case: DeviceCase, subject: Subject, outcome: Outcome, number: int, tally: Tally) -> None:
+    """The oracles that cost more than a run: one of them for each number."""
+    on_gpu = device_case.device.type == "cuda"
+    oracles = {**ORACLES, **GPU_ORACLES} if on_gpu else ORACLES
+    if number % 48 == 5 and not subject.backend.availability().emulated:
+        oracles = THREAD_ORACLES
+    names = list(oracles)
     name = names[number % len(names)]
-    if name == "relations" and device.type == "cuda" and number // len(names) % 6:
+    if name == "relations" and on_gpu and number // len(names) % 6:
         name = "lying sizes"  # relations are problems of other kinds: each may have to be compiled
-    try:
-        if steps[name]() is not False:
-            tally.deep[name] += 1
-    except Exception as error:  # a launch that fails under an oracle is that oracle's finding
-        outcome.findings.append(Finding(name, f"{type(error).__name__}: {str(error)[:600]}"))
+    if run_oracles([oracles[name]], device_case, subject, outcome, number):
+        tally.deep[name] += 1
 
 
-def _positions(subject: Subject, stand: Stand, options: Options, slot: int) -> list[int]:
+def _positions(subject: Subject, device_case: DeviceCase, options: Options, slot: int) -> list[int]:
     """Which configs to run: the first, all of them, or one that goes with the kind of problem."""
     if options.configs == "pinned":
         return [slot]
     if options.configs != "all":
         return [0]
-    spec = staged_spec(stand.problem)
-    if subject.refusals(spec, stand.device):
+    spec = staged_spec(device_case.problem)
+    if subject.refusals(spec, device_case.device):
         return [0]
-    return list(range(max(1, len(subject.configs(spec, stand.device)))))
+    return list(range(max(1, len(subject.configs(spec, device_case.device)))))
 
 
 def is_lost(outcome: Outcome) -> bool:
@@ -121,12 +103,30 @@ def is_lost(outcome: Outcome) -> bool:
     return any(mark in finding.text for finding in outcome.findings for mark in MARKS)
 
 
-class Worker:
-    """The loop. `place` is shared memory: [problem number, the backend that runs alone or -1, its config,
-    heartbeat in seconds, its position among what the problem is run on]."""
+class Position(ctypes.Structure):
+    """Where a worker is, in memory that it shares with its parent."""
 
-    def __init__(self, options: Options, pipe: Any, place: Any) -> None:
-        self.options, self.pipe, self.place = options, pipe, place
+    _fields_ = (
+        ("number", ctypes.c_int64), ("alone", ctypes.c_int64), ("config", ctypes.c_int64), ("index", ctypes.c_int64),
+        ("heartbeat", ctypes.c_int64),
+    )  # fmt: skip
+    number: int
+    """Of the problem."""
+    alone: int
+    """Position in `Options.backends` of the backend that runs alone; -1 where all run."""
+    config: int
+    """What the backend that runs alone is pinned to, as `Options.config_of` counts."""
+    index: int
+    """Of the backend and config that run alone among those that the problem is run on."""
+    heartbeat: int
+    """Seconds on the monotonic clock at which the present step began."""
+
+
+class Worker:
+    """The loop of one worker."""
+
+    def __init__(self, options: Options, pipe: Any, position: Position) -> None:
+        self.options, self.pipe, self.position = options, pipe, position
         self.device = torch.device(options.device)
         self.subjects: dict[tuple[str, int], Subject] = {}
         self.tally, self.shrunk = Tally(), 0
@@ -159,7 +159,7 @@ class Worker:
         for number in range(batch.first, batch.stop):
             if time.monotonic() >= deadline and alone_from < 0:
                 return
-            self.place[0], self.place[1], self.place[3] = number, -1, int(time.monotonic())
+            self.position.number, self.position.alone, self.position.heartbeat = number, -1, int(time.monotonic())
             self.problem(number, alone_from)
             self.send()
             alone_from = -1
@@ -173,50 +173,48 @@ class Worker:
         """One problem on every backend."""
         begin = time.perf_counter()
         case = drawn(self.options, number)
-        stand = Stand.build(World.build(case), self.device)
+        device_case = DeviceCase.from_case(case, self.device)
         self.tally.problems += alone_from <= 0
         self.tally.classes.update(classes(case) if alone_from <= 0 else ())
         built, slot = time.perf_counter(), self.options.config_of(number)
         chosen = [
             (name, config)
             for name in self.options.backends
-            for config in _positions(self.subject(name, 0), stand, self.options, slot)
+            for config in _positions(self.subject(name, 0), device_case, self.options, slot)
         ]
         if alone_from >= 0:
             self.send()  # the problem counts, whatever its first backend does to this process
-            self.one_by_one(case, stand, chosen, number, alone_from)
+            self.one_by_one(case, device_case, chosen, number, alone_from)
             return
-        outcomes = self.together(stand, chosen, number)
+        outcomes = self.together(device_case, chosen, number)
         checked = time.perf_counter()
         for (name, config), outcome in zip(chosen, outcomes, strict=True):
-            self.one(case, stand, name, config, number, outcome)
+            self.one(case, device_case, name, config, number, outcome)
         ended = time.perf_counter()
         self.tally.spent.update({"build": built - begin, "check": checked - built, "deep": ended - checked})
 
-    def together(self, stand: Stand, chosen: list[tuple[str, int]], number: int) -> list[Outcome]:
+    def together(self, device_case: DeviceCase, chosen: list[tuple[str, int]], number: int) -> list[Outcome]:
         """All subjects at once, then one wait for the device. A lost device ends the process: whose fault
         it was comes out when the problem runs again, one backend at a time."""
         try:
-            subjects = [self.subject(name, config) for name, config in chosen]
-            outcomes = check_all(stand, subjects, rho=number % 8 == 0, spent=self.tally.spent)
+            pairs = [(device_case, self.subject(name, config)) for name, config in chosen]
+            outcomes = check_pairs(pairs, rho=number % 8 == 0, spent=self.tally.spent)
         except Exception:  # an asynchronous CUDA error cannot be traced to one of them here
             self.leave()
         if any(is_lost(outcome) for outcome in outcomes):
             self.leave()
         return outcomes
 
-    def one_by_one(self, case: Case, stand: Stand, chosen: list[tuple[str, int]], number: int, alone_from: int) -> None:
+    def one_by_one(
+        self, case: Case, device_case: DeviceCase, chosen: list[tuple[str, int]], number: int, alone_from: int
+    ) -> None:
         """The backends from a position on, each on its own, each result sent before the next begins."""
-        for position, (name, config) in enumerate(chosen):
-            if position < alone_from:
+        for index, (name, config) in enumerate(chosen):
+            if index < alone_from:
                 continue
-            self.place[1], self.place[2], self.place[3] = (
-                self.options.backends.index(name),
-                config,
-                int(time.monotonic()),
-            )
-            self.place[4] = position
-            self.one(case, stand, name, config, number, check(stand, self.subject(name, config)))
+            self.position.alone, self.position.config = self.options.backends.index(name), config
+            self.position.index, self.position.heartbeat = index, int(time.monotonic())
+            self.one(case, device_case, name, config, number, check(device_case, self.subject(name, config)))
             self.send()
 
     def leave(self) -> NoReturn:
@@ -224,7 +222,7 @@ class Worker:
         self.pipe.close()
         os._exit(LOST_CONTEXT)  # an ordinary end of the process would wait for the lost device
 
-    def one(self, case: Case, stand: Stand, name: str, config: int, number: int, outcome: Outcome) -> None:
+    def one(self, case: Case, device_case: DeviceCase, name: str, config: int, number: int, outcome: Outcome) -> None:
         """Counts one outcome, and runs the expensive oracles where it is their turn."""
         if not outcome.ran:
             for reason in outcome.refusals:
@@ -232,14 +230,14 @@ class Worker:
             return
         subject = self.subject(name, config)
         if outcome.ok and number % self.options.deep == 0:
-            deep_checks(stand, subject, outcome, number // self.options.deep, self.tally)
+            deep_checks(device_case, subject, outcome, number // self.options.deep, self.tally)
         self.tally.checks[name] += 1
         self.tally.kernels[name, outcome.kernel] += 1
         self.tally.configs[name, str(outcome.config)] += 1
         if outcome.rho:
             self.tally.note_rho(name, dtype_name(case.compute), outcome.rho, outcome.rho_rms)
         if outcome.findings:
-            shipped = map(str, subject.shipped(staged_spec(stand.problem), self.device))
+            shipped = map(str, subject.shipped(staged_spec(device_case.problem), self.device))
             chosen = str(outcome.config)
             self.report(case, name, config, number, outcome, chosen if chosen in shipped else "")
 
@@ -258,19 +256,19 @@ class Worker:
 
     def fails(self, case: Case, name: str, config: int) -> bool:
         """Whether a simpler case still fails; a case that cannot even be built does not."""
-        self.place[3] = int(time.monotonic())
+        self.position.heartbeat = int(time.monotonic())
         try:
-            stand = Stand.build(World.build(case), self.device)
+            device_case = DeviceCase.from_case(case, self.device)
         except (ValueError, IndexError, RuntimeError):
             return False
-        return bool(check(stand, self.subject(name, config)).findings)
+        return bool(check(device_case, self.subject(name, config)).findings)
 
 
-def main(options: Options, pipe: Any, place: Any, batch: Batch, deadline: float) -> None:
+def main(options: Options, pipe: Any, position: Position, batch: Batch, deadline: float) -> None:
     """The entry point of a worker process. Sends a tally after each problem, None to ask for another batch."""
     torch.set_num_threads(1)
     compile_singly()
-    worker = Worker(options, pipe, place)
+    worker = Worker(options, pipe, position)
     given: Batch | None = batch
     worker.announce()
     while given is not None:
@@ -283,5 +281,5 @@ def main(options: Options, pipe: Any, place: Any, batch: Batch, deadline: float)
 def trial(case: dict[str, Any], name: str, config: int | str, device: str) -> None:
     """One case in a process of its own; ends with exit code 0 only if all is right."""
     torch.set_num_threads(1)
-    stand = Stand.build(World.build(Case.from_dict(case)), torch.device(device))
-    sys.exit(1 if check(stand, Subject(name, config)).findings else 0)
+    device_case = DeviceCase.from_case(Case.from_dict(case), torch.device(device))
+    sys.exit(1 if check(device_case, Subject(name, config)).findings else 0)

@@ -23,10 +23,9 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem, LibraryError
-from multigemm.integrations.exchange import Exchange
 from multigemm.integrations.routing import Routing, combine, dispatch, permute, route
-from multigemm.integrations.tensor_parallel import enter, leave
 
+_collectives: Any = torch.ops._c10d_functional
 Compute = Callable[[Tensor, Tensor], Tensor]
 """(rows [S, H] sorted by local expert, ends [experts here]) -> rows [S, H']."""
 
@@ -147,3 +146,124 @@ def _explained(group: dist.ProcessGroup) -> Iterator[None]:
                 f"has probably died or hangs: see their logs ({error})"
             ) from error
         raise
+
+
+# --- an all-to-all in two halves ----------------------------------------------------------------------
+#
+# Something else can be computed while rows are under way. The gradients of the halves are each other's mirror image:
+# the gradient of `arrive` starts the way back, that of the departure waits for it. So whatever lies between the two in
+# the forward pass also lies between them in the backward pass, where autograd runs the youngest call first.
+
+
+def begin(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Starts to send `sent[r]` rows to each rank r; `received[r]` rows of each will be in the result."""
+    under_way: Tensor = _collectives.all_to_all_single(rows.contiguous(), received, sent, group.group_name)
+    return under_way
+
+
+def finish(under_way: Tensor) -> Tensor:
+    """The rows of `begin`, there for whatever the current stream does next."""
+    there: Tensor = _collectives.wait_tensor(under_way)
+    return there
+
+
+class _Depart(torch.autograd.Function):
+    """Rows -> a ticket without data, of the rows' shape because its gradients are theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows.new_empty(()).expand(rows.shape)
+
+    @staticmethod
+    def backward(ctx: Any, under_way: Tensor) -> Any:
+        return finish(under_way)
+
+
+class _Arrive(torch.autograd.Function):
+    """A ticket, and the rows that are under way for it -> the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, under_way: Tensor, *way: Any) -> Tensor:
+        ctx.way = way
+        return finish(under_way).view_as(under_way)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        received, sent, group = ctx.way
+        back = begin(grad, sent, received, group)
+        if torch.is_anomaly_enabled():
+            finish(back)  # anomaly detection reads every gradient as soon as it is returned
+        return back, None, None, None, None
+
+
+class Exchange:
+    """Rows on their way; `arrive()` gives them, once."""
+
+    def __init__(self, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> None:
+        self._way = received, sent, group
+        self._ticket: Tensor = _Depart.apply(rows)  # type: ignore[no-untyped-call]
+        self._under_way = begin(rows.detach(), *self._way)
+
+    def arrive(self) -> Tensor:
+        """The rows that came: from here on they may be read."""
+        rows: Tensor = _Arrive.apply(self._ticket, self._under_way, *self._way)  # type: ignore[no-untyped-call]
+        return rows
+
+
+# --- the two ends of a tensor-parallel region ---------------------------------------------------------
+#
+# Inside, ranks hold slices of the weights and form partial sums of one result. What enters is the same on all ranks, so
+# its gradients are summed; what leaves is summed, so its gradient is the same on all.
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _sum(grad, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Share(torch.autograd.Function):
+    """A bias that every rank adds to its partial sum: a share of it, but the gradient of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        return x / ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total: Tensor = collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))  # type: ignore[no-untyped-call]
+    return total
+
+
+def enter(x: Tensor, group: Any) -> Tensor:
+    """Into the region: `x` is the same on all ranks."""
+    return _Enter.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def leave(x: Tensor, group: Any) -> Tensor:
+    """Out of the region: the sum of all ranks' parts."""
+    return _Leave.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def share(bias: Tensor, ranks: int) -> Tensor:
+    """This rank's share of a bias of the summed result."""
+    return _Share.apply(bias, ranks)  # type: ignore[no-any-return, no-untyped-call]

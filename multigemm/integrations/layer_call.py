@@ -7,8 +7,8 @@ What runs is what the layer runs in steps, with the same bits; whatever is out o
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from math import prod
 from threading import get_ident
@@ -19,9 +19,12 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.integrations import op_call
+from multigemm.cuda.driver import on_device
+from multigemm.cuda.launch import Kernel
+from multigemm.errors import LibraryError
+from multigemm.integrations import torch_op
 from multigemm.integrations.eager import plain_call
-from multigemm.integrations.routing_op import triton_is_here
+from multigemm.integrations.layer_ops import triton_kernels
 from multigemm.planning.binding import bind
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.problem.problem import GroupedGemmProblem
@@ -85,13 +88,6 @@ class _Parts(NamedTuple):
     counts: Tensor
 
 
-@cache
-def _kernels() -> Any:
-    from multigemm.integrations import layer_kernels
-
-    return layer_kernels
-
-
 class _Bound(NamedTuple):
     """What a layer's calls have in common: its shapes, and its launches by where the result and the work lie."""
 
@@ -147,7 +143,7 @@ def _workspace_of(launch: Any) -> int:
 
 def _bindable(x: Tensor) -> bool:
     """Whether launches can be kept: Triton's kernels on the current GPU, of which no graph is being captured."""
-    here = x.is_cuda and triton_is_here() and x.get_device() == current_device()
+    here = x.is_cuda and triton_kernels() is not None and x.get_device() == current_device()
     return here and not is_capturing()
 
 
@@ -170,10 +166,10 @@ def _layer_of(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> _Lay
     wanted = (experts, hidden, inner) if across == 2 else (experts, inner, hidden)
     if nets.down.shape != wanted or width != (inner if nets.gelu is None else 2 * inner):
         return None
-    if not _kernels().can(pairs, experts) or not x.numel():
+    if not triton_kernels().can_sort(pairs, experts) or not x.numel():
         return None
     line = pairs * x.dtype.itemsize
-    order, counts = _kernels().scratch(pairs, experts)
+    order, counts = triton_kernels().sort_scratch(pairs, experts)
     sizes = (line * max(hidden, inner), line * max(hidden, width), 8 * pairs, 4 * experts, order, counts)
     *starts, size = accumulate((-(-part // LINE) * LINE for part in sizes), initial=0)
     return _Layer(tokens, top_k, experts, hidden, width, inner, x.dtype, x.device, tuple(starts), size)
@@ -194,15 +190,15 @@ def _bind(
     """All launches, bound to borrowed memory: none keeps an operand alive."""
     parts = _cut(layer, _borrowed(work), nets.gelu is not None)
     parts.ends.zero_()  # a problem is made of them before the launches write them
-    kernels, device = _kernels(), x.get_device()
-    steps = [
-        *kernels.arrival(_borrowed(index), _borrowed(x), parts, device),
-        _product(parts.rows, nets.up, parts.up, parts.ends, nets.up_bias, nets, nets.activation),
-    ]
+    kernels, device = triton_kernels(), x.get_device()
+    arrival = kernels.arrival_steps(_borrowed(index), _borrowed(x), parts)
+    launches = [bound(device, *step) for step in arrival]
+    launches.append(_product(parts.rows, nets.up, parts.up, parts.ends, nets.up_bias, nets, nets.activation))
     if nets.gelu is not None:
-        steps.append(kernels.gate(parts.up, parts.inner, nets.gelu, device))
-    down = _product(parts.inner, nets.down, parts.down, parts.ends, nets.down_bias, nets, None)
-    return (*steps, down, kernels.home(parts.down, parts.inverse, _borrowed(weights), _borrowed(out), device))
+        launches.append(bound(device, *kernels.gate_step(parts.up, parts.inner, nets.gelu)))
+    launches.append(_product(parts.inner, nets.down, parts.down, parts.ends, nets.down_bias, nets, None))
+    home = kernels.sum_step(parts.down, parts.inverse, _borrowed(weights), _borrowed(out), layer.top_k)
+    return (*launches, bound(device, *home))
 
 
 class _Memory:
@@ -258,5 +254,40 @@ def _product(
     problem = GroupedGemmProblem(
         rows, stacked, ends=ends, bias=vector, activation=activation, batch_invariant=nets.batch_invariant
     )
-    choice = choose(problem, op_call.names(nets.backend))
+    choice = choose(problem, torch_op.names(nets.backend))
     return bind(choice, problem, out).launch
+
+
+# --- a kernel of Triton, bound ------------------------------------------------------------------------
+
+_PARAMETERS = re.compile(r"\.entry[^(]*\(([^)]*)\)")
+
+
+def words(kernel: Any, compiled: Any, values: dict[str, Any]) -> list[int]:
+    """The kernel's parameters: what is no constant, then pointers of Triton's own, which these kernels do not use."""
+    types = compiled.src.signature
+    given = [values[name] for name in kernel.arg_names if types[name] != "constexpr"]
+    found = _PARAMETERS.search(compiled.asm["ptx"])
+    own = (found.group(1).count(".param") if found else 0) - len(given)
+    scratch = compiled.metadata.global_scratch_size
+    if own < 0 or scratch:
+        raise LibraryError(f"{compiled.name} takes {own} parameters more than it was given, and {scratch} bytes")
+    return [x.data_ptr() if isinstance(x, Tensor) else x for x in given] + [0] * own
+
+
+def bound(device: int, kernel: Any, grid: tuple[int, ...], warps: int, values: dict[str, Any]) -> Launch:
+    """A launch of a step of Triton on the current stream of GPU `device`, the current device.
+
+    Triton finds a kernel anew at every call, by the types and alignment of all arguments, which takes longer than the
+    launch. A bound launch is one foreign call; it keeps no memory alive, and stays at the addresses it was bound to.
+    """
+    with on_device(device):
+        compiled = kernel.warmup(grid=grid, num_warps=warps, **values)
+        compiled._init_handles()
+    x, y, z, *_ = (*grid, 1, 1)
+    loaded = Kernel.loaded(compiled.function, compiled.name, device)
+    launch = loaded.bound(
+        words(kernel, compiled, values), grid=(x, y, z), threads=32 * warps, shared=compiled.metadata.shared,
+        keep=(compiled,),
+    )  # fmt: skip
+    return launch.__call__

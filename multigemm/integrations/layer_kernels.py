@@ -1,20 +1,174 @@
 # mypy: ignore-errors
-"""The launches of a mixture-of-experts layer that are not products, each bound to the layer's memory.
+"""Triton kernels of a mixture-of-experts layer: its sort, its gathers, its gate and its weighted sum.
 
-With few pairs one kernel finds where each goes and copies its row there; with more, the counting sort's kernels run
-and then one that gathers. The gate and the weighted sum are those of the layer that runs in steps: the same bits.
+Plain torch moves rows again and again: a weighted sum over k gathered rows moves each four times, a gate five times
+forward and some ten times backward. Here rows are read where they lie, once. All sums are of integers or in a fixed
+order, so the same call gives the same bits.
+
+A step is (kernel, grid, warps, arguments). The functions of the operators run steps at once; a layer that is bound as a
+whole (layer_call.py) takes the same steps and binds them to its memory.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from multigemm.integrations import gate_kernels, routing_kernels, sort_kernels
-from multigemm.integrations.bound_kernels import bound
-from multigemm.integrations.sort_kernels import BLOCK, MOST_EXPERTS, _known
+from multigemm.backends.triton.kernels.epilogue import normal_area
+from multigemm.integrations.eager import on_device_of
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import bucket
+
+
+def _run(x, *steps):
+    """Runs steps on the device of x."""
+    with on_device_of(x):
+        for kernel, grid, warps, values in steps:
+            kernel[grid](**values, num_warps=warps)
+
+
+def _lined(x):
+    """x with its elements of a row side by side."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _block(width, least, most):
+    """Columns that a program takes at once."""
+    return min(bucket(max(width, least)), most)
+
+
+def _wide(dtype):
+    return tl.float64 if dtype is torch.float64 else tl.float32
+
+
+# --- a counting sort of pairs by expert -------------------------------------------------------------
+#
+# Where a pair goes is a count: of the pairs with a smaller expert, and of those with the same expert before it. Pairs
+# that fit one block count each other; else each block counts its experts, one program adds up, and each block counts
+# among its own.
+
+MOST_EXPERTS = 1023
+SORT_BLOCK = 256  # counting a block costs its square
+WIDE_SORT_BLOCK = 1024
+COUNTS_TILE = 8192  # counts that one program adds up at a time
+MOST_COUNTS = 64 * COUNTS_TILE
+
+
+@triton.jit
+def _known(pairs, at, live, experts):
+    """Expert numbers; `experts` for those outside of 0..experts-1."""
+    expert = tl.load(pairs + at, mask=live, other=0)
+    return tl.where((expert >= 0) & (expert < experts), expert, experts).to(tl.int32)
+
+
+@triton.jit
+def _ahead(pairs, expert, first, lane, total, experts, ALL: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr):
+    """How many pairs of a block go before each: those of its expert before it and, if ALL, of smaller experts."""
+    ahead = tl.zeros((SIZE,), dtype=tl.int32)
+    for start in range(0, SIZE, STEP):
+        other = start + tl.arange(0, STEP)
+        live = first + other < total
+        theirs = tl.where(live, _known(pairs, first + other, live, experts), experts + 1)[None, :]
+        before = (theirs == expert[:, None]) & (other[None, :] < lane[:, None])
+        if ALL:
+            before = before | (theirs < expert[:, None])
+        ahead += tl.sum(before.to(tl.int32), 1)
+    return ahead
+
+
+@triton.jit(do_not_specialize=["total", "experts"])
+def _one_block_kernel(pairs, order, inverse, ends, total, experts, SIZE: tl.constexpr, BINS: tl.constexpr):
+    lane = tl.arange(0, SIZE)
+    live = lane < total
+    expert = _known(pairs, lane, live, experts)
+    bins = tl.arange(0, BINS)
+    tl.store(ends + bins, tl.cumsum(tl.histogram(expert, BINS, mask=live), 0), mask=bins < experts)
+    to = _ahead(pairs, expert, 0, lane, total, experts, True, SIZE, 32)
+    tl.store(order + to, lane.to(tl.int64), mask=live)
+    tl.store(inverse + lane, to.to(tl.int64), mask=live)
+
+
+@triton.jit(do_not_specialize=["total", "experts"])
+def _count_kernel(pairs, counts, total, experts, SIZE: tl.constexpr, BINS: tl.constexpr):
+    block = tl.program_id(0)
+    at = block.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    live = at < total
+    found = tl.histogram(_known(pairs, at, live, experts), BINS, mask=live)
+    tl.store(counts + block.to(tl.int64) * BINS + tl.arange(0, BINS), found)
+
+
+@triton.jit(do_not_specialize=["blocks", "experts"])
+def _start_kernel(counts, ends, blocks, experts, ROWS: tl.constexpr, BINS: tl.constexpr):
+    """counts[block, expert] becomes where the first of that expert's pairs in that block goes."""
+    bins, rows = tl.arange(0, BINS), tl.arange(0, ROWS)
+    total = tl.zeros((BINS,), dtype=tl.int32)
+    for first in range(0, blocks, ROWS):
+        at = (first + rows)[:, None] * BINS + bins[None, :]
+        total += tl.sum(tl.load(counts + at, mask=(first + rows < blocks)[:, None], other=0), 0)
+    last = tl.cumsum(total, 0)
+    tl.store(ends + bins, last, mask=bins < experts)
+    start = last - total
+    for first in range(0, blocks, ROWS):
+        at = (first + rows)[:, None] * BINS + bins[None, :]
+        live = (first + rows < blocks)[:, None]
+        found = tl.load(counts + at, mask=live, other=0)
+        tl.store(counts + at, start[None, :] + tl.cumsum(found, 0) - found, mask=live)
+        start += tl.sum(found, 0)
+
+
+@triton.jit(do_not_specialize=["total", "experts"])
+def _move_kernel(pairs, starts, order, inverse, total, experts, SIZE: tl.constexpr, BINS: tl.constexpr):
+    block = tl.program_id(0)
+    first = block * SIZE
+    lane = tl.arange(0, SIZE)
+    live = first + lane < total
+    expert = _known(pairs, first + lane, live, experts)
+    start = tl.load(starts + block.to(tl.int64) * BINS + expert, mask=live, other=0)
+    to = start + _ahead(pairs, expert, first, lane, total, experts, False, SIZE, 32)
+    tl.store(order + to, (first + lane).to(tl.int64), mask=live)
+    tl.store(inverse + first + lane, to.to(tl.int64), mask=live)
+
+
+def sort_blocks(total, experts):
+    """Blocks of pairs, bins of each, and pairs in a block: counting a block costs its square, adding up its bins."""
+    bins = max(16, bucket(experts + 1))
+    size = SORT_BLOCK if tiles_of(total, SORT_BLOCK) * bins <= MOST_COUNTS else WIDE_SORT_BLOCK
+    return tiles_of(total, size), bins, size
+
+
+def sort_steps(pairs, order, inverse, ends, counts):
+    """`counts` [blocks, bins] is used where there are several blocks."""
+    total, experts = pairs.numel(), ends.shape[0]
+    blocks, bins, size = sort_blocks(total, experts)
+    known = {"total": total, "experts": experts, "SIZE": size, "BINS": bins}
+    if total <= SORT_BLOCK:
+        return [
+            (_one_block_kernel, (1,), 4, {"pairs": pairs, "order": order, "inverse": inverse, "ends": ends, **known})
+        ]
+    rows = {
+        "counts": counts, "ends": ends, "blocks": blocks, "experts": experts, "ROWS": COUNTS_TILE // bins, "BINS": bins,
+    }  # fmt: skip
+    moved = {"pairs": pairs, "starts": counts, "order": order, "inverse": inverse, **known}
+    return [
+        (_count_kernel, (blocks,), 4, {"pairs": pairs, "counts": counts, **known}),
+        (_start_kernel, (1,), 8, rows),
+        (_move_kernel, (blocks,), 4, moved),
+    ]
+
+
+def sort_by_expert(pairs, experts):
+    """pairs [S], S > 0 -> (order [S], inverse [S], ends [experts])."""
+    pairs, total = pairs.contiguous(), pairs.shape[0]
+    order, inverse = (torch.empty(total, dtype=torch.int64, device=pairs.device) for _ in range(2))
+    ends = torch.empty(experts, dtype=torch.int32, device=pairs.device)
+    shape = (0, 0) if total <= SORT_BLOCK else sort_blocks(total, experts)[:2]
+    counts = torch.empty(shape, dtype=torch.int32, device=pairs.device)
+    _run(pairs, *sort_steps(pairs, order, inverse, ends, counts))
+    return order, inverse, ends
+
+
+# --- rows to their experts --------------------------------------------------------------------------
 
 MOST_COLUMNS = 2048
 
@@ -49,42 +203,180 @@ def _gather_kernel(x, order, rows, width, stride, K: tl.constexpr, BLOCK: tl.con
     tl.store(rows + row * width + cols, tl.load(x + token * stride + cols, mask=inside), mask=inside)
 
 
-def can(pairs: int, experts: int) -> bool:
+def can_sort(pairs, experts):
     """Whether the counting sort takes so many experts."""
     return pairs > 0 and 0 < experts <= MOST_EXPERTS
 
 
-def scratch(pairs: int, experts: int) -> tuple[int, int]:
+def sort_scratch(pairs, experts):
     """Bytes for the order of pairs and for the counts of their blocks."""
-    if pairs <= BLOCK:
+    if pairs <= SORT_BLOCK:
         return 0, 0
-    blocks, bins, _ = sort_kernels.cut(pairs, experts)
+    blocks, bins, _ = sort_blocks(pairs, experts)
     return 8 * pairs, 4 * blocks * bins
 
 
-def arrival(index, x, parts, device):
-    """Launches that sort the pairs of `index` [tokens, k] by expert and bring their rows."""
+def arrival_steps(index, x, parts):
+    """Sorts the pairs of `index` [tokens, k] by expert and brings their rows: with few pairs in one kernel."""
     rows, inverse, ends, order = parts.rows, parts.inverse, parts.ends, parts.order
     pairs, experts, top_k, width = index.numel(), ends.shape[0], index.shape[1], x.shape[1]
-    block = min(bucket(max(width, 16)), MOST_COLUMNS)
+    block = _block(width, 16, MOST_COLUMNS)
     grid, common = (pairs, tiles_of(width, block)), {"width": width, "stride": x.stride(0), "K": top_k, "BLOCK": block}
-    if pairs <= BLOCK:
-        known = {"total": pairs, "experts": experts, "SIZE": BLOCK, "BINS": max(16, bucket(experts + 1))}
-        place = bound(_place_kernel, grid, device, pairs=index, x=x, rows=rows, inverse=inverse, ends=ends,
-                      **known, **common)  # fmt: skip
-        return [place]
-    steps = sort_kernels.steps(index, order, inverse, ends, parts.counts)
-    sort = [bound(kernel, shape, device, warps, **values) for kernel, shape, warps, values in steps]
-    return [*sort, bound(_gather_kernel, grid, device, x=x, order=order, rows=rows, **common)]
+    if pairs <= SORT_BLOCK:
+        known = {"total": pairs, "experts": experts, "SIZE": SORT_BLOCK, "BINS": max(16, bucket(experts + 1))}
+        memory = {"pairs": index, "x": x, "rows": rows, "inverse": inverse, "ends": ends}
+        return [(_place_kernel, grid, 4, {**memory, **known, **common})]
+    gather = (_gather_kernel, grid, 4, {"x": x, "order": order, "rows": rows, **common})
+    return [*sort_steps(index, order, inverse, ends, parts.counts), gather]
 
 
-def gate(hidden, out, gelu, device):
+# --- the gate ---------------------------------------------------------------------------------------
+
+GATE_COLUMNS = 1024
+
+
+@triton.jit
+def _gate_parts(gate, GELU: tl.constexpr):
+    """(act(gate), its derivative)."""
+    if GELU:
+        area = normal_area(gate)
+        slope = area + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+        return gate * area, slope
+    s = 1.0 / (1.0 + tl.exp(-gate))
+    return gate * s, s * (1.0 + gate * (1.0 - s))
+
+
+@triton.jit
+def _gate_kernel(x, out, width, stride, GELU: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = cols < width
+    gate = tl.load(x + row * stride + cols, mask=live, other=0.0).to(WIDE)
+    up = tl.load(x + row * stride + width + cols, mask=live, other=0.0).to(WIDE)
+    act, _ = _gate_parts(gate, GELU)
+    tl.store(out + row * width + cols, (act * up).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _gate_backward_kernel(grad, x, dx, width, grad_stride, stride, GELU: tl.constexpr, WIDE: tl.constexpr,
+                          BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = cols < width
+    g = tl.load(grad + row * grad_stride + cols, mask=live, other=0.0).to(WIDE)
+    gate = tl.load(x + row * stride + cols, mask=live, other=0.0).to(WIDE)
+    up = tl.load(x + row * stride + width + cols, mask=live, other=0.0).to(WIDE)
+    act, slope = _gate_parts(gate, GELU)
+    target = dx + row * 2 * width + cols
+    tl.store(target, (g * up * slope).to(dx.dtype.element_ty), mask=live)
+    tl.store(target + width, (g * act).to(dx.dtype.element_ty), mask=live)
+
+
+def _gate_grid(rows, width, dtype, gelu):
+    """Grid and constants of either kernel."""
+    block = _block(width, 16, GATE_COLUMNS)
+    return (rows, tiles_of(width, block)), {"width": width, "GELU": gelu, "WIDE": _wide(dtype), "BLOCK": block}
+
+
+def gate_step(x, out, gelu):
     """`out = act(gate) * up` for rows [gate | up]."""
-    kernel, grid, values = gate_kernels.forward_step(hidden, out, gelu)
-    return bound(kernel, grid, device, **values)
+    grid, values = _gate_grid(*out.shape, x.dtype, gelu)
+    return _gate_kernel, grid, 4, {"x": x, "out": out, "stride": x.stride(0), **values}
 
 
-def home(rows, inverse, weights, out, device):
-    """Each token's weighted sum."""
-    kernel, grid, warps, values = routing_kernels.sum_step(rows, inverse, weights, out, weights.shape[1])
-    return bound(kernel, grid, device, warps, **values)
+def gated(x, gelu):
+    """x [S, 2*I] -> [S, I]."""
+    x = _lined(x)
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+    if out.numel():
+        _run(x, gate_step(x, out, gelu))
+    return out
+
+
+def gated_backward(grad, x, gelu):
+    """The gradient of x."""
+    x, grad = _lined(x), _lined(grad)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if dx.numel():
+        grid, values = _gate_grid(x.shape[0], x.shape[1] // 2, x.dtype, gelu)
+        memory = {"grad": grad, "x": x, "dx": dx, "grad_stride": grad.stride(0), "stride": x.stride(0)}
+        _run(x, (_gate_backward_kernel, grid, 4, {**memory, **values}))
+    return dx
+
+
+# --- rows home: one program owns one token, and sums in a fixed order -------------------------------
+
+
+@triton.jit
+def _sum_kernel(rows, index, weights, out, width, stride, K: tl.constexpr, WEIGHTED: tl.constexpr,
+                WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = cols < width
+    acc = tl.zeros((BLOCK,), dtype=WIDE)
+    for j in tl.static_range(K):
+        row = tl.load(index + token * K + j).to(tl.int64)
+        value = tl.load(rows + row * stride + cols, mask=live, other=0.0).to(WIDE)
+        if WEIGHTED:
+            value *= tl.load(weights + token * K + j).to(WIDE)
+        acc += value
+    tl.store(out + token * width + cols, acc.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _sum_backward_kernel(grad, rows, index, weights, drows, dweights, width, grad_stride, stride, K: tl.constexpr,
+                         WIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    for j in tl.static_range(K):
+        row = tl.load(index + token * K + j).to(tl.int64)
+        weight = tl.load(weights + token * K + j).to(WIDE)
+        dot = tl.zeros((BLOCK,), dtype=WIDE)
+        for start in range(0, width, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            live = cols < width
+            g = tl.load(grad + token * grad_stride + cols, mask=live, other=0.0).to(WIDE)
+            dot += g * tl.load(rows + row * stride + cols, mask=live, other=0.0).to(WIDE)
+            tl.store(drows + row * width + cols, (g * weight).to(drows.dtype.element_ty), mask=live)
+        tl.store(dweights + token * K + j, tl.sum(dot).to(dweights.dtype.element_ty))
+
+
+def _sum_warps(block):
+    return 4 if block > 256 else 1
+
+
+def sum_step(rows, index, weights, out, top_k):
+    """Each token's weighted sum; all tensors contiguous along their last dimension."""
+    width = rows.shape[1]
+    block = _block(width, 1, MOST_COLUMNS)
+    values = {
+        "rows": rows, "index": index, "weights": rows if weights is None else weights, "out": out, "width": width,
+        "stride": rows.stride(0), "K": top_k, "WEIGHTED": weights is not None, "WIDE": _wide(rows.dtype),
+        "BLOCK": block,
+    }  # fmt: skip
+    return _sum_kernel, (out.shape[0], tiles_of(width, block)), _sum_warps(block), values
+
+
+def weighted_sum(rows, index, weights, top_k):
+    """out[t] = sum over j of weights[t, j] * rows[index[t * k + j]]."""
+    rows = _lined(rows)
+    out = torch.empty(index.shape[0] // top_k, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    if out.numel():
+        weights = None if weights is None else weights.contiguous()
+        _run(rows, sum_step(rows, index, weights, out, top_k))
+    return out
+
+
+def weighted_sum_backward(grad, rows, index, weights):
+    """(gradient of rows, gradient of weights); every row is the target of exactly one pair."""
+    grad, rows, weights = _lined(grad), _lined(rows), weights.contiguous()
+    drows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    dweights = torch.zeros(weights.shape, dtype=weights.dtype, device=rows.device)
+    if drows.numel():
+        block = _block(rows.shape[1], 1, MOST_COLUMNS)
+        values = {
+            "grad": grad, "rows": rows, "index": index, "weights": weights, "drows": drows, "dweights": dweights,
+            "width": rows.shape[1], "grad_stride": grad.stride(0), "stride": rows.stride(0), "K": weights.shape[1],
+            "WIDE": _wide(rows.dtype), "BLOCK": block,
+        }  # fmt: skip
+        _run(rows, (_sum_backward_kernel, (weights.shape[0],), _sum_warps(block), values))
+    return drows, dweights

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.integrations.routing_op import weighted_sum
-from multigemm.integrations.sort_op import sort_by_expert
+from multigemm.integrations.layer_ops import sort_by_expert, weighted_sum
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ problems of their own and choose by `grad_backend`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,22 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
-from multigemm.integrations import eager, op_call
+from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
+from multigemm.planning.launch_cache import LAUNCHES, key_of, one_cut
 from multigemm.problem import epilogue, forms
+from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.result import Result
 from multigemm.problem.spec import PRECISIONS
-from multigemm.torch_internals import without_autocast
+from multigemm.select.choose import choose
+from multigemm.torch_internals import (
+    SPECIAL,
+    any_requires_grad,
+    dispatch_keys,
+    grad_enabled,
+    in_transform,
+    without_autocast,
+)
 
 SCHEMA = (
     "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? sizes=None, Tensor? ends=None, "
@@ -39,6 +50,47 @@ DEFAULTS = {x.name: x.default_value for x in overload._schema.arguments if x.kwa
 def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
     """The operator as a function, with the keywords of `multigemm.grouped_gemm` that a graph can hold."""
     return packet(a, b, **keywords)  # type: ignore[no-any-return]
+
+
+# --- real tensors: the launch cache first, else the whole way ---------------------------------------
+
+
+def names(backend: str) -> Any:
+    """The operator's schema holds text only: "auto", one name, or names joined by commas."""
+    return backend.split(",") if "," in backend else backend
+
+
+def kernel(general: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
+    """The operator on real tensors, as a kernel of torch's dispatcher.
+
+    As the kernel for autograd it gets `general`, torch's own way, which takes on what the launch cache does not serve
+    and where gradients are wanted or a dispatch key below autograd has work to do: a mode, a transform, a wrapper.
+    """
+
+    def run(
+        a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
+        valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        kind, cut, several = one_cut(offsets, sizes, ends)
+        call = (options.get("jagged", "m"), a, b, kind, cut, valid_rows, c, bias, None)
+        key = None if several or in_transform() else key_of(call, ("operator", *options.items()))
+        found, class_key = (None, None) if key is None else LAUNCHES.recall(key, call)
+        if found is not None:
+            return found
+        if general is not None:
+            keys = dispatch_keys(a, b, offsets, sizes, ends, valid_rows, c, bias)
+            if keys.raw_repr() & SPECIAL or (grad_enabled() and any_requires_grad(a, b, c, bias)):
+                return general(keys, a, b, offsets, sizes, ends, valid_rows, c, bias, **options)  # type: ignore[no-any-return]
+        if a is None or b is None:  # torch lets it through
+            raise InvalidProblem("a or b is None; both must be tensors")
+        asked = {name: value for name, value in options.items() if name not in ("backend", "grad_backend")}
+        problem = GroupedGemmProblem(
+            a, b, offsets=offsets, sizes=sizes, ends=ends, valid_rows=valid_rows, c=c, bias=bias, **asked
+        )
+        choice = choose(problem, names(options.get("backend", "auto")), eager=True)
+        return LAUNCHES.run((key, class_key), kind, choice, problem)  # type: ignore[no-any-return]
+
+    return run
 
 
 # --- shapes without data ----------------------------------------------------------------------------
@@ -176,9 +228,9 @@ def _vmap(info: Any, in_dims: Any, *args: Any, **options: Any) -> Any:
     )
 
 
-_library.impl("grouped_gemm", op_call.kernel(_general), "Autograd")
-_library.impl("grouped_gemm", op_call.kernel(), "CPU")
-_library.impl("grouped_gemm", op_call.kernel(), "CUDA")
+_library.impl("grouped_gemm", kernel(_general), "Autograd")
+_library.impl("grouped_gemm", kernel(), "CPU")
+_library.impl("grouped_gemm", kernel(), "CUDA")
 _library.impl("grouped_gemm", _autocast, "AutocastCPU", with_keyset=True)
 _library.impl("grouped_gemm", _autocast, "AutocastCUDA", with_keyset=True)
 torch.library.register_fake("multigemm::grouped_gemm", result_like, lib=_library)

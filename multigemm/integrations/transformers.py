@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from multigemm.integrations import layer_call
-from multigemm.integrations.gate_op import swiglu
+from multigemm.integrations.layer_ops import swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from multigemm.errors import InvalidProblem
 from multigemm.integrations import layer_call
-from multigemm.integrations.gate_op import geglu, swiglu
+from multigemm.integrations.layer_ops import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.nn.linear import check_layer, init_linear_
@@ -107,8 +107,7 @@ class Experts(nn.Module):
 
     def _share(self, bias: Tensor) -> Tensor:
         """Of a bias that is added to the sum of all slices: what this slice adds."""
-        from multigemm.integrations.expert_parallel import groups_of
-        from multigemm.integrations.tensor_parallel import share
+        from multigemm.integrations.expert_parallel import groups_of, share
 
         slices = groups_of(self.mesh)[1]
         return bias if slices is None else share(bias, slices.size())

@@ -58,7 +58,7 @@ def bind(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Bound:
             f"backend {choice.backend!r} ({choice.recipe.kernel}) reads sizes on the host and cannot be captured: "
             "give the sizes on the host, or choose another backend"
         )
-    staged = stage(problem, choice.spec, out)
+    staged = stage(problem, choice.spec, out, choice.recipe.sums_sizes)
     steps = [*staged.before, choice.recipe.bind(staged.ops)]
     launch = steps[0] if len(steps) == 1 else in_turn(steps)
     if problem.kind == "cupy":

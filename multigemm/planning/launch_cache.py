@@ -89,8 +89,10 @@ def key_of(call: Call, options: Key) -> Key | None:
     """What a call is kept by; None for a call that no entry may serve."""
     _, a, b, kind, cut, valid_rows, c, bias, out = call
     try:
+        if type(a) not in _PLAIN or type(b) not in _PLAIN:
+            return None
         index, a_at, b_at, stream, phase = a.get_device(), a.data_ptr(), b.data_ptr(), 0, CPU_BITS
-        if type(a) not in _PLAIN or type(b) not in _PLAIN or a_at < LOWEST or b_at < LOWEST or b.get_device() != index:
+        if a_at < LOWEST or b_at < LOWEST or b.get_device() != index:
             return None
         if index >= 0:
             if not a.is_cuda or is_capturing():
@@ -416,13 +418,15 @@ class _BindingEntry(_Entry):
         if self._kind == "offsets":
             return {"ends": cut[1:], "head": True}
         if self._kind == "sizes" and cut is not None:
-            return {"ends": self._summed(cut)}
+            return {"ends": self._summed(cut), "sizes": cut}
         return {"ends": cut}
 
     def _summed(self, sizes: Tensor) -> Tensor:
-        """Sizes on the device as ends, in memory that the calls of this stream share."""
+        """Memory for ends that the calls of this stream share; written, unless the recipe sums sizes up by itself."""
         if self._ends is None:
             self._ends = torch.empty(sizes.shape, dtype=torch.int64, device=self._device)
+        if self._choice.recipe.sums_sizes:
+            return self._ends
         if self._sums is None or not hasattr(self._sums, "move"):
             self._sums = running_sums(sizes, self._ends)
         else:

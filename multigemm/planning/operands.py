@@ -61,6 +61,8 @@ class Operands:
     tensor [G+1] is `ends = offsets[1:], head = True`, without a copy). Kernels clamp: start to
     [0, T], end to [start, T]. `host_offsets` [G+1] and `host_valid_rows` [G] are int64 copies on
     the host where the user gave the sizes on the host, else None (and must not be fetched silently).
+    `sizes` [G] are the user's own on the device, without gaps, where `ends` are their running sums, else None: a recipe
+    that `sums_sizes` reads them, and then nobody writes `ends`.
     """
 
     spec: ProblemSpec
@@ -72,6 +74,7 @@ class Operands:
     ends: Tensor | None = None
     head: bool = False
     valid_rows: Tensor | None = None
+    sizes: Tensor | None = None
     host_offsets: npt.NDArray[np.int64] | None = None
     host_valid_rows: npt.NDArray[np.int64] | None = None
     alpha: float = 1.0

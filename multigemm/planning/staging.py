@@ -68,15 +68,16 @@ def _cast(x: Operand, dtype: torch.dtype, before: list[Step]) -> Operand:
     return scratch
 
 
-def _live_ends(live: Tensor, kind: str, before: list[Step]) -> tuple[Tensor, bool]:
-    """`ends` and `head` of Operands out of a tensor that is followed in place."""
-    if kind == "sizes":
-        ends = torch.empty(live.shape, dtype=torch.int64, device=live.device)
-        before.append(running_sums(live, ends))
-        return ends, False
+def _live_ends(live: Tensor, kind: str, before: list[Step], sums_sizes: bool) -> dict[str, Any]:
+    """`ends`, `head` and `sizes` of Operands out of a tensor that is followed in place."""
     if live.shape[0] > 1 and live.stride(0) != 1:
         live = _follow(live, before)
-    return (live[1:], True) if kind == "offsets" else (live, False)
+    if kind == "sizes":
+        ends = torch.empty(live.shape, dtype=torch.int64, device=live.device)
+        if not sums_sizes:
+            before.append(running_sums(live, ends))
+        return {"ends": ends, "sizes": live}
+    return {"ends": live[1:], "head": True} if kind == "offsets" else {"ends": live}
 
 
 def _follow(x: Tensor, before: list[Step]) -> Tensor:
@@ -85,12 +86,11 @@ def _follow(x: Tensor, before: list[Step]) -> Tensor:
     return scratch
 
 
-def _stage_grouping(problem: GroupedGemmProblem, before: list[Step]) -> dict[str, Any]:
+def _stage_grouping(problem: GroupedGemmProblem, before: list[Step], sums_sizes: bool) -> dict[str, Any]:
     grouping, valid = problem.grouping, problem.valid_rows
     if grouping is not None:
         if grouping.live is not None:
-            ends, head = _live_ends(grouping.live, grouping.kind, before)
-            return {"ends": ends, "head": head}
+            return _live_ends(grouping.live, grouping.kind, before, sums_sizes)
         assert grouping.host is not None
         offsets = _to_device(grouping.host, grouping, problem.device)
         return {"ends": offsets[1:], "head": True, "host_offsets": grouping.host}
@@ -108,8 +108,11 @@ def _to_device(values: Int64s, given: Grouping, device: torch.device) -> Tensor:
     return to_device(values if given.index_dtype is torch.int64 else values.astype(np.int32), device)
 
 
-def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand) -> Staged:
-    """Everything that a backend needs to bind `problem` with its result in `out`."""
+def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand, sums_sizes: bool = False) -> Staged:
+    """Everything that a backend needs to bind `problem` with its result in `out`.
+
+    `sums_sizes`: the recipe's own, which says that no step has to sum sizes up before each launch.
+    """
     before = list(problem.refreshes)
     plain = spec is problem.spec
     ops = Operands(
@@ -122,7 +125,7 @@ def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand) -> Stage
         alpha=problem.alpha,
         beta=problem.beta,
         device=problem.device,
-        **_stage_grouping(problem, before),
+        **_stage_grouping(problem, before, sums_sizes),
     )
     return Staged(ops, before)
 

@@ -65,6 +65,7 @@ class ProblemSpec:
     `compute` is the dtype that products are formed in; it equals both operand dtypes once staged.
     `longest` is the longest extent of any group, T or the number of groups, itself, where it reaches GIANT, else 0:
     a bucket says too little to refuse a problem by, and a list's N and K have none.
+    `sizes` is the dtype of sizes on the device, whose running sums are int64 ends (`index`), else None.
     """
 
     form: Form
@@ -89,6 +90,7 @@ class ProblemSpec:
     device_sizes: bool = False
     zero_unowned: bool = True
     longest: int = 0
+    sizes: torch.dtype | None = None
 
     @property
     def jagged(self) -> Literal["m", "n", "k"] | None:
@@ -210,9 +212,9 @@ def _geometry(x: Any) -> Any:
 def specify(problem: GroupedGemmProblem, groups: int, compute: torch.dtype) -> ProblemSpec:
     """The spec of a problem whose operands, grouping and epilogue are set."""
     source = problem.cut
-    index = None if source is None else source.index_dtype
+    index, sizes = None if source is None else source.index_dtype, None
     if problem.grouping is not None and problem.grouping.live is not None and problem.grouping.kind == "sizes":
-        index = torch.int64  # staging sums live sizes into int64 ends, whatever their own type
+        index, sizes = torch.int64, index
     on_device = source is not None and source.live is not None and problem.device.type != "cpu"
     alpha = "one" if problem.alpha == 1 else "zero" if problem.alpha == 0 else "any"
     bias = problem.each("bias")
@@ -222,16 +224,17 @@ def specify(problem: GroupedGemmProblem, groups: int, compute: torch.dtype) -> P
     )  # fmt: skip
     if problem.extents is None:
         part, longest = _list_part(problem, compute)
-        fields: tuple[Any, ...] = (*part, *rest, longest)
+        fields: tuple[Any, ...] = (*part, *rest, longest, sizes)
         return _intern(ProblemSpec("per_group", groups, *fields))
     a, b, c, out = problem.a, problem.b, problem.c, problem.out
-    key = (problem.form, groups, _geometry(a), _geometry(b), _geometry(c), _geometry(out), problem.out_dtype, rest)
+    geometry = (_geometry(a), _geometry(b), _geometry(c), _geometry(out))
+    key = (problem.form, groups, *geometry, problem.out_dtype, rest, sizes)
     found = _by_geometry.get(key)
     if found is None:
         if len(_by_geometry) >= KEPT:
             _by_geometry.clear()
         part, longest = _packed_part(problem, groups)
-        fields = (*part, *rest, longest)
+        fields = (*part, *rest, longest, sizes)
         spec = ProblemSpec(problem.form, groups, *fields)
         found = _by_geometry[key] = _intern(spec)
     return found

@@ -2,17 +2,23 @@
 
 from multigemm.testing.case import Case, Layout, classes
 from multigemm.testing.oracles import Finding, Outcome, check, check_case
+from multigemm.testing.placed_case import DeviceCase, PlacedCase
 from multigemm.testing.strategies import EMULATED, Limits, cases, random_case
 from multigemm.testing.subject import Subject
-from multigemm.testing.world import Stand, World
+
+World = PlacedCase
+Stand = DeviceCase
+"""The names of both in 0.1."""
 
 __all__ = [
     "EMULATED",
     "Case",
+    "DeviceCase",
     "Finding",
     "Layout",
     "Limits",
     "Outcome",
+    "PlacedCase",
     "Stand",
     "Subject",
     "World",

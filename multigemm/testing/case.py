@@ -143,8 +143,8 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         """Only what differs from the defaults."""
-        plain, mine = asdict(Case()), asdict(self)
-        return {name: value for name, value in mine.items() if value != plain[name] or name in ("form", "dtype")}
+        plain, own = asdict(Case()), asdict(self)
+        return {name: value for name, value in own.items() if value != plain[name] or name in ("form", "dtype")}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -273,7 +273,18 @@ def _size_classes(case: Case) -> set[str]:
 
 
 def classes(case: Case) -> set[str]:
-    """The kinds of situation that a case stands for; campaigns count them and demand them."""
+    """The classes of problems that a case belongs to; campaigns count them and demand them.
+
+    Args:
+        case: The problem.
+
+    Returns:
+        Names such as "form:jagged_m", "groups:many" and "odd:n".
+
+    Example:
+        >>> sorted(name for name in classes(Case(form="batched", m=8, n=8, k=8)) if name.startswith("groups"))
+        ['groups:none']
+    """
     found = {f"form:{case.form}", f"dtype:{case.dtype}", f"mode:{case.mode}", f"act:{case.activation}"} | _size_classes(
         case
     )

@@ -23,12 +23,12 @@ from multigemm.errors import UnknownBackend
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.spec import ACTIVATIONS, FORMS, Form
 from multigemm.select import registry
-from multigemm.testing import concurrency, corpus, relations
+from multigemm.testing import corpus, deep_oracles, relations
 from multigemm.testing.case import Case
 from multigemm.testing.oracles import Outcome, check
+from multigemm.testing.placed_case import DeviceCase, PlacedCase
 from multigemm.testing.strategies import DTYPES, EMULATED, Limits, random_case
 from multigemm.testing.subject import Subject
-from multigemm.testing.world import Stand, World
 
 SIZES: dict[Form, dict[str, Any]] = {
     "per_group": {"dims": ((5, 7, 9), (0, 3, 2), (17, 1, 33), (2, 19, 0))},
@@ -58,7 +58,7 @@ def device(request: pytest.FixtureRequest, subject: Subject) -> torch.device:
         return torch.device(asked)
     on_gpu = torch.cuda.is_available() and not subject.backend.availability().emulated
     if on_gpu and not subject.refusals(
-        staged_spec(World.build(case_of("jagged_m", "float32")).problem), torch.device("cuda")
+        staged_spec(PlacedCase.build(case_of("jagged_m", "float32")).problem), torch.device("cuda")
     ):
         return torch.device("cuda")
     return torch.device("cpu")
@@ -76,20 +76,20 @@ def case_of(form: Form, dtype: str, **more: Any) -> Case:
     return Case(form=form, dtype=dtype, **{**SIZES[form], **more})
 
 
-def examine(case: Case, subject: Subject, device: torch.device, *, must_run: bool = False) -> tuple[Stand, Outcome]:
+def examine(
+    case: Case, subject: Subject, device: torch.device, *, must_run: bool = False
+) -> tuple[DeviceCase, Outcome]:
     """Runs a case; fails the test on any finding."""
-    stand = Stand.build(World.build(case), device)
-    outcome = check(stand, subject)
+    device_case = DeviceCase.from_case(case, device)
+    outcome = check(device_case, subject)
     assert not outcome.findings, f"{case!r}\n" + "\n".join(map(str, outcome.findings))
-    if must_run:
-        assert outcome.ran, outcome.refusals
-    return stand, outcome
+    return device_case, outcome
 
 
-def _wants_run(stand_outcome: tuple[Stand, Outcome]) -> tuple[Stand, Outcome]:
-    if not stand_outcome[1].ran:
-        pytest.skip("refused: " + "; ".join(stand_outcome[1].refusals))
-    return stand_outcome
+def _wants_run(examined: tuple[DeviceCase, Outcome]) -> tuple[DeviceCase, Outcome]:
+    if not examined[1].ran:
+        pytest.skip("refused: " + "; ".join(examined[1].refusals))
+    return examined
 
 
 def test_it_has_the_five_members(subject: Subject) -> None:
@@ -104,7 +104,7 @@ def test_it_has_the_five_members(subject: Subject) -> None:
 def test_plan_makes_recipes_of_hashable_configs(subject: Subject, device: torch.device) -> None:
     ran = 0
     for form in FORMS:
-        spec = staged_spec(Stand.build(World.build(case_of(form, "float32")), device).problem)
+        spec = staged_spec(DeviceCase.from_case(case_of(form, "float32"), device).problem)
         if subject.refusals(spec, device):
             continue
         configs = subject.configs(spec, device)
@@ -167,26 +167,26 @@ def test_ways_to_say_sizes(index: str, kind: str, where: str, subject: Subject, 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sizes_and_contents_that_change_in_place(form: Form, subject: Subject, device: torch.device) -> None:
-    stand, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
+    device_case, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
     for seed in range(3):
-        concurrency.changed_sizes(stand, subject, outcome, seed, captured=False)
-    concurrency.other_contents(stand, subject, outcome)
+        deep_oracles.changed_sizes(device_case, subject, outcome, seed)
+    deep_oracles.other_contents(device_case, subject, outcome)
     assert not outcome.findings, "\n".join(map(str, outcome.findings))
 
 
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "masked"])
 def test_sizes_that_lie_write_nothing_outside(form: Form, subject: Subject, device: torch.device) -> None:
-    stand, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
+    device_case, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
     for seed in range(4):
-        concurrency.lies(stand, subject, outcome, seed)
+        deep_oracles.lying_sizes(device_case, subject, outcome, seed)
     assert not outcome.findings, "\n".join(map(str, outcome.findings))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_relations(form: Form, subject: Subject, device: torch.device) -> None:
     for mode in ("int", "normal"):
-        stand, outcome = _wants_run(examine(case_of(form, "float32", mode=mode), subject, device))
-        relations.relate(stand, subject, outcome, 7)
+        device_case, outcome = _wants_run(examine(case_of(form, "float32", mode=mode), subject, device))
+        relations.relate(device_case, subject, outcome, 7)
         assert not outcome.findings, "\n".join(map(str, outcome.findings))
 
 
@@ -194,8 +194,8 @@ def test_relations(form: Form, subject: Subject, device: torch.device) -> None:
 def test_threads(form: Form, subject: Subject, device: torch.device) -> None:
     if subject.backend.availability().emulated:
         pytest.skip("emulators serve one thread")
-    stand, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
-    concurrency.threads(stand.world, subject, outcome, device)
+    device_case, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
+    deep_oracles.threads(device_case, subject, outcome)
     assert not outcome.findings, "\n".join(map(str, outcome.findings))
 
 
@@ -203,10 +203,10 @@ def test_threads(form: Form, subject: Subject, device: torch.device) -> None:
 def test_streams_and_graphs(form: Form, subject: Subject, device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("streams and graphs need a CUDA device")
-    stand, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
-    concurrency.side_stream(stand, subject, outcome)
-    concurrency.graph(stand, subject, outcome)
-    concurrency.changed_sizes(stand, subject, outcome, 11, captured=True)
+    device_case, outcome = _wants_run(examine(case_of(form, "float32"), subject, device))
+    deep_oracles.side_stream(device_case, subject, outcome)
+    deep_oracles.graph(device_case, subject, outcome)
+    deep_oracles.changed_sizes(device_case, subject, outcome, 11, captured=True)
     assert not outcome.findings, "\n".join(map(str, outcome.findings))
 
 
@@ -221,10 +221,10 @@ def test_generated_problems(
     everything = request.config.getoption("--all-configs")
     for seed in range(count):
         case = random_case(seed, narrowed)
-        stand, outcome = examine(case, subject, device)
+        device_case, outcome = examine(case, subject, device)
         if not everything or not outcome.ran:
             continue
-        for position in range(1, len(subject.configs(staged_spec(stand.problem), device))):
+        for position in range(1, len(subject.configs(staged_spec(device_case.problem), device))):
             examine(case, Subject(subject.backend, position), device)
 
 

@@ -1,6 +1,6 @@
 """What a run must satisfy, beyond its values: nothing else written, nothing left unwritten, twice the same.
 
-`check` runs one subject on one stand:
+`check` runs one subject on one device_case:
 
 1. the output's memory holds poison; run; every byte outside the result is unchanged, every element is
    in the interval that the reference allows (bit for bit where the sums are exact);
@@ -24,9 +24,9 @@ import torch
 from multigemm.backend import Backend, Launch, Recipe
 from multigemm.planning.staging import stage, staged_spec
 from multigemm.reference import judge
-from multigemm.testing.memory import Bytes, foreign_writes
+from multigemm.testing.case import Case
+from multigemm.testing.placed_case import Bytes, DeviceCase, PlacedCase, foreign_writes
 from multigemm.testing.subject import Subject
-from multigemm.testing.world import Stand, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class Outcome:
         return not self.findings
 
 
-def bind(stand: Stand, subject: Subject) -> tuple[Launch, Recipe]:
-    """One stand bound by one subject: calling the launch writes into the stand's output."""
-    spec = staged_spec(stand.problem)
-    recipe = subject.recipe(spec, stand.device)
-    staged = stage(stand.problem, spec, stand.out)
+def bind(device_case: DeviceCase, subject: Subject) -> tuple[Launch, Recipe]:
+    """Binds a case by a subject: calling the launch writes into the case's output."""
+    spec = staged_spec(device_case.problem)
+    recipe = subject.recipe(spec, device_case.device)
+    staged = stage(device_case.problem, spec, device_case.out)
     launch = recipe.bind(staged.ops)
     steps = [*staged.before, launch]
 
@@ -78,25 +78,25 @@ def bind(stand: Stand, subject: Subject) -> tuple[Launch, Recipe]:
     return run, recipe
 
 
-def fetch(stand: Stand) -> torch.Tensor:
+def fetch(device_case: DeviceCase) -> torch.Tensor:
     """The output's memory on the host; waits for the device."""
-    return stand.outputs.clone() if stand.device.type == "cpu" else stand.outputs.cpu()
+    return device_case.outputs.clone() if device_case.device.type == "cpu" else device_case.outputs.cpu()
 
 
 def inspect(
-    world: World, got: torch.Tensor, before: torch.Tensor, outcome: Outcome, note: str = "", *, rho: bool = True
+    placed: PlacedCase, got: torch.Tensor, before: torch.Tensor, outcome: Outcome, note: str = "", *, rho: bool = True
 ) -> None:
     """Guard bands and values of one run; adds what it finds to the outcome."""
-    _guards(world, got, before, outcome, note)
-    views = world.results(got)
-    verdict = judge(world.answer, views if world.case.form == "per_group" else views[0], suspicion=rho)
+    _guards(placed, got, before, outcome, note)
+    views = placed.results(got)
+    verdict = judge(placed.answer, views if placed.case.form == "per_group" else views[0], suspicion=rho)
     if not verdict:
         outcome.findings.append(Finding("value", note + verdict.text))
     outcome.rho, outcome.rho_rms = max(outcome.rho, verdict.rho), max(outcome.rho_rms, verdict.rho_rms)
 
 
-def _guards(world: World, got: torch.Tensor, before: torch.Tensor, outcome: Outcome, note: str) -> None:
-    stray = foreign_writes(got.numpy(), before.numpy(), world.writable)
+def _guards(placed: PlacedCase, got: torch.Tensor, before: torch.Tensor, outcome: Outcome, note: str) -> None:
+    stray = foreign_writes(got.numpy(), before.numpy(), placed.writable)
     if stray:
         outcome.findings.append(Finding("guard", f"{note}{stray} bytes were written outside the result"))
 
@@ -116,24 +116,24 @@ class Runs:
     touched: torch.Tensor | None = None
 
 
-def _launch_twice(stand: Stand, subject: Subject) -> Runs:
+def _launch_twice(device_case: DeviceCase, subject: Subject) -> Runs:
     """Enqueues both runs without waiting for the device; on a GPU, with a launch between them."""
     runs = Runs(Outcome(subject.name))
     outcome = runs.outcome
     try:
-        outcome.refusals = subject.refusals(staged_spec(stand.problem), stand.device)
+        outcome.refusals = subject.refusals(staged_spec(device_case.problem), device_case.device)
         if not outcome.ran:
             return runs
-        launch, recipe = bind(stand, subject)
+        launch, recipe = bind(device_case, subject)
         outcome.kernel, outcome.config = recipe.kernel, recipe.config
         for number in (0, 1):
-            stand.prefill(number)
+            device_case.prefill(number)
             launch()
-            runs.outputs.append(stand.outputs.clone())
-            if number == 0 and stand.device.type == "cuda":
+            runs.outputs.append(device_case.outputs.clone())
+            if number == 0 and device_case.device.type == "cuda":
                 launch()  # counters that are cleared once too seldom show in the third launch
-        runs.touched = (stand.inputs.view(torch.int64) != stand.pristine.view(torch.int64)).any()
-        stand.inputs.copy_(stand.pristine)
+        runs.touched = (device_case.inputs.view(torch.int64) != device_case.pristine.view(torch.int64)).any()
+        device_case.inputs.copy_(device_case.pristine)
     except Exception as error:  # whatever a backend raises is a finding, never the end of a campaign
         outcome.findings.append(Finding("exception", short_text(error)))
         runs.outputs.clear()
@@ -166,65 +166,106 @@ def _bring_home(started: list[Runs]) -> list[list[torch.Tensor]]:
     return found
 
 
-def check_many(stands: Sequence[Stand], subject: Subject, wait: Callable[[], None] = lambda: None) -> list[Outcome]:
-    """One subject on many stands, each run twice, with one wait for the device; `wait` may give it up before."""
-    started = [_launch_twice(stand, subject) for stand in stands]
-    wait()
-    for stand, runs, pair in zip(stands, started, _bring_home(started), strict=True):
-        if pair:
-            _judge_pair(stand.world, pair, runs.outcome, [], True)
-    return [runs.outcome for runs in started]
-
-
-def check_all(
-    stand: Stand, subjects: Sequence[Subject], *, rho: bool = True, spent: Counter[str] | None = None
+def check_pairs(
+    pairs: Sequence[tuple[DeviceCase, Subject]],
+    *,
+    rho: bool = True,
+    spent: Counter[str] | None = None,
+    wait: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
-    """Runs every subject on one stand, twice, and judges all runs after waiting for the device once.
+    """Run each subject on its case, twice, and judge all runs after waiting for the device once.
 
-    `spent` receives the seconds of each step."""
-    times = Counter[str]() if spent is None else spent
-    started = []
-    for subject in subjects:
+    Args:
+        pairs: What is run.
+        rho: Whether to compare each result with the expected spread of rounding errors. Otherwise a result that
+            equals one of the same case that was found right, bit for bit, is not judged again.
+        spent: Receives the seconds of each step.
+        wait: Called once all runs are enqueued; it may raise to give up.
+
+    Returns:
+        The outcomes, in the order of the pairs.
+    """
+    seconds = Counter[str]() if spent is None else spent
+    started, right = [], dict[int, list[torch.Tensor]]()
+    for device_case, subject in pairs:
         begin = time.perf_counter()
-        started.append(_launch_twice(stand, subject))
-        times[f"launch {subject.name}"] += time.perf_counter() - begin  # type: ignore[assignment]
+        started.append(_launch_twice(device_case, subject))
+        seconds[f"launch {subject.name}"] += time.perf_counter() - begin  # type: ignore[assignment]
     begin = time.perf_counter()
-    pairs = _bring_home(started)
-    times["wait"] += time.perf_counter() - begin  # type: ignore[assignment]
+    wait()
+    results = _bring_home(started)
+    seconds["wait"] += time.perf_counter() - begin  # type: ignore[assignment]
     begin = time.perf_counter()
-    right: list[torch.Tensor] = []
-    for runs, pair in zip(started, pairs, strict=True):
-        if pair:
-            _judge_pair(stand.world, pair, runs.outcome, right, rho)
-    times["judge"] += time.perf_counter() - begin  # type: ignore[assignment]
+    for (device_case, _), runs, both in zip(pairs, started, results, strict=True):
+        if both:
+            known = right.setdefault(id(device_case), [])
+            _judge_pair(device_case.placed, both, runs.outcome, known, rho)
+    seconds["judge"] += time.perf_counter() - begin  # type: ignore[assignment]
     return [runs.outcome for runs in started]
 
 
-def _judge_pair(world: World, pair: list[torch.Tensor], outcome: Outcome, right: list[torch.Tensor], rho: bool) -> None:
+def _judge_pair(
+    placed: PlacedCase, pair: list[torch.Tensor], outcome: Outcome, right: list[torch.Tensor], rho: bool
+) -> None:
     """Judges two runs; results that equal one already found right, bit for bit, need no second judgement."""
     first, second = pair
-    if not rho and any(not differing(first, known, world.writable) for known in right):
-        _guards(world, first, world.prefills[0], outcome, "")
+    if not rho and any(not differing(first, known, placed.writable) for known in right):
+        _guards(placed, first, placed.prefills[0], outcome, "")
     else:
-        inspect(world, first, world.prefills[0], outcome, rho=rho)
+        inspect(placed, first, placed.prefills[0], outcome, rho=rho)
         if outcome.ok:
             right.append(first)
-    different = differing(first, second, world.writable)
+    different = differing(first, second, placed.writable)
     if different:
         note = "second run: "
-        inspect(world, second, world.prefills[1], outcome, note, rho=False)
+        inspect(placed, second, placed.prefills[1], outcome, note, rho=False)
         text = f"{different} bytes differ between two runs over different old contents"
         outcome.findings += [] if outcome.findings else [Finding("repeat", text)]
     else:
-        _guards(world, second, world.prefills[1], outcome, "second run: ")
+        _guards(placed, second, placed.prefills[1], outcome, "second run: ")
     outcome.result = first
 
 
-def check(stand: Stand, subject: Subject) -> Outcome:
-    """Runs one subject on one stand, twice, and judges both runs."""
-    return check_all(stand, [subject])[0]
+def check(device_case: DeviceCase, subject: Subject) -> Outcome:
+    """Run one subject on one case, twice, and judge both runs.
+
+    Args:
+        device_case: The case, in the memory of its device.
+        subject: The backend under test.
+
+    Returns:
+        What came of it: the backend's reasons where it refuses, else the findings, of which a right backend has none.
+
+    Example:
+        >>> import torch
+        >>> from multigemm.testing import Case, DeviceCase, Subject, check
+        >>> case = Case(form="jagged_m", n=5, k=3, lengths=(2, 0, 4))
+        >>> check(DeviceCase.from_case(case, torch.device("cpu")), Subject("cpu")).ok
+        True
+    """
+    return check_pairs([(device_case, subject)])[0]
 
 
-def check_case(case: Any, backend: str | Backend, device: str | torch.device = "cpu", config: int | str = 0) -> Outcome:
-    """One case on one backend: what a saved failure calls to repeat itself."""
-    return check(Stand.build(World.build(case), torch.device(device)), Subject(backend, config))
+def check_case(
+    case: Case, backend: str | Backend, device: str | torch.device = "cpu", config: int | str = 0
+) -> Outcome:
+    """Run one case on one backend: what a stored failure calls to repeat itself.
+
+    Args:
+        case: The problem.
+        backend: A backend, or its name.
+        device: Where its operands lie.
+        config: Which of the backend's configs runs: its position, or its text.
+
+    Returns:
+        The same as `check`.
+
+    Raises:
+        UnknownBackend: No backend has this name.
+
+    Example:
+        >>> from multigemm.testing import Case, check_case
+        >>> check_case(Case(form="batched", m=4, n=5, k=3, lengths=(0, 0)), "cpu").findings
+        []
+    """
+    return check(DeviceCase.from_case(case, torch.device(device)), Subject(backend, config))

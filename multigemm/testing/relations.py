@@ -19,9 +19,9 @@ import torch
 
 from multigemm.testing.case import Case, Layout
 from multigemm.testing.oracles import Finding, Outcome, check
+from multigemm.testing.placed_case import DeviceCase, PlacedCase
 from multigemm.testing.subject import Subject
 from multigemm.testing.values import Array, Operand, Values
-from multigemm.testing.world import Stand, World
 
 Blocks = list[Array]
 Index = npt.NDArray[np.int64]
@@ -64,9 +64,9 @@ def _grouped(case: Case) -> tuple[bool, bool, bool]:
     )
 
 
-def empties(world: World, rng: np.random.Generator) -> Relation | None:
+def empties(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """Groups without rows (or columns, or k) come and go without a trace, whatever their operands hold."""
-    case, values = world.case, world.values
+    case, values = placed.case, placed.values
     if case.form in ("batched", "per_group"):
         return None
     at = sorted(int(p) for p in rng.integers(0, case.groups, 3, endpoint=True))
@@ -83,9 +83,9 @@ def empties(world: World, rng: np.random.Generator) -> Relation | None:
     return Relation("empty groups", wider, filled, lambda y: [b for g, b in enumerate(y) if g not in fresh], True)
 
 
-def permuted(world: World, rng: np.random.Generator) -> Relation | None:
+def permuted(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """The order of the groups does not matter."""
-    case, values = world.case, world.values
+    case, values = placed.case, placed.values
     order = [int(g) for g in rng.permutation(case.groups)]
     back = np.argsort(order)
 
@@ -122,9 +122,9 @@ def permuted(world: World, rng: np.random.Generator) -> Relation | None:
     return Relation("permuted groups", moved, moved_values, recover)
 
 
-def split(world: World, rng: np.random.Generator) -> Relation | None:
+def split(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """A group's rows (or columns) may be two groups with the same other operand."""
-    case, values = world.case, world.values
+    case, values = placed.case, placed.values
     long = [g for g, n in enumerate(case.lengths) if n > 1]
     if case.form not in ("jagged_m", "jagged_n") or not long:
         return None
@@ -150,9 +150,9 @@ def _flipped(layout: Layout) -> Layout:
     return replace(layout, order="col" if layout.order == "row" else "row")
 
 
-def transposed(world: World, rng: np.random.Generator) -> Relation | None:
+def transposed(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """(B^T A^T)^T: jagged rows become jagged columns."""
-    case, values = world.case, world.values
+    case, values = placed.case, placed.values
     if case.bias or case.form == "masked":
         return None
 
@@ -172,12 +172,12 @@ def transposed(world: World, rng: np.random.Generator) -> Relation | None:
     return Relation("transposed", turned, turned_values, turn, same_rows=False)
 
 
-def as_list(world: World, rng: np.random.Generator) -> Relation | None:
+def as_list(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """Any packed problem is also a list of products."""
-    case = world.case
+    case = placed.case
     if case.form == "per_group" or case.groups > 64:
         return None
-    views = list(world.problem.groups())
+    views = list(placed.problem.groups())
 
     def contents(name: str) -> list[Array]:
         from multigemm.reference.dtypes import widen
@@ -195,9 +195,9 @@ def as_list(world: World, rng: np.random.Generator) -> Relation | None:
     return Relation("as a list", listed, Values(contents("a"), contents("b"), c, bias), lambda y: y)
 
 
-def scaled(world: World, rng: np.random.Generator) -> Relation | None:
+def scaled(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """A power of two only shifts exponents."""
-    case, values = world.case, world.values
+    case, values = placed.case, placed.values
     plain = not case.beta and not case.bias and case.activation in (None, "relu") and case.compute != torch.int8
     if not plain or case.mode not in ("normal", "uniform", "cancel"):
         return None
@@ -216,9 +216,9 @@ def _crowd(count: int, rng: np.random.Generator) -> tuple[Index, Index]:
     return rows[order], np.argsort(order)[:count]
 
 
-def crowded(world: World, rng: np.random.Generator) -> Relation | None:
+def crowded(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """Each group's rows lie in another order, among others."""
-    case, values = world.case, world.values
+    case, values = placed.case, placed.values
     if case.form != "jagged_m":
         return None
     crowds = [_crowd(length, rng) for length in case.lengths]
@@ -235,10 +235,10 @@ def crowded(world: World, rng: np.random.Generator) -> Relation | None:
     return Relation("rows among others", grown, among, recover)
 
 
-def alone(world: World, rng: np.random.Generator) -> Relation | None:
+def alone(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """Some rows and columns of one group, by themselves, as a list of one product."""
-    listed = as_list(world, rng)
-    case, values = (world.case, world.values) if listed is None else (listed.case, listed.values)
+    listed = as_list(placed, rng)
+    case, values = (placed.case, placed.values) if listed is None else (listed.case, listed.values)
     owners = [g for g, (m, n, _) in enumerate(case.dims) if m and n]
     if case.form != "per_group" or not owners:
         return None
@@ -258,15 +258,15 @@ def alone(world: World, rng: np.random.Generator) -> Relation | None:
 RELATIONS = (empties, permuted, split, transposed, as_list, scaled, crowded, alone)
 
 
-def blocks(world: World, outputs: torch.Tensor) -> Blocks:
+def blocks(placed: PlacedCase, outputs: torch.Tensor) -> Blocks:
     """Each group's part of a result."""
     from multigemm.reference.dtypes import to_numpy
 
-    views = world.results(outputs)
-    if world.case.form == "per_group":
+    views = placed.results(outputs)
+    if placed.case.form == "per_group":
         return [to_numpy(view) for view in views]
     whole = to_numpy(views[0])
-    return [whole[view.where] for view in world.problem.groups()]
+    return [whole[view.where] for view in placed.problem.groups()]
 
 
 def _disagreement(one: Blocks, two: Blocks, factor: float) -> str:
@@ -292,31 +292,31 @@ def _differing_bits(one: Blocks, two: Blocks) -> str:
     return ""
 
 
-def relate(stand: Stand, subject: Subject, outcome: Outcome, seed: int, only: str = "") -> int:
-    """Checks the relations that fit; the stand must have been judged right. Returns how many were checked."""
-    world, rng, done = stand.world, np.random.default_rng(seed), 0
-    case = world.case
+def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int, only: str = "") -> int:
+    """Checks the relations that fit; the case must have been found right. Returns how many were checked."""
+    placed, rng, done = device_case.placed, np.random.default_rng(seed), 0
+    case = placed.case
     if outcome.result is None or case.a.zero or case.b.zero or case.c.zero:
         return 0
     for make in RELATIONS:
         if only and make.__name__ != only:
             continue
-        relation = make(world, rng)
+        relation = make(placed, rng)
         if relation is None:
             continue
         done += 1
-        other = Stand.build(World.build(relation.case, relation.values), stand.device)
+        other = DeviceCase.build(PlacedCase.build(relation.case, relation.values), device_case.device)
         second = check(other, subject)
         outcome.findings += [Finding(f"relation: {relation.name}", str(f)) for f in second.findings]
         if second.findings or not second.ran or second.result is None:
             continue
         same_kernel = subject.own_kernels and (second.kernel, second.config) == (outcome.kernel, outcome.config)
         promised = case.batch_invariant and relation.same_rows
-        if not (world.exact or promised or (relation.same_bits and same_kernel)):
+        if not (placed.exact or promised or (relation.same_bits and same_kernel)):
             continue
         first, derived = (
-            relation.select(blocks(world, outcome.result)),
-            relation.recover(blocks(other.world, second.result)),
+            relation.select(blocks(placed, outcome.result)),
+            relation.recover(blocks(other.placed, second.result)),
         )
         text = _disagreement(first, derived, relation.factor)
         if promised and not text:

@@ -8,11 +8,22 @@ happens to end well. memcheck runs without torch's caching allocator and with pa
 allocation, so that a neighbour is never hit by accident. initcheck does not see what a vendor's library
 writes by TMA and would call all of it unwritten: for backends over libraries, fresh memory is
 filled with NaN instead, so that an unwritten element that is used shows in the values.
+
+Two kinds of reports are set aside, report by report and never for a whole kernel, and only while the tool says the same
+of a program that is right by construction (multigemm.testing.control) and all values are right:
+
+* racecheck does not follow one thread's arrival at an mbarrier on behalf of many that a named barrier has gathered, in
+  which way Triton's specialised warps hand over. A race is set aside if each access that it names lies in one of
+  HAND_OVERS.
+* initcheck does not follow every way in which a kernel can write. A warp of the kernel behind torch's grouped_mm reads
+  128 bytes, the size of a tensor map, in words of 4, and the tool takes them for unwritten, also in the bare call over
+  operands every byte of which ordinary stores have written. Such reads are set aside.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -22,13 +33,13 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
 from multigemm.testing.case import Case
-from multigemm.testing.races import order_of, reports
-from multigemm.testing.reads import REASON, foreign
 from multigemm.testing.versions import versions
 
 BACKENDS = ("cublas", "triton", "cupy", "numba")
@@ -42,6 +53,127 @@ PROBLEMS = 20
 TURNS = 3
 """As in docs/proof.md, so that both find the same compiled kernels."""
 T = TypeVar("T")
+SOURCES = Path(__file__).resolve().parents[1] / "backends"
+
+FIRST_ACCESS = re.compile(r"Race reported between (\w+) access at (\S+?)\+0x[0-9a-f]+ in (\S+?):(\d+)")
+FURTHER_ACCESS = re.compile(r"and (\w+) access at (\S+?)\+0x[0-9a-f]+ in (\S+?):(\d+)")
+RACES_COUNTED = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed")
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """An order that racecheck does not see: the kernel, the functions whose lines take part, and what orders them."""
+
+    kernel: str
+    functions: frozenset[tuple[str, str]]
+    reason: str
+
+
+WORDS = (
+    "a tile's words: stores, bar.warp.sync, one arrival at `issued`, acquired by the readers' try_wait; their loads, "
+    "bar.sync of their warps, one arrival of each partition at `taken`, acquired before the next stores"
+)
+START = (
+    "Triton's own start and end of specialised warps: arguments and numbers of partitions in shared memory, between "
+    "barrier.sync 1 of all warps of the block"
+)
+LINES = (
+    "a block of unaligned weights: copies, an arrival of each copying thread at `w_full` once its copies are there, "
+    "acquired by the readers' try_wait; their loads, bar.sync of their warps, one arrival of each partition at "
+    "`w_empty`, acquired before the next copies"
+)
+COPIED = frozenset(
+    {("hopper_shift_b.py", "copy16"), ("hopper_shift_b.py", "copy_some"), ("hopper_shift_b.py", "fragment")}
+)
+TILE_WORDS = frozenset({("hopper_tiles.py", "publish"), ("hopper_tiles.py", "take")})
+
+HAND_OVERS: dict[str, tuple[HandOver, ...]] = {
+    "triton": (
+        *(
+            HandOver(kernel, functions, reason)
+            for kernel, file in (("hopper_kernel", "hopper.py"), ("shift_b_kernel", "hopper_shift_b.py"))
+            for functions, reason in ((TILE_WORDS, WORDS), (frozenset({(file, kernel)}), START))
+        ),
+        HandOver("shift_b_kernel", COPIED, LINES),
+        HandOver("list_kernel", frozenset({("lists.py", "list_kernel")}), START),
+    ),
+}
+"""By backend."""
+
+
+@dataclass(slots=True)
+class Race:
+    """One race: its accesses as (read or write, kernel, file, line), the first against each of the others."""
+
+    accesses: list[tuple[str, str, str, int]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        first, *rest = (f"{kind} {file}:{line}" for kind, _, file, line in self.accesses)
+        return f"{self.accesses[0][1]}: {first} against {', '.join(dict.fromkeys(rest))}"
+
+
+def races_in(text: str) -> tuple[list[Race], bool]:
+    """The races in a tool's output, and whether it shows as many as it counts."""
+    found = list[Race]()
+    for line in text.splitlines():
+        for pattern in (FIRST_ACCESS, FURTHER_ACCESS):
+            if match := pattern.search(line):
+                kind, kernel, file, number = match.groups()
+                if pattern is FIRST_ACCESS:
+                    found.append(Race())
+                if found:
+                    found[-1].accesses.append((kind, kernel, file, int(number)))
+    counted = RACES_COUNTED.search(text)
+    return found, counted is not None and int(counted.group(1)) == len(found)
+
+
+@cache
+def _functions(backend: str, file: str) -> tuple[tuple[int, int, str], ...]:
+    """First line, last line and name of the functions of a backend's file."""
+    folder = SOURCES / backend
+    path = (folder / "kernels" if (folder / "kernels").is_dir() else folder) / file
+    tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
+    return tuple((n.lineno, n.end_lineno or n.lineno, n.name) for n in tree.body if isinstance(n, ast.FunctionDef))
+
+
+def function_at(backend: str, file: str, line: int) -> str:
+    """The function of a backend's file that a line belongs to; empty if to none."""
+    return next((name for first, last, name in _functions(backend, file) if first <= line <= last), "")
+
+
+def hand_over_of(backend: str, report: Race) -> HandOver | None:
+    """The listed hand-over that all accesses of a report belong to."""
+    places = {(file, function_at(backend, file, line)) for _, _, file, line in report.accesses}
+    kernels = {kernel for _, kernel, _, _ in report.accesses}
+    fits = (known for known in HAND_OVERS.get(backend, ()) if kernels == {known.kernel} and places <= known.functions)
+    return next(fits, None)
+
+
+LIBRARY_KERNELS = {
+    "cublas": "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<"
+    "cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<"
+}
+"""By backend, how the names of a library's kernels begin that read what initcheck takes for unwritten."""
+TENSOR_MAP_READS = "one warp of torch's own kernel reads the words of tensor maps, and does so in the bare call too"
+READ = re.compile(
+    r"Uninitialized __global__ memory read of size (\d+) bytes\s*\n=========\s+at (.+?)\+0x[0-9a-f]+\s*\n"
+    r"=========\s+by thread \((\d+),0,0\)"
+)
+ERRORS_COUNTED = re.compile(r"ERROR SUMMARY: (\d+) errors?$", re.MULTILINE)
+WORD, LANES = 4, 32
+
+
+def library_reads(backend: str, text: str) -> list[tuple[str, str, str]]:
+    """The reports (size, kernel, thread) if each of them, and all that the tool counts, are words that one warp of such
+    a kernel reads, a whole tensor map at a time; else none."""
+    found, counted = READ.findall(text), ERRORS_COUNTED.search(text)
+    begin = LIBRARY_KERNELS.get(backend)
+    whole = counted is not None and int(counted.group(1)) == len(found)
+    if begin is None or not found or not whole or len(found) % LANES:
+        return []
+    fits = (int(size) == WORD and kernel.startswith(begin) for size, kernel, _ in found)
+    lanes = [sum(int(thread) % LANES == lane for _, _, thread in found) for lane in range(LANES)]
+    return found if all(fits) and len(set(lanes)) == 1 else []
 
 
 def command(tool: str, inner: list[str], exclude: str = "") -> list[str]:
@@ -78,12 +210,11 @@ def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> in
     """Runs the problems; the values are judged as well."""
     import torch
 
-    from multigemm.testing.choice import assigned, compile_singly
-    from multigemm.testing.kinds import kinds as kinds_of
     from multigemm.testing.oracles import check
+    from multigemm.testing.placed_case import DeviceCase
     from multigemm.testing.strategies import Limits
-    from multigemm.testing.subject import Subject
-    from multigemm.testing.world import Stand, World
+    from multigemm.testing.strategies import kinds as kinds_of
+    from multigemm.testing.subject import Subject, assigned, compile_singly
 
     torch.set_num_threads(1)
     compile_singly()
@@ -95,7 +226,7 @@ def inside(backend: str, problems: int, kinds: int, work: int, fill: bool) -> in
     for case, wanted in various([pair for pair in spread(chosen, kinds) if pair[1]])[:problems]:
         subject = Subject(backend)
         subject.pin(wanted[0])
-        outcome = check(Stand.build(World.build(case), device), subject)
+        outcome = check(DeviceCase.from_case(case, device), subject)
         ran += outcome.ran
         configs.add(outcome.config)
         bad += not outcome.ok
@@ -137,23 +268,24 @@ def set_aside(backend: str, tool: str, text: str, seconds: float) -> tuple[list[
 
 
 def ordered(backend: str, text: str) -> tuple[list[str], str]:
-    """racecheck's reports of orders that it does not follow: a listed hand-over each (multigemm.testing.races)."""
-    found, whole = reports(text)
-    orders = [order_of(backend, report) for report in found]
+    """racecheck's reports of orders that it does not follow: a listed hand-over each."""
+    found, whole = races_in(text)
+    orders = [hand_over_of(backend, report) for report in found]
     strange = [f"{report}: NOT a known hand-over" for report, order in zip(found, orders, strict=True) if not order]
     if not found or not whole or strange:
         return strange, ""
     said = list[str]()
     for known in dict.fromkeys(order for order in orders if order):
-        mine = [str(report) for report, order in zip(found, orders, strict=True) if order is known]
-        said += [f"{len(mine)} reports set aside, for these accesses are ordered: {known.reason}", *dict.fromkeys(mine)]
+        ordered_so = [str(race) for race, order in zip(found, orders, strict=True) if order is known]
+        said.append(f"{len(ordered_so)} reports set aside, for these accesses are ordered: {known.reason}")
+        said += dict.fromkeys(ordered_so)
     return said, "hand_over"
 
 
 def foreign_reads(backend: str, text: str) -> tuple[list[str], str]:
-    """initcheck's reports of a library's own kernel (multigemm.testing.reads)."""
-    found = foreign(backend, text)
-    return ([f"{len(found)} reports set aside: {REASON}"], "grouped_mm") if found else ([], "")
+    """initcheck's reports of a library's own kernel."""
+    found = library_reads(backend, text)
+    return ([f"{len(found)} reports set aside: {TENSOR_MAP_READS}"], "grouped_mm") if found else ([], "")
 
 
 def examine(backend: str, tool: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -1,13 +1,19 @@
-"""A backend under test, and which of its configs runs.
+"""A backend under test, which of its configs runs, and which configs a campaign assigns to kinds of problems.
 
 A backend is asked through the protocol alone, so that third parties' backends and planted faults are
 judged by the same code as our own. `configs(spec)` of a backend names what suits the sizes of a spec;
 what else it would choose for larger problems of the same kind is valid for small ones too, and small
 problems are what a campaign draws. `shipped` names all of them.
+
+So that every config that a backend ships comes up, each kind of problem gets configs of its own (`assigned`): the one
+that other kinds have used least. Later laps over the kinds bring up configs that no kind has used, where there are
+such, and otherwise what is compiled already. What is left then gets further kinds (`kinds_for_rare_configs`): new ones
+where no kind can run under it; one once more where all that can have rarer ones to run.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -19,6 +25,9 @@ from multigemm.backend import Backend, Recipe
 from multigemm.errors import BackendUnsupported, InvalidSetting
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
+from multigemm.testing.case import Case
+from multigemm.testing.placed_case import spec_of
+from multigemm.testing.strategies import Limits, random_case
 
 LIBRARIES = ("cpu", "cublas")
 """Backends whose kernels a vendor's library picks by shape, so that a row's bits may depend on its neighbours."""
@@ -91,6 +100,10 @@ class Subject:
             return [f"unavailable: {state.reason}"]
         return [*registry.unkept_promises(self.backend, spec), *self.backend.not_supported_reasons(spec, device)]
 
+    def offered(self, spec: ProblemSpec, device: torch.device) -> list[Any]:
+        """The shipped configs; none where the backend refuses the problem."""
+        return [] if self.refusals(spec, device) else self.shipped(spec, device)
+
     def pin(self, config: Any) -> None:
         """Keeps a config for all that follow; None: no longer."""
         self._pinned = config
@@ -141,3 +154,81 @@ class Subject:
             except InvalidSetting:  # the adapted config is not valid for this spec: the given one is
                 pass
         return self.backend.plan(spec, config, device)
+
+
+SEARCHED, FAR_SEED = 600, 1 << 20
+"""Random cases that are looked through for configs that no kind runs, and their first seed."""
+
+
+def offered(kinds: list[Case], subject: Subject, device: torch.device) -> list[list[Any]]:
+    """For each kind, all configs that the backend ships for it; nothing where it refuses the kind."""
+    return [subject.offered(spec_of(case), device) for case in kinds]
+
+
+def kinds_for_rare_configs(
+    kinds: list[Case], names: Sequence[str], device: torch.device, limits: Limits, turns: int
+) -> list[Case]:
+    """Further kinds, so that every config that any kind offers is assigned to one."""
+    subjects = [Subject(name) for name in names]
+    every = [offered(kinds, subject, device) for subject in subjects]
+    known = [_all_of(_spread(shipped, turns)) for shipped in every]
+    found = []
+    for seed in range(SEARCHED):
+        case, brings = random_case(FAR_SEED + seed, limits), False
+        spec = spec_of(case)
+        ours = [subject.offered(spec, device) for subject in subjects]
+        for shipped, seen in zip(ours, known, strict=True):
+            new = [config for config in shipped if config not in seen][:turns]
+            brings = brings or bool(new)
+            seen.update(new)
+        if brings:
+            found.append(case)
+            every = [[*before, shipped] for before, shipped in zip(every, ours, strict=True)]
+    return found + _repeated([*kinds, *found], every, turns)
+
+
+def _repeated(kinds: list[Case], every: list[list[list[Any]]], turns: int) -> list[Case]:
+    """Kinds that are needed once more, since all that offer some config have rarer ones to run; each at most as often
+    as it offers configs, for it takes one that is not used yet, if there is one."""
+    found = list[Case]()
+    while True:
+        left = [_all_of(shipped) - _all_of(_spread(shipped, turns)) for shipped in every]
+        offer = [any(x.intersection(s[i]) for x, s in zip(left, every, strict=True)) for i in range(len(kinds))]
+        if not any(offer):
+            return found
+        at = offer.index(True)
+        found.append(kinds[at])
+        every = [[*shipped, shipped[at]] for shipped in every]
+
+
+def _all_of(each: list[list[Any]]) -> set[Any]:
+    return {config for configs in each for config in configs}
+
+
+def assigned(kinds: list[Case], subject: Subject, device: torch.device, turns: int) -> list[list[Any]]:
+    """For each kind, up to `turns` configs; nothing where the backend refuses the kind."""
+    return _spread(offered(kinds, subject, device), turns)
+
+
+def _spread(every: list[list[Any]], turns: int) -> list[list[Any]]:
+    """Of what is offered for each kind up to `turns`, the rarest of those that no other uses first."""
+    used: Counter[Any] = Counter()
+    common = Counter(config for shipped in every for config in shipped)
+    found = []
+    for shipped in every:  # what few kinds can run comes first, then the backend's best guess
+        found.append(sorted(shipped, key=lambda config: (used[config], common[config]))[:1])
+        used.update(found[-1])
+    for _ in range(1, turns):
+        for shipped, chosen in zip(every, found, strict=True):
+            unused = sorted((each for each in shipped if not used[each]), key=lambda each: common[each])[:1]
+            used.update(unused)
+            chosen += unused
+    return found
+
+
+def compile_singly() -> None:
+    """From here on, in this process: the backend that compiles a whole family of kernels, so that later calls of
+    other sizes find theirs, compiles only what is asked for. A campaign asks for each in its turn."""
+    from multigemm.backends.cupy import choice
+
+    vars(choice).update(first_choices=lambda spec, capability: ())

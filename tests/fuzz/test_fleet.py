@@ -15,7 +15,7 @@ import torch
 from multigemm import fleet
 from multigemm.bench import fleet as bench_fleet
 from multigemm.errors import InvalidSetting
-from multigemm.fuzz.fleet import of_rank
+from multigemm.fuzz.campaign import of_rank
 from multigemm.fuzz.plan import Options
 
 ROOT = Path(__file__).parents[2]

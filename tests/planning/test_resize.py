@@ -20,10 +20,11 @@ from multigemm.backends.numba import launch as numba_launch
 from multigemm.backends.numba.build import Image
 from multigemm.backends.numba.choice import obstacle
 from multigemm.backends.numba.config import FMA_TALL, HOPPER, HOPPER_NARROW, MMA
-from multigemm.backends.triton import compile as triton_compile
-from multigemm.backends.triton import generic_launch, hopper_launch
-from multigemm.backends.triton.candidates import hopper_candidates, pointer_candidates
-from multigemm.backends.triton.launch import plan as triton_plan
+from multigemm.backends.triton import BACKEND as TRITON
+from multigemm.backends.triton import build as triton_build
+from multigemm.backends.triton import generic as triton_generic
+from multigemm.backends.triton import hopper as triton_hopper
+from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates
 from multigemm.cuda import counters, device_fields, tensor_map
 from multigemm.cuda.arguments import Tokens
 from multigemm.cuda.launch import BoundKernel
@@ -48,10 +49,10 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_fields, "current_raw_stream", lambda index: 7)
     monkeypatch.setattr(numba_launch, "image", lambda *asked: Image("kernel", b"cubin"))
     monkeypatch.setattr(numba_launch, "capability_of", lambda device: (9, 0))
-    monkeypatch.setattr(triton_compile, "cubin", triton_world.uncompiled)
-    for module in (numba_launch, generic_launch, hopper_launch):
+    monkeypatch.setattr(triton_build, "cubin", triton_world.uncompiled)
+    for module in (numba_launch, triton_generic, triton_hopper):
         monkeypatch.setattr(module, "processors", lambda index: 132)
-    for kept in (numba_launch.kernel_of, triton_compile.load, triton_compile.capability_of):
+    for kept in (numba_launch.kernel_of, triton_build.load, triton_build.capability_of):
         kept.cache_clear()
 
 
@@ -68,7 +69,7 @@ def numba_binds(spec: Any) -> dict[Any, Callable[[Operands], Any]]:
 
 def triton_binds(spec: Any) -> dict[Any, Callable[[Operands], Any]]:
     tried = [*hopper_candidates(spec)[:3], *pointer_candidates(spec)[:3]]
-    return {config: triton_plan(spec, config, GPU, "").bind for config in tried}
+    return {config: TRITON.plan(spec, config, GPU).bind for config in tried}
 
 
 def rows_like(drawn: dict[str, Any], tokens: int, start: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import multigemm as mg
-from multigemm.integrations.gate_op import geglu
+from multigemm.integrations.layer_ops import geglu
 from multigemm.reference.numpy_reference import activate
 from multigemm.select import registry
 from tests.support.activation_cases import TAILS, points, problem_of

@@ -20,7 +20,7 @@ from multigemm.backends.cupy import choice as cupy_choice
 from multigemm.backends.cupy import config as cupy_config
 from multigemm.backends.numba import choice as numba_choice
 from multigemm.backends.numba import config as numba_config
-from multigemm.backends.triton import candidates as triton_candidates
+from multigemm.backends.triton import choice as triton_choice
 from multigemm.backends.triton import config as triton_config
 from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference, same_bits
 from multigemm.problem.spec import FORMS, ProblemSpec
@@ -173,10 +173,10 @@ def test_configs_of_numba_sum_alike(
 def test_configs_of_triton_sum_alike(dtype: torch.dtype, precision: str) -> None:
     found, cut = set(), 0
     for spec in specs_of(dtype, precision):
-        configs = triton_candidates.candidates(spec, (9, 0))
+        configs = triton_choice.candidates(spec, (9, 0))
         assert configs
         found |= {triton_config.summation_of(config, spec) for config in configs}
-        usual = triton_candidates.candidates(replace(spec, batch_invariant=False), (9, 0))
+        usual = triton_choice.candidates(replace(spec, batch_invariant=False), (9, 0))
         cut += any(config.splits > 1 for config in usual)
     assert cut or precision == "tf32", "no problem here is one whose K Triton would share out"
     assert all(same_bits(one, other, (9, 0)) for one, other in product(found, found))
@@ -251,15 +251,3 @@ def test_the_epilogue_on_the_cpu_ignores_the_place_of_an_element(dtype: torch.dt
     for i, j in ((0, 0), (1, 76), (64, 33), (130, 76)):
         one = mg.grouped_gemm(a[i : i + 1], b[:, j:], c=c[i : i + 1, j:], bias=c[0, j:], backend="cpu", **keywords)
         assert torch.equal(one[0], whole[i, j:])
-
-
-def test_numpy_sums_in_order_where_tiles_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from multigemm.backends.cpu import ordered
-
-    monkeypatch.setattr(ordered, "missing", lambda: "llvmlite is not installed")
-    multiply = ordered.make_ordered_product()
-    rng = torch.Generator().manual_seed(2)
-    a, b = torch.randn(70, 33, generator=rng), torch.randn(33, 9, generator=rng)
-    whole = multiply(a, b, torch.float32)
-    torch.testing.assert_close(whole, a @ b)
-    assert torch.equal(multiply(a[5:6], b[:, 2:4], torch.float32), whole[5:6, 2:4])

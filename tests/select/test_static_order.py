@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from multigemm.bench.drawn import UNTUNED
+from multigemm.bench.suites import UNTUNED
 from multigemm.select.measure_once import fastest as fastest_of
 from multigemm.select.problem_class import ON_DEVICE, ProblemClass
 from multigemm.select.ranking import static_order

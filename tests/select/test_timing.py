@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.bench import method
+from multigemm.bench.runner import flush_text
 from multigemm.cuda import nvrtc
 from multigemm.select import clocks, registry, timing
 from multigemm.select.clocks import CODE_BYTES, CudaClock, cuda, long_code
@@ -263,7 +263,7 @@ def test_a_report_says_whether_code_was_emptied(monkeypatch: pytest.MonkeyPatch)
 
     def flush(style: timing.Mode) -> str:
         clocks.other_code.cache_clear()
-        return method._flush(style, torch.device("cuda", 0))
+        return flush_text(style, torch.device("cuda", 0))
 
     assert flush("do_bench") == "256 MB written before each call"
     monkeypatch.setattr(clocks, "kernel", lambda *_: object())

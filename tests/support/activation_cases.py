@@ -41,11 +41,11 @@ def problem_of(
 
 def gate_verdict(dtype: torch.dtype) -> Any:
     """The kernel of geglu, which shares the formula: gelu(gate) * 1."""
-    from multigemm.integrations.gate_kernels import forward_step
+    from multigemm.integrations.layer_kernels import gate_step
 
     x = points("gelu", dtype)
     out = torch.empty(len(x), 1, dtype=dtype)
-    kernel, grid, values = forward_step(torch.stack([x, torch.ones_like(x)], 1), out, True)  # type: ignore[no-untyped-call]
+    kernel, grid, _, values = gate_step(torch.stack([x, torch.ones_like(x)], 1), out, True)  # type: ignore[no-untyped-call]
     kernel[grid](**values)
     return mg.verify(problem_of(x, "gelu"), out[None])
 

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import torch
 
-from multigemm.bench.check import group_inputs, group_outputs
 from multigemm.bench.entries import Entry, Prepared, Refused, ceiling_entry
-from multigemm.bench.method import Options, new_report
-from multigemm.bench.operands import Tensors
-from multigemm.bench.results import Report, Row
-from multigemm.bench.runner import Runner
+from multigemm.bench.operands import Tensors, group_inputs, group_outputs
+from multigemm.bench.reports import Report, Row
+from multigemm.bench.runner import Options, Runner, new_report
 from multigemm.bench.workloads import Rates, Workload
 
 CPU = torch.device("cpu")
@@ -55,7 +53,7 @@ ENTRIES = [
 
 def run(cases: list[Workload], entries: list[Entry], path: Path | None = None, options: Options = FAST) -> Report:
     report = new_report(CPU, {"bf16"}, options, {"quack": "not installed"})
-    return Runner(entries, CPU, options, report, path).run(cases)
+    return Runner(lambda case: entries, CPU, options, report, path).run(cases)
 
 
 def by_name(report: Report) -> dict[str, Row]:

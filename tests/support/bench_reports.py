@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from multigemm.bench.results import Report, Row, Sample
+from multigemm.bench.reports import Report, Row, Sample
 from multigemm.bench.suites import suite
 from multigemm.bench.workloads import Workload
 

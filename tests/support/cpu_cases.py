@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -233,8 +233,3 @@ def run(ops: Operands, config: Any = None) -> Operands:
     config = config or BACKEND.configs(ops.spec, CPU)[0]
     BACKEND.plan(ops.spec, config, CPU).bind(ops)()
     return ops
-
-
-def with_spec(ops: Operands, **changes: Any) -> Operands:
-    """The same operands under a changed spec."""
-    return replace(ops, spec=replace(ops.spec, **changes))

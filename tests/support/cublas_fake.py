@@ -260,6 +260,8 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path | None = None) -> Fake
     assert known is not None
     monkeypatch.setattr(library, "cublas", lambda: fake)
     monkeypatch.setattr(library, "to_device", lambda array, device: torch.from_numpy(array.copy()))
+    monkeypatch.setattr(library, "index_of", lambda device: 0)
+    monkeypatch.setattr(library, "upload", lambda to, source, size, index: ctypes.memmove(to, source, size))
     monkeypatch.setattr(run, "handle", fake.handle)
     monkeypatch.setattr(run, "workspace", lambda device, stream=None: torch.empty(16, dtype=torch.uint8))
     monkeypatch.setattr(run, "_kits", {})

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from multigemm.cuda import counters, driver, launch, tensor_map
+from multigemm.cuda import counters, device, driver, launch, tensor_map
 from multigemm.cuda.arguments import OPERANDS, Addresses
 
 CONTEXT = 77
@@ -47,6 +47,8 @@ class FakeDriver:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.launched: list[Launched] = []
+        self.copied: list[tuple[int, int]] = []
+        """Bytes and stream of each copy to the device."""
         self.without_context: list[str] = []
         self.names: dict[int, str] = {}
         self.images: list[bytes] = []
@@ -122,6 +124,11 @@ class FakeDriver:
         self.launched.append(Launched(self.names.get(handle.value, "?"), tuple(shape.grid), shape.stream or 0))
         return 0
 
+    def _cuMemcpyHtoDAsync_v2(self, to: Any, source: Any, size: Any, stream: Any) -> int:
+        ctypes.memmove(to.value, source.value, size.value)
+        self.copied.append((size.value, stream.value or 0))
+        return 0
+
     def _cuTensorMapEncodeTiled(self, *args: Any) -> int:
         return int(self._encode(*args))
 
@@ -158,6 +165,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(launch, "current_raw_stream", lambda index: fake.stream)
     monkeypatch.setattr(launch, "current_device", lambda: fake.device)
     monkeypatch.setattr(launch, "is_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(device, "library", lambda: fake)
+    monkeypatch.setattr(device, "current_raw_stream", lambda index: fake.stream)
     pool = (torch.zeros(24, dtype=torch.int32), deque(range(3)))
     monkeypatch.setattr(counters, "pool", lambda index, size: pool)
     own = staticmethod(lambda index, words: torch.zeros(words, dtype=torch.int32))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import multigemm as mg
-from multigemm.integrations import exchange
+from multigemm.integrations import expert_parallel
 from multigemm.integrations.expert_parallel import groups_of, run_experts
 from multigemm.nn import MoE
 from multigemm.nn.moe import Experts
@@ -197,7 +197,7 @@ def travel_while_multiplying() -> None:
             return grad * 2
 
     def noted(name: str) -> Any:
-        inner = getattr(exchange, name)
+        inner = getattr(expert_parallel, name)
 
         def call(*args: Any) -> Any:
             seen.append(name)
@@ -207,7 +207,7 @@ def travel_while_multiplying() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("begin", "finish"):
-            patch.setattr(exchange, name, noted(name))
+            patch.setattr(expert_parallel, name, noted(name))
         x = torch.randn(8, WIDTH).requires_grad_()
         index = torch.arange(8).unsqueeze(1) % EXPERTS
         multiply: Any = Multiply.apply

@@ -7,16 +7,15 @@ The kernels then run in Triton's interpreter, and what asks the GPU is replaced:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multigemm.integrations import bound_kernels, grouped_gemm, layer_call
-from multigemm.integrations.gate_op import geglu, swiglu
+from multigemm.integrations import grouped_gemm, layer_call
 from multigemm.integrations.layer_call import Networks
+from multigemm.integrations.layer_ops import geglu, swiglu
 from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.nn import Experts
 
@@ -62,18 +61,16 @@ def networks(experts: int, hidden: int, inner: int, dtype: torch.dtype, device: 
         yield Networks(made[0], made[1], vectors[0], vectors[1], stacked=stacked, gelu=gelu, activation=activation)
 
 
-def _interpreted(kernel: Any, grid: tuple[int, ...], *place: int, **values: Any) -> Callable[[], None]:
+def _interpreted(device: int, kernel: Any, grid: tuple[int, ...], warps: int, values: Any) -> Callable[[], None]:
     """What `bound` makes, as a call of the interpreter."""
-    inspect.signature(bound_kernels.bound).bind(kernel, grid, *place, **values)
     assert set(kernel.arg_names) == set(values)
     return lambda: kernel[grid](**values)
 
 
 def _without_a_gpu() -> None:
-    here: Any = layer_call._kernels()
-    here.bound = _interpreted
-    layer_call._bindable = lambda x: True
     stand_ins: Any = layer_call
+    stand_ins.bound = _interpreted
+    stand_ins._bindable = lambda x: True
     stand_ins.current_raw_stream = lambda device: 0
     stand_ins.empty_cuda = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.backends.triton import compile as compiled
-from multigemm.backends.triton import generic_launch, hopper_launch, list_launch
-from multigemm.backends.triton.compile import Cubin, KernelSource
+from multigemm.backends.triton import build as compiled
+from multigemm.backends.triton import generic, hopper, lists
+from multigemm.backends.triton.build import Cubin, KernelSource
 from multigemm.cuda import counters, driver, launch
 from multigemm.cuda.arguments import Fields, fields, slot_of, words
 from multigemm.cuda.driver import NO_CONTEXT
@@ -104,12 +104,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     for module in (driver, launch):
         monkeypatch.setattr(module, "library", lambda: fake)
-    for module in (hopper_launch, list_launch):
+    for module in (hopper, lists):
         monkeypatch.setattr(module, "encode_together", fake.encode)
     monkeypatch.setattr(compiled, "cubin", uncompiled)
-    for module in (generic_launch, hopper_launch, list_launch):
+    for module in (generic, hopper, lists):
         monkeypatch.setattr(module, "processors", lambda index: 132)
-    for module in (generic_launch, hopper_launch):
+    for module in (generic, hopper):
         monkeypatch.setattr(module, "Words", Words)
     pool = (torch.zeros(1, dtype=torch.int32), deque[int]())
     monkeypatch.setattr(counters, "pool", lambda index, size: pool)

@@ -5,16 +5,16 @@ It masks both operands along K, so that what lies beyond a group never meets an 
 addresses with 64 bits across tiles (and inside a tile where the operand is `WIDE`). Operand order,
 divisibility and the epilogue are compile-time classes; sizes, strides and counts are not.
 
-Beside it: zeros for what no group owns, where a kernel writes only what groups own; and copies of operands that no
-tensor map can express into aligned rows (odd leading dimensions, unaligned bases, zero or non-unit strides). One pass
-over memory costs less than element-wise loads in every tile wherever an operand is used by more than a few tiles.
+Beside it: copies of operands that no tensor map can express into aligned rows (odd leading dimensions, unaligned
+bases, zero or non-unit strides). One pass over memory costs less than element-wise loads in every tile wherever an
+operand is used by more than a few tiles.
 """
 
 import triton
 import triton.language as tl
 
 from multigemm.backends.triton.kernels.epilogue import finish
-from multigemm.backends.triton.kernels.schedule import group_range, locate, pivots, place
+from multigemm.backends.triton.kernels.schedule import locate, pivots, place, range_of
 
 COLUMNS = tl.constexpr(20)
 TABLE_M = tl.constexpr(5)
@@ -79,12 +79,17 @@ def write_zeros(out, row, col, rows, columns, first_row, first_column, BM: tl.co
 
 
 @triton.jit
-def write_outside(out, ends, m, n, groups, head, out_group, out_row, out_col,
-                  FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def write_outside(out, ends, m, n, groups, head, out_row, out_col, FORM: tl.constexpr, BM: tl.constexpr,
+                  BN: tl.constexpr, SIZES: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """Zeros before the first group and behind the last one."""
     length = m if FORM == "jagged_m" else n
-    low = tl.load(ends - 1, mask=groups * head > 0, other=0).to(tl.int64)
-    high = tl.load(ends + groups - 1, mask=groups > 0, other=0).to(tl.int64)
+    if SIZES:
+        lane = tl.arange(0, CHUNK)
+        high = tl.sum(tl.load(ends + lane, mask=lane < groups, other=0).to(tl.int32), 0).to(tl.int64)
+        low = high * 0
+    else:
+        low = tl.load(ends - 1, mask=groups * head > 0, other=0).to(tl.int64)
+        high = tl.load(ends + groups - 1, mask=groups > 0, other=0).to(tl.int64)
     low = tl.minimum(tl.maximum(low, 0), length).to(tl.int32)
     high = tl.minimum(tl.maximum(high, 0), length).to(tl.int32)
     if FORM == "jagged_m":
@@ -125,12 +130,13 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
                    A_BYTES: tl.constexpr, B_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr, WIDE: tl.constexpr,
                    EVEN_K: tl.constexpr, MULTIPLE: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr,
                    ALPHA: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
-                   ZERO: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+                   ZERO: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, SIZES: tl.constexpr,
                    INTERPRETED: tl.constexpr):  # fmt: skip
     """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups.
 
     With CHUNK = 0 the table has a row per tile instead of a row per group, and `groups` counts those; with
     CHUNK < 0 each of these tiles is whole, in all three extents, and nothing is masked.
+    With SIZES, `ends` are the sizes of up to CHUNK groups, which each program sums up.
     With SPLITS > 1 each tile is the work of that many programs, along K.
     """
     UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
@@ -141,7 +147,7 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
         total = groups
     else:
         found, stride = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N,
-                               CHUNK)  # fmt: skip
+                               CHUNK, SIZES)  # fmt: skip
         total = tl.max(found, 0)
     if SPLITS > 1:
         # sizes that lie may claim more tiles than there are places for their parts
@@ -176,13 +182,13 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
         elif FORM == "masked":
             gm = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
         elif FORM == "jagged_m":
-            start, end = group_range(ends, g, head, m, g >= 0)
+            start, end = range_of(ends, g, head, m, SIZES, CHUNK)
             gm = end - start
         elif FORM == "jagged_n":
-            start, end = group_range(ends, g, head, n, g >= 0)
+            start, end = range_of(ends, g, head, n, SIZES, CHUNK)
             gn = end - start
         elif FORM == "jagged_k":
-            start, end = group_range(ends, g, head, k, g >= 0)
+            start, end = range_of(ends, g, head, k, SIZES, CHUNK)
             gk = end - start
         if ALPHA == "zero":
             gk = gk * 0
@@ -292,28 +298,7 @@ def pointer_kernel(a, b, c, out, bias, ends, table, prefix, partials, arrived,
 
     # 5. what no group owns, where the output is the library's own
     if ZERO and (FORM == "jagged_m" or FORM == "jagged_n"):
-        write_outside(out, ends, m, n, groups, head, out_group, out_row, out_col, FORM, BM, BN)
-
-
-@triton.jit
-def zero_kernel(out, ends, m, n, groups, head, out_group, out_row, out_col,
-                FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """What no group owns, as a launch of its own: for kernels that only write what groups own."""
-    if FORM == "masked":
-        across = (n + BN - 1) // BN
-        per_group = ((m + BM - 1) // BM) * across
-        for tile in range(tl.program_id(0), groups * per_group, tl.num_programs(0)):
-            g = tile // per_group
-            valid = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
-            i = tile % per_group // across * BM + tl.arange(0, BM)
-            j = tile % across * BN + tl.arange(0, BN)
-            outside = (i >= valid) & (i < m)
-            ptrs = (
-                out + g.to(tl.int64) * out_group + i[:, None].to(tl.int64) * out_row + j[None, :].to(tl.int64) * out_col
-            )
-            tl.store(ptrs, tl.zeros((BM, BN), out.dtype.element_ty), mask=outside[:, None] & (j < n)[None, :])
-    else:
-        write_outside(out, ends, m, n, groups, head, out_group, out_row, out_col, FORM, BM, BN)
+        write_outside(out, ends, m, n, groups, head, out_row, out_col, FORM, BM, BN, SIZES, CHUNK)
 
 
 @triton.jit

@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from multigemm.backends.triton.kernels.epilogue import finish
 from multigemm.backends.triton.kernels.hopper_tiles import (
+    after,
+    after_slot,
     draw,
     following,
     publish,
@@ -35,6 +37,7 @@ from multigemm.backends.triton.kernels.hopper_tiles import (
     rows_up_to,
     take,
     tile_from,
+    tiles_of_launch,
 )
 
 # what Triton 3.6 calls otherwise than later versions: a block comes from global memory, goes there; a role's warps meet
@@ -80,7 +83,7 @@ def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: g
          B_ORDER: gl.constexpr):  # fmt: skip
     """Sends the blocks [block, blocks) of a tile's A and B into the ring, as its stages become free.
 
-    B is PIECES boxes of PIECE columns; none where other warps carry it (hopper_carry).
+    B is PIECES boxes of PIECE columns; none where other warps load it (hopper_shift_b).
     """
     a_smem, b_smem, full, empty = ring
     g, row, rows, col, _, k_start, k_length = work
@@ -110,10 +113,7 @@ def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: g
         for piece in gl.static_range(PIECES):
             load_piece(descs[1], g * b_step, col + piece * PIECE, k0, k_start, k_length, barrier,
                        b_smem.index(stage * PIECES + piece), FORM, B_ORDER, PIECE)  # fmt: skip
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = after(stage, phase, STAGES)
     return stage, phase
 
 
@@ -121,7 +121,7 @@ def fill(descs, ring, block, blocks, stage, phase, work, a_rows, b_step, FORM: g
 def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step,
             FORM: gl.constexpr, BN: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, MOST: gl.constexpr,
             STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr,
-            A_ORDER: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
+            SIZES: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr):  # fmt: skip
     """The loading warp: picks the tiles, and keeps STAGES blocks of A and B in flight across tile borders.
 
     Tiles of jagged groups differ in cost, so they are drawn from a counter unless ORDER is "dealt". A tile is
@@ -136,15 +136,13 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
     tile = gl.program_id(0)
     found = total
     if FORM == "search":
-        found = rows_up_to(ends, extents, MOST, ALIGN, MASKED)
+        found = rows_up_to(ends, extents, MOST, ALIGN, MASKED, SIZES)
         total = gl.max(found, 0) * tiles_n
-    record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED)
+    record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED, SIZES)
     while tile < total:
         work = tile_from(record, tile, extents, tiles_n, FORM, BN, MOST, WIDTH, ALIGN)
         publish(mail, slot, turn, work)
-        slot ^= 1
-        if slot == 0:
-            turn ^= 1
+        slot, turn = after_slot(slot, turn)
         blocks = gl.maximum((work[6] + DEEP - 1) // DEEP, 1)
         drawing = gl.maximum(blocks - 4, 0)
         reading = gl.maximum(blocks - 2, 0)
@@ -154,13 +152,25 @@ def produce(descs, ring, mail, records, ends, extents, tiles_n, total, a_rows, b
         stage, phase = fill(descs, ring, drawing, reading, stage, phase, work, a_rows, b_step, FORM, PIECES, PIECE,
                             MOST, STAGES, A_ORDER, B_ORDER)  # fmt: skip
         tile = following(tile, drawn, ORDER)
-        record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED)
+        record = record_of(tile, total, found, records, ends, extents, tiles_n, FORM, MOST, MASKED, SIZES)
         stage, phase = fill(descs, ring, reading, blocks, stage, phase, work, a_rows, b_step, FORM, PIECES, PIECE, MOST,
                             STAGES, A_ORDER, B_ORDER)  # fmt: skip
     if ORDER == "drawn":
         retire(records)
     nothing = total * 0
     publish(mail, slot, turn, (nothing, nothing, nothing, nothing, nothing, nothing, nothing))
+
+
+@gluon.constexpr_function
+def sum_layout(columns, bits, warps=4):
+    """How the warps of a role hold sums of products of operands of so many bits."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 256 // bits])
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute(0, 2, 1).split()
 
 
 @gluon.jit
@@ -173,8 +183,7 @@ def moved(spot, down: gl.constexpr, right: gl.constexpr):
 @gluon.jit
 def nothing_yet(out, like, PIECE: gl.constexpr, BITS: gl.constexpr):
     """A strip without rows, whose store stores nothing, in the layout that products of BITS wide operands have."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 256 // BITS])  # fmt: skip
+    layout: gl.constexpr = sum_layout(PIECE, BITS)
     none = like * 0
     return gl.zeros([STRIP, PIECE], out[2][1].dtype.element_ty, layout), (none, none, none, none, none, none)
 
@@ -224,7 +233,7 @@ def write(acc, target, spot, PART: gl.constexpr, END: gl.constexpr):
     """The epilogue and the store of a strip, part by part, which takes fewer registers than all at once."""
     WIDE: gl.constexpr = acc.shape[1]
     if WIDE > PART:
-        left, right = acc.reshape([STRIP, 2, WIDE // 2]).permute(0, 2, 1).split()
+        left, right = halves(acc)
         write(left, target, spot, PART, END)
         write(right, target, moved(spot, 0, WIDE // 2), PART, END)
     else:
@@ -239,7 +248,7 @@ def store(late, target, PART: gl.constexpr, END: gl.constexpr):
     out_desc, staging, tensors, strides, n = target
     WIDE: gl.constexpr = result.shape[1]
     if WIDE > PART:
-        left, right = result.reshape([STRIP, 2, WIDE // 2]).permute(0, 2, 1).split()
+        left, right = halves(result)
         store((left, spot), target, PART, END)
         store((right, moved(spot, 0, WIDE // 2)), target, PART, END)
     elif END[0] == "tma":
@@ -302,6 +311,76 @@ def store_rows(result, at, step, first, rows, within, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def owned_rows(ends, extents, SIZES: gl.constexpr):
+    """[low, high): from the start of the first group to the end of the last one."""
+    m, _, _, groups, head = extents
+    if SIZES:
+        g = gl.arange(0, 256, gl.BlockedLayout([8], [32], [WARPS], [0]))
+        high = gl.sum(gl.load(ends + g, mask=g < groups, other=0).to(gl.int32), 0)
+        low = high * 0
+    else:
+        low = gl.load(ends - 1, mask=groups * head > 0, other=0).to(gl.int64)
+        high = gl.load(ends + groups - 1, mask=groups > 0, other=0).to(gl.int64)
+    low = gl.minimum(gl.maximum(low, 0), m)
+    high = gl.minimum(gl.maximum(high, low), m)
+    return low.to(gl.int32), high.to(gl.int32)
+
+
+@gluon.jit
+def zero_unowned(target, ends, extents, STORE: gl.constexpr, ZERO: gl.constexpr, SIZES: gl.constexpr):
+    """Zeros in the rows of a result that no group owns, shared out among the programs.
+
+    One consumer writes them before its first tile, while the loading warp looks for that tile.
+    """
+    m, _, _, groups, _ = extents
+    _, _, tensors, strides, n = target
+    out = tensors[1]
+    group_step = strides[3]
+    row_step = strides[4]
+    # 16 bytes at once where rows are known to be aligned, else neighbouring lanes at neighbouring addresses
+    VECTOR: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth if STORE == "tma" else 1
+    if STORE == "tma":
+        out = gl.multiple_of(out, 16)
+        group_step = gl.multiple_of(group_step, VECTOR)
+        row_step = gl.multiple_of(row_step, VECTOR)
+        n = gl.multiple_of(n, VECTOR)
+    ROWS: gl.constexpr = 64 if STORE == "col" else 16
+    COLUMNS: gl.constexpr = 16 if STORE == "col" else 32 * VECTOR
+    down_memory: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
+    along_memory: gl.constexpr = gl.BlockedLayout([1, VECTOR], [1, 32], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = down_memory if STORE == "col" else along_memory
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    j = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    zeros = gl.zeros([ROWS, COLUMNS], out.dtype.element_ty, layout)
+    across = (n + COLUMNS - 1) // COLUMNS
+    if ZERO == "masked":
+        strips_per_group = (m + ROWS - 1) // ROWS
+        strips = groups * strips_per_group
+    else:
+        low, high = owned_rows(ends, extents, SIZES)
+        strips = (m - (high - low) + ROWS - 1) // ROWS
+    for block in range(gl.program_id(0), strips * across, gl.num_programs(0)):
+        strip = block // across
+        column = block % across * COLUMNS + j
+        lines = out
+        if ZERO == "masked":
+            g = strip // strips_per_group
+            lines += g.to(gl.int64) * group_step
+            row = strip % strips_per_group * ROWS + i
+            valid = gl.load(ends + g).to(gl.int64)
+            unowned = (row >= valid) & (row < m)
+        else:
+            row = strip * ROWS + i
+            row = gl.where(row < low, row, row + (high - low))
+            unowned = row < m
+        if STORE == "col":
+            places = (lines + row.to(gl.int64) * row_step)[:, None] + column.to(gl.int64)[None, :] * strides[5]
+        else:
+            places = (lines + row.to(gl.int64) * row_step)[:, None] + column[None, :]
+        gl.store(places, zeros, mask=unowned[:, None] & (column < n)[None, :])
+
+
+@gluon.jit
 def oriented(smem, TURN: gl.constexpr):
     """A block of shared memory as the matrix that it holds, or as its transpose."""
     if TURN:
@@ -340,8 +419,7 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
     TWO: gl.constexpr = STRIPS * PIECES == 2
     _, _, full, empty = ring
     BITS: gl.constexpr = ring[0].dtype.primitive_bitwidth
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 256 // BITS])  # fmt: skip
+    layout: gl.constexpr = sum_layout(PIECE, BITS)
     zeros = gl.zeros([STRIP, PIECE], gl.float32, layout)
     acc0 = warpgroup_mma_init(zeros)
     acc1 = warpgroup_mma_init(zeros)
@@ -352,10 +430,7 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
     acc0, acc1 = step(ring, stage, first, acc0, acc1, STRIPS, PIECES, MOST, A_ORDER, B_ORDER, 1)
     # a value of its own: Triton would take `before = stage` for a name that the loop does not change
     before = (stage + STAGES) % STAGES
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
+    stage, phase = after(stage, phase, STAGES)
     for _ in range(8 * ROW_BYTES // BITS, k_length, 8 * ROW_BYTES // BITS):
         mbarrier.wait(full.index(stage), phase)
         acc0, acc1 = step(ring, stage, first, acc0, acc1, STRIPS, PIECES, MOST, A_ORDER, B_ORDER, 2)
@@ -367,10 +442,7 @@ def multiply(ring, stage, phase, k_length, first, late, out, spot, STRIPS: gl.co
             acc0 = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=[acc0]))
         mbarrier.arrive(empty.index(before))
         before = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = after(stage, phase, STAGES)
     other = moved(spot, (STRIPS - 1) * STRIP, (PIECES - 1) * PIECE)
     if TWO:
         sum0 = warpgroup_mma_wait(num_outstanding=1, deps=[acc0])
@@ -392,18 +464,17 @@ def pass_by(ring, stage, phase, k_length, STAGES: gl.constexpr):
     for _ in range(0, gl.maximum(k_length, 1), 8 * ROW_BYTES // ring[0].dtype.primitive_bitwidth):
         mbarrier.wait(full_of(ring).index(stage), phase)
         mbarrier.arrive(empty_of(ring).index(stage))
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = after(stage, phase, STAGES)
     return stage, phase
 
 
 @gluon.jit
-def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, ring, mail, BN: gl.constexpr, PIECE: gl.constexpr,
-            PART: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, A_ORDER: gl.constexpr,
-            B_ORDER: gl.constexpr, END: gl.constexpr):  # fmt: skip
+def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, unowned, ring, mail, BN: gl.constexpr,
+            PIECE: gl.constexpr, PART: gl.constexpr, MOST: gl.constexpr, STAGES: gl.constexpr, A_ORDER: gl.constexpr,
+            B_ORDER: gl.constexpr, END: gl.constexpr, ZERO: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
     """One warpgroup: its share of each tile's strips."""
+    if ZERO is not None and WHICH == CONSUMERS - 1:
+        zero_unowned(out, unowned[0], unowned[1], END[0], ZERO, SIZES)
     stage = 0
     phase = 0
     slot = 0
@@ -429,9 +500,7 @@ def consume(WHICH: gl.constexpr, CONSUMERS: gl.constexpr, out, ring, mail, BN: g
                                           MOST, STAGES, A_ORDER, B_ORDER, PART, END)  # fmt: skip
         else:
             stage, phase = pass_by(ring, stage, phase, k_length, STAGES)
-        slot ^= 1
-        if slot == 0:
-            turn ^= 1
+        slot, turn = after_slot(slot, turn)
         g, row, rows, col, low, k_length = take(mail, slot, turn)
     if END[5]:
         store(late, out, PART, END)
@@ -466,7 +535,8 @@ def hopper_kernel(
     STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr,
     MASKED: gl.constexpr, A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
     STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr,
-    LATE: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    LATE: gl.constexpr, ZERO: gl.constexpr, SIZES: gl.constexpr, CONSUMERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Roles: CONSUMERS warpgroups multiply and write, one more warp loads."""
     dtype: gl.constexpr = a_desc.dtype
@@ -484,12 +554,7 @@ def hopper_kernel(
     ring = (a_smem, b_smem, barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
     mail = (tickets, barriers(2, 1), barriers(2, CONSUMERS))
     tiles_n = (n + BN - 1) // BN
-    if FORM == "rows":
-        total = gl.load(records) * tiles_n
-    elif FORM == "search":
-        total = tiles_n * 0
-    else:
-        total = groups * ((m + MOST * STRIP - 1) // (MOST * STRIP)) * tiles_n
+    total = tiles_of_launch(records, m, groups, tiles_n, FORM, MOST)
     if ALPHA == "zero":
         k = k * 0
     extents = (m, n, k, groups, head)
@@ -497,17 +562,22 @@ def hopper_kernel(
     strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
                alpha_bits, beta_bits, out_rows)  # fmt: skip
     END: gl.constexpr = (STORE, C, BIAS, ALPHA, ACTIVATION, LATE)
+    unowned = (ends, extents) if ZERO is not None else ()
     out0 = (out_desc, staging.index(0), tensors, strides, n)
     out1 = (out_desc, staging.index(1), tensors, strides, n)
     if CONSUMERS == 3:
         out2 = (out_desc, staging.index(2), tensors, strides, n)
         gl.warp_specialize(
             [
-                (consume, (0, CONSUMERS, out0, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
-                (consume, (1, CONSUMERS, out1, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
-                (consume, (2, CONSUMERS, out2, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
+                (consume, (0, CONSUMERS, out0, unowned, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER,
+                           END, ZERO, SIZES)),
+                (consume, (1, CONSUMERS, out1, unowned, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER,
+                           END, ZERO, SIZES)),
+                (consume, (2, CONSUMERS, out2, unowned, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER,
+                           END, ZERO, SIZES)),
                 (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
-                           BN, BN // PIECE, PIECE, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, A_ORDER, B_ORDER)),
+                           BN, BN // PIECE, PIECE, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, SIZES, A_ORDER,
+                           B_ORDER)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -515,10 +585,13 @@ def hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, CONSUMERS, out0, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
-                (consume, (1, CONSUMERS, out1, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER, END)),
+                (consume, (0, CONSUMERS, out0, unowned, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER,
+                           END, ZERO, SIZES)),
+                (consume, (1, CONSUMERS, out1, unowned, ring, mail, BN, PIECE, PART, MOST, STAGES, A_ORDER, B_ORDER,
+                           END, ZERO, SIZES)),
                 (produce, ((a_desc, b_desc), ring, mail, records, ends, extents, tiles_n, total, a_rows, b_step, FORM,
-                           BN, BN // PIECE, PIECE, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, A_ORDER, B_ORDER)),
+                           BN, BN // PIECE, PIECE, MOST, STAGES, WIDTH, ORDER, ALIGN, MASKED, SIZES, A_ORDER,
+                           B_ORDER)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multigemm.backends.triton.kernels.hopper import barriers, moved, produce, write
-from multigemm.backends.triton.kernels.hopper_tiles import take
+from multigemm.backends.triton.kernels.hopper import barriers, halves, moved, produce, sum_layout, write, zero_unowned
+from multigemm.backends.triton.kernels.hopper_tiles import after, after_slot, take, tiles_of_launch
 
 # Triton 3.6 calls it otherwise than later versions
 reinterpreted = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -65,16 +65,6 @@ def ring_start(raw_at):
     """The address of what lies behind Triton's own shared memory."""
     start = gl.inline_asm_elementwise("mov.u32 $0, global_smem;", "=r,r", [raw_at], gl.int32, True, 1)
     return start + raw_at
-
-
-@gluon.jit
-def after(stage, phase, STAGES: gl.constexpr):
-    """The next stage of a ring, and its phase."""
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
 
 
 @gluon.jit
@@ -143,9 +133,7 @@ def load_along_n(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
             source = source + b_line * (DEEP * 2)
             source_last = source_last + b_line * (DEEP * 2)
             stage, phase = after(stage, phase, STAGES)
-        slot ^= 1
-        if slot == 0:
-            turn ^= 1
+        slot, turn = after_slot(slot, turn)
         g, _, rows, col, _, k_length = take(mail, slot, turn)
 
 
@@ -199,9 +187,7 @@ def load_along_k(mail, w_barriers, weights, raw, STAGES: gl.constexpr):
             source = source + DEEP * 2
             nothing = nothing * 0
             chunk, phase = after(chunk, phase, SLOTS)
-        slot ^= 1
-        if slot == 0:
-            turn ^= 1
+        slot, turn = after_slot(slot, turn)
         g, _, rows, col, _, k_length = take(mail, slot, turn)
 
 
@@ -306,12 +292,6 @@ def hand_back(w_empty, at_w, LAST: gl.constexpr, STAGES: gl.constexpr, B_ORDER: 
 
 
 @gluon.jit
-def halves(x):
-    """The left and the right half of the columns."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute(0, 2, 1).split()
-
-
-@gluon.jit
 def write_turned(acc, out, spot, PART: gl.constexpr, END: gl.constexpr):
     """Stores C^T, 64 rows of C at once."""
     if acc.shape[1] > STRIP:
@@ -406,10 +386,8 @@ def multiply(rings, place, at_x, at_w, k_length, out, spot, STRIPS: gl.constexpr
     """One tile, of STRIPS[0] strips and of STRIPS[2] strips from strip STRIPS[1] on."""
     WIDTH0: gl.constexpr = STRIPS[0] * STRIP
     WIDTH1: gl.constexpr = (STRIPS[2] if STRIPS[2] > 0 else 1) * STRIP
-    LAYOUT0: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH0, 16])  # fmt: skip
-    LAYOUT1: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH1, 16])  # fmt: skip
+    LAYOUT0: gl.constexpr = sum_layout(WIDTH0, 16)
+    LAYOUT1: gl.constexpr = sum_layout(WIDTH1, 16)
     LAYOUTS: gl.constexpr = (LAYOUT0, LAYOUT1)
     _, _, x_empty, w_full, _ = rings
     sums = (warpgroup_mma_init(gl.zeros([STRIP, WIDTH0], gl.float32, LAYOUT0)),
@@ -439,12 +417,14 @@ def multiply(rings, place, at_x, at_w, k_length, out, spot, STRIPS: gl.constexpr
 
 
 @gluon.jit
-def consume_shifted(WHICH: gl.constexpr, out, rings, mail, weights, raw, PART: gl.constexpr, MOST: gl.constexpr,
-                   STAGES: gl.constexpr, B_ORDER: gl.constexpr, END: gl.constexpr):  # fmt: skip
+def consume_shifted(WHICH: gl.constexpr, out, unowned, rings, mail, weights, raw, PART: gl.constexpr,
+                    MOST: gl.constexpr, STAGES: gl.constexpr, B_ORDER: gl.constexpr, END: gl.constexpr,
+                    ZERO: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
     """One warpgroup: 64 of a tile's columns."""
+    if ZERO is not None and WHICH == 1:
+        zero_unowned(out, unowned[0], unowned[1], END[0], ZERO, SIZES)
     HALF_BYTES: gl.constexpr = STRIP * line_pitch(STAGES) if B_ORDER == "col" else STRIP * 2
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, STRIP, 16])  # fmt: skip
+    LAYOUT: gl.constexpr = sum_layout(STRIP, 16)
     PAIRS: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 1)
     slot = 0
     turn = 0
@@ -455,44 +435,35 @@ def consume_shifted(WHICH: gl.constexpr, out, rings, mail, weights, raw, PART: g
         strips = (rows + STRIP - 1) // STRIP
         place = place_of(weights, raw + WHICH * HALF_BYTES, g, col, PAIRS, STAGES, B_ORDER)
         spot = (g, row, rows, low, row + rows, col + WHICH * STRIP)
-        if MOST == 4:
-            if strips == 4:
-                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (2, 2, 2), MOST, STAGES,
-                                      B_ORDER, PART, END)  # fmt: skip
-            elif strips == 3:
-                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (2, 2, 1), MOST, STAGES,
-                                      B_ORDER, PART, END)  # fmt: skip
-            elif strips == 2:
-                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (1, 2, 1), MOST, STAGES,
-                                      B_ORDER, PART, END)  # fmt: skip
-            else:
-                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (1, 0, 0), MOST, STAGES,
-                                      B_ORDER, PART, END)  # fmt: skip
+        if MOST == 4 and strips == 4:
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (2, 2, 2), MOST, STAGES, B_ORDER,
+                                  PART, END)  # fmt: skip
+        elif MOST == 4 and strips == 3:
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (2, 2, 1), MOST, STAGES, B_ORDER,
+                                  PART, END)  # fmt: skip
+        elif strips == 2:
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot,
+                                  (1, 2, 1) if MOST == 4 else (2, 0, 0), MOST, STAGES, B_ORDER, PART, END)  # fmt: skip
         else:
-            if strips == 2:
-                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (2, 0, 0), MOST, STAGES,
-                                      B_ORDER, PART, END)  # fmt: skip
-            else:
-                at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (1, 0, 0), MOST, STAGES,
-                                      B_ORDER, PART, END)  # fmt: skip
-        slot ^= 1
-        if slot == 0:
-            turn ^= 1
+            at_x, at_w = multiply(rings, place, at_x, at_w, k_length, out, spot, (1, 0, 0), MOST, STAGES, B_ORDER,
+                                  PART, END)  # fmt: skip
+        slot, turn = after_slot(slot, turn)
         g, row, rows, col, low, k_length = take(mail, slot, turn)
     if END[0] == "tma":
         tma.store_wait(0)
 
 
 @gluon.jit
-def carry_kernel(
+def shift_b_kernel(
     a_desc, out_desc, b, c, out, bias, records, ends, m, n, k, groups, head, a_rows, out_rows, raw_at,
     b_group, b_line, c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
     FORM: gl.constexpr, BN: gl.constexpr, PART: gl.constexpr, MOST: gl.constexpr,
     STAGES: gl.constexpr, WIDTH: gl.constexpr, ORDER: gl.constexpr, ALIGN: gl.constexpr,
     A_ORDER: gl.constexpr, B_ORDER: gl.constexpr,
     STORE: gl.constexpr, C: gl.constexpr, BIAS: gl.constexpr, ALPHA: gl.constexpr, ACTIVATION: gl.constexpr,
+    ZERO: gl.constexpr, SIZES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    CARRIER_REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Jagged rows alone. Roles: two warpgroups multiply and write, four warps load weights, one warp rows."""
     dtype: gl.constexpr = a_desc.dtype
@@ -509,10 +480,7 @@ def carry_kernel(
     w_empty = barriers(slots(STAGES, B_ORDER), 2)
     mail = (tickets, barriers(2, 1), barriers(2, 3))
     tiles_n = (n + BN - 1) // BN
-    if FORM == "search":
-        total = tiles_n * 0
-    else:
-        total = gl.load(records) * tiles_n
+    total = tiles_of_launch(records, m, groups, tiles_n, FORM, MOST)
     if ALPHA == "zero":
         k = k * 0
     extents = (m, n, k, groups, head)
@@ -520,6 +488,7 @@ def carry_kernel(
     strides = (c_group, c_row, c_col, out_group, out_row, out_col, bias_group, bias_col,
                alpha_bits, beta_bits, out_rows)  # fmt: skip
     END: gl.constexpr = (STORE, C, BIAS, ALPHA, ACTIVATION, False)
+    unowned = (ends, extents) if ZERO is not None else ()
     rings = (x_smem, x_full, x_empty, w_full, w_empty)
     weights = (b, n, b_group, b_line)
     raw = ring_start(raw_at)
@@ -527,13 +496,15 @@ def carry_kernel(
     out1 = (out_desc, staging.index(1), tensors, strides, n)
     gl.warp_specialize(
         [
-            (consume_shifted, (0, out0, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END)),
-            (consume_shifted, (1, out1, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END)),
+            (consume_shifted, (0, out0, unowned, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END, ZERO,
+                               SIZES)),
+            (consume_shifted, (1, out1, unowned, rings, mail, weights, raw, PART, MOST, STAGES, B_ORDER, END, ZERO,
+                               SIZES)),
             (load_lines, (mail, (w_full, w_empty), weights, raw, STAGES, B_ORDER)),
             (produce, ((a_desc, a_desc), (x_smem, x_smem, x_full, x_empty), mail, records, ends, extents, tiles_n,
-                       total, a_rows, 0, FORM, BN, 0, BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, A_ORDER,
-                       B_ORDER)),
+                       total, a_rows, 0, FORM, BN, 0, BN, MOST, STAGES, WIDTH, ORDER, ALIGN, False, SIZES,
+                       A_ORDER, B_ORDER)),
         ],
         [4, 4, 1],
-        [CONSUMER_REGISTERS, CARRIER_REGISTERS, PRODUCER_REGISTERS],
+        [CONSUMER_REGISTERS, LOADER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -9,20 +9,40 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from multigemm.backends.triton.kernels.schedule import group_rows
+from multigemm.backends.triton.kernels.schedule import group_rows, place
 
 STRIP = gl.constexpr(64)
 RECORD = gl.constexpr(8)
 
 
 @gluon.jit
-def place_in(local, tiles_m, tiles_n, WIDTH: gl.constexpr):
-    """(tile_m, tile_n) inside a group (see multigemm.planning.tiles.place)."""
-    band = WIDTH * tiles_n
-    first = local // band * WIDTH
-    height = gl.minimum(tiles_m - first, WIDTH)
-    inside = local % band
-    return first + inside % height, inside // height
+def after(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and its phase."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def after_slot(slot, turn):
+    """The next of the two slots in which tiles are handed over, and its turn."""
+    slot ^= 1
+    if slot == 0:
+        turn ^= 1
+    return slot, turn
+
+
+@gluon.jit
+def tiles_of_launch(records, m, groups, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr):
+    """The number of tiles, as far as it is known before sizes are read."""
+    if FORM == "rows":
+        return gl.load(records) * tiles_n
+    elif FORM == "search":
+        return tiles_n * 0
+    else:
+        return groups * ((m + MOST * STRIP - 1) // (MOST * STRIP)) * tiles_n
 
 
 @gluon.jit
@@ -65,20 +85,45 @@ def plus(x, y):
 
 
 @gluon.jit
-def rows_up_to(ends, extents, MOST: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr):
-    """Tile rows up to each of 256 groups (or 128: hopper_launch.searchable), counted by one warp, all at once."""
+def rows_up_to(ends, extents, MOST: gl.constexpr, ALIGN: gl.constexpr, MASKED: gl.constexpr, SIZES: gl.constexpr):
+    """Tile rows up to each of 256 groups (or 128: hopper.searchable), counted by one warp, all at once.
+
+    Sums of SIZES that lie may wrap, but each group starts where the one before it ends.
+    """
     m, _, _, groups, head = extents
     EACH: gl.constexpr = 4 if MOST == 3 else 8
     lanes: gl.constexpr = gl.BlockedLayout([EACH], [32], [1], [0])
     g = gl.arange(0, 32 * EACH, lanes)
-    start, end = group_rows(ends, g, head, m, g < groups, MASKED)
+    if SIZES:
+        size = gl.load(ends + g, mask=g < groups, other=0).to(gl.int32)
+        end = gl.associative_scan(size, 0, plus)
+        start, end = inside(end - size, end, m)
+    else:
+        start, end = group_rows(ends, g, head, m, g < groups, MASKED)
     strips = gl.where(end > start, (end - start // ALIGN * ALIGN + STRIP - 1) // STRIP, 0)
     return gl.associative_scan((strips + MOST - 1) // MOST, 0, plus)
 
 
 @gluon.jit
+def span_of(g, ok, ends, head, MOST: gl.constexpr, SIZES: gl.constexpr):
+    """Where a group starts and ends, to be clamped by `inside`: two loads on their way, or the sums of SIZES."""
+    if SIZES:
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        before = lane * 0
+        for step in gl.static_range(4 if MOST == 3 else 8):
+            index = lane + 32 * step
+            before += gl.load(ends + index, mask=ok & (index < g), other=0).to(gl.int32)
+        start = gl.sum(before, 0)
+        end = start + gl.load(ends + g, mask=ok, other=0).to(gl.int32)
+    else:
+        start = gl.load(ends + g - 1, mask=ok & (g + head > 0), other=0)
+        end = gl.load(ends + g, mask=ok, other=0)
+    return start, end
+
+
+@gluon.jit
 def record_of(tile, total, found, records, ends, extents, tiles_n, FORM: gl.constexpr, MOST: gl.constexpr,
-              MASKED: gl.constexpr):  # fmt: skip
+              MASKED: gl.constexpr, SIZES: gl.constexpr):  # fmt: skip
     """What memory holds about a tile's group, as loads on their way; nothing for a tile beyond the last."""
     m, _, _, _, head = extents
     ok = tile < total
@@ -96,18 +141,18 @@ def record_of(tile, total, found, records, ends, extents, tiles_n, FORM: gl.cons
         below = found <= tile // tiles_n
         g = gl.sum(below.to(gl.int32), 0)
         first = gl.max(gl.where(below, found, 0), 0)
-        start = g * 0
-        if not MASKED:
-            start = gl.load(ends + g - 1, mask=ok & (g + head > 0), other=0)
-        end = gl.load(ends + g, mask=ok, other=0)
+        if MASKED:
+            start = g * 0
+            end = gl.load(ends + g, mask=ok, other=0)
+        else:
+            start, end = span_of(g, ok, ends, head, MOST, SIZES)
         return g, start, end, first
     else:
         g = tile // ((m + MOST * STRIP - 1) // (MOST * STRIP) * tiles_n)
         start = g * 0
         end = start
         if FORM == "k":
-            start = gl.load(ends + g - 1, mask=ok & (g + head > 0), other=0)
-            end = gl.load(ends + g, mask=ok, other=0)
+            start, end = span_of(g, ok, ends, head, MOST, SIZES)
         return g, start, end
 
 
@@ -126,7 +171,7 @@ def tile_from(record, tile, extents, tiles_n, FORM: gl.constexpr, BN: gl.constex
     m, _, k, _, _ = extents
     if FORM == "rows":
         g, start, end, first, count, each, low = record
-        tm, tn = place_in(tile - first * tiles_n, count, tiles_n, WIDTH)
+        tm, tn = place(tile - first * tiles_n, count, tiles_n, WIDTH)
         row = start + tm * each * STRIP
         return g, row, gl.minimum(each * STRIP, end - row), tn * BN, low, g * 0, k
     elif FORM == "search":
@@ -136,13 +181,13 @@ def tile_from(record, tile, extents, tiles_n, FORM: gl.constexpr, BN: gl.constex
         strips = (end - start + STRIP - 1) // STRIP
         count = (strips + MOST - 1) // MOST
         each = (strips + count - 1) // gl.maximum(count, 1)
-        tm, tn = place_in(tile - first * tiles_n, count, tiles_n, WIDTH)
+        tm, tn = place(tile - first * tiles_n, count, tiles_n, WIDTH)
         row = start + tm * each * STRIP
         return g, row, gl.minimum(each * STRIP, end - row), tn * BN, low, g * 0, k
     else:
         g, start, end = record
         down = (m + MOST * STRIP - 1) // (MOST * STRIP)
-        tm, tn = place_in(tile % (down * tiles_n), down, tiles_n, WIDTH)
+        tm, tn = place(tile % (down * tiles_n), down, tiles_n, WIDTH)
         row = tm * (MOST * STRIP)
         rows = gl.minimum(MOST * STRIP, m - row)
         if FORM == "k":

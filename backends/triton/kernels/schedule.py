@@ -24,10 +24,39 @@ def group_range(ends, g, head, total, ok):
 
 
 @triton.jit
+def clamped_range(start, end, total):
+    """[start, end) clamped to the extent."""
+    start = tl.minimum(tl.maximum(start, 0), total)
+    return start, tl.minimum(tl.maximum(end, start), total)
+
+
+@triton.jit
+def summed_ranges(sizes, g, total, ok):
+    """[start, end) of all groups out of their sizes. Sums of sizes that lie may wrap, but each group starts where the
+    one before it ends."""
+    size = tl.load(sizes + g, mask=ok, other=0).to(tl.int32)
+    end = tl.cumsum(size, 0)
+    return clamped_range(end - size, end, total)
+
+
+@triton.jit
+def range_of(ends, g, head, total, SIZES: tl.constexpr, CHUNK: tl.constexpr):
+    """[start, end) of one group; out of up to CHUNK sizes with SIZES."""
+    if SIZES:
+        lane = tl.arange(0, CHUNK)
+        start = tl.sum(tl.load(ends + lane, mask=lane < g, other=0).to(tl.int32), 0)
+        end = start + tl.load(ends + g).to(tl.int32)
+        start, end = clamped_range(start, end, total)
+    else:
+        start, end = group_range(ends, g, head, total, g >= 0)
+    return start, end
+
+
+@triton.jit
 def tiles_in(g, ok, ends, table, m, n, groups, head,
              FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
-             TABLE_M: tl.constexpr, TABLE_N: tl.constexpr):  # fmt: skip
-    """The number of tiles of groups `g` (a vector); 0 where not `ok`."""
+             TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, SIZES: tl.constexpr = False):  # fmt: skip
+    """The number of tiles of groups `g` (a vector; of all groups with SIZES); 0 where not `ok`."""
     if FORM == "per_group":
         rows = tl.load(table + g.to(tl.int64) * COLUMNS + TABLE_M, mask=ok, other=0).to(tl.int32)
         columns = tl.load(table + g.to(tl.int64) * COLUMNS + TABLE_N, mask=ok, other=0).to(tl.int32)
@@ -35,14 +64,14 @@ def tiles_in(g, ok, ends, table, m, n, groups, head,
         rows = tl.load(ends + g, mask=ok, other=0).to(tl.int64)
         rows = tl.minimum(tl.maximum(rows, 0), m).to(tl.int32)
         columns = n
-    elif FORM == "jagged_n":
-        start, end = group_range(ends, g, head, n, ok)
-        rows = m
-        columns = end - start
     else:
-        start, end = group_range(ends, g, head, m, ok)
-        rows = end - start
-        columns = n
+        total = n if FORM == "jagged_n" else m
+        if SIZES:
+            start, end = summed_ranges(ends, g, total, ok)
+        else:
+            start, end = group_range(ends, g, head, total, ok)
+        rows = m if FORM == "jagged_n" else end - start
+        columns = end - start if FORM == "jagged_n" else n
     count = ((rows + BM - 1) // BM) * ((columns + BN - 1) // BN)
     return tl.where(ok, count, 0)
 
@@ -50,12 +79,14 @@ def tiles_in(g, ok, ends, table, m, n, groups, head,
 @triton.jit
 def pivots(prefix, ends, table, m, n, groups, head,
            FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr,
-           TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+           TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, CHUNK: tl.constexpr,
+           SIZES: tl.constexpr = False):  # fmt: skip
     """CHUNK inclusive tile counts: of every group if they fit, else of every `stride`-th one."""
     lane = tl.arange(0, CHUNK)
     stride = (groups + CHUNK - 1) // CHUNK
     if groups <= CHUNK:
-        counts = tiles_in(lane, lane < groups, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N)
+        counts = tiles_in(lane, lane < groups, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N,
+                          SIZES)  # fmt: skip
         found = tl.cumsum(counts, 0)
     else:
         found = tl.load(prefix + tl.minimum((lane + 1) * stride, groups) - 1)

@@ -20,6 +20,7 @@ import multigemm as mg
 from multigemm.backends.cublas import grouped_mm
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.library import cublas, handle
+from multigemm.planning.launch_cache import LAUNCHES
 from tests.support.cublas_far_cases import ARENA, DTYPES, cases
 from tests.support.cublas_gpu_cases import ALL, exact_rows, ints, offsets_of
 
@@ -296,6 +297,56 @@ def test_plans_can_be_thrown_away_while_their_calls_run() -> None:
         if turn == 2:
             before = torch.cuda.memory_allocated()
     assert torch.cuda.memory_allocated() == before
+
+
+# --- calls that the cache of launches serves ---
+
+
+@pytest.mark.parametrize("kind", ["offsets", "a first offset", "ends", "sizes", "list"])
+@pytest.mark.parametrize("jagged", ["m", "k"])
+@pytest.mark.parametrize("config", [Config("auto"), Config("grouped_mm"), Config("grouped"), Config("batched")])
+def test_a_warm_call_follows_its_operands(kind: str, jagged: str, config: Config) -> None:
+    """Fresh operands at each call, token counts of one class, numbers that change, NaN behind the last row."""
+    groups, served = 5, LAUNCHES.served
+    for turn in range(12):
+        sizes, head = [8 * ((turn + g) % 4) for g in range(groups)], 8 * (kind == "a first offset")
+        rows = head + sum(sizes) + 8 * (turn % 3)
+        offsets = offsets_of(sizes, head)
+        cuts: dict[str, dict[str, Any]] = {
+            "offsets": {"offsets": offsets}, "a first offset": {"offsets": offsets.long()},
+            "ends": {"ends": offsets[1:].contiguous()}, "sizes": {"sizes": offsets.diff()}, "list": {"sizes": sizes},
+        }  # fmt: skip
+        given = cuts[kind]
+        a, b = ints(rows, 64, seed=turn), ints(groups, 64, 48, seed=turn + 50)
+        a[head + sum(sizes) :], a[:head] = float("nan"), float("nan")
+        if jagged == "m":
+            out = mg.grouped_gemm(a, b, backend="cublas", config=config, **given)
+            assert torch.equal(out, exact_rows(a, b, sizes, head).to(out.dtype)), turn
+            continue
+        dy = ints(rows, 48, seed=turn + 50)
+        out = mg.grouped_gemm(a.t(), dy, jagged="k", backend="cublas", config=config, **given)
+        for g, (start, end) in enumerate(pairwise(offsets.tolist())):
+            want = a[start:end].t().double() @ dy[start:end].double()
+            assert torch.equal(out[g], want.to(out.dtype)), (turn, g)
+    if jagged == "m" and (kind == "list" or config.variant in ("auto", "grouped_mm")):
+        assert LAUNCHES.served > served
+
+
+@pytest.mark.parametrize("numbers", [[60, 20, 90], [-5, 4, 900], [2**31 - 1] * 3, [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("kind", ["offsets", "ends", "sizes"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_warm_call_clamps_as_a_plan_does(numbers: list[int], kind: str, dtype: torch.dtype) -> None:
+    a, b = ints(100, 64), ints(3, 64, 64, seed=1)
+    good = [3, 10, 30, 60] if kind == "offsets" else [10, 30, 60]
+    live, cut = torch.tensor(good, dtype=dtype, device="cuda"), cast(dict[str, Any], {})
+    cut[kind] = live
+    plan: Any = mg.plan(mg.GroupedGemmProblem(a, b, **cut), backend="cublas")
+    for _ in range(3):
+        assert torch.equal(mg.grouped_gemm(a, b, backend="cublas", **cut), plan())
+    served = LAUNCHES.served
+    live.copy_(torch.tensor([3, *numbers] if kind == "offsets" else numbers))
+    assert torch.equal(mg.grouped_gemm(a, b, backend="cublas", **cut), plan())
+    assert LAUNCHES.served == served + 1
 
 
 # --- counts, extents, alignment, distances ---

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import multigemm as mg
 from multigemm import torch_internals
-from multigemm.backends.cublas import grouped_mm, launch
+from multigemm.backends.cublas import grouped_mm, launch, library
 from multigemm.backends.cublas.config import Config
 from multigemm.planning import launch_cache
 from multigemm.planning.launch_cache import LAUNCHES
@@ -147,6 +147,7 @@ PRODUCTS: dict[str, Callable[[int], tuple[Tensor, Tensor, dict[str, Any]]]] = {
     "jagged m": lambda i: (ints(70, K, seed=i), ints(GROUPS, K, N, seed=i + 9), {"offsets": offsets_of(3).tolist()}),
     "jagged n": lambda i: (ints(GROUPS, N, K, seed=i), ints(K, ROWS, seed=i + 9), {"sizes": SIZES, "jagged": "n"}),
     "jagged k": lambda i: (ints(ROWS, K, seed=i).t(), ints(ROWS, N, seed=i + 9), {"sizes": SIZES, "jagged": "k"}),
+    "scattered": lambda i: (ints(ROWS, K, seed=i), ints(4, K, N, seed=i + 9), {"offsets": [0, 16, 32, 40, 56]}),
     "one weight": lambda i: (ints(ROWS, K, seed=i), ints(K, N, seed=i + 9), {"sizes": SIZES}),
     "equal sizes": lambda i: (ints(ROWS, K, seed=i), ints(4, K, N, seed=i + 9), {"sizes": [18] * 4}),
     "batched": lambda i: (ints(3, 8, K, seed=i), ints(3, K, N, seed=i + 9), {}),
@@ -180,6 +181,14 @@ def test_library_calls_follow_their_operands(
     if variant == "grouped" and form == "bias, relu":
         pytest.skip("cublasGemmGroupedBatchedEx writes no float32 of bfloat16")
     Calls(monkeypatch, install, variant).served(PRODUCTS[form])
+
+
+@pytest.mark.parametrize("form", ["scattered", "jagged m"])
+def test_a_table_too_large_to_be_written_in_place_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, install: Callable[..., None], fake: Fake, form: str
+) -> None:
+    monkeypatch.setattr(library, "STAGED_BYTES", 0)
+    Calls(monkeypatch, install, "batched" if form == "scattered" else "grouped").served(PRODUCTS[form])
 
 
 def test_a_result_of_inference_mode_is_written_outside_of_it(install: Callable[..., None], fake: Fake) -> None:
@@ -242,7 +251,7 @@ def operands(**grouping: Any) -> Operands:
         (Config("grouped_mm"), {"sizes": FULL}, 20),
         (Config("loop"), {"sizes": FULL}, 55),
         (Config("streams", 4), {"sizes": FULL}, 65),
-        (Config("batched"), {"sizes": [12] * 6}, 65),
+        (Config("batched"), {"sizes": [12] * 6}, 66),
     ],
     ids=lambda value: value.variant if isinstance(value, Config) else None,
 )

@@ -19,6 +19,7 @@ from multigemm.backends.cublas.products import (
     Leading,
     Product,
     Shape,
+    countable,
     cut,
     even_steps,
     leading,
@@ -29,7 +30,6 @@ from multigemm.backends.cublas.products import (
     packed_products,
     shape_of,
 )
-from multigemm.backends.cublas.run import shares
 from multigemm.backends.cublas.staging import Copies, stage, writable
 from multigemm.planning.operands import Operands, group_table, packed
 from multigemm.planning.staging import stage as stage_problem
@@ -41,23 +41,40 @@ CPU = torch.device("cpu")
 VARIANTS = ("loop", "batched", "grouped")
 
 
-def test_strides_become_leading_dimensions() -> None:
-    assert leading(3, 5, 5, 1, 2) == Leading(True, 5)
-    assert leading(3, 5, 9, 1, 2) == Leading(True, 9)
-    assert leading(3, 5, 1, 3, 2) == Leading(False, 3)
+FAR = 1 << 33
 
 
-@pytest.mark.parametrize("strides", [(5, 2), (0, 1), (4, 1), (1, 0), (1, 2), (10, 3)])
-def test_strides_that_blas_cannot_say(strides: tuple[int, int]) -> None:
-    assert leading(3, 5, *strides, 2) is None
+@pytest.mark.parametrize(
+    ("extents", "strides", "want"),
+    [
+        ((3, 5), (5, 1), Leading(True, 5)),
+        ((3, 5), (9, 1), Leading(True, 9)),
+        ((3, 5), (1, 3), Leading(False, 3)),
+        *(((3, 5), strides, None) for strides in [(5, 2), (0, 1), (4, 1), (1, 0), (1, 2), (10, 3)]),
+        # strides of single rows and columns mean nothing
+        ((1, 5), (0, 1), Leading(True, 5)),
+        ((1, 5), (0, 7), Leading(False, 7)),
+        ((3, 1), (1, 0), Leading(False, 3)),
+        ((3, 1), (6, 0), Leading(True, 6)),
+        ((1, 1), (0, 0), Leading(True, 1)),
+        # lines that lie too far apart
+        ((3, 5), (1, FAR), None),
+        ((3, 5), (FAR, 1), None),
+        ((1, 5), (FAR, 1), Leading(True, 5)),
+        ((5, 1), (1, FAR), Leading(False, 5)),
+        ((1, FAR), (FAR, 1), Leading(True, FAR)),
+    ],
+    ids=str,
+)
+def test_strides_become_leading_dimensions(
+    extents: tuple[int, int], strides: tuple[int, int], want: Leading | None
+) -> None:
+    assert leading(*extents, *strides, 2) == want
 
 
-def test_strides_of_single_rows_and_columns_mean_nothing() -> None:
-    assert leading(1, 5, 0, 1, 2) == Leading(True, 5)
-    assert leading(1, 5, 0, 7, 2) == Leading(False, 7)
-    assert leading(3, 1, 1, 0, 2) == Leading(False, 3)
-    assert leading(3, 1, 6, 0, 2) == Leading(True, 6)
-    assert leading(1, 1, 0, 0, 2) == Leading(True, 1)
+@pytest.mark.parametrize(("itemsize", "limit"), [(1, 2**30), (2, 2**30), (8, 2**28)])
+def test_what_is_counted_ends_at_elements_or_bytes(itemsize: int, limit: int) -> None:
+    assert [countable(distance, itemsize) for distance in (limit - 1, limit)] == [True, False]
 
 
 def test_a_result_by_rows_swaps_the_operands() -> None:
@@ -287,13 +304,6 @@ def test_even_steps_needs_equal_and_forward_distances() -> None:
     assert even_steps([_product(1, at) for at in (40, 24, 8)]) is None
     shared = [Product(_product(1).shape, 64, at, at) for at in (0, 8)]
     assert even_steps(shared) == (0, 8, 8)
-
-
-def test_streams_share_the_work() -> None:
-    split = shares([5, 9, 1, 7, 3], 2)
-    assert sorted(i for lane in split for i in lane) == [0, 1, 2, 3, 4]
-    assert max(sum([5, 9, 1, 7, 3][i] for i in lane) for lane in split) == 13
-    assert shares([4], 3) == [[0]]
 
 
 def test_unusual_strides_are_packed_and_others_not() -> None:

@@ -13,7 +13,7 @@ import torch
 import multigemm as mg
 from multigemm.backends.cublas import BACKEND, epilogue, grouped_mm, kernels, products, run, staging
 from multigemm.backends.cublas.config import Config
-from multigemm.backends.cublas.products import Leading, countable
+from multigemm.backends.cublas.products import countable
 from multigemm.cuda import nvrtc
 from multigemm.errors import BackendUnsupported
 from multigemm.planning.operands import Operands
@@ -157,21 +157,6 @@ def test_products_without_k_are_zeros(fake: Fake, empties: int) -> None:
 
 
 # --- lines and matrices further apart than cuBLAS counts: copied, never handed over; or refused in words ---
-
-
-def test_what_is_counted_ends_at_elements_or_bytes() -> None:
-    assert [countable(distance, 1) for distance in (2**30 - 1, 2**30)] == [True, False]
-    assert [countable(distance, 2) for distance in (2**30 - 1, 2**30)] == [True, False]
-    assert [countable(distance, 8) for distance in (2**28 - 1, 2**28)] == [True, False]
-
-
-def test_single_lines_have_no_distance() -> None:
-    far = 1 << 33
-    assert products.leading(3, 5, 1, far, 2) is None
-    assert products.leading(3, 5, far, 1, 2) is None
-    assert products.leading(1, 5, far, 1, 2) == Leading(True, 5)
-    assert products.leading(5, 1, 1, far, 2) == Leading(False, 5)
-    assert products.leading(1, far, far, 1, 2) == Leading(True, far)
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,10 @@ def test_a_graph_may_hold_other_calls(fake: Fake) -> None:
 def test_the_largest_products_go_to_streams_of_their_own() -> None:
     assert run.shares([40, 30, 20, 10], 3) == [[0], [1], [2, 3]]
     assert run.shares([5], 4) == [[0]]
+    work = [5, 9, 1, 7, 3]
+    split = run.shares(work, 2)
+    assert sorted(i for share in split for i in share) == [0, 1, 2, 3, 4]
+    assert max(sum(work[i] for i in share) for share in split) == 13
 
 
 def test_side_streams_fork_and_join(fake: Fake) -> None:

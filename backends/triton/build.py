@@ -1,0 +1,225 @@
+"""Kernels as cubins: compiled by Triton for an explicit target, kept on disk, loaded without Triton.
+
+Triton's own dispatcher inspects every argument of every call and specialises on values. Here the
+signature and the hints are spelled out instead, so that nothing about a call's sizes can cause a
+compilation, the same kernel can be compiled for a GPU that is not here, and a process that finds
+its cubin on disk does not import Triton at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multigemm.cuda.disk_cache import DiskCache, fingerprint
+from multigemm.cuda.launch import BoundKernel, Kernel
+from multigemm.errors import CompileError
+from multigemm.settings import settings
+
+CACHE = DiskCache("triton")
+KERNELS = Path(__file__).parent / "kernels"
+DEVICE_CODE = ("epilogue.py", "generic.py", "schedule.py")
+HOPPER_CODE = ("hopper.py", "hopper_shift_b.py", "hopper_tiles.py")
+LIST_CODE = ("lists.py",)
+compilations = 0
+"""How many kernels this process compiled (not: loaded from disk). Tests count it."""
+
+
+Signature = str | tuple["Signature", ...]
+"""The type of an argument, or of a tuple of arguments."""
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """Everything that one compiled kernel depends on, but the target.
+
+    `room`: bytes of shared memory behind what Triton allocates, for what no layout of its expresses.
+    """
+
+    module: str
+    name: str
+    signature: tuple[tuple[str, Signature], ...]
+    constants: tuple[tuple[str, Any], ...]
+    divisibility: tuple[tuple[str, int], ...] = ()
+    warps: int = 4
+    stages: int = 1
+    gluon: bool = False
+    registers: int | None = None
+    room: int = 0
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code and what a launch has to know about it; `room_at` is where the room in shared memory begins."""
+
+    code: bytes = field(repr=False)
+    name: str
+    threads: int
+    shared: int
+    scratch: int
+    scratch_align: int
+    params: int
+    room_at: int = 0
+
+
+def triton_version() -> str:
+    """The installed Triton's version, without importing it; '' if there is none."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@cache
+def source_fingerprint(module: str, gluon: bool) -> str:
+    """Changes with any file of device code that such a kernel may use: they import one another, not those of lists."""
+    names = (*DEVICE_CODE, *HOPPER_CODE) if gluon else DEVICE_CODE
+    names = (*names, *LIST_CODE) if module.rpartition(".")[2] + ".py" in LIST_CODE else names
+    return fingerprint(*((KERNELS / name).read_bytes() for name in names))
+
+
+def _ast_source(source: KernelSource) -> Any:
+    kernel = getattr(import_module(source.module), source.name)
+    if source.gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        from triton.compiler import ASTSource as Source
+    given = dict(source.signature)
+    signature = {name: given.get(name, "constexpr") for name in kernel.arg_names}
+    index = {name: i for i, name in enumerate(kernel.arg_names)}
+    attrs = {(index[name],): [["tt.divisibility", by]] for name, by in source.divisibility if by > 1}
+    return Source(kernel, signature, constexprs=_constants(source), attrs=attrs)
+
+
+def _constants(source: KernelSource) -> dict[str, Any]:
+    """Constants as the kernels use them: a leading 'tl.' names one of Triton's types."""
+    import triton.language as tl
+
+    def value(v: Any) -> Any:
+        return getattr(tl, v[3:]) if isinstance(v, str) and v.startswith("tl.") else v
+
+    return {name: value(v) for name, v in source.constants}
+
+
+def _options(source: KernelSource) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_warps": source.warps, "num_stages": source.stages}
+    if source.registers is not None:
+        options["maxnreg"] = source.registers
+    return options
+
+
+def build(source: KernelSource, capability: int) -> Any:
+    """Triton's CompiledKernel for sm_<capability>; needs no GPU."""
+    global compilations
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    compilations += 1
+    try:
+        return triton.compile(_ast_source(source), target=GPUTarget("cuda", capability, 32), options=_options(source))
+    except Exception as error:
+        raise CompileError(f"triton could not compile {source.name} for sm_{capability}: {error}") from error
+
+
+def _pack(compiled: Any, room: int) -> Cubin:
+    meta = compiled.metadata
+    room_at = -(-meta.shared // 1024) * 1024 if room else 0
+    entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
+    if entry is None:
+        raise CompileError(f"no entry point in the PTX of {meta.name}")
+    return Cubin(
+        code=compiled.asm["cubin"],
+        name=meta.name,
+        threads=32 * meta.num_warps,
+        shared=room_at + room if room else meta.shared,
+        scratch=getattr(meta, "global_scratch_size", 0) or 0,
+        scratch_align=getattr(meta, "global_scratch_align", 1) or 1,
+        params=len(re.findall(r"\.param", entry.group(1))),
+        room_at=room_at,
+    )
+
+
+def _dump(source: KernelSource, key: str, asm: Mapping[str, Any]) -> None:
+    folder = settings().dump
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"triton-{source.name}-{key}.ptx").write_text(asm["ptx"])
+        (folder / f"triton-{source.name}-{key}.cubin").write_bytes(asm["cubin"])
+
+
+@cache
+def cubin(source: KernelSource, capability: int) -> Cubin:
+    """The kernel's machine code: from this process, from disk, or compiled now."""
+    key = fingerprint(triton_version(), source_fingerprint(source.module, source.gluon), source, capability)
+    stored = CACHE.get(key, ".cubin")
+    if stored is not None and settings().dump is None:
+        head, _, code = stored.partition(b"\n")
+        return Cubin(code=code, **json.loads(head))
+    compiled = build(source, capability)
+    _dump(source, key, compiled.asm)
+    packed = _pack(compiled, source.room)
+    facts = {name: value for name, value in asdict(packed).items() if name != "code"}
+    CACHE.put(key, json.dumps(facts).encode() + b"\n" + packed.code, ".cubin")
+    return packed
+
+
+@cache
+def capability_of(index: int) -> int:
+    """The compute capability of a device: 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+class TritonKernel:
+    """A compiled kernel that is loaded on one device."""
+
+    __slots__ = ("_kernel", "code", "index")
+
+    def __init__(self, code: Cubin, index: int) -> None:
+        self.code, self.index = code, index
+        self._kernel = Kernel(code.code, code.name, index, code.shared)
+
+    def bound(
+        self,
+        values: Sequence[int | bytes],
+        grid: int,
+        keep: Sequence[object] = (),
+        on_capture: Callable[[], object] | None = None,
+        grid_for: Callable[[int], int] | None = None,
+    ) -> BoundKernel:
+        """A launch of `grid` programs with these arguments; `keep` and `grid_for` as in `Kernel.bound`.
+
+        Triton appends parameters of its own behind the kernel's: a scratch buffer in global memory, which is
+        allocated here, and a profile buffer.
+        """
+        code = self.code
+        own = [0] * (code.params - len(values))
+        if code.scratch:
+            size = code.scratch * grid + code.scratch_align
+            scratch = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self.index))
+            own[0] = -(-scratch.data_ptr() // code.scratch_align) * code.scratch_align
+            keep, grid_for = (*keep, scratch), None  # of more programs the buffer would be larger
+        return self._kernel.bound(
+            [*values, *own], grid=grid, threads=code.threads, shared=code.shared, keep=keep, on_capture=on_capture,
+            grid_for=grid_for,
+        )  # fmt: skip
+
+
+@cache
+def load(source: KernelSource, index: int) -> TritonKernel:
+    """The kernel on a device: loaded once in this process."""
+    return TritonKernel(cubin(source, capability_of(index)), index)
+
+
+def compile_all(sources: Mapping[str, KernelSource], index: int) -> None:
+    """Compiles all of them, so that no later problem has to wait."""
+    for source in sources.values():
+        cubin(source, capability_of(index))

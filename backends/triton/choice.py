@@ -1,0 +1,443 @@
+"""Which configs to try for a spec, the best guess first: what measurements on an H100 support.
+
+Nothing here depends on a token count beyond the buckets that a spec carries. The numbers were fitted on an H100 (700 W,
+Triton 3.6.0, 2026-11-21, L2 flushed); docs/triton-tuning.md has the measurements behind them, and their commands.
+
+`hopper_us` and `pointer_us` say about how long a kernel takes: good enough to choose between the two. Fitted to 109
+problems of 6 to 700 us (bf16): the choice that follows was wrong by more than 5 % in 9 of them, and cost 2 % on average
+against the better of the two each time.
+
+Tiles for products in 32 and 64 bits are those whose rounds on the busiest multiprocessor take least, padding included.
+A program alone on a multiprocessor takes `alone` us for a block of K, several beside each other `busy` us each, and a
+tile's start and end as long as ENDS elements of K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from multigemm.backends.triton.config import STRIP, Config, depth_of, is_tf32, mappable, problem_with
+from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
+from multigemm.problem.spec import ProblemSpec
+
+BRIEF_US = 50.0
+"""Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""
+UNCOPIED_ROWS = {256: 1024, 128: 256}
+"""Rows per group up to which a copy of unaligned weights takes longer than tiles of that height that shift them."""
+CHEAP_TO_COPY = 4 << 20
+"""Elements of weights up to which a copy of them costs less than the slower products: it never leaves the L2 cache."""
+DEEP = 2048
+"""From that K on half as many rows again: a tile's end, which the copied way hides better, counts for less."""
+
+MANY_TILES = 100
+"""Large tiles of a list that keep a GPU busy."""
+MOST_SHARED = 160
+"""Programs up to which tiles are shared out: more would run one after another, and leave their parts for nothing."""
+WORTH_SHARING = 2048
+"""Elements of K for each doubling of the programs that share a tile; an eighth of them where a product is as slow as
+those of `crossed`."""
+
+
+class Speed(NamedTuple):
+    """What a kernel takes at least."""
+
+    launch_us: float
+    bytes_per_us: float
+    flops_per_us: float
+    """Of products of 16 bits; of wider ones less by as much as they are wider."""
+
+
+HOPPER, POINTER = Speed(10.0, 3.2e6, 420e6), Speed(7.8, 2.66e6, 240e6)
+COPY_US = 10.0
+"""What copies of operands into aligned rows add."""
+SHIFTED = 1.6
+"""How many times as long products of shifted weights take."""
+POINTER_STEP_US, POINTER_DEPTH, POINTER_PROGRAMS = 0.3, 64, 2
+"""A block of K, its depth, and programs on a multiprocessor: those of an ordinary config of the pointer kernel."""
+STEP_US = {(192, 256): 0.64, (256, 128): 0.51, (128, 256): 0.51, (128, 128): 0.40}
+"""A block of K through the ring, one program alone: bound by how many stages are on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A problem as the kernels cut it: `groups` results of `rows` x `columns`, each `deep` along K."""
+
+    groups: int
+    rows: int
+    columns: int
+    deep: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.groups * self.rows * self.columns * self.deep
+
+    @property
+    def elements(self) -> float:
+        """What has to be read and written, each element once."""
+        rows, columns = self.groups * self.rows, self.groups * self.columns
+        return rows * self.deep + columns * self.deep + rows * self.columns
+
+
+def typical_rows(spec: ProblemSpec) -> int:
+    """About how many rows the result of one group has, from what a spec knows."""
+    groups = max(1, spec.groups)
+    if spec.form in ("jagged_m", "per_group", "batched", "masked") and spec.total:
+        return max(1, spec.total // groups)
+    return spec.m or 256
+
+
+def typical_columns(spec: ProblemSpec) -> int:
+    """The same for columns; lists carry no bucket for n, so their rows stand in for it."""
+    if spec.form == "jagged_n":
+        return max(1, spec.total // max(1, spec.groups))
+    return spec.n if spec.n is not None else typical_rows(spec)
+
+
+def shape_of(spec: ProblemSpec) -> Shape:
+    """Jagged columns count as rows: that is how the warp-specialised kernel takes them."""
+    groups = max(1, spec.groups)
+    if spec.form == "jagged_n":
+        return Shape(groups, typical_columns(spec), spec.m or 1, spec.k or 1)
+    deep = max(1, spec.total // groups) if spec.form == "jagged_k" else spec.k or 1
+    return Shape(groups, typical_rows(spec), typical_columns(spec), deep)
+
+
+def tiles_in(config: Config, spec: ProblemSpec) -> int:
+    """About how many tiles there are."""
+    return _tiles(config, shape_of(spec))
+
+
+def _tiles(config: Config, shape: Shape) -> int:
+    return shape.groups * -(-shape.rows // config.block_m) * -(-shape.columns // config.block_n)
+
+
+def _work_us(speed: Speed, shape: Shape, size: int, along: float) -> float:
+    """The longest of the steps along K that one program takes after another, the bytes and the products."""
+    return max(along, shape.elements * size / speed.bytes_per_us, shape.flops * size / 2 / speed.flops_per_us)
+
+
+def hopper_us(config: Config, spec: ProblemSpec) -> float:
+    """The warp-specialised kernel."""
+    shape = shape_of(spec)
+    steps = -(-shape.deep // depth_of(spec))
+    turns = max(1.0, _tiles(config, shape) / PROCESSORS)
+    along = turns * steps * STEP_US[min(256, config.block_m), config.block_n]
+    work = _work_us(HOPPER, shape, spec.compute.itemsize, along)
+    return HOPPER.launch_us + work * (SHIFTED if config.shift_b else 1.0) + (COPY_US if config.pack else 0.0)
+
+
+def rounds_us(config: Config, spec: ProblemSpec) -> float:
+    """What the ring needs for whole rounds of tiles, or for what they read through the L2 at 6 TB/s."""
+    shape = shape_of(spec)
+    tiles, steps = _tiles(config, shape), -(-shape.deep // depth_of(spec))
+    strips = min(config.block_m, -(-shape.rows // STRIP) * STRIP)
+    read = tiles * steps * (strips + config.block_n) * 128 / 6e6
+    return max(-(-tiles // PROCESSORS) * steps * STEP_US[min(256, config.block_m), config.block_n], read)
+
+
+def pointer_us(config: Config, spec: ProblemSpec) -> float:
+    """The pointer kernel; single elements instead of 16 bytes slow it down."""
+    shape = shape_of(spec)
+    turns = max(1.0, _tiles(config, shape) * config.splits / (POINTER_PROGRAMS * PROCESSORS))
+    along = turns * -(-shape.deep // (POINTER_DEPTH * config.splits)) * POINTER_STEP_US
+    return POINTER.launch_us + _work_us(POINTER, shape, spec.compute.itemsize, along) * _slowness(config, spec)
+
+
+def _slowness(config: Config, spec: ProblemSpec) -> float:
+    if spec.form == "jagged_n":
+        return 3.6
+    if spec.form == "jagged_m" and spec.compute.itemsize == 2 and min(spec.a.align, spec.b.align) < 16:
+        # measured: 25.7 us by 32x32 where the ring takes 29.8, but 41 to 85 by 64x128 where it takes 26 to 43
+        return 2.6 if config.block_m * config.block_n <= 64 * 64 else 7.0
+    across = spec.compute == torch.float32 and (spec.a.order, spec.b.order) != ("row", "col")
+    return 2.0 if min(spec.a.align, spec.b.align, spec.out.align) < 16 or across else 1.0
+
+
+def crossed(spec: ProblemSpec) -> bool:
+    """float32 without tensor cores, weights along k: threads read columns of them that lie in the same banks."""
+    return spec.compute == torch.float32 and spec.precision != "tf32" and spec.b.order == "col"
+
+
+def shared_out(config: Config, spec: ProblemSpec) -> Config:
+    """The same with tiles shared out along K, as far as that fills a large GPU."""
+    splits, shape = 1, shape_of(spec)
+    # a large tile leaves no registers for its parts; lists share out nothing
+    large = config.block_m * config.block_n > 64 * 128
+    deep = 0 if spec.form == "per_group" or large else shape.deep
+    worth = WORTH_SHARING // 8 if crossed(spec) else WORTH_SHARING
+    while splits < 8 and 2 * splits * _tiles(config, shape) <= MOST_SHARED and deep >= splits * worth:
+        splits *= 2
+    return replace(config, splits=splits, programs=0) if splits > 1 else config
+
+
+ENDS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A tile, and how many us a block of K takes."""
+
+    config: Config
+    alone: float
+    busy: float
+
+
+def _timed(tile: tuple[int, int, int], warps: int, stages: int, programs: int, alone: float, busy: float) -> Timed:
+    m, n, k = tile
+    config = Config(block_m=m, block_n=n, block_k=k, warps=warps, stages=stages, programs=programs)
+    return Timed(config, alone, busy)
+
+
+DOUBLE = (
+    _timed((64, 64, 16), 4, 4, 2, 0.70, 0.40),
+    _timed((32, 128, 16), 4, 4, 2, 0.75, 0.41),
+    _timed((32, 32, 32), 2, 4, 3, 0.50, 0.25),
+    _timed((16, 64, 32), 4, 4, 2, 0.60, 0.32),
+)
+"""float64: few rows per group waste most of 64, and low tiles read shared memory more often."""
+ALONG = (
+    _timed((128, 128, 32), 8, 3, 1, 0.62, 0.62),
+    _timed((64, 64, 32), 4, 5, 2, 0.36, 0.25),
+    _timed((32, 32, 64), 4, 4, 3, 0.50, 0.25),
+)
+"""tf32 along memory: wgmma, from 64 rows on."""
+ACROSS = (
+    _timed((128, 128, 32), 8, 3, 1, 1.66, 1.66),
+    _timed((32, 64, 32), 4, 4, 4, 0.42, 0.22),
+    _timed((32, 32, 64), 4, 4, 3, 0.50, 0.25),
+)
+"""tf32 otherwise: operands turn on their way from shared memory to registers."""
+SINGLE = (
+    Config(block_m=64, block_n=64, block_k=16, warps=4, stages=3, programs=3),
+    Config(block_m=32, block_n=32, block_k=16, warps=4, stages=3, programs=4),
+)
+"""float32 across k."""
+CROSSED = (Timed(SINGLE[0], 1.60, 1.60), _timed((16, 32, 32), 4, 4, 4, 1.16, 1.16))
+"""float32 whose weights run along k: reading them from shared memory is what a program waits for, alone or not. Of 28
+rows, tiles of 32 x 32 took 1.3 to 1.45 times as long as those of 64 x 64."""
+
+
+def busiest_us(timed: Timed, spec: ProblemSpec) -> float:
+    """How long the multiprocessor with most tiles takes; who shares a tile also has a part of it to write and read."""
+    config = shared_out(timed.config, spec)
+    most = -(-tiles_in(config, spec) * config.splits // PROCESSORS)
+    ends = ENDS if config.splits == 1 else 2 * ENDS
+    steps = -(-shape_of(spec).deep // (config.block_k * config.splits)) + ends / config.block_k
+    rounds = -(-most // config.programs) if config.programs else 1
+    return steps * max(rounds * timed.alone, most * timed.busy)
+
+
+def ranked(tiles: tuple[Timed, ...], spec: ProblemSpec) -> list[Config]:
+    """The tiles, the briefest first."""
+    return [timed.config for timed in sorted(tiles, key=lambda timed: busiest_us(timed, spec))]
+
+
+def sixty_four_bit(spec: ProblemSpec) -> list[Config]:
+    found = ranked(DOUBLE, spec)
+    return [replace(x, warps=2 * x.warps) if x.block_m > 16 else x for x in found] if burdened(spec) else found
+
+
+def burdened(spec: ProblemSpec) -> bool:
+    """Whether addresses, a C or a function of each element take registers that half the warps do not have."""
+    operands = (spec.a, spec.b, spec.out)
+    single = spec.form == "jagged_n" or any(x.align < 16 or x.order == "strided" for x in operands)
+    return single or spec.c is not None or spec.activation not in (None, "relu")
+
+
+def thirty_two_bit(spec: ProblemSpec) -> list[Config]:
+    if spec.precision == "tf32":
+        along = (spec.a.order, spec.b.order) == ("row", "col")
+        # low tiles read more single elements for each product
+        return ranked(ALONG if along else ACROSS, spec) if in_pieces(spec) else [timed.config for timed in ALONG[:2]]
+    return ranked(CROSSED, spec) if crossed(spec) else list(SINGLE)
+
+
+def in_pieces(spec: ProblemSpec) -> bool:
+    """Whether operands can be read 16 bytes at a time: rows that start anywhere cannot."""
+    jagged = spec.form == "jagged_n" or (spec.form == "jagged_k" and (spec.a.order, spec.b.order) != ("col", "row"))
+    return not jagged and min(spec.a.align, spec.b.align) == 16
+
+
+def _pow2(value: int, low: int, high: int) -> int:
+    return max(low, min(high, 1 << max(0, value - 1).bit_length()))
+
+
+def _sixteen_bit(spec: ProblemSpec) -> list[Config]:
+    rows, columns = typical_rows(spec), typical_columns(spec)
+    # lists of many small products fill a GPU with larger tiles
+    tiny = rows * columns <= 160 * 160 and not (spec.form == "per_group" and min(rows, columns) >= 64)
+    if tiny or spec.groups * rows * columns <= PROCESSORS * 32 * 32:
+        small = Config(block_m=32, block_n=32, block_k=64, warps=4, stages=3, programs=0)
+        if shape_of(spec).deep > 512:
+            small = replace(small, block_k=128, stages=4)
+        return [small, replace(small, block_m=64), replace(small, block_n=64), replace(small, block_m=16, block_n=64)]
+    if rows <= 32:
+        thin = Config(block_m=_pow2(rows, 16, 32), block_n=128, block_k=64, warps=4, stages=5, programs=2)
+        return [thin, replace(thin, block_n=64, stages=6, programs=3), replace(thin, block_k=128, stages=3)]
+    big = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3, programs=2)
+    mid = Config(block_m=128, block_n=64, block_k=64, warps=4, stages=4, programs=3)
+    low = Config(block_m=64, block_n=128, block_k=64, warps=4, stages=4, programs=2)
+    if heavy(spec):
+        low = replace(low, block_k=32)
+        return [replace(low, warps=8), replace(low, block_n=64, warps=8)]
+    if spec.form == "per_group":
+        square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, width=4, programs=0)
+        wide = replace(big, stages=5, programs=0)
+        return [square, low, mid, wide] if rows <= 600 else [wide, low, mid]
+    square = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=4, programs=0)
+    sizes = [low, square, big, mid] if rows <= 96 else [big, square, mid, low]
+    # too few large tiles leave multiprocessors idle
+    return sizes if tiles_in(sizes[0], spec) >= PROCESSORS else [square, *(x for x in sizes if x is not square)]
+
+
+def heavy(spec: ProblemSpec) -> bool:
+    """Element-wise addresses or a C to read take the registers that a large tile would need."""
+    aligned = min(spec.a.align, spec.b.align, spec.out.align) == 16 and spec.form != "jagged_n"
+    return not aligned or spec.c is not None
+
+
+def _eight_bit(spec: ProblemSpec) -> list[Config]:
+    first = Config(block_m=128, block_n=128, block_k=64, warps=8, stages=3, programs=1)
+    small = Config(block_m=64, block_n=64, block_k=64, warps=4, stages=3, programs=2)
+    if min(spec.a.align, spec.b.align) < 16:
+        return [small, replace(small, block_n=32)]
+    return [first, small] if typical_rows(spec) > 64 else [small, first]
+
+
+def emulated() -> list[Config]:
+    """For the interpreter, whose cost is the number of operations, not of elements."""
+    return [Config(block_m=64, block_n=64, block_k=64, warps=4, stages=1, width=2, programs=3)]
+
+
+def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
+    """The order that measurements on an H100 support (docs/triton-tuning.md), by rows per group."""
+    rows = shape_of(spec).rows
+    if shape_of(spec).columns <= 128:
+        return tall, flat
+    if spec.form == "jagged_k" or 384 < rows <= 1536:
+        return wide, large, tall, flat
+    if 32 < rows <= 384:
+        return tall, wide, large, flat
+    return large, wide, tall, flat
+
+
+def _narrow_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config, ...]:
+    """Where columns of 256 would be empty for an eighth or more, those of 128 come first."""
+    columns = shape_of(spec).columns
+    if -(-columns // 256) * 256 < 1.125 * (-(-columns // 128) * 128):
+        return ranked
+    return tuple(sorted(ranked, key=lambda config: config.block_n))
+
+
+def _brief_first(ranked: tuple[Config, ...], spec: ProblemSpec) -> tuple[Config, ...]:
+    """Where programs take few tiles each, what an incomplete last round costs outweighs what a tile is good for."""
+    if tiles_in(ranked[0], spec) > 4 * PROCESSORS:
+        return ranked
+    brief = min(ranked, key=lambda config: rounds_us(config, spec))
+    if rounds_us(brief, spec) > 0.95 * rounds_us(ranked[0], spec):
+        return ranked
+    return brief, *(config for config in ranked if config is not brief)
+
+
+def hopper_candidates(spec: ProblemSpec) -> list[Config]:
+    """Configs of the warp-specialised kernel, the best guess first; empty where it cannot run."""
+    if spec.form == "per_group":
+        return _lists(spec)
+    large = Config("hopper", block_m=192, block_n=256, stages=3, warps=4)
+    wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4)
+    tall = Config("hopper", block_m=256, block_n=128, stages=4, warps=4)
+    flat = Config("hopper", block_m=128, block_n=128, stages=5, warps=4)
+    along = {"a": "row", "b": "col"} if spec.compute == torch.float32 else {"a": spec.a.order, "b": spec.b.order}
+    operands = (("a", spec.a), ("b", spec.b))
+    pack = tuple(name for name, x in operands if not mappable(x) or x.order != along[name])
+    ranked = _brief_first(_ranked(spec, large, wide, tall, flat), spec)
+    if "b" in pack:
+        idle = spec.form == "jagged_m" and tiles_in(tall, spec) < PROCESSORS
+        ranked = (flat, wide, tall) if idle else _narrow_first(ranked, spec)
+    found = [replace(config, pack=pack, block_k=depth_of(spec)) for config in ranked]
+    if "b" in pack:
+        uncopied = _uncopied(spec, tall, flat, tuple(name for name in pack if name == "a"))
+        found = [*uncopied, *found] if _few(uncopied, spec) else [*found, *uncopied[:1]]
+    found = [config for config in found if not problem_with(config, spec)]
+    return _ordered(found, spec) if found else []
+
+
+def _lists(spec: ProblemSpec) -> list[Config]:
+    """Tiles of lists: large ones where they fill a GPU, dealt out where that takes several rounds; else small ones."""
+    wide = Config("hopper", block_m=128, block_n=256, stages=4, warps=4, width=4, programs=0, order="dealt")
+    low = replace(wide, block_m=64, block_n=128)
+    flat = replace(wide, block_n=128, stages=6)
+    dealt = replace(wide, programs=1)
+    found = [low, wide, flat, dealt]
+    if _fills(wide, spec):
+        found = [dealt, wide, low, flat] if tiles_in(wide, spec) >= 3 * PROCESSORS else [wide, dealt, low, flat]
+    return [config for config in found if not problem_with(config, spec)]
+
+
+def _fills(wide: Config, spec: ProblemSpec) -> bool:
+    """Whether a list has enough large tiles, and columns for them: unequal products leave a last round half empty."""
+    enough = MANY_TILES if spec.largest <= typical_rows(spec) else 2 * MANY_TILES
+    columns = typical_columns(spec)
+    return tiles_in(wide, spec) >= enough and 4 * columns >= 3 * wide.block_n * -(-columns // wide.block_n)
+
+
+def _maps_first(spec: ProblemSpec, best: Config) -> bool:
+    """Lists that large tiles fill, or small ones of a few groups: fewer are over before maps are read."""
+    some = MANY_TILES <= tiles_in(best, spec) <= 2 * PROCESSORS and spec.groups <= 8
+    return best.block_m > 64 or some
+
+
+def _uncopied(spec: ProblemSpec, tall: Config, flat: Config, pack: tuple[str, ...]) -> list[Config]:
+    """Unaligned weights through registers, by the tiles that can: the tall one reads them less often, the low one
+    takes three quarters of the time for half of the rows, which helps where one round of low tiles does it all."""
+    tiles = (tall, replace(flat, stages=6))
+    if tiles_in(tall, spec) < PROCESSORS and tiles_in(flat, spec) <= PROCESSORS:
+        tiles = tiles[::-1]
+    found = [replace(config, shift_b=True, pack=pack, block_k=depth_of(spec)) for config in tiles]
+    return [config for config in found if not problem_with(config, spec)]
+
+
+def _few(uncopied: list[Config], spec: ProblemSpec) -> bool:
+    """Whether groups have so few rows that their weights are better shifted in every tile than copied once."""
+    shape = shape_of(spec)
+    if not uncopied or shape.groups * shape.columns * shape.deep <= CHEAP_TO_COPY:
+        return False
+    limit = UNCOPIED_ROWS[max(config.block_m for config in uncopied)]
+    return shape.rows <= (limit * 3 // 2 if shape.deep >= DEEP else limit)
+
+
+def _ordered(found: list[Config], spec: ProblemSpec) -> list[Config]:
+    """Tiles dealt out where the work is brief, else drawn; the best guess also the other way."""
+    orders: tuple[Literal["dealt", "drawn"], ...] = ("dealt", "drawn")
+    usual, other = orders if hopper_us(found[0], spec) < BRIEF_US else orders[::-1]
+    return [*(replace(config, order=usual) for config in found), replace(found[0], order=other)]
+
+
+def pointer_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
+    """Valid configs of the pointer kernel, the best guess first."""
+    size = spec.compute.itemsize
+    by_size = {1: lambda: _eight_bit(spec), 2: lambda: _sixteen_bit(spec), 4: lambda: thirty_two_bit(spec)}
+    found = by_size.get(size, lambda: sixty_four_bit(spec))()
+    found = [shared_out(found[0], spec), *found]
+    if capability[0] >= 10:
+        # four warps get 128 registers each there, and spill
+        found = [replace(x, warps=8) if (x.block_m, x.block_n, x.warps) == (64, 64, 4) else x for x in found]
+    return [config for config in dict.fromkeys(found) if not problem_with(config, spec)]
+
+
+def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
+    """Valid configs for a spec on a device, the best guess first."""
+    plain = pointer_candidates(spec, capability)
+    fast = hopper_candidates(spec) if capability[0] == 9 else []
+    if not fast:
+        return plain
+    if spec.form == "per_group":
+        return [*fast, *plain] if _maps_first(spec, fast[0]) else [*plain, *fast]
+    # what is known of both in tf32 is how large tiles compare
+    fitted = max(plain, key=lambda x: x.block_m * x.block_n) if is_tf32(spec) else plain[0]
+    if hopper_us(fast[0], spec) < pointer_us(fitted, spec):
+        return [*fast, *plain]
+    return [*plain, fast[0]]

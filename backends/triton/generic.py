@@ -1,0 +1,303 @@
+"""The kernel that takes any packed problem: its sources, and how a problem's data is bound to compiled code.
+
+Compile-time classes: dtypes, operand order, alignment, whether K fills whole blocks, the epilogue's
+shape. Everything else (sizes, strides, addresses, group counts, alpha, beta) is an argument.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from multigemm.backend import Launch, Recipe
+from multigemm.backends.triton.build import KernelSource, TritonKernel, compile_all, load
+from multigemm.backends.triton.config import Config
+from multigemm.cuda.counters import SLOTS as POOLED
+from multigemm.cuda.counters import Words, ready
+from multigemm.cuda.device import processors
+from multigemm.cuda.launch import NOTHING, BoundKernel, LaunchSequence
+from multigemm.errors import InvalidProblem
+from multigemm.planning.operands import Operands, Packed, Strided, address_of, packed
+from multigemm.planning.tiles import most_tiles, tiles_of
+from multigemm.problem.spec import ProblemSpec
+
+CHUNK = 256
+FEW = 32
+"""Groups that the scheduler counts at once; up to FEW of them inside each warp, without a barrier."""
+LISTED = 0
+"""In their place: the host knows all extents and has listed the tiles (see lists.py)."""
+WHOLE = -1
+"""The same, where every tile is whole, so that nothing has to be masked."""
+PREFIX_STEP = 1024
+TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+ACCUMULATORS = {torch.float32: "tl.float32", torch.float64: "tl.float64", torch.int32: "tl.int32"}
+POINTERS = ("a", "b", "c", "out", "bias", "ends", "table", "prefix", "partials", "arrived")
+EXTENTS = ("m", "n", "k", "groups", "head", "places")
+STRIDES = ("a_group", "a_row", "a_col", "b_group", "b_row", "b_col", "c_group", "c_row", "c_col",
+           "out_group", "out_row", "out_col", "bias_group", "bias_col", "alpha_bits", "beta_bits")  # fmt: skip
+UNIFORM = ("batched", "jagged_k")
+
+
+def uniform(spec: ProblemSpec) -> bool:
+    """Every group has the same number of tiles, so a tile's group is a division."""
+    return spec.form in UNIFORM or (spec.form == "masked" and spec.zero_unowned)
+
+
+def sums_sizes(spec: ProblemSpec) -> bool:
+    """Whether the kernel sums sizes on the device up by itself, so that no launch has to write ends first."""
+    return spec.sizes is not None and spec.groups <= CHUNK
+
+
+def argument_types(spec: ProblemSpec) -> dict[str, str]:
+    pointers = {
+        "a": spec.a.dtype,
+        "b": spec.b.dtype,
+        "c": spec.c.dtype if spec.c else spec.out.dtype,
+        "out": spec.out.dtype,
+        "bias": spec.bias or spec.out.dtype,
+        "ends": (spec.sizes if sums_sizes(spec) else spec.index) or torch.int32,
+        "table": torch.int64,
+        "prefix": torch.int32,
+        "partials": spec.acc,
+        "arrived": torch.int32,
+    }
+    names = {name: "*" + TYPES[dtype] for name, dtype in pointers.items()}
+    return {**names, **dict.fromkeys(EXTENTS, "i32"), **dict.fromkeys(STRIDES, "i64")}
+
+
+def _hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
+    """What the compiler may assume: addresses and strides that the spec's alignment classes promise."""
+    hints: list[tuple[str, int]] = []
+    for name, operand in (("a", spec.a), ("b", spec.b), ("out", spec.out)):
+        if spec.form != "per_group":
+            hints.append((name, operand.align))
+            each = operand.align // operand.dtype.itemsize
+            hints += [(f"{name}_{part}", each) for part in ("group", "row", "col")]
+    for name in "mnk":
+        extent = 0 if name == spec.jagged else getattr(spec, name) or 0
+        hints.append((name, 16 if extent and extent % 16 == 0 else 8 if extent and extent % 8 == 0 else 1))
+    return tuple(hint for hint in hints if hint[1] > 1)
+
+
+def even_k(spec: ProblemSpec, config: Config) -> bool:
+    """K fills whole blocks in every group, so that no load needs a mask along K."""
+    return spec.form not in ("per_group", "jagged_k") and bool(spec.k) and cast(int, spec.k) % config.block_k == 0
+
+
+def multiple_of(spec: ProblemSpec) -> int:
+    """Elements in 16 bytes, the widest access."""
+    return max(1, 16 // spec.compute.itemsize)
+
+
+def chunks(spec: ProblemSpec, config: Config) -> tuple[int, ...]:
+    """The numbers of groups at once that kernels are compiled for: all that a problem of this spec may need."""
+    return (CHUNK, FEW) if config.programs == 0 and not uniform(spec) else (CHUNK,)
+
+
+def chunk_of(spec: ProblemSpec, config: Config) -> int:
+    """How many groups the kernel counts at once."""
+    return FEW if spec.groups <= FEW and FEW in chunks(spec, config) else CHUNK
+
+
+def constants(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int = CHUNK) -> dict[str, Any]:
+    """The constexpr arguments of the pointer kernel; `multiple` speaks of the extents of lists."""
+    return {
+        "FORM": spec.form,
+        "BM": config.block_m,
+        "BN": config.block_n,
+        "BK": config.block_k,
+        "WIDTH": config.width,
+        "STAGES": config.stages,
+        "A_ORDER": spec.a.order,
+        "B_ORDER": spec.b.order,
+        "OUT_ORDER": spec.out.order,
+        "A_BYTES": spec.a.align,
+        "B_BYTES": spec.b.align,
+        "OUT_BYTES": spec.out.align,
+        "WIDE": spec.a.wide or spec.b.wide or spec.out.wide,
+        "EVEN_K": even_k(spec, config),
+        "MULTIPLE": multiple,
+        "HAS_C": spec.c is not None,
+        "HAS_BIAS": spec.bias is not None,
+        "ALPHA": spec.alpha,
+        "ACTIVATION": spec.activation,
+        "PRECISION": "tf32" if spec.precision == "tf32" else "ieee",
+        "ACC": ACCUMULATORS[spec.acc],
+        "ZERO": spec.zero_unowned,
+        "SPLITS": config.splits,
+        "CHUNK": chunk,
+        "SIZES": sums_sizes(spec),
+        "INTERPRETED": False,
+    }
+
+
+def pointer_source(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: int = CHUNK) -> KernelSource:
+    return KernelSource(
+        module="multigemm.backends.triton.kernels.generic",
+        name="pointer_kernel",
+        signature=tuple(argument_types(spec).items()),
+        constants=tuple(constants(spec, config, multiple, chunk).items()),
+        divisibility=_hints(spec),
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def prefix_constants(spec: ProblemSpec, config: Config) -> dict[str, Any]:
+    return {"FORM": spec.form, "BM": config.block_m, "BN": config.block_n,
+            "COLUMNS": 20, "TABLE_M": 5, "TABLE_N": 6, "STEP": PREFIX_STEP}  # fmt: skip
+
+
+def prefix_source(spec: ProblemSpec, config: Config) -> KernelSource:
+    """The kernel that counts tiles of more groups than one vector holds."""
+    types = argument_types(spec)
+    names = ("prefix", "ends", "table", "m", "n", "groups", "head")
+    return KernelSource(
+        module="multigemm.backends.triton.kernels.schedule",
+        name="write_prefix",
+        signature=tuple((name, types[name]) for name in names),
+        constants=tuple(prefix_constants(spec, config).items()),
+    )
+
+
+def generic_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
+    """The kernels of a plan: the main one for few groups and for many, and the one that counts tiles."""
+    found = {f"main {chunk}": pointer_source(spec, config, chunk=chunk) for chunk in chunks(spec, config)}
+    return found if uniform(spec) else {**found, "prefix": prefix_source(spec, config)}
+
+
+ABSENT = Strided(0, 0, 0, 0)
+"""An operand that a problem does not have."""
+NO_SHAPE = Packed(0, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
+"""What a list is as a packed form: all that the kernel has to know of it lies in a table."""
+
+
+def bits_of(value: float, spec: ProblemSpec) -> int:
+    """alpha and beta as 64 bits: of a float64, or an integer for int8."""
+    if spec.acc == torch.int32:
+        return int(value)
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def group_sizes(ops: Operands, sums: bool) -> Tensor | None:
+    """The device array that the scheduler reads: ends, the valid rows of the masked form, or sizes that it sums up."""
+    compiled = ops.spec.sizes if sums else ops.spec.index
+    sizes = ops.sizes if sums else ops.valid_rows if ops.spec.form == "masked" else ops.ends
+    if sizes is not None and sizes.dtype != compiled:
+        raise InvalidProblem(f"sizes are {sizes.dtype}, the kernel was compiled for {compiled}")
+    return sizes
+
+
+def sizes_address(ops: Operands, sums: bool) -> int:
+    """Where that array lies."""
+    name = "sizes" if sums else "valid_rows" if ops.spec.form == "masked" else "ends"
+    return address_of(group_sizes(ops, sums), name)
+
+
+def numbers(ops: Operands, shape: Packed, groups: int, places: int) -> list[int]:
+    """The arguments that are EXTENTS, and those that are STRIDES; `places`: tiles that programs share."""
+    a, b, c, out, bias = shape.a, shape.b, shape.c or ABSENT, shape.out, shape.bias or ABSENT
+    alpha, beta = bits_of(ops.alpha, ops.spec), bits_of(ops.beta, ops.spec)
+    return [shape.m, shape.n, shape.k, groups, int(ops.head), places,
+            a.group, a.row, a.col, b.group, b.row, b.col, c.group, c.row, c.col,
+            out.group, out.row, out.col, bias.group, bias.col, alpha, beta]  # fmt: skip
+
+
+def most_tiles_of(shape: Packed, config: Config) -> int:
+    """At most this many tiles, without knowing device sizes."""
+    down, across = tiles_of(shape.m, config.block_m), tiles_of(shape.n, config.block_n)
+    if shape.jagged == "m":
+        return most_tiles_of_rows(shape, shape.m, config)
+    if shape.jagged == "n":
+        return down * most_tiles(shape.n, shape.groups, config.block_n)
+    return shape.groups * down * across
+
+
+def most_tiles_of_rows(shape: Packed, rows: int, config: Config) -> int:
+    """The same where so many rows are cut."""
+    return most_tiles(rows, shape.groups, config.block_m) * tiles_of(shape.n, config.block_n)
+
+
+def programs(tiles: int, config: Config, available: int) -> int:
+    """The size of the grid; at least one program, which writes what no group owns."""
+    work = tiles * config.splits
+    return max(1, min(work, config.programs * available) if config.programs else work)
+
+
+def parts_of(ops: Operands, places: int, config: Config) -> Tensor:
+    """Where programs that share a tile leave their parts, for so many tiles."""
+    shape = (places, config.splits, config.block_m, config.block_n)
+    return torch.empty(shape, dtype=ops.spec.acc, device=ops.device)
+
+
+def bind_main(
+    kernel: TritonKernel, ops: Operands, shape: Packed, config: Config, tiles: int, groups: int, *,
+    sizes: int = 0, table: int = 0, prefix: int = 0, keep: tuple[object, ...] = (),
+) -> BoundKernel:  # fmt: skip
+    """The launch of the main kernel for at most so many tiles; programs that share one get memory for their parts."""
+    c, bias, grid = shape.c or ABSENT, shape.bias or ABSENT, programs(tiles, config, processors(kernel.index))
+    data = [shape.a.ptr, shape.b.ptr, c.ptr, shape.out.ptr, bias.ptr, sizes, table, prefix]
+    if config.splits == 1:
+
+        def grid_for(tokens: int) -> int:
+            return programs(most_tiles_of_rows(shape, tokens, config), config, processors(kernel.index))
+
+        return kernel.bound([*data, 0, 0, *numbers(ops, shape, groups, 0)], grid, keep, grid_for=grid_for)
+    places = max(1, tiles)
+    arrived, parts = Words(kernel.index, places), parts_of(ops, places, config)
+    values = [*data, parts.data_ptr(), arrived.address, *numbers(ops, shape, groups, places)]
+    return kernel.bound(values, grid, (*keep, arrived, parts), arrived.pin)
+
+
+def bind_counted(
+    count: TritonKernel, main: TritonKernel, ops: Operands, shape: Packed, config: Config, tiles: int, *,
+    sizes: int = 0, table: int = 0, keep: tuple[object, ...] = (),
+) -> LaunchSequence:  # fmt: skip
+    """The main kernel's launch behind one that counts the tiles of more groups than it counts at once."""
+    groups = ops.spec.groups
+    prefix = torch.empty(groups, dtype=torch.int32, device=ops.device)
+    values = [prefix.data_ptr(), sizes, table, shape.m, shape.n, groups, int(ops.head)]
+    last = bind_main(main, ops, shape, config, tiles, groups, sizes=sizes, table=table, prefix=prefix.data_ptr(),
+                     keep=(*keep, prefix))  # fmt: skip
+    return LaunchSequence([count.bound(values, 1, (prefix,), grid_for=lambda tokens: 1), last])
+
+
+class GenericPlan:
+    """The kernels of one spec and config, loaded on one device."""
+
+    __slots__ = ("_config", "_count", "_main")
+
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        sources = generic_sources(spec, config)
+        compile_all(sources, index)
+        self._config, self._main = config, load(sources[f"main {chunk_of(spec, config)}"], index)
+        counted = spec.groups > CHUNK and "prefix" in sources
+        self._count = load(sources["prefix"], index) if counted else None
+        if config.splits > 1:
+            ready(index, max(POOLED))
+
+    def bind(self, ops: Operands) -> Launch:
+        """Lays out the arguments of one problem."""
+        if not cast(Tensor, ops.out).numel():
+            return NOTHING
+        shape, config = packed(ops), self._config
+        at, tiles = sizes_address(ops, sums_sizes(ops.spec)), most_tiles_of(shape, config)
+        if self._count is None:
+            return bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at)
+        return bind_counted(self._count, self._main, ops, shape, config, tiles, sizes=at)
+
+
+def plan_generic(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
+    """Compiles (or loads) the kernels of a packed problem; `bind` then only lays out arguments."""
+    return Recipe("pointer", config, GenericPlan(spec, config, index).bind, why, sums_sizes=sums_sizes(spec))

@@ -1,0 +1,525 @@
+"""The warp-specialised kernel: how it sees each form, its sources, its tensor maps, its launches.
+
+The kernel knows three ways of cutting work into tiles. "rows": jagged rows, listed as records by a
+small kernel that runs before it (jagged_m, masked, and jagged_n, which is jagged_m of the transposed
+problem: C^T = B^T A^T). "batched" and "k": every group has the same tiles.
+
+A *ragged* tensor map bounds a sub-range of rows [start, start + size) in hardware, with a start and size
+that are known only to the device. It has two more dimensions than the matrix; with row stride r and
+coordinates (2^30, start + size, 2^30 - size + i, column) the address is
+    2^30 * (2^34 - r) + (start + size) * r + (2^30 - size + i) * r = (start + i) * r   (mod 2^64 bytes)
+because 2^64 divides 2^30 * 2^34 elements, and the third coordinate passes its limit 2^30 exactly
+where i reaches size. Loads there give zeros, stores there are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from multigemm.backend import Launch, Recipe
+from multigemm.backends.triton.build import KernelSource, TritonKernel, load
+from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of, raw_bytes
+from multigemm.backends.triton.generic import (
+    ABSENT,
+    TYPES,
+    bits_of,
+    sizes_address,
+)
+from multigemm.cuda.arguments import Address, Fields
+from multigemm.cuda.counters import Words, ready
+from multigemm.cuda.device import processors
+from multigemm.cuda.driver import on_device
+from multigemm.cuda.launch import NOTHING, BoundKernel, LaunchSequence
+from multigemm.cuda.tensor_map import BLANK, encode_together
+from multigemm.planning.operands import Operands, Packed, Strided, packed
+from multigemm.planning.tiles import most_tiles, tiles_of
+from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec
+
+TURNED = {"row": "col", "col": "row", "strided": "strided"}
+EXTENTS = ("m", "n", "k", "groups", "head", "a_rows", "b_step", "out_rows")
+STRIDES = ("c_group", "c_row", "c_col", "out_group", "out_row", "out_col", "bias_group", "bias_col",
+           "alpha_bits", "beta_bits")  # fmt: skip
+RECORD_ROWS = 32
+RECORD_STEP = 512
+BLOCK_ROWS, BLOCK_COLUMNS = 32, 128
+"""What one program of a copy takes."""
+BILLION = 1 << 30
+FAR = 0x7FFF0000
+BESIDE = {rank: (0,) * (2 * rank) for rank in (2, 3, 4)}
+"""A descriptor's extents and strides travel beside its map; the kernels read neither."""
+
+
+def _turn(operand: OperandSpec) -> OperandSpec:
+    return replace(operand, order=cast(Any, TURNED[operand.order]))
+
+
+def packed_order(spec: ProblemSpec, name: str) -> Order:
+    """How a copied operand lies: as before where the kernel takes that, which makes the copy a straight one.
+
+    Jagged directions must run across the rows in memory; weights may lie either way. tf32 is multiplied
+    along memory only.
+    """
+    if spec.compute == torch.float32:
+        return "row" if name == "a" else "col"
+    if spec.form == "jagged_k":
+        return "col" if name == "a" else "row"
+    weights = "a" if spec.form == "jagged_n" else "b"
+    if name == weights:
+        return "col" if getattr(spec, name).order == "col" else "row"
+    return "col" if spec.form == "jagged_n" else "row"
+
+
+def packed_spec(spec: ProblemSpec, config: Config) -> ProblemSpec:
+    """The spec that the kernel sees once operands were packed: aligned rows, or columns."""
+    changes: dict[str, Any] = {}
+    for name in config.pack:
+        changes[name] = replace(getattr(spec, name), align=16, dense=True, order=packed_order(spec, name))
+    return replace(spec, **changes)
+
+
+def canonical(spec: ProblemSpec) -> ProblemSpec:
+    """jagged_n as jagged_m of the transposed problem; other forms as they are."""
+    if spec.form != "jagged_n":
+        return spec
+    c = None if spec.c is None else _turn(spec.c)
+    return replace(spec, form="jagged_m", m=None, n=spec.m, a=_turn(spec.b), b=_turn(spec.a), out=_turn(spec.out), c=c)
+
+
+def _turned(x: Strided | None) -> Strided | None:
+    return None if x is None else Strided(x.ptr, x.group, x.col, x.row)
+
+
+def canonical_shape(shape: Packed) -> Packed:
+    """The same for addresses: operands change places, rows and columns too."""
+    if shape.jagged != "n":
+        return shape
+    a, b, out = cast(Strided, _turned(shape.b)), cast(Strided, _turned(shape.a)), cast(Strided, _turned(shape.out))
+    return Packed(shape.groups, shape.n, shape.m, shape.k, "m", a, b, out, _turned(shape.c), shape.bias)
+
+
+def cut_of(spec: ProblemSpec) -> str:
+    """How the kernel cuts work into tiles."""
+    return {"jagged_m": "rows", "masked": "rows", "jagged_k": "k"}.get(spec.form, "batched")
+
+
+def store_of(spec: ProblemSpec) -> str:
+    """How a tile is written: through a bounded tensor map where the output allows one.
+
+    A copy writes whole pieces of 16 bytes, also where a row of the result ends within one: rows whose length
+    is no multiple are stored by the threads. (A result of one row is aligned whatever its length.)
+    """
+    size = spec.out.dtype.itemsize
+    aligned = spec.out.order == "row" and spec.out.align == 16 and size in (2, 4)
+    if aligned and start_multiple(spec) == 1 and (spec.n or 0) * size % 16 == 0:
+        return "tma"
+    return "row" if spec.out.order == "row" else "col"
+
+
+def stores_late(spec: ProblemSpec, config: Config) -> bool:
+    """Whether a tile is stored while the next one multiplies: its result waits in registers that must be free."""
+    plain = spec.c is None and spec.bias is None and spec.activation != "gelu"
+    kept = piece_of(config) * spec.out.dtype.itemsize
+    return store_of(spec) == "tma" and plain and kept <= 512
+
+
+def searchable(config: Config) -> int:
+    """Groups whose sizes the loading warp can hold, and search by itself; three consumers leave it fewer registers."""
+    return 128 if consumers(config) == 3 else 256
+
+
+def searched(spec: ProblemSpec, config: Config) -> bool:
+    """Whether the kernel finds its rows by itself: few groups."""
+    return cut_of(spec) == "rows" and spec.groups <= searchable(config)
+
+
+def sums_sizes(spec: ProblemSpec, config: Config) -> bool:
+    """As `generic.sums_sizes`, for what the loading warp holds; the generic kernel then does as well."""
+    return spec.sizes is not None and cut_of(spec) != "batched" and spec.groups <= searchable(config)
+
+
+def listed(spec: ProblemSpec, config: Config) -> bool:
+    """Whether a small kernel runs first, to list the tile rows."""
+    return cut_of(spec) == "rows" and not searched(spec, config)
+
+
+def drawn(spec: ProblemSpec, config: Config) -> bool:
+    """Whether tiles are drawn from a counter. Those of a batch are all alike: they are dealt out."""
+    return config.order == "drawn" and cut_of(spec) != "batched"
+
+
+def start_multiple(spec: ProblemSpec) -> int:
+    """Tiles of column-major rows start at multiples of 16 bytes: a copy may not start in between."""
+    return 16 // spec.a.dtype.itemsize if cut_of(spec) == "rows" and spec.a.order == "col" else 1
+
+
+def piece_of(config: Config) -> int:
+    """Columns of one wgmma; with three consumers the assembler has no registers for 256 at once."""
+    return min(config.block_n, 128) if consumers(config) == 3 else config.block_n
+
+
+def boxes(spec: ProblemSpec, config: Config) -> dict[str, tuple[int, ...]]:
+    """The box that one copy moves, per operand, outermost first."""
+    columns, deep = piece_of(config), depth_of(spec)
+    out = (1, 1, STRIP, part_of(config, spec))
+    if spec.form == "jagged_k":
+        return {"a_desc": (1, 1, deep, STRIP), "b_desc": (1, 1, deep, columns), "out_desc": out}
+    a = (STRIP, deep) if spec.a.order == "row" else (deep, STRIP)
+    b = (1, deep, columns) if spec.b.order == "row" else (1, columns, deep)
+    return {"a_desc": a, "b_desc": b, "out_desc": out}
+
+
+def fits(spec: ProblemSpec, shape: Packed) -> bool:
+    """Whether strides that a spec does not hold fit the maps: groups a whole number of rows apart."""
+    rows = [shape.a] if spec.form in ("batched", "masked") else []
+    rows += [shape.out] if store_of(spec) == "tma" else []
+    return all(x.group == 0 or (x.row > 0 and x.group % x.row == 0) for x in rows)
+
+
+def aligned_stride(extent: int) -> int:
+    """A legal row stride for a matrix of one row, whose own stride says nothing."""
+    return max(8, -(-extent // 8) * 8)
+
+
+def _layout(rank: int, size: int) -> str:
+    return f"NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth={8 * size}, rank={rank})"
+
+
+def descriptor(dtype: torch.dtype, box: tuple[int, ...]) -> str:
+    return f"tensordesc<{TYPES[dtype]}[{', '.join(map(str, box))}],{_layout(len(box), dtype.itemsize)}>"
+
+
+def names_of(config: Config) -> tuple[str, ...]:
+    """The arguments, in the kernel's order."""
+    data = ("c", "out", "bias", "records", "ends")
+    if config.shift_b:
+        extents = tuple(name for name in EXTENTS if name != "b_step")
+        return ("a_desc", "out_desc", "b", *data, *extents, "raw_at", "b_group", "b_line", *STRIDES)
+    return ("a_desc", "b_desc", "out_desc", *data, *EXTENTS, *STRIDES)
+
+
+def hopper_source(given: ProblemSpec, config: Config) -> KernelSource:
+    """The kernel for a spec; classes only, no extents."""
+    spec = canonical(packed_spec(given, config))
+    module, name = ("hopper_shift_b", "shift_b_kernel") if config.shift_b else ("hopper", "hopper_kernel")
+    types = _types(spec, config)
+    arguments = tuple((argument, types[argument]) for argument in names_of(config))
+    constants = {**_cut(spec, config), **_end(spec, config, given.form), **_roles(spec, config)}
+    if config.shift_b:
+        del constants["PIECE"], constants["MASKED"], constants["LATE"]
+        # two rings leave no room for rows of 32 bits to turn in
+        constants["STORE"] = "row" if spec.out.dtype.itemsize == 4 else constants["STORE"]
+    room = raw_bytes(config, spec) if config.shift_b else 0
+    return KernelSource(f"multigemm.backends.triton.kernels.{module}", name, arguments, tuple(constants.items()),
+                        gluon=True, room=room)  # fmt: skip
+
+
+def _types(spec: ProblemSpec, config: Config) -> dict[str, str]:
+    """The types of all arguments that either kernel takes."""
+    box, out_dtype = boxes(spec, config), spec.out.dtype
+    return {
+        "a_desc": descriptor(spec.a.dtype, box["a_desc"]),
+        "b_desc": descriptor(spec.b.dtype, box["b_desc"]),
+        "out_desc": descriptor(out_dtype, box["out_desc"]),
+        "c": "*" + TYPES[spec.c.dtype if spec.c else out_dtype],
+        "out": "*" + TYPES[out_dtype],
+        "bias": "*" + TYPES[spec.bias or out_dtype],
+        "records": "*i32",
+        "ends": "*" + TYPES[(spec.sizes if sums_sizes(spec, config) else spec.index) or torch.int32],
+        **dict.fromkeys((*EXTENTS, "raw_at"), "i32"),
+        **dict.fromkeys(("b", "b_group", "b_line", *STRIDES), "i64"),
+    }
+
+
+def _cut(spec: ProblemSpec, config: Config) -> dict[str, Any]:
+    """How work is cut into tiles, and how operands lie."""
+    return {
+        "FORM": "search" if searched(spec, config) else cut_of(spec),
+        "BN": config.block_n,
+        "PIECE": piece_of(config),
+        "PART": part_of(config, spec),
+        "MOST": config.block_m // STRIP,
+        "STAGES": config.stages,
+        "WIDTH": config.width,
+        "ORDER": "drawn" if drawn(spec, config) else "dealt",
+        "ALIGN": start_multiple(spec),
+        "MASKED": spec.form == "masked",
+        "SIZES": sums_sizes(spec, config),
+        "A_ORDER": spec.a.order,
+        "B_ORDER": spec.b.order,
+    }
+
+
+def _end(spec: ProblemSpec, config: Config, form: Form) -> dict[str, Any]:
+    """What becomes of a sum, and how it is stored."""
+    return {
+        "STORE": store_of(spec),
+        "C": spec.c.order if spec.c else None,
+        "BIAS": None if spec.bias is None else "down" if form == "jagged_n" else "across",
+        "ALPHA": spec.alpha,
+        "ACTIVATION": spec.activation,
+        "LATE": stores_late(spec, config),
+        "ZERO": _zeroed(spec),
+    }
+
+
+def _zeroed(spec: ProblemSpec) -> str | None:
+    """Which rows the kernel zeroes: those that no group owns, of the whole result or ("masked") of each group."""
+    if not spec.zero_unowned or cut_of(spec) != "rows":
+        return None
+    return "masked" if spec.form == "masked" else "rows"
+
+
+def _roles(spec: ProblemSpec, config: Config) -> dict[str, int]:
+    """The registers of each role."""
+    if config.shift_b:
+        # of low tiles: lines along k take the warps that load them more registers, those along n the others
+        low = (184, 48, 96) if spec.b.order == "row" else (176, 48, 112)
+        numbers = (200, 40, 72) if config.block_m == 256 else low
+        return dict(zip(("CONSUMER_REGISTERS", "PRODUCER_REGISTERS", "LOADER_REGISTERS"), numbers, strict=True))
+    few = consumers(config) == 3
+    return {"CONSUMERS": consumers(config), "CONSUMER_REGISTERS": 160 if few else 232,
+            "PRODUCER_REGISTERS": 32 if few else 40}  # fmt: skip
+
+
+def records_source(given: ProblemSpec, config: Config) -> KernelSource:
+    """The small kernel that lists the tile rows of jagged groups."""
+    spec = canonical(packed_spec(given, config))
+    signature = {"records": "*i32", "ends": "*" + TYPES[spec.index or torch.int32],
+                 **dict.fromkeys(("m", "groups", "head"), "i32")}  # fmt: skip
+    constants = {
+        "KIND": "masked" if spec.form == "masked" else cut_of(spec),
+        "STRIP": STRIP,
+        "MOST": config.block_m // STRIP,
+        "ALIGN": start_multiple(spec),
+        "ROWS": RECORD_ROWS,
+        "STEP": RECORD_STEP,
+    }
+    return KernelSource("multigemm.backends.triton.kernels.schedule", "write_records", tuple(signature.items()),
+                        tuple(constants.items()))  # fmt: skip
+
+
+def pack_source(operand: OperandSpec, name: str, spec: ProblemSpec) -> KernelSource:
+    """The copy of one operand into aligned rows."""
+    order = packed_order(spec, name)
+    along = "none" if operand.order == "strided" else "row" if operand.order == order else "col"
+    types = "*" + TYPES[operand.dtype]
+    numbers = {**dict.fromkeys(("rows", "columns"), "i32"),
+               **dict.fromkeys(("group", "row", "col", "target_group", "target_row"), "i64")}  # fmt: skip
+    return KernelSource("multigemm.backends.triton.kernels.generic", "pack_kernel",
+                        tuple({"source": types, "target": types, **numbers}.items()),
+                        (("BM", BLOCK_ROWS), ("BN", BLOCK_COLUMNS), ("ALONG", along)),
+                        (("target", 16), ("target_group", 8), ("target_row", 8)))  # fmt: skip
+
+
+def line_of(columns: int, size: int) -> int:
+    """Elements from row to row of a copy: whole lines of 128 bytes, which are read at once, or pieces of 16."""
+    whole = 128 // size if columns >= 256 else 8
+    return -(-columns // whole) * whole
+
+
+def hopper_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
+    """The kernels of a plan: the main one, copies, the list of tile rows."""
+    found = {"main": hopper_source(spec, config)}
+    for name in config.pack:
+        found[f"pack {name}"] = pack_source(getattr(spec, name), name, spec)
+    if listed(canonical(packed_spec(spec, config)), config):
+        found["records"] = records_source(spec, config)
+    return found
+
+
+def inner_box(box: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...]]:
+    """A box as the driver takes it, innermost dimension first: of that, what one swizzled row of 128 bytes holds.
+
+    The kernel issues as many copies as it needs.
+    """
+    return ((min(box[-1], 128 // dtype.itemsize), *box[-2::-1]),)
+
+
+Box = tuple[tuple[int, ...]]
+
+
+def ragged_map(address: int, dtype: torch.dtype, columns: int, stride: int, box: Box) -> Fields:
+    """A ragged map of rows of `columns` elements, `stride` elements apart."""
+    line, size = stride * dtype.itemsize, dtype.itemsize
+    return encode_together(
+        dtype, address, (columns, BILLION, FAR, FAR), (line, line, (2**34 * size - line) % 2**64), box
+    )
+
+
+def unread(out: Strided) -> int:
+    """The address that an operand without elements borrows from the result: a map wants a multiple of 16 bytes."""
+    value = out.ptr // 16 * 16
+    return out.ptr.at(value) if isinstance(out.ptr, Address) else value
+
+
+def map_of_a(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
+    a, dtype, address = shape.a, spec.a.dtype, shape.a.ptr or unread(shape.out)
+    if spec.form == "jagged_k":
+        return ragged_map(address, dtype, shape.m, a.col or aligned_stride(shape.m), box)
+    if spec.a.order == "row":
+        rows = shape.m if not a.group else a.group // max(1, a.row) * (shape.groups - 1) + shape.m
+        line = (a.row or aligned_stride(shape.k)) * dtype.itemsize
+        return encode_together(dtype, address, (shape.k, rows), (line,), box)
+    line = (a.col or aligned_stride(shape.m)) * dtype.itemsize
+    return encode_together(dtype, address, (shape.m, shape.k), (line,), box)
+
+
+def map_of_b(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
+    b, dtype, address = shape.b, spec.b.dtype, shape.b.ptr or unread(shape.out)
+    if spec.form == "jagged_k":
+        return ragged_map(address, dtype, shape.n, b.row or aligned_stride(shape.n), box)
+    inner, outer, line = (shape.n, shape.k, b.row) if spec.b.order == "row" else (shape.k, shape.n, b.col)
+    line = line or aligned_stride(inner)
+    lines = (line * dtype.itemsize, (b.group or line) * dtype.itemsize)
+    return encode_together(dtype, address, (inner, outer, shape.groups if b.group else 1), lines, box)
+
+
+def map_of_out(spec: ProblemSpec, shape: Packed, box: Box) -> Fields:
+    """For results that whole tiles are stored to."""
+    return ragged_map(shape.out.ptr, spec.out.dtype, shape.n, shape.out.row or aligned_stride(shape.n), box)
+
+
+class OperandCopy:
+    """Brings an operand into aligned rows before the main kernel reads it.
+
+    An operand that the kernel wants as "col" is copied as its transpose, row by row.
+    """
+
+    __slots__ = ("_dtype", "_kernel", "_turned", "name")
+
+    def __init__(self, name: str, spec: ProblemSpec, kernel: TritonKernel) -> None:
+        self.name, self._kernel = name, kernel
+        self._turned, self._dtype = packed_order(spec, name) == "col", getattr(spec, name).dtype
+
+    def bind(self, shape: Packed, device: torch.device) -> tuple[Packed, BoundKernel | None]:
+        """Where the kernel finds operands after the copy, and the copy; None for an operand without elements."""
+        x: Strided = getattr(shape, self.name)
+        groups = shape.groups if x.group else 1
+        rows, columns = (shape.m, shape.k) if self.name == "a" else (shape.k, shape.n)
+        if self._turned:
+            rows, columns, x = columns, rows, Strided(x.ptr, x.group, x.col, x.row)
+        line = line_of(columns, self._dtype.itemsize)
+        target = torch.empty((groups, rows, line), dtype=self._dtype, device=device)
+        row, col = (1, line) if self._turned else (line, 1)
+        moved = Strided(target.data_ptr(), rows * line if groups > 1 else 0, row, col)
+        shape = replace(shape, a=moved) if self.name == "a" else replace(shape, b=moved)
+        if not x.ptr:  # weights of no group count as one, which a copy would read at address 0
+            return shape, None
+        values = [x.ptr, moved.ptr, rows, columns, x.group, x.row, x.col, rows * line, line]
+        grid = max(1, groups * tiles_of(rows, BLOCK_ROWS) * tiles_of(columns, BLOCK_COLUMNS))
+        tokens = self.name == "a" and shape.jagged == "m"
+        return shape, self._kernel.bound(values, grid, (target,), grid_for=None if tokens else lambda _: grid)
+
+
+class HopperPlan:
+    """The kernels of one spec and config, loaded on one device; `instead` plans the generic kernel."""
+
+    def __init__(self, given: ProblemSpec, config: Config, index: int, instead: Callable[[], Recipe]) -> None:
+        kernels = {name: load(source, index) for name, source in hopper_sources(given, config).items()}
+        self._config, self._index, self._instead = config, index, cache(instead)
+        self._main, self._records = kernels["main"], kernels.get("records")
+        self._copies = [OperandCopy(name, given, kernels[f"pack {name}"]) for name in config.pack]
+        self._spec = canonical(packed_spec(given, config))
+        self._drawn, self._slack = drawn(self._spec, config), start_multiple(self._spec) > 1
+        self._stores_maps, self._sums = store_of(self._spec) == "tma", sums_sizes(self._spec, config)
+        self._map_boxes()
+        self._most = processors(index)
+        ready(index, 8)
+
+    def _map_boxes(self) -> None:
+        box, spec = boxes(self._spec, self._config), self._spec
+        self._boxes = tuple(
+            inner_box(box[name], operand.dtype)
+            for name, operand in (("a_desc", spec.a), ("b_desc", spec.b), ("out_desc", spec.out))
+        )
+        self._beside_a, self._beside_b = BESIDE[len(box["a_desc"])], BESIDE[len(box["b_desc"])]
+
+    def bind(self, ops: Operands) -> Launch:
+        """Lays out the arguments of one problem; the generic kernel takes strides that no map expresses."""
+        if not cast(Tensor, ops.out).numel():
+            return NOTHING
+        shape = packed(ops)
+        launches: list[BoundKernel] = []
+        for copy in self._copies:
+            shape, launch = copy.bind(shape, ops.device)
+            launches += [launch] if launch else []
+        seen = canonical_shape(shape)
+        if not fits(self._spec, seen):
+            return self._instead().bind(ops)
+        launches += self._products(ops, seen)
+        return launches[0] if len(launches) == 1 else LaunchSequence(launches)
+
+    def _products(self, ops: Operands, shape: Packed) -> list[BoundKernel]:
+        """The launch that lists tile rows, if any, and the main one; without a list it counts in words left at zero."""
+        at, across = sizes_address(ops, self._sums), tiles_of(shape.n, self._config.block_n)
+
+        def programs(tokens: int) -> int:
+            return min(max(1, self._tile_rows(shape.groups, tokens) * across), self._most)
+
+        def blocks(tokens: int) -> int:
+            return tiles_of(max(1, self._tile_rows(shape.groups, tokens)), RECORD_ROWS)
+
+        grid, counted = programs(shape.m), programs if self._maps_follow(shape) else None
+        if self._records is not None:
+            room = blocks(max(shape.m, ops.spec.total)) * RECORD_ROWS  # for every number of tokens of the spec
+            records = torch.empty(8 * (1 + room), dtype=torch.int32, device=ops.device)
+            place = records.data_ptr()
+            cut = [place, at, shape.m, shape.groups, int(ops.head)]
+            listing = self._records.bound(cut, blocks(shape.m), (records,), grid_for=blocks)
+            main = self._main.bound(self._arguments(ops, shape, place, at), grid, (records,), grid_for=counted)
+            return [listing, main]
+        if self._drawn:
+            words = Words(self._index, 8)
+            values = self._arguments(ops, shape, words.address, at)
+            return [self._main.bound(values, grid, (words,), words.pin, grid_for=counted)]
+        return [self._main.bound(self._arguments(ops, shape, 0, at), grid, grid_for=counted)]
+
+    def _maps_follow(self, shape: Packed) -> bool:
+        """Whether no stride of a map is made of the number of tokens, as that of one column of all rows is."""
+        return self._spec.a.order == "row" or shape.a.col != 0
+
+    def _tile_rows(self, groups: int, rows: int) -> int:
+        """At most this many rows of tiles, without knowing device sizes."""
+        block = self._config.block_m
+        if self._spec.form != "jagged_m":
+            return groups * tiles_of(rows, block)
+        # a start that is rounded down can cost one more tile per group
+        return most_tiles(rows, groups, block) + (groups if self._slack else 0)
+
+    def _arguments(self, ops: Operands, shape: Packed, records: int, sizes: int) -> list[int | bytes]:
+        """The arguments, in the order of `names_of`."""
+        spec, a, b, out = self._spec, shape.a, shape.b, shape.out
+        c, bias = shape.c or ABSENT, shape.bias or ABSENT
+        out_rows = out.group // max(1, out.row) if self._stores_maps else 0
+        maps = self._maps(shape)
+        data = (c.ptr, out.ptr, bias.ptr, records, sizes, shape.m, shape.n, shape.k, shape.groups, int(ops.head),
+                a.group // max(1, a.row))  # fmt: skip
+        strides = (c.group, c.row, c.col, out.group, out.row, out.col, bias.group, bias.col,
+                   bits_of(ops.alpha, spec), bits_of(ops.beta, spec))  # fmt: skip
+        if self._config.shift_b:
+            line = b.row if spec.b.order == "row" else b.col
+            return [*maps, b.ptr, *data, out_rows, self._main.code.room_at, b.group, line, *strides]
+        return [*maps, *data, int(b.group != 0), out_rows, *strides]
+
+    def _maps(self, shape: Packed) -> list[int | bytes]:
+        """The descriptors of a, of b where a map brings it, and of out, which is blank where the threads store."""
+        spec, (a_box, b_box, out_box) = self._spec, self._boxes
+        with on_device(self._index):
+            found: list[int | bytes] = [map_of_a(spec, shape, a_box), *self._beside_a]
+            if not self._config.shift_b:
+                found += [map_of_b(spec, shape, b_box), *self._beside_b]
+            return [*found, map_of_out(spec, shape, out_box) if self._stores_maps else BLANK, *BESIDE[4]]
+
+
+def plan_hopper(spec: ProblemSpec, config: Config, index: int, why: str, instead: Callable[[], Recipe]) -> Recipe:
+    """Compiles (or loads) the kernels; `instead` plans the generic kernel for strides that no map expresses."""
+    name = "hopper, weights through registers" if config.shift_b else "hopper"
+    name += f", after a copy of {' and '.join(config.pack)} into aligned rows" if config.pack else ""
+    sums = sums_sizes(canonical(packed_spec(spec, config)), config)
+    return Recipe(name, config, HopperPlan(spec, config, index, instead).bind, why, sums_sizes=sums)

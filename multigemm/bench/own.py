@@ -1,0 +1,124 @@
+"""A problem of one's own, with its own tensors: `mg.benchmark(problem)` and `multigemm bench --problem FILE`."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from multigemm.bench import table
+from multigemm.bench.entries import backend_entries, ceiling_entry
+from multigemm.bench.operands import Tensors
+from multigemm.bench.peers import peer_entries
+from multigemm.bench.reports import Report
+from multigemm.bench.runner import Options, Runner, new_report
+from multigemm.bench.workloads import DTYPES, Workload
+from multigemm.errors import InvalidSetting
+from multigemm.problem import rebuild
+from multigemm.problem.arrays import give_back
+from multigemm.problem.problem import GroupedGemmProblem
+
+
+class Benchmark(Report):
+    """A report that prints as the table of `multigemm bench`."""
+
+    def __str__(self) -> str:
+        return table.text(self)
+
+
+def benchmark(
+    problem: GroupedGemmProblem,
+    backends: Sequence[str] = (),
+    peers: Sequence[str] = (),
+    options: Options | None = None,
+) -> Benchmark:
+    """Times every backend and peer on a problem, on the problem's own operands and with its epilogue.
+
+    Each result is checked before it is timed. Results go to memory of their own: nothing of the caller's is written.
+    Peers run plain products alone. A kernel that hangs or crashes takes this process with it; `multigemm bench
+    --problem FILE` measures in a child process.
+
+    Args:
+        problem: what is measured; its sizes are read back from the device once.
+        backends: names; all that are here, and "auto", by default.
+        peers: names as `multigemm bench --peers` takes them; all that are here by default.
+        options: how to measure.
+
+    Returns:
+        A report. `print` shows it as a table; `report.rows` holds the numbers.
+
+    Raises:
+        InvalidSetting: for a name that is unknown.
+
+    Example:
+        >>> print(mg.benchmark(mg.GroupedGemmProblem(a, b, offsets=offsets)))
+    """
+    tensors = own_tensors(problem, "problem")
+    device, case = problem.device, tensors.workload
+    ours, absent = backend_entries(list(backends), device)
+    theirs, missing = peer_entries(list(peers), device)
+    options = options or Options.usual(device)
+    report = Benchmark(**vars(new_report(device, {case.dtype}, options, {**absent, **missing})))
+    entries = [*ours, *theirs, ceiling_entry()]
+    Runner(lambda case: entries, device, options, report, tensors_of=lambda case, device: tensors).run([case])
+    return report
+
+
+def load(path: Path) -> GroupedGemmProblem:
+    """Runs a Python file and takes its `problem`: a GroupedGemmProblem, or a function that returns one."""
+    if not path.is_file():
+        raise InvalidSetting(f"{path}: there is no such file")
+    found = runpy.run_path(str(path)).get("problem")
+    found = found() if callable(found) else found
+    if not isinstance(found, GroupedGemmProblem):
+        raise InvalidSetting(f"{path}: it has to define `problem`, a GroupedGemmProblem or what returns one")
+    return found
+
+
+def own_tensors(problem: GroupedGemmProblem, name: str) -> Tensors:
+    """The data of a problem as that of a workload; results go to new memory, in rows."""
+    given = _with_result_of_its_own(problem)
+    case = own_workload(given, name)
+    offsets = valid = host = None
+    sizes = torch.tensor(case.sizes, dtype=torch.int32, device=problem.device)
+    if case.form.startswith("jagged"):
+        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0, dtype=torch.int32)])
+        host = offsets.cpu().numpy().astype("int64")
+    elif case.form == "masked":
+        valid = sizes
+    return Tensors(case, given.a, given.b, given.out, None, offsets, valid, host, given)  # type: ignore[arg-type]
+
+
+def own_workload(problem: GroupedGemmProblem, name: str) -> Workload:
+    """What a report says of a problem: form, extents, sizes, dtype and layouts."""
+    spec, form, extents = problem.spec, problem.form, problem.sizes()
+    tf32 = problem.precision == "tf32" and spec.compute == torch.float32
+    dtype = "tf32" if tf32 else next(short for short, dtype in DTYPES.items() if dtype == spec.compute)
+    case = Workload(
+        name, "own", form, spec.groups, dtype=dtype, distribution="given",
+        shared_b=spec.b.shared, trans_a=spec.a.order == "col", trans_b=spec.b.order == "col",
+    )  # fmt: skip
+    if problem.extents is None:
+        return replace(case, products=tuple(extents))
+    jagged = "m" if form == "masked" else form[-1] if form.startswith("jagged") else ""
+    full = {extent: 0 if extent == jagged else getattr(problem.extents, extent) for extent in "mnk"}
+    rows = problem.extents.m if form == "masked" else full["m"]
+    sizes = tuple(extent["mnk".index(jagged)] for extent in extents) if jagged else ()
+    return replace(case, m=rows, n=full["n"], k=full["k"], total=sum(sizes), given=sizes)
+
+
+def _with_result_of_its_own(problem: GroupedGemmProblem) -> GroupedGemmProblem:
+    """The same problem with an `out` that nobody else sees; what no group owns holds NaN, or a far integer."""
+    a, b, keywords = rebuild.arguments(problem)
+    poison = float("nan") if problem.out_dtype.is_floating_point else -(2**30)
+
+    def result(shape: Sequence[int]) -> object:
+        made = torch.full(tuple(shape), poison, dtype=problem.out_dtype, device=problem.device)
+        return give_back(made, problem.kind)
+
+    shapes = problem.out_shape[1:] if problem.squeezed else problem.out_shape
+    out = [result(shape) for shape in shapes] if problem.extents is None else result(shapes)
+    return GroupedGemmProblem(a, b, **{**keywords, "out": out})

@@ -1,0 +1,232 @@
+"""The small operators of a mixture-of-experts layer, which graphs can hold: a sort, a weighted sum, a gate.
+
+On a GPU with Triton each is a kernel or a few (layer_kernels.py); elsewhere it is made of torch's functions. Sums are
+formed in the accumulator's precision and rounded once, in a fixed order: the same call gives the same bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multigemm.integrations import eager
+
+Sorted = tuple[Tensor, Tensor, Tensor]
+NARROW = 1 << 15
+_library: Any = torch.library.Library("multigemm", "FRAGMENT")  # type: ignore[no-untyped-call]
+_tags = (torch.Tag.pt2_compliant_tag,)
+for schema in (
+    "sort_by_expert(Tensor pairs, int experts) -> (Tensor, Tensor, Tensor)",
+    "weighted_sum(Tensor rows, Tensor index, Tensor? weights, int top_k) -> Tensor",
+    "weighted_sum_backward(Tensor grad, Tensor rows, Tensor index, Tensor weights) -> (Tensor, Tensor)",
+    "gated(Tensor x, bool gelu) -> Tensor",
+    "gated_backward(Tensor grad, Tensor x, bool gelu) -> Tensor",
+):
+    _library.define(schema, tags=_tags)
+
+
+def sort_by_expert(pairs: Tensor, experts: int) -> Sorted:
+    """A stable sort of pairs [S] of expert numbers -> order [S], inverse [S], ends [experts].
+
+    `order` lists the pairs by expert, `inverse` says where each pair went, `ends` where the pairs of each expert end.
+    Numbers outside of 0..experts-1 go behind all others.
+    """
+    return torch.ops.multigemm.sort_by_expert(pairs, experts)  # type: ignore[no-any-return]
+
+
+def weighted_sum(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
+    """rows [S, H], index [S], weights [S // k, k] (None: all one) -> [S // k, H].
+
+    `out[t] = sum over j of weights[t, j] * rows[index[t * k + j]]`; `index` is a permutation of the rows, so nothing is
+    added up by atomics in either direction.
+    """
+    return torch.ops.multigemm.weighted_sum(rows, index, weights, top_k)  # type: ignore[no-any-return]
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up for x [S, 2*I] = [gate | up] -> [S, I]."""
+    return torch.ops.multigemm.gated(x, False)  # type: ignore[no-any-return]
+
+
+def geglu(x: Tensor) -> Tensor:
+    """gelu(gate) * up."""
+    return torch.ops.multigemm.gated(x, True)  # type: ignore[no-any-return]
+
+
+@cache  # finding a package takes as long as many launches
+def triton_kernels() -> Any:
+    """The kernels in Triton, or None where it is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from multigemm.integrations import layer_kernels
+
+    return layer_kernels
+
+
+# --- the sort ---------------------------------------------------------------------------------------
+
+
+def _sort(pairs: Tensor, experts: int) -> Sorted:
+    known = torch.where((pairs >= 0) & (pairs < experts), pairs, experts)
+    # two-byte keys sort several times faster than eight-byte ones
+    by_expert, order = torch.sort(known.to(torch.int16 if experts < NARROW else torch.int64), stable=True)
+    steps = torch.arange(order.shape[0], device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, steps)
+    numbers = torch.arange(experts, device=pairs.device, dtype=by_expert.dtype)
+    return order, inverse, torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+
+
+def _sort_cuda(pairs: Tensor, experts: int) -> Sorted:
+    kernels = triton_kernels()
+    can = kernels is not None and kernels.can_sort(pairs.shape[0], experts)
+    return (kernels.sort_by_expert if can else _sort)(pairs, experts)
+
+
+def _sort_like(pairs: Tensor, experts: int) -> Sorted:
+    order = pairs.new_empty(pairs.shape, dtype=torch.int64)
+    return order, torch.empty_like(order), pairs.new_empty((experts,), dtype=torch.int32)
+
+
+_library.impl("sort_by_expert", _sort, "CPU")
+_library.impl("sort_by_expert", _sort_cuda, "CUDA")
+torch.library.register_fake("multigemm::sort_by_expert", _sort_like, lib=_library)
+
+
+# --- the weighted sum -------------------------------------------------------------------------------
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _gathered(rows: Tensor, index: Tensor, top_k: int) -> Tensor:
+    pairs = rows.index_select(0, index).to(_wide(rows.dtype))
+    return pairs.view(index.shape[0] // top_k, top_k, rows.shape[1])
+
+
+def _sum(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
+    pairs = _gathered(rows, index, top_k)
+    if weights is not None:
+        pairs = pairs * weights.to(pairs.dtype).unsqueeze(2)
+    return pairs.sum(1).to(rows.dtype)
+
+
+def _sum_cuda(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
+    kernels = triton_kernels()
+    return (kernels.weighted_sum if kernels else _sum)(rows, index, weights, top_k)
+
+
+def _inverse(index: Tensor) -> Tensor:
+    """The permutation that undoes `index`."""
+    back = torch.empty_like(index)
+    back[index] = torch.arange(index.shape[0], device=index.device, dtype=index.dtype)
+    return back
+
+
+def _sum_backward(grad: Tensor, rows: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    pairs = _gathered(rows, index, weights.shape[1])
+    wide = grad.to(pairs.dtype).unsqueeze(1)
+    scaled = (wide * weights.to(pairs.dtype).unsqueeze(2)).to(rows.dtype)
+    drows = scaled.view(index.shape[0], rows.shape[1]).index_select(0, _inverse(index))
+    return drows, (wide * pairs).sum(2).to(weights.dtype)
+
+
+def _sum_backward_cuda(grad: Tensor, rows: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    kernels = triton_kernels()
+    chosen = kernels.weighted_sum_backward if kernels else _sum_backward
+    return chosen(grad, rows, index, weights)
+
+
+def _sum_like(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
+    return rows.new_empty((index.shape[0] // top_k, rows.shape[1]))
+
+
+def _sum_backward_like(grad: Tensor, rows: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, index, weights, ctx.top_k = inputs
+    ctx.save_for_backward(None if weights is None else rows, index, weights)
+
+
+def _backward_of_sum(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    rows, index, weights = ctx.saved_tensors
+    if weights is None:
+        return grad.index_select(0, _inverse(index) // ctx.top_k), None, None, None
+    if torch.is_grad_enabled():  # second derivatives: in operations that have their own
+        drows, dweights = _sum_backward(grad, rows, index, weights)
+    else:
+        drows, dweights = torch.ops.multigemm.weighted_sum_backward(grad, rows, index, weights)
+    return drows, None, dweights, None
+
+
+eager.register(_library, torch.ops.multigemm.weighted_sum.default, _sum, _sum_cuda, _backward_of_sum, _keep_sum)
+_library.impl("weighted_sum_backward", _sum_backward, "CPU")
+_library.impl("weighted_sum_backward", _sum_backward_cuda, "CUDA")
+torch.library.register_fake("multigemm::weighted_sum", _sum_like, lib=_library)
+torch.library.register_fake("multigemm::weighted_sum_backward", _sum_backward_like, lib=_library)
+
+
+# --- the gate ---------------------------------------------------------------------------------------
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """F.gelu, which forms 1 + erf, loses the tail of negative x."""
+    area: Tensor = 0.5 * torch.special.erfc(x * -math.sqrt(0.5))
+    return x * area
+
+
+def _gate(x: Tensor, gelu: bool) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    gate, up = wide.chunk(2, dim=-1)
+    return ((_gelu if gelu else F.silu)(gate) * up).to(x.dtype)
+
+
+def _gate_backward(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gate, up = x.to(wide).chunk(2, dim=-1)
+    g = grad.to(wide)
+    if gelu:
+        dgate = torch.ops.aten.gelu_backward(g * up, gate)
+    else:
+        s = torch.sigmoid(gate)
+        dgate = g * up * s * (1 + gate * (1 - s))
+    return torch.cat([dgate, g * (_gelu if gelu else F.silu)(gate)], dim=-1).to(x.dtype)
+
+
+def _gate_cuda(x: Tensor, gelu: bool) -> Tensor:
+    kernels = triton_kernels()
+    return (kernels.gated if kernels else _gate)(x, gelu)
+
+
+def _gate_backward_cuda(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
+    kernels = triton_kernels()
+    return (kernels.gated_backward if kernels else _gate_backward)(grad, x, gelu)
+
+
+def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.gelu = inputs
+    ctx.save_for_backward(x)
+
+
+def _backward_of_gate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (x,) = ctx.saved_tensors
+    if torch.is_grad_enabled():  # second derivatives: in operations that have their own
+        return _gate_backward(grad, x, ctx.gelu), None
+    return torch.ops.multigemm.gated_backward(grad, x, ctx.gelu), None
+
+
+eager.register(_library, torch.ops.multigemm.gated.default, _gate, _gate_cuda, _backward_of_gate, _keep_gate)
+_library.impl("gated_backward", _gate_backward, "CPU")
+_library.impl("gated_backward", _gate_backward_cuda, "CUDA")
+torch.library.register_fake(
+    "multigemm::gated", lambda x, gelu: x.new_empty((x.shape[0], x.shape[1] // 2)), lib=_library
+)
+torch.library.register_fake("multigemm::gated_backward", lambda grad, x, gelu: x.new_empty(x.shape), lib=_library)

@@ -1,0 +1,226 @@
+"""Memory in which a stray access shows: guard pages round operands, guard bands round a backend's own allocations.
+
+Poison beside an operand shows a stray read only if its value reaches a result. Here each operand lies in memory of its
+own, against a guard page, which is not mapped: behind its last byte, or in front of its first. A kernel that touches
+the next element ends in an error (on a GPU), or with its process (on a CPU). What a 16-byte access takes along within
+its own 16 bytes is no fault: no such access crosses a page.
+
+A workspace, a list of tiles, a count that a backend takes from torch while it binds has no such page, and what lies
+behind it is whatever the allocator left there. Each gets a guard band on either side: a store into one shows, and what
+a kernel reads there is chosen so that it leads astray.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from multigemm.testing.placed_case import Region
+
+FILL = 0xFF
+"""NaN in every float format."""
+MOST_OPERANDS = 12
+"""Operands of one problem that get memory of their own; further matrices of a list stay where they are."""
+ALIGN = 16
+"""Bytes up to which a spec tells addresses apart; placed operands keep their remainder."""
+
+
+@dataclass(slots=True)
+class Block:
+    """Mapped bytes between two pages that are not; `keep` owns the mapping."""
+
+    bytes: Tensor
+    keep: Any
+
+    @property
+    def begin(self) -> int:
+        return self.bytes.data_ptr()
+
+    @property
+    def end(self) -> int:
+        return self.bytes.data_ptr() + self.bytes.numel()
+
+
+def _host_block(size: int) -> Block:
+    page = mmap.PAGESIZE
+    size = -(-size // page) * page
+    memory = mmap.mmap(-1, size + 2 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for edge in (address, address + page + size):
+        if protect(edge, page, 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return Block(whole[page : page + size], memory)
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocationProperties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int), ("handles", ctypes.c_int), ("location", _Location), ("win32", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )  # fmt: skip
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """What torch asks of foreign memory."""
+
+    address: int
+    size: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "version": 3, "strides": None}
+
+
+def _driver(name: str, *arguments: Any) -> None:
+    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    if status:
+        raise OSError(status, f"{name} failed with CUDA error {status}")
+
+
+def _device_block(size: int, device: torch.device) -> Block:
+    """A mapping in the middle of a reserved range of addresses."""
+    where = _Location(1, device.index or 0)  # a device, by its number
+    made = _AllocationProperties(type=1, location=where)  # pinned to it
+    unit, address, handle = ctypes.c_size_t(), ctypes.c_uint64(), ctypes.c_uint64()
+    _driver("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(made), 0)
+    size = -(-size // unit.value) * unit.value
+    whole, none = ctypes.c_size_t(size + 2 * unit.value), ctypes.c_uint64(0)
+    _driver("cuMemAddressReserve", ctypes.byref(address), whole, ctypes.c_size_t(0), none, none)
+    _driver("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(made), none)
+    begin = ctypes.c_uint64(address.value + unit.value)
+    _driver("cuMemMap", begin, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, none)
+    access = _Access(where, 3)  # reads and writes
+    _driver("cuMemSetAccess", begin, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1))
+    mapped = _Mapped(begin.value, size)
+    return Block(torch.as_tensor(mapped, device=device), mapped)
+
+
+class GuardedBlocks:
+    """The blocks of one device, used again for each problem: mapping costs more than a launch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.blocks, self._used = device, list[Block](), 0
+
+    def clear(self) -> None:
+        """All blocks are free again, and hold nothing."""
+        for block in self.blocks[: self._used]:
+            block.bytes.fill_(FILL)
+        self._used = 0
+
+    def _block(self, size: int) -> Block:
+        for at in range(self._used, len(self.blocks)):
+            if self.blocks[at].bytes.numel() >= size:
+                self.blocks[self._used], self.blocks[at] = self.blocks[at], self.blocks[self._used]
+                break
+        else:
+            made = _device_block(size, self.device) if self.device.type == "cuda" else _host_block(size)
+            made.bytes.fill_(FILL)
+            self.blocks.insert(self._used, made)
+        self._used += 1
+        return self.blocks[self._used - 1]
+
+    def place(self, region: Region, arena: Tensor, *, behind: bool) -> Tensor:
+        """The region's tensor, its end (or, not `behind`, its beginning) at an edge of what is mapped."""
+        size = region.dtype.itemsize
+        reach = sum((n - 1) * step for n, step in zip(region.shape, region.strides, strict=True)) + 1
+        if 0 in region.shape or self._used >= MOST_OPERANDS:
+            return region.view(arena)
+        reach *= size
+        block = self._block(reach + ALIGN)
+        here = arena.data_ptr() + region.offset
+        if behind:
+            first = block.end - reach
+            first -= (first - here) % ALIGN
+        else:
+            first = block.begin + (here - block.begin) % ALIGN
+        at = first - block.begin
+        block.bytes[at : at + reach].copy_(arena[region.offset : region.offset + reach])
+        kept = replace(region, offset=0)
+        return kept.view(block.bytes[at : at + reach // size * size]) if at % size == 0 else region.view(arena)
+
+
+@cache
+def guarded_blocks(device: torch.device) -> GuardedBlocks:
+    """One pool for each device of this process."""
+    return GuardedBlocks(device)
+
+
+BAND = 1 << 14
+"""Bytes of a guard band; a multiple of what an allocator aligns to."""
+KNOWN = {"dtype", "device"}
+"""Options of an allocation that gets guard bands; any other call is torch's own."""
+
+
+@dataclass(slots=True)
+class GuardBands:
+    """The guard bands of the allocations so far, and the byte that fills them."""
+
+    fill: int
+    bands: list[Tensor] = field(default_factory=list)
+
+    def around(self, size: tuple[int, ...], dtype: torch.dtype, device: Any) -> Tensor:
+        """Memory for a tensor, a band before it and one behind it."""
+        count = dtype.itemsize
+        for extent in size:
+            count *= extent
+        whole = torch.full((2 * BAND + count,), self.fill, dtype=torch.uint8, device=device)
+        self.bands += [whole[:BAND], whole[BAND + count :]]
+        return whole[BAND : BAND + count].view(dtype).reshape(size)
+
+    def written(self) -> int:
+        """How many bytes of the bands were written."""
+        return sum(int((band != self.fill).sum()) for band in self.bands)
+
+
+def _size_of(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    whole = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    return tuple(int(extent) for extent in whole)
+
+
+@contextmanager
+def banded_allocations(fill: int) -> Iterator[GuardBands]:
+    """Puts guard bands round what `torch.empty` and `torch.zeros` allocate meanwhile."""
+    guard_bands, torch_empty, torch_zeros = GuardBands(fill), torch.empty, torch.zeros
+
+    def made(sizes: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+        size = _size_of(sizes) if sizes and options.keys() <= KNOWN else ()
+        if not size or 0 in size:
+            return None
+        return guard_bands.around(size, options.get("dtype") or torch.get_default_dtype(), options.get("device"))
+
+    def empty(*sizes: Any, **options: Any) -> Tensor:
+        own = made(sizes, options)
+        return torch_empty(*sizes, **options) if own is None else own
+
+    def zeros(*sizes: Any, **options: Any) -> Tensor:
+        own = made(sizes, options)
+        return torch_zeros(*sizes, **options) if own is None else own.zero_()
+
+    with patch.object(torch, "empty", empty), patch.object(torch, "zeros", zeros):
+        yield guard_bands

@@ -1,0 +1,415 @@
+"""A case made real: its operands in poisoned memory on the host, its exact answer, copies on a device.
+
+All operands of one side (inputs, or outputs) live in one arena of bytes, with guard bands round each and poison in
+every byte that nobody may read, at offsets that are the same on the host and on a device. So one copy moves a whole
+problem, one comparison finds every byte that was written and should not have been, and a failing case has the same
+addresses, modulo 512, everywhere.
+
+The answer is computed once and shared by every backend and every run. A `PlacedCase` knows nothing of backends; a
+`DeviceCase` is one placed case on one device, ready to be run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from multigemm.planning.staging import staged_spec
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import ProblemSpec
+from multigemm.reference import Answer, answer
+from multigemm.testing.case import PLAIN, Case, Layout, as_dtype
+from multigemm.testing.values import Operand, Shapes, Values, draw_values, shapes
+
+ALIGN = 512
+Bytes = npt.NDArray[np.uint8]
+
+# NaN with a payload that no arithmetic makes, so that an unwritten element differs from a computed NaN.
+POISON = {
+    torch.float16: 0x7DB1,
+    torch.bfloat16: 0x7FB1,
+    torch.float32: 0x7FBADBAD,
+    torch.float64: 0x7FFBADBADBADBADB,
+    torch.int8: 0x7D,
+    torch.int32: 0x7BADBADB,
+    torch.int64: 0x7BADBADBADBADBAD,
+}
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One tensor inside an arena: `offset` is the byte of its first element, strides are in elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def view(self, arena: Tensor) -> Tensor:
+        """The tensor over an arena on any device."""
+        return self._over(arena.view(self.dtype))
+
+    def bits(self, arena: Tensor) -> Tensor:
+        """The same elements as integers of the same width."""
+        return self._over(arena.view(_SIGNED[self.dtype.itemsize]))
+
+    def _over(self, typed: Tensor) -> Tensor:
+        # as_strided counts from the start of the storage, and the arena may be a slice of a larger one
+        first = typed.storage_offset() + self.offset // self.dtype.itemsize
+        return typed.as_strided(self.shape, self.strides, first)
+
+    def distinct(self, arena: Tensor) -> Tensor:
+        """The view with each stride-0 direction cut to its first element, so that it can be written."""
+        view = self.view(arena)
+        for axis, stride in enumerate(self.strides):
+            if stride == 0 and self.shape[axis] > 1:
+                view = view.narrow(axis, 0, 1)
+        return view
+
+
+def strides_for(shape: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], int]:
+    """Strides in elements, and how many elements the tensor reaches over."""
+    *front, rows, cols = shape if len(shape) > 1 else (1, *shape)
+    inner, outer = (cols, rows) if layout.order == "row" else (rows, cols)
+    near = 0 if ("c" if layout.order == "row" else "r") in layout.zero else layout.step
+    line = max(inner, 1) * layout.step
+    lead = line + (layout.pad if layout.pad >= 0 else -line % -layout.pad)
+    far = 0 if ("r" if layout.order == "row" else "c") in layout.zero else lead
+    strides = [far, near] if layout.order == "row" else [near, far]
+    whole = lead * max(outer, 1)
+    if front:
+        strides.insert(0, 0 if "g" in layout.zero else whole)
+        whole *= max(front[0], 1)
+    return (tuple(strides) if len(shape) > 1 else (layout.step,)), whole
+
+
+class Arena:
+    """Collects regions, then makes the bytes."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self._fills: list[tuple[int, int, torch.dtype]] = []
+        self._size = 0
+
+    def add(self, dtype: torch.dtype, shape: Sequence[int], layout: Layout = PLAIN, *, guard: int = 4096) -> Region:
+        """Room for one tensor, with at least `guard` bytes on each side; its first element is `layout.shift`
+        elements past a 512-byte boundary."""
+        strides, reach = strides_for(shape, layout)
+        start = self._size
+        first = _up(start + guard, ALIGN) + layout.shift * dtype.itemsize
+        stop = _up(first + reach * dtype.itemsize + guard, ALIGN)
+        region = Region(dtype, tuple(shape), strides, first)
+        self.regions.append(region)
+        self._fills.append((start, stop, dtype))
+        self._size = stop
+        return region
+
+    def poisoned(self) -> Tensor:
+        """Fresh bytes on the host: every region and its surroundings hold its dtype's poison."""
+        data = np.empty(max(self._size, ALIGN), np.uint8)
+        data[self._size :] = 0
+        for start, stop, dtype in self._fills:
+            data[start:stop].view(_UNSIGNED[dtype.itemsize])[:] = POISON[dtype]
+        return torch.from_numpy(data)
+
+    def blank(self) -> Tensor:
+        """Fresh bytes on the host that hold anything."""
+        return torch.empty(max(self._size, ALIGN), dtype=torch.uint8)
+
+    def random_bytes(self, seed: int) -> Tensor:
+        """Fresh bytes that are finite numbers in every format: the second prefill."""
+        size = max(self._size, ALIGN)
+        pattern = np.random.default_rng(seed).integers(0x11, 0x3B, 4099, np.uint8)  # a prime: no row repeats another
+        return torch.from_numpy(np.resize(pattern, size))
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def guard_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """A guard of about one tile of rows: 4 KiB to 64 KiB."""
+    return min(max(256 * itemsize * (shape[-1] if shape else 1), 4096), 65536)
+
+
+def foreign_writes(got: Bytes, before: Bytes, mask: Bytes) -> int:
+    """How many bytes changed where `mask` (0xFF for what may be written) does not allow it."""
+    changed = (got.view(np.uint64) ^ before.view(np.uint64)) & ~mask.view(np.uint64)
+    if not changed.any():
+        return 0
+    return int(np.count_nonzero(changed.view(np.uint8)))
+
+
+Regions = Region | list[Region]
+
+
+@dataclass(slots=True)
+class MemoryLayout:
+    """Where every operand of a case lies: `inputs` and `outputs` are two arenas."""
+
+    inputs: Arena
+    outputs: Arena
+    a: Regions
+    b: Regions
+    c: Regions | None
+    bias: Regions | None
+    index: Region | None
+    out: Regions
+
+
+def bias_layout(case: Case) -> Layout:
+    """A bias lies as its neighbours do: shifted like A, padded like B, and with a stride where A's shift is odd."""
+    return Layout(pad=case.b.pad, shift=case.a.shift, step=2 if case.a.shift % 2 else case.b.step)
+
+
+def _lay(arena: Arena, dtype: torch.dtype, shape: Any, layout: Layout, case: Case) -> Regions:
+    if case.form == "per_group":
+        gap = 4096 if case.groups <= 16 else 512
+        return [arena.add(dtype, each, layout, guard=gap) for each in shape]
+    return arena.add(dtype, shape, layout, guard=guard_bytes(shape, dtype.itemsize))
+
+
+def _index_shape(case: Case) -> tuple[int, ...] | None:
+    if case.form == "masked":
+        return (case.groups,)
+    if not case.jagged:
+        return None
+    return (case.groups + (case.kind == "offsets"),)
+
+
+def lay_out(case: Case, shape: Shapes) -> MemoryLayout:
+    """Lays out every operand of a case."""
+    inputs, outputs = Arena(), Arena()
+    a = _lay(inputs, as_dtype(case.dtype), shape.a, case.a, case)
+    b = _lay(inputs, as_dtype(case.dtype_b or case.dtype), shape.b, case.b, case)
+    out = _lay(outputs, case.result_dtype, shape.out, case.out if case.given else PLAIN, case)
+    c = bias = index = None
+    if case.c_dtype:
+        c = out if case.alias else _lay(inputs, as_dtype(case.c_dtype), shape.out, case.c, case)
+    if case.bias:
+        bias = _lay(inputs, as_dtype(case.bias_dtype), shape.bias, bias_layout(case), case)
+    vector = _index_shape(case)
+    if vector is not None:
+        index = inputs.add(as_dtype(case.index), vector, replace(PLAIN, shift=case.b.shift % 3))
+    return MemoryLayout(inputs, outputs, a, b, c, bias, index, out)
+
+
+def index_values(case: Case) -> list[int]:
+    """The offsets, sizes, ends or valid rows."""
+    lengths = list(case.lengths)
+    if case.form == "masked" or case.kind == "sizes":
+        return lengths
+    offsets: list[int] = np.cumsum([case.head, *lengths]).tolist()
+    return offsets if case.kind == "offsets" else offsets[1:]
+
+
+def write_index(case: Case, layout: MemoryLayout, inputs: Tensor) -> None:
+    """Puts the offsets, sizes, ends or valid rows into their region."""
+    if layout.index is not None:
+        layout.index.view(inputs).copy_(torch.tensor(index_values(case), dtype=torch.int64))
+
+
+def _each(regions: Regions) -> list[Region]:
+    return regions if isinstance(regions, list) else [regions]
+
+
+def _write(arena: Tensor, regions: Regions | None, values: Operand | None) -> None:
+    if regions is None or values is None:
+        return
+    arrays = values if isinstance(values, list) else [values]
+    for region, array in zip(_each(regions), arrays, strict=True):
+        target = region.distinct(arena)
+        distinct = array[tuple(slice(0, extent) for extent in target.shape)]
+        target.copy_(torch.from_numpy(np.ascontiguousarray(distinct)))
+
+
+def _poison_unowned(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
+    """NaN in the rows and columns of A and B that no group owns: they must not reach any result."""
+
+    if not (case.head or case.tail or case.form == "masked"):
+        return
+    clean = layout.inputs.poisoned()
+
+    def spoil(regions: Regions, axis: int) -> None:
+        region = _each(regions)[0]
+        bits, spoiled = region.bits(arena), region.bits(clean)
+        for begin, length in ((0, case.head), (case.total - case.tail, case.tail)):
+            if length:
+                bits.narrow(axis, begin, length).copy_(spoiled.narrow(axis, begin, length))
+
+    if case.form in ("jagged_m", "jagged_k") and not _aliased(case.a):
+        spoil(layout.a, 0 if case.form == "jagged_m" else 1)
+    if case.form in ("jagged_n", "jagged_k") and not _aliased(case.b):
+        spoil(layout.b, 1 if case.form == "jagged_n" else 0)
+    if case.form == "masked" and not _aliased(case.a):
+        bits, spoiled = _each(layout.a)[0].bits(arena), _each(layout.a)[0].bits(clean)
+        for g, rows in enumerate(case.lengths):
+            bits[g, rows:].copy_(spoiled[g, rows:])
+
+
+def _aliased(layout: Layout) -> bool:
+    return bool(layout.zero)
+
+
+def make_problem(
+    case: Case,
+    layout: MemoryLayout,
+    inputs: Tensor,
+    outputs: Tensor,
+    at: Callable[[Region, Tensor], Tensor] = Region.view,
+) -> GroupedGemmProblem:
+    """The problem over two arenas, on whichever device they lie; `at` may put inputs elsewhere."""
+
+    def each(regions: Regions | None, make: Callable[[Region], Tensor]) -> Any:
+        if regions is None:
+            return None
+        return [make(region) for region in regions] if isinstance(regions, list) else make(regions)
+
+    def tensors(regions: Regions | None) -> Any:
+        return each(regions, lambda region: at(region, inputs))
+
+    out = each(layout.out, lambda region: region.view(outputs)) if case.given else None
+    more: dict[str, Any] = {
+        "alpha": case.alpha, "beta": case.beta, "activation": case.activation, "precision": case.precision,
+        "batch_invariant": case.batch_invariant,
+        "bias": tensors(layout.bias),
+        "out": out,
+        "c": out if case.alias else tensors(layout.c),
+        "out_dtype": as_dtype(case.out_dtype) if case.out_dtype else None,
+    }  # fmt: skip
+    if layout.index is not None:
+        live = at(layout.index, inputs)
+        plain = index_values(case)
+        chosen = {"device": live, "host": torch.tensor(plain, dtype=live.dtype), "list": plain}[case.where]
+        more["valid_rows" if case.form == "masked" else case.kind] = chosen
+    if case.jagged:
+        more["jagged"] = case.jagged
+    if case.compute == torch.int8:
+        more |= {"alpha": int(case.alpha), "beta": int(case.beta)}
+    return GroupedGemmProblem(tensors(layout.a), tensors(layout.b), **more)
+
+
+@dataclass(slots=True)
+class PlacedCase:
+    """One case on the host. `prefills` are what the output's memory holds before the two runs."""
+
+    case: Case
+    values: Values
+    layout: MemoryLayout
+    inputs: Tensor
+    prefills: tuple[Tensor, Tensor]
+    problem: GroupedGemmProblem
+    answer: Answer
+    writable: Bytes
+
+    @staticmethod
+    def build(case: Case, values: Values | None = None) -> PlacedCase:
+        """Lays out, fills, poisons, and computes the answer."""
+        values = draw_values(case) if values is None else values
+        layout = lay_out(case, shapes(case))
+        inputs = layout.inputs.poisoned()
+        if case.alpha != 0:  # otherwise neither is read: NaN throughout
+            _write(inputs, layout.a, values.a)
+            _write(inputs, layout.b, values.b)
+        _poison_unowned(case, layout, inputs)
+        _write(inputs, layout.bias, values.bias)
+        prefills = (layout.outputs.poisoned(), layout.outputs.random_bytes(case.seed))
+        if case.alias:
+            for prefill in prefills:
+                _write(prefill, layout.c, values.c)
+        else:
+            _write(inputs, layout.c, values.c)
+        write_index(case, layout, inputs)
+        problem = make_problem(case, layout, inputs, prefills[0])
+        right = answer(problem)
+        if case.given:
+            for block in right.blocks:  # what no group owns is compared byte for byte, through `writable`
+                block.free |= ~block.owned
+        return PlacedCase(case, values, layout, inputs, prefills, problem, right, _writable(case, layout, problem))
+
+    def results(self, outputs: Tensor) -> list[Tensor]:
+        """The output tensors over a host arena."""
+        return [region.view(outputs) for region in _each(self.layout.out)]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every element has one right value, so that any two right runs agree bit for bit."""
+        return all(
+            bool(((b.low == b.high) | ~b.owned).all() and not (b.free & b.owned).any()) for b in self.answer.blocks
+        )
+
+
+def _writable(case: Case, layout: MemoryLayout, problem: GroupedGemmProblem) -> Bytes:
+    """0xFF for every byte that a run may write: the owned elements, or the whole of a library-made output."""
+    mask = torch.zeros(layout.outputs.poisoned().shape, dtype=torch.uint8)
+    regions = _each(layout.out)
+    if case.form == "per_group" or not case.given:
+        for region in regions:
+            region.bits(mask).fill_(-1)
+    else:
+        bits = regions[0].bits(mask)
+        for view in problem.groups():
+            bits[view.where] = -1
+    return mask.numpy()
+
+
+@dataclass(slots=True)
+class DeviceCase:
+    """A placed case on one device. `out` is where the result goes, the caller's or the library's alike;
+    `pristine` is a second copy of the inputs."""
+
+    placed: PlacedCase
+    device: torch.device
+    inputs: Tensor
+    prefills: tuple[Tensor, Tensor]
+    outputs: Tensor
+    problem: GroupedGemmProblem
+    pristine: Tensor
+
+    @staticmethod
+    def build(placed: PlacedCase, device: torch.device) -> DeviceCase:
+        """Copies a placed case to a device, in one piece."""
+        return DeviceCase.build_all([placed], device)[0]
+
+    @staticmethod
+    def from_case(case: Case, device: torch.device) -> DeviceCase:
+        """Places a case and copies it to a device."""
+        return DeviceCase.build(PlacedCase.build(case), device)
+
+    @staticmethod
+    def build_all(placed_cases: Sequence[PlacedCase], device: torch.device) -> list[DeviceCase]:
+        """Copies many placed_cases to a device, in one piece."""
+        parts = [part for placed in placed_cases for part in (placed.inputs, *placed.prefills)]
+        there = torch.cat(parts).to(device).split_with_sizes([part.numel() for part in parts])
+        device_cases = []
+        for i, placed in enumerate(placed_cases):
+            pristine, first, second = there[3 * i : 3 * i + 3]
+            inputs, outputs = pristine.clone(), first.clone()
+            problem = make_problem(placed.case, placed.layout, inputs, outputs)
+            device_cases.append(DeviceCase(placed, device, inputs, (first, second), outputs, problem, pristine))
+        return device_cases
+
+    @property
+    def out(self) -> Tensor | list[Tensor]:
+        views = [region.view(self.outputs) for region in _each(self.placed.layout.out)]
+        return views if self.placed.case.form == "per_group" else views[0]
+
+    def prefill(self, number: int) -> None:
+        """Puts the output's memory into its state before a run."""
+        self.outputs.copy_(self.prefills[number])
+
+
+def spec_of(case: Case) -> ProblemSpec:
+    """The spec of a case, without its values."""
+    layout = lay_out(case, shapes(case))
+    inputs = layout.inputs.blank()
+    write_index(case, layout, inputs)
+    return staged_spec(make_problem(case, layout, inputs, layout.outputs.blank()))

@@ -1,0 +1,79 @@
+"""What the shipped kernels compile to, for GPUs that need not be here: no spills, the right instructions.
+
+A process of its own compiles them, because the interpreter that other tests use changes Triton for
+the whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the triton package is not installed: pip install triton")
+
+
+def compiled(capability: int, folder: Any) -> list[dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TRITON_", "MULTIGEMM_"))}
+    environment |= {"MULTIGEMM_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton-own")}
+    command = [sys.executable, "-m", "multigemm.backends.triton.shipped", "--quick", str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_shipped_kernels_compile_without_spills(capability: int, tmp_path: Any) -> None:
+    reports = compiled(capability, tmp_path)
+    assert len(reports) >= (16 if capability == 90 else 5)
+    spilled = [r for r in reports if r["stack"]]
+    assert not spilled
+    assert all(0 < r["registers"] <= 255 for r in reports)
+    limit = {80: 163, 90: 227, 100: 227}[capability] * 1024
+    assert all(r["shared"] <= limit for r in reports)
+    assert any(r["kernel"].startswith("hopper") for r in reports) == (capability == 90)
+
+
+def test_a_second_process_loads_what_the_first_compiled(tmp_path: Any) -> None:
+    code = (
+        "import sys, torch; from multigemm.backends.triton import build as c, shipped as s;"
+        "spec = dict(s.specs())['jagged_m bf16']; source = next(s.sources(spec, 90))[1];"
+        "made = c.cubin(source, 90); print(c.compilations, 'triton' in sys.modules, len(made.code), made.params)"
+    )
+    environment = {**os.environ, "MULTIGEMM_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "own")}
+    environment.pop("TRITON_INTERPRET", None)
+    runs = [
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    first, second = (run.stdout.split() for run in runs)
+    assert first[0] == "1"
+    assert second[0] == "0"
+    assert second[1] == "False", "a cached kernel must not import triton"
+    assert first[2:] == second[2:]
+
+
+def test_products_of_shifted_weights_overlap(tmp_path: Any) -> None:
+    """ptxas lets each wgmma wait for the one before where a register that one reads is written in between, and only
+    tells a log that nobody reads. Then every product would be followed by a wait for all."""
+    code = (
+        "import subprocess; from triton import knobs; from multigemm.backends.triton import build as c, shipped as s;"
+        "from multigemm.backends.triton.choice import hopper_candidates;"
+        "from multigemm.backends.triton.hopper import hopper_source;"
+        "spec = dict(s.specs())['jagged_m bf16 unaligned'];"
+        "found = [x for x in hopper_candidates(spec) if x.shift_b and x.block_m == 128];"
+        "open('carry.cubin', 'wb').write(c.cubin(hopper_source(spec, found[0]), 90).code);"
+        "print(subprocess.check_output([knobs.nvidia.nvdisasm.path, '-c', 'carry.cubin'], text=True))"
+    )
+    environment = {**os.environ, "MULTIGEMM_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "own")}
+    environment.pop("TRITON_INTERPRET", None)
+    run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True,
+                         check=False)  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    products, waits_for_all = run.stdout.count("HGMMA"), run.stdout.count("DEPBAR.LE gsb0, 0x0")
+    assert products >= 16
+    assert waits_for_all < products / 2

@@ -1,0 +1,158 @@
+"""What a run shows: the table, means, stars, plots, ceilings, and the regret of auto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm.bench import machine, plots, reports, table
+from multigemm.bench.workloads import geomean
+from multigemm.select.timing import Timing
+from tests.support.bench_entries import CPU
+from tests.support.bench_reports import made_up_report
+
+
+def cells_of(grid: table.Grid) -> dict[str, dict[str, str]]:
+    """Cells by name of the row and heading."""
+    return {row[0]: dict(zip(grid[0][1:], row[1:], strict=True)) for row in grid[1:]}
+
+
+def test_the_table_tells_all() -> None:
+    shown = table.text(made_up_report(suites="tutorial"))
+    for part in ("seed_cube_128/list/fp16", "published cuBLAS", "0.020480", "QuACK is not installed", "Made-up GPU"):
+        assert part in shown
+    assert "torch_grouped: failed on 10 workload(s): wrong answer: group 0" in shown
+    assert "WARNING" not in shown
+
+
+def test_columns_stand_below_their_headings() -> None:
+    lines = table.plain([["workload", "a", "bb"], ["x", table.Best("7.12"), "1"], ["long/er/name", "", "10.5"]])
+    assert lines.splitlines() == [
+        "workload          a    bb",
+        "x             *7.12     1",
+        "long/er/name         10.5",
+    ]
+
+
+def test_the_fastest_stands_out_and_is_counted_and_ceilings_are_not() -> None:
+    report = made_up_report(suites="l2")
+    for row in report.rows:
+        if row.kind == "ceiling" and row.us:
+            row.us /= 100
+    report.rows = [row for row in report.rows if (row.case, row.entry) != (report.cases()[0], "triton")]
+    report.rows[0].status, report.rows[0].reason, report.rows[0].us = "refused", "for fun", None
+    shown = cells_of(table.times(report))
+    us = {(row.case, row.entry): row.us for row in report.rows if row.us and row.kind != "ceiling"}
+    wins = dict.fromkeys(("cupy", "triton", "torch_grouped", "torch_loop", "dense"), 0)
+    for case in report.cases():
+        fastest = min((entry for c, entry in us if c == case), key=lambda entry: us[case, entry])
+        wins[fastest] += 1
+        assert [name for name, cell in shown[case].items() if isinstance(cell, table.Best)] == [fastest]
+        assert shown[case][fastest] == reports.digits(us[case, fastest])
+        assert shown[case]["floor"] == reports.digits(next(row.floor_us for row in report.rows if row.case == case))
+    assert shown[report.cases()[0]]["cupy"] == "refused"
+    assert {name: int(row["fastest"]) for name, row in cells_of(table.means(report)).items()} == wins
+    assert "cupy: refused on 1 workload(s): for fun" in table.text(report)
+
+
+def test_means_are_told_by_distribution_and_against_the_best_peer() -> None:
+    report = made_up_report(suites="moe")
+    shown = cells_of(table.means(report))["cupy"]
+    mine = [row for row in report.rows if row.entry == "cupy"]
+    for kind in ("balanced", "zipf", "empty"):
+        rows = [row for row in mine if row.distribution == kind]
+        assert rows and shown[kind] == f"{geomean(row.of_floor or 0.0 for row in rows):.3f}"
+    peers = {r.case: min(p.us or 0 for p in report.timed() if p.case == r.case and p.kind == "peer") for r in mine}
+    assert shown["of the best peer"] == f"{geomean(peers[r.case] / (r.us or 1) for r in mine):.3f}"
+
+
+def test_a_noisy_machine_is_said_with_the_remedy() -> None:
+    report = made_up_report(suites="l2")
+    assert reports.unrest_warning(report) == ""
+    for row in report.rows[: len(report.rows) // 2]:
+        row.spread = 0.5
+    assert "in 8 of 16 times" in table.text(report) and "--rest 80" in table.text(report)
+    report.machine["device_type"] = "cpu"
+    assert "OMP_WAIT_POLICY=passive" in reports.unrest_warning(report)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (5.5349, "5.53"),
+        (22.03, "22.0"),
+        (710.5, "710"),
+        (2398.4, "2398"),
+        (0.0456, "0.0456"),
+        (0.0, "0"),
+        (1e-5, "0.0000100"),
+    ],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert reports.digits(value) == text
+
+
+def test_brackets_in_names_are_shown() -> None:
+    report = made_up_report(suites="l2")
+    for row in report.rows:
+        row.entry = row.entry.replace("triton", "cublas[host sizes]")
+    assert "cublas[host sizes]" in table.text(report)
+
+
+def test_plots_are_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = plots.draw(made_up_report(suites="moe"), tmp_path)
+    assert [p.name for p in drawn] == ["runtime.png", "roofline.png", "speedup.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 10_000 for p in drawn)
+
+
+def test_ceilings_are_in_teraflops_and_terabytes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of the products, a copy's bytes twice; torch's switch is turned for tf32, and put back."""
+    switches = []
+
+    def millisecond(calls: dict[str, Any], *_: object, **__: object) -> dict[str, Timing]:
+        switches.append(torch.get_float32_matmul_precision())
+        return {name: Timing(name, "cold", (1000.0,) * 3) for name in calls}
+
+    monkeypatch.setattr(machine, "measure", millisecond)
+    monkeypatch.setattr(machine, "DENSE_SIZES", {"cpu": (100, 10)})
+    monkeypatch.setattr(machine, "COPY_BYTES", {"cpu": 5000})
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        rates = machine.measured_rates(CPU, {"tf32", "fp32", "int8"})
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert switches == ["medium", *["highest"] * 4, *["high"] * 2]
+    assert set(rates) == {"fp32", "int8", "tf32"}
+    assert all(each.tflops == pytest.approx(2e-3) and each.tbps == pytest.approx(1e-5) for each in rates.values())
+
+
+def test_the_regret_of_auto_is_told() -> None:
+    report = made_up_report(suites="l2")
+    for row in report.rows:
+        if row.entry == "triton":
+            row.entry = "auto"
+    worst = reports.auto_regret(report)[0]
+    times = {r.entry: r.us for r in report.rows if r.case == worst.case}
+    assert worst.ratio == pytest.approx((times["auto"] or 0) / (times["cupy"] or 1))
+    assert worst.fastest == "cupy"
+    assert f"{worst.ratio:.3f} (repeats {worst.spread:.3f}) on {worst.case} (fastest: cupy)" in table.text(report)
+
+
+def test_a_tie_within_what_repeats_differ_by_is_no_sure_regret() -> None:
+    report = made_up_report(suites="l2")
+    case = report.rows[0].case
+    report.rows = [row for row in report.rows if row.case == case and row.entry in ("cupy", "triton")]
+    for row, us in zip(report.rows, (7.0, 7.4), strict=True):
+        row.us, row.spread, row.entry = us, 0.04, "cupy" if us == 7.0 else "auto"
+    (tie,) = reports.auto_regret(report)
+    assert tie.beyond(1.03)
+    assert not tie.beyond(1.03, doubt=True)
+    assert "of 1 choices 1 are above 1.03, 0 of them by more than repeats differ" in table.text(report)
+    report.rows[1].us = 7.8
+    assert reports.auto_regret(report)[0].beyond(1.03, doubt=True)

@@ -1,0 +1,258 @@
+"""The command line as a user meets it: output, exit codes, one clear line for an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigemm.__main__ import COMMANDS, main
+from multigemm.select import table as tuning
+from multigemm.select.table import SCHEMA, Entry, Measured
+from multigemm.settings import settings
+
+HERE = str(Path(__file__).parent)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([name, "--help"])
+    assert done.value.code == 0
+    assert f"multigemm {name}" in capsys.readouterr().out
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert {b["name"] for b in state["backends"]} >= {"cpu", "null", "triton", "cupy", "numba", "cublas"}
+    assert main(["info"]) == 0
+    assert "MULTIGEMM_EMULATE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "bf16", "tf32"])
+def test_explain(form: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "9,9,9" if form == "batched" else "4,0,9"
+    assert main(["explain", "--form", form, "--sizes", sizes, "--dtype", dtype, "--device", "cpu"]) == 0
+    assert "chosen: cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", ["2,8,16,24", "8x16x24+4x16x24", "G=2,T=16,M=8,N=24,form=jagged_k"])
+def test_explain_takes_the_workloads_of_bench(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--shape", shape, "--device", "cpu"]) == 0
+    assert "2 groups" in (text := capsys.readouterr().out)
+    assert "None" not in text
+    assert "torch.bfloat16" in text
+
+
+def test_equal_sizes_are_the_rows_of_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--form", "batched", "--sizes", "8,8,8", "--device", "cpu"]) == 0
+    assert "batched: 3 groups, m=8, n=48, k=96" in capsys.readouterr().out
+    assert main(["explain", "--form", "batched", "--m", "8", "--device", "cpu"]) == 0
+    assert "batched: 4 groups, m=8, n=48, k=96" in capsys.readouterr().out
+
+
+def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "cpu", "--backend", "cublas"]) == 1
+    assert "cublas" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["explain", "--sizes", "x"], "--sizes 'x'"),
+        (["explain", "--sizes", "3,-1"], "size"),
+        (["explain", "--sizes=-5"], "cannot be negative"),
+        (["explain", "--sizes", "99999999999999"], "does not fit into the memory"),
+        (["explain", "--k", "99999999999999999999"], "does not fit into the memory"),
+        (["explain", "--k", "-4"], "cannot be negative"),
+        (["explain", "--dtypes", "quint8"], "--dtypes 'quint8'"),
+        (["explain", "--device", "mps"], "--device 'mps'"),
+        (["explain", "--device", "cuda:99"], "CUDA devices here"),
+        (["cache", "export", "no-such-folder/x.json"], "no-such-folder"),
+        (["cache", "export", "."], "directory"),
+        (["explain", "--shape", "1,2"], "cannot be read"),
+        (["explain", "--shape", "2,4,8,8", "--dtype", "half9"], "--dtypes 'half9'"),
+        (["explain", "--shape", "4,64,256,256000000000"], "cannot be made on cpu: "),
+        (["explain", "--shape", "4,64,256,256", "--form", "batched", "--n", "8"], "--form, --n beside --shape"),
+        (["explain", "--shape", "4,64,256,256", "--activation", "relu"], "--activation beside --shape"),
+        (["explain", "--sizes", "3,4", "--host-sizes"], "--host-sizes goes with --shape"),
+        (["explain", "--device", "nowhere"], "--device 'nowhere'"),
+        (["explain", "--device", "cpu:3"], "--device 'cpu:3'"),
+        (["explain", "--m", "8"], "--m beside --form jagged_m, where --sizes gives it"),
+        (["explain", "--form", "per_group", "--m", "8"], "--m beside --form per_group"),
+        (["explain", "--form", "batched", "--sizes", "3,4"], "--sizes 3,4 with --form batched, whose groups are alike"),
+        (["explain", "--form", "batched", "--sizes", "4,4", "--m", "8"], "--m beside --form batched, where --sizes"),
+        (["explain", "--form", "jagged_n", "--n", "8"], "--n beside --form jagged_n"),
+        (["explain", "--form", "jagged_k", "--k", "8"], "--k beside --form jagged_k"),
+        (["explain", "--backend", "cpuu"], "did you mean 'cpu'"),
+        (["cache", "export"], "needs a file"),
+        (["cache", "import", "no-such-file.json"], "cannot be read as an exported cache"),
+        (["cache", "clear", "--what", "nothing-like-it"], "the cache holds"),
+        (["cache", "clear", "tuning"], "takes no file, but 'tuning' was given; to clear a part, --what tuning"),
+        (["cache", "show", "x.json"], "takes no file"),
+        (["cache", "show", "--what", "cpu"], "--what goes with clear"),
+        (["tune", "--shape", "1,2,3,4", "--device", "cpu", "--out", HERE], f"--out {HERE} is a folder: name a file"),
+        (["tune", "--shape", "1,2,3,4", "--device", "cpu", "--out", f"{__file__}/x"], __file__),
+        (["fuzz", "--device", "nowhere"], "--device 'nowhere' is not a device: use cpu or cuda"),
+        (["fuzz", "--device", "cuda:99", "--backends", "cpu"], "--device cuda:99, but there are"),
+        (["fuzz", "--emulate", "--device", "cuda"], "--device cuda beside --emulate"),
+        (["fuzz", "--replay", "no-such-file.json"], "no-such-file.json is no stored problem"),
+        (["fuzz", "--replay", HERE], f"{HERE} holds no stored problem"),
+        (["fuzz", "--json", HERE, "--examples", "1"], "is a folder: name a file"),
+        (["fuzz", "--json", f"{__file__}/x.json", "--examples", "1"], f"--json {__file__}/x.json: "),
+        (["fuzz", "--corpus", __file__, "--examples", "1"], f"--corpus {__file__}: "),
+        (["fuzz", "--forms", "ragged"], "unknown form 'ragged': use per_group"),
+        (["fuzz", "--backends", "cpuu"], "unknown backend 'cpuu'"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(words: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = ["--device", "cpu"] if words[0] == "explain" and "--device" not in words else []
+    assert main([*words, *extra]) == 2
+    text = capsys.readouterr().err
+    assert match in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["explain", "--form", "nope"], ["info", "--jsonn"], ["--nope"], ["explain", "x"], ["fuzz", "--examples", "0"],
+        ["fuzz", "--seconds", "nan"],
+    ],
+)  # fmt: skip
+def test_words_that_no_option_takes(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(words)
+    assert done.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"us": "fast"},
+        {"us": float("nan")},
+        {"key": "jagged_m gx m* n48 k96 t128 float32/row float32/row float32/row ieee host-sizes"},
+        {"key": 3},
+        {"config": []},
+        {"schema": 99},
+        {"more": 1},
+    ],
+)
+def test_measurements_that_are_none_are_not_imported(
+    entry: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"backend": "cpu", "config": {}, "us": 3.0, "device": "cpu", "key": "jagged_m g2"}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"schema": SCHEMA, "entries": [{**good, **entry}]}))
+    assert main(["cache", "import", str(path)]) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        ([], "is no exported cache"),
+        ({"schema": SCHEMA}, "is no exported cache"),
+        ({"schema": 99, "entries": []}, "has schema 99"),
+    ],
+)
+def test_other_files_are_not_imported(raw: Any, match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(raw))
+    assert main(["cache", "import", str(tmp_path / "x.json")]) == 2
+    assert match in capsys.readouterr().err
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["frobnicate"])
+    assert done.value.code == 2
+    assert "unknown command 'frobnicate'" in capsys.readouterr().err
+
+
+def test_demo_checks_and_times_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "cpu", "--dtypes", "float32,int8"]) == 0
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("cpu ")]
+    assert len(lines) == 2 and all("ok" in line and "us" in line for line in lines)
+
+
+def test_verify_checks_a_problem_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["import torch, multigemm as mg", "out, a, b = torch.ones(2, 3), torch.ones(2, 4), torch.ones(4, 3)"]
+    lines += ["problem = mg.GroupedGemmProblem(a, b, c=out, beta=1.0, out=out)"]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    assert main(["verify", str(tmp_path / "mine.py"), "--backends", "cpu"]) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("cpu "))
+    assert " ok " in line
+    assert main(["verify", str(tmp_path / "mine.py"), "--backends", "cublas"]) == 1
+    assert main(["verify", str(tmp_path / "none.py")]) == 2
+
+
+def test_cache_export_import_and_clear(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "one"))
+    settings.cache_clear()
+    tuning.table.cache_clear()
+    key = "jagged_m g2 m* n8 k16 t1024 float32/row float32/row float32/row ieee host-sizes"
+    tuning.table().keep([Entry("cpu", key, {"cpu": Measured(3.0, {"kernel": "blas"})})])
+    tuning.table().keep_choice(Entry("cpu", key, {"one": Measured(3.0), "two": Measured(9.0)}, "", "one", "2026-01-02"))
+    assert main(["cache", "export", str(tmp_path / "x.json")]) == 0
+    assert main(["cache", "show"]) == 0
+    told = capsys.readouterr().out
+    assert f"tuned: cpu | {key} | cpu: 3.0 us {{'kernel': 'blas'}}" in told
+    assert f"chosen by auto: cpu | {key} | one (one 3.0 us, two 9.0 us; 2026-01-02)" in told
+    assert main(["cache", "clear"]) == 0
+    assert tuning.TuningTable().own() == tuning.TuningTable().own(choices=True) == []
+    assert main(["cache", "import", str(tmp_path / "x.json")]) == 0
+    assert [entry.backends["cpu"].us for entry in tuning.TuningTable().own()] == [3.0]
+    assert main(["cache", "show"]) == 0
+    told = capsys.readouterr().out
+    assert key in told and "cannot be written" not in told
+    monkeypatch.setenv("MULTIGEMM_CACHE", "0")
+    settings.cache_clear()
+    assert main(["cache", "import", str(tmp_path / "x.json")]) == 2
+    assert "not kept: the cache is off" in capsys.readouterr().err
+    tuning.table.cache_clear()
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_what_the_cache_does_not_take_was_not_recorded(
+    out: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    settings.cache_clear()
+    tune = ["tune", "--shape", "2,4,8,8", "--backend", "cpu", "--configs", "1", "--device", "cpu", "--quiet"]
+    assert main([*tune, "--out", str(tmp_path / "x.json")] if out else tune) == (0 if out else 1)
+    told = capsys.readouterr().out
+    assert f"not recorded: {tmp_path / 'file' / 'cache'} cannot be written" in told
+    assert (tmp_path / "x.json").exists() == out
+    assert main(["cache"]) == 0
+    assert "(cannot be written: nothing is kept)" in capsys.readouterr().out
+    tuning.table.cache_clear()
+
+
+def test_cache_clear_leaves_other_folders_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letter = tmp_path / "letters" / "a.txt"
+    letter.parent.mkdir()
+    letter.write_text("mine")
+    monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path))
+    settings.cache_clear()
+    assert main(["cache", "show"]) == 0
+    assert "letters" not in capsys.readouterr().out
+    assert main(["cache", "clear"]) == 0
+    assert letter.read_text() == "mine"

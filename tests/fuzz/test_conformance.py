@@ -1,0 +1,80 @@
+"""The conformance suite itself: on the cpu backend, on the example of the documentation, on planted faults."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm.problem.spec import FORMS
+from multigemm.testing import conformance
+from multigemm.testing.model_kernel import ModelBackend
+from multigemm.testing.model_mutants import MUTANTS
+from multigemm.testing.strategies import DTYPES
+from multigemm.testing.subject import Subject
+from tests.support.installed_backends import ROOT, install_backends
+
+FAULT = """
+from multigemm.testing.model_kernel import ModelBackend
+from multigemm.testing.model_mutants import MUTANTS
+planted = ModelBackend("planted", MUTANTS["tail rows not zeroed"])
+"""
+
+
+def run_suite(environment: dict[str, str], name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "multigemm.testing.conformance", "--backend", name, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT)
+
+
+def test_the_example_of_the_documentation_conforms(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-backend.md").read_text(), re.DOTALL)
+    environment = install_backends(tmp_path, blocks[0] + "\nloop = BACKEND\n", "loop")
+    listed = subprocess.run(
+        [sys.executable, "-c", "import multigemm as mg; print([b.name for b in mg.list_backends()])"],
+        env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT,
+    )  # fmt: skip
+    assert "'loop'" in listed.stdout, listed.stderr
+    done = run_suite(
+        environment, "loop", "--device", "cpu", "--cases", "10", "-k", "jagged_m or members or plan or say"
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    passed, skipped = (int(re.findall(rf"(\d+) {word}", done.stdout)[0]) for word in ("passed", "skipped"))
+    assert passed >= 25
+    assert skipped >= 1, "the example refuses activations and other dtypes with a reason"
+
+
+def test_a_faulty_backend_does_not_conform(tmp_path: Path) -> None:
+    environment = install_backends(tmp_path, FAULT, "planted")
+    done = run_suite(environment, "planted", "--device", "cpu", "--cases", "2", "-x", "-k", "jagged_m")
+    assert done.returncode == 1
+    assert "no group owns" in done.stdout
+
+
+def test_an_unknown_backend_is_said(tmp_path: Path) -> None:
+    done = run_suite({**os.environ, "PYTHONPATH": str(ROOT)}, "tritn")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "unknown backend 'tritn': did you mean 'triton'?" and not done.stdout
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cases_of_the_suite_accept_the_model(form: Any) -> None:
+    subject, device = Subject(ModelBackend()), torch.device("cpu")
+    for dtype in DTYPES:
+        _, outcome = conformance.examine(conformance.case_of(form, dtype, seed=3), subject, device)
+        assert outcome.ran, outcome.refusals
+
+
+@pytest.mark.parametrize("name", ["no M mask on the store", "wrong group's B", "head rows not zeroed"])
+def test_cases_of_the_suite_see_faults(name: str) -> None:
+    subject, device = Subject(ModelBackend(name, MUTANTS[name])), torch.device("cpu")
+    with pytest.raises(AssertionError, match="Case"):
+        conformance.examine(conformance.case_of("jagged_m", "float32", mode="normal"), subject, device)
+
+
+def test_the_cpu_backend_conforms() -> None:
+    done = run_suite(dict(os.environ), "cpu", "--device", "cpu", "--cases", "6", "-x")
+    assert done.returncode == 0, done.stdout[-3000:]

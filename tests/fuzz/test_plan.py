@@ -1,0 +1,124 @@
+"""What a campaign hands out, counts and reports, and how a failure is made small.
+
+Each slot is begun before any goes on, nothing comes twice, nobody waits for a compiler.
+"""
+
+from multigemm.fuzz.plan import LEAD, Batch, Failure, Options, Summary, Tally, WorkQueue
+from multigemm.fuzz.report import missing, progress_line, to_dict, to_text
+from multigemm.fuzz.shrink import shrink, simpler
+from multigemm.fuzz.worker import drawn
+from multigemm.testing import Case, Layout, PlacedCase, random_case
+from multigemm.testing.case import fit
+
+
+def options(examples: int = 0) -> Options:
+    return Options(("cpu",), kinds=3, turns=2, burst=4, examples=examples)
+
+
+def test_every_slot_is_begun_first() -> None:
+    queue = WorkQueue(options())
+    batches = [queue.next_batch() for _ in range(6)]
+    assert [batch and options().slot_of(batch.first) for batch in batches] == [0, 1, 2, 3, 4, 5]
+    assert queue.unbegun() == [0, 1, 2, 3, 4, 5]
+
+
+def test_only_what_has_been_compiled_goes_on() -> None:
+    queue = WorkQueue(options())
+    first = [queue.next_batch() for _ in range(6)]
+    assert first[4] is not None and first[1] is not None
+    assert not queue.note_done(first[4].first) and not queue.note_done(first[1].first + 3)
+    assert queue.unbegun() == [0, 2, 3, 5]
+    rest = [queue.next_batch() for _ in range(8)]
+    assert {options().slot_of(batch.first) for batch in rest if batch} == {1, 4}
+    numbers = [n for batch in [*first, *rest] if batch for n in range(batch.first, batch.stop)]
+    assert len(set(numbers)) == len(numbers) == 14 * 4
+
+
+def test_what_is_compiled_comes_before_what_is_not_if_asked() -> None:
+    queue = WorkQueue(options())
+    assert queue.next_batch(fresh=False) == Batch(0, 4) and queue.must_compile(3)
+    queue.note_done(0)
+    assert queue.next_batch(fresh=False) == Batch(24, 28) and not queue.must_compile(25)
+    assert queue.next_batch() == Batch(4, 8)
+
+
+def test_kernels_that_a_process_has_loaded_go_on_for_some_laps() -> None:
+    queue = WorkQueue(options())
+    for slot in range(6):
+        assert queue.next_batch() == Batch(4 * slot, 4 * slot + 4)
+        queue.note_done(4 * slot)
+    mine = [queue.next_batch(loaded={2, 4}) for _ in range(2 * LEAD)]
+    assert {queue.options.slot_of(batch.first) for batch in mine if batch} == {2, 4}
+    others = [batch for _ in range(LEAD) if (batch := queue.next_batch(loaded={2, 4}))]
+    assert {queue.options.slot_of(batch.first) for batch in others} > {2, 4}, "nobody stays behind for ever"
+    numbers = [batch.first for batch in [*mine, *others] if batch]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_as_many_as_were_asked_for() -> None:
+    queue = WorkQueue(options(examples=10))
+    assert [queue.next_batch() for _ in range(4)] == [Batch(0, 4), Batch(4, 8), Batch(8, 10), None]
+    queue.add(3)
+    assert queue.next_batch() == Batch(12, 15)
+
+
+def test_the_last_slot_to_come_back_is_told() -> None:
+    queue = WorkQueue(options())
+    assert [queue.note_done(4 * slot) for slot in (0, 1, 2, 3, 3, 4, 5, 5)] == [False] * 6 + [True, False]
+    assert not queue.unbegun()
+
+
+def test_without_kinds_numbers_follow_one_another() -> None:
+    queue = WorkQueue(Options(("cpu",), burst=4, examples=6))
+    assert [queue.next_batch(), queue.next_batch(), queue.next_batch()] == [Batch(0, 4), Batch(4, 6), None]
+    assert not queue.note_done(3) and not queue.unbegun()
+
+
+def test_shrinking_keeps_only_what_matters() -> None:
+    case = Case(form="jagged_m", dtype="float16", n=65, k=33, lengths=(17, 0, 40, 3), head=2, tail=9, bias="gn",
+                bias_dtype="float32", activation="silu", given=True, mode="normal", a=Layout("col", 3, 1),
+                out=Layout("row", 7))  # fmt: skip
+    small = shrink(case, lambda c: any(n > 8 for n in c.lengths) and c.k > 4, seconds=20)
+    assert small.k == 5 and sorted(small.lengths)[-1] == 9 and len(small.lengths) == 1
+    assert (small.activation, small.bias, small.given, small.head, small.tail) == (None, "", False, 0, 0)
+    assert small.a == Layout() and small.mode == "int"
+
+
+def test_every_proposal_is_a_legal_case() -> None:
+    for seed in (3, 17, 41):
+        for candidate in list(simpler(fit(random_case(seed), 4000)))[:40]:
+            PlacedCase.build(candidate)
+
+
+def test_no_problem_comes_twice() -> None:
+    options = Options(("cpu",), kinds=12, burst=3, turns=2, seed=9)
+    cases = [drawn(options, number) for number in range(80)]
+    assert len({repr(c) for c in cases}) == 80
+    assert [options.kind_of(number) for number in (0, 2, 3, 35, 36, 72)] == [0, 0, 1, 11, 0, 0]
+    assert [options.config_of(number) for number in (0, 3, 36, 39, 72)] == [0, 2, 1, 3, 0]
+    assert drawn(options, 5) == drawn(options, 5)
+
+
+def test_the_gate_names_what_was_never_drawn() -> None:
+    options = Options(("cpu",))
+    tally = Tally(problems=6000)
+    tally.classes["form:jagged_m"] = 6000
+    summary = Summary(options, tally, 1.0)
+    assert "form:masked" in missing(summary) and "form:jagged_m" not in missing(summary)
+    assert "NOT COVERED" in to_text(summary)
+    assert not missing(Summary(Options(("cpu",), forms=("masked",)), tally, 1.0))
+
+
+def test_the_report_counts_and_speaks() -> None:
+    tally = Tally(problems=3)
+    tally.checks["cpu"] = 3
+    tally.refusals["cpu", "too wide"] = 2
+    tally.note_rho("cpu", "float32", 3.0, 1.0)
+    tally.failures.append(Failure("cpu", "value", "wrong", Case(dims=()).to_dict(), 1))
+    more = Tally()
+    more.add(tally)
+    text = to_text(Summary(Options(("cpu",)), more, 2.0))
+    assert (
+        "refused 2 x cpu: too wide" in text and "check_case(case" in text and "1 failures" in progress_line(more, 2.0)
+    )
+    assert to_dict(Summary(Options(("cpu",)), more, 2.0))["rho"][0]["max"] == 3.0

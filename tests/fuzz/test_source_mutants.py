@@ -1,0 +1,320 @@
+"""Faults planted in the real kernels' sources: how they are made, and that the oracles see them in emulation."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from multigemm.select import registry
+from multigemm.settings import settings
+from multigemm.testing.case import Case
+from multigemm.testing.placed_case import spec_of
+from tests.source_mutants import __main__ as command
+from tests.source_mutants import compiled, emulated, hunt, plan, problems, sites
+from tests.source_mutants.compiled import Variant
+from tests.source_mutants.equivalents import EQUIVALENT, ON_GPU, becomes, excuse
+from tests.source_mutants.hunt import Hunt, Result
+from tests.source_mutants.sites import Site
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: Any) -> Any:
+    return sites.snapshot(tmp_path_factory.mktemp("snapshot"))
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--backend", "cupy", "--emulate"], "--emulate runs triton and numba, not cupy"),
+        (["--backend", "cupy"], "--device cpu: the kernels run on a GPU"),
+        (["--backend", "triton", "--device", "cuda:99"], "--device cuda:99, but there are"),
+        (["--backend", "triton", "--device", "abacus"], "'abacus' is not a device"),
+        (["--backend", "triton", "--emulate", "--known", "no-such-file.json"], "--known no-such-file.json"),
+    ],
+)  # fmt: skip
+def test_a_campaign_where_nothing_could_run_is_refused(
+    words: list[str], match: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that all mutants survive, or that all of none were killed."""
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "")
+    with pytest.raises(SystemExit) as done:
+        command.main(words)
+    assert done.value.code == 2
+    assert match in capsys.readouterr().err
+
+
+DEVICE_CODE = {"triton": ("@triton.jit", "@gluon.jit"), "cupy": ("__device__",), "numba": ("@device", "@kernel")}
+
+
+@pytest.mark.parametrize("backend", sorted(sites.FILES))
+def test_no_file_of_device_code_is_left_out(backend: str) -> None:
+    suffixes = (".cu", ".cuh") if backend == "cupy" else (".py",)
+    files = [path for path in (sites.ROOT / "backends" / backend).rglob("*") if path.suffix in suffixes]
+    marked = {path.name for path in files if any(mark in path.read_text() for mark in DEVICE_CODE[backend])}
+    hardware = {"ptx.py", "runtime.py"}  # one instruction each, as text
+    assert marked - hardware <= set(sites.kernels_by_file(backend))
+
+
+def test_a_header_is_part_of_what_includes_it() -> None:
+    reached = sites.kernels_by_file("cupy")
+    assert set(reached["groups.cuh"]) >= {"portable", "hopper", "direct", "small"}
+    assert reached["pack.cu"] == ("packed", "direct") and reached["tile_load.cuh"] == ("portable",)
+
+
+@pytest.mark.parametrize("backend", sorted(sites.FILES))
+def test_operators_find_places_in_every_backend(backend: str) -> None:
+    found = sites.possible_changes(backend)
+    assert len(found) > 50
+    assert len({site.operator for site in found}) >= 8
+    assert all(site.before != site.after for site in found)
+
+
+def test_comments_docstrings_and_signatures_are_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "kernel.py"
+    head = '"""a < b"""\n# a < b\ndef f(a, b):\n    """\n    a < b\n    """\n'
+    file.write_text(head + "    return a < b  # a < b\ndef g(a):\n    return a < 1\n")
+    assert list(sites.code_lines(file)) == [(7, "    return a < b"), (9, "    return a < 1")]
+    assert [number for number, _ in sites.code_lines(file, ("g",))] == [7]
+
+
+def test_no_fault_is_planted_where_an_emulator_never_comes() -> None:
+    """What Gluon compiles runs on a GPU only, also beside kernels that are emulated."""
+    found = [site for site in sites.possible_changes("triton", emulated=True) if site.file.endswith("lists.py")]
+    every = [site for site in sites.possible_changes("triton") if site.file.endswith("lists.py")]
+    lines = (sites.ROOT / "backends/triton/kernels/lists.py").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines, 1) if line.startswith("@gluon"))
+    assert found == [site for site in every if site.line < first]
+    assert 0 < len(found) < len(every)
+
+
+def test_one_line_is_changed(root: Path, tmp_path: Path) -> None:
+    site = next(s for s in sites.possible_changes("triton", root) if s.operator == "wider comparison")
+    sites.plant(site, tmp_path, root)
+    before = (root / site.file).read_text().splitlines()
+    after = (tmp_path / Path(site.file).relative_to("backends")).read_text().splitlines()
+    assert [i + 1 for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y] == [site.line]
+
+
+@pytest.mark.parametrize("backend", ["triton", "cupy"])
+def test_what_a_variant_is_compiled_to_is_known_without_a_gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba's compiler takes several times as long, and is left out."""
+    pytest.importorskip(backend)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace())
+    case = Case(form="jagged_m", dtype="float32", n=5, k=4, lengths=(3, 2))
+    device, spec = torch.device("cuda", 0), spec_of(case)
+    config = registry.get(backend).configs(spec, device)[0]
+    assert compiled.traits(backend, case, spec, config)
+    variant = plan.compiled(backend, Variant(case.to_dict(), config.kernel, str(config)), device)
+    assert len(variant.codes) >= 1
+    held = {file: lines for file, lines in variant.lines.items() if file in sites.kernels_by_file(backend)}
+    assert len(held) >= 2 and all(len(lines) > 5 for lines in held.values())
+
+
+CHOSEN = {
+    "the K mask of A": ("mask conjunct lost", "x = tl.load(a_ptrs", "k_left"),
+    "the mask of the stored rows": ("wider comparison", "owned = (i < rows_left)", "i <="),
+    "the last step of K": ("rounded down", "(gk + BK - 1) // BK", "(gk) // BK"),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_planted_faults_of_the_triton_kernel_are_seen(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
+    operator, line, mark = CHOSEN[name]
+    offered = [
+        s
+        for s in sites.possible_changes("triton", root)
+        if s.operator == operator and line in s.before and mark in f"{s.before}{s.after}"
+    ]
+    if operator == "mask conjunct lost":
+        offered = [s for s in offered if "k_left" not in s.after]
+    assert offered, "the kernel has no such place any more: choose another"
+    fate = hunt.run_one(offered[0], Hunt("triton"), root)
+    if fate.state == "stillborn" and "unavailable" in fate.text:
+        pytest.skip(fate.text)
+    assert fate.state == "killed", fate
+
+
+@pytest.mark.parametrize("name", ["triton", "numba"])
+def test_problems_that_reach_a_line_are_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
+    settings.cache_clear()
+    if not registry.get(name).availability().ok:
+        pytest.skip(registry.get(name).availability().reason)
+    simple = [Case(form=form, n=5, k=4, lengths=(3, 2), m=4) for form in ("jagged_m", "jagged_n")]
+    offered = [Variant(case.to_dict(), "emulated", "0") for case in simple]
+    traced = emulated.trace(name, offered, torch.device("cpu"))
+    file, start = {"triton": ("generic.py", 'elif FORM == "jagged_n":'), "numba": ("simt.py", "acc")}[name]
+    text = (sites.device_code(name) / file).read_text().splitlines()
+    reached = {line for variant in traced for line in variant.lines.get(file, ())}
+    assert len(reached) > 20 and all(text[line - 1].strip() for line in reached)
+    if name == "triton":  # which form takes a branch is known
+        branch = next(i for i, line in enumerate(text, 1) if i - 1 in reached and start in line) + 1
+        assert [v.case["form"] for v in emulated.reaching(traced, file, branch)] == ["jagged_n"]
+
+
+def test_hunts_go_on_with_problems_like_those_that_reach_the_line() -> None:
+    list_of = Variant(Case(form="per_group", dims=((3, 4, 5),)).to_dict(), "emulated", "3")
+    drawn = [emulated.problem("triton", [list_of], number) for number in range(1, 40)]
+    assert emulated.problem("triton", [list_of], 0) == (Case(form="per_group", dims=((3, 4, 5),)), 3)
+    assert sum(case.form == "per_group" for case, _ in drawn) >= 20
+    assert {emulated.UNLISTED, emulated.SHARED} <= {chosen for _, chosen in drawn}
+
+
+def test_the_unchanged_kernel_survives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
+    site = sites.possible_changes("triton", root)[0]
+    fate = hunt.run_one(replace(site, after=site.before), Hunt("triton", seconds=5.0), root)
+    assert fate.state == "survived", fate
+
+
+def test_the_rate_leaves_out_what_does_not_compile() -> None:
+    site = Site("f", 1, "o", "a", "b")
+    results = [Result(site, state) for state in ("killed", "killed", "killed", "survived", "stillborn")]
+    assert command.summary("triton", results) == "triton: 3 of 4 killed (75 %), 0 are equivalent, 1 did not compile"
+
+
+def test_survivors_are_excused_only_with_a_reason() -> None:
+    before, after = (f"    end = tl.load(ends + g, mask=ok, other={value}).to(tl.int64)" for value in (0, 1))
+    assert "not counted" in excuse(Site("triton/schedule.py", 1, "zero for one", before, after))
+    assert not excuse(Site("triton/generic.py", 1, "zero for one", before, after))
+    assert not excuse(Site("triton/schedule.py", 1, "zero for one", before, after + " + 1"))
+
+
+def test_an_excuse_speaks_of_a_place_that_there_is() -> None:
+    offered = [site for backend in sites.FILES for site in sites.possible_changes(backend)]
+    excused = {(Path(site.file).name, excuse(site)) for site in offered}
+    assert {(file, reason) for file, _, _, reason in (*EQUIVALENT, *ON_GPU)} <= excused
+    idle = [entry[:3] for entry in (*EQUIVALENT, *ON_GPU) if not any(speaks_of(entry, site) for site in offered)]
+    assert not idle, idle
+
+
+def speaks_of(entry: tuple[str, str, str, str], site: Site) -> bool:
+    return entry[0] == Path(site.file).name and becomes(site, entry[1], entry[2])
+
+
+def test_what_was_done_away_with_is_not_hunted_again(tmp_path: Path) -> None:
+    site = Site("f", 1, "o", "a", "b")
+    results = [Result(replace(site, line=line), state, source=source) for line, state, source in
+             ((1, "killed", "x"), (2, "survived", "y"), (3, "stillborn", ""), (4, "failed", "z"))]  # fmt: skip
+    command.write(results, str(tmp_path / "results.json"), {"backend": "triton"})
+    assert json.loads((tmp_path / "results.json").read_text())["rate"] == 0.5
+    assert command.judged_before([str(tmp_path / "results.json")]) == {"x": results[0]}
+
+
+@pytest.mark.parametrize("name", ["kernel.py", "kernel.cu"])
+def test_a_fate_belongs_to_the_function_that_is_changed(name: str, tmp_path: Path) -> None:
+    python, cuda = "    return a < 1\n\n\n", "    return a < 1;\n}}\n\n"
+    head, body = {
+        "kernel.py": ("def {}(\n    a,\n):\n", python),
+        "kernel.cu": ("__device__ int {}(int a,\n        int b) {{\n", cuda),
+    }[name]
+    text = "".join(head.format(f) + body.replace("}}", "}") for f in "fgh")
+    file = tmp_path / name
+    file.write_text(text)
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if "return" in line]
+    changes = [Site(name, line, "o", text.splitlines()[line - 1], "x") for line in lines]
+    before = [sites.identity(site, tmp_path) for site in changes]
+    assert len(set(before)) == 3  # the same line in three functions
+    file.write_text("# new\n" + text.replace(" f(", " longer("))  # all move, and another function changes
+    after = [sites.identity(replace(site, line=site.line + 1), tmp_path) for site in changes]
+    assert after[0] != before[0] and after[1:] == before[1:]
+
+
+def test_the_unchanged_kernels_are_hunted_among_their_mutants() -> None:
+    site = Site("f", 1, "o", "a", "b")
+    hunted = list(command.with_controls([replace(site, line=line) for line in range(60)]))
+    controls = [at for at, each in enumerate(hunted) if each.operator == command.UNCHANGED]
+    assert controls == [0, 26, 52] and all(hunted[at].after == "a" for at in controls) and len(hunted) == 63
+
+
+def test_a_hang_is_tried_once_more(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [(None, hunt.HUNG), ({"state": "survived", "oracle": "", "text": ""}, 0)]
+    monkeypatch.setattr(hunt, "_attempt", lambda *asked: answers.pop(0))
+    site = sites.possible_changes("triton", root)[0]
+    assert hunt.run_one(replace(site, after=site.before + " "), Hunt("triton"), root).state == "survived"
+    answers += [(None, hunt.HUNG), (None, hunt.HUNG)]
+    assert hunt.run_one(site, Hunt("triton"), root).oracle == "hang"
+
+
+class _Compiled:
+    """In place of a run on a GPU: `variant.case` says what is compiled and what a burst finds."""
+
+    def __init__(self, hunt: Hunt, variant: Variant, place: Any, spent: Any) -> None:
+        self.case = variant.case
+
+    def codes(self) -> list[str] | None:
+        return [self.case["code"]] if self.case["code"] else None
+
+    def compiles(self) -> bool:
+        return True
+
+    def run_burst(self, first: int, say: Any) -> tuple[int, Any]:
+        return 1, {"state": "killed", "oracle": "value", "text": ""} if self.case.get("dies") else None
+
+
+def hunted(monkeypatch: pytest.MonkeyPatch, *cases: dict[str, Any]) -> tuple[dict[str, str], int]:
+    """What a hunt finds, and how often it opened the device."""
+    opened: list[Any] = []
+    monkeypatch.setattr(hunt, "CompiledVariant", _Compiled)
+    monkeypatch.setattr(hunt._GpuHunt, "open_device", lambda search: opened.append(search))
+    search = hunt._GpuHunt(Hunt("triton", "cuda", 0.05), torch.device("cuda"), lambda word: None)
+    return search.search([Variant(case, "pointer", "", codes=["old"]) for case in cases]), len(opened)
+
+
+def test_only_variants_whose_machine_code_changes_meet_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, broken = {"code": "old", "dies": True}, {"code": "new"}, {"code": ""}
+    said, opened = hunted(monkeypatch, old, old)
+    assert said["state"] == "same" and not opened
+    said, opened = hunted(monkeypatch, old, new, new)
+    assert said["state"] == "survived" and "2 variants, 1 others are the same" in said["text"] and opened == 1
+    assert hunted(monkeypatch, old, new | {"dies": True})[0]["state"] == "killed"
+    said, opened = hunted(monkeypatch, old, broken)
+    assert said["state"] == "stillborn" and not opened
+
+
+def test_the_sample_outlives_edits_elsewhere() -> None:
+    found = [Site("f", line, "o", f"    a{line}", "x") for line in range(40)]
+    moved = [replace(site, line=site.line + 1) for site in found[:30]] + found[30:]
+    drawn = [[site.before for site in command.sample(each, 3)] for each in (found, moved[1:])]
+    assert [each for each in drawn[0] if each != found[0].before] == drawn[1] != sorted(drawn[1])
+    assert [site.before for site in command.sample(found, 4)] != drawn[0]
+
+
+def test_problems_of_variants_that_hold_the_line_come_first() -> None:
+    site = Site("backends/triton/hopper_shift_b.py", 7, "o", "a", "b")
+    lines: tuple[list[int], ...] = ([1], [7], [], [5, 7])
+    variants = [Variant({}, "hopper", str(at), {"hopper_shift_b.py": held}) for at, held in enumerate(lines)]
+    assert {v.config for v in plan.reached(site, "triton", variants)[:2]} == {"1", "3"}
+
+
+def test_the_first_variants_show_every_form() -> None:
+    """A line may be without effect in some forms: six variants of one form once left a change alive."""
+    forms = ("jagged_m", "jagged_n", "batched", "per_group", "masked", "jagged_k")
+    layouts = [{"order": order, "pad": pad} for order in ("row", "col") for pad in (0, 8)]
+    cases = [{"form": form, "dtype": dtype, "a": a, "b": b} for form in forms for dtype in ("float16", "float32")
+             for a in layouts for b in layouts]  # fmt: skip
+    found = plan.various([Variant(case, "hopper", "") for case in cases])
+    assert {v.case["form"] for v in found[:6]} == set(forms) and len(found) == len(cases)
+    assert {v.case["dtype"] for v in found[:2]} == {"float16", "float32"}
+
+
+def test_bursts_differ_in_more_than_their_numbers() -> None:
+    """Each variant meets lists that the host does and does not list, and each burst all classes of numbers."""
+    for count in range(1, hunt.VARIANTS + 1):
+        modes = {(burst % count, hunt.listing_of(burst * problems.SPAN)) for burst in range(36)}
+        assert len(modes) == 2 * count
+    first = [hunt.shuffled(burst * problems.SPAN) for burst in range(40)]
+    assert all(sorted(numbers) == list(range(numbers[0], numbers[0] + problems.SPAN)) for numbers in first)
+    assert {number % 16 for numbers in first[:12] for number in numbers[: 2 * hunt.BURST]} == set(range(16))
+
+
+def test_the_wheel_does_not_know_the_hunt() -> None:
+    files = [path for folder in ("multigemm", "backends", "reference") for path in (sites.ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    assert not [path for path in files if "tests.source_mutants" in path.read_text()]

@@ -1,0 +1,206 @@
+"""The torch operator says what the rest of multigemm says, and torch's own checks of operators accept it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import multigemm as mg
+from multigemm.integrations import grouped_gemm
+from multigemm.nn import GroupedLinear
+from multigemm.planning import launch_cache
+from tests.support.torch_op_cases import FORMS, bias_shapes, operands, result_shape
+
+OP = torch.ops.multigemm.grouped_gemm
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_the_operator_gives_the_bits_of_solve(form: str, activation: str | None) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b, cut = operands(form, dtype)
+        bias = torch.linspace(-1, 1, steps=bias_shapes(form)[0][0]).to(dtype)
+        c = torch.randn(result_shape(form)).to(dtype)
+        options: dict[str, Any] = {"alpha": 0.5, "beta": 2.0, "activation": activation, "out_dtype": torch.float32}
+        problem = mg.GroupedGemmProblem(a, b, bias=bias, c=c, **cut, **options)
+        want = mg.solve(problem)
+        for _ in range(2):  # the whole way, then the remembered one
+            assert torch.equal(OP(a, b, bias=bias, c=c, **cut, **options), want)
+        assert mg.verify(problem, want).ok
+
+
+@pytest.mark.parametrize("kind", ["offsets", "sizes", "ends"])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_each_way_to_cut(kind: str, index: torch.dtype) -> None:
+    a, b, _ = operands("jagged_m")
+    values = {"offsets": [0, 2, 2, 6], "sizes": [2, 0, 4], "ends": [2, 2, 6]}[kind]
+    cut = {kind: torch.tensor(values, dtype=index)}
+    given: dict[str, Any] = {kind: values}
+    want = mg.grouped_gemm(a, b, **given)
+    assert torch.equal(OP(a, b, **cut), want)
+    assert torch.equal(OP(a, b, **cut), want)
+    strided = torch.tensor(values, dtype=index).repeat_interleave(3)[::3]
+    assert torch.equal(OP(a, b, **{kind: strided}), want)
+
+
+def test_int8_mixed_dtypes_and_named_backends() -> None:
+    a = torch.randint(-5, 5, (6, 4), dtype=torch.int8)
+    b = torch.randint(-5, 5, (2, 4, 3), dtype=torch.int8)
+    ends = torch.tensor([2, 6])
+    assert torch.equal(OP(a, b, ends=ends), mg.grouped_gemm(a, b, ends=ends))
+    x, y = torch.randn(6, 4, dtype=torch.float16), torch.randn(2, 4, 3, dtype=torch.bfloat16)
+    for _ in range(2):
+        assert torch.equal(OP(x, y, ends=ends, backend="cpu"), mg.grouped_gemm(x, y, ends=ends))
+    assert torch.equal(OP(x, y, ends=ends, backend="cupy,cpu"), mg.grouped_gemm(x, y, ends=ends))
+    with pytest.raises(mg.InvalidSetting, match="did you mean 'cpu'"):
+        OP(x, y, ends=ends, backend="cpuu")
+
+
+def test_a_remembered_call_still_reads_new_values() -> None:
+    launch_cache.clear()
+    a, b, _ = operands("jagged_m")
+    ends = torch.tensor([2, 4, 7])
+    first = OP(a, b, ends=ends)
+    ends.copy_(torch.tensor([0, 7, 7]))
+    assert torch.equal(OP(a, b, ends=ends), mg.grouped_gemm(a, b, ends=[0, 7, 7]))
+    assert torch.equal(first, mg.grouped_gemm(a, b, ends=[2, 4, 7]))
+    with pytest.raises(mg.InvalidProblem, match="past the jagged extent"):
+        OP(a, b, ends=torch.tensor([0, 7, 8]))
+    rows = torch.tensor([4, 0, 2])
+    x, y, _ = operands("masked")
+    OP(x, y, valid_rows=rows)
+    with pytest.raises(mg.InvalidProblem, match="rows of a"):
+        OP(x, y, valid_rows=rows + 3)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"jagged": "x", "ends": torch.tensor([1, 2, 3])}, "jagged"),
+    ({"ends": torch.tensor([1, 2])}, "groups"),
+    ({"ends": torch.tensor([1, 2, 3]), "beta": 1.0}, "needs c"),
+    ({"ends": torch.tensor([1, 2, 3]), "c": torch.zeros(2, 2)}, "c has shape"),
+    ({"ends": torch.tensor([1, 2, 3]), "bias": torch.zeros(5)}, "bias"),
+    ({"ends": torch.tensor([1, 2, 3]), "out_dtype": torch.int32}, "cannot be"),
+    ({"ends": torch.tensor([1, 2, 3]), "sizes": torch.tensor([1, 1, 1])}, "exactly one"),
+    ({"ends": torch.tensor([1, 2, 3]), "alpha": float("nan")}, "alpha=nan; it must be finite"),
+    ({"ends": torch.tensor([1, 2, 3]), "alpha": 1e-46}, "alpha=1e-46 multiplies in float32"),
+    ({"ends": torch.tensor([1, 2, 3]), "activation": "swish"}, "activation='swish' is unknown"),
+    ({"ends": torch.tensor([1, 2, 3]), "precision": "fp32"}, "precision='fp32' is unknown"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "words"), REFUSED)
+def test_bad_calls_are_refused_with_and_without_data(keywords: dict[str, Any], words: str) -> None:
+    a, b, _ = operands("jagged_m", torch.float32)
+    with pytest.raises(mg.InvalidProblem, match=words):
+        OP(a, b, **keywords)
+    fake = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in keywords.items()}
+    with pytest.raises(mg.InvalidProblem, match=words):
+        OP(a.to("meta"), b.to("meta"), **fake)
+
+
+def test_vmap_is_refused_with_a_remedy() -> None:
+    a, b, _ = operands("batched")
+    with pytest.raises(mg.InvalidProblem, match="put the mapped dimension into the groups"):
+        torch.vmap(grouped_gemm)(a.unsqueeze(1), b.unsqueeze(1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_opcheck(form: str) -> None:
+    a, b, cut = operands(form, torch.float32)
+    a, b = a.requires_grad_(), b.requires_grad_()
+    bias = torch.randn(bias_shapes(form)[-1], requires_grad=True)
+    c = torch.randn(result_shape(form), requires_grad=True)
+    cuts = [cut.pop(name, None) for name in ("offsets", "sizes", "ends", "valid_rows")]
+    torch.library.opcheck(OP.default, (a, b, *cuts, c, bias), {**cut, "beta": 0.5, "activation": "silu"})
+
+
+def test_autocast_lowers_the_operands_and_keeps_a_float32_bias() -> None:
+    a, b, cut = operands("jagged_m", torch.float32)
+    bias = torch.randn(2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = OP(a, b, bias=bias, **cut)
+        wide = OP(a.double(), b.double(), **cut)
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y, OP(a.bfloat16(), b.bfloat16(), bias=bias, **cut))
+    assert wide.dtype is torch.float64
+    weight = b.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        OP(a, weight, **cut).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32
+
+
+def test_export_keeps_the_token_count_dynamic() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3, 4, 5))
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            return grouped_gemm(x, self.weight, ends=ends, activation="relu")
+
+    layer, ends = Layer(), torch.tensor([2, 2, 6])
+    tokens = torch.export.Dim("tokens", min=2, max=1000)
+    program = torch.export.export(layer, (torch.randn(6, 4), ends), dynamic_shapes=({0: tokens}, None))
+    x = torch.randn(17, 4)
+    assert torch.equal(program.module()(x, ends), layer(x, ends))
+
+
+# --- calls that come again --------------------------------------------------------------------------
+
+
+def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(9, 4).to(dtype), torch.randn(3, 4, 5).to(dtype), torch.tensor([2, 2, 7])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+@pytest.mark.parametrize("kind", ["ends", "offsets"])
+def test_repeated_calls_follow_new_contents(dtype: torch.dtype, kind: str) -> None:
+    a, b, ends = problem(dtype)
+    cut = ends if kind == "ends" else torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+    columns = b.transpose(1, 2).contiguous().transpose(1, 2)
+    for step in range(20):
+        a.copy_(torch.randn(9, 4) * 3)
+        cut[-2:] = torch.tensor([2 + step % 4, 8])
+        given: Any = {kind: cut.tolist()}
+        out = OP(a, columns if step % 3 == 2 else b, **{kind: cut})
+        assert mg.verify(mg.GroupedGemmProblem(a, b, **given), out).ok
+        del out
+
+
+def test_no_memory_is_kept_alive() -> None:
+    a, b, ends = problem()
+    for _ in range(3):
+        out = OP(a, b, ends=ends)
+    watched = [weakref.ref(x) for x in (a, b, out)]
+    storages = [weakref.ref(x.untyped_storage()) for x in (a, b, out)]
+    del a, b, out
+    gc.collect()
+    assert all(w() is None for w in watched)
+    assert all(s() is None for s in storages)
+
+
+def test_a_freed_operand_is_refused_by_a_warm_operator_and_a_warm_layer() -> None:
+    a, b, ends = problem()
+    layer = GroupedLinear(3, 4, 5, backend="cpu")
+    with torch.no_grad():
+        for _ in range(3):
+            OP(a, b, ends=ends, backend="cpu")
+            layer(a, ends=ends)
+        freed = a.clone()
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(mg.InvalidProblem, match="memory was freed"):
+            OP(freed, b, ends=ends, backend="cpu")
+        with pytest.raises(mg.InvalidProblem, match="memory was freed"):
+            layer(freed, ends=ends)
+    bias = torch.zeros(5)
+    for _ in range(3):
+        OP(a, b, ends=ends, bias=bias, backend="cpu")
+    bias.untyped_storage().resize_(0)
+    with pytest.raises(mg.InvalidProblem, match="memory was freed"):
+        OP(a, b, ends=ends, bias=bias, backend="cpu")

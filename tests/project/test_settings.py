@@ -1,0 +1,32 @@
+"""Settings: read with their types, refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import multigemm as mg
+from multigemm.settings import Settings, parse
+
+
+def test_settings_are_read_with_their_types() -> None:
+    got = parse({"MULTIGEMM_EMULATE": "yes", "MULTIGEMM_BACKEND": "triton, cpu", "MULTIGEMM_DUMP": "/x", "HOME": "y"})
+    assert (got.emulate, got.backend, got.dump) == (True, ("triton", "cpu"), Path("/x"))
+    assert parse({"MULTIGEMM_DUMP": " "}).dump is None
+    assert Settings().cache
+
+
+def test_bad_settings_name_themselves() -> None:
+    with pytest.raises(mg.InvalidSetting, match="did you mean MULTIGEMM_EMULATE"):
+        parse({"MULTIGEMM_EMULAT": "1"})
+    with pytest.raises(mg.InvalidSetting, match="MULTIGEMM_CACHE='maybe'"):
+        parse({"MULTIGEMM_CACHE": "maybe"})
+
+
+def test_a_setting_is_near_by_its_own_name() -> None:
+    """All begin alike, which makes none of them near."""
+    with pytest.raises(mg.InvalidSetting, match="unknown setting MULTIGEMM_FOO; known: MULTIGEMM_BACKEND, "):
+        parse({"MULTIGEMM_FOO": "1"})
+    with pytest.raises(mg.InvalidSetting, match="did you mean MULTIGEMM_CACHE_DIR"):
+        parse({"MULTIGEMM_CACHEDIR": "x"})

@@ -1,0 +1,168 @@
+"""Which variants a mutant meets: those that hold the changed line, found by a survey of the unchanged sources.
+
+The survey compiles a sample of a backend's variants, spread over all traits, or traces a pool of problems in
+emulation. It is kept in the disk cache.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib import import_module
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multigemm.cuda.disk_cache import DiskCache, fingerprint
+from multigemm.testing.case import Case
+from multigemm.testing.placed_case import spec_of
+from multigemm.testing.strategies import most_new_first
+from multigemm.testing.subject import Subject
+from multigemm.testing.versions import versions
+from tests.source_mutants import emulated
+from tests.source_mutants.compiled import Variant, codes_of, lines_held, traits
+from tests.source_mutants.hunt import TRIED, Hunt, answer_of_process, take_backend
+from tests.source_mutants.problems import compiled_cases, rare_cases
+from tests.source_mutants.sites import COPIES, EMULATED, Site, device_code, kernels_by_file, kernels_of
+
+COMPILERS = ("triton", "numba-cuda", "cupy-cuda13x")
+PER_KERNEL = {"triton": 26, "cupy": 24, "numba": 16}
+"""Variants of each kernel: what depends on the form, or on the epilogue, has more."""
+RARE = 14
+"""Variants of each Triton kernel for problems that the others have few of."""
+TRACED_TOGETHER = 3
+"""Problems that one process traces in emulation. A variant for a GPU has a process of its own, so that all that is
+compiled there is its own. Each part is kept: a survey that is cut off goes on where it was."""
+IDLE = 2
+"""Variants that multiply nothing (alpha = 0), of those that a mutant is compiled for: the last ones."""
+WEIGHTS = {"form": 8, "dtype": 4}
+"""What a trait weighs where not 1: a form may leave a line without effect, and widths are often decided on at run
+time."""
+
+
+def survey(hunt: Hunt, root: Path, jobs: int, store: DiskCache) -> list[Variant]:
+    """The backend's variants with the lines that they hold or reach, found now or known from the disk cache."""
+    offered = variants_of(hunt, root)
+    texts = {kernel: _texts(hunt.backend, root, kernel) for kernel in {variant.kernel for variant in offered}}
+    compilers = [(name, version) for name, version in versions().items() if name in COMPILERS]
+    if hunt.backend == "cupy":
+        compilers.append(("nvrtc", str(import_module("cupy.cuda").nvrtc.getVersion())))
+    keys = [fingerprint(hunt.emulated, compilers, *texts[v.kernel], json.dumps(v.to_dict())) for v in offered]
+    known = {key: Variant(**json.loads(text)) for key in keys if (text := store.get(key, ".json")) is not None}
+    size = TRACED_TOGETHER if hunt.emulated else 1
+    rest = [(key, variant) for key, variant in zip(keys, offered, strict=True) if key not in known]
+
+    def look(at: int) -> None:
+        part = rest[at : at + size]
+        try:
+            seen = answer_of_process(_look, hunt, str(root / "backends"), [variant for _, variant in part])
+        except EOFError:  # its process says why on stderr
+            print(f"not looked at, for it does not compile: {', '.join(str(v.to_dict()) for _, v in part)}", flush=True)
+            return
+        for variant in seen:
+            key = next(key for key, each in part if (each.case, each.config) == (variant.case, variant.config))
+            known[key] = variant
+            store.put(key, json.dumps(variant.to_dict()).encode(), ".json")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(look, range(0, len(rest), size)))
+    return [known[key] for key in keys if key in known]
+
+
+def _texts(backend: str, root: Path, kernel: str) -> list[bytes]:
+    """The source files of a variant's kernel; of one that runs another behind a copy, that one's too."""
+    parts = {kernel, "hopper"} if kernel in COPIES else set(EMULATED) if kernel == "emulated" else {kernel}
+    files = {name for name, kernels in kernels_by_file(backend, root).items() if parts & set(kernels)}
+    return [path.read_bytes() for path in sorted(device_code(backend, root).iterdir()) if path.name in files]
+
+
+def variants_of(hunt: Hunt, root: Path) -> list[Variant]:
+    """A sample of what the backend's kernels are compiled for, spread over all traits; in emulation, problems."""
+    if hunt.emulated:
+        return [Variant(case.to_dict(), "emulated", str(chosen)) for case, chosen in emulated.pool(hunt.backend)]
+    return list(answer_of_process(_offer, hunt, str(root / "backends")))
+
+
+def _offer(hunt: Hunt, folder: str, pipe: Any) -> None:
+    """In a process of its own: sends the sample."""
+    take_backend(hunt, folder)
+    subject, device = Subject(hunt.backend), torch.device(hunt.device)
+
+    def sampled(cases: list[Case], count: int) -> list[Variant]:
+        found: dict[str, list[tuple[Variant, Set[Any]]]] = {}
+        for case in cases:
+            spec = spec_of(case)
+            for config in subject.offered(spec, device):
+                variant = Variant(case.to_dict(), config.kernel, str(config))
+                found.setdefault(config.kernel, []).append((variant, traits(hunt.backend, case, spec, config)))
+        chosen = (most_new_first(every, lambda pair: pair[1], again=False) for every in found.values())
+        return [variant for ordered in chosen for variant, _ in islice(ordered, count)]
+
+    rare = sampled(rare_cases(), RARE) if hunt.backend == "triton" else []
+    pipe.send([*sampled(compiled_cases(), PER_KERNEL[hunt.backend]), *rare])
+
+
+def _look(hunt: Hunt, folder: str, variants: list[Variant], pipe: Any) -> None:
+    """In a process of its own: sends the variants with the lines that they hold, or that they reach."""
+    take_backend(hunt, folder)
+    device = torch.device(hunt.device)
+    if hunt.emulated:
+        pipe.send(emulated.trace(hunt.backend, variants, device))
+    else:
+        pipe.send([compiled(hunt.backend, variant, device) for variant in variants])
+
+
+def compiled(backend: str, variant: Variant, device: torch.device) -> Variant:
+    """A variant with the lines that it holds, and digests of its machine code."""
+    spec = spec_of(Case.from_dict(variant.case))
+    shipped = Subject(backend).shipped(spec, device)
+    config = next(config for config in shipped if str(config) == variant.config)
+    return replace(variant, lines=lines_held(backend, spec, config), codes=codes_of(backend, spec, config))
+
+
+def reached(site: Site, backend: str, variants: list[Variant]) -> list[Variant]:
+    """Variants of the kernels that the change can reach, each kernel in turn: first those that hold its line, then
+    those that hold lines near it. In emulation, the problems that reach it."""
+    name = Path(site.file).name
+    if variants and variants[0].kernel == "emulated":
+        return emulated.reaching(variants, name, site.line)
+    shuffled = list(variants)
+    random.Random(zlib.crc32(str(site).encode())).shuffle(shuffled)
+    distances = {id(variant): variant.distance(name, site.line) for variant in shuffled}
+
+    def queue(kernel: str) -> list[Variant]:
+        own = sorted((v for v in shuffled if v.kernel == kernel), key=lambda v: distances[id(v)])
+        return various([v for v in own if not distances[id(v)]]) + various([v for v in own if distances[id(v)]])
+
+    queues = [queue(kernel) for kernel in kernels_of(site, backend)]
+    taken = [each for rank in zip_longest(*queues) for each in rank if each is not None]
+    ordered = sorted(taken, key=lambda v: (distances[id(v)] > 0, idle(v)))
+    late = [variant for variant in ordered[TRIED:] if idle(variant)][:IDLE]
+    return ordered[: TRIED - len(late)] + late
+
+
+def idle(variant: Variant) -> bool:
+    """Whether a variant's problem multiplies nothing."""
+    return variant.case.get("alpha") == 0
+
+
+def various(variants: list[Variant]) -> list[Variant]:
+    """The same variants, those first that show forms, dtypes, layouts, epilogues and configs that none before them
+    shows; 16-bit floats first among equals."""
+
+    def shown(variant: Variant) -> set[tuple[str, str]]:
+        case = variant.case
+        orders = {name: str(case.get(name, {}).get("order", "row")) for name in ("a", "b", "out")}
+        words = {name: str(case.get(name, "")) for name in ("form", "dtype", "activation", "bias", "alias", "given")}
+        return set({**orders, **words, "c": str(bool(case.get("c_dtype"))), "config": variant.config}.items())
+
+    def worth(variant: Variant, new: Set[tuple[str, str]]) -> tuple[int, bool]:
+        return sum(WEIGHTS.get(name, 1) for name, _ in new), str(variant.case.get("dtype", "")).endswith("float16")
+
+    return list(most_new_first(variants, shown, worth))

@@ -1,0 +1,203 @@
+"""Where one small change of a kernel's source is possible: the sites, and copies of a backend with one change in it.
+
+A change is, for example, a comparison widened, an off-by-one, a dropped conjunct of a mask, a row stride in place of
+a column stride, a lost K step.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from multigemm.cuda.disk_cache import fingerprint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FILES: dict[str, dict[str, tuple[str, ...]]] = {
+    "triton": {
+        "generic.py": ("pointer", "hopper"), "schedule.py": ("pointer", "hopper"), "epilogue.py": ("pointer", "hopper"),
+        "hopper.py": ("hopper",), "hopper_tiles.py": ("hopper",), "hopper_shift_b.py": ("hopper",),
+        "lists.py": ("pointer", "hopper"),
+    },
+    "cupy": {},
+    "numba": {
+        "simt.py": ("simt",), "schedule.py": ("simt", "mma", "hopper"), "epilogue.py": ("simt", "mma"),
+        "memory.py": ("simt",),
+        "mma.py": ("mma",), "mma_fragments.py": ("mma",), "tensor_epilogue.py": ("hopper", "mma"),
+        "hopper.py": ("hopper",),
+    },
+}  # fmt: skip
+"""By backend: the source files of kernels, and the kernels that each file is part of. Those of cupy follow from
+#include."""
+
+COPIES = ("packed", "direct")
+"""Kernels that may run behind a copy of an operand."""
+
+EMULATED = ("pointer", "simt")
+"""Kernels that run without a GPU."""
+
+DEVICE_CODE_AFTER = {"memory.py": "else:"}
+"""Files whose device code begins behind such a line; before it stands the version for emulation."""
+
+GPU_ONLY = (
+    "group_rows", "weight_class", "write_records", "pack_kernel", "make_any_finish", "inclusive_scan",
+    "owner_of", "make_warp_schedule",
+)  # fmt: skip
+"""Functions of these files that an emulator never calls; it does not call Gluon functions either."""
+
+GLUON = re.compile(r"^@gluon\.\w+\ndef (\w+)\(", re.MULTILINE)
+
+OPERATORS: tuple[tuple[str, str, str], ...] = (
+    ("wider comparison", r"(?<=[\w)\]] )<(?= [\w(])", "<="),
+    ("narrower comparison", r"(?<=[\w)\]] )<=(?= [\w(])", "<"),
+    ("reversed comparison", r"(?<=[\w)\]] )>(?= [\w(])", "<"),
+    ("minus one lost", r"(?<=[\w)\]]) - 1\b", ""),
+    ("plus one lost", r"(?<=[\w)\]]) \+ 1\b", ""),
+    ("sum made a difference", r"(?<=[\w)\]]) \+ (?=[\w(])", " - "),
+    ("difference made a sum", r"(?<=[\w)\]]) - (?=[\w(])", " + "),
+    ("product lost", r"(?<=[\w)\]]) \* \w+\b(?!\()", ""),
+    ("mask conjunct lost", r" & \([^()]*\)(\[[^\]]*\])?", ""),
+    ("condition lost", r"(?<=[\w)\]]) && [^&|();]+(?=[;)])", ""),
+    ("row stride for column stride", r"\b(\w+)_row\b", r"\1_col"),
+    ("column stride for row stride", r"\b(\w+)_col\b", r"\1_row"),
+    ("minimum made maximum", r"\bminimum\b|\bmin\b(?=\()", "max_of"),
+    ("rounded down", r" \+ B[MNK] - 1\)", ")"),
+    ("accumulation lost", r"(?<=\w) \+= ", " = "),
+    ("zero for one", r"\b0\b(?=[,)\]])", "1"),
+)
+
+
+UNCHANGED_LINES = (
+    "#", "//", "*", "/*", "import", "from", "@", "def ", "assert", "static_assert", "__global__", "template",
+)  # fmt: skip
+"""How lines begin that are never changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One change: the file, the line (from 1), what it was and what it becomes."""
+
+    file: str
+    line: int
+    operator: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line} {self.operator}: {self.before.strip()}  ->  {self.after.strip()}"
+
+
+def code_lines(path: Path, skip: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
+    """Lines that may be changed: no comments, docstrings, imports, signatures or compile-time constants, and
+    nothing in the functions named by `skip`."""
+    in_docstring, function = False, ""
+    begun = path.name not in DEVICE_CODE_AFTER
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        begun = begun or line == DEVICE_CODE_AFTER[path.name]
+        if not begun:
+            continue
+        if header := re.match(r"def (\w+)\(", line):
+            function = header.group(1)
+        if function in skip:
+            continue
+        quotes = line.count('"""')
+        if quotes == 1:
+            in_docstring = not in_docstring
+        text = line.strip()
+        if in_docstring or quotes or not text or text.startswith(UNCHANGED_LINES) or "constexpr" in text:
+            continue
+        yield number, re.split(r"  #|\s*//(?!=)", line, maxsplit=1)[0] if path.suffix != ".py" else line.split("  #")[0]
+
+
+def enclosing_function(text: str, line: int) -> tuple[int, str]:
+    """The function that holds a line (from 1): the number of its first line, and its text. It begins at the last line
+    before that stands at the margin, and ends where the next one begins."""
+    lines = text.splitlines()
+    heads = [at for at, each in enumerate(lines) if each and not each.startswith((" ", "#", "}", ")", "]", "//"))]
+    first = max((at for at in heads if at < line), default=0)
+    last = min((at for at in heads if at >= line), default=len(lines))
+    return first + 1, "\n".join(lines[first:last]).rstrip()
+
+
+def identity(site: Site, root: Path) -> str:
+    """A name for a change that stays the same as long as the text of the changed function does."""
+    first, text = enclosing_function((root / site.file).read_text(), site.line)
+    return fingerprint(Path(site.file).name, site.line - first, site.operator, site.before, site.after, text)
+
+
+def snapshot(folder: Path) -> Path:
+    """A copy of the backends, so that edits made meanwhile cannot mix with the mutants."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.json")
+    shutil.copytree(ROOT / "backends", folder / "backends", ignore=ignore)
+    return folder
+
+
+def device_code(backend: str, root: Path = ROOT) -> Path:
+    """The folder of a backend's device code: `kernels`, beside whose files host code may have the same names."""
+    folder = root / "backends" / backend
+    return folder / "kernels" if (folder / "kernels").is_dir() else folder
+
+
+def kernels_by_file(backend: str, root: Path = ROOT) -> dict[str, tuple[str, ...]]:
+    """The kernels that a file is part of, by file name."""
+    return FILES[backend] or _cuda_kernels(device_code(backend, root))
+
+
+@lru_cache(maxsize=8)
+def _cuda_kernels(folder: Path) -> dict[str, tuple[str, ...]]:
+    """A CUDA source is a kernel; a header is part of those that include it, directly or not."""
+    included = {path.name: re.findall(r'#include "([^"]+)"', path.read_text()) for path in folder.glob("*.cu*")}
+    found: dict[str, tuple[str, ...]] = {}
+    for source in sorted(name for name in included if name.endswith(".cu")):
+        kernels, open_files, seen = COPIES if source == "pack.cu" else (Path(source).stem,), [source], set[str]()
+        while open_files:
+            name = open_files.pop()
+            if name in included and name not in seen:
+                seen.add(name)
+                open_files += included[name]
+        for name in seen:
+            found[name] = (*found.get(name, ()), *(kernel for kernel in kernels if kernel not in found.get(name, ())))
+    return found
+
+
+def kernels_of(site: Site, backend: str) -> tuple[str, ...]:
+    """The kernels that a change can reach."""
+    return kernels_by_file(backend)[Path(site.file).name]
+
+
+def possible_changes(backend: str, root: Path = ROOT, *, emulated: bool = False) -> list[Site]:
+    """Every change that the operators offer for a backend's kernels; `emulated`: that runs without a GPU."""
+    found: list[Site] = []
+    for path in sorted(device_code(backend, root).iterdir()):
+        kernels = kernels_by_file(backend, root).get(path.name, ())
+        if not kernels or (emulated and (path.name in DEVICE_CODE_AFTER or not set(kernels) & set(EMULATED))):
+            continue
+        never_called = (*GPU_ONLY, *GLUON.findall(path.read_text())) if emulated else ()
+        for number, line in code_lines(path, never_called):
+            found += _changes(str(path.relative_to(root)), number, line)
+    return found
+
+
+def _changes(file: str, number: int, line: str) -> Iterator[Site]:
+    for name, pattern, new in OPERATORS:
+        for match in re.finditer(pattern, line):
+            text = match.expand(new)
+            if text == "max_of":
+                text = match.group(0).replace("min", "max")
+            after = line[: match.start()] + text + line[match.end() :]
+            if after != line:
+                yield Site(file, number, name, line, after)
+
+
+def plant(site: Site, folder: Path, root: Path) -> None:
+    """A copy of one backend with the change in it, as `folder/<backend>`."""
+    backend = Path(site.file).parts[1]
+    shutil.copytree(root / "backends" / backend, folder / backend)
+    target = folder / Path(*Path(site.file).parts[1:])
+    lines = target.read_text().splitlines()
+    lines[site.line - 1] = site.after
+    target.write_text("\n".join(lines) + "\n")
