@@ -57,7 +57,6 @@ def product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
 def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
     """Right for every strided, empty or overlapping corner; `ordered`: with bits that no neighbour of a row changes."""
     spec, sizes = ops.spec, Sizes(ops)
-    multiply = ordered_product if ordered and spec.acc != torch.int32 else product
 
     def launch() -> None:
         sizes.changed()
@@ -67,10 +66,10 @@ def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
                 part.zero_()
         for group in walk(ops, start, end):
             a, b = (group.a[:, :0], group.b[:0]) if spec.alpha == "zero" else (group.a, group.b)
-            acc = multiply(a, b, spec.acc)
             if ordered:
-                finish_in_pieces(acc, group, ops)
+                finish_in_pieces(ordered_product(a, b, spec.acc), group, ops)
             else:
+                acc = product(a, b, spec.acc)
                 store(finish(acc, spec, ops.alpha, ops.beta, group.c, group.bias), group.out)
 
     return launch

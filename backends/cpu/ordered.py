@@ -1,7 +1,7 @@
 """The `ordered` kernel: each element is summed over k in order, whatever its neighbours, for batch-invariant problems.
 
 BLAS picks its kernel by the shape of a product, so it cannot be used. NumPy adds one k after the other to all elements
-of some rows, a product and a sum, each rounded. Sums of int8 are exact whatever forms them.
+of some rows, a product and a sum, each rounded, or each exact up to 2^32 in int8.
 
 torch's element-wise loops take the last elements of a thread's share one by one, with other code and, for some
 functions, other bits than whole vectors. So the epilogue works on pieces that are padded to whole vectors, lie in
@@ -25,7 +25,7 @@ PIECE, VECTOR = 1 << 14, 256
 
 
 def ordered_product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
-    """a @ b in the accumulator's precision, floating, in a fresh tensor; each element is summed in the order of k."""
+    """a @ b in the accumulator's precision, in a fresh tensor; each element is summed in the order of k."""
     out = torch.zeros((a.shape[0], b.shape[1]), dtype=acc, device="cpu")
     left, right, sums = a.to(acc).numpy(), b.to(acc).contiguous().numpy(), out.numpy()
     height = max(1, AT_ONCE // max(1, b.shape[1]))
