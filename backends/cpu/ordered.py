@@ -50,7 +50,10 @@ def finish_in_pieces(acc: Tensor, group: Group, ops: Operands) -> None:
         part = slice(first, first + PIECE)
         sums, *extras = (None if x is None else x[part] for x in (whole, old, added))
         assert sums is not None
-        store(finish(sums, ops.spec, ops.alpha, ops.beta, *extras), rounded[part])
+        result = finish(sums, ops.spec, ops.alpha, ops.beta, *extras)
+        if result.is_floating_point():  # processors keep the bits of either operand, GPUs of none
+            result.masked_fill_(result.isnan(), torch.nan)
+        store(result, rounded[part])
     group.out.copy_(rounded[: acc.numel()].view(acc.shape))
 
 

@@ -20,6 +20,7 @@ from multigemm.backends.cupy import choice as cupy_choice
 from multigemm.backends.cupy import config as cupy_config
 from multigemm.backends.numba import choice as numba_choice
 from multigemm.backends.numba import config as numba_config
+from multigemm.backends.numba import support as numba_support
 from multigemm.backends.triton import choice as triton_choice
 from multigemm.backends.triton import config as triton_config
 from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference, same_bits
@@ -160,7 +161,8 @@ def test_configs_of_cupy_sum_alike(dtype: torch.dtype, precision: str, capabilit
 def test_configs_of_numba_sum_alike(
     dtype: torch.dtype, precision: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numba_choice, "capability_of", lambda device: capability)
+    for module in (numba_choice, numba_support):
+        monkeypatch.setattr(module, "capability_of", lambda device: capability)
     found = set()
     for spec in specs_of(dtype, precision):
         configs = numba_choice.candidates(spec, CUDA)
