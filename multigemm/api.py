@@ -41,6 +41,7 @@ def grouped_gemm(
     out_dtype: Any = None,
     precision: str = "ieee",
     deterministic: bool = True,
+    batch_invariant: bool | None = None,
     check: str = "host",
     backend: Which = "auto",
     config: Any = None,
@@ -75,14 +76,15 @@ def grouped_gemm(
         return traced_grouped_gemm(
             a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
             beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
-            deterministic=deterministic, check=check, backend=backend, config=config,
+            deterministic=deterministic, batch_invariant=batch_invariant, check=check, backend=backend, config=config,
         )  # fmt: skip
     kind, cut, several = one_cut(offsets, sizes, ends)
     key = class_key = None
     if check == "host" and not several:
         options = (
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
-            type(deterministic), tuple(backend) if type(backend) is list else backend,
+            type(deterministic), batch_invariant, type(batch_invariant),
+            tuple(backend) if type(backend) is list else backend,
             None if config is None else (type(config), repr(config)),  # 14 and 14.0 are equal, and not alike
         )  # fmt: skip
         call = (jagged, a, b, kind, cut, valid_rows, c, bias, out)
@@ -94,7 +96,7 @@ def grouped_gemm(
     problem = GroupedGemmProblem(
         a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
         beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
-        deterministic=deterministic, check=check,
+        deterministic=deterministic, batch_invariant=batch_invariant, check=check,
     )  # fmt: skip
     return _solve(problem, backend, config, (key, class_key), kind)
 

@@ -62,7 +62,13 @@ class Recipe:
 
 @runtime_checkable
 class Backend(Protocol):
-    """The five members. A third party's instance under the entry-point group `multigemm.backends` is one."""
+    """The five members. A third party's instance under the entry-point group `multigemm.backends` is one.
+
+    A backend that keeps `spec.batch_invariant` says so by an attribute `batch_invariant = True`; without it such
+    problems are refused for it. It then promises that all of its configs that are valid for such a spec give an element
+    the same bits, which depend on its row of A, its column of B, K, the dtypes and the epilogue alone, in every form
+    and layout. What it cannot promise it refuses by `not_supported_reasons`.
+    """
 
     @property
     def name(self) -> str: ...

@@ -14,6 +14,7 @@ from multigemm.backend import Launch, Recipe
 from multigemm.backends.cpu.config import Config
 from multigemm.backends.cpu.epilogue import finish, finisher, is_plain, store
 from multigemm.backends.cpu.groups import Sizes, bare, empty_products, is_inference, unowned, walk
+from multigemm.backends.cpu.ordered import finish_in_pieces, ordered_product
 from multigemm.backends.cpu.stacks import STEP, Call, ProductCalls, reads_into_next_row
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
@@ -53,8 +54,8 @@ def product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
     return _matmul32(a.float(), b.float())
 
 
-def bind_loop(ops: Operands) -> Launch:
-    """Right for every strided, empty or overlapping corner."""
+def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
+    """Right for every strided, empty or overlapping corner; `ordered`: with bits that no neighbour of a row changes."""
     spec, sizes = ops.spec, Sizes(ops)
 
     def launch() -> None:
@@ -65,8 +66,11 @@ def bind_loop(ops: Operands) -> Launch:
                 part.zero_()
         for group in walk(ops, start, end):
             a, b = (group.a[:, :0], group.b[:0]) if spec.alpha == "zero" else (group.a, group.b)
-            acc = product(a, b, spec.acc)
-            store(finish(acc, spec, ops.alpha, ops.beta, group.c, group.bias), group.out)
+            if ordered:
+                finish_in_pieces(ordered_product(a, b, spec.acc), group, ops)
+            else:
+                acc = product(a, b, spec.acc)
+                store(finish(acc, spec, ops.alpha, ops.beta, group.c, group.bias), group.out)
 
     return launch
 
@@ -225,7 +229,9 @@ def recipe(spec: ProblemSpec, config: Config) -> Recipe:
     """The recipe of one config."""
 
     def bind(ops: Operands) -> Launch:
-        loop = bind_loop(ops)
-        return loop if config.kernel == "loop" else ProductLaunch(ops, config.kernel == "bmm", loop)
+        loop = bind_loop(ops, config.kernel == "ordered")
+        one_by_one = config.kernel in ("loop", "ordered")
+        return loop if one_by_one else ProductLaunch(ops, config.kernel == "bmm", loop)
 
-    return Recipe(kernel=config.kernel, config=config, bind=lambda ops: _guarded(bind, ops))
+    why = "batch invariant: one accumulator, ascending k" if spec.batch_invariant else ""
+    return Recipe(kernel=config.kernel, config=config, bind=lambda ops: _guarded(bind, ops), why=why)

@@ -16,6 +16,8 @@ from multigemm.problem.spec import ACTIVATIONS, INPUT_DTYPES, ProblemSpec
 class CpuBackend:
     """The five members. Planning is cheap: nothing is compiled."""
 
+    batch_invariant = True
+
     @property
     def name(self) -> str:
         return "cpu"

@@ -37,7 +37,7 @@ SCHEMA = (
     "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? sizes=None, Tensor? ends=None, "
     "Tensor? valid_rows=None, Tensor? c=None, Tensor? bias=None, *, str jagged='m', float alpha=1.0, "
     "float beta=0.0, str? activation=None, ScalarType? out_dtype=None, str precision='ieee', "
-    "bool deterministic=True, str backend='auto', str grad_backend='auto') -> Tensor"
+    "bool deterministic=True, bool? batch_invariant=None, str backend='auto', str grad_backend='auto') -> Tensor"
 )
 CUTS = ("offsets", "sizes", "ends", "valid_rows")
 _library: Any = torch.library.Library("multigemm", "DEF")  # type: ignore[no-untyped-call]
@@ -186,6 +186,7 @@ def _call(ctx: Any, a: Tensor, b: Tensor, cuts: list[Any], c: Any, bias: Any) ->
         options={
             "precision": o["precision"],
             "deterministic": o["deterministic"],
+            "batch_invariant": o["batch_invariant"],
             "backend": o["grad_backend"],
             "grad_backend": o["grad_backend"],
         },

@@ -24,6 +24,7 @@ from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
 from multigemm.problem.result import Result
 from multigemm.problem.spec import PRECISIONS, Form, ProblemSpec, specify
+from multigemm.settings import settings
 
 CHECKS = ("host", "full")
 
@@ -45,6 +46,7 @@ class Keywords(TypedDict, total=False):
     out_dtype: Any
     precision: str
     deterministic: bool
+    batch_invariant: bool | None
     check: str
 
 
@@ -98,6 +100,9 @@ class GroupedGemmProblem:
     out_dtype              of the result; that of the operands by default, int32 for int8
     precision              of float32 products: "ieee" is true float32, "tf32" rounds the operands to 11 bits
     deterministic          the same call gives the same bits; False permits what is faster without
+    batch_invariant        a row of the result has the same bits whoever else is in the batch: they depend on its row
+                           of a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form;
+                           None: as MULTIGEMM_BATCH_INVARIANT says
     check                  "full" reads sizes on the device back and checks them; "host" does not
 
     Raises InvalidProblem, with the value seen, the limit and the remedy, for anything without a meaning.
@@ -107,8 +112,9 @@ class GroupedGemmProblem:
     """
 
     __slots__ = (
-        "a", "activation", "alpha", "b", "beta", "bias", "c", "deterministic", "device", "extents", "form", "given_out",
-        "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "refreshes", "spec", "squeezed", "valid_rows",
+        "a", "activation", "alpha", "b", "batch_invariant", "beta", "bias", "c", "deterministic", "device", "extents",
+        "form", "given_out", "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "refreshes", "spec",
+        "squeezed", "valid_rows",
     )  # fmt: skip
     a: Operand
     b: Operand
@@ -124,6 +130,7 @@ class GroupedGemmProblem:
     activation: Any
     precision: Any
     deterministic: bool
+    batch_invariant: bool
     device: torch.device
     kind: Kind
     given_out: Any
@@ -153,6 +160,7 @@ class GroupedGemmProblem:
         out_dtype: Any = None,
         precision: str = "ieee",
         deterministic: bool = True,
+        batch_invariant: bool | None = None,
         check: str = "host",
     ) -> None:
         epilogue.one_of(check, "check", CHECKS)
@@ -160,6 +168,7 @@ class GroupedGemmProblem:
         if not isinstance(deterministic, bool):
             raise InvalidProblem(f"deterministic={deterministic!r} must be True or False")
         self.activation, self.precision, self.deterministic = activation, precision, deterministic
+        self.batch_invariant = _switch(batch_invariant)
         self.c = self.bias = self.out = self.extents = self.grouping = self.valid_rows = None
         self.squeezed, self.given_out = False, out
 
@@ -370,6 +379,15 @@ class GroupedGemmProblem:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, rebuild.arguments(self)
+
+
+def _switch(batch_invariant: Any) -> bool:
+    """The keyword, or the setting where it is left out."""
+    if batch_invariant is None:
+        return settings().batch_invariant
+    if not isinstance(batch_invariant, bool):
+        raise InvalidProblem(f"batch_invariant={batch_invariant!r} must be True, False or None (as the setting says)")
+    return batch_invariant
 
 
 def _where(form: str, g: int, rows: slice, cols: slice) -> Any:

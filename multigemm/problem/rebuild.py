@@ -18,7 +18,7 @@ from multigemm.problem.overlap import same_view
 if TYPE_CHECKING:
     from multigemm.problem.problem import GroupedGemmProblem
 
-AS_THEY_ARE = ("alpha", "beta", "activation", "out_dtype", "precision", "deterministic", "bias")
+AS_THEY_ARE = ("alpha", "beta", "activation", "out_dtype", "precision", "deterministic", "batch_invariant", "bias")
 
 
 def arguments(problem: GroupedGemmProblem) -> tuple[Any, Any, dict[str, Any]]:
@@ -107,7 +107,10 @@ def problem_text(problem: GroupedGemmProblem) -> str:
         x = getattr(problem, name)
         if x is not None:
             parts.append(f"{name}={operand_text(x, problem.squeezed and name != 'bias')}")
-    plain = {"alpha": 1.0, "beta": 0.0, "activation": None, "precision": "ieee", "deterministic": True}
+    plain = {
+        "alpha": 1.0, "beta": 0.0, "activation": None, "precision": "ieee", "deterministic": True,
+        "batch_invariant": False,
+    }  # fmt: skip
     values = {name: getattr(problem, name) for name in plain}
     parts += [f"{name}={x!r}" for name, x in values.items() if x != plain[name]]
     if problem.out is None:

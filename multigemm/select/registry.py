@@ -94,10 +94,21 @@ def state(name: str) -> Availability:
         return Availability(ok=False, reason=f"its availability() failed: {type(error).__name__}: {error}")
 
 
+def unkept_promises(backend: Backend, spec: ProblemSpec) -> list[str]:
+    """What a problem demands of its backend and this one never promised."""
+    if not spec.batch_invariant or getattr(backend, "batch_invariant", False):
+        return []
+    return [
+        "it does not promise that a row's bits are independent of its neighbours: leave batch_invariant=True out, or "
+        "name a backend that does (cupy, triton, numba, cpu)"
+    ]
+
+
 def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ...]:
     """What a backend does not support of a problem; a failure to say so is a reason too, and the others go on."""
     try:
-        return tuple(get(name).not_supported_reasons(spec, device))
+        backend = get(name)
+        return (*unkept_promises(backend, spec), *backend.not_supported_reasons(spec, device))
     except MultigemmError:
         raise
     except Exception as error:  # foreign code, like its availability
