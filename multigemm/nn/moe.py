@@ -25,6 +25,12 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu
 PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _invariant_unless_told() -> bool:
+    """What MULTIGEMM_BATCH_INVARIANT says; a compiled graph keeps what it said at the first call."""
+    return settings().batch_invariant
+
+
 class Experts(nn.Module):
     """E feed-forward networks; each token passes through its top k and gets their weighted sum.
 
@@ -187,7 +193,7 @@ class MoE(nn.Module):
         """The router; torch's product of a matrix chooses its kernel by the number of tokens."""
         experts = self.experts
         asked = experts.batch_invariant
-        if not (settings().batch_invariant if asked is None else asked):
+        if not (_invariant_unless_told() if asked is None else asked):
             return self.gate(x)  # type: ignore[no-any-return]
         return grouped_gemm(x, self.gate.weight.T, backend=experts.backend, batch_invariant=True)
 
