@@ -34,7 +34,7 @@ def grouped_gemm(
     valid_rows: Any = None,
     c: Any = None,
     alpha: float = 1.0,
-    beta: float = 0.0,
+    beta: float | None = None,
     bias: Any = None,
     activation: str | None = None,
     out: Any = None,
@@ -53,7 +53,9 @@ def grouped_gemm(
     Args:
         a, b: the operands, packed ([T, K] and [G, K, N], say) or as lists of matrices.
         offsets, sizes, ends: one of them cuts the packed operands into groups.
-        jagged: the direction that they cut: "m", "n" or "k".
+        jagged: the direction that they cut: "m", "n" or "k". Weight gradients (a [M, T], b [T, N]) need "k", also where
+            the extents are equal and "m" would fit.
+        beta: the factor of c; 1 by default where c is given, else 0. An explicit 0 never reads c.
         backend: a name (that one and no other), several names (the first that can) or "auto" (the fastest that can; a
             first call of a class may measure, MULTIGEMM_MEASURE=0 forbids it).
         config: the backend's own parameters: its Config, or a mapping of some of its fields.

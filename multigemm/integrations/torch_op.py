@@ -36,7 +36,7 @@ from multigemm.torch_internals import (
 SCHEMA = (
     "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? sizes=None, Tensor? ends=None, "
     "Tensor? valid_rows=None, Tensor? c=None, Tensor? bias=None, *, str jagged='m', float alpha=1.0, "
-    "float beta=0.0, str? activation=None, ScalarType? out_dtype=None, str precision='ieee', "
+    "float? beta=None, str? activation=None, ScalarType? out_dtype=None, str precision='ieee', "
     "bool deterministic=True, bool? batch_invariant=None, str backend='auto', str grad_backend='auto') -> Tensor"
 )
 CUTS = ("offsets", "sizes", "ends", "valid_rows")
@@ -99,7 +99,7 @@ def kernel(general: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
 def result_like(
     a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
     valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, *, jagged: str = "m",
-    alpha: float = 1.0, beta: float = 0.0, activation: str | None = None, out_dtype: torch.dtype | None = None,
+    alpha: float = 1.0, beta: float | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
     precision: str = "ieee", **_: Any,
 ) -> Tensor:  # fmt: skip
     """An empty tensor of the result's shape and dtype; refuses what the operator would refuse."""
@@ -122,8 +122,8 @@ def result_like(
             epilogue.scalar(x, name, compute)
     if c is not None:
         result.fit(c, "c")
-    elif beta != 0:
-        raise InvalidProblem(f"beta={beta} needs c: pass it, or leave beta at 0")
+    elif beta is not None and beta != 0:
+        raise InvalidProblem(f"beta={beta} needs c: pass it, or leave beta out")
     if bias is not None:
         result.fit_bias(bias)
     return a.new_empty(result.shape[squeezed:], dtype=dtype)
@@ -147,6 +147,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], given: dict[str, Any], output: Tens
     """What the backward pass reads: the operands; C and bias only to form a pre-activation anew."""
     a, b, *cuts, c, bias = inputs
     options = DEFAULTS | given  # the dispatcher drops what is at its default
+    options["beta"] = epilogue.default_beta(options["beta"], c)
     relu = options["activation"] == "relu"
     again = options["activation"] is not None and not relu
     ctx.save_for_backward(a, b, *cuts, c if again else None, bias if again else None, output if relu else None)

@@ -52,6 +52,13 @@ def inputs_for(out_dtype: Any) -> torch.dtype:
     return torch.int8 if whole else torch.float32
 
 
+def default_beta(beta: Any, c: Any) -> Any:
+    """beta as given; left out, it is 1 where there is a c to add, else 0."""
+    if beta is not None:
+        return beta
+    return 0.0 if c is None else 1.0
+
+
 def scalar(x: Any, name: str, compute: torch.dtype) -> float:
     """alpha or beta as a float that the accumulator's type holds too; for int8 a whole number that int32 holds."""
     if type(x) is float and (x == 0 or SMALLEST <= abs(x) <= LARGEST) and compute is not torch.int8:

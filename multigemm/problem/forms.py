@@ -24,6 +24,10 @@ class Extents(NamedTuple):
         """The extent along "m", "n" or "k"."""
         return self.m if direction == "m" else self.n if direction == "n" else self.k
 
+    def other_cuts(self) -> dict[str, int]:
+        """What else two matrices that were cut along m could be cut along, and its extent."""
+        return {"k": self.k, "n": self.n} if self.form == "jagged_m" and self.groups is None else {}
+
     def result_shape(self, groups: int) -> tuple[int, ...]:
         """The shape of the result."""
         if self.form in ("jagged_m", "jagged_n"):
@@ -67,6 +71,11 @@ def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool, squ
         seen = f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}"
         raise InvalidProblem(f"{seen}; the form {form} takes {RANKS[form]}{_hint(form, a, b)}")
     if x[-1] != y[-2]:
+        if form == "jagged_m" and len(x) == len(y) == 2 and x[0] == y[0]:
+            raise InvalidProblem(
+                f"a has shape {tuple(x)} and b {tuple(y)}: for weight gradients pass a.T and jagged='k'; for a product "
+                f"with one shared b, the last extent of a, {x[-1]}, must equal the first of b, {y[0]}"
+            )
         raise InvalidProblem(
             f"a has shape {tuple(x[squeezed:])} and b {tuple(y[squeezed:])}: the last extent of a, {x[-1]}, must equal "
             f"the second last of b, {y[-2]}; pass a transposed view if one of them is stored the other way"
