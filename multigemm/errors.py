@@ -7,7 +7,8 @@ Anything else that escapes from multigemm is a bug and is meant to be loud.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -17,6 +18,31 @@ class MultigemmError(Exception):
 
 class InvalidProblem(MultigemmError, ValueError):
     """The problem itself has no meaning; the text names the value seen, the limit and the remedy."""
+
+
+VIEW = "pass {0}.transpose(1, 2), a view ({0}.swapaxes(1, 2) of a NumPy or CuPy array)"
+FROM_OTHERS = {
+    "offs": "torch's offs are ends= here",
+    **dict.fromkeys(("group_sizes", "batch_sizes", "m_sizes", "m_splits", "tokens_per_expert"), "that is sizes= here"),
+    **dict.fromkeys(("group_offsets", "seg_indptr"), "that is offsets= here"),
+    **dict.fromkeys(("dtype", "output_dtype", "preferred_element_type"), "that is out_dtype= here"),
+    **dict.fromkeys(("trans_a", "transpose_a"), VIEW.format("a")),
+    **dict.fromkeys(("trans_b", "transpose_b", "transpose_rhs"), VIEW.format("b")),
+}
+"""Keywords of other libraries' grouped products, and what is written here."""
+
+
+class UnknownKeyword(InvalidProblem, TypeError):
+    """A keyword that a function does not take; the text names what was probably meant."""
+
+    def __init__(self, function: str, keyword: str, known: Iterable[str]) -> None:
+        self.function, self.keyword, self.known = function, keyword, tuple(known)
+        near = difflib.get_close_matches(keyword, self.known, n=1)
+        hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(self.known)}"
+        super().__init__(f"{function}() takes no keyword {keyword}=: {FROM_OTHERS.get(keyword, hint)}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.function, self.keyword, self.known)
 
 
 class InvalidSetting(MultigemmError, ValueError):

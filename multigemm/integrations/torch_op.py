@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.errors import InvalidProblem
+from multigemm.errors import InvalidProblem, UnknownKeyword
 from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
 from multigemm.planning.launch_cache import LAUNCHES, key_of, one_cut
@@ -48,8 +48,34 @@ DEFAULTS = {x.name: x.default_value for x in overload._schema.arguments if x.kwa
 
 
 def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
-    """The operator as a function, with the keywords of `multigemm.grouped_gemm` that a graph can hold."""
-    return packet(a, b, **keywords)  # type: ignore[no-any-return]
+    """The operator as a function, with the keywords of `multigemm.grouped_gemm` that a graph can hold.
+
+    Raises:
+        InvalidProblem: an argument that the operator does not take, in words that `torch.ops` does not have.
+    """
+    try:
+        return packet(a, b, **keywords)  # type: ignore[no-any-return]
+    except (TypeError, RuntimeError):  # torch's of a call that is not of the schema, or of the launch
+        _refuse_arguments({"a": a, "b": b, **keywords})
+        raise
+
+
+def _refuse_arguments(given: dict[str, Any]) -> None:
+    """Refuses what the schema does not hold: keywords, lists for tensors, lists of backends."""
+    kinds = {x.name: str(x.type) for x in overload._schema.arguments}
+    for name, x in given.items():
+        if name not in kinds:
+            raise UnknownKeyword("multigemm.integrations.grouped_gemm", name, kinds)
+        if "Tensor" in kinds[name] and not isinstance(x, Tensor | None):
+            remedy = f"pass torch.as_tensor({name}, device=a.device)"
+            if name in ("a", "b"):
+                remedy = "pass tensors"
+            raise InvalidProblem(
+                f"{name} is a {type(x).__name__}, and the torch operator takes a tensor: {remedy}, or call "
+                "multigemm.grouped_gemm, which takes lists and other libraries' arrays"
+            )
+        if name in ("backend", "grad_backend") and not isinstance(x, str):
+            raise InvalidProblem(f"{name}={x!r}: the torch operator takes one text: join the names by commas")
 
 
 # --- real tensors: the launch cache first, else the whole way ---------------------------------------

@@ -27,7 +27,7 @@ def compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     """The dtype that products are formed in; raises for a mix without a rule."""
     for name, dtype in (("a", a), ("b", b)):
         if dtype not in INPUT_DTYPES:
-            raise InvalidProblem(f"{name} has dtype {dtype}; supported: {_names(INPUT_DTYPES)}: call .to() on it")
+            raise InvalidProblem(f"{name} has dtype {dtype}; supported: {_names(INPUT_DTYPES)}: convert it")
     if (a is torch.int8) != (b is torch.int8):
         raise InvalidProblem(f"a is {a} and b is {b}: int8 multiplies int8 only; convert one of them")
     return torch.promote_types(a, b)

@@ -70,7 +70,8 @@ def read_index_array(x: Any, name: str, device: torch.device) -> tuple[Tensor | 
     if isinstance(x, Tensor) or is_array(x):
         tensor = adopt(x, name).tensor
         if tensor.dtype not in INDEX_DTYPES:
-            raise InvalidProblem(f"{name} has dtype {tensor.dtype}; it must be int32 or int64: call .to(torch.int64)")
+            remedy = ".to(torch.int64)" if isinstance(x, Tensor) else ".astype('int64')"
+            raise InvalidProblem(f"{name} has dtype {tensor.dtype}; it must be int32 or int64: call {remedy}")
         if tensor.dim() != 1:
             raise InvalidProblem(f"{name} has {tensor.dim()} dimensions; it must be a vector: call .reshape(-1)")
         if tensor.device == device and isinstance(x, Tensor):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Never, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.errors import InvalidProblem
+from multigemm.errors import InvalidProblem, UnknownKeyword
 from multigemm.problem import epilogue, forms, overlap, rebuild
 from multigemm.problem.arrays import Kind, Step
 from multigemm.problem.forms import Extents
@@ -165,7 +165,10 @@ class GroupedGemmProblem:
         deterministic: bool = True,
         batch_invariant: bool | None = None,
         check: str = "host",
+        **unknown: Never,
     ) -> None:
+        for name in unknown:
+            raise UnknownKeyword("GroupedGemmProblem", name, Keywords.__annotations__)
         epilogue.one_of(check, "check", CHECKS)
         epilogue.one_of(precision, "precision", PRECISIONS)
         if not isinstance(deterministic, bool):
@@ -205,7 +208,9 @@ class GroupedGemmProblem:
         if not grouped and not masked and x.dim() == 2 and y.dim() == 2:
             self.squeezed, x, y = True, x.unsqueeze(0), y.unsqueeze(0)
         self.a, self.b, self.device = x, y, reader.device
-        self.extents = forms.infer(x, y, jagged=jagged, grouped=grouped, masked=masked, squeezed=self.squeezed)
+        self.extents = forms.infer(
+            x, y, jagged=jagged, grouped=grouped, masked=masked, squeezed=self.squeezed, kind=reader.kind
+        )
         self.form = self.extents.form
         return self.extents
 
