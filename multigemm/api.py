@@ -11,7 +11,7 @@ from typing import Any, Never, Unpack, overload
 import torch
 from torch.compiler import is_compiling
 
-from multigemm.errors import InvalidProblem, UnknownKeyword
+from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.planning import binding, launch_cache
 from multigemm.planning.launch_cache import LAUNCHES, Key, key_of, one_cut
 from multigemm.planning.plan import Plan
@@ -81,7 +81,7 @@ def grouped_gemm(
         torch.Size([6, 2])
     """
     for name in unknown:
-        raise UnknownKeyword("grouped_gemm", name, KEYWORDS)
+        raise UnknownKeyword(unknown_keyword_text("grouped_gemm", name, KEYWORDS))
     if is_compiling():  # a graph holds the torch operator, not this code
         return traced_grouped_gemm(
             a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
@@ -217,7 +217,7 @@ Posed = tuple[GroupedGemmProblem, Which, Any]
 def _posed(function: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Posed:
     """The problem, backend and config of a call with a problem, or with the arguments of `grouped_gemm`."""
     for name in keywords.keys() - {"problem", "a", "b", *KEYWORDS}:
-        raise UnknownKeyword(function, name, KEYWORDS)
+        raise UnknownKeyword(unknown_keyword_text(function, name, KEYWORDS))
     if "problem" in keywords or (args and isinstance(args[0], GroupedGemmProblem)):
         if more := keywords.keys() - {"problem", "backend", "config"}:
             names = ", ".join(sorted(more))

@@ -8,7 +8,7 @@ Anything else that escapes from multigemm is a bug and is meant to be loud.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -35,14 +35,12 @@ FROM_OTHERS = {
 class UnknownKeyword(InvalidProblem, TypeError):
     """A keyword that a function does not take; the text names what was probably meant."""
 
-    def __init__(self, function: str, keyword: str, known: Iterable[str]) -> None:
-        self.function, self.keyword, self.known = function, keyword, tuple(known)
-        near = difflib.get_close_matches(keyword, self.known, n=1)
-        hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(self.known)}"
-        super().__init__(f"{function}() takes no keyword {keyword}=: {FROM_OTHERS.get(keyword, hint)}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.function, self.keyword, self.known)
+def unknown_keyword_text(function: str, keyword: str, known: tuple[str, ...]) -> str:
+    """The text of an UnknownKeyword: the nearest of the known keywords, or what another library's is here."""
+    near = difflib.get_close_matches(keyword, known, n=1)
+    hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}"
+    return f"{function}() takes no keyword {keyword}=: {FROM_OTHERS.get(keyword, hint)}"
 
 
 class InvalidSetting(MultigemmError, ValueError):

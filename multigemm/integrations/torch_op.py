@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.errors import InvalidProblem, UnknownKeyword
+from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
 from multigemm.planning.launch_cache import LAUNCHES, key_of, one_cut
@@ -65,7 +65,7 @@ def _refuse_arguments(given: dict[str, Any]) -> None:
     kinds = {x.name: str(x.type) for x in overload._schema.arguments}
     for name, x in given.items():
         if name not in kinds:
-            raise UnknownKeyword("multigemm.integrations.grouped_gemm", name, kinds)
+            raise UnknownKeyword(unknown_keyword_text("multigemm.integrations.grouped_gemm", name, tuple(kinds)))
         if "Tensor" in kinds[name] and not isinstance(x, Tensor | None):
             remedy = f"pass torch.as_tensor({name}, device=a.device)"
             if name in ("a", "b"):

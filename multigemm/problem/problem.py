@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.errors import InvalidProblem, UnknownKeyword
+from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.problem import epilogue, forms, overlap, rebuild
 from multigemm.problem.arrays import Kind, Step
 from multigemm.problem.forms import Extents
@@ -168,7 +168,7 @@ class GroupedGemmProblem:
         **unknown: Never,
     ) -> None:
         for name in unknown:
-            raise UnknownKeyword("GroupedGemmProblem", name, Keywords.__annotations__)
+            raise UnknownKeyword(unknown_keyword_text("GroupedGemmProblem", name, tuple(Keywords.__annotations__)))
         epilogue.one_of(check, "check", CHECKS)
         epilogue.one_of(precision, "precision", PRECISIONS)
         if not isinstance(deterministic, bool):

@@ -50,6 +50,13 @@ def test_unknown_keywords(entrance: str, keyword: str, remedy: str) -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_unknown_keywords_in_a_compiled_call() -> None:
+    """Dynamo reports an exception of the code that it traces as its own, with the text."""
+    compiled: Any = torch.compile(mg.grouped_gemm, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="takes no keyword activaton=: did you mean activation="):
+        compiled(A, B, activaton="relu")
+
+
 def test_plan_and_explain_take_the_arguments_of_grouped_gemm() -> None:
     want = mg.grouped_gemm(A, B, sizes=SIZES, activation="relu")
     assert torch.equal(mg.plan(A, B, sizes=SIZES, activation="relu", backend="cpu")(), want)
