@@ -130,7 +130,7 @@ def make_grouping(
     total: int,
     device: torch.device,
     full: bool,
-    others: Mapping[str, int],
+    others: Mapping[str, int] = {},
 ) -> Grouping:
     """The one of offsets, sizes and ends that was given, checked against `groups` and `total`.
 
