@@ -62,6 +62,8 @@ def _prefers_bf16(spec: ProblemSpec) -> bool:
 
 def candidates(spec: ProblemSpec) -> tuple[Config, ...]:
     """Valid configs for this spec, the best guess first."""
+    if spec.quantised:
+        return (Config("loop"),)
     order: tuple[Kernel, ...] = ("bmm", "blas", "loop") if _prefers_bf16(spec) else ("blas", "bmm", "loop")
     if _is_too_large_to_copy(spec):
         order = ("loop", "bmm", "blas")
@@ -72,6 +74,8 @@ def invalid_reasons(config: Config, spec: ProblemSpec) -> list[str]:
     """Why a config cannot run this spec; empty if it can."""
     if config.kernel not in KERNELS:
         return [f"kernel {config.kernel!r} is unknown: use one of {', '.join(KERNELS)}"]
+    if spec.quantised and config.kernel != "loop":
+        return [f"{config.kernel} takes operands that mean what they say, not quantised ones: use loop"]
     if config.kernel != "bmm":
         return []
     if not _is_bf16_only(spec):

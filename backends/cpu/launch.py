@@ -14,6 +14,7 @@ from multigemm.backend import Launch, Recipe
 from multigemm.backends.cpu.config import Config
 from multigemm.backends.cpu.epilogue import finish, finisher, is_plain, store
 from multigemm.backends.cpu.groups import Sizes, bare, empty_products, is_inference, unowned, walk
+from multigemm.backends.cpu.quantised import QuantisedProducts
 from multigemm.backends.cpu.stacks import STEP, Call, ProductCalls, reads_into_next_row
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
@@ -56,6 +57,7 @@ def product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
 def bind_loop(ops: Operands) -> Launch:
     """Right for every strided, empty or overlapping corner."""
     spec, sizes = ops.spec, Sizes(ops)
+    quantised = QuantisedProducts(ops) if spec.quantised else None
 
     def launch() -> None:
         sizes.changed()
@@ -63,7 +65,11 @@ def bind_loop(ops: Operands) -> Launch:
         if spec.zero_unowned:
             for part in unowned(ops, start, end):
                 part.zero_()
-        for group in walk(ops, start, end):
+        for g, group in enumerate(walk(ops, start, end)):
+            if quantised is not None:
+                acc = quantised.product(g, group, start, end)
+                store(finish(acc, spec, ops.alpha, ops.beta, group.c, group.bias), group.out)
+                continue
             a, b = (group.a[:, :0], group.b[:0]) if spec.alpha == "zero" else (group.a, group.b)
             acc = product(a, b, spec.acc)
             store(finish(acc, spec, ops.alpha, ops.beta, group.c, group.bias), group.out)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from multigemm.backend import Availability, Backend
+from multigemm.backend import Availability, Backend, quantised_reasons
 from multigemm.errors import BackendUnavailable, MultigemmError, UnknownBackend
 from multigemm.problem.spec import ProblemSpec
 
@@ -94,10 +94,17 @@ def state(name: str) -> Availability:
         return Availability(ok=False, reason=f"its availability() failed: {type(error).__name__}: {error}")
 
 
+def refusals(name: str, spec: ProblemSpec, device: torch.device) -> list[str]:
+    """A backend's own reasons; quantised operands are refused for a foreign one that does not know of them."""
+    backend = get(name)
+    foreign = name not in BUILTIN and not getattr(backend, "takes_quantised", False)
+    return (quantised_reasons(spec) if foreign else []) or backend.not_supported_reasons(spec, device)
+
+
 def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ...]:
     """What a backend does not support of a problem; a failure to say so is a reason too, and the others go on."""
     try:
-        return tuple(get(name).not_supported_reasons(spec, device))
+        return tuple(refusals(name, spec, device))
     except MultigemmError:
         raise
     except Exception as error:  # foreign code, like its availability
