@@ -52,7 +52,7 @@ def decode(x: Any, packed: str = "") -> Array:
     if packed == "e2m1":
         return found.view(FLOATS["e2m1"]).astype(np.float64)
     whole = found.astype(np.float64)
-    return np.where(whole > 7, whole - 16, whole) if packed == "int4" else whole
+    return np.asarray(np.where(whole > 7, whole - 16, whole) if packed == "int4" else whole)
 
 
 def decode_scale(x: Any) -> Array:
@@ -61,7 +61,7 @@ def decode_scale(x: Any) -> Array:
     if array.dtype != np.dtype(ml_dtypes.float8_e8m0fnu):
         return array.astype(np.float64)
     codes = array.view(np.uint8).astype(np.int64)
-    return np.where(codes == 255, np.nan, np.ldexp(1.0, codes - 127))
+    return np.asarray(np.where(codes == 255, np.nan, np.ldexp(1.0, codes - 127)))
 
 
 # --- how they are made --------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def quantize(
     stack = given if given.ndim == 3 else given[None]
     shape, blocks = _grid(stack.shape, given.ndim, scale, offsets, axis)
     numbers, zeros = np.ones(shape, np.float32), np.zeros(shape, np.uint8)
-    codes = np.zeros(stack.shape, np.uint8)
+    codes: Array = np.zeros(stack.shape, np.uint8)
     owned = np.zeros(stack.shape, bool)
     for block in blocks:
         where = block.groups, block.lines, block.k
@@ -174,7 +174,7 @@ def _rounded_scale(number: np.float32, dtype: np.dtype[Any]) -> np.float32:
         return np.float32(np.ldexp(1.0, int(exponent) - (fraction == 0.5)))  # up to a power of two
     if dtype == np.float32:
         return number
-    info = ml_dtypes.finfo(dtype)
+    info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     return np.float32(np.clip(number, np.float32(info.tiny), np.float32(info.max)).astype(dtype))
 
 

@@ -154,8 +154,10 @@ def _joined_quantised(sums: list[QuantisedSum | None]) -> QuantisedSum | None:
     some = [x for x in sums if x is not None]
     if not some:
         return None
-    names = ("grown", "raw", "left", "block", "free")
-    return QuantisedSum(*(joined([getattr(x, name) for x in some]) for name in names), exact=False, quantum=0.0)
+    grown, raw, left, block, free = (
+        joined([getattr(x, name) for x in some]) for name in ("grown", "raw", "left", "block", "free")
+    )
+    return QuantisedSum(grown, raw, left, block, free, exact=False, quantum=0.0)
 
 
 def joined(arrays: list[Array]) -> Array:

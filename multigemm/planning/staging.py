@@ -131,7 +131,7 @@ def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand, sums_siz
     return Staged(ops, before)
 
 
-def _scales(problem: GroupedGemmProblem) -> dict[str, Operand]:
+def _scales(problem: GroupedGemmProblem) -> dict[str, Any]:
     """The grids of scales and zero points by their names; nothing for plain operands."""
     q = problem.quantisation
     return {} if q is None else {name: scale.grid for name, scale in q.each()}

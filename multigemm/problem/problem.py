@@ -507,7 +507,7 @@ def _elements(b: Tensor, packed: str) -> tuple[int, ...]:
 
 def _rebuilt(a: Any, b: Any, keywords: Keywords) -> GroupedGemmProblem:
     a, b = rebuild.from_bits(a), rebuild.from_bits(b)
-    return GroupedGemmProblem(a, b, **{name: rebuild.from_bits(x) for name, x in keywords.items()})  # type: ignore[arg-type]
+    return GroupedGemmProblem(a, b, **{name: rebuild.from_bits(x) for name, x in keywords.items()})
 
 
 def checked(problem: Any) -> GroupedGemmProblem:

@@ -52,6 +52,7 @@ class Operands(NamedTuple):
     """What scales are read against. Shapes are those of elements, two for each packed byte, as a list for per_group.
 
     `squeezed`: the caller gave two matrices, and the shapes begin with a group that the caller does not know.
+    `in_memory`: scales have addresses, to which their specs refer; in a trace they have not.
     """
 
     form: Form
@@ -61,6 +62,7 @@ class Operands(NamedTuple):
     a_shape: Any
     b_shape: Any
     squeezed: bool = False
+    in_memory: bool = True
 
 
 class Given(NamedTuple):
@@ -326,10 +328,10 @@ def _packed_scale(operands: Operands, x: Tensor, name: str) -> Scale:
     shape = operands.a_shape if side == "a" else operands.b_shape
     rank = len(shape) - operands.squeezed
     if x.dim() == 0:
-        return Scale(x, x.reshape(1, 1, 1), _described(x.reshape(1, 1, 1), False, 0, 0))
+        return Scale(x, x.reshape(1, 1, 1), _described(operands, x.reshape(1, 1, 1), False, 0, 0))
     if x.dim() == 1 and x.shape[0] == groups:
         grid = x[:, None, None]
-        return Scale(x, grid, _described(grid, groups != 1, 0, 0))
+        return Scale(x, grid, _described(operands, grid, groups != 1, 0, 0))
     if x.dim() == 1:
         _refuse_vector(x, name, rank, groups)
     if x.dim() != rank:
@@ -362,29 +364,27 @@ class _Axes(NamedTuple):
     k: int
     row_name: str
     row_blocks: tuple[int, ...]
-    k_counts: dict[int, int]
-    """Entries along K, and how much of it one covers: 0 for all."""
+    k_counts: list[tuple[int, int]]
+    """Entries along K, and how much of it one covers: 0 for all. The first of equal counts holds."""
 
 
 def _axes(form: Form, groups: int, side: str, shape: Sequence[int]) -> _Axes:
     rows, k = (shape[-2], shape[-1]) if side == "a" else (shape[-1], shape[-2])
     jagged_rows = form == ("jagged_m" if side == "a" else "jagged_n")
     row_name = "T" if jagged_rows else "M" if side == "a" else "N"
-    counts = {1: 0}
+    counts = [(1, 0)]
     if form == "jagged_k":
-        counts.setdefault(groups, 0)
-        for q in BLOCKS:
-            counts.setdefault(k // q + groups, q)
+        counts += [(groups, 0), *((k // q + groups, q) for q in BLOCKS)]
     else:
-        for q in BLOCKS:
-            counts.setdefault(-(-k // q), q)
+        counts += [(-(-k // q), q) for q in BLOCKS]
     return _Axes(rows, k, row_name, (1,) if jagged_rows else (1, ROW_BLOCK), counts)
 
 
 def _read_grid(axes: _Axes, shape: Sequence[int], side: str, refuse: Callable[[str], Any]) -> tuple[int, int]:
     """How much of rows and of K one entry covers."""
     along_rows, along_k = (shape[-2], shape[-1]) if side == "a" else (shape[-1], shape[-2])
-    rows, k = _block(along_rows, axes.rows, axes.row_blocks), axes.k_counts.get(along_k)
+    rows = _block(along_rows, axes.rows, axes.row_blocks)
+    k = next((q for count, q in axes.k_counts if count == along_k), None)
     if rows is None or k is None:
         refuse(f"along K it takes {_k_text(axes)}, along {axes.row_name} {_row_text(axes)}")
     assert rows is not None and k is not None
@@ -394,13 +394,15 @@ def _read_grid(axes: _Axes, shape: Sequence[int], side: str, refuse: Callable[[s
 
 
 def _k_text(axes: _Axes) -> str:
-    texts = [f"{n} (blocks of 128)" if q == 128 else str(n) for n, q in axes.k_counts.items()]
-    return _either(texts)
+    first: dict[str, int] = {}
+    for n, q in axes.k_counts:
+        first.setdefault(str(n), q)
+    return _either([f"{n} (blocks of 128)" if q == 128 else n for n, q in first.items()])
 
 
 def _row_text(axes: _Axes) -> str:
-    counts = dict.fromkeys((1, axes.rows, *(-(-axes.rows // q) for q in axes.row_blocks[1:])))
-    return _either([str(n) for n in counts])
+    counts = (1, axes.rows, *(-(-axes.rows // q) for q in axes.row_blocks[1:]))
+    return _either(list(dict.fromkeys(map(str, counts))))
 
 
 def _either(texts: Sequence[str]) -> str:
@@ -422,15 +424,17 @@ def _grid_scale(operands: Operands, x: Tensor, name: str) -> Scale:
     axes = _axes(operands.form, groups, side, shape)
     rows, k = _read_grid(axes, x.shape, side, refuse)
     if x.dim() == 3:
-        return Scale(x, x, _described(x, groups != 1 and x.shape[0] == groups, rows, k))
+        return Scale(x, x, _described(operands, x, groups != 1 and x.shape[0] == groups, rows, k))
     along_k = x.shape[-1 if side == "a" else -2]
     if operands.form == "jagged_k" and k == 0 and along_k != 1:  # one entry for each group
         grid = x.t().unsqueeze(2) if side == "a" else x.unsqueeze(1)
-        return Scale(x, grid, _described(grid, True, rows, 0))
-    return Scale(x, x.unsqueeze(0), _described(x.unsqueeze(0), False, rows, k))
+        return Scale(x, grid, _described(operands, grid, True, rows, 0))
+    return Scale(x, x.unsqueeze(0), _described(operands, x.unsqueeze(0), False, rows, k))
 
 
-def _described(grid: Tensor, by_group: bool, rows: int, k: int) -> ScaleSpec:
+def _described(operands: Operands, grid: Tensor, by_group: bool, rows: int, k: int) -> ScaleSpec:
+    if not operands.in_memory:
+        return ScaleSpec(grid.dtype, by_group, rows, k)
     found = classify(grid)
     return ScaleSpec(grid.dtype, by_group, rows, k, found.order, found.align)
 

@@ -110,7 +110,9 @@ def test_weights_give_the_bits_of_the_reference(dtype: torch.dtype, format: Any,
 def test_sizes_on_the_device_are_as_good_as_offsets() -> None:
     x = operand((20, 301), "normal")
     wanted = torch_side.quantize(x, "e4m3", "1x32", offsets=[0, 40, 40, 300], jagged="k")
-    for cut in ({"sizes": torch.tensor([40, 0, 260])}, {"ends": torch.tensor([40, 40, 300], dtype=torch.int32)}):
+    ends = torch.tensor([40, 40, 300], dtype=torch.int32)
+    cuts: tuple[dict[str, Any], ...] = ({"sizes": torch.tensor([40, 0, 260])}, {"ends": ends})
+    for cut in cuts:
         found = torch_side.quantize(x, "e4m3", "1x32", jagged="k", **cut)
         assert torch.equal(found.scale, wanted.scale)
         assert torch.equal(found.data.view(torch.uint8), wanted.data.view(torch.uint8))
