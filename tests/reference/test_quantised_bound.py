@@ -164,10 +164,7 @@ def test_what_is_not_judged() -> None:
     p = mg.GroupedGemmProblem(
         a, b, scale_a=torch.tensor([[1.0], [2.0**120]]), scale_b=torch.tensor([[1.0, 2.0**6, 2.0**7]])
     )
-    assert (
-        answer(p).blocks[0].free.tolist() == [[[False] * 3, [False, True, True]]] or answer(p).blocks[0].free[0, 1, 2]
-    )
-    assert not answer(p).blocks[0].free[0, 0].any()
+    assert answer(p).blocks[0].free.tolist() == [[[False] * 3, [False, True, True]]]
 
 
 def test_code_0_of_e8m0_is_no_zero() -> None:
