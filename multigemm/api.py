@@ -42,6 +42,7 @@ def grouped_gemm(
     out_dtype: Any = None,
     precision: str = "ieee",
     deterministic: bool = True,
+    batch_invariant: bool | None = None,
     check: str = "host",
     scale_a: Any = None,
     scale_b: Any = None,
@@ -82,8 +83,8 @@ def grouped_gemm(
         return traced_grouped_gemm(
             a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
             beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
-            deterministic=deterministic, check=check, scale_a=scale_a, scale_b=scale_b, zero_b=zero_b,
-            b_format=b_format, accumulate=accumulate, backend=backend, config=config,
+            deterministic=deterministic, batch_invariant=batch_invariant, check=check, scale_a=scale_a, scale_b=scale_b,
+            zero_b=zero_b, b_format=b_format, accumulate=accumulate, backend=backend, config=config,
         )  # fmt: skip
     kind, cut, several = one_cut(offsets, sizes, ends)
     key = class_key = None
@@ -91,7 +92,8 @@ def grouped_gemm(
     if plain and check == "host" and not several:
         options = (
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
-            type(deterministic), tuple(backend) if type(backend) is list else backend,
+            type(deterministic), batch_invariant, type(batch_invariant),
+            tuple(backend) if type(backend) is list else backend,
             None if config is None else (type(config), repr(config)),  # 14 and 14.0 are equal, and not alike
         )  # fmt: skip
         call = (jagged, a, b, kind, cut, valid_rows, c, bias, out)
@@ -103,8 +105,8 @@ def grouped_gemm(
     problem = GroupedGemmProblem(
         a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
         beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
-        deterministic=deterministic, check=check, scale_a=scale_a, scale_b=scale_b, zero_b=zero_b, b_format=b_format,
-        accumulate=accumulate,
+        deterministic=deterministic, batch_invariant=batch_invariant, check=check, scale_a=scale_a, scale_b=scale_b,
+        zero_b=zero_b, b_format=b_format, accumulate=accumulate,
     )  # fmt: skip
     return _solve(problem, backend, config, (key, class_key), kind)
 

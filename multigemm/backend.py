@@ -80,8 +80,14 @@ def quantised_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[st
 
 @runtime_checkable
 class Backend(Protocol):
-    """The five members. A third party's instance under the entry-point group `multigemm.backends` is one; it says by an
-    attribute `takes_quantised` that its `not_supported_reasons` knows of quantised operands, else it gets none."""
+    """The five members. A third party's instance under the entry-point group `multigemm.backends` is one.
+
+    A backend that keeps `spec.batch_invariant` says so by an attribute `batch_invariant = True`; without it such
+    problems are refused for it. It then promises that all of its configs that are valid for such a spec give an element
+    the same bits, which depend on its row of A, its column of B, K, the dtypes and the epilogue alone, in every form
+    and layout. What it cannot promise it refuses by `not_supported_reasons`. A third party's backend says by an
+    attribute `takes_quantised = True` that its `not_supported_reasons` knows of quantised operands; else it gets none.
+    """
 
     @property
     def name(self) -> str: ...

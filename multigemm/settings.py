@@ -42,6 +42,9 @@ class Settings:
     cache_dir: Path = _doc("where that cache lives", _default_cache_dir)
     dump: Path | None = _doc("a folder that receives the PTX, SASS and source of each compiled kernel", None)
     print_config: bool = _doc("print which backend, kernel and config is chosen and why, and what auto measures", False)
+    batch_invariant: bool = _doc(
+        "batch_invariant of calls that leave it out: a row's bits ignore its neighbours", False
+    )
     measure: bool = _doc("let backend='auto' time backends once for each class of problems that no table holds", True)
     bind_layers: bool = _doc("bind a MoE layer's launches on a GPU together, where no gradient is wanted", True)
     lineinfo: bool = _doc("keep source lines in compiled kernels, for profilers and sanitizers", False)

@@ -12,8 +12,8 @@ from multigemm.backends.cpu.stacks import STEP
 from multigemm.problem.spec import ProblemSpec
 from multigemm.torch_internals import has_matrix_unit
 
-Kernel = Literal["bmm", "blas", "loop"]
-KERNELS: tuple[Kernel, ...] = ("bmm", "blas", "loop")
+Kernel = Literal["bmm", "blas", "loop", "ordered"]
+KERNELS: tuple[Kernel, ...] = ("bmm", "blas", "loop", "ordered")
 
 FEW_ROWS = 8
 """Rows of an average group up to which widening the weights costs more than oneDNN's slower products."""
@@ -26,6 +26,7 @@ class Config:
     `bmm`    torch's products of bfloat16 operands: bfloat16 out, no epilogue
     `blas`   torch's products of operands widened to the accumulator's dtype, then the epilogue
     `loop`   one product after another through NumPy
+    `ordered` one product after another, each element summed over k in order: what batch-invariant problems take
     """
 
     kernel: Kernel = "loop"
@@ -63,10 +64,12 @@ def _prefers_bf16(spec: ProblemSpec) -> bool:
 def candidates(spec: ProblemSpec) -> tuple[Config, ...]:
     """Valid configs for this spec, the best guess first."""
     if spec.quantised:
-        return (Config("loop"),)
+        return (Config("ordered" if spec.batch_invariant else "loop"),)
     order: tuple[Kernel, ...] = ("bmm", "blas", "loop") if _prefers_bf16(spec) else ("blas", "bmm", "loop")
     if _is_too_large_to_copy(spec):
         order = ("loop", "bmm", "blas")
+    if spec.batch_invariant:
+        order = ("ordered",)
     return tuple(config for config in map(Config, order) if not invalid_reasons(config, spec))
 
 
@@ -74,8 +77,10 @@ def invalid_reasons(config: Config, spec: ProblemSpec) -> list[str]:
     """Why a config cannot run this spec; empty if it can."""
     if config.kernel not in KERNELS:
         return [f"kernel {config.kernel!r} is unknown: use one of {', '.join(KERNELS)}"]
-    if spec.quantised and config.kernel != "loop":
+    if spec.quantised and config.kernel not in ("loop", "ordered"):
         return [f"{config.kernel} takes operands that mean what they say, not quantised ones: use loop"]
+    if spec.batch_invariant and config.kernel != "ordered":
+        return [f"batch_invariant=True: the bits of a row depend on its neighbours in {config.kernel}: use ordered"]
     if config.kernel != "bmm":
         return []
     if not _is_bf16_only(spec):

@@ -14,6 +14,7 @@ from multigemm.backend import Launch, Recipe
 from multigemm.backends.cpu.config import Config
 from multigemm.backends.cpu.epilogue import finish, finisher, is_plain, store
 from multigemm.backends.cpu.groups import Sizes, bare, empty_products, is_inference, unowned, walk
+from multigemm.backends.cpu.ordered import finish_in_pieces, ordered_product
 from multigemm.backends.cpu.quantised import QuantisedProducts
 from multigemm.backends.cpu.stacks import STEP, Call, ProductCalls, reads_into_next_row
 from multigemm.planning.operands import Operands
@@ -54,8 +55,8 @@ def product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
     return _matmul32(a.float(), b.float())
 
 
-def bind_loop(ops: Operands) -> Launch:
-    """Right for every strided, empty or overlapping corner."""
+def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
+    """Right for every strided, empty or overlapping corner; `ordered`: with bits that no neighbour of a row changes."""
     spec, sizes = ops.spec, Sizes(ops)
     quantised = QuantisedProducts(ops) if spec.quantised else None
 
@@ -66,13 +67,15 @@ def bind_loop(ops: Operands) -> Launch:
             for part in unowned(ops, start, end):
                 part.zero_()
         for g, group in enumerate(walk(ops, start, end)):
-            if quantised is not None:
-                acc = quantised.product(g, group, start, end)
-                store(finish(acc, spec, ops.alpha, ops.beta, group.c, group.bias), group.out)
-                continue
             a, b = (group.a[:, :0], group.b[:0]) if spec.alpha == "zero" else (group.a, group.b)
-            acc = product(a, b, spec.acc)
-            store(finish(acc, spec, ops.alpha, ops.beta, group.c, group.bias), group.out)
+            if quantised is not None:
+                acc = quantised.product(g, group, start, end, ordered)
+            else:
+                acc = ordered_product(a, b, spec.acc) if ordered else product(a, b, spec.acc)
+            if ordered:
+                finish_in_pieces(acc, group, ops)
+            else:
+                store(finish(acc, spec, ops.alpha, ops.beta, group.c, group.bias), group.out)
 
     return launch
 
@@ -231,7 +234,9 @@ def recipe(spec: ProblemSpec, config: Config) -> Recipe:
     """The recipe of one config."""
 
     def bind(ops: Operands) -> Launch:
-        loop = bind_loop(ops)
-        return loop if config.kernel == "loop" else ProductLaunch(ops, config.kernel == "bmm", loop)
+        loop = bind_loop(ops, config.kernel == "ordered")
+        one_by_one = config.kernel in ("loop", "ordered")
+        return loop if one_by_one else ProductLaunch(ops, config.kernel == "bmm", loop)
 
-    return Recipe(kernel=config.kernel, config=config, bind=lambda ops: _guarded(bind, ops))
+    why = "batch invariant: one accumulator, ascending k" if spec.batch_invariant else ""
+    return Recipe(kernel=config.kernel, config=config, bind=lambda ops: _guarded(bind, ops), why=why)

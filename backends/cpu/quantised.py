@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backends.cpu.groups import Group, Index
+from multigemm.backends.cpu.ordered import ordered_product
 from multigemm.planning.operands import Operands
 from multigemm.problem.scales import Scale
 from multigemm.quantize import decode, decode_scale
@@ -30,8 +31,8 @@ class QuantisedProducts:
             for grid, of in ((ops.scale_a, spec.a.scale), (ops.scale_b, spec.b.scale), (ops.zero_b, spec.b.scale))
         )
 
-    def product(self, g: int, group: Group, start: Index | None, end: Index | None) -> Tensor:
-        """a @ b of group g, in float32."""
+    def product(self, g: int, group: Group, start: Index | None, end: Index | None, ordered: bool = False) -> Tensor:
+        """a @ b of group g, in float32; `ordered`: with bits that no neighbour of a row changes."""
         jagged = self._ops.spec.jagged
         span = (0, 0) if jagged is None else (int(cast(Index, start)[g]), int(cast(Index, end)[g]))
         (m, k), n = group.a.shape, group.b.shape[1]
@@ -46,10 +47,10 @@ class QuantisedProducts:
                 for x, rows, side in ((self._a, "m", "a"), (self._b, "n", "b"), (self._zero, "n", "b"))
             ]
             for k0 in range(0, k, STEP):
-                self._add(total, group, slice(k0, min(k0 + STEP, k)), scales)
+                self._add(total, group, slice(k0, min(k0 + STEP, k)), scales, ordered)
         return total.to(torch.float32)
 
-    def _add(self, total: Tensor, group: Group, ks: slice, scales: list[Tensor | None]) -> None:
+    def _add(self, total: Tensor, group: Group, ks: slice, scales: list[Tensor | None], ordered: bool) -> None:
         packed = self._ops.spec.b.packed
         of_a, of_b, zero = scales
         held = slice(ks.start // 2, ks.stop // 2) if packed else ks
@@ -61,7 +62,7 @@ class QuantisedProducts:
         if of_b is not None:
             b *= decode_scale(_along_k(of_b, ks, 0)).double()
         with np.errstate(all="ignore"):
-            total += torch.mm(a, b)
+            total += ordered_product(a, b, torch.float64) if ordered else torch.mm(a, b)
 
 
 def _along_k(scale: Tensor, ks: slice, axis: int) -> Tensor:

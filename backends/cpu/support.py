@@ -16,6 +16,8 @@ from multigemm.problem.spec import ACTIVATIONS, FLOAT8, INPUT_DTYPES, ProblemSpe
 class CpuBackend:
     """The five members. Planning is cheap: nothing is compiled."""
 
+    batch_invariant = True
+
     @property
     def name(self) -> str:
         return "cpu"

@@ -15,6 +15,7 @@ class CublasBackend:
     """The five members; all work is imported on first use."""
 
     name = "cublas"
+    batch_invariant = True
     decides_at_bind = True  # and planning costs nothing: `multigemm tune` measures with the sizes in either place
 
     def availability(self) -> Availability:

@@ -46,6 +46,12 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         reasons.append(f"cuBLAS variants compute in float16, bfloat16, float32, float64 or int8, not {spec.compute}")
     if spec.compute is torch.int8:
         reasons += _int8_reasons(spec)
+    elif spec.batch_invariant:
+        reasons.append(
+            f"batch_invariant=True with {spec.compute}: cuBLAS picks a kernel, and whether it cuts K into parts, by "
+            "the shape of each product, so that a row's bits depend on its neighbours (not in int8, whose sums are "
+            "exact): use cupy, triton or numba"
+        )
     if spec.longest > EXTENT:
         reasons.append(f"an extent of {spec.longest}: cuBLAS writes no further than {EXTENT}: split the problem")
     return reasons + _line_reasons(spec)

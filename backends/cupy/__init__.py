@@ -19,6 +19,7 @@ class CupyBackend:
     """See `multigemm.backend.Backend`."""
 
     name = "cupy"
+    batch_invariant = True
 
     def availability(self) -> Availability:
         return support.availability()

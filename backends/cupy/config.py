@@ -18,6 +18,7 @@ from multigemm.backends.cupy.support import (
     small_list_reasons,
     small_reasons,
 )
+from multigemm.cuda.summation import INTEGERS, Summation, difference
 from multigemm.problem.spec import ProblemSpec
 
 COLUMNS = 128
@@ -183,6 +184,25 @@ def is_valid(config: Config, spec: ProblemSpec, capability: tuple[int, int] = (9
     return shape_fits(config, spec, capability) and not reasons_against(config.kernel, spec)
 
 
+def summation_of(config: Config, spec: ProblemSpec) -> Summation:
+    """How a config sums: no kernel cuts K into parts."""
+    kind = kind_of(spec)
+    if kind == I8:
+        return INTEGERS
+    if config.kernel not in ("generic", "small"):
+        return Summation("wgmma", 16)
+    if kind in (F16, BF16, TF32):
+        return Summation("mma.sync", 8 if kind == TF32 else 16)
+    return Summation("fused multiply-add", padded=shapes_of(spec)[config.tile].depth)
+
+
+def variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:
+    """Why a config that runs a problem has not the bits that batch invariance demands, or ''."""
+    if not spec.batch_invariant:
+        return ""
+    return difference(summation_of(config, spec), summation_of(GENERIC_64, spec), capability)
+
+
 def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
     """Why a kernel cannot run a spec, whatever its config; the generic one runs all."""
     check = REASONS.get(kernel)
@@ -190,9 +210,12 @@ def reasons_against(kernel: str, spec: ProblemSpec) -> list[str]:
 
 
 def shape_fits(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> bool:
-    """Whether a config is one of its kernel's, and has room on a device for problems like this."""
+    """Whether a config is one of its kernel's, has room on a device, and the bits that problems like this demand."""
     if config.kernel == "generic":
-        return 1 <= config.blocks_per_sm <= 3 and tile_fits(spec, config.tile, capability)
+        fits = 1 <= config.blocks_per_sm <= 3 and tile_fits(spec, config.tile, capability)
+        return fits and not variance(config, spec, capability)
+    if variance(config, spec, capability):
+        return False
     if config.kernel == "small":
         return config in (SMALL_32, SMALL_64) or (config == SMALL_DEEP and has_odd_lines(spec))
     if capability != (9, 0) or config.kernel == "small_list":

@@ -15,6 +15,7 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import Source, load_all
 from multigemm.backends.cupy.config import Config
 from multigemm.cuda.device import index_of
+from multigemm.cuda.launch import NOTHING
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
@@ -52,10 +53,33 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     if config == choice.heuristic(spec, capability):
         _load_layout(replace(spec, total=0, groups=1, largest=0), capability, index)
     elif not configs.is_valid(config, spec, capability):
-        raise InvalidSetting(f"{config} cannot run {spec}")
+        raise InvalidSetting(f"{config} cannot run {spec}{_variance(config, spec, capability)}")
     load_all(KERNELS[config.kernel].sources(spec, config), index)
     name = "packed+hopper" if config.kernel == "packed" else config.kernel
-    return Recipe(name, config, KERNELS[config.kernel].loaded(spec, config, index).bind, why(spec, config))
+    return Recipe(name, config, binder(spec, config, index), why(spec, config))
+
+
+def binder(spec: ProblemSpec, config: Config, index: int) -> Callable[[Operands], Launch]:
+    """Binds problems of a spec to the kernel of a config, which is loaded.
+
+    A result without elements takes no launch: a group of an empty operand lies where no memory need be, and a kernel
+    that copies no bytes from there ends the context all the same.
+    """
+    kernel = KERNELS[config.kernel].loaded(spec, config, index)
+
+    def bind(ops: Operands) -> Launch:
+        out = ops.out
+        empty = not out.numel() if isinstance(out, torch.Tensor) else not any(x.numel() for x in out)
+        return NOTHING if empty else kernel.bind(ops)
+
+    return bind
+
+
+def _variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:
+    """What batch invariance has against a config, to end a sentence with."""
+    known = config.kernel != "generic" or config.tile in configs.shapes_of(spec)
+    reason = configs.variance(config, spec, capability) if known else ""
+    return f": {reason}" if reason else ""
 
 
 @lru_cache(maxsize=1024)
@@ -73,7 +97,7 @@ def why(spec: ProblemSpec, config: Config) -> str:
     obstacle = "; ".join(support.hopper_reasons(spec)) or "chosen by config"
     if config.kernel == "hopper_shift_b" and support.weights_of(spec).wide:
         obstacle += "; by the generic kernel where groups of 2^31 elements lie no whole number of lines apart"
-    return {
+    what = {
         "hopper": "TMA and wgmma",
         "packed": f"operands are copied first: {obstacle}",
         "hopper_shift_b": f"weights are shifted into place as they are read: {obstacle}",
@@ -81,3 +105,4 @@ def why(spec: ProblemSpec, config: Config) -> str:
         "small": "one thread block per tile, without a schedule",
         "generic": f"any strides, alignment and size ({obstacle})",
     }[config.kernel]
+    return f"{what}; batch invariant: {configs.summation_of(config, spec)}" if spec.batch_invariant else what

@@ -19,6 +19,8 @@ from multigemm.problem.spec import ProblemSpec
 class NumbaBackend:
     """See `multigemm.backend.Backend`."""
 
+    batch_invariant = True
+
     @property
     def name(self) -> str:
         return "numba"

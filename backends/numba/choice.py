@@ -28,8 +28,10 @@ from multigemm.backends.numba.config import (
     HopperConfig,
     MmaConfig,
     signature_of,
+    summation_of,
 )
-from multigemm.backends.numba.support import hopper_obstacle, mma_obstacle
+from multigemm.backends.numba.support import capability_of, hopper_obstacle, mma_obstacle
+from multigemm.cuda.summation import difference
 from multigemm.planning.tiles import TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
@@ -61,6 +63,23 @@ STATIC_SHARED = 48 * 1024
 
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Configs that are right for this spec; the first is the heuristic's choice."""
+    return [config for config in _ranked(spec, device) if not variance(config, spec, device)]
+
+
+def variance(config: Config, spec: ProblemSpec, device: torch.device) -> str:
+    """Why a config that runs a problem has not the bits that batch invariance demands, or ''.
+
+    Those of the kernel that takes any layout and size of these dtypes: by mma.sync and its like, or on plain cores.
+    """
+    if not spec.batch_invariant:
+        return ""
+    general: Config = GENERIC if device.type == "cuda" else GENERIC_EMULATED
+    if device.type == "cuda" and not mma_obstacle(spec, device):
+        general = _mma_sizes(spec)[-1]
+    return difference(summation_of(config, spec), summation_of(general, spec), capability_of(device))
+
+
+def _ranked(spec: ProblemSpec, device: torch.device) -> list[Config]:
     if device.type != "cuda":
         return [GENERIC_EMULATED]
     hopper, mma = _hopper(spec, device), _mma(spec, device)
@@ -154,6 +173,10 @@ def _generic(spec: ProblemSpec) -> list[Config]:
 
 def obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     """Why a config, which may be given by hand, cannot run this; empty when it can."""
+    return _kernel_obstacle(config, spec, device) or variance(config, spec, device)
+
+
+def _kernel_obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     if isinstance(config, GenericConfig):
         return _generic_obstacle(config, spec)
     if device.type != "cuda":
@@ -184,7 +207,12 @@ def _generic_obstacle(config: GenericConfig, spec: ProblemSpec) -> str:
 
 
 def why(config: Config, spec: ProblemSpec, device: torch.device) -> str:
-    """A sentence for a plan's repr: what runs, and what keeps a faster kernel from it."""
+    """A sentence for a plan's repr: what runs, what keeps a faster kernel from it, and how it sums if that matters."""
+    what = _what(config, spec, device)
+    return f"{what}; batch invariant: {summation_of(config, spec)}" if spec.batch_invariant else what
+
+
+def _what(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     if isinstance(config, HopperConfig):
         return f"{spec.compute} on tensor cores (wgmma, TMA), tiles of up to {config.n_max} rows"
     kind = "plain cores"

@@ -8,10 +8,11 @@ which epilogue operands exist; never sizes, counts or strides.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
+from multigemm.cuda.summation import INTEGERS, Summation
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 NAMES = {
@@ -23,6 +24,8 @@ NAMES = {
     torch.int32: "i32",
 }
 
+STAGE_BYTES = 128
+"""Of k, to a multiple of which the kernels that copy stages fill K up; as layout.ROW_BYTES."""
 VECTOR = 16
 """Bytes of the widest copy, to which fast operands are aligned."""
 
@@ -137,6 +140,18 @@ GENERIC_LOW = GenericConfig(32, 32, 32, 4, 4)
 GENERIC_EMULATED = GenericConfig(8, 8, 8, 4, 4)
 
 Config = GenericConfig | MmaConfig | HopperConfig
+
+
+def summation_of(config: Config, spec: ProblemSpec) -> Summation:
+    """How a config sums: no kernel cuts K into parts."""
+    if spec.compute == torch.int8:
+        return INTEGERS
+    if isinstance(config, GenericConfig):
+        return Summation("fused multiply-add", padded=config.bk, epilogue="compiled for the operands")
+    if spec.compute == torch.float64 or (isinstance(config, MmaConfig) and not config.tensor):
+        return Summation("fused multiply-add", padded=STAGE_BYTES // spec.compute.itemsize)
+    unit: Literal["mma.sync", "wgmma"] = "wgmma" if isinstance(config, HopperConfig) else "mma.sync"
+    return Summation(unit, 8 if spec.compute == torch.float32 else 16)
 
 
 def effective(config: Config, signature: Signature) -> Signature:

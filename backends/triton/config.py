@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from multigemm.backends.triton.build import triton_version
+from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 SHARED_LIMIT = 227 * 1024
@@ -274,7 +275,36 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
     """Why this config cannot run this spec, or ''."""
     if reason := value_problem(config):
         return reason
-    return hopper_problem(config, spec) if config.kernel == "hopper" else pointer_problem(config, spec)
+    found = hopper_problem(config, spec) if config.kernel == "hopper" else pointer_problem(config, spec)
+    return found or variance(config, spec)
+
+
+INVARIANT = Config(block_m=64, block_n=64, block_k=16)
+"""What batch-invariant problems are summed like: blocks of K as short as any, so that all are padded alike."""
+
+
+def summation_of(config: Config, spec: ProblemSpec) -> Summation:
+    """How a config sums. In the pointer kernel mma.sync stands for either instruction, between which Triton chooses."""
+    if spec.compute == torch.int8:
+        return INTEGERS
+    tensor_cores = spec.compute.itemsize == 2 or is_tf32(spec)
+    if not tensor_cores:
+        return Summation("fused multiply-add", padded=config.block_k, parts=config.splits > 1)
+    unit: Literal["mma.sync", "wgmma"] = "wgmma" if config.kernel == "hopper" else "mma.sync"
+    return Summation(unit, 8 if is_tf32(spec) else 16, parts=config.splits > 1)
+
+
+def variance(config: Config, spec: ProblemSpec) -> str:
+    """Why a config that runs a problem has not the bits that batch invariance demands, or ''."""
+    if not spec.batch_invariant:
+        return ""
+    return difference(summation_of(config, spec), summation_of(INVARIANT, spec), (9, 0))
+
+
+def one_instruction(spec: ProblemSpec, capability: tuple[int, int]) -> bool:
+    """Whether tiles of all sizes are multiplied by one instruction on such a GPU, or by instructions that sum alike."""
+    on_tensor_cores = summation_of(INVARIANT, spec).unit == "mma.sync"
+    return not on_tensor_cores or capability[0] < 9 or capability in ALIKE
 
 
 def pointer_problem(config: Config, spec: ProblemSpec) -> str:

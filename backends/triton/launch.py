@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ class TritonBackend:
     """Persistent kernels written in Triton, launched without Triton's dispatcher."""
 
     name = "triton"
+    batch_invariant = True
 
     def availability(self) -> Availability:
         """Whether Triton kernels can run here."""
@@ -32,7 +34,8 @@ class TritonBackend:
     def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Config]:
         """Valid configs, the best guess first."""
         if device.type == "cpu":
-            return choice.emulated()
+            short = configs.INVARIANT.block_k
+            return [replace(c, block_k=short) if configs.variance(c, spec) else c for c in choice.emulated()]
         found = choice.candidates(spec, torch.cuda.get_device_capability(device))
         properties = torch.cuda.get_device_properties(device)
         limit = getattr(properties, "shared_memory_per_block_optin", configs.SHARED_LIMIT)

@@ -11,6 +11,7 @@ import torch
 
 from multigemm.backend import Availability, quantised_reasons
 from multigemm.backends.triton.build import triton_version
+from multigemm.backends.triton.config import one_instruction
 from multigemm.problem.spec import ProblemSpec
 from multigemm.settings import settings
 
@@ -71,4 +72,16 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     reasons = _device_reasons(device) + spec.too_long
     if spec.total > ROWS and not spec.longest:
         reasons.append(f"up to {spec.total} rows in all groups: tiles are counted up to {ROWS} rows: split the problem")
+    if spec.batch_invariant and device.type == "cuda" and torch.cuda.is_available():
+        reasons += _variance_reasons(spec, torch.cuda.get_device_capability(device))
     return reasons
+
+
+def _variance_reasons(spec: ProblemSpec, capability: tuple[int, int]) -> list[str]:
+    """Why a row's bits could depend on its neighbours on such a GPU."""
+    if one_instruction(spec, capability):
+        return []
+    return [
+        f"batch_invariant=True on compute capability {capability[0]}.{capability[1]}: Triton multiplies large and "
+        "small tiles by different instructions there, which were not measured to sum alike: use cupy or numba"
+    ]

@@ -25,7 +25,10 @@ from torch.distributed.tensor.experimental import register_sharding
 from multigemm.integrations.torch_op import overload
 
 TENSORS = ("a", "b", "offsets", "sizes", "ends", "valid_rows", "c", "bias")
-STATIC = ["jagged", "alpha", "beta", "activation", "out_dtype", "precision", "deterministic", "backend", "grad_backend"]
+STATIC = [
+    "jagged", "alpha", "beta", "activation", "out_dtype", "precision", "deterministic", "batch_invariant", "backend",
+    "grad_backend",
+]  # fmt: skip
 
 
 def strategies(*args: Any, **options: Any) -> list[tuple[list[Any], list[Any]]]:

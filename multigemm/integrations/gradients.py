@@ -340,7 +340,7 @@ def _call(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
         c=c or None if isinstance(c, list) else c,
         bias=bias or None if isinstance(bias, list) else bias,
         cut=_cut(problem),
-        options={"precision": problem.precision, "deterministic": problem.deterministic},
+        options={name: getattr(problem, name) for name in ("precision", "deterministic", "batch_invariant")},
         alpha=problem.alpha,
         beta=problem.beta,
         activation=problem.activation,

@@ -52,6 +52,7 @@ class Networks(NamedTuple):
     gelu: bool | None = None
     activation: str | None = None
     backend: str = "auto"
+    batch_invariant: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
         return None
     key = (
         "layer", *(None if t is None else _memory(t) for t in given), nets.stacked, nets.gelu, nets.activation,
-        nets.backend, current_raw_stream(x.get_device()), get_ident(),
+        nets.backend, nets.batch_invariant, id(settings()), current_raw_stream(x.get_device()), get_ident(),
     )  # fmt: skip
     known: _Bound | None = LAUNCHES.find(key)
     if known is not None:
@@ -250,7 +251,9 @@ def _product(
     held = _borrowed(weight.detach())
     stacked = held if nets.stacked else held.transpose(1, 2)
     vector = None if bias is None else _borrowed(bias.detach())
-    problem = GroupedGemmProblem(rows, stacked, ends=ends, bias=vector, activation=activation)
+    problem = GroupedGemmProblem(
+        rows, stacked, ends=ends, bias=vector, activation=activation, batch_invariant=nets.batch_invariant
+    )
     choice = choose(problem, torch_op.names(nets.backend))
     return bind(choice, problem, out).launch
 

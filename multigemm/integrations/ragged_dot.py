@@ -27,12 +27,14 @@ def ragged_dot(
     preferred_element_type: Any = None,
     group_offset: Any = None,
     out_sharding: Any = None,
+    *,
+    batch_invariant: bool | None = None,
 ) -> Any:
     """lhs [m, k], rhs [g, k, n], group_sizes [g] -> [m, n]; row i of lhs meets the matrix of its group.
 
     Every `precision` is honoured, since none is looser than what runs. The result has
     `preferred_element_type`, or the type of the operands (int32 for int8). The parameters are JAX's, in its
-    order; `group_offset` and `out_sharding` must be None.
+    order; `group_offset` and `out_sharding` must be None. `batch_invariant` as in `multigemm.grouped_gemm`.
     """
     if group_offset is not None:
         raise InvalidProblem("group_offset is not supported: slice group_sizes, rhs and lhs instead")
@@ -41,7 +43,8 @@ def ragged_dot(
             f"out_sharding={out_sharding!r} is not supported: the result lies on one device; leave it at None, and "
             "call jax.device_put on the result"
         )
-    result = api.grouped_gemm(lhs, rhs, sizes=_index(group_sizes), out_dtype=preferred_element_type)
+    sizes = _index(group_sizes)
+    result = api.grouped_gemm(lhs, rhs, sizes=sizes, out_dtype=preferred_element_type, batch_invariant=batch_invariant)
     return _give_back(result, lhs)
 
 

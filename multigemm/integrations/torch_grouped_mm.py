@@ -25,11 +25,13 @@ def grouped_mm(
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    *,
+    batch_invariant: bool | None = None,
 ) -> Tensor:
     """Products of groups that `offs` [G] (ends, no leading 0) cuts from whatever is a matrix:
 
     2-D x 3-D: rows of mat_a; 3-D x 2-D: columns of mat_b; 2-D x 2-D: the inner extent, which gives
-    [G, M, N]; 3-D x 3-D: one product for each pair, without `offs`.
+    [G, M, N]; 3-D x 3-D: one product for each pair, without `offs`. `batch_invariant` as in `multigemm.grouped_gemm`.
     """
     ranks = (mat_a.dim(), mat_b.dim())
     if ranks not in {(2, 2), (2, 3), (3, 2), (3, 3)}:
@@ -38,4 +40,6 @@ def grouped_mm(
         need = "leave offs out" if offs is not None else "pass offs"
         raise InvalidProblem(f"mat_a has {ranks[0]} dimensions and mat_b {ranks[1]}: {need}")
     jagged = {(2, 3): "m", (3, 2): "n", (2, 2): "k", (3, 3): "m"}[ranks]
-    return grouped_gemm(mat_a, mat_b, ends=offs, bias=bias, out_dtype=out_dtype, jagged=jagged)
+    return grouped_gemm(
+        mat_a, mat_b, ends=offs, bias=bias, out_dtype=out_dtype, jagged=jagged, batch_invariant=batch_invariant
+    )

@@ -38,7 +38,7 @@ SCHEMA = (
     "Tensor? valid_rows=None, Tensor? c=None, Tensor? bias=None, Tensor? scale_a=None, Tensor? scale_b=None, "
     "Tensor? zero_b=None, *, str jagged='m', float alpha=1.0, float beta=0.0, "
     "str? activation=None, ScalarType? out_dtype=None, str precision='ieee', "
-    "bool deterministic=True, str backend='auto', str grad_backend='auto', "
+    "bool deterministic=True, bool? batch_invariant=None, str backend='auto', str grad_backend='auto', "
     "str? b_format=None, str accumulate='promoted') -> Tensor"
 )
 SCALES = ("scale_a", "scale_b", "zero_b")
@@ -219,6 +219,7 @@ def _call(ctx: Any, a: Tensor, b: Tensor, cuts: list[Any], c: Any, bias: Any) ->
         options={
             "precision": o["precision"],
             "deterministic": o["deterministic"],
+            "batch_invariant": o["batch_invariant"],
             "backend": o["grad_backend"],
             "grad_backend": o["grad_backend"],
         },

@@ -58,7 +58,7 @@ class GroupedLinear(nn.Module):
     `weight` is [groups, out_features, in_features] and `bias` [groups, out_features]: a stack of what
     `groups` modules of torch.nn.Linear hold. The rows of x are cut by one of `offsets` [groups + 1],
     `sizes` [groups] and `ends` [groups]; rows that no group owns give zeros. Cuts that lie on the host
-    are checked. An x of shape [groups, rows, in_features] needs no cut.
+    are checked. An x of shape [groups, rows, in_features] needs no cut. `batch_invariant` as in a problem.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class GroupedLinear(nn.Module):
         *,
         activation: str | None = None,
         backend: str = "auto",
+        batch_invariant: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -77,7 +78,7 @@ class GroupedLinear(nn.Module):
         epilogue.one_of(activation, "activation", ACTIVATIONS, optional=True)
         check_layer(backend, dtype, groups=groups, in_features=in_features, out_features=out_features)
         self.groups, self.in_features, self.out_features = groups, in_features, out_features
-        self.activation, self.backend = activation, backend
+        self.activation, self.backend, self.batch_invariant = activation, backend, batch_invariant
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features, device=device, dtype=dtype))
         self.bias: nn.Parameter | None
         if bias:
@@ -101,6 +102,7 @@ class GroupedLinear(nn.Module):
             bias=self.bias,
             activation=self.activation,
             backend=self.backend,
+            batch_invariant=self.batch_invariant,
         )
 
     def extra_repr(self) -> str:
@@ -112,4 +114,6 @@ class GroupedLinear(nn.Module):
             parts.append(f"activation={self.activation!r}")
         if self.backend != "auto":
             parts.append(f"backend={self.backend!r}")
+        if self.batch_invariant is not None:
+            parts.append(f"batch_invariant={self.batch_invariant}")
         return ", ".join(parts)

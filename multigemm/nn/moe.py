@@ -19,9 +19,16 @@ from multigemm.integrations.routing import combine, dispatch, route
 from multigemm.integrations.torch_op import grouped_gemm
 from multigemm.nn.linear import check_layer, init_linear_
 from multigemm.problem import epilogue
+from multigemm.settings import settings
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
 PLAIN = ("relu", "gelu", "gelu_tanh", "silu")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _invariant_unless_told() -> bool:
+    """What MULTIGEMM_BATCH_INVARIANT says; a compiled graph keeps what it said at the first call."""
+    return settings().batch_invariant
 
 
 class Experts(nn.Module):
@@ -29,7 +36,8 @@ class Experts(nn.Module):
 
     Gated ("swiglu", "geglu"): `gate_up_proj` [E, 2*I, H] holds the gate in its first I rows.
     Plain ("gelu", "gelu_tanh", "relu", "silu"): `up_proj` [E, I, H], the activation fused into its
-    GEMM. `down_proj` is [E, H, I]. With `bias`, each has a partner `<name>_bias`.
+    GEMM. `down_proj` is [E, H, I]. With `bias`, each has a partner `<name>_bias`. `batch_invariant` as in a problem:
+    a token's result has the same bits whoever else is in the batch.
     """
 
     def __init__(
@@ -41,6 +49,7 @@ class Experts(nn.Module):
         activation: str = "swiglu",
         bias: bool = False,
         backend: str = "auto",
+        batch_invariant: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -49,7 +58,7 @@ class Experts(nn.Module):
         extents = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         check_layer(backend, dtype, num_experts=num_experts, **extents)
         self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
-        self.activation, self.backend = activation, backend
+        self.activation, self.backend, self.batch_invariant = activation, backend, batch_invariant
         self.mesh: Any = None
         self.chunks = 1
         self.first = "gate_up_proj" if activation in GATED else "up_proj"
@@ -94,6 +103,7 @@ class Experts(nn.Module):
             gelu=self.activation == "geglu" if gated else None,
             activation=None if gated else self.activation,
             backend=self.backend,
+            batch_invariant=self.batch_invariant,
         )
 
     def _spread(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -120,8 +130,9 @@ class Experts(nn.Module):
         if bias is not None and name == "down_proj" and self.mesh is not None:
             bias = self._share(bias)
         return grouped_gemm(
-            rows, weight.transpose(1, 2), ends=ends, bias=bias, activation=activation, backend=self.backend
-        )
+            rows, weight.transpose(1, 2), ends=ends, bias=bias, activation=activation, backend=self.backend,
+            batch_invariant=self.batch_invariant,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return (
@@ -137,7 +148,8 @@ class MoE(nn.Module):
     The router takes a softmax over all experts in float32, keeps the best `top_k`, and, with
     `normalize`, scales their weights to a sum of one. No token is dropped and no expert has a
     capacity. `router_logits` of the last call are returned too if `forward(x, return_logits=True)`,
-    for load-balancing losses.
+    for load-balancing losses. With `batch_invariant` the router is a grouped GEMM too, and a token's
+    experts and its result do not depend on the batch.
     """
 
     def __init__(
@@ -151,6 +163,7 @@ class MoE(nn.Module):
         normalize: bool = True,
         bias: bool = False,
         backend: str = "auto",
+        batch_invariant: bool | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -164,16 +177,25 @@ class MoE(nn.Module):
         self.gate = nn.Linear(hidden_size, num_experts, bias=False, device=device, dtype=dtype)
         self.experts = Experts(
             num_experts, hidden_size, intermediate_size,
-            activation=activation, bias=bias, backend=backend, device=device, dtype=dtype,
+            activation=activation, bias=bias, backend=backend, batch_invariant=batch_invariant, device=device,
+            dtype=dtype,
         )  # fmt: skip
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(logits [tokens, E], index [tokens, k], weights [tokens, k]) of x [tokens, H]."""
-        logits = self.gate(x)
+        logits = self._logits(x)
         weights, index = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), self.top_k, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return logits, index, weights
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """The router; torch's product of a matrix chooses its kernel by the number of tokens."""
+        experts = self.experts
+        asked = experts.batch_invariant
+        if not (_invariant_unless_told() if asked is None else asked):
+            return self.gate(x)  # type: ignore[no-any-return]
+        return grouped_gemm(x, self.gate.weight.T, backend=experts.backend, batch_invariant=True)
 
     def forward(self, x: Tensor, return_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         rows = x.reshape(-1, x.shape[-1])

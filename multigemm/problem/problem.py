@@ -25,6 +25,7 @@ from multigemm.problem.operand_reader import Operand, OperandReader, common_dtyp
 from multigemm.problem.result import Result
 from multigemm.problem.scales import Given, Quantisation
 from multigemm.problem.spec import FLOAT8, HALVES, PRECISIONS, Form, ProblemSpec, specify
+from multigemm.settings import settings
 
 CHECKS = ("host", "full")
 
@@ -46,6 +47,7 @@ class Keywords(TypedDict, total=False):
     out_dtype: Any
     precision: str
     deterministic: bool
+    batch_invariant: bool | None
     check: str
     scale_a: Any
     scale_b: Any
@@ -108,6 +110,9 @@ class GroupedGemmProblem:
     out_dtype              of the result; that of the operands by default, int32 for int8
     precision              of float32 products: "ieee" is true float32, "tf32" rounds the operands to 11 bits
     deterministic          the same call gives the same bits; False permits what is faster without
+    batch_invariant        a row of the result has the same bits whoever else is in the batch: they depend on its row
+                           of a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form;
+                           None: as MULTIGEMM_BATCH_INVARIANT says
     check                  "full" reads sizes on the device back and checks them; "host" does not
     scale_a, scale_b       quantised operands: what an element is multiplied by. A number, a vector for the groups, or a
                            grid: along K one entry, or one for each 32, 64 or 128; along the other axis one entry, or
@@ -125,8 +130,9 @@ class GroupedGemmProblem:
     """
 
     __slots__ = (
-        "a", "activation", "alpha", "b", "beta", "bias", "c", "deterministic", "device", "extents", "form", "given_out",
-        "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "quantisation", "refreshes", "spec",
+        "a", "activation", "alpha", "b", "batch_invariant", "beta", "bias", "c", "deterministic", "device", "extents",
+        "form", "given_out", "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "quantisation",
+        "refreshes", "spec",
         "squeezed", "valid_rows",
     )  # fmt: skip
     a: Operand
@@ -143,6 +149,7 @@ class GroupedGemmProblem:
     activation: Any
     precision: Any
     deterministic: bool
+    batch_invariant: bool
     device: torch.device
     kind: Kind
     given_out: Any
@@ -173,6 +180,7 @@ class GroupedGemmProblem:
         out_dtype: Any = None,
         precision: str = "ieee",
         deterministic: bool = True,
+        batch_invariant: bool | None = None,
         check: str = "host",
         scale_a: Any = None,
         scale_b: Any = None,
@@ -186,6 +194,7 @@ class GroupedGemmProblem:
         if not isinstance(deterministic, bool):
             raise InvalidProblem(f"deterministic={deterministic!r} must be True or False")
         self.activation, self.precision, self.deterministic = activation, precision, deterministic
+        self.batch_invariant = _switch(batch_invariant)
         self.c = self.bias = self.out = self.extents = self.grouping = self.valid_rows = None
         self.squeezed, self.given_out = False, out
         self.quantisation = None
@@ -476,6 +485,15 @@ class GroupedGemmProblem:
     def __reduce__(self) -> tuple[Any, ...]:
         a, b, keywords = rebuild.arguments(self)
         return _rebuilt, (rebuild.as_bits(a), rebuild.as_bits(b), {n: rebuild.as_bits(x) for n, x in keywords.items()})
+
+
+def _switch(batch_invariant: Any) -> bool:
+    """The keyword, or the setting where it is left out."""
+    if batch_invariant is None:
+        return settings().batch_invariant
+    if not isinstance(batch_invariant, bool):
+        raise InvalidProblem(f"batch_invariant={batch_invariant!r} must be True, False or None (as the setting says)")
+    return batch_invariant
 
 
 def _where(form: str, g: int, rows: slice, cols: slice) -> Any:

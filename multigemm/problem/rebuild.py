@@ -19,7 +19,7 @@ from multigemm.problem.spec import BIT_VIEWED
 if TYPE_CHECKING:
     from multigemm.problem.problem import GroupedGemmProblem
 
-AS_THEY_ARE = ("alpha", "beta", "activation", "out_dtype", "precision", "deterministic", "bias")
+AS_THEY_ARE = ("alpha", "beta", "activation", "out_dtype", "precision", "deterministic", "batch_invariant", "bias")
 
 
 class Bits(NamedTuple):
@@ -135,7 +135,10 @@ def problem_text(problem: GroupedGemmProblem) -> str:
             parts.append(f"{name}={operand_text(x, problem.squeezed and name != 'bias')}")
     q = problem.quantisation
     parts += [] if q is None else [f"{name}={operand_text(scale.given)}" for name, scale in q.each()]
-    plain = {"alpha": 1.0, "beta": 0.0, "activation": None, "precision": "ieee", "deterministic": True}
+    plain = {
+        "alpha": 1.0, "beta": 0.0, "activation": None, "precision": "ieee", "deterministic": True,
+        "batch_invariant": False,
+    }  # fmt: skip
     values = {name: getattr(problem, name) for name in plain}
     parts += [f"{name}={x!r}" for name, x in values.items() if x != plain[name]]
     if q is not None and q.b_format:

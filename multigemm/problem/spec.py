@@ -117,6 +117,7 @@ class ProblemSpec:
     activation: Activation | None = None
     precision: Precision = "ieee"
     deterministic: bool = True
+    batch_invariant: bool = False
     index: torch.dtype | None = None
     device_sizes: bool = False
     zero_unowned: bool = True
@@ -246,7 +247,7 @@ def specify(problem: GroupedGemmProblem, groups: int, compute: torch.dtype) -> P
     bias = problem.each("bias")
     rest: tuple[Any, ...] = (
         bias[0].dtype if bias else None, compute, alpha, problem.activation, problem.precision,
-        problem.deterministic, index, on_device, problem.out is None,
+        problem.deterministic, problem.batch_invariant, index, on_device, problem.out is None,
     )  # fmt: skip
     quantised = problem.quantisation
     if problem.extents is None:

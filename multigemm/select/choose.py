@@ -13,6 +13,8 @@ from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting, UnknownBackend
 from multigemm.planning.binding import Choice, captured
 from multigemm.planning.given_config import as_dict, completed
@@ -21,7 +23,7 @@ from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec, half_octave
 from multigemm.select import measure_once, ranking, registry, table
 from multigemm.select.problem_class import class_of, tokens
-from multigemm.select.ranking import Query, lock_of
+from multigemm.select.ranking import Query, invariant_order, lock_of, plain_spec
 from multigemm.select.registry import candidates, unavailable_text
 from multigemm.settings import settings
 
@@ -129,6 +131,30 @@ def _config_for(name: str, problem: GroupedGemmProblem, spec: ProblemSpec, given
     return (valid[0] if valid else None), "heuristic"
 
 
+def _choose_invariant(spec: ProblemSpec, device: torch.device, allowed: Sequence[str], plan_of: Planner) -> Choice:
+    """The one backend that "auto" takes for all batch-invariant problems of these dtypes on a device.
+
+    Neither sizes, form and layout nor a measurement may choose it: another backend gives other bits. So the first of a
+    fixed order is taken that runs a plain problem of these dtypes, and where it refuses this one, the call is refused.
+    """
+    named = allowed or invariant_order(spec)
+    order = [*named, *(name for name in registry.names() if name not in (*named, "null") and not allowed)]
+    plain, found = plain_spec(spec), dict[str, Sequence[str]]()
+    for name in order:
+        state = registry.state(name)
+        if not state.ok or state.emulated:
+            found[name] = [unavailable_text(state) if not state.ok else "is emulated here, and auto passes over it"]
+            continue
+        found[name] = registry.reasons(name, plain, device)
+        if found[name]:
+            continue
+        if reasons := registry.reasons(name, spec, device):
+            remedy = "auto takes no other backend, which would give other bits: name one for all calls"
+            raise BackendUnsupported({name: [*reasons, remedy]})
+        return plan_of(name, "batch invariant: the same backend for all problems of these dtypes")
+    raise BackendUnsupported(found)
+
+
 def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, names: Sequence[str], plan_of: Planner) -> Choice:
     reasons: dict[str, list[str]] = {}
     for name in names:  # a slip behind a name that can would never show
@@ -153,6 +179,8 @@ def _choose_auto(
     if unknown := [name for name in allowed if name not in registry.names()]:
         known = ", ".join(registry.names())
         raise UnknownBackend(f"MULTIGEMM_BACKEND holds {unknown[0]!r}, which is no backend; known: {known}")
+    if spec.batch_invariant:
+        return _choose_invariant(spec, problem.device, allowed, plan_of)
     found = candidates(spec, problem.device)
     able = [c.name for c in found if c.for_auto and (not allowed or c.name in allowed)]
     if not able:

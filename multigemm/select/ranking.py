@@ -9,6 +9,8 @@ A backend's time is the device's for a plan, which is captured or called in long
 the host needs to launch it: there the time is the longer one of the two, so that among backends that are faster than
 the host, the one with the shortest way to its launch is chosen.
 
+Problems that are to be batch invariant know no ranking: `invariant_order` names one backend for all of some dtypes.
+
 A choice, once made, stays: in this process by any of the rules, on disk by rule 3. Ranks of a process group, which have
 to choose alike, go by rules 1 and 4.
 
@@ -28,6 +30,7 @@ import torch
 
 from multigemm.planning.binding import Choice
 from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import OperandSpec, ProblemSpec
 from multigemm.select import measure_once as trial
 from multigemm.select import registry, table
 from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass
@@ -201,3 +204,23 @@ def _own_kernels(c: ProblemClass) -> tuple[str, ...]:
     if (long or c.form == "jagged_n") and not c.unaligned:
         return "cupy", "triton"
     return "triton", "cupy"
+
+
+def invariant_order(spec: ProblemSpec) -> tuple[str, ...]:
+    """The order for batch-invariant problems: by dtype alone, since another backend gives other bits."""
+    if spec.compute in (torch.float16, torch.bfloat16):
+        return "cupy", "triton", "numba", "cpu"
+    if spec.compute is torch.float32 and spec.precision != "tf32":
+        return "numba", "triton", "cupy", "cpu"
+    if spec.compute is torch.int8:
+        return "numba", "triton", "cupy", "cpu"
+    return "triton", "numba", "cupy", "cpu"
+
+
+def plain_spec(spec: ProblemSpec) -> ProblemSpec:
+    """An ordinary problem of the same dtypes: who runs it runs all, but for a few limits that it tells."""
+    a, b, out = (OperandSpec(dtype) for dtype in (spec.compute, spec.compute, spec.out.dtype))
+    return ProblemSpec(
+        "jagged_m", 1, None, 64, 64, 64, 0, a, b, out, compute=spec.compute,
+        precision=spec.precision, batch_invariant=True,
+    )  # fmt: skip

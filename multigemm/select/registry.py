@@ -94,11 +94,24 @@ def state(name: str) -> Availability:
         return Availability(ok=False, reason=f"its availability() failed: {type(error).__name__}: {error}")
 
 
+def unkept_promises(backend: Backend, spec: ProblemSpec) -> list[str]:
+    """What a problem demands of its backend and this one never promised."""
+    if not spec.batch_invariant or getattr(backend, "batch_invariant", False):
+        return []
+    return [
+        "it does not promise that a row's bits are independent of its neighbours: leave batch_invariant=True out, or "
+        "name a backend that does (cupy, triton, numba, cpu)"
+    ]
+
+
 def refusals(name: str, spec: ProblemSpec, device: torch.device) -> list[str]:
-    """A backend's own reasons; quantised operands are refused for a foreign one that does not know of them."""
+    """A backend's own reasons, and promises that it never made. Quantised operands are refused for a foreign backend
+    that does not say that it knows of them."""
     backend = get(name)
     foreign = name not in BUILTIN and not getattr(backend, "takes_quantised", False)
-    return (quantised_reasons(spec) if foreign else []) or backend.not_supported_reasons(spec, device)
+    if foreign and (unknown := quantised_reasons(spec)):
+        return unknown
+    return [*unkept_promises(backend, spec), *backend.not_supported_reasons(spec, device)]
 
 
 def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ...]:

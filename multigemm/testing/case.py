@@ -47,7 +47,7 @@ class Case:
     per_group uses `dims` alone; batched takes its number of groups from `lengths`. dtypes go by name.
     `given` passes an `out=`, `alias` makes it the very `c`. `index` is int32 or int64; `where` is
     "list", "host" or "device". `aligned` says that extents and strides were rounded so that fast
-    kernels accept them.
+    kernels accept them. With `batch_invariant` relations between problems hold to the last bit, whatever ran.
     """
 
     form: Form = "jagged_m"
@@ -75,6 +75,7 @@ class Case:
     given: bool = False
     alias: bool = False
     aligned: bool = False
+    batch_invariant: bool = False
     mode: str = "int"
     seed: int = 0
     a: Layout = field(default=PLAIN)
@@ -290,7 +291,8 @@ def classes(case: Case) -> set[str]:
     found |= _layout_classes("a", case.a) | _layout_classes("b", case.b)
     found |= _layout_classes("out", case.out) if case.given else {"out:own"}
     flags = {
-        "aligned": case.aligned, "head": case.head, "tail": case.tail, "shared": case.shared, "alias": case.alias,
+        "aligned": case.aligned, "batch invariant": case.batch_invariant,
+        "head": case.head, "tail": case.tail, "shared": case.shared, "alias": case.alias,
         "mixed": case.dtype_b and case.dtype_b != case.dtype, "tf32": case.precision == "tf32",
         "beta": case.beta, "alpha:zero": case.alpha == 0, "alpha:any": case.alpha not in (0, 1),
         "wider out": case.out_dtype and case.result_dtype != case.compute,

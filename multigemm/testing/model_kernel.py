@@ -147,10 +147,14 @@ class Faults:
     bias: Callable[[Array], Array] = _no_change
     sum: Callable[[Array], Array] = _no_change
     activate: Callable[[Array, str | None], Array] = activate
+    parts: Callable[[int, int], int] = lambda rows, groups: 1
+    backwards: Callable[[int], bool] = lambda tile: False
 
 
 class ModelBackend:
     """The model kernel behind the Backend protocol."""
+
+    batch_invariant = True
 
     def __init__(self, name: str = "model", faults: Faults | None = None, tile: Tile | None = None) -> None:
         self._name, self.faults, self.tile = name, faults or Faults(), tile or Tile()
@@ -302,7 +306,7 @@ class Kernel:
         across = -(-g.n // tile.bn)
         i = f.index((t // across) * tile.bm + np.arange(tile.bm, dtype=np.int64))
         j = f.index((t % across) * tile.bn + np.arange(tile.bn, dtype=np.int64))
-        acc = self.products(g, i, j, before if f.stale else None)
+        acc = self.products(g, i, j, before if f.stale else None, t)
         if f.skip_empty_k and g.k == 0:
             return acc
         rows, cols = (i < g.m)[:, None], (j < g.n)[None, :]
@@ -319,9 +323,11 @@ class Kernel:
     def acc_dtype(self) -> Any:
         return {torch.float64: np.float64, torch.int32: np.int64}.get(self.spec.acc, np.float32)
 
-    def products(self, g: Group, i: Index, j: Index, before: Array | None) -> Array:
+    def products(self, g: Group, i: Index, j: Index, before: Array | None, t: int) -> Array:
         tile, f = self.tile, self.f
         acc = np.zeros((tile.bm, tile.bn), self.acc_dtype()) if before is None else before.copy()
+        if self.spec.batch_invariant and before is None:
+            return self.sums_in_order(g, i, j, f.parts(g.m, self.spec.groups), f.backwards(t))
         steps = f.k_steps(-(-g.k // tile.bk))
         for step in range(steps):
             kk = step * tile.bk + np.arange(tile.bk, dtype=np.int64)
@@ -335,6 +341,22 @@ class Kernel:
         if self.spec.acc == torch.int32:
             return acc.astype(np.int32).astype(np.int64)
         return acc
+
+    def sums_in_order(self, g: Group, i: Index, j: Index, parts: int, backwards: bool) -> Array:
+        """The products of a batch-invariant problem: one k after the other, whatever the tile."""
+        kk = np.arange(g.k, dtype=np.int64)
+        x = g.a.flat.load(g.a.at(i, kk), np.broadcast_to((i < g.m)[:, None], (len(i), g.k)))
+        y = g.b.flat.load(g.b.at(kk, j), np.broadcast_to((j < g.n)[None, :], (g.k, len(j))))
+        total = np.zeros((len(i), len(j)), self.acc_dtype())
+        for part in np.array_split(kk, parts):
+            acc = np.zeros_like(total)
+            for k in part[::-1] if backwards else part:
+                acc = self.step(acc, x[:, k, None], y[k, None], 0, 1)
+            with np.errstate(all="ignore"):
+                total = total + acc
+        if self.spec.acc == torch.int32:
+            return total.astype(np.int32).astype(np.int64)
+        return total
 
     def step(self, acc: Array, x: Array, y: Array, step: int, steps: int) -> Array:
         f, kind = self.f, self.acc_dtype()

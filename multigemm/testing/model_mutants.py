@@ -228,6 +228,9 @@ MUTANTS: dict[str, Faults] = {
     "gelu_tanh by 1 + tanh, which cancels": Faults(activate=_gelu_tanh_cancels),
     "writes beside an input": Faults(writes_input=True),
     "another answer at the second call": Faults(drift=True),
+    "K in parts where rows are many": Faults(parts=lambda rows, groups: 2 if rows > 3 else 1),
+    "K in parts where groups are few": Faults(parts=lambda rows, groups: 3 if groups < 3 else 1),
+    "K backwards in odd tiles": Faults(backwards=lambda tile: tile % 2 == 1),
 }
 
 EQUIVALENT: dict[str, tuple[Faults, str]] = {

@@ -279,6 +279,7 @@ def make_problem(
     out = each(layout.out, lambda region: region.view(outputs)) if case.given else None
     more: dict[str, Any] = {
         "alpha": case.alpha, "beta": case.beta, "activation": case.activation, "precision": case.precision,
+        "batch_invariant": case.batch_invariant,
         "bias": tensors(layout.bias),
         "out": out,
         "c": out if case.alias else tensors(layout.c),

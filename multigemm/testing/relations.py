@@ -3,7 +3,8 @@
 Each relation gives another case with its own contents and says how its result leads back to the
 first one. The changed problem is judged by the reference like any other; beyond that the two results
 must agree to the last bit where every sum is exact, where nothing that a kernel may depend on has
-changed (empty groups, under the same config), and where a power of two only shifts exponents.
+changed (empty groups, under the same config), where a power of two only shifts exponents, and, for
+batch-invariant cases, where each row meets the same columns, whatever config ran.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from multigemm.testing.case import Case, Layout
@@ -22,13 +24,16 @@ from multigemm.testing.subject import Subject
 from multigemm.testing.values import Array, Operand, Values
 
 Blocks = list[Array]
+Index = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A derived problem. `recover` turns its groups' results into the first problem's, times `factor`.
+    """A derived problem. `recover` turns its groups' results into the first problem's, times `factor`, or into the part
+    of them that `select` takes.
 
-    `same_bits` holds when both must agree bit for bit although sums are rounded.
+    `same_bits` holds when both must agree bit for bit although sums are rounded; `same_rows` says that each row meets
+    the same columns in both, so that batch invariance promises the same bits, down to the signs of zeros.
     """
 
     name: str
@@ -37,6 +42,8 @@ class Relation:
     recover: Callable[[Blocks], Blocks]
     same_bits: bool = False
     factor: float = 1.0
+    same_rows: bool = True
+    select: Callable[[Blocks], Blocks] = lambda y: y
 
 
 def _insert(x: Operand | None, at: list[int], filler: float) -> Operand | None:
@@ -161,7 +168,8 @@ def transposed(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
         a=_flipped(case.b), b=_flipped(case.a), c=_flipped(case.c), out=_flipped(case.out),
         out_dtype=str(case.result_dtype).removeprefix("torch.") if case.compute != torch.int8 else "",
     )  # fmt: skip
-    return Relation("transposed", turned, Values(turn(values.b), turn(values.a), turn(values.c), None), turn)
+    turned_values = Values(turn(values.b), turn(values.a), turn(values.c), None)
+    return Relation("transposed", turned, turned_values, turn, same_rows=False)
 
 
 def as_list(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
@@ -194,14 +202,60 @@ def scaled(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     if not plain or case.mode not in ("normal", "uniform", "cancel"):
         return None
     times: Any = [x * 4.0 for x in values.a] if isinstance(values.a, list) else values.a * 4.0
-    return Relation("scaled by 4", case, replace_a(values, times), lambda y: y, True, 4.0)
+    return Relation("scaled by 4", case, replace_a(values, times), lambda y: y, True, 4.0, same_rows=False)
 
 
 def replace_a(values: Values, a: Operand) -> Values:
     return Values(a, values.b, values.c, values.bias)
 
 
-RELATIONS = (empties, permuted, split, transposed, as_list, scaled)
+def _crowd(count: int, rng: np.random.Generator) -> tuple[Index, Index]:
+    """Rows in another order with copies of some among them, and where each of the first `count` lies then."""
+    rows = np.concatenate((np.arange(count), rng.integers(0, count, int(rng.integers(0, 9)) if count else 0)))
+    order = rng.permutation(len(rows))
+    return rows[order], np.argsort(order)[:count]
+
+
+def crowded(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
+    """Each group's rows lie in another order, among others."""
+    case, values = placed.case, placed.values
+    if case.form != "jagged_m":
+        return None
+    crowds = [_crowd(length, rng) for length in case.lengths]
+    starts = np.cumsum([case.head, *case.lengths])
+    parts = [start + rows for start, (rows, _) in zip(starts[:-1], crowds, strict=True)]
+    index = np.concatenate([np.arange(case.head), *parts, np.arange(starts[-1], case.total)]).astype(np.int64)
+    grown = replace(case, lengths=tuple(len(rows) for rows, _ in crowds))
+    c: Any = None if values.c is None else values.c[index]
+    among = Values(values.a[index], values.b, c, values.bias)
+
+    def recover(y: Blocks) -> Blocks:
+        return [block[places] for block, (_, places) in zip(y, crowds, strict=True)]
+
+    return Relation("rows among others", grown, among, recover)
+
+
+def alone(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
+    """Some rows and columns of one group, by themselves, as a list of one product."""
+    listed = as_list(placed, rng)
+    case, values = (placed.case, placed.values) if listed is None else (listed.case, listed.values)
+    owners = [g for g, (m, n, _) in enumerate(case.dims) if m and n]
+    if case.form != "per_group" or not owners:
+        return None
+    g = int(rng.choice(owners))
+    m, n, k = case.dims[g]
+    rows, columns = (slice(*np.sort(rng.choice(extent + 1, 2, replace=False)).tolist()) for extent in (m, n))
+    a, b, c, bias = (None if x is None else x[g] for x in (values.a, values.b, values.c, values.bias))
+    assert a is not None
+    assert b is not None
+    part = Values(
+        [a[rows]], [b[:, columns]], None if c is None else [c[rows, columns]], None if bias is None else [bias[columns]]
+    )
+    single = replace(case, dims=((rows.stop - rows.start, columns.stop - columns.start, k),))
+    return Relation("alone", single, part, lambda y: y, select=lambda y: [y[g][rows, columns]])
+
+
+RELATIONS = (empties, permuted, split, transposed, as_list, scaled, crowded, alone)
 
 
 def blocks(placed: PlacedCase, outputs: torch.Tensor) -> Blocks:
@@ -227,6 +281,17 @@ def _disagreement(one: Blocks, two: Blocks, factor: float) -> str:
     return ""
 
 
+def _differing_bits(one: Blocks, two: Blocks) -> str:
+    """Whether any bit differs: signs of zeros and what NaN carry included."""
+    for g, (x, y) in enumerate(zip(one, two, strict=True)):
+        p, q = (np.ascontiguousarray(v).view(np.dtype(f"u{v.dtype.itemsize}")) for v in (x, y))
+        if (p != q).any():
+            at = tuple(map(int, np.argwhere(p != q)[0]))
+            seen = f"{x[at]!r} (0x{int(p[at]):x}) became {y[at]!r} (0x{int(q[at]):x})"
+            return f"group {g}, element {at}: {seen}, and batch_invariant=True ({int((p != q).sum())} differ)"
+    return ""
+
+
 def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: int, only: str = "") -> int:
     """Checks the relations that fit; the case must have been found right. Returns how many were checked."""
     placed, rng, done = device_case.placed, np.random.default_rng(seed), 0
@@ -246,11 +311,16 @@ def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: in
         if second.findings or not second.ran or second.result is None:
             continue
         same_kernel = subject.own_kernels and (second.kernel, second.config) == (outcome.kernel, outcome.config)
-        if not (placed.exact or (relation.same_bits and same_kernel)):
+        promised = case.batch_invariant and relation.same_rows
+        if not (placed.exact or promised or (relation.same_bits and same_kernel)):
             continue
-        text = _disagreement(
-            blocks(placed, outcome.result), relation.recover(blocks(other.placed, second.result)), relation.factor
+        first, derived = (
+            relation.select(blocks(placed, outcome.result)),
+            relation.recover(blocks(other.placed, second.result)),
         )
+        text = _disagreement(first, derived, relation.factor)
+        if promised and not text:
+            text = _differing_bits(first, derived)
         if text:
             outcome.findings.append(Finding(f"relation: {relation.name}", text))
     return done

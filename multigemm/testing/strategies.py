@@ -195,7 +195,8 @@ def draw_case(ch: Chooser, limits: Limits = Limits()) -> Case:
     case = _output(ch, _epilogue(ch, case))
     if case.beta and not case.alias:
         case = replace(case, c=draw_layout(ch))
-    return settled(stretched(ch, replace(case, aligned=ch.integer(0, 4) == 0), limits), limits)
+    found = settled(stretched(ch, replace(case, aligned=ch.integer(0, 4) == 0), limits), limits)
+    return replace(found, batch_invariant=ch.integer(0, 5) == 0)
 
 
 def stretched(ch: Chooser, case: Case, limits: Limits) -> Case:
@@ -431,6 +432,6 @@ REQUIRED = frozenset(
     | {f"{word}:{name}" for word in ("zero", "odd", "stretched") for name in "mnk"}
     | {"empty:some", "empty:all", "head", "tail", "shared", "alias", "mixed", "tf32", "beta", "alpha:zero", "alpha:any",
        "wider out", "bias:n", "bias:gn", "index:int32", "index:int64", "where:list", "where:host", "where:device",
-       "kind:offsets", "kind:sizes", "kind:ends", "aligned"}
+       "kind:offsets", "kind:sizes", "kind:ends", "aligned", "batch invariant"}
 )  # fmt: skip
 """Classes that a campaign over everything must have met; see multigemm.testing.case.classes."""

@@ -103,11 +103,14 @@ def test_grouped_mm_takes_its_operands_by_position_and_by_keyword() -> None:
 
 
 def test_grouped_mm_has_at_least_the_parameters_of_torch() -> None:
-    original, ours = inspect.signature(F.grouped_mm).parameters, inspect.signature(grouped_mm).parameters
-    assert [(x.name, x.default) for x in original.values()] == [(x.name, x.default) for x in ours.values()]
+    original = list(inspect.signature(F.grouped_mm).parameters.values())
+    every = list(inspect.signature(grouped_mm).parameters.values())
+    ours, more = every[: len(original)], every[len(original) :]
+    assert [(x.name, x.default) for x in original] == [(x.name, x.default) for x in ours]
     schema = torch.ops.aten._grouped_mm.default._schema
-    assert [x.name for x in schema.arguments[2:]] == [x.name for x in list(ours.values())[2:]]
-    assert all(x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for x in ours.values())
+    assert [x.name for x in schema.arguments[2:]] == [x.name for x in ours[2:]]
+    assert all(x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for x in ours)
+    assert all(x.kind is inspect.Parameter.KEYWORD_ONLY for x in more)
 
 
 def test_grouped_mm_goes_where_torch_does_not() -> None:

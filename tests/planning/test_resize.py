@@ -91,7 +91,7 @@ def draw_problem(draw: random.Random) -> dict[str, Any]:
         "groups": draw.choice((1, 3, 300)), "k": draw.choice((1, 16, 63, 64, 128)),
         "n": draw.choice((1, 8, 72, 130, 256)), "pad": draw.choice((0, 0, 1, 8)),
         "shift": draw.choice((0, 0, 0, 1)), "by_columns": draw.random() < 0.15, "weights": draw.choice(("row", "col")),
-        "bias": draw.random() < 0.3, "live": draw.choice(("ends", "offsets")),
+        "bias": draw.random() < 0.3, "live": draw.choice(("ends", "offsets", "sizes")),
     }  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def posed(drawn: dict[str, Any], which: int) -> Operands:
     given: dict[str, Any] = {drawn["live"]: cut}
     problem = mg.GroupedGemmProblem(rows_like(drawn, tokens, start), weights, bias=bias, **given)
     spec = replace(staged_spec(problem), device_sizes=True)
-    return replace(stage(problem, spec, allocate(problem)).ops, device=torch.device("cpu"))
+    return replace(stage(problem, spec, allocate(problem), sums_sizes=True).ops, device=torch.device("cpu"))
 
 
 def masked(words: Any, steps: list[BoundKernel]) -> list[int]:

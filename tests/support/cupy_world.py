@@ -10,7 +10,6 @@ import torch
 
 from multigemm.backends.cupy import build, generic, hopper, launch, small_list
 from multigemm.backends.cupy.config import Config
-from multigemm.backends.cupy.launch import KERNELS
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 from tests.support import cuda_driver
@@ -42,4 +41,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 def bound(config: Config, ops: Operands) -> Any:
     """A launch of the kernel that a config names."""
-    return KERNELS[config.kernel].loaded(ops.spec, config, 0).bind(ops)
+    return launch.binder(ops.spec, config, 0)(ops)

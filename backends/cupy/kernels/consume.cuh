@@ -37,10 +37,11 @@ __device__ __forceinline__ Target target_of(const Problem& p, const Launch& l, c
 }
 
 #if PLAIN
-// Jagged k: results of groups without any k are zeros, which a warp with nothing else to do writes.
+// Jagged k: results of groups without any k are alpha * 0, which a warp with nothing else to do writes.
 __device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch& l) {
     const int lane = threadIdx.x & 31;
     const i64 rows = l.swapped ? p.n : p.m, cols = l.swapped ? p.m : p.n, step = (l.swapped ? p.out.col : p.out.row) * 2;
+    const u32 zeros = p.alpha < 0.0 ? 0x80008000u : 0u;
 #pragma unroll 1
     for (int g = 0; g < p.groups; ++g) {
         i64 start, end;
@@ -51,8 +52,8 @@ __device__ __forceinline__ void zero_idle_groups(const Problem& p, const Launch&
             char* line = p.out.ptr + g * p.out.group * 2 + row * step;
             const i64 whole = l.vector_out ? cols & ~7 : 0;
 #pragma unroll 4
-            for (i64 c = lane * 8; c < whole; c += 256) *(uint4*)(line + c * 2) = make_uint4(0, 0, 0, 0);
-            for (i64 c = whole + lane; c < cols; c += 32) *(u16*)(line + c * 2) = 0;
+            for (i64 c = lane * 8; c < whole; c += 256) *(uint4*)(line + c * 2) = make_uint4(zeros, zeros, zeros, zeros);
+            for (i64 c = whole + lane; c < cols; c += 32) *(u16*)(line + c * 2) = u16(zeros);
         }
     }
 }

@@ -11,6 +11,9 @@ from multigemm.integrations.gmm import backend
 __all__ = ["backend", "gmm"]
 
 
-def gmm(a: Tensor, b: Tensor, batch_sizes: Any, trans_b: bool = False, *, trans_a: bool = False) -> Tensor:
-    """`backend.gmm` with gradients for both operands, in both modes; `trans_a` goes beyond the original."""
-    return backend.multiply(a, b, batch_sizes, trans_a, trans_b, None)
+def gmm(
+    a: Tensor, b: Tensor, batch_sizes: Any, trans_b: bool = False, *, trans_a: bool = False,
+    batch_invariant: bool | None = None,
+) -> Tensor:  # fmt: skip
+    """`backend.gmm` with gradients for both operands, in both modes; the keywords go beyond the original."""
+    return backend.multiply(a, b, batch_sizes, trans_a, trans_b, None, batch_invariant)

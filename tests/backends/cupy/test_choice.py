@@ -319,7 +319,7 @@ SHIFT_B, SMALL_LIST = support.shift_b_reasons, support.small_list_reasons
         (SMALL_LIST, {"form": "batched", "out": COLUMNS}, "by columns"),
         (SMALL_LIST, {"form": "batched", "a": replace(BF16, align=2, wide=True)}, "2^31"),
     ],
-    ids=str,
+    ids=lambda x: x.__name__ if callable(x) else str(x),
 )
 def test_a_kernel_says_what_it_cannot_do(reasons_of: Any, change: dict[str, Any], word: str) -> None:
     assert any(word in reason for reason in reasons_of(spec(**change)))

@@ -1,0 +1,64 @@
+"""The `ordered` kernel: each element is summed over k in order, whatever its neighbours, for batch-invariant problems.
+
+BLAS picks its kernel by the shape of a product, so it cannot be used. NumPy adds one k after the other to all elements
+of some rows, a product and a sum, each rounded, or each exact up to 2^32 in int8.
+
+torch's element-wise loops take the last elements of a thread's share one by one, with other code and, for some
+functions, other bits than whole vectors. So the epilogue works on pieces that are padded to whole vectors, lie in
+contiguous memory and are taken by one thread.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multigemm.backends.cpu.epilogue import finish, store
+from multigemm.backends.cpu.groups import Group
+from multigemm.planning.operands import Operands
+
+AT_ONCE = 1 << 16
+"""Elements that NumPy adds to before it turns to the next k: they stay in the cache."""
+PIECE, VECTOR = 1 << 14, 256
+"""Elements that torch leaves to one thread, and a multiple of what its vectorized loops take in a step."""
+
+
+def ordered_product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
+    """a @ b in the accumulator's precision, in a fresh tensor; each element is summed in the order of k."""
+    out = torch.zeros((a.shape[0], b.shape[1]), dtype=acc, device="cpu")
+    left, right, sums = a.to(acc).numpy(), b.to(acc).contiguous().numpy(), out.numpy()
+    height = max(1, AT_ONCE // max(1, b.shape[1]))
+    with np.errstate(all="ignore"):
+        for first in range(0, a.shape[0], height):
+            rows = sums[first : first + height]
+            added = np.empty_like(rows)
+            for k in range(a.shape[1]):
+                np.multiply(left[first : first + height, k, None], right[k], out=added)
+                np.add(rows, added, out=rows)
+    return out
+
+
+def finish_in_pieces(acc: Tensor, group: Group, ops: Operands) -> None:
+    """The epilogue of one product, whose elements are all computed by the same code wherever they lie."""
+    c, bias = group.c, group.bias
+    whole = _padded(acc)
+    old = None if c is None else _padded(c.to(acc.dtype))
+    added = None if bias is None else _padded(bias.to(acc.dtype).expand(acc.shape))
+    rounded = torch.empty(whole.shape, dtype=group.out.dtype, device="cpu")
+    for first in range(0, whole.shape[0], PIECE):
+        part = slice(first, first + PIECE)
+        sums, *extras = (None if x is None else x[part] for x in (whole, old, added))
+        assert sums is not None
+        result = finish(sums, ops.spec, ops.alpha, ops.beta, *extras)
+        if result.is_floating_point():  # processors keep the bits of either operand, GPUs of none
+            result.masked_fill_(result.isnan(), torch.nan)
+        store(result, rounded[part])
+    group.out.copy_(rounded[: acc.numel()].view(acc.shape))
+
+
+def _padded(x: Tensor) -> Tensor:
+    """All elements one after the other, and zeros up to whole vectors."""
+    made = torch.zeros(-(-x.numel() // VECTOR) * VECTOR, dtype=x.dtype, device="cpu")
+    made[: x.numel()].view(x.shape).copy_(x)
+    return made

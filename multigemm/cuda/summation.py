@@ -1,0 +1,56 @@
+"""How a kernel sums along K: what decides the bits of an element besides its row of A, its column of B and K.
+
+Every kernel keeps one accumulator for an element and adds to it from k = 0 on. So the instruction is what is left: how
+many products it adds at once, and how it rounds. A backend declares the `Summation` of each config; where a problem is
+batch invariant it takes configs of one `Summation` alone, whatever the sizes.
+
+* Tensor cores align the `step` products of one instruction and the sum so far, add them in an order that does not
+  matter, and truncate once. mma.sync and wgmma of the same step do so alike on the GPUs in `ALIKE`; the shape of the
+  instruction, its operands' places (rows on its m or on its n side) and padding with zeros change nothing.
+* Fused multiply-add rounds after each product; tensor cores for float64 do the same. Padding K with zeros turns a sum
+  of -0, which only underflow makes, into +0: so kernels that pad K to different multiples (`padded`) are told apart.
+* Sums of integers are exact, or wrap: any order gives the same bits.
+* Two kernels whose epilogues are compiled from other code may fuse alpha * sum + beta * C the one way or the other:
+  `epilogue` tells them apart.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Summation(NamedTuple):
+    """How one element is summed. `parts`: K is cut into as many parts as the sizes suggest, whose sums are added."""
+
+    unit: Literal["mma.sync", "wgmma", "fused multiply-add", "integers"]
+    step: int = 1
+    padded: int = 0
+    parts: bool = False
+    epilogue: str = ""
+
+    def __str__(self) -> str:
+        if self.unit == "integers":
+            return "exact sums of integers"
+        by = "each product rounded" if self.unit == "fused multiply-add" else f"{self.step} products at once"
+        cut = ", in parts whose number depends on the sizes" if self.parts else ""
+        return f"one accumulator, ascending k, {self.unit}, {by}{cut}"
+
+
+INTEGERS = Summation("integers")
+ALIKE = frozenset({(9, 0)})
+"""Compute capabilities on which mma.sync and wgmma of the same step give the same bits."""
+
+
+def same_bits(one: Summation, other: Summation, capability: tuple[int, int]) -> bool:
+    """Whether two kernels give an element the same bits on GPUs of this compute capability."""
+    tensor_cores = {one.unit, other.unit} <= {"mma.sync", "wgmma"}
+    if tensor_cores and capability in ALIKE:
+        return not one.parts and not other.parts and one.step == other.step
+    return one == other and not one.parts
+
+
+def difference(found: Summation, wanted: Summation, capability: tuple[int, int]) -> str:
+    """Why a config cannot run a batch-invariant problem, or ''."""
+    if same_bits(found, wanted, capability):
+        return ""
+    return f"batch_invariant=True takes kernels that sum alike ({wanted}), and this one does not ({found})"

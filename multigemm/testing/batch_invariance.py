@@ -1,0 +1,510 @@
+"""The oracle of batch invariance: a row has the same bits whoever else is in the batch. Counts comparisons.
+
+    python -m multigemm.testing.batch_invariance --backends cupy,triton,numba,cublas --seconds 120 --jobs 12 --json FILE
+
+A `Kind` is what may decide the bits: dtypes, K, the epilogue. Of each kind a pool of rows meets a few weights once, a
+group alone. Then random batches of these rows are computed, among others, in any order, alone, in other forms and
+layouts, with other numbers of groups, columns and tiles; every row is compared with what it was alone, bit for bit. One
+comparison is one batch. `--control` leaves `batch_invariant=True` out, to show that the comparisons can fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from multigemm.api import grouped_gemm
+from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting
+from multigemm.planning.staging import staged_spec
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.spec import ACTIVATIONS
+from multigemm.testing.case import as_dtype
+from multigemm.testing.subject import Subject
+
+Draw = np.random.Generator
+KS = (1, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128, 130, 200, 256, 333, 512, 1000, 1024)
+LONG_KS = (2048, 2880, 4096)
+NS = (1, 3, 8, 16, 33, 64, 100, 128, 136, 192, 256, 384, 512)
+DTYPES = ("bfloat16", "bfloat16", "bfloat16", "float16", "float16", "float32", "float32", "tf32", "float64", "int8")
+MODES = ("normal", "normal", "cancel", "special", "tiny", "whole")
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FORMS = ("jagged_m", "per_group", "batched", "masked", "jagged_n", "jagged_k")
+WEIGHTS, MOST_ELEMENTS, MOST_DOWN, LISTED = 6, 1 << 23, 256, 20
+AT_ONCE = 100
+"""Comparisons that are made before the host waits for the device."""
+CONFIGS_OF_A_FORM = 2
+"""So many configs of a form are drawn for a kind, beside those that the backend chooses: compiling takes most of the
+time."""
+EXAMPLES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """All that may decide the bits of an element, besides its row and its column."""
+
+    dtype: str
+    k: int
+    n: int
+    out_dtype: str
+    alpha: float
+    beta: float
+    bias: bool
+    activation: str | None
+    mode: str
+    seed: int
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.float32 if self.dtype == "tf32" else as_dtype(self.dtype)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return {
+            "alpha": self.alpha, "beta": self.beta, "activation": self.activation,
+            "out_dtype": as_dtype(self.out_dtype), "precision": "tf32" if self.dtype == "tf32" else "ieee",
+        }  # fmt: skip
+
+
+def draw_kind(rng: Draw, seed: int, work: int) -> Kind:
+    """A kind whose products of one row take at most `work` multiply-adds."""
+    dtype = str(rng.choice(DTYPES))
+    n = int(rng.choice([n for n in NS if n <= work]))
+    k = int(rng.choice(LONG_KS if rng.integers(6) == 0 and work >= LONG_KS[-1] else KS))
+    n = min(n, max(1, work // k))
+    if dtype == "int8":
+        out, alpha, mode = "int32", float(rng.choice((1, -3))), "whole"
+        activation = "relu" if rng.integers(3) == 0 else None
+    else:
+        same = {"tf32": "float32"}.get(dtype, dtype)
+        out = "float32" if rng.integers(4) == 0 else same
+        alpha, mode = float(rng.choice((1.0, 1.0, 0.37, -1.7))), str(rng.choice(MODES))
+        activation = str(rng.choice(ACTIVATIONS)) if rng.integers(3) == 0 else None
+    beta = float(rng.choice((0, 0, 1, 2))) if dtype == "int8" else float(rng.choice((0.0, 0.0, 1.0, -0.6)))
+    return Kind(dtype, k, n, out, alpha, beta, bool(rng.integers(3) == 0), activation, mode, seed)
+
+
+class Batch(NamedTuple):
+    """A problem, what its parts were alone (as bits), and how they are taken out of its result."""
+
+    form: str
+    a: Any
+    b: Any
+    keywords: dict[str, Any]
+    wanted: list[Tensor]
+    parts: Callable[[Any], list[Tensor]]
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bits of a tensor as integers."""
+    return x.contiguous().view(BITS[x.element_size()])
+
+
+Layout = Literal["row", "col", "odd"]
+
+
+def lay(x: Tensor, layout: Layout) -> Tensor:
+    """The same values in other memory: by columns, or in odd lines that begin at an odd element."""
+    if layout == "row" or not x.numel():
+        return x.contiguous()
+    if layout == "col":
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    lines, columns = x.numel() // x.shape[-1], x.shape[-1]
+    memory = torch.empty(1 + lines * (columns + 1), dtype=x.dtype, device=x.device)
+    made = memory[1:].view(*x.shape[:-1], columns + 1)[..., :columns]
+    return made.copy_(x)
+
+
+class Pool:
+    """Rows, weights and what they give alone, on one device; and the batches that are drawn from them."""
+
+    def __init__(self, kind: Kind, rows: int, device: torch.device) -> None:
+        self.kind, self.device, self.count, self.most = kind, device, rows, 4 * rows
+        self.rng = rng = np.random.default_rng(kind.seed)
+        self.rows, self.right = self._values(rows, kind.k), self._values(rows, kind.n)
+        self.weights = self._values(WEIGHTS, kind.k, kind.n)
+        dtype, down = as_dtype(kind.out_dtype), min(kind.k, MOST_DOWN)
+
+        def whole(*shape: int) -> Tensor:
+            return torch.from_numpy(rng.integers(-8, 9, shape)).to(device, dtype)
+
+        self.c = whole(rows, kind.n) if kind.beta else None
+        self.c_of_pieces = whole(WEIGHTS, down, kind.n) if kind.beta else None
+        self.bias = whole(WEIGHTS, kind.n) if kind.bias else None
+        self.left = self.rows[:, :down]
+        ends = np.sort(rng.integers(0, rows, (WEIGHTS, 2)), axis=1)
+        self.pieces = [slice(int(low), int(high)) for low, high in [(3, 3), (5, 6), *ends[2:]]]
+        self.forms = [str(form) for form in rng.choice(FORMS, 3, replace=False)]
+        drawn: Any = tuple(rng.choice(("row", "col", "odd"), 2)) if rng.integers(3) else ("row", "row")
+        self.layouts: tuple[Layout, Layout] = drawn
+        self.columns = [slice(0, kind.n), slice(*sorted(rng.choice(kind.n + 1, 2, replace=False).tolist()))]
+        self.index = torch.int32 if rng.integers(2) else torch.int64
+        self._alone: dict[str, Any] = {}
+
+    def _values(self, *shape: int) -> Tensor:
+        kind, rng = self.kind, self.rng
+        values = rng.integers(-9, 10, shape).astype(np.float64) if kind.mode == "whole" else rng.standard_normal(shape)
+        if kind.mode == "cancel":
+            values *= np.exp2(rng.integers(-12, 13, shape).astype(np.float64))
+        if kind.mode == "tiny":
+            least = float(torch.finfo(kind.compute).smallest_normal)
+            values *= least**0.5 * np.exp2(rng.integers(-14, 4, shape).astype(np.float64))
+        if kind.mode == "special":
+            odd = rng.choice((np.nan, np.inf, -np.inf, -0.0), shape)
+            values = np.where(rng.random(shape) < 0.3 / max(shape[-2:]), odd, values)
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(values).to(self.device, kind.compute)
+
+    # --- what rows give alone ------------------------------------------------------------------------
+
+    def alone(self, direction: str, solve: Callable[..., Any]) -> Any:
+        """The bits of every row with every weight, one group at a time (m, n), or of every piece of rows (k)."""
+        if direction not in self._alone:
+            make = {"m": self._rows_alone, "n": self._columns_alone, "k": self._pieces_alone}[direction]
+            self._alone[direction] = make(solve)
+        return self._alone[direction]
+
+    def _rows_alone(self, solve: Callable[..., Any]) -> Tensor:
+        found = []
+        for e in range(WEIGHTS):
+            extra = _given(bias=None if self.bias is None else self.bias[e : e + 1], c=self.c)
+            found.append(solve(self.rows, self.weights[e : e + 1], sizes=[self.count], **extra, **self.kind.keywords))
+        return bits(torch.stack(found))
+
+    def _columns_alone(self, solve: Callable[..., Any]) -> Tensor:
+        turned, extra = self.weights.transpose(1, 2), _given(c=None if self.c is None else self.c.T)
+        kw = {**extra, **self.kind.keywords, "jagged": "n", "sizes": [self.count]}
+        return bits(torch.stack([solve(turned[e : e + 1], self.rows.T, **kw).T for e in range(WEIGHTS)]))
+
+    def _pieces_alone(self, solve: Callable[..., Any]) -> Tensor:
+        found = []
+        for p, piece in enumerate(self.pieces):
+            extra = _given(
+                bias=None if self.bias is None else self.bias[p : p + 1],
+                c=None if self.c_of_pieces is None else self.c_of_pieces[p : p + 1],
+            )
+            kw = {**extra, **self.kind.keywords, "jagged": "k", "sizes": [piece.stop - piece.start]}
+            found.append(solve(self.left[piece].T, self.right[piece], **kw)[0])
+        return bits(torch.stack(found))
+
+    # --- batches --------------------------------------------------------------------------------------
+
+    def draw(self, form: str, solve: Callable[..., Any]) -> Batch:
+        """A batch of rows from the pool, in any order and company."""
+        rng = self.rng
+        groups = int(rng.choice([g for g in (1, 2, 5, 17, 64, 300) if g <= self.most]))
+        groups = max(1, min(groups, MOST_ELEMENTS // (self.kind.k * self.kind.n)))
+        layouts, columns = self.layouts, self.columns[rng.integers(2)]
+        experts = rng.integers(0, WEIGHTS, groups)
+        if form in ("batched", "masked"):
+            return self._stack(form == "masked", experts, columns, layouts, solve)
+        if form == "jagged_k":
+            return self._pieces(experts, columns, layouts, solve)
+        most = int(rng.choice([most for most in (1, 8, 64, 300, 2000) if most <= self.most]))
+        if form == "per_group":
+            few = min(groups, LISTED)
+            return self._list(self._sizes(few, most), experts[:few], layouts, solve)
+        sizes = self._sizes(groups, most)
+        return self._jagged(form[-1], sizes, experts, columns, layouts, solve)
+
+    def _sizes(self, groups: int, most: int) -> npt.NDArray[np.int64]:
+        rng = self.rng
+        if rng.integers(3) == 0:
+            return np.full(groups, max(1, most // groups))
+        cuts = np.sort(rng.integers(0, most + 1, groups - 1))
+        return np.diff(np.concatenate(([0], cuts, [most])))
+
+    def _numbers(self, size: Any) -> Tensor:
+        return torch.from_numpy(self.rng.integers(0, self.count, size)).to(self.device)
+
+    def _cut(self, sizes: npt.NDArray[np.int64], head: int) -> dict[str, Any]:
+        """The keyword that cuts the groups: on the host or on the device."""
+        offsets = np.concatenate(([head], head + np.cumsum(sizes)))
+        if self.rng.integers(2):
+            return {"offsets": offsets}
+        return {"offsets": torch.from_numpy(offsets).to(self.device, self.index)}
+
+    def _jagged(self, direction: str, sizes: Any, experts: Any, columns: slice, layouts: Any, solve: Any) -> Batch:
+        head, total = int(self.rng.integers(0, 3)), int(sizes.sum())
+        shared = len(set(experts.tolist())) == 1 and len(sizes) > 1
+        rows = self._numbers(head + total)
+        expert = torch.from_numpy(np.repeat(experts, sizes)).to(self.device)
+        weights = self.weights[experts[0]] if shared else self.weights[torch.from_numpy(experts)]
+        weights, cut = weights[..., columns], self._cut(sizes, head)
+        wanted = self.alone(direction, solve)[expert, rows[head:]][:, columns]
+        c = None if self.c is None else self.c[rows][:, columns]
+        if direction == "n":
+            kw = {**cut, **_given(c=None if c is None else c.T), "jagged": "n"}
+            a, b = lay(weights.transpose(-1, -2), layouts[1]), lay(self.rows[rows].T, layouts[0])
+            return Batch("jagged_n", a, b, kw, [wanted], lambda y: [y.T[head:]])
+        bias = None if self.bias is None else self.bias[torch.from_numpy(experts)][:, columns]
+        kw = {**cut, **_given(c=c, bias=bias)}
+        a, b = lay(self.rows[rows], layouts[0]), lay(weights, layouts[1])
+        return Batch("jagged_m", a, b, kw, [wanted], lambda y: [y[head:]])
+
+    def _list(self, sizes: Any, experts: Any, layouts: Any, solve: Any) -> Batch:
+        alone = self.alone("m", solve)
+        rows = [self._numbers(int(size)) for size in sizes]
+        columns = [self.columns[x] for x in self.rng.integers(0, 2, len(sizes))]
+        pairs = list(zip(rows, experts.tolist(), columns, strict=True))
+        a = [lay(self.rows[r], layouts[0]) for r in rows]
+        b = [lay(self.weights[e][:, j], layouts[1]) for _, e, j in pairs]
+        c = None if self.c is None else [self.c[r][:, j] for r, _, j in pairs]
+        bias = None if self.bias is None else [self.bias[e][j] for _, e, j in pairs]
+        return Batch("per_group", a, b, _given(c=c, bias=bias), [alone[e, r][:, j] for r, e, j in pairs], list)
+
+    def _stack(self, masked: bool, experts: Any, columns: slice, layouts: Any, solve: Any) -> Batch:
+        high = int(self.rng.choice([high for high in (1, 2, 7, 33, 64, 130) if high * len(experts) <= 32 * self.most]))
+        rows = self._numbers((len(experts), high))
+        which = torch.from_numpy(experts).to(self.device)
+        wanted = self.alone("m", solve)[which[:, None], rows][..., columns]
+        kw = _given(
+            c=None if self.c is None else self.c[rows][..., columns],
+            bias=None if self.bias is None else self.bias[which][:, columns],
+        )
+        a, b = lay(self.rows[rows], layouts[0]), lay(self.weights[which][..., columns], layouts[1])
+        if not masked:
+            return Batch("batched", a, b, kw, [wanted], lambda y: [y])
+        valid = torch.from_numpy(self.rng.integers(0, high + 1, len(experts))).to(self.device, self.index)
+        owned = torch.arange(high, device=self.device) < valid[:, None]
+        return Batch("masked", a, b, {**kw, "valid_rows": valid}, [wanted[owned]], lambda y: [y[owned]])
+
+    def _pieces(self, pieces: Any, columns: slice, layouts: Any, solve: Any) -> Batch:
+        pieces = pieces[:40]
+        spans = [self.pieces[p] for p in pieces]
+        which = torch.from_numpy(pieces).to(self.device)
+        a, b = (torch.cat([x[span] for span in spans]) for x in (self.left, self.right[:, columns]))
+        kw = _given(
+            c=None if self.c_of_pieces is None else self.c_of_pieces[which][..., columns],
+            bias=None if self.bias is None else self.bias[which][:, columns],
+        )
+        kw |= {**self._cut(np.array([s.stop - s.start for s in spans]), 0), "jagged": "k"}
+        wanted = self.alone("k", solve)[which][..., columns]
+        turned: Layout = {"row": "col", "col": "row"}.get(layouts[0], "odd")  # type: ignore[assignment]
+        return Batch("jagged_k", lay(a.T, turned), lay(b, layouts[1]), kw, [wanted], lambda y: [y])
+
+
+def _given(**tensors: Any) -> dict[str, Any]:
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+@dataclass
+class Count:
+    """What came of one backend. `configs` counts the comparisons that each config made."""
+
+    comparisons: int = 0
+    rows: int = 0
+    elements: int = 0
+    differing: int = 0
+    kinds: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    forms: Counter[str] = field(default_factory=Counter)
+    configs: Counter[str] = field(default_factory=Counter)
+    at_fault: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+
+    def as_data(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @staticmethod
+    def from_data(data: dict[str, Any]) -> Count:
+        made = Count()
+        for name, value in data.items():
+            setattr(made, name, Counter(value) if isinstance(value, dict) else value)
+        return made
+
+    def add(self, other: Count) -> None:
+        for name in ("comparisons", "rows", "elements", "differing", "kinds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("refused", "forms", "configs", "at_fault"):
+            getattr(self, name).update(getattr(other, name))
+        self.examples = (self.examples + other.examples)[:EXAMPLES]
+
+
+class _Pending(NamedTuple):
+    """A comparison whose number of differing elements is still on the device."""
+
+    differing: Tensor
+    batch: Batch
+    config: str
+    parts: list[Tensor]
+
+
+class Comparer:
+    """Runs batches of one kind on one backend, and counts what differs."""
+
+    def __init__(self, subject: Subject, kind: Kind, pool: Pool, count: Count, promise: bool) -> None:
+        self.subject, self.kind, self.pool, self.count, self.promise = subject, kind, pool, count, promise
+        self._pending: list[_Pending] = []
+        self._configs: dict[str, list[Any]] = {}
+
+    def solve(self, a: Any, b: Any, config: Any = None, **keywords: Any) -> Any:
+        return grouped_gemm(
+            a, b, backend=self.subject.backend.name, config=config, batch_invariant=self.promise, **keywords
+        )
+
+    def config_for(self, batch: Batch) -> Any:
+        """None, so that the backend chooses; or one of a few of its configs for such problems, whatever the sizes."""
+        rng = self.pool.rng
+        if rng.integers(3) == 0:
+            return None
+        problem = GroupedGemmProblem(
+            batch.a, batch.b, batch_invariant=self.promise, **batch.keywords, **self.kind.keywords
+        )
+        spec = staged_spec(problem)
+        key = f"{spec.form} {spec.a.order}{spec.a.align} {spec.b.order}{spec.b.align}"
+        if key not in self._configs:
+            shipped = self.subject.shipped(spec, self.pool.device)
+            chosen = rng.permutation(len(shipped))[:CONFIGS_OF_A_FORM]
+            self._configs[key] = [shipped[i] for i in chosen]
+        found = self._configs[key]
+        return found[rng.integers(len(found))] if found else None
+
+    def compare(self) -> None:
+        """One batch, whose result is compared on the device."""
+        form = str(self.pool.rng.choice(self.pool.forms))
+        try:
+            batch = self.pool.draw(form, self.solve)
+            config = self.config_for(batch)
+            try:
+                result = self.solve(batch.a, batch.b, config, **batch.keywords, **self.kind.keywords)
+            except InvalidSetting:  # not for these very sizes
+                config = None
+                result = self.solve(batch.a, batch.b, **batch.keywords, **self.kind.keywords)
+        except (BackendUnsupported, BackendUnavailable) as error:
+            reasons = next(iter(getattr(error, "reasons", {}).values()), [str(error)])
+            self.count.refused[f"{form}, {self.kind.dtype}: {reasons[0][:160]}"] += 1
+            return
+        parts = [bits(part) for part in batch.parts(result)]
+        each = [(x != y).sum() for x, y in zip(parts, batch.wanted, strict=True) if x.numel()]
+        zero = torch.zeros((), dtype=torch.int64, device=self.pool.device)
+        differing = torch.stack(each).sum() if each else zero
+        self._pending.append(_Pending(differing, batch, str(config), parts))
+        count = self.count
+        count.comparisons += 1
+        count.rows += sum(part.shape[:-1].numel() for part in parts)
+        count.elements += sum(part.numel() for part in parts)
+        count.forms[batch.form] += 1
+        count.configs[str(config)] += 1
+        if len(self._pending) >= AT_ONCE:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the device, and reads what differs."""
+        if not self._pending:
+            return
+        for made, differing in zip(
+            self._pending, torch.stack([p.differing for p in self._pending]).tolist(), strict=True
+        ):
+            if differing:
+                self.count.differing += differing
+                self.count.at_fault[made.config] += 1
+                if len(self.count.examples) < EXAMPLES:
+                    self.count.examples.append(self._describe(made, differing))
+        self._pending.clear()
+
+    def _describe(self, made: _Pending, differing: int) -> str:
+        got, wanted = next((x, y) for x, y in zip(made.parts, made.batch.wanted, strict=True) if bool((x != y).any()))
+        at = tuple((got != wanted).nonzero()[0].tolist())
+        dtype = as_dtype(self.kind.out_dtype)
+        values = [float(x[at].cpu().view(dtype)) for x in (got, wanted)]
+        words = [hex(int(x[at]) & (1 << 8 * x.element_size()) - 1) for x in (got, wanted)]
+        where = f"{made.batch.form}, {made.config}, element {at} of {tuple(got.shape)}"
+        return (
+            f"{self.kind}: {where}: {values[0]!r} ({words[0]}) and alone {values[1]!r} ({words[1]}); {differing} differ"
+        )
+
+
+def run(backend: str, device: torch.device, seconds: float, seed: int, promise: bool, small: bool) -> Count:
+    """Comparisons for so long, by one process."""
+    count, subject, begin, number = Count(), Subject(backend), time.monotonic(), 0
+    rows, work, each = (40, 1 << 11, 25) if small else (512, 1 << 20, 2000)
+    while time.monotonic() - begin < seconds:
+        number += 1
+        kind = draw_kind(np.random.default_rng((seed, number)), seed * 100003 + number, work)
+        comparer = Comparer(subject, kind, Pool(kind, rows, device), count, promise)
+        before = count.comparisons
+        for _ in range(each):
+            comparer.compare()
+            if time.monotonic() - begin > seconds:
+                break
+        comparer.settle()
+        count.kinds += count.comparisons > before
+    return count
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="multigemm.testing.batch_invariance", description=__doc__.splitlines()[0])
+    parser.add_argument("--backends", default="cupy,triton,numba,cublas", help="names, joined by commas")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each backend")
+    parser.add_argument("--jobs", type=int, default=1, help="processes beside each other")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--control", action="store_true", help="without batch_invariant=True: bits may differ")
+    parser.add_argument("--json", type=Path, help="where the counts go")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _work(args: argparse.Namespace) -> int:
+    device = torch.device(args.device)
+    count = run(args.backends, device, args.seconds, args.seed, not args.control, device.type == "cpu")
+    print(json.dumps(count.as_data()))
+    return 0
+
+
+def _spread(args: argparse.Namespace, backend: str) -> tuple[Count, list[str]]:
+    """The counts of all processes, and what went wrong in those that have none."""
+    command = [sys.executable, "-m", "multigemm.testing.batch_invariance", "--worker", "--backends", backend]
+    command += ["--device", args.device, "--seconds", str(args.seconds), *(["--control"] if args.control else [])]
+    seeds = (str(args.seed * 1000 + job) for job in range(args.jobs))
+    started = [
+        subprocess.Popen([*command, "--seed", seed], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for seed in seeds
+    ]
+    total, failures = Count(), []
+    for process in started:
+        out, err = process.communicate()
+        if process.returncode or not out.strip():
+            failures.append(err[-3000:])
+            continue
+        total.add(Count.from_data(json.loads(out.splitlines()[-1])))
+    return total, failures
+
+
+def main() -> int:
+    """Prints a line for each backend; 1 if a bit differed or a process failed."""
+    args = _parse()
+    if args.worker:
+        return _work(args)
+    report, bad = dict[str, Any](), 0
+    for backend in args.backends.split(","):
+        count, failures = _spread(args, backend)
+        refused = sum(count.refused.values())
+        size = (
+            f"{count.comparisons} comparisons of {count.rows} rows and {count.elements} elements, {count.kinds} kinds"
+        )
+        print(f"{backend}: {size}: {count.differing} elements differ; {refused} refused", flush=True)
+        for text in [*count.examples[:5], *failures[:2]]:
+            print("   ", text, flush=True)
+        report[backend] = {**count.as_data(), "failures": failures}
+        bad += bool(count.differing and not args.control) or bool(failures)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1))
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
