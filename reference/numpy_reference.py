@@ -178,7 +178,7 @@ class _Elements:
         """|a^ s^a|: no smaller than the smallest normal number of a format of 8 bits, to whose exponent a tensor core
         aligns subnormal elements."""
         if dtype not in FLOAT8:
-            return np.abs(self.finite)
+            return np.asarray(np.abs(self.finite))
         size = np.abs(_finite_part(self.raw))
         least = torch.finfo(dtype).tiny
         return np.asarray(np.where(size > 0, np.maximum(size, least), 0.0) * np.abs(_finite_part(self.scale)))

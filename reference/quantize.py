@@ -45,12 +45,12 @@ def decode(x: Any, packed: str = "") -> Array:
     """The exact elements in float64; of packed bytes two along the second last direction, the low four bits first."""
     array = to_numpy(x)
     if not packed:
-        return array.astype(np.float64)
+        return np.asarray(array.astype(np.float64))
     codes = array.view(np.uint8)
     found = np.empty((*codes.shape[:-2], 2 * codes.shape[-2], codes.shape[-1]), np.uint8)
     found[..., 0::2, :], found[..., 1::2, :] = codes & 15, codes >> 4
     if packed == "e2m1":
-        return found.view(FLOATS["e2m1"]).astype(np.float64)
+        return np.asarray(found.view(FLOATS["e2m1"]).astype(np.float64))
     whole = found.astype(np.float64)
     return np.asarray(np.where(whole > 7, whole - 16, whole) if packed == "int4" else whole)
 

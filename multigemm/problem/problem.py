@@ -132,8 +132,7 @@ class GroupedGemmProblem:
     __slots__ = (
         "a", "activation", "alpha", "b", "batch_invariant", "beta", "bias", "c", "deterministic", "device", "extents",
         "form", "given_out", "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "quantisation",
-        "refreshes", "spec",
-        "squeezed", "valid_rows",
+        "refreshes", "spec", "squeezed", "valid_rows",
     )  # fmt: skip
     a: Operand
     b: Operand

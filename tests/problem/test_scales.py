@@ -305,6 +305,23 @@ def test_gpu_backends_refuse_with_one_reason(name: str) -> None:
     assert registry.get("null").not_supported_reasons(problem().spec, torch.device("cuda", 0)) == []
 
 
+def test_a_foreign_backend_that_knows_nothing_of_them_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multigemm.select import registry
+    from multigemm.testing.model_kernel import ModelBackend
+
+    foreign: Any = type("Foreign", (ModelBackend,), {})("foreign")
+    monkeypatch.setattr(registry, "get", lambda name: foreign)
+    spec, device = problem().spec, torch.device("cpu")
+    assert "float8 operands" in registry.reasons("foreign", spec, device)[0]
+    foreign.takes_quantised = True
+    assert registry.reasons("foreign", spec, device) == ()
+
+
+def test_benchmarks_refuse_them() -> None:
+    with pytest.raises(mg.InvalidProblem, match="benchmarks of quantised operands come later"):
+        mg.benchmark(problem())
+
+
 def test_explain_tells_what_scales_cover() -> None:
     text = str(mg.explain(problem(scale_a=torch.ones(12, 2), scale_b=torch.ones(3, 2, 2))))
     assert "a: float8_e4m3fn, one float32 scale for a line, 128 of K" in text

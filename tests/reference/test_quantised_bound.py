@@ -66,25 +66,22 @@ def problem(
             return torch.randint(-7, 8, shape, generator=g).float() * 2.0**-9
         return torch.randn(*shape, generator=g)
 
+    def scale(*shape: int) -> torch.Tensor:
+        if values == "whole":
+            return torch.exp2(torch.randint(-3, 4, shape, generator=g).float())
+        return torch.rand(*shape, generator=g) + 0.5
+
     blocks = -(-k // 128)
     if scaled:
-        power = values == "whole"
-        make = (
-            (lambda *s: torch.exp2(torch.randint(-3, 4, s, generator=g).float()))
-            if power
-            else (lambda *s: torch.rand(*s, generator=g) + 0.5)
-        )
-        options |= {"scale_a": make(6, blocks), "scale_b": make(blocks, 5)}
+        options |= {"scale_a": scale(6, blocks), "scale_b": scale(blocks, 5)}
     return mg.GroupedGemmProblem(new(6, k).to(dtype), new(k, 5).to(dtype), out_dtype=torch.float32, **options)
 
 
 def parts(p: mg.GroupedGemmProblem) -> tuple[Array, Array, Array, Array]:
     (view,) = p.groups()
     blocks = -(-view.k // 128)
-    scales = [
-        np.ones((6, blocks)) if p.scale_a is None else p.scale_a.numpy(),
-        np.ones((blocks, 5)) if p.scale_b is None else p.scale_b.numpy(),
-    ]  # type: ignore[union-attr]
+    given = [x.numpy() if isinstance(x, torch.Tensor) else None for x in (p.scale_a, p.scale_b)]
+    scales = [np.ones(s) if x is None else x for x, s in zip(given, ((6, blocks), (blocks, 5)), strict=True)]
     return decode(view.a), decode(view.b), scales[0], scales[1]
 
 

@@ -16,6 +16,7 @@ from multigemm.reference.verify import answer, judge
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 FORMS = ("jagged m", "shared", "jagged n", "jagged k", "batched", "masked", "list", "single")
 OFFSETS = [3, 3, 100, 131, 290]
+EPILOGUES: tuple[dict[str, Any], ...] = ({}, {"alpha": 0.5, "activation": "silu", "out_dtype": torch.float32})
 
 
 def quantised(form: str, grain: Any, formats: tuple[Any, Any], scale_dtype: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -60,7 +61,7 @@ def quantised(form: str, grain: Any, formats: tuple[Any, Any], scale_dtype: Any)
 def test_float8(form: str, grain: str) -> None:
     for formats, scale_dtype in ((("e4m3", "e4m3"), torch.float32), (("e5m2", "e4m3"), E8M0)):
         a, b, options = quantised(form, grain, formats, scale_dtype)
-        for more in ({}, {"alpha": 0.5, "activation": "silu", "out_dtype": torch.float32}):
+        for more in EPILOGUES:
             problem = mg.GroupedGemmProblem(a, b, **options, **more)
             verdict = mg.verify(problem, mg.solve(problem, "cpu"))
             assert verdict.ok, verdict.text
