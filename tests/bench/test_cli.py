@@ -26,6 +26,7 @@ SCRIPTS = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 QUICK = ["bench", "--device", "cpu", "--floor", "1,0.02", "--budget-ms", "4", "--quiet"]
 
 
+@pytest.mark.slow
 def test_the_command_writes_everything_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*QUICK, "--shape", "2,8,16,16", "--dtype", "fp32", "--json", str(tmp_path / "copy.json")]
     assert main([*words, "--out", str(tmp_path)]) == 0

@@ -36,6 +36,7 @@ PROBLEMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_problem_of_ones_own_is_checked_and_timed(name: str) -> None:
     a, b, keywords = PROBLEMS[name]

@@ -113,6 +113,7 @@ def test_the_tutorials_way_runs_where_it_is_asked_for() -> None:
         PEERS[TUTORIAL].prepare(make(replace(CASES[0], n=9), cpu))
 
 
+@pytest.mark.slow
 def test_the_tutorials_way_compiles_for_hopper() -> None:
     program = """
 import triton

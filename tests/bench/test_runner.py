@@ -58,6 +58,7 @@ def test_a_run_resumes_where_it_was_cut(tmp_path: Path) -> None:
     assert again.unfinished == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_late_takes_fewer_samples_and_leaves_nothing_out() -> None:
     cases = [CASE, parse_shape("2,4,8,8")]
     counts = {}
@@ -164,6 +165,7 @@ def test_who_is_stopped_while_writing_leaves_what_was_there(tmp_path: Path, monk
     assert reports.read(path) == report
 
 
+@pytest.mark.slow
 def test_bench_imports_no_gpu_library_and_no_optional_one() -> None:
     code = (
         "import sys, multigemm.bench.cli, multigemm.bench.tune\n"
@@ -189,6 +191,7 @@ def test_resuming_the_report_of_another_commit_is_refused(tmp_path: Path, capsys
     assert "use another --out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_bring_other_dtypes(tmp_path: Path) -> None:
     words = ["bench", "--shape", "2,4,8,8", "--device", "cpu", "--budget-ms", "2", "--peers", "none", "--json-only"]
     for dtype in ("fp32", "fp64"):

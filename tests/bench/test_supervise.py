@@ -73,10 +73,12 @@ def test_a_lost_device_restarts_without_blame(tmp_path: Path) -> None:
     assert (code, blamed, len(children)) == (1, [], 2)
 
 
+@pytest.mark.slow
 def test_a_child_with_news_may_take_long(tmp_path: Path) -> None:
     assert run(tmp_path, "talk")[:2] == (0, [])
 
 
+@pytest.mark.slow
 def test_a_child_may_take_long_to_start_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_backend_that_hangs_is_a_row_and_the_others_are_measured(tmp_path: Pat
     assert "going on in a fresh process after: no answer within 15 s" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_supervised_run_can_be_called_from_python(tmp_path: Path) -> None:
     words = ["bench", "--shape", "2,4,8,8", "--device", "cpu", "--isolate", "--backend", "cpu", "--peers", "none"]
     assert main([*words, "--floor", "1,1", "--json-only", "--quiet", "--out", str(tmp_path)]) == 0

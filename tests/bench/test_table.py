@@ -102,6 +102,7 @@ def test_brackets_in_names_are_shown() -> None:
     assert "cublas[host sizes]" in table.text(report)
 
 
+@pytest.mark.slow
 def test_plots_are_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawn = plots.draw(made_up_report(suites="moe"), tmp_path)

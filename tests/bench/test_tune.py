@@ -27,6 +27,7 @@ from multigemm.select.problem_class import class_of
 from tests.support.bench_entries import CASE, CPU, FAST, loop, run
 
 
+@pytest.mark.slow
 def test_tuning_measures_keeps_failures_and_writes_a_file_to_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

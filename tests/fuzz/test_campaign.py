@@ -50,6 +50,7 @@ def fuzz(environment: dict[str, str], *arguments: Any, device: str = "cpu") -> A
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_shrunk_stored_and_repeated(environment: dict[str, str], tmp_path: Path) -> None:
     summary, stored = tmp_path / "s.json", tmp_path / "stored"
     asked = ["--backends", "faulty", "--examples", "10", "--corpus", str(stored), "--json", str(summary)]
@@ -72,6 +73,7 @@ def test_a_fault_is_found_shrunk_stored_and_repeated(environment: dict[str, str]
     assert "faulty: WRONG" in replayed.stdout and "cpu: right" in replayed.stdout
 
 
+@pytest.mark.slow
 def test_a_campaign_without_a_check_proves_nothing(environment: dict[str, str]) -> None:
     done = fuzz(environment, "--backends", "cpu", "--seconds", "0.01")
     assert done.returncode == 1, done.stdout
@@ -105,6 +107,7 @@ def test_numbers_that_mean_nothing_are_refused(asked: tuple[str, str], capsys: p
     assert asked[0] in said and asked[1] in said and ("at least" in said or "no number" in said)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_loses_nothing(environment: dict[str, str], tmp_path: Path) -> None:
     """Two backends, one of which ends its process on some problems: all other results are there."""
     summary = tmp_path / "s.json"
@@ -121,6 +124,7 @@ def test_a_worker_that_is_killed_loses_nothing(environment: dict[str, str], tmp_
     assert small.form == "batched" and small.k >= 11
 
 
+@pytest.mark.slow
 def test_a_compiler_that_does_not_end_holds_up_nobody(environment: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "campaign.py"
     script.write_text(
@@ -142,6 +146,7 @@ def test_a_compiler_that_does_not_end_holds_up_nobody(environment: dict[str, str
     assert any("kinds and configs were not begun" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_a_campaign_over_everything_on_the_host(environment: dict[str, str], tmp_path: Path) -> None:
     """Every form and dtype on the cpu backend, against the reference."""
     summary = tmp_path / "s.json"
@@ -157,6 +162,7 @@ def test_a_campaign_over_everything_on_the_host(environment: dict[str, str], tmp
     assert data["deep"]["relations"] > 5 and data["deep"]["lying sizes"] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["triton", "numba"])
 def test_an_emulated_campaign(name: str, environment: dict[str, str], tmp_path: Path) -> None:
     summary = tmp_path / "s.json"

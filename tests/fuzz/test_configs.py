@@ -26,6 +26,8 @@ from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import kinds
 from multigemm.testing.subject import _repeated, assigned, kind_of, offered
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 LARGE, SMALL = Tile(32, 32, 16), Tile(8, 8, 8)
 

@@ -30,6 +30,7 @@ def run_suite(environment: dict[str, str], name: str, *arguments: str) -> subpro
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_documentation_conforms(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-backend.md").read_text(), re.DOTALL)
     environment = install_backends(tmp_path, blocks[0] + "\nloop = BACKEND\n", "loop")
@@ -47,6 +48,7 @@ def test_the_example_of_the_documentation_conforms(tmp_path: Path) -> None:
     assert skipped >= 1, "the example refuses activations and other dtypes with a reason"
 
 
+@pytest.mark.slow
 def test_a_faulty_backend_does_not_conform(tmp_path: Path) -> None:
     environment = install_backends(tmp_path, FAULT, "planted")
     done = run_suite(environment, "planted", "--device", "cpu", "--cases", "2", "-x", "-k", "jagged_m")
@@ -54,6 +56,7 @@ def test_a_faulty_backend_does_not_conform(tmp_path: Path) -> None:
     assert "no group owns" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_unknown_backend_is_said(tmp_path: Path) -> None:
     done = run_suite({**os.environ, "PYTHONPATH": str(ROOT)}, "tritn")
     assert done.returncode == 2
@@ -75,6 +78,7 @@ def test_cases_of_the_suite_see_faults(name: str) -> None:
         conformance.examine(conformance.case_of("jagged_m", "float32", mode="normal"), subject, device)
 
 
+@pytest.mark.slow
 def test_the_cpu_backend_conforms() -> None:
     done = run_suite(dict(os.environ), "cpu", "--device", "cpu", "--cases", "6", "-x")
     assert done.returncode == 0, done.stdout[-3000:]

@@ -68,6 +68,7 @@ print("RAN", ran)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["triton", "numba"])
 def test_emulated_backends(name: str) -> None:
     environment = {**os.environ, "MULTIGEMM_EMULATE": "1"}

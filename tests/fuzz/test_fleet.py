@@ -87,6 +87,7 @@ def test_shares_that_are_none(text: str) -> None:
     assert list(range(7))[bench_fleet.part("1/3")] == [1, 4]
 
 
+@pytest.mark.slow
 def test_a_campaign_under_torchrun_ends_in_one_summary(tmp_path: Path) -> None:
     said = torchrun(tmp_path, "fuzz", "--backends", "cpu", "--device", "cpu", "--examples", "21", "--json", "all.json")
     found: dict[str, Any] = json.loads((tmp_path / "all.json").read_text())
@@ -95,6 +96,7 @@ def test_a_campaign_under_torchrun_ends_in_one_summary(tmp_path: Path) -> None:
     assert said.count("rho max") == 1, "one table, of rank 0"
 
 
+@pytest.mark.slow
 def test_a_benchmark_under_torchrun_ends_in_one_report(tmp_path: Path) -> None:
     words = "--suite small --only small_cube_64,small_cube_128,small_g16 --backend cpu --peers none --device cpu"
     torchrun(tmp_path, "bench", *words.split(), "--floor", "1,0.01", "--budget-ms", "20", "--json-only", "--out", "all")

@@ -48,6 +48,7 @@ def test_right_kernels_do_not_notice() -> None:
     assert ran > 40
 
 
+@pytest.mark.slow
 def test_a_read_past_the_end_ends_the_process() -> None:
     code = (
         "import ctypes, torch\n"

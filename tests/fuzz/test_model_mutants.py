@@ -19,12 +19,14 @@ def test_there_are_enough_of_them() -> None:
     assert len(MUTANTS) >= 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_planted_fault_is_seen(name: str) -> None:
     kill = hunt_mutant(name)
     assert kill.killed, f"{name} survived {kill.tried} problems"
 
 
+@pytest.mark.slow
 def test_the_unplanted_kernel_is_accepted() -> None:
     subject, device = Subject(ModelBackend()), torch.device("cpu")
     for seed in range(UNPLANTED):
@@ -32,6 +34,7 @@ def test_the_unplanted_kernel_is_accepted() -> None:
         assert outcome.ok, f"seed {seed}: {outcome.findings}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EQUIVALENT)
 def test_harmless_changes_are_not_accused(name: str) -> None:
     faults, _ = EQUIVALENT[name]

@@ -99,6 +99,7 @@ def test_one_line_is_changed(root: Path, tmp_path: Path) -> None:
     assert [i + 1 for i, (x, y) in enumerate(zip(before, after, strict=True)) if x != y] == [site.line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "cupy"])
 def test_what_a_variant_is_compiled_to_is_known_without_a_gpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba's compiler takes several times as long, and is left out."""
@@ -122,6 +123,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHOSEN)
 def test_planted_faults_of_the_triton_kernel_are_seen(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
@@ -166,6 +168,7 @@ def test_hunts_go_on_with_problems_like_those_that_reach_the_line() -> None:
     assert {emulated.UNLISTED, emulated.SHARED} <= {chosen for _, chosen in drawn}
 
 
+@pytest.mark.slow
 def test_the_unchanged_kernel_survives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIGEMM_EMULATE", "1")
     site = sites.possible_changes("triton", root)[0]

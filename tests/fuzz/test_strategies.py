@@ -46,6 +46,7 @@ def test_unaligned_sizes_are_the_rule() -> None:
     assert odd > 350
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("limits", [Limits(), Limits(work=30_000), Limits(work=500), EMULATED, SMALL])
 def test_limits_hold(limits: Limits) -> None:

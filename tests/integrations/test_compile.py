@@ -15,6 +15,8 @@ import multigemm as mg
 from multigemm.nn import MoE
 from tests.support.torch_op_cases import FORMS, operands
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> None:
@@ -72,7 +74,6 @@ def test_every_form_compiles(form: str) -> None:
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-@pytest.mark.slow
 def test_inductor_gives_the_same() -> None:
     weight = torch.randn(3, 8, 5)
 

@@ -150,6 +150,7 @@ def test_what_the_steps_have_to_arrange_is_left_to_them(case: str) -> None:
     assert layer_with(**{**LAYER, **FOR_STEPS[case]}) is None
 
 
+@pytest.mark.slow
 def test_the_launches_in_an_interpreter_are_the_steps() -> None:
     pytest.importorskip("triton")
     done = subprocess.run(

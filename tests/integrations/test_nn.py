@@ -217,6 +217,7 @@ def start(ranks: int, scenario: str, folder: Path) -> list[subprocess.CompletedP
     return done
 
 
+@pytest.mark.slow
 @processes
 @pytest.mark.parametrize(("ranks", "scenario"), [(2, "agree"), (4, "agree"), (2, "dtensor")])
 def test_all_ranks_agree_with_one_process(ranks: int, scenario: str, tmp_path: Path) -> None:
@@ -226,6 +227,7 @@ def test_all_ranks_agree_with_one_process(ranks: int, scenario: str, tmp_path: P
         assert "fine" in result.stdout
 
 
+@pytest.mark.slow
 @processes
 def test_a_rank_that_dies_ends_the_others_with_a_clear_error(tmp_path: Path) -> None:
     began = time.monotonic()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 experts = importlib.import_module("multigemm.integrations.transformers")
 

@@ -108,6 +108,7 @@ def test_cpu(name: str, dtype: torch.dtype) -> None:
     assert verdict, verdict.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", EMULATED)
 def test_emulated_kernels(backend: str, tmp_path: Path) -> None:
     if find_spec(EMULATED[backend]) is None:

@@ -43,12 +43,14 @@ def test_overlaps_itself_is_exact(x: torch.Tensor) -> None:
     assert overlaps_itself(x) == (len(set(seen)) < len(seen))
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(views(), views())
 def test_a_meeting_is_exact(x: torch.Tensor, y: torch.Tensor) -> None:
     assert any(meetings([x], [y])) == bool(set(addresses(x)) & set(addresses(y)))
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(st.lists(views(), max_size=5))
 def test_first_shared_pair_finds_one_where_there_is_one(tensors: list[torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ SHOWS = {
 LIMIT = 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "match"),
     [
@@ -51,6 +52,7 @@ def test_no_example_is_forgotten() -> None:
     assert scripts == {*SHOWS, "own_backend/multigemm_padded.py"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SHOWS)
 def test_example(script: str) -> None:
     if "transformers" in script and importlib.util.find_spec("transformers") is None:

@@ -74,6 +74,7 @@ def test_each_section_is_complete_and_names_files_that_exist() -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", ON_CPU, ids=lambda s: s.title)
 def test_a_fault_shows_or_was_mended_since(section: Section, tmp_path: Path) -> None:
     here = {name: installed(name) for name in section.versions}

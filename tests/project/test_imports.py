@@ -30,6 +30,7 @@ def test_import_loads_neither_torch_nor_a_gpu_library() -> None:
     assert run(f"import sys, multigemm; print({heavy})") == "set()"
 
 
+@pytest.mark.slow
 def test_solving_on_the_cpu_loads_no_gpu_library() -> None:
     code = (
         "import sys, numpy as np, multigemm as mg; mg.grouped_gemm(np.ones((3, 2)), np.ones((2, 4)));"
@@ -51,6 +52,7 @@ def test_import_and_help_are_quick() -> None:
     assert all(t - bare < 0.15 for t in best.values()), best
 
 
+@pytest.mark.slow
 def test_public_names_are_all_there_and_stay_right() -> None:
     code = (
         "import multigemm as mg, multigemm.backends, multigemm.reference;"

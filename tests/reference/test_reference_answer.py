@@ -79,6 +79,7 @@ def test_forms_and_epilogue_against_rationals(form: Any, dtype: Any) -> None:
         assert (array[~mask] == 0).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10_000), beta=st.sampled_from([0, 1, -3, 2**31 - 1]), alpha=st.sampled_from([0, 1, -2, 70_000])

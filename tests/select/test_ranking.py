@@ -154,6 +154,7 @@ def test_ranks_of_a_process_group_choose_alike(
     assert len(trials) == 1
 
 
+@pytest.mark.slow
 def test_a_process_group_of_two_is_seen(tmp_path: Path) -> None:
     code = (
         "import sys, torch.distributed as d; from multigemm.select.measure_once import ranks_of_group as ranks;"

@@ -221,6 +221,7 @@ def test_grouped_mm_sees_legal_strides_on_single_rows() -> None:
     assert legal(torch.zeros(4, 24)[:, :13], True).stride() == (24, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("acc", "out"),
     [(torch.int32, torch.int32), (torch.float64, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]

@@ -94,6 +94,7 @@ FORMS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("jagged", ["m", "k"])
 def test_a_hit_gives_what_the_whole_way_gives(

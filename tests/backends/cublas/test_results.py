@@ -26,6 +26,8 @@ from tests.support import cublas_fake
 from tests.support.cublas_fake import CUDA, Fake, HostCublas, install
 from tests.support.cublas_far_cases import ARENA, DTYPES, Far, Placed, cases, limit, reserved
 
+pytestmark = pytest.mark.slow
+
 TYPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"c_dtype": "float32", "bias_dtype": "bfloat16", "out_dtype": "bfloat16", "activation": "gelu"},
     "float64": {"c_dtype": "float64", "bias_dtype": "float32", "out_dtype": "float16", "activation": None},

@@ -83,6 +83,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "precision"), KINDS, ids=lambda x: str(x).removeprefix("torch."))
 @pytest.mark.parametrize(
     ("a", "b", "arch", "config"),
@@ -114,6 +115,7 @@ def test_copying_kernel_compiles_without_spills(arch: str) -> None:
     assert report(hopper.COPY_SOURCE, arch)[1] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [configs.SMALL_32, configs.SMALL_64, configs.SMALL_DEEP], ids=["32", "64", "deep"])
 @pytest.mark.parametrize(
     ("problem", "arch"),
@@ -149,6 +151,7 @@ PLAIN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "config"), PLAIN)
 def test_hopper_kernel_does_not_spill_in_its_consumers(problem: ProblemSpec, config: Config) -> None:
     registers, spilled = report(hopper.source(problem, config), "sm_90a")
@@ -156,6 +159,7 @@ def test_hopper_kernel_does_not_spill_in_its_consumers(problem: ProblemSpec, con
     assert spilled <= 96, "a few words round the loops are harmless; an accumulator in memory is not"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "config"),
     [
@@ -171,6 +175,7 @@ def test_hopper_shift_b_kernel_does_not_spill(problem: ProblemSpec, config: Conf
     assert registers * hopper.THREADS <= REGISTERS_PER_SM and spilled == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", configs.SMALL_LISTS[1:], ids=lambda c: f"{c.rows}x{c.stages}")
 @pytest.mark.parametrize(("a", "b"), [("row", "row"), ("row", "col"), ("col", "row")])
 def test_small_list_kernel_compiles_without_spills(a: Order, b: Order, config: Config) -> None:
@@ -181,6 +186,7 @@ def test_small_list_kernel_compiles_without_spills(a: Order, b: Order, config: C
     assert ptx_of(source, "sm_90a").count(f"m64n{config.rows}k16") >= 4
 
 
+@pytest.mark.slow
 def test_hopper_shift_b_multiplies_weights_from_registers() -> None:
     source = hopper_shift_b.source(spec(b="col"), configs.SHIFT_B_NARROW)
     text = ptx_of(source, "sm_90a")
@@ -198,6 +204,7 @@ def test_nothing_may_take_the_registers_of_products_under_way() -> None:
     assert order == (["mma_async"] * 4 + ["commit_group", "wait_group"]) * (len(products) // 4)
 
 
+@pytest.mark.slow
 def test_the_main_loop_is_wgmma_for_every_width_of_the_config() -> None:
     """Read in PTX, which NVRTC gives without a disassembler: 4 instructions of k = 16 per width, in each of the loops.
 
@@ -210,12 +217,14 @@ def test_the_main_loop_is_wgmma_for_every_width_of_the_config() -> None:
     assert "setmaxnreg" in ptx_of(source, "sm_90a") and "multicast::cluster" in ptx_of(source, "sm_90a")
 
 
+@pytest.mark.slow
 def test_the_hopper_kernel_never_waits_until_the_whole_gpu_sees_its_writes() -> None:
     """A cluster's barrier with release does, which took 0.4 us at the start and as much again at the end."""
     text = ptx_of(hopper.source(spec(), configs.WIDE), "sm_90a")
     assert text.count("barrier.cluster.arrive") == 1 and "barrier.cluster.arrive.relaxed" in text
 
 
+@pytest.mark.slow
 def test_the_compiler_knows_that_a_warps_role_is_uniform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without the shuffle it would keep what follows from the role once per lane: a tenth more code, all of it cold."""
     source, shuffled = hopper.source(spec(), configs.SINGLE), "__shfl_sync(~0u, threadIdx.x >> 5, 0)"
@@ -227,6 +236,7 @@ def test_the_compiler_knows_that_a_warps_role_is_uniform(monkeypatch: pytest.Mon
     assert kept < 0.95 * len(compile_source(source, "sm_90a")[0])  # the headers have been read by now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [configs.NARROW, configs.TURNS], ids=["late", "turns"])
 def test_results_of_jagged_k_leave_by_the_copy_engine_where_it_can_store_them(config: Config) -> None:
     problem = spec(a="col", form="jagged_k")
@@ -235,6 +245,7 @@ def test_results_of_jagged_k_leave_by_the_copy_engine_where_it_can_store_them(co
     assert "cp.async.bulk.tensor.5d.global.shared" not in cut and "stmatrix" in cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_warp_has_read_its_tile_before_a_lane_writes_the_next_one(arch: str) -> None:
     """All lanes of the generic kernel read the number of the tile, and the first one writes the next one there."""

@@ -52,6 +52,7 @@ def kernels(problem: ProblemSpec) -> list[str]:
     return [config.kernel for config in choice.candidates(problem, GPU)]
 
 
+@pytest.mark.slow
 def test_is_a_backend_and_imports_nothing_heavy() -> None:
     assert isinstance(BACKEND, Backend)
     program = "import sys, multigemm.backends.numba; print([m for m in ('numba', 'llvmlite') if m in sys.modules])"

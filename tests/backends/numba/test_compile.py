@@ -65,6 +65,7 @@ def number(pattern: str, log: str) -> int:
     return int(found.group(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "signature"),
     [*((config, PLAIN) for config in
@@ -84,6 +85,7 @@ def test_shipped_config_fits_the_registers(config: Config, signature: Signature)
     assert image.entry.encode() in image.cubin
 
 
+@pytest.mark.slow
 def test_tensor_core_kernels_use_tensor_cores() -> None:
     wide = build.to_ptx(HOPPER_NARROW, PLAIN, HOPPER_GPU)
     for opcode in (
@@ -134,6 +136,7 @@ def test_tiles_begin_where_16_bytes_can_be_copied(kind: str, high: int) -> None:
         assert sum(rows for _, rows in seen) == m
 
 
+@pytest.mark.slow
 def test_a_kernel_is_compiled_once_and_then_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIGEMM_CACHE_DIR", str(tmp_path))
     settings.cache_clear()

@@ -54,6 +54,7 @@ def test_the_kernel_of_a_config_is_loaded_once(fake: FakeDriver) -> None:
     assert "cuModuleUnload" not in fake.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("form", ["masked", "per_group"])
 def test_a_launch_keeps_its_workspace_alive_and_no_operand(form: str, config: Config, fake: FakeDriver) -> None:

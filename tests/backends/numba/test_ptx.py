@@ -49,6 +49,7 @@ def to_ptx(case: Case) -> str:
     return str(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_compiles_to_its_instruction(name: str) -> None:
     text = to_ptx(ALL[name])

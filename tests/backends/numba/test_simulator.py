@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("numba_cuda", reason="pip install 'multigemm[numba]'")
 
 ROOT = Path(__file__).parents[3]

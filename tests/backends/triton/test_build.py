@@ -26,6 +26,7 @@ def compiled(capability: int, folder: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_shipped_kernels_compile_without_spills(capability: int, tmp_path: Any) -> None:
     reports = compiled(capability, tmp_path)
@@ -38,6 +39,7 @@ def test_shipped_kernels_compile_without_spills(capability: int, tmp_path: Any) 
     assert any(r["kernel"].startswith("hopper") for r in reports) == (capability == 90)
 
 
+@pytest.mark.slow
 def test_a_second_process_loads_what_the_first_compiled(tmp_path: Any) -> None:
     code = (
         "import sys, torch; from multigemm.backends.triton import build as c, shipped as s;"
@@ -57,6 +59,7 @@ def test_a_second_process_loads_what_the_first_compiled(tmp_path: Any) -> None:
     assert first[2:] == second[2:]
 
 
+@pytest.mark.slow
 def test_products_of_shifted_weights_overlap(tmp_path: Any) -> None:
     """ptxas lets each wgmma wait for the one before where a register that one reads is written in between, and only
     tells a log that nobody reads. Then every product would be followed by a wait for all."""
