@@ -28,10 +28,12 @@ def test_every_kind_is_drawn() -> None:
     assert not wanted - seen
 
 
+@pytest.mark.slow
 def test_the_cpu_backend_is_right() -> None:
     assert list(findings(registry.get("cpu"), 300)) == []
 
 
+@pytest.mark.slow
 def test_the_unplanted_model_is_accepted() -> None:
     assert list(findings(ModelBackend(), 150)) == []
 
