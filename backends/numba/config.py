@@ -25,7 +25,7 @@ NAMES = {
 }
 
 STAGE_BYTES = 128
-"""Of k, to a multiple of which the kernels that copy stages fill K up; as layout.ROW_BYTES."""
+"""Of k, to a multiple of which the kernels that copy stages fill K up; as `ROW_BYTES`."""
 VECTOR = 16
 """Bytes of the widest copy, to which fast operands are aligned."""
 

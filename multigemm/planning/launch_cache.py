@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from array import array
 from itertools import accumulate
 from operator import sub
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ GPU_BITS, CPU_BITS = 255, 15
 BROKEN = -1
 """Rows of an entry of which nothing is known, since its resizing was interrupted; another one takes its place."""
 COUNTED = 1 << 30
-"""Elements, from which on the number of rows may decide how a kernel counts."""
+"""Rows or elements, from which on the number of rows may decide how a kernel, or an offset, counts."""
 _PLAIN = frozenset((Tensor, Parameter))
 _WHOLE_NUMBERS: tuple[set[type], ...] = ({int}, set())
 _INDEX_TYPES = frozenset((np.dtype(np.int32).char, np.dtype(np.int64).char))
@@ -164,7 +164,7 @@ def _class_key(key: Key, call: Call) -> Key | None:
         return None
     rows, depth = a.shape
     groups = key[GROUPS] if isinstance(cut, Tensor) and not cut.is_cpu else _host_class(kind, cut)
-    if groups is None or rows > a.stride(1) > 1:
+    if groups is None or rows > a.stride(1) > 1 or rows >= COUNTED:
         return None
     if _reach(a) >= COUNTED * a.element_size() or rows * b.shape[2] >= COUNTED:
         return None
@@ -467,7 +467,7 @@ class LaunchCache:
         self._entries: dict[Key, Any] = {}
         self._seen: dict[int, None] = {}
         self._bytes = 0
-        self._lock = Lock()
+        self._lock = RLock()  # a finaliser that calls may run while it is held
         self.served = 0
         """Calls that an entry has served, for tests."""
 
@@ -535,7 +535,8 @@ class LaunchCache:
             old = self._entries.pop(key, None)
             self._bytes += entry.workspace - (0 if old is None else old.workspace)
             while self._entries and (len(self._entries) >= ENTRIES or self._bytes > WORKSPACE):
-                self._bytes -= self._entries.pop(next(iter(self._entries))).workspace
+                old = self._entries.pop(next(iter(self._entries)))
+                self._bytes -= old.workspace
             self._entries[key] = entry
 
     def clear(self) -> None:

@@ -22,7 +22,7 @@ import multigemm as mg
 from multigemm.backend import Availability, Recipe
 from multigemm.cuda.arguments import OPERANDS
 from multigemm.planning import launch_cache
-from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.planning.launch_cache import LAUNCHES, LaunchCache
 from multigemm.planning.operands import Operands
 from multigemm.select import choose
 from multigemm.select.ranking import lock_of
@@ -436,6 +436,14 @@ def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
     assert tokens_key(rows[:1], [1, 0]) != tokens_key(rows[:2], [1, 1])
 
 
+def test_counts_past_31_bits_have_no_class_even_where_nothing_is_multiplied() -> None:
+    """Their offsets are int64 on the device, where those of a class are int32."""
+    rows, b = torch.empty(2**31, 0), torch.ones(2, 0, 0)
+    given: Any = OnGpu(rows)
+    call: Any = ("m", given, b, "sizes", [2**31 - 1, 1], None, None, None, None)
+    assert launch_cache._class_key(tuple(range(16)), call) is None
+
+
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on CPU tensors have classes, as those on a GPU do."""
@@ -545,6 +553,33 @@ def test_an_entry_for_many_token_counts_is_not_entered_twice(follower: Following
     assert entry.run(call) is None
     entry._busy = False
     assert entry.run(call) is not None
+
+
+class Calling:
+    """An entry whose finaliser asks the cache that dropped it, as a finaliser that calls `grouped_gemm` would."""
+
+    workspace = 0
+
+    def __init__(self, cache: LaunchCache, asked: list[bool]) -> None:
+        self._cache, self._asked = cache, asked
+
+    def __del__(self) -> None:
+        self._asked.append(self._cache.comes_again(("another",)))
+
+
+def test_a_finaliser_that_runs_while_the_cache_drops_an_entry_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_cache, "ENTRIES", 1)
+    cache, asked = LaunchCache(), list[bool]()
+
+    def fill() -> None:
+        for name in ("one", "two", "three"):
+            cache.keep((name,), Calling(cache, asked))
+
+    filling = threading.Thread(target=fill, daemon=True)
+    filling.start()
+    filling.join(timeout=10)
+    assert not filling.is_alive()
+    assert asked == [False, True]
 
 
 def test_a_new_choice_clears_the_cache(follower: Following) -> None:

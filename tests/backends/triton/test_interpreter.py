@@ -397,7 +397,7 @@ def test_no_count_is_read_behind_the_last_one() -> None:
 @pytest.mark.parametrize("sizes", [[(40, 20), (0, 9), (17, 33)], [(g * 7 % 50, 30 - g) for g in range(23)]])
 @pytest.mark.parametrize("width", [1, 3])
 def test_the_device_walks_as_the_host_model_does(sizes: list[tuple[int, int]], width: int) -> None:
-    """`schedule.TileWalk` is shown to visit each tile once, for any sizes: the kernels' own walk has to be that one."""
+    """`tiles.TileWalk` visits each tile once, as its own test shows: the kernels' walk has to be that one."""
     global locate, pivots, place, tl  # a kernel sees the names of its module only
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
