@@ -31,6 +31,7 @@ _HOME = {
     "InvalidProblem": "errors",
     "InvalidSetting": "errors",
     "UnknownBackend": "errors",
+    "UnknownKeyword": "errors",
     "BackendUnsupported": "errors",
     "BackendUnavailable": "errors",
     "NotCapturable": "errors",
@@ -50,6 +51,7 @@ __all__ = [
     "Plan",
     "ProblemSpec",
     "UnknownBackend",
+    "UnknownKeyword",
     "Verdict",
     "__version__",
     "benchmark",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
         MultigemmError,
         NotCapturable,
         UnknownBackend,
+        UnknownKeyword,
     )
     from multigemm.planning.plan import Plan
     from multigemm.problem.problem import GroupedGemmProblem

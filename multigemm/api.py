@@ -6,22 +6,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Never, Unpack, overload
 
 import torch
 from torch.compiler import is_compiling
 
+from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.planning import binding, launch_cache
 from multigemm.planning.binding import refuse_quantised_gradients
 from multigemm.planning.launch_cache import LAUNCHES, Key, key_of, one_cut
 from multigemm.planning.plan import Plan
 from multigemm.problem.no_dynamo import no_dynamo
-from multigemm.problem.problem import GroupedGemmProblem, checked
+from multigemm.problem.problem import GroupedGemmProblem, Keywords, checked
 from multigemm.select import explain as select_explain
 from multigemm.select import registry
 from multigemm.select.choose import Which, choose
 from multigemm.select.explain import Explanation
 from multigemm.tracing import grouped_gemm as traced_grouped_gemm
+
+KEYWORDS = (*Keywords.__annotations__, "backend", "config")
+"""What `grouped_gemm` takes besides a and b."""
 
 
 def grouped_gemm(
@@ -35,7 +39,7 @@ def grouped_gemm(
     valid_rows: Any = None,
     c: Any = None,
     alpha: float = 1.0,
-    beta: float = 0.0,
+    beta: float | None = None,
     bias: Any = None,
     activation: str | None = None,
     out: Any = None,
@@ -51,6 +55,7 @@ def grouped_gemm(
     accumulate: str = "promoted",
     backend: Which = "auto",
     config: Any = None,
+    **unknown: Never,
 ) -> Any:
     """Many matrix products of different shapes in one call.
 
@@ -59,7 +64,9 @@ def grouped_gemm(
     Args:
         a, b: the operands, packed ([T, K] and [G, K, N], say) or as lists of matrices.
         offsets, sizes, ends: one of them cuts the packed operands into groups.
-        jagged: the direction that they cut: "m", "n" or "k".
+        jagged: the direction that they cut: "m", "n" or "k". Weight gradients (a [M, T], b [T, N]) need "k", also where
+            the extents are equal and "m" would fit.
+        beta: the factor of c; 1 by default where c is given, else 0. An explicit 0 never reads c.
         scale_a, scale_b, zero_b, b_format, accumulate: of quantised operands (docs/quantised-operands.md).
         backend: a name (that one and no other), several names (the first that can) or "auto" (the fastest that can; a
             first call of a class may measure, MULTIGEMM_MEASURE=0 forbids it).
@@ -71,6 +78,7 @@ def grouped_gemm(
 
     Raises:
         InvalidProblem: the arguments have no meaning; the text names the value, the limit and the remedy.
+        UnknownKeyword: there is no such keyword; the text names what was probably meant.
         BackendUnsupported, BackendUnavailable: no backend that was asked for can solve it here, and why.
 
     Example:
@@ -79,6 +87,8 @@ def grouped_gemm(
         >>> out.shape
         torch.Size([6, 2])
     """
+    for name in unknown:
+        raise UnknownKeyword(unknown_keyword_text("grouped_gemm", name, KEYWORDS))
     if is_compiling():  # a graph holds the torch operator, not this code
         return traced_grouped_gemm(
             a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
@@ -145,20 +155,96 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
     return launch_cache.solve(choose(problem, backend, config, eager=True), problem)
 
 
+@overload
+def plan(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Plan: ...
+
+
+@overload
+def plan(a: Any, b: Any, *, backend: Which = "auto", config: Any = None, **keywords: Unpack[Keywords]) -> Plan: ...
+
+
 @no_dynamo
-def plan(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Plan:
-    """A plan: compiled, bound, with its output allocated; calling it only launches."""
-    binding.refuse_gradients(checked(problem))
+def plan(*args: Any, **keywords: Any) -> Plan:
+    """A plan: compiled, bound, with its output allocated; calling it only launches.
+
+    Args:
+        problem: what to compute; or `a`, `b` and the keywords of `grouped_gemm` in its place.
+        backend, config: as for `grouped_gemm`.
+
+    Returns:
+        The plan. `plan()` reads the operands where they lie; `plan.run(problem)` solves another problem of the spec.
+
+    Raises:
+        InvalidProblem: the arguments have no meaning, or an input requires grad.
+        BackendUnsupported, BackendUnavailable: no backend that was asked for can solve it here, and why.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> mg.plan(torch.ones(6, 4), torch.ones(3, 4, 2), sizes=[1, 0, 5], backend="cpu")().shape
+        torch.Size([6, 2])
+    """
+    problem, backend, config = _posed("plan", args, keywords)
+    binding.refuse_gradients(problem)
     return Plan(choose(problem, backend, config), problem)
 
 
+@overload
+def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation: ...
+
+
+@overload
+def explain(
+    a: Any, b: Any, *, backend: Which = "auto", config: Any = None, **keywords: Unpack[Keywords]
+) -> Explanation: ...
+
+
 @no_dynamo
-def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
-    """Why `solve(problem, backend, config)` would run what it runs; measures as that would.
+def explain(*args: Any, **keywords: Any) -> Explanation:
+    """Why `grouped_gemm` or `solve` would run what it runs, given the same arguments; measures as that would.
 
     A plan may get another backend of a short product: for an eager call the host's time counts, too.
+
+    Args:
+        problem: what to compute; or `a`, `b` and the keywords of `grouped_gemm` in its place.
+        backend, config: as for `grouped_gemm`.
+
+    Returns:
+        The explanation, which prints as a table.
+
+    Raises:
+        InvalidProblem: the arguments have no meaning.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> mg.explain(torch.ones(6, 4), torch.ones(3, 4, 2), sizes=[1, 0, 5], backend="cpu").chosen
+        'cpu'
     """
-    return select_explain.explain(checked(problem), backend, config)
+    return select_explain.explain(*_posed("explain", args, keywords))
+
+
+Posed = tuple[GroupedGemmProblem, Which, Any]
+
+
+def _posed(function: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Posed:
+    """The problem, backend and config of a call with a problem, or with the arguments of `grouped_gemm`."""
+    for name in keywords.keys() - {"problem", "a", "b", *KEYWORDS}:
+        raise UnknownKeyword(unknown_keyword_text(function, name, KEYWORDS))
+    if "problem" in keywords or (args and isinstance(args[0], GroupedGemmProblem)):
+        if more := keywords.keys() - {"problem", "backend", "config"}:
+            names = ", ".join(sorted(more))
+            raise InvalidProblem(f"{function} got a problem and {names}: give these to GroupedGemmProblem(a, b, ...)")
+        return _with_problem(*args, **keywords)
+    if len(args) + len(keywords.keys() & {"a", "b"}) != 2:
+        given = f"a {type(args[0]).__name__}" if args else "missing"
+        raise InvalidProblem(
+            f"problem is {given}: pass a GroupedGemmProblem, or a, b and the keywords of grouped_gemm by name"
+        )
+    backend, config = keywords.pop("backend", "auto"), keywords.pop("config", None)
+    return GroupedGemmProblem(*args, **keywords), backend, config
+
+
+def _with_problem(problem: Any, backend: Which = "auto", config: Any = None) -> Posed:
+    return checked(problem), backend, config
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ Anything else that escapes from multigemm is a bug and is meant to be loud.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,29 @@ class MultigemmError(Exception):
 
 class InvalidProblem(MultigemmError, ValueError):
     """The problem itself has no meaning; the text names the value seen, the limit and the remedy."""
+
+
+VIEW = "pass {0}.transpose(1, 2), a view ({0}.swapaxes(1, 2) of a NumPy or CuPy array)"
+FROM_OTHERS = {
+    "offs": "torch's offs are ends= here",
+    **dict.fromkeys(("group_sizes", "batch_sizes", "m_sizes", "m_splits", "tokens_per_expert"), "that is sizes= here"),
+    **dict.fromkeys(("group_offsets", "seg_indptr"), "that is offsets= here"),
+    **dict.fromkeys(("dtype", "output_dtype", "preferred_element_type"), "that is out_dtype= here"),
+    **dict.fromkeys(("trans_a", "transpose_a"), VIEW.format("a")),
+    **dict.fromkeys(("trans_b", "transpose_b", "transpose_rhs"), VIEW.format("b")),
+}
+"""Keywords of other libraries' grouped products, and what is written here."""
+
+
+class UnknownKeyword(InvalidProblem, TypeError):
+    """A keyword that a function does not take; the text names what was probably meant."""
+
+
+def unknown_keyword_text(function: str, keyword: str, known: tuple[str, ...]) -> str:
+    """The text of an UnknownKeyword: the nearest of the known keywords, or what another library's is here."""
+    near = difflib.get_close_matches(keyword, known, n=1)
+    hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}"
+    return f"{function}() takes no keyword {keyword}=: {FROM_OTHERS.get(keyword, hint)}"
 
 
 class InvalidSetting(MultigemmError, ValueError):

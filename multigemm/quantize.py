@@ -267,7 +267,7 @@ def _cut(offsets: Any, sizes: Any, ends: Any, jagged: str, x: Tensor, axis: str,
     if not axis or (offsets is None and sizes is None and ends is None):
         return None
     along = x.shape[-1] if (axis == "k") == (side == "a") else x.shape[-2]
-    return make_grouping(offsets, sizes, ends, groups=None, total=along, device=x.device, full=False)
+    return make_grouping(offsets, sizes, ends, groups=None, total=along, device=x.device, full=False, others={})
 
 
 def _scales(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.errors import InvalidProblem
+from multigemm.errors import InvalidProblem, unknown_keyword_text
 from multigemm.problem.arrays import dtype_of
 from multigemm.torch_internals import run_while_tracing
 
@@ -22,6 +22,7 @@ def _register() -> None:
 
 
 run_while_tracing(_register)  # Dynamo cannot trace an import
+run_while_tracing(unknown_keyword_text)  # nor difflib
 
 
 def grouped_gemm(

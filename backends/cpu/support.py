@@ -29,7 +29,8 @@ class CpuBackend:
         reasons = quantised_reasons(spec, takes=("float8", "weights"))
         if device.type != "cpu":
             reasons.append(
-                f"the operands are on {device}, but this backend works in host memory: move them with .cpu()"
+                f"the operands are on {device}, but this backend works in host memory: move them (torch: .cpu(), "
+                "CuPy: .get())"
             )
         if spec.compute not in (*INPUT_DTYPES, *FLOAT8):
             reasons.append(f"compute dtype {spec.compute} is unknown: use one of {', '.join(map(str, INPUT_DTYPES))}")

@@ -23,7 +23,7 @@ def availability() -> Availability:
     if torch.version.cuda is None:
         return Availability(False, f"this torch ({torch.__version__}) was built without CUDA", install)
     if not torch.cuda.is_available():
-        return Availability(False, "torch sees no CUDA GPU", "")
+        return Availability(False, "installed, but torch sees no CUDA GPU")
     from multigemm.backends.cublas.library import cublas, grouped_matmul
     from multigemm.cuda import nvrtc
 

@@ -32,7 +32,8 @@ def availability() -> Availability:
     if importlib.util.find_spec("cupy") is None:
         return Availability(False, "the package cupy is not installed", INSTALL)
     if not torch.cuda.is_available():
-        return Availability(False, "torch sees no CUDA GPU: it takes a CUDA build of torch on a machine with one")
+        why = "installed, but torch sees no CUDA GPU: it takes a CUDA build of torch on a machine with one"
+        return Availability(False, why)
     try:
         import cupy
         from cupy.cuda import nvrtc
@@ -49,7 +50,8 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         return reasons
     reasons = []
     if device.type != "cuda":
-        reasons.append(f"the operands are on {device}; this backend runs on CUDA devices: move them with .cuda()")
+        move = "move them there (torch: .cuda(), NumPy: cupy.asarray)"
+        reasons.append(f"the operands are on {device}; this backend runs on CUDA devices: {move}")
     elif torch.cuda.is_available() and torch.cuda.get_device_capability(device) < OLDEST:
         seen = ".".join(map(str, torch.cuda.get_device_capability(device)))
         reasons.append(f"{device} has compute capability {seen}; the kernels need 8.0 or later: use another backend")

@@ -69,7 +69,7 @@ def _availability(emulate: bool) -> Availability:
         why = "numba was imported before multigemm; set NUMBA_ENABLE_CUDASIM=1 beside MULTIGEMM_EMULATE=1"
         return Availability(False, f"numba's CUDA simulator is off: {why}", version=found)
     if not torch.cuda.is_available():
-        why = "torch sees no CUDA device; set MULTIGEMM_EMULATE=1 to run on CPU tensors in numba's simulator"
+        why = "installed, but torch sees no CUDA GPU; MULTIGEMM_EMULATE=1 runs numba's simulator on CPU tensors"
         return Availability(False, why, version=found)
     return Availability(not compiler_obstacle(), compiler_obstacle(), version=found)
 

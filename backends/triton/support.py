@@ -47,8 +47,8 @@ def availability() -> Availability:
         return Availability(not reason, reason, version=version, emulated=True)
     if torch.cuda.is_available():
         return Availability(True, version=version, emulated=False)
-    return Availability(False, "no CUDA device is visible; MULTIGEMM_EMULATE=1 runs Triton's interpreter on the CPU",
-                        version=version)  # fmt: skip
+    return Availability(False, "installed, but torch sees no CUDA GPU; MULTIGEMM_EMULATE=1 runs Triton's interpreter "
+                        "on CPU tensors", version=version)  # fmt: skip
 
 
 def _device_reasons(device: torch.device) -> list[str]:

@@ -1,4 +1,4 @@
-"""`multigemm info`: what is here, what is missing, and the command that installs it."""
+"""`multigemm info`: what is here, what is missing and the command that installs it, what is unusable and why."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def as_text(state: dict[str, Any]) -> str:
     lines.append("backends:")
     for b in state["backends"]:
         note = "emulated on the CPU" if b["emulated"] else b["version"]
-        text = f"here      {note}" if b["available"] else f"missing   {b['reason']}"
+        absent = "missing " if b["install"] else "unusable"  # what is installed needs something else
+        text = f"here      {note}" if b["available"] else f"{absent}  {b['reason']}"
         lines.append(f"  {b['name']:8} {text}" + (f"  [{b['install']}]" if b["install"] and not b["available"] else ""))
     lines.append("settings (environment variables):")
     lines += [f"  {k}={'' if v is None else v}  ({state['settings_doc'][k]})" for k, v in state["settings"].items()]

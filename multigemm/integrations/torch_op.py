@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigemm.errors import InvalidProblem
+from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
 from multigemm.planning.launch_cache import LAUNCHES, key_of, one_cut
@@ -36,7 +36,7 @@ from multigemm.torch_internals import (
 SCHEMA = (
     "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? sizes=None, Tensor? ends=None, "
     "Tensor? valid_rows=None, Tensor? c=None, Tensor? bias=None, Tensor? scale_a=None, Tensor? scale_b=None, "
-    "Tensor? zero_b=None, *, str jagged='m', float alpha=1.0, float beta=0.0, "
+    "Tensor? zero_b=None, *, str jagged='m', float alpha=1.0, float? beta=None, "
     "str? activation=None, ScalarType? out_dtype=None, str precision='ieee', "
     "bool deterministic=True, bool? batch_invariant=None, str backend='auto', str grad_backend='auto', "
     "str? b_format=None, str accumulate='promoted') -> Tensor"
@@ -51,8 +51,34 @@ DEFAULTS = {x.name: x.default_value for x in overload._schema.arguments if x.kwa
 
 
 def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
-    """The operator as a function, with the keywords of `multigemm.grouped_gemm` that a graph can hold."""
-    return packet(a, b, **keywords)  # type: ignore[no-any-return]
+    """The operator as a function, with the keywords of `multigemm.grouped_gemm` that a graph can hold.
+
+    Raises:
+        InvalidProblem: an argument that the operator does not take, in words that `torch.ops` does not have.
+    """
+    try:
+        return packet(a, b, **keywords)  # type: ignore[no-any-return]
+    except (TypeError, RuntimeError):  # torch's of a call that is not of the schema, or of the launch
+        _refuse_arguments({"a": a, "b": b, **keywords})
+        raise
+
+
+def _refuse_arguments(given: dict[str, Any]) -> None:
+    """Refuses what the schema does not hold: keywords, lists for tensors, lists of backends."""
+    kinds = {x.name: str(x.type) for x in overload._schema.arguments}
+    for name, x in given.items():
+        if name not in kinds:
+            raise UnknownKeyword(unknown_keyword_text("multigemm.integrations.grouped_gemm", name, tuple(kinds)))
+        if "Tensor" in kinds[name] and not isinstance(x, Tensor | None):
+            remedy = f"pass torch.as_tensor({name}, device=a.device)"
+            if name in ("a", "b"):
+                remedy = "pass tensors"
+            raise InvalidProblem(
+                f"{name} is a {type(x).__name__}, and the torch operator takes a tensor: {remedy}, or call "
+                "multigemm.grouped_gemm, which takes lists and other libraries' arrays"
+            )
+        if name in ("backend", "grad_backend") and not isinstance(x, str):
+            raise InvalidProblem(f"{name}={x!r}: the torch operator takes one text: join the names by commas")
 
 
 # --- real tensors: the launch cache first, else the whole way ---------------------------------------
@@ -123,7 +149,7 @@ def result_like(
     a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
     valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None,
     scale_a: Tensor | None = None, scale_b: Tensor | None = None, zero_b: Tensor | None = None, *, jagged: str = "m",
-    alpha: float = 1.0, beta: float = 0.0, activation: str | None = None, out_dtype: torch.dtype | None = None,
+    alpha: float = 1.0, beta: float | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
     precision: str = "ieee", b_format: str | None = None, accumulate: str = "promoted", **_: Any,
 ) -> Tensor:  # fmt: skip
     """An empty tensor of the result's shape and dtype; refuses what the operator would refuse."""
@@ -155,8 +181,8 @@ def result_like(
             epilogue.scalar(x, name, compute)
     if c is not None:
         result.fit(c, "c")
-    elif beta != 0:
-        raise InvalidProblem(f"beta={beta} needs c: pass it, or leave beta at 0")
+    elif beta is not None and beta != 0:
+        raise InvalidProblem(f"beta={beta} needs c: pass it, or leave beta out")
     if bias is not None:
         result.fit_bias(bias)
     return a.new_empty(result.shape[squeezed:], dtype=dtype)
@@ -180,6 +206,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], given: dict[str, Any], output: Tens
     """What the backward pass reads: the operands; C and bias only to form a pre-activation anew."""
     a, b, *cuts, c, bias = inputs[:8]  # what has scales has no gradient
     options = DEFAULTS | given  # the dispatcher drops what is at its default
+    options["beta"] = epilogue.default_beta(options["beta"], c)
     relu = options["activation"] == "relu"
     again = options["activation"] is not None and not relu
     ctx.save_for_backward(a, b, *cuts, c if again else None, bias if again else None, output if relu else None)

@@ -8,7 +8,7 @@ that it `syncs`.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Never, NoReturn
 
 from multigemm.backend import Launch
 from multigemm.errors import InvalidProblem, MultigemmError
@@ -53,7 +53,12 @@ class Plan:
         self._result = caller_result(problem, self._out)
 
     @no_dynamo
-    def __call__(self) -> Any:
+    def __call__(self, *operands: Never, **keywords: Never) -> Any:
+        if operands or keywords:
+            raise InvalidProblem(
+                "a plan is called without arguments and reads the operands that it was made with: write new values "
+                "into them, or solve another problem of the same spec by plan.run(GroupedGemmProblem(a, b, ...))"
+            )
         self._launch()
         return self._result
 

@@ -27,7 +27,7 @@ def compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     """The dtype that products are formed in; raises for a mix without a rule."""
     for name, dtype in (("a", a), ("b", b)):
         if dtype not in INPUT_DTYPES:
-            raise InvalidProblem(f"{name} has dtype {dtype}; supported: {_names(INPUT_DTYPES)}: call .to() on it")
+            raise InvalidProblem(f"{name} has dtype {dtype}; supported: {_names(INPUT_DTYPES)}: convert it")
     if (a is torch.int8) != (b is torch.int8):
         weights = "; 16 bits multiply int8 weights by their scale_b" if b is torch.int8 and a in HALVES else ""
         raise InvalidProblem(f"a is {a} and b is {b}: int8 multiplies int8 only; convert one of them{weights}")
@@ -52,6 +52,13 @@ def inputs_for(out_dtype: Any) -> torch.dtype:
     """The dtype of the operands of no products at all, which say none: what gives such a result."""
     whole = out_dtype is not None and dtype_of(out_dtype, "out_dtype") is torch.int32
     return torch.int8 if whole else torch.float32
+
+
+def default_beta(beta: Any, c: Any) -> Any:
+    """beta as given; left out, it is 1 where there is a c to add, else 0."""
+    if beta is not None:
+        return beta
+    return 0.0 if c is None else 1.0
 
 
 def scalar(x: Any, name: str, compute: torch.dtype) -> float:

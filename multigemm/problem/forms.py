@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem
+from multigemm.problem.arrays import Kind
 from multigemm.problem.spec import Form
 
 
@@ -23,6 +24,10 @@ class Extents(NamedTuple):
     def along(self, direction: str) -> int:
         """The extent along "m", "n" or "k"."""
         return self.m if direction == "m" else self.n if direction == "n" else self.k
+
+    def other_cuts(self) -> dict[str, int]:
+        """What else two matrices that were cut along m could be cut along, and its extent."""
+        return {"k": self.k, "n": self.n} if self.form == "jagged_m" and self.groups is None else {}
 
     def result_shape(self, groups: int) -> tuple[int, ...]:
         """The shape of the result."""
@@ -47,11 +52,24 @@ ALLOWED = {
     "batched": {(3, 3)},
 }
 
+FOLDED = {"jagged_m": (2, 3), "masked": (3, 3), "batched": (3, 3)}
+"""The ranks to which the leading dimensions of a and b can be folded."""
 
-def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool, squeezed: bool = False) -> Extents:
+
+def infer(
+    a: Tensor,
+    b: Tensor,
+    *,
+    jagged: str,
+    grouped: bool,
+    masked: bool,
+    squeezed: bool = False,
+    kind: Kind = "torch",
+) -> Extents:
     """The form and its extents; raises InvalidProblem with the shapes seen and the shapes wanted.
 
-    `squeezed`: the caller gave two matrices, and knows nothing of the dimension before them.
+    `squeezed`: the caller gave two matrices, and knows nothing of the dimension before them. `kind`: the library of the
+    caller's arrays, in whose words the remedies are.
     """
     if not isinstance(jagged, str) or jagged not in JAGGED:
         raise InvalidProblem(f"jagged={jagged!r} is not a direction: use 'm', 'n' or 'k'")
@@ -65,8 +83,13 @@ def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool, squ
     x, y = a.shape, b.shape
     if (len(x), len(y)) not in ALLOWED[form]:
         seen = f"a has shape {tuple(a.shape)} and b {tuple(b.shape)}"
-        raise InvalidProblem(f"{seen}; the form {form} takes {RANKS[form]}{_hint(form, a, b)}")
+        raise InvalidProblem(f"{seen}; the form {form} takes {RANKS[form]}{_hint(form, a, b, kind)}")
     if x[-1] != y[-2]:
+        if form == "jagged_m" and len(x) == len(y) == 2 and x[0] == y[0]:
+            raise InvalidProblem(
+                f"a has shape {tuple(x)} and b {tuple(y)}: for weight gradients pass a.T and jagged='k'; for a product "
+                f"with one shared b, the last extent of a, {x[-1]}, must equal the first of b, {y[0]}"
+            )
         raise InvalidProblem(
             f"a has shape {tuple(x[squeezed:])} and b {tuple(y[squeezed:])}: the last extent of a, {x[-1]}, must equal "
             f"the second last of b, {y[-2]}; pass a transposed view if one of them is stored the other way"
@@ -77,10 +100,21 @@ def infer(a: Tensor, b: Tensor, *, jagged: str, grouped: bool, masked: bool, squ
     return Extents(form, groups, x[-2], y[-1], x[-1])
 
 
-def _hint(form: Form, a: Tensor, b: Tensor) -> str:
+def _hint(form: Form, a: Tensor, b: Tensor, kind: Kind) -> str:
+    dims = FOLDED.get(form, (a.dim(), b.dim()))
+    deep = [_flattened(x, name, kind, to) for x, name, to in zip((a, b), "ab", dims, strict=True) if x.dim() > to]
+    if deep:
+        return f"; fold the leading dimensions: {' and '.join(deep)}"
     if form == "batched" and (a.dim(), b.dim()) in {(2, 3), (3, 2)}:
         return "; pass offsets, sizes or ends for a jagged problem, or .expand() the shared operand"
     return ""
+
+
+def _flattened(x: Tensor, name: str, kind: Kind, dims: int) -> str:
+    """The expression that folds the leading dimensions, as the array's library spells it."""
+    if kind == "torch":
+        return f"{name}.flatten(0, {x.dim() - dims})"
+    return f"{name}.reshape({', '.join(map(str, (-1, *x.shape[x.dim() - dims + 1 :])))})"
 
 
 def check_counts(a: Sequence[Any], b: Sequence[Any]) -> None:

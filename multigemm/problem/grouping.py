@@ -8,7 +8,7 @@ plan, and it is never read back unless `check="full"` asks for it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
@@ -70,7 +70,8 @@ def read_index_array(x: Any, name: str, device: torch.device) -> tuple[Tensor | 
     if isinstance(x, Tensor) or is_array(x):
         tensor = adopt(x, name).tensor
         if tensor.dtype not in INDEX_DTYPES:
-            raise InvalidProblem(f"{name} has dtype {tensor.dtype}; it must be int32 or int64: call .to(torch.int64)")
+            remedy = ".to(torch.int64)" if isinstance(x, Tensor) else ".astype('int64')"
+            raise InvalidProblem(f"{name} has dtype {tensor.dtype}; it must be int32 or int64: call {remedy}")
         if tensor.dim() != 1:
             raise InvalidProblem(f"{name} has {tensor.dim()} dimensions; it must be a vector: call .reshape(-1)")
         if tensor.device == device and isinstance(x, Tensor):
@@ -121,11 +122,20 @@ def _is_bool(x: Any) -> bool:
 
 
 def make_grouping(
-    offsets: Any, sizes: Any, ends: Any, *, groups: int | None, total: int, device: torch.device, full: bool
+    offsets: Any,
+    sizes: Any,
+    ends: Any,
+    *,
+    groups: int | None,
+    total: int,
+    device: torch.device,
+    full: bool,
+    others: Mapping[str, int],
 ) -> Grouping:
     """The one of offsets, sizes and ends that was given, checked against `groups` and `total`.
 
-    `groups` is None where only the vector itself says how many there are.
+    `groups` is None where only the vector itself says how many there are. `others` are the extents of the other
+    directions that the operands could be cut along, for the message.
     """
     kind, x = _only_one(offsets, sizes, ends)
     live, host = read_index_array(x, kind, device)
@@ -136,9 +146,9 @@ def make_grouping(
     if host is None:
         assert live is not None
         if full or device.type == "cpu":
-            _check_values(live.tolist(), kind, total)
+            _check_values(live.tolist(), kind, total, others)
         return Grouping(kind, count, live=live)
-    _check_values(host.tolist(), kind, total)
+    _check_values(host.tolist(), kind, total, others)
     return Grouping(kind, count, host=_as_offsets(host, kind))
 
 
@@ -162,7 +172,7 @@ def _wrong_length(kind: Kind, length: int, groups: int | None) -> NoReturn:
     )
 
 
-def _check_values(values: list[int], kind: Kind, total: int) -> None:
+def _check_values(values: list[int], kind: Kind, total: int, others: Mapping[str, int]) -> None:
     """Monotone, from 0 or later, to `total` or earlier; the message names the first bad place."""
     if not values:
         return
@@ -172,7 +182,7 @@ def _check_values(values: list[int], kind: Kind, total: int) -> None:
             raise InvalidProblem(f"sizes[{g}] is {values[g]}; a group cannot have a negative size")
         if sum(values) > total:
             raise InvalidProblem(
-                f"sizes add up to {sum(values)}, the jagged extent is {total}: shrink them or pass more rows"
+                f"sizes add up to {sum(values)}, the jagged extent is {total}: {_shorter(sum(values), others)}"
             )
         return
     if values != sorted(values):
@@ -183,7 +193,18 @@ def _check_values(values: list[int], kind: Kind, total: int) -> None:
     if values[0] < 0:
         raise InvalidProblem(f"{kind}[0] is {values[0]}; it must be 0 or more")
     if values[-1] > total:
-        raise InvalidProblem(f"{kind}[{len(values) - 1}] is {values[-1]}, past the jagged extent {total}")
+        raise InvalidProblem(
+            f"{kind}[{len(values) - 1}] is {values[-1]}, past the jagged extent {total}: {_shorter(values[-1], others)}"
+        )
+
+
+def _shorter(last: int, others: Mapping[str, int]) -> str:
+    """The remedy for groups that end past the jagged extent: the direction that holds them, if there is one."""
+    fits = next((direction for direction, extent in others.items() if last <= extent), None)
+    if fits is None:
+        return "shrink them or pass more rows"
+    purpose = "for weight gradients " if fits == "k" else "to cut the columns of b "
+    return f"{purpose}pass jagged={fits!r}, whose extent is {others[fits]}; else shrink them or pass more rows"
 
 
 def make_valid_rows(x: Any, *, groups: int, rows: int, device: torch.device, full: bool) -> Grouping:

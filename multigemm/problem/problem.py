@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Never, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.errors import InvalidProblem
+from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.problem import epilogue, forms, overlap, rebuild, scales
 from multigemm.problem.arrays import Kind, Step
 from multigemm.problem.forms import Extents
@@ -40,7 +40,7 @@ class Keywords(TypedDict, total=False):
     valid_rows: Any
     c: Any
     alpha: float
-    beta: float
+    beta: float | None
     bias: Any
     activation: str | None
     out: Any
@@ -100,10 +100,12 @@ class GroupedGemmProblem:
 
     offsets, sizes, ends   int32 or int64: on the host (checked and copied) or a tensor on the operands'
                            device (followed in place, never read back, clamped by the kernels)
-    jagged                 "m", "n" or "k": the direction that they cut
+    jagged                 "m", "n" or "k": the direction that they cut. Two matrices fit all three where extents are
+                           equal, and "m" is taken: weight gradients (a [M, T], b [T, N]) need jagged="k"
     valid_rows             [G]: rows of each matrix of a that count
-    c, alpha, beta         c has the result's shape, may be `out` itself, and is not read if beta is 0; the numbers
-                           are finite, and normal ones of float32 where sums are formed in it
+    c, alpha, beta         c has the result's shape and may be `out` itself; beta is 1 by default where c is given, 0
+                           elsewhere, and with beta=0 c is not read; the numbers are finite, and normal ones of
+                           float32 where sums are formed in it
     bias                   a value per column: [N] or [G, N]; jagged n: [T]; lists: these, or a list of [N_g]
     activation             "relu", "gelu" (by erf), "gelu_tanh" or "silu"
     out                    receives the result, and keeps what no group owns; without it those rows are 0
@@ -113,7 +115,8 @@ class GroupedGemmProblem:
     batch_invariant        a row of the result has the same bits whoever else is in the batch: they depend on its row
                            of a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form;
                            None: as MULTIGEMM_BATCH_INVARIANT says
-    check                  "full" reads sizes on the device back and checks them; "host" does not
+    check                  "full" reads sizes on the device back and checks them; "host" does not. Sizes that add up to
+                           less than T are legal in both: no group owns the rest
     scale_a, scale_b       quantised operands: what an element is multiplied by. A number, a vector for the groups, or a
                            grid: along K one entry, or one for each 32, 64 or 128; along the other axis one entry, or
                            one for each line (or, with 128 along K, for each 128). float32 or float8_e8m0fnu
@@ -172,7 +175,7 @@ class GroupedGemmProblem:
         valid_rows: Any = None,
         c: Any = None,
         alpha: float = 1.0,
-        beta: float = 0.0,
+        beta: float | None = None,
         bias: Any = None,
         activation: str | None = None,
         out: Any = None,
@@ -186,7 +189,10 @@ class GroupedGemmProblem:
         zero_b: Any = None,
         b_format: str | None = None,
         accumulate: str = "promoted",
+        **unknown: Never,
     ) -> None:
+        for name in unknown:
+            raise UnknownKeyword(unknown_keyword_text("GroupedGemmProblem", name, tuple(Keywords.__annotations__)))
         epilogue.one_of(check, "check", CHECKS)
         epilogue.one_of(precision, "precision", PRECISIONS)
         scales.check_words(b_format, accumulate)
@@ -217,7 +223,7 @@ class GroupedGemmProblem:
             compute = epilogue.compute_dtype(*inputs)
             extras = (*inputs, compute)
         self.alpha = epilogue.scalar(alpha, "alpha", compute)
-        self.beta = epilogue.scalar(beta, "beta", compute)
+        self.beta = epilogue.scalar(epilogue.default_beta(beta, c), "beta", compute)
         epilogue.check_activation(activation, compute)
         result = Result(self.form, groups, self._result_shape(groups), self.squeezed)
         self.out_shape = result.shape
@@ -243,14 +249,18 @@ class GroupedGemmProblem:
         self.a, self.b, self.device = x, y, reader.device
         if packed:
             y = scales.unpacked_shape(x, y)
-        self.extents = forms.infer(x, y, jagged=jagged, grouped=grouped, masked=masked, squeezed=self.squeezed)
+        self.extents = forms.infer(
+            x, y, jagged=jagged, grouped=grouped, masked=masked, squeezed=self.squeezed, kind=reader.kind
+        )
         self.form = self.extents.form
         return self.extents, packed
 
     def _take_groups(self, extents: Extents, cuts: Sequence[Any], valid: Any, full: bool) -> int:
         if self.form.startswith("jagged"):
             total = extents.along(self.form[-1])
-            self.grouping = make_grouping(*cuts, groups=extents.groups, total=total, device=self.device, full=full)
+            self.grouping = make_grouping(
+                *cuts, groups=extents.groups, total=total, device=self.device, full=full, others=extents.other_cuts()
+            )
             return self.grouping.groups
         assert extents.groups is not None
         if valid is not None:
@@ -326,7 +336,7 @@ class GroupedGemmProblem:
     def _take_c(self, reader: OperandReader, c: Any, result: Result, inputs: Sequence[torch.dtype]) -> None:
         if c is None:
             if self.beta != 0:
-                raise InvalidProblem(f"beta={self.beta} needs c: pass it, or leave beta at 0")
+                raise InvalidProblem(f"beta={self.beta} needs c: pass it, or leave beta out")
             return
         given = result.take(reader.extra, c, "c")
         if not is_list(given) or given:

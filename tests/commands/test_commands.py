@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import multigemm as mg
 from multigemm.__main__ import COMMANDS, main
+from multigemm.api import BackendInfo
 from multigemm.select import table as tuning
 from multigemm.select.table import SCHEMA, Entry, Measured
 from multigemm.settings import settings
@@ -38,6 +41,26 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert {b["name"] for b in state["backends"]} >= {"cpu", "null", "triton", "cupy", "numba", "cublas"}
     assert main(["info"]) == 0
     assert "MULTIGEMM_EMULATE" in capsys.readouterr().out
+
+
+def test_info_tells_missing_from_unusable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is installed and finds no GPU is not missing."""
+    backends = [
+        BackendInfo("gone", False, "", "the package gone is not installed", "pip install gone", False),
+        BackendInfo("idle", False, "", "installed, but torch sees no CUDA GPU", "", False),
+    ]
+    monkeypatch.setattr("multigemm.commands.info.list_backends", lambda: backends)
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  gone     missing   the package gone is not installed  [pip install gone]" in lines
+    assert "  idle     unusable  installed, but torch sees no CUDA GPU" in lines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize("name", ["cupy", "triton", "numba"])
+def test_what_is_installed_is_not_reported_as_missing(name: str) -> None:
+    with pytest.raises(mg.BackendUnavailable, match="installed, but torch sees no CUDA GPU"):
+        mg.grouped_gemm(torch.ones(1, 2), torch.ones(1, 2, 2), sizes=[1], backend=name)
 
 
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_n", "jagged_k", "batched", "masked", "per_group"])

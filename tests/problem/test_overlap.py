@@ -103,7 +103,7 @@ def test_out_must_not_lie_over_an_array_that_is_mirrored() -> None:
     memory = np.ones(100, np.float32)
     a, out = memory[:40].reshape(10, 4)[::-1], memory[30:80].reshape(10, 5)
     refuse("out shares memory with a", lambda: mg.grouped_gemm(a, B.numpy(), offsets=CUT, out=out))
-    assert mg.grouped_gemm(A.numpy(), B.numpy(), offsets=CUT, c=out[::-1], out=out) is out  # beta=0 reads no c
+    assert mg.grouped_gemm(A.numpy(), B.numpy(), offsets=CUT, c=out[::-1], beta=0, out=out) is out  # reads no c
     refuse("with c", lambda: mg.grouped_gemm(A.numpy(), B.numpy(), offsets=CUT, c=out[::-1], out=out, beta=1.0))
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -37,6 +38,50 @@ def test_the_links_are_relative_and_lead_home() -> None:
         assert os.readlink(link) == f"../{name}"
 
 
+USER_SCRIPT = """\
+import multigemm as mg
+
+def run(a: list[object], b: list[object]) -> None:
+    plan = mg.plan(a, b, backend="cpu")
+    reveal_type(plan)
+    reveal_type(mg.explain(a, b, activation="relu").chosen)
+    mg.grouped_gemm(a, b, activation="relu")
+    mg.grouped_gemm(a, b, activaton="relu")
+    mg.plan(a, b, activaton="relu")
+    mg.GroupedGemmProblem(a, b, activaton="relu")
+"""
+
+
+def type_check_with(wheel: Path, folder: Path) -> tuple[list[str], list[int]]:
+    """The types that mypy reveals to a user who installed a wheel, and the lines in which it finds errors."""
+    pytest.importorskip("mypy")
+    venv.create(folder / "venv", symlinks=True)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (folder / "user.py").write_text(USER_SCRIPT)
+    options = ["--strict", "--python-executable", str(folder / "venv/bin/python"), "--cache-dir", str(folder / "cache")]
+    outside = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "user.py"], cwd=folder, capture_output=True, text=True, env=outside
+    )
+    assert not done.stderr, done.stderr
+    found = [line.split(":", 3) for line in done.stdout.splitlines() if line.startswith("user.py:")]
+    revealed = [text for _, _, _, text in found if "Revealed type" in text]
+    return revealed, sorted({int(number) for _, number, kind, _ in found if kind.strip() == "error"})
+
+
+def test_an_editable_install_shows_its_types(tmp_path: Path) -> None:
+    """An import hook, which setuptools takes by default, is followed by no type checker."""
+    code = f"import setuptools.build_meta as build; build.build_editable({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    revealed, wrong = type_check_with(wheel, tmp_path)
+    assert ["multigemm.planning.plan.Plan" in revealed[0], "str | None" in revealed[1]] == [True, True], revealed
+    assert wrong == [8, 9, 10], "a misspelled keyword is an error, and nothing else is"
+
+
 @pytest.mark.slow
 def test_wheel_and_sdist_work_outside_the_checkout(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
@@ -63,3 +108,6 @@ def test_wheel_and_sdist_work_outside_the_checkout(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(site)},
     )
     assert out.stdout.strip() == "6", out.stderr
+    revealed, wrong = type_check_with(wheel, tmp_path)
+    assert ["multigemm.planning.plan.Plan" in revealed[0], "str | None" in revealed[1]] == [True, True], revealed
+    assert wrong == [8, 9, 10]

@@ -148,7 +148,7 @@ def test_unowned_rows_keep_the_users_content() -> None:
 
 def test_beta_zero_never_looks_at_c_and_alpha_zero_never_at_a() -> None:
     nan = torch.full((1, 2, 2), torch.nan)
-    assert (expected(GroupedGemmProblem(torch.ones(1, 2, 2), torch.ones(1, 2, 2), c=nan)) == 2).all()
+    assert (expected(GroupedGemmProblem(torch.ones(1, 2, 2), torch.ones(1, 2, 2), c=nan, beta=0)) == 2).all()
     assert (expected(GroupedGemmProblem(nan, nan, alpha=0.0)) == 0).all()
 
 

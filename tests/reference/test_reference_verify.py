@@ -120,7 +120,7 @@ def test_a_c_that_the_result_has_overwritten_judges_nothing() -> None:
     )
     with pytest.raises(InvalidProblem, match="c is the result's own memory"):
         reference.verify(listed, solve(listed))
-    unread = GroupedGemmProblem(torch.ones(4, 3), torch.ones(1, 3, 2), sizes=[4], c=out, out=out)
+    unread = GroupedGemmProblem(torch.ones(4, 3), torch.ones(1, 3, 2), sizes=[4], c=out, beta=0, out=out)
     assert reference.verify(unread, solve(unread)), "beta is 0"
 
 
