@@ -60,11 +60,13 @@ __all__ = [
     "grouped_gemm",
     "list_backends",
     "plan",
+    "quantize",
     "solve",
     "verify",
 ]
 
 if TYPE_CHECKING:
+    from multigemm import quantize
     from multigemm.api import explain, grouped_gemm, list_backends, plan, solve
     from multigemm.bench.own import benchmark
     from multigemm.errors import (
@@ -87,6 +89,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "quantize":  # a module
+        return importlib.import_module("multigemm.quantize")
     if name not in _HOME:
         raise AttributeError(f"module 'multigemm' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"multigemm.{_HOME[name]}"), name)

@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.planning import binding, launch_cache
+from multigemm.planning.binding import refuse_quantised_gradients
 from multigemm.planning.launch_cache import LAUNCHES, Key, key_of, one_cut
 from multigemm.planning.plan import Plan
 from multigemm.problem.no_dynamo import no_dynamo
@@ -47,6 +48,11 @@ def grouped_gemm(
     deterministic: bool = True,
     batch_invariant: bool | None = None,
     check: str = "host",
+    scale_a: Any = None,
+    scale_b: Any = None,
+    zero_b: Any = None,
+    b_format: str | None = None,
+    accumulate: str = "promoted",
     backend: Which = "auto",
     config: Any = None,
     **unknown: Never,
@@ -61,6 +67,7 @@ def grouped_gemm(
         jagged: the direction that they cut: "m", "n" or "k". Weight gradients (a [M, T], b [T, N]) need "k", also where
             the extents are equal and "m" would fit.
         beta: the factor of c; 1 by default where c is given, else 0. An explicit 0 never reads c.
+        scale_a, scale_b, zero_b, b_format, accumulate: of quantised operands (docs/quantised-operands.md).
         backend: a name (that one and no other), several names (the first that can) or "auto" (the fastest that can; a
             first call of a class may measure, MULTIGEMM_MEASURE=0 forbids it).
         config: the backend's own parameters: its Config, or a mapping of some of its fields.
@@ -86,11 +93,13 @@ def grouped_gemm(
         return traced_grouped_gemm(
             a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
             beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
-            deterministic=deterministic, batch_invariant=batch_invariant, check=check, backend=backend, config=config,
+            deterministic=deterministic, batch_invariant=batch_invariant, check=check, scale_a=scale_a, scale_b=scale_b,
+            zero_b=zero_b, b_format=b_format, accumulate=accumulate, backend=backend, config=config,
         )  # fmt: skip
     kind, cut, several = one_cut(offsets, sizes, ends)
     key = class_key = None
-    if check == "host" and not several:
+    plain = scale_a is scale_b is zero_b is b_format is None and accumulate == "promoted"
+    if plain and check == "host" and not several:
         options = (
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
             type(deterministic), batch_invariant, type(batch_invariant),
@@ -106,7 +115,8 @@ def grouped_gemm(
     problem = GroupedGemmProblem(
         a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
         beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
-        deterministic=deterministic, batch_invariant=batch_invariant, check=check,
+        deterministic=deterministic, batch_invariant=batch_invariant, check=check, scale_a=scale_a, scale_b=scale_b,
+        zero_b=zero_b, b_format=b_format, accumulate=accumulate,
     )  # fmt: skip
     return _solve(problem, backend, config, (key, class_key), kind)
 
@@ -116,6 +126,7 @@ def _solve(
     problem: GroupedGemmProblem, backend: Which, config: Any, keys: tuple[Key | None, Key | None], kind: str
 ) -> Any:
     if problem.requires_grad and torch.is_grad_enabled():
+        refuse_quantised_gradients(problem)
         from multigemm.integrations import gradients
 
         return gradients.solve(problem, backend, config, grouped_gemm)

@@ -6,7 +6,7 @@ value seen, the limit and the remedy. `supports` is `not reasons`, so there is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -60,6 +60,24 @@ class Recipe:
     sums_sizes: bool = False
 
 
+QUANTISED_TEXT = {
+    "float8": "float8 operands",
+    "weights": "quantised weights",
+}
+
+
+def quantised_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[str]:
+    """Why a backend that takes these classes of quantised operands (`ProblemSpec.quantised`) cannot take a spec's.
+
+    Every backend's `not_supported_reasons` asks this first: with nothing in `takes` it refuses all of them.
+    """
+    found = spec.quantised
+    if not found or found in takes:
+        return []
+    held = spec.b.packed or str(spec.b.dtype if found == "weights" else spec.a.dtype).removeprefix("torch.")
+    return [f"{QUANTISED_TEXT[found]} ({held}): use backend='cpu', or dequantise with multigemm.quantize.dequantize"]
+
+
 @runtime_checkable
 class Backend(Protocol):
     """The five members. A third party's instance under the entry-point group `multigemm.backends` is one.
@@ -67,7 +85,8 @@ class Backend(Protocol):
     A backend that keeps `spec.batch_invariant` says so by an attribute `batch_invariant = True`; without it such
     problems are refused for it. It then promises that all of its configs that are valid for such a spec give an element
     the same bits, which depend on its row of A, its column of B, K, the dtypes and the epilogue alone, in every form
-    and layout. What it cannot promise it refuses by `not_supported_reasons`.
+    and layout. What it cannot promise it refuses by `not_supported_reasons`. A third party's backend says by an
+    attribute `takes_quantised = True` that its `not_supported_reasons` knows of quantised operands; else it gets none.
     """
 
     @property

@@ -48,6 +48,25 @@ A right kernel evaluates f(x) with an error of at most
 f falls to its single minimum x* and rises after it: the image of [lo, hi] is
 [f(x*) or min f(ends), max f(ends)], widened by d.
 
+**Quantised operands.** S, P, G and H are those of elements times their scales, which are exact here. The tensor core of
+Hopper aligns 32 products of float8 and the sum so far to the largest exponent, truncates each at 2^-13 of it, and then
+the sum: it loses at most 34 * 2^-13 of the magnitudes so far. Subnormal elements align as the smallest normal number,
+and G^ counts them as that. With at most 128 of K before a sum is added in float32 ("promoted"), or all of K ("fast"),
+
+    e = c_t G^ + c_p (1 + c_t) G^ + 5 u (G^ + H) [as above] + r (G + H) + tiny
+    c_t = 34 * 2^-13 * min(ceil(K / 32), 4 or all),    c_p = g((4 K + ceil(K / 32) + 4) u)
+
+* c_p has float32 sums of promoted parts, one rounding of s^a s^b, and kernels that convert to 16 bits first.
+* Quantised weights under 16 bits: c_t = 0, and c = c_in + c_p (1 + c_in) in place of both. A weight times its scale
+  may be rounded once to bfloat16, c_in = 2^-8, unless the scale is a power of two in e8m0 and the weight less its zero
+  point fits (c_in = 0); to float16 where the scale is float16, c_in = 2^-11 and 2^-25 sum |a| for subnormal ones.
+* tiny = |alpha| 2^-126 (sum |a b| + K, and sum |a| for weights) + 4 m: s^a s^b, or w s, may underflow.
+* Exact: as above, with the largest power of two that divides every term in place of 1, no scale out of range, sums
+  before the scales exact as well, and max |a^| max |b^| min(K, 128) < 2^14 times the largest power of two that divides
+  all products (K in place of min for "fast"); for weights each one times its scale is exact in a's dtype.
+* Not judged beside what follows: an infinite scale, |s^a s^b| >= 2^127 in some block, |w s| > 65504 for float16, and
+  sums before the scales that overflow.
+
 **Not judged** (`free`): elements whose magnitudes P or G + H + e reach the accumulator's largest
 number, where the order of summation decides about overflow.
 """
@@ -61,7 +80,7 @@ import numpy as np
 import torch
 
 from multigemm.reference.dtypes import Array, largest, round_once, unit
-from multigemm.reference.numpy_reference import GroupSum, activate, compute_dtype, tanh_exponent
+from multigemm.reference.numpy_reference import GroupSum, QuantisedSum, activate, compute_dtype, tanh_exponent
 
 if TYPE_CHECKING:
     from multigemm.problem.problem import GroupedGemmProblem
@@ -120,8 +139,55 @@ def _is_exact(problem: GroupedGemmProblem, total: GroupSum, compute: torch.dtype
     return reach < 1 / unit(accumulator(compute)) and not rounded
 
 
+def _promoted(k: int) -> float:
+    """c_p of the module docstring."""
+    return _g((4 * k + -(-k // 32) + 4) * 2.0**-24)
+
+
+def tensor_core_coefficient(k: int, fast: bool) -> float:
+    """c_t of the module docstring."""
+    steps = -(-k // 32)
+    return 34 * 2.0**-13 * (steps if fast else min(steps, 4))
+
+
+def _weight_rounding(problem: GroupedGemmProblem) -> float:
+    """c_in of the module docstring, for quantised weights."""
+    a, b = problem.spec.a.dtype, problem.spec.b
+    if b.scale is None:
+        return 0.0
+    if a is torch.float16:
+        return 2.0**-11 if b.scale.dtype is torch.float16 else 0.0
+    wide = b.scale.zero is not None and not b.packed  # int8 less a zero point has nine bits
+    return 0.0 if b.scale.dtype is torch.float8_e8m0fnu and not wide else 2.0**-8
+
+
+def _is_exact_quantised(problem: GroupedGemmProblem, total: GroupSum, more: QuantisedSum) -> bool:
+    if not (more.exact and total.integral):
+        return False
+    reach = abs(float(problem.alpha)) * float(total.products.max(initial=0.0)) + float(total.addends.max(initial=0.0))
+    return reach == 0 or (reach < 2.0**24 * more.quantum and more.quantum >= 2.0**-126)
+
+
+def _quantised_error(problem: GroupedGemmProblem, total: GroupSum, more: QuantisedSum, k: int) -> Array:
+    if _is_exact_quantised(problem, total, more):
+        return np.zeros(total.value.shape)
+    scale, small = abs(float(problem.alpha)), 2.0**-126
+    gauge, grown = scale * total.products, scale * more.grown
+    plain = problem.alpha == 1 and problem.beta == 0 and problem.spec.bias is None
+    error = (k + 4) * 2.0**-53 * (gauge + total.addends) + (0.0 if plain else 5 * 2.0**-24) * (grown + total.addends)
+    error = error + scale * small * (more.raw + k) + 4 * small
+    if problem.spec.quantised == "float8":
+        c_t = tensor_core_coefficient(k, problem.spec.accumulate == "fast")
+        return error + (c_t + _promoted(k) * (1 + c_t)) * grown
+    c_in = _weight_rounding(problem)
+    subnormal = 2.0**-25 if problem.spec.a.dtype is torch.float16 and c_in else 0.0
+    return error + (c_in + _promoted(k) * (1 + c_in)) * gauge + scale * (small + subnormal) * more.left
+
+
 def sum_error(problem: GroupedGemmProblem, total: GroupSum, k: int) -> Array:
     """e of the module docstring, [m, n]; zero where the sum is exact in every order."""
+    if total.quantised is not None:
+        return _quantised_error(problem, total, total.quantised, k)
     compute = compute_dtype(problem)
     if _is_exact(problem, total, compute):
         return np.zeros(total.value.shape)
@@ -142,7 +208,10 @@ def _free(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Array:
         return np.zeros(total.value.shape, bool)
     limit = largest(accumulator(compute))
     gauge = abs(float(problem.alpha)) * total.products
-    return np.asarray(~(gauge + total.addends + error < limit) | ~(total.products < limit))
+    free = ~(gauge + total.addends + error < limit) | ~(total.products < limit)
+    if total.quantised is not None:
+        free |= total.quantised.free | ~(total.quantised.raw < limit)
+    return np.asarray(free)
 
 
 def _exponent_error(x: Array, activation: str) -> Array:

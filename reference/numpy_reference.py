@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,12 @@ import torch
 
 from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.problem import GroupedGemmProblem, GroupView, checked
+from multigemm.problem.spec import FLOAT8, ProblemSpec
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, widen
+from multigemm.reference.quantize import decode, decode_scale
+
+PROMOTION = 128
+"""K that a tensor core may sum before its sum is added in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,7 @@ class GroupSum:
 
     `products` = |A|@|B| and `addends` = |beta*C| + |bias| over the finite entries; `integral` says
     that A, B, C, bias, alpha and beta hold whole numbers only; `entry` is the largest |a| or |b|.
+    `quantised` is what the bound of quantised operands needs beside, else None.
     """
 
     value: Array
@@ -36,10 +42,30 @@ class GroupSum:
     addends: Array
     integral: bool = False
     entry: float = 0.0
+    quantised: QuantisedSum | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedSum:
+    """Of quantised operands: `grown` = sum |a^ s^a b^ s^b| with subnormal elements of float8 counted as the smallest
+    normal number, `raw` = sum |a b| before the scales, `left` = sum |a|, all [m, n]. `block` is the root mean square of
+    the sums over 128 of K. `free` marks what is not judged. `exact` says that elements and scales leave no room for
+    rounding but in the sums of the epilogue, where all terms are multiples of `quantum`.
+    """
+
+    grown: Array
+    raw: Array
+    left: Array
+    block: Array
+    free: Array
+    exact: bool
+    quantum: float
 
 
 def compute_dtype(problem: GroupedGemmProblem) -> torch.dtype:
-    """The dtype that products are formed in."""
+    """The dtype that products are formed in; of quantised operands that of a."""
+    if problem.quantisation is not None:
+        return problem.spec.compute
     return torch.promote_types(problem.spec.a.dtype, problem.spec.b.dtype)
 
 
@@ -127,9 +153,130 @@ def group_sum(problem: GroupedGemmProblem, view: GroupView) -> GroupSum:
     compute = compute_dtype(problem)
     alpha, beta = float(problem.alpha), float(problem.beta)
     with np.errstate(all="ignore"):
+        if problem.quantisation is not None:
+            return quantised_sum(problem, view)
         if compute == torch.int8:
             return _integer_sum(view, alpha, beta)
         return _float_sum(view, alpha, beta, compute == torch.float64)
+
+
+# --- quantised operands -------------------------------------------------------------------------------
+
+
+class _Elements:
+    """One quantised operand: elements in float64 before and after their scales, and the scales."""
+
+    def __init__(self, stored: Any, scale: Any, zero: Any, packed: str) -> None:
+        self.raw = decode(stored, packed)
+        if zero is not None:
+            self.raw = self.raw - to_numpy(zero).astype(np.float64)
+        self.scale = np.ones((1, 1)) if scale is None else decode_scale(scale)
+        self.value = self.raw * self.scale
+        self.finite = _finite_part(self.raw) * _finite_part(self.scale)
+
+    def grown(self, dtype: torch.dtype) -> Array:
+        """|a^ s^a|: no smaller than the smallest normal number of a format of 8 bits, to whose exponent a tensor core
+        aligns subnormal elements."""
+        if dtype not in FLOAT8:
+            return np.asarray(np.abs(self.finite))
+        size = np.abs(_finite_part(self.raw))
+        least = torch.finfo(dtype).tiny
+        return np.asarray(np.where(size > 0, np.maximum(size, least), 0.0) * np.abs(_finite_part(self.scale)))
+
+
+def _quantum(*arrays: Array) -> float:
+    """The largest power of two that divides every finite number of the arrays; infinity if all are 0."""
+    found = math.inf
+    for x in arrays:
+        some = x[np.isfinite(x) & (x != 0)]
+        if some.size:
+            fraction, exponent = np.frexp(some)
+            whole = np.abs(np.ldexp(fraction, 53)).astype(np.int64)
+            found = min(found, float(np.ldexp((whole & -whole).astype(np.float64), exponent - 53).min()))
+    return found
+
+
+def _span(x: Array) -> tuple[float, float]:
+    """The least and the greatest magnitude among the finite numbers that are not 0; 1 and 1 if there are none."""
+    some = np.abs(x[np.isfinite(x) & (x != 0)])
+    return (float(some.min()), float(some.max())) if some.size else (1.0, 1.0)
+
+
+def quantised_sum(problem: GroupedGemmProblem, view: GroupView) -> GroupSum:
+    """Dequantise, then multiply: an element times its scale has at most 33 bits, so nothing rounds before the sum."""
+    spec = problem.spec
+    alpha, beta, shape = float(problem.alpha), float(problem.beta), (view.m, view.n)
+    zeros = np.zeros(shape)
+    value, products, extra = zeros, zeros, QuantisedSum(zeros, zeros, zeros, zeros, zeros > 0, True, math.inf)
+    if view.k and alpha != 0:
+        a = _Elements(view.a, view.scale_a, None, "")
+        b = _Elements(view.b, view.scale_b, view.zero_b, spec.b.packed)
+        products = np.abs(a.finite) @ np.abs(b.finite)
+        value = a.finite @ b.finite
+        if not (np.isfinite(a.value).all() and np.isfinite(b.value).all()):
+            value = value + _special_spread(a.value, b.value)
+        value, extra = alpha * value, _quantised_extra(problem, a, b)
+    addends = zeros
+    if beta != 0 and view.c is not None:
+        c = widen(view.c)
+        value, addends = value + beta * c, addends + np.abs(beta * _finite_part(c))
+        extra = replace(extra, quantum=min(extra.quantum, _quantum(np.array([beta])) * _quantum(c)))
+    if view.bias is not None:
+        bias = widen(view.bias)
+        value, addends = value + bias, addends + np.abs(_finite_part(bias))
+        extra = replace(extra, quantum=min(extra.quantum, _quantum(bias)))
+    whole = bool(np.isfinite(value).all())
+    return GroupSum(value, products, addends, whole, quantised=extra)
+
+
+def _quantised_extra(problem: GroupedGemmProblem, a: _Elements, b: _Elements) -> QuantisedSum:
+    spec, k = problem.spec, a.raw.shape[1]
+    raw_a, raw_b = np.abs(_finite_part(a.raw)), np.abs(_finite_part(b.raw))
+    raw = raw_a @ raw_b
+    grown = a.grown(spec.a.dtype) @ b.grown(spec.b.dtype)
+    left = np.broadcast_to(raw_a.sum(axis=1, keepdims=True), raw.shape)
+    blocks = range(0, k, PROMOTION)
+    squares = sum((a.finite[:, i : i + PROMOTION] @ b.finite[i : i + PROMOTION]) ** 2 for i in blocks)
+    block = np.sqrt(squares / len(blocks))
+    (low_a, high_a), (low_b, high_b) = _span(a.scale), _span(b.scale)
+    in_range = low_a * low_b >= 2.0**-126 and high_a * high_b < 2.0**127
+    quantum = _quantum(a.finite) * _quantum(b.finite)
+    raw_quantum = _quantum(raw_a) * _quantum(raw_b)
+    fits = (
+        float(raw.max(initial=0)) < 2.0**24 * raw_quantum
+        and raw_a.max(initial=0) * high_a * raw_b.max(initial=0) * high_b < 2.0**127
+    )
+    if spec.quantised == "float8":
+        depth = k if spec.accumulate == "fast" else min(k, PROMOTION)
+        grown_a, grown_b = (_grown_raw(x.raw, s.dtype) for x, s in ((a, spec.a), (b, spec.b)))
+        exact = grown_a * grown_b * depth < 2.0**14 * raw_quantum
+    else:
+        exact = bool((round_once(b.finite, spec.a.dtype).astype(np.float64) == b.finite).all())
+    reach = float((np.abs(a.finite) @ np.abs(b.finite)).max(initial=0))
+    exact = exact and in_range and fits and reach < 2.0**24 * quantum and quantum >= 2.0**-126
+    alpha = _quantum(np.array([float(problem.alpha)]))
+    return QuantisedSum(grown, raw, left, block, _not_judged(spec, a, b), exact, quantum * alpha)
+
+
+def _grown_raw(x: Array, dtype: torch.dtype) -> float:
+    """max |a^|."""
+    size = float(np.abs(_finite_part(x)).max(initial=0))
+    return max(size, torch.finfo(dtype).tiny) if size else 0.0
+
+
+def _not_judged(spec: ProblemSpec, a: _Elements, b: _Elements) -> Array:
+    """Where a scale is infinite, two scales have a product from 2^127 on, or a weight leaves the range of float16."""
+    shape = (a.raw.shape[0], b.raw.shape[1])
+    left = np.abs(np.where(np.isnan(a.scale), 0, np.broadcast_to(a.scale, a.raw.shape)))
+    right = np.abs(np.where(np.isnan(b.scale), 0, np.broadcast_to(b.scale, b.raw.shape)))
+    free = np.isinf(left).any(axis=1, keepdims=True) | np.isinf(right).any(axis=0, keepdims=True)
+    free = np.broadcast_to(free, shape).copy()
+    if left.max(initial=0) * right.max(initial=0) >= 2.0**127:
+        for i in range(shape[0]):  # rare, and then exact
+            free[i] |= (left[i][:, None] * right >= 2.0**127).any(axis=0)
+    if spec.a.dtype is torch.float16:
+        free |= (np.abs(_finite_part(b.value)) > 65504).any(axis=0)
+    return free
 
 
 _erfc: Any = np.frompyfunc(math.erfc, 1, 1)

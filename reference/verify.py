@@ -21,14 +21,23 @@ from multigemm.problem.overlap import meetings
 from multigemm.problem.problem import GroupedGemmProblem, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
 from multigemm.reference.error_bound import accumulator, interval, sum_error
-from multigemm.reference.numpy_reference import GroupSum, activate, blank, compute_dtype, group_sum, place
+from multigemm.reference.numpy_reference import (
+    GroupSum,
+    QuantisedSum,
+    activate,
+    blank,
+    compute_dtype,
+    group_sum,
+    place,
+)
 
 
 @dataclass(slots=True)
 class Block:
     """One output array: the expected values and, in float64 or int64, the ends of what is right.
 
-    `typical` is sqrt(K) u |A||B|, the size of an ordinary rounding error; `owned` is False where no
+    `typical` is sqrt(K) u |A||B|, the size of an ordinary rounding error (of float8 also 2^-13 sqrt(K / 4) times the
+    root mean square of sums over 128 of K, which the tensor core keeps in 14 bits); `owned` is False where no
     group owns the element and `free` is True where nothing can be demanded.
     """
 
@@ -120,12 +129,15 @@ def _fill(found: Answer, arrays: list[Array], places: list[Any], sums: list[tupl
     root = joined([np.full(total.value.shape, math.sqrt(max(k, 1))) for total, k in sums])
     total = GroupSum(
         joined([each.value for each, _ in sums]), joined([each.products for each, _ in sums]),
-        joined([each.addends for each, _ in sums]),
+        joined([each.addends for each, _ in sums]), quantised=_joined_quantised([each.quantised for each, _ in sums]),
     )  # fmt: skip
+    typical = ordinary * root * total.products + u * total.addends
+    if total.quantised is not None and problem.spec.quantised == "float8":  # of sums in 14 bits
+        typical = typical + abs(float(problem.alpha)) * 2.0**-13 * (root / 2) * total.quantised.block
     right = interval(problem, total, error)
     results = (
         round_once(activate(total.value, problem.activation), problem.out_dtype), _comparable(right.low),
-        _comparable(right.high), right.free, ordinary * root * total.products + u * total.addends,
+        _comparable(right.high), right.free, typical,
     )  # fmt: skip
     at = 0
     for number, index, m, n in places:
@@ -135,6 +147,17 @@ def _fill(found: Answer, arrays: list[Array], places: list[Any], sums: list[tupl
             target[index] = values[at : at + m * n].reshape(m, n)
         block.owned[index] = True
         at += m * n
+
+
+def _joined_quantised(sums: list[QuantisedSum | None]) -> QuantisedSum | None:
+    """What of quantised sums holds element by element."""
+    some = [x for x in sums if x is not None]
+    if not some:
+        return None
+    grown, raw, left, block, free = (
+        joined([getattr(x, name) for x in some]) for name in ("grown", "raw", "left", "block", "free")
+    )
+    return QuantisedSum(grown, raw, left, block, free, exact=False, quantum=0.0)
 
 
 def joined(arrays: list[Array]) -> Array:

@@ -63,6 +63,8 @@ def _prefers_bf16(spec: ProblemSpec) -> bool:
 
 def candidates(spec: ProblemSpec) -> tuple[Config, ...]:
     """Valid configs for this spec, the best guess first."""
+    if spec.quantised:
+        return (Config("ordered" if spec.batch_invariant else "loop"),)
     order: tuple[Kernel, ...] = ("bmm", "blas", "loop") if _prefers_bf16(spec) else ("blas", "bmm", "loop")
     if _is_too_large_to_copy(spec):
         order = ("loop", "bmm", "blas")
@@ -75,6 +77,8 @@ def invalid_reasons(config: Config, spec: ProblemSpec) -> list[str]:
     """Why a config cannot run this spec; empty if it can."""
     if config.kernel not in KERNELS:
         return [f"kernel {config.kernel!r} is unknown: use one of {', '.join(KERNELS)}"]
+    if spec.quantised and config.kernel not in ("loop", "ordered"):
+        return [f"{config.kernel} takes operands that mean what they say, not quantised ones: use loop"]
     if spec.batch_invariant and config.kernel != "ordered":
         return [f"batch_invariant=True: the bits of a row depend on its neighbours in {config.kernel}: use ordered"]
     if config.kernel != "bmm":

@@ -15,6 +15,7 @@ from multigemm.backends.cpu.config import Config
 from multigemm.backends.cpu.epilogue import finish, finisher, is_plain, store
 from multigemm.backends.cpu.groups import Sizes, bare, empty_products, is_inference, unowned, walk
 from multigemm.backends.cpu.ordered import finish_in_pieces, ordered_product
+from multigemm.backends.cpu.quantised import QuantisedProducts
 from multigemm.backends.cpu.stacks import STEP, Call, ProductCalls, reads_into_next_row
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
@@ -57,6 +58,7 @@ def product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
 def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
     """Right for every strided, empty or overlapping corner; `ordered`: with bits that no neighbour of a row changes."""
     spec, sizes = ops.spec, Sizes(ops)
+    quantised = QuantisedProducts(ops) if spec.quantised else None
 
     def launch() -> None:
         sizes.changed()
@@ -64,12 +66,15 @@ def bind_loop(ops: Operands, ordered: bool = False) -> Launch:
         if spec.zero_unowned:
             for part in unowned(ops, start, end):
                 part.zero_()
-        for group in walk(ops, start, end):
+        for g, group in enumerate(walk(ops, start, end)):
             a, b = (group.a[:, :0], group.b[:0]) if spec.alpha == "zero" else (group.a, group.b)
-            if ordered:
-                finish_in_pieces(ordered_product(a, b, spec.acc), group, ops)
+            if quantised is not None:
+                acc = quantised.product(g, group, start, end, ordered)
             else:
-                acc = product(a, b, spec.acc)
+                acc = ordered_product(a, b, spec.acc) if ordered else product(a, b, spec.acc)
+            if ordered:
+                finish_in_pieces(acc, group, ops)
+            else:
                 store(finish(acc, spec, ops.alpha, ops.beta, group.c, group.bias), group.out)
 
     return launch

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from multigemm.backend import Availability, Recipe
+from multigemm.backend import Availability, Recipe, quantised_reasons
 from multigemm.backends.cpu.config import Config, candidates, invalid_reasons
 from multigemm.errors import InvalidSetting
-from multigemm.problem.spec import ACTIVATIONS, INPUT_DTYPES, ProblemSpec
+from multigemm.problem.spec import ACTIVATIONS, FLOAT8, INPUT_DTYPES, ProblemSpec
 
 
 class CpuBackend:
@@ -26,13 +26,13 @@ class CpuBackend:
         return Availability(ok=True, version=torch.__version__)
 
     def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
-        reasons = []
+        reasons = quantised_reasons(spec, takes=("float8", "weights"))
         if device.type != "cpu":
             reasons.append(
                 f"the operands are on {device}, but this backend works in host memory: move them (torch: .cpu(), "
                 "CuPy: .get())"
             )
-        if spec.compute not in INPUT_DTYPES:
+        if spec.compute not in (*INPUT_DTYPES, *FLOAT8):
             reasons.append(f"compute dtype {spec.compute} is unknown: use one of {', '.join(map(str, INPUT_DTYPES))}")
         if spec.compute == torch.int8 and spec.out.dtype != torch.int32:
             reasons.append(f"int8 products are int32, and out is {spec.out.dtype}: use out_dtype=torch.int32")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from multigemm.backend import Availability
+from multigemm.backend import Availability, quantised_reasons
 from multigemm.backends.cublas.config import result_type
 from multigemm.backends.cublas.products import FARTHEST_BYTES, FARTHEST_ELEMENTS, countable
 from multigemm.problem.spec import FLOAT_DTYPES, ProblemSpec
@@ -37,6 +37,8 @@ def availability() -> Availability:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Each limit that this spec breaks, with the value seen and the remedy; empty if it can run."""
+    if reasons := quantised_reasons(spec):
+        return reasons
     reasons = []
     if device.type != "cuda":
         reasons.append(f"operands are on {device.type}, cuBLAS needs a CUDA device: move them, or use backend 'cpu'")

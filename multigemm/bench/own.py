@@ -16,7 +16,7 @@ from multigemm.bench.peers import peer_entries
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import Options, Runner, new_report
 from multigemm.bench.workloads import DTYPES, Workload
-from multigemm.errors import InvalidSetting
+from multigemm.errors import InvalidProblem, InvalidSetting
 from multigemm.problem import rebuild
 from multigemm.problem.arrays import give_back
 from multigemm.problem.problem import GroupedGemmProblem
@@ -94,6 +94,8 @@ def own_tensors(problem: GroupedGemmProblem, name: str) -> Tensors:
 
 def own_workload(problem: GroupedGemmProblem, name: str) -> Workload:
     """What a report says of a problem: form, extents, sizes, dtype and layouts."""
+    if problem.quantisation is not None:
+        raise InvalidProblem("benchmarks of quantised operands come later: time multigemm.plan(problem) by yourself")
     spec, form, extents = problem.spec, problem.form, problem.sizes()
     tf32 = problem.precision == "tf32" and spec.compute == torch.float32
     dtype = "tf32" if tf32 else next(short for short, dtype in DTYPES.items() if dtype == spec.compute)

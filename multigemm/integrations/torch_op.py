@@ -19,10 +19,10 @@ from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_tex
 from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
 from multigemm.planning.launch_cache import LAUNCHES, key_of, one_cut
-from multigemm.problem import epilogue, forms
+from multigemm.problem import epilogue, forms, scales
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.result import Result
-from multigemm.problem.spec import PRECISIONS
+from multigemm.problem.spec import FLOAT8, PRECISIONS
 from multigemm.select.choose import choose
 from multigemm.torch_internals import (
     SPECIAL,
@@ -35,10 +35,13 @@ from multigemm.torch_internals import (
 
 SCHEMA = (
     "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? sizes=None, Tensor? ends=None, "
-    "Tensor? valid_rows=None, Tensor? c=None, Tensor? bias=None, *, str jagged='m', float alpha=1.0, "
-    "float? beta=None, str? activation=None, ScalarType? out_dtype=None, str precision='ieee', "
-    "bool deterministic=True, bool? batch_invariant=None, str backend='auto', str grad_backend='auto') -> Tensor"
+    "Tensor? valid_rows=None, Tensor? c=None, Tensor? bias=None, Tensor? scale_a=None, Tensor? scale_b=None, "
+    "Tensor? zero_b=None, *, str jagged='m', float alpha=1.0, float? beta=None, "
+    "str? activation=None, ScalarType? out_dtype=None, str precision='ieee', "
+    "bool deterministic=True, bool? batch_invariant=None, str backend='auto', str grad_backend='auto', "
+    "str? b_format=None, str accumulate='promoted') -> Tensor"
 )
+SCALES = ("scale_a", "scale_b", "zero_b")
 CUTS = ("offsets", "sizes", "ends", "valid_rows")
 _library: Any = torch.library.Library("multigemm", "DEF")  # type: ignore[no-untyped-call]
 _library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
@@ -95,28 +98,48 @@ def kernel(general: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
 
     def run(
         a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
-        valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, **options: Any,
+        valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None,
+        scale_a: Tensor | None = None, scale_b: Tensor | None = None, zero_b: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         kind, cut, several = one_cut(offsets, sizes, ends)
         call = (options.get("jagged", "m"), a, b, kind, cut, valid_rows, c, bias, None)
-        key = None if several or in_transform() else key_of(call, ("operator", *options.items()))
+        plain = scale_a is scale_b is zero_b is None
+        key = None if several or not plain or in_transform() else key_of(call, ("operator", *options.items()))
         found, class_key = (None, None) if key is None else LAUNCHES.recall(key, call)
         if found is not None:
             return found
         if general is not None:
-            keys = dispatch_keys(a, b, offsets, sizes, ends, valid_rows, c, bias)
-            if keys.raw_repr() & SPECIAL or (grad_enabled() and any_requires_grad(a, b, c, bias)):
-                return general(keys, a, b, offsets, sizes, ends, valid_rows, c, bias, **options)  # type: ignore[no-any-return]
+            scaled = (scale_a, scale_b, zero_b)
+            keys = dispatch_keys(a, b, offsets, sizes, ends, valid_rows, c, bias, *scaled)
+            wanted = grad_enabled() and any_requires_grad(a, b, c, bias, *scaled)
+            if wanted:
+                _refuse_quantised_gradients(a, b, scaled, options.get("b_format"))
+            if keys.raw_repr() & SPECIAL or wanted:
+                return general(keys, a, b, offsets, sizes, ends, valid_rows, c, bias, *scaled, **options)  # type: ignore[no-any-return]
         if a is None or b is None:  # torch lets it through
             raise InvalidProblem("a or b is None; both must be tensors")
         asked = {name: value for name, value in options.items() if name not in ("backend", "grad_backend")}
         problem = GroupedGemmProblem(
-            a, b, offsets=offsets, sizes=sizes, ends=ends, valid_rows=valid_rows, c=c, bias=bias, **asked
-        )
+            a, b, offsets=offsets, sizes=sizes, ends=ends, valid_rows=valid_rows, c=c, bias=bias, scale_a=scale_a,
+            scale_b=scale_b, zero_b=zero_b, **asked,
+        )  # fmt: skip
         choice = choose(problem, names(options.get("backend", "auto")), eager=True)
         return LAUNCHES.run((key, class_key), kind, choice, problem)  # type: ignore[no-any-return]
 
     return run
+
+
+def _refuse_quantised_gradients(a: Tensor, b: Tensor, scaled: tuple[Tensor | None, ...], b_format: str | None) -> None:
+    """Scales have no gradients; those of the other inputs of quantised products come later."""
+    given = [(name, x) for name, x in zip(SCALES, scaled, strict=True) if x is not None]
+    for name, x in given:
+        if x.requires_grad:
+            raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: detach it")
+    if given or a.dtype in FLOAT8 or b.dtype in (*FLOAT8, torch.uint8) or b_format:
+        raise InvalidProblem(
+            "an input requires grad, and gradients of products with quantised operands come later: use "
+            "torch.no_grad(), .detach() the input, or dequantise with multigemm.quantize.dequantize"
+        )
 
 
 # --- shapes without data ----------------------------------------------------------------------------
@@ -124,23 +147,33 @@ def kernel(general: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
 
 def result_like(
     a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
-    valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None, *, jagged: str = "m",
+    valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None,
+    scale_a: Tensor | None = None, scale_b: Tensor | None = None, zero_b: Tensor | None = None, *, jagged: str = "m",
     alpha: float = 1.0, beta: float | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
-    precision: str = "ieee", **_: Any,
+    precision: str = "ieee", b_format: str | None = None, accumulate: str = "promoted", **_: Any,
 ) -> Tensor:  # fmt: skip
     """An empty tensor of the result's shape and dtype; refuses what the operator would refuse."""
     cuts = [x for x in (offsets, sizes, ends) if x is not None]
     if len(cuts) > 1:
         raise InvalidProblem("more than one of offsets, sizes and ends was given: pass exactly one of them")
+    scales.check_words(b_format, accumulate)
+    packed, dtypes = scales.format_of(b.dtype, b_format), (a.dtype, b.dtype)
     squeezed = not cuts and valid_rows is None and a.dim() == 2 and b.dim() == 2
     if squeezed:
         a, b = a.unsqueeze(0), b.unsqueeze(0)
+    if packed:
+        b = scales.unpacked_shape(a, b)
     masked = valid_rows is not None
     extents = forms.infer(a, b, jagged=jagged, grouped=bool(cuts), masked=masked, squeezed=squeezed)
     groups = _count(extents.groups, cuts, offsets is not None)
     result = Result(extents.form, groups, extents.result_shape(groups), squeezed)
-    compute = epilogue.compute_dtype(a.dtype, b.dtype)
-    dtype = epilogue.result_dtype(out_dtype, None, compute)
+    given = scales.Given(scale_a, scale_b, zero_b, b_format, accumulate)
+    quantised = scales.is_quantised(*dtypes, packed, given)
+    if quantised:
+        operands = scales.Operands(extents.form, groups, *dtypes, a.shape, b.shape, squeezed, in_memory=False)
+        scales.read(lambda x, _: x, operands, given, packed)
+    compute = dtypes[0] if quantised else epilogue.compute_dtype(*dtypes)
+    dtype = epilogue.result_dtype(out_dtype, None, compute, quantised)
     epilogue.check_activation(activation, compute)
     epilogue.one_of(precision, "precision", PRECISIONS)
     for name, x in (("alpha", alpha), ("beta", beta)):
@@ -171,7 +204,7 @@ def _count(groups: int | None, cuts: list[Tensor], head: bool) -> int:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], given: dict[str, Any], output: Tensor) -> None:
     """What the backward pass reads: the operands; C and bias only to form a pre-activation anew."""
-    a, b, *cuts, c, bias = inputs
+    a, b, *cuts, c, bias = inputs[:8]  # what has scales has no gradient
     options = DEFAULTS | given  # the dispatcher drops what is at its default
     options["beta"] = epilogue.default_beta(options["beta"], c)
     relu = options["activation"] == "relu"
@@ -191,7 +224,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     da, db, dc, dbias = gradients(call, grad, out, needs)
     if squeezed:
         da, db, dc = (None if x is None else x[0] for x in (da, db, dc))
-    return (da, db, None, None, None, None, dc, dbias)
+    return (da, db, None, None, None, None, dc, dbias, None, None, None)
 
 
 def _call(ctx: Any, a: Tensor, b: Tensor, cuts: list[Any], c: Any, bias: Any) -> tuple[Call, bool]:
@@ -238,14 +271,15 @@ _general = eager.differentiable(overload, _backward, _keep)
 def _autocast(keyset: Any, a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Any:
     """a and b in autocast's dtype, as torch does for a matmul; float32 epilogue operands may stay."""
     dtype = torch.get_autocast_dtype(a.device.type)
-    cuts, extras = rest[:4], rest[4:]
+    cuts, extras, scaled = rest[:4], rest[4:6], rest[6:]
     extras = tuple(x if x is None or x.dtype is torch.float32 else _lower(x, dtype) for x in extras)
     with without_autocast():
-        return overload(_lower(a, dtype), _lower(b, dtype), *cuts, *extras, **options)
+        return overload(_lower(a, dtype), _lower(b, dtype), *cuts, *extras, *scaled, **options)
 
 
 def _lower(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
+    lowered = x.is_floating_point() and x.dtype is not torch.float64 and x.dtype.itemsize > 1
+    return x.to(dtype) if lowered else x
 
 
 def _vmap(info: Any, in_dims: Any, *args: Any, **options: Any) -> Any:

@@ -61,6 +61,8 @@ class Operands:
     tensor [G+1] is `ends = offsets[1:], head = True`, without a copy). Kernels clamp: start to
     [0, T], end to [start, T]. `host_offsets` [G+1] and `host_valid_rows` [G] are int64 copies on
     the host where the user gave the sizes on the host, else None (and must not be fetched silently).
+    `scale_a`, `scale_b` and `zero_b` are grids [groups or 1, rows, K] (of b: [.., K, columns]), lists of matrices for
+    per_group, as `ScaleSpec` describes them; a packed `b` holds bytes.
     `sizes` [G] are the user's own on the device, without gaps, where `ends` are their running sums, else None: a recipe
     that `sums_sizes` reads them, and then nobody writes `ends`.
     """
@@ -80,6 +82,9 @@ class Operands:
     alpha: float = 1.0
     beta: float = 0.0
     device: torch.device = CPU
+    scale_a: Tensor | list[Tensor] | None = None
+    scale_b: Tensor | list[Tensor] | None = None
+    zero_b: Tensor | list[Tensor] | None = None
 
 
 class Strided(NamedTuple):

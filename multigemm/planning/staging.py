@@ -39,7 +39,7 @@ class Staged:
 def staged_spec(problem: GroupedGemmProblem) -> ProblemSpec:
     """The spec that backends see: that of the problem, with operands of one dtype."""
     spec = problem.spec
-    if spec.a.dtype is spec.compute and spec.b.dtype is spec.compute:
+    if (spec.a.dtype is spec.compute and spec.b.dtype is spec.compute) or problem.quantisation is not None:
         return spec
     return replace(spec, a=_cast_spec(problem.a, spec.a, spec.compute), b=_cast_spec(problem.b, spec.b, spec.compute))
 
@@ -126,8 +126,15 @@ def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand, sums_siz
         beta=problem.beta,
         device=problem.device,
         **_stage_grouping(problem, before, sums_sizes),
+        **_scales(problem),
     )
     return Staged(ops, before)
+
+
+def _scales(problem: GroupedGemmProblem) -> dict[str, Any]:
+    """The grids of scales and zero points by their names; nothing for plain operands."""
+    q = problem.quantisation
+    return {} if q is None else {name: scale.grid for name, scale in q.each()}
 
 
 def outline(problem: GroupedGemmProblem, spec: ProblemSpec) -> Operands:
@@ -135,11 +142,13 @@ def outline(problem: GroupedGemmProblem, spec: ProblemSpec) -> Operands:
     grouping, valid, out = problem.grouping, problem.valid_rows, problem.out
     if out is None:
         out = _fresh(problem, torch.device("meta"))
-    a, b = (_outlined(x, spec.compute) for x in (problem.a, problem.b))
+    a, b = problem.a, problem.b
+    if problem.quantisation is None:
+        a, b = _outlined(a, spec.compute), _outlined(b, spec.compute)
     return Operands(
         spec, a, b, out, problem.c, problem.bias, alpha=problem.alpha, beta=problem.beta, device=problem.device,
         host_offsets=None if grouping is None else grouping.host,
-        host_valid_rows=None if valid is None or valid.host is None else np.diff(valid.host),
+        host_valid_rows=None if valid is None or valid.host is None else np.diff(valid.host), **_scales(problem),
     )  # fmt: skip
 
 

@@ -24,6 +24,13 @@ from multigemm.errors import InvalidProblem
 from multigemm.torch_internals import forward_mode, is_functorch_wrapped
 
 Kind = Literal["torch", "numpy", "cupy", "numba"]
+BITS = {
+    "bfloat16": (np.int16, torch.bfloat16),
+    "float8_e4m3fn": (np.uint8, torch.float8_e4m3fn),
+    "float8_e5m2": (np.uint8, torch.float8_e5m2),
+    "float8_e8m0fnu": (np.uint8, torch.float8_e8m0fnu),
+}
+"""Dtypes of ml_dtypes, which pass between libraries as integers of their size."""
 Step = Callable[[], object]
 LOWEST = 1 << 32
 """Addresses from here on are real. One below may count from 0, where a tensor's memory was freed; that is looked up."""
@@ -158,8 +165,9 @@ def _adopt_numpy(x: np.ndarray, name: str) -> Adopted:
 
 
 def _from_numpy(x: np.ndarray, name: str) -> Tensor:
-    if x.dtype.name == "bfloat16":
-        return _from_numpy(x.view(np.int16), name).view(torch.bfloat16)
+    if x.dtype.name in BITS:
+        whole, dtype = BITS[x.dtype.name]
+        return _from_numpy(x.view(whole), name).view(dtype)
     if not x.flags.writeable:  # torch has no read-only tensors; whether x may be written is checked by the problem
         interface = {**x.__array_interface__, "data": (x.__array_interface__["data"][0], False)}
         x = np.asarray(Memory(interface, x))
@@ -170,11 +178,16 @@ def _from_numpy(x: np.ndarray, name: str) -> Tensor:
 
 
 def _as_numpy(tensor: Tensor) -> np.ndarray:
-    if tensor.dtype is torch.bfloat16:
+    if (word := str(tensor.dtype).removeprefix("torch.")) in BITS:
         import ml_dtypes
 
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return tensor.view(_whole(word)).numpy().view(getattr(ml_dtypes, word))
     return tensor.numpy()
+
+
+def _whole(word: str) -> torch.dtype:
+    """torch's integers of the size of a dtype of ml_dtypes."""
+    return torch.int16 if BITS[word][0] is np.int16 else torch.uint8
 
 
 class _RawStream:
@@ -193,8 +206,9 @@ def _adopt_cupy(x: Any, name: str) -> Adopted:
     device = torch.device("cuda", x.device.id)  # without the index, torch would copy to the current device
 
     def tensor_over(array: Any) -> Tensor:
-        if array.dtype.name == "bfloat16":
-            return torch.as_tensor(array.view(cupy.int16), device=device).view(torch.bfloat16)
+        if array.dtype.name in BITS:
+            whole, dtype = BITS[array.dtype.name]
+            return torch.as_tensor(array.view(whole), device=device).view(dtype)
         return torch.as_tensor(array, device=device)
 
     if not any(s < 0 for s in x.strides):
@@ -226,10 +240,10 @@ def give_back(tensor: Tensor, kind: Kind) -> Any:
     if kind == "cupy":
         import cupy
 
-        if tensor.dtype is torch.bfloat16:
+        if (word := str(tensor.dtype).removeprefix("torch.")) in BITS:
             import ml_dtypes
 
-            return cupy.asarray(tensor.view(torch.int16)).view(ml_dtypes.bfloat16)
+            return cupy.asarray(tensor.view(_whole(word))).view(getattr(ml_dtypes, word))
         return cupy.asarray(tensor)
     from numba import cuda
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.problem.arrays import dtype_of
-from multigemm.problem.spec import ACTIVATIONS, FLOAT_DTYPES, INPUT_DTYPES
+from multigemm.problem.spec import ACTIVATIONS, FLOAT8, FLOAT_DTYPES, HALVES, INPUT_DTYPES
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """Between them float32 holds a number to all its digits: a smaller one it rounds coarsely, or to 0."""
@@ -29,17 +29,19 @@ def compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
         if dtype not in INPUT_DTYPES:
             raise InvalidProblem(f"{name} has dtype {dtype}; supported: {_names(INPUT_DTYPES)}: convert it")
     if (a is torch.int8) != (b is torch.int8):
-        raise InvalidProblem(f"a is {a} and b is {b}: int8 multiplies int8 only; convert one of them")
+        weights = "; 16 bits multiply int8 weights by their scale_b" if b is torch.int8 and a in HALVES else ""
+        raise InvalidProblem(f"a is {a} and b is {b}: int8 multiplies int8 only; convert one of them{weights}")
     return torch.promote_types(a, b)
 
 
-def result_dtype(out_dtype: Any, out: torch.dtype | None, compute: torch.dtype) -> torch.dtype:
-    """The dtype of the result, from the keyword, the given `out`, or the default."""
+def result_dtype(out_dtype: Any, out: torch.dtype | None, compute: torch.dtype, quantised: bool = False) -> torch.dtype:
+    """The dtype of the result, from the keyword, the given `out`, or the default: bfloat16 for float8 operands."""
     asked = None if out_dtype is None else dtype_of(out_dtype, "out_dtype")
     if asked is not None and out is not None and asked is not out:
         raise InvalidProblem(f"out has dtype {out} and out_dtype is {asked}: pass one of them")
-    chosen = asked or out or (torch.int32 if compute is torch.int8 else compute)
-    allowed = (torch.int32,) if compute is torch.int8 else FLOAT_DTYPES
+    default = torch.int32 if compute is torch.int8 else torch.bfloat16 if compute in FLOAT8 else compute
+    chosen = asked or out or default
+    allowed = (torch.int32,) if compute is torch.int8 else (*HALVES, torch.float32) if quantised else FLOAT_DTYPES
     if chosen not in allowed:
         seen, remedy = (f"out has dtype {out}", "pass out as") if out is not None else (f"out_dtype is {asked}", "use")
         raise InvalidProblem(f"{seen}; the result of {compute} products cannot be {chosen}: {remedy} {_names(allowed)}")

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
-from multigemm.problem import epilogue, forms, overlap, rebuild
+from multigemm.problem import epilogue, forms, overlap, rebuild, scales
 from multigemm.problem.arrays import Kind, Step
 from multigemm.problem.forms import Extents
 from multigemm.problem.grouping import Grouping, make_grouping, make_valid_rows
 from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
 from multigemm.problem.result import Result
-from multigemm.problem.spec import PRECISIONS, Form, ProblemSpec, specify
+from multigemm.problem.scales import Given, Quantisation
+from multigemm.problem.spec import FLOAT8, HALVES, PRECISIONS, Form, ProblemSpec, specify
 from multigemm.settings import settings
 
 CHECKS = ("host", "full")
@@ -48,6 +49,11 @@ class Keywords(TypedDict, total=False):
     deterministic: bool
     batch_invariant: bool | None
     check: str
+    scale_a: Any
+    scale_b: Any
+    zero_b: Any
+    b_format: str | None
+    accumulate: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,8 @@ class GroupView:
     """One product on the host: C = act(alpha * a @ b + beta * c + bias).
 
     `where` indexes this group's block in the result: a tuple of slices and integers for packed
-    forms, the position in the list for per_group.
+    forms, the position in the list for per_group. Scales and zero points of quantised operands broadcast
+    against `a`, and against the elements of `b`, of which a packed `b` holds two in a byte.
     """
 
     index: int
@@ -67,6 +74,9 @@ class GroupView:
     c: Tensor | None
     bias: Tensor | None
     where: Any
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+    zero_b: Tensor | None = None
 
 
 class GroupedGemmProblem:
@@ -107,6 +117,14 @@ class GroupedGemmProblem:
                            None: as MULTIGEMM_BATCH_INVARIANT says
     check                  "full" reads sizes on the device back and checks them; "host" does not. Sizes that add up to
                            less than T are legal in both: no group owns the rest
+    scale_a, scale_b       quantised operands: what an element is multiplied by. A number, a vector for the groups, or a
+                           grid: along K one entry, or one for each 32, 64 or 128; along the other axis one entry, or
+                           one for each line (or, with 128 along K, for each 128). float32 or float8_e8m0fnu
+    zero_b                 integer weights: what is subtracted before the scale; uint8 or int8, laid out as scale_b
+    b_format               what bytes of b hold, two of K in each: "int4", "uint4" or "e2m1"
+    accumulate             float8 x float8: "promoted" sums at most 128 of K in the tensor core, "fast" may sum all
+
+    float8 multiplies float8; bfloat16 and float16 also multiply weights in float8, int8 (with scale_b) and four bits.
 
     Raises InvalidProblem, with the value seen, the limit and the remedy, for anything without a meaning.
     The problem refers to the caller's arrays and copies none of them, except sizes that are given on the
@@ -116,8 +134,8 @@ class GroupedGemmProblem:
 
     __slots__ = (
         "a", "activation", "alpha", "b", "batch_invariant", "beta", "bias", "c", "deterministic", "device", "extents",
-        "form", "given_out", "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "refreshes", "spec",
-        "squeezed", "valid_rows",
+        "form", "given_out", "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "quantisation",
+        "refreshes", "spec", "squeezed", "valid_rows",
     )  # fmt: skip
     a: Operand
     b: Operand
@@ -139,6 +157,7 @@ class GroupedGemmProblem:
     given_out: Any
     out_dtype: torch.dtype
     out_shape: Any
+    quantisation: Quantisation | None
     refreshes: list[Step]
     spec: ProblemSpec
     squeezed: bool
@@ -165,37 +184,52 @@ class GroupedGemmProblem:
         deterministic: bool = True,
         batch_invariant: bool | None = None,
         check: str = "host",
+        scale_a: Any = None,
+        scale_b: Any = None,
+        zero_b: Any = None,
+        b_format: str | None = None,
+        accumulate: str = "promoted",
         **unknown: Never,
     ) -> None:
         for name in unknown:
             raise UnknownKeyword(unknown_keyword_text("GroupedGemmProblem", name, tuple(Keywords.__annotations__)))
         epilogue.one_of(check, "check", CHECKS)
         epilogue.one_of(precision, "precision", PRECISIONS)
+        scales.check_words(b_format, accumulate)
         if not isinstance(deterministic, bool):
             raise InvalidProblem(f"deterministic={deterministic!r} must be True or False")
         self.activation, self.precision, self.deterministic = activation, precision, deterministic
         self.batch_invariant = _switch(batch_invariant)
         self.c = self.bias = self.out = self.extents = self.grouping = self.valid_rows = None
         self.squeezed, self.given_out = False, out
+        self.quantisation = None
 
         reader = OperandReader()
         grouped = offsets is not None or sizes is not None or ends is not None
         if is_list(a) or is_list(b):
-            groups = self._take_lists(reader, a, b, jagged, grouped or valid_rows is not None)
+            groups, packed = self._take_lists(reader, a, b, jagged, grouped or valid_rows is not None, b_format)
         else:
-            extents = self._take_tensors(reader, a, b, jagged, grouped, valid_rows is not None)
+            extents, packed = self._take_tensors(reader, a, b, jagged, grouped, valid_rows is not None, b_format)
             groups = self._take_groups(extents, (offsets, sizes, ends), valid_rows, check == "full")
         self.kind, self.device = reader.kind, reader.device
         inputs = self._input_dtypes(out_dtype)
-        compute = epilogue.compute_dtype(*inputs)
+        has_dtypes = self.extents is not None or groups > 0  # lists of no matrices say no dtypes
+        given = Given(scale_a, scale_b, zero_b, b_format, accumulate)
+        if has_dtypes and scales.is_quantised(*inputs, packed, given):
+            self._take_scales(reader, groups, inputs, given, packed)
+            compute = inputs[0]
+            extras: tuple[torch.dtype, ...] = (compute,) if compute in HALVES else ()
+        else:
+            compute = epilogue.compute_dtype(*inputs)
+            extras = (*inputs, compute)
         self.alpha = epilogue.scalar(alpha, "alpha", compute)
         self.beta = epilogue.scalar(epilogue.default_beta(beta, c), "beta", compute)
         epilogue.check_activation(activation, compute)
         result = Result(self.form, groups, self._result_shape(groups), self.squeezed)
         self.out_shape = result.shape
         self._take_out(reader, out, out_dtype, result, compute)
-        self._take_c(reader, c, result, (*inputs, compute))
-        self._take_bias(reader, bias, result, (*inputs, compute))
+        self._take_c(reader, c, result, extras)
+        self._take_bias(reader, bias, result, extras)
         self.refreshes = reader.refreshes() if reader.mirrors else []
         if out is not None:
             overlap.refuse_shared_memory(self.each("out"), self._read(reader), self._at)
@@ -203,16 +237,23 @@ class GroupedGemmProblem:
 
     # --- operands -------------------------------------------------------------------------------
 
-    def _take_tensors(self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, masked: bool) -> Extents:
+    def _take_tensors(
+        self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, masked: bool, b_format: str | None
+    ) -> tuple[Extents, str]:
         x, y = reader.first(a, "a"), reader.operand(b, "b")
+        packed = scales.format_of(y.dtype, b_format)
+        if packed:
+            y = scales.as_bytes(y)
         if not grouped and not masked and x.dim() == 2 and y.dim() == 2:
             self.squeezed, x, y = True, x.unsqueeze(0), y.unsqueeze(0)
         self.a, self.b, self.device = x, y, reader.device
+        if packed:
+            y = scales.unpacked_shape(x, y)
         self.extents = forms.infer(
             x, y, jagged=jagged, grouped=grouped, masked=masked, squeezed=self.squeezed, kind=reader.kind
         )
         self.form = self.extents.form
-        return self.extents
+        return self.extents, packed
 
     def _take_groups(self, extents: Extents, cuts: Sequence[Any], valid: Any, full: bool) -> int:
         if self.form.startswith("jagged"):
@@ -227,7 +268,9 @@ class GroupedGemmProblem:
             self.valid_rows = make_valid_rows(valid, groups=extents.groups, rows=rows, device=self.device, full=full)
         return extents.groups
 
-    def _take_lists(self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool) -> int:
+    def _take_lists(
+        self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, b_format: str | None
+    ) -> tuple[int, str]:
         if not (is_list(a) and is_list(b)):
             one, x, other = ("b", b, "a") if is_list(a) else ("a", a, "b")
             remedy = f"pass [{one}] * G to share one matrix, or list({one}) for several"
@@ -242,9 +285,34 @@ class GroupedGemmProblem:
         self.form = "per_group"
         first = [reader.first(a[0], "a[0]")] if a else []
         self.a = [*first, *(reader.operand(x, f"a[{g}]") for g, x in enumerate(a) if g)]
-        self.b = [reader.operand(x, f"b[{g}]") for g, x in enumerate(b)]
-        forms.check_lists(self.a, self.b)
-        return len(self.a)
+        self.b = matrices = [reader.operand(x, f"b[{g}]") for g, x in enumerate(b)]
+        packed = scales.format_of(common_dtype(self.b, "b"), b_format) if b else ""
+        if packed:
+            self.b = [scales.as_bytes(x) for x in matrices]
+            pairs = enumerate(zip(self.a, self.b, strict=True))
+            matrices = [scales.unpacked_shape(x, y, (f"a[{g}]", f"b[{g}]")) for g, (x, y) in pairs]
+        forms.check_lists(self.a, matrices)
+        return len(self.a), packed
+
+    def _take_scales(
+        self, reader: OperandReader, groups: int, inputs: tuple[torch.dtype, torch.dtype], given: Given, packed: str
+    ) -> None:
+        """Scales and zero points; float8 operands and weights give no gradient."""
+        names = ("a", "b") if inputs[0] in FLOAT8 else ("b",)
+        for name in names:
+            if torch.is_grad_enabled() and any(x.requires_grad for x in self.each(name)):
+                raise InvalidProblem(
+                    f"{name} asks for a gradient, and {scales.short(inputs[name == 'b'])} operands give none: pass "
+                    f"{name}.detach()"
+                )
+        a, b = self.each("a"), self.each("b")
+        shapes = [tuple(x.shape) for x in a], [_elements(y, packed) for y in b]
+        if self.extents is not None:
+            (a_shape,), (b_shape,) = shapes
+            operands = scales.Operands(self.form, groups, *inputs, a_shape, b_shape, self.squeezed)
+        else:
+            operands = scales.Operands(self.form, groups, *inputs, *shapes)
+        self.quantisation = scales.read(reader.extra, operands, given, packed)
 
     def _input_dtypes(self, out_dtype: Any) -> tuple[torch.dtype, torch.dtype]:
         if self.each("a"):
@@ -263,7 +331,7 @@ class GroupedGemmProblem:
         if out is not None:
             self.out = result.take(reader.result, out, "out")
             given = common_dtype(self.out, "out") if len(self.each("out")) else None
-        self.out_dtype = epilogue.result_dtype(out_dtype, given, compute)
+        self.out_dtype = epilogue.result_dtype(out_dtype, given, compute, self.quantisation is not None)
 
     def _take_c(self, reader: OperandReader, c: Any, result: Result, inputs: Sequence[torch.dtype]) -> None:
         if c is None:
@@ -289,6 +357,9 @@ class GroupedGemmProblem:
         """Everything that a launch reads, by name."""
         names = ("a", "b", "bias", "c")
         read: list[tuple[str, Any]] = [(f"{n}{self._at(i)}", x) for n in names for i, x in enumerate(self.each(n))]
+        for name, scale in () if self.quantisation is None else self.quantisation.each():
+            given = [scale.given] if isinstance(scale.given, Tensor) else scale.given
+            read += [(f"{name}[{g}]" if is_list(scale.given) else name, x) for g, x in enumerate(given)]
         read += [(name, mirror.given) for name, mirror in reader.mirrors.items()]
         if (cut := self.cut) is not None and cut.live is not None:
             read.append((cut.kind if cut is self.grouping else "valid_rows", cut.live))
@@ -310,6 +381,25 @@ class GroupedGemmProblem:
     def cut(self) -> Grouping | None:
         """What says where groups begin and end, or how many rows of them count; None if their shapes do."""
         return self.grouping or self.valid_rows
+
+    @property
+    def scale_a(self) -> Operand | None:
+        """The scale of a as it was given, as tensors; None if there is none."""
+        return self._given_scale("a")
+
+    @property
+    def scale_b(self) -> Operand | None:
+        """The scale of b as it was given."""
+        return self._given_scale("b")
+
+    @property
+    def zero_b(self) -> Operand | None:
+        """The zero points of b as they were given."""
+        return self._given_scale("zero")
+
+    def _given_scale(self, which: str) -> Operand | None:
+        scale = getattr(self.quantisation, which, None)
+        return None if scale is None else scale.given
 
     @property
     def zero_unowned(self) -> bool:
@@ -357,7 +447,19 @@ class GroupedGemmProblem:
                 spans[self.spec.jagged] = slice(*cuts[g])
             where = _where(self.form, g, spans["m"], spans["n"])
             x, y = _pick(a, g)[spans["m"], spans["k"]], _pick(b, g)[spans["k"], spans["n"]]
-            yield GroupView(g, m, n, k, x, y, None if c is None else c[where], _bias(bias, g, spans["n"]), where)
+            old, row = None if c is None else c[where], _bias(bias, g, spans["n"])
+            yield GroupView(g, m, n, k, x, y, old, row, where, *self._group_scales(g, spans))
+
+    def _group_scales(self, g: int, spans: dict[str, slice]) -> list[Tensor | None]:
+        """scale_a, scale_b and zero_b of one group, on the host."""
+        q, jagged_k = self.quantisation, self.form == "jagged_k"
+        if q is None:
+            return []
+        parts = [(q.a, "m", "a"), (q.b, "n", "b"), (q.zero, "n", "b")]
+        return [
+            None if scale is None else scale.of_group(g, spans[rows], spans["k"], side, jagged_k).detach().cpu()
+            for scale, rows, side in parts
+        ]
 
     def _bounds(self, grouping: Grouping, extents: Extents) -> list[tuple[int, int]]:
         """(start, end) of every group along the jagged direction, clamped as the kernels clamp."""
@@ -379,16 +481,19 @@ class GroupedGemmProblem:
             return 0
         spec = self.spec
         a = [m * k * spec.a.dtype.itemsize for m, _, k in used]
-        b = [k * n * spec.b.dtype.itemsize for _, n, k in used]
+        b = [k * n * spec.b.dtype.itemsize // (2 if spec.b.packed else 1) for _, n, k in used]
         c_size = spec.c.dtype.itemsize if spec.c is not None else 0
         results = sum(m * n * (self.out_dtype.itemsize + c_size) for m, n, _ in used)
+        for _, scale in () if self.quantisation is None else self.quantisation.each():
+            results += sum(x.nbytes for x in ([scale.given] if isinstance(scale.given, Tensor) else scale.given))
         return results + (a[0] if spec.a.shared else sum(a)) + (b[0] if spec.b.shared else sum(b))
 
     def __repr__(self) -> str:
         return rebuild.problem_text(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, rebuild.arguments(self)
+        a, b, keywords = rebuild.arguments(self)
+        return _rebuilt, (rebuild.as_bits(a), rebuild.as_bits(b), {n: rebuild.as_bits(x) for n, x in keywords.items()})
 
 
 def _switch(batch_invariant: Any) -> bool:
@@ -422,8 +527,14 @@ def _on_host(x: Any) -> Any:
     return x.detach().cpu() if isinstance(x, Tensor) else [t.detach().cpu() for t in x]
 
 
+def _elements(b: Tensor, packed: str) -> tuple[int, ...]:
+    """The shape of b in elements."""
+    return (*b.shape[:-2], 2 * b.shape[-2], b.shape[-1]) if packed else tuple(b.shape)
+
+
 def _rebuilt(a: Any, b: Any, keywords: Keywords) -> GroupedGemmProblem:
-    return GroupedGemmProblem(a, b, **keywords)
+    a, b = rebuild.from_bits(a), rebuild.from_bits(b)
+    return GroupedGemmProblem(a, b, **{name: rebuild.from_bits(x) for name, x in keywords.items()})
 
 
 def checked(problem: Any) -> GroupedGemmProblem:

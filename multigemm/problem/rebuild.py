@@ -6,7 +6,7 @@ writes to. So the arrays that the caller gave are copied, and a problem is made 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +14,34 @@ from torch import Tensor
 
 from multigemm.problem.arrays import give_back
 from multigemm.problem.overlap import same_view
+from multigemm.problem.spec import BIT_VIEWED
 
 if TYPE_CHECKING:
     from multigemm.problem.problem import GroupedGemmProblem
 
 AS_THEY_ARE = ("alpha", "beta", "activation", "out_dtype", "precision", "deterministic", "batch_invariant", "bias")
+
+
+class Bits(NamedTuple):
+    """A tensor of a dtype that torch cannot pickle, as the bytes of it."""
+
+    data: Tensor
+    dtype: torch.dtype
+
+
+def as_bits(x: Any) -> Any:
+    """An argument as something that can be pickled, which `from_bits` takes back."""
+    if isinstance(x, Tensor) and x.dtype in BIT_VIEWED:
+        return Bits(x.detach().view(torch.uint8), x.dtype)
+    listed = isinstance(x, list) and any(isinstance(t, Tensor) and t.dtype in BIT_VIEWED for t in x)
+    return [as_bits(t) for t in x] if listed else x
+
+
+def from_bits(x: Any) -> Any:
+    """The argument that `as_bits` was given."""
+    if isinstance(x, Bits):
+        return x.data.view(x.dtype)
+    return [from_bits(t) for t in x] if isinstance(x, list) and any(isinstance(t, Bits) for t in x) else x
 
 
 def arguments(problem: GroupedGemmProblem) -> tuple[Any, Any, dict[str, Any]]:
@@ -27,6 +50,9 @@ def arguments(problem: GroupedGemmProblem) -> tuple[Any, Any, dict[str, Any]]:
         refresh()
     keywords = {name: getattr(problem, name) for name in AS_THEY_ARE}
     keywords |= {"c": _c(problem), "out": problem.given_out, **_cut(problem)}
+    if (q := problem.quantisation) is not None:
+        keywords |= {name: scale.given for name, scale in q.each()}
+        keywords |= {"b_format": q.b_format or None, "accumulate": q.accumulate}
     return _given(problem, problem.a), _given(problem, problem.b), keywords
 
 
@@ -107,12 +133,18 @@ def problem_text(problem: GroupedGemmProblem) -> str:
         x = getattr(problem, name)
         if x is not None:
             parts.append(f"{name}={operand_text(x, problem.squeezed and name != 'bias')}")
+    q = problem.quantisation
+    parts += [] if q is None else [f"{name}={operand_text(scale.given)}" for name, scale in q.each()]
     plain = {
         "alpha": 1.0, "beta": 0.0, "activation": None, "precision": "ieee", "deterministic": True,
         "batch_invariant": False,
     }  # fmt: skip
     values = {name: getattr(problem, name) for name in plain}
     parts += [f"{name}={x!r}" for name, x in values.items() if x != plain[name]]
+    if q is not None and q.b_format:
+        parts.append(f"b_format={q.b_format!r}")
+    if q is not None and q.accumulate != "promoted":
+        parts.append(f"accumulate={q.accumulate!r}")
     if problem.out is None:
         parts.append(f"out_dtype={problem.out_dtype}")
     return f"GroupedGemmProblem({', '.join(parts)})"

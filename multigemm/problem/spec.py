@@ -23,15 +23,43 @@ Form = Literal["per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "mask
 Order = Literal["row", "col", "strided"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Precision = Literal["ieee", "tf32"]
+Accumulate = Literal["promoted", "fast"]
+ByteFormat = Literal["int4", "uint4", "e2m1"]
 
 FORMS: tuple[Form, ...] = ("per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "masked")
 ACTIVATIONS: tuple[Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu")
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INPUT_DTYPES = (*FLOAT_DTYPES, torch.int8)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+BIT_VIEWED = frozenset((*FLOAT8, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2))
+"""Dtypes that pickles and other libraries know as bytes only."""
+HALVES = (torch.float16, torch.bfloat16)
+BYTE_FORMATS: tuple[ByteFormat, ...] = ("int4", "uint4", "e2m1")
+ACCUMULATE: tuple[Accumulate, ...] = ("promoted", "fast")
+MIXED = -1
 GIANT = 2**31 - 2**26
 """From here an extent may be more than a kernel counts in 32 bits with a sign: up to the end of its last tile, and with
 the number of its tiles, of 64 rows and more, added where it is cut into even ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleSpec:
+    """The scale of one operand, and its zero points, as a grid [groups or 1, rows, blocks of K] (b: K before columns).
+
+    `by_group` says that groups have numbers of their own. `rows` and `k` say how much one number covers along the axis
+    that is not K, and along K: 0 all of it, 1 one line, 32, 64 or 128 so many; MIXED: the matrices of a list differ.
+    Blocks of a jagged K are counted from each group's start: block j of group g is entry offsets[g] // k + g + j.
+    `order` and `align` describe the grid as `OperandSpec` describes an operand; `zero` is the dtype of zero points.
+    """
+
+    dtype: torch.dtype
+    by_group: bool = False
+    rows: int = 0
+    k: int = 0
+    order: Order = "row"
+    align: int = 16
+    zero: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +70,9 @@ class OperandSpec:
     stride 1), else "strided". `align` is the largest power of two, at most 16, that divides the base
     address and every other stride, in bytes. `dense` says that no two elements share an address by
     a zero stride or an overlap, so a tensor map or a leading dimension can express it.
-    `shared` says that all groups use the same matrix. `wide` says that some element lies 2^31
-    elements or more from the base, or that a row or column has such a number, so that 64-bit
-    addressing is needed.
+    `packed` says what half-bytes hold, two of K in a byte; it is "" for elements of their own. `scale` is None where
+    elements mean what they say. `shared` says that all groups use the same matrix. `wide` says that some element lies
+    2^31 elements or more from the base, or that a row or column has such a number, so that 64-bit addressing is needed.
     """
 
     dtype: torch.dtype
@@ -53,6 +81,8 @@ class OperandSpec:
     dense: bool = True
     shared: bool = False
     wide: bool = False
+    packed: ByteFormat | Literal[""] = ""
+    scale: ScaleSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +92,12 @@ class ProblemSpec:
     `m, n, k` are the extents that all groups share. `total` is the bucket (a power of two, rounded
     up) of the jagged extent T, of the sum of M over a list, or of G*M. `largest` is the bucket of
     the largest M of a group where the host knows it (lists, batched), else 0.
-    `compute` is the dtype that products are formed in; it equals both operand dtypes once staged.
+    `compute` is the dtype that products are formed in; it equals both operand dtypes once staged. Quantised operands
+    are never cast: there it is the dtype of a.
     `longest` is the longest extent of any group, T or the number of groups, itself, where it reaches GIANT, else 0:
     a bucket says too little to refuse a problem by, and a list's N and K have none.
     `sizes` is the dtype of sizes on the device, whose running sums are int64 ends (`index`), else None.
+    `accumulate` is "fast" where products of float8 may stay in the tensor core's own sums for all of K.
     """
 
     form: Form
@@ -91,6 +123,14 @@ class ProblemSpec:
     zero_unowned: bool = True
     longest: int = 0
     sizes: torch.dtype | None = None
+    accumulate: Accumulate = "promoted"
+
+    @property
+    def quantised(self) -> Literal["", "float8", "weights"]:
+        """What a kernel has to know beyond plain operands: float8 on both sides, or quantised weights under 16 bits."""
+        if self.a.dtype in FLOAT8:
+            return "float8"
+        return "weights" if self.b.packed or self.b.dtype in FLOAT8 or self.b.scale is not None else ""
 
     @property
     def jagged(self) -> Literal["m", "n", "k"] | None:
@@ -209,20 +249,24 @@ def specify(problem: GroupedGemmProblem, groups: int, compute: torch.dtype) -> P
         bias[0].dtype if bias else None, compute, alpha, problem.activation, problem.precision,
         problem.deterministic, problem.batch_invariant, index, on_device, problem.out is None,
     )  # fmt: skip
+    quantised = problem.quantisation
     if problem.extents is None:
         part, longest = _list_part(problem, compute)
         fields: tuple[Any, ...] = (*part, *rest, longest, sizes)
-        return _intern(ProblemSpec("per_group", groups, *fields))
+        spec = ProblemSpec("per_group", groups, *fields)
+        return _intern(spec if quantised is None else quantised.described(spec))
     a, b, c, out = problem.a, problem.b, problem.c, problem.out
     geometry = (_geometry(a), _geometry(b), _geometry(c), _geometry(out))
     key = (problem.form, groups, *geometry, problem.out_dtype, rest, sizes)
-    found = _by_geometry.get(key)
+    found = _by_geometry.get(key) if quantised is None else None
     if found is None:
         if len(_by_geometry) >= KEPT:
             _by_geometry.clear()
         part, longest = _packed_part(problem, groups)
         fields = (*part, *rest, longest, sizes)
         spec = ProblemSpec(problem.form, groups, *fields)
+        if quantised is not None:
+            return _intern(quantised.described(spec))
         found = _by_geometry[key] = _intern(spec)
     return found
 

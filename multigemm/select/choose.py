@@ -160,13 +160,13 @@ def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, names: Sequenc
     for name in names:  # a slip behind a name that can would never show
         registry.check(name)
     for name in names:
-        backend, state = registry.get(name), registry.state(name)
+        state = registry.state(name)
         if not state.ok:
             if len(names) == 1:
                 raise BackendUnavailable(name, unavailable_text(state))
             reasons[name] = [unavailable_text(state)]
             continue
-        reasons[name] = [*registry.unkept_promises(backend, spec), *backend.not_supported_reasons(spec, problem.device)]
+        reasons[name] = registry.refusals(name, spec, problem.device)
         if not reasons[name]:
             return plan_of(name, "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can")
     raise BackendUnsupported(reasons)

@@ -9,7 +9,7 @@ from multigemm.errors import BackendUnavailable, BackendUnsupported
 from multigemm.planning.binding import reasons
 from multigemm.planning.staging import staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.spec import ProblemSpec
+from multigemm.problem.spec import MIXED, ProblemSpec
 from multigemm.select import ranking
 from multigemm.select.choose import Which, choose
 from multigemm.select.problem_class import class_of
@@ -36,6 +36,7 @@ class Explanation:
             f"{name} by group" if getattr(spec, name) is None else f"{name}={getattr(spec, name)}" for name in "mnk"
         ]
         lines = [f"{spec.form}: {spec.groups} groups, {', '.join(extents)}, {spec.compute}"]
+        lines += [f"  {text}" for text in _quantised_texts(spec)]
         lines += [f"  class: {self.problem_class}"]
         lines += [f"  before the launch: {step}" for step in self.staging]
         lines += [f"{'*' if c.name == self.chosen else ' '} {c.name:8} {c}" for c in self.candidates]
@@ -50,10 +51,29 @@ class Explanation:
         return "\n".join(lines)
 
 
+def _quantised_texts(spec: ProblemSpec) -> list[str]:
+    """What is known of quantised operands."""
+    texts = []
+    for name, x in (("a", spec.a), ("b", spec.b)):
+        held = f"packed {x.packed}" if x.packed else str(x.dtype).removeprefix("torch.")
+        if (s := x.scale) is not None:
+            rows = {MIXED: "as each matrix says", 0: "all lines", 1: "a line"}.get(s.rows, f"{s.rows} lines")
+            k = {MIXED: "as each matrix says", 0: "all of K"}.get(s.k, f"{s.k} of K")
+            zero = "" if s.zero is None else f", zero points in {str(s.zero).removeprefix('torch.')}"
+            group = " of a group" if s.by_group else ""
+            texts.append(
+                f"{name}: {held}, one {str(s.dtype).removeprefix('torch.')} scale for {rows}{group}, {k}{zero}"
+            )
+        elif spec.quantised and x.dtype is not spec.compute:
+            texts.append(f"{name}: {held}, not scaled")
+    return texts
+
+
 def explain(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = None) -> Explanation:
     """Why an eager call would choose what it does; measures as that would."""
     spec = staged_spec(problem)
-    steps = [f"{x} is cast to {spec.compute}" for x in "ab" if getattr(problem.spec, x).dtype is not spec.compute]
+    cast = "" if problem.quantisation is not None else "ab"
+    steps = [f"{x} is cast to {spec.compute}" for x in cast if getattr(problem.spec, x).dtype is not spec.compute]
     if problem.refreshes:
         steps.append(f"{len(problem.refreshes)} array(s) with negative strides are copied")
     chosen, kernel, ran, why = None, "", None, ""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from multigemm.planning.staging import equal_sizes
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import OperandSpec, ProblemSpec, bucket, half_octave
@@ -94,11 +96,20 @@ def _class_of(spec: ProblemSpec, total: int, equal: bool) -> ProblemClass:
         _operand(spec.a),
         _operand(spec.b),
         _operand(spec.out),
-        spec.precision + ("" if plain else EPILOGUE),
+        spec.precision + ("" if spec.accumulate == "promoted" else f"+{spec.accumulate}") + ("" if plain else EPILOGUE),
         ON_DEVICE if spec.device_sizes else EQUAL if equal else ON_HOST,
     )
 
 
 def _operand(x: OperandSpec) -> str:
-    short = str(x.dtype).removeprefix("torch.")
-    return f"{short}/{x.order}{'' if x.align >= 16 else x.align}{'/shared' if x.shared else ''}"
+    short = x.packed or str(x.dtype).removeprefix("torch.")
+    return f"{short}/{x.order}{'' if x.align >= 16 else x.align}{'/shared' if x.shared else ''}{_scale(x)}"
+
+
+def _scale(x: OperandSpec) -> str:
+    """What a scale covers: "/x1x128" is one number for each line and 128 of K, "0" for all of an axis."""
+    if (s := x.scale) is None:
+        return ""
+    short = {torch.float32: "", torch.float8_e8m0fnu: "e8m0"}.get(s.dtype, str(s.dtype).removeprefix("torch."))
+    zero = "" if s.zero is None else "z"
+    return f"/{'g' if s.by_group else ''}x{s.rows}x{s.k}{short}{zero}"

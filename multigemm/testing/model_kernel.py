@@ -46,9 +46,10 @@ class Flat:
         storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         size = tensor.dtype.itemsize
         whole = storage[: storage.numel() // size * size]
-        kind = torch.int16 if tensor.dtype == torch.bfloat16 else tensor.dtype
+        name = str(tensor.dtype).removeprefix("torch.")
+        kind = {1: torch.uint8, 2: torch.int16}[size] if hasattr(ml_dtypes, name) else tensor.dtype
         data = whole.view(kind).numpy()
-        self.data: Array = data.view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else data
+        self.data: Array = data.view(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else data
         self.base = tensor.storage_offset()
 
     def load(self, index: Index, mask: Array) -> Array:
@@ -89,6 +90,7 @@ class Group:
     out: Matrix
     c: Matrix | None
     bias: Matrix | None
+    starts: dict[str, int] = field(default_factory=dict)
 
 
 Round = Callable[[Array, torch.dtype], Array]
@@ -147,6 +149,12 @@ class Faults:
     bias: Callable[[Array], Array] = _no_change
     sum: Callable[[Array], Array] = _no_change
     activate: Callable[[Array, str | None], Array] = activate
+    scale_block: Callable[[Index, int, int, int], Index] = lambda block, start, k, q: block
+    """Entry of a scale along K, from where its group starts, how long K is, and how much an entry covers."""
+    scale_group: Callable[[int], int] = _no_change
+    scale: Callable[[Array], Array] = _no_change
+    """A scale, from the numbers that are stored."""
+    low_first: bool = True
     parts: Callable[[int, int], int] = lambda rows, groups: 1
     backwards: Callable[[int], bool] = lambda tile: False
 
@@ -182,7 +190,8 @@ class Kernel:
     def __init__(self, ops: Operands, tile: Tile, faults: Faults) -> None:
         self.ops, self.tile, self.f, self.spec = ops, tile, faults, ops.spec
         self.calls = 0
-        self.flats = {id(t): Flat(t) for x in (ops.a, ops.b, ops.out, ops.c, ops.bias) for t in _tensors(x)}
+        scales = (ops.scale_a, ops.scale_b, ops.zero_b)
+        self.flats = {id(t): Flat(t) for x in (ops.a, ops.b, ops.out, ops.c, ops.bias, *scales) for t in _tensors(x)}
         self.remembered = self.sizes() if faults.early_metadata else None
 
     def bound(self) -> Launch:
@@ -259,7 +268,7 @@ class Kernel:
         c = None if ops.c is None else self.matrix("c", ops.c, g, skip["m"], skip["n"])
         if self.f.reads_c_at_beta_zero and c is None:
             c = out
-        return Group(g, extents["m"], extents["n"], extents["k"], left, right, out, c, self.bias_of(g, skip["n"]))
+        return Group(g, extents["m"], extents["n"], extents["k"], left, right, out, c, self.bias_of(g, skip["n"]), skip)
 
     # --- the walk ---------------------------------------------------------------------------------
 
@@ -337,6 +346,8 @@ class Kernel:
             every = np.ones(tile.bk, bool)
             x = g.a.flat.load(g.a.at(i, kk), left[:, None] & (inside if f.mask_k_a else every)[None, :])
             y = g.b.flat.load(g.b.at(kk, j), (inside if f.mask_k_b else every)[:, None] & right[None, :])
+            if self.spec.quantised:
+                x, y = self.dequantised(g, i, j, kk)
             acc = self.step(acc, x, y, step, steps)
         if self.spec.acc == torch.int32:
             return acc.astype(np.int32).astype(np.int64)
@@ -358,9 +369,58 @@ class Kernel:
             return total.astype(np.int32).astype(np.int64)
         return total
 
+    # --- quantised operands -----------------------------------------------------------------------
+
+    def dequantised(self, g: Group, i: Index, j: Index, kk: Index) -> tuple[Array, Array]:
+        """Elements of a and b less their zero points, times their scales, in float64; 0 outside the group."""
+        inside, packed = kk < g.k, self.spec.b.packed
+        rows, columns = (i < g.m)[:, None] & inside[None, :], inside[:, None] & (j < g.n)[None, :]
+        x = g.a.flat.load(g.a.at(i, kk), rows).astype(np.float64)
+        y: Array = g.b.flat.load(g.b.at(kk // 2 if packed else kk, j), columns)
+        if packed:
+            high = (kk % 2 == 1) == self.f.low_first
+            codes = np.where(high[:, None], y.view(np.uint8) >> 4, y.view(np.uint8) & 15)
+            y = _decode_nibbles(codes, packed)
+        y = y.astype(np.float64)
+        if self.ops.zero_b is not None:
+            y = y - self.scale_of(g, "b", self.ops.zero_b, j, kk, columns.T).T
+        with np.errstate(all="ignore"):
+            if self.ops.scale_a is not None:
+                x = x * self.float_scale(self.scale_of(g, "a", self.ops.scale_a, i, kk, rows))
+            if self.ops.scale_b is not None:
+                y = y * self.float_scale(self.scale_of(g, "b", self.ops.scale_b, j, kk, columns.T)).T
+        return np.where(rows, x, 0), np.where(columns, y, 0)
+
+    def float_scale(self, stored: Array) -> Array:
+        """Scales as a kernel would convert them."""
+        return self.f.scale(stored).astype(np.float64)
+
+    def scale_of(self, g: Group, side: str, grids: Any, i: Index, kk: Index, mask: Array) -> Array:
+        """The stored number for each line and each of K."""
+        spec = self.spec.a.scale if side == "a" else self.spec.b.scale
+        assert spec is not None
+        grid = grids[g.index] if isinstance(grids, list) else grids
+        row, col = (grid.stride(-2), grid.stride(-1)) if side == "a" else (grid.stride(-1), grid.stride(-2))
+        lines, blocks = grid.shape[-2:] if side == "a" else grid.shape[:-3:-1]
+        jagged_k, direction = self.spec.jagged == "k", "m" if side == "a" else "n"
+        extent = g.m if side == "a" else g.n
+        cover, q = spec.rows, spec.k
+        if isinstance(grids, list):
+            cover = 0 if lines == 1 else 1 if lines == extent else 128
+            q = 0 if blocks == 1 else next(q for q in (128, 64, 32) if -(-g.k // q) == blocks)
+        start = g.starts["k"] if jagged_k else 0
+        line = np.zeros_like(i) if not cover else (g.starts[direction] + i) // cover
+        block = np.zeros_like(kk)
+        if q:
+            block = self.f.scale_block(kk // q + (start // q + g.index if jagged_k else 0), start, g.k, q)
+        group = self.f.scale_group(g.index) * grid.stride(0) if spec.by_group and grid.dim() == 3 else 0
+        flat = self.flats[id(grid)]
+        return flat.load(Matrix(flat, int(flat.base + group), row, col).at(line, block), mask)
+
     def step(self, acc: Array, x: Array, y: Array, step: int, steps: int) -> Array:
         f, kind = self.f, self.acc_dtype()
-        x, y = f.inputs(x.astype(kind)), f.inputs(y.astype(kind))
+        wide = np.float64 if self.spec.quantised else kind  # an element times its scale may leave float32's range
+        x, y = f.inputs(x.astype(wide)), f.inputs(y.astype(wide))
         if f.skip_nan:
             x, y = (np.where(x == 0, 0, x), np.where(np.isfinite(y) | (x != 0).any(), y, 0))
             x, y = np.nan_to_num(x, nan=0.0), np.nan_to_num(y, nan=0.0)
@@ -403,6 +463,13 @@ class Kernel:
             if order not in ("activation first", "no activation"):
                 acc = f.activate(acc, self.spec.activation)
         return np.asarray(acc)
+
+
+def _decode_nibbles(codes: Array, packed: str) -> Array:
+    if packed == "e2m1":
+        return codes.astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
+    whole = codes.astype(np.float32)
+    return np.where(whole > 7, whole - 16, whole) if packed == "int4" else whole
 
 
 def _tensors(x: Any) -> list[Tensor]:

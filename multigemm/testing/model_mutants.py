@@ -233,6 +233,32 @@ MUTANTS: dict[str, Faults] = {
     "K backwards in odd tiles": Faults(backwards=lambda tile: tile % 2 == 1),
 }
 
+
+def _zero_code(x: Any) -> Any:
+    """Code 0 of e8m0 as the number 0, which shifting it into the exponent makes of it."""
+    wide = x.astype(np.float32)
+    return np.where(x.view(np.uint8) == 0, 0, wide).astype(np.float32) if x.dtype.itemsize == 1 else wide
+
+
+QUANTISED_MUTANTS: dict[str, Faults] = {
+    "blocks of a jagged K counted from its start": Faults(
+        scale_block=lambda block, start, k, q: block + (np.arange(len(block)) + start % q >= q) if start % q else block
+    ),
+    "entry of the next group at a group's start": Faults(
+        scale_block=lambda block, start, k, q: np.where(block == start // q, block + 1, block)
+    ),
+    "block index one short in the tail": Faults(
+        scale_block=lambda block, start, k, q: np.where(block == (k - 1) // q, np.maximum(block - 1, 0), block)
+    ),
+    "scale of the group before": Faults(scale_group=lambda g: max(g - 1, 0)),
+    "scale of group 0 for all": Faults(scale_group=lambda g: 0),
+    "promotion lost": Faults(sum=_accumulator_of(14)),
+    "code 0 of e8m0 is zero": Faults(scale=_zero_code),
+    "scales through bfloat16": Faults(scale=_round_to_bfloat16),
+    "high four bits first": Faults(low_first=False),
+}
+"""Faults of kernels for quantised operands; `multigemm.testing.quantised_problems` draws what they fall to."""
+
 EQUIVALENT: dict[str, tuple[Faults, str]] = {
     "no M mask on the load": (Faults(mask_m_load=False), "rows past the group only reach results that are not stored"),
     "no N mask on the load": (

@@ -1,0 +1,399 @@
+"""Quantise operands, and turn quantised ones back into float32: torch operations, on any device.
+
+    qa = quantize(x, "e4m3", "1x128")
+    qb = quantize(w, "e4m3", "128x128", side="b")
+    y = multigemm.grouped_gemm(qa.data, qb.data, sizes=sizes, scale_a=qa.scale, scale_b=qb.scale)
+
+A scale is the largest finite magnitude of its block divided by the largest number of the format, in float32, and at
+least 2^-126; that of a block of zeros is 1. In e8m0 it is rounded up to a power of two, so that nothing saturates. Data
+are the float32 quotients x / scale, rounded to nearest, ties to even, and clamped. NaN and infinities become NaN; a
+format without NaN gives their block a scale that is NaN. Data are contiguous along K, as kernels read them fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+from multigemm.problem import scales
+from multigemm.problem.arrays import adopt, dtype_of, give_back
+from multigemm.problem.epilogue import one_of
+from multigemm.problem.grouping import Grouping, make_grouping
+from multigemm.problem.spec import BYTE_FORMATS, Form
+
+Format = Literal["e4m3", "e5m2", "int8", "int4", "uint4", "e2m1"]
+FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0, "int4": 7.0, "uint4": 15.0, "e2m1": 6.0}
+GRANULARITIES = ("tensor", "group", "row", "1x32", "1x64", "1x128", "128x128")
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
+SMALLEST = 2.0**-126
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NAN8 = 0x7F
+"""A NaN in both formats of 8 bits."""
+
+
+class Quantized(NamedTuple):
+    """An operand as a grouped GEMM takes it: data, what an element is multiplied by, and zero points of integers."""
+
+    data: Any
+    scale: Any
+    zero: Any = None
+
+
+# --- formats ------------------------------------------------------------------------------------------
+
+
+def decode(x: Tensor, packed: str = "") -> Tensor:
+    """The elements in float32, before any scale; bytes that are `packed` hold two along the second last direction."""
+    if not packed:
+        return x.to(torch.float32)
+    codes = x.view(torch.uint8)
+    pairs = torch.stack((codes & 15, codes >> 4), dim=-2)  # [.., K/2, 2, N]
+    nibbles = pairs.reshape(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1])
+    if packed == "e2m1":
+        values = torch.tensor((*E2M1, *(-v for v in E2M1)), dtype=torch.float32, device=x.device)
+        return values[nibbles.long()]
+    whole = nibbles.to(torch.float32)
+    return whole - 16 * (whole > 7) if packed == "int4" else whole
+
+
+def decode_scale(x: Tensor) -> Tensor:
+    """Scales in float32. Code 0 of e8m0 is 2^-127 and 255 is NaN, which shifting alone would get wrong."""
+    if x.dtype is not torch.float8_e8m0fnu:
+        return x.to(torch.float32)
+    codes = x.view(torch.uint8).to(torch.int32)
+    bits = torch.where(codes == 0, 0x00400000, torch.where(codes == 255, 0x7FC00000, codes << 23))
+    return bits.view(torch.float32)
+
+
+def _encode(quotients: Tensor, format: str, zero: Tensor | None) -> Tensor:
+    """Elements in their own dtype, or as codes of four bits in bytes."""
+    top = LARGEST[format]
+    if format in FLOATS:
+        bits = quotients.clamp(-top, top).to(FLOATS[format]).view(torch.uint8)
+        return torch.where(quotients.isnan(), NAN8, bits).view(FLOATS[format])
+    quotients = quotients.nan_to_num(nan=0.0)
+    if format == "e2m1":
+        m = quotients.abs()
+        above: Sequence[Tensor] = (m > 0.25, m >= 0.75, m > 1.25, m >= 1.75, m > 2.5, m >= 3.5, m > 5)  # ties to even
+        code = torch.stack(tuple(above)).sum(0, dtype=torch.uint8)
+        return code | (torch.signbit(quotients).to(torch.uint8) << 3)
+    whole = quotients.round()
+    if zero is not None:
+        return (whole + zero).clamp(0, top).to(torch.uint8)
+    whole = whole.clamp(-top, top)
+    return whole.to(torch.int8) if format == "int8" else whole.to(torch.int8).view(torch.uint8) & 15
+
+
+# --- where an entry lies ------------------------------------------------------------------------------
+
+
+def _offsets(cut: Grouping, device: torch.device) -> Tensor:
+    """Offsets [G+1] on the operand's device, without reading sizes back."""
+    if cut.live is None:
+        return torch.from_numpy(cut.read()).to(device)
+    live = cut.live.to(torch.int64)
+    if cut.kind == "offsets":
+        return live
+    return torch.cat([live.new_zeros(1), live.cumsum(0) if cut.kind == "sizes" else live])
+
+
+def _group_of(offsets: Tensor, extent: int) -> Tensor:
+    """The group of each position along the jagged direction; G where no group owns it."""
+    at = torch.arange(extent, device=offsets.device)
+    group = torch.searchsorted(offsets[1:].contiguous(), at, right=True)
+    return torch.where(at < offsets[0], len(offsets) - 1, group)
+
+
+def _block_of(offsets: Tensor, extent: int, block: int) -> Tensor:
+    """The entry of each position of a jagged K: offsets[g] // block + g + j; the one past the last for no group's."""
+    groups, at = len(offsets) - 1, torch.arange(extent, device=offsets.device)
+    group = _group_of(offsets, extent)
+    start = offsets[group.clamp(max=max(groups - 1, 0))]
+    return torch.where(group < groups, start // block + group + (at - start) // block, extent // block + groups)
+
+
+class _Entries(NamedTuple):
+    """Which entry of a grid each line and each column (of K) has, and how many of them count; a last one is thrown
+    away, which positions have that no group owns. `merged`: all groups share them. `vector`: one for each group."""
+
+    row: Tensor
+    rows: int
+    column: Tensor
+    columns: int
+    merged: bool = False
+    vector: bool = False
+
+
+def _entries(x: Tensor, scale: str, jagged: str, offsets: Tensor | None) -> _Entries:
+    """The entries for x [groups or 1, lines, K]; `jagged` names the axis of it that offsets cut: "rows", "k" or ""."""
+    lines, k = x.shape[1:]
+    zeros, each = torch.zeros(max(lines, k), dtype=torch.int64, device=x.device), torch.arange(lines, device=x.device)
+    if scale == "tensor":
+        return _Entries(zeros[:lines], 1, zeros[:k], 1, merged=True)
+    groups = 0 if offsets is None else len(offsets) - 1
+    if scale == "group":
+        if jagged == "rows" and offsets is not None:
+            return _Entries(_group_of(offsets, lines), groups, zeros[:k], 1, vector=True)
+        if jagged == "k" and offsets is not None:
+            return _Entries(zeros[:lines], 1, _group_of(offsets, k), groups, vector=True)
+        return _Entries(zeros[:lines], 1, zeros[:k], 1, vector=True)
+    if scale == "row":
+        if jagged == "k" and offsets is not None:
+            return _Entries(each, lines, _group_of(offsets, k), groups)
+        return _Entries(each, lines, zeros[:k], 1)
+    block = int(scale.partition("x")[2])
+    if scale == "128x128":
+        each, lines = each // block, -(-lines // block)
+    if jagged == "k" and offsets is not None:
+        return _Entries(each, lines, _block_of(offsets, k, block), k // block + groups)
+    return _Entries(each, lines, torch.arange(k, device=x.device) // block, -(-k // block))
+
+
+def _reduced(x: Tensor, at: _Entries, how: str, start: float) -> Tensor:
+    """The largest or smallest element of each entry, beginning with `start`."""
+    kept = x.new_full((x.shape[0], x.shape[1], at.columns + 1), start)
+    kept.scatter_reduce_(2, at.column.expand(x.shape), x, how)
+    found = x.new_full((x.shape[0], at.rows + 1, at.columns + 1), start)
+    found.scatter_reduce_(1, at.row[:, None].expand(kept.shape), kept, how)
+    if at.merged:
+        first = found.new_full((1, *found.shape[1:]), start)
+        found = torch.cat([first, found])
+        found = found.amax(0, keepdim=True) if how == "amax" else found.amin(0, keepdim=True)
+    return found
+
+
+def _spread(entries: Tensor, at: _Entries) -> Tensor:
+    """One number for each element."""
+    return entries[:, at.row][:, :, at.column]
+
+
+# --- quantise -----------------------------------------------------------------------------------------
+
+
+def quantize(
+    x: Any, format: Format, scale: str, *, side: Literal["a", "b"] = "a", scale_dtype: Any = torch.float32,
+    zero: bool = False, offsets: Any = None, sizes: Any = None, ends: Any = None, jagged: str = "m",
+) -> Quantized:  # fmt: skip
+    """Quantise an operand of a grouped GEMM.
+
+    Args:
+        x: the operand, in bfloat16, float16 or float32 (float64 is rounded to float32 first).
+        format: "e4m3", "e5m2", "int8"; for side "b" also "int4", "uint4" (with `zero`) and "e2m1", two of K in a byte.
+        scale: what one number covers: "tensor", "group", "row" (of b: a column), "1x32", "1x64", "1x128" (so many of K
+            in a row or column) or "128x128".
+        side: which operand it is: "a" [.., rows, K] or "b" [.., K, columns].
+        scale_dtype: float32, float8_e8m0fnu, or the dtype of 16-bit activations.
+        zero: "uint4" alone: scales span the range from the least to the greatest element, 0 included.
+        offsets, sizes, ends, jagged: how a packed operand is cut, as for `grouped_gemm`. A jagged K needs them for each
+            `scale` but "tensor"; jagged rows for "group" only.
+
+    Returns:
+        Data, scale and zero points, which `grouped_gemm` takes as they are. Elements that no group owns have scale 1.
+
+    Raises:
+        InvalidProblem: an argument has no meaning; the text names the value and the remedy.
+
+    Example:
+        >>> import torch
+        >>> q = quantize(torch.ones(6, 256), "e4m3", "1x128")
+        >>> q.data.dtype, tuple(q.scale.shape)
+        (torch.float8_e4m3fn, (6, 2))
+    """
+    _check_words(format, scale, side, zero)
+    dtype = dtype_of(scale_dtype, "scale_dtype")
+    if dtype not in SCALE_DTYPES:
+        raise InvalidProblem(f"scale_dtype is {scales.short(dtype)}: use float32, float8_e8m0fnu, bfloat16 or float16")
+    taken = adopt(x, "x")
+    given = taken.tensor.detach()
+    if not given.dtype.is_floating_point or given.dtype.itemsize == 1:
+        raise InvalidProblem(f"x has dtype {scales.short(given.dtype)}: quantize takes floats of 16 bits or more")
+    if given.dim() not in (2, 3):
+        raise InvalidProblem(f"x has shape {tuple(given.shape)}: it must be a matrix or a stack of matrices")
+    lines = given.to(torch.float32)
+    lines = lines if side == "a" else lines.mT
+    axis = _jagged_axis(side, jagged, given.dim())
+    packed = format in BYTE_FORMATS
+    if packed and (axis == "k" or lines.shape[-1] % 2):
+        why = "jagged='k' cuts K, where bytes hold two" if axis == "k" else f"K = {lines.shape[-1]} is odd"
+        raise InvalidProblem(f"format={format!r} packs two of K in a byte, and {why}: use a format of 8 bits")
+    cut = _cut(offsets, sizes, ends, jagged, given, axis, side)
+    if cut is None and axis == "k" and (scale not in ("tensor", "row")):
+        raise InvalidProblem(f"scale={scale!r} of a jagged K: pass offsets, sizes or ends")
+    told = offsets is not None or sizes is not None or ends is not None
+    if scale == "group" and given.dim() == 2 and cut is None and told:
+        raise InvalidProblem("scale='group' of an operand that all groups share: use 'tensor'")
+    if scale == "128x128" and axis == "rows" and cut is not None:
+        raise InvalidProblem(f"scale='128x128' of rows that jagged={jagged!r} cuts: use '1x128'")
+    stack = lines if lines.dim() == 3 else lines.unsqueeze(0)
+    at = _entries(stack, scale, axis if cut is not None else "", None if cut is None else _offsets(cut, given.device))
+    numbers, used, zeros = _scales(stack, at, format, dtype, zero)
+    quotients = torch.where(stack.isinf(), torch.nan, stack / _spread(used, at))
+    codes = _encode(quotients, format, None if zeros is None else _spread(zeros, at))
+    if packed:
+        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    data = _outward(codes.contiguous(), given.dim(), side)
+    grids = [None if t is None else _grid(t, at, given.dim(), side) for t in (numbers, zeros)]
+    if grids[1] is not None:
+        grids[1] = grids[1].to(torch.uint8)
+    back = [None if t is None else give_back(t, taken.kind) for t in (data, *grids)]
+    return Quantized(*back)
+
+
+def _check_words(format: Any, scale: Any, side: Any, zero: Any) -> None:
+    one_of(format, "format", tuple(LARGEST))
+    one_of(scale, "scale", GRANULARITIES)
+    one_of(side, "side", ("a", "b"))
+    if side == "a" and (format == "int8" or format in BYTE_FORMATS):
+        raise InvalidProblem(f"format={format!r} is for weights: pass side='b', or use 'e4m3' or 'e5m2'")
+    if zero != (format == "uint4"):
+        raise InvalidProblem(f"format={format!r} with zero={zero!r}: zero points belong to 'uint4', which needs them")
+
+
+def _jagged_axis(side: str, jagged: Any, dim: int) -> str:
+    """The axis of an operand [.., lines, K] that a cut along `jagged` cuts: "rows", "k" or "" for none."""
+    one_of(jagged, "jagged", ("m", "n", "k"))
+    if dim == 3:
+        return ""
+    return "k" if jagged == "k" else "rows" if jagged == ("m" if side == "a" else "n") else ""
+
+
+def _cut(offsets: Any, sizes: Any, ends: Any, jagged: str, x: Tensor, axis: str, side: str) -> Grouping | None:
+    """Where groups begin and end along an axis of x; None where nothing cuts it."""
+    if not axis or (offsets is None and sizes is None and ends is None):
+        return None
+    along = x.shape[-1] if (axis == "k") == (side == "a") else x.shape[-2]
+    return make_grouping(offsets, sizes, ends, groups=None, total=along, device=x.device, full=False, others={})
+
+
+def _scales(
+    x: Tensor, at: _Entries, format: str, dtype: torch.dtype, zero: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scales in their dtype and in float32, and zero points in float32, for each entry."""
+    top = LARGEST[format]
+    finite = torch.where(x.isfinite(), x, 0)
+    high = _reduced(finite if zero else finite.abs(), at, "amax", 0.0)
+    low = _reduced(finite, at, "amin", 0.0) if zero else torch.zeros_like(high)
+    span = (high * 0.5 - low * 0.5) / (top * 0.5)  # of halves: the range of float32 overflows
+    number = torch.where(high == low, 1.0, span.clamp(min=SMALLEST))
+    if format not in FLOATS:
+        bad = _reduced((~x.isfinite()).to(torch.float32), at, "amax", 0.0) > 0
+        number = torch.where(bad, torch.nan, number)
+    for beyond in (number[:, at.rows :], number[:, :, at.columns :]):  # what no group owns
+        beyond.fill_(1)
+    if dtype is torch.float8_e8m0fnu:
+        bits = number.view(torch.int32)
+        codes = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(max=255).to(torch.uint8)
+        kept = codes.view(dtype)
+    elif dtype is torch.float32:
+        kept = number
+    else:
+        info = torch.finfo(dtype)
+        kept = number.clamp(min=info.tiny, max=info.max).to(dtype)
+    used = decode_scale(kept)
+    if not zero:
+        return kept, used, None
+    zeros = (-low / used).round().clamp(0, top).nan_to_num(nan=0.0)
+    zeros[:, at.rows :] = 0
+    return kept, used, zeros
+
+
+def _outward(x: Tensor, dim: int, side: str) -> Tensor:
+    """[groups or 1, lines, K] as the operand that was given."""
+    x = x if dim == 3 else x[0]
+    return x if side == "a" else x.mT
+
+
+def _grid(entries: Tensor, at: _Entries, dim: int, side: str) -> Tensor:
+    """The entries that count, in the shape that the problem reads."""
+    kept = entries[:, : at.rows, : at.columns]
+    if at.merged:
+        return kept.reshape(())
+    if at.vector:
+        return kept.reshape(-1).contiguous()
+    return _outward(kept, dim, side).contiguous()
+
+
+# --- and back -----------------------------------------------------------------------------------------
+
+
+def dequantize(
+    q: Quantized, *, side: Literal["a", "b"], format: Format | None = None, offsets: Any = None, sizes: Any = None,
+    ends: Any = None, jagged: str = "m",
+) -> Any:  # fmt: skip
+    """The operand that quantised data, scale and zero points stand for, in float32.
+
+    Args:
+        q: what `quantize` returned, or any data with scales that `grouped_gemm` would take.
+        side: which operand it is.
+        format: what bytes hold: needed for "int4", "uint4" and "e2m1".
+        offsets, sizes, ends, jagged: how the operand is cut, where scales are by group or K is jagged. Elements that no
+            group owns come back unscaled.
+
+    Returns:
+        float32 of the operand's shape in elements.
+
+    Raises:
+        InvalidProblem: data, scale and format do not go together.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(6, 256)
+        >>> q = quantize(x, "e4m3", "1x128")
+        >>> bool((dequantize(q, side="a") - x).abs().max() < 0.2)
+        True
+    """
+    one_of(side, "side", ("a", "b"))
+    if format is not None:
+        one_of(format, "format", tuple(LARGEST))
+    taken = adopt(q.data, "data")
+    data, scale, zero = (None if x is None else adopt(x, "scale").tensor for x in q)
+    assert data is not None
+    packed = scales.format_of(data.dtype, format if format in BYTE_FORMATS else None) if side == "b" else ""
+    values = decode(scales.as_bytes(data), packed)
+    if values.dim() not in (2, 3):
+        raise InvalidProblem(f"data has shape {tuple(data.shape)}: it must be a matrix or a stack of matrices")
+    axis = _jagged_axis(side, jagged, values.dim())
+    cut = _cut(offsets, sizes, ends, jagged, values, axis, side)
+    form: Form = "batched" if cut is None else "jagged_k" if axis == "k" else "jagged_m" if side == "a" else "jagged_n"
+    shape = tuple(values.shape) if cut is not None or values.dim() == 3 else (1, *values.shape)
+    groups = cut.groups if cut is not None else shape[0]
+    operands = scales.Operands(form, groups, torch.bfloat16, data.dtype, shape, shape, len(shape) > values.dim())
+    where = None if cut is None else _offsets(cut, values.device)
+    for x, name in ((zero, "zero"), (scale, "scale")):
+        if x is None:
+            continue
+        read = scales.read_scale(operands, x, f"{name}_{side}")
+        spread = _of_elements(read, operands, side, axis, where)
+        spread = spread if spread.dim() == values.dim() else spread[0]
+        values = values - spread.nan_to_num(nan=0.0) if name == "zero" else values * spread.to(torch.float32)
+    return give_back(values, taken.kind)
+
+
+def _of_elements(read: scales.Scale, operands: scales.Operands, side: str, axis: str, offsets: Tensor | None) -> Tensor:
+    """A scale as one number for each element, or as what broadcasts against the operand; 1 where no group owns it."""
+    assert isinstance(read.grid, Tensor)
+    grid = decode_scale(read.grid) if side == "a" else decode_scale(read.grid).mT  # [groups or 1, lines, K]
+    shape = operands.a_shape if side == "a" else operands.b_shape
+    lines, k = (shape[-2], shape[-1]) if side == "a" else (shape[-1], shape[-2])
+    each = torch.arange(lines, device=grid.device)
+    if read.spec.rows:
+        grid = grid.index_select(1, each // read.spec.rows)
+    if read.spec.k and axis == "k" and offsets is not None:
+        grid = torch.cat([grid, torch.ones_like(grid[..., :1])], dim=2)  # the entry of what no group owns
+        grid = grid.index_select(2, _block_of(offsets, k, read.spec.k))
+    elif read.spec.k:
+        grid = grid.index_select(2, torch.arange(k, device=grid.device) // read.spec.k)
+    if read.spec.by_group and offsets is not None:
+        grid = torch.cat([grid, torch.ones_like(grid[:1])])
+        if axis == "k":
+            grid = grid.index_select(0, _group_of(offsets, k))[:, :, 0].t().unsqueeze(0)
+        else:
+            group = _group_of(offsets, lines)
+            row = each if grid.shape[1] > 1 else torch.zeros_like(each)
+            grid = grid[group, row].unsqueeze(0)
+    return grid if side == "a" else grid.mT

@@ -1,0 +1,196 @@
+"""The definition of quantised operands in NumPy: what stored numbers mean, and how `multigemm.quantize` makes them.
+
+Written as a walk over blocks, one after the other, to be read and not to be fast. The torch operations of
+`multigemm.quantize` give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from multigemm.reference.dtypes import Array, to_numpy
+
+LARGEST = {"e4m3": 448, "e5m2": 57344, "int8": 127, "int4": 7, "uint4": 15, "e2m1": 6}
+FLOATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
+SMALLEST = np.float32(2.0**-126)
+NAN8 = 0x7F
+
+
+class Quantized(NamedTuple):
+    """Data (packed ones two of K in a byte), scales and zero points."""
+
+    data: Array
+    scale: Array
+    zero: Array | None = None
+
+
+class Block(NamedTuple):
+    """What one entry of a grid covers: its place in the grid and, of the operand [groups, lines, K], the elements."""
+
+    entry: tuple[int, ...]
+    groups: slice
+    lines: slice
+    k: slice
+
+
+# --- what stored numbers mean -------------------------------------------------------------------------
+
+
+def decode(x: Any, packed: str = "") -> Array:
+    """The exact elements in float64; of packed bytes two along the second last direction, the low four bits first."""
+    array = to_numpy(x)
+    if not packed:
+        return np.asarray(array.astype(np.float64))
+    codes = array.view(np.uint8)
+    found = np.empty((*codes.shape[:-2], 2 * codes.shape[-2], codes.shape[-1]), np.uint8)
+    found[..., 0::2, :], found[..., 1::2, :] = codes & 15, codes >> 4
+    if packed == "e2m1":
+        return np.asarray(found.view(FLOATS["e2m1"]).astype(np.float64))
+    whole = found.astype(np.float64)
+    return np.asarray(np.where(whole > 7, whole - 16, whole) if packed == "int4" else whole)
+
+
+def decode_scale(x: Any) -> Array:
+    """The exact scales in float64: code c of e8m0 is 2^(c - 127), also for c = 0; 255 is NaN."""
+    array = to_numpy(x)
+    if array.dtype != np.dtype(ml_dtypes.float8_e8m0fnu):
+        return array.astype(np.float64)
+    codes = array.view(np.uint8).astype(np.int64)
+    return np.asarray(np.where(codes == 255, np.nan, np.ldexp(1.0, codes - 127)))
+
+
+# --- how they are made --------------------------------------------------------------------------------
+
+
+def quantize(
+    x: Array, format: str, scale: str, *, side: str = "a", scale_dtype: Any = np.float32,
+    offsets: Sequence[int] | None = None, axis: str = "",
+) -> Quantized:  # fmt: skip
+    """One operand [.., lines, K] (side "b": [.., K, columns]), whose `axis` "rows" or "k" may be cut by `offsets`."""
+    given = x.astype(np.float32)
+    given = given if side == "a" else np.swapaxes(given, -1, -2)
+    stack = given if given.ndim == 3 else given[None]
+    shape, blocks = _grid(stack.shape, given.ndim, scale, offsets, axis)
+    numbers, zeros = np.ones(shape, np.float32), np.zeros(shape, np.uint8)
+    codes: Array = np.zeros(stack.shape, np.uint8)
+    owned = np.zeros(stack.shape, bool)
+    for block in blocks:
+        where = block.groups, block.lines, block.k
+        number, zero = _scale_of(stack[where], format, scale_dtype)
+        numbers[block.entry], zeros[block.entry] = number, zero
+        codes[where], owned[where] = _encoded(stack[where], format, number, zero), True
+    codes[~owned] = _encoded(stack[~owned], format, np.float32(1), 0)  # what no group owns
+    if format in ("int4", "uint4", "e2m1"):
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    data = codes.view({**FLOATS, "e2m1": np.uint8, "int8": np.int8}.get(format, np.uint8))
+    data = data if given.ndim == 3 else data[0]
+    turned = side == "b" and numbers.ndim > 1
+    grids = [np.swapaxes(g, -1, -2) if turned else g for g in (numbers, zeros)]
+    kept = _stored(grids[0], scale_dtype)
+    return Quantized(np.swapaxes(data, -1, -2) if side == "b" else data, kept, grids[1] if format == "uint4" else None)
+
+
+def _grid(
+    shape: tuple[int, ...], ndim: int, scale: str, offsets: Sequence[int] | None, axis: str
+) -> tuple[tuple[int, ...], Iterator[Block]]:
+    """The shape of a grid as [.., lines, K], and its blocks."""
+    count, lines, k = shape
+    every = slice(None)
+    cuts = [] if offsets is None else list(pairwise(offsets))
+    if scale == "tensor":
+        return (), iter([Block((), every, every, every)])
+    if scale == "group":
+        if cuts:
+            parts = (slice(*cut) for cut in cuts)
+            made = (
+                Block((g,), every, *((part, every) if axis == "rows" else (every, part)))
+                for g, part in enumerate(parts)
+            )
+            return (len(cuts),), made
+        return (count,), (Block((g,), slice(g, g + 1), every, every) for g in range(count))
+    tall = 128 if scale == "128x128" else 1
+    wide = max(k, 1) if scale == "row" else int(scale.partition("x")[2])
+    spans, entries = _along_k(k, wide, scale == "row", cuts if axis == "k" else [])
+    rows = -(-lines // tall)
+    lead = () if ndim == 2 else (count,)
+
+    def walk() -> Iterator[Block]:
+        for g in range(count):
+            for r in range(rows):
+                for j, span in spans:
+                    entry = (r, j) if ndim == 2 else (g, r, j)
+                    yield Block(entry, slice(g, g + 1), slice(r * tall, (r + 1) * tall), span)
+
+    return (*lead, rows, entries), walk()
+
+
+def _along_k(k: int, wide: int, whole: bool, cuts: list[tuple[int, int]]) -> tuple[list[tuple[int, slice]], int]:
+    """(entry, elements) of each block of K, and the number of entries; blocks of a cut K begin with their group."""
+    if not cuts:
+        entries = 1 if whole else -(-k // wide)
+        return [(j, slice(j * wide, (j + 1) * wide)) for j in range(entries)], entries
+    if whole:
+        return [(g, slice(*cut)) for g, cut in enumerate(cuts)], len(cuts)
+    found = []
+    for g, (start, end) in enumerate(cuts):
+        for j in range(-(-(end - start) // wide)):
+            found.append((start // wide + g + j, slice(start + j * wide, min(start + (j + 1) * wide, end))))
+    return found, k // wide + len(cuts)
+
+
+def _stored(numbers: Array, scale_dtype: Any) -> Array:
+    """Scales in their dtype, to which they were rounded already."""
+    if np.dtype(scale_dtype) != np.dtype(ml_dtypes.float8_e8m0fnu):
+        return numbers.astype(scale_dtype)
+    codes = np.where(np.isnan(numbers), 255, np.frexp(np.where(np.isnan(numbers), 1, numbers))[1] + 126)
+    return codes.astype(np.uint8).view(scale_dtype)
+
+
+def _scale_of(x: Array, format: str, scale_dtype: Any) -> tuple[np.float32, int]:
+    """The scale of one block, rounded to its dtype, and its zero point."""
+    finite = x[np.isfinite(x)]
+    high, low = np.float32(np.abs(finite).max(initial=0)), np.float32(0)
+    if format == "uint4":
+        high, low = np.float32(finite.max(initial=0)), np.float32(finite.min(initial=0))
+    number = np.float32(1)
+    if high != low:
+        half = np.float32(0.5)
+        number = max((high * half - low * half) / np.float32(LARGEST[format] * 0.5), SMALLEST)
+    if format not in ("e4m3", "e5m2") and finite.size < x.size:
+        return np.float32(np.nan), 0
+    number = _rounded_scale(np.float32(number), np.dtype(scale_dtype))
+    zero = int(np.clip(np.rint(-low / number), 0, LARGEST[format])) if format == "uint4" else 0
+    return number, zero
+
+
+def _rounded_scale(number: np.float32, dtype: np.dtype[Any]) -> np.float32:
+    if dtype == np.dtype(ml_dtypes.float8_e8m0fnu):
+        fraction, exponent = np.frexp(number)
+        return np.float32(np.ldexp(1.0, int(exponent) - (fraction == 0.5)))  # up to a power of two
+    if dtype == np.float32:
+        return number
+    info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    return np.float32(np.clip(number, np.float32(info.tiny), np.float32(info.max)).astype(dtype))
+
+
+def _encoded(x: Array, format: str, number: np.float32, zero: int) -> Array:
+    """The codes of one block."""
+    top = np.float32(LARGEST[format])
+    with np.errstate(invalid="ignore", over="ignore"):
+        quotients = np.where(np.isinf(x), np.float32(np.nan), x / number).astype(np.float32)
+        if format in ("e4m3", "e5m2"):
+            bits = np.clip(quotients, -top, top).astype(FLOATS[format]).view(np.uint8)
+            return np.where(np.isnan(quotients), np.uint8(NAN8), bits)
+    quotients = np.where(np.isnan(quotients), np.float32(0), quotients)
+    if format == "e2m1":
+        return np.clip(quotients, -top, top).astype(FLOATS["e2m1"]).view(np.uint8)
+    whole = np.rint(quotients).astype(np.float64)
+    if format == "uint4":
+        return np.clip(whole + zero, 0, top).astype(np.uint8)
+    found = np.clip(whole, -top, top).astype(np.int8).view(np.uint8)
+    return found if format == "int8" else found & 15

@@ -1,0 +1,222 @@
+"""Quantised operands on the cpu backend: every form, granularity and dtype, and the corners of scales and formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import multigemm as mg
+from multigemm import quantize as q
+from multigemm.backends.cpu.config import Config
+from multigemm.reference.verify import answer, judge
+
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+FORMS = ("jagged m", "shared", "jagged n", "jagged k", "batched", "masked", "list", "single")
+OFFSETS = [3, 3, 100, 131, 290]
+EPILOGUES: tuple[dict[str, Any], ...] = ({}, {"alpha": 0.5, "activation": "silu", "out_dtype": torch.float32})
+
+
+def quantised(form: str, grain: Any, formats: tuple[Any, Any], scale_dtype: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """a, b and the keywords: tails in every direction, an empty group, rows that no group owns."""
+    g = torch.Generator().manual_seed(len(form))
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    cut: dict[str, Any] = {"offsets": OFFSETS}
+    left, right = formats
+    if form == "jagged k":
+        cut["jagged"] = "k"
+        x, w = new(37, 300), new(300, 29)
+    elif form == "jagged n":
+        cut["jagged"] = "n"
+        x, w = new(4, 37, 133), new(133, 300)
+    else:
+        x = new(300, 133) if form in ("jagged m", "shared", "single") else new(4, 131, 133)
+        w = new(133, 130) if form in ("shared", "single") else new(4, 133, 130)
+        if form not in ("jagged m", "shared"):
+            cut = {}
+    tall = grain if grain != "128x128" or x.dim() == 3 else "1x128"
+    wide = grain if grain != "128x128" or w.dim() == 3 or form in ("shared", "single") else "1x128"
+    if form == "shared" and grain == "group":
+        wide = "tensor"
+    a = q.quantize(x, left, tall, scale_dtype=scale_dtype, **cut)
+    of_b = cut if "jagged" in cut else {}
+    b = q.quantize(w, right, wide, side="b", scale_dtype=scale_dtype, **of_b)
+    options = {**cut, "scale_a": a.scale, "scale_b": b.scale}
+    if form == "masked":
+        options["valid_rows"] = [131, 0, 1, 77]
+    if form == "list":
+        for name in ("scale_a", "scale_b"):
+            options[name] = list(options[name]) if options[name].dim() > 1 else options[name]
+        return list(a.data), list(b.data), options
+    return a.data, b.data, options
+
+
+@pytest.mark.parametrize("grain", q.GRANULARITIES)
+@pytest.mark.parametrize("form", FORMS)
+def test_float8(form: str, grain: str) -> None:
+    for formats, scale_dtype in ((("e4m3", "e4m3"), torch.float32), (("e5m2", "e4m3"), E8M0)):
+        a, b, options = quantised(form, grain, formats, scale_dtype)
+        for more in EPILOGUES:
+            problem = mg.GroupedGemmProblem(a, b, **options, **more)
+            verdict = mg.verify(problem, mg.solve(problem, "cpu"))
+            assert verdict.ok, verdict.text
+
+
+@pytest.mark.parametrize("grain", q.GRANULARITIES)
+@pytest.mark.parametrize("format", ["e4m3", "e5m2", "int8", "int4", "uint4", "e2m1"])
+def test_weights(format: Any, grain: str) -> None:
+    w, x = torch.randn(3, 132, 130), torch.randn(15, 132)
+    cut: dict[str, Any] = {"sizes": torch.tensor([6, 0, 8])}
+    for half in (torch.bfloat16, torch.float16):
+        for scale_dtype in (torch.float32, E8M0, half):
+            b = q.quantize(w, format, grain, side="b", zero=format == "uint4", scale_dtype=scale_dtype)
+            packed = format if format in ("int4", "uint4", "e2m1") else None
+            options: dict[str, Any] = {"scale_b": b.scale, "zero_b": b.zero, "b_format": packed, **cut}
+            problem = mg.GroupedGemmProblem(x.to(half), b.data, **options, bias=torch.randn(130))
+            verdict = mg.verify(problem, mg.solve(problem, "cpu"))
+            assert verdict.ok, verdict.text
+
+
+def test_weights_with_zero_points_of_either_sign() -> None:
+    b = torch.randint(-128, 128, (2, 64, 9), dtype=torch.int8)
+    zero = torch.randint(-128, 128, (2, 2, 9), dtype=torch.int8)
+    for points in (zero, zero.view(torch.uint8)):
+        scale = torch.rand(2, 2, 9)
+        problem = mg.GroupedGemmProblem(torch.randn(7, 64).half(), b, sizes=[3, 4], scale_b=scale, zero_b=points)
+        assert mg.verify(problem, mg.solve(problem, "cpu"))
+
+
+def one(a: list[float], b: list[float], dtype: torch.dtype = E4M3, **options: Any) -> float:
+    """a . b for one row and one column."""
+    left, right = torch.tensor([a]).to(dtype), torch.tensor(b)[:, None].to(dtype)
+    problem = mg.GroupedGemmProblem(left, right, out_dtype=torch.float32, **options)
+    result = mg.solve(problem, "cpu")
+    assert mg.verify(problem, result)
+    return float(result)
+
+
+def e8m0(code: int) -> Tensor:
+    return torch.tensor(code, dtype=torch.uint8).view(E8M0)
+
+
+def test_scales_at_their_ends() -> None:
+    assert one([2, 3], [4, 5], scale_a=e8m0(127), scale_b=e8m0(128)) == 46
+    assert one([1, 0], [1, 0], scale_a=e8m0(0), scale_b=torch.tensor(2.0**20)) == 2.0**-107
+    assert one([1], [1], scale_a=e8m0(254), scale_b=e8m0(0)) == 1
+    assert one([448], [448], scale_a=torch.tensor(2.0**125), scale_b=torch.tensor(2.0**-120)) == 448 * 448 * 32
+    assert one([2, 3], [4, 5], scale_a=torch.tensor(-1.0)) == -23
+    assert one([2, 3], [4, 5], scale_b=torch.tensor(0.0)) == 0
+    assert torch.isnan(torch.tensor(one([0, 0], [1, 1], scale_a=e8m0(255))))
+    assert torch.isnan(torch.tensor(one([torch.inf], [1], E5M2, scale_a=torch.tensor(0.0))))
+    assert one([torch.inf], [1], E5M2) == torch.inf
+    assert one([2.0**-9, 448], [448, 2.0**-9]) == 1.75
+    assert one([2.0**-16], [57344], E5M2) == 57344 / 65536
+
+
+def test_a_nan_in_a_scale_reaches_its_block_and_nothing_else() -> None:
+    a, b = torch.zeros(4, 256).to(E4M3), torch.ones(2, 256, 3).to(E4M3)
+    scale = torch.ones(4, 2)
+    scale[1, 1] = torch.nan
+    y = mg.grouped_gemm(a, b, sizes=[2, 2], scale_a=scale, backend="cpu")
+    assert y.isnan().any(1).tolist() == [False, True, False, False]
+    of_b = torch.ones(2, 1, 3)
+    of_b[1, 0, 2] = torch.nan
+    y = mg.grouped_gemm(a, b, sizes=[2, 2], scale_b=of_b, backend="cpu")
+    assert y.isnan().tolist() == [[False] * 3] * 2 + [[False, False, True]] * 2
+
+
+def test_what_no_group_owns_and_what_no_block_covers_is_never_used() -> None:
+    a, b = torch.ones(5, 300).to(E4M3), torch.ones(300, 6).to(E4M3)
+    a.view(torch.uint8)[:, :3] = 0x7F  # NaN before the first group and behind the last
+    b.view(torch.uint8)[290:] = 0x7F
+    used = [0 // 128 + 0, *(3 // 128 + 1 + j for j in range(1)), 100 // 128 + 2, 131 // 128 + 3, 131 // 128 + 4]
+    scale = torch.full((5, 300 // 128 + 4), torch.nan)
+    scale[:, used] = 1.0
+    y = mg.grouped_gemm(a, b, offsets=OFFSETS, jagged="k", scale_a=scale, out_dtype=torch.float32, backend="cpu")
+    assert y[:, 0, 0].tolist() == [0, 97, 31, 159]
+    masked, rows = torch.ones(2, 4, 32).to(E4M3), torch.ones(2, 4, 1)
+    rows[0, 2:], rows[1] = torch.nan, torch.nan
+    y = mg.grouped_gemm(masked, torch.ones(2, 32, 3).to(E4M3), valid_rows=[2, 0], scale_a=rows, backend="cpu")
+    assert y.sum() == 2 * 3 * 32
+
+
+def test_blocks_at_the_start_of_a_group() -> None:
+    """A wrong index of a block cannot hide: whole numbers and powers of two are judged to the last bit."""
+    g = torch.Generator().manual_seed(1)
+    a = torch.randint(-7, 8, (9, 700), generator=g).float().to(E4M3)
+    b = torch.randint(-1, 2, (700, 11), generator=g).float().to(E4M3)
+    sizes = torch.tensor([130, 1, 0, 255, 64, 200])
+    scale = torch.exp2(torch.randint(-3, 4, (9, 700 // 32 + 6), generator=g).float())
+    problem = mg.GroupedGemmProblem(a, b, sizes=sizes, jagged="k", scale_a=scale, out_dtype=torch.float32)
+    right = answer(problem)
+    assert (right.blocks[0].low == right.blocks[0].high).all()
+    result = mg.solve(problem, "cpu")
+    assert judge(right, result)
+    start = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)[:-1]])
+    for group, (first, count) in enumerate(zip(start.tolist(), sizes.tolist(), strict=True)):
+        k = torch.arange(count)
+        of_k = scale[:, first // 32 + group + k // 32]
+        wanted = (a[:, first : first + count].float() * of_k) @ b[first : first + count].float()
+        assert torch.equal(result[group], wanted)
+
+
+def test_device_sizes_that_lie_stay_inside_scales() -> None:
+    sizes = torch.tensor([40, 60])
+    a, b = torch.ones(3, 100).to(E4M3), torch.ones(100, 4).to(E4M3)
+    problem = mg.GroupedGemmProblem(a, b, sizes=sizes, jagged="k", scale_a=torch.ones(3, 100 // 32 + 2))
+    plan = mg.plan(problem, "cpu")
+    for lie in ([90, 90], [0, 0], [100, 0], [0, 100]):
+        sizes.copy_(torch.tensor(lie))
+        assert mg.verify(problem, plan())
+
+
+def test_c_in_out_and_strides() -> None:
+    """Inputs and scales may interleave in memory, results have strides, c may be out."""
+    rows = torch.zeros(10, 64 + 8, dtype=torch.uint8)
+    rows[:, :64] = torch.randint(0, 0x70, (10, 64), dtype=torch.uint8)
+    scale = rows[:, 64:].view(torch.float32)
+    scale.copy_(torch.rand(10, 2))
+    b = torch.randint(0, 0x70, (2, 64, 5), dtype=torch.uint8).view(E5M2).transpose(1, 2).contiguous().transpose(1, 2)
+    out = torch.randn(20, 10)[::2, ::2]
+    problem = mg.GroupedGemmProblem(rows[:, :64].view(E4M3), b, sizes=[4, 5], scale_a=scale, out=out, c=out, beta=-1.5)
+    right = answer(problem)
+    assert judge(right, mg.solve(problem, "cpu"))
+
+
+def test_groups_without_work() -> None:
+    empty = torch.zeros(4, 0).to(E4M3), torch.zeros(2, 0, 3).to(E4M3)
+    bias = torch.ones(2, 3)
+    y = mg.grouped_gemm(
+        *empty, sizes=[1, 3], scale_a=torch.ones(4, 1), scale_b=torch.ones(2, 0, 3), bias=bias, backend="cpu"
+    )
+    assert (y == 1).all()
+    nan = torch.full((4, 32), torch.nan).to(E4M3), torch.ones(2, 32, 3).to(E4M3)
+    assert (mg.grouped_gemm(*nan, sizes=[1, 3], scale_a=torch.tensor(torch.nan), alpha=0.0, backend="cpu") == 0).all()
+
+
+def test_only_the_loop_takes_them() -> None:
+    a, b = torch.ones(4, 8).to(E4M3), torch.ones(8, 3).to(E4M3)
+    problem = mg.GroupedGemmProblem(a, b)
+    assert mg.plan(problem, "cpu").config == Config("loop")
+    with pytest.raises(mg.InvalidSetting, match="blas takes operands that mean what they say"):
+        mg.plan(problem, "cpu", Config("blas"))
+
+
+@pytest.mark.parametrize("grain", ["row", "1x32", "1x128"])
+def test_batch_invariance(grain: Any) -> None:
+    """Rows have the same bits alone, in another form, and in another order."""
+    g = torch.Generator().manual_seed(3)
+    x, w = torch.randn(19, 200, generator=g), torch.randn(3, 200, 17, generator=g)
+    a, b = q.quantize(x, "e4m3", grain), q.quantize(w, "e4m3", grain, side="b")
+    options: dict[str, Any] = {"batch_invariant": True, "backend": "cpu", "activation": "silu"}
+    whole = mg.grouped_gemm(a.data, b.data, sizes=[7, 0, 12], scale_a=a.scale, scale_b=b.scale, **options)
+    for row, group in ((0, 0), (6, 0), (7, 2), (18, 2)):
+        alone = mg.grouped_gemm(
+            a.data[row : row + 1], b.data[group], scale_a=a.scale[row : row + 1], scale_b=b.scale[group], **options
+        )
+        assert torch.equal(alone[0], whole[row])

@@ -1,0 +1,206 @@
+"""`multigemm.quantize` gives the bits of the NumPy reference, and what the contract of its scales says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import multigemm as mg
+from multigemm import quantize as torch_side
+from multigemm.reference import quantize as reference
+from multigemm.reference.dtypes import to_numpy
+
+OFFSETS = [3, 3, 40, 41, 170]
+SCALE_DTYPES = {
+    torch.float32: np.float32, torch.float8_e8m0fnu: ml_dtypes.float8_e8m0fnu, torch.bfloat16: ml_dtypes.bfloat16,
+    torch.float16: np.float16,
+}  # fmt: skip
+EDGES = [
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-38,
+    448.0,
+    449.0,
+    464.0,
+    465.0,
+    3e38,
+    -3.4e38,
+    2.0**-9,
+    2.0**-10,
+    1.0625,
+    1.1875,
+    -2.5,
+    5.0,
+]
+
+
+def operand(shape: tuple[int, ...], kind: str, seed: int = 0) -> torch.Tensor:
+    """Values of one kind: ordinary, of many magnitudes, edges, or with NaN and infinities."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=g)
+    if kind == "wide":
+        return x * torch.exp2(torch.randint(-120, 100, shape, generator=g).float())
+    if kind == "edges":
+        picked = torch.randint(len(EDGES), shape, generator=g)
+        return torch.tensor(EDGES)[picked]
+    if kind == "zeros":
+        return x * (torch.rand(shape[:-1], generator=g)[..., None] > 0.7)
+    if kind == "special":
+        where = torch.rand(shape, generator=g)
+        return torch.where(where > 0.995, torch.nan, torch.where(where < 0.005, -torch.inf, x))
+    return x
+
+
+def bits(x: Any) -> np.ndarray:
+    array = np.ascontiguousarray(to_numpy(x))
+    return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[array.itemsize])
+
+
+def same(found: torch_side.Quantized, wanted: reference.Quantized) -> None:
+    for name, x, y in zip(found._fields, found, wanted, strict=True):
+        if x is None or y is None:
+            assert x is y is None, name
+            continue
+        assert tuple(x.shape) == y.shape, name
+        left, right = bits(x), bits(y)
+        nan = np.isnan(to_numpy(x).astype(np.float32)) & np.isnan(y.astype(np.float32)) if name == "scale" else False
+        assert ((left == right) | nan).all(), name
+
+
+KINDS = ("normal", "wide", "edges", "zeros", "special")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", torch_side.GRANULARITIES)
+def test_float8_gives_the_bits_of_the_reference(scale: str, format: Any, kind: str) -> None:
+    for dtype in (torch.float32, torch.float8_e8m0fnu):
+        for side, shape, jagged, axis in (
+            ("a", (171, 40), "m", "rows"), ("b", (40, 171), "n", "rows"), ("a", (5, 171), "k", "k"),
+            ("b", (171, 5), "k", "k"), ("a", (2, 130, 140), "m", ""), ("b", (2, 140, 9), "m", ""),
+            ("a", (5, 0), "m", ""), ("b", (33, 40), "m", ""),
+        ):  # fmt: skip
+            cut = OFFSETS if axis else None
+            if axis == "rows" and scale == "128x128":
+                continue
+            x = operand(shape, kind, len(shape))
+            found = torch_side.quantize(x, format, scale, side=side, scale_dtype=dtype, offsets=cut, jagged=jagged)  # type: ignore[arg-type]
+            wanted = reference.quantize(
+                x.numpy(), format, scale, side=side, scale_dtype=SCALE_DTYPES[dtype], offsets=cut, axis=axis
+            )
+            same(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", ["int8", "int4", "uint4", "e2m1"])
+@pytest.mark.parametrize("dtype", SCALE_DTYPES)
+def test_weights_give_the_bits_of_the_reference(dtype: torch.dtype, format: Any, kind: str) -> None:
+    for scale in torch_side.GRANULARITIES:
+        x = operand((2, 140, 9), kind)
+        zero = format == "uint4"
+        found = torch_side.quantize(x, format, scale, side="b", scale_dtype=dtype, zero=zero)
+        same(found, reference.quantize(x.numpy(), format, scale, side="b", scale_dtype=SCALE_DTYPES[dtype]))
+
+
+def test_sizes_on_the_device_are_as_good_as_offsets() -> None:
+    x = operand((20, 301), "normal")
+    wanted = torch_side.quantize(x, "e4m3", "1x32", offsets=[0, 40, 40, 300], jagged="k")
+    ends = torch.tensor([40, 40, 300], dtype=torch.int32)
+    cuts: tuple[dict[str, Any], ...] = ({"sizes": torch.tensor([40, 0, 260])}, {"ends": ends})
+    for cut in cuts:
+        found = torch_side.quantize(x, "e4m3", "1x32", jagged="k", **cut)
+        assert torch.equal(found.scale, wanted.scale)
+        assert torch.equal(found.data.view(torch.uint8), wanted.data.view(torch.uint8))
+
+
+def test_every_code_means_the_same_on_both_sides() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        np.testing.assert_array_equal(torch_side.decode(codes.view(dtype)).numpy(), reference.decode(codes.view(dtype)))
+    scales = codes.view(torch.float8_e8m0fnu)
+    found = torch_side.decode_scale(scales)
+    np.testing.assert_array_equal(found.numpy(), reference.decode_scale(scales))
+    assert found[0] == 2.0**-127
+    assert found.view(torch.int32)[255] == 0x7FC00000
+    pairs = codes[:, None]
+    for packed in ("int4", "uint4", "e2m1"):
+        np.testing.assert_array_equal(torch_side.decode(pairs, packed).numpy(), reference.decode(pairs, packed))
+    assert torch_side.decode(torch.tensor([[0x8F]], dtype=torch.uint8), "int4").flatten().tolist() == [-1, -8]
+    assert torch_side.decode(torch.tensor([[0x7A]], dtype=torch.uint8), "e2m1").flatten().tolist() == [-1, 6]
+
+
+def test_what_no_format_holds() -> None:
+    x = torch.tensor([[1.0, torch.nan, -torch.inf, 2.0]])
+    q = torch_side.quantize(x, "e4m3", "row")
+    assert q.data.float()[0, 1:3].isnan().all()
+    assert torch.equal(torch_side.dequantize(q, side="a")[0, [0, 3]], torch.tensor([1.0, 2.0]))
+    packed = torch_side.quantize(torch.cat([x, torch.ones(1, 4)]), "int4", "row", side="b")
+    assert packed.scale.isnan().tolist() == [[False, True, True, False]]
+    assert torch_side.dequantize(packed, side="b", format="int4").isnan().any(0).tolist() == [False, True, True, False]
+
+
+def test_a_block_of_zeros_has_the_scale_one() -> None:
+    q = torch_side.quantize(torch.zeros(3, 64), "e5m2", "1x32")
+    assert q.scale.tolist() == [[1.0, 1.0]] * 3
+    assert not q.data.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("scale", ["row", "1x32", "128x128"])
+def test_e8m0_never_saturates(scale: str) -> None:
+    x = operand((130, 140), "wide")
+    q = torch_side.quantize(x, "e4m3", scale, scale_dtype=torch.float8_e8m0fnu)
+    assert torch.equal(torch_side.dequantize(q, side="a").sign().abs() > 0, q.data.float() != 0)
+    assert (q.data.float().abs() <= 448).all()
+    quotient = x / (x / torch_side.dequantize(q, side="a")).nan_to_num(1)
+    assert quotient.isfinite().all()
+
+
+@pytest.mark.parametrize("packed", ["int4", "uint4", "e2m1"])
+def test_data_are_what_a_problem_takes(packed: Any) -> None:
+    w, a = torch.randn(3, 64, 40), torch.randn(9, 64).bfloat16()
+    q = torch_side.quantize(w, packed, "1x32", side="b", zero=packed == "uint4")
+    assert q.data.mT.is_contiguous()
+    y = mg.grouped_gemm(
+        a,
+        q.data,
+        sizes=[2, 0, 7],
+        scale_b=q.scale,
+        zero_b=q.zero,
+        b_format=packed,
+        out_dtype=torch.float32,
+        backend="cpu",
+    )
+    wanted = mg.grouped_gemm(a.float(), torch_side.dequantize(q, side="b", format=packed), sizes=[2, 0, 7])
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_numpy_in_numpy_out() -> None:
+    q = torch_side.quantize(np.ones((4, 64), np.float32), "e4m3", "1x32")
+    assert q.data.dtype == ml_dtypes.float8_e4m3fn
+    assert q.scale.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "match"),
+    [
+        (("e3m4", "row"), {}, "format='e3m4' is unknown: use one of 'e4m3'"),
+        (("e4m3", "1x16"), {}, "scale='1x16' is unknown"),
+        (("int4", "row"), {}, "format='int4' is for weights: pass side='b'"),
+        (("uint4", "row"), {"side": "b"}, "zero points belong to 'uint4', which needs them"),
+        (("int8", "row"), {"side": "b", "zero": True}, "zero points belong to 'uint4'"),
+        (("e4m3", "1x32"), {"jagged": "k"}, "scale='1x32' of a jagged K: pass offsets, sizes or ends"),
+        (("e4m3", "128x128"), {"sizes": [5]}, "scale='128x128' of rows that jagged='m' cuts: use '1x128'"),
+        (("e4m3", "row"), {"scale_dtype": torch.float64}, "scale_dtype is float64"),
+        (("int4", "row"), {"side": "b"}, "K = 5 is odd"),
+        (("int4", "row"), {"side": "b", "jagged": "k", "sizes": [5]}, "jagged='k' cuts K, where bytes hold two"),
+        (("e4m3", "group"), {"jagged": "n", "sizes": [5]}, "an operand that all groups share: use 'tensor'"),
+    ],
+)
+def test_refusals(args: Any, options: Any, match: str) -> None:
+    with pytest.raises(mg.InvalidProblem, match=match):
+        torch_side.quantize(torch.ones(5, 6), *args, **options)
