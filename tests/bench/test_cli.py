@@ -164,6 +164,7 @@ def test_each_config_is_an_entry_where_that_is_asked(tmp_path: Path) -> None:
     assert last.status == "refused" and "configs for this problem" in last.reason
 
 
+@pytest.mark.slow
 def test_dtypes_are_a_list_in_short_or_long_and_turned_weights_are_asked_for(tmp_path: Path) -> None:
     words = [*QUICK, "--shape", "2,4,8,8", "--dtypes", "float32,bf16", "--nt", "--backends", "none", "--peers", "none"]
     assert main([*words, "--json-only", "--out", str(tmp_path)]) == 0
@@ -179,6 +180,7 @@ def test_what_is_hopeless_on_a_cpu_is_not_chosen_unasked() -> None:
     assert {case.dtype for case in selected(parser.parse_args(["--suite", "l2"]), "cpu")} == {"fp16"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured_and_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +213,7 @@ def test_progress_tells_the_time_that_is_left(capsys: pytest.CaptureFixture[str]
     assert "about 10 s left" in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_each_script_finds_what_it_imports(script: Path) -> None:
     if script.name == "moe_layer.py":

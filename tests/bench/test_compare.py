@@ -30,6 +30,7 @@ def slow_down(report: Report, factor: float, entry: str = "cupy", case: str = ""
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_two_runs_of_one_commit_agree(seed: int) -> None:
     found = compare(made_up_report(seed, **NOISE), made_up_report(seed + 100, **NOISE))

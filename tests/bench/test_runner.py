@@ -45,6 +45,7 @@ def test_a_timed_row_holds_what_it_promises() -> None:
     assert row.host_us is not None
 
 
+@pytest.mark.slow
 def test_a_run_resumes_where_it_was_cut(tmp_path: Path) -> None:
     other, path = parse_shape("2,4,8,8"), tmp_path / "report.json"
     first = run([CASE, other], ENTRIES[:1], path, Options(reps=3, budget_ms=3.0, rates=RATES, total_s=-1.0))
@@ -91,6 +92,7 @@ def test_a_lost_device_is_told_apart_from_a_failure(monkeypatch: pytest.MonkeyPa
     assert [(r.entry, r.status) for r in kept.rows] == [("right", "failed")]
 
 
+@pytest.mark.slow
 def test_the_cpu_backend_and_auto_run_what_users_run() -> None:
     rows = by_name(run([CASE, parse_shape("3x5x7+2x2x2")], [backend_entry("cpu"), backend_entry("auto")]))
     assert {row.status for row in rows.values()} == {"ok"}
@@ -117,6 +119,7 @@ def test_who_is_absent_is_named_with_a_reason() -> None:
     assert "CUDA" in missing["cublas_grouped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -132,6 +135,7 @@ def test_biases_of_every_form_and_empty_problems_are_measured(text: str) -> None
     assert all(row.status in ("ok", "refused") for row in rows.values()), [row.reason for row in rows.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch_grouped", "torch_loop", "torch_bmm"])
 @pytest.mark.parametrize(
     "text", ["4,8,16,16", "G=4,T=32,N=16,K=16,dist=empty", "8x8x8+8x8x8", "G=3,M=8,N=16,T=32,form=jagged_k"]
@@ -142,6 +146,7 @@ def test_torch_peers_are_right_or_refuse(name: str, text: str) -> None:
     assert row.status in ("ok", "refused"), row.reason
 
 
+@pytest.mark.slow
 def test_a_ceiling_that_cannot_be_measured_is_said_and_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> dict[str, Timing]:
         return {"copy": Timing("copy", "cold", error="OutOfMemoryError: no room")}

@@ -53,6 +53,7 @@ def test_a_child_that_ends_well_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "reason"),
     [

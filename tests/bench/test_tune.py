@@ -96,6 +96,7 @@ def test_sizes_on_the_host_are_a_class_of_their_own(monkeypatch: pytest.MonkeyPa
     assert len({entry.known["problem_class"] for entry in found}) == 2
 
 
+@pytest.mark.slow
 def test_a_config_that_ended_its_process_is_not_tried_again_and_three_end_their_backend() -> None:
     four = [Entry(f"x#{number}", "backend", loop, known={"config": f"config {number}"}) for number in range(4)]
     report = run([CASE], four)
@@ -134,6 +135,7 @@ def test_rows_of_kernels_that_never_look_at_host_sizes_count_for_them_too() -> N
     assert from_reports([report]) == []
 
 
+@pytest.mark.slow
 def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = run([CASE, parse_shape("G=3,T=24,N=8,K=16,dist=empty")], [backend_entry("cpu"), backend_entry("auto")])
     rows = [row for row in report.rows if row.entry == "cpu"]
@@ -149,6 +151,7 @@ def test_a_report_serves_as_a_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads((tmp_path / "t.json").read_text())["entries"][0]["key"] == found.key
 
 
+@pytest.mark.slow
 def test_reports_of_one_config_are_averaged_and_a_new_config_replaces_the_old() -> None:
     first, second, third = (run([CASE], [backend_entry("cpu")]) for _ in range(3))
     for report, us in ((first, 4.0), (second, 9.0), (third, 1.0)):

@@ -250,6 +250,7 @@ def test_cache_export_import_and_clear(
     tuning.table.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", [False, True])
 def test_what_the_cache_does_not_take_was_not_recorded(
     out: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

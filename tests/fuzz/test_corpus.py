@@ -24,6 +24,7 @@ def test_the_corpus_is_there() -> None:
     assert all(entry.why and entry.source for entry in ENTRIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
 def test_host_backends(entry: corpus.Entry) -> None:
     for backend in ("cpu", ModelBackend()):

@@ -3,6 +3,8 @@
 Each slot is begun before any goes on, nothing comes twice, nobody waits for a compiler.
 """
 
+import pytest
+
 from multigemm.fuzz.plan import LEAD, Batch, Failure, Options, Summary, Tally, WorkQueue
 from multigemm.fuzz.report import missing, progress_line, to_dict, to_text
 from multigemm.fuzz.shrink import shrink, simpler
@@ -90,6 +92,7 @@ def test_every_proposal_is_a_legal_case() -> None:
             PlacedCase.build(candidate)
 
 
+@pytest.mark.slow
 def test_no_problem_comes_twice() -> None:
     options = Options(("cpu",), kinds=12, burst=3, turns=2, seed=9)
     cases = [drawn(options, number) for number in range(80)]

@@ -38,6 +38,7 @@ def test_the_unplanted_model_is_accepted() -> None:
     assert list(findings(ModelBackend(), 150)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUANTISED_MUTANTS)
 def test_each_planted_fault_is_seen(name: str) -> None:
     assert next(findings(ModelBackend(name, QUANTISED_MUTANTS[name]), 400), None) is not None

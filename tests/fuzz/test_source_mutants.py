@@ -189,6 +189,7 @@ def test_survivors_are_excused_only_with_a_reason() -> None:
     assert not excuse(Site("triton/schedule.py", 1, "zero for one", before, after + " + 1"))
 
 
+@pytest.mark.slow
 def test_an_excuse_speaks_of_a_place_that_there_is() -> None:
     offered = [site for backend in sites.FILES for site in sites.possible_changes(backend)]
     excused = {(Path(site.file).name, excuse(site)) for site in offered}

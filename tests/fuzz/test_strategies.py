@@ -32,6 +32,7 @@ from multigemm.testing.strategies import REQUIRED, RandomChooser, kinds, most_ne
 SMALL = Limits(work=1 << 12, groups=20, longest=40)
 
 
+@pytest.mark.slow
 def test_every_class_is_drawn() -> None:
     """The generator cannot quietly stop making one."""
     seen = Counter(name for seed in range(4000) for name in classes(random_case(seed)))
@@ -107,6 +108,7 @@ def test_the_same_seed_gives_the_same_bytes() -> None:
     assert all(torch.equal(x, y) for x, y in zip(one.prefills, two.prefills, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases(SMALL))
 def test_the_cpu_backend_on_drawn_cases(case: Case) -> None:

@@ -184,6 +184,7 @@ def test_routing_undoes_itself() -> None:
     assert torch.autograd.gradgradcheck(lambda x, w: combine(dispatch(x, routing) ** 2, w, routing), (x, weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gate", "plain"), [(swiglu, F.silu), (geglu, F.gelu)])
 def test_gates(gate: Any, plain: Any) -> None:
     x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)

@@ -109,6 +109,7 @@ def test_vmap_is_refused_with_a_remedy() -> None:
         torch.vmap(grouped_gemm)(a.unsqueeze(1), b.unsqueeze(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_opcheck(form: str) -> None:
     a, b, cut = operands(form, torch.float32)

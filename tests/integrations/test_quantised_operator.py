@@ -40,6 +40,7 @@ def test_the_operator_gives_what_the_front_door_gives(name: str) -> None:
     assert torch.equal(operator(a, b, **keywords), mg.grouped_gemm(a, b, backend="cpu", **keywords))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name: str) -> None:
     a, b, keywords = call(name)
@@ -51,6 +52,7 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(overload, (a, b, *cuts, None, None, *scaled), keywords, test_utils=tests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_compile(name: str) -> None:
     a, b, keywords = call(name)

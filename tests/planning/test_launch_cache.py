@@ -146,6 +146,7 @@ def new(draw: random.Random, *shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_random_sequences_of_hits_and_misses_give_the_same_answers(follower: Following, seed: int) -> None:
     draw = random.Random(seed)

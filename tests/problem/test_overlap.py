@@ -36,6 +36,7 @@ def views(draw: st.DrawFn) -> torch.Tensor:
     return MEMORY.as_strided(shape, stride, draw(st.integers(0, 60)))
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(views())
 def test_overlaps_itself_is_exact(x: torch.Tensor) -> None:

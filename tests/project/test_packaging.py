@@ -71,6 +71,7 @@ def type_check_with(wheel: Path, folder: Path) -> tuple[list[str], list[int]]:
     return revealed, sorted({int(number) for _, number, kind, _ in found if kind.strip() == "error"})
 
 
+@pytest.mark.slow
 def test_an_editable_install_shows_its_types(tmp_path: Path) -> None:
     """An import hook, which setuptools takes by default, is followed by no type checker."""
     code = f"import setuptools.build_meta as build; build.build_editable({str(tmp_path)!r})"

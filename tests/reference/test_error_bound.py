@@ -108,6 +108,7 @@ def rounded(acc: Any, dtype: Any) -> Any:
     return dtypes.round_once(np.asarray(acc, np.float64)[None], dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "uniform", "cancelling", "powers", "swamped"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("k", [1, 16, 100, 1024])

@@ -75,6 +75,7 @@ def same(found: torch_side.Quantized, wanted: reference.Quantized) -> None:
 KINDS = ("normal", "wide", "edges", "zeros", "special")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scale", torch_side.GRANULARITIES)

@@ -99,6 +99,7 @@ def test_int8_wraps_like_a_machine(seed: Any, alpha: Any, beta: Any) -> None:
 SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -2.0, math.inf, -math.inf, math.nan])
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(data=st.lists(SPECIAL, min_size=18, max_size=18))
 def test_nan_and_infinities_spread_as_ieee_says(data: Any) -> None:

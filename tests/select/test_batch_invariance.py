@@ -214,6 +214,7 @@ def test_the_plain_problem_of_dtypes_has_those_of_the_problem() -> None:
 # --- the bits ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_on_the_cpu_ignore_their_neighbours(seed: int) -> None:
     device, count = torch.device("cpu"), batch_invariance.Count()

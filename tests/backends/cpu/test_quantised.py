@@ -56,6 +56,7 @@ def quantised(form: str, grain: Any, formats: tuple[Any, Any], scale_dtype: Any)
     return a.data, b.data, options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grain", q.GRANULARITIES)
 @pytest.mark.parametrize("form", FORMS)
 def test_float8(form: str, grain: str) -> None:
@@ -67,6 +68,7 @@ def test_float8(form: str, grain: str) -> None:
             assert verdict.ok, verdict.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grain", q.GRANULARITIES)
 @pytest.mark.parametrize("format", ["e4m3", "e5m2", "int8", "int4", "uint4", "e2m1"])
 def test_weights(format: Any, grain: str) -> None:

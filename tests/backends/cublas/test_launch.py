@@ -109,6 +109,7 @@ def test_a_hit_gives_what_the_whole_way_gives(
     Calls(monkeypatch, install, "grouped_mm").served(make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ends", "sizes", "a list of sizes", "a list of offsets"])
 def test_a_given_result_keeps_what_no_group_owns(
     monkeypatch: pytest.MonkeyPatch, install: Callable[..., None], fake: Fake, kind: str
@@ -120,6 +121,7 @@ def test_a_given_result_keeps_what_no_group_owns(
     Calls(monkeypatch, install, "grouped_mm").served(make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", LIES, ids=str)
 @pytest.mark.parametrize("kind", ["ends", "sizes", "offsets"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -174,6 +176,7 @@ PRODUCTS: dict[str, Callable[[int], tuple[Tensor, Tensor, dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", PRODUCTS)
 @pytest.mark.parametrize("variant", ["loop", "streams", "batched", "grouped"])
 def test_library_calls_follow_their_operands(

@@ -110,6 +110,7 @@ def test_generic_kernel_compiles_without_spills(
     assert registers * shape.threads * shape.resident <= REGISTERS_PER_SM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 def test_copying_kernel_compiles_without_spills(arch: str) -> None:
     assert report(hopper.COPY_SOURCE, arch)[1] == 0
@@ -196,6 +197,7 @@ def test_hopper_shift_b_multiplies_weights_from_registers() -> None:
     assert "cp.async.cg" not in text, "the copy engine brings the weights too"
 
 
+@pytest.mark.slow
 def test_nothing_may_take_the_registers_of_products_under_way() -> None:
     """The compiler gave them to the next weights when the wait stood behind the choice of the width."""
     text = ptx_of(hopper_shift_b.source(spec(b="col"), configs.SHIFT_B_NARROW), "sm_90a")

@@ -93,6 +93,7 @@ def test_registers_hold_what_mma_sync_multiplies(
                     assert np.array_equal(got, wanted[first + own, k : k + together]), (step, first, lane, number)
 
 
+@pytest.mark.slow
 @ALONG_OR_ACROSS
 @EITHER_SIDE
 @pytest.mark.parametrize(("width", "kept"), [(64, 16), (128, 32), (64, 64)])
