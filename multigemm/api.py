@@ -14,7 +14,8 @@ from torch.compiler import is_compiling
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.planning import binding, launch_cache
 from multigemm.planning.binding import refuse_quantised_gradients
-from multigemm.planning.launch_cache import LAUNCHES, Key, key_of, one_cut
+from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.planning.launch_key import Key, config_key, key_of, one_cut
 from multigemm.planning.plan import Plan
 from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.problem import GroupedGemmProblem, Keywords, checked
@@ -104,7 +105,7 @@ def grouped_gemm(
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
             type(deterministic), batch_invariant, type(batch_invariant),
             tuple(backend) if type(backend) is list else backend,
-            None if config is None else (type(config), repr(config)),  # 14 and 14.0 are equal, and not alike
+            None if config is None else config_key(config),
         )  # fmt: skip
         call = (jagged, a, b, kind, cut, valid_rows, c, bias, out)
         key = key_of(call, options)

@@ -18,7 +18,8 @@ from torch import Tensor
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
-from multigemm.planning.launch_cache import LAUNCHES, key_of, one_cut
+from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.planning.launch_key import key_of, one_cut
 from multigemm.problem import epilogue, forms, scales
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.result import Result

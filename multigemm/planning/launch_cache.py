@@ -1,9 +1,8 @@
 """The one cache of bound launches: a call like an earlier one moves that call's launch to its operands, and launches.
 
-Validation, choice and binding depend on the layout of the operands and on the keywords. These are the key. What a key
-cannot hold is looked at on every call: whether the memory of an operand is still there, whether a gradient, a tangent
-or a mode wants more than the result, whether a CUDA graph is being captured, and whether a given `out` shares memory
-with an input. Contents of sizes on the host are part of the key; those on the device are the kernel's to read.
+`launch_key` says what makes calls alike. What a key cannot hold is looked at on every call: there, whether the memory
+of an operand is still there, whether a gradient or a mode wants more than the result, whether a CUDA graph is being
+captured; here, whether a given `out` shares memory with an input.
 
 An entry belongs to one thread and one stream, so that its workspace is never used twice at once, and holds no operand.
 It is made when a key comes for the second time. A `_MovingEntry` has a launch that follows its operands; a
@@ -20,32 +19,25 @@ import os
 from abc import ABC, abstractmethod
 from array import array
 from itertools import accumulate
-from operator import sub
-from threading import RLock, get_ident
+from threading import RLock
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from multigemm.cuda.device import STAGED_BYTES, capturing, to_device, upload
+from multigemm.cuda.device import capturing, to_device, upload
 from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.binding import Bound, Choice, bind, caller_result
+from multigemm.planning.launch_key import HOST_SEQUENCES, PLAIN, Call, Key, class_key_of, key_of, reach_bytes, same_view
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate
-from multigemm.problem.arrays import LOWEST
 from multigemm.problem.problem import GroupedGemmProblem
-from multigemm.problem.spec import half_octave
 from multigemm.settings import settings
 from multigemm.torch_internals import (
-    any_requires_grad,
     current_device,
     current_raw_stream,
-    dispatch_modes,
     empty_cuda,
-    forward_mode,
-    grad_enabled,
     is_capturing,
 )
 
@@ -53,139 +45,8 @@ ENTRIES = 4096
 """A step of training makes six products in each layer, each with a layout of its own."""
 WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
-GPU_BITS, CPU_BITS = 255, 15
-"""Masks of the low bits of an address that binding may depend on: lines of the cache, boxes of the copy engine."""
 BROKEN = -1
 """Rows of an entry of which nothing is known, since its resizing was interrupted; another one takes its place."""
-COUNTED = 1 << 30
-"""Rows or elements, from which on the number of rows may decide how a kernel, or an offset, counts."""
-_PLAIN = frozenset((Tensor, Parameter))
-_WHOLE_NUMBERS: tuple[set[type], ...] = ({int}, set())
-_INDEX_TYPES = frozenset((np.dtype(np.int32).char, np.dtype(np.int64).char))
-_HOST = frozenset((list, tuple, range))
-_INDEX_DTYPES = (torch.int32, torch.int64)
-
-
-Call = tuple[str, Tensor, Tensor, str, Any, Any, Tensor | None, Tensor | None, Tensor | None]
-"""The tensors of a call of the front door: jagged, a, b, kind, cut, valid_rows, c, bias, out; absent ones are None, and
-`kind` names the keyword that holds `cut`. A plain tuple, since making one with names takes ten times as long."""
-
-
-def one_cut(offsets: Any, sizes: Any, ends: Any) -> tuple[str, Any, bool]:
-    """The keyword that cuts the groups, its value, and whether another one was given as well."""
-    if offsets is not None:
-        return "offsets", offsets, sizes is not None or ends is not None
-    if sizes is not None:
-        return "sizes", sizes, ends is not None
-    return "ends", ends, False
-
-
-Key = tuple[Any, ...]
-GROUPS = 10
-"""Where in a key the groups stand; before them stand the layouts of a, whose shape comes first, and of b."""
-
-
-def key_of(call: Call, options: Key) -> Key | None:
-    """What a call is kept by; None for a call that no entry may serve."""
-    _, a, b, kind, cut, valid_rows, c, bias, out = call
-    try:
-        if type(a) not in _PLAIN or type(b) not in _PLAIN:
-            return None
-        index, a_at, b_at, stream, phase = a.get_device(), a.data_ptr(), b.data_ptr(), 0, CPU_BITS
-        if a_at < LOWEST or b_at < LOWEST or b.get_device() != index:
-            return None
-        if index >= 0:
-            if not a.is_cuda or is_capturing():
-                return None
-            phase, stream = GPU_BITS, current_raw_stream(index)
-        differentiable = grad_enabled()
-        if (differentiable and (a.requires_grad or b.requires_grad)) or a.is_neg() or b.is_neg():
-            return None
-        if forward_mode() or dispatch_modes():
-            return None
-        if index >= 0 and type(cut) is Tensor and cut.get_device() == index:  # as `_layout` has it, in less time
-            cut_at = cut.data_ptr()
-            if cut_at < LOWEST or cut.is_neg():
-                return None
-            groups: Key | None = (cut.shape, cut.stride(), cut.dtype, cut_at & phase)
-        else:
-            groups = None if cut is None else _index_key(cut, phase, index)
-        rest = None
-        if bias is not None or c is not None or out is not None or valid_rows is not None:
-            if differentiable and any_requires_grad(bias, c, out):
-                return None
-            rest = (
-                None if bias is None else _layout(bias, phase, index), None if c is None else _layout(c, phase, index),
-                None if out is None else (*_layout(out, phase, index), c is not None and _same_view(c, out)),
-                None if valid_rows is None else _index_key(valid_rows, phase, index),
-            )  # fmt: skip
-        return (
-            a.shape, a.stride(), a.dtype, a_at & phase, b.shape, b.stride(), b.dtype, b_at & phase, index, kind, groups,
-            rest, options, stream, get_ident(), id(settings()),
-        )  # fmt: skip
-    except (_NotPlain, RuntimeError, TypeError, AttributeError):  # no memory, or no tensor
-        return None
-
-
-class _NotPlain(Exception):
-    """An operand that no key describes."""
-
-
-def _layout(x: Tensor, phase: int, index: int) -> Key:
-    """Everything about a tensor on the device of that number but its values and where exactly it lies."""
-    at = x.data_ptr()
-    if type(x) not in _PLAIN or at < LOWEST or x.get_device() != index or x.is_neg():
-        raise _NotPlain
-    return x.shape, x.stride(), x.dtype, at & phase
-
-
-def _index_key(cut: Any, phase: int, index: int) -> Key:
-    """Sizes of groups: by layout where they lie on the operands' GPU, by value where the host has them."""
-    if isinstance(cut, Tensor):
-        if cut.is_cpu:
-            return (*_layout(cut, phase, -1), tuple(cut.tolist()))
-        return _layout(cut, phase, index)
-    if type(cut) in _HOST:
-        values = tuple(cut)
-        if set(map(type, values)) not in _WHOLE_NUMBERS:  # 1.0 and True are equal to 1, and no sizes
-            raise _NotPlain
-        return ("host", values)
-    if type(cut) is np.ndarray and cut.ndim == 1 and cut.dtype.isnative and cut.dtype.char in _INDEX_TYPES:
-        return (cut.dtype.str, cut.shape, cut.tobytes())
-    raise _NotPlain
-
-
-def _class_key(key: Key, call: Call) -> Key | None:
-    """What calls have in common that differ in their number of tokens and in sizes on the host alone."""
-    jagged, a, b, kind, cut, valid_rows, c, _, out = call
-    if jagged != "m" or cut is None or not a.is_cuda or out is not None or c is not None or valid_rows is not None:
-        return None
-    if a.dim() != 2 or b.dim() != 3 or not b.shape[0]:
-        return None
-    rows, depth = a.shape
-    groups = key[GROUPS] if isinstance(cut, Tensor) and not cut.is_cpu else _host_class(kind, cut)
-    if groups is None or rows > a.stride(1) > 1 or rows >= COUNTED:
-        return None
-    if _reach(a) >= COUNTED * a.element_size() or rows * b.shape[2] >= COUNTED:
-        return None
-    return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:GROUPS], groups, *key[GROUPS + 1 :])
-
-
-def _host_class(kind: str, cut: Any) -> Key | None:
-    """What sizes on the host have in common: how many they are, and whether they are all the same."""
-    if isinstance(cut, Tensor) and (cut.dtype not in _INDEX_DTYPES or cut.dim() != 1):
-        return None
-    values = cut if type(cut) in _HOST else cut.tolist()
-    if not len(values) or 4 * len(values) >= STAGED_BYTES:
-        return None
-    lengths = set(values if kind == "sizes" else map(sub, values[1:], values))
-    if kind == "ends":
-        lengths.add(values[0])
-    return ("host", len(values), len(lengths) == 1)
-
-
-def _same_view(x: Tensor, y: Tensor) -> bool:
-    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
 
 
 class _Entry(ABC):
@@ -204,7 +65,7 @@ class _Entry(ABC):
         self.index = problem.device.index if problem.device.type == "cuda" else -1
         self._counted, self._given_out, self._busy = counted, problem.out is not None, False
         self._reach = {
-            name: _reach(problem.each(name)[0]) for name in ("a", "b", "c", "bias", "out") if problem.each(name)
+            name: reach_bytes(problem.each(name)[0]) for name in ("a", "b", "c", "bias", "out") if problem.each(name)
         }
         self._settings = settings()  # its identity is part of the key
         self.workspace = 0
@@ -248,17 +109,10 @@ class _Entry(ABC):
         assert out is not None
         start, reach = out.data_ptr(), self._reach
         end = start + reach["out"]
-        c = None if given_c is None or _same_view(given_c, out) else given_c
+        c = None if given_c is None or same_view(given_c, out) else given_c
         inputs = [(x, reach.get(name, 0)) for name, x in (("a", a), ("b", b), ("bias", bias), ("c", c))]
-        inputs += [(x, _reach(x)) for x in (cut, valid_rows) if isinstance(x, Tensor)]
+        inputs += [(x, reach_bytes(x)) for x in (cut, valid_rows) if isinstance(x, Tensor)]
         return any(x is not None and x.data_ptr() < end and start < x.data_ptr() + size for x, size in inputs)
-
-
-def _reach(x: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    if not x.numel():
-        return 0
-    return (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
 
 
 def _made_for(problem: GroupedGemmProblem, ops: Operands) -> tuple[Tensor | None, Tensor | None]:
@@ -285,7 +139,7 @@ class _HostCut:
     def offsets(self, cut: Any, rows: int) -> array[int] | None:
         """The cut as offsets; None for what has to be refused in words."""
         kind = self._kind
-        values = cut if type(cut) in _HOST else cut.tolist()
+        values = cut if type(cut) in HOST_SEQUENCES else cut.tolist()
         try:
             if kind == "sizes":
                 offsets = array("i", accumulate(values, initial=0))
@@ -332,7 +186,7 @@ class _MovingEntry(_Entry):
         if self._follows_ends:
             if cut is not None:
                 ends = cut.data_ptr() + self._step
-        elif self._kind == "sizes" and type(cut) in _PLAIN:
+        elif self._kind == "sizes" and type(cut) in PLAIN:
             sizes = cut.data_ptr()
         if self._host is not None:
             offsets = self._host.offsets(cut, self._shape[0])
@@ -477,7 +331,7 @@ class LaunchCache:
         try:
             entry = self._entries.get(key)
             if entry is None:
-                class_key = _class_key(key, call)
+                class_key = class_key_of(key, call)
                 if class_key is None or (entry := self._entries.get(class_key)) is None:
                     return None, class_key
         except TypeError:  # a config or a backend that cannot be a key
@@ -572,7 +426,7 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
     if on_tensors is not None:
         return _TensorEntry(problem, choice, on_tensors, counted)
     callers = [ops.a, ops.b, ops.out, ops.c, ops.bias, None if cut is None else cut.live]
-    spans = [(x.data_ptr(), x.data_ptr() + _reach(x)) for x in callers if isinstance(x, Tensor)]
+    spans = [(x.data_ptr(), x.data_ptr() + reach_bytes(x)) for x in callers if isinstance(x, Tensor)]
     movable = hasattr(launch, "move") and not launch.stays_behind(spans)  # type: ignore[attr-defined]
     if movable and launch.workspace_bytes() <= WORKSPACE // 16:  # type: ignore[attr-defined]
         if not counted:
@@ -581,6 +435,11 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
             own = bind(choice, problem, allocate(problem))  # the other entry's launch moves and is resized by itself
             return _MovingEntry(problem, own.ops, choice, own.launch, kind, counted=True)
     return _BindingEntry(problem, ops, choice, kind, counted)
+
+
+def relaunches(bound: Bound) -> bool:
+    """Whether a warm call launches again what was bound, rather than bind anew."""
+    return hasattr(bound.launch, "move") or hasattr(bound.steps[-1], "on_tensors")
 
 
 def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str, counted: bool) -> Any:

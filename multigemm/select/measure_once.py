@@ -25,7 +25,8 @@ import torch
 from multigemm.cuda.device import index_of
 from multigemm.cuda.driver import beside_captures, use_context
 from multigemm.planning import binding
-from multigemm.planning.binding import Choice
+from multigemm.planning.binding import Bound, Choice
+from multigemm.planning.launch_cache import relaunches
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.clocks import FLUSH_BYTES, free_bytes, rough_time_us
 from multigemm.select.problem_class import ProblemClass
@@ -193,7 +194,7 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
     )
     failed.update((name, timing.error) for name, timing in taken.items() if not timing.ok)
     took = {name: taken[name].median if name in taken else us for name, us in rough.items()}
-    host = {} if long else {n: _host_time_us(choices[n], problem, scratch, launch) for n, launch in worth.items()}
+    host = {} if long else {n: _host_time_us(choices[n], problem, scratch, bounds[n]) for n in worth}
     return {
         name: Measured(round(us, 2), host_us=round(host.get(name, 0.0), 2))
         for name, us in took.items()
@@ -201,18 +202,16 @@ def _timed(choices: Mapping[str, Choice], problem: GroupedGemmProblem, failed: d
     }
 
 
-def _host_time_us(choice: Choice, problem: GroupedGemmProblem, out: Any, launch: Any) -> float:
-    """What a warm call costs the host: a launch, where the launch cache can move it to other operands, else a bind too.
+def _host_time_us(choice: Choice, problem: GroupedGemmProblem, out: Any, bound: Bound) -> float:
+    """What a warm call costs the host: a launch, where the launch cache has one for later calls, else a bind too.
 
     An eager call takes no less, however fast the device is.
     """
     best = math.inf
     for _ in range(HOST_CALLS):
         began = time.perf_counter()
-        if hasattr(launch, "move"):
-            launch()
-        else:
+        if not relaunches(bound):
             bound = binding.bind(choice, problem, out)
-            bound.launch()
+        bound.launch()
         best = min(best, time.perf_counter() - began)
     return 1e6 * best + FRONT_DOOR_US

@@ -124,12 +124,6 @@ def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ..
         return (f"its not_supported_reasons() failed: {type(error).__name__}: {error}",)
 
 
-def reload() -> None:
-    """Forgets what was loaded; for tests that install a backend."""
-    get.cache_clear()
-    _entry_points.cache_clear()
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One backend's answer to one spec; `us`, `source` and `host_us` where its times for the class are known."""

@@ -21,7 +21,7 @@ from torch import Tensor
 import multigemm as mg
 from multigemm.backend import Availability, Recipe
 from multigemm.cuda.arguments import OPERANDS
-from multigemm.planning import launch_cache
+from multigemm.planning import launch_cache, launch_key
 from multigemm.planning.launch_cache import LAUNCHES, LaunchCache
 from multigemm.planning.operands import Operands
 from multigemm.select import choose
@@ -421,7 +421,7 @@ def tokens_key(a: Tensor, cut: Any, kind: str = "sizes") -> Any:
     """The key of a class of token counts, for operands that count as a GPU's."""
     b = torch.ones(2, a.shape[1], 3, dtype=a.dtype)
     given: Any = OnGpu(a)
-    return launch_cache._class_key(tuple(range(16)), ("m", given, b, kind, cut, None, None, None, None))
+    return launch_key.class_key_of(tuple(range(16)), ("m", given, b, kind, cut, None, None, None, None))
 
 
 def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
@@ -442,18 +442,25 @@ def test_counts_past_31_bits_have_no_class_even_where_nothing_is_multiplied() ->
     rows, b = torch.empty(2**31, 0), torch.ones(2, 0, 0)
     given: Any = OnGpu(rows)
     call: Any = ("m", given, b, "sizes", [2**31 - 1, 1], None, None, None, None)
-    assert launch_cache._class_key(tuple(range(16)), call) is None
+    assert launch_key.class_key_of(tuple(range(16)), call) is None
+
+
+def test_configs_whose_text_is_an_address_are_never_mistaken_for_each_other() -> None:
+    class Config:
+        pass
+
+    assert len({launch_key.config_key(Config()) for _ in range(100)}) == 100
 
 
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls on CPU tensors have classes, as those on a GPU do."""
-    original = launch_cache._class_key
+    original = launch_key.class_key_of
 
     def class_key(key: Any, call: Any) -> Any:
         return original(key, (call[0], OnGpu(call[1]), *call[2:]))
 
-    monkeypatch.setattr(launch_cache, "_class_key", class_key)
+    monkeypatch.setattr(launch_cache, "class_key_of", class_key)
     monkeypatch.setattr(launch_cache, "upload", lambda to, source, size, index: ctypes.memmove(to, source, size))
 
 

@@ -169,6 +169,12 @@ def test_threads_share_plans_without_harm(install: Callable[..., None]) -> None:
     assert len(fake.planned) == 2
 
 
+def forget_backends() -> None:
+    """Loads backends anew, as another process would."""
+    registry.get.cache_clear()
+    registry._entry_points.cache_clear()
+
+
 def test_a_broken_import_is_a_reason_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     class Point:
         name = "broken"
@@ -176,7 +182,7 @@ def test_a_broken_import_is_a_reason_and_the_rest_goes_on(monkeypatch: pytest.Mo
         def load(self) -> Any:
             raise ImportError("libfoo.so.9 is missing")
 
-    registry.reload()
+    forget_backends()
     monkeypatch.setattr(
         registry,
         "_entry_points",
@@ -193,7 +199,7 @@ def test_a_broken_import_is_a_reason_and_the_rest_goes_on(monkeypatch: pytest.Mo
             mg.solve(problem(), "broken")
     finally:
         monkeypatch.undo()
-        registry.reload()
+        forget_backends()
 
 
 class Mute(Fake):

@@ -163,7 +163,8 @@ def test_long_calls_on_a_gpu_are_ranked_under_load_and_short_ones_behind_other_w
     choices = {name: choose.choose(posed, name) for name in ("slow", "fast")}
     monkeypatch.setattr(type(posed), "device", torch.device("cuda"))
     monkeypatch.setattr(bound, "scratch", lambda posed: None)
-    nothing = bound.Bound(lambda: None, Operands(posed.spec, posed.a, posed.b, posed.a), [])
+    launch = lambda: None  # noqa: E731
+    nothing = bound.Bound(launch, Operands(posed.spec, posed.a, posed.b, posed.a), [launch])
     monkeypatch.setattr(bound, "bind", lambda choice, posed, out: nothing)
     for us, mode in ((trial.LONG_US, "sustained"), (0.9 * trial.LONG_US, "cold")):
         monkeypatch.setattr(trial, "rough_time_us", lambda call, device, us=us: us)
@@ -197,6 +198,27 @@ def test_a_backend_whose_calls_keep_the_host_busy_is_not_taken_for_a_short_produ
     busy = next(line for line in told.splitlines() if " busy " in line)
     assert float(busy.rpartition("takes the host ")[2].removesuffix(" us)")) > 4000
     assert binding_in_a_capture(monkeypatch) == "busy"
+
+
+class OnTensors:
+    """A launch that the launch cache makes on the tensors of later calls."""
+
+    def __call__(self) -> None: ...
+
+    def on_tensors(self, kind: str, live: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("launch", "binds"), [(OnTensors(), 0), (lambda: None, trial.HOST_CALLS)])
+def test_a_bind_counts_only_where_a_warm_call_binds(
+    launch: Any, binds: int, fresh: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh(*pair())
+    posed, made = problem(), list[object]()
+    choice = choose.choose(posed, "fast")
+    first = bound.Bound(launch, Operands(posed.spec, posed.a, posed.b, posed.a), [launch])
+    monkeypatch.setattr(bound, "bind", lambda *given: made.append(given) or first)  # type: ignore[func-returns-value]
+    trial._host_time_us(choice, posed, None, first)
+    assert len(made) == binds
 
 
 def binding_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> str:

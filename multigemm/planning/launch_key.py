@@ -1,0 +1,175 @@
+"""What calls are kept by: the key of a call, and that of its class, which differ in nothing but token counts and sizes.
+
+A key holds everything that validation, choice and binding depend on: layouts, keywords, contents of sizes on the host,
+the stream and the thread. A call has no key where an entry could not serve it: freed memory, a gradient or a tangent
+that is wanted, a mode, a capture, a tensor subclass, several cuts.
+"""
+
+from __future__ import annotations
+
+from operator import sub
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from multigemm.cuda.device import STAGED_BYTES
+from multigemm.problem.arrays import LOWEST
+from multigemm.problem.spec import half_octave
+from multigemm.settings import settings
+from multigemm.torch_internals import (
+    any_requires_grad,
+    current_raw_stream,
+    dispatch_modes,
+    forward_mode,
+    grad_enabled,
+    is_capturing,
+)
+
+GPU_BITS, CPU_BITS = 255, 15
+"""Masks of the low bits of an address that binding may depend on: lines of the cache, boxes of the copy engine."""
+COUNTED = 1 << 30
+"""Rows or elements, from which on the number of rows may decide how a kernel, or an offset, counts."""
+PLAIN = frozenset((Tensor, Parameter))
+_WHOLE_NUMBERS: tuple[set[type], ...] = ({int}, set())
+_INDEX_TYPES = frozenset((np.dtype(np.int32).char, np.dtype(np.int64).char))
+HOST_SEQUENCES = frozenset((list, tuple, range))
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+Call = tuple[str, Tensor, Tensor, str, Any, Any, Tensor | None, Tensor | None, Tensor | None]
+"""The tensors of a call of the front door: jagged, a, b, kind, cut, valid_rows, c, bias, out; absent ones are None, and
+`kind` names the keyword that holds `cut`. A plain tuple, since making one with names takes ten times as long."""
+
+
+def one_cut(offsets: Any, sizes: Any, ends: Any) -> tuple[str, Any, bool]:
+    """The keyword that cuts the groups, its value, and whether another one was given as well."""
+    if offsets is not None:
+        return "offsets", offsets, sizes is not None or ends is not None
+    if sizes is not None:
+        return "sizes", sizes, ends is not None
+    return "ends", ends, False
+
+
+Key = tuple[Any, ...]
+GROUPS = 10
+"""Where in a key the groups stand; before them stand the layouts of a, whose shape comes first, and of b."""
+
+
+def key_of(call: Call, options: Key) -> Key | None:
+    """What a call is kept by; None for a call that no entry may serve."""
+    _, a, b, kind, cut, valid_rows, c, bias, out = call
+    try:
+        if type(a) not in PLAIN or type(b) not in PLAIN:
+            return None
+        index, a_at, b_at, stream, phase = a.get_device(), a.data_ptr(), b.data_ptr(), 0, CPU_BITS
+        if a_at < LOWEST or b_at < LOWEST or b.get_device() != index:
+            return None
+        if index >= 0:
+            if not a.is_cuda or is_capturing():
+                return None
+            phase, stream = GPU_BITS, current_raw_stream(index)
+        differentiable = grad_enabled()
+        if (differentiable and (a.requires_grad or b.requires_grad)) or a.is_neg() or b.is_neg():
+            return None
+        if forward_mode() or dispatch_modes():
+            return None
+        if index >= 0 and type(cut) is Tensor and cut.get_device() == index:  # as `_layout` has it, in less time
+            cut_at = cut.data_ptr()
+            if cut_at < LOWEST or cut.is_neg():
+                return None
+            groups: Key | None = (cut.shape, cut.stride(), cut.dtype, cut_at & phase)
+        else:
+            groups = None if cut is None else _index_key(cut, phase, index)
+        rest = None
+        if bias is not None or c is not None or out is not None or valid_rows is not None:
+            if differentiable and any_requires_grad(bias, c, out):
+                return None
+            rest = (
+                None if bias is None else _layout(bias, phase, index), None if c is None else _layout(c, phase, index),
+                None if out is None else (*_layout(out, phase, index), c is not None and same_view(c, out)),
+                None if valid_rows is None else _index_key(valid_rows, phase, index),
+            )  # fmt: skip
+        return (
+            a.shape, a.stride(), a.dtype, a_at & phase, b.shape, b.stride(), b.dtype, b_at & phase, index, kind, groups,
+            rest, options, stream, get_ident(), id(settings()),
+        )  # fmt: skip
+    except (_NotPlain, RuntimeError, TypeError, AttributeError):  # no memory, or no tensor
+        return None
+
+
+def config_key(config: Any) -> Key:
+    """What tells configs apart: their text, since 14 and 14.0 are equal and not alike; a text that is an address also
+    keeps the config, so that no other one gets its place."""
+    return type(config), repr(config), config if getattr(type(config), "__repr__", None) is object.__repr__ else None
+
+
+class _NotPlain(Exception):
+    """An operand that no key describes."""
+
+
+def _layout(x: Tensor, phase: int, index: int) -> Key:
+    """Everything about a tensor on the device of that number but its values and where exactly it lies."""
+    at = x.data_ptr()
+    if type(x) not in PLAIN or at < LOWEST or x.get_device() != index or x.is_neg():
+        raise _NotPlain
+    return x.shape, x.stride(), x.dtype, at & phase
+
+
+def _index_key(cut: Any, phase: int, index: int) -> Key:
+    """Sizes of groups: by layout where they lie on the operands' GPU, by value where the host has them."""
+    if isinstance(cut, Tensor):
+        if cut.is_cpu:
+            return (*_layout(cut, phase, -1), tuple(cut.tolist()))
+        return _layout(cut, phase, index)
+    if type(cut) in HOST_SEQUENCES:
+        values = tuple(cut)
+        if set(map(type, values)) not in _WHOLE_NUMBERS:  # 1.0 and True are equal to 1, and no sizes
+            raise _NotPlain
+        return ("host", values)
+    if type(cut) is np.ndarray and cut.ndim == 1 and cut.dtype.isnative and cut.dtype.char in _INDEX_TYPES:
+        return (cut.dtype.str, cut.shape, cut.tobytes())
+    raise _NotPlain
+
+
+def class_key_of(key: Key, call: Call) -> Key | None:
+    """What calls have in common that differ in their number of tokens and in sizes on the host alone."""
+    jagged, a, b, kind, cut, valid_rows, c, _, out = call
+    if jagged != "m" or cut is None or not a.is_cuda or out is not None or c is not None or valid_rows is not None:
+        return None
+    if a.dim() != 2 or b.dim() != 3 or not b.shape[0]:
+        return None
+    rows, depth = a.shape
+    groups = key[GROUPS] if isinstance(cut, Tensor) and not cut.is_cpu else _host_class(kind, cut)
+    if groups is None or rows > a.stride(1) > 1 or rows >= COUNTED:
+        return None
+    if reach_bytes(a) >= COUNTED * a.element_size() or rows * b.shape[2] >= COUNTED:
+        return None
+    return ("tokens", depth, half_octave(rows), min(rows, 2), *key[1:GROUPS], groups, *key[GROUPS + 1 :])
+
+
+def _host_class(kind: str, cut: Any) -> Key | None:
+    """What sizes on the host have in common: how many they are, and whether they are all the same."""
+    if isinstance(cut, Tensor) and (cut.dtype not in _INDEX_DTYPES or cut.dim() != 1):
+        return None
+    values = cut if type(cut) in HOST_SEQUENCES else cut.tolist()
+    if not len(values) or 4 * len(values) >= STAGED_BYTES:
+        return None
+    lengths = set(values if kind == "sizes" else map(sub, values[1:], values))
+    if kind == "ends":
+        lengths.add(values[0])
+    return ("host", len(values), len(lengths) == 1)
+
+
+def same_view(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
+
+
+def reach_bytes(x: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if not x.numel():
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
