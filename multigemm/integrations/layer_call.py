@@ -29,7 +29,7 @@ from multigemm.planning.binding import bind
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.select.choose import choose
-from multigemm.settings import settings
+from multigemm.settings import Settings, settings
 from multigemm.torch_internals import current_device, current_raw_stream, empty_cuda, is_capturing
 
 LINE = 256
@@ -94,6 +94,8 @@ class _Bound(NamedTuple):
     layer: _Layer
     launches: dict[tuple[int, int], tuple[Launch, ...]]
     workspace: int
+    settings: Settings
+    """Their identity is part of the key."""
 
 
 def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | None:
@@ -125,7 +127,7 @@ def call(x: Tensor, index: Tensor, weights: Tensor, nets: Networks) -> Tensor | 
     if launches is None:
         launches = _bind(layer, x, index, weights, nets, out, work)
         if known is None:
-            LAUNCHES.keep(key, _Bound(layer, {at: launches}, PLACES * sum(map(_workspace_of, launches))))
+            LAUNCHES.keep(key, _Bound(layer, {at: launches}, PLACES * sum(map(_workspace_of, launches)), settings()))
         else:
             if len(known.launches) >= PLACES:
                 known.launches.clear()
