@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from multigemm.planning import launch_cache
+from multigemm.planning import launch_cache, launch_key
 from multigemm.testing import repeated_calls
 
 
@@ -25,12 +25,12 @@ def test_repeated_calls_on_the_cpu_are_right_and_some_are_served_by_the_cache() 
 
 
 def test_a_cache_that_forgets_host_sizes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = launch_cache._index_key
+    original = launch_key._index_key
 
     def forgetful(cut: Any, phase: int, index: int) -> Any:
         return ("host", len(cut)) if isinstance(cut, list | tuple) else original(cut, phase, index)
 
-    monkeypatch.setattr(launch_cache, "_index_key", forgetful)
+    monkeypatch.setattr(launch_key, "_index_key", forgetful)
     assert repeated_calls.run("cpu", 600, 3, "cpu").wrong
 
 
