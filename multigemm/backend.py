@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -101,3 +101,17 @@ class Backend(Protocol):
         ...
 
     def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe: ...
+
+
+@dataclass(frozen=True)
+class BuiltinBackend:
+    """A `Backend` of functions. The `__init__` of each built-in one's package names them; all are batch-invariant."""
+
+    batch_invariant: ClassVar[bool] = True
+
+    name: str
+    availability: Callable[[], Availability]
+    not_supported_reasons: Callable[[ProblemSpec, torch.device], list[str]]
+    configs: Callable[[ProblemSpec, torch.device], Sequence[Any]]
+    plan: Callable[[ProblemSpec, Any, torch.device], Recipe]
+    decides_at_bind: bool = False

@@ -204,47 +204,30 @@ def quantize(
         >>> q.data.dtype, tuple(q.scale.shape)
         (torch.float8_e4m3fn, (6, 2))
     """
-    _check_words(format, scale, side, zero)
-    dtype = dtype_of(scale_dtype, "scale_dtype")
-    if dtype not in SCALE_DTYPES:
-        raise InvalidProblem(f"scale_dtype is {scales.short(dtype)}: use float32, float8_e8m0fnu, bfloat16 or float16")
+    dtype = _check_words(format, scale, side, scale_dtype, zero)
     taken = adopt(x, "x")
     given = taken.tensor.detach()
-    if not given.dtype.is_floating_point or given.dtype.itemsize == 1:
-        raise InvalidProblem(f"x has dtype {scales.short(given.dtype)}: quantize takes floats of 16 bits or more")
-    if given.dim() not in (2, 3):
-        raise InvalidProblem(f"x has shape {tuple(given.shape)}: it must be a matrix or a stack of matrices")
-    lines = given.to(torch.float32)
-    lines = lines if side == "a" else lines.mT
+    lines = _as_lines(given, side)
     axis = _jagged_axis(side, jagged, given.dim())
-    packed = format in BYTE_FORMATS
-    if packed and (axis == "k" or lines.shape[-1] % 2):
-        why = "jagged='k' cuts K, where bytes hold two" if axis == "k" else f"K = {lines.shape[-1]} is odd"
-        raise InvalidProblem(f"format={format!r} packs two of K in a byte, and {why}: use a format of 8 bits")
+    if format in BYTE_FORMATS:
+        _check_packing(format, axis, lines.shape[-1])
     cut = _cut(offsets, sizes, ends, jagged, given, axis, side)
-    if cut is None and axis == "k" and (scale not in ("tensor", "row")):
-        raise InvalidProblem(f"scale={scale!r} of a jagged K: pass offsets, sizes or ends")
-    told = offsets is not None or sizes is not None or ends is not None
-    if scale == "group" and given.dim() == 2 and cut is None and told:
-        raise InvalidProblem("scale='group' of an operand that all groups share: use 'tensor'")
-    if scale == "128x128" and axis == "rows" and cut is not None:
-        raise InvalidProblem(f"scale='128x128' of rows that jagged={jagged!r} cuts: use '1x128'")
+    is_shared = cut is None and not (offsets is sizes is ends is None) and given.dim() == 2
+    _check_coverage(scale, jagged, axis, cut is not None, is_shared)
     stack = lines if lines.dim() == 3 else lines.unsqueeze(0)
     at = _entries(stack, scale, axis if cut is not None else "", None if cut is None else _offsets(cut, given.device))
     numbers, used, zeros = _scales(stack, at, format, dtype, zero)
     quotients = torch.where(stack.isinf(), torch.nan, stack / _spread(used, at))
     codes = _encode(quotients, format, None if zeros is None else _spread(zeros, at))
-    if packed:
+    if format in BYTE_FORMATS:
         codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
     data = _outward(codes.contiguous(), given.dim(), side)
-    grids = [None if t is None else _grid(t, at, given.dim(), side) for t in (numbers, zeros)]
-    if grids[1] is not None:
-        grids[1] = grids[1].to(torch.uint8)
-    back = [None if t is None else give_back(t, taken.kind) for t in (data, *grids)]
-    return Quantized(*back)
+    grids = (None if t is None else _grid(t, at, given.dim(), side) for t in (numbers, zeros))
+    return Quantized(*(None if t is None else give_back(t, taken.kind) for t in (data, *grids)))
 
 
-def _check_words(format: Any, scale: Any, side: Any, zero: Any) -> None:
+def _check_words(format: Any, scale: Any, side: Any, scale_dtype: Any, zero: Any) -> torch.dtype:
+    """The keywords that do not depend on the operand; returns the dtype of scales."""
     one_of(format, "format", tuple(LARGEST))
     one_of(scale, "scale", GRANULARITIES)
     one_of(side, "side", ("a", "b"))
@@ -252,6 +235,37 @@ def _check_words(format: Any, scale: Any, side: Any, zero: Any) -> None:
         raise InvalidProblem(f"format={format!r} is for weights: pass side='b', or use 'e4m3' or 'e5m2'")
     if zero != (format == "uint4"):
         raise InvalidProblem(f"format={format!r} with zero={zero!r}: zero points belong to 'uint4', which needs them")
+    dtype = dtype_of(scale_dtype, "scale_dtype")
+    if dtype not in SCALE_DTYPES:
+        raise InvalidProblem(f"scale_dtype is {scales.short(dtype)}: use float32, float8_e8m0fnu, bfloat16 or float16")
+    return dtype
+
+
+def _as_lines(x: Tensor, side: str) -> Tensor:
+    """An operand in float32 as [.., lines, K]."""
+    if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
+        raise InvalidProblem(f"x has dtype {scales.short(x.dtype)}: quantize takes floats of 16 bits or more")
+    if x.dim() not in (2, 3):
+        raise InvalidProblem(f"x has shape {tuple(x.shape)}: it must be a matrix or a stack of matrices")
+    whole = x.to(torch.float32)
+    return whole if side == "a" else whole.mT
+
+
+def _check_packing(format: str, axis: str, k: int) -> None:
+    if axis != "k" and k % 2 == 0:
+        return
+    why = "jagged='k' cuts K, where bytes hold two" if axis == "k" else f"K = {k} is odd"
+    raise InvalidProblem(f"format={format!r} packs two of K in a byte, and {why}: use a format of 8 bits")
+
+
+def _check_coverage(scale: str, jagged: str, axis: str, is_cut: bool, is_shared: bool) -> None:
+    """Whether one number may cover what `scale` says, of an operand that is cut along `axis` or shared by all groups."""
+    if axis == "k" and not is_cut and scale not in ("tensor", "row"):
+        raise InvalidProblem(f"scale={scale!r} of a jagged K: pass offsets, sizes or ends")
+    if scale == "group" and is_shared:
+        raise InvalidProblem("scale='group' of an operand that all groups share: use 'tensor'")
+    if scale == "128x128" and axis == "rows" and is_cut:
+        raise InvalidProblem(f"scale='128x128' of rows that jagged={jagged!r} cuts: use '1x128'")
 
 
 def _jagged_axis(side: str, jagged: Any, dim: int) -> str:
@@ -273,7 +287,7 @@ def _cut(offsets: Any, sizes: Any, ends: Any, jagged: str, x: Tensor, axis: str,
 def _scales(
     x: Tensor, at: _Entries, format: str, dtype: torch.dtype, zero: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scales in their dtype and in float32, and zero points in float32, for each entry."""
+    """Scales in their dtype and in float32, and zero points in uint8, for each entry."""
     top = LARGEST[format]
     finite = torch.where(x.isfinite(), x, 0)
     high = _reduced(finite if zero else finite.abs(), at, "amax", 0.0)
@@ -299,7 +313,7 @@ def _scales(
         return kept, used, None
     zeros = (-low / used).round().clamp(0, top).nan_to_num(nan=0.0)
     zeros[:, at.rows :] = 0
-    return kept, used, zeros
+    return kept, used, zeros.to(torch.uint8)
 
 
 def _outward(x: Tensor, dim: int, side: str) -> Tensor:

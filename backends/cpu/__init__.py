@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from multigemm.backends.cpu.support import CpuBackend
+from multigemm.backend import BuiltinBackend
+from multigemm.backends.cpu import config, launch, support
 
-BACKEND = CpuBackend()
+BACKEND = BuiltinBackend("cpu", support.availability, support.not_supported_reasons, config.candidates, launch.plan)

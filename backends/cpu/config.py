@@ -61,7 +61,7 @@ def _prefers_bf16(spec: ProblemSpec) -> bool:
     return has_matrix_unit() or rows <= FEW_ROWS
 
 
-def candidates(spec: ProblemSpec) -> tuple[Config, ...]:
+def candidates(spec: ProblemSpec, device: torch.device) -> tuple[Config, ...]:
     """Valid configs for this spec, the best guess first."""
     if spec.quantised:
         return (Config("ordered" if spec.batch_invariant else "loop"),)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
-from multigemm.backends.cpu.config import Config
+from multigemm.backends.cpu.config import Config, invalid_reasons
 from multigemm.backends.cpu.epilogue import finish, finisher, is_plain, store
 from multigemm.backends.cpu.groups import Sizes, bare, empty_products, is_inference, unowned, walk
 from multigemm.backends.cpu.ordered import finish_in_pieces, ordered_product
 from multigemm.backends.cpu.quantised import QuantisedProducts
 from multigemm.backends.cpu.stacks import STEP, Call, ProductCalls, reads_into_next_row
+from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 
@@ -230,8 +231,12 @@ def _guarded(bind: Callable[[Operands], Launch], ops: Operands) -> Launch:
     return launch
 
 
-def recipe(spec: ProblemSpec, config: Config) -> Recipe:
-    """The recipe of one config."""
+def plan(spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
+    """The recipe of one config; nothing is compiled."""
+    if not isinstance(config, Config):
+        raise InvalidSetting(f"the cpu backend takes its own Config, not {type(config).__name__}")
+    if reasons := invalid_reasons(config, spec):
+        raise InvalidSetting(f"{config}: {'; '.join(reasons)}")
 
     def bind(ops: Operands) -> Launch:
         loop = bind_loop(ops, config.kernel == "ordered")

@@ -28,7 +28,7 @@ from multigemm.backends.numba.arguments import (
     packed_arguments,
 )
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
-from multigemm.backends.numba.choice import obstacle
+from multigemm.backends.numba.choice import obstacle, why
 from multigemm.backends.numba.config import (
     COLUMNS,
     Config,
@@ -86,7 +86,7 @@ def kernel_of(config: Config, signature: Signature, index: int, shared: int) -> 
     return kernel
 
 
-def plan(spec: ProblemSpec, config: Config, device: torch.device, why: str = "") -> Recipe:
+def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     """The recipe for a spec: compiles (or loads) the kernel now, binds later."""
     if reason := obstacle(config, spec, device):
         raise InvalidSetting(f"{config} cannot run this problem: {reason}")
@@ -95,7 +95,7 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device, why: str = "")
         bind = _emulated(config, spec)
     else:
         bind = bind_for(config, spec, index_of(device))
-    return Recipe(kernel=config.kernel, config=config, bind=bind, why=why)
+    return Recipe(kernel=config.kernel, config=config, bind=bind, why=why(config, spec, device))
 
 
 def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:

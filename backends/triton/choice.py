@@ -19,7 +19,18 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from multigemm.backends.triton.config import STRIP, Config, depth_of, is_tf32, mappable, problem_with
+from multigemm.backends.triton.config import (
+    INVARIANT,
+    SHARED_LIMIT,
+    STRIP,
+    Config,
+    depth_of,
+    is_tf32,
+    mappable,
+    problem_with,
+    shared_memory,
+    variance,
+)
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.problem.spec import ProblemSpec
 
@@ -428,8 +439,19 @@ def pointer_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
     return [config for config in dict.fromkeys(found) if not problem_with(config, spec)]
 
 
-def candidates(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
+def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Valid configs for a spec on a device, the best guess first."""
+    if device.type == "cpu":
+        short = INVARIANT.block_k
+        return [replace(config, block_k=short) if variance(config, spec) else config for config in emulated()]
+    properties = torch.cuda.get_device_properties(device)
+    limit = getattr(properties, "shared_memory_per_block_optin", SHARED_LIMIT)
+    found = candidates_of(spec, torch.cuda.get_device_capability(device))
+    return [config for config in found if shared_memory(config, spec) <= limit]
+
+
+def candidates_of(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
+    """Valid configs for a spec on devices of a compute capability, the best guess first."""
     plain = pointer_candidates(spec, capability)
     fast = hopper_candidates(spec) if capability[0] == 9 else []
     if not fast:

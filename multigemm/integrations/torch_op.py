@@ -168,7 +168,7 @@ def result_like(
     extents = forms.infer(a, b, jagged=jagged, grouped=bool(cuts), masked=masked, squeezed=squeezed)
     groups = _count(extents.groups, cuts, offsets is not None)
     result = Result(extents.form, groups, extents.result_shape(groups), squeezed)
-    given = scales.Given(scale_a, scale_b, zero_b, b_format, accumulate)
+    given = scales.Given(scale_a, scale_b, zero_b, accumulate)
     quantised = scales.is_quantised(*dtypes, packed, given)
     if quantised:
         operands = scales.Operands(extents.form, groups, *dtypes, a.shape, b.shape, squeezed, in_memory=False)

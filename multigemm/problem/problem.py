@@ -28,6 +28,7 @@ from multigemm.problem.spec import FLOAT8, HALVES, PRECISIONS, Form, ProblemSpec
 from multigemm.settings import settings
 
 CHECKS = ("host", "full")
+SCALES = ("scale_a", "scale_b", "zero_b")
 
 
 class Keywords(TypedDict, total=False):
@@ -213,23 +214,11 @@ class GroupedGemmProblem:
             groups = self._take_groups(extents, (offsets, sizes, ends), valid_rows, check == "full")
         self.kind, self.device = reader.kind, reader.device
         inputs = self._input_dtypes(out_dtype)
-        has_dtypes = self.extents is not None or groups > 0  # lists of no matrices say no dtypes
-        given = Given(scale_a, scale_b, zero_b, b_format, accumulate)
-        if has_dtypes and scales.is_quantised(*inputs, packed, given):
-            self._take_scales(reader, groups, inputs, given, packed)
-            compute = inputs[0]
-            extras: tuple[torch.dtype, ...] = (compute,) if compute in HALVES else ()
-        else:
-            compute = epilogue.compute_dtype(*inputs)
-            extras = (*inputs, compute)
+        compute = self._take_scales(reader, groups, inputs, Given(scale_a, scale_b, zero_b, accumulate), packed)
         self.alpha = epilogue.scalar(alpha, "alpha", compute)
         self.beta = epilogue.scalar(epilogue.default_beta(beta, c), "beta", compute)
         epilogue.check_activation(activation, compute)
-        result = Result(self.form, groups, self._result_shape(groups), self.squeezed)
-        self.out_shape = result.shape
-        self._take_out(reader, out, out_dtype, result, compute)
-        self._take_c(reader, c, result, extras)
-        self._take_bias(reader, bias, result, extras)
+        self._take_result(reader, groups, out, out_dtype, c, bias, (*inputs, compute))
         self.refreshes = reader.refreshes() if reader.mirrors else []
         if out is not None:
             overlap.refuse_shared_memory(self.each("out"), self._read(reader), self._at)
@@ -296,15 +285,12 @@ class GroupedGemmProblem:
 
     def _take_scales(
         self, reader: OperandReader, groups: int, inputs: tuple[torch.dtype, torch.dtype], given: Given, packed: str
-    ) -> None:
-        """Scales and zero points; float8 operands and weights give no gradient."""
-        names = ("a", "b") if inputs[0] in FLOAT8 else ("b",)
-        for name in names:
-            if torch.is_grad_enabled() and any(x.requires_grad for x in self.each(name)):
-                raise InvalidProblem(
-                    f"{name} asks for a gradient, and {scales.short(inputs[name == 'b'])} operands give none: pass "
-                    f"{name}.detach()"
-                )
+    ) -> torch.dtype:
+        """Scales and zero points, if operands are quantised; returns the dtype that products are formed in."""
+        has_dtypes = self.extents is not None or groups > 0  # lists of no matrices say no dtypes
+        if not (has_dtypes and scales.is_quantised(*inputs, packed, given)):
+            return epilogue.compute_dtype(*inputs)
+        self._refuse_gradients(inputs)
         a, b = self.each("a"), self.each("b")
         shapes = [tuple(x.shape) for x in a], [_elements(y, packed) for y in b]
         if self.extents is not None:
@@ -313,6 +299,18 @@ class GroupedGemmProblem:
         else:
             operands = scales.Operands(self.form, groups, *inputs, *shapes)
         self.quantisation = scales.read(reader.extra, operands, given, packed)
+        return inputs[0]
+
+    def _refuse_gradients(self, inputs: tuple[torch.dtype, torch.dtype]) -> None:
+        """Operands of float8 and quantised weights give none."""
+        if not torch.is_grad_enabled():
+            return
+        for name, dtype in zip("ab", inputs, strict=True):
+            quantised = name == "b" or dtype in FLOAT8
+            if quantised and any(x.requires_grad for x in self.each(name)):
+                raise InvalidProblem(
+                    f"{name} asks for a gradient, and {scales.short(dtype)} operands give none: pass {name}.detach()"
+                )
 
     def _input_dtypes(self, out_dtype: Any) -> tuple[torch.dtype, torch.dtype]:
         if self.each("a"):
@@ -325,6 +323,21 @@ class GroupedGemmProblem:
         if self.extents is None:
             return [(x.shape[0], y.shape[1]) for x, y in zip(self.a, self.b, strict=True)]
         return self.extents.result_shape(groups)
+
+    def _take_result(
+        self, reader: OperandReader, groups: int, out: Any, out_dtype: Any, c: Any, bias: Any,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    ) -> None:  # fmt: skip
+        """`out`, c and bias; `dtypes`: those of a and b, and the one that products are formed in."""
+        compute = dtypes[2]
+        extras: tuple[torch.dtype, ...] = dtypes  # that c and bias may have beside the result's
+        if self.quantisation is not None:
+            extras = (compute,) if compute in HALVES else ()
+        result = Result(self.form, groups, self._result_shape(groups), self.squeezed)
+        self.out_shape = result.shape
+        self._take_out(reader, out, out_dtype, result, compute)
+        self._take_c(reader, c, result, extras)
+        self._take_bias(reader, bias, result, extras)
 
     def _take_out(self, reader: OperandReader, out: Any, out_dtype: Any, result: Result, compute: torch.dtype) -> None:
         given = None
@@ -355,11 +368,10 @@ class GroupedGemmProblem:
 
     def _read(self, reader: OperandReader) -> list[tuple[str, Any]]:
         """Everything that a launch reads, by name."""
-        names = ("a", "b", "bias", "c")
-        read: list[tuple[str, Any]] = [(f"{n}{self._at(i)}", x) for n in names for i, x in enumerate(self.each(n))]
-        for name, scale in () if self.quantisation is None else self.quantisation.each():
-            given = [scale.given] if isinstance(scale.given, Tensor) else scale.given
-            read += [(f"{name}[{g}]" if is_list(scale.given) else name, x) for g, x in enumerate(given)]
+        read: list[tuple[str, Any]] = []
+        for name in ("a", "b", "bias", "c", *(() if self.quantisation is None else SCALES)):
+            listed = is_list(getattr(self, name))
+            read += [(f"{name}[{g}]" if listed else name, x) for g, x in enumerate(self.each(name))]
         read += [(name, mirror.given) for name, mirror in reader.mirrors.items()]
         if (cut := self.cut) is not None and cut.live is not None:
             read.append((cut.kind if cut is self.grouping else "valid_rows", cut.live))
@@ -484,8 +496,7 @@ class GroupedGemmProblem:
         b = [k * n * spec.b.dtype.itemsize // (2 if spec.b.packed else 1) for _, n, k in used]
         c_size = spec.c.dtype.itemsize if spec.c is not None else 0
         results = sum(m * n * (self.out_dtype.itemsize + c_size) for m, n, _ in used)
-        for _, scale in () if self.quantisation is None else self.quantisation.each():
-            results += sum(x.nbytes for x in ([scale.given] if isinstance(scale.given, Tensor) else scale.given))
+        results += sum(x.nbytes for name in SCALES for x in self.each(name))
         return results + (a[0] if spec.a.shared else sum(a)) + (b[0] if spec.b.shared else sum(b))
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -66,12 +66,11 @@ class Operands(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The keywords of quantised operands, as they were given."""
+    """The keywords of quantised operands, as they were given; `b_format` is known by what bytes of b hold."""
 
     scale_a: Any = None
     scale_b: Any = None
     zero_b: Any = None
-    b_format: Any = None
     accumulate: Any = "promoted"
 
 
@@ -144,7 +143,8 @@ def short(dtype: torch.dtype) -> str:
 
 def check_words(b_format: Any, accumulate: Any) -> None:
     """The two keywords that are words."""
-    one_of(b_format, "b_format", BYTE_FORMATS, optional=True)
+    if b_format is not None:
+        one_of(b_format, "b_format", BYTE_FORMATS)
     one_of(accumulate, "accumulate", ACCUMULATE)
 
 
@@ -187,35 +187,28 @@ def is_quantised(a: torch.dtype, b: torch.dtype, packed: str, given: Given) -> b
     for name, dtype in (("a", a), ("b", b)):
         if dtype in LATER:
             raise InvalidProblem(f"{name} is {short(dtype)}: {LATER[dtype]}")
-    if packed:
-        return _check_packed(a, packed)
     if a in FLOAT8:
+        if packed:
+            _refuse_pair(a, b, packed, "float8 with packed weights comes later: convert a to bfloat16")
         if b not in FLOAT8:
-            raise InvalidProblem(f"a is {short(a)} and b is {short(b)}: float8 multiplies float8 only")
+            _refuse_pair(a, b, packed, "float8 multiplies float8 only: convert a or b")
         return True
-    weights = b in FLOAT8 or (b is torch.int8 and a in HALVES and given.scale_b is not None)
-    if weights and a not in HALVES:
-        raise InvalidProblem(
-            f"a is {short(a)} and b is {short(b)}: quantised weights multiply bfloat16 or float16: convert a"
-        )
-    if not weights:
-        _refuse_needless(a, b, given)
-    return weights
-
-
-def _check_packed(a: torch.dtype, packed: str) -> bool:
-    if a in FLOAT8:
-        raise InvalidProblem(
-            f"a is {short(a)} and b is packed {packed}: float8 with packed weights comes later: convert a to bfloat16"
-        )
+    scaled_int8 = b is torch.int8 and a is not torch.int8 and given.scale_b is not None
+    if not (packed or b in FLOAT8 or scaled_int8):
+        if not given.scale_a is given.scale_b is given.zero_b is None:
+            _refuse_scales(a, b, given)
+        return False
     if a not in HALVES:
-        raise InvalidProblem(
-            f"a is {short(a)} and b is packed {packed}: quantised weights multiply bfloat16 or float16: convert a"
-        )
+        _refuse_pair(a, b, packed, "quantised weights multiply bfloat16 or float16: convert a")
     return True
 
 
-def _refuse_needless(a: torch.dtype, b: torch.dtype, given: Given) -> None:
+def _refuse_pair(a: torch.dtype, b: torch.dtype, packed: str, why: str) -> NoReturn:
+    raise InvalidProblem(f"a is {short(a)} and b is {f'packed {packed}' if packed else short(b)}: {why}")
+
+
+def _refuse_scales(a: torch.dtype, b: torch.dtype, given: Given) -> None:
+    """Scales and zero points of operands that take none."""
     if given.zero_b is not None and given.scale_b is None:
         raise InvalidProblem("zero_b without scale_b: pass both, or leave it out")
     for name, scale, dtype in (("scale_a", given.scale_a, a), ("scale_b", given.scale_b, b)):
@@ -223,10 +216,6 @@ def _refuse_needless(a: torch.dtype, b: torch.dtype, given: Given) -> None:
             continue
         if a is b is torch.int8:
             raise InvalidProblem(f"{name}: scales of int8 x int8 products come later: scale the result")
-        if name == "scale_b" and b is torch.int8:
-            raise InvalidProblem(
-                f"a is {short(a)} and b is int8: quantised weights multiply bfloat16 or float16: convert a"
-            )
         raise InvalidProblem(f"{name} scales {name[-1]}, which is {short(dtype)} and needs none: leave it out")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from multigemm.__main__ import main
+from multigemm.backends.cpu import BACKEND as CPU_BACKEND
 from multigemm.bench import entries, reports
 from multigemm.bench.entries import Entry, Prepared, backend_entry
 from multigemm.bench.reports import KILLED, Report
@@ -89,7 +90,8 @@ def test_sizes_on_the_host_are_a_class_of_their_own(monkeypatch: pytest.MonkeyPa
 
     told = itertools.cycle(["", " elsewhere"])
     monkeypatch.setattr(entries, "class_of", key)
-    monkeypatch.setattr(type(registry.get("cpu")), "decides_at_bind", True, raising=False)
+    by_sizes = replace(CPU_BACKEND, decides_at_bind=True)
+    monkeypatch.setattr(registry, "get", lambda name: by_sizes)
     found = entries.config_entries(parse_shape("G=3,T=24,N=8,K=16,dist=empty"), ["cpu"], 2, CPU)
     assert [entry.name for entry in found] == ["cpu#0", "cpu[host sizes]#0", "cpu#1", "cpu[host sizes]#1"]
     assert [entry.optional for entry in found] == [False, False, True, True]

@@ -175,10 +175,10 @@ def test_configs_of_numba_sum_alike(
 def test_configs_of_triton_sum_alike(dtype: torch.dtype, precision: str) -> None:
     found, cut = set(), 0
     for spec in specs_of(dtype, precision):
-        configs = triton_choice.candidates(spec, (9, 0))
+        configs = triton_choice.candidates_of(spec, (9, 0))
         assert configs
         found |= {triton_config.summation_of(config, spec) for config in configs}
-        usual = triton_choice.candidates(replace(spec, batch_invariant=False), (9, 0))
+        usual = triton_choice.candidates_of(replace(spec, batch_invariant=False), (9, 0))
         cut += any(config.splits > 1 for config in usual)
     assert cut or precision == "tf32", "no problem here is one whose K Triton would share out"
     assert all(same_bits(one, other, (9, 0)) for one, other in product(found, found))

@@ -13,7 +13,7 @@ import torch
 
 import multigemm as mg
 from multigemm.backends.triton import BACKEND, Config, support
-from multigemm.backends.triton.choice import candidates, emulated, hopper_candidates, pointer_candidates
+from multigemm.backends.triton.choice import candidates_of, emulated, hopper_candidates, pointer_candidates
 from multigemm.backends.triton.config import problem_with
 from multigemm.backends.triton.hopper import canonical, cut_of, drawn, line_of, listed, packed_spec, store_of
 from multigemm.backends.triton.launch import sources_of
@@ -30,7 +30,7 @@ SPECS = dict(specs())
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 def test_candidates_are_valid_distinct_and_never_none(name: str, capability: tuple[int, int]) -> None:
-    found = candidates(SPECS[name], capability)
+    found = candidates_of(SPECS[name], capability)
     assert found
     assert len(set(found)) == len(found)
     assert all(problem_with(config, SPECS[name]) == "" for config in found)
@@ -146,7 +146,7 @@ FIRST: list[tuple[str, tuple[int, int, int, int], Order, tuple[int, int], int]] 
 def test_tiles_of_32_and_64_bits(
     name: str, shape: tuple[int, int, int, int], order: Order, tile: tuple[int, int], splits: int
 ) -> None:
-    found = candidates(spec_of(name, **dict(zip(SHAPE, shape, strict=True)), b_order=order), (9, 0))
+    found = candidates_of(spec_of(name, **dict(zip(SHAPE, shape, strict=True)), b_order=order), (9, 0))
     assert ((found[0].block_m, found[0].block_n), found[0].splits) == (tile, splits)
     assert "float64" not in name or all(config.warps <= 4 for config in found)
 
@@ -163,7 +163,7 @@ def test_tiles_of_32_and_64_bits(
     ],
 )
 def test_the_first_kernel(name: str, changes: dict[str, Any], kernel: str) -> None:
-    assert candidates(spec_of(name, **changes), (9, 0))[0].kernel == kernel
+    assert candidates_of(spec_of(name, **changes), (9, 0))[0].kernel == kernel
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_only_few_tiles_of_a_long_k_are_shared_out() -> None:
 
 def test_float32_across_keeps_its_tiles() -> None:
     for shape in ((1, 3, 192, 1920), (64, 384, 384, 3136)):
-        found = candidates(spec_of("jagged_m torch.float32", **dict(zip(SHAPE, shape, strict=True))), (9, 0))
+        found = candidates_of(spec_of("jagged_m torch.float32", **dict(zip(SHAPE, shape, strict=True))), (9, 0))
         assert [(config.block_m, config.block_n) for config in found] == [(64, 64), (32, 32)]
 
 
@@ -234,14 +234,14 @@ def test_lists_by_their_sizes(
     groups: int, total: int, largest: int, columns: int | None, kernel: str, tile: tuple[int, int, int]
 ) -> None:
     spec = replace(SPECS["per_group bf16"], groups=groups, total=total, largest=largest, n=columns, k=None)
-    first = candidates(spec, (9, 0))[0]
+    first = candidates_of(spec, (9, 0))[0]
     assert (first.kernel, (first.block_m, first.block_n, first.programs)) == (kernel, tile)
-    assert candidates(spec, (8, 0))[0].kernel == "pointer"
+    assert candidates_of(spec, (8, 0))[0].kernel == "pointer"
     wider = replace(spec, out=replace(spec.out, dtype=torch.float32))
     assert all(config.block_m == 64 for config in hopper_candidates(wider)), "results turn through shared memory"
     for other in (replace(spec, groups=17), replace(spec, bias=torch.bfloat16), replace(spec, compute=torch.float32)):
         assert hopper_candidates(other) == []
-    assert {config.kernel for config in candidates(spec, (9, 0))} == {"pointer", "hopper"}
+    assert {config.kernel for config in candidates_of(spec, (9, 0))} == {"pointer", "hopper"}
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ def test_a_layer_needs_few_kernels_whatever_its_sizes() -> None:
     layer = replace(SPECS["jagged_m bf16"], n=512, k=1024, zero_unowned=True)
     for _ in range(2000):
         groups, total = among.randint(1, 300), bucket(among.randint(1, 20000))
-        config = candidates(replace(layer, groups=groups, total=total), (9, 0))[0]
+        config = candidates_of(replace(layer, groups=groups, total=total), (9, 0))[0]
         found |= set(sources_of(replace(layer, groups=groups, total=total), config).values())
     assert len(found) <= 24
 

@@ -215,7 +215,7 @@ def test_offsets_that_lie_stay_inside() -> None:
     memory = torch.full((64 + 64, 8), 9.0)
     ops = stage(problem, problem.spec, memory[32:96]).ops
     ops.ends, ops.head = torch.tensor([-5, 50, 20, 400, 60], dtype=problem.spec.index)[1:], True
-    recipe = BACKEND.plan(problem.spec, None, problem.device)
+    recipe = BACKEND.plan(problem.spec, BACKEND.configs(problem.spec, problem.device)[0], problem.device)
     recipe.bind(ops)()
     assert (memory[:32] == 9).all()
     assert (memory[96:] == 9).all()
