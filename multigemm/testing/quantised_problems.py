@@ -95,9 +95,9 @@ class _Draw:
             return x.transpose(*axes).contiguous().transpose(*axes)
         bits = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
         shift = int(how == "shifted")
-        room = torch.full((*x.shape[:-1], x.shape[-1] + 3), 0x7F, dtype=bits.dtype)
-        room[..., shift : shift + x.shape[-1]] = bits
-        return room.view(x.dtype)[..., shift : shift + x.shape[-1]]
+        memory = torch.full((*x.shape[:-1], x.shape[-1] + 3), 0x7F, dtype=bits.dtype)
+        memory[..., shift : shift + x.shape[-1]] = bits
+        return memory.view(x.dtype)[..., shift : shift + x.shape[-1]]
 
 
 def _grid(draw: _Draw, grain: str, side: str, form: str, shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
@@ -129,6 +129,83 @@ def _spoil_unused(scale: Tensor, side: str, q: int, sizes: list[int], head: int)
         spoiled.index_fill_(axis, torch.tensor(unused), 0xFF if scale.dtype is E8M0 else torch.nan)
 
 
+@dataclass(frozen=True, slots=True)
+class _Formats:
+    """The formats of the operands. `weights`: that of b under 16-bit activations; "" where both are float8."""
+
+    weights: str
+    a: torch.dtype
+    b: torch.dtype
+
+    @property
+    def packed(self) -> str:
+        """The format of b where a byte holds two numbers, else ""."""
+        return self.weights if self.weights in BYTE_FORMATS else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Extents:
+    """The shapes of the operands. A jagged extent begins with `head` elements of no group; then come the groups."""
+
+    groups: int
+    head: int
+    sizes: list[int]
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+
+
+def _draw_formats(draw: _Draw, form: str) -> _Formats:
+    weights = draw.pick(WEIGHTS) if draw.rng.integers(2) else ""
+    if form == "jagged_k" and weights in BYTE_FORMATS:
+        weights = "int8"
+    a = draw.pick((torch.bfloat16, torch.float16)) if weights else draw.pick(FLOAT8)
+    if weights in BYTE_FORMATS:
+        return _Formats(weights, a, torch.uint8)
+    return _Formats(weights, a, getattr(torch, weights) if weights else draw.pick(FLOAT8))
+
+
+def _draw_extents(draw: _Draw, form: str, even_k: bool) -> _Extents:
+    groups, m, n, k = int(draw.rng.integers(1, 5)), draw.extent(), draw.extent(), draw.extent()
+    if draw.kind == "positive":
+        k, m, n = int(draw.rng.integers(1000, 3000)), min(m, 9), min(n, 9)
+    k += k % 2 if even_k else 0
+    head = int(draw.pick((0, 0, 1, 3, 37)))
+    deep = draw.kind == "positive" and form == "jagged_k"
+    sizes = [int(draw.rng.integers(1000, 2000)) if deep else draw.extent() for _ in range(groups)]
+    total = head + sum(sizes) + int(draw.pick((0, 0, 2)))
+    shared = form in ("jagged_m", "jagged_n") and draw.rng.integers(4) == 0
+    stack = () if shared else (groups,)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "jagged_m": ((total, k), (*stack, k, n)),
+        "jagged_n": ((*stack, m, k), (k, total)),
+        "jagged_k": ((m, total), (total, n)),
+    }
+    return _Extents(groups, head, sizes, *shapes.get(form, ((groups, m, k), (groups, k, n))))
+
+
+def _draw_scales(draw: _Draw, form: str, formats: _Formats, extents: _Extents, side: str) -> dict[str, Tensor]:
+    """The keywords of one operand's scales and zero points; none where its numbers stand for themselves."""
+    weights, shape = formats.weights, extents.a if side == "a" else extents.b
+    grain = draw.pick(GRAINS[1:] if weights == "int8" else GRAINS)
+    if grain == "128x128" and form == ("jagged_m" if side == "a" else "jagged_n"):
+        grain = "1x128"
+    draw.traits.add(f"{side}:{grain}")
+    if grain == "none":
+        return {}
+    choices = (torch.float32, E8M0, formats.a) if weights and draw.kind != "edges" else (torch.float32, E8M0)
+    dtype = draw.pick(choices)
+    scale = draw.scales(_grid(draw, grain, side, form, shape, extents.groups), dtype, side, bool(weights))
+    if form == "jagged_k" and grain.startswith("1"):
+        _spoil_unused(scale, side, int(grain.partition("x")[2]), extents.sizes, extents.head)
+    draw.traits.add(f"scale:{str(dtype).removeprefix('torch.')}")
+    found = {f"scale_{side}": draw.laid_out(scale)}
+    if side == "b" and weights in ("int8", "int4", "uint4") and draw.rng.integers(2):
+        zero = torch.from_numpy(np.asarray(draw.rng.integers(0, 16, tuple(scale.shape)), np.uint8))
+        found["zero_b"] = draw.laid_out(zero)
+        draw.traits.add("zero")
+    return found
+
+
 def random_problem(seed: int, device: torch.device | str = "cpu") -> Drawn:
     """The problem of a seed.
 
@@ -145,56 +222,20 @@ def random_problem(seed: int, device: torch.device | str = "cpu") -> Drawn:
     """
     draw = _Draw(seed)
     form = draw.pick(FORMS)
-    weights = draw.pick(WEIGHTS) if draw.rng.integers(2) else ""
-    if form == "jagged_k" and weights in BYTE_FORMATS:
-        weights = "int8"
-    packed = weights if weights in BYTE_FORMATS else ""
-    left = draw.pick((torch.bfloat16, torch.float16)) if weights else draw.pick(FLOAT8)
-    right = torch.uint8 if packed else getattr(torch, weights) if weights else draw.pick(FLOAT8)
-    groups, m, n, k = int(draw.rng.integers(1, 5)), draw.extent(), draw.extent(), draw.extent()
-    if draw.kind == "positive":
-        k, m, n = int(draw.rng.integers(1000, 3000)), min(m, 9), min(n, 9)
-    k += k % 2 if packed else 0
-    head = int(draw.pick((0, 0, 1, 3, 37)))
-    jagged = form[-1] if form.startswith("jagged") else ""
-    deep = draw.kind == "positive" and jagged == "k"
-    sizes = [int(draw.rng.integers(1000, 2000)) if deep else draw.extent() for _ in range(groups)]
-    total = head + sum(sizes) + int(draw.pick((0, 0, 2)))
-    draw.traits |= {f"form:{form}", f"format:{weights or 'float8'}"}
-    extents = {"m": m, "n": n, "k": k} | ({jagged: total} if jagged else {})
-    shared = form in ("jagged_m", "jagged_n") and draw.rng.integers(4) == 0
-    lead = (groups,)
-    front_a = () if jagged in ("m", "k") or (jagged == "n" and shared) else lead
-    front_b = () if jagged in ("n", "k") or (jagged == "m" and shared) else lead
-    shape_a, shape_b = (*front_a, extents["m"], extents["k"]), (*front_b, extents["k"], extents["n"])
+    formats = _draw_formats(draw, form)
+    extents = _draw_extents(draw, form, even_k=bool(formats.packed))
+    draw.traits |= {f"form:{form}", f"format:{formats.weights or 'float8'}"}
     options: dict[str, Any] = {"out_dtype": draw.pick((torch.float32, torch.float32, torch.bfloat16))}
-    if jagged:
-        options |= {"offsets": np.cumsum([head, *sizes]).tolist(), "jagged": jagged}
+    if form.startswith("jagged"):
+        options |= {"offsets": np.cumsum([extents.head, *extents.sizes]).tolist(), "jagged": form[-1]}
     if form == "masked":
-        options["valid_rows"] = [int(draw.rng.integers(0, m + 1)) for _ in range(groups)]
-    a, b = _operands(draw, shape_a, shape_b, left, right, packed)
-    sides = ((("a", shape_a),) if not weights else ()) + (("b", shape_b),)
-    for side, shape in sides:
-        grain = draw.pick(GRAINS[1:] if weights == "int8" else GRAINS)
-        if grain == "128x128" and jagged == ("m" if side == "a" else "n"):
-            grain = "1x128"
-        draw.traits.add(f"{side}:{grain}")
-        if grain == "none":
-            continue
-        choices = (torch.float32, E8M0, left) if weights else (torch.float32, E8M0)
-        dtype = draw.pick(choices if draw.kind != "edges" or not weights else (torch.float32, E8M0))
-        scale = draw.scales(_grid(draw, grain, side, form, shape, groups), dtype, side, bool(weights))
-        if form == "jagged_k" and grain.startswith("1"):
-            _spoil_unused(scale, side, int(grain.partition("x")[2]), sizes, head)
-        draw.traits.add(f"scale:{str(dtype).removeprefix('torch.')}")
-        options[f"scale_{side}"] = draw.laid_out(scale)
-        if side == "b" and weights in ("int8", "int4", "uint4") and draw.rng.integers(2):
-            zero = torch.from_numpy(np.asarray(draw.rng.integers(0, 16, tuple(scale.shape)), np.uint8))
-            options["zero_b"] = draw.laid_out(zero)
-            draw.traits.add("zero")
-    if packed:
-        options["b_format"] = packed
-    if not weights and draw.rng.integers(4) == 0:
+        options["valid_rows"] = [int(draw.rng.integers(0, extents.a[1] + 1)) for _ in range(extents.groups)]
+    a, b = _operands(draw, formats, extents)
+    for side in "b" if formats.weights else "ab":
+        options |= _draw_scales(draw, form, formats, extents, side)
+    if formats.packed:
+        options["b_format"] = formats.packed
+    if not formats.weights and draw.rng.integers(4) == 0:
         options["accumulate"] = "fast"
         draw.traits.add("fast")
     if form == "per_group":
@@ -203,18 +244,17 @@ def random_problem(seed: int, device: torch.device | str = "cpu") -> Drawn:
     return Drawn(GroupedGemmProblem(_moved(a, device), _moved(b, device), **moved), frozenset(draw.traits))
 
 
-def _operands(
-    draw: _Draw, shape_a: Any, shape_b: Any, left: torch.dtype, right: torch.dtype, packed: str
-) -> tuple[Tensor, Tensor]:
-    a = draw.elements(shape_a, left)
-    if not packed:
-        return draw.laid_out(a), draw.laid_out(draw.elements(shape_b, right))
-    held = (*shape_b[:-2], shape_b[-2] // 2, shape_b[-1])
-    return draw.laid_out(a), draw.laid_out(torch.from_numpy(draw.rng.integers(0, 256, held).astype(np.uint8)))
+def _operands(draw: _Draw, formats: _Formats, extents: _Extents) -> tuple[Tensor, Tensor]:
+    a = draw.laid_out(draw.elements(extents.a, formats.a))
+    if not formats.packed:
+        return a, draw.laid_out(draw.elements(extents.b, formats.b))
+    *stack, k, n = extents.b
+    pairs = draw.rng.integers(0, 256, (*stack, k // 2, n)).astype(np.uint8)
+    return a, draw.laid_out(torch.from_numpy(pairs))
 
 
 def _as_lists(a: Tensor, b: Tensor, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """A stack as a list of its matrices, the last of which is cut short."""
+    """A stack as a list of its matrices."""
     scales = {n: x for n, x in options.items() if n[:5] in ("scale", "zero_")}
     return list(a), list(b), options | {n: list(x) if x.dim() == 3 else x for n, x in scales.items()}
 
