@@ -259,7 +259,7 @@ def _check_packing(format: str, axis: str, k: int) -> None:
 
 
 def _check_coverage(scale: str, jagged: str, axis: str, is_cut: bool, is_shared: bool) -> None:
-    """Whether one number may cover what `scale` says, of an operand that is cut along `axis` or shared by all groups."""
+    """Whether one number may cover what `scale` says, of an operand cut along `axis` or shared by all groups."""
     if axis == "k" and not is_cut and scale not in ("tensor", "row"):
         raise InvalidProblem(f"scale={scale!r} of a jagged K: pass offsets, sizes or ends")
     if scale == "group" and is_shared:
