@@ -21,10 +21,15 @@ import torch
 
 from multigemm.backends.triton.config import (
     INVARIANT,
+    INVARIANT_TILE,
+    PROMOTION,
     SHARED_LIMIT,
     STRIP,
     Config,
     depth_of,
+    finest_block,
+    foldable,
+    invariant_depth,
     is_tf32,
     mappable,
     problem_with,
@@ -323,6 +328,12 @@ def emulated() -> list[Config]:
     return [Config(block_m=64, block_n=64, block_k=64, warps=4, stages=1, width=2, programs=3)]
 
 
+def emulated_quantised(spec: ProblemSpec) -> Config:
+    """The same for quantised operands."""
+    deep = PROMOTION if foldable(spec) else finest_block(spec) or PROMOTION
+    return Config("quantised", 64, 64, deep, warps=4, stages=1, width=2, programs=3)
+
+
 def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
     """The order that measurements on an H100 support (docs/triton-tuning.md), by rows per group."""
     rows = shape_of(spec).rows
@@ -439,8 +450,35 @@ def pointer_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
     return [config for config in dict.fromkeys(found) if not problem_with(config, spec)]
 
 
+def quantised_candidates(spec: ProblemSpec) -> list[Config]:
+    """Valid configs of the kernel of quantised operands, the best guess first. None of this was measured.
+
+    A tile as low as its tokens wastes no products. Few tokens wait for weights: long steps and two to four programs on
+    a multiprocessor keep more bytes on their way. Many share every weight with as many rows as registers hold beside a
+    second sum, and conversions of weights are paid once for all of them.
+    """
+    if spec.batch_invariant:
+        rows, columns, warps = INVARIANT_TILE
+        fixed = Config("quantised", rows, columns, invariant_depth(spec), warps=warps, stages=3, programs=2)
+        return [config for config in (fixed, replace(fixed, stages=2)) if not problem_with(config, spec)][:1]
+    rows, finest = typical_rows(spec), finest_block(spec)
+    deep = PROMOTION if foldable(spec) else finest or PROMOTION
+    low = Config("quantised", _pow2(rows, 16, 32), 128, deep, warps=4, stages=4, programs=3)
+    mid = Config("quantised", 64, 128, deep, warps=4, stages=4, programs=2)
+    high = Config("quantised", 128, 128, deep, warps=8, stages=4, programs=1)
+    small = Config("quantised", 64, 64, deep, warps=4, stages=3, programs=3)
+    sizes = [low, small, mid] if rows <= 32 else [mid, small, high] if rows <= 96 else [high, mid, small]
+    if tiles_in(sizes[0], spec) < PROCESSORS and rows > 32:
+        sizes = [small, *(x for x in sizes if x is not small)]
+    shorter = [replace(config, block_k=64) for config in sizes if deep > 64]
+    return [config for config in (*sizes, *shorter) if not problem_with(config, spec)]
+
+
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Valid configs for a spec on a device, the best guess first."""
+    if device.type == "cpu" and spec.quantised:
+        fixed = spec.batch_invariant
+        return quantised_candidates(spec) if fixed else [emulated_quantised(spec)]
     if device.type == "cpu":
         short = INVARIANT.block_k
         return [replace(config, block_k=short) if variance(config, spec) else config for config in emulated()]
@@ -452,6 +490,8 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 def candidates_of(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
     """Valid configs for a spec on devices of a compute capability, the best guess first."""
+    if spec.quantised:
+        return quantised_candidates(spec)
     plain = pointer_candidates(spec, capability)
     fast = hopper_candidates(spec) if capability[0] == 9 else []
     if not fast:
