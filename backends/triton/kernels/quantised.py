@@ -231,10 +231,11 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
         kb = tl.arange(0, BKB)
         rows_left = gm - row0
         cols_left = gn - col0
-        a_ptrs = corner(a_base, skip_m + row0, a_r, skip_k + 0 * row0, a_c, A_ORDER) + offsets(
-            i, a_r, kk, a_c, A_ORDER, WIDE)  # fmt: skip
-        b_ptrs = corner(b_base, skip_n + col0, b_c, skip_k + 0 * row0, b_r, Y_ORDER) + offsets(
-            j, b_c, kb, b_r, Y_ORDER, WIDE)  # fmt: skip
+        # one pointer that moves and distances that stay: half the registers of a tile of pointers
+        a_at = corner(a_base, skip_m + row0, a_r, skip_k + 0 * row0, a_c, A_ORDER)
+        a_far = offsets(i, a_r, kk, a_c, A_ORDER, WIDE)
+        b_at = corner(b_base, skip_n + col0, b_c, skip_k + 0 * row0, b_r, Y_ORDER)
+        b_far = offsets(j, b_c, kb, b_r, Y_ORDER, WIDE)
         a_step = BK if A_ORDER == "row" else BK * a_c
         b_step = BKB if B_ORDER == "col" else BKB * b_r
 
@@ -249,7 +250,7 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                     sa_base, sa_r, sa_d = scale_a + wide_g * sa_group, sa_line, sa_deep
                 sa_lines = lines_of(skip_m + row0, i, SA_ROWS, SA_VECTOR, sa_shift)
                 sa_ptrs = sa_base + sa_lines.to(tl.int64) * sa_r + first_block(start, g, SA_K, JAGGED_K) * sa_d
-                if SA_K == 0:
+                if BLOCKED and SA_K == 0:
                     sa = along(scale_of(read(sa_ptrs, i, rows_left, SA_VECTOR), SA_E8M0), SA_VECTOR, A_AXIS)
             if SB:
                 if FORM == "per_group":
@@ -259,7 +260,7 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                 sb_lines = lines_of(skip_n + col0, j, SB_ROWS, SB_VECTOR, sb_shift)
                 sb_first = first_block(start, g, SB_K, JAGGED_K)
                 sb_ptrs = sb_base + sb_lines.to(tl.int64) * sb_r + sb_first * sb_d
-                if SB_K == 0:
+                if BLOCKED and SB_K == 0:
                     sb = along(scale_of(read(sb_ptrs, j, cols_left, SB_VECTOR), SB_E8M0), SB_VECTOR, B_AXIS)
             if ZB:
                 if FORM == "per_group":
@@ -297,8 +298,8 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                 else:
                     in_a = (i < rows_left)[:, None] & (kk < k_left)[None, :]
                     in_b = (j < cols_left)[:, None] & (kb < (k_left // 2 if PACKED else k_left))[None, :]
-                x = tl.load(a_ptrs, mask=in_a, other=0.0)
-                y = tl.load(b_ptrs, mask=in_b, other=0.0)
+                x = tl.load(a_at + a_far, mask=in_a, other=0.0)
+                y = tl.load(b_at + b_far, mask=in_b, other=0.0)
                 if not NATIVE:
                     if A_FORMAT != "":
                         x = half_of(x, A_FORMAT)
@@ -326,7 +327,7 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                 right = tl.trans(x) if SWAPPED else tl.trans(y)
                 if BLOCKED:
                     part = tl.dot(left, right, input_precision="ieee")
-                    if SA and SB and not FOLDED:
+                    if SA and SB:
                         acc += part * (sa * sb)
                     elif SA:
                         acc += part * sa
@@ -336,12 +337,16 @@ def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, 
                     acc += tl.dot(left, right, input_precision="ieee")
                 else:
                     acc = tl.dot(left, right, acc, input_precision="ieee")
-                a_ptrs += a_step
-                b_ptrs += b_step
+                a_at += a_step
+                b_at += b_step
 
-            # no block along K: the numbers come last, and do not touch the sum of no products
+            # no block along K: the numbers are read last, and do not touch the sum of no products
             if not BLOCKED and gk > 0:
-                if SA and SB and not FOLDED:
+                if SA:
+                    sa = along(scale_of(read(sa_ptrs, i, rows_left, SA_VECTOR), SA_E8M0), SA_VECTOR, A_AXIS)
+                if SB and not FOLDED:
+                    sb = along(scale_of(read(sb_ptrs, j, cols_left, SB_VECTOR), SB_E8M0), SB_VECTOR, B_AXIS)
+                if SA and SB:
                     acc = acc * (sa * sb)
                 elif SA:
                     acc = acc * sa
