@@ -37,12 +37,10 @@ from multigemm.backends.triton.lists import (
     few_groups,
     few_slots,
     few_values,
-    is_empty,
     list_chunk,
     most_tiles_of_list,
     tile_table,
 )
-from multigemm.cuda.launch import NOTHING
 from multigemm.planning.operands import Operands, group_table, packed
 
 
@@ -107,8 +105,6 @@ def bind_emulated(ops: Operands, config: Config) -> Launch:
     The interpreter computes in NumPy, which warns of the NaN, infinities and overflow that a GPU computes silently.
     NumPy keeps what it warns of for each thread, so the caller's other threads are warned as before.
     """
-    if not ops.out.numel() if isinstance(ops.out, Tensor) else is_empty(ops):
-        return NOTHING
     launch = _bind(ops, config)
 
     def alone() -> None:

@@ -18,7 +18,7 @@ from multigemm.backends.triton.config import Config
 from multigemm.cuda.counters import SLOTS as POOLED
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors
-from multigemm.cuda.launch import NOTHING, BoundKernel, LaunchSequence
+from multigemm.cuda.launch import BoundKernel, LaunchSequence
 from multigemm.errors import InvalidProblem
 from multigemm.planning.operands import Operands, Packed, Strided, address_of, packed
 from multigemm.planning.tiles import most_tiles, tiles_of
@@ -289,8 +289,6 @@ class GenericPlan:
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
-        if not cast(Tensor, ops.out).numel():
-            return NOTHING
         shape, config = packed(ops), self._config
         at, tiles = sizes_address(ops, sums_sizes(ops.spec)), most_tiles_of(shape, config)
         if self._count is None:
