@@ -18,17 +18,13 @@ from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, capability_of, compile_all, load
 from multigemm.backends.triton.config import Config, folded, swapped
 from multigemm.backends.triton.generic import (
-    ABSENT,
     CHUNK,
-    NO_SHAPE,
     TYPES,
     argument_types,
     chunk_of,
     chunks,
     constants,
     hints,
-    most_tiles_of,
-    most_tiles_of_rows,
     numbers,
     prefix_source,
     programs,
@@ -36,10 +32,10 @@ from multigemm.backends.triton.generic import (
     sums_sizes,
     uniform,
 )
-from multigemm.backends.triton.lists import is_empty, most_tiles_of_list
 from multigemm.cuda.device import processors, to_device
-from multigemm.cuda.launch import NOTHING, BoundKernel, LaunchSequence, without_move
-from multigemm.planning.operands import Operands, Packed, Strided, group_table, packed, strides_of
+from multigemm.cuda.launch import LaunchSequence, without_move
+from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, group_table, strides_of, view_of
+from multigemm.planning.tiles import most_tiles_by_rows
 from multigemm.problem.scales import BLOCKS, ROW_BLOCK
 from multigemm.problem.spec import FLOAT8, ProblemSpec, ScaleSpec
 
@@ -173,42 +169,29 @@ class QuantisedPlan:
         self._count = load(sources["prefix"], index) if counted else None
 
     def bind(self, ops: Operands) -> Launch:
-        """Lays out the arguments of one problem."""
-        if ops.spec.form == "per_group":
-            return NOTHING if is_empty(ops) else self._bind_list(ops)
-        if not cast(Tensor, ops.out).numel():
-            return NOTHING
-        shape = packed(ops)
-        at = sizes_address(ops, sums_sizes(ops.spec))
-        return self._bind(ops, shape, most_tiles_of(shape, self._config), scale_strides(ops), sizes=at)
-
-    def _bind_list(self, ops: Operands) -> Launch:
-        table, scales = (to_device(rows, ops.device) for rows in (group_table(ops), scale_table(ops)))
-        tiles = most_tiles_of_list(ops, self._config)
-        bound: Any = self._bind(ops, NO_SHAPE, tiles, [ABSENT] * len(SCALES), table=table, scales=scales)
-        return without_move(bound)
-
-    def _bind(
-        self, ops: Operands, shape: Packed, tiles: int, of_scales: Sequence[Strided], *, sizes: int = 0,
-        table: Tensor | None = None, scales: Tensor | None = None,
-    ) -> BoundKernel | LaunchSequence:  # fmt: skip
-        """The main kernel's launch, behind one that counts the tiles of more groups than it counts at once."""
-        config, index, groups = self._config, self._main.index, ops.spec.groups
-        prefix = None if self._count is None else torch.empty(groups, dtype=torch.int32, device=ops.device)
-        counted, listed, marks = (0 if x is None else x.data_ptr() for x in (prefix, table, scales))
-        data = [shape.a.ptr, shape.b.ptr, (shape.c or ABSENT).ptr, shape.out.ptr, (shape.bias or ABSENT).ptr, sizes,
-                listed, counted, *(x.ptr for x in of_scales), marks]  # fmt: skip
+        """Lays out the arguments of one problem: the main kernel's, behind one that counts the tiles of many groups."""
+        shape, config, index, groups = view_of(ops), self._config, self._main.index, ops.spec.groups
+        tiles = most_tiles_by_rows(ops, shape, config.block_m, config.block_n)
 
         def grid_for(tokens: int) -> int:
-            return programs(most_tiles_of_rows(shape, tokens, config), config, processors(index))
+            return programs(tiles(tokens), config, processors(index))
 
-        keep = tuple(x for x in (prefix, table, scales) if x is not None)
+        listed = ops.spec.form == "per_group"
+        tables = [to_device(rows, ops.device) for rows in (group_table(ops), scale_table(ops))] if listed else []
+        table, scales = (x.data_ptr() for x in tables) if listed else (0, 0)
+        of_scales = [ABSENT] * len(SCALES) if listed else scale_strides(ops)
+        sizes = 0 if listed else sizes_address(ops, sums_sizes(ops.spec))
+        prefix = None if self._count is None else torch.empty(groups, dtype=torch.int32, device=ops.device)
+        counted = 0 if prefix is None else prefix.data_ptr()
+        data = [shape.a.ptr, shape.b.ptr, (shape.c or ABSENT).ptr, shape.out.ptr, (shape.bias or ABSENT).ptr, sizes,
+                table, counted, *(x.ptr for x in of_scales), scales]  # fmt: skip
+        keep = (prefix, *tables)
         values = [*data, *quantised_numbers(ops, shape, of_scales)]
-        main = self._main.bound(values, programs(tiles, config, processors(index)), keep, grid_for=grid_for)
-        if self._count is None:
-            return main
-        values = [counted, sizes, listed, shape.m, shape.n, groups, int(ops.head)]
-        return LaunchSequence([self._count.bound(values, 1, keep, grid_for=lambda tokens: 1), main])
+        launch: Any = self._main.bound(values, grid_for(shape.m), keep, grid_for=grid_for)
+        if self._count is not None:
+            values = [counted, sizes, table, shape.m, shape.n, groups, int(ops.head)]
+            launch = LaunchSequence([self._count.bound(values, 1, keep, grid_for=lambda tokens: 1), launch])
+        return without_move(launch) if listed else cast(Launch, launch)
 
 
 def plan_quantised(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
