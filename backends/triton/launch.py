@@ -29,8 +29,8 @@ def _emulated(spec: ProblemSpec, config: Config, why: str) -> Recipe:
         raise InvalidSetting(f"{config} runs on a GPU, and operands are on the CPU: use kernel='pointer' there")
     from multigemm.backends.triton.emulate import bind_emulated
 
-    sums = generic.sums_sizes(spec)
-    return Recipe(f"{config.kernel} (interpreted)", config, lambda ops: bind_emulated(ops, config), why, sums_sizes=sums)
+    name, sums = f"{config.kernel} (interpreted)", generic.sums_sizes(spec)
+    return Recipe(name, config, lambda ops: bind_emulated(ops, config), why, sums_sizes=sums)
 
 
 def _loaded(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
