@@ -90,8 +90,8 @@ def render(report: Report, pictures: Sequence[Path] = ()) -> str:
         _section(
             "means", "Who is fastest",
             "Geometric means of the fraction of the floor, by how the rows fall to the groups; how many workloads an "
-            "entry ran, on how many it was the fastest, the best peer's time over its own; and, where measured, its time on the host and "
-            "the joules of a call.",
+            "entry ran, on how many it was the fastest, the best peer's time over its own; and, where measured, its "
+            "time on the host and the joules of a call.",
             _table(table.means(report)),
         ),
         _duels(report),

@@ -201,7 +201,7 @@ def fastest(rows: Iterable[Row]) -> Row | None:
 
 
 def contenders(rows: Iterable[Row]) -> tuple[Row | None, Row | None]:
-    """Our fastest kernel and the fastest peer; cuBLAS behind our name is no kernel of ours, and a peer under its own."""
+    """Our fastest kernel and the fastest peer. cuBLAS behind our name is no kernel of ours."""
     mine = list(rows)
     ours = fastest(row for row in mine if row.kind == "backend" and not row.entry.startswith("cublas"))
     return ours, fastest(row for row in mine if row.kind == "peer")

@@ -231,7 +231,8 @@ def header(report: Report) -> str:
             ", ".join(f"{name} {version}" for name, version in m.get("packages", {}).items()),
             f"ceilings ({how['rates']}): {rates}",
             f"method: {how['style']}, flush: {how['flush']}, up to {how['reps']} rounds, interleaved, medians; "
-            f"{rest}the better of eager and CUDA graph; the clock costs {overhead_text(how['overhead_us'])}, not subtracted",
+            f"{rest}the better of eager and CUDA graph; "
+            f"the clock costs {overhead_text(how['overhead_us'])}, not subtracted",
         ]
     )
 

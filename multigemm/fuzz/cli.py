@@ -68,6 +68,11 @@ def _what(parser: argparse.ArgumentParser) -> None:
     add("--burst", type=at_least(1), default=25, help="problems of one kind in a row")
     add("--work", type=at_least(1), default=1 << 17, help="multiply-adds of a problem at most")
     add("--large", type=at_least(0), help="one problem in so many is 16 times larger (default: 0 for none; 8 on a GPU)")
+    add(
+        "--quantised",
+        type=at_least(0),
+        help="one problem in so many has quantised operands (0 for none; default: 8, or 0 beside --dtypes)",
+    )
     add("--deep", type=at_least(1), default=8, help="run streams, graphs, relations, ... on one problem in so many")
 
 
@@ -147,6 +152,7 @@ def options_of(args: argparse.Namespace) -> Options:
         configs=args.configs, deep=args.deep, burst=args.burst, corpus=args.corpus,
         kinds=(100 if on_gpu else 0) if args.kinds is None else args.kinds, turns=args.turns,
         large=(8 if on_gpu else 0) if args.large is None else args.large,
+        quantised=(0 if args.dtypes else 8) if args.quantised is None else args.quantised,
         shrink_seconds=args.shrink, **small,
     )  # fmt: skip
 

@@ -233,6 +233,7 @@ class Worker:
         if outcome.ok and number % self.options.deep == 0:
             deep_checks(device_case, subject, outcome, number // self.options.deep, self.tally)
         self.tally.checks[name] += 1
+        self.tally.quantised_checks[name] += case.quantised
         self.tally.kernels[name, outcome.kernel] += 1
         self.tally.configs[name, str(outcome.config)] += 1
         if outcome.rho:
