@@ -53,7 +53,7 @@ from multigemm.planning.tiles import list_tiles, most_packed_tiles
 from multigemm.problem.spec import ProblemSpec
 
 SIMULATOR_SWITCH_SECONDS = 2e-5
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
 """The simulator runs one kernel at a time, and the switch interval belongs to the whole process."""
 ZEROS_PER_BLOCK = 16384
 COUNTERS = bytes(8)

@@ -62,7 +62,7 @@ class _Allocations(dict[Any, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get(self, key: Any, default: Any = None) -> Any:
         self._lock.acquire()
