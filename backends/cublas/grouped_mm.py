@@ -20,7 +20,7 @@ from torch import Tensor
 
 from multigemm import torch_internals
 from multigemm.backend import Launch
-from multigemm.backends.cublas.epilogue import Cut, Finish, Need
+from multigemm.backends.cublas.epilogue import ClampedEnds, Finish, Need
 from multigemm.backends.cublas.products import Ints, countable
 from multigemm.backends.cublas.run import Function, Step, Steps, zero_lines
 from multigemm.backends.cublas.staging import Copies, compact, readable, stage_side
@@ -250,7 +250,7 @@ class _FromDevice:
         self._jagged_m, self._groups, self._pair = spec.form == "jagged_m", spec.groups, pair
         self._head, self._device = kind == "offsets", numbers.device.index or 0
         self._clears = self._jagged_m and spec.zero_unowned
-        self._cut = Cut(numbers, spec.groups, head=self._head, sums=kind == "sizes")
+        self._cut = ClampedEnds(numbers, spec.groups, head=self._head, sums=kind == "sizes")
 
     def __call__(self, a: Tensor, b: Tensor, numbers: Tensor, out: Tensor | None) -> Tensor:
         stream, cut, clears = torch_internals.current_raw_stream(self._device), self._cut, self._clears
@@ -295,7 +295,7 @@ def _guarded(ops: Operands, a: Tensor, b: Tensor, out: Tensor, aside: bool, step
     """
     apart, numbers = not aside and out.numel() > LARGEST_COPY, cast(Tensor, ops.ends)
     target = out if aside else compact(out, out.dtype, out.device, rows=True)
-    cut = Cut(numbers, ops.spec.groups, head=ops.head, apart=apart)
+    cut = ClampedEnds(numbers, ops.spec.groups, head=ops.head, apart=apart)
     if ops.head:
         numbers = numbers.as_strided((ops.spec.groups + 1,), (1,), numbers.storage_offset() - 1)
 

@@ -19,7 +19,6 @@ from multigemm.backend import Launch
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.generic import (
     CHUNK,
-    NO_SHAPE,
     bits_of,
     chunk_of,
     constants,
@@ -41,7 +40,7 @@ from multigemm.backends.triton.lists import (
     most_tiles_of_list,
     tile_table,
 )
-from multigemm.planning.operands import Operands, group_table, packed
+from multigemm.planning.operands import NO_VIEW, Operands, group_table, packed
 
 
 def _kernels() -> tuple[Any, Any, Any]:
@@ -120,13 +119,13 @@ def _bind(ops: Operands, config: Config) -> Launch:
         return _bind_few(ops, config, *few)
     kernel, count, tl = _kernels()
     listed = spec.form == "per_group"
-    shape = NO_SHAPE if listed else packed(ops)
+    shape = NO_VIEW if listed else packed(ops)
     tiles = tile_table(ops, config) if listed else None
     table = group_table(ops) if listed and tiles is None else tiles
     chunk = list_chunk(spec, config, tiles) if listed else chunk_of(spec, config)
     options = {**constants(spec, config, chunk=chunk), "INTERPRETED": True}
     options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
-    most = most_tiles_of_list(ops, config) if listed else most_tiles_of(shape, config)
+    most = most_tiles_of_list(ops, config) if listed else most_tiles_of(shape, shape.m, config)
     grid, places = (programs(most, config, 1),), max(1, most)
     tensors = _tensors(ops, table) | space_of(ops, places, config)
     arguments = [*tensors.values(), *numbers(ops, shape, spec.groups if table is None else len(table), places)]

@@ -20,8 +20,8 @@ from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors
 from multigemm.cuda.launch import BoundKernel, LaunchSequence
 from multigemm.errors import InvalidProblem
-from multigemm.planning.operands import Operands, Packed, Strided, address_of, packed
-from multigemm.planning.tiles import most_tiles, tiles_of
+from multigemm.planning.operands import ABSENT, Operands, Packed, address_of, packed
+from multigemm.planning.tiles import most_packed_tiles
 from multigemm.problem.spec import ProblemSpec
 
 CHUNK = 256
@@ -177,12 +177,6 @@ def generic_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource
     return found if uniform(spec) else {**found, "prefix": prefix_source(spec, config)}
 
 
-ABSENT = Strided(0, 0, 0, 0)
-"""An operand that a problem does not have."""
-NO_SHAPE = Packed(0, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
-"""What a list is as a packed form: all that the kernel has to know of it lies in a table."""
-
-
 def bits_of(value: float, spec: ProblemSpec) -> int:
     """alpha and beta as 64 bits: of a float64, or an integer for int8."""
     if spec.acc == torch.int32:
@@ -214,19 +208,9 @@ def numbers(ops: Operands, shape: Packed, groups: int, places: int) -> list[int]
             out.group, out.row, out.col, bias.group, bias.col, alpha, beta]  # fmt: skip
 
 
-def most_tiles_of(shape: Packed, config: Config) -> int:
-    """At most this many tiles, without knowing device sizes."""
-    down, across = tiles_of(shape.m, config.block_m), tiles_of(shape.n, config.block_n)
-    if shape.jagged == "m":
-        return most_tiles_of_rows(shape, shape.m, config)
-    if shape.jagged == "n":
-        return down * most_tiles(shape.n, shape.groups, config.block_n)
-    return shape.groups * down * across
-
-
-def most_tiles_of_rows(shape: Packed, rows: int, config: Config) -> int:
-    """The same where so many rows are cut."""
-    return most_tiles(rows, shape.groups, config.block_m) * tiles_of(shape.n, config.block_n)
+def most_tiles_of(shape: Packed, rows: int, config: Config) -> int:
+    """At most this many tiles where there are so many rows, without knowing device sizes."""
+    return most_packed_tiles(shape.jagged, shape.groups, rows, shape.n, config.block_m, config.block_n)
 
 
 def programs(tiles: int, config: Config, available: int) -> int:
@@ -251,7 +235,7 @@ def bind_main(
     if config.splits == 1:
 
         def grid_for(tokens: int) -> int:
-            return programs(most_tiles_of_rows(shape, tokens, config), config, processors(kernel.index))
+            return programs(most_tiles_of(shape, tokens, config), config, processors(kernel.index))
 
         return kernel.bound([*data, 0, 0, *numbers(ops, shape, groups, 0)], grid, keep, grid_for=grid_for)
     places = max(1, tiles)
@@ -290,7 +274,7 @@ class GenericPlan:
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
         shape, config = packed(ops), self._config
-        at, tiles = sizes_address(ops, sums_sizes(ops.spec)), most_tiles_of(shape, config)
+        at, tiles = sizes_address(ops, sums_sizes(ops.spec)), most_tiles_of(shape, shape.m, config)
         if self._count is None:
             return bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at)
         return bind_counted(self._count, self._main, ops, shape, config, tiles, sizes=at)

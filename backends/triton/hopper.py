@@ -25,7 +25,6 @@ from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, TritonKernel, load
 from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of, raw_bytes
 from multigemm.backends.triton.generic import (
-    ABSENT,
     TYPES,
     bits_of,
     sizes_address,
@@ -36,7 +35,7 @@ from multigemm.cuda.device import processors
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import BoundKernel, LaunchSequence
 from multigemm.cuda.tensor_map import BLANK, encode_together
-from multigemm.planning.operands import Operands, Packed, Strided, packed
+from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, packed
 from multigemm.planning.tiles import most_tiles, tiles_of
 from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec
 

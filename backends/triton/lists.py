@@ -24,7 +24,6 @@ from multigemm.backends.triton.config import Config, depth_of, list_registers, l
 from multigemm.backends.triton.generic import (
     CHUNK,
     LISTED,
-    NO_SHAPE,
     TYPES,
     WHOLE,
     argument_types,
@@ -44,7 +43,7 @@ from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import without_move
 from multigemm.cuda.tensor_map import encode_together
-from multigemm.planning.operands import TABLE, Operands, group_table
+from multigemm.planning.operands import NO_VIEW, TABLE, Operands, group_table
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import Order, ProblemSpec
 
@@ -239,10 +238,10 @@ class GenericListPlan:
         source = pointer_source(spec, config, extents_multiple(ops), list_chunk(spec, config, listed))
         main, tiles, place = load(source, self._index), most_tiles_of_list(ops, config), table.data_ptr()
         if listed is not None or spec.groups <= CHUNK:
-            bound = bind_main(main, ops, NO_SHAPE, config, tiles, len(rows), table=place, keep=(table,))
+            bound = bind_main(main, ops, NO_VIEW, config, tiles, len(rows), table=place, keep=(table,))
             return without_move(bound)
         count = load(prefix_source(spec, config), self._index)
-        return without_move(bind_counted(count, main, ops, NO_SHAPE, config, tiles, table=place, keep=(table,)))
+        return without_move(bind_counted(count, main, ops, NO_VIEW, config, tiles, table=place, keep=(table,)))
 
 
 def plan_generic_list(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:

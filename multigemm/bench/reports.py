@@ -89,6 +89,7 @@ class Row:
     hot_us: float | None = None
     host_us: float | None = None
     whole_host_us: float | None = None
+    joules: float | None = None
     build_s: float = 0.0
     tflops: float | None = None
     gbps: float | None = None

@@ -25,6 +25,10 @@ PLACES = (*OPERANDS, "fields")
 _NUMBERS = {name: number for number, name in enumerate(PLACES)}
 Addresses = tuple[int, ...]
 """The address of each of `OPERANDS`, 0 for one that is absent; then of the launch's `DeviceFields`, if any."""
+JAGGED_CODES = {None: 0, "m": 1, "n": 2, "k": 3}
+"""How kernels are told which direction offsets cut."""
+ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+"""How kernels are told the activation."""
 WORD = 2**64 - 1
 BUFFER_POINTER, BUFFER_SIZE, BUFFER_END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 

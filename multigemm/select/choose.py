@@ -141,7 +141,7 @@ def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, names: Sequenc
                 raise BackendUnavailable(name, unavailable_text(state))
             reasons[name] = [unavailable_text(state)]
             continue
-        reasons[name] = registry.refusals(name, spec, problem.device)
+        reasons[name] = registry.refusals(registry.get(name), spec, problem.device)
         if not reasons[name]:
             return plan_of(name, "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can")
     raise BackendUnsupported(reasons)

@@ -125,11 +125,10 @@ def unkept_promises(backend: Backend, spec: ProblemSpec) -> list[str]:
     ]
 
 
-def refusals(name: str, spec: ProblemSpec, device: torch.device) -> list[str]:
+def refusals(backend: Backend, spec: ProblemSpec, device: torch.device) -> list[str]:
     """A backend's own reasons, and promises that it never made. Quantised operands are refused for a foreign backend
     that does not say that it knows of them."""
-    backend = get(name)
-    foreign = name not in BUILTIN and not getattr(backend, "takes_quantised", False)
+    foreign = backend.name not in BUILTIN and not getattr(backend, "takes_quantised", False)
     if foreign and (unknown := quantised_reasons(spec)):
         return unknown
     return [*unkept_promises(backend, spec), *backend.not_supported_reasons(spec, device)]
@@ -138,7 +137,7 @@ def refusals(name: str, spec: ProblemSpec, device: torch.device) -> list[str]:
 def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ...]:
     """What a backend does not support of a problem; a failure to say so is a reason too, and the others go on."""
     try:
-        return tuple(refusals(name, spec, device))
+        return tuple(refusals(get(name), spec, device))
     except MultigemmError:
         raise
     except Exception as error:  # foreign code, like its availability

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import BACKEND, arguments, build, choice, generic, hopper, hopper_shift_b, support
+from multigemm.backends.cupy import BACKEND, build, choice, generic, hopper, hopper_shift_b, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.backends.cupy.launch import KERNELS, why
@@ -22,6 +22,7 @@ from multigemm.cuda import counters
 from multigemm.cuda.launch import Kernel
 from multigemm.cuda.tensor_map import SIZE
 from multigemm.errors import CompileError
+from multigemm.planning.operands import view_of
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import BF16, SPEC, bound, install
 from tests.support.small_problems import operands, staged
@@ -84,7 +85,7 @@ def test_odd_operands_are_copied_by_one_launch_before_each_product(form: str, fa
 def test_copies_are_laid_out_one_after_the_other(fake: FakeDriver) -> None:
     ops = operands("odd list")
     copied, _, _ = hopper.with_copies(
-        ops, arguments.view_of(ops), support.packed_spec(ops.spec), build.load(hopper.COPY_SOURCE, 0)
+        ops, view_of(ops), support.packed_spec(ops.spec), build.load(hopper.COPY_SOURCE, 0)
     )
     for given, copy in zip([*ops.a, *ops.b], [*copied.a, *copied.b], strict=True):
         assert copy.shape == given.shape and copy.stride(0) % 8 == 0 and copy.stride(1) == 1
@@ -148,7 +149,7 @@ def test_the_weights_of_the_kernel_that_shifts_lie_where_it_looks_for_them(form:
         assert maps.shape == (2, 8 * SIZE // 8)
         return
     assert isinstance(ops.b, torch.Tensor)
-    weights = hopper_shift_b._weights(arguments.view_of(ops), role)
+    weights = hopper_shift_b._weights(view_of(ops), role)
     lines, per_group = hopper_shift_b._stack(weights, 3, torch.bfloat16)
     for g, k in ((0, 0), (1, 5), (2, 62)):
         assert lines.ptr + (g * per_group + k) * lines.pitch == ops.b[g, k].data_ptr()
