@@ -331,7 +331,7 @@ def test_a_second_piece_of_memory_is_not_the_result(fake: Fake, monkeypatch: pyt
 def test_a_call_that_is_interrupted_leaves_no_mode(fake: Fake, monkeypatch: pytest.MonkeyPatch, after: str) -> None:
     known = torch_internals.redispatched_grouped_mm
     assert known is not None
-    call, keys, push, pop = known
+    _, keys, push, pop = known
 
     def pushed(mode: Any) -> None:
         push(mode)
