@@ -304,8 +304,8 @@ def quantised_problem(config: Config, spec: ProblemSpec) -> str:
     """Why the kernel of quantised operands cannot run this spec with this config, or ''."""
     if config.pack or config.shift_b or config.splits != 1:
         return (
-            f"pack={config.pack}, shift_b={config.shift_b}, splits={config.splits}: quantised operands are read as they "
-            "lie, by one program for each tile; use none of these"
+            f"pack={config.pack}, shift_b={config.shift_b}, splits={config.splits}: quantised operands are read as "
+            "they lie, by one program for each tile; use none of these"
         )
     for name in ("block_m", "block_n"):
         block = getattr(config, name)

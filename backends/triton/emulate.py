@@ -102,7 +102,7 @@ def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tile
     return lambda: kernel[(tiles,)](given, bits_of(ops.alpha, spec), **options)
 
 
-_alone = threading.Lock()
+_alone = threading.RLock()
 """The interpreter puts its own functions into triton.language while a kernel runs, for all threads of the process."""
 
 
@@ -145,7 +145,9 @@ def _bind_quantised(ops: Operands, config: Config) -> Launch:
     def launch() -> None:
         if spec.groups > CHUNK and not uniform(spec):
             extents = [shape.m, shape.n, spec.groups, int(ops.head)]
-            count[(1,)](tensors["prefix"], tensors["ends"], tensors["table"], *extents, **prefix_constants(spec, config))
+            count[(1,)](
+                tensors["prefix"], tensors["ends"], tensors["table"], *extents, **prefix_constants(spec, config)
+            )
         kernel[grid](*arguments, **options)
 
     return launch
