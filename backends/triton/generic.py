@@ -46,7 +46,6 @@ TYPES = {
     torch.int64: "i64",
 }
 ACCUMULATORS = {torch.float32: "tl.float32", torch.float64: "tl.float64", torch.int32: "tl.int32"}
-POINTERS = ("a", "b", "c", "out", "bias", "ends", "table", "prefix", "partials", "arrived")
 EXTENTS = ("m", "n", "k", "groups", "head", "places")
 STRIDES = ("a_group", "a_row", "a_col", "b_group", "b_row", "b_col", "c_group", "c_row", "c_col",
            "out_group", "out_row", "out_col", "bias_group", "bias_col", "alpha_bits", "beta_bits")  # fmt: skip
