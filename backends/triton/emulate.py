@@ -102,7 +102,7 @@ def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tile
     return lambda: kernel[(tiles,)](given, bits_of(ops.alpha, spec), **options)
 
 
-_alone = threading.Lock()
+_alone = threading.RLock()
 """The interpreter puts its own functions into triton.language while a kernel runs, for all threads of the process."""
 
 
