@@ -68,7 +68,7 @@ def grouped_gemm(
         jagged: the direction that they cut: "m", "n" or "k". Weight gradients (a [M, T], b [T, N]) need "k", also where
             the extents are equal and "m" would fit.
         beta: the factor of c; 1 by default where c is given, else 0. An explicit 0 never reads c.
-        scale_a, scale_b, zero_b, b_format, accumulate: of quantised operands (docs/quantised-operands.md).
+        scale_a, scale_b, zero_b, b_format, accumulate: of quantised operands (docs/how-to/quantised-operands.md).
         backend: a name (that one and no other), several names (the first that can) or "auto" (the fastest that can; a
             first call of a class may measure, MULTIGEMM_MEASURE=0 forbids it).
         config: the backend's own parameters: its Config, or a mapping of some of its fields.
