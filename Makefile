@@ -41,7 +41,7 @@ docs: $(DOCS)/.installed  ## the documentation site, into site/; a warning or a 
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material mkdocstrings-python
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material mkdocstrings-python ruff
 	touch $@
 
 bench: $(STAMP)  ## the benchmark; ARGS="--suite moe"
