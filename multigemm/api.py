@@ -150,6 +150,12 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
 
     Raises:
         BackendUnsupported, BackendUnavailable: no backend that was asked for can solve it here, and why.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> problem = mg.GroupedGemmProblem(torch.ones(6, 4), torch.ones(3, 4, 2), sizes=[1, 0, 5])
+        >>> mg.solve(problem).shape
+        torch.Size([6, 2])
     """
     if checked(problem).requires_grad and torch.is_grad_enabled():
         return _solve(problem, backend, config, (None, None), "")
@@ -262,6 +268,15 @@ class BackendInfo:
 
 @no_dynamo
 def list_backends() -> list[BackendInfo]:
-    """What is here, what is missing, how to get it."""
+    """What is here, what is missing, how to get it.
+
+    Returns:
+        One line for each backend: name, whether it is available, its version, else the reason and how to install it.
+
+    Example:
+        >>> import multigemm as mg
+        >>> "cpu" in [backend.name for backend in mg.list_backends() if backend.available]
+        True
+    """
     states = ((name, registry.state(name)) for name in registry.names())
     return [BackendInfo(name, s.ok, s.version, s.reason, s.install, s.emulated) for name, s in states]

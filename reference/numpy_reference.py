@@ -351,10 +351,22 @@ def place(problem: GroupedGemmProblem, blocks: list[Array], view: GroupView) -> 
 
 @no_dynamo
 def expected(problem: GroupedGemmProblem) -> Any:
-    """The answer in the output's dtype: one array, or a list of them for a list problem.
+    """The answer by NumPy, in the result's dtype.
 
-    Elements that no group owns are 0, or what the user's `out` holds now. For `c is out` call this
-    before the problem runs.
+    Elements that no group owns are 0, or what the user's `out` holds now. For `c is out` call this before the problem
+    runs.
+
+    Args:
+        problem: what to compute; operands on a device are copied to the host.
+
+    Returns:
+        A NumPy array, or a list of them for a list problem.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> mg.expected(mg.GroupedGemmProblem(torch.ones(2, 4), torch.ones(1, 4, 3), sizes=[1]))
+        array([[4., 4., 4.],
+               [0., 0., 0.]], dtype=float32)
     """
     blocks = blank(checked(problem))
     for view in problem.groups():

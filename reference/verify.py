@@ -293,7 +293,26 @@ def judge(found: Answer, result: Any, *, suspicion: bool = True) -> Verdict:
 
 @no_dynamo
 def verify(problem: GroupedGemmProblem, result: Any) -> Verdict:
-    """Whether `result` is a right answer to `problem`; if not, where and by how much."""
+    """Whether `result` is a right answer to `problem`; if not, where and by how much.
+
+    Args:
+        problem: what was to be computed.
+        result: what was computed, by whatever means: an array of any library, or a list of them.
+
+    Returns:
+        The verdict, which prints as a sentence and is true if every element is right.
+
+    Raises:
+        InvalidProblem: the result lies in the memory of c, so that what c held is gone.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> problem = mg.GroupedGemmProblem(torch.ones(6, 4), torch.ones(3, 4, 2), sizes=[1, 0, 5])
+        >>> bool(mg.verify(problem, torch.full((6, 2), 4.0)))
+        True
+        >>> mg.verify(problem, torch.full((6, 2), 5.0)).bad
+        12
+    """
     _refuse_lost_c(checked(problem), result)
     return judge(answer(problem), result)
 

@@ -54,8 +54,22 @@ DEFAULTS = {x.name: x.default_value for x in overload._schema.arguments if x.kwa
 def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
     """The operator as a function, with the keywords of `multigemm.grouped_gemm` that a graph can hold.
 
+    Args:
+        a, b: packed tensors; lists are not taken.
+        keywords: those of `multigemm.grouped_gemm`, as tensors and plain values, without `out`, `config` and `check`.
+            `backend` is one text, names joined by commas; `grad_backend` is the same for the backward pass.
+
+    Returns:
+        The result, always in new memory; differentiable.
+
     Raises:
         InvalidProblem: an argument that the operator does not take, in words that `torch.ops` does not have.
+
+    Example:
+        >>> import torch
+        >>> from multigemm.integrations import grouped_gemm
+        >>> grouped_gemm(torch.ones(6, 4), torch.ones(3, 4, 2), ends=torch.tensor([1, 1, 6])).shape
+        torch.Size([6, 2])
     """
     try:
         return packet(a, b, **keywords)  # type: ignore[no-any-return]
