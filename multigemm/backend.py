@@ -90,17 +90,25 @@ class Backend(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What `backend=` calls it."""
+        ...
 
-    def availability(self) -> Availability: ...
+    def availability(self) -> Availability:
+        """Whether it can run on this machine."""
+        ...
 
-    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]: ...
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        """Why it cannot solve problems of this spec: the value seen, the limit, the remedy; empty where it can."""
+        ...
 
     def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
         """Frozen dataclasses that are valid for this spec, the best guess first."""
         ...
 
-    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe: ...
+    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
+        """Compiles; called once for each spec and config. What it returns is bound to problems."""
+        ...
 
 
 @dataclass(frozen=True)

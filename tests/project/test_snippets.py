@@ -130,6 +130,20 @@ def test_a_command_line_of_a_page_can_be_given(snippet: Snippet, line: str) -> N
     check_command(line)
 
 
+INLINE = [
+    (page, text) for page in PAGES for text in re.findall(r"`(multigemm [a-z]+[^`\n]* --[^`\n]*)`", page.read_text())
+]
+
+
+@pytest.mark.parametrize(("page", "text"), INLINE, ids=[f"{page.name} {text[:40]}" for page, text in INLINE])
+def test_an_option_that_a_sentence_names_exists(page: Path, text: str) -> None:
+    """In a sentence a command may be cut short or hold placeholders, so its options alone are looked up."""
+    name = text.split()[1]
+    parser = Parser(prog=name)
+    importlib.import_module(f"multigemm.{COMMANDS[name][1]}").add_arguments(parser)
+    assert [option for option in re.findall(r"--[a-z][a-z-]*", text) if option not in parser.format_help()] == []
+
+
 @pytest.mark.parametrize(
     "line",
     ["multigemm bench --sweet moe", "multigemm dance", "make coffee", "pip install 'multigemm[gone]'",
