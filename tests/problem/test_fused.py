@@ -264,6 +264,9 @@ def test_out_rows_add_up() -> None:
         if 0 <= r < 4:
             want[r] += rows[s]
     assert torch.equal(fused(out_rows=PLACES, rows=4), want)
+    preact = torch.zeros(10, 6)
+    assert fused(out_rows=PLACES - 99, rows=0, activation="relu", preact_out=preact).shape == (0, 6)
+    assert torch.equal(preact, rows), "written where the result has no elements, too"
     out, c = torch.full((4, 6), torch.nan), torch.randn(4, 6)
     assert torch.equal(fused(out_rows=PLACES.int(), out=out), want) and torch.equal(out, want)
     assert torch.allclose(fused(out_rows=PLACES, rows=4, c=c), want + c, atol=1e-6)
@@ -384,11 +387,10 @@ def test_a_foreign_backend_is_asked_only_if_it_says_that_it_knows() -> None:
         name: getattr(BACKEND, name) for name in ("availability", "not_supported_reasons", "configs", "plan")
     }
     backend, spec = Foreign("foreign", **fields), mg.GroupedGemmProblem(A, B, sizes=SIZES, a_rows=ROWS).spec
+    assert "a_rows" in registry.refusals(backend, spec, torch.device("cpu"))[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "get", lambda name: backend)
-        assert "a_rows" in registry.refusals("foreign", spec, torch.device("cpu"))[0]
         patch.setattr(Foreign, "takes_fused", True)
-        assert registry.refusals("foreign", spec, torch.device("cpu")) == []
+        assert registry.refusals(backend, spec, torch.device("cpu")) == []
 
 
 def test_the_torch_operator_refuses_by_name() -> None:
