@@ -170,7 +170,9 @@ class NameCheck(ast.NodeVisitor):
         if function is UNKNOWN or isinstance(function, _Instance):
             return
         taken = keywords_of(function)
-        for keyword in node.keywords if taken is not None else ():
+        if taken is None:
+            return
+        for keyword in node.keywords:
             if keyword.arg and keyword.arg not in taken:
                 self.wrong.append(f"{ast.unparse(node.func)} takes no keyword {keyword.arg}=")
 
