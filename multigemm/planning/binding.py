@@ -125,9 +125,9 @@ def refuse_gradients(problem: GroupedGemmProblem) -> None:
         )
 
 
-def refuse_quantised_gradients(problem: GroupedGemmProblem) -> None:
+def refuse_quantised_gradients(quantised: bool) -> None:
     """Gradients through quantised operands come later."""
-    if problem.quantisation is not None:
+    if quantised:
         raise InvalidProblem(
             "an input requires grad, and gradients of products with quantised operands come later: use "
             "torch.no_grad(), .detach() the input, or dequantise with multigemm.quantize.dequantize"

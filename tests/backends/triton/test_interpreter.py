@@ -23,8 +23,8 @@ from multigemm.backends.triton.lists import list_chunk, tile_table
 from multigemm.integrations import eager, layer_ops
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.staging import stage
-from multigemm.planning.tiles import TileWalk, heights
 from multigemm.settings import settings
+from tests.support.tile_walk import TileWalk, heights
 
 if TYPE_CHECKING:
     import triton.language as tl
