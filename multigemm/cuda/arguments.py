@@ -23,7 +23,7 @@ from torch import Tensor
 from multigemm.cuda.device import index_of, to_device
 from multigemm.torch_internals import current_raw_stream
 
-OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes")
+OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes", "scale_a", "scale_b", "zero_b")
 """What may lie elsewhere in a later call, in the order in which `Addresses` hold it."""
 PLACES = (*OPERANDS, "fields")
 """What an `Address` may belong to: an operand, or the launch's own `DeviceFields`."""
