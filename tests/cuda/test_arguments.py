@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from multigemm.cuda.arguments import OPERANDS, Address, ArgumentBlock, Slot, alo
 from multigemm.cuda.launch import Kernel
 from multigemm.cuda.tensor_map import SIZE, encode_together, repeat
 from multigemm.errors import LibraryError
+from tests.support.concurrency import on_new_threads
 from tests.support.cuda_driver import ADDRESSED, CONTEXT, FakeDriver, install
 
 find_place: Callable[[], int] = tensor_map._place_of_address.__wrapped__
@@ -156,11 +157,7 @@ def test_threads_encode_into_memory_of_their_own(fake: FakeDriver) -> None:
                 encode_together(torch.float16, (number + 1) << 32, (64, i + 1), (128,), ((64, 8),)) for i in range(50)
             )
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_new_threads(*(partial(work, number) for number in range(4)))
     for number, raw in found.items():
         rows = np.frombuffer(raw, np.uint64).reshape(50, 16)
         assert (rows[:, 0] == (number + 1) << 32).all() and rows[:, 3].tolist() == [*range(1, 51)]
@@ -181,8 +178,6 @@ def test_every_driver_call_of_a_kernel_has_the_devices_context(fake: FakeDriver)
                 seen.append(fake.current)
             seen.append(fake.current)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    on_new_threads(work)
     assert fake.without_context == [] and seen == [0, CONTEXT + 1, CONTEXT, CONTEXT + 1]
     assert fake.calls[:3] == ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
