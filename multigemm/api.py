@@ -130,7 +130,7 @@ def _solve(
     problem: GroupedGemmProblem, backend: Which, config: Any, keys: tuple[Key | None, Key | None], kind: str
 ) -> Any:
     if problem.requires_grad and torch.is_grad_enabled():
-        refuse_quantised_gradients(problem)
+        refuse_quantised_gradients(problem.quantisation is not None)
         from multigemm.integrations import gradients
 
         return gradients.solve(problem, backend, config, grouped_gemm)

@@ -29,9 +29,10 @@ from torch import Tensor
 from multigemm.cuda.device import capturing, to_device, upload
 from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.binding import Bound, Choice, bind, caller_result, launch_of
-from multigemm.planning.launch_key import HOST_SEQUENCES, PLAIN, Call, Key, class_key_of, key_of, reach_bytes, same_view
-from multigemm.planning.operands import Operands
+from multigemm.planning.launch_key import HOST_SEQUENCES, PLAIN, Call, Key, class_key_of, key_of
+from multigemm.planning.operands import Operands, reach_bytes
 from multigemm.planning.staging import allocate
+from multigemm.problem.overlap import same_view
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.settings import settings
 from multigemm.torch_internals import (
