@@ -110,16 +110,10 @@ def _tell(ops: Operands, how: Method) -> str:
 def _bind(ops: Operands, how: Method) -> Launch:
     if how.syncs and ops.host_offsets is None and ops.host_valid_rows is None:
         return SizesLater(ops, how)
-    if ops.device.type != "cuda":
-        return _no_groups  # an empty list has no operands, hence no device
     if torch_internals.current_device() != (ops.device.index or 0):
         with torch.cuda.device(ops.device):
             return _bind(ops, how)
     return bound(ops, how, ops.host_offsets, ops.host_valid_rows)
-
-
-def _no_groups() -> None:
-    """Nothing to multiply, and nothing to write."""
 
 
 class SizesLater:

@@ -41,7 +41,7 @@ from multigemm.cuda.counters import SLOTS as POOLED
 from multigemm.cuda.counters import ready
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.launch import NOTHING, without_move
+from multigemm.cuda.launch import without_move
 from multigemm.cuda.tensor_map import encode_together
 from multigemm.planning.operands import NO_VIEW, TABLE, Operands, group_table
 from multigemm.planning.tiles import tiles_of
@@ -58,11 +58,6 @@ MOST_TILES = 8192
 MAP_SLOTS = (4, 8, 16)
 """Groups of a kernel with maps: all of them are read, 16 in about a microsecond."""
 Numbers = tuple[int, ...]
-
-
-def is_empty(ops: Operands) -> bool:
-    """Whether no product of a list has results."""
-    return not any(out.numel() for out in ops.out)
 
 
 def tile_table(ops: Operands, config: Config) -> npt.NDArray[np.int64] | None:
@@ -229,8 +224,6 @@ class GenericListPlan:
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one list."""
-        if is_empty(ops):
-            return NOTHING
         if self._few is not None and (found := few_groups(ops, self._config)):
             groups, tiles = found
             slots = few_values(groups, few_slots(self._spec, self._config))
@@ -342,8 +335,6 @@ class HopperListPlan:
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one list; the generic kernel takes one of too many tiles."""
-        if is_empty(ops):
-            return NOTHING
         spec, config = self._spec, self._config
         with on_device(self._index):
             groups, tiles = list_groups(ops, config)
