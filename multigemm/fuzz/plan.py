@@ -157,13 +157,15 @@ class Tally:
 
 @dataclass(slots=True)
 class Summary:
-    """The end of a campaign."""
+    """The end of a campaign. `interrupted`: by Ctrl-C; from `next_seed` on, no problem was drawn."""
 
     options: Options
     tally: Tally
     seconds: float
     crashes: int = 0
     notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    next_seed: int = 0
 
 
 LEAD = 8
@@ -189,6 +191,7 @@ class WorkQueue:
         self.left = options.examples or 1 << 60
         self.compiled: set[int] = set()
         self._laps: Counter[int] = Counter()
+        self.handed_out = 0
 
     @property
     def slots(self) -> int:
@@ -221,6 +224,7 @@ class WorkQueue:
             return None
         size = min(self.options.burst, self.left)
         self.left -= size
+        self.handed_out += size
         slot = self._slot(fresh or not self.compiled, loaded)
         number = (self._laps[slot] * max(self.slots, 1) + slot) * self.options.burst
         self._laps[slot] += 1

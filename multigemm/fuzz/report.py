@@ -91,6 +91,7 @@ def to_dict(summary: Summary) -> dict[str, Any]:
         ],
         "failures": [f.to_dict() for f in tally.failures],
         "notes": summary.notes,
+        "interrupted": summary.interrupted,
         "seconds_by_step": {name: round(s, 2) for name, s in tally.spent.most_common()},
     }  # fmt: skip
 

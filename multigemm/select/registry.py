@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
@@ -66,6 +66,27 @@ def check(name: str) -> None:
     if name == "auto":
         hint = "'auto' chooses among all: pass it alone"
     raise UnknownBackend(f"unknown backend {name!r}: {hint}")
+
+
+def check_allowed(allowed: Sequence[str]) -> None:
+    """Raises UnknownBackend if the settings allow what is no backend."""
+    for name in set(allowed) - set(names()):
+        raise UnknownBackend(f"MULTIGEMM_BACKEND holds {name!r}, which is no backend; known: {', '.join(names())}")
+
+
+def several(given: Any) -> tuple[str, ...]:
+    """Several names as a user gives them; raises UnknownBackend for anything that is none."""
+    if isinstance(given, Set):
+        raise UnknownBackend(f"backend={given!r} has no order, and the first that can is chosen: pass a list")
+    try:
+        found = tuple(given)
+    except TypeError:
+        found = (given,)
+    if not found:
+        raise UnknownBackend("backend=[] names no backend: pass a name, several names, or 'auto'")
+    if wrong := [name for name in found if not isinstance(name, str)]:
+        raise UnknownBackend(f"backend holds {wrong[0]!r}, which is no name: pass a name, several names, or 'auto'")
+    return found
 
 
 @cache
