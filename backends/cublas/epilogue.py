@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas.run import Step
+from multigemm.backends.cublas.run import MovableStep
 from multigemm.cuda import nvrtc
 from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES, OPERANDS, Addresses
 from multigemm.cuda.device import to_device
@@ -77,10 +77,10 @@ class Need:
     only_headed: bool = False
 
 
-class Finish(Step):
+class Finish(MovableStep):
     """One bound launch of the kernel, which follows its operands: but not those of a list, which are in a table."""
 
-    __slots__ = ("_fields", "_launch", "movable")
+    __slots__ = ("_fields", "_launch")
 
     def __init__(self, ops: Operands, need: Need) -> None:
         task, table = _task(ops, need)

@@ -38,11 +38,14 @@ TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
     torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.float8_e8m0fnu: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
 ACCUMULATORS = {torch.float32: "tl.float32", torch.float64: "tl.float64", torch.int32: "tl.int32"}
-POINTERS = ("a", "b", "c", "out", "bias", "ends", "table", "prefix", "partials", "arrived")
 EXTENTS = ("m", "n", "k", "groups", "head", "places")
 STRIDES = ("a_group", "a_row", "a_col", "b_group", "b_row", "b_col", "c_group", "c_row", "c_col",
            "out_group", "out_row", "out_col", "bias_group", "bias_col", "alpha_bits", "beta_bits")  # fmt: skip
@@ -76,18 +79,18 @@ def argument_types(spec: ProblemSpec) -> dict[str, str]:
     return {**names, **dict.fromkeys(EXTENTS, "i32"), **dict.fromkeys(STRIDES, "i64")}
 
 
-def _hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
+def hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
     """What the compiler may assume: addresses and strides that the spec's alignment classes promise."""
-    hints: list[tuple[str, int]] = []
+    found: list[tuple[str, int]] = []
     for name, operand in (("a", spec.a), ("b", spec.b), ("out", spec.out)):
         if spec.form != "per_group":
-            hints.append((name, operand.align))
+            found.append((name, operand.align))
             each = operand.align // operand.dtype.itemsize
-            hints += [(f"{name}_{part}", each) for part in ("group", "row", "col")]
+            found += [(f"{name}_{part}", each) for part in ("group", "row", "col")]
     for name in "mnk":
         extent = 0 if name == spec.jagged else getattr(spec, name) or 0
-        hints.append((name, 16 if extent and extent % 16 == 0 else 8 if extent and extent % 8 == 0 else 1))
-    return tuple(hint for hint in hints if hint[1] > 1)
+        found.append((name, 16 if extent and extent % 16 == 0 else 8 if extent and extent % 8 == 0 else 1))
+    return tuple(hint for hint in found if hint[1] > 1)
 
 
 def even_k(spec: ProblemSpec, config: Config) -> bool:
@@ -148,7 +151,7 @@ def pointer_source(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: 
         name="pointer_kernel",
         signature=tuple(argument_types(spec).items()),
         constants=tuple(constants(spec, config, multiple, chunk).items()),
-        divisibility=_hints(spec),
+        divisibility=hints(spec),
         warps=config.warps,
         stages=config.stages,
     )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes")
+OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes", "scale_a", "scale_b", "zero_b")
 """What may lie elsewhere in a later call, in the order in which `Addresses` hold it."""
 PLACES = (*OPERANDS, "fields")
 """What an `Address` may belong to: an operand, or the launch's own `DeviceFields`."""

@@ -7,7 +7,6 @@ for, so that a campaign can prove what it has covered.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -194,9 +193,6 @@ class Case:
         """Only what differs from the defaults."""
         plain, own = asdict(Case()), asdict(self)
         return {name: value for name, value in own.items() if value != plain[name] or name in ("form", "dtype")}
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict())
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Case:

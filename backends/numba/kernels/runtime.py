@@ -63,7 +63,7 @@ class _Allocations(dict[Any, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get(self, key: Any, default: Any = None) -> Any:
         self._lock.acquire()
@@ -94,7 +94,7 @@ if SIMULATED:
     _share_safely()
 
 SWITCH_SECONDS = 2e-5
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
 """The simulator runs one kernel at a time, and the switch interval belongs to the whole process."""
 
 

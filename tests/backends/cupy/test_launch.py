@@ -19,6 +19,7 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.backends.cupy.launch import KERNELS, why
 from multigemm.cuda import counters
+from multigemm.cuda.launch import Kernel
 from multigemm.cuda.tensor_map import SIZE
 from multigemm.errors import CompileError
 from multigemm.planning.operands import view_of
@@ -224,6 +225,24 @@ def test_kernels_are_loaded_together_and_errors_come_out(fake: FakeDriver, monke
     build.load_all(sources, 0)
     with pytest.raises(CompileError):
         build.load_all(hopper.sources(SPEC, configs.MIDDLE), 0)
+
+
+def test_a_finaliser_that_loads_a_kernel_while_one_is_loaded_does_not_wait(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (build.Source("generic.cu", name, ()) for name in ("one", "other"))
+
+    def interrupted(cubin: bytes, name: str, *given: int) -> Kernel:
+        if name == "one":
+            build.load(other, 0)
+        return Kernel(cubin, name, *given)
+
+    monkeypatch.setattr(build, "Kernel", interrupted)
+    thread = threading.Thread(target=build.load, args=(one, 0), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert sorted(fake.names.values()) == ["one", "other"]
 
 
 def test_threads_that_load_a_kernel_at_once_get_one_module(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
