@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, overload
 
 import torch
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
@@ -28,6 +30,25 @@ from multigemm.tracing import grouped_gemm as traced_grouped_gemm
 
 KEYWORDS = (*Keywords.__annotations__, "backend", "config")
 """What `grouped_gemm` takes besides a and b."""
+
+
+@overload
+def grouped_gemm(
+    a: Tensor, b: Tensor, *, backend: Which = "auto", config: Any = None, **keywords: Unpack[Keywords]
+) -> Tensor: ...
+
+
+@overload
+def grouped_gemm(
+    a: Sequence[Tensor], b: Sequence[Tensor], *, backend: Which = "auto", config: Any = None,
+    **keywords: Unpack[Keywords],
+) -> list[Tensor]: ...  # fmt: skip
+
+
+@overload
+def grouped_gemm(
+    a: Any, b: Any, *, backend: Which = "auto", config: Any = None, **keywords: Unpack[Keywords]
+) -> Any: ...
 
 
 def grouped_gemm(
@@ -68,6 +89,8 @@ def grouped_gemm(
         offsets, sizes, ends: one of them cuts the packed operands into groups.
         jagged: the direction that they cut: "m", "n" or "k". Weight gradients (a [M, T], b [T, N]) need "k", also where
             the extents are equal and "m" would fit.
+        out_dtype: of the result; by default that of the operands, of two float dtypes torch.promote_types of them.
+        check: "full" reads sizes on the device back and checks them, "complete" also that the groups own every row.
         beta: the factor of c; 1 by default where c is given, else 0. An explicit 0 never reads c.
         scale_a, scale_b, zero_b, b_format, accumulate: of quantised operands (docs/how-to/quantised-operands.md).
         a_rows, b_rows, glu_layout, glu_alpha, glu_beta, glu_limit, preact_out, row_scale, combine, out_rows, rows: rows
@@ -79,6 +102,7 @@ def grouped_gemm(
 
     Returns:
         The result, as the caller's kind of array: a list for lists. Differentiable where an input requires grad.
+        torch.autocast does not change it; the torch operator (`multigemm.integrations.grouped_gemm`) obeys autocast.
 
     Raises:
         InvalidProblem: the arguments have no meaning; the text names the value, the limit and the remedy.
@@ -259,7 +283,7 @@ def _with_problem(problem: Any, backend: Which = "auto", config: Any = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """One line of `list_backends()`."""
+    """One line of `list_backends()`. Prints as what is here, or what is missing and how to get it."""
 
     name: str
     available: bool
@@ -268,13 +292,27 @@ class BackendInfo:
     install: str
     emulated: bool
 
+    def __str__(self) -> str:
+        if self.available:
+            return f"{self.name:8} here      {'emulated on the CPU' if self.emulated else self.version}".rstrip()
+        remedy = f"  [{self.install}]" if self.install else ""  # what is installed needs something else
+        return f"{self.name:8} {'missing ' if remedy else 'unusable'}  {self.reason}{remedy}"
+
+
+class Backends(list[BackendInfo]):
+    """A list that prints one backend a line."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self))
+
 
 @no_dynamo
-def list_backends() -> list[BackendInfo]:
+def list_backends() -> Backends:
     """What is here, what is missing, how to get it.
 
     Returns:
-        One line for each backend: name, whether it is available, its version, else the reason and how to install it.
+        A list of BackendInfo, printed one backend a line: name, whether it is available, its version, else the reason
+        and how to install it.
 
     Example:
         >>> import multigemm as mg
@@ -282,4 +320,4 @@ def list_backends() -> list[BackendInfo]:
         True
     """
     states = ((name, registry.state(name)) for name in registry.names())
-    return [BackendInfo(name, s.ok, s.version, s.reason, s.install, s.emulated) for name, s in states]
+    return Backends(BackendInfo(name, s.ok, s.version, s.reason, s.install, s.emulated) for name, s in states)
