@@ -170,8 +170,8 @@ class NameCheck(ast.NodeVisitor):
         if function is UNKNOWN or isinstance(function, _Instance):
             return
         taken = keywords_of(function)
-        for keyword in node.keywords if taken is not None else ():
-            if keyword.arg and keyword.arg not in taken:
+        for keyword in node.keywords:
+            if taken is not None and keyword.arg and keyword.arg not in taken:
                 self.wrong.append(f"{ast.unparse(node.func)} takes no keyword {keyword.arg}=")
 
     def value_of(self, node: ast.expr) -> Any:
