@@ -21,6 +21,7 @@ from multigemm.integrations.gradients import Call, gradients
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import Key, key_of, one_cut
 from multigemm.problem import epilogue, forms, scales
+from multigemm.problem.fused import refuse_in_operator
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.result import Result
 from multigemm.problem.spec import FLOAT8, PRECISIONS
@@ -83,6 +84,7 @@ def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
 def _refuse_arguments(given: dict[str, Any]) -> None:
     """Refuses what the schema does not hold: keywords, lists for tensors, lists of backends."""
     kinds = {x.name: str(x.type) for x in overload._schema.arguments}
+    refuse_in_operator(given, None)
     for name, x in given.items():
         if name not in kinds:
             raise UnknownKeyword(unknown_keyword_text("multigemm.integrations.grouped_gemm", name, tuple(kinds)))
@@ -145,6 +147,7 @@ def kernel(general: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
         found, keys, kind = recall(*tensors, **options)
         if found is not None:
             return found
+        refuse_in_operator((), options.get("activation"))
         given = dict(zip(TENSORS, tensors, strict=False))
         if general is not None:
             dispatched = dispatch_keys(*tensors)
@@ -192,6 +195,7 @@ def result_like(
     if len(cuts) > 1:
         raise InvalidProblem("more than one of offsets, sizes and ends was given: pass exactly one of them")
     scales.check_words(b_format, accumulate)
+    refuse_in_operator((), activation)
     packed, dtypes = scales.format_of(b.dtype, b_format), (a.dtype, b.dtype)
     squeezed = not cuts and valid_rows is None and a.dim() == 2 and b.dim() == 2
     if squeezed:

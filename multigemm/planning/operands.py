@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from multigemm.cuda.arguments import Address, Tokens
+from multigemm.problem.fused import Fused
 from multigemm.problem.spec import ProblemSpec
 
 CPU = torch.device("cpu")
@@ -65,6 +66,8 @@ class Operands:
     per_group, as `ScaleSpec` describes them; a packed `b` holds bytes.
     `sizes` [G] are the user's own on the device, without gaps, where `ends` are their running sums, else None: a recipe
     that `sums_sizes` reads them, and then nobody writes `ends`.
+    `fused` is what `spec.fused` describes, with dense indices and numbers on the device. There `a` and `b` are the
+    operands whose rows are picked, `c` has the shape of `out`, and what cuts T tokens need not fit their extents.
     """
 
     spec: ProblemSpec
@@ -85,6 +88,7 @@ class Operands:
     scale_a: Tensor | list[Tensor] | None = None
     scale_b: Tensor | list[Tensor] | None = None
     zero_b: Tensor | list[Tensor] | None = None
+    fused: Fused | None = None
 
 
 class Strided(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Never, TypedDict
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -19,19 +19,20 @@ from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_tex
 from multigemm.problem import epilogue, forms, overlap, rebuild, scales
 from multigemm.problem.arrays import Kind, Step
 from multigemm.problem.forms import Extents
+from multigemm.problem.fused import Fused, FusedKeywords, FusedReader, reader_of
 from multigemm.problem.grouping import Grouping, make_grouping, make_valid_rows
 from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
 from multigemm.problem.result import Result
 from multigemm.problem.scales import Given, Quantisation
-from multigemm.problem.spec import FLOAT8, HALVES, PRECISIONS, Form, ProblemSpec, specify
+from multigemm.problem.spec import FLOAT8, GATES, HALVES, PRECISIONS, Form, ProblemSpec, specify
 from multigemm.settings import settings
 
 CHECKS = ("host", "full", "complete")
 SCALES = ("scale_a", "scale_b", "zero_b")
 
 
-class Keywords(TypedDict, total=False):
+class Keywords(FusedKeywords, total=False):
     """The keywords of a problem, for the signatures that hand them on."""
 
     offsets: Any
@@ -145,7 +146,7 @@ class GroupedGemmProblem:
 
     __slots__ = (
         "a", "activation", "alpha", "b", "batch_invariant", "beta", "bias", "c", "deterministic", "device", "extents",
-        "form", "given_out", "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "quantisation",
+        "form", "fused", "given_out", "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "quantisation",
         "refreshes", "spec", "squeezed", "valid_rows",
     )  # fmt: skip
     a: Operand
@@ -157,6 +158,7 @@ class GroupedGemmProblem:
     extents: Extents | None
     grouping: Grouping | None
     valid_rows: Grouping | None
+    fused: Fused | None
     alpha: float
     beta: float
     activation: Any
@@ -200,9 +202,9 @@ class GroupedGemmProblem:
         zero_b: Any = None,
         b_format: str | None = None,
         accumulate: str = "promoted",
-        **unknown: Never,
+        **fused: Unpack[FusedKeywords],
     ) -> None:
-        for name in unknown:
+        for name in fused.keys() - FusedKeywords.__annotations__.keys():
             raise UnknownKeyword(unknown_keyword_text("GroupedGemmProblem", name, tuple(Keywords.__annotations__)))
         epilogue.one_of(check, "check", CHECKS)
         epilogue.one_of(precision, "precision", PRECISIONS)
@@ -213,32 +215,35 @@ class GroupedGemmProblem:
         self.batch_invariant = _switch(batch_invariant)
         self.c = self.bias = self.out = self.extents = self.grouping = self.valid_rows = None
         self.squeezed, self.given_out = False, out
-        self.quantisation = None
+        self.quantisation = self.fused = None
+        gated = type(activation) is str and activation in GATES
+        more = reader_of(fused, activation, check != "host") if fused or gated else None
 
         reader = OperandReader()
         grouped = offsets is not None or sizes is not None or ends is not None
         if is_list(a) or is_list(b):
-            groups, packed = self._take_lists(reader, a, b, jagged, grouped or valid_rows is not None, b_format)
+            groups, packed = self._take_lists(reader, a, b, jagged, grouped or valid_rows is not None, b_format, more)
         else:
-            extents, packed = self._take_tensors(reader, a, b, jagged, grouped, valid_rows is not None, b_format)
+            extents, packed = self._take_tensors(reader, a, b, jagged, grouped, valid_rows is not None, b_format, more)
             groups = self._take_groups(extents, (offsets, sizes, ends), valid_rows, check)
         self.kind, self.device = reader.kind, reader.device
         inputs = self._input_dtypes(out_dtype)
-        compute = self._take_scales(reader, groups, inputs, Given(scale_a, scale_b, zero_b, accumulate), packed)
+        compute = self._take_scales(reader, groups, inputs, Given(scale_a, scale_b, zero_b, accumulate), packed, more)
         self.alpha = epilogue.scalar(alpha, "alpha", compute)
         self.beta = epilogue.scalar(epilogue.default_beta(beta, c), "beta", compute)
         epilogue.check_activation(activation, compute)
-        self._take_result(reader, groups, out, out_dtype, c, bias, (*inputs, compute))
+        self._take_result(reader, groups, out, out_dtype, c, bias, (*inputs, compute), more)
         self.refreshes = reader.refreshes() if reader.mirrors else []
-        if out is not None:
-            overlap.refuse_shared_memory(self.each("out"), self._read(reader), self._at)
+        if out is not None or self.fused is not None:
+            self._refuse_shared_memory(reader)
         self.spec = specify(self, groups, compute)
 
     # --- operands -------------------------------------------------------------------------------
 
     def _take_tensors(
-        self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, masked: bool, b_format: str | None
-    ) -> tuple[Extents, str]:
+        self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, masked: bool, b_format: str | None,
+        more: FusedReader | None,
+    ) -> tuple[Extents, str]:  # fmt: skip
         x, y = reader.first(a, "a"), reader.operand(b, "b")
         packed = scales.format_of(y.dtype, b_format)
         if packed:
@@ -248,6 +253,8 @@ class GroupedGemmProblem:
         self.a, self.b, self.device = x, y, reader.device
         if packed:
             y = scales.unpacked_shape(x, y)
+        if more is not None:
+            x, y = more.pick(x, y, jagged, grouped, reader.device)
         self.extents = forms.infer(
             x, y, jagged=jagged, grouped=grouped, masked=masked, squeezed=self.squeezed, kind=reader.kind
         )
@@ -270,8 +277,9 @@ class GroupedGemmProblem:
         return extents.groups
 
     def _take_lists(
-        self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, b_format: str | None
-    ) -> tuple[int, str]:
+        self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, b_format: str | None,
+        more: FusedReader | None,
+    ) -> tuple[int, str]:  # fmt: skip
         if not (is_list(a) and is_list(b)):
             one, x, other = ("b", b, "a") if is_list(a) else ("a", a, "b")
             remedy = f"pass [{one}] * G to share one matrix, or list({one}) for several"
@@ -282,6 +290,8 @@ class GroupedGemmProblem:
             raise InvalidProblem("offsets, sizes, ends or valid_rows with lists: a list is cut already, leave them out")
         if jagged != "m":
             raise InvalidProblem(f"jagged={jagged!r} with lists: they may differ in every extent, leave it out")
+        if more is not None:
+            more.refuse_picks("lists")
         forms.check_counts(a, b)
         self.form = "per_group"
         first = [reader.first(a[0], "a[0]")] if a else []
@@ -296,13 +306,16 @@ class GroupedGemmProblem:
         return len(self.a), packed
 
     def _take_scales(
-        self, reader: OperandReader, groups: int, inputs: tuple[torch.dtype, torch.dtype], given: Given, packed: str
-    ) -> torch.dtype:
+        self, reader: OperandReader, groups: int, inputs: tuple[torch.dtype, torch.dtype], given: Given, packed: str,
+        more: FusedReader | None,
+    ) -> torch.dtype:  # fmt: skip
         """Scales and zero points, if operands are quantised; returns the dtype that products are formed in."""
         has_dtypes = self.extents is not None or groups > 0  # lists of no matrices say no dtypes
         if not (has_dtypes and scales.is_quantised(*inputs, packed, given)):
             return epilogue.compute_dtype(*inputs)
         self._refuse_gradients(inputs)
+        if more is not None and self.form == "jagged_k":
+            more.refuse_quantised_picks()
         a, b = self.each("a"), self.each("b")
         shapes = [tuple(x.shape) for x in a], [_elements(y, packed) for y in b]
         if self.extents is not None:
@@ -338,18 +351,22 @@ class GroupedGemmProblem:
 
     def _take_result(
         self, reader: OperandReader, groups: int, out: Any, out_dtype: Any, c: Any, bias: Any,
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], more: FusedReader | None,
     ) -> None:  # fmt: skip
-        """`out`, c and bias; `dtypes`: those of a and b, and the one that products are formed in."""
+        """`out`, c, bias and what is fused; `dtypes`: those of a and b, and the one that products are formed in."""
         compute = dtypes[2]
         extras: tuple[torch.dtype, ...] = dtypes  # that c and bias may have beside the result's
         if self.quantisation is not None:
             extras = (compute,) if compute in HALVES else ()
-        result = Result(self.form, groups, self._result_shape(groups), self.squeezed)
+        result = product = Result(self.form, groups, self._result_shape(groups), self.squeezed)
+        if more is not None:
+            result = more.result(product, compute, self.device, out, self.beta, c)
         self.out_shape = result.shape
         self._take_out(reader, out, out_dtype, result, compute)
         self._take_c(reader, c, result, extras)
-        self._take_bias(reader, bias, result, extras)
+        self._take_bias(reader, bias, product, extras)
+        if more is not None:
+            self.fused = more.fused(reader, product, self.out_dtype, extras)
 
     def _take_out(self, reader: OperandReader, out: Any, out_dtype: Any, result: Result, compute: torch.dtype) -> None:
         given = None
@@ -378,6 +395,15 @@ class GroupedGemmProblem:
         if self.each("bias"):
             epilogue.check_extra_dtype(common_dtype(self.bias, "bias"), "bias", inputs, self.out_dtype)
 
+    def _refuse_shared_memory(self, reader: OperandReader) -> None:
+        """Raises where memory that a launch writes is read, or written twice."""
+        outs, preacts = self.each("out"), [] if self.fused is None else self.fused.preacts()
+        if outs:
+            overlap.refuse_shared_memory(outs, self._read(reader), self._at)
+        if preacts:
+            read = [*self._read(reader), *((f"out{self._at(g)}", x) for g, x in enumerate(outs))]
+            overlap.refuse_shared_memory(preacts, read, self._at, "preact_out")
+
     def _read(self, reader: OperandReader) -> list[tuple[str, Any]]:
         """Everything that a launch reads, by name."""
         read: list[tuple[str, Any]] = []
@@ -387,7 +413,7 @@ class GroupedGemmProblem:
         read += [(name, mirror.given) for name, mirror in reader.mirrors.items()]
         if (cut := self.cut) is not None and cut.live is not None:
             read.append((cut.kind if cut is self.grouping else "valid_rows", cut.live))
-        return read
+        return read if self.fused is None else read + self.fused.read()
 
     def _at(self, g: int) -> str:
         return f"[{g}]" if self.form == "per_group" else ""
@@ -439,7 +465,7 @@ class GroupedGemmProblem:
                     return True
             elif operand is not None and any(x.requires_grad for x in operand):
                 return True
-        return False
+        return self.fused is not None and any(x.requires_grad for x in self.fused.numbers.values())
 
     @no_dynamo
     def sizes(self) -> list[tuple[int, int, int]]:
@@ -462,6 +488,9 @@ class GroupedGemmProblem:
         for refresh in self.refreshes:
             refresh()
         a, b, c, bias = (_on_host(x) for x in (self.a, self.b, self.c, self.bias))
+        if self.fused is not None:
+            a, b = self.fused.gather(self.form, a, b)
+            c = None if self.fused.scatters else c
         cuts = [(0, 0)] * self.spec.groups
         if self.grouping is not None and self.extents is not None:
             cuts = self._bounds(self.grouping, self.extents)
@@ -479,6 +508,8 @@ class GroupedGemmProblem:
         q, jagged_k = self.quantisation, self.form == "jagged_k"
         if q is None:
             return []
+        if self.fused is not None:
+            q = self.fused.gather_scales(q)
         parts = [(q.a, "m", "a"), (q.b, "n", "b"), (q.zero, "n", "b")]
         return [
             None if scale is None else scale.of_group(g, spans[rows], spans["k"], side, jagged_k).detach().cpu()
@@ -507,7 +538,8 @@ class GroupedGemmProblem:
         a = [m * k * spec.a.dtype.itemsize for m, _, k in used]
         b = [k * n * spec.b.dtype.itemsize // (2 if spec.b.packed else 1) for _, n, k in used]
         c_size = spec.c.dtype.itemsize if spec.c is not None else 0
-        results = sum(m * n * (self.out_dtype.itemsize + c_size) for m, n, _ in used)
+        elements = sum(m * n for m, n, _ in used) if self.fused is None else self.fused.result_elements(used)
+        results = elements * (self.out_dtype.itemsize + c_size)
         results += sum(x.nbytes for name in SCALES for x in self.each(name))
         return results + (a[0] if spec.a.shared else sum(a)) + (b[0] if spec.b.shared else sum(b))
 
