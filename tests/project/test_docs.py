@@ -25,7 +25,7 @@ QUOTED = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"([\w.*/-]*\w\.(?:py|cuh?|md|json|toml|svg|yml))(?::\d+)?")
 FOLDER = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/")
-WRITTEN = {"multigemm-bench/"}
+WRITTEN = {"multigemm-bench/", "site/"}
 """What a command writes."""
 
 
