@@ -18,6 +18,7 @@ from torch import Tensor
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
+from multigemm.planning import binding
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import Key, key_of, one_cut
 from multigemm.problem import epilogue, forms, scales
@@ -173,11 +174,8 @@ def _refuse_quantised_gradients(given: dict[str, Any], b_format: str | None) -> 
     for name, x in scaled.items():
         if x.requires_grad:
             raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: detach it")
-    if scaled or given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8) or b_format:
-        raise InvalidProblem(
-            "an input requires grad, and gradients of products with quantised operands come later: use "
-            "torch.no_grad(), .detach() the input, or dequantise with multigemm.quantize.dequantize"
-        )
+    narrow = given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8)
+    binding.refuse_quantised_gradients(bool(scaled) or narrow or b_format is not None)
 
 
 # --- shapes without data ----------------------------------------------------------------------------

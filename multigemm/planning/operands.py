@@ -124,6 +124,13 @@ def address_of(tensor: Tensor | None, operand: str) -> int:
     return 0 if tensor is None else Address(tensor.data_ptr(), operand)
 
 
+def reach_bytes(x: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if not x.numel():
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
+
+
 def strides_of(tensor: Tensor, operand: str | None = None) -> Strided:
     """Address and strides of a matrix or a stack of matrices; extents of 0 or 1 get stride 0.
 

@@ -13,8 +13,7 @@ from typing import Any, Never, NoReturn
 from multigemm.backend import Launch
 from multigemm.errors import InvalidProblem, MultigemmError
 from multigemm.planning import launch_cache
-from multigemm.planning.binding import Choice as Choice
-from multigemm.planning.binding import bind, caller_result, captured, reasons, refuse_gradients, told
+from multigemm.planning.binding import Choice, bind, caller_result, captured, reasons, refuse_gradients, told
 from multigemm.planning.staging import allocate
 from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.problem import GroupedGemmProblem, checked

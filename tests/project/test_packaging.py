@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"multigemm": "multigemm", "backends": "multigemm.backends", "reference": "multigemm.reference"}
@@ -105,23 +106,40 @@ def test_the_links_are_relative_and_lead_home() -> None:
 
 USER_SCRIPT = """\
 import multigemm as mg
+import torch
 
-def run(a: list[object], b: list[object]) -> None:
-    plan = mg.plan(a, b, backend="cpu")
-    reveal_type(plan)
+def run(a: torch.Tensor, b: torch.Tensor, c: object) -> None:
+    reveal_type(mg.plan(a, b, backend="cpu"))
     reveal_type(mg.explain(a, b, activation="relu").chosen)
-    mg.grouped_gemm(a, b, activation="relu")
+    reveal_type(mg.grouped_gemm(a, b, activation="relu"))
+    reveal_type(mg.grouped_gemm([a], [b]))
+    reveal_type(mg.grouped_gemm(c, c))
     mg.grouped_gemm(a, b, activaton="relu")
     mg.plan(a, b, activaton="relu")
     mg.GroupedGemmProblem(a, b, activaton="relu")
 """
+REVEALED = ("multigemm.planning.plan.Plan", "str | None", "torch._tensor.Tensor", "list[torch._tensor.Tensor]", "Any")
 
 
-def type_check_with(wheel: Path, folder: Path) -> tuple[list[str], list[int]]:
-    """The types that mypy reveals to a user who installed a wheel, and the lines in which it finds errors."""
+def test_the_extra_all_takes_what_was_tested_and_nothing_newer() -> None:
+    requirements = pytest.importorskip("packaging.requirements")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    bounds = {(r := requirements.Requirement(text)).name: r.specifier for text in extras["all"]}
+    tested = {"torch": ("2.11.0", "2.13.0"), "triton": ("3.6.0", "3.9.0")}
+    pins = (line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for name, version in pins:
+        assert name not in bounds or bounds[name].contains(version), f"CI tests {name} {version}"
+    for name, versions in tested.items():
+        assert all(map(bounds[name].contains, versions))
+    assert not bounds["torch"].contains("2.15.0") and not bounds["triton"].contains("3.10.0")
+
+
+def check_what_a_user_sees(wheel: Path, folder: Path) -> None:
+    """The types that mypy reveals to a user who installed a wheel, and the misspelled keywords that it finds."""
     pytest.importorskip("mypy")
     venv.create(folder / "venv", symlinks=True)
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    (site / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     (folder / "user.py").write_text(USER_SCRIPT)
@@ -133,7 +151,10 @@ def type_check_with(wheel: Path, folder: Path) -> tuple[list[str], list[int]]:
     assert not done.stderr, done.stderr
     found = [line.split(":", 3) for line in done.stdout.splitlines() if line.startswith("user.py:")]
     revealed = [text for _, _, _, text in found if "Revealed type" in text]
-    return revealed, sorted({int(number) for _, number, kind, _ in found if kind.strip() == "error"})
+    for want, text in zip(REVEALED, revealed, strict=True):
+        assert f'"{want}"' in text, revealed
+    wrong = sorted({int(number) for _, number, kind, _ in found if kind.strip() == "error"})
+    assert wrong == [10, 11, 12], "a misspelled keyword is an error, and nothing else is"
 
 
 @pytest.mark.slow
@@ -143,9 +164,7 @@ def test_an_editable_install_shows_its_types(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
-    revealed, wrong = type_check_with(wheel, tmp_path)
-    assert ["multigemm.planning.plan.Plan" in revealed[0], "str | None" in revealed[1]] == [True, True], revealed
-    assert wrong == [8, 9, 10], "a misspelled keyword is an error, and nothing else is"
+    check_what_a_user_sees(wheel, tmp_path)
 
 
 @pytest.mark.slow
@@ -175,6 +194,4 @@ def test_wheel_and_sdist_work_outside_the_checkout(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(site)},
     )
     assert out.stdout.strip() == "6", out.stderr
-    revealed, wrong = type_check_with(wheel, tmp_path)
-    assert ["multigemm.planning.plan.Plan" in revealed[0], "str | None" in revealed[1]] == [True, True], revealed
-    assert wrong == [8, 9, 10]
+    check_what_a_user_sees(wheel, tmp_path)
