@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from fnmatch import fnmatch
@@ -11,6 +12,7 @@ import pytest
 
 from benchmarks import chart
 from multigemm.bench import reports
+from multigemm.bench.workloads import geomean
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".github", "backends", "benchmarks", "docs", "examples", "multigemm", "reference", "tests")
@@ -102,6 +104,34 @@ def test_the_chart_is_drawn_from_the_kept_report() -> None:
     for name, colours in chart.LOOKS.items():
         kept = (chart.FOLDER / f"moe-{name}.svg").read_text()
         assert chart.draw(report, colours) == kept, "run: python benchmarks/chart.py"
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_kept_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    shares = {entry: geomean(values) for entry, values in chart.shares(reports.read(chart.REPORT)).items()}
+    host = json.loads((ROOT / "benchmarks" / "results" / "h200" / "host-time.json").read_text())["us"]
+    ours = ("cupy", "triton", "numba", "cublas")
+    device_row = [f"{shares[entry]:.3f}" for entry in (*ours, "torch_grouped")]
+    torch_times = sorted(times["torch"] for times in host.values())
+    host_row = [f"{host[entry]['offsets']:.1f}" for entry in ours] + [f"{torch_times[0]:.1f} to {torch_times[-1]:.1f}"]
+    for row in (device_row, host_row):
+        assert f"| {' | '.join(row)} |" in text
+    assert f"{shares['cupy']:.3f} of the floor" in text
+    assert f"{shares['torch_grouped']:.3f} of the floor" in text
+    assert f"torch grouped_mm {shares['torch_grouped']:.3f}" in text, "the picture's text"
+    peer = json.loads((ROOT / "benchmarks" / "results" / "h100" / "triton-kernels.json").read_text())
+    times = [sorted((value for name, value in row["us"].items() if name != "ours")) for row in peer["rows"]]
+    ratio = geomean([theirs[0] / row["us"]["ours"] for theirs, row in zip(times, peer["rows"], strict=True)])
+    assert f"takes {ratio:.2f} times our triton's time" in text
+    assert peer["commit"] in text
+
+
+def test_make_docs_installs_what_the_extra_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [requirement.partition(">=")[0] for requirement in project["optional-dependencies"]["docs"]]
+    assert f"-c constraints.txt {' '.join(named)}\n" in (ROOT / "Makefile").read_text()
+    pinned = (ROOT / "constraints.txt").read_text().lower()
+    assert all(f"\n{name}==" in pinned for name in named)
 
 
 def test_the_site_asks_no_other_host() -> None:
