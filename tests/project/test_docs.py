@@ -140,8 +140,8 @@ def test_the_site_asks_no_other_host() -> None:
     assert "font: false" in settings
     assert "strict: true" in settings
     assert "repo_url" not in settings, "the theme would ask api.github.com for stars"
-    addresses = re.findall(r"https?://[^\s\"']+", settings)
-    assert addresses == [URLS["Documentation"]]
+    addresses = re.findall(r"https?://[^\s\"'}]+", settings)
+    assert addresses == [URLS["Documentation"], URLS["Homepage"]], "a link in the footer"
     for asset in (ROOT / "docs" / "assets").rglob("*.*"):
         assert "http" not in asset.read_text().replace("http://www.w3.org/2000/svg", ""), asset
 
