@@ -21,7 +21,8 @@ from multigemm.bench.operands import Tensors, make
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import DeviceLost, Options, Progress, Runner, add_ceilings, new_report
-from multigemm.bench.suites import SUITES, above_zero, add_selection, asks_nothing, parts, selected, suite
+from multigemm.bench.selection import above_zero, add_selection, asks_nothing, selected
+from multigemm.bench.suites import SUITES, parts, suite
 from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import InvalidSetting
