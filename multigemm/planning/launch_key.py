@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from multigemm.cuda.device import STAGED_BYTES
+from multigemm.planning.operands import reach_bytes
 from multigemm.problem.arrays import LOWEST
+from multigemm.problem.overlap import same_view
 from multigemm.problem.spec import half_octave
 from multigemm.settings import settings
 from multigemm.torch_internals import (
@@ -162,14 +164,3 @@ def _host_class(kind: str, cut: Any) -> Key | None:
     if kind == "ends":
         lengths.add(values[0])
     return ("host", len(values), len(lengths) == 1)
-
-
-def same_view(x: Tensor, y: Tensor) -> bool:
-    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
-
-
-def reach_bytes(x: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    if not x.numel():
-        return 0
-    return (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()

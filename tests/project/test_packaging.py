@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -31,6 +34,68 @@ def test_every_package_is_listed() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert set(listed) == packages_on_disk()
     assert len(listed) == len(set(listed))
+
+
+def recipe() -> dict[str, list[str]]:
+    """The lists of the conda recipe, by their keys; jinja's lines and single values are left out."""
+    found: dict[str, list[str]] = {}
+    for line in (ROOT / "recipe" / "meta.yaml").read_text().splitlines():
+        if key := re.fullmatch(r" +(\w+):", line):
+            found[key[1]] = []
+        elif item := re.fullmatch(r" +- (.+)", line):
+            found[list(found)[-1]].append(item[1])
+    return found
+
+
+CONDA_NAMES = {"torch": "pytorch", "cupy-cuda13x": "cupy", "cupy-cuda12x": "cupy", "matplotlib": "matplotlib-base"}
+WITHIN_CONDA = {"nvidia-cuda-nvrtc", "nvidia-nvvm", "nvidia-nvjitlink"}
+"""Come with cupy and numba-cuda there."""
+
+
+def test_the_conda_recipe_agrees_with_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    text, lists = (ROOT / "recipe" / "meta.yaml").read_text(), recipe()
+    assert f'{{% set version = "{project["project"]["version"]}" %}}' in text
+    python = f"python {project['project']['requires-python']}"
+    needed = [re.sub(r"(>=)", r" \1", x) for x in project["project"]["dependencies"]]
+    renamed = [" ".join([CONDA_NAMES.get(x.split()[0], x.split()[0]), *x.split()[1:]]) for x in needed]
+    assert lists["run"] == [python, *renamed]
+    assert lists["host"][0] == python
+    assert lists["host"][2] == project["build-system"]["requires"][0].replace(">=", " >=")
+    scripts = [f"{name} = {where}" for name, where in project["project"]["scripts"].items()]
+    assert lists["entry_points"] == scripts
+    least: dict[str, set[str]] = {}
+    for name, extra in project["project"]["optional-dependencies"].items():
+        for requirement in extra if name not in ("all", "dev", "docs") else ():
+            package, _, version = requirement.partition(">=")
+            if package not in WITHIN_CONDA:
+                least.setdefault(CONDA_NAMES.get(package, package), set()).add(version)
+    constrained = dict(x.split(" >=") for x in lists["run_constrained"])
+    assert constrained.keys() == least.keys()
+    assert all(version in least[name] for name, version in constrained.items())
+    assert project["project"]["urls"]["Homepage"] in text
+
+
+def check_archives(sdist: Path, wheel: Path) -> None:
+    """The sdist holds what the repository holds, the wheel all of the packages; its links work on PyPI."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    assert sorted(tracked - inside) == []
+    with zipfile.ZipFile(wheel) as archive:
+        shipped = set(archive.namelist())
+        (metadata,) = (archive.read(name).decode() for name in shipped if name.endswith("/METADATA"))
+    for folder in FOLDERS:
+        files = [x for x in (ROOT / folder).rglob("*") if x.is_file() and "__pycache__" not in x.parts]
+        under = "" if folder == "multigemm" else "multigemm/"
+        names = {f"{under}{x.relative_to(ROOT)}" for x in files if not x.is_relative_to(ROOT / "multigemm/backends")}
+        assert sorted(names - shipped) == []
+    message = email.message_from_string(metadata)
+    links = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", str(message.get_payload()))
+    assert len(links) > 20
+    assert [x or y for x, y in links if not (x or y).startswith(("https://", "#"))] == []
+    assert {x.partition(", ")[0] for x in message.get_all("Project-URL", [])} >= {"Homepage", "Documentation", "Issues"}
 
 
 def test_the_links_are_relative_and_lead_home() -> None:
@@ -107,7 +172,8 @@ def test_wheel_and_sdist_work_outside_the_checkout(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    check_archives(sdist, wheel)
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
