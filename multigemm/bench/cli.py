@@ -212,7 +212,8 @@ def interrupted(args: argparse.Namespace) -> None:
         return  # a part of a run, whose parent says it
     measured = args.began and path.exists()
     report = reports.read(path) if measured else Report({}, {}, {})
-    _write_json(report, args)
+    if args.json:
+        reports.write(args.json, report)
     if not report.rows:
         print("\nstopped before anything was measured", file=sys.stderr)
         return
@@ -226,16 +227,12 @@ def interrupted(args: argparse.Namespace) -> None:
 
 
 def _tell(report: Report, args: argparse.Namespace) -> int:
-    _write_json(report, args)
+    if args.json:
+        reports.write(args.json, report)
     if not args.json_only:
         return finish(report, args.out)
     print(table.text(report))
     return 0 if report.timed() else 1
-
-
-def _write_json(report: Report, args: argparse.Namespace) -> None:
-    if args.json:
-        reports.write(args.json, report)
 
 
 def finish(report: Report, folder: Path) -> int:

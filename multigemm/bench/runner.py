@@ -150,10 +150,10 @@ class Runner:
     _behind: bool = False
     _saved: float = 0.0
     _meter: EnergyMeter | None = None
+    _late: set[str] = field(default_factory=set)
 
     def run(self, cases: list[Workload]) -> Report:
         """Every workload that the time allows. The rest is listed as unfinished, also where something ends the run."""
-        self.report.unfinished = []
         if self.options.energy:
             try:
                 self._meter = EnergyMeter(self.device)
@@ -161,19 +161,16 @@ class Runner:
                 self.report.absent["energy"] = str(error)
         try:
             self._run(cases)
-        except BaseException:
-            met = {row.case for row in self.report.rows}
-            self.report.unfinished = [case.key for case in cases if case.key not in met]
-            raise
         finally:
             with interrupts.held():
-                self.save()
+                self._save(cases)
         return self.report
 
     def _run(self, cases: list[Workload]) -> None:
         done = {(row.case, row.entry) for row in self.report.rows}
-        self.save()
+        self._save(cases)
         for index, case in enumerate(cases):
+            spent = time.monotonic() - self.started
             try:
                 todo = [entry for entry in self.entries_of(case) if (case.key, entry.name) not in done]
             except (torch.cuda.OutOfMemoryError, MemoryError) as error:
@@ -181,19 +178,20 @@ class Runner:
                 continue
             if not todo:
                 continue
-            spent = time.monotonic() - self.started
             if spent > self.options.total_s:
-                self.report.unfinished.append(case.key)
+                self._late.add(case.key)
                 continue
             self._behind = index > 0 and spent > self.options.goal_s * index / len(cases)
             self.progress.step(index, len(cases), case, self.options.total_s - spent)
             self.report.rows += self._case(case, todo)
             self._free()
             if time.monotonic() - self._saved > SAVE_EVERY_S:
-                self.save()
+                self._save(cases)
         self.report.machine["clocks_after"] = machine.clocks(self.device)
 
-    def save(self) -> None:
+    def _save(self, cases: list[Workload]) -> None:
+        met = {*self.report.absent, *(row.case for row in self.report.rows)}
+        self.report.unfinished = [case.key for case in cases if case.key in self._late or case.key not in met]
         if self.path is not None:
             reports.write(self.path, self.report)
         self._saved = time.monotonic()
