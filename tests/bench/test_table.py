@@ -75,8 +75,8 @@ def test_speed_ups_are_shown_by_the_size_of_groups() -> None:
     cells = cells_of(table.heat_map(report))
     by_case = {duel.case: duel.ratio for duel in reports.duels(report)}
     mine = [by_case[f"dsv3_up_32k/{kind}/bf16"] for kind in ("balanced", "zipf", "empty")]
-    assert cells["1024 to 4095"]["from 16M"] == reports.digits(geomean(mine)), "T/G 1024, N x K 28 M, alone there"
-    assert cells["64 to 255"]["from 16K"] == reports.digits(by_case["seed_cube_128/list/fp16"]), (
+    assert cells["1024 to 4095"]["NxK 16M+"] == reports.digits(geomean(mine)), "T/G 1024, N x K 28 M, alone there"
+    assert cells["64 to 255"]["NxK 16K+"] == reports.digits(by_case["seed_cube_128/list/fp16"]), (
         "lists of equal matrices"
     )
     assert rows_and_weights(suite("wgrad")[0].describe()) is None, "no weights N x K"
