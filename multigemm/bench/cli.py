@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_method(parser: argparse.ArgumentParser) -> None:
     """Who is measured, and how."""
-    add = parser.add_argument
+    add = parser.add_argument_group("who is measured, and how").add_argument
     add("--problem", type=Path, help="a Python file that defines `problem`, a GroupedGemmProblem, instead of a suite")
     add("--backends", default="", help="comma separated, or none (default: all that are here, and auto)")
     add("--peers", default="", help="peers, comma separated, or none (default: all that are here)")
@@ -89,7 +89,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     """Where it runs and what becomes of it."""
-    add = parser.add_argument
+    add = parser.add_argument_group("where it runs, and what becomes of it").add_argument
     add("--list", action="store_true", help="print suites and their workloads")
     add("--out", type=Path, default=Path("multigemm-bench"), help="folder for JSON, PNG and HTML")
     add("--json", type=Path, metavar="FILE", help="also write the report's JSON there")
