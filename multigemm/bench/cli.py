@@ -172,6 +172,8 @@ def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
     cases, tensors_of = _workloads(args, device)
     entries, absent = _entries(args, device)
     options, dtypes = _options(args, device, cases), {case.dtype for case in cases}
+    if not args.quiet and (warning := machine.load_warning(device)):
+        print(warning, file=sys.stderr)
     _begin(args, path)
     kept = args.resume and path.exists()
     report = reports.read(path) if kept else new_report(device, dtypes, options, absent)

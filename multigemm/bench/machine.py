@@ -100,6 +100,17 @@ def device_name(device: torch.device) -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
+def load_warning(device: torch.device) -> str:
+    """What to do about other processes that keep a CPU busy; "" where there are none, and for a GPU."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if device.type != "cpu" or load < cores:
+        return ""
+    return (
+        f"WARNING: other processes use this machine (load {load:.1f} on {cores} cores): stop them, or times will be "
+        "noisy and the run long"
+    )
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     """The whole picture, JSON-ready."""
     return {

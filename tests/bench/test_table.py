@@ -70,6 +70,16 @@ def test_means_are_told_by_distribution_and_against_the_best_peer() -> None:
     assert shown["of the best peer"] == reports.digits(geomean(peers[r.case] / (r.us or 1) for r in mine))
 
 
+@pytest.mark.parametrize(("load", "warned"), [(0.5, False), (9.0, True)])
+def test_a_busy_machine_is_said_before_anything_is_measured(
+    load: float, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert ("load 9.0 on 2 cores): stop them" in machine.load_warning(CPU)) == warned
+    assert machine.load_warning(torch.device("cuda")) == ""
+
+
 def test_speed_ups_are_shown_by_the_size_of_groups() -> None:
     report = made_up_report(suites="moe,wgrad,tutorial", noise=0.0)
     cells = cells_of(table.heat_map(report))
