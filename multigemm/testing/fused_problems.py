@@ -203,11 +203,11 @@ def _draw_rest(draw: _Draw, sizes: dict[str, int]) -> None:
         draw.put("bias", draw.numbers(wide, draw.pick((draw.dtype, torch.float32))))
     if form in ("jagged_m", "masked") and draw.chance(2):
         draw.traits.add("row_scale")
-        shape = (tokens,) if form == "jagged_m" else (groups, m)
-        draw.put("row_scale", draw.numbers(shape, draw.pick((draw.dtype, torch.float32))))
-    product = {"jagged_m": (tokens, n), "jagged_n": (m, tokens)}.get(form, (groups, m, n))
+        lines = (tokens,) if form == "jagged_m" else (groups, m)
+        draw.put("row_scale", draw.numbers(lines, draw.pick((draw.dtype, torch.float32))))
+    product: tuple[int, ...] = {"jagged_m": (tokens, n), "jagged_n": (m, tokens)}.get(form, (groups, m, n))
     shape: tuple[int, ...] = (*product[:-1], product[-1] // 2) if gated else product
-    scatters = form == "jagged_m" and _draw_sums(draw, tokens)
+    scatters = _draw_sums(draw, tokens) if form == "jagged_m" else 0
     if scatters:
         shape = (scatters - 1, shape[1])
     if (scatters or not gated) and form != "per_group" and draw.chance(2):
@@ -235,6 +235,8 @@ def _draw_sums(draw: _Draw, tokens: int) -> int:
         draw.keywords["combine"] = (index, None)
         return rows + 1
     weights = draw.numbers((rows, terms), draw.pick((draw.dtype, torch.float32, torch.float32)))
+    if draw.chance(3):
+        weights[torch.from_numpy(draw.rng.random((rows, terms)) < 0.3)] = 0
     if isinstance(index, Tensor):
         at = index.cpu()
         weights[(at < 0) | (at >= tokens)] = torch.nan
