@@ -102,7 +102,8 @@ def grouped_gemm(
         )  # fmt: skip
     kind, cut, several = one_cut(offsets, sizes, ends)
     key = class_key = None
-    plain = scale_a is scale_b is zero_b is b_format is None and accumulate == "promoted" and not fused
+    plain = scale_a is scale_b is zero_b is b_format is None and accumulate == "promoted"
+    plain = plain and (not fused or all(x is None for x in fused.values()))
     if plain and check == "host" and not several:
         options = (
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,

@@ -1,5 +1,7 @@
 """Draws problems with picked rows, gates, weights and sums of rows, in guarded memory; and judges a backend by them.
 
+    python -m multigemm.testing.fused_problems --backend NAME --problems 100000 --device cuda
+
 A problem is drawn from a seed alone. Kinds of values take turns: whole numbers, judged to the last bit through reglu,
 whole limits and sums; ordinary ones; and ones with NaN and infinities among them. Indices are honest, or lie: -1, one
 past the end, 2^31 - 1, 2^31, 2^32 and -2^63 stand among them, and mean no row. Every operand, index, weight and output
@@ -9,6 +11,8 @@ hold NaN before a launch.
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -23,6 +27,7 @@ from multigemm.planning.staging import allocate, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ACTIVATIONS, GATES, GLU_LAYOUTS
 from multigemm.reference.verify import answer, judge
+from multigemm.select import registry
 
 FORMS = ("jagged_m", "jagged_m", "jagged_m", "jagged_m", "jagged_k", "jagged_n", "batched", "masked", "per_group")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -378,3 +383,26 @@ def findings(backend: Backend, problems: int, device: torch.device | str = "cpu"
             drawn = random_problem(seed, device)
             for text in check(drawn, backend, config):
                 yield f"random_problem({seed}), config {config}: {drawn.problem}: {text}"
+
+
+def main(arguments: list[str]) -> int:
+    """Prints what is wrong in the results of a backend, and how many problems it took."""
+    parser = argparse.ArgumentParser(description="random problems with picked rows, gates and sums of rows")
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--problems", type=int, default=1000, help="how many seeds")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args(arguments)
+    backend, device, found = registry.get(options.backend), torch.device(options.device), 0
+    for text in findings(backend, options.problems, device, options.first):
+        print(text, flush=True)
+        found += 1
+    seeds = range(options.first, options.first + options.problems)
+    specs = (staged_spec(random_problem(seed, device).problem) for seed in seeds[:1000])
+    taken = sum(not backend.not_supported_reasons(spec, device) for spec in specs)
+    print(f"{options.backend}: {found} findings; it takes {taken} of the first {len(seeds[:1000])} problems")
+    return int(found > 0 or not taken)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

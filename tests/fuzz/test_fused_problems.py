@@ -9,7 +9,7 @@ import torch
 from multigemm.problem.spec import ACTIVATIONS, FORMS, GATES, GLU_LAYOUTS
 from multigemm.select import registry
 from multigemm.testing.fused_model import FAULTS, model
-from multigemm.testing.fused_problems import DTYPES, KINDS, Memory, findings, random_problem
+from multigemm.testing.fused_problems import DTYPES, KINDS, Memory, findings, main, random_problem
 
 HUNTED = 400
 """Problems within which each fault has to show."""
@@ -33,6 +33,14 @@ def test_the_cpu_backend_is_right() -> None:
 @pytest.mark.slow
 def test_the_cpu_backend_is_right_on_many() -> None:
     assert list(findings(registry.get("cpu"), 2000, first=1000)) == []
+
+
+def test_the_command_says_who_is_wrong_and_who_takes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--problems", "5"]) == 0
+    assert "cpu: 0 findings; it takes 5 of the first 5 problems" in capsys.readouterr().out
+    assert main(["--problems", "3", "--backend", "null"]) == 1, "null writes nothing"
+    assert main(["--problems", "3", "--backend", "cublas"]) == 1
+    assert "cublas: 0 findings; it takes 0" in capsys.readouterr().out
 
 
 def test_the_model_is_right() -> None:
