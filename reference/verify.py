@@ -105,10 +105,22 @@ def _empty_block(array: Array) -> Block:
 
 @no_dynamo
 def expected(problem: GroupedGemmProblem) -> Any:
-    """The answer in the output's dtype: one array, or a list of them for a list problem.
+    """The answer by NumPy, in the result's dtype.
 
-    Elements that no group owns are 0, or what the user's `out` holds now. For `c is out` call this
-    before the problem runs.
+    Elements that no group owns are 0, or what the user's `out` holds now. For `c is out` call this before the problem
+    runs.
+
+    Args:
+        problem: what to compute; operands on a device are copied to the host.
+
+    Returns:
+        A NumPy array, or a list of them for a list problem.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> mg.expected(mg.GroupedGemmProblem(torch.ones(2, 4), torch.ones(1, 4, 3), sizes=[1]))
+        array([[4., 4., 4.],
+               [0., 0., 0.]], dtype=float32)
     """
     if is_finished_by_intervals(checked(problem)):
         blocks = [block.expected for block in answer(problem).blocks]
@@ -369,7 +381,26 @@ def judge(found: Answer, result: Any, *, suspicion: bool = True) -> Verdict:
 
 @no_dynamo
 def verify(problem: GroupedGemmProblem, result: Any) -> Verdict:
-    """Whether `result` is a right answer to `problem`; if not, where and by how much."""
+    """Whether `result` is a right answer to `problem`; if not, where and by how much.
+
+    Args:
+        problem: what was to be computed.
+        result: what was computed, by whatever means: an array of any library, or a list of them.
+
+    Returns:
+        The verdict, which prints as a sentence and is true if every element is right.
+
+    Raises:
+        InvalidProblem: the result lies in the memory of c, so that what c held is gone.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> problem = mg.GroupedGemmProblem(torch.ones(6, 4), torch.ones(3, 4, 2), sizes=[1, 0, 5])
+        >>> bool(mg.verify(problem, torch.full((6, 2), 4.0)))
+        True
+        >>> mg.verify(problem, torch.full((6, 2), 5.0)).bad
+        12
+    """
     _refuse_lost_c(checked(problem), result)
     return judge(answer(problem), result)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
+from multigemm.planning import binding
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import Key, key_of, one_cut
 from multigemm.problem import epilogue, forms, scales
@@ -57,8 +58,22 @@ DEFAULTS = {x.name: x.default_value for x in overload._schema.arguments if x.kwa
 def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
     """The operator as a function, with the keywords of `multigemm.grouped_gemm` that a graph can hold.
 
+    Args:
+        a, b: packed tensors; lists are not taken.
+        keywords: those of `multigemm.grouped_gemm`, as tensors and plain values, without `out`, `config` and `check`.
+            `backend` is one text, names joined by commas; `grad_backend` is the same for the backward pass.
+
+    Returns:
+        The result, always in new memory; differentiable.
+
     Raises:
         InvalidProblem: an argument that the operator does not take, in words that `torch.ops` does not have.
+
+    Example:
+        >>> import torch
+        >>> from multigemm.integrations import grouped_gemm
+        >>> grouped_gemm(torch.ones(6, 4), torch.ones(3, 4, 2), ends=torch.tensor([1, 1, 6])).shape
+        torch.Size([6, 2])
     """
     try:
         return packet(a, b, **keywords)  # type: ignore[no-any-return]
@@ -159,11 +174,8 @@ def _refuse_quantised_gradients(given: dict[str, Any], b_format: str | None) -> 
     for name, x in scaled.items():
         if x.requires_grad:
             raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: detach it")
-    if scaled or given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8) or b_format:
-        raise InvalidProblem(
-            "an input requires grad, and gradients of products with quantised operands come later: use "
-            "torch.no_grad(), .detach() the input, or dequantise with multigemm.quantize.dequantize"
-        )
+    narrow = given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8)
+    binding.refuse_quantised_gradients(bool(scaled) or narrow or b_format is not None)
 
 
 # --- shapes without data ----------------------------------------------------------------------------

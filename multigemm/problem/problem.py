@@ -86,75 +86,62 @@ class GroupedGemmProblem:
 
     `C_g = act(alpha * A_g @ B_g + beta * C_g + bias_g)` for every group g. The forms:
 
-    =========  ======================  =======================  ==================  ============
-    form       a                       b                        groups              result
-    =========  ======================  =======================  ==================  ============
-    per_group  list of [M_g, K_g]      list of [K_g, N_g]                           list
-    jagged m   [T, K]                  [G, K, N] or [K, N]      rows of a           [T, N]
-    jagged n   [M, K] or [G, M, K]     [K, T]                   columns of b        [M, T]
-    jagged k   [M, T]                  [T, N]                   columns of a        [G, M, N]
-    batched    [G, M, K]               [G, K, N]                                    [G, M, N]
-    masked     [G, M, K]               [G, K, N]                `valid_rows` [G]    [G, M, N]
-    =========  ======================  =======================  ==================  ============
+    | form      | a                  | b                   | groups           | result    |
+    |-----------|--------------------|---------------------|------------------|-----------|
+    | per_group | list of [M_g, K_g] | list of [K_g, N_g]  |                  | list      |
+    | jagged m  | [T, K]             | [G, K, N] or [K, N] | rows of a        | [T, N]    |
+    | jagged n  | [M, K] or [G, M, K]| [K, T]              | columns of b     | [M, T]    |
+    | jagged k  | [M, T]             | [T, N]              | columns of a     | [G, M, N] |
+    | batched   | [G, M, K]          | [G, K, N]           |                  | [G, M, N] |
+    | masked    | [G, M, K]          | [G, K, N]           | `valid_rows` [G] | [G, M, N] |
 
-    The groups are cut by one of `offsets` [G+1], `sizes` [G] or `ends` [G]; two matrices without a cut are
-    one product. All keywords:
+    The groups are cut by one of `offsets` [G+1], `sizes` [G] or `ends` [G]; two matrices without a cut are one product.
 
-    offsets, sizes, ends   int32 or int64: on the host (checked and copied) or a tensor on the operands'
-                           device (followed in place, never read back, clamped by the kernels)
-    jagged                 "m", "n" or "k": the direction that they cut. Two matrices fit all three where extents are
-                           equal, and "m" is taken: weight gradients (a [M, T], b [T, N]) need jagged="k"
-    valid_rows             [G]: rows of each matrix of a that count
-    c, alpha, beta         c has the result's shape and may be `out` itself; beta is 1 by default where c is given, 0
-                           elsewhere, and with beta=0 c is not read; the numbers are finite, and normal ones of
-                           float32 where sums are formed in it
-    bias                   a value per column: [N] or [G, N]; jagged n: [T]; lists: these, or a list of [N_g]
-    activation             "relu", "gelu" (by erf), "gelu_tanh" or "silu"
-    out                    receives the result, and keeps what no group owns; without it those rows are 0
-    out_dtype              of the result; that of the operands by default, int32 for int8. Operands of two float dtypes
-                           are multiplied in torch.promote_types of them: bfloat16 x float16 in float32
-    precision              of float32 products: "ieee" is true float32, "tf32" rounds the operands to 11 bits
-    deterministic          the same call gives the same bits; False permits what is faster without
-    batch_invariant        a row of the result has the same bits whoever else is in the batch: they depend on its row
-                           of a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form;
-                           None: as MULTIGEMM_BATCH_INVARIANT says
-    check                  "full" reads sizes on the device back and checks them; "host" does not. Sizes that add up to
-                           less than T are legal in both: no group owns the rest; "complete" is "full" and refuses them
-    scale_a, scale_b       quantised operands: what an element is multiplied by. A number, a vector for the groups, or a
-                           grid: along K one entry, or one for each 32, 64 or 128; along the other axis one entry, or
-                           one for each line (or, with 128 along K, for each 128). float32 or float8_e8m0fnu
-    zero_b                 integer weights: what is subtracted before the scale; uint8 or int8, laid out as scale_b
-    b_format               what bytes of b hold, two of K in each: "int4", "uint4" or "e2m1"
-    accumulate             float8 x float8: "promoted" sums at most 128 of K in the tensor core, "fast" may sum all
-
-    activation             also a gate: "swiglu", "geglu" (by erf), "geglu_tanh", "reglu" or "glu" (by sigmoid): b has
-                           2 I columns, of g and of u, and the result has I: act(min(g, glu_limit)) * (u' + glu_beta),
-                           where u' is u within -glu_limit..glu_limit and swiglu is g * sigmoid(glu_alpha * g). In
-                           jagged m, batched, masked and lists; c and beta need combine or out_rows beside it
-    glu_layout             where g and u are in b and in bias: "halves" (g first), "halves_up_first" or "interleaved"
-    glu_alpha, glu_beta,   1, 0 and None (no limit) by default
-    glu_limit
-    preact_out             [T, N], with an activation: receives what the activation is applied to, before the limit
-    a_rows, b_rows         [T] row numbers: a token is a's row a_rows[s] (jagged k: a's column, b's row b_rows[s];
-                           jagged n: b's column), and the groups cut the T tokens
-    row_scale              jagged m [T], masked [G, M]: each row times its number, after the activation
-    combine                (index [R, k], weights [R, k] or None), jagged m: the result is [R, N], row r the sum over j
-                           of weights[r, j] times row index[r, j] of what it would be without, j ascending
-    out_rows, rows         [T] and R, or `out`: the result is [R, N], row r the sum of the rows s with out_rows[s] = r
-                           Row numbers are int32 or int64. Those on the operands' device are followed in place, and
-                           read back for check="full" and "complete" alone; one below 0 or past the end means no row:
-                           zeros in a and b, nothing in a sum, as does a row that no group owns. On the host such a
-                           number is an error
-
-    float8 multiplies float8; bfloat16 and float16 also multiply weights in float8, int8 (with scale_b) and four bits.
-
-    torch.autocast changes nothing here: a problem means what its operands say. The torch operator obeys it
+    The problem refers to the caller's arrays and copies none of them, except sizes that are given on the host. Its
+    attributes are not meant to be changed: make another problem. A deep copy or a pickle of it holds copies of those
+    arrays. torch.autocast changes nothing here: a problem means what its operands say. The torch operator obeys it
     (`multigemm.integrations.grouped_gemm`).
 
-    Raises InvalidProblem, with the value seen, the limit and the remedy, for anything without a meaning.
-    The problem refers to the caller's arrays and copies none of them, except sizes that are given on the
-    host. Its attributes are not meant to be changed: make another problem. A deep copy or a pickle of it holds
-    copies of those arrays.
+    Args:
+        a, b: the operands: torch tensors, NumPy, CuPy or Numba arrays, what has DLPack, or lists of these; any strides.
+            float8 multiplies float8; bfloat16 and float16 also multiply weights in float8, int8 (with scale_b) and four
+            bits.
+        offsets, sizes, ends: int32 or int64: on the host (checked and copied) or a tensor on the operands' device
+            (followed in place, never read back, clamped by the kernels).
+        jagged: "m", "n" or "k": the direction that they cut. Two matrices fit all three where extents are equal, and
+            "m" is taken: weight gradients (a [M, T], b [T, N]) need jagged="k".
+        valid_rows: [G]: rows of each matrix of a that count.
+        c: a matrix of the result's shape that is added, times beta; may be `out` itself.
+        alpha, beta: beta is 1 by default where c is given, 0 elsewhere, and with beta=0 c is not read; the numbers are
+            finite, and normal ones of float32 where sums are formed in it.
+        bias: a value per column: [N] or [G, N]; jagged n: [T]; lists: these, or a list of [N_g].
+        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu".
+        out: receives the result, and keeps what no group owns; without it those rows are 0.
+        out_dtype: of the result; that of the operands by default, int32 for int8. Operands of two float dtypes are
+            multiplied in torch.promote_types of them: bfloat16 x float16 in float32.
+        precision: of float32 products: "ieee" is true float32, "tf32" rounds the operands to 11 bits.
+        deterministic: the same call gives the same bits; False permits what is faster without.
+        batch_invariant: a row of the result has the same bits whoever else is in the batch: they depend on its row of
+            a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form; None: as
+            MULTIGEMM_BATCH_INVARIANT says.
+        check: "full" reads sizes on the device back and checks them; "host" does not. Sizes that add up to less than T
+            are legal in both: no group owns the rest; "complete" is "full" and refuses them.
+        scale_a, scale_b: quantised operands: what an element is multiplied by. A number, a vector for the groups, or a
+            grid: along K one entry, or one for each 32, 64 or 128; along the other axis one entry, or one for each line
+            (or, with 128 along K, for each 128). float32 or float8_e8m0fnu.
+        zero_b: integer weights: what is subtracted before the scale; uint8 or int8, laid out as scale_b.
+        b_format: what bytes of b hold, two of K in each: "int4", "uint4" or "e2m1".
+        accumulate: float8 x float8: "promoted" sums at most 128 of K in the tensor core, "fast" may sum all.
+
+    Raises:
+        InvalidProblem: anything without a meaning; the text names the value seen, the limit and the remedy.
+        UnknownKeyword: there is no such keyword; the text names what was probably meant.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> problem = mg.GroupedGemmProblem(torch.ones(6, 4), torch.ones(3, 4, 2), sizes=[1, 0, 5])
+        >>> problem.form, problem.flops, problem.sizes()
+        ('jagged_m', 96, [(1, 2, 4), (0, 2, 4), (5, 2, 4)])
     """
 
     __slots__ = (
@@ -538,7 +525,7 @@ class GroupedGemmProblem:
 
     @property
     def flops(self) -> int:
-        """2*m*n*k summed over the groups; waits for the device if the sizes live there."""
+        """`2 * m * n * k` summed over the groups; waits for the device if the sizes live there."""
         return sum(2 * m * n * k for m, n, k in self.sizes())
 
     @property

@@ -136,7 +136,9 @@ def test_keywords_that_are_left_at_none_keep_a_warm_call_warm() -> None:
         before = LAUNCHES.served
         product_again = mg.grouped_gemm(A, B, sizes=SIZES, a_rows=None, combine=None, backend="cpu")
     assert LAUNCHES.served == before + 1 and torch.allclose(product_again, product())
-    gated = [mg.grouped_gemm(A, B, sizes=SIZES, activation="swiglu", glu_limit=x, backend="cpu") for x in (0.1, 9.0) * 3]
+    gated = [
+        mg.grouped_gemm(A, B, sizes=SIZES, activation="swiglu", glu_limit=x, backend="cpu") for x in (0.1, 9.0) * 3
+    ]
     assert all(torch.equal(x, y) for x, y in zip(gated, gated[:2] * 3, strict=True)) and not gated[0].equal(gated[1])
 
 
