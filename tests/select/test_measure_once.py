@@ -19,7 +19,7 @@ from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import choose, timing
 from multigemm.select import measure_once as trial
-from multigemm.select.clocks import FLUSH_BYTES, free_bytes
+from multigemm.select.timing import FLUSH_BYTES, free_bytes
 from multigemm.settings import settings
 from tests.support.fake_backends import Dawdler, Tile, problem
 from tests.support.trial_cases import Install, kept, pair
