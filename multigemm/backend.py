@@ -77,6 +77,18 @@ def quantised_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[st
     return [f"{QUANTISED_TEXT[found]} ({held}): use backend='cpu', or dequantise with multigemm.quantize.dequantize"]
 
 
+def fused_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[str]:
+    """Why a backend that takes these of `FusedSpec.keywords` cannot take a spec's.
+
+    Every backend's `not_supported_reasons` asks this beside `quantised_reasons`: an empty `takes` refuses all of them.
+    """
+    asked = [] if spec.fused is None else [name for name in spec.fused.keywords if name not in takes]
+    if not asked:
+        return []
+    names = ", ".join(f"activation={spec.activation!r}" if name == "gate" else name for name in asked)
+    return [f"{names}: no kernel here has it yet: use backend='cpu', or take these steps in torch round the product"]
+
+
 @runtime_checkable
 class Backend(Protocol):
     """The five members. A third party's instance under the entry-point group `multigemm.backends` is one.
@@ -85,21 +97,30 @@ class Backend(Protocol):
     problems are refused for it. It then promises that all of its configs that are valid for such a spec give an element
     the same bits, which depend on its row of A, its column of B, K, the dtypes and the epilogue alone, in every form
     and layout. What it cannot promise it refuses by `not_supported_reasons`. A third party's backend says by an
-    attribute `takes_quantised = True` that its `not_supported_reasons` knows of quantised operands; else it gets none.
+    attribute `takes_quantised = True` that its `not_supported_reasons` knows of quantised operands, and by
+    `takes_fused = True` that it knows of `spec.fused`; else it gets none of either.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What `backend=` calls it."""
+        ...
 
-    def availability(self) -> Availability: ...
+    def availability(self) -> Availability:
+        """Whether it can run on this machine."""
+        ...
 
-    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]: ...
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        """Why it cannot solve problems of this spec: the value seen, the limit, the remedy; empty where it can."""
+        ...
 
     def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
         """Frozen dataclasses that are valid for this spec, the best guess first."""
         ...
 
-    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe: ...
+    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
+        """Compiles; called once for each spec and config. What it returns is bound to problems."""
+        ...
 
 
 @dataclass(frozen=True)

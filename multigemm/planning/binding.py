@@ -68,9 +68,11 @@ def bind(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Bound:
 
 def launch_of(recipe: Recipe, ops: Operands) -> Launch:
     """A recipe's launch. A result without elements takes none: its operands may lie where no memory need be, and a
-    kernel that copies no bytes from there ends the context all the same."""
+    kernel that copies no bytes from there ends the context all the same. `preact_out` may have some beside it."""
     out = ops.out
     has_elements = any(x.numel() for x in out) if isinstance(out, list) else out.numel()
+    if ops.fused is not None:
+        has_elements = has_elements or any(x.numel() for x in ops.fused.preacts())
     return recipe.bind(ops) if has_elements else NOTHING
 
 

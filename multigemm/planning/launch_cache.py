@@ -410,7 +410,7 @@ def _lasting(choice: Choice, problem: GroupedGemmProblem) -> bool:
     spec = problem.spec
     if problem.kind != "torch" or problem.form == "per_group" or choice.recipe.syncs or problem.refreshes:
         return False
-    if problem.quantisation is not None:  # a key holds no scales
+    if problem.quantisation is not None or problem.fused is not None:  # a key holds no scales and no indices of rows
         return False
     cut = problem.cut
     dense = cut is None or cut.live is None or cut.live.shape[0] <= 1 or cut.live.stride(0) == 1
@@ -458,7 +458,8 @@ def _resizes(launch: Any, rows: int) -> bool:
 
 def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
     """The result of a problem by a choice that was made for its spec."""
-    if problem.kind != "torch" or problem.form == "per_group" or problem.quantisation is not None:
+    special = problem.quantisation is not None or problem.fused is not None
+    if problem.kind != "torch" or problem.form == "per_group" or special:
         return LAUNCHES.run((None, None), "", choice, problem)
     grouping, cut = problem.grouping, problem.cut
     kind = "" if grouping is None else grouping.kind if grouping.live is not None else "offsets"

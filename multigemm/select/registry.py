@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from multigemm.backend import Availability, Backend, BuiltinBackend, quantised_reasons
+from multigemm.backend import Availability, Backend, BuiltinBackend, fused_reasons, quantised_reasons
 from multigemm.errors import BackendUnavailable, MultigemmError, UnknownBackend
 from multigemm.problem.spec import ProblemSpec
 
@@ -117,11 +117,12 @@ def unkept_promises(backend: Backend, spec: ProblemSpec) -> list[str]:
 
 
 def refusals(backend: Backend, spec: ProblemSpec, device: torch.device) -> list[str]:
-    """A backend's own reasons, and promises that it never made. Quantised operands are refused for a foreign backend
-    that does not say that it knows of them."""
-    foreign = backend.name not in BUILTIN and not getattr(backend, "takes_quantised", False)
-    if foreign and (unknown := quantised_reasons(spec)):
-        return unknown
+    """A backend's own reasons, and promises that it never made. Quantised operands, and what is fused, are refused for
+    a foreign backend that does not say that it knows of them."""
+    for knows, reasons_against in (("takes_quantised", quantised_reasons), ("takes_fused", fused_reasons)):
+        foreign = backend.name not in BUILTIN and not getattr(backend, knows, False)
+        if foreign and (unknown := reasons_against(spec)):
+            return unknown
     return [*unkept_promises(backend, spec), *backend.not_supported_reasons(spec, device)]
 
 
