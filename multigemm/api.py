@@ -17,7 +17,7 @@ from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_tex
 from multigemm.planning import binding, launch_cache
 from multigemm.planning.binding import refuse_quantised_gradients
 from multigemm.planning.launch_cache import LAUNCHES
-from multigemm.planning.launch_key import Key, config_key, key_of, one_cut
+from multigemm.planning.launch_key import Call, Key, config_key, key_of, one_cut
 from multigemm.planning.plan import Plan
 from multigemm.problem.fused import FusedKeywords
 from multigemm.problem.no_dynamo import no_dynamo
@@ -126,15 +126,17 @@ def grouped_gemm(
         )  # fmt: skip
     kind, cut, several = one_cut(offsets, sizes, ends)
     key = class_key = None
-    plain = scale_a is scale_b is zero_b is b_format is None and accumulate == "promoted" and not fused
-    if plain and check == "host" and not several:
-        options = (
+    plain = scale_a is scale_b is zero_b is b_format is None and accumulate == "promoted"
+    if check == "host" and not several and not fused:
+        options: Key = (
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
             type(deterministic), batch_invariant, type(batch_invariant),
             tuple(backend) if type(backend) is list else backend,
             None if config is None else config_key(config),
         )  # fmt: skip
-        call = (jagged, a, b, kind, cut, valid_rows, c, bias, out)
+        call: Call = (jagged, a, b, kind, cut, valid_rows, c, bias, out)
+        if not plain:
+            options, call = (*options, b_format, accumulate), (*call, scale_a, scale_b, zero_b)
         key = key_of(call, options)
         if key is not None:
             found, class_key = LAUNCHES.recall(key, call)

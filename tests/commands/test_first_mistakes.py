@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,9 +29,9 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "weight gradients without jagged": (lambda: mg.grouped_gemm(X.T, DY, sizes=SIZES), "pass jagged='k'"),
     "sizes of floats": (lambda: mg.grouped_gemm(A, W, sizes=torch.tensor([4.0, 4.0, 4.0])), ".to(torch.int64)"),
     "ends passed as offsets": (lambda: mg.grouped_gemm(A, W, offsets=[4, 8, 12]), "pass ends="),
-    "a plan called with operands": (lambda: mg.plan(A, W, sizes=SIZES)(A, W), "plan.run("),
+    "a plan called with operands": (lambda: cast(Any, mg.plan(A, W, sizes=SIZES))(A, W), "plan.run("),
     "a function as the activation": (
-        lambda: mg.grouped_gemm(A, W, sizes=SIZES, activation=torch.nn.functional.silu),  # type: ignore[arg-type]
+        lambda: mg.grouped_gemm(A, W, sizes=SIZES, activation=cast(Any, torch.nn.functional.silu)),
         "use one of 'relu', 'gelu', 'gelu_tanh', 'silu'",
     ),
     "operands of two libraries": (lambda: mg.grouped_gemm(np.ones((12, 8), np.float32), W, sizes=SIZES), "one kind"),

@@ -58,7 +58,7 @@ def test_rows_of_the_operands() -> None:
     check(lambda a, b: mg.grouped_gemm(a, b, a_rows=ROWS, b_rows=ROWS.flip(0), **cut), new(3, 6), new(5, 4))
     check(lambda a, b: mg.grouped_gemm(a, b, sizes=SIZES, jagged="n", b_rows=ROWS), new(3, 2, 4), new(4, 6))
     a, b = new(6, 3), new(3, 3, 4)
-    mg.grouped_gemm(a, b, sizes=SIZES, a_rows=ROWS.clamp(max=0)).sum().backward()
+    mg.grouped_gemm(a, b, sizes=SIZES, a_rows=ROWS.clamp(max=0)).sum().backward()  # type: ignore[no-untyped-call]
     assert a.grad is not None and b.grad is not None
     assert (a.grad[1:] == 0).all() and (b.grad[1] == 0).all(), "rows that no index names, and empty groups"
 
@@ -80,7 +80,7 @@ def test_what_contributes_nothing_has_a_gradient_of_zero_whatever_flows_in() -> 
     with torch.no_grad():
         a[7], weights[3], weights[0, 2] = torch.nan, torch.nan, torch.nan  # unowned, and of no row
     out = mg.grouped_gemm(a, b, sizes=SIZES, combine=(INDEX, weights))
-    out.backward(torch.full_like(out, 2.0))
+    out.backward(torch.full_like(out, 2.0))  # type: ignore[no-untyped-call]
     assert a.grad is not None and b.grad is not None and weights.grad is not None
     assert (a.grad[7] == 0).all() and a.grad.isfinite().all() and b.grad.isfinite().all()
     assert (weights.grad[3] == 0).all() and weights.grad[0, 2] == 0 and weights.grad[1, 2] == 0
@@ -89,7 +89,7 @@ def test_what_contributes_nothing_has_a_gradient_of_zero_whatever_flows_in() -> 
 def test_the_gradient_passes_at_the_limit() -> None:
     b = torch.eye(2)[None].requires_grad_()
     a = torch.tensor([[7.0, -7.0], [8.0, 8.0]]).requires_grad_()
-    mg.grouped_gemm(a, b, sizes=[2], activation="reglu", glu_limit=7.0).sum().backward()
+    mg.grouped_gemm(a, b, sizes=[2], activation="reglu", glu_limit=7.0).sum().backward()  # type: ignore[no-untyped-call]
     assert a.grad is not None and a.grad.tolist() == [[-7.0, 7.0], [0.0, 0.0]]
 
 
@@ -104,7 +104,7 @@ def test_bfloat16_against_steps() -> None:
             out = (torch.nn.functional.silu(pre[:, :4]) * pre[:, 4:]).bfloat16()
         else:
             out = mg.grouped_gemm(a, b, sizes=sizes, a_rows=rows, activation="swiglu")
-        out.sum().backward()
+        out.sum().backward()  # type: ignore[no-untyped-call]
         assert a.grad is not None and b.grad is not None and a.grad.dtype is torch.bfloat16
         results.append((out, a.grad, b.grad))
     for got, want in zip(*results, strict=True):
@@ -121,4 +121,4 @@ def test_refusals() -> None:
     out = mg.grouped_gemm(a, b, sizes=SIZES, a_rows=rows)
     rows += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
+        out.sum().backward()  # type: ignore[no-untyped-call]
