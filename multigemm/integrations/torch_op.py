@@ -20,6 +20,7 @@ from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
 from multigemm.planning import binding
 from multigemm.planning.launch_cache import LAUNCHES
+from multigemm.planning.launch_key import Call as LaunchCall
 from multigemm.planning.launch_key import Key, key_of, one_cut
 from multigemm.problem import epilogue, forms, scales
 from multigemm.problem.fused import refuse_in_operator
@@ -122,14 +123,15 @@ def recall(
 ) -> Recalled:  # fmt: skip
     """The result of a call like an earlier one, or None; the keys to keep it by; and what cuts its groups."""
     kind, cut, several = one_cut(offsets, sizes, ends)
-    plain = scale_a is scale_b is zero_b is None and b_format is None and accumulate == "promoted"
-    if several or not plain or in_transform():
+    if several or in_transform():
         return None, (None, None), kind
-    options = (
+    options: Key = (
         "operator", jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
         type(deterministic), batch_invariant, type(batch_invariant), backend,
     )  # fmt: skip  # without grad_backend: where a gradient is wanted, there is no key
-    call = (jagged, a, b, kind, cut, valid_rows, c, bias, None)
+    call: LaunchCall = (jagged, a, b, kind, cut, valid_rows, c, bias, None)
+    if not (scale_a is scale_b is zero_b is None and b_format is None and accumulate == "promoted"):
+        options, call = (*options, b_format, accumulate), (*call, scale_a, scale_b, zero_b)
     key = key_of(call, options)
     if key is None:
         return None, (None, None), kind

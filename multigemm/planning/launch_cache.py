@@ -46,7 +46,8 @@ from multigemm.torch_internals import (
 
 ENTRIES = 4096
 """A step of training makes six products in each layer, each with a layout of its own."""
-NO_SCALES = (None, None, None)
+NO_GRIDS = (0, 0, 0)
+"""Addresses of the scales and zero points of operands that are not quantised."""
 WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
 BROKEN = -1
@@ -129,12 +130,8 @@ def _made_for(problem: GroupedGemmProblem, ops: Operands) -> tuple[Tensor | None
 
 def _grids(problem: GroupedGemmProblem) -> dict[str, tuple[torch.Size, tuple[int, ...]]]:
     """How backends see scales and zero points: shapes and strides of views that begin where the caller's begin."""
-    q = problem.quantisation
-    return (
-        {}
-        if q is None
-        else {name: (x.grid.shape, x.grid.stride()) for name, x in q.each() if isinstance(x.grid, Tensor)}
-    )
+    given = () if problem.quantisation is None else problem.quantisation.each()
+    return {name: (x.grid.shape, x.grid.stride()) for name, x in given if isinstance(x.grid, Tensor)}
 
 
 def _bytes_of(tensors: tuple[Tensor | None, ...]) -> int:
@@ -210,11 +207,11 @@ class _MovingEntry(_Entry):
             self._host.upload(offsets)
         if valid_rows is not None and self._follows_valid:
             valid = valid_rows.data_ptr()
+        grids = [0 if x is None else x.data_ptr() for x in scales] if scales else NO_GRIDS
         self._launch.move(
             (
                 a.data_ptr(), b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
-                0 if bias is None else bias.data_ptr(), ends, valid, sizes,
-                *(0 if x is None else x.data_ptr() for x in scales or NO_SCALES),
+                0 if bias is None else bias.data_ptr(), ends, valid, sizes, *grids,
             )
         )  # fmt: skip
         if self._start is None:

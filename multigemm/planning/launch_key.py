@@ -143,15 +143,9 @@ def class_key_of(key: Key, call: Call) -> Key | None:
     """What calls have in common that differ in their number of tokens and in sizes on the host alone. Scales of tokens
     have another layout for each number, so quantised operands have no class."""
     jagged, a, b, kind, cut, valid_rows, c, _, out, *scales = call
-    if (
-        scales
-        or jagged != "m"
-        or cut is None
-        or not a.is_cuda
-        or out is not None
-        or c is not None
-        or valid_rows is not None
-    ):
+    if scales or jagged != "m" or cut is None or not a.is_cuda:
+        return None
+    if out is not None or c is not None or valid_rows is not None:
         return None
     if a.dim() != 2 or b.dim() != 3 or not b.shape[0]:
         return None
