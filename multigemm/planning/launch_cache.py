@@ -29,8 +29,8 @@ from torch import Tensor
 
 from multigemm.cuda.device import capturing, to_device, upload
 from multigemm.cuda.running_sums import running_sums
-from multigemm.planning.binding import Bound, Choice, bind, caller_result, launch_of
-from multigemm.planning.launch_key import HOST_SEQUENCES, PLAIN, Call, Key, class_key_of, key_of
+from multigemm.planning.binding import Bound, Choice, bind, caller_result
+from multigemm.planning.launch_key import HOST_SEQUENCES, PLAIN, PLAIN_LENGTH, Call, Key, class_key_of, key_of
 from multigemm.planning.operands import Operands, reach_bytes
 from multigemm.planning.staging import allocate
 from multigemm.problem.overlap import same_view
@@ -193,7 +193,8 @@ class _MovingEntry(_Entry):
         self.workspace = launch.workspace_bytes() + _bytes_of(self._keep)
 
     def launch(self, call: Call, out: Tensor) -> bool:
-        _, a, b, _, cut, valid_rows, c, bias, _, *scales = call
+        scales = call[PLAIN_LENGTH:]
+        _, a, b, _, cut, valid_rows, c, bias, _ = call[:PLAIN_LENGTH] if scales else call
         ends, valid, sizes = self._ends, self._valid_rows, 0
         if self._follows_ends:
             if cut is not None:
@@ -207,7 +208,7 @@ class _MovingEntry(_Entry):
             self._host.upload(offsets)
         if valid_rows is not None and self._follows_valid:
             valid = valid_rows.data_ptr()
-        grids = [0 if x is None else x.data_ptr() for x in scales] if scales else NO_GRIDS
+        grids = NO_GRIDS if not scales else [0 if x is None else x.data_ptr() for x in scales]
         self._launch.move(
             (
                 a.data_ptr(), b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
@@ -270,7 +271,7 @@ class _BindingEntry(_Entry):
             given = dict(zip(SCALES, scales, strict=True))
             grids = {name: given[name].as_strided(*grid) for name, grid in self._grids.items()}
             ops = replace(ops, b=as_bytes(b), **grids)
-        launch_of(self._choice.recipe, ops)()
+        self._choice.recipe.bind(ops)()  # the result has elements: memory without any has no address, hence no key
         return True
 
     def _cut(self, cut: Any, valid_rows: Any) -> dict[str, Any] | None:
