@@ -115,8 +115,9 @@ def grouped_gemm(
         >>> out.shape
         torch.Size([6, 2])
     """
-    for name in fused.keys() - FusedKeywords.__annotations__.keys():
-        raise UnknownKeyword(unknown_keyword_text("grouped_gemm", name, KEYWORDS))
+    if fused:
+        for name in fused.keys() - FusedKeywords.__annotations__.keys():
+            raise UnknownKeyword(unknown_keyword_text("grouped_gemm", name, KEYWORDS))
     if is_compiling():  # a graph holds the torch operator, not this code
         return traced_grouped_gemm(
             a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
