@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from multigemm.backend import Availability, quantised_reasons
+from multigemm.backend import Availability, fused_reasons, quantised_reasons
 from multigemm.problem.spec import INPUT_DTYPES, OperandSpec, Order, ProblemSpec
 
 OLDEST = (8, 0)
@@ -46,7 +46,7 @@ def availability() -> Availability:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against this problem on this device; none means that it runs."""
-    if reasons := quantised_reasons(spec):
+    if reasons := quantised_reasons(spec) + fused_reasons(spec):
         return reasons
     reasons = []
     if device.type != "cuda":

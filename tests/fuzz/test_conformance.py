@@ -32,7 +32,7 @@ def run_suite(environment: dict[str, str], name: str, *arguments: str) -> subpro
 
 @pytest.mark.slow
 def test_the_example_of_the_documentation_conforms(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-backend.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / "own-backend.md").read_text(), re.DOTALL)
     environment = install_backends(tmp_path, blocks[0] + "\nloop = BACKEND\n", "loop")
     listed = subprocess.run(
         [sys.executable, "-c", "import multigemm as mg; print([b.name for b in mg.list_backends()])"],

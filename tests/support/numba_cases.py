@@ -1,4 +1,4 @@
-"""Small ragged problems of every form, and guarded outputs, for the Numba backend's tests.
+"""Small ragged problems of every form, for the Numba backend's tests.
 
 Run as a program, it solves them and reports one JSON line for each: the simulator must be chosen
 before Numba is imported, so its tests live in a process of their own.
@@ -19,7 +19,6 @@ import multigemm as mg
 
 SIZES = (5, 0, 9, 1)
 N, K, M = 11, 13, 6
-GUARD = 64
 DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -111,16 +110,6 @@ def cases(
                     extra["out_dtype"] = (torch.float32, torch.bfloat16, torch.float16)[seed // 3 % 3]
                 title = f"{form} {name} {layout} {sorted(extra)} {extra.get('activation')}"
                 yield title, mg.GroupedGemmProblem(a, b, **grouping, **extra)
-
-
-def guarded(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """(storage, view): an output between two guard bands, all poisoned with the same bits."""
-    size = 1
-    for extent in shape:
-        size *= extent
-    bits = torch.full(((size + 2 * GUARD) * dtype.itemsize,), 0x5A, dtype=torch.uint8, device=device)
-    storage = bits.view(dtype)
-    return storage, storage[GUARD : GUARD + size].view(shape)
 
 
 def main() -> None:

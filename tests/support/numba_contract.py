@@ -9,116 +9,53 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-import multigemm as mg
-from multigemm.backends.numba import BACKEND
-from multigemm.planning.staging import stage, staged_spec
-from tests.support.numba_cases import DTYPES, Maker, guarded, operands
+from multigemm.problem.spec import Form
+from multigemm.testing import Case, DeviceCase, Layout, Subject, check
+from multigemm.testing.deep_oracles import Oracle, changed_sizes, lying_sizes, other_contents, run_oracles
+from multigemm.testing.strategies import legal
 
 Check = tuple[str, bool, str]
-NAN = float("nan")
+FORMS: tuple[Form, ...] = ("jagged_m", "jagged_n", "jagged_k", "batched", "masked")
 ONE, TWO = np.float32(1), np.float32(2)
 NAMED = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 
 
-def both(device: str, dtype: str, form: str, scale: int, config: Any) -> Iterator[Check]:
-    """Guards stay, owned elements are right, and the others are untouched when the caller owns `out`."""
-    make = Maker(7, DTYPES[dtype], device, "row")
-    a, b, grouping = operands(form, make, scale)
-    shape = mg.GroupedGemmProblem(a, b, **grouping).out_shape
-    storage, view = guarded(shape, make.dtype, device)
-    before = storage.clone()
-    problem = mg.GroupedGemmProblem(a, b, **grouping, out=view)
-    mg.solve(problem, backend="numba", config=config)
-    yield "owned", *verdict(problem, view)
-    size = view.numel()
-    outside = torch.cat([storage[: (storage.numel() - size) // 2], storage[(storage.numel() + size) // 2 :]])
-    same = torch.cat([before[: (storage.numel() - size) // 2], before[(storage.numel() + size) // 2 :]])
-    clean = torch.equal(outside.view(torch.uint8), same.view(torch.uint8))
-    yield "guards", clean, "" if clean else "a guard band was overwritten"
+def case_of(form: Form, dtype: str, scale: int) -> Case:
+    """Uneven groups, one of them empty, whose result is the caller's; `scale` multiplies the other extents."""
+    groups: dict[str, Any] = {"lengths": (5, 0, 9, 1), "head": 2, "tail": 3}
+    if not form.startswith("jagged"):
+        groups = {"lengths": (6 * scale, 0, 1, 5) if form == "masked" else (0, 0, 0)}
+    extents: dict[str, Any] = {"m": 6 * scale, "n": 11 * scale, "k": 13 * scale}
+    by_columns = Layout("col") if form == "jagged_k" else Layout()
+    return legal(Case(form=form, dtype=dtype, mode="normal", given=True, a=by_columns, **extents, **groups))
 
 
-def verdict(problem: mg.GroupedGemmProblem, out: Any) -> tuple[bool, str]:
-    found = mg.verify(problem, out)
-    return bool(found), str(found)
-
-
-def lies(device: str, dtype: str, scale: int, config: Any) -> Iterator[Check]:
-    """Offsets that are not monotone or point past the end write nothing outside `out`."""
-    make = Maker(3, DTYPES[dtype], device, "row")
-    for values in ([9, 4, 30, -5], [-7, 100, 2, 2], [2**30, -(2**30), 5, 1]):
-        ends = torch.tensor(values, dtype=torch.int32, device=device)
-        a, b = make.matrix(12 * scale, 8 * scale), make.matrix(4, 8 * scale, 16 * scale)
-        storage, view = guarded((12 * scale, 16 * scale), make.dtype, device)
-        before = storage.clone()
-        honest = torch.tensor([3, 5, 9, 12], dtype=torch.int32, device=device) * scale
-        problem = mg.GroupedGemmProblem(a, b, ends=honest, out=view)
-        spec = staged_spec(problem)
-        ops = stage(problem, spec, view).ops
-        ops.ends, ops.head = ends, False
-        chosen = config or BACKEND.configs(spec, view.device)[0]
-        BACKEND.plan(spec, chosen, view.device).bind(ops)()
-        guard = (storage.numel() - view.numel()) // 2
-        clean = all(
-            torch.equal(storage[s].view(torch.uint8), before[s].view(torch.uint8))
-            for s in (slice(0, guard), slice(-guard, None))
+def checks(device: str, dtypes: Any, scale: int = 1) -> Iterator[tuple[str, Check]]:
+    """Values, guard bands and repeats; and the same where alpha is 0, where c is the result, and where sizes lie or
+    operands have changed."""
+    subject = Subject("numba")
+    for dtype, form in itertools.product(dtypes, FORMS):
+        case = case_of(form, dtype, scale)
+        in_place = replace(case, beta=1.0, c_dtype=dtype, alias=True)
+        asked: tuple[tuple[str, Case, tuple[Oracle, ...]], ...] = (
+            ("values and guards", case, ()),
+            ("no operands read", replace(case, alpha=0.0), ()),
+            ("in place", in_place, ()),
+            ("sizes that lie", case, (lying_sizes,)),
+            ("rebinding", case, (other_contents, changed_sizes)),
         )
-        yield "offsets that lie", clean, "" if clean else f"ends {values} reached outside out"
-
-
-def alpha_zero(device: str, dtype: str, form: str, scale: int, config: Any) -> Iterator[Check]:
-    """alpha = 0 reads neither A nor B: NaN in them must not show."""
-    make = Maker(5, DTYPES[dtype], device, "row")
-    a, b, grouping = operands(form, make, scale)
-    a = [x * NAN for x in a] if isinstance(a, list) else a * NAN
-    out = mg.solve(mg.GroupedGemmProblem(a, b, **grouping, alpha=0.0), backend="numba", config=config)
-    clean = all(bool((x == 0).all()) for x in (out if isinstance(out, list) else [out]))
-    yield "no operands read", clean, "" if clean else "NaN of an operand that must not be read"
-
-
-def in_place(device: str, dtype: str, scale: int, config: Any) -> Iterator[Check]:
-    """The same buffer as c and out."""
-    make = Maker(9, DTYPES[dtype], device, "row")
-    a, b, grouping = operands("jagged_m", make, scale)
-    shape = mg.GroupedGemmProblem(a, b, **grouping).out_shape
-    c = make.values(*shape)
-    problem = mg.GroupedGemmProblem(a, b, **grouping, c=c.clone(), beta=1.0)
-    wanted = mg.solve(problem, backend="numba", config=config)
-    mg.solve(mg.GroupedGemmProblem(a, b, **grouping, c=c, out=c, beta=1.0), backend="numba", config=config)
-    start, end = int(grouping["offsets"][0]), int(grouping["offsets"][-1])
-    same = torch.equal(c[start:end], wanted[start:end])
-    yield "in place", same, "" if same else "c is out differs from c apart from out"
-
-
-def rebinding(device: str, dtype: str, scale: int, config: Any) -> Iterator[Check]:
-    """A plan sees operands that changed in place, and repeats its bits."""
-    make = Maker(11, DTYPES[dtype], device, "row")
-    a, b, grouping = operands("jagged_m", make, scale)
-    problem = mg.GroupedGemmProblem(a, b, **grouping)
-    plan = mg.plan(problem, backend="numba", config=config)
-    first: Tensor = plan().clone()
-    same = torch.equal(plan(), first)
-    yield "rebinding", same, "" if same else "two runs of one plan differ"
-    a.copy_(make.matrix(*a.shape))
-    yield "rebinding", *verdict(problem, plan())
-
-
-def checks(device: str, dtypes: Any, scale: int = 1, config: Any = None) -> Iterator[tuple[str, Check]]:
-    for dtype in dtypes:
-        for form in ("jagged_m", "jagged_n", "jagged_k", "batched", "masked"):
-            for check in both(device, dtype, form, scale, config):
-                yield f"{form} {dtype}", check
-            if dtype != "int8":
-                for check in alpha_zero(device, dtype, form, scale, config):
-                    yield f"{form} {dtype}", check
-        for several in (lies, in_place, rebinding):
-            for check in several(device, dtype, scale, config):
-                yield f"{several.__name__} {dtype}", check
+        for what, posed, oracles in asked:
+            device_case = DeviceCase.from_case(posed, torch.device(device))
+            outcome = check(device_case, subject)
+            if outcome.ok:
+                run_oracles(oracles, device_case, subject, outcome, seed=3)
+            yield f"{form} {dtype}", (what, outcome.ran and outcome.ok, "; ".join(map(str, outcome.findings)))
 
 
 def epilogues() -> Iterator[tuple[str, Check]]:

@@ -46,7 +46,7 @@ def test_simulator_is_fast_enough_to_be_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["epilogue", "guards", "owned", "offsets that lie", "no operands read", "in place", "rebinding"]
+    "what", ["epilogue", "values and guards", "no operands read", "in place", "sizes that lie", "rebinding"]
 )
 def test_contract(what: str) -> None:
     lines = [line for line in run("numba_contract.py") if line["what"] == what]
