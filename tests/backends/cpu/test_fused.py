@@ -43,12 +43,13 @@ def test_quantised_products_are_gated_and_summed(weights: str, gate: str) -> Non
 def test_offsets_that_lie_touch_nothing_outside(lie: list[int], fused: str) -> None:
     offsets, memory = torch.tensor([0, 2, 4, 9]), torch.full((40, 6), 7.0)
     out = memory[10:20, :3] if fused == "gate" else memory[10:20]
-    keywords: dict[str, Any] = {
+    choices: dict[str, dict[str, Any]] = {
         "gate": {"activation": "swiglu", "row_scale": r(10)},
         "combine": {"combine": (torch.randint(-1, 11, (10, 3), generator=G), r(10, 3))},
         "out_rows": {"out_rows": torch.randint(-1, 11, (10,), generator=G)},
         "a_rows": {"a_rows": torch.randint(-1, 11, (10,), generator=G)},
-    }[fused]
+    }
+    keywords = choices[fused]
     plan = mg.plan(r(10, 4), r(3, 4, 6), offsets=offsets, out=out, backend="cpu", **keywords)
     offsets.copy_(torch.tensor(lie))
     plan()
@@ -81,13 +82,14 @@ def test_every_config_takes_what_it_says(form: str) -> None:
     backend, seen = registry.get("cpu"), set()
     for dtype in (torch.float32, torch.bfloat16):
         x, y = a.to(dtype), b.to(dtype)
-        for keywords in ({"a_rows": rows}, {"a_rows": rows, "activation": "silu", "preact_out": None}):
-            problem = mg.GroupedGemmProblem(x, y, **cut, **keywords)  # type: ignore[arg-type]
+        choices: list[dict[str, Any]] = [{"a_rows": rows}, {"a_rows": rows, "activation": "silu", "preact_out": None}]
+        for keywords in choices:
+            problem = mg.GroupedGemmProblem(x, y, **cut, **keywords)
             for config in backend.configs(problem.spec, problem.device):
                 seen.add(config.kernel)
                 got = mg.solve(problem, backend="cpu", config=config)
                 plain = {name: value for name, value in keywords.items() if name != "a_rows"}
-                without = mg.grouped_gemm(x, y, **cut, **plain, backend="cpu", config=config)  # type: ignore[arg-type]
+                without = mg.grouped_gemm(x, y, **cut, **plain, backend="cpu", config=config)
                 assert judge(answer(problem), got) and torch.equal(got, without)
     assert seen >= {"blas", "loop"}
 
