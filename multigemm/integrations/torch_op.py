@@ -149,6 +149,7 @@ def remembered(missed: Missed) -> Callable[..., Any]:
         }  # fmt: skip
         return missed(keys, kind, tensors, options)
 
+    run.__qualname__ = "multigemm::grouped_gemm"  # what Python says of a call that does not fit
     return run
 
 

@@ -124,6 +124,8 @@ def test_remembered_calls_refuse_what_others_refuse() -> None:
     for wrong in ({"tokens": 6}, {"backend": ["cpu"]}, {"alpha": "1"}, {"ends": [2, 6]}):
         with pytest.raises((TypeError, RuntimeError)):
             OP(a, b, **{"ends": ends, "backend": "cpu", **wrong})
+    with pytest.raises(TypeError, match=r"multigemm::grouped_gemm\(\) missing 1 required positional argument: 'b'"):
+        OP(a)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
