@@ -1,4 +1,4 @@
-"""The program of docs/moe-keywords.md runs, and says what the page says."""
+"""The program of docs/how-to/moe-keywords.md runs, and says what the page says."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "moe-keywords.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "moe-keywords.md"
 
 
 def test_the_program_runs() -> None:
