@@ -144,3 +144,14 @@ def test_the_site_asks_no_other_host() -> None:
     assert addresses == [URLS["Documentation"], URLS["Homepage"]], "a link in the footer"
     for asset in (ROOT / "docs" / "assets").rglob("*.*"):
         assert "http" not in asset.read_text().replace("http://www.w3.org/2000/svg", ""), asset
+
+
+def test_the_page_of_quantised_operands_names_the_backends_that_take_them() -> None:
+    """Of each built-in backend, by what its `support.py` tells `quantised_reasons`."""
+    rows = re.findall(
+        r"^\| (`[^|]+) \| (.+) \|$", (ROOT / "docs/how-to/quantised-operands.md").read_text(), re.MULTILINE
+    )
+    told = {name: not text.startswith("refused") for names, text in rows[:8] for name in re.findall(r"`(\w+)`", names)}
+    for name in ("cpu", "cublas", "cupy", "numba", "triton"):
+        source = (ROOT / "backends" / name / "support.py").read_text()
+        assert told[name] == ("quantised_reasons(spec, takes=" in source), name
