@@ -176,7 +176,7 @@ def test_a_campaign_over_everything_on_the_host(environment: dict[str, str], tmp
         assert data["classes"][f"form:{form}"] > 35
     for dtype in ("float16", "bfloat16", "float32", "float64", "int8"):
         assert data["classes"][f"dtype:{dtype}"] > 35
-    assert data["deep"]["relations"] > 5 and data["deep"]["lying sizes"] > 1
+    assert data["deep"]["relations"] > 5 and data["deep"]["lying sizes"] > 0
 
 
 @pytest.mark.slow
