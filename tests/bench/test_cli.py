@@ -226,6 +226,10 @@ def test_progress_tells_the_time_that_is_left_and_what_takes_long(capsys: pytest
     assert first.startswith("[1/4]") and "left" not in first
     assert "about 10 s left" in third and "about 4 s left" in bounded
     assert stage == "  30 s  timing cold: cpu"
+    progress._on_terminal = True
+    progress.stage("timing cold: cpu")
+    progress.end()
+    assert capsys.readouterr().err == "\x1b[K  timing cold: cpu\r\x1b[K", "one line, which is wiped at the end"
 
 
 @pytest.mark.slow
