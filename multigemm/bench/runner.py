@@ -26,8 +26,7 @@ from multigemm.bench.reports import KILLED, Report, Row, Sample, family
 from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import LibraryError, MultigemmError
-from multigemm.select.clocks import CODE_BYTES, FLUSH_BYTES, other_code
-from multigemm.select.timing import Mode, Timing, describe, measure, overhead
+from multigemm.select.timing import CODE_BYTES, FLUSH_BYTES, Mode, Timing, describe, measure, other_code, overhead
 
 RESTLESS = 0.15
 """Samples that disagree by more are taken again."""
