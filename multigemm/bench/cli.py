@@ -122,6 +122,8 @@ def main(args: argparse.Namespace) -> int:
     if args.bench_command == "list" or args.list:
         return _list()
     above_zero(args, "reps", "budget_ms", "seconds", "stall")
+    if args.json and args.json.is_dir():  # before the measurements, which would be lost
+        raise InvalidSetting(f"--json {args.json} is a folder: name a file")
     if args.problem and (args.suite or args.shape):
         raise InvalidSetting("--problem beside --suite or --shape: name one of them")
     with interrupts.of_termination():

@@ -90,6 +90,7 @@ def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
         (["--suite", "l2", "--problem", "x.py"], "--problem beside --suite"),
         (["--problem", "no-such-file.py", "--device", "cpu"], "there is no such file"),
         (["--suite", "l2", "--device", "cuda:99"], "CUDA devices here"),
+        (["--suite", "l2", "--json", "/"], "--json / is a folder: name a file"),
         (["--suite", "l2", "--device", "cpu", "--backends", "cpuu"], "did you mean 'cpu'"),
         (["--suite", "l2", "--device", "cpu", "--peers", "torch"], "no peer is called 'torch'; known: torch_grouped"),
     ],
