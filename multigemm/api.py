@@ -101,7 +101,7 @@ def grouped_gemm(
         others: as `GroupedGemmProblem` describes them.
 
     Returns:
-        The result, as the caller's kind of array: a list for lists. Differentiable where an input requires grad.
+        The result, as the caller's kind of array, a list for lists. Differentiable where an input requires grad.
         torch.autocast does not change it; the torch operator (`multigemm.integrations.grouped_gemm`) obeys autocast.
 
     Raises:
@@ -115,8 +115,9 @@ def grouped_gemm(
         >>> out.shape
         torch.Size([6, 2])
     """
-    for name in fused.keys() - FusedKeywords.__annotations__.keys():
-        raise UnknownKeyword(unknown_keyword_text("grouped_gemm", name, KEYWORDS))
+    if fused:
+        for name in fused.keys() - FusedKeywords.__annotations__.keys():
+            raise UnknownKeyword(unknown_keyword_text("grouped_gemm", name, KEYWORDS))
     if is_compiling():  # a graph holds the torch operator, not this code
         return traced_grouped_gemm(
             a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
@@ -127,7 +128,8 @@ def grouped_gemm(
     kind, cut, several = one_cut(offsets, sizes, ends)
     key = class_key = None
     plain = scale_a is scale_b is zero_b is b_format is None and accumulate == "promoted"
-    if check == "host" and not several and not fused:
+    fuses = bool(fused) and any(x is not None for x in fused.values())
+    if check == "host" and not several and not fuses:
         options: Key = (
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
             type(deterministic), batch_invariant, type(batch_invariant),
@@ -313,8 +315,8 @@ def list_backends() -> Backends:
     """What is here, what is missing, how to get it.
 
     Returns:
-        A list of BackendInfo, printed one backend a line: name, whether it is available, its version, else the reason
-        and how to install it.
+        A list of BackendInfo, printed one backend a line, with name, whether it is available, its version, else the
+        reason and how to install it.
 
     Example:
         >>> import multigemm as mg

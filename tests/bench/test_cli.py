@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from multigemm.__main__ import main
-from multigemm.bench import cli, reports, runner, suites
+from multigemm.bench import cli, reports, runner, selection
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import Runner
-from multigemm.bench.suites import add_selection, selected
+from multigemm.bench.selection import add_selection, selected
 from multigemm.bench.workloads import parse_shape
 from multigemm.select.timing import Timing
 from tests.support.bench_entries import FAST
@@ -90,6 +90,7 @@ def test_compare_exits_1_on_a_planted_slow_down(tmp_path: Path) -> None:
         (["--suite", "l2", "--problem", "x.py"], "--problem beside --suite"),
         (["--problem", "no-such-file.py", "--device", "cpu"], "there is no such file"),
         (["--suite", "l2", "--device", "cuda:99"], "CUDA devices here"),
+        (["--suite", "l2", "--json", "/"], "--json / is a folder: name a file"),
         (["--suite", "l2", "--device", "cpu", "--backends", "cpuu"], "did you mean 'cpu'"),
         (["--suite", "l2", "--device", "cpu", "--peers", "torch"], "no peer is called 'torch'; known: torch_grouped"),
     ],
@@ -178,8 +179,8 @@ def test_what_is_hopeless_on_a_cpu_is_not_chosen_unasked(
         took = {"fp32": 100.0, "bf16": 300.0, "fp16": 4000.0}
         return {name: Timing(name, "cold", (took[name],)) for name in calls}
 
-    monkeypatch.setattr(suites, "measure", scripted)
-    suites.worthwhile_dtypes.cache_clear()
+    monkeypatch.setattr(selection, "measure", scripted)
+    selection.worthwhile_dtypes.cache_clear()
     parser, gpu, cpu = argparse.ArgumentParser(), torch.device("cuda"), torch.device("cpu")
     add_selection(parser)
     assert {case.dtype for case in selected(parser.parse_args([]), gpu)} == {"fp16", "bf16"}
@@ -187,7 +188,7 @@ def test_what_is_hopeless_on_a_cpu_is_not_chosen_unasked(
     assert [case.dtype for case in cases] == ["fp32"] * 5 + ["bf16"] * 5
     assert capsys.readouterr().err == "left out: fp16, 40 times slower here than fp32 (--dtypes fp16 for it)\n"
     assert {case.dtype for case in selected(parser.parse_args(["--suite", "l2"]), cpu)} == {"fp16"}
-    suites.worthwhile_dtypes.cache_clear()
+    selection.worthwhile_dtypes.cache_clear()
 
 
 @pytest.mark.slow
@@ -226,6 +227,10 @@ def test_progress_tells_the_time_that_is_left_and_what_takes_long(capsys: pytest
     assert first.startswith("[1/4]") and "left" not in first
     assert "about 10 s left" in third and "about 4 s left" in bounded
     assert stage == "  30 s  timing cold: cpu"
+    progress._on_terminal = True
+    progress.stage("timing cold: cpu")
+    progress.end()
+    assert capsys.readouterr().err == "\x1b[K  timing cold: cpu\r\x1b[K", "one line, which is wiped at the end"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm import errors
+from multigemm import errors, nn, testing
 from multigemm.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +49,8 @@ def test_a_function_says_what_it_takes_and_returns(path: str) -> None:
     text, signature = inspect.getdoc(function) or "", inspect.signature(function)
     wanted = ["Example"] + ["Args"] * bool(signature.parameters)
     wanted += ["Returns"] * (signature.return_annotation not in (None, "None"))
+    returned = re.search(r"^Returns:\n(.*)", text, re.MULTILINE)
+    assert not returned or ":" not in returned[1], "what stands before a colon would show as the result's type"
     assert [name for name in wanted if not re.search(rf"^{name}:$", text, re.MULTILINE)] == []
 
 
@@ -69,6 +71,9 @@ def test_every_public_name_is_in_the_reference() -> None:
     listed = {path.rpartition(".")[2] for path in LISTED}
     listed |= {name for name in vars(errors) if inspect.isclass(vars(errors)[name])} | {"quantize", "__version__"}
     assert sorted(set(mg.__all__) - listed) == []
+    assert sorted({*nn.__all__, *testing.__all__} - listed - {"EMULATED", "Stand", "World"}) == [], (
+        "limits, and two names of 0.1"
+    )
 
 
 def test_every_error_is_on_its_page() -> None:
