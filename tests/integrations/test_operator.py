@@ -262,8 +262,8 @@ def test_remembered_calls_read_their_own_scales() -> None:
     for call in range(4):
         a = torch.randint(-7, 8, (9, 200), generator=g).float().to(torch.float8_e4m3fn)
         b = torch.randint(-7, 8, (3, 200, 5), generator=g).float().to(torch.float8_e4m3fn)
-        scales = {f"scale_{side}": torch.exp2(torch.randint(-3, 4, shape, generator=g).float())
-                  for side, shape in (("a", (9, 2)), ("b", (3,)))}  # fmt: skip
+        scales: dict[str, Any] = {f"scale_{side}": torch.exp2(torch.randint(-3, 4, shape, generator=g).float())
+                                  for side, shape in (("a", (9, 2)), ("b", (3,)))}  # fmt: skip
         sizes = torch.tensor([4, 0, 5])
         accumulate = "fast" if call == 3 else "promoted"  # which makes it another call
         result = OP(a, b, sizes=sizes, **scales, backend="cpu", accumulate=accumulate)
