@@ -51,7 +51,7 @@ def test_a_benchmark_keeps_what_it_measured(moment: float, isolated: bool, tmp_p
     if not kept:
         assert "stopped before anything was measured" in told
         return
-    assert f"stopped with {len(kept)} workloads measured, {38 - len(kept)} left; kept in out/report.json" in told
+    assert f"stopped: workloads measured: {len(kept)}, left: {38 - len(kept)}; kept in out/report.json" in told
     assert "go on: multigemm bench " in told and "--resume" in told
     assert report == json.loads((tmp_path / "out" / "report.json").read_text())
 
