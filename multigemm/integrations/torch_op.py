@@ -181,7 +181,7 @@ def _refuse_quantised_gradients(given: dict[str, Any], b_format: str | None) -> 
     for name, x in scaled.items():
         if x.requires_grad:
             raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: detach it")
-    narrow = given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8)
+    narrow = given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8, scales.FLOAT4)
     binding.refuse_quantised_gradients(bool(scaled) or narrow or b_format is not None)
 
 
