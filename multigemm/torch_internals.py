@@ -8,6 +8,7 @@ same. No other file names torch's internals.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -100,9 +101,15 @@ def _included_keys() -> int:
     return int(_C._dispatch_tls_local_include_set().raw_repr())
 
 
-_USUAL_KEYS = {_included_keys()}
-with torch.inference_mode():
-    _USUAL_KEYS.add(_included_keys())
+def _usual_keys() -> set[int]:
+    """What a thread includes where nothing stands between a call and its kernel, with and without inference mode."""
+    found = {_included_keys()}
+    with torch.inference_mode():
+        return found | {_included_keys()}
+
+
+with ThreadPoolExecutor(1) as new_thread:  # this one may be importing in the middle of a trace or a transform
+    _USUAL_KEYS = new_thread.submit(_usual_keys).result()
 
 
 def in_transform() -> bool:

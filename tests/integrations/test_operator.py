@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +120,23 @@ def test_who_watches_operators_sees_remembered_calls_too() -> None:
     assert "multigemm.grouped_gemm" in graph.code
     with torch.autocast("cpu", torch.bfloat16):
         assert OP(a, b, ends=ends, backend="cpu").dtype is torch.bfloat16
+
+
+def test_an_import_within_a_transform_leaves_calls_outside_of_it_remembered() -> None:
+    text = (
+        "import torch\n"
+        "def importing(x):\n"
+        "    import multigemm.integrations\n"
+        "    return x\n"
+        "torch.func.vmap(importing)(torch.ones(2))\n"
+        "from multigemm.torch_internals import in_transform\n"
+        "inside = torch.func.vmap(lambda x: x + in_transform())(torch.zeros(2))\n"
+        "with torch.inference_mode():\n"
+        "    print(inside.tolist(), in_transform())\n"
+        "print(in_transform())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.split("\n") == ["[1.0, 1.0] False", "False", ""], done.stderr
 
 
 def test_remembered_calls_refuse_what_others_refuse() -> None:
