@@ -67,10 +67,11 @@ class _SolveFused(torch.autograd.Function):
             outs = _steps(ctx.problem, ctx.gemm, split(inputs, ctx.counts))
         wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
         live = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
-        slots = map(torch.zeros_like, wanted)
+        found = [torch.zeros_like(x) for x in wanted]
         if live:
             roots, flows = zip(*live, strict=True)
-            slots = iter(torch.autograd.grad(roots, wanted, flows, create_graph=twice, materialize_grads=True))
+            found = list(torch.autograd.grad(roots, wanted, flows, create_graph=twice, materialize_grads=True))
+        slots = iter(found)
         return (None, None, None, None, None, *(next(slots) if need else None for need in needs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_graph_of_the_gradient_does_not_change_it_where_inputs_are_related() -
     """One matrix in a list twice, one tensor under two names, and one that is made of another."""
     x, w, scale = new(7, 3), new(3, 6), new(7)
     places = torch.arange(7)[:, None]
-    calls = [
+    calls: list[Callable[[], Tensor]] = [
         lambda: torch.cat(mg.grouped_gemm([x[:3], x[3:]], [w, w], activation="swiglu")),
         lambda: mg.grouped_gemm(x, w[None, :, :3], sizes=[7], c=x, row_scale=x.sum(1)),
         lambda: mg.grouped_gemm(x, w[None], sizes=[7], row_scale=scale, combine=(places, scale[:, None])),
