@@ -141,8 +141,14 @@ def test_an_import_within_a_transform_leaves_calls_outside_of_it_remembered() ->
 
 def test_remembered_calls_refuse_what_others_refuse() -> None:
     a, b, ends = warm()
-    for wrong in ({"tokens": 6}, {"backend": ["cpu"]}, {"alpha": "1"}, {"ends": [2, 6]}):
-        with pytest.raises((TypeError, RuntimeError)):
+    slips: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"tokens": 6}, mg.UnknownKeyword),
+        ({"backend": ["cpu"]}, mg.InvalidProblem),
+        ({"ends": [2, 6]}, mg.InvalidProblem),
+        ({"alpha": "1"}, RuntimeError),
+    ]
+    for wrong, error in slips:
+        with pytest.raises(error):
             OP(a, b, **{"ends": ends, "backend": "cpu", **wrong})
     with pytest.raises(TypeError, match=r"multigemm::grouped_gemm\(\) missing 1 required positional argument: 'b'"):
         OP(a)

@@ -450,6 +450,8 @@ def test_classes_of_token_counts_keep_what_a_count_decides_apart() -> None:
     assert tokens_key(rows, [30, 34]) == tokens_key(rows[:60], [20, 40])
     assert tokens_key(rows, [32, 32]) != tokens_key(rows, [30, 34])
     assert tokens_key(rows, [30, 34]) == tokens_key(rows, [30, 64], kind="ends")
+    assert tokens_key(rows, [30, 34]) != tokens_key(rows, torch.tensor([30, 34])), "the torch operator refuses lists"
+    assert tokens_key(rows, torch.tensor([30, 34])) == tokens_key(rows[:60], torch.tensor([20, 40]))
     assert tokens_key(rows[:1], [1, 0]) != tokens_key(rows[:2], [1, 1])
 
 
