@@ -23,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "grouped_gemm_problem" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("grouped_gemm")
+        if marker and marker.args:
+            raise pytest.UsageError(f"pytest.mark.grouped_gemm got {marker.args!r} without a name: write count=...")
         words: dict[str, Any] = {"count": COUNT, **(marker.kwargs if marker else {})}
         seeds = range(words.pop("count"))
         drawn = [{"seed": seed, **words} for seed in seeds]
