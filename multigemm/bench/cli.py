@@ -180,6 +180,8 @@ def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
         print(warning, file=sys.stderr)
     _begin(args, path)
     kept = args.resume and path.exists()
+    if args.resume and not kept and args.marker is None and not args.quiet:
+        print(f"--resume: {path} does not exist, so this run begins anew", file=sys.stderr)
     report = reports.read(path) if kept else new_report(device, dtypes, options, absent)
     report.absent |= absent
     if args.commit:

@@ -97,7 +97,7 @@ class Comparison:
 
     def text(self) -> str:
         lines = [f"{len(self.changes)} rows in both; drift of peers and ceilings {(self.drift - 1) * 100:+.1f} %"]
-        lines += [f"  {name:24s} {(ratio - 1) * 100:+6.1f} %" for name, ratio in self.entries.items()]
+        lines += [f"  {name:24s} {(ratio - 1) * 100:+6.1f} % time" for name, ratio in self.entries.items()]
         lines += [
             f"faster: {c.entry} on {c.case}: {digits(c.old_us)} -> {digits(c.new_us)} us"
             for c in self.changes

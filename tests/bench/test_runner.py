@@ -197,6 +197,13 @@ def test_resuming_the_report_of_another_commit_is_refused(tmp_path: Path, capsys
 
 
 @pytest.mark.slow
+def test_resuming_no_report_begins_anew_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "--shape", "2,4,8,8", "--dtypes", "fp32", "--device", "cpu", "--budget-ms", "2"]
+    assert main([*words, "--peers", "none", "--json-only", "--resume", "--out", str(tmp_path)]) == 0
+    assert "report.json does not exist, so this run begins anew" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_resumed_run_may_bring_other_dtypes(tmp_path: Path) -> None:
     words = ["bench", "--shape", "2,4,8,8", "--device", "cpu", "--budget-ms", "2", "--peers", "none", "--json-only"]
     for dtype in ("fp32", "fp64"):

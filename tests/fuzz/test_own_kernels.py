@@ -71,9 +71,13 @@ def run_pytest(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_marker_without_names_is_refused(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, KERNEL.replace('dtype="float64", count=16', "16"))
-    assert done.returncode and "got (16,) without a name: write count=..." in done.stdout + done.stderr
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("16", "got (16,) without a name: write count=..."), ("dtpe='float64'", "takes no dtpe=: it takes count, form,")],
+)
+def test_a_marker_of_other_words_is_refused(tmp_path: Path, words: str, said: str) -> None:
+    done = run_pytest(tmp_path, KERNEL.replace('dtype="float64", count=16', words))
+    assert done.returncode and said in done.stdout + done.stderr
 
 
 @pytest.mark.slow
