@@ -371,9 +371,17 @@ def dequantize(
     if format is not None:
         one_of(format, "format", tuple(LARGEST))
     taken = adopt(q.data, "data")
-    data, scale, zero = (None if x is None else adopt(x, "scale").tensor for x in q)
-    assert data is not None
-    packed = scales.format_of(data.dtype, format if format in BYTE_FORMATS else None) if side == "b" else ""
+    tensors = Quantized(*(None if x is None else adopt(x, "scale").tensor for x in q))
+    packed = scales.format_of(tensors.data.dtype, format if format in BYTE_FORMATS else None) if side == "b" else ""
+    cut = {"offsets": offsets, "sizes": sizes, "ends": ends, "jagged": jagged}
+    return give_back(dequantized(tensors, side, packed, **cut), taken.kind)
+
+
+def dequantized(
+    q: Quantized, side: str, packed: str, *, offsets: Any = None, sizes: Any = None, ends: Any = None, jagged: str = "m"
+) -> Tensor:
+    """`dequantize` of tensors, which need no memory where nothing is cut: a trace may hold it."""
+    data, scale, zero = q
     values = decode(scales.as_bytes(data), packed)
     if values.dim() not in (2, 3):
         raise InvalidProblem(f"data has shape {tuple(data.shape)}: it must be a matrix or a stack of matrices")
@@ -382,7 +390,8 @@ def dequantize(
     form: Form = "batched" if cut is None else "jagged_k" if axis == "k" else "jagged_m" if side == "a" else "jagged_n"
     shape = tuple(values.shape) if cut is not None or values.dim() == 3 else (1, *values.shape)
     groups = cut.groups if cut is not None else shape[0]
-    operands = scales.Operands(form, groups, torch.bfloat16, data.dtype, shape, shape, len(shape) > values.dim())
+    squeezed = len(shape) > values.dim()
+    operands = scales.Operands(form, groups, torch.bfloat16, data.dtype, shape, shape, squeezed, in_memory=False)
     where = None if cut is None else _offsets(cut, values.device)
     for x, name in ((zero, "zero"), (scale, "scale")):
         if x is None:
@@ -391,7 +400,7 @@ def dequantize(
         spread = _of_elements(read, operands, side, axis, where)
         spread = spread if spread.dim() == values.dim() else spread[0]
         values = values - spread.nan_to_num(nan=0.0) if name == "zero" else values * spread.to(torch.float32)
-    return give_back(values, taken.kind)
+    return values
 
 
 def _of_elements(read: scales.Scale, operands: scales.Operands, side: str, axis: str, offsets: Tensor | None) -> Tensor:
