@@ -20,7 +20,7 @@
 
 constexpr int SCALES_BYTES = PLACES * STAGE_SCALES * 4;
 static_assert(SHARED_BYTES + SCALES_BYTES <= SHARED, "a launch asks for less shared memory than the layout takes");
-constexpr int REGISTERS = ROWS <= 128 ? 216 : 232, LOADING_REGISTERS = ROWS <= 128 ? 72 : 40;
+constexpr int REGISTERS = 224, LOADING_REGISTERS = 56;
 
 // The scales of both sides, of which both count lines as tensor maps count them: along a jagged extent from its start.
 struct SideGrids { Grid x, w; i64 columns; };      // columns of the weight side
