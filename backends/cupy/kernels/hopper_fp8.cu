@@ -52,6 +52,7 @@ __device__ __forceinline__ void load_scales(const SideGrids& grids, Shared& s, u
 #pragma unroll 1
         for (int kb = 0; kb < blocks; ++kb, ring.next(bytes)) {
             room.take(s, s.begins[2], ring, bytes);
+            __syncwarp();                               // no lane runs ahead and writes over what others still read of the ring
             const u32 to = scales + ring.place * STAGE_SCALES * 4;
             if (BLOCK_SCALES || kb == blocks - 1) {
 #pragma unroll 1
