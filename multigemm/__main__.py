@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from multigemm import __version__
+from multigemm import __version__, interrupts
 from multigemm.errors import MultigemmError
 
 COMMANDS = {
@@ -28,6 +28,11 @@ COMMANDS = {
     "tune": ("measure configs for a workload and keep the best", "bench.tune"),
     "cache": ("show, clear, export or import what is cached on disk", "commands.cache"),
 }
+
+
+FORMER_OPTIONS = {"--backend": "--backends", "--dtype": "--dtypes", "--time-budget": "--seconds"}
+"""Former spellings, which every command still takes."""
+INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,23 +68,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = words
     if name not in COMMANDS:
         overview.error(f"unknown command {name!r}: use one of {', '.join(COMMANDS)}")
-    text, where = COMMANDS[name]
     try:
-        module = importlib.import_module(f"multigemm.{where}")
-        parser = Parser(prog=f"multigemm {name}", description=text)
-        module.add_arguments(parser)
-        said = parser.parse_args(rest)
-        said.words = rest  # for commands that start themselves again in child processes
-        code: int = module.main(said)
+        return _run(name, [_as_spelled_now(word) for word in rest])
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         return 141
     except (MultigemmError, OSError) as error:  # OSError: a file that the user named, or the folder of the cache
         print(f"multigemm {name}: {str(error).replace(chr(10), ';')}", file=sys.stderr)
         return 2
+
+
+def _run(name: str, words: list[str]) -> int:
+    """One command. A module that writes results has `interrupted(args)`, which says after Ctrl-C what was kept."""
+    text, where = COMMANDS[name]
+    module: Any = None
+    args: Any = None
+    try:
+        with interrupts.held():  # an import that is cut short fails in many ways
+            module = importlib.import_module(f"multigemm.{where}")
+            parser = Parser(prog=f"multigemm {name}", description=text)
+            module.add_arguments(parser)
+            args = parser.parse_args(words)
+            args.words = words  # for commands that start themselves again in child processes
+        code: int = module.main(args)
+    except KeyboardInterrupt:
+        if not hasattr(module, "interrupted"):
+            raise
+        with interrupts.held():
+            module.interrupted(args)
+        return INTERRUPTED
     return code
+
+
+def _as_spelled_now(word: str) -> str:
+    option, joined, value = word.partition("=")
+    return FORMER_OPTIONS.get(option, option) + joined + value
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Recipe:
     `bind` is called for each problem; the launch that it returns writes every owned element of
     `ops.out`, and zeroes the unowned ones if `spec.zero_unowned`. It must not keep state that two
     bound problems share, must launch on the current stream, and must see operands changed in place. It need not keep
-    operands alive: whoever binds keeps them until the last launch.
+    operands alive: whoever binds keeps them until the last launch. It is not called for a result without elements.
     `syncs` says that binding or launching reads sizes back from the device. `tell` is for a recipe
     that decides at bind, by sizes that no spec holds; a backend whose plans cost nothing may say so by an
     attribute `decides_at_bind`, and `multigemm tune` then measures it with the sizes in either place.

@@ -6,8 +6,8 @@ It decides by the sizes where the host has them, and planning costs nothing: `de
 from __future__ import annotations
 
 from multigemm.backend import BuiltinBackend
-from multigemm.backends.cublas import config, launch, support
+from multigemm.backends.cublas import choice, launch, support
 
 BACKEND = BuiltinBackend(
-    "cublas", support.availability, support.not_supported_reasons, config.candidates, launch.plan, decides_at_bind=True
+    "cublas", support.availability, support.not_supported_reasons, choice.candidates, launch.plan, decides_at_bind=True
 )

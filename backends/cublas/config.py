@@ -1,4 +1,4 @@
-"""The ways to call the library, as configs; and which of them can run a given spec at all.
+"""The ways to call the library, as configs; what each writes and reads; and what its two grouped calls cannot run.
 
 `auto` decides when sizes are known: two problems of one spec, one with even groups and one with
 skewed ones, want different calls. Every other variant is forced.
@@ -18,7 +18,6 @@ VARIANTS: tuple[Variant, ...] = get_args(Variant)
 LARGEST_GROUPED_MM = 1023
 GROUPED_ALIGNMENT = 16
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-ALLOCATES = "takes two small pieces of memory from torch's allocator at each call, which no argument spares"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,48 +118,3 @@ def grouped_mm_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
         reasons.append("grouped_mm has its one-launch kernel on compute capability 9.x and 10.x only")
     return reasons
-
-
-def why(spec: ProblemSpec, config: Config, syncs: bool, grouped_mm: bool) -> str:
-    """What a plan says of its calls before any size is known; `grouped_mm` if they may be that."""
-    parts = []
-    if config.variant == "auto":
-        parts.append("the calls are chosen per problem, by its sizes")
-    if syncs:
-        parts.append("reads the sizes back from the device, because BLAS calls take them from the host")
-    if spec.alpha != "zero" and not plain(spec):
-        parts.append(f"{spec.acc} result and one epilogue kernel, so that it rounds once")
-    elif spec.alpha != "zero" and spec.bias is not None:
-        parts.append("the bias is laid into the result, and the library adds to it")
-    if grouped_mm:
-        certain = config.variant == "grouped_mm" or spec.device_sizes
-        parts.append(f"{'' if certain else 'where it is chosen, '}torch's grouped_mm {ALLOCATES}")
-    copied = [name for name, o in (("a", spec.a), ("b", spec.b)) if o.order == "strided" or not o.dense]
-    if copied:
-        parts.append(f"packed copy of {' and '.join(copied)}: no leading dimension expresses the strides")
-    if spec.compute is torch.int8 and not (spec.a.order == "row" and spec.b.order == "col"):
-        parts.append("packed copies with K contiguous: the only int8 products that cuBLAS takes at any extent")
-    return "; ".join(parts)
-
-
-def variant_reasons(config: Config, spec: ProblemSpec, device: torch.device) -> list[str]:
-    """Why a config cannot run a supported spec; empty if it can."""
-    if config.variant not in VARIANTS:
-        return [f"variant {config.variant!r} is unknown: use one of {', '.join(VARIANTS)}"]
-    if (config.variant == "streams") != (config.streams > 0):
-        return [f"streams must be positive for variant 'streams' and 0 for every other, got {config.streams}"]
-    if config.variant == "grouped":
-        return grouped_reasons(spec)
-    return grouped_mm_reasons(spec, device) if config.variant == "grouped_mm" else []
-
-
-def is_valid(config: Config, spec: ProblemSpec, device: torch.device) -> bool:
-    """Whether `plan` accepts the config."""
-    return not variant_reasons(config, spec, device)
-
-
-def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
-    """All configs that can run this spec, the best guess first."""
-    every = [Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"),
-             Config("streams", 4), Config("streams", 2), Config("loop")]  # fmt: skip
-    return [config for config in every if is_valid(config, spec, device)]

@@ -1,36 +1,37 @@
-"""The one extra launch: whatever the library cannot write itself, bound to one problem.
+"""The two small kernels that the library lacks, bound to one problem: kernels/finish.cu and kernels/clamp_offsets.cu.
 
-It serves four needs with one kernel: bias, activation and output types after a wide intermediate;
-groups with K = 0; elements that no group owns; and c laid into out before a product is added to it.
+`Finish` writes whatever the library cannot write itself. It serves four needs: bias, activation and output types after
+a wide intermediate; groups with K = 0; elements that no group owns; c laid into out before a product is added to it.
+`ClampedEnds` makes the device's numbers, which may lie, into ends for torch's grouped_mm.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multigemm.backends.cublas.kernels import (
-    ACTIVATION_CODES,
-    CUT,
-    CUT_THREADS,
-    FINISH,
-    SLAB,
-    TABLE_COLUMNS,
-    THREADS,
-    TYPE_CODES,
-)
-from multigemm.backends.cublas.run import Step
+from multigemm.backends.cublas.run import MovableStep
 from multigemm.cuda import nvrtc
-from multigemm.cuda.arguments import OPERANDS, Addresses
+from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES, OPERANDS, Addresses
 from multigemm.cuda.device import to_device
 from multigemm.planning.operands import TABLE, Operands, Strided, group_table, packed, strides_of
 from multigemm.problem.spec import ProblemSpec
 
+KERNELS = Path(__file__).parent / "kernels"
+FINISH, CLAMP_OFFSETS = ((KERNELS / f"{name}.cu").read_text() for name in ("finish", "clamp_offsets"))
+TYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, torch.int32: 4, torch.int8: 5}
+THREADS, CLAMP_THREADS = 256, 1024
+"""Of a block of each kernel; the second kernel has a thread for each group."""
+TABLE_COLUMNS = 21
+"""Of the table of a list: those of `TABLE`, the intermediate result's three, and the first tile."""
+SLAB = 8192
+"""Elements of a line that one block writes before another may take over."""
 ACC_COLUMNS = (17, 18, 19)
 FIRST_TILE = 20
 EIGHT = 8
@@ -39,7 +40,9 @@ MOST_BLOCKS = 3168
 """For each of an H100's multiprocessors 24, of which three are resident: eight rounds, so the last one is short."""
 ZEROING_BLOCKS = 131
 """Beside the one that cuts, on an H100's 132 multiprocessors."""
-JAGGED_CODES = {None: 0, "m": 1, "n": 2, "k": 3}
+
+
+LAYOUT = f"-DSLAB={SLAB}LL", f"-DCOLUMNS={TABLE_COLUMNS}"
 
 
 class _Matrix(ctypes.Structure):
@@ -74,10 +77,10 @@ class Need:
     only_headed: bool = False
 
 
-class Finish(Step):
+class Finish(MovableStep):
     """One bound launch of the kernel, which follows its operands: but not those of a list, which are in a table."""
 
-    __slots__ = ("_fields", "_launch", "movable")
+    __slots__ = ("_fields", "_launch")
 
     def __init__(self, ops: Operands, need: Need) -> None:
         task, table = _task(ops, need)
@@ -114,7 +117,7 @@ def _defines(spec: ProblemSpec, need: Need) -> tuple[str, ...]:
     bias = spec.bias if spec.bias is not None and not need.bare else spec.acc
     codes = {"ACC": TYPE_CODES[kind], "C": TYPE_CODES[c], "BIAS": TYPE_CODES[bias], "OUT": TYPE_CODES[spec.out.dtype],
              "ACT": ACTIVATION_CODES[None if need.bare else spec.activation]}  # fmt: skip
-    return tuple(f"-D{name}={code}" for name, code in codes.items())
+    return tuple(f"-D{name}={code}" for name, code in codes.items()) + LAYOUT
 
 
 def _matrix(s: Strided | None) -> _Matrix:
@@ -187,7 +190,7 @@ def _list_task(ops: Operands, need: Need, task: Any) -> Tensor:
 
 
 class Bounds(ctypes.Structure):
-    """The argument of `cut`; the fields are those of `struct Bounds`, in its order."""
+    """The argument of `clamp_offsets`; the fields are those of `struct Bounds`, in its order."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("ends", "result", "first_two", "aside", "out")),
@@ -196,7 +199,7 @@ class Bounds(ctypes.Structure):
     ]
 
 
-class Cut:
+class ClampedEnds:
     """Turns the device's numbers into ends for grouped_mm: `ends`, `first_two`, and with `apart` also `aside`.
 
     `before` does it, of numbers of the given one's dtype and device: ends; sizes if `sums`; with a first offset in
@@ -214,7 +217,7 @@ class Cut:
         at = memory.data_ptr()
         fields = (0, at, at + 8 * groups, at + 4 * groups if apart else 0, 0, 0, 0, 0, groups, wide, head, sums, 0)
         self._before, self._after = Bounds(*fields), Bounds(*fields)
-        self._kernel, self._memory = nvrtc.kernel(CUT, "cut", (), device.index or 0), memory
+        self._kernel, self._memory = nvrtc.kernel(CLAMP_OFFSETS, "clamp_offsets", (), device.index or 0), memory
         self._launches: dict[int, nvrtc.Step] = {}
         self._first = (8 if wide else 4) * head
 
@@ -237,7 +240,7 @@ class Cut:
 
     def _bound(self, blocks: int, bounds: Bounds) -> nvrtc.Step:
         """The launch of so many blocks, which say whether it comes before or after; its argument may change."""
-        made = self._launches[blocks] = self._kernel.bound(blocks, CUT_THREADS, (bounds,), self._memory)
+        made = self._launches[blocks] = self._kernel.bound(blocks, CLAMP_THREADS, (bounds,), self._memory)
         return made
 
 

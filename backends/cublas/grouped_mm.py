@@ -20,7 +20,7 @@ from torch import Tensor
 
 from multigemm import torch_internals
 from multigemm.backend import Launch
-from multigemm.backends.cublas.epilogue import Cut, Finish, Need
+from multigemm.backends.cublas.epilogue import ClampedEnds, Finish, Need
 from multigemm.backends.cublas.products import Ints, countable
 from multigemm.backends.cublas.run import Function, Step, Steps, zero_lines
 from multigemm.backends.cublas.staging import Copies, compact, readable, stage_side
@@ -61,17 +61,19 @@ def grouped_mm_into(a: Tensor, b: Tensor, ends: Tensor, out: Tensor) -> None:
         result = grouped_mm(a, b, ends)
     else:
         call, keys, push, pop = redispatched_grouped_mm
-        push(_Into(out))
+        modes = torch_internals.dispatch_modes()
         try:
+            push(_Into(out))
             result = call(keys, a, b, ends, None, None)
         finally:
-            pop(None)
+            if torch_internals.dispatch_modes() > modes:  # not so where Ctrl-C came before the push
+                pop(None)
     if result.data_ptr() != out.data_ptr():
         _copy(result, out)
 
 
 class _Into:
-    """A dispatch mode that answers a request for memory of one shape with a tensor.
+    """A dispatch mode that answers the first request for memory of one shape with a tensor.
 
     It is none of `TorchDispatchMode`'s: what that class does around each operator takes 2 us of 4.5.
     """
@@ -79,11 +81,14 @@ class _Into:
     __slots__ = ("_out", "_shape")
 
     def __init__(self, out: Tensor) -> None:
-        self._out, self._shape = out, [*out.shape]
+        self._out: Tensor | None = out
+        self._shape = [*out.shape]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is EMPTY and args[0] == self._shape:
-            return self._out
+        out = self._out
+        if out is not None and func is EMPTY and args[0] == self._shape:
+            self._out = None
+            return out
         return func(*args, **(kwargs or {}))
 
 
@@ -245,7 +250,7 @@ class _FromDevice:
         self._jagged_m, self._groups, self._pair = spec.form == "jagged_m", spec.groups, pair
         self._head, self._device = kind == "offsets", numbers.device.index or 0
         self._clears = self._jagged_m and spec.zero_unowned
-        self._cut = Cut(numbers, spec.groups, head=self._head, sums=kind == "sizes")
+        self._cut = ClampedEnds(numbers, spec.groups, head=self._head, sums=kind == "sizes")
 
     def __call__(self, a: Tensor, b: Tensor, numbers: Tensor, out: Tensor | None) -> Tensor:
         stream, cut, clears = torch_internals.current_raw_stream(self._device), self._cut, self._clears
@@ -290,7 +295,7 @@ def _guarded(ops: Operands, a: Tensor, b: Tensor, out: Tensor, aside: bool, step
     """
     apart, numbers = not aside and out.numel() > LARGEST_COPY, cast(Tensor, ops.ends)
     target = out if aside else compact(out, out.dtype, out.device, rows=True)
-    cut = Cut(numbers, ops.spec.groups, head=ops.head, apart=apart)
+    cut = ClampedEnds(numbers, ops.spec.groups, head=ops.head, apart=apart)
     if ops.head:
         numbers = numbers.as_strided((ops.spec.groups + 1,), (1,), numbers.storage_offset() - 1)
 

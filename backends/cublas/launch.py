@@ -19,15 +19,13 @@ from torch import Tensor
 from multigemm import torch_internals
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cublas import library
-from multigemm.backends.cublas.choose import able, apart_in_a_graph, choose, work_of
+from multigemm.backends.cublas.choice import able, apart_in_a_graph, choose, problem_with, why, work_of
 from multigemm.backends.cublas.config import (
     Config,
     grouped_mm_reasons,
     plain,
     reads_sizes,
     result_type,
-    variant_reasons,
-    why,
 )
 from multigemm.backends.cublas.epilogue import Finish, Need
 from multigemm.backends.cublas.grouped_mm import bind_grouped_mm
@@ -89,9 +87,8 @@ def method(spec: ProblemSpec, config: Config, device: torch.device) -> Method:
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     """A recipe for every problem of the spec; raises BackendUnsupported for a config that cannot run it."""
-    reasons = variant_reasons(config, spec, device)
-    if reasons:
-        raise BackendUnsupported({f"cublas ({config.variant})": reasons})
+    if problem := problem_with(config, spec, device):
+        raise BackendUnsupported({f"cublas ({config.variant})": [problem]})
     how = method(spec, config, device)
     tell = partial(_tell, how=how) if config.variant == "auto" else None
     said = why(spec, config, how.syncs, how.grouped_mm)
@@ -116,16 +113,10 @@ def _tell(ops: Operands, how: Method) -> str:
 def _bind(ops: Operands, how: Method) -> Launch:
     if how.syncs and ops.host_offsets is None and ops.host_valid_rows is None:
         return SizesLater(ops, how)
-    if ops.device.type != "cuda":
-        return _no_groups  # an empty list has no operands, hence no device
     if torch_internals.current_device() != (ops.device.index or 0):
         with torch.cuda.device(ops.device):
             return _bind(ops, how)
     return bound(ops, how, ops.host_offsets, ops.host_valid_rows)
-
-
-def _no_groups() -> None:
-    """Nothing to multiply, and nothing to write."""
 
 
 class SizesLater:

@@ -34,17 +34,23 @@ calls stay on one stream; where each has its own, running at once gains more tha
 
 
 class Step(ABC):
-    """Enqueues work on a raw stream of the current device. `movable`: `move` replaces every address of an operand."""
+    """Enqueues work on a raw stream of the current device."""
 
     __slots__ = ()
-    movable: bool = False
 
     @abstractmethod
     def __call__(self, stream: int) -> None: ...
 
+
+class MovableStep(Step):
+    """A step that can follow its operands where they are `movable`: packed ones, of which nothing was copied."""
+
+    __slots__ = ("movable",)
+    movable: bool
+
+    @abstractmethod
     def move(self, addresses: Addresses) -> None:
-        """Gives a movable step other addresses of the operands."""
-        raise NotImplementedError
+        """Gives the step other addresses of the operands, and replaces every one that it holds."""
 
 
 class Function(Step):
@@ -85,13 +91,13 @@ class Steps:
             step(stream)
 
     def move(self, addresses: Addresses) -> None:
-        """Gives every step other addresses of the operands."""
+        """Gives every step other addresses of the operands; all have to be movable (`stays_behind`)."""
         for step in self._steps:
-            step.move(addresses)
+            step.move(addresses)  # type: ignore[attr-defined]
 
     def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether some step holds an address that `move` would not replace."""
-        return not all(step.movable for step in self._steps)
+        return not all(isinstance(step, MovableStep) and step.movable for step in self._steps)
 
     def workspace_bytes(self) -> int:
         """Device memory of intermediate results."""
@@ -102,10 +108,10 @@ class Steps:
         return False
 
 
-class Calls(Step):
+class Calls(MovableStep):
     """Library calls one after the other on the current stream; others where a graph captures them, if given."""
 
-    __slots__ = ("_batch", "_captured", "_library", "movable")
+    __slots__ = ("_batch", "_captured", "_library")
 
     def __init__(self, library: Cublas, batch: Batch, captured: Batch | None = None) -> None:
         self._library, self._batch, self._captured = library, batch, captured
@@ -126,13 +132,13 @@ class Calls(Step):
             self._captured.move(addresses)
 
 
-class Zeros(Step):
+class Zeros(MovableStep):
     """Fills a few whole results, at the speed of the memory; the epilogue would look at all the others too.
 
     They are matrices of one result `of`, which may move, or of a list (None).
     """
 
-    __slots__ = ("_base", "_device", "_lines", "movable")
+    __slots__ = ("_base", "_device", "_lines")
 
     def __init__(self, results: Sequence[Tensor], of: Tensor | None) -> None:
         self._base, self.movable = 0 if of is None else of.data_ptr(), of is not None
@@ -301,7 +307,7 @@ def shares(work: Sequence[int], streams: int) -> list[list[int]]:
     return split[:1] + [share for share in split[1:] if share]
 
 
-class Streamed(Step):
+class Streamed(MovableStep):
     """Library calls on the current stream and on side streams at once, forked from it and joined to it again.
 
     The current stream waits for all of them before it goes on, so operands may be freed or reused
@@ -310,7 +316,7 @@ class Streamed(Step):
     Called eagerly, many short products stay on the current stream, and few do where there is no memory for sides.
     """
 
-    __slots__ = ("_apart", "_batch", "_device", "_here", "_library", "_shares", "_short", "_spaces", "movable")
+    __slots__ = ("_apart", "_batch", "_device", "_here", "_library", "_shares", "_short", "_spaces")
 
     def __init__(
         self, library: Cublas, batch: Batch, shapes: Sequence[Shape], streams: int, device: torch.device

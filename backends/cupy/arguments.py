@@ -24,11 +24,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from multigemm.cuda.arguments import Address, Fields, Slot, along, fields, join, tokens_at
+from multigemm.cuda.arguments import (
+    ACTIVATION_CODES,
+    JAGGED_CODES,
+    Address,
+    Fields,
+    Slot,
+    along,
+    fields,
+    join,
+    tokens_at,
+)
 from multigemm.cuda.device import to_device
 from multigemm.cuda.tensor_map import BLANK, NO_SWIZZLE, SIZE, encode_together, repeat
-from multigemm.planning.operands import Operands, Packed, Strided, group_table, packed
-from multigemm.planning.tiles import list_tiles, most_packed_tiles
+from multigemm.planning.operands import ABSENT, Operands, Packed, group_table
 
 PROBLEM = struct.Struct("<" + "4q" * 5 + "3q2d3q12i")
 ADDRESSES = (0, 32, 64, 96, 128, 160, 168)
@@ -36,21 +45,11 @@ ADDRESSES = (0, 32, 64, 96, 128, 160, 168)
 ROWS = 200
 """Where m stands."""
 TYPES = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4, torch.int32: 5, None: 0}
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-JAGGED = {None: 0, "m": 1, "n": 2, "k": 3}
-ABSENT = Strided(0, 0, 0, 0)
-
-NO_VIEW = Packed(0, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
 
 
 def table_of(ops: Operands) -> Tensor | None:
     """The table of a list on the device; None for the packed forms."""
     return to_device(group_table(ops), ops.device) if ops.spec.form == "per_group" else None
-
-
-def view_of(ops: Operands) -> Packed:
-    """The packed formula; for a list, whose matrices are in its table, an empty one."""
-    return NO_VIEW if ops.spec.form == "per_group" else packed(ops)
 
 
 def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> Fields:
@@ -60,8 +59,8 @@ def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> Fields:
     valid_rows, valid_bytes = _sizes(ops.valid_rows, "valid_rows")
     raw = PROBLEM.pack(
         *a, *b, *out, *c, *bias, ends, valid_rows, 0 if table is None else table.data_ptr(),
-        float(ops.alpha), float(ops.beta), view.m, view.n, view.k, spec.groups, JAGGED[view.jagged],
-        end_bytes == 8, ops.head, valid_bytes == 8, spec.zero_unowned, ACTIVATIONS[spec.activation],
+        float(ops.alpha), float(ops.beta), view.m, view.n, view.k, spec.groups, JAGGED_CODES[view.jagged],
+        end_bytes == 8, ops.head, valid_bytes == 8, spec.zero_unowned, ACTIVATION_CODES[spec.activation],
         TYPES[spec.out.dtype], TYPES[None if spec.c is None else spec.c.dtype], TYPES[spec.bias],
         spec.alpha != "zero", spec.form == "batched" or spec.form == "masked",
     )  # fmt: skip
@@ -73,18 +72,6 @@ def problem_bytes(ops: Operands, table: Tensor | None, view: Packed) -> Fields:
 def _sizes(tensor: Tensor | None, operand: str) -> tuple[int, int]:
     """Where a tensor of sizes lies, and the bytes of an element; zeros for none."""
     return (0, 0) if tensor is None else (Address(tensor.data_ptr(), operand), tensor.itemsize)
-
-
-def tiles_at_most(ops: Operands, view: Packed, rows: int, columns: int) -> int:
-    """An upper bound on the number of tiles, known without reading any size from the device."""
-    if ops.spec.form == "per_group":
-        return list_tiles(((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True)), rows, columns)
-    return packed_tiles_at_most(view, view.m, rows, columns)
-
-
-def packed_tiles_at_most(view: Packed, m: int, rows: int, columns: int) -> int:
-    """The same of a packed form with `m` rows."""
-    return most_packed_tiles(view.jagged, view.groups, m, view.n, rows, columns)
 
 
 # Tensor maps.

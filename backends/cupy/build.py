@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +120,7 @@ def _version() -> str:
 
 
 _loaded: dict[tuple[Source, int], Kernel] = {}
-_loading = Lock()
+_loading = RLock()  # a finaliser that calls may run while it is held
 
 
 def load(source: Source, index: int) -> Kernel:

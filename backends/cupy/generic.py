@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy.arguments import packed_tiles_at_most, problem_bytes, table_of, tiles_at_most, view_of
+from multigemm.backends.cupy.arguments import problem_bytes, table_of
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import Config, generic_bytes, kind_of, shapes_of
 from multigemm.cuda.device import processors
 from multigemm.cuda.launch import without_move
-from multigemm.planning.operands import Operands
+from multigemm.planning.operands import Operands, view_of
+from multigemm.planning.tiles import most_tiles_by_rows
 from multigemm.problem.spec import ProblemSpec
 
 
@@ -42,13 +43,14 @@ class Generic:
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
         table, view = table_of(ops), view_of(ops)
+        most_tiles = most_tiles_by_rows(ops, view, self._tile, self._tile)
 
         def grid_for(tokens: int) -> int:
-            return self._blocks(packed_tiles_at_most(view, tokens, self._tile, self._tile))
+            return self._blocks(most_tiles(tokens))
 
         bound = self._kernel.bound(
             [problem_bytes(ops, table, view)],
-            grid=self._blocks(tiles_at_most(ops, view, self._tile, self._tile)),
+            grid=grid_for(view.m),
             threads=self._threads,
             shared=self._shared,
             keep=(table,),

@@ -20,11 +20,8 @@ from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments
 from multigemm.backends.cupy.arguments import (
     Side,
-    packed_tiles_at_most,
     problem_bytes,
     table_of,
-    tiles_at_most,
-    view_of,
 )
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config
@@ -35,7 +32,8 @@ from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import BoundKernel, Kernel, LaunchSequence, MovableLaunch, without_move
 from multigemm.cuda.tensor_map import BLANK
-from multigemm.planning.operands import Operands, Packed, Strided, strides_of
+from multigemm.planning.operands import Operands, Packed, Strided, strides_of, view_of
+from multigemm.planning.tiles import most_tiles_by_rows
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 THREADS = 384
@@ -172,12 +170,14 @@ class Clusters:
             self._swapped, BUSY_ROWS, self._aligned, columns > READERS * self._config.cluster * COLUMNS,
         )  # fmt: skip
 
+        most_tiles = most_tiles_by_rows(ops, view, *self._tile)
+
         def grid_for(tokens: int) -> int:
-            return self._blocks(packed_tiles_at_most(view, tokens, *self._tile))
+            return self._blocks(most_tiles(tokens))
 
         return self._kernel.bound(
             [problem_bytes(ops, table, view), options, *more],
-            grid=self._blocks(tiles_at_most(ops, view, *self._tile)),
+            grid=grid_for(view.m),
             threads=THREADS,
             shared=self._shared,
             cluster=self._config.cluster,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multigemm.backend import Launch
 from multigemm.backends.cupy import arguments, generic, hopper
-from multigemm.backends.cupy.arguments import Lines, view_of
+from multigemm.backends.cupy.arguments import Lines
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, GENERIC, Config
 from multigemm.backends.cupy.hopper import NO_MAPS, Clusters, Layout, Roles
@@ -27,7 +27,7 @@ from multigemm.cuda.device import to_device
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.launch import BoundKernel
 from multigemm.cuda.tensor_map import BLANK, SIZE
-from multigemm.planning.operands import Operands, Packed, strides_of
+from multigemm.planning.operands import Operands, Packed, strides_of, view_of
 from multigemm.problem.spec import ProblemSpec
 
 EIGHTHS = struct.Struct("<q2I2i")

@@ -25,7 +25,6 @@ from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.build import Source, load_all
 from multigemm.backends.cupy.config import Config
 from multigemm.cuda.device import index_of
-from multigemm.cuda.launch import NOTHING
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
@@ -68,23 +67,7 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
         raise InvalidSetting(f"{config} cannot run {spec}{_variance(config, spec, capability)}")
     load_all(KERNELS[config.kernel].sources(spec, config), index)
     name = "packed+hopper" if config.kernel == "packed" else config.kernel
-    return Recipe(name, config, binder(spec, config, index), why(spec, config))
-
-
-def binder(spec: ProblemSpec, config: Config, index: int) -> Callable[[Operands], Launch]:
-    """Binds problems of a spec to the kernel of a config, which is loaded.
-
-    A result without elements takes no launch: a group of an empty operand lies where no memory need be, and a kernel
-    that copies no bytes from there ends the context all the same.
-    """
-    kernel = KERNELS[config.kernel].loaded(spec, config, index)
-
-    def bind(ops: Operands) -> Launch:
-        out = ops.out
-        empty = not out.numel() if isinstance(out, torch.Tensor) else not any(x.numel() for x in out)
-        return NOTHING if empty else kernel.bind(ops)
-
-    return bind
+    return Recipe(name, config, KERNELS[config.kernel].loaded(spec, config, index).bind, why(spec, config))
 
 
 def _variance(config: Config, spec: ProblemSpec, capability: tuple[int, int]) -> str:

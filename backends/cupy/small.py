@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy.arguments import problem_bytes, view_of
+from multigemm.backends.cupy.arguments import problem_bytes
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import BLOCK_K, STAGES, Config
 from multigemm.backends.cupy.support import MAX_LISTED_GROUPS, begins_anywhere, is_swapped, plain_kind
-from multigemm.cuda.launch import NOTHING, BoundKernel, without_move
-from multigemm.planning.operands import Operands, Packed
+from multigemm.cuda.launch import BoundKernel, without_move
+from multigemm.planning.operands import Operands, Packed, view_of
 from multigemm.problem.spec import ProblemSpec
 
 LISTED = struct.Struct(f"<{5 * MAX_LISTED_GROUPS}i{6 * MAX_LISTED_GROUPS}q")
@@ -100,7 +100,7 @@ class Small:
 
             return self._bound(arguments, grid_for(view.m), grid_for)
         listed, tiles = _listed(ops, self._tile)
-        return without_move(self._bound([*arguments, listed], (tiles, 1, 1))) if tiles else NOTHING
+        return without_move(self._bound([*arguments, listed], (tiles, 1, 1)))
 
     def _bound(
         self,

@@ -7,7 +7,7 @@ buffer and no argument is inspected. `table` (for lists) or the packed formula g
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +25,12 @@ from multigemm.backends.numba.config import (
     token_boxes,
 )
 from multigemm.cuda import tensor_map
-from multigemm.cuda.arguments import Address, Fields, Slot, fields, tokens_at
-from multigemm.planning.operands import TABLE, Operands, Packed, Strided, address_of, group_table, packed
+from multigemm.cuda.arguments import ACTIVATION_CODES, JAGGED_CODES, Address, Fields, Slot, fields, tokens_at
+from multigemm.planning.operands import ABSENT, TABLE, Operands, Packed, Strided, address_of, group_table
 from multigemm.problem.spec import ProblemSpec
 
-JAGGED_M, JAGGED_N, JAGGED_K = 1, 2, 3
+JAGGED_M, JAGGED_N, JAGGED_K = (JAGGED_CODES[axis] for axis in ("m", "n", "k"))
 KIND = {"f16": 1, "bf16": 2, "f32": 3, "f64": 4, "i8": 5, "i32": 6}
-ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
-_JAGGED = {None: 0, "m": JAGGED_M, "n": JAGGED_N, "k": JAGGED_K}
 
 
 class Call(NamedTuple):
@@ -79,7 +77,6 @@ class Call(NamedTuple):
     zeroes: int
 
 
-_ABSENT = Strided(0, 0, 0, 0)
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 Table = npt.NDArray[np.int64]
 ACROSS = 64
@@ -92,20 +89,16 @@ def _wide(index: Tensor | None) -> int:
     return int(index is not None and index.dtype == torch.int64)
 
 
-def call_of(ops: Operands, style: tuple[int, ...], table: Tensor | None = None) -> Call:
+def call_of(ops: Operands, view: Packed, style: tuple[int, ...], table: Tensor | None = None) -> Call:
     """The words of one problem; `style` is that of its spec, `table` that of a list on the device."""
-    if table is not None:
-        view = Packed(len(cast("list[Tensor]", ops.a)), 0, 0, 0, None, _ABSENT, _ABSENT, _ABSENT, None, None)
-    else:
-        view = packed(ops)
-    bias = view.bias or _ABSENT
+    bias = view.bias or ABSENT
     k = 0 if ops.spec.alpha == "zero" else view.k
     return Call(
-        view.groups, view.m, view.n, k, _JAGGED[view.jagged],
+        ops.spec.groups, view.m, view.n, k, JAGGED_CODES[view.jagged],
         address_of(ops.ends, "ends"), _wide(ops.ends), int(ops.head),
         address_of(ops.valid_rows, "valid_rows"), _wide(ops.valid_rows),
         0 if table is None else table.data_ptr(),
-        *view.a, *view.b, *view.out, *(view.c or _ABSENT),
+        *view.a, *view.b, *view.out, *(view.c or ABSENT),
         bias.ptr, bias.group, bias.col, *style,
     )  # fmt: skip
 
@@ -119,7 +112,7 @@ def epilogue_words(spec: ProblemSpec) -> tuple[int, ...]:
         *pairs[0],
         *pairs[1],
         *pairs[2],
-        ACTIVATIONS.index(spec.activation),
+        ACTIVATION_CODES[spec.activation],
         int(facts.plain),
         int(facts.zero_unowned),
     )

@@ -171,7 +171,7 @@ def _generic(spec: ProblemSpec) -> list[Config]:
     return [*_briefest_first(costs, spec, 1)]
 
 
-def obstacle(config: Config, spec: ProblemSpec, device: torch.device) -> str:
+def problem_with(config: Config, spec: ProblemSpec, device: torch.device) -> str:
     """Why a config, which may be given by hand, cannot run this; empty when it can."""
     return _kernel_obstacle(config, spec, device) or variance(config, spec, device)
 

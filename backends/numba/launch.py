@@ -7,11 +7,6 @@ packed form can follow its operands; a list has a table of them in device memory
 
 from __future__ import annotations
 
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -28,7 +23,7 @@ from multigemm.backends.numba.arguments import (
     packed_arguments,
 )
 from multigemm.backends.numba.build import OVERLAP_MINIMUM, image
-from multigemm.backends.numba.choice import obstacle, why
+from multigemm.backends.numba.choice import problem_with, why
 from multigemm.backends.numba.config import (
     COLUMNS,
     Config,
@@ -43,30 +38,18 @@ from multigemm.backends.numba.config import (
 )
 from multigemm.backends.numba.support import capability_of
 from multigemm.cuda import driver
-from multigemm.cuda.arguments import join
+from multigemm.cuda.arguments import Fields, join
 from multigemm.cuda.device import index_of, processors, to_device
 from multigemm.cuda.device_fields import DeviceFields
-from multigemm.cuda.launch import NOTHING, BoundKernel, Kernel, without_move
+from multigemm.cuda.launch import NOTHING, Kernel, without_move
 from multigemm.errors import InvalidSetting
-from multigemm.planning.operands import Operands
-from multigemm.planning.tiles import list_tiles, most_packed_tiles
+from multigemm.planning.operands import Operands, view_of
+from multigemm.planning.tiles import most_tiles_by_rows
 from multigemm.problem.spec import ProblemSpec
 
-SIMULATOR_SWITCH_SECONDS = 2e-5
-_one_at_a_time = threading.Lock()
-"""The simulator runs one kernel at a time, and the switch interval belongs to the whole process."""
 ZEROS_PER_BLOCK = 16384
 COUNTERS = bytes(8)
 """The two counters of the Hopper kernel's scheduler, which start at 0."""
-
-
-def bound_on_tiles(ops: Operands, call: Call, rows: int, columns: int) -> Callable[[int], int]:
-    """Number of rows -> an upper bound on the tiles, known without reading any size; it keeps no operand alive."""
-    groups, n, jagged = call.groups, call.n, ops.spec.jagged
-    if ops.spec.form == "per_group":
-        listed = list_tiles(((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True)), rows, columns)
-        return lambda _: listed
-    return lambda m: most_packed_tiles(jagged, groups, m, n, rows, columns)
 
 
 def zeroing_blocks(call: Call, m: int) -> int:
@@ -88,7 +71,7 @@ def kernel_of(config: Config, signature: Signature, index: int, shared: int) -> 
 
 def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
     """The recipe for a spec: compiles (or loads) the kernel now, binds later."""
-    if reason := obstacle(config, spec, device):
+    if reason := problem_with(config, spec, device):
         raise InvalidSetting(f"{config} cannot run this problem: {reason}")
     bind: Bind
     if isinstance(config, GenericConfig) and device.type == "cpu":
@@ -99,121 +82,76 @@ def plan(spec: ProblemSpec, config: Config, device: torch.device) -> Recipe:
 
 
 def bind_for(config: Config, spec: ProblemSpec, index: int) -> Bind:
-    """The bind of a config on a GPU."""
-    if isinstance(config, HopperConfig):
-        return _hopper(config, spec, index)
-    return _tiled(config, spec, index, shared_bytes(config) if isinstance(config, MmaConfig) else 0)
+    """The bind of a config on a GPU: as many blocks as it holds at most, each of which takes one tile after another.
 
-
-def _hopper(config: HopperConfig, spec: ProblemSpec, index: int) -> Bind:
-    """Tensor maps, one block per multiprocessor at most.
-
-    The maps are uploaded in front of a launch that may overlap with the kernel before it. An upload is no kernel, so
-    what overlaps is the kernel behind it at most, and the maps of a copy never change.
+    The Hopper kernel's tensor maps are uploaded in front of a launch that may overlap with the kernel before it. An
+    upload is no kernel, so what overlaps is the kernel behind it at most, and the maps of a copy never change.
     """
-    signature = effective(config, signature_of(spec))
-    shared, style, most_blocks = Layout(config, signature).bytes, epilogue_words(spec), processors(index)
-    kernel, maps = kernel_of(config, signature, index, shared), MapEncoder(config, signature)
+    signature, style = effective(config, signature_of(spec)), epilogue_words(spec)
+    shared, cluster, maps = 0, 1, None
+    if isinstance(config, HopperConfig):
+        shared, cluster, maps = Layout(config, signature).bytes, config.cluster, MapEncoder(config, signature)
+        rows, columns = config.n_max, COLUMNS * cluster
+    else:
+        rows, columns = config.bm, config.bn
+        shared = shared_bytes(config) if isinstance(config, MmaConfig) else 0
+    kernel, most_blocks = kernel_of(config, signature, index, shared), processors(index)
+    overlap = not isinstance(config, GenericConfig) and capability_of(torch.device("cuda", index)) >= OVERLAP_MINIMUM
+    if maps is None:
+        most_blocks *= kernel.blocks_per_processor(config.threads, shared)
 
     def bind(ops: Operands) -> Launch:
-        table = list_table(ops) if spec.form == "per_group" else None
+        table, view = list_table(ops) if spec.form == "per_group" else None, view_of(ops)
         on_device = None if table is None else to_device(table, ops.device)
-        call = call_of(ops, style, on_device)
-        most_tiles = bound_on_tiles(ops, call, config.n_max, COLUMNS * config.cluster)
+        call, most_tiles = call_of(ops, view, style, on_device), most_tiles_by_rows(ops, view, rows, columns)
 
         def grid_for(m: int) -> int:
-            tiles = most_tiles(m) * config.cluster
-            blocks = min(max(tiles, zeroing_blocks(call, m)), most_blocks)
-            return -(-blocks // config.cluster) * config.cluster
+            blocks = min(max(most_tiles(m) * cluster, zeroing_blocks(call, m)), most_blocks)
+            return -(-blocks // cluster) * cluster
 
         grid = grid_for(call.m)
         if grid == 0:
             return NOTHING
-        with driver.on_device(index):
-            content = join([*(maps.of_call(call) if table is None else maps.of_list(table)), COUNTERS])
-        uploaded = DeviceFields(content, ops.device)
-        counters = uploaded.address.at(uploaded.address + len(content) - len(COUNTERS))
+        uploaded, places = None, tuple[int, ...]()
+        if maps is not None:
+            content = _maps(maps, call, table, index)
+            uploaded = DeviceFields(content, ops.device)
+            places = uploaded.address, uploaded.address.at(uploaded.address + len(content) - len(COUNTERS))
         launch = kernel.bound(
-            packed_arguments(call, ops.alpha, ops.beta, uploaded.address, counters), grid=grid,
-            threads=config.threads, shared=shared, cluster=config.cluster, overlap=True, fields=uploaded,
-            keep=kept(on_device), grid_for=grid_for,
+            packed_arguments(call, ops.alpha, ops.beta, *places), grid=grid, threads=config.threads, shared=shared,
+            cluster=cluster, overlap=overlap, fields=uploaded, keep=() if on_device is None else (on_device,),
+            grid_for=grid_for,
         )  # fmt: skip
-        return _movable(launch, table)
+        # The table of a list, which is in device memory, holds the operands' addresses.
+        return launch if table is None else without_move(launch)
 
     return bind
 
 
-def _tiled(config: GenericConfig | MmaConfig, spec: ProblemSpec, index: int, shared: int) -> Bind:
-    """As many blocks as fit on the device; each walks the tiles in strides."""
-    kernel, style = kernel_of(config, effective(config, signature_of(spec)), index, shared), epilogue_words(spec)
-    overlap = isinstance(config, MmaConfig) and capability_of(torch.device("cuda", index)) >= OVERLAP_MINIMUM
-    resident = kernel.blocks_per_processor(config.threads, shared) * processors(index)
-
-    def bind(ops: Operands) -> Launch:
-        table = list_table(ops) if spec.form == "per_group" else None
-        on_device = None if table is None else to_device(table, ops.device)
-        call = call_of(ops, style, on_device)
-        most_tiles = bound_on_tiles(ops, call, config.bm, config.bn)
-
-        def grid_for(m: int) -> int:
-            return min(max(most_tiles(m), zeroing_blocks(call, m)), resident)
-
-        grid = grid_for(call.m)
-        if grid == 0:
-            return NOTHING
-        launch = kernel.bound(
-            packed_arguments(call, ops.alpha, ops.beta), grid=grid, threads=config.threads, shared=shared,
-            overlap=overlap, keep=kept(on_device), grid_for=grid_for,
-        )  # fmt: skip
-        return _movable(launch, table)
-
-    return bind
-
-
-def kept(table: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """What a launch keeps alive: a list's table in device memory; operands belong to whoever launches."""
-    return () if table is None else (table,)
-
-
-def _movable(launch: BoundKernel, table: Table | None) -> Launch:
-    """The launch; of a list without `move`, since the table in device memory holds the operands' addresses."""
-    return launch if table is None else without_move(launch)
+def _maps(maps: MapEncoder, call: Call, table: Table | None, index: int) -> Fields:
+    """The tensor maps of a problem and, behind them, the counters of the Hopper kernel's scheduler."""
+    with driver.on_device(index):
+        return join([*(maps.of_call(call) if table is None else maps.of_list(table)), COUNTERS])
 
 
 def _emulated(config: GenericConfig, spec: ProblemSpec) -> Bind:
     from multigemm.backends.numba.kernels.generic import make_kernel
+    from multigemm.backends.numba.kernels.runtime import simulating
 
     kernel: Any = make_kernel(config, signature_of(spec))
     style = epilogue_words(spec)
 
     def bind(ops: Operands) -> Launch:
-        host = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None
-        call = call_of(ops, style, host)
-        tiles = bound_on_tiles(ops, call, config.bm, config.bn)(call.m)
+        host, view = torch.from_numpy(list_table(ops)) if ops.spec.form == "per_group" else None, view_of(ops)
+        call = call_of(ops, view, style, host)
+        tiles = most_tiles_by_rows(ops, view, config.bm, config.bn)(call.m)
         # Two blocks at most: enough to walk tiles in strides, cheap enough for many checks.
         grid = max(1, min(tiles, 2))
 
         def launch(_table: torch.Tensor | None = host) -> None:
-            with _one_at_a_time, _simulating():
+            with simulating():
                 kernel[grid, config.threads](call, ops.alpha, ops.beta)
 
         return launch
 
     return bind
-
-
-@contextmanager
-def _simulating() -> Iterator[None]:
-    """Makes the simulator quick and quiet.
-
-    Its manager polls its threads in a busy loop and holds them up for a whole switch interval each
-    time; and NumPy scalars warn of the NaN and infinities that a GPU computes silently.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SIMULATOR_SWITCH_SECONDS)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            yield
-    finally:
-        sys.setswitchinterval(before)

@@ -28,7 +28,7 @@ CACHE = DiskCache("triton")
 KERNELS = Path(__file__).parent / "kernels"
 DEVICE_CODE = ("epilogue.py", "generic.py", "schedule.py")
 HOPPER_CODE = ("hopper.py", "hopper_shift_b.py", "hopper_tiles.py")
-LIST_CODE = ("lists.py",)
+OWN_CODE = ("lists.py", "quantised.py")
 compilations = 0
 """How many kernels this process compiled (not: loaded from disk). Tests count it."""
 
@@ -80,9 +80,10 @@ def triton_version() -> str:
 
 @cache
 def source_fingerprint(module: str, gluon: bool) -> str:
-    """Changes with any file of device code that such a kernel may use: they import one another, not those of lists."""
+    """Changes with any file of device code that such a kernel may use: they import one another, not OWN_CODE."""
     names = (*DEVICE_CODE, *HOPPER_CODE) if gluon else DEVICE_CODE
-    names = (*names, *LIST_CODE) if module.rpartition(".")[2] + ".py" in LIST_CODE else names
+    own = module.rpartition(".")[2] + ".py"
+    names = (*names, own) if own in OWN_CODE else names
     return fingerprint(*((KERNELS / name).read_bytes() for name in names))
 
 

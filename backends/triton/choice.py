@@ -21,10 +21,15 @@ import torch
 
 from multigemm.backends.triton.config import (
     INVARIANT,
+    INVARIANT_TILE,
+    PROMOTION,
     SHARED_LIMIT,
     STRIP,
     Config,
     depth_of,
+    finest_block,
+    foldable,
+    invariant_depth,
     is_tf32,
     mappable,
     problem_with,
@@ -32,7 +37,7 @@ from multigemm.backends.triton.config import (
     variance,
 )
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
-from multigemm.problem.spec import ProblemSpec
+from multigemm.problem.spec import MIXED, ProblemSpec
 
 BRIEF_US = 50.0
 """Below that, programs take so few tiles that the balance of drawing them from a counter is not worth its end."""
@@ -323,6 +328,12 @@ def emulated() -> list[Config]:
     return [Config(block_m=64, block_n=64, block_k=64, warps=4, stages=1, width=2, programs=3)]
 
 
+def emulated_quantised(spec: ProblemSpec) -> Config:
+    """The same for quantised operands."""
+    deep = PROMOTION if foldable(spec) else finest_block(spec) or PROMOTION
+    return Config("quantised", 64, 64, deep, warps=4, stages=1, width=2, programs=3)
+
+
 def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
     """The order that measurements on an H100 support (docs/triton-tuning.md), by rows per group."""
     rows = shape_of(spec).rows
@@ -439,8 +450,54 @@ def pointer_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) 
     return [config for config in dict.fromkeys(found) if not problem_with(config, spec)]
 
 
+def quantised_candidates(spec: ProblemSpec, capability: tuple[int, int] = (9, 0)) -> list[Config]:
+    """Valid configs of the kernel of quantised operands, the best guess first. None of them was measured.
+
+    A tile as low as its tokens wastes no products. Few tokens wait for weights: long steps and several programs on a
+    multiprocessor keep more bytes on their way. Many tokens share every weight with as many rows as registers hold
+    beside a second sum. Steps are short where elements need registers of their own: converted ones, and those with an
+    address each.
+    """
+    if spec.batch_invariant:
+        rows, columns, warps = INVARIANT_TILE
+        fixed = Config("quantised", rows, columns, invariant_depth(spec), warps=warps, stages=3, programs=2)
+        return [config for config in (fixed, replace(fixed, stages=2)) if not problem_with(config, spec)][:1]
+    rows, converted = typical_rows(spec), spec.quantised == "weights" or capability[0] < 9
+    single = not in_pieces(spec) or spec.form == "per_group"
+    deep = PROMOTION if foldable(spec) else finest_block(spec) or PROMOTION
+    short = min(deep, 64 if foldable(spec) or not single else 32)
+    low = Config("quantised", _pow2(rows, 16, 32), 128, deep, warps=4, stages=4, programs=3)
+    mid = Config("quantised", 64, 128, deep, warps=4, stages=4, programs=2)
+    high = Config("quantised", 128, 128, deep, warps=8, stages=4, programs=1)
+    small = Config("quantised", 64, 64, deep, warps=4, stages=3, programs=3)
+    if converted:
+        low, mid = replace(low, block_n=64), replace(mid, warps=8 if capability[0] < 10 else 4)
+    if burdened_quantised(spec) or capability[0] < 9:
+        low, mid, high = replace(low, block_n=64), replace(mid, warps=8), replace(high, block_n=64)
+    if capability[0] >= 10:
+        low = replace(low, warps=8)
+    if converted or single:
+        mid, high, small = (replace(config, block_k=short) for config in (mid, high, small))
+    if single:
+        low = replace(low, block_k=short)
+    sizes = [low, small, mid] if rows <= 32 else [mid, small, high] if rows <= 96 else [high, mid, small]
+    if rows > 32 and tiles_in(sizes[0], spec) < PROCESSORS:
+        sizes = [small, *(config for config in sizes if config is not small)]
+    return [config for config in sizes if not problem_with(config, spec)]
+
+
+def burdened_quantised(spec: ProblemSpec) -> bool:
+    """Whether addresses, the epilogue or a number for each column and block take registers that a large tile needs."""
+    scale = spec.b.scale
+    columns = scale is not None and bool(scale.k) and scale.rows in (1, MIXED) and not foldable(spec)
+    return heavy(spec) or columns or spec.activation not in (None, "relu")
+
+
 def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
     """Valid configs for a spec on a device, the best guess first."""
+    if device.type == "cpu" and spec.quantised:
+        fixed = spec.batch_invariant
+        return quantised_candidates(spec) if fixed else [emulated_quantised(spec)]
     if device.type == "cpu":
         short = INVARIANT.block_k
         return [replace(config, block_k=short) if variance(config, spec) else config for config in emulated()]
@@ -452,6 +509,8 @@ def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
 
 def candidates_of(spec: ProblemSpec, capability: tuple[int, int]) -> list[Config]:
     """Valid configs for a spec on devices of a compute capability, the best guess first."""
+    if spec.quantised:
+        return quantised_candidates(spec, capability)
     plain = pointer_candidates(spec, capability)
     fast = hopper_candidates(spec) if capability[0] == 9 else []
     if not fast:

@@ -14,7 +14,7 @@ import torch
 
 from multigemm.backends.triton.build import triton_version
 from multigemm.cuda.summation import ALIKE, INTEGERS, Summation, difference
-from multigemm.problem.spec import OperandSpec, ProblemSpec
+from multigemm.problem.spec import MIXED, OperandSpec, ProblemSpec
 
 SHARED_LIMIT = 227 * 1024
 STRIP = 64
@@ -35,7 +35,7 @@ class Config:
     balances tiles that differ.
     """
 
-    kernel: Literal["pointer", "hopper"] = "pointer"
+    kernel: Literal["pointer", "hopper", "quantised"] = "pointer"
     block_m: int = 128
     block_n: int = 128
     block_k: int = 64
@@ -104,6 +104,8 @@ def hopper_shared(config: Config, spec: ProblemSpec) -> int:
 
 def shared_memory(config: Config, spec: ProblemSpec) -> int:
     """Bytes of shared memory that a program of this config needs, at most."""
+    if config.kernel == "quantised":
+        return quantised_shared(config, spec)
     if config.kernel != "hopper":
         return shared_bytes(config, spec)
     return list_shared(config, spec) if spec.form == "per_group" else hopper_shared(config, spec)
@@ -254,7 +256,83 @@ def _ring_problem(config: Config, spec: ProblemSpec) -> str:
     return ""
 
 
-CHOICES = {"kernel": ("pointer", "hopper"), "order": ("dealt", "drawn"), "warps": (1, 2, 4, 8, 16),
+# --- quantised operands -------------------------------------------------------------------------------
+
+
+NARROW = 64
+"""Rows of tokens below which they stand on the instruction's narrow side: its other side takes 64 at least."""
+PROMOTION = 128
+"""Elements of K that products of float8 may stay in the tensor core's own sums."""
+INVARIANT_TILE = (64, 64, 4)
+"""Rows, columns and warps of batch-invariant problems with quantised operands: one instruction for all sizes."""
+
+
+def swapped(config: Config) -> bool:
+    """Whether weights stand on the side of the instruction that takes 64 rows, for few tokens."""
+    return config.block_m < NARROW
+
+
+def finest_block(spec: ProblemSpec) -> int:
+    """The least of K that one number of any scale covers, among 32, 64 and 128; 0 where none is cut along K."""
+    blocks = [x.scale.k for x in (spec.a, spec.b) if x.scale is not None and x.scale.k]
+    return 32 if MIXED in blocks else min(blocks, default=0)
+
+
+def foldable(spec: ProblemSpec) -> bool:
+    """Whether weights may be multiplied by their scales in registers: one rounding to bfloat16 is allowed, one to
+    float16 where the scale has no more digits and no wider range."""
+    scale = spec.b.scale
+    if spec.quantised != "weights" or scale is None or scale.k not in (32, 64):
+        return False
+    return spec.compute is torch.bfloat16 or scale.dtype is torch.float16
+
+
+def folded(config: Config, spec: ProblemSpec) -> bool:
+    """Whether a step along K is longer than a block of the weights' scales, which are then multiplied in registers."""
+    return foldable(spec) and config.block_k > finest_block(spec)
+
+
+def quantised_shared(config: Config, spec: ProblemSpec) -> int:
+    """An upper estimate: the pipeline, a converted block of each operand, and results on their way to memory."""
+    m, n, k = config.block_m, config.block_n, config.block_k
+    held = m * k * spec.a.dtype.itemsize + (n * k // 2 if spec.b.packed else n * k)
+    numbers = 4 * (m + n * (k // finest_block(spec) if folded(config, spec) else 1))
+    return max(config.stages * (held + numbers) + 2 * (m + n) * k, 4 * m * n)
+
+
+def quantised_problem(config: Config, spec: ProblemSpec) -> str:
+    """Why the kernel of quantised operands cannot run this spec with this config, or ''."""
+    if config.pack or config.shift_b or config.splits != 1:
+        return (
+            f"pack={config.pack}, shift_b={config.shift_b}, splits={config.splits}: quantised operands are read as "
+            "they lie, by one program for each tile; use none of these"
+        )
+    for name in ("block_m", "block_n"):
+        block = getattr(config, name)
+        if not isinstance(block, int) or not 16 <= block <= 256 or block & (block - 1):
+            return f"{name}={block} must be a power of two from 16 to 256"
+    if config.block_k not in (32, 64, 128):
+        return f"block_k={config.block_k} must be 32, 64 or {PROMOTION}, the longest sum without promotion"
+    finest = finest_block(spec)
+    if finest and config.block_k > finest and not folded(config, spec):
+        return f"block_k={config.block_k}: one number covers {finest} of K, and a step has one for each line"
+    if quantised_shared(config, spec) > SHARED_LIMIT:
+        return f"{quantised_shared(config, spec)} bytes of shared memory exceed {SHARED_LIMIT}; use fewer stages"
+    if 2 * config.block_m * config.block_n // (32 * config.warps) > 160:
+        return f"tile {config.block_m}x{config.block_n} of {config.warps} warps: two sums do not fit the registers"
+    tile = (config.block_m, config.block_n, config.warps)
+    if spec.batch_invariant and (tile != INVARIANT_TILE or config.block_k != invariant_depth(spec)):
+        rows, columns, warps = INVARIANT_TILE
+        return f"batch_invariant=True takes {rows}x{columns}x{invariant_depth(spec)} by {warps} warps alone"
+    return ""
+
+
+def invariant_depth(spec: ProblemSpec) -> int:
+    """K of a step of batch-invariant problems: a whole block, so that one block is summed like all of a short K."""
+    return finest_block(spec) or PROMOTION
+
+
+CHOICES = {"kernel": ("pointer", "hopper", "quantised"), "order": ("dealt", "drawn"), "warps": (1, 2, 4, 8, 16),
            "splits": (1, 2, 4, 8, 16), "shift_b": (False, True), "pack": ((), ("a",), ("b",), ("a", "b"))}  # fmt: skip
 LIMITS = {"stages": (1, 32), "width": (1, 4096), "programs": (0, 64)}
 
@@ -275,6 +353,11 @@ def problem_with(config: Config, spec: ProblemSpec) -> str:
     """Why this config cannot run this spec, or ''."""
     if reason := value_problem(config):
         return reason
+    if bool(spec.quantised) != (config.kernel == "quantised"):
+        held = "quantised" if spec.quantised else "plain"
+        return f"kernel={config.kernel!r}: {held} operands have {'one' if spec.quantised else 'kernels'} of their own"
+    if spec.quantised:
+        return quantised_problem(config, spec)
     found = hopper_problem(config, spec) if config.kernel == "hopper" else pointer_problem(config, spec)
     return found or variance(config, spec)
 
@@ -287,6 +370,8 @@ def summation_of(config: Config, spec: ProblemSpec) -> Summation:
     """How a config sums. In the pointer kernel mma.sync stands for either instruction, between which Triton chooses."""
     if spec.compute == torch.int8:
         return INTEGERS
+    if spec.quantised:
+        return Summation("mma.sync", 32 if spec.quantised == "float8" else 16)
     tensor_cores = spec.compute.itemsize == 2 or is_tf32(spec)
     if not tensor_cores:
         return Summation("fused multiply-add", padded=config.block_k, parts=config.splits > 1)
@@ -303,7 +388,7 @@ def variance(config: Config, spec: ProblemSpec) -> str:
 
 def one_instruction(spec: ProblemSpec, capability: tuple[int, int]) -> bool:
     """Whether tiles of all sizes are multiplied by one instruction on such a GPU, or by instructions that sum alike."""
-    on_tensor_cores = summation_of(INVARIANT, spec).unit == "mma.sync"
+    on_tensor_cores = summation_of(INVARIANT, spec).unit == "mma.sync" and not spec.quantised
     return not on_tensor_cores or capability[0] < 9 or capability in ALIKE
 
 

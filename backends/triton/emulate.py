@@ -19,7 +19,6 @@ from multigemm.backend import Launch
 from multigemm.backends.triton.config import Config
 from multigemm.backends.triton.generic import (
     CHUNK,
-    NO_SHAPE,
     bits_of,
     chunk_of,
     constants,
@@ -37,13 +36,19 @@ from multigemm.backends.triton.lists import (
     few_groups,
     few_slots,
     few_values,
-    is_empty,
     list_chunk,
     most_tiles_of_list,
     tile_table,
 )
-from multigemm.cuda.launch import NOTHING
-from multigemm.planning.operands import Operands, group_table, packed
+from multigemm.backends.triton.quantised import (
+    SCALES,
+    quantised_constants,
+    quantised_numbers,
+    scale_strides,
+    scale_table,
+)
+from multigemm.planning.operands import ABSENT, NO_VIEW, Operands, group_table, packed, view_of
+from multigemm.planning.tiles import most_tiles_by_rows
 
 
 def _kernels() -> tuple[Any, Any, Any]:
@@ -97,7 +102,7 @@ def _bind_few(ops: Operands, config: Config, groups: list[tuple[int, ...]], tile
     return lambda: kernel[(tiles,)](given, bits_of(ops.alpha, spec), **options)
 
 
-_alone = threading.Lock()
+_alone = threading.RLock()
 """The interpreter puts its own functions into triton.language while a kernel runs, for all threads of the process."""
 
 
@@ -107,8 +112,6 @@ def bind_emulated(ops: Operands, config: Config) -> Launch:
     The interpreter computes in NumPy, which warns of the NaN, infinities and overflow that a GPU computes silently.
     NumPy keeps what it warns of for each thread, so the caller's other threads are warned as before.
     """
-    if not ops.out.numel() if isinstance(ops.out, Tensor) else is_empty(ops):
-        return NOTHING
     launch = _bind(ops, config)
 
     def alone() -> None:
@@ -118,19 +121,58 @@ def bind_emulated(ops: Operands, config: Config) -> Launch:
     return alone
 
 
+def _bind_quantised(ops: Operands, config: Config) -> Launch:
+    """Interprets the kernel of quantised operands; bytes and codes of scales are uint8 there."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from multigemm.backends.triton.kernels.quantised import quantised_kernel
+    from multigemm.backends.triton.kernels.schedule import write_prefix
+
+    spec, kernel, count = ops.spec, cast(Any, quantised_kernel), cast(Any, write_prefix)
+    listed, shape = spec.form == "per_group", view_of(ops)
+    options = {**quantised_constants(spec, config, 0, chunk_of(spec, config)), "INTERPRETED": True}
+    most = most_tiles_by_rows(ops, shape, config.block_m, config.block_n)(shape.m)
+    grid, tensors = (programs(most, config, 1),), _tensors(ops, group_table(ops) if listed else None)
+    scales = {name: getattr(ops, name) for name in SCALES}
+    of_scales = {"scale_a": spec.a.scale, "scale_b": spec.b.scale}
+    kinds = {name: torch.float32 if of is None else of.dtype for name, of in of_scales.items()}
+    kinds["zero_b"] = (spec.b.scale and spec.b.scale.zero) or torch.uint8
+    tensors |= {name: x if isinstance(x, Tensor) else torch.empty(1, dtype=kinds[name]) for name, x in scales.items()}
+    tensors["scales"] = torch.from_numpy(scale_table(ops)) if listed else torch.empty(1, dtype=torch.int64)
+    given = [_bytes(x) if name in ("a", "b", *of_scales) else x for name, x in tensors.items()]
+    strides = [ABSENT] * len(SCALES) if listed else scale_strides(ops)
+    arguments = [*given, *quantised_numbers(ops, shape, strides)]
+
+    def launch() -> None:
+        if spec.groups > CHUNK and not uniform(spec):
+            extents = [shape.m, shape.n, spec.groups, int(ops.head)]
+            count[(1,)](
+                tensors["prefix"], tensors["ends"], tensors["table"], *extents, **prefix_constants(spec, config)
+            )
+        kernel[grid](*arguments, **options)
+
+    return launch
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The codes of elements of 8 bits."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
 def _bind(ops: Operands, config: Config) -> Launch:
     spec = ops.spec
+    if spec.quantised:
+        return _bind_quantised(ops, config)
     if few_slots(spec, config) and (few := few_groups(ops, config)):
         return _bind_few(ops, config, *few)
     kernel, count, tl = _kernels()
     listed = spec.form == "per_group"
-    shape = NO_SHAPE if listed else packed(ops)
+    shape = NO_VIEW if listed else packed(ops)
     tiles = tile_table(ops, config) if listed else None
     table = group_table(ops) if listed and tiles is None else tiles
     chunk = list_chunk(spec, config, tiles) if listed else chunk_of(spec, config)
     options = {**constants(spec, config, chunk=chunk), "INTERPRETED": True}
     options["ACC"] = getattr(tl, options["ACC"].removeprefix("tl."))
-    most = most_tiles_of_list(ops, config) if listed else most_tiles_of(shape, config)
+    most = most_tiles_of_list(ops, config) if listed else most_tiles_of(shape, shape.m, config)
     grid, places = (programs(most, config, 1),), max(1, most)
     tensors = _tensors(ops, table) | space_of(ops, places, config)
     arguments = [*tensors.values(), *numbers(ops, shape, spec.groups if table is None else len(table), places)]

@@ -18,10 +18,10 @@ from multigemm.backends.triton.config import Config
 from multigemm.cuda.counters import SLOTS as POOLED
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors
-from multigemm.cuda.launch import NOTHING, BoundKernel, LaunchSequence
+from multigemm.cuda.launch import BoundKernel, LaunchSequence
 from multigemm.errors import InvalidProblem
-from multigemm.planning.operands import Operands, Packed, Strided, address_of, packed
-from multigemm.planning.tiles import most_tiles, tiles_of
+from multigemm.planning.operands import ABSENT, Operands, Packed, address_of, packed
+from multigemm.planning.tiles import most_packed_tiles
 from multigemm.problem.spec import ProblemSpec
 
 CHUNK = 256
@@ -38,11 +38,14 @@ TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
     torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.float8_e8m0fnu: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
 ACCUMULATORS = {torch.float32: "tl.float32", torch.float64: "tl.float64", torch.int32: "tl.int32"}
-POINTERS = ("a", "b", "c", "out", "bias", "ends", "table", "prefix", "partials", "arrived")
 EXTENTS = ("m", "n", "k", "groups", "head", "places")
 STRIDES = ("a_group", "a_row", "a_col", "b_group", "b_row", "b_col", "c_group", "c_row", "c_col",
            "out_group", "out_row", "out_col", "bias_group", "bias_col", "alpha_bits", "beta_bits")  # fmt: skip
@@ -76,18 +79,18 @@ def argument_types(spec: ProblemSpec) -> dict[str, str]:
     return {**names, **dict.fromkeys(EXTENTS, "i32"), **dict.fromkeys(STRIDES, "i64")}
 
 
-def _hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
+def hints(spec: ProblemSpec) -> tuple[tuple[str, int], ...]:
     """What the compiler may assume: addresses and strides that the spec's alignment classes promise."""
-    hints: list[tuple[str, int]] = []
+    found: list[tuple[str, int]] = []
     for name, operand in (("a", spec.a), ("b", spec.b), ("out", spec.out)):
         if spec.form != "per_group":
-            hints.append((name, operand.align))
+            found.append((name, operand.align))
             each = operand.align // operand.dtype.itemsize
-            hints += [(f"{name}_{part}", each) for part in ("group", "row", "col")]
+            found += [(f"{name}_{part}", each) for part in ("group", "row", "col")]
     for name in "mnk":
         extent = 0 if name == spec.jagged else getattr(spec, name) or 0
-        hints.append((name, 16 if extent and extent % 16 == 0 else 8 if extent and extent % 8 == 0 else 1))
-    return tuple(hint for hint in hints if hint[1] > 1)
+        found.append((name, 16 if extent and extent % 16 == 0 else 8 if extent and extent % 8 == 0 else 1))
+    return tuple(hint for hint in found if hint[1] > 1)
 
 
 def even_k(spec: ProblemSpec, config: Config) -> bool:
@@ -148,7 +151,7 @@ def pointer_source(spec: ProblemSpec, config: Config, multiple: int = 1, chunk: 
         name="pointer_kernel",
         signature=tuple(argument_types(spec).items()),
         constants=tuple(constants(spec, config, multiple, chunk).items()),
-        divisibility=_hints(spec),
+        divisibility=hints(spec),
         warps=config.warps,
         stages=config.stages,
     )
@@ -175,12 +178,6 @@ def generic_sources(spec: ProblemSpec, config: Config) -> dict[str, KernelSource
     """The kernels of a plan: the main one for few groups and for many, and the one that counts tiles."""
     found = {f"main {chunk}": pointer_source(spec, config, chunk=chunk) for chunk in chunks(spec, config)}
     return found if uniform(spec) else {**found, "prefix": prefix_source(spec, config)}
-
-
-ABSENT = Strided(0, 0, 0, 0)
-"""An operand that a problem does not have."""
-NO_SHAPE = Packed(0, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
-"""What a list is as a packed form: all that the kernel has to know of it lies in a table."""
 
 
 def bits_of(value: float, spec: ProblemSpec) -> int:
@@ -214,19 +211,9 @@ def numbers(ops: Operands, shape: Packed, groups: int, places: int) -> list[int]
             out.group, out.row, out.col, bias.group, bias.col, alpha, beta]  # fmt: skip
 
 
-def most_tiles_of(shape: Packed, config: Config) -> int:
-    """At most this many tiles, without knowing device sizes."""
-    down, across = tiles_of(shape.m, config.block_m), tiles_of(shape.n, config.block_n)
-    if shape.jagged == "m":
-        return most_tiles_of_rows(shape, shape.m, config)
-    if shape.jagged == "n":
-        return down * most_tiles(shape.n, shape.groups, config.block_n)
-    return shape.groups * down * across
-
-
-def most_tiles_of_rows(shape: Packed, rows: int, config: Config) -> int:
-    """The same where so many rows are cut."""
-    return most_tiles(rows, shape.groups, config.block_m) * tiles_of(shape.n, config.block_n)
+def most_tiles_of(shape: Packed, rows: int, config: Config) -> int:
+    """At most this many tiles where there are so many rows, without knowing device sizes."""
+    return most_packed_tiles(shape.jagged, shape.groups, rows, shape.n, config.block_m, config.block_n)
 
 
 def programs(tiles: int, config: Config, available: int) -> int:
@@ -251,7 +238,7 @@ def bind_main(
     if config.splits == 1:
 
         def grid_for(tokens: int) -> int:
-            return programs(most_tiles_of_rows(shape, tokens, config), config, processors(kernel.index))
+            return programs(most_tiles_of(shape, tokens, config), config, processors(kernel.index))
 
         return kernel.bound([*data, 0, 0, *numbers(ops, shape, groups, 0)], grid, keep, grid_for=grid_for)
     places = max(1, tiles)
@@ -289,10 +276,8 @@ class GenericPlan:
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem."""
-        if not cast(Tensor, ops.out).numel():
-            return NOTHING
         shape, config = packed(ops), self._config
-        at, tiles = sizes_address(ops, sums_sizes(ops.spec)), most_tiles_of(shape, config)
+        at, tiles = sizes_address(ops, sums_sizes(ops.spec)), most_tiles_of(shape, shape.m, config)
         if self._count is None:
             return bind_main(self._main, ops, shape, config, tiles, shape.groups, sizes=at)
         return bind_counted(self._count, self._main, ops, shape, config, tiles, sizes=at)

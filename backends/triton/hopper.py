@@ -20,13 +20,11 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.triton.build import KernelSource, TritonKernel, load
 from multigemm.backends.triton.config import STRIP, Config, consumers, depth_of, part_of, raw_bytes
 from multigemm.backends.triton.generic import (
-    ABSENT,
     TYPES,
     bits_of,
     sizes_address,
@@ -35,9 +33,9 @@ from multigemm.cuda.arguments import Address, Fields
 from multigemm.cuda.counters import Words, ready
 from multigemm.cuda.device import processors
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.launch import NOTHING, BoundKernel, LaunchSequence
+from multigemm.cuda.launch import BoundKernel, LaunchSequence
 from multigemm.cuda.tensor_map import BLANK, encode_together
-from multigemm.planning.operands import Operands, Packed, Strided, packed
+from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, packed
 from multigemm.planning.tiles import most_tiles, tiles_of
 from multigemm.problem.spec import Form, OperandSpec, Order, ProblemSpec
 
@@ -442,8 +440,6 @@ class HopperPlan:
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one problem; the generic kernel takes strides that no map expresses."""
-        if not cast(Tensor, ops.out).numel():
-            return NOTHING
         shape = packed(ops)
         launches: list[BoundKernel] = []
         for copy in self._copies:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from multigemm.backend import Recipe
-from multigemm.backends.triton import choice, generic, hopper, lists
+from multigemm.backends.triton import choice, generic, hopper, lists, quantised
 from multigemm.backends.triton import config as configs
-from multigemm.backends.triton.build import KernelSource
 from multigemm.backends.triton.config import Config
 from multigemm.cuda.device import index_of
 from multigemm.errors import InvalidSetting
@@ -30,10 +29,14 @@ def _emulated(spec: ProblemSpec, config: Config, why: str) -> Recipe:
     from multigemm.backends.triton.emulate import bind_emulated
 
     sums = generic.sums_sizes(spec)
-    return Recipe("pointer (interpreted)", config, lambda ops: bind_emulated(ops, config), why, sums_sizes=sums)
+    return Recipe(
+        f"{config.kernel} (interpreted)", config, lambda ops: bind_emulated(ops, config), why, sums_sizes=sums
+    )
 
 
 def _loaded(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
+    if config.kernel == "quantised":
+        return quantised.plan_quantised(spec, config, index, why)
     plan_generic = lists.plan_generic_list if spec.form == "per_group" else generic.plan_generic
     if config.kernel != "hopper":
         return plan_generic(spec, config, index, why)
@@ -41,10 +44,3 @@ def _loaded(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
     return plan_hopper(
         spec, config, index, why, lambda: plan_generic(spec, choice.pointer_candidates(spec)[0], index, why)
     )
-
-
-def sources_of(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
-    """All kernels that problems of this spec may run with this config, by name."""
-    if spec.form == "per_group":
-        return (lists.hopper_list_sources if config.kernel == "hopper" else lists.generic_list_sources)(spec, config)
-    return (hopper.hopper_sources if config.kernel == "hopper" else generic.generic_sources)(spec, config)

@@ -24,7 +24,6 @@ from multigemm.backends.triton.config import Config, depth_of, list_registers, l
 from multigemm.backends.triton.generic import (
     CHUNK,
     LISTED,
-    NO_SHAPE,
     TYPES,
     WHOLE,
     argument_types,
@@ -42,9 +41,9 @@ from multigemm.cuda.counters import SLOTS as POOLED
 from multigemm.cuda.counters import ready
 from multigemm.cuda.device import processors, to_device
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.launch import NOTHING, without_move
+from multigemm.cuda.launch import without_move
 from multigemm.cuda.tensor_map import encode_together
-from multigemm.planning.operands import TABLE, Operands, group_table
+from multigemm.planning.operands import NO_VIEW, TABLE, Operands, group_table
 from multigemm.planning.tiles import tiles_of
 from multigemm.problem.spec import Order, ProblemSpec
 
@@ -59,11 +58,6 @@ MOST_TILES = 8192
 MAP_SLOTS = (4, 8, 16)
 """Groups of a kernel with maps: all of them are read, 16 in about a microsecond."""
 Numbers = tuple[int, ...]
-
-
-def is_empty(ops: Operands) -> bool:
-    """Whether no product of a list has results."""
-    return not any(out.numel() for out in ops.out)
 
 
 def tile_table(ops: Operands, config: Config) -> npt.NDArray[np.int64] | None:
@@ -230,8 +224,6 @@ class GenericListPlan:
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one list."""
-        if is_empty(ops):
-            return NOTHING
         if self._few is not None and (found := few_groups(ops, self._config)):
             groups, tiles = found
             slots = few_values(groups, few_slots(self._spec, self._config))
@@ -246,10 +238,10 @@ class GenericListPlan:
         source = pointer_source(spec, config, extents_multiple(ops), list_chunk(spec, config, listed))
         main, tiles, place = load(source, self._index), most_tiles_of_list(ops, config), table.data_ptr()
         if listed is not None or spec.groups <= CHUNK:
-            bound = bind_main(main, ops, NO_SHAPE, config, tiles, len(rows), table=place, keep=(table,))
+            bound = bind_main(main, ops, NO_VIEW, config, tiles, len(rows), table=place, keep=(table,))
             return without_move(bound)
         count = load(prefix_source(spec, config), self._index)
-        return without_move(bind_counted(count, main, ops, NO_SHAPE, config, tiles, table=place, keep=(table,)))
+        return without_move(bind_counted(count, main, ops, NO_VIEW, config, tiles, table=place, keep=(table,)))
 
 
 def plan_generic_list(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
@@ -343,8 +335,6 @@ class HopperListPlan:
 
     def bind(self, ops: Operands) -> Launch:
         """Lays out the arguments of one list; the generic kernel takes one of too many tiles."""
-        if is_empty(ops):
-            return NOTHING
         spec, config = self._spec, self._config
         with on_device(self._index):
             groups, tiles = list_groups(ops, config)

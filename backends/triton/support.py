@@ -12,7 +12,7 @@ import torch
 from multigemm.backend import Availability, quantised_reasons
 from multigemm.backends.triton.build import triton_version
 from multigemm.backends.triton.config import one_instruction
-from multigemm.problem.spec import ProblemSpec
+from multigemm.problem.spec import MIXED, ProblemSpec
 from multigemm.settings import settings
 
 INSTALL = "pip install 'triton>=3.6'"
@@ -67,9 +67,14 @@ def _device_reasons(device: torch.device) -> list[str]:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against; an empty list means that `plan` will work."""
-    if reasons := quantised_reasons(spec):
+    if reasons := quantised_reasons(spec, takes=("float8", "weights")):
         return reasons
     reasons = _device_reasons(device) + spec.too_long
+    if spec.batch_invariant and any(x.scale is not None and x.scale.k == MIXED for x in (spec.a, spec.b)):
+        reasons.append(
+            "batch_invariant=True and scales of a list that cover unlike parts of K: sums of a row would be cut as the "
+            "finest one is: give all matrices blocks of one width"
+        )
     if spec.total > ROWS and not spec.longest:
         reasons.append(f"up to {spec.total} rows in all groups: tiles are counted up to {ROWS} rows: split the problem")
     if spec.batch_invariant and device.type == "cuda" and torch.cuda.is_available():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from multigemm import fleet as places
+from multigemm import interrupts
 from multigemm.bench import fleet, machine, own, page, plots, reports, table
 from multigemm.bench.compare import compare
 from multigemm.bench.entries import Entry, backend_entries, ceiling_entry
@@ -20,16 +21,15 @@ from multigemm.bench.operands import Tensors, make
 from multigemm.bench.peers import peer_entries
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import DeviceLost, Options, Progress, Runner, add_ceilings, new_report
-from multigemm.bench.suites import SUITES, above_zero, add_selection, parts, selected, suite
+from multigemm.bench.suites import SUITES, above_zero, add_selection, asks_nothing, parts, selected, suite
 from multigemm.bench.supervise import CONTEXT_LOST, Marker, as_child, supervise
 from multigemm.bench.workloads import Rates, Workload
 from multigemm.errors import InvalidSetting
 
 LONG_SUITE, LISTED = 100, 5
-UNASKED_S = 40.0
+UNASKED_S = 30.0
 """Seconds after which a run on a CPU that nothing was asked of begins no further workload."""
-INTERRUPTED = 130
-LOCAL_OPTIONS = ("--out", "--json", "--commit", "--stall", "--seconds", "--time-budget")
+LOCAL_OPTIONS = ("--out", "--json", "--commit", "--stall", "--seconds")
 LOCAL_FLAGS = ("--resume", "--json-only", "--quiet")
 """What a kept command leaves out: paths of this machine, and its owner's haste."""
 EPILOG = """
@@ -63,14 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pages = commands.add_parser("embed", help="draw the tables of Markdown pages anew from the reports that they name")
     pages.add_argument("pages", type=Path, nargs="+", help="Markdown files; run it where their paths begin")
     pages.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page differs from its reports")
-    commands.add_parser("list", help="suites and their workloads")
+    commands.add_parser("list")  # what --list does
+    parser.set_defaults(began=False)
 
 
 def _add_method(parser: argparse.ArgumentParser) -> None:
     """Who is measured, and how."""
     add = parser.add_argument
     add("--problem", type=Path, help="a Python file that defines `problem`, a GroupedGemmProblem, instead of a suite")
-    add("--backends", "--backend", default="", help="comma separated, or none (default: all that are here, and auto)")
+    add("--backends", default="", help="comma separated, or none (default: all that are here, and auto)")
     add("--peers", default="", help="peers, comma separated, or none (default: all that are here)")
     add("--configs", type=int, default=0, help="time so many configs of each backend (default: the backend's choice)")
     add("--style", choices=("cold", "do_bench"), default="cold", help="do_bench: as Triton's tutorials measure")
@@ -79,8 +80,9 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     add("--budget-ms", type=float, help="per workload and mode, all entries together")
     idle = "per cent of the time in which the device idles, in pauses between bursts of 25 ms (default: 0)"
     add("--rest", type=float, default=0.0, help=idle)
-    late = f"begin no workload after so long (default: {UNASKED_S:g} on a CPU that is asked nothing, else no limit)"
-    add("--seconds", "--time-budget", type=float, help=late)
+    late = f"begin no workload after so long (default: {UNASKED_S:g} on a CPU for the usual suite, else no limit)"
+    add("--seconds", type=float, help=late)
+    add("--energy", action="store_true", help="also the joules of a call, where the GPU counts them (NVML)")
     add("--floor", default="", help="TFLOP/s,TB/s to use as ceilings instead of measuring them")
 
 
@@ -121,11 +123,8 @@ def main(args: argparse.Namespace) -> int:
     above_zero(args, "reps", "budget_ms", "seconds", "stall")
     if args.problem and (args.suite or args.shape):
         raise InvalidSetting("--problem beside --suite or --shape: name one of them")
-    place = places.here()
-    if not args.problem and (devices := fleet.shared(args, place)):
-        cases = [case.key for case in selected(args, torch.device(devices[0]).type)]
-        return fleet.run(_own_words(args), args.out, cases, devices, place, lambda report: _whole(report, args))
-    return as_child(lambda: _run(args), args.marker)
+    with interrupts.of_termination():
+        return as_child(lambda: _measure(args), args.marker)
 
 
 def _list() -> int:
@@ -142,15 +141,37 @@ def _list() -> int:
 # --- a run ------------------------------------------------------------------------------------------
 
 
-def _run(args: argparse.Namespace) -> int:
-    """A run on one device, in this process or in a child."""
+def _measure(args: argparse.Namespace) -> int:
+    """A run on many devices, in a child process, or here."""
+    path: Path = args.out / "report.json"
+    place = places.here()
+    devices = () if args.problem else fleet.shared(args, place)
+    if devices:
+        cases, words = selected(args, torch.device(devices[0])), _own_words(args)
+        if place.rank == 0:
+            _begin(args, path)
+        report = fleet.run(words, _repeatable(args), args.out, [case.key for case in cases], devices, place)
+        return int(place.rank == 0) if report is None else _tell(report, args)
     device = places.default_device(args.device)
     if (device.type == "cuda" or args.isolate) and args.marker is None:
-        return _supervised(args)
+        _begin(args, path)
+        return _supervised(args, path)
+    return _run(args, path, device)
+
+
+def _begin(args: argparse.Namespace, path: Path) -> None:
+    """From here on the folder's report is of this run."""
+    if args.marker is None and not args.resume:
+        path.unlink(missing_ok=True)
+    args.began = True
+
+
+def _run(args: argparse.Namespace, path: Path, device: torch.device) -> int:
+    """A run on one device, in this process."""
     cases, tensors_of = _workloads(args, device)
     entries, absent = _entries(args, device)
     options, dtypes = _options(args, device, cases), {case.dtype for case in cases}
-    path = args.out / "report.json"
+    _begin(args, path)
     kept = args.resume and path.exists()
     report = reports.read(path) if kept else new_report(device, dtypes, options, absent)
     report.absent |= absent
@@ -160,22 +181,20 @@ def _run(args: argparse.Namespace) -> int:
     if kept:
         _same_run(report, device, args.commit)
     add_ceilings(report, device, dtypes, options)
-    progress = Progress(args.quiet)
-    runner = Runner(lambda case: entries, device, options, report, path, Marker(args.marker), progress.step, tensors_of)
+    progress, marker = Progress(args.quiet), Marker(args.marker)
+    runner = Runner(lambda case: entries, device, options, report, path, marker, progress, tensors_of)
     try:
         runner.run(cases)
     except DeviceLost as lost:
         print(lost, file=sys.stderr)
         return CONTEXT_LOST
-    except KeyboardInterrupt:
-        return _interrupted(report, path, args)
     return _tell(report, args)
 
 
 def _workloads(args: argparse.Namespace, device: torch.device) -> tuple[list[Workload], Any]:
     """What is measured, and how its tensors are made."""
     if not args.problem:
-        return selected(args, device.type)[fleet.part(args.share)], make
+        return selected(args, device)[fleet.part(args.share)], make
     posed = own.load(args.problem)
     if posed.device != device:
         raise InvalidSetting(
@@ -185,9 +204,17 @@ def _workloads(args: argparse.Namespace, device: torch.device) -> tuple[list[Wor
     return [tensors.workload], lambda case, device: tensors
 
 
-def _interrupted(report: Report, path: Path, args: argparse.Namespace) -> int:
-    """Says what was kept, where, and how to go on."""
+def interrupted(args: argparse.Namespace) -> None:
+    """Says after Ctrl-C what was kept, where, and how to go on; what was measured is in the folder's report already."""
+    path: Path = args.out / "report.json"
+    if args.bench_command or args.marker or args.share or places.here().rank:
+        return  # a part of a run, whose parent says it
+    measured = args.began and path.exists()
+    report = reports.read(path) if measured else Report({}, {}, {})
     _write_json(report, args)
+    if not report.rows:
+        print("\nstopped before anything was measured", file=sys.stderr)
+        return
     words = [word for word in _own_words(args) if word != "--resume"]
     print(
         f"\nstopped with {len(report.cases())} workloads measured, {len(report.unfinished)} left; kept in {path}\n"
@@ -195,15 +222,6 @@ def _interrupted(report: Report, path: Path, args: argparse.Namespace) -> int:
         f"look at it: multigemm bench render {shlex.quote(str(args.out))}",
         file=sys.stderr,
     )
-    return INTERRUPTED
-
-
-def _whole(report: Report, args: argparse.Namespace) -> int:
-    """The report of all devices, written as that of one would be."""
-    report.method["command"] = _repeatable(args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    reports.write(args.out / "report.json", report)
-    return _tell(report, args)
 
 
 def _tell(report: Report, args: argparse.Namespace) -> int:
@@ -253,11 +271,8 @@ def _repeatable(args: argparse.Namespace) -> str:
     return shlex.join(["multigemm", "bench", *kept])
 
 
-def _supervised(args: argparse.Namespace) -> int:
+def _supervised(args: argparse.Namespace, path: Path) -> int:
     """The run in a child process, so that a kernel that hangs or crashes is a row."""
-    path: Path = args.out / "report.json"
-    if path.exists() and not args.resume:
-        path.unlink()
     named = [] if args.commit else ["--commit", machine.commit()]  # a fresh child may find another one checked out
     words, marker = ["bench", *_own_words(args), *named], args.out / ".doing.json"
     return supervise(words, marker, path, args.stall, math.inf if args.seconds is None else args.seconds)
@@ -298,8 +313,8 @@ def _options(args: argparse.Namespace, device: torch.device, cases: list[Workloa
         raise InvalidSetting(f"--modes {', '.join(sorted(unknown))}: known are graph, hot and host")
     if not 0.0 <= args.rest < 100.0:
         raise InvalidSetting(f"--rest {args.rest:g}: per cent of the time, from 0 to below 100")
-    asked_nothing = not (args.suite or args.shape or args.problem or args.dtypes)
-    seconds = UNASKED_S if args.seconds is None and asked_nothing and device.type == "cpu" else args.seconds
+    unasked = asks_nothing(args) and device.type == "cpu" and args.seconds is None
+    seconds = UNASKED_S if unasked else args.seconds
     given = {"reps": args.reps, "budget_ms": args.budget_ms, "total_s": seconds}
     return replace(
         Options.usual(device, len(cases)),
@@ -308,4 +323,5 @@ def _options(args: argparse.Namespace, device: torch.device, cases: list[Workloa
         modes=modes if args.style == "cold" else ("host",),
         rates={case.dtype: _floor(args.floor) for case in cases} if args.floor else None,
         rest=args.rest / 100.0,
+        energy=args.energy,
     )

@@ -10,12 +10,12 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from multigemm import fleet
+from multigemm import fleet, interrupts
 from multigemm.bench import reports
-from multigemm.bench.supervise import PROGRAM
+from multigemm.bench.supervise import PROGRAM, end
 from multigemm.errors import InvalidSetting
 
 
@@ -39,23 +39,41 @@ def part(text: str) -> slice:
 
 
 def run(
-    words: Sequence[str], out: Path, cases: Sequence[str], devices: Sequence[str], place: fleet.Place,
-    finish: Callable[[reports.Report], int],
-) -> int:  # fmt: skip
-    """Starts a part on each device of this rank, waits for them; rank 0 writes the whole report."""
+    words: Sequence[str], command: str, out: Path, cases: Sequence[str], devices: Sequence[str], place: fleet.Place
+) -> reports.Report | None:
+    """Starts a part on each device of this rank and waits for them.
+
+    Returns:
+        On rank 0 the whole report, which `out` holds as well; None where there is none, and on the other ranks.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, once the parts have written what they measured and rank 0 the whole of it.
+    """
     parts = len(devices) * place.ranks
     mine = [index for index in range(place.rank * len(devices), (place.rank + 1) * len(devices)) if index < len(cases)]
+    stopped = False
     with fleet.joined(place):
         running = {index: _start(words, out, devices[index % len(devices)], f"{index}/{parts}") for index in mine}
         for index, process in running.items():
-            if code := _wait(process):
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                stopped = True
+                for each in running.values():
+                    end(each)
+                code = process.returncode
+            if code and not stopped:
                 print(f"the part on {devices[index % len(devices)]} ended with code {code}", file=sys.stderr)
         paths = [_folder(out, f"{index}/{parts}") / "report.json" for index in mine]
         found = fleet.gather(place, [reports.read(path) for path in paths if path.exists()])
-    if place.rank:
-        return 0
     every = [report for of_rank in found for report in of_rank]
-    return finish(merge(every, cases)) if every else 1
+    whole = merge(every, cases) if every else None
+    if whole is not None:
+        whole.method["command"] = command
+        reports.write(out / "report.json", whole)
+    if stopped:
+        raise KeyboardInterrupt
+    return whole
 
 
 def merge(found: Sequence[reports.Report], cases: Sequence[str]) -> reports.Report:
@@ -75,13 +93,5 @@ def _folder(out: Path, share: str) -> Path:
 def _start(words: Sequence[str], out: Path, device: str, share: str) -> subprocess.Popen[bytes]:
     command = [*PROGRAM, "bench", *words, "--device", device, "--share", share, "--out", str(_folder(out, share))]
     alone = {name: value for name, value in os.environ.items() if name not in fleet.VARIABLES}
-    return subprocess.Popen([*command, "--json-only", "--quiet"], env=alone, stdout=subprocess.DEVNULL)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a part; Ctrl-C, which reaches every part, ends it with what it has measured."""
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            print("stopping: each part writes what it has measured", file=sys.stderr)
+    with interrupts.left_to_this_process():
+        return subprocess.Popen([*command, "--json-only", "--quiet"], env=alone, stdout=subprocess.DEVNULL)

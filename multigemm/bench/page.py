@@ -7,7 +7,8 @@ A content security policy forbids every request. The one script sorts a table by
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -15,22 +16,28 @@ from multigemm.bench import table
 from multigemm.bench.reports import Report, Row, Sample, by_case, by_entry, digits, fastest, unrest_warning
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #777; --win: #1d8a55; --loss: #b8423c; }
-@media (prefers-color-scheme: dark) { :root { --win: #4cc38a; --loss: #f0756c; --soft: #9aa5b1; } }
+:root { color-scheme: light dark; --line: #8884; --soft: #777; --shade: #0003; }
+@media (prefers-color-scheme: dark) { :root { --soft: #9aa5b1; --shade: #fff4; } }
 body { max-width: 1180px; margin: 0 auto; padding: 16px; font: 15px/1.5 system-ui, sans-serif; }
 h1, p, li, summary { overflow-wrap: anywhere; }
 h1 { margin: 0; } h2 { margin: 32px 0 0; } p { margin: 4px 0 10px; }
 .hint { color: var(--soft); font-size: 13.5px; }
-.scroll { overflow: auto; max-height: 76vh; border: 1px solid var(--line); border-radius: 8px; margin: 6px 0 14px; }
+.scroll {
+  overflow: auto; width: fit-content; max-width: 100%; max-height: 76vh; box-sizing: border-box;
+  border: 1px solid var(--line); border-radius: 8px; margin: 6px 0 14px; scrollbar-width: thin;
+  background: linear-gradient(to left, Canvas 28px, transparent 56px) right / 56px 100% no-repeat local,
+    linear-gradient(to left, var(--shade), transparent) right / 28px 100% no-repeat scroll;
+}
 table { border-collapse: separate; border-spacing: 0; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 9px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { position: sticky; top: 0; background: Canvas; z-index: 1; cursor: pointer; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: Canvas; }
 th:first-child { z-index: 2; }
 td.text { text-align: left; white-space: normal; min-width: 200px; }
-.best { font-weight: 700; } .win { color: var(--win); } .loss { color: var(--loss); }
+.best { font-weight: 700; }
 summary { cursor: pointer; } li { font-size: 13.5px; }
-img { max-width: 100%; background: white; border-radius: 8px; }
+img { display: block; width: 100%; min-width: 640px; max-width: 900px; }
+@media (prefers-color-scheme: dark) { img { filter: invert(0.93) hue-rotate(180deg); } }
 @media (max-width: 640px) {
   th:first-child, td:first-child { max-width: 150px; overflow: hidden; text-overflow: ellipsis; }
 }
@@ -60,7 +67,7 @@ script-src 'unsafe-inline'; img-src data:">
 """
 NUMBERS = (
     "workload", "entry", "us", "20 %", "80 %", "samples", "repeats differ by", "hot us", "host us", "host us, call",
-    "TFLOP/s", "GB/s", "of floor", "of dense", "kernel",
+    "TFLOP/s", "GB/s", "J a call", "of floor", "of dense", "kernel",
 )  # fmt: skip
 
 
@@ -83,12 +90,14 @@ def render(report: Report, pictures: Sequence[Path] = ()) -> str:
         _section(
             "means", "Who is fastest",
             "Geometric means of the fraction of the floor, by how the rows fall to the groups; how many workloads an "
-            "entry ran, on how many it was the fastest, the best peer's time over its own, and its time on the host.",
+            "entry ran, on how many it was the fastest, the best peer's time over its own; and, where measured, its "
+            "time on the host and the joules of a call.",
             _table(table.means(report)),
         ),
         _duels(report),
+        _heat_map(report),
         _auto(report),
-        "".join(f'<img alt="{path.stem}" src="data:image/png;base64,{_base64(path)}">' for path in pictures),
+        "".join(map(_picture, pictures)),
         "<h2>Every workload, in microseconds</h2>",
         _hint("Bold: the fastest. Click a heading to sort."),
         *_times(report),
@@ -116,14 +125,16 @@ def _items(lines: Iterable[str]) -> str:
     return "".join(f"<li>{escape(line)}</li>" for line in lines)
 
 
-def _base64(path: Path) -> str:
-    return base64.b64encode(path.read_bytes()).decode()
+def _picture(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<div class="scroll"><img alt="{path.stem}" src="data:image/png;base64,{data}"></div>'
 
 
-def _table(grid: table.Grid) -> str:
-    """A grid in a box of its own, in which a wide table scrolls."""
+def _table(grid: table.Grid, cell: Callable[[str], str] | None = None) -> str:
+    """A grid in a box of its own, in which a wide table scrolls; `cell` writes all but the first of a row."""
     heads = "".join(f"<th>{escape(head)}</th>" for head in grid[0])
-    rows = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in grid[1:])
+    lines = (_cell(name) + "".join(map(cell or _cell, cells)) for name, *cells in grid[1:])
+    rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
 
 
@@ -140,6 +151,23 @@ def _duels(report: Report) -> str:
     )
     body = f"<p>{escape(told)}</p>" + _fold("All, the worst first", _table(table.won_or_lost(report)))
     return _section("duels", "Won and lost", hint, body)
+
+
+def _heat_map(report: Report) -> str:
+    grid = table.heat_map(report)
+    if len(grid) == 1:
+        return ""
+    hint = "Green: won. Red: lost. A workload counts for its mean rows per group; N x K are the weights of one group."
+    return _section("heat", f"{table.HEAT_MAP[0].upper()}{table.HEAT_MAP[1:]}", hint, _table(grid, _hot_cell))
+
+
+def _hot_cell(text: str) -> str:
+    """Green above 1 and red below, the stronger the further off: full at a factor of 1.5."""
+    if not text:
+        return "<td></td>"
+    strength = min(1.0, abs(math.log(float(text), 1.5)))
+    colour = "29 138 85" if float(text) >= 1 else "200 60 50"
+    return f'<td style="background: rgb({colour} / {0.12 + 0.6 * strength:.2f})">{text}</td>'
 
 
 def _auto(report: Report) -> str:
@@ -175,11 +203,11 @@ def _numbers(report: Report) -> str:
     for r in report.timed():
         shown = _shown(r)
         sample = [digits(shown.q20), digits(shown.q80), str(shown.count)] if shown else [""] * 3
-        times = [_or_blank(x) for x in (r.hot_us, r.host_us, r.whole_host_us, r.tflops, r.gbps)]
-        parts = [f"{x:.3f}" if x else "" for x in (r.of_floor, r.of_dense)]
+        times = [_or_blank(x) for x in (r.hot_us, r.host_us, r.whole_host_us, r.tflops, r.gbps, r.joules)]
+        parts = [_or_blank(x) for x in (r.of_floor, r.of_dense)]
         notes = "; ".join(filter(None, (r.kernel, r.config, r.why, *r.notes)))
         grid.append([r.case, r.entry, digits(r.us or 0), *sample, f"{r.spread:.3f}", *times, *parts, notes])
-    return _table(grid)
+    return _table(table.without_empty_columns(grid))
 
 
 def _shown(row: Row) -> Sample | None:
@@ -199,7 +227,7 @@ def _method(report: Report) -> list[str]:
         if how["rates"] == "given"
         else ""
     )
-    costs = ", ".join(f"{name} {us} us" for name, us in how["overhead_us"].items())
+    costs = table.overhead_text(how["overhead_us"])
     clocks = ", ".join(f"{name} {value}" for name, value in (m.get("clocks") or {}).items())
     return [
         "Every answer was checked against a float32 reference, element by element, before it was timed; a wrong answer "

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from multigemm.bench.reports import Report, Row, by_entry, of_best_peer
+from multigemm.bench.reports import Report, Row, by_case, by_entry, contenders, of_best_peer
 from multigemm.bench.workloads import geomean
 
 EXTRA = "plots need matplotlib: pip install 'multigemm[report]'"
@@ -16,6 +16,11 @@ COLOURS = (
     "#5f6b7a", "#a3a329", "#2aa5b5", "#e0599a", "#4b4bb5", "#6fae3f", "#b58a2a",
 )  # fmt: skip
 
+OURS, PEERS = "multigemm: the fastest kernel", "the fastest peer"
+BEST_COLOURS = {OURS: "#2f6fde", PEERS: "#d9822b"}
+MARKERS = {OURS: "o", PEERS: "x"}
+RATIOS = (0.1, 0.2, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
+"""Ticks of an axis of speed-ups."""
 LEAST_FLOOR_US = 0.1
 """What has a smaller floor is drawn there: launches take microseconds."""
 
@@ -58,15 +63,18 @@ def _finish(figure: Any, path: Path, report: Report) -> Path:
     return path
 
 
-def _colours(report: Report) -> dict[str, str]:
-    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(by_entry(report.rows))}
+def _best(report: Report) -> dict[str, list[Row]]:
+    """On each workload our fastest kernel and the fastest peer."""
+    pairs = [contenders(rows) for rows in by_case(report.timed()).values()]
+    found = {OURS: [ours for ours, _ in pairs if ours], PEERS: [peer for _, peer in pairs if peer]}
+    return {label: rows for label, rows in found.items() if rows}
 
 
 def runtime(report: Report, path: Path) -> Path | None:
-    """Runtime over size: for cubes as the Triton tutorial draws it, for everything over the floor.
+    """Runtime over size: of every entry for cubes, as the Triton tutorial draws it; of the best for all workloads.
 
-    A line through hundreds of unlike workloads shows nothing, so each entry's points are joined by their
-    geometric mean per octave of the floor.
+    A line through hundreds of unlike workloads shows nothing: points are joined by their geometric mean per octave of
+    the floor.
     """
     rows = report.timed()
     if len({max(r.floor_us, LEAST_FLOOR_US) for r in rows}) < 2:
@@ -74,20 +82,22 @@ def runtime(report: Report, path: Path) -> Path | None:
     cubes = {dtype: found for dtype in dict.fromkeys(r.dtype for r in rows) if len(found := _cubes(rows, dtype)) > 1}
     figure, panels = _figures(len(cubes) + 1)
     for axes, (dtype, of_size) in zip(panels, cubes.items(), strict=False):
-        for name, style in _styles(report).items():
+        for index, (name, mine) in enumerate(by_entry(rows).items()):
             points = [(float(n), by[name]) for n, by in of_size.items() if name in by]
-            axes.plot(*_columns(points), marker="o", ms=3.5, **style)
+            line = {"backend": "-", "peer": ":", "ceiling": "--"}[mine[0].kind]
+            axes.plot(*_columns(points), ls=line, color=COLOURS[index % len(COLOURS)], marker="o", ms=3.5, label=name)
         axes.set(xscale="log", xlabel=f"N of four {dtype} cubes", ylabel="runtime (us)")
         axes.set_xticks(list(of_size), [str(n) for n in of_size])
         _octave_axis(axes)
-    for name, style in _styles(report).items():
-        mine = [(max(r.floor_us, LEAST_FLOOR_US), r.us or 0.0) for r in rows if r.entry == name]
-        panels[-1].scatter(*_columns(mine), s=5, alpha=0.35, color=style["color"], lw=0)
-        panels[-1].plot(*_columns(_octaves(mine)), marker="o", ms=2.5, **style)
+        axes.legend(fontsize=6, frameon=False)
+    for label, best in _best(report).items():
+        points = [(max(r.floor_us, LEAST_FLOOR_US), r.us or 0.0) for r in best]
+        panels[-1].scatter(*_columns(points), s=8, alpha=0.4, color=BEST_COLOURS[label], lw=0)
+        panels[-1].plot(*_columns(_octaves(points)), marker="o", ms=2.5, color=BEST_COLOURS[label], label=label)
     ends = [f(max(r.floor_us, LEAST_FLOOR_US) for r in rows) for f in (min, max)]
     panels[-1].plot(ends, ends, color="black", lw=1, label="floor")
     panels[-1].set(xscale="log", yscale="log", xlabel="floor of a workload (us)", ylabel="runtime (us)")
-    panels[-1].legend(fontsize=7, ncols=2, frameon=False)
+    panels[-1].legend(fontsize=9, frameon=False)
     figure.suptitle("Runtime over size")
     return _finish(figure, path, report)
 
@@ -119,33 +129,15 @@ def _columns(points: list[tuple[float, float]]) -> tuple[list[float], list[float
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _styles(report: Report) -> dict[str, dict[str, Any]]:
-    """How each entry is drawn: ours solid, peers dotted, ceilings dashed."""
-    lines = {"backend": "-", "peer": ":", "ceiling": "--"}
-    entries, colours = by_entry(report.timed()), _colours(report)
-    return {
-        name: {"ls": lines[mine[0].kind], "color": colours[name], "label": name, "lw": 1.4}
-        for name, mine in entries.items()
-    }
-
-
 def roofline(report: Report, path: Path) -> Path | None:
-    """TFLOP/s over FLOP per byte under the two ceilings measured in the same run."""
-    rows = report.timed()
+    """TFLOP/s over FLOP per byte, of our fastest kernel and the fastest peer, under the ceilings of the same run."""
+    rows = [row for row in report.timed() if row.kind != "ceiling"]
     if not rows:
         return None
     figure, (axes,) = _figures(1)
-    colours = _colours(report)
-    for name, mine in by_entry(rows).items():
-        axes.scatter(
-            [r.flops / r.bytes for r in mine],
-            [r.tflops for r in mine],
-            s=14,
-            label=name,
-            color=colours[name],
-            alpha=0.7,
-            lw=0,
-        )
+    for label, best in _best(report).items():
+        points = [(r.flops / r.bytes, r.tflops or 0.0) for r in best]
+        axes.scatter(*_columns(points), s=22, marker=MARKERS[label], label=label, color=BEST_COLOURS[label], alpha=0.8)
     ceilings: dict[tuple[float, float], list[str]] = {}
     for name, ceiling in report.rates.items():
         ceilings.setdefault((ceiling["tflops"], ceiling["tbps"]), []).append(name)
@@ -153,11 +145,11 @@ def roofline(report: Report, path: Path) -> Path | None:
         knee = tflops / tbps
         low = min(r.flops / r.bytes for r in rows) / 1.5
         high = max(max(r.flops / r.bytes for r in rows) * 1.5, knee * 1.5)
-        axes.plot([low, knee, high], [low * tbps, tflops, tflops], color="black", lw=1)
+        axes.plot([low, knee, high], [low * tbps, tflops, tflops], color="black", lw=1, label="roof")
         axes.annotate(f"{', '.join(names)}  ", (knee, tflops), fontsize=7, va="bottom", ha="right")
     title = f"Roofline (ceilings {report.method['rates']})"
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=title)
-    axes.legend(fontsize=7, ncols=2, frameon=False)
+    axes.legend(fontsize=9, frameon=False)
     return _finish(figure, path, report)
 
 
@@ -168,7 +160,7 @@ def speedups(report: Report, path: Path) -> Path | None:
     if not ours or all(math.isnan(of_best_peer(report, rows)) for rows in ours.values()):
         return None
     figure, (axes,) = _figures(1)
-    width, colours = 0.8 / len(ours), _colours(report)
+    width = 0.8 / len(ours)
     for index, (name, rows) in enumerate(ours.items()):
         heights = [of_best_peer(report, [r for r in rows if r.distribution == kind]) for kind in kinds]
         shift = (index - (len(ours) - 1) / 2) * width
@@ -179,10 +171,12 @@ def speedups(report: Report, path: Path) -> Path | None:
             width * 0.92,
             1.0,
             label=name,
-            color=colours[name],
+            color=COLOURS[index % len(COLOURS)],
         )
     axes.axhline(1.0, color="black", lw=1)
     _octave_axis(axes)
+    low, high = axes.get_ylim()
+    axes.set_yticks([tick for tick in RATIOS if low <= tick <= high])
     axes.set_xticks(range(len(kinds)), kinds)
     axes.set(ylabel="best peer's time / ours", title="Speed-up over the best peer, case by case (geometric means)")
     axes.legend(fontsize=7, ncols=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.07))

@@ -89,6 +89,7 @@ class Row:
     hot_us: float | None = None
     host_us: float | None = None
     whole_host_us: float | None = None
+    joules: float | None = None
     build_s: float = 0.0
     tflops: float | None = None
     gbps: float | None = None
@@ -199,14 +200,22 @@ def fastest(rows: Iterable[Row]) -> Row | None:
     return min(timed, key=lambda row: row.us or 0.0, default=None)
 
 
+def contenders(rows: Iterable[Row]) -> tuple[Row | None, Row | None]:
+    """Our fastest kernel and the fastest peer. cuBLAS behind our name is no kernel of ours."""
+    mine = list(rows)
+    ours = fastest(row for row in mine if row.kind == "backend" and not row.entry.startswith("cublas"))
+    return ours, fastest(row for row in mine if row.kind == "peer")
+
+
 @dataclass(frozen=True, slots=True)
 class Duel:
-    """The fastest kernel of ours beside the fastest peer on one workload; cuBLAS behind our name is no kernel of ours.
+    """Our fastest kernel beside the fastest peer on one workload, as everything here that speaks of won and lost.
 
     `ratio` is the peer's time over ours: from 1 on the workload is won, below it is lost.
     """
 
     case: str
+    shape: str
     ours: str
     peer: str
     ratio: float
@@ -220,10 +229,9 @@ def duels(report: Report) -> list[Duel]:
     """Every workload that a kernel of ours and a peer ran, the worst first."""
     found = []
     for case, rows in by_case(report.timed()).items():
-        ours = fastest(row for row in rows if row.kind == "backend" and not row.entry.startswith("cublas"))
-        peer = fastest(row for row in rows if row.kind == "peer")
+        ours, peer = contenders(rows)
         if ours and ours.us and peer and peer.us:
-            found.append(Duel(case, ours.entry, peer.entry, peer.us / ours.us))
+            found.append(Duel(case, ours.shape, ours.entry, peer.entry, peer.us / ours.us))
     return sorted(found, key=lambda duel: duel.ratio)
 
 
@@ -284,5 +292,8 @@ def unrest_warning(report: Report) -> str:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, and whole numbers whole: 5.53, 22.0, 711, 2398."""
-    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if value > 0 else f"{value:g}"
+    """Three significant digits, and whole numbers whole: 5.53, 22.0, 711, 2398; "" for what is unknown."""
+    if math.isnan(value):
+        return ""
+    places = 2 - math.floor(math.log10(float(f"{value:.3g}"))) if value > 0 else 0
+    return f"{value:.{max(0, places)}f}" if value > 0 else f"{value:g}"

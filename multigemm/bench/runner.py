@@ -17,13 +17,15 @@ from pathlib import Path
 
 import torch
 
+from multigemm import interrupts
 from multigemm.bench import machine, reports
+from multigemm.bench.energy import EnergyMeter
 from multigemm.bench.entries import Entry, Prepared, Refused
 from multigemm.bench.operands import Tensors, Truth, make, poison, reference
 from multigemm.bench.reports import KILLED, Report, Row, Sample, family
 from multigemm.bench.supervise import Marker
 from multigemm.bench.workloads import Rates, Workload
-from multigemm.errors import MultigemmError
+from multigemm.errors import LibraryError, MultigemmError
 from multigemm.select.clocks import CODE_BYTES, FLUSH_BYTES, other_code
 from multigemm.select.timing import Mode, Timing, describe, measure, overhead
 
@@ -40,6 +42,8 @@ OVER_BUDGET = 2.5
 HURRIED = 0.25
 """The part of the budget for a workload of a run that is behind its goal."""
 SAVE_EVERY_S = 1.5
+STAGE_EVERY_S = 4.0
+"""Of progress in a log."""
 CPU_GOAL_S = 1.6
 """Seconds per workload on a CPU, which other processes may share: where these take longer, samples become fewer."""
 
@@ -51,6 +55,7 @@ class Options:
     `goal_s` is what the whole run should take: behind it, samples become fewer, but no workload is left out.
     `look_ms` is the budget of a quick look; then only the configs near their backend's best are measured carefully.
     `rest` is the part of the time in which the device idles between bursts of calls, as `timing.measure` knows it.
+    `energy` also measures the joules of a call, where the GPU counts them.
     """
 
     reps: int = 100
@@ -63,6 +68,7 @@ class Options:
     rates: dict[str, Rates] | None = None
     rest: float = 0.0
     look_ms: float = 0.0
+    energy: bool = False
 
     @classmethod
     def usual(cls, device: torch.device, workloads: int = 1) -> Options:
@@ -126,7 +132,7 @@ class DeviceLost(MultigemmError):
 
 @dataclass
 class Runner:
-    """One run. `on_case` is told each workload; `path` is rewritten every second or two, and at the end.
+    """One run. `path` is rewritten every second or two, and at the end.
 
     `entries_of` says who is measured on a workload; `tensors_of` makes its data.
     """
@@ -137,16 +143,22 @@ class Runner:
     report: Report
     path: Path | None = None
     marker: Marker = Marker(None)
-    on_case: Callable[[int, int, Workload], None] = lambda index, total, case: None
+    progress: Progress = field(default_factory=lambda: Progress(quiet=True))
     tensors_of: Callable[[Workload, torch.device], Tensors] = make
     started: float = field(default_factory=time.monotonic)
     _rows: dict[str, Row] = field(default_factory=dict)
     _behind: bool = False
     _saved: float = 0.0
+    _meter: EnergyMeter | None = None
 
     def run(self, cases: list[Workload]) -> Report:
         """Every workload that the time allows. The rest is listed as unfinished, also where something ends the run."""
         self.report.unfinished = []
+        if self.options.energy:
+            try:
+                self._meter = EnergyMeter(self.device)
+            except LibraryError as error:
+                self.report.absent["energy"] = str(error)
         try:
             self._run(cases)
         except BaseException:
@@ -154,7 +166,8 @@ class Runner:
             self.report.unfinished = [case.key for case in cases if case.key not in met]
             raise
         finally:
-            self.save()
+            with interrupts.held():
+                self.save()
         return self.report
 
     def _run(self, cases: list[Workload]) -> None:
@@ -173,7 +186,7 @@ class Runner:
                 self.report.unfinished.append(case.key)
                 continue
             self._behind = index > 0 and spent > self.options.goal_s * index / len(cases)
-            self.on_case(index, len(cases), case)
+            self.progress.step(index, len(cases), case, self.options.total_s - spent)
             self.report.rows += self._case(case, todo)
             self._free()
             if time.monotonic() - self._saved > SAVE_EVERY_S:
@@ -189,7 +202,7 @@ class Runner:
         """The rows of one workload: made, checked, timed."""
         rows = {entry.name: self._blank(case, entry) for entry in entries}
         try:
-            self.marker.say("making tensors and reference", rows=[asdict(row) for row in rows.values()])
+            self._say("making tensors and reference", *rows.values())
             self._fits(case)
             tensors = self.tensors_of(case, self.device)
             truth = reference(tensors)
@@ -225,6 +238,11 @@ class Runner:
             **entry.known,
         )
 
+    def _say(self, stage: str, *rows: Row) -> None:
+        """Tells the parent process and the user what is done now, and to which entries."""
+        self.marker.say(stage, rows=[asdict(row) for row in rows] if self.marker.path else ())
+        self.progress.stage(f"{stage}: {rows[0].entry}" if len(rows) == 1 else stage)
+
     def _fits(self, case: Workload) -> None:
         """Twice the tensors (references, copies that peers need) must fit into what is free."""
         if self.device.type != "cuda":
@@ -240,7 +258,7 @@ class Runner:
         if why := self._given_up(entry):
             row.status, row.reason = "skipped", why
             return None
-        self.marker.say("preparing and checking", rows=[asdict(row)])
+        self._say("preparing and checking", row)
         try:
             ready = entry.prepare(tensors)
             row.kernel, row.config, row.why = ready.kernel, ready.config, ready.why
@@ -311,10 +329,18 @@ class Runner:
             whole = {n: p.whole for n, p in short.items() if p.whole is not None}
             for name, timing in self._measure(whole, "host", 20).items():
                 rows[name].whole_host_us = round(timing.median, 2) if timing.ok else None
+        self._count_joules(alive, rows)
         for row in rows.values():
             if row.us is not None:
                 row.us = round(row.us, 3)
                 row.spread = round(row.spread, 4) if math.isfinite(row.spread) else 0.0
+
+    def _count_joules(self, ready: dict[str, Prepared], rows: dict[str, Row]) -> None:
+        if self._meter is None:
+            return
+        for name, prepared in ready.items():
+            self._say("counting joules", rows[name])
+            rows[name].joules = float(f"{self._meter.of_call(prepared.call, rows[name].us or 1.0):.4g}")
 
     def _near_the_best(self, ready: dict[str, Prepared], rows: dict[str, Row]) -> dict[str, Prepared]:
         """Those worth a careful look; the others keep the times of this quick one."""
@@ -385,8 +411,7 @@ class Runner:
             few, budget_ms = few // 3, HURRIED * budget_ms
 
         def watch(name: str) -> None:
-            involved = [name] if name else list(calls)
-            self.marker.say(f"timing {mode}", rows=[asdict(self._rows[n]) for n in involved])
+            self._say(f"timing {mode}", *(self._rows[n] for n in ([name] if name else calls)))
 
         return measure(
             calls,
@@ -424,14 +449,27 @@ class Runner:
 
 
 class Progress:
-    """A line on stderr for each workload, with the time that is left at this pace."""
+    """What is measured now, on standard error: a line for each workload, and the stage of one that takes long."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet, self.started = quiet, time.monotonic()
+        self._on_terminal, self._told = sys.stderr.isatty(), self.started
 
-    def step(self, index: int, total: int, case: Workload) -> None:
-        """Fits `Runner.on_case`."""
+    def step(self, index: int, total: int, case: Workload, allowed_s: float = math.inf) -> None:
+        """A workload begins: of those before, the mean time tells what is left, `allowed_s` at most."""
+        spent = time.monotonic() - self.started
+        left = min(spent / index * (total - index) if index else math.inf, allowed_s)
+        about = f", {'about' if index else 'at most'} {max(left, 0.0):.0f} s left" if math.isfinite(left) else ""
+        self._tell(f"[{index + 1}/{total}] {spent:.0f} s{about}  {case.key}", "\n")
+
+    def stage(self, text: str) -> None:
+        """What is done with the workload: renewed on a terminal, and every few seconds in a log."""
+        if self._on_terminal:
+            self._tell(f"  {text}", "\r")
+        elif time.monotonic() - self._told > STAGE_EVERY_S:
+            self._tell(f"  {time.monotonic() - self.started:.0f} s  {text}", "\n")
+
+    def _tell(self, line: str, end: str) -> None:
         if not self.quiet:
-            spent = time.monotonic() - self.started
-            left = f", about {spent / index * (total - index):.0f} s left" if index else ""
-            print(f"[{index + 1}/{total}] {spent:.0f} s{left}  {case.key}", file=sys.stderr, flush=True)
+            self._told = time.monotonic()
+            print(f"\x1b[K{line}" if self._on_terminal else line, end=end, file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from multigemm import interrupts
 from multigemm.bench import reports
 from multigemm.errors import MultigemmError
 
@@ -142,7 +143,8 @@ def _words(reason: int | str) -> str:
 
 def _run(command: list[str], marker: Path, stall_s: float) -> int | str:
     """The child's exit code, or why it was killed."""
-    child = subprocess.Popen(command)
+    with interrupts.left_to_this_process():
+        child = subprocess.Popen(command)
     heard = time.monotonic()
     last = 0
     try:
@@ -159,14 +161,18 @@ def _run(command: list[str], marker: Path, stall_s: float) -> int | str:
                 child.kill()
                 child.wait()
                 return f"no answer within {patience:g} s"
-    except KeyboardInterrupt:  # it reaches the child as well, which writes what it has measured
+    except BaseException:
+        end(child)
+        raise
+    return child.returncode
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Asks a child to write what it has and to end; one that does not answer is killed."""
+    with interrupts.held():
+        child.terminate()
         try:
             child.wait(FAREWELL_S)
         except subprocess.TimeoutExpired:
             child.kill()
-        raise
-    except BaseException:
-        child.kill()
-        child.wait()
-        raise
-    return child.returncode
+            child.wait()

@@ -12,6 +12,7 @@ current folder; the suites, comma separated, may be left out. The view `both` ta
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,11 +35,12 @@ from multigemm.bench.reports import (
     of_best_peer,
     unrest_warning,
 )
-from multigemm.bench.workloads import geomean
+from multigemm.bench.workloads import geomean, rows_and_weights
 
 Grid = list[list[str]]
 """Rows of cells; the first row holds the headings, the first column names."""
 SHOWN = 5
+HEAT_MAP = "the best peer's time over ours, by the size of a group: geometric means"
 LABELS = {
     "torch_grouped": "torch `grouped_mm`",
     "torch_grouped_nt": "torch `grouped_mm`, weights turned beforehand",
@@ -86,14 +88,21 @@ def means(report: Report) -> Grid:
     peer's time over its own, and its time on the host."""
     kinds = distributions(report)
     wins = Counter(best.entry for rows in by_case(report.rows).values() if (best := fastest(rows)))
-    grid = [["", *kinds, "all", "timed", "fastest", "of the best peer", "host us"]]
+    heads = ["", *kinds, "all", "timed", "fastest", "of the best peer", "host us", "J a call"]
+    grid = [heads]
     for name, rows in by_entry(report.rows).items():
         shares = [_share([r for r in rows if r.distribution == kind]) for kind in kinds]
         counts = [str(sum(r.us is not None for r in rows)), str(wins[name])]
-        host = geomean(r.host_us for r in rows if r.host_us)
-        peers = _ratio(of_best_peer(report, rows))
-        grid.append([name, *shares, _share(rows), *counts, peers, "" if host != host else digits(host)])
-    return grid
+        ratio = digits(of_best_peer(report, rows))
+        host, joules = (digits(geomean(filter(None, values))) for values in zip(*((r.host_us, r.joules) for r in rows)))
+        grid.append([name, *shares, _share(rows), *counts, ratio, host, joules])
+    return without_empty_columns(grid)
+
+
+def without_empty_columns(grid: Grid) -> Grid:
+    """A quantity that nobody measured has no column."""
+    kept = [index for index, column in enumerate(zip(*grid[1:], strict=True)) if index == 0 or any(column)]
+    return [[row[index] for index in kept] for row in grid]
 
 
 def shares(report: Report) -> Grid:
@@ -118,15 +127,36 @@ def won_or_lost(report: Report) -> Grid:
     """Our fastest kernel beside the fastest peer, the worst workload first; what is won stands out."""
     grid = [["workload", "ours", "best peer", "its time over ours"]]
     for duel in duels(report):
-        ratio = _ratio(duel.ratio)
+        ratio = digits(duel.ratio)
         grid.append([duel.case, duel.ours, duel.peer, Best(ratio) if duel.won else ratio])
     return grid
 
 
 def losses(report: Report) -> Grid:
     """Every workload that is lost: the nearest kernel of ours, and its share of the best peer's speed."""
-    lost = [[duel.case, duel.ours, _ratio(duel.ratio)] for duel in duels(report) if not duel.won]
+    lost = [[duel.case, duel.ours, digits(duel.ratio)] for duel in duels(report) if not duel.won]
     return [["workload", "nearest", "of the best peer"], *lost]
+
+
+def heat_map(report: Report) -> Grid:
+    """The best peer's time over ours by rows per group (down) and by N x K (across), each in steps of 4."""
+    cells: dict[tuple[int, int], list[float]] = {}
+    for duel in duels(report):
+        if place := rows_and_weights(duel.shape):
+            row, column = (max(0, math.floor(math.log(max(extent, 1), 4))) for extent in place)
+            cells.setdefault((row, column), []).append(duel.ratio)
+    columns = sorted({column for _, column in cells})
+    grid = [["rows per group, by N x K", *(f"from {_short(4**column)}" for column in columns)]]
+    for row in sorted({row for row, _ in cells}):
+        means = [digits(geomean(cells.get((row, column), ()))) for column in columns]
+        grid.append([f"{4**row} to {4 ** (row + 1) - 1}", *means])
+    return grid
+
+
+def _short(count: int) -> str:
+    """A power of 4 in binary thousands."""
+    step = min(3, (count.bit_length() - 1) // 10)
+    return f"{count >> 10 * step}{' KMG'[step]}".strip()
 
 
 def choices(report: Report) -> Grid:
@@ -140,9 +170,9 @@ def choices(report: Report) -> Grid:
     for (suite, sizes), regrets in sorted(found.items(), key=lambda item: list(suites.values()).index(item[0][0])):
         worst = regrets[0]
         counts = [sum(r.beyond(BEHIND, doubt) for r in regrets) for doubt in (False, True)]
-        numbers = [str(len(regrets)), _ratio(geomean(r.ratio for r in regrets)), *map(str, counts)]
+        numbers = [str(len(regrets)), f"{geomean(r.ratio for r in regrets):.3f}", *map(str, counts)]
         where = f"{worst.case}: {worst.fastest} is faster" if worst.ratio > 1 else ""
-        grid.append([suite, sizes, *numbers, _ratio(worst.ratio), _ratio(worst.spread), where])
+        grid.append([suite, sizes, *numbers, f"{worst.ratio:.3f}", f"{worst.spread:.3f}", where])
     return grid
 
 
@@ -151,11 +181,7 @@ def distributions(report: Report) -> list[str]:
 
 
 def _share(rows: Sequence[Row]) -> str:
-    return _ratio(geomean(r.of_floor for r in rows if r.of_floor))
-
-
-def _ratio(value: float) -> str:
-    return "" if value != value else f"{value:.3f}"
+    return digits(geomean(r.of_floor for r in rows if r.of_floor))
 
 
 # --- for a terminal ---------------------------------------------------------------------------------
@@ -168,6 +194,7 @@ def text(report: Report) -> str:
         f"microseconds (* is the fastest)\n{plain(times(report))}",
         f"fraction of the floor, geometric means\n{plain(means(report))}",
         won_and_lost(report),
+        f"{HEAT_MAP}\n{plain(grid)}" if len(grid := heat_map(report)) > 1 else "",
         auto_summary(report),
         tutorial(report),
         "\n".join(reasons(report)),
@@ -204,13 +231,18 @@ def header(report: Report) -> str:
             ", ".join(f"{name} {version}" for name, version in m.get("packages", {}).items()),
             f"ceilings ({how['rates']}): {rates}",
             f"method: {how['style']}, flush: {how['flush']}, up to {how['reps']} rounds, interleaved, medians; "
-            f"{rest}the better of eager and CUDA graph; clock overhead {how['overhead_us']} us, not subtracted",
+            f"{rest}the better of eager and CUDA graph; "
+            f"the clock costs {overhead_text(how['overhead_us'])}, not subtracted",
         ]
     )
 
 
 def rates_text(rates: dict[str, dict[str, float]]) -> str:
-    return ", ".join(f"{name} {r['tflops']:g} TFLOP/s, {r['tbps']:g} TB/s" for name, r in rates.items())
+    return ", ".join(f"{name} {digits(r['tflops'])} TFLOP/s, {digits(r['tbps'])} TB/s" for name, r in rates.items())
+
+
+def overhead_text(overhead_us: dict[str, float]) -> str:
+    return ", ".join(f"{digits(us)} us ({name.replace('_', ' ')})" for name, us in overhead_us.items())
 
 
 def won_and_lost(report: Report) -> str:
@@ -222,7 +254,7 @@ def won_and_lost(report: Report) -> str:
     mean = geomean(duel.ratio for duel in found)
     return (
         f"our fastest kernel against the best peer: {won} won, {len(found) - won} lost; the peer's time over ours: "
-        f"{mean:.3f} (geometric mean), {found[0].ratio:.3f} at worst on {found[0].case} ({found[0].peer})"
+        f"{digits(mean)} (geometric mean), {digits(found[0].ratio)} at worst on {found[0].case} ({found[0].peer})"
     )
 
 

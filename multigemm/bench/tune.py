@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from multigemm import interrupts
 from multigemm.bench import machine, reports
 from multigemm.bench.entries import available_backends, config_entries
 from multigemm.bench.reports import HOST_SIZES, Report, Row, by_case, digits, family
@@ -54,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add_selection(parser)
     add = parser.add_argument
-    add("--backends", "--backend", default="", help="backends, comma separated (default: all that are here)")
+    add("--backends", default="", help="backends, comma separated (default: all that are here)")
     add("--configs", type=int, default=0, help="how many configs of each backend to try; 0: all")
     late = "after which no workload is begun, and no config but the first of each backend"
-    add("--seconds", "--time-budget", type=float, default=600.0, help=late)
+    add("--seconds", type=float, default=600.0, help=late)
     add("--no-record", action="store_true", help="measure and show, but keep nothing")
     add("--out", type=Path, help="also write the measurements to a file to share")
     add("--device", default="", help="cuda, cuda:1, cpu (default: the GPU if there is one)")
@@ -85,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
     if not backends:
         why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
         raise InvalidSetting(f"no backend that could be tuned is here ({why}); see `multigemm info`")
-    cases = selected(args, device.type)
+    cases = selected(args, device)
     if device.type == "cuda" and args.marker is None:
         with tempfile.TemporaryDirectory(prefix="multigemm-tune-") as folder:
             marker = Path(folder) / "doing.json"
@@ -94,7 +95,8 @@ def main(args: argparse.Namespace) -> int:
     if not args.resume:
         for name, why in absent.items():
             print(f"{name}: not tuned: {why}")
-    return as_child(lambda: _tune(args, device, backends, cases), args.marker)
+    with interrupts.of_termination():
+        return as_child(lambda: _tune(args, device, backends, cases), args.marker)
 
 
 def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:
@@ -109,7 +111,7 @@ def tunable(names: Sequence[str], device: torch.device) -> tuple[list[str], dict
 def _tune(args: argparse.Namespace, device: torch.device, backends: Sequence[str], cases: list[Workload]) -> int:
     options = Options(budget_ms=250.0, look_ms=80.0, modes=("graph",), total_s=args.seconds)
     run = tuner(backends, device, options, args.configs)
-    run.marker, run.on_case = Marker(args.marker), Progress(args.quiet).step
+    run.marker, run.progress = Marker(args.marker), Progress(args.quiet)
     if args.marker:
         run.path = args.marker.with_name("report.json")
         if args.resume and run.path.exists():

@@ -8,6 +8,7 @@ share these names, so that a number in a report says exactly what was run.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -231,6 +232,17 @@ class Workload:
             m = f" M={self.m}" if self.form in ("jagged_n", "jagged_k", "batched", "masked") else ""
             shape = f"G={self.groups} T={int(self.sizes.sum())}{m} N={self.n} K={self.k}"
         return f"{self.form} {shape} {self.distribution} {self.dtype}"
+
+
+def rows_and_weights(shape: str) -> tuple[float, int] | None:
+    """Rows per group and N x K, out of what `Workload.describe` says; None where groups share no N and K."""
+    if alike := re.search(r" \d+ x (\d+)x(\d+)x(\d+) ", shape):
+        m, n, k = map(int, alike.groups())
+        return float(m), n * k
+    said = {name: int(value) for name, value in re.findall(r"\b([GTMNK])=(\d+)", shape)}
+    if not shape.startswith(("jagged_m", "masked", "batched")) or not said["G"]:
+        return None
+    return said["T"] / said["G"], said["N"] * said["K"]
 
 
 def dtype_name(text: str) -> str:

@@ -19,7 +19,8 @@ N, K = 72, 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
-    parser.add_argument("--dtypes", "--dtype", default="bf16", help=f"comma separated: {', '.join(DTYPES)}")
+    parser.add_argument("--backends", default="", help="names with commas (default: all that are here)")
+    parser.add_argument("--dtypes", default="bf16", help=f"comma separated: {', '.join(DTYPES)}")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -28,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     codes = []
     for dtype in map(dtype_name, parts(args.dtypes)):
         print(f"{len(SIZES)} products, rows {SIZES}, N={N}, K={K}, {dtype}, on {device}")
-        codes.append(check(_problem(device, dtype)))
+        codes.append(check(_problem(device, dtype), parts(args.backends)))
     return max(codes, default=0)
 
 

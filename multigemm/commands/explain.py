@@ -12,7 +12,7 @@ from multigemm.commands.shapes import add_shape_arguments, problem_from
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add_shape_arguments(parser)
-    parser.add_argument("--backends", "--backend", default="auto", help="names with commas, or auto")
+    parser.add_argument("--backends", default="auto", help="names with commas, or auto")
 
 
 def main(args: argparse.Namespace) -> int:

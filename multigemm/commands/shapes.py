@@ -31,7 +31,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, help=f"columns of a result where the form does not cut them {shown['n']}")
     parser.add_argument("--k", type=int, help=f"inner extent where the form does not cut it {shown['k']}")
     parser.add_argument(
-        "--dtypes", "--dtype", default="", help=f"{', '.join(DTYPES)}, or long names (default fp32, with --shape bf16)"
+        "--dtypes", default="", help=f"{', '.join(DTYPES)}, or long names (default fp32, with --shape bf16)"
     )
     parser.add_argument("--device", default="", help="cpu or cuda; the default is cuda where there is one")
     parser.add_argument("--activation", default=None, help="relu, gelu, gelu_tanh or silu")

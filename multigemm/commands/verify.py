@@ -24,7 +24,7 @@ from multigemm.select.timing import measure
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("problem", type=Path, help="a Python file that defines `problem`, a GroupedGemmProblem")
-    parser.add_argument("--backends", "--backend", default="", help="names with commas (default: all that are here)")
+    parser.add_argument("--backends", default="", help="names with commas (default: all that are here)")
 
 
 def main(args: argparse.Namespace) -> int:

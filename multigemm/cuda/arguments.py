@@ -18,13 +18,17 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes")
+OPERANDS = ("a", "b", "out", "c", "bias", "ends", "valid_rows", "sizes", "scale_a", "scale_b", "zero_b")
 """What may lie elsewhere in a later call, in the order in which `Addresses` hold it."""
 PLACES = (*OPERANDS, "fields")
 """What an `Address` may belong to: an operand, or the launch's own `DeviceFields`."""
 _NUMBERS = {name: number for number, name in enumerate(PLACES)}
 Addresses = tuple[int, ...]
 """The address of each of `OPERANDS`, 0 for one that is absent; then of the launch's `DeviceFields`, if any."""
+JAGGED_CODES = {None: 0, "m": 1, "n": 2, "k": 3}
+"""How kernels are told which direction offsets cut."""
+ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+"""How kernels are told the activation."""
 WORD = 2**64 - 1
 BUFFER_POINTER, BUFFER_SIZE, BUFFER_END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 

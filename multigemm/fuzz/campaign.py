@@ -18,12 +18,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import Any
 
-from multigemm import fleet
+from multigemm import fleet, interrupts
 from multigemm.fuzz.plan import Batch, Failure, Options, Summary, Tally, WorkQueue
 from multigemm.fuzz.shrink import shrink
 from multigemm.fuzz.worker import LOST_CONTEXT, Position, drawn, trial, with_all_configs
@@ -87,10 +88,12 @@ class Campaign:
         """Starts a worker on a batch."""
         parent, child = _context.Pipe()
         position = RawValue(Position, batch.first, -1, 0, -1, int(time.monotonic()))
+        resource_tracker.ensure_running()  # by the first start, which would let Ctrl-C through again
         process = _context.Process(
             target=worker_main, args=(self.options.at(name), child, position, batch, self.deadline), daemon=True
         )
-        process.start()
+        with interrupts.left_to_this_process():
+            process.start()
         child.close()
         self.workers.append(WorkerProcess(name, process, parent, position, batch, batch.first, suspect))
 
@@ -99,11 +102,14 @@ class Campaign:
         for name in range(self.options.jobs):
             if batch := self.queue.next_batch():
                 self.start(name, batch)
-        while self.workers and not self.over():
-            self.step()
-            if progress is not None:
-                progress(self.total, time.monotonic() - self.begin)
-        self.finish()
+        try:
+            while self.workers and not self.over():
+                self.step()
+                if progress is not None:
+                    progress(self.total, time.monotonic() - self.begin)
+        finally:
+            with interrupts.held():
+                self.finish()
 
     def over(self) -> bool:
         """Whether nothing is left to wait for but workers that are stuck, whose problems others have run."""
@@ -119,7 +125,8 @@ class Campaign:
         """Hears the workers, once."""
         ready = wait([each.pipe for each in self.workers], timeout=0.5)
         for worker in list(self.workers):
-            open_pipe = self.hear(worker) if worker.pipe in ready else True
+            with interrupts.held():  # a message that is half read would be lost
+                open_pipe = self.hear(worker) if worker.pipe in ready else True
             hung = worker.quiet > HANG_SECONDS
             if open_pipe and not hung:
                 continue
@@ -203,8 +210,10 @@ class Campaign:
         return Failure(name, oracle, text, drawn(self.options, number).to_dict(), number, max(config, 0), chosen)
 
     def finish(self) -> None:
-        """Ends the workers, and says what was not begun."""
+        """Hears the workers' last words, ends them, and says what was not begun."""
         for worker in self.workers:
+            while worker.pipe.poll() and self.hear(worker):
+                pass
             if worker.suspect is not None:
                 self.total.failures.append(worker.suspect)
             if worker.quiet > STUCK_SECONDS:
@@ -219,16 +228,25 @@ class Campaign:
 
 
 def run(options: Options, progress: Progress | None = None) -> Summary:
-    """Runs a campaign to its end."""
+    """Runs a campaign to its end, or to Ctrl-C: the summary of what was checked until then says so."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # for the workers: one core each
-    options = with_all_configs(options)
-    campaign = Campaign(options)
-    campaign.run(progress)
-    summary = Summary(options, campaign.total, time.monotonic() - campaign.begin, campaign.crashes, campaign.notes)
-    _shrink_crashes(summary)
-    if options.corpus:
-        _store(summary, Path(options.corpus))
+    summary = Summary(options, Tally(), 0.0)
+    try:
+        summary.options = options = with_all_configs(options)
+        campaign = Campaign(options)
+        summary.tally, summary.notes = campaign.total, campaign.notes
+        try:
+            campaign.run(progress)
+        finally:
+            summary.seconds, summary.crashes = time.monotonic() - campaign.begin, campaign.crashes
+            summary.next_seed = options.seed + campaign.queue.handed_out
+        _shrink_crashes(summary)
+    except KeyboardInterrupt:
+        summary.interrupted = True
+    with interrupts.held():
+        if options.corpus:
+            _store(summary, Path(options.corpus))
     return summary
 
 
@@ -237,7 +255,8 @@ def fails_alone(case: Case, failure: Failure, device: str, seconds: float = 120.
     process = _context.Process(
         target=trial, args=(case.to_dict(), failure.backend, failure.repeat, device), daemon=True
     )
-    process.start()
+    with interrupts.left_to_this_process():
+        process.start()
     process.join(seconds)
     if process.is_alive():
         process.kill()
@@ -301,7 +320,8 @@ def merge(options: Options, parts: Sequence[Summary]) -> Summary:
                   f"{', '.join(p.options.devices)}" for rank, p in enumerate(parts)]  # fmt: skip
     devices = tuple(dict.fromkeys(device for part in parts for device in part.options.devices))
     whole = replace(options, devices=devices, jobs=sum(p.options.jobs for p in parts))
-    return Summary(whole, total, max(p.seconds for p in parts), sum(p.crashes for p in parts), notes)
+    stopped = any(part.interrupted for part in parts)
+    return Summary(whole, total, max(p.seconds for p in parts), sum(p.crashes for p in parts), notes, stopped)
 
 
 def run_on_ranks(options: Options, place: fleet.Place, progress: Progress | None = None) -> Summary | None:

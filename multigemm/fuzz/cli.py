@@ -5,15 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from multigemm import fleet, interrupts
 from multigemm.errors import InvalidSetting
+from multigemm.fuzz import campaign, report
 from multigemm.fuzz.plan import Options, Summary, Tally
 from multigemm.problem.spec import FORMS
+from multigemm.select import registry
+from multigemm.settings import settings
+from multigemm.testing import check_case, corpus
+from multigemm.testing.strategies import DTYPES
 
 EMULATORS = ("triton", "numba")
 
@@ -59,6 +68,11 @@ def _what(parser: argparse.ArgumentParser) -> None:
     add("--burst", type=at_least(1), default=25, help="problems of one kind in a row")
     add("--work", type=at_least(1), default=1 << 17, help="multiply-adds of a problem at most")
     add("--large", type=at_least(0), help="one problem in so many is 16 times larger (default: 0 for none; 8 on a GPU)")
+    add(
+        "--quantised",
+        type=at_least(0),
+        help="one problem in so many has quantised operands (0 for none; default: 8, or 0 beside --dtypes)",
+    )
     add("--deep", type=at_least(1), default=8, help="run streams, graphs, relations, ... on one problem in so many")
 
 
@@ -76,6 +90,7 @@ def _where_to(parser: argparse.ArgumentParser) -> None:
     add("--replay", action="append", default=[], metavar="FILE", help="run a stored problem (or a folder of them)")
     add("--json", default="", metavar="FILE", help="write the whole summary there")
     add("--quiet", action="store_true", help="no progress line")
+    parser.set_defaults(told=False)
 
 
 def _split(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
@@ -88,26 +103,18 @@ def _split(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
 
 def _emulate() -> None:
     """The switch is an environment variable, so that worker processes inherit it."""
-    from multigemm.settings import settings
-
     os.environ["MULTIGEMM_EMULATE"] = "1"
     settings.cache_clear()
 
 
 def _device(asked: str, emulate: bool) -> str:
-    import torch
-
-    from multigemm.fleet import default_device
-
     if asked:
-        default_device(asked)  # raises where there is no such device: every problem would fail there
+        fleet.default_device(asked)  # raises where there is no such device: every problem would fail there
         return asked
     return "cuda" if torch.cuda.is_available() and not emulate else "cpu"
 
 
 def _backends(asked: str, device: str) -> tuple[str, ...]:
-    from multigemm.select import registry
-
     if asked:
         chosen = _split(asked, registry.names(), "backend")
         for name in chosen:
@@ -128,8 +135,6 @@ def _backends(asked: str, device: str) -> tuple[str, ...]:
 
 def options_of(args: argparse.Namespace) -> Options:
     """The campaign that the arguments describe."""
-    from multigemm.testing.strategies import DTYPES
-
     named = _split(args.backends, (), "backend")
     if args.emulate and args.device not in ("", "cpu"):
         raise InvalidSetting(f"--device {args.device} beside --emulate, which runs CPU tensors: leave one of them out")
@@ -147,6 +152,7 @@ def options_of(args: argparse.Namespace) -> Options:
         configs=args.configs, deep=args.deep, burst=args.burst, corpus=args.corpus,
         kinds=(100 if on_gpu else 0) if args.kinds is None else args.kinds, turns=args.turns,
         large=(8 if on_gpu else 0) if args.large is None else args.large,
+        quantised=(0 if args.dtypes else 8) if args.quantised is None else args.quantised,
         shrink_seconds=args.shrink, **small,
     )  # fmt: skip
 
@@ -161,8 +167,6 @@ class _Progress:
         self._saved = time.monotonic()
 
     def __call__(self, tally: Tally, seconds: float) -> None:
-        from multigemm.fuzz.report import progress_line
-
         if self._target and time.monotonic() - self._saved > 10:
             self._saved = time.monotonic()
             _write_json(Summary(self._options, tally, seconds, notes=["unfinished"]), self._target)
@@ -170,17 +174,14 @@ class _Progress:
             return
         self._last = time.monotonic()
         end = "\r" if sys.stderr.isatty() else "\n"
-        print(progress_line(tally, seconds), end=end, file=sys.stderr, flush=True)
+        print(report.progress_line(tally, seconds), end=end, file=sys.stderr, flush=True)
 
 
 def _write_json(summary: Summary, target: str) -> None:
-    from multigemm.fuzz.report import to_dict
-
     path = Path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(to_dict(summary), indent=1) + "\n")
-    part.replace(path)
+    path.with_name(path.name + ".part").write_text(json.dumps(report.to_dict(summary), indent=1) + "\n")
+    path.with_name(path.name + ".part").replace(path)
 
 
 def _make_room(args: argparse.Namespace) -> None:
@@ -206,8 +207,6 @@ def _stored(name: str) -> list[Path]:
 
 def replay(files: list[str], args: argparse.Namespace) -> int:
     """Stored problems on every chosen backend; 1 if any fails."""
-    from multigemm.testing import check_case, corpus
-
     options, bad = options_of(args), 0
     for path in [path for name in files for path in _stored(name)]:
         entry = corpus.load(path)
@@ -225,10 +224,7 @@ def main(args: argparse.Namespace) -> int:
     """Runs the campaign or the replay; 0 if nothing disagreed."""
     if args.replay:
         return replay(args.replay, args)
-    from multigemm import fleet as places
-    from multigemm.fuzz import campaign, report
-
-    place, options = places.here(), options_of(args)
+    place, options = fleet.here(), options_of(args)
     _make_room(args)
     mine = campaign.of_rank(options, place)
     rank = f", rank {place.rank} of {place.ranks}" if place.ranks > 1 else ""
@@ -240,7 +236,31 @@ def main(args: argparse.Namespace) -> int:
     summary = campaign.run_on_ranks(options, place, _Progress(mine, args.quiet or place.rank > 0, saved))
     if summary is None:
         return 0  # rank 0 tells, and fails where any rank found something
-    print(report.to_text(summary))
-    if args.json:
-        _write_json(summary, args.json)
+    with interrupts.held():
+        if args.json:
+            _write_json(summary, args.json)
+        args.told = True
+        print(report.to_text(summary), flush=True)
+    if summary.interrupted:
+        print(_after_ctrl_c(summary, args), file=sys.stderr)
+        return 130
     return 1 if report.failed(summary) else 0
+
+
+def _after_ctrl_c(summary: Summary, args: argparse.Namespace) -> str:
+    """What was kept, where, and how to go on."""
+    kept = " and ".join(filter(None, (args.json, args.corpus and f"{args.corpus} (failures)"))) or "nowhere but above"
+    words = [*args.words, "--seed", str(summary.next_seed)]  # of an option that is given twice the last counts
+    return (
+        f"\nstopped after {summary.tally.problems} problems; kept in {kept}\n"
+        f"go on with others: {shlex.join(['multigemm', 'fuzz', *words])}"
+    )
+
+
+def interrupted(args: argparse.Namespace) -> None:
+    """After Ctrl-C before the campaign, or behind it."""
+    if args.told or args.replay:
+        return
+    if args.json:
+        _write_json(Summary(Options(()), Tally(), 0.0, interrupted=True), args.json)
+    print("\nstopped before anything was checked", file=sys.stderr)

@@ -27,8 +27,8 @@ class Options:
     expensive oracles on one problem in so many. `kinds` draws all problems from so many kinds (form,
     dtypes, layouts, epilogue; 0: without limit), `burst` of one in a row, so that compiled kernels are
     used more than once; `carriers` are those of them that were added for the sake of a config. One
-    problem in `large` may have 16 times the work (0: none). Workers take `devices` in turn, or all
-    `device` where none is named."""
+    problem in `large` may have 16 times the work, one in `quantised` has quantised operands (0: none).
+    Workers take `devices` in turn, or all `device` where none is named."""
 
     backends: tuple[str, ...]
     device: str = "cpu"
@@ -45,6 +45,7 @@ class Options:
     turns: int = 1
     burst: int = 25
     large: int = 0
+    quantised: int = 0
     work: int = 1 << 18
     groups: int = 1025
     longest: int = 300
@@ -54,7 +55,10 @@ class Options:
 
     @property
     def limits(self) -> Limits:
-        return Limits(work=self.work, groups=self.groups, forms=self.forms, dtypes=self.dtypes, longest=self.longest)
+        return Limits(
+            work=self.work, groups=self.groups, forms=self.forms, dtypes=self.dtypes, longest=self.longest,
+            quantised=self.quantised,
+        )  # fmt: skip
 
     def at(self, worker: int) -> Options:
         """The campaign as one of its workers sees it: on its own device."""
@@ -113,6 +117,7 @@ class Tally:
 
     problems: int = 0
     checks: Counter[str] = field(default_factory=Counter)
+    quantised_checks: Counter[str] = field(default_factory=Counter)
     runs: Counter[str] = field(default_factory=Counter)
     deep: Counter[str] = field(default_factory=Counter)
     classes: Counter[str] = field(default_factory=Counter)
@@ -126,7 +131,17 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         self.problems += other.problems
-        for name in ("checks", "runs", "deep", "classes", "refusals", "kernels", "configs", "spent"):
+        for name in (
+            "checks",
+            "quantised_checks",
+            "runs",
+            "deep",
+            "classes",
+            "refusals",
+            "kernels",
+            "configs",
+            "spent",
+        ):
             getattr(self, name).update(getattr(other, name))
         self.assigned.update(other.assigned)
         for key, (peak, squares, count) in other.rho.items():
@@ -142,13 +157,15 @@ class Tally:
 
 @dataclass(slots=True)
 class Summary:
-    """The end of a campaign."""
+    """The end of a campaign. `interrupted`: by Ctrl-C; from `next_seed` on, no problem was drawn."""
 
     options: Options
     tally: Tally
     seconds: float
     crashes: int = 0
     notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    next_seed: int = 0
 
 
 LEAD = 8
@@ -174,6 +191,7 @@ class WorkQueue:
         self.left = options.examples or 1 << 60
         self.compiled: set[int] = set()
         self._laps: Counter[int] = Counter()
+        self.handed_out = 0
 
     @property
     def slots(self) -> int:
@@ -206,6 +224,7 @@ class WorkQueue:
             return None
         size = min(self.options.burst, self.left)
         self.left -= size
+        self.handed_out += size
         slot = self._slot(fresh or not self.compiled, loaded)
         number = (self._laps[slot] * max(self.slots, 1) + slot) * self.options.burst
         self._laps[slot] += 1

@@ -10,7 +10,7 @@ from multigemm.fuzz.plan import Summary, Tally
 from multigemm.problem.spec import FORMS
 from multigemm.testing.case import Case
 from multigemm.testing.corpus import snippet
-from multigemm.testing.strategies import DTYPES, REQUIRED
+from multigemm.testing.strategies import DTYPES, REQUIRED, REQUIRED_QUANTISED
 from multigemm.testing.versions import versions
 
 GATE_FROM = 5000
@@ -23,7 +23,7 @@ def missing(summary: Summary) -> list[str]:
     whole = set(options.forms) == set(FORMS) and set(options.dtypes) == set(DTYPES)
     if not whole or tally.problems < GATE_FROM:
         return []
-    return sorted(REQUIRED - set(tally.classes))
+    return sorted((REQUIRED | REQUIRED_QUANTISED if options.quantised else REQUIRED) - set(tally.classes))
 
 
 def idle(summary: Summary) -> list[str]:
@@ -68,6 +68,7 @@ def to_dict(summary: Summary) -> dict[str, Any]:
         "seconds": round(summary.seconds, 1),
         "problems": tally.problems,
         "checks": dict(sorted(tally.checks.items())),
+        "quantised_checks": dict(sorted(tally.quantised_checks.items())),
         "checks_per_second": round(checks / max(summary.seconds, 1e-9), 1),
         "disagreements": len(tally.failures),
         "guard_hits": sum(f.oracle == "guard" for f in tally.failures),
@@ -90,6 +91,7 @@ def to_dict(summary: Summary) -> dict[str, Any]:
         ],
         "failures": [f.to_dict() for f in tally.failures],
         "notes": summary.notes,
+        "interrupted": summary.interrupted,
         "seconds_by_step": {name: round(s, 2) for name, s in tally.spent.most_common()},
     }  # fmt: skip
 
@@ -120,8 +122,12 @@ def to_text(summary: Summary) -> str:
         peak = max((v[0] for v in rhos), default=0.0)
         rms = _rms(sum(v[1] for v in rhos), sum(v[2] for v in rhos))
         lines.append(f"{name:10} {tally.checks[name]:8} {refused:8} {bad:7} {peak:8.2f} {rms:8.3f}")
-    shown = [(name, n) for name, n in sorted(tally.classes.items()) if name.startswith(("form:", "dtype:", "mode:"))]
+    groups = ("form:", "dtype:", "mode:", "format:")
+    shown = [(name, n) for name, n in sorted(tally.classes.items()) if name.startswith(groups)]
     lines += ["", "classes: " + ", ".join(f"{name} {n}" for name, n in shown)]
+    if count := tally.classes["quantised"]:
+        checked = ", ".join(f"{name} {tally.quantised_checks[name]}" for name in summary.options.backends)
+        lines.append(f"quantised operands in {count} problems; checked on {checked}")
     if tally.deep:
         lines.append("other oracles: " + ", ".join(f"{name} {n}" for name, n in sorted(tally.deep.items())))
     for name in summary.options.backends:

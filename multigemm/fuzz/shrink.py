@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from multigemm.testing.case import PLAIN, Case
+from multigemm.testing.case import PLAIN, UNSCALED, Case, Scale
 from multigemm.testing.strategies import legal
 
 SIMPLE: dict[str, Any] = {
@@ -33,6 +33,7 @@ PLAINER = (
     "kind",
     "precision",
     "alpha",
+    "accumulate",
 )
 
 
@@ -85,6 +86,8 @@ def _plainer(case: Case) -> Iterator[Case]:
         yield replace(case, bias="", bias_dtype="")
     if case.given and not case.alias:
         yield replace(case, given=False, out=PLAIN)
+    if case.quantised:
+        yield from _plainer_numbers(case)
     for name in PLAINER:
         if getattr(case, name) != SIMPLE[name] and not (name == "kind" and case.head):
             yield _changed(case, name, SIMPLE[name])
@@ -97,6 +100,22 @@ def _plainer(case: Case) -> Iterator[Case]:
                     yield _changed(case, name, replace(layout, **{part: getattr(PLAIN, part)}))
     if case.mode != "int" and not case.bias and not case.beta:
         yield replace(case, mode="int", alpha=float(round(case.alpha)))
+
+
+def _plainer_numbers(case: Case) -> Iterator[Case]:
+    """Operands that are not quantised; else fewer and plainer scales."""
+    unscaled = replace(case, scale_a=UNSCALED, scale_b=UNSCALED, zero_b="")
+    yield replace(unscaled, dtype="bfloat16", dtype_b="", b_format="", mode="int", alpha=float(round(case.alpha)))
+    if case.zero_b:
+        yield replace(case, zero_b="")
+    for name in ("scale_a", "scale_b"):
+        scale: Scale = getattr(case, name)
+        coarser = ["", "tensor", "group"]
+        if scale.covers in coarser:
+            del coarser[coarser.index(scale.covers) :]
+        plainer = [UNSCALED if not covers else Scale(covers) for covers in coarser]
+        plainer += [replace(scale, layout=PLAIN), replace(scale, dtype="float32")]
+        yield from (_changed(case, name, other) for other in plainer if other != scale)
 
 
 def simpler(case: Case) -> Iterator[Case]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from multigemm.fuzz.plan import Batch, Failure, Options, Tally
@@ -232,6 +233,7 @@ class Worker:
         if outcome.ok and number % self.options.deep == 0:
             deep_checks(device_case, subject, outcome, number // self.options.deep, self.tally)
         self.tally.checks[name] += 1
+        self.tally.quantised_checks[name] += case.quantised
         self.tally.kernels[name, outcome.kernel] += 1
         self.tally.configs[name, str(outcome.config)] += 1
         if outcome.rho:
@@ -267,6 +269,7 @@ class Worker:
 def main(options: Options, pipe: Any, position: Position, batch: Batch, deadline: float) -> None:
     """The entry point of a worker process. Sends a tally after each problem, None to ask for another batch."""
     torch.set_num_threads(1)
+    np.seterr(all="ignore")  # problems hold NaN and infinities on purpose
     compile_singly()
     worker = Worker(options, pipe, position)
     given: Batch | None = batch

@@ -19,7 +19,7 @@ from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_tex
 from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
 from multigemm.planning.launch_cache import LAUNCHES
-from multigemm.planning.launch_key import key_of, one_cut
+from multigemm.planning.launch_key import Key, key_of, one_cut
 from multigemm.problem import epilogue, forms, scales
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.result import Result
@@ -27,6 +27,7 @@ from multigemm.problem.spec import FLOAT8, PRECISIONS
 from multigemm.select.choose import choose
 from multigemm.torch_internals import (
     SPECIAL,
+    answer_first,
     any_requires_grad,
     dispatch_keys,
     grad_enabled,
@@ -48,6 +49,7 @@ _library: Any = torch.library.Library("multigemm", "DEF")  # type: ignore[no-unt
 _library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 packet: Any = torch.ops.multigemm.grouped_gemm
 overload: Any = packet.default
+TENSORS = tuple(x.name for x in overload._schema.arguments if not x.kwarg_only)
 DEFAULTS = {x.name: x.default_value for x in overload._schema.arguments if x.kwarg_only}
 
 
@@ -90,6 +92,34 @@ def names(backend: str) -> Any:
     return backend.split(",") if "," in backend else backend
 
 
+Recalled = tuple[Tensor | None, tuple[Key | None, Key | None], str]
+
+
+def recall(
+    a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
+    valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None,
+    scale_a: Tensor | None = None, scale_b: Tensor | None = None, zero_b: Tensor | None = None, *, jagged: str = "m",
+    alpha: float = 1.0, beta: float | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
+    precision: str = "ieee", deterministic: bool = True, batch_invariant: bool | None = None, backend: str = "auto",
+    grad_backend: str = "auto", b_format: str | None = None, accumulate: str = "promoted",
+) -> Recalled:  # fmt: skip
+    """The result of a call like an earlier one, or None; the keys to keep it by; and what cuts its groups."""
+    kind, cut, several = one_cut(offsets, sizes, ends)
+    plain = scale_a is scale_b is zero_b is None and b_format is None and accumulate == "promoted"
+    if several or not plain or in_transform():
+        return None, (None, None), kind
+    options = (
+        "operator", jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
+        type(deterministic), batch_invariant, type(batch_invariant), backend,
+    )  # fmt: skip  # without grad_backend: where a gradient is wanted, there is no key
+    call = (jagged, a, b, kind, cut, valid_rows, c, bias, None)
+    key = key_of(call, options)
+    if key is None:
+        return None, (None, None), kind
+    found, class_key = LAUNCHES.recall(key, call)
+    return found, (key, class_key), kind
+
+
 def kernel(general: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
     """The operator on real tensors, as a kernel of torch's dispatcher.
 
@@ -97,46 +127,36 @@ def kernel(general: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
     and where gradients are wanted or a dispatch key below autograd has work to do: a mode, a transform, a wrapper.
     """
 
-    def run(
-        a: Tensor, b: Tensor, offsets: Tensor | None = None, sizes: Tensor | None = None, ends: Tensor | None = None,
-        valid_rows: Tensor | None = None, c: Tensor | None = None, bias: Tensor | None = None,
-        scale_a: Tensor | None = None, scale_b: Tensor | None = None, zero_b: Tensor | None = None, **options: Any,
-    ) -> Tensor:  # fmt: skip
-        kind, cut, several = one_cut(offsets, sizes, ends)
-        call = (options.get("jagged", "m"), a, b, kind, cut, valid_rows, c, bias, None)
-        plain = scale_a is scale_b is zero_b is None
-        key = None if several or not plain or in_transform() else key_of(call, ("operator", *options.items()))
-        found, class_key = (None, None) if key is None else LAUNCHES.recall(key, call)
+    def run(*tensors: Any, **options: Any) -> Tensor:
+        found, keys, kind = recall(*tensors, **options)
         if found is not None:
             return found
+        given = dict(zip(TENSORS, tensors, strict=False))
         if general is not None:
-            scaled = (scale_a, scale_b, zero_b)
-            keys = dispatch_keys(a, b, offsets, sizes, ends, valid_rows, c, bias, *scaled)
-            wanted = grad_enabled() and any_requires_grad(a, b, c, bias, *scaled)
+            dispatched = dispatch_keys(*tensors)
+            wanted = grad_enabled() and any_requires_grad(*tensors)
             if wanted:
-                _refuse_quantised_gradients(a, b, scaled, options.get("b_format"))
-            if keys.raw_repr() & SPECIAL or wanted:
-                return general(keys, a, b, offsets, sizes, ends, valid_rows, c, bias, *scaled, **options)  # type: ignore[no-any-return]
-        if a is None or b is None:  # torch lets it through
+                _refuse_quantised_gradients(given, options.get("b_format"))
+            if dispatched.raw_repr() & SPECIAL or wanted:
+                everything = [*tensors, *[None] * (len(TENSORS) - len(tensors))]
+                return general(dispatched, *everything, **options)  # type: ignore[no-any-return]
+        if given["a"] is None or given["b"] is None:  # torch lets it through
             raise InvalidProblem("a or b is None; both must be tensors")
         asked = {name: value for name, value in options.items() if name not in ("backend", "grad_backend")}
-        problem = GroupedGemmProblem(
-            a, b, offsets=offsets, sizes=sizes, ends=ends, valid_rows=valid_rows, c=c, bias=bias, scale_a=scale_a,
-            scale_b=scale_b, zero_b=zero_b, **asked,
-        )  # fmt: skip
+        problem = GroupedGemmProblem(**given, **asked)
         choice = choose(problem, names(options.get("backend", "auto")), eager=True)
-        return LAUNCHES.run((key, class_key), kind, choice, problem)  # type: ignore[no-any-return]
+        return LAUNCHES.run(keys, kind, choice, problem)  # type: ignore[no-any-return]
 
     return run
 
 
-def _refuse_quantised_gradients(a: Tensor, b: Tensor, scaled: tuple[Tensor | None, ...], b_format: str | None) -> None:
+def _refuse_quantised_gradients(given: dict[str, Any], b_format: str | None) -> None:
     """Scales have no gradients; those of the other inputs of quantised products come later."""
-    given = [(name, x) for name, x in zip(SCALES, scaled, strict=True) if x is not None]
-    for name, x in given:
+    scaled = {name: given[name] for name in SCALES if given.get(name) is not None}
+    for name, x in scaled.items():
         if x.requires_grad:
             raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: detach it")
-    if given or a.dtype in FLOAT8 or b.dtype in (*FLOAT8, torch.uint8) or b_format:
+    if scaled or given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8) or b_format:
         raise InvalidProblem(
             "an input requires grad, and gradients of products with quantised operands come later: use "
             "torch.no_grad(), .detach() the input, or dequantise with multigemm.quantize.dequantize"
@@ -290,6 +310,7 @@ def _vmap(info: Any, in_dims: Any, *args: Any, **options: Any) -> Any:
     )
 
 
+answer_first(packet, recall)
 _library.impl("grouped_gemm", kernel(_general), "Autograd")
 _library.impl("grouped_gemm", kernel(), "CPU")
 _library.impl("grouped_gemm", kernel(), "CUDA")

@@ -11,7 +11,7 @@ import torch
 
 from multigemm.backend import Launch, Recipe
 from multigemm.cuda.device import capturing
-from multigemm.cuda.launch import in_turn
+from multigemm.cuda.launch import NOTHING, in_turn
 from multigemm.errors import InvalidProblem, NotCapturable
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate, outline, stage
@@ -59,11 +59,19 @@ def bind(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Bound:
             "give the sizes on the host, or choose another backend"
         )
     staged = stage(problem, choice.spec, out, choice.recipe.sums_sizes)
-    steps = [*staged.before, choice.recipe.bind(staged.ops)]
+    steps = [*staged.before, launch_of(choice.recipe, staged.ops)]
     launch = steps[0] if len(steps) == 1 else in_turn(steps)
     if problem.kind == "cupy":
         launch = _OnCallerStream(launch, problem.device)
     return Bound(launch, staged.ops, steps)
+
+
+def launch_of(recipe: Recipe, ops: Operands) -> Launch:
+    """A recipe's launch. A result without elements takes none: its operands may lie where no memory need be, and a
+    kernel that copies no bytes from there ends the context all the same."""
+    out = ops.out
+    has_elements = any(x.numel() for x in out) if isinstance(out, list) else out.numel()
+    return recipe.bind(ops) if has_elements else NOTHING
 
 
 def _external(stream: int, device: torch.device) -> torch.cuda.ExternalStream:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from multigemm.cuda.device import capturing, to_device, upload
 from multigemm.cuda.running_sums import running_sums
-from multigemm.planning.binding import Bound, Choice, bind, caller_result
+from multigemm.planning.binding import Bound, Choice, bind, caller_result, launch_of
 from multigemm.planning.launch_key import HOST_SEQUENCES, PLAIN, Call, Key, class_key_of, key_of, reach_bytes, same_view
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import allocate
@@ -221,14 +221,14 @@ class _MovingEntry(_Entry):
 class _BindingEntry(_Entry):
     """What a backend that cannot move its launches, or not resize them, needs to bind the operands of the next call."""
 
-    __slots__ = ("_alpha", "_beta", "_bind", "_ends", "_host", "_kind", "_spec", "_squeezed", "_sums")
+    __slots__ = ("_alpha", "_beta", "_ends", "_host", "_kind", "_spec", "_squeezed", "_sums")
 
     def __init__(
         self, problem: GroupedGemmProblem, ops: Operands, choice: Choice, kind: str, counted: bool = False
     ) -> None:
         super().__init__(problem, choice, counted)
         cut = problem.cut
-        self._bind, self._spec, self._kind, self._squeezed = choice.recipe.bind, choice.spec, kind, problem.squeezed
+        self._spec, self._kind, self._squeezed = choice.spec, kind, problem.squeezed
         self._alpha, self._beta = problem.alpha, problem.beta
         self._ends: Tensor | None = None
         self._sums: Any = None
@@ -251,9 +251,9 @@ class _BindingEntry(_Entry):
         cut = self._cut(given, valid_rows)
         if cut is None:
             return False
-        self._bind(
-            Operands(self._spec, a, b, target, c, bias, alpha=self._alpha, beta=self._beta, device=self._device, **cut)
-        )()
+        alpha, beta, device = self._alpha, self._beta, self._device
+        ops = Operands(self._spec, a, b, target, c, bias, alpha=alpha, beta=beta, device=device, **cut)
+        launch_of(self._choice.recipe, ops)()
         return True
 
     def _cut(self, cut: Any, valid_rows: Any) -> dict[str, Any] | None:

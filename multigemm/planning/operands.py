@@ -160,6 +160,17 @@ def packed(ops: Operands) -> Packed:
     )
 
 
+ABSENT = Strided(0, 0, 0, 0)
+"""An operand that a problem does not have."""
+NO_VIEW = Packed(0, 0, 0, 0, None, ABSENT, ABSENT, ABSENT, None, None)
+"""What stands for the formula of a list, whose matrices are in its table."""
+
+
+def view_of(ops: Operands) -> Packed:
+    """The formula of a packed form; of a list `NO_VIEW`."""
+    return NO_VIEW if ops.spec.form == "per_group" else packed(ops)
+
+
 def group_table(ops: Operands) -> npt.NDArray[np.int64]:
     """[G, TABLE.COLUMNS] int64 on the host: pointers, extents and strides of each product of a list."""
     table = np.zeros((ops.spec.groups, TABLE.COLUMNS), dtype=np.int64)

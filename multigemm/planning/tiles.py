@@ -16,13 +16,14 @@ Equations, with tm[g], tn[g] the tiles of group g along m and n, P programs and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from multigemm.planning.operands import Operands, Packed
 from multigemm.problem.spec import ProblemSpec
 
 Number = Any
@@ -116,6 +117,18 @@ def most_packed_tiles(
 def list_tiles(shapes: Iterable[tuple[int, int]], rows: int, columns: int) -> int:
     """The tiles of a list, whose results are m x n each."""
     return sum(tiles_of(m, rows) * tiles_of(n, columns) for m, n in shapes)
+
+
+def most_tiles_by_rows(ops: Operands, view: Packed, rows: int, columns: int) -> Callable[[int], int]:
+    """Rows of a problem -> an upper bound on its tiles of rows x columns, known without reading any size on the device.
+
+    In a list the number is exact, whatever the argument. What is returned keeps no operand alive.
+    """
+    if ops.spec.form == "per_group":
+        listed = list_tiles(((a.shape[0], b.shape[1]) for a, b in zip(ops.a, ops.b, strict=True)), rows, columns)
+        return lambda _: listed
+    jagged, groups, n = view.jagged, view.groups, view.n
+    return lambda m: most_packed_tiles(jagged, groups, m, n, rows, columns)
 
 
 def typical_extent(spec: ProblemSpec, direction: Literal["m", "n", "k"], mean: Number) -> Number:

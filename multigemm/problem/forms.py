@@ -92,12 +92,21 @@ def infer(
             )
         raise InvalidProblem(
             f"a has shape {tuple(x[squeezed:])} and b {tuple(y[squeezed:])}: the last extent of a, {x[-1]}, must equal "
-            f"the second last of b, {y[-2]}; pass a transposed view if one of them is stored the other way"
+            f"the second last of b, {y[-2]}; {_turned(a, b, squeezed, kind)}"
         )
     if len(x) == 3 and len(y) == 3 and x[0] != y[0]:
         raise InvalidProblem(f"a has {x[0]} groups and b has {y[0]}: they must have as many")
     groups = x[0] if len(x) == 3 else y[0] if len(y) == 3 else None
     return Extents(form, groups, x[-2], y[-1], x[-1])
+
+
+def _turned(a: Tensor, b: Tensor, squeezed: bool, kind: Kind) -> str:
+    """The view to pass of the operand that seems to be stored the other way."""
+    for name, x, fits in (("b", b, b.shape[-1] == a.shape[-1]), ("a", a, a.shape[-2] == b.shape[-2])):
+        if fits:
+            swap = "transpose(1, 2)" if kind == "torch" else "swapaxes(1, 2)"
+            return f"pass {name}.{swap if x.dim() - squeezed == 3 else 'T'} if {name} is stored the other way"
+    return "pass a transposed view if one of them is stored the other way"
 
 
 def _hint(form: Form, a: Tensor, b: Tensor, kind: Kind) -> str:
@@ -106,7 +115,8 @@ def _hint(form: Form, a: Tensor, b: Tensor, kind: Kind) -> str:
     if deep:
         return f"; fold the leading dimensions: {' and '.join(deep)}"
     if form == "batched" and (a.dim(), b.dim()) in {(2, 3), (3, 2)}:
-        return "; pass offsets, sizes or ends for a jagged problem, or .expand() the shared operand"
+        shared = ".expand() the shared operand" if kind == "torch" else "np.broadcast_to() for the shared operand"
+        return f"; pass offsets, sizes or ends for a jagged problem, or {shared}"
     return ""
 
 

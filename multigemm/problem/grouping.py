@@ -130,12 +130,13 @@ def make_grouping(
     total: int,
     device: torch.device,
     full: bool,
+    complete: bool = False,
     others: Mapping[str, int] = {},
 ) -> Grouping:
     """The one of offsets, sizes and ends that was given, checked against `groups` and `total`.
 
     `groups` is None where only the vector itself says how many there are. `others` are the extents of the other
-    directions that the operands could be cut along, for the message.
+    directions that the operands could be cut along, for the message. `complete`: the groups have to own all of `total`.
     """
     kind, x = _only_one(offsets, sizes, ends)
     live, host = read_index_array(x, kind, device)
@@ -146,9 +147,9 @@ def make_grouping(
     if host is None:
         assert live is not None
         if full or device.type == "cpu":
-            _check_values(live.tolist(), kind, total, others)
+            _check_values(live.tolist(), kind, total, others, complete)
         return Grouping(kind, count, live=live)
-    _check_values(host.tolist(), kind, total, others)
+    _check_values(host.tolist(), kind, total, others, complete)
     return Grouping(kind, count, host=_as_offsets(host, kind))
 
 
@@ -167,13 +168,21 @@ def _wrong_length(kind: Kind, length: int, groups: int | None) -> NoReturn:
     if groups is None:
         raise InvalidProblem("offsets is empty; it must hold G + 1 values: pass [0] for no groups")
     want = f"G + 1 = {groups + 1}" if kind == "offsets" else f"G = {groups}"
+    meant = ": they begin with 0; pass ends= for the ends alone" if kind == "offsets" and length == groups else ""
     raise InvalidProblem(
-        f"{kind} has length {length}; the operands have {groups} groups, so it must have length {want}"
+        f"{kind} has length {length}; the operands have {groups} groups, so it must have length {want}{meant}"
     )
 
 
-def _check_values(values: list[int], kind: Kind, total: int, others: Mapping[str, int]) -> None:
+def _check_values(values: list[int], kind: Kind, total: int, others: Mapping[str, int], complete: bool) -> None:
     """Monotone, from 0 or later, to `total` or earlier; the message names the first bad place."""
+    first = values[0] if kind == "offsets" else 0
+    last = sum(values) if kind == "sizes" else values[-1] if values else 0
+    if complete and (first > 0 or last < total):
+        raise InvalidProblem(
+            f"the groups of {kind} own {first} to {last} of the jagged extent {total}, and check='complete' wants all: "
+            "mend them, or take check='full', by which the rest of the result is 0"
+        )
     if not values:
         return
     if kind == "sizes":

@@ -27,7 +27,7 @@ from multigemm.problem.scales import Given, Quantisation
 from multigemm.problem.spec import FLOAT8, HALVES, PRECISIONS, Form, ProblemSpec, specify
 from multigemm.settings import settings
 
-CHECKS = ("host", "full")
+CHECKS = ("host", "full", "complete")
 SCALES = ("scale_a", "scale_b", "zero_b")
 
 
@@ -110,14 +110,15 @@ class GroupedGemmProblem:
     bias                   a value per column: [N] or [G, N]; jagged n: [T]; lists: these, or a list of [N_g]
     activation             "relu", "gelu" (by erf), "gelu_tanh" or "silu"
     out                    receives the result, and keeps what no group owns; without it those rows are 0
-    out_dtype              of the result; that of the operands by default, int32 for int8
+    out_dtype              of the result; that of the operands by default, int32 for int8. Operands of two float dtypes
+                           are multiplied in torch.promote_types of them: bfloat16 x float16 in float32
     precision              of float32 products: "ieee" is true float32, "tf32" rounds the operands to 11 bits
     deterministic          the same call gives the same bits; False permits what is faster without
     batch_invariant        a row of the result has the same bits whoever else is in the batch: they depend on its row
                            of a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form;
                            None: as MULTIGEMM_BATCH_INVARIANT says
     check                  "full" reads sizes on the device back and checks them; "host" does not. Sizes that add up to
-                           less than T are legal in both: no group owns the rest
+                           less than T are legal in both: no group owns the rest; "complete" is "full" and refuses them
     scale_a, scale_b       quantised operands: what an element is multiplied by. A number, a vector for the groups, or a
                            grid: along K one entry, or one for each 32, 64 or 128; along the other axis one entry, or
                            one for each line (or, with 128 along K, for each 128). float32 or float8_e8m0fnu
@@ -126,6 +127,9 @@ class GroupedGemmProblem:
     accumulate             float8 x float8: "promoted" sums at most 128 of K in the tensor core, "fast" may sum all
 
     float8 multiplies float8; bfloat16 and float16 also multiply weights in float8, int8 (with scale_b) and four bits.
+
+    torch.autocast changes nothing here: a problem means what its operands say. The torch operator obeys it
+    (`multigemm.integrations.grouped_gemm`).
 
     Raises InvalidProblem, with the value seen, the limit and the remedy, for anything without a meaning.
     The problem refers to the caller's arrays and copies none of them, except sizes that are given on the
@@ -211,7 +215,7 @@ class GroupedGemmProblem:
             groups, packed = self._take_lists(reader, a, b, jagged, grouped or valid_rows is not None, b_format)
         else:
             extents, packed = self._take_tensors(reader, a, b, jagged, grouped, valid_rows is not None, b_format)
-            groups = self._take_groups(extents, (offsets, sizes, ends), valid_rows, check == "full")
+            groups = self._take_groups(extents, (offsets, sizes, ends), valid_rows, check)
         self.kind, self.device = reader.kind, reader.device
         inputs = self._input_dtypes(out_dtype)
         compute = self._take_scales(reader, groups, inputs, Given(scale_a, scale_b, zero_b, accumulate), packed)
@@ -244,12 +248,14 @@ class GroupedGemmProblem:
         self.form = self.extents.form
         return self.extents, packed
 
-    def _take_groups(self, extents: Extents, cuts: Sequence[Any], valid: Any, full: bool) -> int:
+    def _take_groups(self, extents: Extents, cuts: Sequence[Any], valid: Any, check: str) -> int:
+        full, complete = check != "host", check == "complete"
         if self.form.startswith("jagged"):
             total = extents.along(self.form[-1])
             self.grouping = make_grouping(
-                *cuts, groups=extents.groups, total=total, device=self.device, full=full, others=extents.other_cuts()
-            )
+                *cuts, groups=extents.groups, total=total, device=self.device, full=full, complete=complete,
+                others=extents.other_cuts(),
+            )  # fmt: skip
             return self.grouping.groups
         assert extents.groups is not None
         if valid is not None:

@@ -8,14 +8,14 @@ sizes back from the device while another one need not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting, UnknownBackend
+from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting
 from multigemm.planning.binding import Choice, captured
 from multigemm.planning.given_config import as_dict, completed
 from multigemm.planning.staging import equal_sizes, staged_spec
@@ -46,7 +46,7 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
         BackendUnsupported: none of those asked for can solve the problem.
         InvalidSetting: `config` is none of this backend.
     """
-    spec, which = staged_spec(problem), backend if isinstance(backend, str) else _names(backend)
+    spec, which = staged_spec(problem), backend if isinstance(backend, str) else registry.several(backend)
     size, ranks = half_octave(tokens(problem)), measure_once.ranks_of_group()
     try:
         given = frozenset(config.items()) if isinstance(config, Mapping) else config
@@ -57,7 +57,12 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
     except TypeError:
         raise InvalidSetting(f"config={config!r} cannot be remembered: pass a frozen config or plain values") from None
     if found is None:
-        found = _remembered(key, _choose(problem, spec, which, config, eager))
+        plan_of = partial(_plan, problem, spec, config)
+        if which == "auto":
+            made = _choose_auto(problem, spec, config is None, eager, plan_of)
+        else:
+            made = _choose_named(problem, spec, [which] if isinstance(which, str) else which, plan_of)
+        found = _remembered(key, made)
         if settings().print_config:
             recipe = found.recipe
             print(f"multigemm: {found.backend} {recipe.kernel} {recipe.config} ({found.why})", file=sys.stderr)
@@ -66,40 +71,16 @@ def choose(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = N
 
 def forget() -> None:
     """Chooses anew from now on, as another process would."""
-    with lock_of("choices"):
-        _choices.clear()
-        ranking.forget()
-        table.change_generation()
+    _choices.clear()
+    table.table().forget_choices()
+    table.change_generation()
 
 
 def _remembered(key: Any, choice: Choice) -> Choice:
     """The choice that is kept under a key: that of another thread, if it came first."""
-    with lock_of("choices"):
-        if len(_choices) >= CHOICES_KEPT:
-            _choices.clear()
-        return _choices.setdefault(key, choice)
-
-
-def _names(backend: Any) -> tuple[str, ...]:
-    """Several names; raises UnknownBackend for anything that is none."""
-    if isinstance(backend, Set):
-        raise UnknownBackend(f"backend={backend!r} has no order, and the first that can is chosen: pass a list")
-    try:
-        names = tuple(backend)
-    except TypeError:
-        names = (backend,)
-    if not names:
-        raise UnknownBackend("backend=[] names no backend: pass a name, several names, or 'auto'")
-    if wrong := [name for name in names if not isinstance(name, str)]:
-        raise UnknownBackend(f"backend holds {wrong[0]!r}, which is no name: pass a name, several names, or 'auto'")
-    return names
-
-
-def _choose(problem: GroupedGemmProblem, spec: ProblemSpec, which: Which, config: Any, eager: bool) -> Choice:
-    plan_of = partial(_plan, problem, spec, config)
-    if which == "auto":
-        return _choose_auto(problem, spec, config is None, eager, plan_of)
-    return _choose_named(problem, spec, [which] if isinstance(which, str) else which, plan_of)
+    if len(_choices) >= CHOICES_KEPT:
+        _choices.clear()
+    return _choices.setdefault(key, choice)
 
 
 def _plan(problem: GroupedGemmProblem, spec: ProblemSpec, config: Any, name: str, why: str = "") -> Choice:
@@ -137,22 +118,16 @@ def _choose_invariant(spec: ProblemSpec, device: torch.device, allowed: Sequence
     Neither sizes, form and layout nor a measurement may choose it: another backend gives other bits. So the first of a
     fixed order is taken that runs a plain problem of these dtypes, and where it refuses this one, the call is refused.
     """
-    named = allowed or invariant_order(spec)
-    order = [*named, *(name for name in registry.names() if name not in (*named, "null") and not allowed)]
-    plain, found = plain_spec(spec), dict[str, Sequence[str]]()
-    for name in order:
-        state = registry.state(name)
-        if not state.ok or state.emulated:
-            found[name] = [unavailable_text(state) if not state.ok else "is emulated here, and auto passes over it"]
-            continue
-        found[name] = registry.reasons(name, plain, device)
-        if found[name]:
-            continue
-        if reasons := registry.reasons(name, spec, device):
-            remedy = "auto takes no other backend, which would give other bits: name one for all calls"
-            raise BackendUnsupported({name: [*reasons, remedy]})
-        return plan_of(name, "batch invariant: the same backend for all problems of these dtypes")
-    raise BackendUnsupported(found)
+    found = {c.name: c for c in candidates(plain_spec(spec), device)}
+    known = [name for name in invariant_order(spec) if name in found]
+    order = allowed or [*known, *(name for name in found if name not in (*known, "null"))]
+    name = next((name for name in order if found[name].for_auto), None)
+    if name is None:
+        raise BackendUnsupported({name: found[name].why_not(allowed) for name in order})
+    if reasons := registry.reasons(name, spec, device):
+        remedy = "auto takes no other backend, which would give other bits: name one for all calls"
+        raise BackendUnsupported({name: [*reasons, remedy]})
+    return plan_of(name, "batch invariant: the same backend for all problems of these dtypes")
 
 
 def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, names: Sequence[str], plan_of: Planner) -> Choice:
@@ -166,7 +141,7 @@ def _choose_named(problem: GroupedGemmProblem, spec: ProblemSpec, names: Sequenc
                 raise BackendUnavailable(name, unavailable_text(state))
             reasons[name] = [unavailable_text(state)]
             continue
-        reasons[name] = registry.refusals(name, spec, problem.device)
+        reasons[name] = registry.refusals(registry.get(name), spec, problem.device)
         if not reasons[name]:
             return plan_of(name, "asked for by name" if len(names) == 1 else f"first of {', '.join(names)} that can")
     raise BackendUnsupported(reasons)
@@ -176,9 +151,7 @@ def _choose_auto(
     problem: GroupedGemmProblem, spec: ProblemSpec, may_measure: bool, eager: bool, plan_of: Planner
 ) -> Choice:
     allowed = settings().backend
-    if unknown := [name for name in allowed if name not in registry.names()]:
-        known = ", ".join(registry.names())
-        raise UnknownBackend(f"MULTIGEMM_BACKEND holds {unknown[0]!r}, which is no backend; known: {known}")
+    registry.check_allowed(allowed)
     if spec.batch_invariant:
         return _choose_invariant(spec, problem.device, allowed, plan_of)
     found = candidates(spec, problem.device)

@@ -51,17 +51,12 @@ LEAST_WORK = 0.1
 """Of the operations that the extents make one expect: a dry run on few tokens tells nothing of its class."""
 
 
-def obstacle(problem: GroupedGemmProblem) -> str:
-    """Why nothing may be measured now; "" if it may."""
+def forbidden() -> str:
+    """Why this process measures nothing, and goes by nothing that was measured once; "" if it may."""
     if not settings().measure:
         return "MULTIGEMM_MEASURE=0 forbids it"
-    if (ranks := ranks_of_group()) > 1:
-        return f"the {ranks} ranks of a process group have to choose alike"
-    if binding.captured(problem):
-        return "a CUDA graph is being captured"
-    if problem.device.type == "cuda" and torch.cuda.get_sync_debug_mode() != 0:
-        return "torch's sync debug mode forbids to wait for the GPU"
-    return ""
+    ranks = ranks_of_group()
+    return f"the {ranks} ranks of a process group have to choose alike" if ranks > 1 else ""
 
 
 def ranks_of_group() -> int:
@@ -75,35 +70,38 @@ def measure_once(
     problem_class: ProblemClass,
     names: Sequence[str],
     plan_of: Callable[[str], Choice],
-) -> Entry | str:
-    """Times the backends `names`, the expected one first; `plan_of` compiles one. A text says why nothing was chosen.
+) -> Entry:
+    """Times the backends `names`, the expected one first; `plan_of` compiles one.
 
-    A backend that fails is left out with a warning: the call itself is not at stake.
+    Where nothing could be chosen, the entry tells so of all of them. A backend that fails is left out with a warning:
+    the call itself is not at stake.
     """
-    failed: dict[str, str] = {}
+    device, took, failed = device_name(problem.device), dict[str, Measured](), dict[str, str]()
     try:
         with binding.callers_stream(problem), ExitStack() as stack:
             if problem.device.type == "cuda":
                 stack.enter_context(beside_captures())
-            if why := _hardly_any_work(problem) or _no_room(problem):
-                return why
-            began = time.perf_counter()
-            choices = _planned(names, problem.device, plan_of, failed)
-            compiled = time.perf_counter()
-            took = _timed(choices, problem, failed) if len(choices) > 1 else {}
-            spent_ms = (time.perf_counter() - compiled) * 1e3
+            why = _obstacle(problem)
+            began = compiled = time.perf_counter()
+            if not why:
+                choices = _planned(names, problem.device, plan_of, failed)
+                compiled = time.perf_counter()
+                took = _timed(choices, problem, failed) if len(choices) > 1 else {}
+            done = time.perf_counter()
     except Exception as error:  # the call itself may well succeed; if not, it says so
         warnings.warn(f"multigemm: auto could not measure: {describe(error)}", RuntimeWarning, stacklevel=2)
-        return f"it failed: {describe(error)}"
-    for name, why in failed.items():
-        warnings.warn(f"multigemm: auto could not measure backend {name!r}: {why}", RuntimeWarning, stacklevel=2)
+        return Entry(device, str(problem_class), {}, failed=dict.fromkeys(names, f"it failed: {describe(error)}"))
+    for name, reason in failed.items():
+        warnings.warn(f"multigemm: auto could not measure backend {name!r}: {reason}", RuntimeWarning, stacklevel=2)
     if len(took) < 2:
-        return "fewer than two backends could be timed"
-    device, date = device_name(problem.device), datetime.now(UTC).isoformat(timespec="seconds")
-    chosen = fastest({name: m.us for name, m in took.items()}, names)
-    found = Entry(device, str(problem_class), took, "own cache", chosen, date, failed)
-    _report(found, compiled - began, spent_ms)
-    return found
+        why = why or "fewer than two backends could be timed"
+        return Entry(device, str(problem_class), {}, failed=dict.fromkeys(names, why))
+    date, chosen = datetime.now(UTC).isoformat(timespec="seconds"), fastest({n: m.us for n, m in took.items()}, names)
+    if settings().print_config:
+        times = ", ".join(f"{name} {m.us:.1f} us" for name, m in took.items())
+        spent = f"{1e3 * (done - compiled):.0f} ms, and {compiled - began:.1f} s to compile"
+        print(f"multigemm: measured {problem_class}: {times}; {chosen} from now on ({spent})", file=sys.stderr)
+    return Entry(device, str(problem_class), took, "own cache", chosen, date, failed)
 
 
 def fastest(took: Mapping[str, float], names: Sequence[str]) -> str:
@@ -112,29 +110,22 @@ def fastest(took: Mapping[str, float], names: Sequence[str]) -> str:
     return first if took[first] <= WORTH * took[best] else best
 
 
-def _report(found: Entry, compile_s: float, spent_ms: float) -> None:
-    """One line for whoever asked to see choices."""
-    if settings().print_config:
-        times = ", ".join(f"{name} {m.us:.1f} us" for name, m in found.backends.items())
-        spent = f"{spent_ms:.0f} ms, and {compile_s:.1f} s to compile"
-        print(f"multigemm: measured {found.key}: {times}; {found.chosen} from now on ({spent})", file=sys.stderr)
-
-
-def _hardly_any_work(problem: GroupedGemmProblem) -> str:
-    """Reads the sizes."""
+def _obstacle(problem: GroupedGemmProblem) -> str:
+    """Why this problem is not measured; "" if it may be. Reads the sizes, unless a graph is captured."""
+    if binding.captured(problem):
+        return "a CUDA graph is being captured"
+    if problem.device.type == "cuda" and torch.cuda.get_sync_debug_mode() != 0:
+        return "torch's sync debug mode forbids to wait for the GPU"
     work, expected = problem.flops, 0.0
     if problem.extents is not None and problem.form != "masked":  # where rows are masked, most may well be
         extents = problem.extents
         expected = 2.0 * extents.m * extents.n * extents.k * (1 if problem.spec.jagged else problem.spec.groups)
-    return "there is hardly any work" if not work or work < LEAST_WORK * expected else ""
-
-
-def _no_room(problem: GroupedGemmProblem) -> str:
-    """One more result, as it lies in memory, and what empties the cache have to fit."""
+    if not work or work < LEAST_WORK * expected:
+        return "there is hardly any work"
     spans, elements = binding.scratch_elements(problem)
-    needed = FLUSH_BYTES + 2 * spans * problem.out_dtype.itemsize
     if spans > 2 * elements:
         return "`out` spans far more memory than the result has"
+    needed = FLUSH_BYTES + 2 * spans * problem.out_dtype.itemsize  # one more result, and what empties the cache
     free = free_bytes(problem.device)
     return "" if free >= needed else f"{free / 2**20:.0f} MiB are free, and {needed / 2**20:.0f} MiB are needed"
 

@@ -12,7 +12,7 @@ the host, the one with the shortest way to its launch is chosen.
 Problems that are to be batch invariant know no ranking: `invariant_order` names one backend for all of some dtypes.
 
 A choice, once made, stays: in this process by any of the rules, on disk by rule 3. Ranks of a process group, which have
-to choose alike, go by rules 1 and 4.
+to choose alike, go by rules 1 and 4, as does everyone where MULTIGEMM_MEASURE=0 forbids rules 2 and 3.
 
 The evidence for the static order are the reports in `benchmarks/results/`: 845 rankings of four backends on one H100.
 Beside the fastest of each, the first of the order takes 1.03 times as long in the geometric mean, and the fastest of
@@ -35,10 +35,8 @@ from multigemm.select import measure_once as trial
 from multigemm.select import registry, table
 from multigemm.select.problem_class import EQUAL, ON_DEVICE, ProblemClass
 from multigemm.select.table import Entry, Measured
-from multigemm.settings import settings
 
 AT_MOST = 3
-KEPT = 1 << 16
 HOST_US = {"cupy": 11.0, "numba": 11.0, "triton": 11.0, "cublas": 35.0}
 """Of a warm eager call, for tables that hold the time of the device alone (`benchmarks/host_time.py`, offsets, H200,
 2026-11-22)."""
@@ -48,7 +46,6 @@ FEW_GROUPS = 8
 """So many calls of cuBLAS in a row, each with a float32 kernel that is up to five times as fast, beat one launch."""
 SPLIT_COLUMNS = 1200
 """Columns of all groups: a float32 product with no more fills a GPU by splitting K alone, as Triton's kernel does."""
-Place = tuple[torch.device, ProblemClass, tuple[str, ...], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +72,12 @@ class Query:
         return max(measured.us, measured.host_us or HOST_US.get(name, 0.0)) if self.eager else measured.us
 
 
-_made: dict[Place, Entry | str] = {}
-"""What was measured of a class, or why it was not."""
 _locks: dict[object, threading.RLock] = {}
 os.register_at_fork(after_in_child=_locks.clear)  # threads that held one do not exist in a child
 
 
 def lock_of(what: object) -> threading.RLock:
-    """The lock of a device (one thread at a time measures there), of a backend's compiler, or of what is remembered."""
+    """The lock of a device, where one thread at a time measures, or of a backend's compiler."""
     return _locks.setdefault(what, threading.RLock())
 
 
@@ -91,18 +86,15 @@ def rank(query: Query, may_measure: bool, plan_of: Callable[[str], Choice]) -> R
     found = known(query)
     if found.why:
         return found
-    problem, worth = query.problem, worth_measuring(query.problem_class, found.names)
-    why_not = trial.obstacle(problem) if may_measure else "a config is given"
-    with lock_of(problem.device):
+    if why_not := trial.forbidden() if may_measure else "a config is given":
+        return _unmeasured(found.names, why_not)
+    with lock_of(query.problem.device):
         again = known(query)  # another thread may have measured
         if again.why:
             return again
-        made = why_not or trial.measure_once(problem, query.problem_class, worth, plan_of)
-        if not isinstance(made, str):
-            made = table.table().keep_choice(made)
-        if may_measure:
-            _remember(_place(query, worth), made)
-    return _by_measurement(query, made, found.names)
+        worth = worth_measuring(query.problem_class, found.names)
+        made = trial.measure_once(query.problem, query.problem_class, worth, plan_of)
+        return _by_measurement(query, table.table().keep_choice(made), found.names)
 
 
 def known(query: Query) -> Ranking:
@@ -114,19 +106,18 @@ def known(query: Query) -> Ranking:
     worth = worth_measuring(query.problem_class, names)
     if len(worth) < 2:
         return Ranking(names, "the only one that can")
-    place = _place(query, worth)
-    made = _made.get(place)
-    if made is None and settings().measure and trial.ranks_of_group() == 1:
-        made = table.table().choice(query.problem_class, query.problem.device, worth)
-        if made is not None:
-            _remember(place, made)
+    made = None if trial.forbidden() else table.table().choice(query.problem_class, query.problem.device, worth)
     return Ranking(names, "") if made is None else _by_measurement(query, made, names)
 
 
-def _by_measurement(query: Query, made: Entry | str, names: Sequence[str]) -> Ranking:
+def _unmeasured(names: tuple[str, ...], why: str) -> Ranking:
+    return Ranking(names, f"first of the static order; not measured: {why}")
+
+
+def _by_measurement(query: Query, made: Entry, names: tuple[str, ...]) -> Ranking:
     """As it was measured once; `names` is the static order, and holds whoever can."""
-    if isinstance(made, str):
-        return Ranking(tuple(names), f"first of the static order; not measured: {made}")
+    if not made.chosen:
+        return _unmeasured(names, next(iter(made.failed.values())))
     us = {name: query.us(name, m) for name, m in made.backends.items()}
     best = trial.fastest(us, [*names, *us]) if query.eager else made.chosen
     why = "the fastest" if us[best] == min(us.values()) else "first of the static order, and about as fast"
@@ -160,23 +151,6 @@ def worth_measuring(problem_class: ProblemClass, names: Sequence[str]) -> tuple[
     named = static_order(problem_class)
     found = [name for name in names if name in named or name not in registry.BUILTIN]
     return tuple(found if len(found) > 1 else names[:AT_MOST])
-
-
-def _place(query: Query, worth: tuple[str, ...]) -> Place:
-    return query.problem.device, query.problem_class, worth, trial.ranks_of_group() > 1
-
-
-def _remember(place: Place, made: Entry | str) -> None:
-    with lock_of("rankings"):
-        if len(_made) >= KEPT:
-            del _made[next(iter(_made))]
-        _made[place] = made
-
-
-def forget() -> None:
-    """Ranks anew from now on, as another process would: what is on disk stays."""
-    with lock_of("rankings"):
-        _made.clear()
 
 
 def static_order(c: ProblemClass) -> tuple[str, ...]:

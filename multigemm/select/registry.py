@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
@@ -68,6 +68,27 @@ def check(name: str) -> None:
     raise UnknownBackend(f"unknown backend {name!r}: {hint}")
 
 
+def check_allowed(allowed: Sequence[str]) -> None:
+    """Raises UnknownBackend if the settings allow what is no backend."""
+    for name in set(allowed) - set(names()):
+        raise UnknownBackend(f"MULTIGEMM_BACKEND holds {name!r}, which is no backend; known: {', '.join(names())}")
+
+
+def several(given: Any) -> tuple[str, ...]:
+    """Several names as a user gives them; raises UnknownBackend for anything that is none."""
+    if isinstance(given, Set):
+        raise UnknownBackend(f"backend={given!r} has no order, and the first that can is chosen: pass a list")
+    try:
+        found = tuple(given)
+    except TypeError:
+        found = (given,)
+    if not found:
+        raise UnknownBackend("backend=[] names no backend: pass a name, several names, or 'auto'")
+    if wrong := [name for name in found if not isinstance(name, str)]:
+        raise UnknownBackend(f"backend holds {wrong[0]!r}, which is no name: pass a name, several names, or 'auto'")
+    return found
+
+
 @cache
 def get(name: str) -> Backend:
     """The backend called `name`; raises UnknownBackend if there is none."""
@@ -104,11 +125,10 @@ def unkept_promises(backend: Backend, spec: ProblemSpec) -> list[str]:
     ]
 
 
-def refusals(name: str, spec: ProblemSpec, device: torch.device) -> list[str]:
+def refusals(backend: Backend, spec: ProblemSpec, device: torch.device) -> list[str]:
     """A backend's own reasons, and promises that it never made. Quantised operands are refused for a foreign backend
     that does not say that it knows of them."""
-    backend = get(name)
-    foreign = name not in BUILTIN and not getattr(backend, "takes_quantised", False)
+    foreign = backend.name not in BUILTIN and not getattr(backend, "takes_quantised", False)
     if foreign and (unknown := quantised_reasons(spec)):
         return unknown
     return [*unkept_promises(backend, spec), *backend.not_supported_reasons(spec, device)]
@@ -117,7 +137,7 @@ def refusals(name: str, spec: ProblemSpec, device: torch.device) -> list[str]:
 def reasons(name: str, spec: ProblemSpec, device: torch.device) -> tuple[str, ...]:
     """What a backend does not support of a problem; a failure to say so is a reason too, and the others go on."""
     try:
-        return tuple(refusals(name, spec, device))
+        return tuple(refusals(get(name), spec, device))
     except MultigemmError:
         raise
     except Exception as error:  # foreign code, like its availability

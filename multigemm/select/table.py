@@ -26,6 +26,7 @@ from multigemm.select.problem_class import EQUAL, ON_DEVICE, ON_HOST, ProblemCla
 from multigemm.settings import settings
 
 SCHEMA = 3
+CHOICES_KEPT = 1 << 16
 generation = 0
 """Changes whenever a choice that was made already may become another one."""
 
@@ -50,7 +51,7 @@ class Measured:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What is known of one class on one device. `chosen` is the backend that "auto" took, on which date; `failed` tells
-    why it could not measure others."""
+    why others could not be measured, or none of them, where nothing was chosen."""
 
     device: str
     key: str
@@ -93,6 +94,7 @@ class TuningTable:
         entries = [decoded(raw, f"shipped {name}") for name, table in _shipped_files() for raw in table["entries"]]
         self._shipped = {(entry.device, entry.key): entry for entry in entries}
         self._own: dict[tuple[str, str], Entry | None] = {}
+        self._chosen: dict[tuple[str, str], Entry] = {}
 
     def find(self, backend: str, problem_class: ProblemClass, device: torch.device) -> tuple[Measured, str] | None:
         """What a backend takes for a class, and who says so: the user's own entry, else a shipped one.
@@ -122,18 +124,32 @@ class TuningTable:
         return f"{settings().cache_dir} cannot be written" if settings().cache else "the cache is off (MULTIGEMM_CACHE)"
 
     def choice(self, problem_class: ProblemClass, device: torch.device, names: Iterable[str]) -> Entry | None:
-        """What "auto" measured of a class, if all these backends took part."""
-        found = _read(self._choices, _choice_name(device_name(device), str(problem_class)))
-        covers = found is not None and found.chosen and all(n in found.backends or n in found.failed for n in names)
-        return found if covers else None
+        """What "auto" measured of a class, in this process or an earlier one, if all these backends took part."""
+        place = device_name(device), str(problem_class)
+        found = self._chosen.get(place) or _read(self._choices, _choice_name(*place))
+        if found is None or not found.backends.keys() | found.failed.keys() >= set(names):
+            return None
+        return self._remembered(found)
 
     def keep_choice(self, entry: Entry) -> Entry:
-        """Writes what "auto" measured, unless another process has written it meanwhile: returns what holds."""
-        name = _choice_name(entry.device, entry.key)
-        earlier = _read(self._choices, name)
-        if earlier is not None and earlier.backends.keys() >= entry.backends.keys():
-            return earlier
-        self._choices.put(name, json.dumps(entry.encoded()).encode(), ".json")
+        """Keeps what "auto" measured, on disk unless another process has written it meanwhile: returns what holds. Why
+        it measured nothing holds in this process alone."""
+        if entry.chosen:
+            name = _choice_name(entry.device, entry.key)
+            earlier = _read(self._choices, name)
+            if earlier is not None and earlier.backends.keys() >= entry.backends.keys():
+                return self._remembered(earlier)
+            self._choices.put(name, json.dumps(entry.encoded()).encode(), ".json")
+        return self._remembered(entry)
+
+    def forget_choices(self) -> None:
+        """Goes by what is on disk from now on, as another process would."""
+        self._chosen.clear()
+
+    def _remembered(self, entry: Entry) -> Entry:
+        if len(self._chosen) >= CHOICES_KEPT:  # lists of ever other sizes make ever other classes
+            self._chosen.clear()
+        self._chosen[entry.device, entry.key] = entry
         return entry
 
     def own(self, choices: bool = False) -> list[Entry]:

@@ -1,6 +1,6 @@
 """What tests of a backend may import: cases, hostile memory, oracles, a conformance suite, planted faults."""
 
-from multigemm.testing.case import Case, Layout, classes
+from multigemm.testing.case import Case, Layout, Scale, classes
 from multigemm.testing.oracles import Finding, Outcome, check, check_case
 from multigemm.testing.placed_case import DeviceCase, PlacedCase
 from multigemm.testing.strategies import EMULATED, Limits, cases, random_case
@@ -19,6 +19,7 @@ __all__ = [
     "Limits",
     "Outcome",
     "PlacedCase",
+    "Scale",
     "Stand",
     "Subject",
     "World",

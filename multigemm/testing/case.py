@@ -7,7 +7,6 @@ for, so that a campaign can prove what it has covered.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -18,7 +17,7 @@ from multigemm.problem.spec import Form
 
 MODES = (
     "int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled", "precise",
-    "tiny", "beside",
+    "tiny", "beside", "edges",
 )  # fmt: skip
 """How values are drawn; see multigemm.testing.values."""
 
@@ -36,8 +35,38 @@ class Layout:
     step: int = 1
     zero: str = ""
 
+    @property
+    def turned(self) -> Layout:
+        """The same with lines along the other axis."""
+        return replace(self, order="col" if self.order == "row" else "row")
+
 
 PLAIN = Layout()
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The scale of an operand: what one number covers, the dtype of the numbers, and how they lie.
+
+    `covers` is "" (no scale), "tensor", "group", or what a number of a grid covers: "row" (a row of a, a column of b),
+    "all", "group's row" (a row within the group's part of a jagged K) or rows x K, as in "1x32", "128x128", "allx64".
+    """
+
+    covers: str = ""
+    dtype: str = "float32"
+    layout: Layout = PLAIN
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """How many lines, and how much of K, one number of a grid covers, 0 for all; None for no grid."""
+        if self.covers in ("", "tensor", "group"):
+            return None
+        lines, _, k = self.covers.partition("x")
+        return {"all": 0, "128": 128}.get(lines, 1), int(k or 0)
+
+
+UNSCALED = Scale()
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +77,7 @@ class Case:
     `given` passes an `out=`, `alias` makes it the very `c`. `index` is int32 or int64; `where` is
     "list", "host" or "device". `aligned` says that extents and strides were rounded so that fast
     kernels accept them. With `batch_invariant` relations between problems hold to the last bit, whatever ran.
+    Quantised operands: `b_format` says what bytes (`dtype_b` "uint8") hold, `zero_b` is the dtype of zero points.
     """
 
     form: Form = "jagged_m"
@@ -82,6 +112,11 @@ class Case:
     b: Layout = field(default=PLAIN)
     c: Layout = field(default=PLAIN)
     out: Layout = field(default=PLAIN)
+    scale_a: Scale = field(default=UNSCALED)
+    scale_b: Scale = field(default=UNSCALED)
+    zero_b: str = ""
+    b_format: str = ""
+    accumulate: str = "promoted"
 
     @property
     def groups(self) -> int:
@@ -132,22 +167,32 @@ class Case:
         return max((k for _, _, k in self.sizes()), default=0)
 
     @property
+    def quantised(self) -> bool:
+        return self.dtype in FLOAT8 or (self.dtype != "int8" and self.dtype_b in (*FLOAT8, "int8", "uint8"))
+
+    @property
+    def weights(self) -> str:
+        """The format of quantised weights under 16-bit floats; "" where there are none."""
+        return (self.b_format or self.dtype_b) if self.quantised and self.dtype not in FLOAT8 else ""
+
+    @property
     def compute(self) -> torch.dtype:
+        if self.quantised:
+            return as_dtype(self.dtype)
         return torch.promote_types(as_dtype(self.dtype), as_dtype(self.dtype_b or self.dtype))
 
     @property
     def result_dtype(self) -> torch.dtype:
         if self.out_dtype:
             return as_dtype(self.out_dtype)
+        if self.dtype in FLOAT8:
+            return torch.bfloat16
         return torch.int32 if self.compute == torch.int8 else self.compute
 
     def to_dict(self) -> dict[str, Any]:
         """Only what differs from the defaults."""
         plain, own = asdict(Case()), asdict(self)
         return {name: value for name, value in own.items() if value != plain[name] or name in ("form", "dtype")}
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict())
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Case:
@@ -158,6 +203,9 @@ class Case:
         for name in ("a", "b", "c", "out"):
             if name in values:
                 values[name] = Layout(**values[name])
+        for name in ("scale_a", "scale_b"):
+            if name in values:
+                values[name] = Scale(**(values[name] | {"layout": Layout(**values[name].get("layout", {}))}))
         if "lengths" in values:
             values["lengths"] = tuple(values["lengths"])
         if "dims" in values:
@@ -165,11 +213,7 @@ class Case:
         return Case(**values)
 
     def __repr__(self) -> str:
-        shown = (
-            (name, Layout(**value) if name in ("a", "b", "c", "out") else value)
-            for name, value in self.to_dict().items()
-        )
-        return f"Case({', '.join(f'{name}={value!r}' for name, value in shown)})"
+        return f"Case({', '.join(f'{name}={getattr(self, name)!r}' for name in self.to_dict())})"
 
 
 def as_dtype(name: str) -> torch.dtype:
@@ -272,6 +316,16 @@ def _size_classes(case: Case) -> set[str]:
     return found
 
 
+def _quantised_classes(case: Case) -> set[str]:
+    found = {"quantised", f"format:{case.weights or 'float8'}"}
+    for side, scale in (("a", case.scale_a), ("b", case.scale_b)):
+        found.add(f"scale_{side}:{scale.covers or 'none'}")
+        if scale.covers:
+            found |= {f"scale dtype:{scale.dtype}"} | _layout_classes("scale", scale.layout)
+    flags = {"zero point": case.zero_b, "fast": case.accumulate == "fast"}
+    return found | {name for name, present in flags.items() if present}
+
+
 def classes(case: Case) -> set[str]:
     """The classes of problems that a case belongs to; campaigns count them and demand them.
 
@@ -300,6 +354,8 @@ def classes(case: Case) -> set[str]:
     found |= {name for name, present in flags.items() if present}
     if case.bias:
         found.add(f"bias:{case.bias}")
+    if case.quantised:
+        found |= _quantised_classes(case)
     if case.jagged or case.form == "masked":
         found |= {f"index:{case.index}", f"where:{case.where}"}
     if case.jagged:

@@ -228,6 +228,14 @@ def test_generated_problems(
             examine(case, Subject(subject.backend, position), device)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_operands(form: Form, subject: Subject, device: torch.device, limits: Limits) -> None:
+    """Random formats and scales; a backend that takes none says so."""
+    narrowed = replace(limits, forms=(form,), quantised=1)
+    for seed in range(8 if subject.backend.availability().emulated else 25):
+        examine(random_case(seed, narrowed), subject, device)
+
+
 def test_stored_failures(subject: Subject, device: torch.device) -> None:
     """The faults that this library, or a peer in its history, has had."""
     folder = Path(__file__).resolve().parents[2] / "tests" / "corpus"

@@ -57,7 +57,7 @@ def snippet(case: Case, backend: str, device: str, config: int | str = 0) -> str
     """A few lines of Python that repeat a failure."""
     extra = f", config={config!r}" if config else ""
     return (
-        "from multigemm.testing import Case, Layout, check_case\n"
+        f"from multigemm.testing import Case, Layout{', Scale' if case.quantised else ''}, check_case\n"
         f"case = {case!r}\n"
         f'print(*check_case(case, "{backend}", "{device}"{extra}).findings, sep="\\n")'
     )

@@ -251,7 +251,8 @@ def edge_of_memory(device_case: DeviceCase, subject: Subject, outcome: Outcome, 
     return True
 
 
-Oracle = Callable[[DeviceCase, Subject, Outcome, int], object]
+Oracle = Callable[[DeviceCase, Subject, Outcome, int], int]
+"""Adds what it finds to the outcome; 0 where it does not apply to such a case."""
 ORACLES: dict[str, Oracle] = {
     "relations": relations.relate,
     "changed sizes": changed_sizes,
@@ -287,7 +288,7 @@ def run_oracles(
     applies = False
     for oracle in oracles:
         try:
-            applies = oracle(device_case, subject, outcome, seed) is not False
+            applies = bool(oracle(device_case, subject, outcome, seed))
         except Exception as error:  # whatever a backend raises
             outcome.findings.append(Finding("exception", short_text(error)))
             applies = False

@@ -163,6 +163,7 @@ class ModelBackend:
     """The model kernel behind the Backend protocol."""
 
     batch_invariant = True
+    takes_quantised = True
 
     def __init__(self, name: str = "model", faults: Faults | None = None, tile: Tile | None = None) -> None:
         self._name, self.faults, self.tile = name, faults or Faults(), tile or Tile()

@@ -28,6 +28,7 @@ from multigemm.testing.strategies import Limits, random_case
 from multigemm.testing.subject import Subject
 
 HUNTING = Limits(work=1 << 14, groups=20, longest=80)
+QUANTISED_HUNTING = Limits(work=1 << 15, groups=20, quantised=1)
 
 
 def _toward_zero(x: Any, dtype: torch.dtype) -> Any:
@@ -257,7 +258,7 @@ QUANTISED_MUTANTS: dict[str, Faults] = {
     "scales through bfloat16": Faults(scale=_round_to_bfloat16),
     "high four bits first": Faults(low_first=False),
 }
-"""Faults of kernels for quantised operands; `multigemm.testing.quantised_problems` draws what they fall to."""
+"""Faults of kernels for quantised operands; they fall to cases within QUANTISED_HUNTING."""
 
 EQUIVALENT: dict[str, tuple[Faults, str]] = {
     "no M mask on the load": (Faults(mask_m_load=False), "rows past the group only reach results that are not stored"),

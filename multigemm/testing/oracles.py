@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from multigemm.backend import Backend, Launch, Recipe
+from multigemm.planning.binding import launch_of
 from multigemm.planning.staging import stage, staged_spec
 from multigemm.reference import judge
 from multigemm.testing.case import Case
@@ -68,7 +69,7 @@ def bind(device_case: DeviceCase, subject: Subject) -> tuple[Launch, Recipe]:
     spec = staged_spec(device_case.problem)
     recipe = subject.recipe(spec, device_case.device)
     staged = stage(device_case.problem, spec, device_case.out)
-    launch = recipe.bind(staged.ops)
+    launch = launch_of(recipe, staged.ops)
     steps = [*staged.before, launch]
 
     def run(_operands: object = staged.ops) -> None:  # a launch keeps no operand alive

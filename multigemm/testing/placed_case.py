@@ -36,7 +36,11 @@ POISON = {
     torch.bfloat16: 0x7FB1,
     torch.float32: 0x7FBADBAD,
     torch.float64: 0x7FFBADBADBADBADB,
+    torch.float8_e4m3fn: 0x7F,
+    torch.float8_e5m2: 0x7F,
+    torch.float8_e8m0fnu: 0xFF,
     torch.int8: 0x7D,
+    torch.uint8: 0x7D,
     torch.int32: 0x7BADBADB,
     torch.int64: 0x7BADBADBADBADBAD,
 }
@@ -77,6 +81,8 @@ class Region:
 
 def strides_for(shape: Sequence[int], layout: Layout) -> tuple[tuple[int, ...], int]:
     """Strides in elements, and how many elements the tensor reaches over."""
+    if not shape:
+        return (), 1
     *front, rows, cols = shape if len(shape) > 1 else (1, *shape)
     inner, outer = (cols, rows) if layout.order == "row" else (rows, cols)
     near = 0 if ("c" if layout.order == "row" else "r") in layout.zero else layout.step
@@ -163,6 +169,9 @@ class MemoryLayout:
     bias: Regions | None
     index: Region | None
     out: Regions
+    scale_a: Regions | None = None
+    scale_b: Regions | None = None
+    zero_b: Regions | None = None
 
 
 def bias_layout(case: Case) -> Layout:
@@ -171,7 +180,7 @@ def bias_layout(case: Case) -> Layout:
 
 
 def _lay(arena: Arena, dtype: torch.dtype, shape: Any, layout: Layout, case: Case) -> Regions:
-    if case.form == "per_group":
+    if isinstance(shape, list):
         gap = 4096 if case.groups <= 16 else 512
         return [arena.add(dtype, each, layout, guard=gap) for each in shape]
     return arena.add(dtype, shape, layout, guard=guard_bytes(shape, dtype.itemsize))
@@ -199,7 +208,18 @@ def lay_out(case: Case, shape: Shapes) -> MemoryLayout:
     vector = _index_shape(case)
     if vector is not None:
         index = inputs.add(as_dtype(case.index), vector, replace(PLAIN, shift=case.b.shift % 3))
-    return MemoryLayout(inputs, outputs, a, b, c, bias, index, out)
+    found = MemoryLayout(inputs, outputs, a, b, c, bias, index, out)
+    for name, scale, grid in (("scale_a", case.scale_a, shape.scale_a), ("scale_b", case.scale_b, shape.scale_b)):
+        if scale.covers:
+            setattr(found, name, _lay(inputs, as_dtype(scale.dtype), grid, scale.layout, case))
+    if case.zero_b:
+        found.zero_b = _lay(inputs, as_dtype(case.zero_b), shape.scale_b, zero_layout(case), case)
+    return found
+
+
+def zero_layout(case: Case) -> Layout:
+    """Zero points lie by the other order than their scales, without zero strides."""
+    return replace(case.scale_b.layout.turned, zero="")
 
 
 def index_values(case: Case) -> list[int]:
@@ -228,7 +248,7 @@ def _write(arena: Tensor, regions: Regions | None, values: Operand | None) -> No
     for region, array in zip(_each(regions), arrays, strict=True):
         target = region.distinct(arena)
         distinct = array[tuple(slice(0, extent) for extent in target.shape)]
-        target.copy_(torch.from_numpy(np.ascontiguousarray(distinct)))
+        target.copy_(torch.from_numpy(np.array(distinct)))
 
 
 def _poison_unowned(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
@@ -253,6 +273,37 @@ def _poison_unowned(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
         bits, spoiled = _each(layout.a)[0].bits(arena), _each(layout.a)[0].bits(clean)
         for g, rows in enumerate(case.lengths):
             bits[g, rows:].copy_(spoiled[g, rows:])
+
+
+def _poison_unused_scales(case: Case, layout: MemoryLayout, arena: Tensor) -> None:
+    """Poison in the entries of scales and zero points that belong to no group: they must not reach any result."""
+    clean = layout.inputs.poisoned()
+    for name, scale in (("scale_a", case.scale_a), ("scale_b", case.scale_b), ("zero_b", case.scale_b)):
+        region = getattr(layout, name)
+        if not isinstance(region, Region) or scale.block is None or 0 in region.strides:
+            continue
+        bits, spoiled = region.bits(arena), region.bits(clean)
+        if name != "scale_a":
+            bits, spoiled = bits.mT, spoiled.mT
+        (lines, k), end = scale.block, case.total - case.tail
+        if case.form == "jagged_k" and k:
+            unused = sorted(set(range(bits.shape[-1])) - used_blocks(case, k))
+            bits[..., unused] = spoiled[..., unused]
+        elif case.form == ("jagged_m" if name == "scale_a" else "jagged_n") and lines == 1:
+            bits[: case.head], bits[end:] = spoiled[: case.head], spoiled[end:]
+        elif case.form == "masked" and name == "scale_a" and lines:
+            for g, rows in enumerate(case.lengths):
+                first = -(-rows // lines)
+                bits[g, first:] = spoiled[g, first:]
+
+
+def used_blocks(case: Case, k: int) -> set[int]:
+    """The entries along a jagged K that blocks of k elements use."""
+    found, start = set[int](), case.head
+    for g, length in enumerate(case.lengths):
+        found |= {start // k + g + j for j in range(-(-length // k))}
+        start += length
+    return found
 
 
 def _aliased(layout: Layout) -> bool:
@@ -292,6 +343,9 @@ def make_problem(
         more["valid_rows" if case.form == "masked" else case.kind] = chosen
     if case.jagged:
         more["jagged"] = case.jagged
+    if case.quantised:
+        more |= {name: tensors(getattr(layout, name)) for name in ("scale_a", "scale_b", "zero_b")}
+        more |= {"b_format": case.b_format or None, "accumulate": case.accumulate}
     if case.compute == torch.int8:
         more |= {"alpha": int(case.alpha), "beta": int(case.beta)}
     return GroupedGemmProblem(tensors(layout.a), tensors(layout.b), **more)
@@ -320,6 +374,9 @@ class PlacedCase:
             _write(inputs, layout.a, values.a)
             _write(inputs, layout.b, values.b)
         _poison_unowned(case, layout, inputs)
+        for name in ("scale_a", "scale_b", "zero_b"):
+            _write(inputs, getattr(layout, name), getattr(values, name))
+        _poison_unused_scales(case, layout, inputs)
         _write(inputs, layout.bias, values.bias)
         prefills = (layout.outputs.poisoned(), layout.outputs.random_bytes(case.seed))
         if case.alias:

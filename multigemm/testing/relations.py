@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from multigemm.testing.case import Case, Layout
+from multigemm.testing.case import Case
 from multigemm.testing.oracles import Finding, Outcome, check
 from multigemm.testing.placed_case import DeviceCase, PlacedCase
 from multigemm.testing.subject import Subject
@@ -146,10 +146,6 @@ def split(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     return Relation("split group", replace(case, lengths=lengths), Values(a, b, values.c, bias), recover)
 
 
-def _flipped(layout: Layout) -> Layout:
-    return replace(layout, order="col" if layout.order == "row" else "row")
-
-
 def transposed(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     """(B^T A^T)^T: jagged rows become jagged columns."""
     case, values = placed.case, placed.values
@@ -165,7 +161,7 @@ def transposed(placed: PlacedCase, rng: np.random.Generator) -> Relation | None:
     turned = replace(
         case, form=names.get(case.form, case.form), m=case.n, n=case.m, dims=tuple((n, m, k) for m, n, k in case.dims),
         dtype=case.dtype_b or case.dtype, dtype_b=case.dtype,
-        a=_flipped(case.b), b=_flipped(case.a), c=_flipped(case.c), out=_flipped(case.out),
+        a=case.b.turned, b=case.a.turned, c=case.c.turned, out=case.out.turned,
         out_dtype=str(case.result_dtype).removeprefix("torch.") if case.compute != torch.int8 else "",
     )  # fmt: skip
     turned_values = Values(turn(values.b), turn(values.a), turn(values.c), None)
@@ -296,7 +292,7 @@ def relate(device_case: DeviceCase, subject: Subject, outcome: Outcome, seed: in
     """Checks the relations that fit; the case must have been found right. Returns how many were checked."""
     placed, rng, done = device_case.placed, np.random.default_rng(seed), 0
     case = placed.case
-    if outcome.result is None or case.a.zero or case.b.zero or case.c.zero:
+    if outcome.result is None or case.quantised or case.a.zero or case.b.zero or case.c.zero:
         return 0
     for make in RELATIONS:
         if only and make.__name__ != only:

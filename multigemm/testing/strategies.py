@@ -20,7 +20,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from multigemm.problem.spec import ACTIVATIONS, FORMS, Form
-from multigemm.testing.case import PLAIN, Case, Layout, align, classes, dtype_name, fit
+from multigemm.testing.case import FLOAT8, PLAIN, UNSCALED, Case, Layout, Scale, align, classes, dtype_name, fit
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -37,6 +37,12 @@ COUNTS = (1, 2, 15, 16, 17)
 MANY = (255, 256, 257, 1023, 1024, 1025)
 FLOAT_MODES = ("int", "ties", "onehot", "bitmask", "normal", "uniform", "cancel", "pow2", "special", "rowscaled",
                "precise", "tiny", "beside")  # fmt: skip
+QUANTISED_MODES = ("int", "uniform", "normal", "edges")
+WEIGHTS = ("float8_e4m3fn", "float8_e5m2", "int8", "int4", "uint4", "e2m1")
+"""Formats of quantised weights under 16-bit activations."""
+PACKED = ("int4", "uint4", "e2m1")
+COVERS = ("", "tensor", "group", "row", "1x32", "1x64", "1x128", "128x128")
+"""What a scale may cover; see multigemm.testing.case.Scale."""
 
 
 class Chooser(Protocol):
@@ -62,7 +68,8 @@ class RandomChooser:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What may be drawn. `work` bounds the multiply-adds, `groups` the number of groups."""
+    """What may be drawn. `work` bounds the multiply-adds, `groups` the number of groups; one case in `quantised` has
+    quantised operands (0: none), whatever `dtypes` and `modes` say."""
 
     work: int = 1 << 20
     groups: int = 1025
@@ -70,6 +77,7 @@ class Limits:
     dtypes: tuple[str, ...] = DTYPES
     modes: tuple[str, ...] = FLOAT_MODES
     longest: int = 300
+    quantised: int = 0
 
 
 EMULATED = Limits(work=1 << 14, groups=40, longest=80)
@@ -133,7 +141,7 @@ def _dtypes(ch: Chooser, limits: Limits) -> dict[str, Any]:
 
 def factors(case: Case) -> tuple[float, ...]:
     """What alpha and beta may be: whole numbers where the sums must stay whole."""
-    if case.mode in ("bitmask", "special"):
+    if case.mode in ("bitmask", "special", "edges"):
         return (1.0,)
     whole = case.dtype == "int8" or case.mode in WHOLE
     return (1, 1, 1, 2, -1, 3, 0) if whole else (1.0, 1.0, 0.5, -1.0, 0.3, 1.7, 0.0)
@@ -142,7 +150,8 @@ def factors(case: Case) -> tuple[float, ...]:
 def _epilogue(ch: Chooser, case: Case) -> Case:
     """alpha, beta, c, bias and the activation."""
     numbers = factors(case) if ch.integer(0, 1) else (1.0,)
-    extra = ("int32",) if case.dtype == "int8" else (case.dtype, dtype_name(case.result_dtype), "float32")
+    result = dtype_name(case.result_dtype)
+    extra = ("int32",) if case.dtype == "int8" else (result if case.quantised else case.dtype, result, "float32")
     beta = ch.choice(numbers) if ch.integer(0, 2) == 0 else 0
     bias = ch.choice(("", "", "n", "gn")) if case.form not in ("jagged_n", "per_group") else ch.choice(("", "", "n"))
     acts = (None, None, "relu") if case.dtype == "int8" else (None, None, None, *ACTIVATIONS)
@@ -188,15 +197,78 @@ def structure(ch: Chooser, limits: Limits) -> dict[str, Any]:
 
 def draw_case(ch: Chooser, limits: Limits = Limits()) -> Case:
     """One case within the limits."""
+    if limits.quantised and ch.integer(1, limits.quantised) == 1:
+        return _draw_quantised(ch, limits)
     case = Case(**structure(ch, limits), **_dtypes(ch, limits), a=draw_layout(ch), b=draw_layout(ch))
     mode = ch.choice(limits.modes) if case.dtype != "int8" else "int"
     case = replace(case, mode=mode, seed=ch.integer(0, 2**31 - 1), index=ch.choice(("int32", "int64")))
+    found = _finished(ch, case, limits)
+    return replace(found, batch_invariant=ch.integer(0, 5) == 0)
+
+
+def _finished(ch: Chooser, case: Case, limits: Limits) -> Case:
+    """The case with what is drawn alike for all: where sizes lie, the epilogue, the output, alignment."""
     case = replace(case, where=ch.choice(("device", "device", "list", "host")))
     case = _output(ch, _epilogue(ch, case))
     if case.beta and not case.alias:
         case = replace(case, c=draw_layout(ch))
-    found = settled(stretched(ch, replace(case, aligned=ch.integer(0, 4) == 0), limits), limits)
-    return replace(found, batch_invariant=ch.integer(0, 5) == 0)
+    return settled(stretched(ch, replace(case, aligned=ch.integer(0, 4) == 0), limits), limits)
+
+
+def _draw_quantised(ch: Chooser, limits: Limits) -> Case:
+    """float8 on both sides, or quantised weights under 16 bits, with scales of any granularity."""
+    sizes = structure(ch, limits)
+    case = Case(**sizes, **_formats(ch, sizes["form"]), a=draw_layout(ch), b=draw_layout(ch).turned)
+    case = replace(case, mode=ch.choice(QUANTISED_MODES), seed=ch.integer(0, 2**31 - 1))
+    case = replace(case, index=ch.choice(("int32", "int64")), out_dtype=ch.choice(("", "float32", "bfloat16")))
+    if case.weights:
+        case = replace(case, scale_b=_scale(ch, case, "b"))
+        if case.weights in ("int8", "int4", "uint4") and case.scale_b.covers:
+            case = replace(case, zero_b=ch.choice(("", "uint8", "int8")))
+    else:
+        case = replace(case, scale_a=_scale(ch, case, "a"), scale_b=_scale(ch, case, "b"))
+        case = replace(case, accumulate=ch.choice(("promoted", "promoted", "promoted", "fast")))
+    return _finished(ch, deepened(ch, case, limits), limits)
+
+
+def _formats(ch: Chooser, form: str) -> dict[str, Any]:
+    """The dtypes of a and b, and what bytes of b hold."""
+    if ch.integer(0, 1):
+        return {"dtype": ch.choice(FLOAT8), "dtype_b": ch.choice(FLOAT8)}
+    weights = ch.choice([name for name in WEIGHTS if form != "jagged_k" or name not in PACKED])
+    held = {"dtype_b": "uint8", "b_format": weights} if weights in PACKED else {"dtype_b": weights}
+    return {"dtype": ch.choice(("bfloat16", "float16")), **held}
+
+
+def _scale(ch: Chooser, case: Case, side: str) -> Scale:
+    covers = ch.choice(COVERS[1:] if case.weights == "int8" else COVERS)
+    lines_are_jagged = case.form == ("jagged_m" if side == "a" else "jagged_n")
+    if covers == "128x128" and lines_are_jagged:
+        covers = "1x128"
+    if covers == "row" and case.form == "jagged_k" and ch.integer(0, 1):
+        covers = "group's row"
+    if covers.startswith(("row", "1x")) and ch.integer(0, 7) == 0:
+        covers = covers.replace("row", "all").replace("1x", "allx")
+    dtypes = ["float32", "float8_e8m0fnu"]
+    if case.weights and case.mode != "edges":
+        dtypes.append(case.dtype)
+    return Scale(covers, ch.choice(dtypes), draw_layout(ch)) if covers else UNSCALED
+
+
+def deepened(ch: Chooser, case: Case, limits: Limits) -> Case:
+    """Positive numbers of a quantised case meet over a long K, where sums in few bits show, and over little else."""
+    if not case.quantised or case.mode != "uniform" or limits.longest < 300:
+        return case
+    if case.form == "per_group":
+        return replace(case, dims=tuple((min(m, 9), min(n, 9), ch.integer(1000, 3000)) for m, n, _ in case.dims[:4]))
+    lengths = case.lengths
+    if case.form == "jagged_k":
+        lengths = tuple(ch.integer(1000, 2000) for _ in lengths[:4])
+    elif case.jagged:
+        lengths = tuple(min(length, 9) for length in lengths[:8])
+    elif case.form == "masked":
+        lengths = tuple(min(length, 9) for length in lengths)
+    return replace(case, m=min(case.m, 9), n=min(case.n, 9), k=ch.integer(1000, 3000), lengths=lengths)
 
 
 def stretched(ch: Chooser, case: Case, limits: Limits) -> Case:
@@ -227,8 +299,15 @@ def settled(case: Case, limits: Limits) -> Case:
 
 
 def legal(case: Case) -> Case:
-    """Settles what cannot go together: dropped extents, zero strides over distinct values, mixed dtypes."""
+    """Settles what cannot go together: dropped extents, zero strides over distinct values, mixed dtypes, scales of
+    operands that take none."""
     changes: dict[str, Any] = {}
+    if case.b_format:  # two of K in a byte
+        changes |= {"k": case.k - case.k % 2, "dims": tuple((m, n, k - k % 2) for m, n, k in case.dims)}
+    if not case.quantised:
+        changes |= {"scale_a": UNSCALED, "scale_b": UNSCALED, "zero_b": "", "b_format": "", "accumulate": "promoted"}
+    if not case.scale_b.covers:
+        changes["zero_b"] = ""
     if case.jagged:
         changes[case.jagged] = 0
     if case.form == "per_group":
@@ -302,19 +381,23 @@ def redrawn(kind: Case, ch: Chooser, limits: Limits) -> Case:
     keep: dict[str, Any] = {name: sizes[name] for name in ("m", "n", "k", "lengths", "dims", "tail") if name in sizes}
     if kind.kind == "offsets" and "head" in sizes:
         keep["head"] = ch.choice((0, 0, 1, 3, 9))
-    whole = kind.mode in WHOLE
-    alike = [m for m in limits.modes if (m in WHOLE) == whole]
-    modes = [m for m in alike if m not in ("bitmask", "special")]
-    if kind.a.zero or kind.b.zero:
-        modes = [m for m in modes if m not in DISTINCT]
-    mode = kind.mode if kind.dtype == "int8" or kind.mode in ("bitmask", "special") or not modes else ch.choice(modes)
-    case = replace(kind, **keep, mode=mode, seed=ch.integer(0, 2**31 - 1))
-    return settled(stretched(ch, case, limits), limits)
+    modes = _modes_like(kind, limits)
+    case = replace(kind, **keep, mode=ch.choice(modes) if len(modes) > 1 else kind.mode, seed=ch.integer(0, 2**31 - 1))
+    return settled(stretched(ch, deepened(ch, case, limits), limits), limits)
+
+
+def _modes_like(kind: Case, limits: Limits) -> list[str]:
+    """The value modes that the epilogue, the layouts and the scales of a kind allow."""
+    if kind.dtype == "int8" or kind.mode in ("bitmask", "special", "edges"):
+        return [kind.mode]
+    every = QUANTISED_MODES if kind.quantised else limits.modes
+    alike = [m for m in every if (m in WHOLE) == (kind.mode in WHOLE) and m not in ("bitmask", "special", "edges")]
+    return [m for m in alike if m not in DISTINCT] if kind.a.zero or kind.b.zero else alike
 
 
 def cousin(kind: Case, ch: Chooser, limits: Limits) -> Case:
     """Another problem with the kind's dtypes and the layouts of its operands; its own form and epilogue."""
-    if kind.dtype_b:
+    if kind.dtype_b or kind.quantised:
         return redrawn(kind, ch, limits)
     other = draw_case(ch, replace(limits, dtypes=(kind.dtype,)))
     kept = {name: getattr(kind, name) for name in ("precision", "a", "b", "aligned")}
@@ -345,11 +428,21 @@ def kinds(limits: Limits, count: int, seed: int = 0) -> list[Case]:
     Sizes and values are to be drawn anew with `redrawn`: a campaign over a fixed set of kinds compiles
     each kernel once and then spends its time on running.
     """
+    if limits.quantised:
+        share = count // limits.quantised
+        return [*kinds(replace(limits, quantised=0), count - share, seed), *_quantised_kinds(limits, share, seed)]
     pool = [random_case(seed + i, limits) for i in range(max(1200, 12 * count))]
     fast = [case for case in pool if case.aligned and case.dtype in ("float16", "bfloat16") and not case.dtype_b]
     first = [*plain_kinds(limits)[: count // 4], *islice(most_new_first(fast, _pairs), count // 3)]
     rest = [case for case in pool if case not in first]
     return [*first, *islice(most_new_first(rest, _pairs), count - len(first))]
+
+
+def _quantised_kinds(limits: Limits, count: int, seed: int) -> list[Case]:
+    """Cases that together show as many forms, formats and granularities as a greedy choice can find."""
+    pool = [random_case(seed + i, replace(limits, quantised=1)) for i in range(max(400, 12 * count))]
+    wanted = REQUIRED_QUANTISED | {f"form:{form}" for form in FORMS}
+    return list(islice(most_new_first(pool, lambda case: classes(case) & wanted), count))
 
 
 def plain_kinds(limits: Limits) -> list[Case]:
@@ -435,3 +528,10 @@ REQUIRED = frozenset(
        "kind:offsets", "kind:sizes", "kind:ends", "aligned", "batch invariant"}
 )  # fmt: skip
 """Classes that a campaign over everything must have met; see multigemm.testing.case.classes."""
+REQUIRED_QUANTISED = frozenset(
+    {"quantised", "zero point", "fast", "format:float8"}
+    | {f"format:{name}" for name in WEIGHTS}
+    | {f"scale_b:{covers or 'none'}" for covers in COVERS}
+    | {f"scale dtype:{dtype}" for dtype in ("float32", "float8_e8m0fnu")}
+)
+"""Classes that it must have met beside them where quantised operands are drawn."""

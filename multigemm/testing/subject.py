@@ -98,7 +98,7 @@ class Subject:
         state = self.backend.availability()
         if not state.ok:
             return [f"unavailable: {state.reason}"]
-        return [*registry.unkept_promises(self.backend, spec), *self.backend.not_supported_reasons(spec, device)]
+        return registry.refusals(self.backend, spec, device)
 
     def offered(self, spec: ProblemSpec, device: torch.device) -> list[Any]:
         """The shipped configs; none where the backend refuses the problem."""

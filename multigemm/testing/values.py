@@ -9,19 +9,25 @@ whole numbers that need the input format's last bit, so a narrower format on the
 that lie a little beside the middle between two numbers of the output format, for whoever rounds twice.
 `cancel` makes every sum collapse, `rowscaled` and `pow2` spread magnitudes, `special` sprinkles NaN
 and infinities, `tiny` stays near the smallest normal numbers.
+
+Quantised operands: `int` has scales that are powers of two, so that the last bit is judged and a wrong entry of a scale
+shows; `uniform` is positive, for sums in few bits; `edges` are codes at the ends of the formats (the largest,
+subnormal, -0) under scales at theirs.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from multigemm.testing.case import Case, as_dtype
+from multigemm.testing.case import Case, Scale, as_dtype
 
 Array = npt.NDArray[Any]
 Operand = Array | list[Array]
@@ -37,18 +43,60 @@ class Values:
     b: Operand
     c: Operand | None
     bias: Operand | None
+    scale_a: Operand | None = None
+    scale_b: Operand | None = None
+    zero_b: Operand | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
+    """Of operands as they are stored; `scale_a` and `scale_b` are None where there is no scale."""
+
     a: Any
     b: Any
     out: Any
     bias: Any
+    scale_a: Any = None
+    scale_b: Any = None
 
 
 def shapes(case: Case) -> Shapes:
     """The operands' shapes; lists of shapes for per_group."""
+    found = _element_shapes(case)
+    if not case.quantised:
+        return found
+    scale_a, scale_b = _scale_shape(case, "a", found.a), _scale_shape(case, "b", found.b)
+    b = found.b
+    if case.b_format:
+        b = [_in_bytes(each) for each in b] if isinstance(b, list) else _in_bytes(b)
+    return replace(found, b=b, scale_a=scale_a, scale_b=scale_b)
+
+
+def _in_bytes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-2] // 2, shape[-1])
+
+
+def _scale_shape(case: Case, side: str, shape: Any) -> Any:
+    """The shape of an operand's scale, from that of its elements; None without one."""
+    scale = case.scale_a if side == "a" else case.scale_b
+    if scale.block is None:
+        return {"": None, "tensor": (), "group": (case.groups,)}[scale.covers]
+    if isinstance(shape, list):
+        return [_grid_shape(case, scale, side, each) for each in shape]
+    return _grid_shape(case, scale, side, shape)
+
+
+def _grid_shape(case: Case, scale: Scale, side: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    assert scale.block is not None
+    (per_lines, per_k), (lines, k) = scale.block, shape[-2:] if side == "a" else shape[:-3:-1]
+    tall = -(-lines // per_lines) if per_lines else 1
+    wide = case.groups if scale.covers == "group's row" else -(-k // per_k) if per_k else 1
+    if case.form == "jagged_k" and per_k:
+        wide = k // per_k + case.groups
+    return (*shape[:-2], tall, wide) if side == "a" else (*shape[:-2], wide, tall)
+
+
+def _element_shapes(case: Case) -> Shapes:
     m, n, k, g, t = case.m, case.n, case.k, case.groups, case.total
     if case.form == "per_group":
         dims = case.dims
@@ -190,12 +238,64 @@ def _addend(case: Case, rng: np.random.Generator, shape: tuple[int, ...], dtype:
     return _signed(rng, shape, min(2 ** LAST_BIT[dtype], 2000) - 1)
 
 
+CODES = {
+    "int8": (-128, 127, -1, 0, 1),
+    "float8_e4m3fn": (0x00, 0x80, 0x01, 0x81, 0x07, 0x08, 0x7E, 0x38, 0xB8),
+    "float8_e5m2": (0x00, 0x80, 0x01, 0x81, 0x03, 0x04, 0x7B, 0x3C, 0xBC),
+}
+"""Codes at the edges of formats: zeros, the smallest, the largest subnormal, the smallest normal, the largest, one."""
+
+
+def _quantised_elements(case: Case, rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    """Numbers of a format, or bytes of a packed one, as they are stored."""
+    if dtype == "uint8":
+        return rng.integers(0, 256, shape).astype(np.float64)
+    if case.mode == "edges" and dtype in CODES:
+        codes = rng.choice(CODES[dtype], shape)
+        return codes if dtype == "int8" else codes.astype(np.uint8).view(getattr(ml_dtypes, dtype)).astype(np.float64)
+    if case.mode == "normal":
+        return rng.integers(-128, 128, shape) if dtype == "int8" else rng.standard_normal(shape)
+    return rng.integers(1 if case.mode == "uniform" else -7, 8, shape).astype(np.float64)
+
+
+def _scale_values(case: Case, rng: np.random.Generator, shape: tuple[int, ...], side: str) -> Array:
+    """Numbers above 0; at the edges, those of a are tiny and those of b make up for it."""
+    powers = rng.integers(-3, 4, shape)
+    if case.mode == "edges":
+        ends = (-127, -126, -120) if side == "a" else (-127, -20, 0, 20) if case.weights else (100, 110, 119)
+        powers = rng.choice(ends, shape)
+    found: Array = np.ldexp(1.0, powers)
+    if case.mode == "normal" and (case.scale_a if side == "a" else case.scale_b).dtype != "float8_e8m0fnu":
+        found = found * (0.5 + rng.random(shape))
+    return np.asarray(found)
+
+
+def _scales(case: Case, rng: np.random.Generator, shape: Shapes) -> dict[str, Operand]:
+    """The contents of scales and zero points, by the names of their keywords."""
+
+    def each(shapes: Any, draw: Callable[[tuple[int, ...]], Array]) -> Operand:
+        return [draw(one) for one in shapes] if isinstance(shapes, list) else draw(shapes)
+
+    found = dict[str, Operand]()
+    if shape.scale_a is not None:
+        found["scale_a"] = each(shape.scale_a, lambda one: _scale_values(case, rng, one, "a"))
+    if shape.scale_b is not None:
+        found["scale_b"] = each(shape.scale_b, lambda one: _scale_values(case, rng, one, "b"))
+    if case.zero_b:
+        low = -8 if case.zero_b == "int8" else 0
+        found["zero_b"] = each(shape.scale_b, lambda one: np.asarray(rng.integers(low, low + 16, one), np.float64))
+    return found
+
+
 def _pair(
     case: Case, rng: np.random.Generator, a: tuple[int, ...], b: tuple[int, ...], high: int
 ) -> tuple[Array, Array]:
     if case.compute == torch.int8:
         low, top = (-128, 127) if rng.integers(2) else (-9, 9)
         return rng.integers(low, top, a, endpoint=True), rng.integers(low, top, b, endpoint=True)
+    if case.quantised:
+        y_dtype = case.dtype_b or case.dtype
+        return _quantised_elements(case, rng, a, case.dtype), _quantised_elements(case, rng, b, y_dtype)
     x, y = _matrix(case, rng, a, True, high), _matrix(case, rng, b, False, high)
     if case.mode == "cancel" and case.form != "jagged_k":
         _cancel(x, y)
@@ -203,24 +303,25 @@ def _pair(
 
 
 def draw_values(case: Case) -> Values:
-    """The logical contents of a, b, c and bias."""
+    """The logical contents of a, b, c and bias, and of scales and zero points."""
     rng = np.random.default_rng(case.seed)
     shape = shapes(case)
-    high = amplitude(case, rng) if case.mode in ("int", "ties") and case.compute != torch.int8 else 1
-    c: Operand | None = None
-    bias: Operand | None = None
-    c_dtype = as_dtype(case.c_dtype) if case.c_dtype else None
-    bias_dtype = as_dtype(case.bias_dtype) if case.bias_dtype else None
+    whole = case.mode in ("int", "ties") and case.compute != torch.int8 and not case.quantised
+    high = amplitude(case, rng) if whole else 1
+
+    def addend(shapes: Any, dtype: str) -> Operand | None:
+        if not dtype:
+            return None
+        if isinstance(shapes, list):
+            return [_addend(case, rng, each, as_dtype(dtype)) for each in shapes]
+        return _addend(case, rng, shapes, as_dtype(dtype))
+
+    a: Operand
+    b: Operand
     if case.form == "per_group":
         pairs = [_pair(case, rng, x, y, high) for x, y in zip(shape.a, shape.b, strict=True)]
-        if c_dtype is not None:
-            c = [_addend(case, rng, s, c_dtype) for s in shape.out]
-        if bias_dtype is not None:
-            bias = [_addend(case, rng, s, bias_dtype) for s in shape.bias]
-        return Values([x for x, _ in pairs], [y for _, y in pairs], c, bias)
-    a, b = _pair(case, rng, shape.a, shape.b, high)
-    if c_dtype is not None:
-        c = _addend(case, rng, shape.out, c_dtype)
-    if bias_dtype is not None:
-        bias = _addend(case, rng, shape.bias, bias_dtype)
-    return Values(a, b, c, bias)
+        a, b = [x for x, _ in pairs], [y for _, y in pairs]
+    else:
+        a, b = _pair(case, rng, shape.a, shape.b, high)
+    c, bias = addend(shape.out, case.c_dtype), addend(shape.bias, case.bias_dtype)
+    return Values(a, b, c, bias, **_scales(case, rng, shape))

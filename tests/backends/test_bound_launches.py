@@ -151,15 +151,6 @@ def test_a_bound_problem_launches_with_one_driver_call_for_each_kernel(
     assert kernels in ([own] * 2, ["pack", own] * 2)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.backend} {way.config}")
-def test_a_result_without_elements_launches_nothing(way: Way, fake: FakeDriver) -> None:
-    """A group of an empty operand lies where no memory need be, and a copy of no bytes from there ends the context."""
-    ops: Any = operands("batched")
-    launch = way.bind(replace(ops, spec=replace(ops.spec, m=0), a=ops.a[:, :0], out=ops.out[:, :0]))
-    launch()
-    assert not fake.launched
-
-
 def in_a_new_thread(work: Callable[[], object]) -> None:
     """Runs it on a thread that has no context, and raises what it raises."""
     failed: list[BaseException] = []

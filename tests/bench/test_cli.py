@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from multigemm.__main__ import main
-from multigemm.bench import cli, reports, runner
+from multigemm.bench import cli, reports, runner, suites
 from multigemm.bench.reports import Report
 from multigemm.bench.runner import Runner
 from multigemm.bench.suites import add_selection, selected
@@ -171,13 +171,23 @@ def test_dtypes_are_a_list_in_short_or_long_and_turned_weights_are_asked_for(tmp
     assert reports.read(tmp_path).cases() == [f"shape:2,4,8,8/balanced/{dtype}/nt" for dtype in ("fp32", "bf16")]
 
 
-def test_what_is_hopeless_on_a_cpu_is_not_chosen_unasked() -> None:
-    parser = argparse.ArgumentParser()
+def test_what_is_hopeless_on_a_cpu_is_not_chosen_unasked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scripted(calls: dict[str, Any], *_: Any, **__: Any) -> dict[str, Timing]:
+        took = {"fp32": 100.0, "bf16": 300.0, "fp16": 4000.0}
+        return {name: Timing(name, "cold", (took[name],)) for name in calls}
+
+    monkeypatch.setattr(suites, "measure", scripted)
+    suites.worthwhile_dtypes.cache_clear()
+    parser, gpu, cpu = argparse.ArgumentParser(), torch.device("cuda"), torch.device("cpu")
     add_selection(parser)
-    assert {case.dtype for case in selected(parser.parse_args([]), "cuda")} == {"fp16", "bf16"}
-    cases = selected(parser.parse_args([]), "cpu")
+    assert {case.dtype for case in selected(parser.parse_args([]), gpu)} == {"fp16", "bf16"}
+    cases = selected(parser.parse_args([]), cpu)
     assert [case.dtype for case in cases] == ["fp32"] * 5 + ["bf16"] * 5
-    assert {case.dtype for case in selected(parser.parse_args(["--suite", "l2"]), "cpu")} == {"fp16"}
+    assert capsys.readouterr().err == "left out: fp16, 40 times slower here than fp32 (--dtypes fp16 for it)\n"
+    assert {case.dtype for case in selected(parser.parse_args(["--suite", "l2"]), cpu)} == {"fp16"}
+    suites.worthwhile_dtypes.cache_clear()
 
 
 @pytest.mark.slow
@@ -203,14 +213,19 @@ def test_ctrl_c_keeps_what_was_measured_and_says_how_to_go_on(
     assert len(reports.read(tmp_path).cases()) == 2
 
 
-def test_progress_tells_the_time_that_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = runner.Progress(quiet=False)
+def test_progress_tells_the_time_that_is_left_and_what_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    progress, case = runner.Progress(quiet=False), parse_shape("2,4,8,8")
     progress.started -= 30.0
-    progress.step(0, 4, parse_shape("2,4,8,8"))
-    progress.step(3, 4, parse_shape("2,4,8,8"))
-    first, last = capsys.readouterr().err.splitlines()
+    progress.step(0, 4, case)
+    progress.stage("timing cold: cpu")
+    progress.step(3, 4, case)
+    progress.step(3, 4, case, allowed_s=4.0)
+    progress._told -= 60.0
+    progress.stage("timing cold: cpu")
+    first, third, bounded, stage = capsys.readouterr().err.splitlines()
     assert first.startswith("[1/4]") and "left" not in first
-    assert "about 10 s left" in last
+    assert "about 10 s left" in third and "about 4 s left" in bounded
+    assert stage == "  30 s  timing cold: cpu"
 
 
 @pytest.mark.slow

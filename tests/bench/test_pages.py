@@ -67,7 +67,7 @@ def test_a_rested_and_a_sustained_run_stand_side_by_side(tmp_path: Path) -> None
     cells = {line.split("|")[1].strip(): [c.strip(" *") for c in line.split("|")[2:-1]] for line in lines}
     half = len(names) // 2
     assert all(
-        float(x) == pytest.approx(2 * float(y), abs=2e-3) for x, y in zip(cells["**cupy**"], cells["**cupy**"][half:])
+        float(x) == pytest.approx(2 * float(y), rel=1e-2) for x, y in zip(cells["**cupy**"], cells["**cupy**"][half:])
     )
     assert cells["**triton**"][half:] == [""] * half
 
@@ -126,7 +126,9 @@ def test_the_short_table_shows_who_ran_everything_and_the_best_in_bold() -> None
     assert not any("dense" in name for name in names)
     for column in range(1, 4):
         cells = [line.strip("| ").split(" | ")[column] for line in lines[2:]]
-        assert [cell for cell in cells if cell.startswith("**")] == [max(cells, key=lambda cell: cell.strip("*"))]
+        assert [cell for cell in cells if cell.startswith("**")] == [
+            max(cells, key=lambda cell: float(cell.strip("*")))
+        ]
 
 
 def test_the_losses_are_those_workloads_where_no_kernel_of_ours_is_the_fastest() -> None:
@@ -147,6 +149,6 @@ def test_the_losses_are_those_workloads_where_no_kernel_of_ours_is_the_fastest()
         kernel, peer = (min(us[case, name] for name in names if (case, name) in us) for names in (ours, peers))
         assert (case in named) == (kernel > peer), case
         if case in named:
-            assert named[case][1] == pytest.approx(peer / kernel, abs=6e-4)
+            assert named[case][1] == pytest.approx(peer / kernel, rel=6e-3)
     assert named[lost][0] == "cupy"
     assert min(share for _, share in named.values()) == named[lost][1]

@@ -145,4 +145,4 @@ def test_a_supervised_run_can_be_called_from_python(tmp_path: Path) -> None:
     assert main([*words, "--floor", "1,1", "--json-only", "--quiet", "--out", str(tmp_path)]) == 0
     report = reports.read(tmp_path)
     assert [row.entry for row in report.timed()] == ["cpu", "dense"]
-    assert report.method["command"].endswith("--isolate --backend cpu --peers none --floor 1,1")
+    assert report.method["command"].endswith("--isolate --backends cpu --peers none --floor 1,1")

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from multigemm.bench import machine, plots, reports, table
-from multigemm.bench.workloads import geomean
+from multigemm.bench import machine, page, plots, reports, table
+from multigemm.bench.suites import suite
+from multigemm.bench.workloads import geomean, rows_and_weights
 from multigemm.select.timing import Timing
 from tests.support.bench_entries import CPU
 from tests.support.bench_reports import made_up_report
@@ -64,9 +65,35 @@ def test_means_are_told_by_distribution_and_against_the_best_peer() -> None:
     mine = [row for row in report.rows if row.entry == "cupy"]
     for kind in ("balanced", "zipf", "empty"):
         rows = [row for row in mine if row.distribution == kind]
-        assert rows and shown[kind] == f"{geomean(row.of_floor or 0.0 for row in rows):.3f}"
+        assert rows and shown[kind] == reports.digits(geomean(row.of_floor or 0.0 for row in rows))
     peers = {r.case: min(p.us or 0 for p in report.timed() if p.case == r.case and p.kind == "peer") for r in mine}
-    assert shown["of the best peer"] == f"{geomean(peers[r.case] / (r.us or 1) for r in mine):.3f}"
+    assert shown["of the best peer"] == reports.digits(geomean(peers[r.case] / (r.us or 1) for r in mine))
+
+
+def test_speed_ups_are_shown_by_the_size_of_groups() -> None:
+    report = made_up_report(suites="moe,wgrad,tutorial", noise=0.0)
+    cells = cells_of(table.heat_map(report))
+    by_case = {duel.case: duel.ratio for duel in reports.duels(report)}
+    mine = [by_case[f"dsv3_up_32k/{kind}/bf16"] for kind in ("balanced", "zipf", "empty")]
+    assert cells["1024 to 4095"]["from 16M"] == reports.digits(geomean(mine)), "T/G 1024, N x K 28 M, alone there"
+    assert cells["64 to 255"]["from 16K"] == reports.digits(by_case["seed_cube_128/list/fp16"]), (
+        "lists of equal matrices"
+    )
+    assert rows_and_weights(suite("wgrad")[0].describe()) is None, "no weights N x K"
+    assert "by the size of a group" in table.text(report) and "by the size of a group" in page.render(report)
+    assert "by the size of a group" not in table.text(made_up_report(suites="wgrad"))
+
+
+def test_what_nobody_measured_has_no_column() -> None:
+    report = made_up_report(suites="l2")
+    assert "host us" in table.means(report)[0] and "J a call" not in table.means(report)[0]
+    assert "J a call" not in page.render(report)
+    report.rows[0].joules = 0.01234
+    assert cells_of(table.means(report))[report.rows[0].entry]["J a call"] == "0.0123"
+    assert "<th>J a call</th>" in page.render(report)
+    for row in report.rows:
+        row.host_us = None
+    assert "host us" not in table.means(report)[0]
 
 
 def test_a_noisy_machine_is_said_with_the_remedy() -> None:
@@ -88,6 +115,8 @@ def test_a_noisy_machine_is_said_with_the_remedy() -> None:
         (2398.4, "2398"),
         (0.0456, "0.0456"),
         (0.0, "0"),
+        (0.9996, "1.00"),
+        (float("nan"), ""),
         (1e-5, "0.0000100"),
     ],
 )

@@ -17,6 +17,7 @@ FAULTY = """
 import ctypes
 import time
 from multigemm.testing.model_kernel import Faults, Kernel, ModelBackend
+from multigemm.testing.model_mutants import QUANTISED_MUTANTS
 from multigemm.backend import Recipe
 
 class Crashing(ModelBackend):
@@ -37,12 +38,13 @@ class Slow(ModelBackend):
 
 crashing, slow = Crashing("crashing"), Slow("slow")
 faulty = ModelBackend("faulty", Faults(mask_n_store=False))
+unscaled = ModelBackend("unscaled", QUANTISED_MUTANTS["scale of group 0 for all"])
 """
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    return install_backends(tmp_path, FAULTY, "crashing", "faulty", "slow")
+    return install_backends(tmp_path, FAULTY, "crashing", "faulty", "slow", "unscaled")
 
 
 def fuzz(environment: dict[str, str], *arguments: Any, device: str = "cpu") -> Any:
@@ -71,6 +73,21 @@ def test_a_fault_is_found_shrunk_stored_and_repeated(environment: dict[str, str]
     replayed = fuzz(environment, "--backends", "faulty,cpu", "--replay", str(stored))
     assert replayed.returncode == 1
     assert "faulty: WRONG" in replayed.stdout and "cpu: right" in replayed.stdout
+
+
+@pytest.mark.slow
+def test_a_fault_of_scales_is_found_shrunk_stored_and_repeated(environment: dict[str, str], tmp_path: Path) -> None:
+    summary, stored = tmp_path / "s.json", tmp_path / "stored"
+    asked = ["--backends", "unscaled", "--examples", "12", "--quantised", "1", "--deep", "1", "--shrink", "2"]
+    done = fuzz(environment, *asked, "--corpus", str(stored), "--json", str(summary))
+    assert done.returncode == 1, done.stderr
+    data = json.loads(summary.read_text())
+    assert data["quantised_checks"]["unscaled"] == data["classes"]["quantised"] == 12
+    small = [Case.from_dict(f["shrunk"]) for f in data["failures"] if f["shrunk"]]
+    assert min(case.groups for case in small) == 2 and all(case.quantised for case in small)
+    replayed = fuzz(environment, "--backends", "unscaled,cpu", "--replay", str(stored))
+    assert replayed.returncode == 1
+    assert "unscaled: WRONG" in replayed.stdout and "cpu: right" in replayed.stdout
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What is drawn: every class, legal, bounded, repeatable; and where it lies in memory."""
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_limits_hold(limits: Limits) -> None:
 def test_a_case_survives_json_and_its_own_repr() -> None:
     for seed in range(200):
         case = random_case(seed)
-        assert Case.from_dict(__import__("json").loads(case.to_json())) == case
+        assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
         assert eval(repr(case), {"Case": Case, "Layout": Layout}) == case
     with pytest.raises(ValueError, match="no field 'colour'"):
         Case.from_dict({"colour": 1})

@@ -78,6 +78,54 @@ def test_a_remembered_call_still_reads_new_values() -> None:
         OP(x, y, valid_rows=rows + 3)
 
 
+def warm() -> tuple[Tensor, Tensor, Tensor]:
+    """Operands of a call that the launch cache serves."""
+    a, b, ends = torch.randn(6, 4), torch.randn(2, 4, 3), torch.tensor([2, 6])
+    for _ in range(3):
+        OP(a, b, ends=ends, backend="cpu")
+    return a, b, ends
+
+
+def test_a_call_like_an_earlier_one_does_not_cross_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, ends = warm()
+    want = mg.grouped_gemm(a, b, ends=ends)
+    monkeypatch.setattr(OP, "_op", None)  # torch's entry to the dispatcher
+    assert torch.equal(OP(a, b, ends=ends, backend="cpu"), want)
+    assert torch.equal(OP(a, b, None, None, ends, alpha=1.0, backend="cpu", grad_backend="auto"), want)
+    with pytest.raises(TypeError):
+        OP(a, b, ends=torch.tensor([3, 6]), backend="cpu")
+
+
+def test_who_watches_operators_sees_remembered_calls_too() -> None:
+    a, b, ends = warm()
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with Seen():
+        OP(a, b, ends=ends, backend="cpu")
+    assert any("grouped_gemm" in name for name in names)
+    with torch.profiler.profile() as profile:
+        OP(a, b, ends=ends, backend="cpu")
+    assert any(event.key == "multigemm::grouped_gemm" for event in profile.key_averages())
+    traced = torch.jit.trace(lambda x: OP(x, b, ends=ends, backend="cpu"), (a,))  # type: ignore[no-untyped-call]
+    assert "multigemm::grouped_gemm" in str(traced.graph)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: OP(x, b, ends=ends, backend="cpu"))(a)
+    assert "multigemm.grouped_gemm" in graph.code
+    with torch.autocast("cpu", torch.bfloat16):
+        assert OP(a, b, ends=ends, backend="cpu").dtype is torch.bfloat16
+
+
+def test_remembered_calls_refuse_what_others_refuse() -> None:
+    a, b, ends = warm()
+    for wrong in ({"tokens": 6}, {"backend": ["cpu"]}, {"alpha": "1"}, {"ends": [2, 6]}):
+        with pytest.raises((TypeError, RuntimeError)):
+            OP(a, b, **{"ends": ends, "backend": "cpu", **wrong})
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"jagged": "x", "ends": torch.tensor([1, 2, 3])}, "jagged"),
     ({"ends": torch.tensor([1, 2])}, "groups"),

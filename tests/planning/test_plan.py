@@ -13,7 +13,10 @@ import pytest
 import torch
 
 import multigemm as mg
+from multigemm.backend import Recipe
 from multigemm.planning import binding as bound
+from multigemm.planning.operands import Operands
+from multigemm.planning.staging import allocate
 from multigemm.problem.arrays import _RawStream, cupy_stream
 from tests.support.fake_backends import problem
 
@@ -66,6 +69,31 @@ def test_plan_runs_another_problem_of_its_spec_only() -> None:
     assert plan.run(other).eq(6).all()
     with pytest.raises(mg.InvalidProblem, match="m is 5 instead of 2"):
         plan.run(mg.GroupedGemmProblem(torch.ones(5, 3), torch.ones(3, 2)))
+
+
+def test_a_result_without_elements_takes_no_launch() -> None:
+    """Of any backend, in any form: its `bind` never sees one."""
+
+    def bind(ops: Operands) -> Callable[[], object]:
+        bound_to.append(ops)
+        return lambda: None
+
+    bound_to: list[Operands] = []
+    recipe = Recipe("", None, bind)
+    matrix, nothing = torch.ones(4, 3), torch.ones(0, 3)
+    for a, b, cut, launches in (
+        (nothing, torch.ones(2, 3, 5), {"offsets": [0, 0, 0]}, False),
+        (matrix, torch.ones(2, 3, 0), {"offsets": [0, 1, 4]}, False),
+        (torch.ones(0, 4, 3), torch.ones(0, 3, 5), {}, False),
+        ([nothing, nothing], [torch.ones(3, 5)] * 2, {}, False),
+        ([], [], {}, False),
+        ([nothing, matrix], [torch.ones(3, 5)] * 2, {}, True),
+        (torch.ones(4, 0), torch.ones(2, 0, 5), {"offsets": [0, 1, 4]}, True),  # zeros are to be written
+    ):
+        posed = mg.GroupedGemmProblem(a, b, **cut)  # type: ignore[arg-type]
+        bound.bind(bound.Choice("", recipe, posed.spec, ""), posed, allocate(posed)).launch()
+        assert len(bound_to) == launches
+        bound_to.clear()
 
 
 def test_a_plan_does_not_lose_a_gradient_of_another_problem() -> None:

@@ -18,7 +18,7 @@ from multigemm.backends.cupy import config as cupy_configs
 from multigemm.backends.cupy.launch import KERNELS
 from multigemm.backends.numba import launch as numba_launch
 from multigemm.backends.numba.build import Image
-from multigemm.backends.numba.choice import obstacle
+from multigemm.backends.numba.choice import problem_with
 from multigemm.backends.numba.config import FMA_TALL, HOPPER, HOPPER_NARROW, MMA
 from multigemm.backends.triton import BACKEND as TRITON
 from multigemm.backends.triton import build as triton_build
@@ -63,7 +63,7 @@ def cupy_binds(spec: Any) -> dict[Any, Callable[[Operands], Any]]:
 
 
 def numba_binds(spec: Any) -> dict[Any, Callable[[Operands], Any]]:
-    valid = (config for config in (HOPPER, HOPPER_NARROW, MMA, FMA_TALL) if not obstacle(config, spec, GPU))
+    valid = (config for config in (HOPPER, HOPPER_NARROW, MMA, FMA_TALL) if not problem_with(config, spec, GPU))
     return {config: numba_launch.bind_for(config, spec, 0) for config in valid}
 
 

@@ -309,7 +309,7 @@ def test_a_foreign_backend_that_knows_nothing_of_them_gets_none(monkeypatch: pyt
     from multigemm.select import registry
     from multigemm.testing.model_kernel import ModelBackend
 
-    foreign: Any = type("Foreign", (ModelBackend,), {})("foreign")
+    foreign: Any = type("Foreign", (ModelBackend,), {"takes_quantised": False})("foreign")
     monkeypatch.setattr(registry, "get", lambda name: foreign)
     spec, device = problem().spec, torch.device("cpu")
     assert "float8 operands" in registry.reasons("foreign", spec, device)[0]

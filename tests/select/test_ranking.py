@@ -201,13 +201,13 @@ def test_forgetting_is_a_new_generation(fresh: Install) -> None:
     assert choose.choose(problem()) is not first
 
 
-def test_the_memory_of_rankings_is_bounded(fresh: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_choices_is_bounded(fresh: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of ever other sizes make ever other classes."""
-    monkeypatch.setattr(ranking, "KEPT", 2)
+    monkeypatch.setattr(tuning, "CHOICES_KEPT", 2)
     fresh(*pair())
     for dtype in (torch.float32, torch.float64, torch.float16):
         mg.plan(problem(dtype=dtype))
-    assert [place[1].dtype for place in ranking._made] == ["float64", "float16"]
+    assert len(tuning.table()._chosen) == 1
 
 
 def test_two_threads_measure_a_class_once_and_both_are_answered(

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class Campaign:
         self.results, self.control = list[Result](), {"hunted": 0, "accused": 0}
         self.variants = list[Variant]()
         self.where = f"{head['commit']} {head['versions'].get('device', 'emulated')}".strip()
-        self._lock, self._begin = Lock(), time.monotonic()
+        self._lock, self._begin = RLock(), time.monotonic()
 
     def spent(self) -> float:
         return time.monotonic() - self._begin

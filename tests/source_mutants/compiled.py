@@ -206,5 +206,11 @@ def _triton_tables(spec: Any, config: Any) -> list[str]:
 
 
 def triton_sources(spec: Any, config: Any) -> dict[str, Any]:
-    """All kernels of a plan, by name."""
-    return dict(import_module("multigemm.backends.triton.launch").sources_of(spec, config))
+    """All kernels that problems of a spec may run with a config, by name."""
+    from multigemm.backends.triton import generic, hopper, lists
+
+    if spec.form == "per_group":
+        of_kernel = lists.hopper_list_sources if config.kernel == "hopper" else lists.generic_list_sources
+    else:
+        of_kernel = hopper.hopper_sources if config.kernel == "hopper" else generic.generic_sources
+    return dict(of_kernel(spec, config))

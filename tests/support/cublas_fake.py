@@ -4,8 +4,8 @@ computed on host memory.
 `Fake` stands for all of them. It follows the library's rules: column-major operands, leading dimensions that cover a
 column and are counted, addresses as numbers; a call touches no element that it does not name. The kernels' CUDA source
 is compiled by the machine's C++ compiler, if `install` is given a folder for it: `finish` runs one thread after the
-other, since it has no barrier, and `cut` in threads. `HostCublas` is the whole backend on a fake. Only a GPU shows the
-rest: torch's own kernel, what streams overlap, and the speed.
+other, since it has no barrier, and `clamp_offsets` in threads. `HostCublas` is the whole backend on a fake. Only a GPU
+shows the rest: torch's own kernel, what streams overlap, and the speed.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ extern "C" void run(const Bounds* t, int blocks, int threads) {
         vector<thread> running;
         together = &all;
         blockIdx = {b, 0, 0};
-        for (int i = 0; i < count; i++) running.emplace_back([=] { threadIdx = {i, 0, 0}; cut(*t); });
+        for (int i = 0; i < count; i++) running.emplace_back([=] { threadIdx = {i, 0, 0}; clamp_offsets(*t); });
         for (thread& each : running) each.join();
     }
 }
@@ -356,9 +356,9 @@ PTX = {
 def compiled(source: str, name: str, defines: Sequence[str], folder: Path) -> Callable[..., None]:
     """A kernel as host code: a function of its argument, blocks and threads. What was built stays in the folder."""
     for ptx, plain in PTX.items():
-        assert ptx in source or name == "cut"
+        assert ptx in source or name == "clamp_offsets"
         source = source.replace(ptx, plain)
-    source = THREADS + PRELUDE + source + IN_THREADS if name == "cut" else PRELUDE + source + ONE_BY_ONE
+    source = THREADS + PRELUDE + source + IN_THREADS if name == "clamp_offsets" else PRELUDE + source + ONE_BY_ONE
     stem = hashlib.sha256((source + " ".join(defines)).encode()).hexdigest()[:16]
     built = folder / f"{stem}.so"
     if not built.exists():

@@ -22,7 +22,8 @@ from torch import Tensor
 
 import multigemm as mg
 from multigemm.backends.cublas import launch
-from multigemm.backends.cublas.config import Config, is_valid
+from multigemm.backends.cublas.choice import problem_with
+from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.products import FARTHEST_BYTES, FARTHEST_ELEMENTS
 from multigemm.backends.cublas.support import not_supported_reasons
 from multigemm.planning.staging import stage, staged_spec
@@ -152,7 +153,7 @@ def solve(case: Far, dtype: torch.dtype, device: str = "cuda") -> str:
     stand = Placed(case, dtype, _arena(device))
     spec, where = staged_spec(stand.problem), torch.device("cuda", 0)
     reasons = not_supported_reasons(spec, where)
-    if reasons or not is_valid(case.config, spec, where):
+    if reasons or problem_with(case.config, spec, where):
         return "refused " + "; ".join(reasons)
     bind = launch.plan(spec, case.config, where).bind
     for _ in range(2):

@@ -41,4 +41,4 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 def bound(config: Config, ops: Operands) -> Any:
     """A launch of the kernel that a config names."""
-    return launch.binder(ops.spec, config, 0)(ops)
+    return launch.KERNELS[config.kernel].loaded(ops.spec, config, 0).bind(ops)

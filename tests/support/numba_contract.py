@@ -123,20 +123,21 @@ def checks(device: str, dtypes: Any, scale: int = 1, config: Any = None) -> Iter
 
 def epilogues() -> Iterator[tuple[str, Check]]:
     """The epilogue that is decided at run time, of the tensor-core kernels, against the compiled-in one."""
-    from multigemm.backends.numba.arguments import ACTIVATIONS, KIND
+    from multigemm.backends.numba.arguments import KIND
     from multigemm.backends.numba.kernels.epilogue import make_any_finish, make_any_store, make_finish
     from multigemm.backends.numba.kernels.memory import loader, storer
+    from multigemm.cuda.arguments import ACTIVATION_CODES
 
     memory = torch.randn(16, dtype=torch.float64)
     kinds: tuple[str | None, ...] = (None, "f16", "bf16", "f32", "f64")
-    for activation, c, bias in itertools.product(ACTIVATIONS, kinds, kinds[:4]):
+    for activation, c, bias in itertools.product(ACTIVATION_CODES, kinds, kinds[:4]):
         arrays = [memory.to(NAMED[name or "f32"]) for name in (c, bias)]
         addresses = [x.data_ptr() for x in arrays]
         fixed, chosen = make_finish("f32", activation, c, bias), make_any_finish("f32")
         same = True
         for i, value in enumerate(np.array((0.5, -3.0, 40.0), np.float32)):
             want = fixed(value, TWO, -ONE, addresses[0], i, addresses[1], i + 1)
-            number = ACTIVATIONS.index(activation)
+            number = ACTIVATION_CODES[activation]
             codes = KIND[c] if c else 0, KIND[bias] if bias else 0
             got = chosen(value, TWO, -ONE, number, codes[0], addresses[0], i, codes[1], addresses[1], i + 1)
             same = same and float(want) == float(got)

@@ -86,4 +86,4 @@ def tune(posed: mg.GroupedGemmProblem, config: dict[str, Any] | None = None, **u
 
 def kept(posed: mg.GroupedGemmProblem | None = None) -> Entry | None:
     """What "auto" keeps on disk of a problem's class."""
-    return tuning.table().choice(class_in(problem() if posed is None else posed), CPU, [])
+    return tuning.TuningTable().choice(class_in(problem() if posed is None else posed), CPU, [])

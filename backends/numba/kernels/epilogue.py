@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from multigemm.backends.numba.arguments import ACTIVATIONS, KIND
+from multigemm.backends.numba.arguments import KIND
 from multigemm.backends.numba.kernels.memory import caster, loader, storer, wrap_int32
 from multigemm.backends.numba.kernels.runtime import SIMULATED, device
+from multigemm.cuda.arguments import ACTIVATION_CODES
 
 if SIMULATED:
     import numpy as np
@@ -24,7 +25,7 @@ else:
     _exp = math.exp
 
 F16, BF16, F32 = KIND["f16"], KIND["bf16"], KIND["f32"]
-RELU, GELU, GELU_TANH, SILU = (ACTIVATIONS.index(name) for name in ("relu", "gelu", "gelu_tanh", "silu"))
+RELU, GELU, GELU_TANH, SILU = (ACTIVATION_CODES[name] for name in ("relu", "gelu", "gelu_tanh", "silu"))
 ROOT_HALF = math.sqrt(0.5)
 TANH_SCALE = -math.sqrt(8.0 / math.pi)
 """1 + tanh(u) = 2 / (1 + exp(-2u)) with 2u = sqrt(8 / pi) (x + 0.044715 x^3)."""

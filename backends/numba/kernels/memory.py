@@ -24,6 +24,8 @@ if not SIMULATED:
     from numba import types
     from numba.cuda.extending import intrinsic
 
+    from multigemm.backends.numba.kernels.ptx import assembly
+
 BYTES = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8, "i8": 1, "i32": 4, "i64": 8}
 ACCUMULATOR = {"f16": "f32", "bf16": "f32", "f32": "f32", "f64": "f64", "i8": "i32"}
 GLOBAL_SPACE = 1
@@ -135,13 +137,9 @@ else:
 
         return load
 
-    def _asm(builder, result, text, constraints, args):
-        function = ir.FunctionType(result, [a.type for a in args])
-        return builder.call(ir.InlineAsm(function, text, constraints, side_effect=False), args)
-
     def _round_to_odd(builder, value):
         """float64 to float32: truncated, with the last bit set where something was cut off."""
-        single = _asm(builder, ir.FloatType(), "cvt.rz.f32.f64 $0, $1;", "=f,d", [value])
+        single = assembly(builder, "cvt.rz.f32.f64 $0, $1;", [value], [ir.FloatType()], effects=False)[0]
         inexact = builder.fcmp_unordered("!=", builder.fpext(single, ir.DoubleType()), value)
         bits = builder.bitcast(single, ir.IntType(32))
         return builder.bitcast(builder.or_(bits, builder.zext(inexact, ir.IntType(32))), ir.FloatType())
@@ -152,7 +150,7 @@ else:
             single = _round_to_odd(builder, value) if source == "f64" else value
             if name == "f16":
                 return builder.fptrunc(single, ir.HalfType())
-            return _asm(builder, ir.IntType(16), "cvt.rn.bf16.f32 $0, $1;", "=h,f", [single])
+            return assembly(builder, "cvt.rn.bf16.f32 $0, $1;", [single], [ir.IntType(16)], effects=False)[0]
         if name == "f32" and source == "f64":
             return builder.fptrunc(value, ir.FloatType())
         if name == "f64" and source == "f32":

@@ -20,7 +20,20 @@ from numba.cuda import types
 
 from multigemm.backends.numba.config import KEPT_COLUMNS, ROW_BYTES, SIZE
 from multigemm.backends.numba.kernels import ptx
-from multigemm.backends.numba.kernels.ptx import CONSTRAINT, I32, floats, instruction, registers, with_arity
+from multigemm.backends.numba.kernels.ptx import (
+    F32,
+    I32,
+    I64,
+    LLVM,
+    assembly,
+    elements,
+    emitted,
+    floats,
+    instruction,
+    registers,
+    replaced,
+    undefined,
+)
 from multigemm.backends.numba.kernels.runtime import synchronising
 
 # float32 as IEEE arithmetic has it, in the frame of the mma.sync kernel: a warp's products on plain cores.
@@ -32,7 +45,6 @@ from multigemm.backends.numba.kernels.runtime import synchronising
 DOWN, ACROSS, STEP = 4, 8, 4
 """Lanes along the rows and along the columns; k of a step."""
 int32 = types.int32
-SINGLE, WORD = ir.FloatType(), ir.IntType(32)
 
 
 @synchronising
@@ -47,20 +59,17 @@ def lane_column(lane):
 
 def _make_loads(places):
     """loads(even, odd) -> four floats from each place (which of both addresses, bytes from there)."""
-    four = ir.LiteralStructType([SINGLE] * 4)
     result = floats(4 * len(places))
 
-    def generate(context, builder, signature, arguments):
-        out = ir.Constant(context.get_value_type(result), ir.Undefined)
+    def generate(builder, even, odd):
+        out = undefined(result)
         for number, (which, offset) in enumerate(places):
             text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];"
-            call = ir.InlineAsm(ir.FunctionType(four, [WORD]), text, "=f,=f,=f,=f,r,~{memory}", side_effect=True)
-            values = builder.call(call, [arguments[which]])
-            for x in range(4):
-                out = builder.insert_value(out, builder.extract_value(values, x), 4 * number + x)
+            values = assembly(builder, text, [odd if which else even], [LLVM[F32]] * 4)
+            out = replaced(builder, out, values, 4 * number)
         return out
 
-    return with_arity(2, lambda _types: (result(types.int32, types.int32), generate))
+    return emitted(generate, result, I32, I32)
 
 
 @cache
@@ -97,19 +106,16 @@ def make_fma_step(kept, a_across, b_across):
     """step(acc, a, b) -> acc: 4 k of a lane's rows and columns."""
     rows, columns = kept // DOWN, KEPT_COLUMNS // ACROSS
 
-    def generate(context, builder, signature, arguments):
-        acc, a, b = arguments
-        sums = [builder.extract_value(acc, x) for x in range(rows * columns)]
+    def generate(builder, acc, a, b):
+        sums = elements(builder, acc, rows * columns)
         for k, i, j in product(range(STEP), range(rows), range(columns)):
             x = builder.extract_value(a, _element(a_across, rows, i, k))
             y = builder.extract_value(b, _element(b_across, columns, j, k))
             sums[i * columns + j] = builder.fma(x, y, sums[i * columns + j])
-        for x, value in enumerate(sums):
-            acc = builder.insert_value(acc, value, x)
-        return acc
+        return replaced(builder, acc, sums)
 
-    takes = (floats(rows * columns), floats(rows * STEP), floats(columns * STEP))
-    return with_arity(3, lambda _types: (takes[0](*takes), generate))
+    acc = floats(rows * columns)
+    return emitted(generate, acc, acc, floats(rows * STEP), floats(columns * STEP))
 
 
 @cache
@@ -117,24 +123,18 @@ def make_fma_stage(kept, a_across, b_across):
     """stage(acc, address of the warp's piece, lane): rows of 256 bytes, swizzled as `make_flush` reads them."""
     rows, columns = kept // DOWN, KEPT_COLUMNS // ACROSS
     width = 4 if b_across else 1
-    names = "{$1, $2, $3, $4}" if b_across else "$1"
-    vector, constraints = ".v4" if b_across else "", "r" + ",f" * width + ",~{memory}"
-    emit = ir.FunctionType(ir.VoidType(), [WORD] + [SINGLE] * width)
+    names, vector = ("{$1, $2, $3, $4}", ".v4") if b_across else ("$1", "")
 
-    def generate(context, builder, signature, arguments):
-        acc, base, twist = arguments
+    def generate(builder, acc, base, twist):
         for i in range(rows):
             row = i // 4 * 16 + i % 4 if a_across else i * DOWN
             turn = (i % 4 // 2) * 32 if a_across else (i % 2) * 64
             for j in range(0, columns, width):
                 values = [builder.extract_value(acc, i * columns + j + x) for x in range(width)]
-                where = builder.add(base, builder.xor(twist, ir.Constant(WORD, (j * ACROSS * 4) ^ turn)))
-                text = f"st.shared{vector}.f32 [$0+{row * 256}], {names};"
-                builder.call(ir.InlineAsm(emit, text, constraints, side_effect=True), [where, *values])
-        return context.get_dummy_value()
+                where = builder.add(base, builder.xor(twist, ir.Constant(LLVM[I32], (j * ACROSS * 4) ^ turn)))
+                assembly(builder, f"st.shared{vector}.f32 [$0+{row * 256}], {names};", [where, *values])
 
-    takes = (floats(rows * columns), types.int32, types.int32)
-    put = with_arity(3, lambda _types: (types.void(*takes), generate))
+    put = emitted(generate, types.void, floats(rows * columns), I32, I32)
 
     @synchronising
     def stage(acc, piece, lane):
@@ -155,7 +155,6 @@ def make_fma_stage(kept, a_across, b_across):
 # `ldmatrix.trans`, which turns pairs of them: one register then holds two k of two neighbouring rows, and
 # two bytes of it belong elsewhere. So of 16 rows the even ones take the place of the first eight.
 
-LLVM = {types.float32: ir.FloatType(), types.int32: ir.IntType(32), types.float64: ir.DoubleType()}
 _ld4t = ptx.make_ldmatrix(4, True)
 _even = instruction("prmt.b32 $0, $1, $2, 0x6420;", I32, I32, I32, effects=False)
 _odd = instruction("prmt.b32 $0, $1, $2, 0x7531;", I32, I32, I32, effects=False)
@@ -380,32 +379,19 @@ def make_warp_step(kind, kept):
         f"mma.sync.aligned.{shape} {{{registers(0, 4)}}}, {{{registers(4, high)}}}, {{{registers(4 + high, low)}}}, "
         f"{{{registers(4 + high + low, 4)}}};"
     )
-    total, part = ptx.SUMS[kind], types.float64 if kind == "f64" else types.int32
-    letter, given = CONSTRAINT[total], CONSTRAINT[part]
-    constraints = ",".join([f"={letter}"] * 4 + [given] * (high + low) + [letter] * 4)
-    single, word = LLVM[total], LLVM[part]
-    result = ir.LiteralStructType([single] * 4)
-    function = ir.FunctionType(result, [word] * (high + low) + [single] * 4)
+    total, part = ptx.SUMS[kind], types.float64 if kind == "f64" else I32
 
-    def generate(context, builder, signature, arguments):
-        acc, a, b = arguments
-        call = ir.InlineAsm(function, text, constraints, side_effect=False)
-        a = [builder.extract_value(a, i) for i in range(rows * high)]
-        b = [builder.extract_value(b, i) for i in range(columns * low)]
+    def generate(builder, acc, a, b):
+        a, b = elements(builder, a, rows * high), elements(builder, b, columns * low)
         for i, j in product(range(rows), range(columns)):
             first = (i * columns + j) * 4
             sums = [builder.extract_value(acc, first + x) for x in range(4)]
-            out = builder.call(call, [*a[high * i : high * i + high], *b[low * j : low * j + low], *sums])
-            for x in range(4):
-                acc = builder.insert_value(acc, builder.extract_value(out, x), first + x)
+            values = [*a[high * i : high * i + high], *b[low * j : low * j + low], *sums]
+            acc = replaced(builder, acc, assembly(builder, text, values, [LLVM[total]] * 4, effects=False), first)
         return acc
 
-    takes = (
-        types.UniTuple(total, rows * columns * 4),
-        types.UniTuple(part, rows * high),
-        types.UniTuple(part, columns * low),
-    )
-    return with_arity(3, lambda _types: (takes[0](*takes), generate))
+    acc = types.UniTuple(total, rows * columns * 4)
+    return emitted(generate, acc, acc, types.UniTuple(part, rows * high), types.UniTuple(part, columns * low))
 
 
 @cache
@@ -415,22 +401,16 @@ def make_warp_stage(kept):
     `twist` is the swizzle of the lane's rows in bytes; they are 8 apart, so it is the same for all.
     """
     rows, columns = kept // 16, KEPT_COLUMNS // 8
-    word = ir.IntType(32)
-    emit = ir.FunctionType(ir.VoidType(), [word, ir.FloatType(), ir.FloatType()])
 
-    def generate(context, builder, signature, arguments):
-        acc, base, twist = arguments
+    def generate(builder, acc, base, twist):
         for j in range(columns):
-            where = builder.add(base, builder.xor(twist, ir.Constant(word, j * 32)))
+            where = builder.add(base, builder.xor(twist, ir.Constant(LLVM[I32], j * 32)))
             for i, half in product(range(rows), range(2)):
                 first = (i * columns + j) * 4 + half * 2
                 pair = [builder.extract_value(acc, first), builder.extract_value(acc, first + 1)]
-                text = f"st.shared.v2.f32 [$0+{(i * 16 + half * 8) * 256}], {{$1, $2}};"
-                builder.call(ir.InlineAsm(emit, text, "r,f,f,~{memory}", side_effect=True), [where, *pair])
-        return context.get_dummy_value()
+                assembly(builder, f"st.shared.v2.f32 [$0+{(i * 16 + half * 8) * 256}], {{$1, $2}};", [where, *pair])
 
-    takes = (floats(rows * columns * 4), types.int32, types.int32)
-    return with_arity(3, lambda _types: (types.void(*takes), generate))
+    return emitted(generate, types.void, floats(rows * columns * 4), I32, I32)
 
 
 @cache
@@ -445,20 +425,14 @@ def make_warp_store(kind, kept):
         "{{ .reg .pred p; .reg .b32 v; setp.gt.s32 p, $1, {row}; setp.gt.and.s32 p, $2, {column}, p; "
         "cvt.rn.{kind}x2.f32 v, $4, $3; @p st.global.b32 [$0+{at}], v; }}"
     )
-    word, long, single = ir.IntType(32), ir.IntType(64), ir.FloatType()
-    function = ir.FunctionType(ir.VoidType(), [long, word, word, single, single])
 
-    def generate(context, builder, signature, arguments):
-        acc, address, pitch, down, right = arguments
+    def generate(builder, acc, address, pitch, down, right):
         for half, j in product(range(rows * 2), range(columns)):
             if half > 0 and j == 0:
                 address = builder.add(address, pitch)
             first = ((half // 2) * columns + j) * 4 + (half % 2) * 2
             pair = [builder.extract_value(acc, first + x) for x in range(2)]
             line = text.format(row=half * 8, column=j * 8, kind=kind, at=j * 16)
-            call = ir.InlineAsm(function, line, "l,r,r,f,f,~{memory}", side_effect=True)
-            builder.call(call, [address, down, right, *pair])
-        return context.get_dummy_value()
+            assembly(builder, line, [address, down, right, *pair])
 
-    takes = (floats(rows * columns * 4), types.int64, types.int64, types.int32, types.int32)
-    return with_arity(5, lambda _types: (types.void(*takes), generate))
+    return emitted(generate, types.void, floats(rows * columns * 4), I64, I64, I32, I32)

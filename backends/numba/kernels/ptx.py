@@ -8,6 +8,7 @@ fragment holds two 16-bit elements, the lower index in the lower half.
 from __future__ import annotations
 
 from functools import cache
+from inspect import Parameter, Signature
 
 from llvmlite import ir
 from numba.cuda import types
@@ -24,53 +25,78 @@ from numba.cuda.extending import intrinsic
 # accumulator is. An instruction with `effects` is never moved across another one, nor removed.
 
 I32, I64, F32, F64 = types.int32, types.int64, types.float32, types.float64
-CONSTRAINT = {types.int32: "r", types.uint32: "r", types.int64: "l", types.uint64: "l", types.int16: "h",
-              types.uint16: "h", types.float32: "f", types.float64: "d"}  # fmt: skip
-MEMORY = "~{memory}"
+LLVM = {
+    types.int16: ir.IntType(16),
+    I32: ir.IntType(32),
+    I64: ir.IntType(64),
+    F32: ir.FloatType(),
+    F64: ir.DoubleType(),
+}
+REGISTERS = {"i16": "h", "i32": "r", "i64": "l", "float": "f", "double": "d"}
+"""How the constraints of inline assembly name the registers of an LLVM type."""
 
 
 def floats(count):
     """The type of a fragment of `count` float32 registers."""
-    return types.UniTuple(types.float32, count)
+    return types.UniTuple(F32, count)
 
 
 def words(count):
     """The type of a fragment of `count` 32-bit registers."""
-    return types.UniTuple(types.int32, count)
+    return types.UniTuple(I32, count)
+
+
+def assembly(builder, text, values, returns=(), effects=True, memory=None, tied=0):
+    """Emits PTX on these LLVM values; its results, of the LLVM types `returns`.
+
+    The first `tied` values share the registers of the results. `memory`: it may touch memory (default: as `effects`).
+    """
+    parts = ["=" + REGISTERS[str(kind)] for kind in returns]
+    parts += [str(i) if i < tied else REGISTERS[str(value.type)] for i, value in enumerate(values)]
+    parts += ["~{memory}"] if (effects if memory is None else memory) else []
+    result = ir.LiteralStructType(returns) if len(returns) > 1 else returns[0] if returns else ir.VoidType()
+    function = ir.FunctionType(result, [value.type for value in values])
+    found = builder.call(ir.InlineAsm(function, text, ",".join(parts), side_effect=effects), values)
+    if len(returns) < 2:
+        return [found][: len(returns)]
+    return [builder.extract_value(found, i) for i in range(len(returns))]
+
+
+def emitted(generate, returns, *takes):
+    """A device function of these types whose body `generate(builder, *LLVM values)` emits; it returns an LLVM value."""
+
+    def codegen(context, builder, signature, arguments):
+        found = generate(builder, *arguments)
+        return context.get_dummy_value() if returns is types.void else found
+
+    def typed(typingctx, *given):
+        return returns(*takes), codegen
+
+    # Numba reads the number of arguments off the signature.
+    names = ["typingctx", *(f"argument_{i}" for i in range(len(takes)))]
+    typed.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+    return intrinsic(typed)
+
+
+def undefined(fragment):
+    """An LLVM value of a fragment, none of whose registers is set."""
+    return ir.Constant(ir.ArrayType(LLVM[fragment.dtype], fragment.count), ir.Undefined)
+
+
+def elements(builder, fragment, count):
+    """The first `count` registers of a fragment."""
+    return [builder.extract_value(fragment, i) for i in range(count)]
+
+
+def replaced(builder, fragment, values, first=0):
+    """The fragment with other values in its registers from `first` on."""
+    for i, value in enumerate(values):
+        fragment = builder.insert_value(fragment, value, first + i)
+    return fragment
 
 
 def _scalars(kind):
     return [kind.dtype] * kind.count if isinstance(kind, types.UniTuple) else [kind]
-
-
-def _flatten(builder, kind, value):
-    if isinstance(kind, types.UniTuple):
-        return [builder.extract_value(value, i) for i in range(kind.count)]
-    return [value]
-
-
-def _call(context, builder, text, result, outputs, constraints, values, effects):
-    """Calls the assembly; returns one LLVM value per output register."""
-    kinds = [context.get_value_type(kind) for kind in outputs]
-    if not kinds:
-        returned = ir.VoidType()
-    else:
-        returned = kinds[0] if len(kinds) == 1 else ir.LiteralStructType(kinds)
-    function = ir.FunctionType(returned, [value.type for value in values])
-    out = builder.call(ir.InlineAsm(function, text, constraints, side_effect=effects), values)
-    if len(kinds) < 2:
-        return [out][: len(kinds)]
-    return [builder.extract_value(out, i) for i in range(len(kinds))]
-
-
-def _pack(context, builder, kind, registers, whole=None):
-    """The registers as one value of this kind; as the beginning of `whole`, where that is given."""
-    if not isinstance(kind, types.UniTuple):
-        return registers[0]
-    packed = ir.Constant(context.get_value_type(kind), ir.Undefined) if whole is None else whole
-    for i, register in enumerate(registers):
-        packed = builder.insert_value(packed, register, i)
-    return packed
 
 
 def instruction(text, returns=None, *takes, effects=True, memory=None, inout=False, within=None):
@@ -79,44 +105,21 @@ def instruction(text, returns=None, *takes, effects=True, memory=None, inout=Fal
     `within` (with `inout`): the accumulator is the beginning of a fragment of that many registers,
     which the function takes and returns whole.
     """
-    result = types.void if returns is None else returns
-    outputs = [] if returns is None else _scalars(returns)
-    inputs = [scalar for kind in takes for scalar in _scalars(kind)]
-    parts = ["=" + CONSTRAINT[kind] for kind in outputs]
-    tied = len(_scalars(takes[0])) if inout else 0
-    parts += [str(i) if i < tied else CONSTRAINT[kind] for i, kind in enumerate(inputs)]
-    parts += [MEMORY] if (effects if memory is None else memory) else []
-    constraints = ",".join(parts)
+    outputs = [] if returns is None else [LLVM[kind] for kind in _scalars(returns)]
     seen = (types.UniTuple(takes[0].dtype, within), *takes[1:]) if within else takes
+    result = types.void if returns is None else seen[0] if within else returns
 
-    def generate(context, builder, signature, arguments):
+    def generate(builder, *arguments):
         values = []
         for kind, argument in zip(takes, arguments, strict=True):
-            values += _flatten(builder, kind, argument)
-        registers = _call(context, builder, text, result, outputs, constraints, values, effects)
-        if not outputs:
-            return context.get_dummy_value()
-        return _pack(context, builder, returns, registers, arguments[0] if within else None)
+            values += elements(builder, argument, kind.count) if isinstance(kind, types.UniTuple) else [argument]
+        tied = len(_scalars(takes[0])) if inout else 0
+        found = assembly(builder, text, values, outputs, effects, memory, tied)
+        if not isinstance(returns, types.UniTuple):
+            return found[0] if found else None
+        return replaced(builder, arguments[0] if within else undefined(returns), found)
 
-    return with_arity(len(takes), lambda _types: ((seen[0] if within else result)(*seen), generate))
-
-
-def with_arity(count, build):
-    """An intrinsic of `count` arguments out of `build(types) -> (signature, codegen)`.
-
-    Numba reads the number of arguments off the Python signature, hence one lambda per arity.
-    """
-    shapes = {
-        0: lambda typingctx: build(()),
-        1: lambda typingctx, a: build((a,)),
-        2: lambda typingctx, a, b: build((a, b)),
-        3: lambda typingctx, a, b, c: build((a, b, c)),
-        4: lambda typingctx, a, b, c, d: build((a, b, c, d)),
-        5: lambda typingctx, a, b, c, d, e: build((a, b, c, d, e)),
-        6: lambda typingctx, a, b, c, d, e, f: build((a, b, c, d, e, f)),
-        7: lambda typingctx, a, b, c, d, e, f, g: build((a, b, c, d, e, f, g)),
-    }
-    return intrinsic(shapes[count])
+    return emitted(generate, result, *seen)
 
 
 def registers(first, count):
@@ -131,11 +134,10 @@ def make_zeros(count, kind=types.float32, within=None):
     """
     fragment = types.UniTuple(kind, within or count)
 
-    def generate(context, builder, signature, arguments):
-        zero = ir.Constant(context.get_value_type(kind), None)
-        return _pack(context, builder, fragment, [zero] * count)
+    def generate(builder):
+        return replaced(builder, undefined(fragment), [ir.Constant(LLVM[kind], None)] * count)
 
-    return with_arity(0, lambda _types: (fragment(), generate))
+    return emitted(generate, fragment)
 
 
 @intrinsic
@@ -146,8 +148,7 @@ def shared_address(typingctx, array):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         generic = builder.ptrtoint(data, ir.IntType(64))
         text = "{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }"
-        function = ir.FunctionType(ir.IntType(32), [ir.IntType(64)])
-        return builder.call(ir.InlineAsm(function, text, "=r,l", side_effect=False), [generic])
+        return assembly(builder, text, [generic], [LLVM[I32]], effects=False)[0]
 
     return types.int32(array), generate
 

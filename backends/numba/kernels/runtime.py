@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -62,7 +63,7 @@ class _Allocations(dict[Any, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get(self, key: Any, default: Any = None) -> Any:
         self._lock.acquire()
@@ -91,6 +92,29 @@ def _share_safely() -> None:
 
 if SIMULATED:
     _share_safely()
+
+SWITCH_SECONDS = 2e-5
+_one_at_a_time = threading.RLock()
+"""The simulator runs one kernel at a time, and the switch interval belongs to the whole process."""
+
+
+@contextmanager
+def simulating() -> Iterator[None]:
+    """Makes the simulator quick and quiet while a kernel runs.
+
+    Its manager polls its threads in a busy loop and holds them up for a whole switch interval each
+    time; and NumPy scalars warn of the NaN and infinities that a GPU computes silently.
+    """
+    with _one_at_a_time:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                yield
+        finally:
+            sys.setswitchinterval(before)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

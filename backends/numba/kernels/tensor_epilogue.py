@@ -18,8 +18,8 @@ from multigemm.backends.numba.config import KEPT_COLUMNS
 from multigemm.backends.numba.kernels import ptx
 from multigemm.backends.numba.kernels.epilogue import BF16, F16, F32, make_any_finish, make_any_store
 from multigemm.backends.numba.kernels.memory import BYTES
-from multigemm.backends.numba.kernels.mma_fragments import LLVM, make_fma_stage, make_warp_stage
-from multigemm.backends.numba.kernels.ptx import CONSTRAINT, I32, floats, with_arity
+from multigemm.backends.numba.kernels.mma_fragments import make_fma_stage, make_warp_stage
+from multigemm.backends.numba.kernels.ptx import F64, I32, LLVM, assembly, emitted, floats
 from multigemm.backends.numba.kernels.runtime import synchronising
 
 # From rows of 64 staged sums to memory: alpha, C, bias, the activation and one rounding, to any type and strides.
@@ -140,7 +140,7 @@ def style_of(p):
 # What `make_words` has turned by pairs is put back in order here: `turned_a` or `turned_b` say which of both.
 
 LANES = 32
-TYPES = {"i32": types.int32, "f64": types.float64}
+TYPES = {"i32": I32, "f64": F64}
 
 
 @cache
@@ -169,23 +169,17 @@ def _runs(rows, columns, size, turned_a, turned_b):
 def make_stage(acc, kept, turned_a, turned_b):
     """stage(sums, address of the warp's piece, lane) for int32 and float64."""
     rows, columns, size, kind = kept // 16, KEPT_COLUMNS // 8, BYTES[acc], TYPES[acc]
-    pitch, word, number = KEPT_COLUMNS * size, ir.IntType(32), LLVM[TYPES[acc]]
-    suffix, letter, swizzle = f"b{8 * size}", CONSTRAINT[kind], make_swizzle(acc)
+    pitch, swizzle = KEPT_COLUMNS * size, make_swizzle(acc)
 
-    def generate(context, builder, signature, arguments):
-        acc, base, twist = arguments
+    def generate(builder, acc, base, twist):
         for row, at, which in _runs(rows, columns, size, turned_a, turned_b):
-            where = builder.add(base, builder.xor(twist, ir.Constant(word, at)))
+            where = builder.add(base, builder.xor(twist, ir.Constant(LLVM[I32], at)))
             values = [builder.extract_value(acc, x) for x in which]
             names = ", ".join(f"${x + 1}" for x in range(len(values)))
-            text = f"st.shared.v{len(values)}.{suffix} [$0+{row * pitch}], {{{names}}};"
-            emit = ir.FunctionType(ir.VoidType(), [word] + [number] * len(values))
-            constraints = ",".join(["r"] + [letter] * len(values)) + ",~{memory}"
-            builder.call(ir.InlineAsm(emit, text, constraints, side_effect=True), [where, *values])
-        return context.get_dummy_value()
+            text = f"st.shared.v{len(values)}.b{8 * size} [$0+{row * pitch}], {{{names}}};"
+            assembly(builder, text, [where, *values])
 
-    takes = (types.UniTuple(kind, rows * columns * 4), types.int32, types.int32)
-    put = with_arity(3, lambda _types: (types.void(*takes), generate))
+    put = emitted(generate, types.void, types.UniTuple(kind, rows * columns * 4), I32, I32)
 
     @synchronising
     def stage(sums, piece, lane):
@@ -214,32 +208,24 @@ STAGING = 16384
 """Bytes of one warpgroup's staging."""
 PASS_ROWS = 16
 """Rows of 128 bytes that the 128 threads of a warpgroup move at once."""
-VOID = ir.VoidType()
-
-
-def _emit(builder, text, constraints, values):
-    function = ir.FunctionType(VOID, [value.type for value in values])
-    builder.call(ir.InlineAsm(function, text, constraints + ",~{memory}", side_effect=True), values)
 
 
 def _by_round(n, rows, emit):
-    """stage(acc, round, ...): the stores of one round of `rows` rows, chosen by a switch.
+    """The body of stage(acc, round, ...): the stores of one round of `rows` rows, chosen by a switch.
 
     A tuple cannot be indexed by a run-time number, so each round has its own straight code.
     """
 
-    def generate(context, builder, signature, arguments):
-        acc, which, *addresses = arguments
+    def generate(builder, acc, which, *addresses):
         done = builder.append_basic_block("staged")
         switch = builder.switch(which, done)
         for number in range(-(-n // rows)):
             block = builder.append_basic_block(f"round{number}")
-            switch.add_case(ir.Constant(ir.IntType(32), number), block)
+            switch.add_case(ir.Constant(LLVM[I32], number), block)
             with builder.goto_block(block):
                 emit(builder, acc, addresses, range(number * rows, min(n, number * rows + rows)))
                 builder.branch(done)
         builder.position_at_end(done)
-        return context.get_dummy_value()
 
     return generate
 
@@ -256,11 +242,9 @@ def make_stage_16(n, kind):
     def emit(builder, acc, addresses, rows):
         for row in rows[::16]:
             values = [builder.extract_value(acc, row // 2 + i) for i in range(8)]
-            where = (row - rows[0]) * 128
-            _emit(builder, text.format(k=kind, at=where), "r,f,f,f,f,f,f,f,f", [addresses[0], *values])
+            assembly(builder, text.format(k=kind, at=(row - rows[0]) * 128), [addresses[0], *values])
 
-    takes = (floats(n // 2), I32, I32)
-    return with_arity(3, lambda _types: (types.void(*takes), _by_round(n, ROWS_16, emit)))
+    return emitted(_by_round(n, ROWS_16, emit), types.void, floats(n // 2), I32, I32)
 
 
 @cache
@@ -272,10 +256,9 @@ def make_stage_32(n):
             for i in range(4):
                 value = builder.extract_value(acc, row // 2 + i)
                 where = (row - rows[0] + i % 2) * 256
-                _emit(builder, f"st.shared.f32 [$0+{where}], $1;", "r,f", [addresses[i // 2], value])
+                assembly(builder, f"st.shared.f32 [$0+{where}], $1;", [addresses[i // 2], value])
 
-    takes = (floats(n // 2), I32, I32, I32)
-    return with_arity(4, lambda _types: (types.void(*takes), _by_round(n, ROWS_32, emit)))
+    return emitted(_by_round(n, ROWS_32, emit), types.void, floats(n // 2), I32, I32, I32)
 
 
 @synchronising

@@ -8,12 +8,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from multigemm.backends.cublas import BACKEND, choose, config, kernels, launch, library
+from multigemm.backends.cublas import BACKEND, choice, config, epilogue, launch, library
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import legal
 from multigemm.backends.cublas.products import Product, Shape
 from multigemm.backends.cublas.support import EXTENT
 from multigemm.cuda import nvrtc
+from multigemm.cuda.arguments import ACTIVATION_CODES
 from multigemm.errors import CompileError
 from multigemm.planning.staging import outline, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
@@ -36,7 +37,7 @@ def _sized(*rows: int, n: int = 4096, k: int = 4096) -> list[Product]:
 
 
 def _chosen(spec: ProblemSpec, products: list[Product], device: torch.device, written: torch.dtype) -> Config:
-    return choose.choose(spec, choose.work_of(spec, products), *choose.able(spec, device, written))
+    return choice.choose(spec, choice.work_of(spec, products), *choice.able(spec, device, written))
 
 
 @pytest.fixture
@@ -70,10 +71,10 @@ def test_many_skewed_groups_of_some_rows_go_to_grouped_mm() -> None:
 
 def test_a_graph_holds_single_calls_where_one_large_product_is_among_few() -> None:
     shapes = [Product(Shape(0, 0, n, n, n, n, n, n), 0, 0, 0) for n in (1024, 512, 256, 128)]
-    assert choose.apart_in_a_graph(_spec(dtype=torch.float16), shapes)
+    assert choice.apart_in_a_graph(_spec(dtype=torch.float16), shapes)
     small = [Product(Shape(0, 0, 128, m, 256, 128, 256, 128), 0, 0, 0) for m in (64, 128, 192, 256)]
-    assert not choose.apart_in_a_graph(_spec(dtype=torch.float16), small)
-    assert not choose.apart_in_a_graph(_spec(dtype=torch.float16), shapes * 3)
+    assert not choice.apart_in_a_graph(_spec(dtype=torch.float16), small)
+    assert not choice.apart_in_a_graph(_spec(dtype=torch.float16), shapes * 3)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -168,13 +169,13 @@ def test_sizes_are_read_back_only_where_a_call_needs_them() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_every_candidate_is_valid_and_auto_comes_first() -> None:
     spec = _spec()
-    found = config.candidates(spec, CUDA)
+    found = choice.candidates(spec, CUDA)
     assert found[0] == Config("auto")
     assert {c.variant for c in found} == set(config.VARIANTS)
-    assert all(config.is_valid(c, spec, CUDA) for c in found)
-    assert config.variant_reasons(Config("loop", 2), spec, CUDA)
-    assert "positive" in config.variant_reasons(Config("streams"), spec, CUDA)[0]
-    assert "unknown" in config.variant_reasons(Config(cast(Any, "magic")), spec, CUDA)[0]
+    assert not any(choice.problem_with(c, spec, CUDA) for c in found)
+    assert choice.problem_with(Config("loop", 2), spec, CUDA)
+    assert "positive" in choice.problem_with(Config("streams"), spec, CUDA)
+    assert "unknown" in choice.problem_with(Config(cast(Any, "magic")), spec, CUDA)
 
 
 def test_plain_products_need_no_intermediate() -> None:
@@ -230,17 +231,17 @@ def test_grouped_mm_sees_legal_strides_on_single_rows() -> None:
 def test_the_epilogue_compiles(monkeypatch: pytest.MonkeyPatch, acc: torch.dtype, out: torch.dtype) -> None:
     here = nvrtc_here()
     monkeypatch.setattr(nvrtc, "compiler", lambda: here)
-    act = 1 if acc is torch.int32 else kernels.ACTIVATION_CODES["gelu"]
-    extra = kernels.TYPE_CODES[torch.int32 if acc is torch.int32 else torch.float16]
-    codes = {"ACC": kernels.TYPE_CODES[acc], "C": extra, "BIAS": extra, "OUT": kernels.TYPE_CODES[out], "ACT": act}
-    options = ("--gpu-architecture=sm_90", "--std=c++17", *(f"-D{k}={v}" for k, v in codes.items()))
-    assert nvrtc.compile_source(kernels.FINISH, "finish", options)[:4] == b"\x7fELF"
+    act = 1 if acc is torch.int32 else ACTIVATION_CODES["gelu"]
+    extra = epilogue.TYPE_CODES[torch.int32 if acc is torch.int32 else torch.float16]
+    codes = {"ACC": epilogue.TYPE_CODES[acc], "C": extra, "BIAS": extra, "OUT": epilogue.TYPE_CODES[out], "ACT": act}
+    options = ("--gpu-architecture=sm_90", "--std=c++17", *(f"-D{k}={v}" for k, v in codes.items()), *epilogue.LAYOUT)
+    assert nvrtc.compile_source(epilogue.FINISH, "finish", options)[:4] == b"\x7fELF"
 
 
 def test_a_broken_kernel_shows_the_compilers_log(monkeypatch: pytest.MonkeyPatch) -> None:
     here = nvrtc_here()
     monkeypatch.setattr(nvrtc, "compiler", lambda: here)
-    assert nvrtc.compile_source(kernels.CUT, "cut", ("--gpu-architecture=sm_80",))
+    assert nvrtc.compile_source(epilogue.CLAMP_OFFSETS, "clamp_offsets", ("--gpu-architecture=sm_80",))
     with pytest.raises(CompileError, match="undefined_name"):
         nvrtc.compile_source("__global__ void f() { undefined_name; }", "f", ("--gpu-architecture=sm_80",))
 

@@ -316,6 +316,41 @@ def test_only_memory_of_the_results_shape_is_answered_with_the_result(
     assert torch.equal(out.double(), want)
 
 
+def test_a_second_piece_of_memory_is_not_the_result(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def two(*arguments: Any) -> Tensor:
+        result = fake.grouped_mm(*arguments)
+        torch.empty_strided((ROWS, N), (N, 1), dtype=torch.bfloat16).fill_(7.0)  # a workspace of the same shape
+        return result
+
+    redispatch_by(monkeypatch, two)
+    out, want = solved_by_grouped_mm()
+    assert torch.equal(out.double(), want)
+
+
+@pytest.mark.parametrize("after", ["push", "call"])
+def test_a_call_that_is_interrupted_leaves_no_mode(fake: Fake, monkeypatch: pytest.MonkeyPatch, after: str) -> None:
+    known = torch_internals.redispatched_grouped_mm
+    assert known is not None
+    _, keys, push, pop = known
+
+    def pushed(mode: Any) -> None:
+        push(mode)
+        if after == "push":
+            raise KeyboardInterrupt
+
+    def called(*arguments: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    before = torch_internals.dispatch_modes()
+    monkeypatch.setattr(grouped_mm, "redispatched_grouped_mm", (called, keys, pushed, pop))
+    with pytest.raises(KeyboardInterrupt):
+        solved_by_grouped_mm()
+    left = torch_internals.dispatch_modes() - before
+    for _ in range(left):
+        pop(None)
+    assert not left
+
+
 def test_a_torch_that_allocates_elsewhere_is_copied_from(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     def elsewhere(*arguments: Any) -> Tensor:
         with _disable_current_modes():

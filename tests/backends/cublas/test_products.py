@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.backends.cublas import choose, library
+from multigemm.backends.cublas import choice, library
 from multigemm.backends.cublas.products import (
     NO_TRANSPOSE,
     TRANSPOSE,
@@ -180,12 +180,12 @@ def test_groups_weigh_as_much_as_their_products(form: str) -> None:
     ops = _operands(problem, torch.zeros(shape_out, dtype=torch.float64))
     p, size = packed(ops), Bytes(8, 8)
     cuts = packed_cuts(p, size, ops.host_offsets, ops.host_valid_rows, packed_forms(p, size))
-    ours, wanted = choose.work_of(ops.spec, cuts), choose.work_of(ops.spec, packed_products(cuts, size))
+    ours, wanted = choice.work_of(ops.spec, cuts), choice.work_of(ops.spec, packed_products(cuts, size))
     if wanted is None:
         assert ours is None
         return
     assert ours is not None
-    for name in choose.Work.__slots__:
+    for name in choice.Work.__slots__:
         assert np.array_equal(getattr(ours, name), getattr(wanted, name)), name
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cublas import BACKEND, epilogue, grouped_mm, kernels, products, run, staging
+from multigemm.backends.cublas import BACKEND, epilogue, grouped_mm, products, run, staging
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.products import countable
 from multigemm.cuda import nvrtc
@@ -95,7 +95,7 @@ def test_blocks_that_take_several_tiles_in_a_row(
 
 def _breaks(monkeypatch: pytest.MonkeyPatch, folder: Path, types: str, old: str, new: str) -> bool:
     """Whether random problems notice a change of the epilogue's source."""
-    assert old in kernels.FINISH
+    assert old in epilogue.FINISH
     fake = install(monkeypatch, folder)
     monkeypatch.setattr(nvrtc, "kernel", lambda source, *rest: fake.kernel(source.replace(old, new), *rest))
     subject = Subject(HostCublas("loop"))

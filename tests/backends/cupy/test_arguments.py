@@ -12,9 +12,9 @@ import torch
 import multigemm as mg
 from multigemm.backends.cupy import arguments, small, support
 from multigemm.backends.cupy import config as configs
-from multigemm.cuda.arguments import Fields, fields
+from multigemm.cuda.arguments import JAGGED_CODES, Fields, fields
 from multigemm.cuda.tensor_map import NO_SWIZZLE
-from multigemm.planning.operands import Operands
+from multigemm.planning.operands import Operands, view_of
 from multigemm.problem.spec import OperandSpec
 from tests.support.cuda_driver import FakeDriver, arguments_of, steps_of
 from tests.support.cupy_world import SPEC, bound, install
@@ -61,12 +61,12 @@ def test_the_argument_block_has_the_layout_of_the_struct() -> None:
     a, b, out = torch.zeros(6, 4), torch.zeros(2, 4, 8), torch.zeros(6, 8)
     spec = replace(SPEC, groups=2, compute=torch.float32, a=OperandSpec(torch.float32), out=OperandSpec(torch.float32))
     ops = Operands(spec, a, b, out, ends=torch.tensor([2, 6]), alpha=2.0)
-    raw = arguments.problem_bytes(ops, None, arguments.view_of(ops))
+    raw = arguments.problem_bytes(ops, None, view_of(ops))
     assert len(raw) == arguments.PROBLEM.size == 272
     words = np.frombuffer(raw, dtype=np.int64)
     assert words[:8].tolist() == [a.data_ptr(), 0, 4, 1, b.data_ptr(), 32, 8, 1]
     assert np.frombuffer(raw, dtype=np.float64)[23] == 2.0 and words[25:28].tolist() == [6, 8, 4]
-    assert np.frombuffer(raw[224:], dtype=np.int32)[:3].tolist() == [2, arguments.JAGGED["m"], 1]
+    assert np.frombuffer(raw[224:], dtype=np.int32)[:3].tolist() == [2, JAGGED_CODES["m"], 1]
 
 
 def test_a_lists_groups_become_the_small_kernels_argument() -> None:
@@ -112,6 +112,6 @@ def test_tensor_maps_are_encoded_once_for_all_heights(fake: FakeDriver) -> None:
 
 def test_one_b_for_all_groups_needs_no_tile_per_group() -> None:
     x, w = torch.zeros(70, 64, dtype=torch.bfloat16), torch.zeros(64, 100, dtype=torch.bfloat16)
-    view = arguments.view_of(staged(mg.GroupedGemmProblem(x, w, ends=torch.tensor([8, 24, 70]))))
+    view = view_of(staged(mg.GroupedGemmProblem(x, w, ends=torch.tensor([8, 24, 70]))))
     assert small._grid(view, view.m, 32, True) == (4, 3, 1)
     assert small._grid(view, view.m, 32, False) == (4, 6, 1)

@@ -14,13 +14,15 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import BACKEND, arguments, build, choice, generic, hopper, hopper_shift_b, support
+from multigemm.backends.cupy import BACKEND, build, choice, generic, hopper, hopper_shift_b, support
 from multigemm.backends.cupy import config as configs
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.backends.cupy.launch import KERNELS, why
 from multigemm.cuda import counters
+from multigemm.cuda.launch import Kernel
 from multigemm.cuda.tensor_map import SIZE
 from multigemm.errors import CompileError
+from multigemm.planning.operands import view_of
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import BF16, SPEC, bound, install
 from tests.support.small_problems import operands, staged
@@ -83,7 +85,7 @@ def test_odd_operands_are_copied_by_one_launch_before_each_product(form: str, fa
 def test_copies_are_laid_out_one_after_the_other(fake: FakeDriver) -> None:
     ops = operands("odd list")
     copied, _, _ = hopper.with_copies(
-        ops, arguments.view_of(ops), support.packed_spec(ops.spec), build.load(hopper.COPY_SOURCE, 0)
+        ops, view_of(ops), support.packed_spec(ops.spec), build.load(hopper.COPY_SOURCE, 0)
     )
     for given, copy in zip([*ops.a, *ops.b], [*copied.a, *copied.b], strict=True):
         assert copy.shape == given.shape and copy.stride(0) % 8 == 0 and copy.stride(1) == 1
@@ -147,7 +149,7 @@ def test_the_weights_of_the_kernel_that_shifts_lie_where_it_looks_for_them(form:
         assert maps.shape == (2, 8 * SIZE // 8)
         return
     assert isinstance(ops.b, torch.Tensor)
-    weights = hopper_shift_b._weights(arguments.view_of(ops), role)
+    weights = hopper_shift_b._weights(view_of(ops), role)
     lines, per_group = hopper_shift_b._stack(weights, 3, torch.bfloat16)
     for g, k in ((0, 0), (1, 5), (2, 62)):
         assert lines.ptr + (g * per_group + k) * lines.pitch == ops.b[g, k].data_ptr()
@@ -223,6 +225,24 @@ def test_kernels_are_loaded_together_and_errors_come_out(fake: FakeDriver, monke
     build.load_all(sources, 0)
     with pytest.raises(CompileError):
         build.load_all(hopper.sources(SPEC, configs.MIDDLE), 0)
+
+
+def test_a_finaliser_that_loads_a_kernel_while_one_is_loaded_does_not_wait(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (build.Source("generic.cu", name, ()) for name in ("one", "other"))
+
+    def interrupted(cubin: bytes, name: str, *given: int) -> Kernel:
+        if name == "one":
+            build.load(other, 0)
+        return Kernel(cubin, name, *given)
+
+    monkeypatch.setattr(build, "Kernel", interrupted)
+    thread = threading.Thread(target=build.load, args=(one, 0), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert sorted(fake.names.values()) == ["one", "other"]
 
 
 def test_threads_that_load_a_kernel_at_once_get_one_module(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import multigemm as mg
-from multigemm.backends.cupy import arguments, hopper, small_list, support
 from multigemm.backends.cupy import config as configs
+from multigemm.backends.cupy import hopper, small_list, support
 from multigemm.backends.cupy.config import Config, is_valid
 from multigemm.cuda.tensor_map import SIZE
+from multigemm.planning.operands import view_of
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import BF16, batch, bound, install
 from tests.support.small_problems import operands, staged
@@ -30,7 +31,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 def test_a_list_is_laid_out_by_the_host(form: str, config: Config, fake: FakeDriver) -> None:
     ops = operands(form)
     assert is_valid(config, ops.spec), support.small_list_reasons(ops.spec)
-    groups = small_list.groups_of(ops, arguments.view_of(ops))
+    groups = small_list.groups_of(ops, view_of(ops))
     chosen = config if config.rows else small_list.height_for(groups.shapes, 132)
     slots = small_list.SLOTS[0]
     parts, tiles, more = small_list.layout(ops, groups, chosen, slots)
@@ -56,7 +57,7 @@ def test_tiles_beyond_the_argument_lie_in_device_memory_and_none_is_left_out(fak
     half = partial(torch.zeros, dtype=torch.bfloat16)
     problem = mg.GroupedGemmProblem([half(1000, 64), half(300, 136)], [half(64, 1304), half(136, 136)])
     ops = staged(problem)
-    groups = small_list.groups_of(ops, arguments.view_of(ops))
+    groups = small_list.groups_of(ops, view_of(ops))
     parts, tiles, more = small_list.layout(ops, groups, configs.SMALL_LISTS[1], small_list.SLOTS[0])
     argument = b"".join(parts)
     maps = 2 * small_list.SLOTS[0] * SIZE

@@ -227,7 +227,7 @@ def test_facts_that_a_kernel_ignores_do_not_compile_it_twice() -> None:
 def test_every_candidate_can_run(changes: dict[str, object]) -> None:
     problem = spec(**changes)
     for config in choice.candidates(problem, GPU):
-        assert choice.obstacle(config, problem, GPU) == ""
+        assert choice.problem_with(config, problem, GPU) == ""
 
 
 @pytest.mark.usefixtures("hopper")
@@ -252,6 +252,6 @@ def test_every_candidate_can_run(changes: dict[str, object]) -> None:
 )
 def test_configs_given_by_hand(config: Config, changes: dict[str, object], part: str) -> None:
     problem = spec(**changes)
-    assert part in choice.obstacle(config, problem, GPU)
+    assert part in choice.problem_with(config, problem, GPU)
     with pytest.raises(InvalidSetting, match="cannot run this problem"):
         BACKEND.plan(problem, config, GPU)

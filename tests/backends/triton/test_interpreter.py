@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -325,6 +326,31 @@ def test_sizes_that_lie_find_a_place_for_the_parts_of_every_tile(monkeypatch: py
     for whole in (tensor for space in made for tensor in space.values()):
         third = whole.numel() // 3
         assert (whole[:third] == 77).all() and (whole[2 * third :] == 77).all(), "nothing beside it is written"
+
+
+def test_a_finaliser_that_calls_while_a_kernel_is_interpreted_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.randn(6, 16), torch.randn(2, 16, 8)
+    results, bind, interruptions = list[torch.Tensor](), emulate._bind, [1]
+
+    def interrupted(ops: Any, config: Config) -> Any:
+        launch = bind(ops, config)
+
+        def run() -> None:
+            if interruptions and interruptions.pop():
+                results.append(mg.plan(mg.GroupedGemmProblem(a, b, sizes=[6, 0]), backend="triton")())
+            launch()
+
+        return run
+
+    monkeypatch.setattr(emulate, "_bind", interrupted)
+    given = mg.GroupedGemmProblem(a, b, sizes=[2, 4])
+    plan = mg.plan(given, backend="triton")
+    thread = threading.Thread(target=plan, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert mg.verify(given, plan())
+    assert mg.verify(mg.GroupedGemmProblem(a, b, sizes=[6, 0]), results[0])
 
 
 def test_records_of_sizes_that_lie_stay_in_their_list() -> None:

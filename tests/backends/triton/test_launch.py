@@ -20,7 +20,6 @@ from multigemm.backends.triton.config import problem_with
 from multigemm.backends.triton.hopper import canonical, canonical_shape, map_of_a, map_of_b
 from multigemm.cuda import driver, launch
 from multigemm.cuda.arguments import OPERANDS
-from multigemm.cuda.launch import NOTHING
 from multigemm.errors import InvalidSetting
 from multigemm.planning.binding import Bound, Choice, bind
 from multigemm.planning.launch_cache import _entry_of
@@ -240,13 +239,6 @@ def test_lists_stay_where_they_were_bound(kind: str, world: FakeDriver) -> None:
     assert [kernel._kernel.name for kernel in kernels_of(bound)] == kernels
     bound()
     assert world.calls.count("cuLaunchKernelEx") == len(kernels)
-
-
-def test_problems_without_results_launch_nothing(world: FakeDriver) -> None:
-    nothing = operands(problem("jagged_m", 0, m=0))
-    empty = listed(2, rows=0)
-    for ops, config in ((nothing, GENERIC), (nothing, RING), (empty, GENERIC), (empty, LISTS["maps"][1])):
-        assert BACKEND.plan(ops.spec, config, GPU).bind(ops) is NOTHING
 
 
 def test_strides_that_no_map_expresses_are_the_generic_kernels(world: FakeDriver) -> None:

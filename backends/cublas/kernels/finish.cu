@@ -1,35 +1,21 @@
-"""The two small device kernels that the library lacks; device code only.
+// The epilogue that rounds once: it reads a wide intermediate result (or none, for K = 0) and writes
+// act(alpha * acc + beta * c + bias) to every owned element, and zeros to the unowned ones if asked. With no intermediate
+// it also lays c under a product that the library then adds to. Types are numbered as in TYPE_CODES of epilogue.py and
+// compiled in; extents, strides and addresses are arguments. Elements are read, rounded and stored one by one or eight at
+// once; each is computed in `calc`, which is as wide as its widest source, and is rounded once, when it is stored.
+//
+// Defined by the compiler's options: ACC, C, BIAS, OUT (types), ACT (activation), SLAB (elements of a line that one block
+// writes before another may take over), COLUMNS (of the table of a list).
+typedef long long i64;
+struct Matrix { i64 ptr, group, row, col; };
+struct Task {
+    Matrix acc, c, out, bias;
+    i64 table, ends, valid;
+    i64 groups, m, n, k, tiles, per_group, run;
+    double alpha, beta;
+    int jagged, head, wide_ends, masked, only_empty, rows_fast, lanes, owned, unowned, only_headed;
+};
 
-`finish` is the epilogue that rounds once: it reads a wide intermediate result (or none, for K = 0)
-and writes act(alpha*acc + beta*c + bias) to every owned element, and zeros to the unowned ones if
-asked. With no intermediate it also lays c under a product that the library then adds to. Types are
-numbered as in TYPE_CODES and compiled in; extents, strides and addresses are arguments. Elements are
-read, rounded and stored one by one or eight at once; each is computed in `calc`, which is as wide as
-its widest source, and is rounded once, when it is stored.
-
-`cut` turns offsets, ends or sizes (`sums`) that may lie into ends that torch's grouped_mm can be trusted
-with: int32, between 0 and T, never falling. Its other blocks, if there are any, zero the rows behind the
-last group; launched again `after` grouped_mm it zeroes the rows before the first (1), or before the first
-and behind the last (2). Where the caller's rows before the first group must be kept, it deals the groups
-out to one of two calls: to the one that writes in place if there are no such rows, else to the one that
-writes aside; the other call gets empty groups.
-"""
-
-from __future__ import annotations
-
-import torch
-
-TYPE_CODES = {
-    torch.float16: 0,
-    torch.bfloat16: 1,
-    torch.float32: 2,
-    torch.float64: 3,
-    torch.int32: 4,
-    torch.int8: 5,
-}
-ACTIVATION_CODES = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-
-ELEMENTS = r"""
 #if ACC == 4
 typedef int calc;
 #elif ACC == 3 || C == 3 || BIAS == 3
@@ -164,30 +150,7 @@ __device__ __forceinline__ calc activate(calc v) {
     return v;
 #endif
 }
-"""
 
-THREADS = 256
-CUT_THREADS = 1024
-TABLE_COLUMNS = 21
-"""Of the table of a list: those of layouts.TABLE, the intermediate result's three, and the first tile."""
-SLAB = 8192
-"""Elements of a line that one block writes before another may take over."""
-
-FINISH = (
-    f"#define SLAB {SLAB}LL\n#define COLUMNS {TABLE_COLUMNS}\n"
-    + r"""
-typedef long long i64;
-struct Matrix { i64 ptr, group, row, col; };
-struct Task {
-    Matrix acc, c, out, bias;
-    i64 table, ends, valid;
-    i64 groups, m, n, k, tiles, per_group, run;
-    double alpha, beta;
-    int jagged, head, wide_ends, masked, only_empty, rows_fast, lanes, owned, unowned, only_headed;
-};
-"""
-    + ELEMENTS
-    + r"""
 __device__ __forceinline__ i64 clamp(i64 v, i64 low, i64 high) { return v < low ? low : v > high ? high : v; }
 
 __device__ __forceinline__ i64 end_at(const Task& t, i64 g) {
@@ -378,75 +341,3 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT) finish(const Task t)
         }
     }
 }
-"""
-)
-
-CUT = r"""
-typedef long long i64;
-struct Bounds {
-    const void* ends;
-    int *result, *first_two, *aside;
-    char* out;
-    i64 row_bytes, width, extent;
-    int groups, wide, head, sums, after;
-};
-
-__device__ i64 number_at(const Bounds& t, int g) {
-    return t.wide ? ((const i64*)t.ends)[g] : (i64)((const int*)t.ends)[g];
-}
-
-__device__ i64 clamped(const Bounds& t, i64 v) { return v < 0 ? 0 : v > t.extent ? t.extent : v; }
-
-// Rows from `row` on, every `step`th, up to `end`: in aligned words of eight elements.
-__device__ void zero_rows(const Bounds& t, i64 row, i64 end, i64 step) {
-    for (; row < end; row += step) {
-        char* line = t.out + row * t.row_bytes;
-        for (i64 at = threadIdx.x; at < t.width / 8; at += blockDim.x) ((int4*)line)[at] = make_int4(0, 0, 0, 0);
-        for (i64 at = t.width / 8 * 8 + threadIdx.x; at < t.width; at += blockDim.x) ((short*)line)[at] = 0;
-    }
-}
-
-// Where the group of this thread ends, not clamped. Sums of sizes wrap, as torch's do.
-__device__ i64 end_of(const Bounds& t, int g) {
-    if (!t.sums) return g < t.groups ? number_at(t, g) : 0;
-    __shared__ unsigned long long scan[2][1024];
-    int now = 0;
-    scan[0][g] = g < t.groups ? (unsigned long long)number_at(t, g) : 0;
-    __syncthreads();
-    for (int step = 1; step < t.groups; step *= 2) {
-        scan[now ^ 1][g] = g >= step ? scan[now][g] + scan[now][g - step] : scan[now][g];
-        now ^= 1;
-        __syncthreads();
-    }
-    return (i64)scan[now][g];
-}
-
-extern "C" __global__ void __launch_bounds__(1024) cut(const Bounds t) {
-    __shared__ int scan[2][1024];
-    __shared__ i64 last;
-    int g = threadIdx.x, now = 0;
-    if (t.after) {  // the first launch has written these
-        zero_rows(t, blockIdx.x, t.first_two[0], gridDim.x);
-        if (t.after == 2) zero_rows(t, t.result[t.groups - 1] + (i64)blockIdx.x, t.extent, gridDim.x);
-        return;
-    }
-    i64 end = end_of(t, g);
-    if (blockIdx.x) {
-        if (g == t.groups - 1) last = clamped(t, end);
-        __syncthreads();
-        return zero_rows(t, last + (i64)blockIdx.x - 1, t.extent, gridDim.x - 1);
-    }
-    int start = t.head ? (int)clamped(t, number_at(t, -1)) : 0;
-    scan[0][g] = g < t.groups ? max((int)clamped(t, end), start) : 0;
-    __syncthreads();
-    for (int step = 1; step < t.groups; step *= 2) {
-        scan[now ^ 1][g] = g >= step ? max(scan[now][g], scan[now][g - step]) : scan[now][g];
-        now ^= 1;
-        __syncthreads();
-    }
-    bool apart = t.aside && start > 0;
-    if (g < t.groups) t.result[g] = apart ? 0 : scan[now][g];
-    if (g < t.groups && t.aside) t.aside[g] = apart ? scan[now][g] : 0;
-    if (g == 0) { t.first_two[0] = start; t.first_two[1] = scan[now][0]; }
-}
-"""

@@ -1,8 +1,6 @@
-"""Which variant runs a problem whose sizes are known.
+"""Which configs are valid for a spec on a device, the best guess first; and which variant runs where sizes are known.
 
-Equal products go in one batched call. For unequal ones three estimates are compared, in
-microseconds; their constants were fitted to measurements (33 mixture-of-experts cases on an H100, 20 of other
-models on an H200, which has the same processors):
+Equal products go in one batched call. For unequal ones three estimates are compared, in microseconds:
 
 * torch's grouped_mm: whole tiles of one size, two along m at a time, over all multiprocessors;
 * one call per product, spread over streams: the library's best tile for each product, or the
@@ -21,31 +19,109 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from multigemm.backends.cublas.config import SIXTEEN_BIT, Config, grouped_mm_reasons, grouped_reasons
+from multigemm.backends.cublas.config import (
+    SIXTEEN_BIT,
+    VARIANTS,
+    Config,
+    grouped_mm_reasons,
+    grouped_reasons,
+    plain,
+)
 from multigemm.backends.cublas.products import TRANSPOSE, Cuts, Product, Shape
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.problem.spec import ProblemSpec
 
+# Fitted numbers, last changed on 2026-11-21: bfloat16 and float32 on an H100 (33 cases of mixtures of experts) and an
+# H200 (20 of other models; it has the same processors). `python benchmarks/cublas.py` times every variant of such
+# cases, which is how to fit them anew; docs/cublas.md has its tables.
+
 TILES = ((64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128))
+"""Rows and columns of the tiles among which the library picks for a single product."""
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
-TENSOR_FLOPS_PER_US, TF32_FLOPS_PER_US = 742e6, 350e6
-CALL_US, STREAMS_US, GROUPED_MM_US, GROUPED_US, MEMBER_US = 3.6, 10.0, 19.5, 9.0, 0.025
-"""What a call on a stream costs beyond its work; what streams (to fork and join) and the two grouped launches cost on
-nothing; and what the second of those costs for each product."""
+TENSOR_FLOPS_PER_US = 742e6
+"""Of 16-bit products."""
+TF32_FLOPS_PER_US = 350e6
+CALL_US = 3.6
+"""What a call on a stream costs beyond its work."""
+STREAMS_US = 10.0
+"""What forking to streams and joining them costs."""
+GROUPED_MM_US = 19.5
+"""What torch's grouped_mm costs on nothing."""
+GROUPED_US = 9.0
+"""What cublasGemmGroupedBatchedEx costs on nothing."""
+MEMBER_US = 0.025
+"""What that call costs for each product."""
 LARGE_TILE = 128, 256, 11.6, 11.6, 1.0
 SMALL_TILE = 64, 128, 4.45, 3.5, 0.8
 """grouped_mm's tiles: rows, columns, nanoseconds per step of K among others and alone, microseconds per tile."""
-GROUPED_TILE, GROUPED_TILE_US, GROUPED_SLOWDOWN, GROUPED_TRANSPOSED = (128, 64), 1.5, 2.37, 1.09
+GROUPED_TILE = 128, 64
+"""Columns and rows of the grouped call's tile."""
+GROUPED_TILE_US = 1.5
+"""What the grouped call's tile costs beyond its steps of K."""
+GROUPED_SLOWDOWN = 2.37
+"""How many times as long as a single product's the grouped call's products of 16 bits take."""
+GROUPED_SLOWDOWN_WIDE = 1.2
+"""The same of wider types."""
+GROUPED_TRANSPOSED = 1.09
+"""How many times as long its products of transposed weights take."""
 HOST_US = 10.0
-"""Of the host's time, per call: what many small products take at least."""
+"""What each call of many small products takes at least, of the host's time."""
 MOST_APART = 8
 """Calls that a graph holds instead of a grouped one."""
-FEW_ROWS, LONG_ROWS, NARROW = 16, 2048, 64 * 128
+FEW_ROWS = 16
+"""Rows up to which all of a product's time is spent on reading its weights."""
+LONG_ROWS = 2048
+"""k from which the batched call reads transposed weights of few rows more slowly (0.98) than the grouped one does."""
+NARROW = 64 * 128
+"""Columns up to which a product of at most 2 x FEW_ROWS rows does not reach the memory's speed by itself."""
 SLOWER, SLOWER_TRANSPOSED = 1.05, 1.15
-"""A product of few rows and too few columns for all multiprocessors does not reach the memory's speed by itself, and
-less with transposed weights. Batched, too, long rows of those are read more slowly (0.98) than by the grouped call."""
+"""How many times as long such a product takes, with weights by rows and with transposed ones."""
 
+ALLOCATES = "takes two small pieces of memory from torch's allocator at each call, which no argument spares"
+EVERY = (Config("auto"), Config("grouped_mm"), Config("batched"), Config("grouped"), Config("streams", 4),
+         Config("streams", 2), Config("loop"))  # fmt: skip
+
+
+def candidates(spec: ProblemSpec, device: torch.device) -> list[Config]:
+    """All configs that can run this spec, the best guess first."""
+    return [config for config in EVERY if not problem_with(config, spec, device)]
+
+
+def problem_with(config: Config, spec: ProblemSpec, device: torch.device) -> str:
+    """Why a config, which may be given by hand, cannot run a supported spec; '' if it can."""
+    if config.variant not in VARIANTS:
+        return f"variant {config.variant!r} is unknown: use one of {', '.join(VARIANTS)}"
+    if (config.variant == "streams") != (config.streams > 0):
+        return f"streams must be positive for variant 'streams' and 0 for every other, got {config.streams}"
+    if config.variant == "grouped":
+        return "; ".join(grouped_reasons(spec))
+    return "; ".join(grouped_mm_reasons(spec, device)) if config.variant == "grouped_mm" else ""
+
+
+def why(spec: ProblemSpec, config: Config, syncs: bool, grouped_mm: bool) -> str:
+    """What a plan says of its calls before any size is known; `grouped_mm` if they may be that."""
+    parts = []
+    if config.variant == "auto":
+        parts.append("the calls are chosen per problem, by its sizes")
+    if syncs:
+        parts.append("reads the sizes back from the device, because BLAS calls take them from the host")
+    if spec.alpha != "zero" and not plain(spec):
+        parts.append(f"{spec.acc} result and one epilogue kernel, so that it rounds once")
+    elif spec.alpha != "zero" and spec.bias is not None:
+        parts.append("the bias is laid into the result, and the library adds to it")
+    if grouped_mm:
+        certain = config.variant == "grouped_mm" or spec.device_sizes
+        parts.append(f"{'' if certain else 'where it is chosen, '}torch's grouped_mm {ALLOCATES}")
+    copied = [name for name, o in (("a", spec.a), ("b", spec.b)) if o.order == "strided" or not o.dense]
+    if copied:
+        parts.append(f"packed copy of {' and '.join(copied)}: no leading dimension expresses the strides")
+    if spec.compute is torch.int8 and not (spec.a.order == "row" and spec.b.order == "col"):
+        parts.append("packed copies with K contiguous: the only int8 products that cuBLAS takes at any extent")
+    return "; ".join(parts)
+
+
+# Where the sizes are known.
 
 Column = npt.NDArray[np.float64]
 
@@ -147,7 +223,7 @@ def by_grouped_mm(spec: ProblemSpec, work: Work) -> float:
 
 def by_grouped(work: Work) -> float:
     """cublasGemmGroupedBatchedEx."""
-    rate = work.rate / (GROUPED_SLOWDOWN if work.itemsize == 2 else 1.2)
+    rate = work.rate / (GROUPED_SLOWDOWN if work.itemsize == 2 else GROUPED_SLOWDOWN_WIDE)
     cols, rows = GROUPED_TILE
     step = 2.0 * cols * rows * PROCESSORS / rate * (GROUPED_TRANSPOSED if work.transposed[0] else 1.0)
     busy = (_tiles(work.m, cols) * _tiles(work.n, rows) * (work.k * step + GROUPED_TILE_US)).sum() / PROCESSORS

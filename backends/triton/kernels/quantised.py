@@ -1,0 +1,390 @@
+# mypy: ignore-errors
+"""The kernel of quantised operands: float8 on both sides, or quantised weights under 16-bit activations.
+
+One kernel for every form, layout, granularity and format, as constants say. A step along K lies inside one block of
+every scale, so that a step has one number for a row and one for a column: its product starts from zero, and is added
+to the sum times both numbers. Without blocks along K the numbers wait for the end, and float8 products still start
+from zero at each step, since Hopper's tensor cores keep 14 bits of the sums that they carry on (PROMOTED). Numbers of
+weights in finer blocks than a step are multiplied in registers (FOLDED).
+
+Weights are read as rows of K, [BN, BK], and few tokens stand on the narrow side of the instruction (SWAPPED). What the
+target multiplies in float8 is loaded as such; else elements are bytes, and become float16 by their bits.
+"""
+
+import triton
+import triton.language as tl
+
+from multigemm.backends.triton.kernels.epilogue import finish, narrow
+from multigemm.backends.triton.kernels.generic import corner, offsets, operand, write_outside
+from multigemm.backends.triton.kernels.schedule import locate, pivots, place, range_of
+
+COLUMNS = tl.constexpr(20)
+TABLE_M = tl.constexpr(5)
+TABLE_N = tl.constexpr(6)
+TABLE_K = tl.constexpr(7)
+SCALE_COLUMNS = tl.constexpr(15)
+"""Of a list's scales: address, distance of lines and of blocks along K, and shifts to both, for a, b and zero_b."""
+MIXED = tl.constexpr(-1)
+ROW_BLOCK = tl.constexpr(128)
+
+
+# --- formats ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scale_of(codes, E8M0: tl.constexpr):
+    """Scales in float32; code 0 of e8m0 is 2^-127 and 255 is NaN."""
+    if E8M0:
+        code = codes.to(tl.int32)
+        bits = tl.where(code == 0, 0x00400000, code << 23)
+        bits = tl.where(code == 255, 0x7FC00000, bits)
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return codes.to(tl.float32)
+
+
+@triton.jit
+def half_of(codes, FORMAT: tl.constexpr):
+    """Codes in uint8 as float16, which holds every one of these formats exactly, subnormal numbers included."""
+    code = codes.to(tl.uint16)
+    if FORMAT == "e5m2":
+        return (code << 8).to(tl.float16, bitcast=True)
+    elif FORMAT == "e4m3":
+        size = code & 0x7F
+        value = ((size << 7) | ((code & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where(size == 0x7F, float("nan"), value).to(tl.float16)
+    elif FORMAT == "e2m1":
+        return (((code & 7) << 9) | ((code & 8) << 12)).to(tl.float16, bitcast=True) * 16384.0
+    elif FORMAT == "int4":
+        whole = code.to(tl.int16)
+        return (whole - ((whole & 8) << 1)).to(tl.float16)
+    elif FORMAT == "int8":
+        whole = code.to(tl.int16)
+        return (whole - ((whole & 0x80) << 1)).to(tl.float16)
+    else:
+        return code.to(tl.float16)
+
+
+@triton.jit
+def interleaved(pairs, BN: tl.constexpr, BK: tl.constexpr):
+    """[BN, BK / 2] bytes as [BN, BK] codes of four bits: the low ones come first."""
+    return tl.reshape(tl.join(pairs & 15, pairs >> 4), (BN, BK))
+
+
+# --- numbers of a tile --------------------------------------------------------------------------------
+
+
+@triton.jit
+def lines_of(first, i, ROWS: tl.constexpr, VECTOR: tl.constexpr, shift):
+    """Which entries along the axis that is not K a tile's lines have: one for all of them, or a vector."""
+    if ROWS == MIXED:
+        return (first + i) >> shift
+    elif ROWS == ROW_BLOCK:
+        if VECTOR:
+            return (first + i) // ROW_BLOCK
+        else:
+            return first // ROW_BLOCK
+    elif VECTOR:
+        return first + i
+    else:
+        return first * 0
+
+
+@triton.jit
+def read(pointers, i, left, VECTOR: tl.constexpr):
+    """The numbers there; of lines beyond the group none is read."""
+    if VECTOR:
+        return tl.load(pointers, mask=i < left, other=0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def along(numbers, VECTOR: tl.constexpr, AXIS: tl.constexpr):
+    """Numbers of lines, to be multiplied with a tile along that axis."""
+    if not VECTOR:
+        return numbers
+    elif AXIS == 0:
+        return numbers[:, None]
+    else:
+        return numbers[None, :]
+
+
+@triton.jit
+def list_scale(scales, g, like, PART: tl.constexpr):
+    """Where the scale of one matrix of a list begins, its distances, and shifts from a line or a K to its entry."""
+    entry = scales + g.to(tl.int64) * SCALE_COLUMNS + PART
+    base = tl.load(entry).to(tl.pointer_type(like.dtype.element_ty))
+    row = tl.load(entry + 1)
+    deep = tl.load(entry + 2)
+    return base, row, deep, tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32)
+
+
+@triton.jit
+def block_of(step, BK: tl.constexpr, K: tl.constexpr, shift):
+    """Which block along K a step lies in, counted from the start of its group."""
+    if K == MIXED:
+        return (step * BK) >> shift
+    else:
+        return step // (K // BK)
+
+
+@triton.jit
+def first_block(start, g, K: tl.constexpr, JAGGED_K: tl.constexpr):
+    """The entry of a group's first block: in a jagged K blocks are counted from the starts of groups."""
+    if JAGGED_K and K > 0:
+        return (start // K + g).to(tl.int64)
+    else:
+        return (g * 0).to(tl.int64)
+
+
+@triton.jit
+def quantised_kernel(a, b, c, out, bias, ends, table, prefix, scale_a, scale_b, zero_b, scales,
+                     m, n, k, groups, head,
+                     a_group, a_row, a_col, b_group, b_row, b_col, c_group, c_row, c_col,
+                     out_group, out_row, out_col, bias_group, bias_col, alpha_bits, beta_bits,
+                     sa_group, sa_line, sa_deep, sb_group, sb_line, sb_deep, zb_group, zb_line, zb_deep,
+                     FORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
+                     STAGES: tl.constexpr, A_ORDER: tl.constexpr, B_ORDER: tl.constexpr, OUT_ORDER: tl.constexpr,
+                     A_BYTES: tl.constexpr, B_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr, WIDE: tl.constexpr,
+                     EVEN_K: tl.constexpr, HAS_C: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr,
+                     ACTIVATION: tl.constexpr, ZERO: tl.constexpr, CHUNK: tl.constexpr, SIZES: tl.constexpr,
+                     INTERPRETED: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+                     PACKED: tl.constexpr, SWAPPED: tl.constexpr, PROMOTED: tl.constexpr, FOLDED: tl.constexpr,
+                     SA: tl.constexpr, SB: tl.constexpr, ZB: tl.constexpr, SA_E8M0: tl.constexpr,
+                     SB_E8M0: tl.constexpr, SA_ROWS: tl.constexpr, SA_K: tl.constexpr, SB_ROWS: tl.constexpr,
+                     SB_K: tl.constexpr):  # fmt: skip
+    """One persistent program: tiles program_id, + num_programs, ... of the concatenation of all groups.
+
+    A_FORMAT is "" for 16-bit activations. SA, SB and ZB: there are scales of a, of b, and zero points; ROWS and K are
+    what one number covers, as in `ScaleSpec`. BK divides every block along K, but those that are FOLDED.
+    """
+    UNIFORM: tl.constexpr = FORM == "batched" or FORM == "jagged_k" or (FORM == "masked" and ZERO)
+    JAGGED_K: tl.constexpr = FORM == "jagged_k"
+    BLOCKED: tl.constexpr = (SA and SA_K != 0) or (SB and SB_K != 0 and not FOLDED)
+    SA_VECTOR: tl.constexpr = SA and (SA_ROWS == 1 or SA_ROWS == MIXED or (SA_ROWS == ROW_BLOCK and BM > ROW_BLOCK))
+    SB_VECTOR: tl.constexpr = SB and (SB_ROWS == 1 or SB_ROWS == MIXED or (SB_ROWS == ROW_BLOCK and BN > ROW_BLOCK))
+    # the accumulator stands as the instruction has it: tokens x columns, or columns x tokens
+    A_AXIS: tl.constexpr = 1 if SWAPPED else 0
+    B_AXIS: tl.constexpr = 0 if SWAPPED else 1
+    P: tl.constexpr = BN if SWAPPED else BM
+    Q: tl.constexpr = BM if SWAPPED else BN
+    BKB: tl.constexpr = BK // 2 if PACKED else BK
+    Y_ORDER: tl.constexpr = "col" if B_ORDER == "row" else "row" if B_ORDER == "col" else "strided"
+    FOLDS: tl.constexpr = BK // SB_K if FOLDED else 1
+    per_group = ((m + BM - 1) // BM) * ((n + BN - 1) // BN)
+    if UNIFORM:
+        total = groups * per_group
+    else:
+        found, stride = pivots(prefix, ends, table, m, n, groups, head, FORM, BM, BN, COLUMNS, TABLE_M, TABLE_N,
+                               CHUNK, SIZES)  # fmt: skip
+        total = tl.max(found, 0)
+    for tile in range(tl.program_id(0), total, tl.num_programs(0)):
+        if UNIFORM:
+            g = tile // per_group
+            first = g * per_group
+        else:
+            g, first = locate(tile, found, stride, prefix, groups, CHUNK)
+
+        # 1. the group's extents, and where it starts along the jagged direction
+        gm, gn, gk = m, n, k
+        start = g * 0
+        if FORM == "per_group":
+            row_of = table + g.to(tl.int64) * COLUMNS
+            gm = tl.load(row_of + TABLE_M).to(tl.int32)
+            gn = tl.load(row_of + TABLE_N).to(tl.int32)
+            gk = tl.load(row_of + TABLE_K).to(tl.int32)
+        elif FORM == "masked":
+            gm = tl.minimum(tl.maximum(tl.load(ends + g).to(tl.int64), 0), m).to(tl.int32)
+        elif FORM == "jagged_m":
+            start, end = range_of(ends, g, head, m, SIZES, CHUNK)
+            gm = end - start
+        elif FORM == "jagged_n":
+            start, end = range_of(ends, g, head, n, SIZES, CHUNK)
+            gn = end - start
+        elif FORM == "jagged_k":
+            start, end = range_of(ends, g, head, k, SIZES, CHUNK)
+            gk = end - start
+        if ALPHA == "zero":
+            gk = gk * 0
+        covered_m = m if UNIFORM else gm
+        tile_m, tile_n = place(tile - first, (covered_m + BM - 1) // BM, (gn + BN - 1) // BN, WIDTH)
+        skip_m = start if FORM == "jagged_m" else 0
+        skip_n = start if FORM == "jagged_n" else 0
+        skip_k = start if JAGGED_K else 0
+
+        # 2. the first element of each operand's tile, in 64 bits
+        wide_g = g.to(tl.int64)
+        if FORM == "per_group":
+            a_base, a_r, a_c = operand(table, g, a, 0, 8, A_BYTES)
+            b_base, b_r, b_c = operand(table, g, b, 1, 10, B_BYTES)
+            out_base, out_r, out_c = operand(table, g, out, 3, 14, OUT_BYTES)
+        else:
+            a_base, a_r, a_c = a + wide_g * a_group, a_row, a_col
+            b_base, b_r, b_c = b + wide_g * b_group, b_row, b_col
+            out_base, out_r, out_c = out + wide_g * out_group, out_row, out_col
+        row0 = tile_m * BM
+        col0 = tile_n * BN
+        i = tl.arange(0, BM)
+        j = tl.arange(0, BN)
+        kk = tl.arange(0, BK)
+        kb = tl.arange(0, BKB)
+        rows_left = gm - row0
+        cols_left = gn - col0
+        # one pointer that moves and distances that stay: half the registers of a tile of pointers
+        a_at = corner(a_base, skip_m + row0, a_r, skip_k + 0 * row0, a_c, A_ORDER)
+        a_far = offsets(i, a_r, kk, a_c, A_ORDER, WIDE)
+        b_at = corner(b_base, skip_n + col0, b_c, skip_k + 0 * row0, b_r, Y_ORDER)
+        b_far = offsets(j, b_c, kb, b_r, Y_ORDER, WIDE)
+        a_step = BK if A_ORDER == "row" else BK * a_c
+        b_step = BKB if B_ORDER == "col" else BKB * b_r
+
+        acc = tl.zeros((P, Q), tl.float32)
+        if rows_left > 0:
+            # 3. the numbers of the tile's lines, and those that hold for all of K
+            sa_shift, sb_shift, sa_k_shift, sb_k_shift = 0, 0, 0, 0
+            if SA:
+                if FORM == "per_group":
+                    sa_base, sa_r, sa_d, sa_shift, sa_k_shift = list_scale(scales, g, scale_a, 0)
+                else:
+                    sa_base, sa_r, sa_d = scale_a + wide_g * sa_group, sa_line, sa_deep
+                sa_lines = lines_of(skip_m + row0, i, SA_ROWS, SA_VECTOR, sa_shift)
+                sa_ptrs = sa_base + sa_lines.to(tl.int64) * sa_r + first_block(start, g, SA_K, JAGGED_K) * sa_d
+                if BLOCKED and SA_K == 0:
+                    sa = along(scale_of(read(sa_ptrs, i, rows_left, SA_VECTOR), SA_E8M0), SA_VECTOR, A_AXIS)
+            if SB:
+                if FORM == "per_group":
+                    sb_base, sb_r, sb_d, sb_shift, sb_k_shift = list_scale(scales, g, scale_b, 5)
+                else:
+                    sb_base, sb_r, sb_d = scale_b + wide_g * sb_group, sb_line, sb_deep
+                sb_lines = lines_of(skip_n + col0, j, SB_ROWS, SB_VECTOR, sb_shift)
+                sb_first = first_block(start, g, SB_K, JAGGED_K)
+                sb_ptrs = sb_base + sb_lines.to(tl.int64) * sb_r + sb_first * sb_d
+                if BLOCKED and SB_K == 0:
+                    sb = along(scale_of(read(sb_ptrs, j, cols_left, SB_VECTOR), SB_E8M0), SB_VECTOR, B_AXIS)
+            if ZB:
+                if FORM == "per_group":
+                    zb_base, zb_r, zb_d, _, _ = list_scale(scales, g, zero_b, 10)
+                else:
+                    zb_base, zb_r, zb_d = zero_b + wide_g * zb_group, zb_line, zb_deep
+                zb_ptrs = zb_base + sb_lines.to(tl.int64) * zb_r + sb_first * zb_d
+                if SB_K == 0:
+                    zero = along(read(zb_ptrs, j, cols_left, SB_VECTOR).to(tl.float16), SB_VECTOR, 0)
+            if FOLDED:
+                fold = tl.arange(0, FOLDS)
+                if SB_VECTOR:
+                    fold_lines = sb_lines
+                else:
+                    fold_lines = sb_lines + 0 * j
+                fold_ptrs = sb_base + (fold_lines.to(tl.int64) * sb_r + sb_first * sb_d)[:, None]
+                if ZB:
+                    fold_zeros = zb_base + (fold_lines.to(tl.int64) * zb_r + sb_first * zb_d)[:, None]
+
+            # 4. the products; both operands are zero where k, a row or a column lies outside the group
+            for step in tl.range(0, (gk + BK - 1) // BK, num_stages=STAGES):
+                k_left = gk - step * BK
+                if SA and SA_K != 0:
+                    at = sa_ptrs + block_of(step, BK, SA_K, sa_k_shift) * sa_d
+                    sa = along(scale_of(read(at, i, rows_left, SA_VECTOR), SA_E8M0), SA_VECTOR, A_AXIS)
+                if SB and SB_K != 0 and not FOLDED:
+                    at = sb_ptrs + block_of(step, BK, SB_K, sb_k_shift) * sb_d
+                    sb = along(scale_of(read(at, j, cols_left, SB_VECTOR), SB_E8M0), SB_VECTOR, B_AXIS)
+                if ZB and SB_K != 0 and not FOLDED:
+                    at = zb_ptrs + block_of(step, BK, SB_K, sb_k_shift) * zb_d
+                    zero = along(read(at, j, cols_left, SB_VECTOR).to(tl.float16), SB_VECTOR, 0)
+                if EVEN_K:
+                    in_a = (i < rows_left)[:, None]
+                    in_b = (j < cols_left)[:, None]
+                else:
+                    in_a = (i < rows_left)[:, None] & (kk < k_left)[None, :]
+                    in_b = (j < cols_left)[:, None] & (kb < (k_left // 2 if PACKED else k_left))[None, :]
+                x = tl.load(a_at + a_far, mask=in_a, other=0.0)
+                y = tl.load(b_at + b_far, mask=in_b, other=0.0)
+                if not NATIVE:
+                    if A_FORMAT != "":
+                        x = half_of(x, A_FORMAT)
+                    if PACKED:
+                        y = interleaved(y, BN, BK)
+                    y = half_of(y, B_FORMAT)
+                if ZB and not FOLDED:
+                    y = y - zero
+                if FOLDED:
+                    block = step * FOLDS + fold
+                    covered = (j < cols_left)[:, None] & (block * SB_K < gk)[None, :]
+                    numbers = tl.load(fold_ptrs + block.to(tl.int64)[None, :] * sb_d, mask=covered, other=0)
+                    y = tl.reshape(y, (BN, FOLDS, SB_K)).to(tl.float32)
+                    if ZB:
+                        zeros = tl.load(fold_zeros + block.to(tl.int64)[None, :] * zb_d, mask=covered, other=0)
+                        y = y - zeros.to(tl.float32)[:, :, None]
+                    y = tl.reshape(y * scale_of(numbers, SB_E8M0)[:, :, None], (BN, BK))
+                if A_FORMAT == "":
+                    if FOLDED or not INTERPRETED:
+                        y = narrow(y, a.dtype.element_ty, INTERPRETED)
+                    if INTERPRETED:
+                        x = x.to(tl.float32)
+                        y = y.to(tl.float32)
+                left = y if SWAPPED else x
+                right = tl.trans(x) if SWAPPED else tl.trans(y)
+                if BLOCKED:
+                    part = tl.dot(left, right, input_precision="ieee")
+                    if SA and SB:
+                        acc += part * (sa * sb)
+                    elif SA:
+                        acc += part * sa
+                    else:
+                        acc += part * sb
+                elif PROMOTED:
+                    acc += tl.dot(left, right, input_precision="ieee")
+                else:
+                    acc = tl.dot(left, right, acc, input_precision="ieee")
+                a_at += a_step
+                b_at += b_step
+
+            # no block along K: the numbers are read last, and do not touch the sum of no products
+            if not BLOCKED and gk > 0:
+                if SA:
+                    sa = along(scale_of(read(sa_ptrs, i, rows_left, SA_VECTOR), SA_E8M0), SA_VECTOR, A_AXIS)
+                if SB and not FOLDED:
+                    sb = along(scale_of(read(sb_ptrs, j, cols_left, SB_VECTOR), SB_E8M0), SB_VECTOR, B_AXIS)
+                if SA and SB:
+                    acc = acc * (sa * sb)
+                elif SA:
+                    acc = acc * sa
+                elif SB and not FOLDED:
+                    acc = acc * sb
+
+        # 5. the epilogue
+        if SWAPPED:
+            sums = tl.trans(acc)
+        else:
+            sums = acc
+        owned = (i < rows_left)[:, None] & (j < cols_left)[None, :]
+        c_ptrs = out_base
+        bias_ptrs = out_base
+        if HAS_C:
+            if FORM == "per_group":
+                c_base, c_r, c_c = operand(table, g, c, 2, 12, 1)
+            else:
+                c_base, c_r, c_c = c + wide_g * c_group, c_row, c_col
+            c_ptrs = corner(c_base, skip_m + row0, c_r, skip_n + col0, c_c, "strided") + offsets(
+                i, c_r, j, c_c, "strided", True)  # fmt: skip
+        if HAS_BIAS:
+            if FORM == "per_group":
+                bias_base = tl.load(row_of + 4).to(tl.pointer_type(bias.dtype.element_ty))
+                bias_c = tl.load(row_of + 16)
+            else:
+                bias_base, bias_c = bias + wide_g * bias_group, bias_col
+            bias_ptrs = bias_base + (skip_n + col0 + j).to(tl.int64)[None, :] * bias_c
+        in_columns = (j < cols_left)[None, :]
+        result = finish(sums, alpha_bits, beta_bits, c_ptrs, owned, bias_ptrs, in_columns, out.dtype.element_ty,
+                        ALPHA == "any", HAS_C, HAS_BIAS, ACTIVATION, INTERPRETED)  # fmt: skip
+        out_ptrs = corner(out_base, skip_m + row0, out_r, skip_n + col0, out_c, OUT_ORDER) + offsets(
+            i, out_r, j, out_c, OUT_ORDER, WIDE)  # fmt: skip
+        if FORM == "masked" and ZERO:
+            result = tl.where((i < rows_left)[:, None], result, 0).to(out.dtype.element_ty)
+            owned = (i < m - row0)[:, None] & (j < cols_left)[None, :]
+        tl.store(out_ptrs, result, mask=owned)
+
+    # 6. what no group owns, where the output is the library's own
+    if ZERO and (FORM == "jagged_m" or FORM == "jagged_n"):
+        write_outside(out, ends, m, n, groups, head, out_row, out_col, FORM, BM, BN, SIZES, CHUNK)

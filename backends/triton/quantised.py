@@ -1,0 +1,199 @@
+"""The kernel of quantised operands: its sources, and how a problem's data is bound to compiled code.
+
+Elements that the target multiplies in float8 are loaded as such (`native`). Elsewhere, and in the interpreter, elements
+are bytes and become float16, which holds each of them exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from multigemm.backend import Launch, Recipe
+from multigemm.backends.triton.build import KernelSource, capability_of, compile_all, load
+from multigemm.backends.triton.config import Config, folded, swapped
+from multigemm.backends.triton.generic import (
+    CHUNK,
+    TYPES,
+    argument_types,
+    chunk_of,
+    chunks,
+    constants,
+    hints,
+    numbers,
+    prefix_source,
+    programs,
+    sizes_address,
+    sums_sizes,
+    uniform,
+)
+from multigemm.cuda.device import processors, to_device
+from multigemm.cuda.launch import LaunchSequence, without_move
+from multigemm.planning.operands import ABSENT, Operands, Packed, Strided, group_table, strides_of, view_of
+from multigemm.planning.tiles import most_tiles_by_rows
+from multigemm.problem.scales import BLOCKS, ROW_BLOCK
+from multigemm.problem.spec import FLOAT8, ProblemSpec, ScaleSpec
+
+FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+SCALES = ("scale_a", "scale_b", "zero_b")
+SCALE_COLUMNS = 15
+"""Of a list's scales: address, distance of lines and of blocks along K, and shifts to both, for each of SCALES."""
+NOT_HERE = ("MULTIPLE", "PRECISION", "ACC", "SPLITS")
+"""Constants of the generic kernel that this one has not."""
+HOPPER = 90
+
+
+def native(capability: int) -> bool:
+    """Whether float8 is multiplied as such: by Hopper's wgmma and by tcgen05 of Blackwell's data-centre chips.
+
+    mma.sync of float8 (Ada, consumer Blackwell) sums as narrowly as wgmma, and Triton would join its sums to those
+    before: there float16 is as right, at half the rate.
+    """
+    return capability // 10 in (9, 10)
+
+
+def byte_types(spec: ProblemSpec, capability: int) -> bool:
+    """Whether elements are loaded as bytes. Weights in float8 are converted by instructions where there are some."""
+    return not native(capability) or spec.b.dtype not in FLOAT8
+
+
+def _types(spec: ProblemSpec, capability: int) -> dict[str, str]:
+    """The types of the arguments, in the order in which the kernel takes them."""
+    found = argument_types(spec)
+    if byte_types(spec, capability):
+        found |= {name: "*u8" for name, x in (("a", spec.a), ("b", spec.b)) if x.dtype.itemsize == 1}
+    scales = {"scale_a": spec.a.scale, "scale_b": spec.b.scale}
+    of_scales = {name: "*" + ("fp32" if x is None else TYPES[x.dtype]) for name, x in scales.items()}
+    zero = None if spec.b.scale is None else spec.b.scale.zero
+    of_scales |= {"zero_b": "*" + TYPES[zero or torch.uint8], "scales": "*i64"}
+    pointers = {name: found.pop(name) for name in ("a", "b", "c", "out", "bias", "ends", "table", "prefix")}
+    for name in ("partials", "arrived", "places"):
+        del found[name]
+    strides = [f"{part}_{along}" for part in ("sa", "sb", "zb") for along in ("group", "line", "deep")]
+    return {**pointers, **of_scales, **found, **dict.fromkeys(strides, "i64")}
+
+
+def quantised_constants(spec: ProblemSpec, config: Config, capability: int, chunk: int = CHUNK) -> dict[str, Any]:
+    """The constexpr arguments; a `capability` of 0 is the interpreter's."""
+    found = {name: value for name, value in constants(spec, config, chunk=chunk).items() if name not in NOT_HERE}
+    a, b = spec.a.scale, spec.b.scale
+    of_a, of_b = (x or ScaleSpec(torch.float32) for x in (a, b))
+    e8m0 = torch.float8_e8m0fnu
+    return found | {
+        "A_FORMAT": FORMATS.get(spec.a.dtype, ""),
+        "B_FORMAT": spec.b.packed or FORMATS[spec.b.dtype],
+        "NATIVE": not byte_types(spec, capability),
+        "PACKED": bool(spec.b.packed),
+        "SWAPPED": swapped(config),
+        "PROMOTED": spec.quantised == "float8" and spec.accumulate == "promoted",
+        "FOLDED": folded(config, spec),
+        "SA": a is not None, "SB": b is not None, "ZB": of_b.zero is not None,
+        "SA_E8M0": of_a.dtype is e8m0, "SB_E8M0": of_b.dtype is e8m0,
+        "SA_ROWS": of_a.rows, "SA_K": of_a.k, "SB_ROWS": of_b.rows, "SB_K": of_b.k,
+    }  # fmt: skip
+
+
+def quantised_source(spec: ProblemSpec, config: Config, capability: int, chunk: int = CHUNK) -> KernelSource:
+    return KernelSource(
+        module="multigemm.backends.triton.kernels.quantised",
+        name="quantised_kernel",
+        signature=tuple(_types(spec, capability).items()),
+        constants=tuple(quantised_constants(spec, config, capability, chunk).items()),
+        divisibility=hints(spec),
+        warps=config.warps,
+        stages=config.stages,
+    )
+
+
+def quantised_sources(spec: ProblemSpec, config: Config, capability: int) -> dict[str, KernelSource]:
+    """The kernels of a plan: the main one for few groups and for many, and the one that counts tiles."""
+    counts = chunks(spec, config)
+    found = {f"main {chunk}": quantised_source(spec, config, capability, chunk) for chunk in counts}
+    return found if uniform(spec) else {**found, "prefix": prefix_source(spec, config)}
+
+
+def scale_strides(ops: Operands) -> list[Strided]:
+    """Address and distances of each of SCALES: group, line, and block of K as the column; 0 where one entry is all."""
+    found = []
+    for name in SCALES:
+        grid = getattr(ops, name)
+        if not isinstance(grid, Tensor):
+            found.append(ABSENT)
+            continue
+        at, group, row, col = strides_of(grid, name)
+        found.append(Strided(at, group, *((row, col) if name == "scale_a" else (col, row))))
+    return found
+
+
+def scale_table(ops: Operands) -> npt.NDArray[np.int64]:
+    """[G, SCALE_COLUMNS] for lists, each of whose matrices may be covered in its own way."""
+    table = np.zeros((ops.spec.groups, SCALE_COLUMNS), dtype=np.int64)
+    for part, name in enumerate(SCALES):
+        for g, grid in enumerate(getattr(ops, name) or ()):
+            lines, k = ops.a[g].shape if name == "scale_a" else (ops.b[g].shape[1], ops.a[g].shape[1])
+            along_lines, along_k = grid.shape if name == "scale_a" else grid.shape[::-1]
+            at, _, row, col = strides_of(grid)
+            line, deep = (row, col) if name == "scale_a" else (col, row)
+            shifts = _shift(along_lines, lines, (1, ROW_BLOCK)), _shift(along_k, k, BLOCKS)
+            table[g, 5 * part : 5 * part + 5] = (at, line, deep, *shifts)
+    return table
+
+
+def _shift(entries: int, extent: int, blocks: Sequence[int]) -> int:
+    """The bits to drop from a place along an axis for its entry."""
+    return next((q.bit_length() - 1 for q in blocks if -(-extent // q) == entries), 0)
+
+
+def quantised_numbers(ops: Operands, shape: Packed, scales: Sequence[Strided]) -> list[int]:
+    """The arguments behind the pointers."""
+    plain = numbers(ops, shape, ops.spec.groups, 0)
+    del plain[5]  # places
+    return [*plain, *(x for scale in scales for x in scale[1:])]
+
+
+class QuantisedPlan:
+    """The kernels of one spec and config, loaded on one device."""
+
+    __slots__ = ("_config", "_count", "_main")
+
+    def __init__(self, spec: ProblemSpec, config: Config, index: int) -> None:
+        sources = quantised_sources(spec, config, capability_of(index))
+        compile_all(sources, index)
+        self._config, self._main = config, load(sources[f"main {chunk_of(spec, config)}"], index)
+        counted = spec.groups > CHUNK and "prefix" in sources
+        self._count = load(sources["prefix"], index) if counted else None
+
+    def bind(self, ops: Operands) -> Launch:
+        """Lays out the arguments of one problem: the main kernel's, behind one that counts the tiles of many groups."""
+        shape, config, index, groups = view_of(ops), self._config, self._main.index, ops.spec.groups
+        tiles = most_tiles_by_rows(ops, shape, config.block_m, config.block_n)
+
+        def grid_for(tokens: int) -> int:
+            return programs(tiles(tokens), config, processors(index))
+
+        listed = ops.spec.form == "per_group"
+        tables = [to_device(rows, ops.device) for rows in (group_table(ops), scale_table(ops))] if listed else []
+        table, scales = (x.data_ptr() for x in tables) if listed else (0, 0)
+        of_scales = [ABSENT] * len(SCALES) if listed else scale_strides(ops)
+        sizes = 0 if listed else sizes_address(ops, sums_sizes(ops.spec))
+        prefix = None if self._count is None else torch.empty(groups, dtype=torch.int32, device=ops.device)
+        counted = 0 if prefix is None else prefix.data_ptr()
+        data = [shape.a.ptr, shape.b.ptr, (shape.c or ABSENT).ptr, shape.out.ptr, (shape.bias or ABSENT).ptr, sizes,
+                table, counted, *(x.ptr for x in of_scales), scales]  # fmt: skip
+        keep = (prefix, *tables)
+        values = [*data, *quantised_numbers(ops, shape, of_scales)]
+        launch: Any = self._main.bound(values, grid_for(shape.m), keep, grid_for=grid_for)
+        if self._count is not None:
+            values = [counted, sizes, table, shape.m, shape.n, groups, int(ops.head)]
+            launch = LaunchSequence([self._count.bound(values, 1, keep, grid_for=lambda tokens: 1), launch])
+        return without_move(launch) if listed else cast(Launch, launch)
+
+
+def plan_quantised(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
+    """Compiles (or loads) the kernels of problems with quantised operands; `bind` then only lays out arguments."""
+    return Recipe("quantised", config, QuantisedPlan(spec, config, index).bind, why, sums_sizes=sums_sizes(spec))
