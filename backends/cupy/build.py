@@ -147,8 +147,8 @@ def load_all(sources: Iterable[Source], index: int) -> None:
             pass
 
 
-# Three headers that are written here: `Mma<N>::run`, `MmaFragment<N>::run` and `MmaFp8<N>`, one wgmma instruction for each
-# width n of the row side. An instruction's operand list is as long as its accumulator, so a loop writes the 32 widths.
+# Three headers that are written here: `Mma<N>::run`, `MmaFragment<N>::run` and `MmaFp8<N>`, one wgmma instruction for
+# each width n of the row side. An operand list is as long as the accumulator, so a loop writes the 32 widths.
 
 MMA_HEADER, FRAGMENT_HEADER, FP8_HEADER = "mma.cuh", "fragments.cuh", "mma_fp8.cuh"
 WIDTHS = range(8, 257, 8)
@@ -238,7 +238,7 @@ def fragment_header() -> str:
     return FRAGMENT_HEAD + _guarded(_from_registers)
 
 
-FP8_HEAD = """// Written by build.py: W x X for 64 columns, N rows and k = 32 of float8, both operands in shared memory, along k.
+FP8_HEAD = """// Written by build.py: W x X for 64 columns, N rows and k = 32 of float8, both in shared memory along k.
 // `start` writes the products, `add` adds them to what is there.
 #pragma once
 #include "ptx.cuh"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from multigemm.backend import Launch
-from multigemm.backends.cupy.arguments import HEIGHTS, Side, result_map, view_of
+from multigemm.backends.cupy.arguments import HEIGHTS, Side, result_map
 from multigemm.backends.cupy.build import Source, load
 from multigemm.backends.cupy.config import COLUMNS, Config
 from multigemm.backends.cupy.hopper import Clusters, results_of
@@ -20,9 +20,8 @@ from multigemm.backends.cupy.quantised import NO_GRID, grid_bytes
 from multigemm.backends.cupy.support import is_swapped, plain_kind, sends
 from multigemm.cuda.arguments import Fields, join
 from multigemm.cuda.driver import on_device
-from multigemm.cuda.launch import without_move
 from multigemm.cuda.tensor_map import BLANK, encode_together
-from multigemm.planning.operands import Operands, Packed, Strided
+from multigemm.planning.operands import Operands, Packed, Strided, view_of
 from multigemm.problem.spec import OperandSpec, ProblemSpec
 
 LINE = 128
@@ -82,14 +81,14 @@ def line_maps(side: Side, heights: tuple[int, ...]) -> Fields:
     return encode_together(side.dtype, side.ptr, (side.k, side.mn, side.groups), strides, boxes)
 
 
-def side_grids(ops: Operands, columns: int) -> bytes:
+def side_grids(ops: Operands, columns: int) -> Fields:
     """The scales of the row side and of the weight side, and how many columns the latter has (`SideGrids`)."""
-    pairs = [(ops.scale_a, ops.spec.a.scale, "a"), (ops.scale_b, ops.spec.b.scale, "b")]
+    given = [("scale_a", ops.scale_a, ops.spec.a.scale), ("scale_b", ops.scale_b, ops.spec.b.scale)]
     parts = [
-        NO_GRID if grid is None or of is None else grid_bytes(cast(Tensor, grid), of, side, False)
-        for grid, of, side in (reversed(pairs) if is_swapped(ops.spec) else pairs)
+        NO_GRID if grid is None or of is None else grid_bytes(cast(Tensor, grid), of, name)
+        for name, grid, of in (reversed(given) if is_swapped(ops.spec) else given)
     ]
-    return b"".join([*parts, columns.to_bytes(8, "little")])
+    return join([*parts, columns.to_bytes(8, "little")])
 
 
 class HopperFp8:
@@ -108,4 +107,4 @@ class HopperFp8:
             if self._sends:
                 maps.append(result_map(results_of(view, self._swapped, self._out)))
         more = [side_grids(ops, w.mn), tuple(maps)]
-        return without_move(self._clusters.bound(ops, view, more, columns=w.mn))
+        return self._clusters.bound(ops, view, more, columns=w.mn, resizes=False)  # strides of scales may be tokens
