@@ -178,7 +178,7 @@ SMALL_LISTS = (
 SMALL_32 = Config("small", tile=32)
 SMALL_64 = Config("small", tile=64)
 SMALL_DEEP = Config("small", tile=32, stages=8)
-QUANTISED = Config("quantised", blocks_per_sm=3, tile=64)
+QUANTISED = Config("quantised", blocks_per_sm=2, tile=64)
 FP8_WIDE = Config("hopper_fp8", rows=192, stages=4, cluster=2)
 FP8_MIDDLE = Config("hopper_fp8", rows=128, stages=5, cluster=2)
 FP8_NARROW = Config("hopper_fp8", rows=64, stages=7, cluster=2)

@@ -18,7 +18,7 @@ from multigemm.backends.cupy.config import COLUMNS, Config
 from multigemm.backends.cupy.hopper import Clusters, results_of
 from multigemm.backends.cupy.quantised import NO_GRID, grid_bytes
 from multigemm.backends.cupy.support import is_swapped, plain_kind, sends
-from multigemm.cuda.arguments import Fields, join
+from multigemm.cuda.arguments import Argument, Fields, join
 from multigemm.cuda.driver import on_device
 from multigemm.cuda.tensor_map import BLANK, encode_together
 from multigemm.planning.operands import Operands, Packed, Strided, view_of
@@ -106,5 +106,5 @@ class HopperFp8:
             maps = [line_maps(w, (COLUMNS,)), line_maps(x, tuple(height for _, height, _ in HEIGHTS))]
             if self._sends:
                 maps.append(result_map(results_of(view, self._swapped, self._out)))
-        more = [side_grids(ops, w.mn), tuple(maps)]
+        more: list[Argument] = [side_grids(ops, w.mn), tuple(maps)]
         return self._clusters.bound(ops, view, more, columns=w.mn, resizes=False)  # strides of scales may be tokens

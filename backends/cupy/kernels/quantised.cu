@@ -9,13 +9,12 @@
 #include "tensor_cores.cuh"
 #include "tile_load.cuh"
 
-constexpr int BM = 64, BN = 64, BK = 64, SUB = 32, SUBS = BK / SUB, THREADS = 128;
+constexpr int BM = 64, BN = 64, BK = 64, SUB = 32, SUBS = BK / SUB, THREADS = 128, RESIDENT = 2;
 constexpr bool PACKED = B_CODE >= CODE_INT4;
 constexpr int B_DEPTH = PACKED ? BK / 2 : BK;           // bytes of b in a line of a k-block
 template <int BYTES> struct Raw { typedef u8 Type; };
 template <> struct Raw<2> { typedef u16 Type; };
 typedef Raw<bytes_of(A_CODE)>::Type A;
-constexpr int RESIDENT = sizeof(A) == 1 ? 3 : 2;        // blocks that a multiprocessor holds
 constexpr int PITCH = BK + 4;                           // numbers; eight lines of 16 bytes lie in different banks
 constexpr int MI = BM / 2 / 16, NJ = BN / 2 / 8;        // of a warp, which has half of the rows and half of the columns
 
