@@ -76,6 +76,7 @@ __device__ __forceinline__ void multiply_fp8(Shared& s, u32 stages, u32 scales, 
             if (scaled) for_scales<N>(row_scales + at, low, high, [&](int i, float scale) { total[i] *= scale; });
         }
         settle(total, N / 2);
+        __syncwarp();                                   // all lanes have their scales: what follows lets others write over them
         if (lane < CLUSTER) barrier_arrive(shared_address(&s.empty[ring.place]), lane);
         ring.next(bytes);
     }
