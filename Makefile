@@ -1,12 +1,14 @@
-# make demo | test | quick | test-gpu | check | bench | fuzz; each sets up .venv by itself.
+# make demo | test | quick | test-gpu | check | docs | bench | fuzz; each sets up .venv by itself.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# the site is built from the sources alone: what builds it needs neither torch nor multigemm installed
+DOCS := .venv-docs
 # of the cores, for each of the two processes that test: threads of both that spin for one core hold each other up
 SHARE = $(shell echo $$(( ($$(nproc) + 1) / 2 )))
 
-.PHONY: demo test quick test-gpu check bench fuzz clean
+.PHONY: demo test quick test-gpu check docs bench fuzz clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -34,6 +36,14 @@ check: $(STAMP)  ## style, types, import layers, packaging
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/project/test_packaging.py
 
+docs: $(DOCS)/.installed  ## the documentation site, into site/; a warning or a dead link fails
+	$(DOCS)/bin/mkdocs build --strict --quiet
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material mkdocstrings-python ruff
+	touch $@
+
 bench: $(STAMP)  ## the benchmark; ARGS="--suite moe"
 	$(BIN)/python -m multigemm bench $(ARGS)
 
@@ -41,4 +51,4 @@ fuzz: $(STAMP)  ## the fuzzer; ARGS="--seconds 60"
 	MULTIGEMM_EMULATE=1 $(BIN)/python -m multigemm fuzz $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(DOCS) site build dist *.egg-info

@@ -24,7 +24,7 @@ _HOME = {
     "list_backends": "api",
     "benchmark": "bench.own",
     "Plan": "planning.plan",
-    "expected": "reference.numpy_reference",
+    "expected": "reference",
     "verify": "reference.verify",
     "Verdict": "reference.verify",
     "MultigemmError": "errors",
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from multigemm.planning.plan import Plan
     from multigemm.problem.problem import GroupedGemmProblem
     from multigemm.problem.spec import ProblemSpec
-    from multigemm.reference.numpy_reference import expected
+    from multigemm.reference import expected
     from multigemm.reference.verify import Verdict, verify
 
 

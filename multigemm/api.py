@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Never, Unpack, overload
+from typing import Any, Unpack, overload
 
 import torch
+from torch import Tensor
 from torch.compiler import is_compiling
 
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.planning import binding, launch_cache
 from multigemm.planning.binding import refuse_quantised_gradients
 from multigemm.planning.launch_cache import LAUNCHES
-from multigemm.planning.launch_key import Key, config_key, key_of, one_cut
+from multigemm.planning.launch_key import Call, Key, config_key, key_of, one_cut
 from multigemm.planning.plan import Plan
+from multigemm.problem.fused import FusedKeywords
 from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.problem import GroupedGemmProblem, Keywords, checked
 from multigemm.select import explain as select_explain
@@ -27,6 +30,25 @@ from multigemm.tracing import grouped_gemm as traced_grouped_gemm
 
 KEYWORDS = (*Keywords.__annotations__, "backend", "config")
 """What `grouped_gemm` takes besides a and b."""
+
+
+@overload
+def grouped_gemm(
+    a: Tensor, b: Tensor, *, backend: Which = "auto", config: Any = None, **keywords: Unpack[Keywords]
+) -> Tensor: ...
+
+
+@overload
+def grouped_gemm(
+    a: Sequence[Tensor], b: Sequence[Tensor], *, backend: Which = "auto", config: Any = None,
+    **keywords: Unpack[Keywords],
+) -> list[Tensor]: ...  # fmt: skip
+
+
+@overload
+def grouped_gemm(
+    a: Any, b: Any, *, backend: Which = "auto", config: Any = None, **keywords: Unpack[Keywords]
+) -> Any: ...
 
 
 def grouped_gemm(
@@ -56,7 +78,7 @@ def grouped_gemm(
     accumulate: str = "promoted",
     backend: Which = "auto",
     config: Any = None,
-    **unknown: Never,
+    **fused: Unpack[FusedKeywords],
 ) -> Any:
     """Many matrix products of different shapes in one call.
 
@@ -67,8 +89,12 @@ def grouped_gemm(
         offsets, sizes, ends: one of them cuts the packed operands into groups.
         jagged: the direction that they cut: "m", "n" or "k". Weight gradients (a [M, T], b [T, N]) need "k", also where
             the extents are equal and "m" would fit.
+        out_dtype: of the result; by default that of the operands, of two float dtypes torch.promote_types of them.
+        check: "full" reads sizes on the device back and checks them, "complete" also that the groups own every row.
         beta: the factor of c; 1 by default where c is given, else 0. An explicit 0 never reads c.
-        scale_a, scale_b, zero_b, b_format, accumulate: of quantised operands (docs/quantised-operands.md).
+        scale_a, scale_b, zero_b, b_format, accumulate: of quantised operands (docs/how-to/quantised-operands.md).
+        a_rows, b_rows, glu_layout, glu_alpha, glu_beta, glu_limit, preact_out, row_scale, combine, out_rows, rows: rows
+            picked by index, gates and sums of rows (docs/how-to/moe-keywords.md).
         backend: a name (that one and no other), several names (the first that can) or "auto" (the fastest that can; a
             first call of a class may measure, MULTIGEMM_MEASURE=0 forbids it).
         config: the backend's own parameters: its Config, or a mapping of some of its fields.
@@ -76,6 +102,7 @@ def grouped_gemm(
 
     Returns:
         The result, as the caller's kind of array: a list for lists. Differentiable where an input requires grad.
+        torch.autocast does not change it; the torch operator (`multigemm.integrations.grouped_gemm`) obeys autocast.
 
     Raises:
         InvalidProblem: the arguments have no meaning; the text names the value, the limit and the remedy.
@@ -88,26 +115,28 @@ def grouped_gemm(
         >>> out.shape
         torch.Size([6, 2])
     """
-    for name in unknown:
+    for name in fused.keys() - FusedKeywords.__annotations__.keys():
         raise UnknownKeyword(unknown_keyword_text("grouped_gemm", name, KEYWORDS))
     if is_compiling():  # a graph holds the torch operator, not this code
         return traced_grouped_gemm(
             a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
             beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
             deterministic=deterministic, batch_invariant=batch_invariant, check=check, scale_a=scale_a, scale_b=scale_b,
-            zero_b=zero_b, b_format=b_format, accumulate=accumulate, backend=backend, config=config,
+            zero_b=zero_b, b_format=b_format, accumulate=accumulate, backend=backend, config=config, **fused,
         )  # fmt: skip
     kind, cut, several = one_cut(offsets, sizes, ends)
     key = class_key = None
     plain = scale_a is scale_b is zero_b is b_format is None and accumulate == "promoted"
-    if plain and check == "host" and not several:
-        options = (
+    if check == "host" and not several and not fused:
+        options: Key = (
             jagged, alpha, type(alpha), beta, type(beta), activation, out_dtype, precision, deterministic,
             type(deterministic), batch_invariant, type(batch_invariant),
             tuple(backend) if type(backend) is list else backend,
             None if config is None else config_key(config),
         )  # fmt: skip
-        call = (jagged, a, b, kind, cut, valid_rows, c, bias, out)
+        call: Call = (jagged, a, b, kind, cut, valid_rows, c, bias, out)
+        if not plain:
+            options, call = (*options, b_format, accumulate), (*call, scale_a, scale_b, zero_b)
         key = key_of(call, options)
         if key is not None:
             found, class_key = LAUNCHES.recall(key, call)
@@ -117,7 +146,7 @@ def grouped_gemm(
         a, b, offsets=offsets, sizes=sizes, ends=ends, jagged=jagged, valid_rows=valid_rows, c=c, alpha=alpha,
         beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype, precision=precision,
         deterministic=deterministic, batch_invariant=batch_invariant, check=check, scale_a=scale_a, scale_b=scale_b,
-        zero_b=zero_b, b_format=b_format, accumulate=accumulate,
+        zero_b=zero_b, b_format=b_format, accumulate=accumulate, **fused,
     )  # fmt: skip
     return _solve(problem, backend, config, (key, class_key), kind)
 
@@ -127,7 +156,7 @@ def _solve(
     problem: GroupedGemmProblem, backend: Which, config: Any, keys: tuple[Key | None, Key | None], kind: str
 ) -> Any:
     if problem.requires_grad and torch.is_grad_enabled():
-        refuse_quantised_gradients(problem)
+        refuse_quantised_gradients(problem.quantisation is not None)
         from multigemm.integrations import gradients
 
         return gradients.solve(problem, backend, config, grouped_gemm)
@@ -150,6 +179,12 @@ def solve(problem: GroupedGemmProblem, backend: Which = "auto", config: Any = No
 
     Raises:
         BackendUnsupported, BackendUnavailable: no backend that was asked for can solve it here, and why.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> problem = mg.GroupedGemmProblem(torch.ones(6, 4), torch.ones(3, 4, 2), sizes=[1, 0, 5])
+        >>> mg.solve(problem).shape
+        torch.Size([6, 2])
     """
     if checked(problem).requires_grad and torch.is_grad_enabled():
         return _solve(problem, backend, config, (None, None), "")
@@ -250,7 +285,7 @@ def _with_problem(problem: Any, backend: Which = "auto", config: Any = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """One line of `list_backends()`."""
+    """One line of `list_backends()`. Prints as what is here, or what is missing and how to get it."""
 
     name: str
     available: bool
@@ -259,9 +294,32 @@ class BackendInfo:
     install: str
     emulated: bool
 
+    def __str__(self) -> str:
+        if self.available:
+            return f"{self.name:8} here      {'emulated on the CPU' if self.emulated else self.version}".rstrip()
+        remedy = f"  [{self.install}]" if self.install else ""  # what is installed needs something else
+        return f"{self.name:8} {'missing ' if remedy else 'unusable'}  {self.reason}{remedy}"
+
+
+class Backends(list[BackendInfo]):
+    """A list that prints one backend a line."""
+
+    def __repr__(self) -> str:
+        return "\n".join(map(str, self))
+
 
 @no_dynamo
-def list_backends() -> list[BackendInfo]:
-    """What is here, what is missing, how to get it."""
+def list_backends() -> Backends:
+    """What is here, what is missing, how to get it.
+
+    Returns:
+        A list of BackendInfo, printed one backend a line: name, whether it is available, its version, else the reason
+        and how to install it.
+
+    Example:
+        >>> import multigemm as mg
+        >>> "cpu" in [backend.name for backend in mg.list_backends() if backend.available]
+        True
+    """
     states = ((name, registry.state(name)) for name in registry.names())
-    return [BackendInfo(name, s.ok, s.version, s.reason, s.install, s.emulated) for name, s in states]
+    return Backends(BackendInfo(name, s.ok, s.version, s.reason, s.install, s.emulated) for name, s in states)

@@ -6,17 +6,16 @@ value seen, the limit and the remedy. `supports` is `not reasons`, so there is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
+from multigemm.cuda.launch import Launch as Launch
+from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
-
-Launch = Callable[[], object]
-"""Does the work of one bound problem on the device's current stream, and may be called again."""
 
 Bind = Callable[[Operands], Launch]
 """Fixes addresses, sizes and launch arguments of one problem; allocates its workspace, if any."""
@@ -78,6 +77,18 @@ def quantised_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[st
     return [f"{QUANTISED_TEXT[found]} ({held}): use backend='cpu', or dequantise with multigemm.quantize.dequantize"]
 
 
+def fused_reasons(spec: ProblemSpec, takes: Collection[str] = ()) -> list[str]:
+    """Why a backend that takes these of `FusedSpec.keywords` cannot take a spec's.
+
+    Every backend's `not_supported_reasons` asks this beside `quantised_reasons`: an empty `takes` refuses all of them.
+    """
+    asked = [] if spec.fused is None else [name for name in spec.fused.keywords if name not in takes]
+    if not asked:
+        return []
+    names = ", ".join(f"activation={spec.activation!r}" if name == "gate" else name for name in asked)
+    return [f"{names}: no kernel here has it yet: use backend='cpu', or take these steps in torch round the product"]
+
+
 @runtime_checkable
 class Backend(Protocol):
     """The five members. A third party's instance under the entry-point group `multigemm.backends` is one.
@@ -86,21 +97,30 @@ class Backend(Protocol):
     problems are refused for it. It then promises that all of its configs that are valid for such a spec give an element
     the same bits, which depend on its row of A, its column of B, K, the dtypes and the epilogue alone, in every form
     and layout. What it cannot promise it refuses by `not_supported_reasons`. A third party's backend says by an
-    attribute `takes_quantised = True` that its `not_supported_reasons` knows of quantised operands; else it gets none.
+    attribute `takes_quantised = True` that its `not_supported_reasons` knows of quantised operands, and by
+    `takes_fused = True` that it knows of `spec.fused`; else it gets none of either.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What `backend=` calls it."""
+        ...
 
-    def availability(self) -> Availability: ...
+    def availability(self) -> Availability:
+        """Whether it can run on this machine."""
+        ...
 
-    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]: ...
+    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
+        """Why it cannot solve problems of this spec: the value seen, the limit, the remedy; empty where it can."""
+        ...
 
     def configs(self, spec: ProblemSpec, device: torch.device) -> Sequence[Any]:
         """Frozen dataclasses that are valid for this spec, the best guess first."""
         ...
 
-    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe: ...
+    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
+        """Compiles; called once for each spec and config. What it returns is bound to problems."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -115,3 +135,51 @@ class BuiltinBackend:
     configs: Callable[[ProblemSpec, torch.device], Sequence[Any]]
     plan: Callable[[ProblemSpec, Any, torch.device], Recipe]
     decides_at_bind: bool = False
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """The fields of a config, which is a dataclass."""
+    return {f.name: getattr(config, f.name) for f in fields(config)}
+
+
+def completed(given: Any, valid: Sequence[Any]) -> Any:
+    """The config to run, where `valid` are a backend's own, the best guess first: a mapping replaces fields of the best
+    guess, a config of the backend is the backend's to judge. Raises InvalidSetting for anything else."""
+    if not valid or not is_dataclass(valid[0]):
+        return given
+    kind: Any = type(valid[0])
+    known = as_dict(valid[0])
+    if isinstance(given, Mapping):
+        if wrong := set(given) - set(known):
+            raise InvalidSetting(
+                f"config has no field {min(wrong, key=str)!r}; {kind.__name__} has {', '.join(sorted(known)) or 'none'}"
+            )
+        given = kind(**{**known, **given})
+    elif (
+        not is_dataclass(given)
+        or isinstance(given, type)
+        or _package(type(given)) not in {_package(type(config)) for config in valid}
+    ):
+        raise InvalidSetting(
+            f"config={given!r} is no config of this backend: pass its {kind.__name__}, or a mapping of some of its "
+            f"fields ({', '.join(sorted(known)) or 'none'})"
+        )
+    if type(given) is kind:
+        _check_types(as_dict(given), known)
+    return given
+
+
+def _package(kind: type) -> str:
+    """The package of a config's class: a backend may have several, in modules beside each other."""
+    return kind.__module__.rpartition(".")[0]
+
+
+def _check_types(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Values are of the types that a valid config holds: arithmetic on others fails far from here, or goes wrong.
+
+    A field that a valid config leaves at None may hold anything.
+    """
+    for name, value in given.items():
+        wanted = type(known[name]).__name__
+        if type(value) is not type(known[name]) and known[name] is not None:
+            raise InvalidSetting(f"config has {name}={value!r}, a {type(value).__name__}; it must be of type {wanted}")

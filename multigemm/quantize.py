@@ -37,7 +37,13 @@ NAN8 = 0x7F
 
 
 class Quantized(NamedTuple):
-    """An operand as a grouped GEMM takes it: data, what an element is multiplied by, and zero points of integers."""
+    """An operand as a grouped GEMM takes it.
+
+    Args:
+        data: the elements, or bytes that hold two of them along K.
+        scale: what an element is multiplied by.
+        zero: what is subtracted before, for integers with zero points.
+    """
 
     data: Any
     scale: Any

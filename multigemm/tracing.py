@@ -13,6 +13,7 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem, unknown_keyword_text
 from multigemm.problem.arrays import dtype_of
+from multigemm.problem.fused import refuse_in_operator
 from multigemm.torch_internals import run_while_tracing
 
 
@@ -38,6 +39,7 @@ def grouped_gemm(
             f"check={check!r} cannot be compiled, since a graph never reads sizes back: leave it at 'host', or keep "
             "the call out of torch.compile"
         )
+    refuse_in_operator(tuple(keywords), keywords.get("activation"))
     _register()
     if (dtype := keywords.get("out_dtype")) is not None and not isinstance(dtype, torch.dtype):
         keywords["out_dtype"] = dtype_of(dtype, "out_dtype")

@@ -48,6 +48,8 @@ A right kernel evaluates f(x) with an error of at most
 f falls to its single minimum x* and rises after it: the image of [lo, hi] is
 [f(x*) or min f(ends), max f(ends)], widened by d.
 
+**Gates, row_scale and sums of rows** follow these sums by intervals: see `reference/fused.py`.
+
 **Quantised operands.** S, P, G and H are those of elements times their scales, which are exact here. The tensor core of
 Hopper aligns 32 products of float8 and the sum so far to the largest exponent, truncates each at 2^-13 of it, and then
 the sum: it loses at most 34 * 2^-13 of the magnitudes so far. Subnormal elements align as the smallest normal number,
@@ -80,7 +82,14 @@ import numpy as np
 import torch
 
 from multigemm.reference.dtypes import Array, largest, round_once, unit
-from multigemm.reference.numpy_reference import GroupSum, QuantisedSum, activate, compute_dtype, tanh_exponent
+from multigemm.reference.numpy_reference import (
+    GroupSum,
+    QuantisedSum,
+    activate,
+    compute_dtype,
+    product_beta,
+    tanh_exponent,
+)
 
 if TYPE_CHECKING:
     from multigemm.problem.problem import GroupedGemmProblem
@@ -107,6 +116,11 @@ class Interval:
 def accumulator(compute: torch.dtype) -> torch.dtype:
     """The dtype that sums are formed in."""
     return {torch.float64: torch.float64, torch.int8: torch.int32}.get(compute, torch.float32)
+
+
+def smallest_normal(acc: torch.dtype) -> float:
+    """m of the module docstring."""
+    return _SMALLEST_NORMAL.get(acc, 2.0**-126)
 
 
 def _g(x: float) -> float:
@@ -173,7 +187,7 @@ def _quantised_error(problem: GroupedGemmProblem, total: GroupSum, more: Quantis
         return np.zeros(total.value.shape)
     scale, small = abs(float(problem.alpha)), 2.0**-126
     gauge, grown = scale * total.products, scale * more.grown
-    plain = problem.alpha == 1 and problem.beta == 0 and problem.spec.bias is None
+    plain = problem.alpha == 1 and product_beta(problem) == 0 and problem.spec.bias is None
     error = (k + 4) * 2.0**-53 * (gauge + total.addends) + (0.0 if plain else 5 * 2.0**-24) * (grown + total.addends)
     error = error + scale * small * (more.raw + k) + 4 * small
     if problem.spec.quantised == "float8":
@@ -192,17 +206,18 @@ def sum_error(problem: GroupedGemmProblem, total: GroupSum, k: int) -> Array:
     if _is_exact(problem, total, compute):
         return np.zeros(total.value.shape)
     acc, tf32 = accumulator(compute), problem.precision == "tf32"
-    small = _SMALLEST_NORMAL.get(acc, 2.0**-126)
+    small = smallest_normal(acc)
     scale = abs(float(problem.alpha))
     gauge = scale * total.products
     both = gauge + total.addends
-    plain = problem.alpha == 1 and problem.beta == 0 and problem.spec.bias is None
+    plain = problem.alpha == 1 and product_beta(problem) == 0 and problem.spec.bias is None
     error = sum_coefficient(compute, tf32, k) * gauge + (k + 4) * _reference_unit(compute) * both
     error += (0.0 if plain else 5 * unit(acc)) * both + (scale * k + 4) * small
     return error
 
 
-def _free(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Array:
+def unjudged(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Array:
+    """Elements whose magnitudes reach the accumulator's largest number."""
     compute = compute_dtype(problem)
     if compute == torch.int8:
         return np.zeros(total.value.shape, bool)
@@ -227,13 +242,19 @@ def _widened(x: Array, activation: str, acc: torch.dtype) -> tuple[Array, Array]
     y = activate(x, activation)
     size = np.abs(y)
     relative = np.where(size > 0, (GATE_ERROR + _exponent_error(x, activation)) * size, 0)
-    error = unit(acc) * np.minimum(8 * np.abs(x), relative) + 2.0**8 * _SMALLEST_NORMAL.get(acc, 2.0**-126)
+    error = unit(acc) * np.minimum(8 * np.abs(x), relative) + 2.0**8 * smallest_normal(acc)
     error = np.where(np.isfinite(x), error, 0)
     return y - error, y + error
 
 
+def image(
+    low: Array, high: Array, activation: str | None, acc: torch.dtype, value: Array
+) -> tuple[Array, Array, Array]:
+    """What the activation makes of the interval [low, high], with its own evaluation error, and of a value in it."""
+    return *_image(low, high, activation, acc), activate(value, activation)
+
+
 def _image(low: Array, high: Array, activation: str | None, acc: torch.dtype) -> tuple[Array, Array]:
-    """What the activation makes of the interval [low, high], with its own evaluation error."""
     if activation is None or activation == "relu":
         return activate(low, activation), activate(high, activation)
     valley = np.array(MINIMUM[activation], low.dtype)
@@ -245,7 +266,7 @@ def _image(low: Array, high: Array, activation: str | None, acc: torch.dtype) ->
 def interval(problem: GroupedGemmProblem, total: GroupSum, error: Array) -> Interval:
     """The values that a right kernel may give for sums with these errors, element by element."""
     with np.errstate(all="ignore"):
-        free = _free(problem, total, error)
+        free = unjudged(problem, total, error)
         wide = error.astype(total.value.dtype)
         acc = accumulator(compute_dtype(problem))
         low, high = _image(total.value - wide, total.value + wide, problem.activation, acc)

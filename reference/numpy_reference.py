@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from multigemm.problem.no_dynamo import no_dynamo
-from multigemm.problem.problem import GroupedGemmProblem, GroupView, checked
+from multigemm.problem.problem import GroupedGemmProblem, GroupView
 from multigemm.problem.spec import FLOAT8, ProblemSpec
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, widen
 from multigemm.reference.quantize import decode, decode_scale
@@ -67,6 +66,11 @@ def compute_dtype(problem: GroupedGemmProblem) -> torch.dtype:
     if problem.quantisation is not None:
         return problem.spec.compute
     return torch.promote_types(problem.spec.a.dtype, problem.spec.b.dtype)
+
+
+def product_beta(problem: GroupedGemmProblem) -> float:
+    """The factor of C in the products: 0 where C is added to sums of their rows instead."""
+    return 0.0 if problem.fused is not None and problem.fused.scatters else float(problem.beta)
 
 
 def _finite_part(x: Array) -> Array:
@@ -151,7 +155,7 @@ def _integer_sum(view: GroupView, alpha: float, beta: float) -> GroupSum:
 def group_sum(problem: GroupedGemmProblem, view: GroupView) -> GroupSum:
     """One group's exact sum, before its activation and rounding."""
     compute = compute_dtype(problem)
-    alpha, beta = float(problem.alpha), float(problem.beta)
+    alpha, beta = float(problem.alpha), product_beta(problem)
     with np.errstate(all="ignore"):
         if problem.quantisation is not None:
             return quantised_sum(problem, view)
@@ -205,7 +209,7 @@ def _span(x: Array) -> tuple[float, float]:
 def quantised_sum(problem: GroupedGemmProblem, view: GroupView) -> GroupSum:
     """Dequantise, then multiply: an element times its scale has at most 33 bits, so nothing rounds before the sum."""
     spec = problem.spec
-    alpha, beta, shape = float(problem.alpha), float(problem.beta), (view.m, view.n)
+    alpha, beta, shape = float(problem.alpha), product_beta(problem), (view.m, view.n)
     zeros = np.zeros(shape)
     value, products, extra = zeros, zeros, QuantisedSum(zeros, zeros, zeros, zeros, zeros > 0, True, math.inf)
     if view.k and alpha != 0:
@@ -347,20 +351,3 @@ def place(problem: GroupedGemmProblem, blocks: list[Array], view: GroupView) -> 
     if problem.form == "per_group":
         return blocks[view.index], ...
     return blocks[0], view.where
-
-
-@no_dynamo
-def expected(problem: GroupedGemmProblem) -> Any:
-    """The answer in the output's dtype: one array, or a list of them for a list problem.
-
-    Elements that no group owns are 0, or what the user's `out` holds now. For `c is out` call this
-    before the problem runs.
-    """
-    blocks = blank(checked(problem))
-    for view in problem.groups():
-        value = activate(group_sum(problem, view).value, problem.activation)
-        array, index = place(problem, blocks, view)
-        array[index] = round_once(value, problem.out_dtype)
-    if problem.form == "per_group":
-        return blocks
-    return blocks[0][0] if problem.squeezed else blocks[0]

@@ -21,6 +21,7 @@ from multigemm.problem.overlap import meetings
 from multigemm.problem.problem import GroupedGemmProblem, checked
 from multigemm.reference.dtypes import Array, numpy_dtype, round_once, to_numpy, ulp, unit
 from multigemm.reference.error_bound import accumulator, interval, sum_error
+from multigemm.reference.fused import Enclosed, Rows, finished, product
 from multigemm.reference.numpy_reference import (
     GroupSum,
     QuantisedSum,
@@ -57,6 +58,8 @@ class Answer:
     blocks: list[Block]
     owners: list[tuple[int, int, Any]]
     """(group, output array, index of the group's elements in that array)."""
+    preact: Answer | None = None
+    """What must hold of `preact_out`, if the problem has one; judged like a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,49 @@ def _empty_block(array: Array) -> Block:
 
 
 @no_dynamo
+def expected(problem: GroupedGemmProblem) -> Any:
+    """The answer by NumPy, in the result's dtype.
+
+    Elements that no group owns are 0, or what the user's `out` holds now. For `c is out` call this before the problem
+    runs.
+
+    Args:
+        problem: what to compute; operands on a device are copied to the host.
+
+    Returns:
+        A NumPy array, or a list of them for a list problem.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> mg.expected(mg.GroupedGemmProblem(torch.ones(2, 4), torch.ones(1, 4, 3), sizes=[1]))
+        array([[4., 4., 4.],
+               [0., 0., 0.]], dtype=float32)
+    """
+    if is_finished_by_intervals(checked(problem)):
+        blocks = [block.expected for block in answer(problem).blocks]
+    else:
+        blocks = blank(problem)
+        for view in problem.groups():
+            array, index = place(problem, blocks, view)
+            array[index] = round_once(activate(group_sum(problem, view).value, problem.activation), problem.out_dtype)
+    if problem.form == "per_group":
+        return blocks
+    return blocks[0][0] if problem.squeezed else blocks[0]
+
+
+def is_finished_by_intervals(problem: GroupedGemmProblem) -> bool:
+    """Whether more follows the products than the plain epilogue."""
+    fused = problem.fused
+    return fused is not None and any(
+        x is not None for x in (fused.gate, fused.preact, fused.row_scale, fused.combine, fused.out_rows)
+    )
+
+
+@no_dynamo
 def answer(problem: GroupedGemmProblem) -> Answer:
     """The exact answer and the interval of right values for every element."""
+    if is_finished_by_intervals(problem):
+        return _fused_answer(problem)
     arrays = blank(problem)
     found = Answer(problem, [_empty_block(array) for array in arrays], [])
     places, sums = [], []
@@ -116,6 +160,44 @@ def answer(problem: GroupedGemmProblem) -> Answer:
     if sums:
         _fill(found, arrays, places, sums)
     return found
+
+
+def _fused_answer(problem: GroupedGemmProblem) -> Answer:
+    """The same where activation, gate, row_scale or sums of rows follow the products."""
+    fused = problem.fused
+    assert fused is not None
+    found = Answer(problem, [_empty_block(array) for array in blank(problem)], [])
+    if fused.preact is not None:
+        found.preact = Answer(problem, [_empty_block(to_numpy(x) * 0) for x in fused.preacts()], found.owners)
+    rows = Rows(problem) if fused.scatters else None
+    for view in problem.groups():
+        number, index = (view.index, ...) if problem.form == "per_group" else (0, view.where)
+        if rows is None:
+            found.owners.append((view.index, number, index))
+        sums = product(problem, view)
+        if found.preact is not None:
+            _put(found.preact.blocks[number], index, sums, problem.out_dtype)
+        if not (view.m and view.n):
+            continue
+        if rows is None:
+            _put(found.blocks[number], index, finished(problem, view, sums), problem.out_dtype)
+        else:
+            rows.add(view, finished(problem, view, sums))
+    if rows is not None:
+        _put(found.blocks[0], ..., rows.summed(), problem.out_dtype)
+    for block in [] if found.preact is None else found.preact.blocks:
+        block.free |= ~block.owned  # they keep what they held
+    return found
+
+
+def _put(block: Block, index: Any, x: Enclosed, dtype: torch.dtype) -> None:
+    """Values and intervals at an index of a block, rounded. A usual error is taken to be half of the widest."""
+    low, high = round_once(x.low, dtype), round_once(x.high, dtype)
+    block.expected[index] = round_once(x.value, dtype)
+    block.low[index], block.high[index], block.free[index] = _comparable(low), _comparable(high), x.free
+    with np.errstate(all="ignore"):
+        half = (x.high - x.low).astype(np.float64) / 2
+    block.owned[index], block.typical[index] = True, np.where(np.isfinite(half), half, 0)
 
 
 def _fill(found: Answer, arrays: list[Array], places: list[Any], sums: list[tuple[GroupSum, int]]) -> None:
@@ -234,6 +316,8 @@ def _worst(found: Answer, results: list[Array], masks: list[Array]) -> tuple[int
 
 
 def _hint(found: Answer, number: int, at: tuple[int, ...], group: int | None, got: float) -> str:
+    if found.problem.fused is not None and found.problem.fused.scatters:
+        return "a sum of rows, each of which may have been rounded once"
     if group is None:
         rule = "must be zero" if found.problem.zero_unowned else "must stay as it was"
         return f"no group owns this element, which {rule}"
@@ -251,6 +335,8 @@ def _describe(found: Answer, results: list[Array], masks: list[Array], bad: int,
     group, within = _owner(found, number, at)
     wanted, low, high = float(block.expected[at]), float(block.low[at]), float(block.high[at])
     where = f"group {group}, element {within}" if group is not None else "an element that no group owns"
+    if found.problem.fused is not None and found.problem.fused.scatters:
+        where = f"row {at[0]}, column {at[1]}"
     listed = f" of output {number}" if len(found.blocks) > 1 else ""
     text = (
         f"{bad} of {total} elements are wrong; the worst: {where}, at {at}{listed}: got {got!r}, expected {wanted!r}, "
@@ -293,7 +379,26 @@ def judge(found: Answer, result: Any, *, suspicion: bool = True) -> Verdict:
 
 @no_dynamo
 def verify(problem: GroupedGemmProblem, result: Any) -> Verdict:
-    """Whether `result` is a right answer to `problem`; if not, where and by how much."""
+    """Whether `result` is a right answer to `problem`; if not, where and by how much.
+
+    Args:
+        problem: what was to be computed.
+        result: what was computed, by whatever means: an array of any library, or a list of them.
+
+    Returns:
+        The verdict, which prints as a sentence and is true if every element is right.
+
+    Raises:
+        InvalidProblem: the result lies in the memory of c, so that what c held is gone.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> problem = mg.GroupedGemmProblem(torch.ones(6, 4), torch.ones(3, 4, 2), sizes=[1, 0, 5])
+        >>> bool(mg.verify(problem, torch.full((6, 2), 4.0)))
+        True
+        >>> mg.verify(problem, torch.full((6, 2), 5.0)).bad
+        12
+    """
     _refuse_lost_c(checked(problem), result)
     return judge(answer(problem), result)
 

@@ -46,7 +46,7 @@ _PER_THREAD = 1 << 16
 """Elements that one thread takes at once: several passes over 256 KiB stay in its cache, which doubles their speed."""
 
 
-def _activate(x: Tensor, activation: Activation) -> Tensor:
+def activate(x: Tensor, activation: Activation) -> Tensor:
     piece = _PER_THREAD * torch.get_num_threads()
     if activation in ("relu", "silu") or x.numel() <= piece or not x.is_contiguous():
         _IN_PLACE[activation](x)
@@ -57,8 +57,14 @@ def _activate(x: Tensor, activation: Activation) -> Tensor:
     return x
 
 
+PICKS = frozenset(("a_rows", "b_rows"))
+"""What changes the operands alone."""
+
+
 def is_plain(spec: ProblemSpec) -> bool:
     """Whether the product itself is the answer, up to rounding."""
+    if spec.fused is not None and not set(spec.fused.keywords) <= PICKS:
+        return False
     return spec.alpha == "one" and spec.c is None and spec.bias is None and spec.activation is None
 
 
@@ -72,7 +78,7 @@ def finish(acc: Tensor, spec: ProblemSpec, alpha: float, beta: float, c: Tensor 
         acc.add_(c.to(acc.dtype), alpha=scale) if scale != 1 else acc.add_(c.to(acc.dtype))
     if bias is not None:
         acc.add_(bias.to(acc.dtype))
-    return acc if spec.activation is None else _activate(acc, spec.activation)
+    return acc if spec.activation is None else activate(acc, spec.activation)
 
 
 def to_odd_float32(x: Tensor) -> Tensor:

@@ -170,6 +170,22 @@ def unowned(ops: Operands, start: Index | None, end: Index | None) -> list[Tenso
     return [flat[lo:hi] for lo, hi in _runs_of_zero(np.cumsum(edges)[:-1])]
 
 
+def owned(ops: Operands, sizes: Sizes) -> list[Any]:
+    """Indices that take what groups own of anything laid out as the products are, and of a list its matrices."""
+    form, start, end = ops.spec.form, sizes.start, sizes.end
+    if form == "per_group":
+        return list(range(ops.spec.groups))
+    if form == "masked":
+        return [(g, slice(0, rows)) for g, rows in enumerate(cast(Index, end).tolist())]
+    if form not in ("jagged_m", "jagged_n"):
+        return [...]
+    edges = np.zeros(jagged_extent(ops) + 1, np.int64)
+    np.add.at(edges, cast(Index, start), 1)
+    np.add.at(edges, cast(Index, end), -1)
+    runs = [slice(lo, hi) for lo, hi in _runs_of_zero((np.cumsum(edges)[:-1] == 0).astype(np.int64))]
+    return runs if form == "jagged_m" else [(slice(None), run) for run in runs]
+
+
 def _runs_of_zero(cover: Index) -> Iterator[tuple[int, int]]:
     edges = np.flatnonzero(np.diff(np.concatenate(([1], cover, [1])) == 0))
     yield from zip(edges[0::2].tolist(), edges[1::2].tolist(), strict=True)
@@ -178,4 +194,6 @@ def _runs_of_zero(cover: Index) -> Iterator[tuple[int, int]]:
 def is_inference(ops: Operands) -> bool:
     """Whether some tensor may only be written inside torch's inference mode."""
     outs = ops.out if isinstance(ops.out, list) else [ops.out]
+    if ops.fused is not None:
+        outs = [*outs, *ops.fused.preacts()]
     return any(torch.is_inference(out) for out in outs)

@@ -13,6 +13,7 @@ from torch import Tensor
 from multigemm.backend import Launch, Recipe
 from multigemm.backends.cpu.config import Config, invalid_reasons
 from multigemm.backends.cpu.epilogue import finish, finisher, is_plain, store
+from multigemm.backends.cpu.fused import FusedLaunch, bare_fused
 from multigemm.backends.cpu.groups import Sizes, bare, empty_products, is_inference, unowned, walk
 from multigemm.backends.cpu.ordered import finish_in_pieces, ordered_product
 from multigemm.backends.cpu.quantised import QuantisedProducts
@@ -220,7 +221,10 @@ class ProductLaunch:
 
 def _guarded(bind: Callable[[Operands], Launch], ops: Operands) -> Launch:
     """A launch that records no gradients and may write tensors made in inference mode."""
-    run = bind(replace(ops, a=bare(ops.a), b=bare(ops.b), out=bare(ops.out), c=bare(ops.c), bias=bare(ops.bias)))
+    ops = replace(ops, a=bare(ops.a), b=bare(ops.b), out=bare(ops.out), c=bare(ops.c), bias=bare(ops.bias))
+    if ops.fused is not None:
+        ops.fused = bare_fused(ops.fused)
+    run = bind(ops)
     if not is_inference(ops):
         return run
 
@@ -238,10 +242,16 @@ def plan(spec: ProblemSpec, config: Any, device: torch.device) -> Recipe:
     if reasons := invalid_reasons(config, spec):
         raise InvalidSetting(f"{config}: {'; '.join(reasons)}")
 
-    def bind(ops: Operands) -> Launch:
+    def bind_products(ops: Operands) -> Launch:
         loop = bind_loop(ops, config.kernel == "ordered")
         one_by_one = config.kernel in ("loop", "ordered")
         return loop if one_by_one else ProductLaunch(ops, config.kernel == "bmm", loop)
 
-    why = "batch invariant: one accumulator, ascending k" if spec.batch_invariant else ""
-    return Recipe(kernel=config.kernel, config=config, bind=lambda ops: _guarded(bind, ops), why=why)
+    def bind_fused(ops: Operands) -> Launch:
+        return FusedLaunch(ops, bind_products, config.kernel == "ordered")
+
+    bind = bind_products if spec.fused is None else bind_fused
+    why = ["batch invariant: one accumulator, ascending k"] if spec.batch_invariant else []
+    if spec.fused is not None and spec.fused.scatters:
+        why.append("rows stay in the accumulator's precision until they are summed, in order")
+    return Recipe(kernel=config.kernel, config=config, bind=lambda ops: _guarded(bind, ops), why="; ".join(why))

@@ -10,6 +10,8 @@ contiguous memory and are taken by one thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -42,19 +44,30 @@ def ordered_product(a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
 def finish_in_pieces(acc: Tensor, group: Group, ops: Operands) -> None:
     """The epilogue of one product, whose elements are all computed by the same code wherever they lie."""
     c, bias = group.c, group.bias
-    whole = _padded(acc)
-    old = None if c is None else _padded(c.to(acc.dtype))
-    added = None if bias is None else _padded(bias.to(acc.dtype).expand(acc.shape))
-    rounded = torch.empty(whole.shape, dtype=group.out.dtype, device="cpu")
-    for first in range(0, whole.shape[0], PIECE):
-        part = slice(first, first + PIECE)
-        sums, *extras = (None if x is None else x[part] for x in (whole, old, added))
-        assert sums is not None
-        result = finish(sums, ops.spec, ops.alpha, ops.beta, *extras)
+    old = None if c is None else c.to(acc.dtype)
+    added = None if bias is None else bias.to(acc.dtype).expand(acc.shape)
+
+    def finished(sums: Tensor, *extras: Tensor | None) -> Tensor:
+        return finish(sums, ops.spec, ops.alpha, ops.beta, *extras)
+
+    group.out.copy_(in_pieces(finished, group.out.dtype, acc, old, added))
+
+
+def in_pieces(function: Callable[..., Tensor], dtype: torch.dtype, first: Tensor, *more: Tensor | None) -> Tensor:
+    """An element-wise function of tensors of one shape, rounded to `dtype`; an element's bits do not depend on others.
+
+    The function may overwrite its arguments.
+    """
+    flat = [None if x is None else _padded(x) for x in (first, *more)]
+    assert flat[0] is not None
+    rounded = torch.empty(flat[0].shape, dtype=dtype, device="cpu")
+    for begin in range(0, rounded.shape[0], PIECE):
+        part = slice(begin, begin + PIECE)
+        result = function(*(None if x is None else x[part] for x in flat))
         if result.is_floating_point():  # processors keep the bits of either operand, GPUs of none
             result.masked_fill_(result.isnan(), torch.nan)
         store(result, rounded[part])
-    group.out.copy_(rounded[: acc.numel()].view(acc.shape))
+    return rounded[: first.numel()].view(first.shape)
 
 
 def _padded(x: Tensor) -> Tensor:

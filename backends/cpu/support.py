@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from multigemm.backend import Availability, quantised_reasons
-from multigemm.problem.spec import ACTIVATIONS, FLOAT8, INPUT_DTYPES, ProblemSpec
+from multigemm.problem.spec import ACTIVATIONS, FLOAT8, GATES, INPUT_DTYPES, ProblemSpec
 
 
 def availability() -> Availability:
@@ -25,6 +25,7 @@ def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
         reasons.append(f"compute dtype {spec.compute} is unknown: use one of {', '.join(map(str, INPUT_DTYPES))}")
     if spec.compute == torch.int8 and spec.out.dtype != torch.int32:
         reasons.append(f"int8 products are int32, and out is {spec.out.dtype}: use out_dtype=torch.int32")
-    if spec.activation is not None and spec.activation not in ACTIVATIONS:
-        reasons.append(f"activation {spec.activation!r} is unknown here: use one of {', '.join(ACTIVATIONS)}")
+    known = (*ACTIVATIONS, *GATES)
+    if spec.activation is not None and spec.activation not in known:
+        reasons.append(f"activation {spec.activation!r} is unknown here: use one of {', '.join(known)}")
     return reasons

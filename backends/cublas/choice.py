@@ -12,7 +12,6 @@ What matters is their order, not their size; so the constants serve other GPUs o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,15 +26,15 @@ from multigemm.backends.cublas.config import (
     grouped_reasons,
     plain,
 )
-from multigemm.backends.cublas.products import TRANSPOSE, Cuts, Product, Shape
+from multigemm.backends.cublas.products import TRANSPOSE, Products, Shape
 from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.problem.spec import ProblemSpec
 
 # Fitted numbers, last changed on 2026-11-21: bfloat16 and float32 on an H100 (33 cases of mixtures of experts) and an
 # H200 (20 of other models; it has the same processors). `python benchmarks/cublas.py` times every variant of such
-# cases, which is how to fit them anew; docs/cublas.md has its tables.
+# cases, which is how to fit them anew; docs/notes/cublas.md has its tables.
 
-TILES = ((64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128))
+TILES = np.array([(64, 128), (128, 128), (64, 256), (128, 256), (256, 128), (192, 128)], dtype=np.float64).T[:, :, None]
 """Rows and columns of the tiles among which the library picks for a single product."""
 BYTES_PER_US = 2.9e6
 FLOPS_PER_US = {torch.float64: 50e6, torch.float32: 45e6, torch.int8: 700e6}
@@ -131,31 +130,19 @@ class Work:
 
     __slots__ = ("count", "equal", "first", "itemsize", "k", "longest", "m", "n", "rate", "traffic", "transposed")
 
-    def __init__(self, spec: ProblemSpec, first: Shape, equal: bool, transposed: Any, m: Any, n: Any, k: Any) -> None:
-        self.first, self.equal, self.count, self.itemsize = first, equal, len(n), spec.compute.itemsize
-        self.transposed, self.m, self.n, self.k, self.longest = transposed, m, n, k, float(k.max())
+    def __init__(self, spec: ProblemSpec, products: Products) -> None:
+        self.first, self.equal, self.count = products.shapes[0], len(products.shapes) == 1, len(products.kinds)
+        op_first, _, m, n, k, *_ = np.array(products.shapes, dtype=np.float64)[products.kinds].T
+        self.transposed, self.m, self.n, self.k, self.longest = op_first == TRANSPOSE, m, n, k, float(k.max())
         tf32 = spec.compute is torch.float32 and spec.precision == "tf32"
         self.rate = TF32_FLOPS_PER_US if tf32 else FLOPS_PER_US.get(spec.compute, TENSOR_FLOPS_PER_US)
+        self.itemsize = spec.compute.itemsize
         self.traffic = (m * k + k * n + m * n) * (self.itemsize / BYTES_PER_US)
 
 
-def work_of(spec: ProblemSpec, products: Cuts | Sequence[Product]) -> Work | None:
-    """The work of products, or of the groups that become products; None if there are fewer than two."""
-    if not isinstance(products, Cuts):
-        shapes = [product[0] for product in products]
-        table = np.array(shapes, dtype=np.float64).T
-        equal = shapes.count(shapes[0]) == len(shapes) if shapes else True
-        return Work(spec, shapes[0], equal, table[0] == TRANSPOSE, *table[2:5]) if len(shapes) > 1 else None
-    lengths = np.array(products.lengths, dtype=np.float64)
-    lengths = lengths[lengths > 0]
-    if len(lengths) < 2:
-        return None
-    first, varies = products.shape, products.varies
-    whole = np.full(len(lengths), 1.0)
-    m, n, k = (lengths if name == varies else whole * extent for name, extent in zip("mnk", first[2:5], strict=True))
-    if varies:
-        first = first._replace(**{varies: int(lengths[0])})
-    return Work(spec, first, not varies or bool((lengths == lengths[0]).all()), whole * first[0] == TRANSPOSE, m, n, k)
+def work_of(spec: ProblemSpec, products: Products) -> Work | None:
+    """The work of products; None if there are fewer than two."""
+    return Work(spec, products) if len(products.kinds) > 1 else None
 
 
 def able(spec: ProblemSpec, device: torch.device, written: torch.dtype) -> tuple[bool, bool]:
@@ -178,7 +165,7 @@ def choose(spec: ProblemSpec, work: Work | None, grouped: bool, grouped_mm: bool
     return Config("grouped") if grouped and by_grouped(work) < least else fastest
 
 
-def apart_in_a_graph(spec: ProblemSpec, products: Sequence[Product]) -> bool:
+def apart_in_a_graph(spec: ProblemSpec, products: Products) -> bool:
     """Whether a CUDA graph should hold one call per product where the grouped call is chosen otherwise.
 
     There, calls cost the host nothing, and the library's best kernel for each makes up for their number.
@@ -203,7 +190,8 @@ def slow_to_read(s: Shape) -> bool:
 
 def separately(work: Work) -> float:
     """One call per product, on several streams."""
-    area = np.minimum.reduce([_tiles(work.m, b) * (b * a) * _tiles(work.n, a) for a, b in TILES])
+    rows, columns = TILES
+    area = (np.ceil(work.m / columns) * columns * (np.ceil(work.n / rows) * rows)).min(axis=0)
     slow = (work.n <= 2 * FEW_ROWS) & (work.m <= NARROW)
     slowness = np.where(slow, np.where(work.transposed, SLOWER_TRANSPOSED, SLOWER), 1.0)
     busy = 2.0 * area * work.k / work.rate + CALL_US

@@ -32,12 +32,10 @@ from multigemm.backends.cublas.grouped_mm import bind_grouped_mm
 from multigemm.backends.cublas.library import Origins
 from multigemm.backends.cublas.products import (
     Bytes,
-    Cuts,
     Ints,
-    Product,
-    cut,
+    Products,
+    clamped,
     list_products,
-    packed_cuts,
     packed_forms,
     packed_products,
 )
@@ -48,7 +46,6 @@ from multigemm.errors import BackendUnsupported, NotCapturable
 from multigemm.planning.operands import Operands, group_table, packed
 from multigemm.problem.spec import ProblemSpec
 
-Groups = Cuts | list[Product]
 A, B, OUT = (OPERANDS.index(name) for name in ("a", "b", "out"))
 FEW_ZEROS = 8
 """Results that are worth a fill each; more of them are left to one launch of the epilogue."""
@@ -106,7 +103,7 @@ def _tell(ops: Operands, how: Method) -> str:
     if how.grouped_mm and offsets is None:
         return "bound: grouped_mm, with the sizes on the device"
     a, b, out = (expressible(x) for x in (ops.a, ops.b, ops.out))
-    products = _products(_groups(replace(ops, a=a, b=b, out=out), how, offsets, valid), how)
+    products = _products(replace(ops, a=a, b=b, out=out), how, offsets, valid)
     return f"bound: {choose(ops.spec, work_of(ops.spec, products), *how.able)} for {len(products)} products"
 
 
@@ -163,18 +160,17 @@ def bound(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) 
 def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Launch:
     spec, config = ops.spec, how.config
     unknown = how.cut and offsets is None and valid is None  # so the library writes what no group owns, too
-    groups, target, steps = _laid_out(ops, how, offsets, valid, how.plain and (spec.zero_unowned or not unknown))
+    products, target, steps = _laid_out(ops, how, offsets, valid, how.plain and (spec.zero_unowned or not unknown))
     if config.variant == "auto":
-        config = choose(spec, work_of(spec, groups), *how.able)
+        config = choose(spec, work_of(spec, products), *how.able)
         if config.variant == "grouped_mm":
             return bind_grouped_mm(ops, offsets)
-    products, direct = _products(groups, how), target is ops.out
+    direct = target is ops.out
     if direct and (ops.bias is not None or ops.c is not None) and (laid := _laid(ops, unknown)):
         steps.append(laid)
     alpha, beta, after = _scalars(ops, how, direct)
-    if products:
-        origins = _origins(ops, groups, target) if isinstance(groups, Cuts) else None
-        steps.append(_calls(ops, how, config, products, (alpha, beta), origins))
+    if products.shapes:
+        steps.append(_calls(ops, how, config, products, (alpha, beta), _origins(products, direct)))
     unowned = spec.zero_unowned and (unknown or _has_unowned(ops, offsets, valid))
     if not direct:
         steps.append(Finish(after, Need(acc=target, unowned=unowned)))
@@ -183,34 +179,36 @@ def _general(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | Non
     return Steps(ops.device, steps, [] if direct else target if isinstance(target, list) else [target])
 
 
-def _origins(ops: Operands, cuts: Cuts, target: Side) -> Origins:
-    """Where the products' operands lie, if none was copied: a launch with copies does not move."""
-    p = cuts.p
-    a, b, out = (A, p.a.ptr), (B, p.b.ptr), (OUT if target is ops.out else -1, p.out.ptr)
-    return (b, a, out) if cuts.by_rows else (a, b, out)
+def _origins(products: Products, direct: bool) -> Origins | None:
+    """Where the packed operands of the products lie: the addresses that calls follow, if none was copied."""
+    if products.bases is None:
+        return None
+    operands = (*((B, A) if products.by_rows else (A, B)), OUT if direct else -1)
+    first, second, out = zip(operands, products.bases, strict=True)
+    return first, second, out
 
 
 def _laid_out(
     ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None, in_place: bool
-) -> tuple[Groups, Side, list[Step]]:
-    """The groups as the library reads and writes them, what it writes into, and the step that refreshes copies."""
+) -> tuple[Products, Side, list[Step]]:
+    """The products as the library reads and writes them, what it writes into, and the step that refreshes copies."""
     if in_place and (given := _as_given(ops, how, offsets, valid)) is not None:
         return given, ops.out, []
     copies, target = Copies(), ops.out
     a, b = stage(ops, copies)
     if not (in_place and writable(target)):
         target = scratch(target, how.written, rows=not how.plain)
-    groups = _groups(replace(ops, a=a, b=b, out=target), how, offsets, valid)
-    return groups, target, [copies] if copies.pairs else []
+    products = _products(replace(ops, a=a, b=b, out=target), how, offsets, valid)
+    return products, target, [copies] if copies.pairs else []
 
 
-def _as_given(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Cuts | None:
-    """The groups of packed operands that the library reads and writes as they lie; None if it does not."""
+def _as_given(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Products | None:
+    """The products of packed operands that the library reads and writes as they lie; None if it does not."""
     if ops.spec.form == "per_group" or ops.spec.compute is torch.int8:
         return None
     p = packed(ops)
     forms = packed_forms(p, how.size)
-    return None if None in forms else packed_cuts(p, how.size, offsets, valid, forms)
+    return None if None in forms else packed_products(p, how.size, offsets, valid, forms)
 
 
 def _scalars(ops: Operands, how: Method, direct: bool) -> tuple[float, float, Operands]:
@@ -239,23 +237,19 @@ def _same(c: Side | None, out: Side) -> bool:
     return all(x.data_ptr() == y.data_ptr() and x.stride() == y.stride() for x, y in pairs)
 
 
-def _groups(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Groups:
-    """The groups of operands that the library can read and write as they lie."""
+def _products(ops: Operands, how: Method, offsets: Ints | None, valid: Ints | None) -> Products:
+    """The products of operands that the library can read and write as they lie."""
     if ops.spec.form == "per_group":
         return list_products(group_table(ops), how.size)
     p = packed(ops)
-    return packed_cuts(p, how.size, offsets, valid, packed_forms(p, how.size))
-
-
-def _products(groups: Groups, how: Method) -> list[Product]:
-    return packed_products(groups, how.size) if isinstance(groups, Cuts) else groups
+    return packed_products(p, how.size, offsets, valid, packed_forms(p, how.size))
 
 
 def _calls(
     ops: Operands,
     how: Method,
     config: Config,
-    products: list[Product],
+    products: Products,
     scalars: tuple[float, float],
     origins: Origins | None,
 ) -> Step:
@@ -274,7 +268,8 @@ def _calls(
         batch = library.one_each(blas, products, types)
     batch.origins = origins
     if config.variant == "streams":
-        return Streamed(blas, batch, [product[0] for product in products], config.streams, ops.device)
+        shapes = [products.shapes[kind] for kind in products.kinds.tolist()]
+        return Streamed(blas, batch, shapes, config.streams, ops.device)
     return Calls(blas, batch, captured)
 
 
@@ -305,5 +300,5 @@ def _empty_results(ops: Operands, offsets: Ints | None) -> list[Tensor]:
         return [out.detach() for a, out in zip(ops.a, ops.out, strict=True) if a.shape[1] == 0 and out.numel()]
     if offsets is None:
         return []
-    out = cast(Tensor, ops.out).detach()
-    return [out[g] for g, length in enumerate(cut(offsets, cast(Tensor, ops.a).shape[-1])[1]) if not length]
+    out, lengths = cast(Tensor, ops.out).detach(), clamped(offsets, cast(Tensor, ops.a).shape[-1])[1]
+    return [out[g] for g in (lengths == 0).nonzero()[0].tolist()]

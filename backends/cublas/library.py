@@ -14,16 +14,14 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from multigemm import torch_internals
-from multigemm.backends.cublas.products import Bytes, Product, Shape, countable, even_steps, merged
+from multigemm.backends.cublas.products import Bytes, Ints, Products, Shape, countable, even_steps
 from multigemm.cuda.arguments import Addresses
 from multigemm.cuda.device import STAGED_BYTES, index_of, to_device, upload
 from multigemm.errors import LibraryError
@@ -200,8 +198,8 @@ class AddressTable:
 
     __slots__ = ("_addresses", "_device", "_memory", "pointers")
 
-    def __init__(self, products: Sequence[Product], device: torch.device) -> None:
-        self._addresses = np.ascontiguousarray(np.array([p[1:] for p in products], dtype=np.int64).T)
+    def __init__(self, addresses: Ints, device: torch.device) -> None:
+        self._addresses = np.ascontiguousarray(addresses)
         self._device = device
         self.pointers = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         """What the call is told: where each row lies on the device."""
@@ -215,7 +213,7 @@ class AddressTable:
         else:
             self._copy(addresses)
 
-    def _copy(self, addresses: npt.NDArray[np.int64]) -> None:
+    def _copy(self, addresses: Ints) -> None:
         self._memory = to_device(addresses, self._device)
         row = self._memory.stride(0) * self._memory.element_size()
         for i, pointer in enumerate(self.pointers):
@@ -286,15 +284,13 @@ def _batch_arguments(
     )  # fmt: skip
 
 
-def one_each(library: Cublas, products: Sequence[Product], t: Types) -> Batch:
+def one_each(library: Cublas, products: Products, t: Types) -> Batch:
     """One cublasGemmEx per product. This loop is most of what a bind costs, so it calls nothing but constructors."""
     address, extent, op, function = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, library.gemm
-    alpha, beta, known, found = ctypes.byref(t.alpha), ctypes.byref(t.beta), dict[Shape, Any](), list[Call]()
-    for shape, first, second, out in products:
-        if shape not in known:
-            op_first, op_second, *extents = shape
-            known[shape] = (op(op_first), op(op_second), *map(extent, extents))
-        *extents, ld_first, ld_second, ld_out = known[shape]
+    alpha, beta, found = ctypes.byref(t.alpha), ctypes.byref(t.beta), list[Call]()
+    shapes = [(op(first), op(second), *map(extent, extents)) for first, second, *extents in products.shapes]
+    for kind, first, second, out in zip(products.kinds.tolist(), *products.addresses.tolist(), strict=True):
+        *extents, ld_first, ld_second, ld_out = shapes[kind]
         arguments = (
             *extents, alpha, address(first), t.operand, ld_first, address(second), t.operand, ld_second,
             beta, address(out), t.out, ld_out, *t.tail,
@@ -303,41 +299,38 @@ def one_each(library: Cublas, products: Sequence[Product], t: Types) -> Batch:
     return Batch(found)
 
 
-def one_per_shape(
-    library: Cublas,
-    products: list[Product],
-    t: Types,
-    size: Bytes,
-    device: torch.device,
-) -> Batch:
+def one_per_shape(library: Cublas, products: Products, t: Types, size: Bytes, device: torch.device) -> Batch:
     """Products of one shape in one batched call: strided where they lie evenly, else by addresses on the device.
 
     The latter takes half a microsecond more: its kernel has to fetch the addresses first. So products are
     put in the order of their results in memory, whatever the order in which they were given.
     """
     batch = Batch()
-    for _, given in merged(products):
-        same = sorted(given, key=itemgetter(3))  # the address of the result
-        for first in range(0, len(same), LARGEST_BATCH):
-            _batched(library, same[first : first + LARGEST_BATCH], t, size, device, batch)
+    for shape, places in products.groups():
+        same = products.addresses[:, places]
+        same = same[:, same[2].argsort(kind="stable")]
+        for first in range(0, len(places), LARGEST_BATCH):
+            _batched(library, shape, same[:, first : first + LARGEST_BATCH], t, size, device, batch)
     return batch
 
 
-def _batched(library: Cublas, same: list[Product], t: Types, size: Bytes, device: torch.device, into: Batch) -> None:
-    strides, (shape, *base) = _strides(same, size), same[0]
-    if len(same) == 1 or (strides is None and not aligned(same)):
-        into.calls += one_each(library, same, t).calls
+def _batched(
+    library: Cublas, shape: Shape, same: Ints, t: Types, size: Bytes, device: torch.device, into: Batch
+) -> None:
+    count, strides = same.shape[1], _strides(same, size)
+    if count == 1 or (strides is None and not aligned(same)):
+        into.calls += one_each(library, Products([shape], np.zeros(count, np.int64), same), t).calls
     elif strides is not None:
-        args = _batch_arguments(shape, [*map(ctypes.c_void_p, base)], t, strides, len(same))
+        args = _batch_arguments(shape, [*map(ctypes.c_void_p, same[:, 0].tolist())], t, strides, count)
         into.calls.append((library.strided, args, "cublasGemmStridedBatchedEx"))
     else:
         table = AddressTable(same, device)
         into.tables.append(table)
-        args = _batch_arguments(shape, table.pointers, t, None, len(same))
+        args = _batch_arguments(shape, table.pointers, t, None, count)
         into.calls.append((library.pointers, args, "cublasGemmBatchedEx"))
 
 
-def _strides(same: list[Product], size: Bytes) -> tuple[int, int, int] | None:
+def _strides(same: Ints, size: Bytes) -> tuple[int, int, int] | None:
     """Elements from each operand to the next, where they are constant and cuBLAS counts so far; else None."""
     steps = even_steps(same)
     if steps is None:
@@ -347,40 +340,38 @@ def _strides(same: list[Product], size: Bytes) -> tuple[int, int, int] | None:
     return (first, second, out) if near else None
 
 
-def aligned(products: Sequence[Product]) -> bool:
+def aligned(addresses: Ints) -> bool:
     """Whether every address is one that a call by addresses may be given.
 
     The library cannot see addresses that lie on the device; it takes them to be as aligned as the
     leading dimensions let it hope, and faults on others.
     """
-    return not any((p.first | p.second | p.out) % ADDRESS_ALIGNMENT for p in products)
+    return not (addresses % ADDRESS_ALIGNMENT).any()
 
 
-def _in_groups(products: list[Product]) -> list[tuple[Shape, list[Product]]]:
+def in_groups(products: Products) -> list[tuple[Shape, list[int]]]:
     """Products of equal shape as one group of the call, which spares it work for each; but long ones as they come.
 
     Among those, some are bound by their sums and others by reading their weights: side by side they hide each other,
     and one kind behind the other took up to a twelfth longer.
     """
-    work = sum(p.shape.m * p.shape.n * p.shape.k for p in products)
-    if work > LONG and MIXED_GROUPS >= len(products) > 1 and any(p.shape != products[0].shape for p in products):
-        return [(p.shape, [p]) for p in products]
-    return merged(products)
+    shapes, kinds = products.shapes, products.kinds.tolist()
+    work = [shape.m * shape.n * shape.k for shape in shapes]
+    if len(shapes) > 1 and len(kinds) <= MIXED_GROUPS and sum(work[kind] for kind in kinds) > LONG:
+        return [(shapes[kind], [place]) for place, kind in enumerate(kinds)]
+    return products.groups()
 
 
-def one_for_all(
-    library: Cublas, products: list[Product], t: Types, device: torch.device, origins: Origins | None = None
-) -> Batch:
+def one_for_all(library: Cublas, products: Products, t: Types, device: torch.device) -> Batch:
     """A single cublasGemmGroupedBatchedEx."""
-    groups = _in_groups(products)
-    table = AddressTable([p for _, same in groups for p in same], device)
+    groups = in_groups(products)
+    table = AddressTable(products.addresses[:, [place for _, places in groups for place in places]], device)
     at = table.pointers
-    count, shapes = len(groups), [shape for shape, _ in groups]
-    columns = list(zip(*shapes, strict=True))
+    count, columns = len(groups), list(zip(*(shape for shape, _ in groups), strict=True))
     ops = [(ctypes.c_int * count)(*column) for column in columns[:2]]
     m, n, k, ld_first, ld_second, ld_out = ((ctypes.c_int64 * count)(*column) for column in columns[2:])
     alpha, beta = ((type(v) * count)(*([v.value] * count)) for v in (t.alpha, t.beta))
-    members = (ctypes.c_int64 * count)(*(len(same) for _, same in groups))
+    members = (ctypes.c_int64 * count)(*(len(places) for _, places in groups))
     args = (*ops, m, n, k, alpha, at[0], t.operand, ld_first, at[1], t.operand, ld_second, beta, at[2], t.out, ld_out,
             ctypes.c_int64(count), members, t.compute)  # fmt: skip
     assert library.grouped is not None, "the variant is refused without this entry point"

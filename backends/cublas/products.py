@@ -10,6 +10,7 @@ it: all groups that share their weights are one product over all rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -91,13 +92,29 @@ def shape_of(m: int, n: int, k: int, a: Leading, b: Leading, out: Leading) -> Sh
 Forms = tuple[Leading | None, Leading | None, Leading | None]
 
 
-class Product(NamedTuple):
-    """One matrix product: its shape, and the addresses of first and second operand and result."""
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Matrix products in order: their shapes, each once; the number of each product's shape; and addresses.
 
-    shape: Shape
-    first: int
-    second: int
-    out: int
+    `addresses` has a row for the first operands, one for the second ones and one for the results. `bases` are the
+    addresses of the packed operands that they lie in, in the same order; None for a list.
+    """
+
+    shapes: list[Shape]
+    kinds: Ints
+    addresses: Ints
+    by_rows: bool = True
+    bases: tuple[int, int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def groups(self) -> list[tuple[Shape, list[int]]]:
+        """Products of one shape together, the largest work first; each by its place."""
+        same: list[list[int]] = [[] for _ in self.shapes]
+        for place, kind in enumerate(self.kinds.tolist()):
+            same[kind].append(place)
+        return sorted(zip(self.shapes, same, strict=True), key=_largest_first)
 
 
 class Bytes(NamedTuple):
@@ -107,17 +124,10 @@ class Bytes(NamedTuple):
     out: int
 
 
-def cut(offsets: Ints, extent: int) -> tuple[list[int], list[int]]:
+def clamped(offsets: Ints, extent: int) -> tuple[Ints, Ints]:
     """Where each group starts, clamped as the kernels clamp it, and its length."""
-    bounds = offsets.tolist()
-    starts, lengths, start = [], [], bounds[0]
-    for end in bounds[1:]:
-        start = 0 if start < 0 else extent if start > extent else start
-        length = (extent if end > extent else end) - start
-        starts.append(start)
-        lengths.append(length if length > 0 else 0)
-        start = end
-    return starts, lengths
+    starts = np.minimum(np.maximum(offsets[:-1], 0), extent)
+    return starts, np.maximum(np.minimum(offsets[1:], extent) - starts, 0)
 
 
 def joined(extent: int, group: int, stride: int) -> int | None:
@@ -155,74 +165,47 @@ def packed_forms(p: Packed, size: Bytes) -> Forms:
     )
 
 
-class Cuts(NamedTuple):
-    """A packed problem and its groups: where each starts and how long it is along `axis`, or whole ones (None).
-
-    `shape` is that of the whole; `varies` names its field that `lengths` replace.
-    """
-
-    p: Packed
-    shape: Shape
-    by_rows: bool
-    axis: str | None
-    varies: str
-    starts: list[int]
-    lengths: list[int]
-
-
-def packed_cuts(p: Packed, size: Bytes, offsets: Ints | None, valid: Ints | None, forms: Forms) -> Cuts:
-    """The groups of a packed problem, in order, empty ones among them; groups that one product computes are one.
+def packed_products(p: Packed, size: Bytes, offsets: Ints | None, valid: Ints | None, forms: Forms) -> Products:
+    """The non-empty products of a packed problem; groups that one product computes are one.
 
     Where the host does not know what is cut (`offsets` and `valid` are None), matrices are taken whole. `forms` are
-    those of `packed_forms`.
+    those of `packed_forms`. Products with K = 0 are left out too.
     """
     if valid is not None:
-        return _cuts(p, forms, "m", [0] * p.groups, np.clip(valid, 0, p.m).tolist())
+        return _cut(p, size, forms, "m", np.zeros(p.groups, np.int64), np.minimum(np.maximum(valid, 0), p.m))
     if p.jagged is None or offsets is None:
         count = p.groups if p.jagged is None else 1
         if count > 1 and (one := _as_one(p)) is not None and all(of_one := packed_forms(one, size)):
             p, forms, count = one, of_one, 1
-        return _cuts(p, forms, None, [0] * count, [1] * count)
-    starts, lengths = cut(offsets, p.m if p.jagged == "m" else p.n if p.jagged == "n" else p.k)
+        return _cut(p, size, forms, None, np.zeros(count, np.int64), np.ones(count, np.int64))
+    starts, lengths = clamped(offsets, p.m if p.jagged == "m" else p.n if p.jagged == "n" else p.k)
     shares = (p.jagged == "m" and p.b.group == 0) or (p.jagged == "n" and p.a.group == 0)
-    if (
-        shares
-        and starts
-        and starts[1:] == [start + length for start, length in zip(starts[:-1], lengths, strict=False)]
-    ):
-        starts, lengths = starts[:1], [sum(lengths)]  # one matrix for all groups, which follow each other: one product
-    return _cuts(p, forms, p.jagged, starts, lengths)
+    if shares and len(starts) and bool((starts[1:] == starts[:-1] + lengths[:-1]).all()):
+        starts, lengths = starts[:1], lengths.sum(keepdims=True)  # groups that follow each other in one matrix
+    return _cut(p, size, forms, p.jagged, starts, lengths)
 
 
-def _cuts(p: Packed, forms: Forms, axis: str | None, starts: list[int], lengths: list[int]) -> Cuts:
+def _cut(p: Packed, size: Bytes, forms: Forms, axis: str | None, starts: Ints, lengths: Ints) -> Products:
+    """The products of groups that start there along `axis` and are so long; of whole matrices where it is None."""
     of_a, of_b, of_out = forms
     assert of_a is not None and of_b is not None and of_out is not None, "operands that are not expressible are staged"
-    by_rows = of_out.by_rows
-    varies = {"m": "n" if by_rows else "m", "n": "m" if by_rows else "n", "k": "k", None: ""}[axis]
-    return Cuts(p, shape_of(p.m, p.n, p.k, of_a, of_b, of_out), by_rows, axis, varies, starts, lengths)
-
-
-def packed_products(cuts: Cuts, size: Bytes) -> list[Product]:
-    """The non-empty products of the groups. Products with K = 0 are left out too."""
-    p, shape, by_rows, axis, varies, starts, lengths = cuts
-    op_first, op_second, m, n, k, *leads = shape
-    new = tuple.__new__  # a named tuple's own constructor is a Python call, here some for each group
-    shapes, found = dict[int, Shape](), list[Product]()
+    by_rows, whole = of_out.by_rows, shape_of(p.m, p.n, p.k, of_a, of_b, of_out)
+    cut = {"m": 3 if by_rows else 2, "n": 2 if by_rows else 3, "k": 4, None: 5}[axis]
+    there = lengths > 0 if all((*whole[2:cut], *whole[cut + 1 : 5])) else lengths < 0
+    (groups,), starts, lengths = there.nonzero(), starts[there], lengths[there]
+    numbers, kinds, new = dict[int, int](), list[int](), tuple.__new__
+    for length in lengths.tolist():
+        kinds.append(numbers.setdefault(length, len(numbers)))
+    shapes = [whole] * len(numbers)
+    if axis is not None:  # a named tuple's own constructor is a Python call
+        shapes = [new(Shape, (*whole[:cut], length, *whole[cut + 1 :])) for length in numbers]
     a_step, b_step, out_step = _steps(p, axis)
-    (a, a_group, *_), (b, b_group, *_), (out, out_group, *_) = p.a, p.b, p.out
-    for g, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        if varies:
-            if length not in shapes:
-                m, n, k = length if varies == "m" else m, length if varies == "n" else n, length if varies == "k" else k
-                shapes[length] = new(Shape, (op_first, op_second, m, n, k, *leads))
-            shape = shapes[length]
-        if not (shape.m and shape.n and shape.k):
-            continue
-        at_a = a + (g * a_group + start * a_step) * size.operand
-        at_b = b + (g * b_group + start * b_step) * size.operand
-        at_out = out + (g * out_group + start * out_step) * size.out
-        found.append(new(Product, (shape, at_b, at_a, at_out) if by_rows else (shape, at_a, at_b, at_out)))
-    return found
+    a = p.a.ptr + (groups * p.a.group + starts * a_step) * size.operand
+    b = p.b.ptr + (groups * p.b.group + starts * b_step) * size.operand
+    out = p.out.ptr + (groups * p.out.group + starts * out_step) * size.out
+    addresses = np.array([b, a, out] if by_rows else [a, b, out], dtype=np.int64)
+    bases = (p.b.ptr, p.a.ptr, p.out.ptr) if by_rows else (p.a.ptr, p.b.ptr, p.out.ptr)
+    return Products(shapes, np.array(kinds, np.int64), addresses, by_rows, bases)
 
 
 def _steps(p: Packed, axis: str | None) -> tuple[int, int, int]:
@@ -234,9 +217,9 @@ def _steps(p: Packed, axis: str | None) -> tuple[int, int, int]:
     return (p.a.col, p.b.row, 0) if axis == "k" else (0, 0, 0)
 
 
-def list_products(table: Ints, size: Bytes) -> list[Product]:
+def list_products(table: Ints, size: Bytes) -> Products:
     """The non-empty products of a list, in order."""
-    found = []
+    shapes, kinds, addresses = dict[Shape, int](), list[int](), list[tuple[int, int, int]]()
     for r in table.tolist():
         m, n, k = r[TABLE.M], r[TABLE.N], r[TABLE.K]
         if m and n and k:
@@ -244,31 +227,23 @@ def list_products(table: Ints, size: Bytes) -> list[Product]:
             b = leading(k, n, r[TABLE.B_ROW], r[TABLE.B_COL], size.operand)
             out = leading(m, n, r[TABLE.OUT_ROW], r[TABLE.OUT_COL], size.out)
             assert a is not None and b is not None and out is not None, "what is not expressible is staged"
+            kinds.append(shapes.setdefault(shape_of(m, n, k, a, b, out), len(shapes)))
             pair = (r[TABLE.B], r[TABLE.A]) if out.by_rows else (r[TABLE.A], r[TABLE.B])
-            found.append(Product(shape_of(m, n, k, a, b, out), *pair, r[TABLE.OUT]))
-    return found
+            addresses.append((*pair, r[TABLE.OUT]))
+    rows = np.array(addresses, dtype=np.int64).reshape(-1, 3).T
+    return Products(list(shapes), np.array(kinds, dtype=np.int64), rows)
 
 
-def merged(products: list[Product]) -> list[tuple[Shape, list[Product]]]:
-    """Products of one shape together, the largest work first, order kept within a shape."""
-    found: dict[Shape, list[Product]] = {}
-    for product in products:
-        found.setdefault(product[0], []).append(product)
-    return sorted(found.items(), key=_largest_first)
-
-
-def _largest_first(group: tuple[Shape, list[Product]]) -> tuple[int, Shape]:
+def _largest_first(group: tuple[Shape, list[int]]) -> tuple[int, Shape]:
     shape = group[0]
     return -shape.m * shape.n * shape.k, shape
 
 
-def even_steps(products: list[Product]) -> tuple[int, int, int] | None:
+def even_steps(addresses: Ints) -> tuple[int, int, int] | None:
     """The constant distance in bytes between successive addresses of each operand, or None."""
-    if len(products) < 2:
+    if addresses.shape[1] < 2:
         return 0, 0, 1
-    (_, *before), (_, *after) = products[:2]
-    steps = np.array(after) - np.array(before)
-    table = np.array([p[1:] for p in products], dtype=np.int64)
-    first, second, out = steps.tolist()
-    even = first >= 0 and second >= 0 and out > 0 and bool((table[1:] - table[:-1] == steps).all())
+    distances = addresses[:, 1:] - addresses[:, :-1]
+    first, second, out = distances[:, 0].tolist()
+    even = first >= 0 and second >= 0 and out > 0 and bool((distances == distances[:, :1]).all())
     return (first, second, out) if even else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from multigemm.backend import Availability, quantised_reasons
+from multigemm.backend import Availability, fused_reasons, quantised_reasons
 from multigemm.backends.cublas.config import result_type
 from multigemm.backends.cublas.products import FARTHEST_BYTES, FARTHEST_ELEMENTS, countable
 from multigemm.problem.spec import FLOAT_DTYPES, ProblemSpec
@@ -37,7 +37,7 @@ def availability() -> Availability:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Each limit that this spec breaks, with the value seen and the remedy; empty if it can run."""
-    if reasons := quantised_reasons(spec):
+    if reasons := quantised_reasons(spec) + fused_reasons(spec):
         return reasons
     reasons = []
     if device.type != "cuda":

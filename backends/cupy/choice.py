@@ -69,7 +69,7 @@ from multigemm.cuda.device import FITTED_PROCESSORS as PROCESSORS
 from multigemm.planning.tiles import Number, TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
-# Fitted numbers, last changed on 2026-11-22: times in bfloat16 on an H100 or H200, as docs/cupy-hopper.md tells them.
+# Fitted numbers, last changed on 2026-11-22: times in bfloat16 on an H100 or H200 (docs/notes/cupy-hopper.md).
 # `multigemm tune` times every config of a class of problems, which is how to fit them anew.
 
 ONE_WAVE = 160

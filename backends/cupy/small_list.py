@@ -37,8 +37,8 @@ STAGED = 128
 PLACE = np.dtype([("group", "<i4"), ("blocks", "<i4"), ("down", "<i4"), ("across", "<i4")])
 SHAPE, TAIL = struct.Struct("<2i2q"), struct.Struct("<qf2i")
 
-# The model of a list's time, fitted on 2026-11-21 to 14 lists in bfloat16 (docs/cupy-hopper.md), of all of which it
-# picks the fastest height. `multigemm tune --suite small --backend cupy` times all heights.
+# The model of a list's time, fitted on 2026-11-21 to 14 lists in bfloat16 (docs/notes/cupy-hopper.md): of all it
+# picks the fastest height. `multigemm tune --suite small --backends cupy` times all heights.
 
 START = 2000
 """Cycles of a thread block besides its products."""

@@ -36,7 +36,7 @@ from multigemm.planning.tiles import TileCost, longest_time, typical_extent
 from multigemm.problem.spec import ProblemSpec
 
 T = TypeVar("T")
-# Fitted numbers, last changed on 2026-11-22, as docs/numba-tensor-cores.md tells them. `multigemm tune --backend numba`
+# Fitted numbers, last changed on 2026-11-22 (docs/notes/numba-tensor-cores.md). `multigemm tune --backends numba`
 # times every config of a class of problems, which is how to fit them anew.
 
 FEW_ROWS = 64

@@ -38,9 +38,8 @@ from multigemm.backends.numba.config import (
 )
 from multigemm.backends.numba.support import capability_of
 from multigemm.cuda import driver
-from multigemm.cuda.arguments import Fields, join
+from multigemm.cuda.arguments import DeviceFields, Fields, join
 from multigemm.cuda.device import index_of, processors, to_device
-from multigemm.cuda.device_fields import DeviceFields
 from multigemm.cuda.launch import NOTHING, Kernel, without_move
 from multigemm.errors import InvalidSetting
 from multigemm.planning.operands import Operands, view_of

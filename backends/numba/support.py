@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from multigemm.backend import Availability, quantised_reasons
+from multigemm.backend import Availability, fused_reasons, quantised_reasons
 from multigemm.backends.numba.config import a_inner_jagged, b_inner_jagged
 from multigemm.problem.spec import ProblemSpec
 from multigemm.settings import settings
@@ -86,7 +86,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against this problem on this device; empty when it runs."""
-    if reasons := quantised_reasons(spec):
+    if reasons := quantised_reasons(spec) + fused_reasons(spec):
         return reasons
     if settings().emulate:
         if device.type != "cpu":

@@ -1,7 +1,7 @@
 """Which configs to try for a spec, the best guess first: what measurements on an H100 support.
 
 Nothing here depends on a token count beyond the buckets that a spec carries. The numbers were fitted on an H100 (700 W,
-Triton 3.6.0, 2026-11-21, L2 flushed); docs/triton-tuning.md has the measurements behind them, and their commands.
+Triton 3.6.0, 2026-11-21, L2 flushed); docs/notes/triton-tuning.md has the measurements behind them, and their commands.
 
 `hopper_us` and `pointer_us` say about how long a kernel takes: good enough to choose between the two. Fitted to 109
 problems of 6 to 700 us (bf16): the choice that follows was wrong by more than 5 % in 9 of them, and cost 2 % on average
@@ -335,7 +335,7 @@ def emulated_quantised(spec: ProblemSpec) -> Config:
 
 
 def _ranked(spec: ProblemSpec, large: Config, wide: Config, tall: Config, flat: Config) -> tuple[Config, ...]:
-    """The order that measurements on an H100 support (docs/triton-tuning.md), by rows per group."""
+    """The order that measurements on an H100 support (docs/notes/triton-tuning.md), by rows per group."""
     rows = shape_of(spec).rows
     if shape_of(spec).columns <= 128:
         return tall, flat

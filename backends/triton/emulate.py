@@ -144,10 +144,8 @@ def _bind_quantised(ops: Operands, config: Config) -> Launch:
 
     def launch() -> None:
         if spec.groups > CHUNK and not uniform(spec):
-            extents = [shape.m, shape.n, spec.groups, int(ops.head)]
-            count[(1,)](
-                tensors["prefix"], tensors["ends"], tensors["table"], *extents, **prefix_constants(spec, config)
-            )
+            read = [tensors["prefix"], tensors["ends"], tensors["table"], shape.m, shape.n, spec.groups, int(ops.head)]
+            count[(1,)](*read, **prefix_constants(spec, config))
         kernel[grid](*arguments, **options)
 
     return launch

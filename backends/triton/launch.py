@@ -7,6 +7,7 @@ import torch
 from multigemm.backend import Recipe
 from multigemm.backends.triton import choice, generic, hopper, lists, quantised
 from multigemm.backends.triton import config as configs
+from multigemm.backends.triton.build import KernelSource
 from multigemm.backends.triton.config import Config
 from multigemm.cuda.device import index_of
 from multigemm.errors import InvalidSetting
@@ -28,10 +29,8 @@ def _emulated(spec: ProblemSpec, config: Config, why: str) -> Recipe:
         raise InvalidSetting(f"{config} runs on a GPU, and operands are on the CPU: use kernel='pointer' there")
     from multigemm.backends.triton.emulate import bind_emulated
 
-    sums = generic.sums_sizes(spec)
-    return Recipe(
-        f"{config.kernel} (interpreted)", config, lambda ops: bind_emulated(ops, config), why, sums_sizes=sums
-    )
+    name, sums = f"{config.kernel} (interpreted)", generic.sums_sizes(spec)
+    return Recipe(name, config, lambda ops: bind_emulated(ops, config), why, sums_sizes=sums)
 
 
 def _loaded(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
@@ -44,3 +43,12 @@ def _loaded(spec: ProblemSpec, config: Config, index: int, why: str) -> Recipe:
     return plan_hopper(
         spec, config, index, why, lambda: plan_generic(spec, choice.pointer_candidates(spec)[0], index, why)
     )
+
+
+def sources_of(spec: ProblemSpec, config: Config) -> dict[str, KernelSource]:
+    """All kernels that problems of this spec may run with this config, by name."""
+    if config.kernel == "quantised":
+        return quantised.quantised_sources(spec, config, quantised.HOPPER)
+    if spec.form == "per_group":
+        return (lists.hopper_list_sources if config.kernel == "hopper" else lists.generic_list_sources)(spec, config)
+    return (hopper.hopper_sources if config.kernel == "hopper" else generic.generic_sources)(spec, config)

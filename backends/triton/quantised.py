@@ -118,7 +118,7 @@ def quantised_sources(spec: ProblemSpec, config: Config, capability: int) -> dic
 
 
 def scale_strides(ops: Operands) -> list[Strided]:
-    """Address and distances of each of SCALES: group, line, and block of K as the column; 0 where one entry is all."""
+    """Address and distances of each of SCALES: of groups, of lines, and (`col`) of blocks along K."""
     found = []
     for name in SCALES:
         grid = getattr(ops, name)

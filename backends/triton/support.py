@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
-from multigemm.backend import Availability, quantised_reasons
+from multigemm.backend import Availability, fused_reasons, quantised_reasons
 from multigemm.backends.triton.build import triton_version
 from multigemm.backends.triton.config import one_instruction
 from multigemm.problem.spec import MIXED, ProblemSpec
@@ -67,7 +67,7 @@ def _device_reasons(device: torch.device) -> list[str]:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against; an empty list means that `plan` will work."""
-    if reasons := quantised_reasons(spec, takes=("float8", "weights")):
+    if reasons := quantised_reasons(spec, takes=("float8", "weights")) + fused_reasons(spec):
         return reasons
     reasons = _device_reasons(device) + spec.too_long
     if spec.batch_invariant and any(x.scale is not None and x.scale.k == MIXED for x in (spec.a, spec.b)):

@@ -5,7 +5,7 @@ A page holds, on lines of their own,
     <!-- bench PATH/report.json summary moe -->
     <!-- end bench -->
 
-and `multigemm bench embed README.md docs/benchmarks.md` fills in what lies between them. PATH is relative to the
+and `multigemm bench embed README.md docs/results.md` fills in what lies between them. PATH is relative to the
 current folder; the suites, comma separated, may be left out. The view `both` takes two reports, comma separated.
 `--check` only says whether anything would change.
 """

@@ -165,6 +165,8 @@ def _keep(found: list[Entry], args: argparse.Namespace, where: dict[str, Any]) -
     """Shows, records and writes what was found."""
     count = sum(len(entry.backends) for entry in found)
     print(f"measurements: {count}; classes of problems: {len(found)}; on {where['device']}")
+    if not args.quiet:
+        print("\n".join(map(_choice, found)))
     lost = ""
     if found and not args.no_record:
         lost = table().keep(found)
@@ -174,6 +176,15 @@ def _keep(found: list[Entry], args: argparse.Namespace, where: dict[str, Any]) -
         _write(args.out, found, where)
         print(f"written: {args.out}")
     return 1 if not found or (lost and not args.out) else 0
+
+
+def _choice(entry: Entry) -> str:
+    """What `auto` takes for a class from now on, and why."""
+    (name, best), *others = sorted(entry.backends.items(), key=lambda item: item[1].us)
+    config = ", ".join(f"{field}={value}" for field, value in best.config.items()) or "its own choice of config"
+    behind = ", ".join(f"{other} {digits(measured.us)}" for other, measured in others)
+    why = f"the others took {behind} us" if others else "no other backend was measured"
+    return f"chosen: {name} with {config}: {digits(best.us)} us, {why} [{entry.key}]"
 
 
 def _write(path: Path, found: list[Entry], where: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from multigemm import __version__
-from multigemm.api import list_backends
+from multigemm.api import BackendInfo, list_backends
 from multigemm.settings import PREFIX, Settings, settings
 
 PACKAGES = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "cuda-bindings", "numpy",
@@ -87,12 +87,7 @@ def as_text(state: dict[str, Any]) -> str:
         f"{d['memory_gib']} GiB, CUDA {d['cuda']}"
         for d in state["devices"]
     ] or ["  no CUDA device; the cpu backend is the default here"]
-    lines.append("backends:")
-    for b in state["backends"]:
-        note = "emulated on the CPU" if b["emulated"] else b["version"]
-        absent = "missing " if b["install"] else "unusable"  # what is installed needs something else
-        text = f"here      {note}" if b["available"] else f"{absent}  {b['reason']}"
-        lines.append(f"  {b['name']:8} {text}" + (f"  [{b['install']}]" if b["install"] and not b["available"] else ""))
+    lines += ["backends:", *(f"  {BackendInfo(**b)}" for b in state["backends"])]
     lines.append("settings (environment variables):")
     lines += [f"  {k}={'' if v is None else v}  ({state['settings_doc'][k]})" for k, v in state["settings"].items()]
     return "\n".join(lines)

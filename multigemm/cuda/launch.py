@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from multigemm.cuda.arguments import Addresses, Argument, ArgumentBlock, Fields, PackedArguments
-from multigemm.cuda.device_fields import DeviceFields
+from multigemm.cuda.arguments import Addresses, Argument, ArgumentBlock, DeviceFields, Fields, PackedArguments
 from multigemm.cuda.driver import (
     CLUSTER_DIMENSION,
     MAX_DYNAMIC_SHARED,
@@ -29,10 +28,8 @@ DEFAULT_SHARED = 48 * 1024
 """Bytes of dynamic shared memory that a kernel may use without asking."""
 
 
-class Launch(Protocol):
-    """Does the work of one bound problem on the device's current stream, and may be called again."""
-
-    def __call__(self) -> object: ...
+Launch = Callable[[], object]
+"""Does the work of one bound problem on the device's current stream, and may be called again."""
 
 
 class MovableLaunch(Protocol):
@@ -262,7 +259,7 @@ class LaunchSequence(_Steps):
     def __init__(self, steps: Sequence[Any]) -> None:
         flat: list[Any] = []
         for step in steps:
-            flat += step._steps if isinstance(step, LaunchSequence) else [] if isinstance(step, Nothing) else [step]
+            flat += step._steps if isinstance(step, LaunchSequence) else [step]
         super().__init__(flat)
         devices = {step.index if isinstance(step, BoundKernel) else -1 for step in flat}
         self.index = devices.pop() if len(devices) == 1 else -1
@@ -317,31 +314,5 @@ def without_move(launch: MovableLaunch) -> Launch:
     return launch.__call__
 
 
-class Nothing:
-    """The launch of a problem without any work."""
-
-    __slots__ = ()
-
-    def __call__(self) -> None:
-        pass
-
-    def move(self, addresses: Addresses) -> None:
-        """There is nothing to move."""
-
-    def stays_behind(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """It holds no address."""
-        return False
-
-    def workspace_bytes(self) -> int:
-        """It owns nothing."""
-        return 0
-
-    def can_resize(self, before: int, after: int) -> bool:
-        """No number of tokens makes work of none: another class would."""
-        return True
-
-    def resize(self, before: int, after: int) -> None:
-        """There is nothing to resize."""
-
-
-NOTHING = Nothing()
+NOTHING = LaunchSequence(())
+"""The launch of a problem without any work."""

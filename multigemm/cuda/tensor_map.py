@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from multigemm.cuda.arguments import Address, Fields, Slot, Tokens, fields, slot_of
+from multigemm.cuda.arguments import Address, Fields, Slot, Tokens, fields
 from multigemm.cuda.driver import check, library
 from multigemm.errors import LibraryError
 
@@ -154,26 +154,6 @@ class CountedMaps:
     def _encoded(self, count: int, boxes: tuple[tuple[int, ...], ...]) -> memoryview:
         extents = [count if type(extent) is Tokens else extent for extent in self._extents]
         return _encoded(self._dtype, self._place, extents, self._strides, boxes, self._swizzle)
-
-
-def encode(
-    dtype: torch.dtype,
-    address: int,
-    extents: Sequence[int],
-    strides: Sequence[int],
-    boxes: Sequence[Sequence[int]],
-    *,
-    swizzle: int = SWIZZLE_128B,
-) -> list[Fields]:
-    """The same maps one by one, of any number of boxes."""
-    asked = tuple(map(tuple, boxes))
-    found = list[Fields]()
-    for first in range(0, len(asked), MOST_BOXES):
-        some = asked[first : first + MOST_BOXES]
-        raw = encode_together(dtype, address, extents, strides, some, swizzle=swizzle)
-        slots = slot_of(address, _place_of_address()) if raw.slots else ()
-        found += [fields(raw[SIZE * i : SIZE * (i + 1)], slots) for i in range(len(some))]
-    return found
 
 
 def repeat(encoded: Fields, distances: Iterable[int]) -> Fields:

@@ -158,7 +158,7 @@ def _db(call: Call, d: Tensor) -> Tensor:
     if call.form == "jagged_n":
         return _gemm(call, at, d, b.dtype, call.cut)
     if call.form == "masked":
-        live = _owned(call, call.a.shape[1])
+        live = owned(call, call.a.shape[1])
         at = torch.where(live, call.a, 0).transpose(1, 2)
         return _gemm(call, at, torch.where(live, d, 0), b.dtype, {})
     return _gemm(call, at, d, b.dtype, {})
@@ -195,7 +195,7 @@ def span(cut: Mapping[str, Any]) -> Any:
     raise AssertionError("a jagged form without offsets")
 
 
-def _owned(call: Call, extent: int) -> Tensor:
+def owned(call: Call, extent: int) -> Tensor:
     """Which rows (jagged m: [T, 1]; masked: [G, M, 1]) or columns (jagged n: [T]) belong to a group."""
     if call.form == "masked":
         valid = torch.as_tensor(call.cut["valid_rows"], device=call.a.device)
@@ -203,8 +203,8 @@ def _owned(call: Call, extent: int) -> Tensor:
         return live.unsqueeze(2)
     first, last = span(call.cut)[:2]
     index = _numbers(extent, first, call.a.device)
-    owned: Tensor = (index >= first) & (index < last)
-    return owned.unsqueeze(1) if call.form == "jagged_m" else owned
+    inside: Tensor = (index >= first) & (index < last)
+    return inside.unsqueeze(1) if call.form == "jagged_m" else inside
 
 
 def _numbers(extent: int, like: Any, device: torch.device) -> Tensor:
@@ -214,16 +214,17 @@ def _numbers(extent: int, like: Any, device: torch.device) -> Tensor:
     return like.new_ones(extent).cumsum(0) - 1
 
 
-def _owned_only(call: Call, d: Tensor) -> Tensor:
+def owned_only(call: Call, d: Tensor) -> Tensor:
+    """Zeros for what no group owns."""
     if call.form == "jagged_m":
-        return torch.where(_owned(call, d.shape[0]), d, 0)
+        return torch.where(owned(call, d.shape[0]), d, 0)
     if call.form in ("jagged_n", "masked"):
-        return torch.where(_owned(call, d.shape[1]), d, 0)
+        return torch.where(owned(call, d.shape[1]), d, 0)
     return d
 
 
 def _dc(call: Call, d: Tensor) -> Tensor:
-    return _owned_only(call, _scaled(d, call.beta)).to(call.c.dtype)
+    return owned_only(call, _scaled(d, call.beta)).to(call.c.dtype)
 
 
 def _scaled(d: Tensor, beta: float) -> Tensor:
@@ -234,10 +235,10 @@ def _scaled(d: Tensor, beta: float) -> Tensor:
 def _dbias(call: Call, d: Tensor) -> Tensor:
     """D summed over the rows that shared one bias."""
     if call.form == "jagged_n":
-        return torch.where(_owned(call, d.shape[1]), _sum(d, 0), 0)
+        return torch.where(owned(call, d.shape[1]), _sum(d, 0), 0)
     if call.form == "jagged_m":
         return _jagged_sum(call, d)
-    total = _sum(_owned_only(call, d), 1)
+    total = _sum(owned_only(call, d), 1)
     return total if call.bias.dim() == 2 else _sum(total, 0)
 
 
@@ -270,6 +271,10 @@ def solve(problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm) ->
         raise InvalidProblem(
             f"an input requires grad and a is a {problem.kind} array: pass torch tensors, or .detach() the input"
         )
+    if problem.fused is not None:
+        from multigemm.integrations import fused_gradients
+
+        return fused_gradients.solve(problem, backend, config, gemm)
     tensors = [x for name in NAMES for x in problem.each(name)]
     result = _Solve.apply(problem, backend, config, gemm, *tensors)  # type: ignore[no-untyped-call]
     return list(result) if problem.form == "per_group" else result
@@ -283,7 +288,7 @@ class _Solve(torch.autograd.Function):
         result = launch_cache.solve(choose(problem, backend, config, eager=True), problem)
         outs = tuple(result) if problem.form == "per_group" else (result,)
         ctx.problem, ctx.gemm, ctx.counts = problem, gemm, [len(problem.each(name)) for name in NAMES]
-        live = _live(problem)  # saved like an operand, so that torch notices a change in place before backward
+        live = live_cut(problem)  # saved like an operand, so that torch notices a change in place before backward
         ctx.save_for_backward(live, *tensors, *(outs if problem.activation == "relu" else ()))
         return outs if problem.form == "per_group" else result
 
@@ -291,22 +296,23 @@ class _Solve(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         problem: GroupedGemmProblem = ctx.problem
         saved = ctx.saved_tensors[1:]
-        inputs, outs = _split(saved, ctx.counts), list(saved[sum(ctx.counts) :])
-        needs = tuple(any(part) for part in _split(ctx.needs_input_grad[4:], ctx.counts))
+        inputs, outs = split(saved, ctx.counts), list(saved[sum(ctx.counts) :])
+        needs = tuple(any(part) for part in split(ctx.needs_input_grad[4:], ctx.counts))
         if problem.form == "per_group":
-            found = list_gradients(_call(problem, ctx.gemm, inputs), list(grads), outs, needs)
+            found = list_gradients(call_of(problem, ctx.gemm, inputs), list(grads), outs, needs)
         else:
             found = _packed(problem, ctx.gemm, inputs, grads[0], outs[0] if outs else None, needs)
         flat = [_each(x, count) for x, count in zip(found, ctx.counts, strict=True)]
         return (None, None, None, None, *(x for part in flat for x in part))
 
 
-def _live(problem: GroupedGemmProblem) -> Tensor | None:
+def live_cut(problem: GroupedGemmProblem) -> Tensor | None:
+    """What cuts the groups, where it lies on the device."""
     source = problem.grouping or problem.valid_rows
     return None if source is None else source.live
 
 
-def _split(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+def split(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
     """`values` in runs of the given lengths."""
     parts, start = [], 0
     for count in counts:
@@ -324,13 +330,14 @@ def _each(x: Any, count: int) -> list[Any]:
 def _packed(
     problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any], grad: Tensor, out: Any, needs: tuple[bool, ...]
 ) -> Any:
-    call = _call(problem, gemm, [part[0] if part else None for part in inputs])
+    call = call_of(problem, gemm, [part[0] if part else None for part in inputs])
     if problem.squeezed:
         grad, out = grad.unsqueeze(0), None if out is None else out.unsqueeze(0)
     return gradients(call, grad, out, needs)
 
 
-def _call(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
+def call_of(problem: GroupedGemmProblem, gemm: Gemm, inputs: list[Any]) -> Call:
+    """A problem as a call whose a, b, c and bias are `inputs`."""
     a, b, c, bias = inputs
     return Call(
         form=problem.form,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -69,6 +70,11 @@ def triton_kernels() -> Any:
     return layer_kernels
 
 
+def _in_triton(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator's kernel for GPUs: that of a name in Triton, or torch's functions where Triton is not installed."""
+    return lambda *args: getattr(triton_kernels(), name, plain)(*args)
+
+
 # --- the sort ---------------------------------------------------------------------------------------
 
 
@@ -117,11 +123,6 @@ def _sum(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Ten
     return pairs.sum(1).to(rows.dtype)
 
 
-def _sum_cuda(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
-    kernels = triton_kernels()
-    return (kernels.weighted_sum if kernels else _sum)(rows, index, weights, top_k)
-
-
 def _inverse(index: Tensor) -> Tensor:
     """The permutation that undoes `index`."""
     back = torch.empty_like(index)
@@ -135,12 +136,6 @@ def _sum_backward(grad: Tensor, rows: Tensor, index: Tensor, weights: Tensor) ->
     scaled = (wide * weights.to(pairs.dtype).unsqueeze(2)).to(rows.dtype)
     drows = scaled.view(index.shape[0], rows.shape[1]).index_select(0, _inverse(index))
     return drows, (wide * pairs).sum(2).to(weights.dtype)
-
-
-def _sum_backward_cuda(grad: Tensor, rows: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    kernels = triton_kernels()
-    chosen = kernels.weighted_sum_backward if kernels else _sum_backward
-    return chosen(grad, rows, index, weights)
 
 
 def _sum_like(rows: Tensor, index: Tensor, weights: Tensor | None, top_k: int) -> Tensor:
@@ -167,9 +162,16 @@ def _backward_of_sum(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return drows, None, dweights, None
 
 
-eager.register(_library, torch.ops.multigemm.weighted_sum.default, _sum, _sum_cuda, _backward_of_sum, _keep_sum)
+eager.register(
+    _library,
+    torch.ops.multigemm.weighted_sum.default,
+    _sum,
+    _in_triton("weighted_sum", _sum),
+    _backward_of_sum,
+    _keep_sum,
+)
 _library.impl("weighted_sum_backward", _sum_backward, "CPU")
-_library.impl("weighted_sum_backward", _sum_backward_cuda, "CUDA")
+_library.impl("weighted_sum_backward", _in_triton("weighted_sum_backward", _sum_backward), "CUDA")
 torch.library.register_fake("multigemm::weighted_sum", _sum_like, lib=_library)
 torch.library.register_fake("multigemm::weighted_sum_backward", _sum_backward_like, lib=_library)
 
@@ -201,16 +203,6 @@ def _gate_backward(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
     return torch.cat([dgate, g * (_gelu if gelu else F.silu)(gate)], dim=-1).to(x.dtype)
 
 
-def _gate_cuda(x: Tensor, gelu: bool) -> Tensor:
-    kernels = triton_kernels()
-    return (kernels.gated if kernels else _gate)(x, gelu)
-
-
-def _gate_backward_cuda(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
-    kernels = triton_kernels()
-    return (kernels.gated_backward if kernels else _gate_backward)(grad, x, gelu)
-
-
 def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.gelu = inputs
     ctx.save_for_backward(x)
@@ -223,9 +215,11 @@ def _backward_of_gate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return torch.ops.multigemm.gated_backward(grad, x, ctx.gelu), None
 
 
-eager.register(_library, torch.ops.multigemm.gated.default, _gate, _gate_cuda, _backward_of_gate, _keep_gate)
+eager.register(
+    _library, torch.ops.multigemm.gated.default, _gate, _in_triton("gated", _gate), _backward_of_gate, _keep_gate
+)
 _library.impl("gated_backward", _gate_backward, "CPU")
-_library.impl("gated_backward", _gate_backward_cuda, "CUDA")
+_library.impl("gated_backward", _in_triton("gated_backward", _gate_backward), "CUDA")
 torch.library.register_fake(
     "multigemm::gated", lambda x, gelu: x.new_empty((x.shape[0], x.shape[1] // 2)), lib=_library
 )

@@ -30,11 +30,27 @@ def ragged_dot(
     *,
     batch_invariant: bool | None = None,
 ) -> Any:
-    """lhs [m, k], rhs [g, k, n], group_sizes [g] -> [m, n]; row i of lhs meets the matrix of its group.
+    """Row i of lhs times the matrix of its group. The parameters are JAX's, in its order.
 
-    Every `precision` is honoured, since none is looser than what runs. The result has
-    `preferred_element_type`, or the type of the operands (int32 for int8). The parameters are JAX's, in its
-    order; `group_offset` and `out_sharding` must be None. `batch_invariant` as in `multigemm.grouped_gemm`.
+    Args:
+        lhs: [m, k].
+        rhs: [g, k, n].
+        group_sizes: [g], rows of each group.
+        precision: every one is honoured, since none is looser than what runs.
+        preferred_element_type: of the result; that of the operands by default, int32 for int8.
+        group_offset, out_sharding: must be None.
+        batch_invariant: as in `multigemm.grouped_gemm`; a keyword beyond JAX's.
+
+    Returns:
+        [m, n], as the caller's kind of array; rows past the last group are zero.
+
+    Raises:
+        InvalidProblem: `group_offset` or `out_sharding` is given, or the operands have no meaning.
+
+    Example:
+        >>> import numpy as np
+        >>> ragged_dot(np.ones((6, 4)), np.ones((3, 4, 2)), np.array([1, 0, 5])).shape
+        (6, 2)
     """
     if group_offset is not None:
         raise InvalidProblem("group_offset is not supported: slice group_sizes, rhs and lhs instead")

@@ -47,7 +47,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.top_k = top_k
-        return x.index_select(0, order // top_k)
+        return x.index_select(0, order if top_k == 1 else order // top_k)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -75,20 +75,7 @@ def combine(y: Tensor, weights: Tensor, routing: Routing) -> Tensor:
     return weighted_sum(y, routing.inverse, weights, routing.top_k)
 
 
-class _Permute(torch.autograd.Function):
-    """Row index[s] of x, for a permutation whose inverse is known: a gather both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
 def permute(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """The rows of x in another order; `inverse` undoes it."""
-    rows: Tensor = _Permute.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Dispatch.apply(x, order, inverse, 1)  # type: ignore[no-untyped-call]
     return rows

@@ -28,10 +28,28 @@ def grouped_mm(
     *,
     batch_invariant: bool | None = None,
 ) -> Tensor:
-    """Products of groups that `offs` [G] (ends, no leading 0) cuts from whatever is a matrix:
+    """Products of groups that `offs` cuts from whatever is a matrix.
 
-    2-D x 3-D: rows of mat_a; 3-D x 2-D: columns of mat_b; 2-D x 2-D: the inner extent, which gives
-    [G, M, N]; 3-D x 3-D: one product for each pair, without `offs`. `batch_invariant` as in `multigemm.grouped_gemm`.
+    2-D x 3-D: rows of mat_a; 3-D x 2-D: columns of mat_b; 2-D x 2-D: the inner extent, which gives [G, M, N];
+    3-D x 3-D: one product for each pair, without `offs`.
+
+    Args:
+        mat_a, mat_b: the operands, of any strides.
+        offs: [G], where each group ends; no leading 0.
+        bias: one value per column: [N] or [G, N].
+        out_dtype: of the result.
+        batch_invariant: as in `multigemm.grouped_gemm`; a keyword beyond torch's.
+
+    Returns:
+        The result; rows at and past `offs[-1]` are zero. Differentiable.
+
+    Raises:
+        InvalidProblem: the dimensions and `offs` do not go together.
+
+    Example:
+        >>> import torch
+        >>> grouped_mm(torch.ones(6, 4), torch.ones(3, 4, 2), offs=torch.tensor([1, 1, 6], dtype=torch.int32)).shape
+        torch.Size([6, 2])
     """
     ranks = (mat_a.dim(), mat_b.dim())
     if ranks not in {(2, 2), (2, 3), (3, 2), (3, 3)}:

@@ -18,9 +18,11 @@ from torch import Tensor
 from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_text
 from multigemm.integrations import eager
 from multigemm.integrations.gradients import Call, gradients
+from multigemm.planning import binding
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.launch_key import Key, key_of, one_cut
 from multigemm.problem import epilogue, forms, scales
+from multigemm.problem.fused import refuse_in_operator
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.result import Result
 from multigemm.problem.spec import FLOAT8, PRECISIONS
@@ -56,8 +58,22 @@ DEFAULTS = {x.name: x.default_value for x in overload._schema.arguments if x.kwa
 def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
     """The operator as a function, with the keywords of `multigemm.grouped_gemm` that a graph can hold.
 
+    Args:
+        a, b: packed tensors; lists are not taken.
+        keywords: those of `multigemm.grouped_gemm`, as tensors and plain values, without `out`, `config` and `check`.
+            `backend` is one text, names joined by commas; `grad_backend` is the same for the backward pass.
+
+    Returns:
+        The result, always in new memory; differentiable.
+
     Raises:
         InvalidProblem: an argument that the operator does not take, in words that `torch.ops` does not have.
+
+    Example:
+        >>> import torch
+        >>> from multigemm.integrations import grouped_gemm
+        >>> grouped_gemm(torch.ones(6, 4), torch.ones(3, 4, 2), ends=torch.tensor([1, 1, 6])).shape
+        torch.Size([6, 2])
     """
     try:
         return packet(a, b, **keywords)  # type: ignore[no-any-return]
@@ -69,6 +85,7 @@ def grouped_gemm(a: Tensor, b: Tensor, **keywords: Any) -> Tensor:
 def _refuse_arguments(given: dict[str, Any]) -> None:
     """Refuses what the schema does not hold: keywords, lists for tensors, lists of backends."""
     kinds = {x.name: str(x.type) for x in overload._schema.arguments}
+    refuse_in_operator(given, None)
     for name, x in given.items():
         if name not in kinds:
             raise UnknownKeyword(unknown_keyword_text("multigemm.integrations.grouped_gemm", name, tuple(kinds)))
@@ -131,6 +148,7 @@ def kernel(general: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
         found, keys, kind = recall(*tensors, **options)
         if found is not None:
             return found
+        refuse_in_operator((), options.get("activation"))
         given = dict(zip(TENSORS, tensors, strict=False))
         if general is not None:
             dispatched = dispatch_keys(*tensors)
@@ -156,11 +174,8 @@ def _refuse_quantised_gradients(given: dict[str, Any], b_format: str | None) -> 
     for name, x in scaled.items():
         if x.requires_grad:
             raise InvalidProblem(f"{name} asks for a gradient, and scales and zero points have none: detach it")
-    if scaled or given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8) or b_format:
-        raise InvalidProblem(
-            "an input requires grad, and gradients of products with quantised operands come later: use "
-            "torch.no_grad(), .detach() the input, or dequantise with multigemm.quantize.dequantize"
-        )
+    narrow = given["a"].dtype in FLOAT8 or given["b"].dtype in (*FLOAT8, torch.uint8)
+    binding.refuse_quantised_gradients(bool(scaled) or narrow or b_format is not None)
 
 
 # --- shapes without data ----------------------------------------------------------------------------
@@ -178,6 +193,7 @@ def result_like(
     if len(cuts) > 1:
         raise InvalidProblem("more than one of offsets, sizes and ends was given: pass exactly one of them")
     scales.check_words(b_format, accumulate)
+    refuse_in_operator((), activation)
     packed, dtypes = scales.format_of(b.dtype, b_format), (a.dtype, b.dtype)
     squeezed = not cuts and valid_rows is None and a.dim() == 2 and b.dim() == 2
     if squeezed:

@@ -76,6 +76,12 @@ def register() -> None:
 
     Enabled, which is to say run unless `--only` or `--skip` says otherwise, are "auto" and the backends that compute on
     this machine: those of the GPU, or "cpu" where there is none.
+
+    Raises:
+        ImportError: TritonBench is not installed.
+
+    Example:
+        python run.py --op grouped_gemm --plugin multigemm.integrations.tritonbench.register
     """
     from tritonbench.operators.grouped_gemm import Operator
     from tritonbench.utils.triton_op import register_benchmark

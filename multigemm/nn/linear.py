@@ -58,7 +58,25 @@ class GroupedLinear(nn.Module):
     `weight` is [groups, out_features, in_features] and `bias` [groups, out_features]: a stack of what
     `groups` modules of torch.nn.Linear hold. The rows of x are cut by one of `offsets` [groups + 1],
     `sizes` [groups] and `ends` [groups]; rows that no group owns give zeros. Cuts that lie on the host
-    are checked. An x of shape [groups, rows, in_features] needs no cut. `batch_invariant` as in a problem.
+    are checked. An x of shape [groups, rows, in_features] needs no cut.
+
+    Args:
+        groups: how many layers there are.
+        in_features, out_features: of each layer.
+        bias: whether the layers have biases.
+        activation: None, "relu", "gelu", "gelu_tanh" or "silu"; it is fused.
+        backend: a name, names joined by commas, or "auto".
+        batch_invariant: as in a problem.
+        device, dtype: of the weights.
+
+    Raises:
+        InvalidProblem: an extent or a name has no meaning.
+
+    Example:
+        >>> import torch
+        >>> layer = GroupedLinear(groups=3, in_features=4, out_features=2)
+        >>> layer(torch.ones(6, 4), sizes=[1, 0, 5]).shape
+        torch.Size([6, 2])
     """
 
     def __init__(
@@ -92,7 +110,15 @@ class GroupedLinear(nn.Module):
         init_linear_(self.weight, self.bias)
 
     def forward(self, x: Tensor, offsets: Cut = None, *, sizes: Cut = None, ends: Cut = None) -> Tensor:
-        """x [T, in_features] and one of the cuts -> [T, out_features]."""
+        """All layers on their rows.
+
+        Args:
+            x: [T, in_features], or [groups, rows, in_features] without a cut.
+            offsets, sizes, ends: one of them cuts the rows; on the host or on the device of x.
+
+        Returns:
+            [T, out_features], or [groups, rows, out_features].
+        """
         return grouped_gemm(
             x,
             self.weight.transpose(1, 2),

@@ -36,8 +36,25 @@ class Experts(nn.Module):
 
     Gated ("swiglu", "geglu"): `gate_up_proj` [E, 2*I, H] holds the gate in its first I rows.
     Plain ("gelu", "gelu_tanh", "relu", "silu"): `up_proj` [E, I, H], the activation fused into its
-    GEMM. `down_proj` is [E, H, I]. With `bias`, each has a partner `<name>_bias`. `batch_invariant` as in a problem:
-    a token's result has the same bits whoever else is in the batch.
+    GEMM. `down_proj` is [E, H, I]. With `bias`, each has a partner `<name>_bias`.
+
+    Args:
+        num_experts, hidden_size, intermediate_size: E, H and I.
+        activation: a gated or a plain one.
+        bias: whether the networks have biases.
+        backend: a name, names joined by commas, or "auto".
+        batch_invariant: as in a problem: a token's result has the same bits whoever else is in the batch.
+        device, dtype: of the weights.
+
+    Raises:
+        InvalidProblem: an extent or a name has no meaning.
+
+    Example:
+        >>> import torch
+        >>> experts = Experts(num_experts=4, hidden_size=8, intermediate_size=6)
+        >>> index = torch.tensor([[0, 3], [3, 1], [2, 0]])
+        >>> experts(torch.ones(3, 8), index, torch.full((3, 2), 0.5)).shape
+        torch.Size([3, 8])
     """
 
     def __init__(
@@ -76,7 +93,16 @@ class Experts(nn.Module):
             init_linear_(getattr(self, name), getattr(self, f"{name}_bias"))
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """x [tokens, H], index and weights [tokens, k] -> [tokens, H]; over a mesh, every rank calls it."""
+        """The weighted sum of each token's experts; over a mesh, every rank calls it.
+
+        Args:
+            x: [tokens, H].
+            top_k_index: [tokens, k], which experts.
+            top_k_weights: [tokens, k], their weights.
+
+        Returns:
+            [tokens, H].
+        """
         if self.mesh is not None:
             return self._spread(x, top_k_index, top_k_weights)
         y = layer_call.call(x, top_k_index, top_k_weights, self._networks())
@@ -148,8 +174,27 @@ class MoE(nn.Module):
     The router takes a softmax over all experts in float32, keeps the best `top_k`, and, with
     `normalize`, scales their weights to a sum of one. No token is dropped and no expert has a
     capacity. `router_logits` of the last call are returned too if `forward(x, return_logits=True)`,
-    for load-balancing losses. With `batch_invariant` the router is a grouped GEMM too, and a token's
-    experts and its result do not depend on the batch.
+    for load-balancing losses.
+
+    Args:
+        hidden_size, intermediate_size, num_experts: H, I and E.
+        top_k: experts of each token.
+        activation: "swiglu", "geglu", or the plain "gelu", "gelu_tanh", "relu", "silu".
+        normalize: whether the weights of a token's experts sum to one.
+        bias: whether the experts have biases.
+        backend: a name, names joined by commas, or "auto".
+        batch_invariant: the router is a grouped GEMM too, and a token's experts and its result do not depend on the
+            batch.
+        device, dtype: of the weights.
+
+    Raises:
+        InvalidProblem: an extent or a name has no meaning.
+
+    Example:
+        >>> import torch
+        >>> moe = MoE(hidden_size=8, intermediate_size=6, num_experts=4, top_k=2)
+        >>> moe(torch.ones(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
     """
 
     def __init__(
@@ -198,6 +243,15 @@ class MoE(nn.Module):
         return grouped_gemm(x, self.gate.weight.T, backend=experts.backend, batch_invariant=True)
 
     def forward(self, x: Tensor, return_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """The layer.
+
+        Args:
+            x: [..., H].
+            return_logits: whether the router's logits [tokens, E] are returned as well.
+
+        Returns:
+            [..., H], or that and the logits.
+        """
         rows = x.reshape(-1, x.shape[-1])
         logits, index, weights = self.route(rows)
         y = self.experts(rows, index, weights).view(x.shape)

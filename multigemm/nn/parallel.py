@@ -26,7 +26,15 @@ from multigemm.nn.moe import GATED, Experts, MoE
 class ExpertParallel(ParallelStyle):
     """Spreads an `Experts` (or the experts of a `MoE`) over a mesh of one or two dimensions.
 
-    `chunks` cuts each rank's tokens in pieces whose rows travel while others are multiplied.
+    Args:
+        chunks: each rank's tokens are cut in so many pieces, whose rows travel while others are multiplied.
+
+    Raises:
+        InvalidProblem: `chunks` is below 1; or, when it is applied, the module is none of these or the number of
+            experts does not divide by the ranks.
+
+    Example:
+        parallelize_module(model, mesh["ep"], {"layers.0.moe": ExpertParallel(chunks=2)})
     """
 
     def __init__(self, *, chunks: int = 1) -> None:

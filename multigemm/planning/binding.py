@@ -13,7 +13,7 @@ from multigemm.backend import Launch, Recipe
 from multigemm.cuda.device import capturing
 from multigemm.cuda.launch import NOTHING, in_turn
 from multigemm.errors import InvalidProblem, NotCapturable
-from multigemm.planning.operands import Operands
+from multigemm.planning.operands import Operands, reach_bytes
 from multigemm.planning.staging import allocate, outline, stage
 from multigemm.problem.arrays import cupy_stream, give_back
 from multigemm.problem.operand_reader import Operand
@@ -68,9 +68,11 @@ def bind(choice: Choice, problem: GroupedGemmProblem, out: Operand) -> Bound:
 
 def launch_of(recipe: Recipe, ops: Operands) -> Launch:
     """A recipe's launch. A result without elements takes none: its operands may lie where no memory need be, and a
-    kernel that copies no bytes from there ends the context all the same."""
+    kernel that copies no bytes from there ends the context all the same. `preact_out` may have some beside it."""
     out = ops.out
     has_elements = any(x.numel() for x in out) if isinstance(out, list) else out.numel()
+    if ops.fused is not None:
+        has_elements = has_elements or any(x.numel() for x in ops.fused.preacts())
     return recipe.bind(ops) if has_elements else NOTHING
 
 
@@ -125,9 +127,9 @@ def refuse_gradients(problem: GroupedGemmProblem) -> None:
         )
 
 
-def refuse_quantised_gradients(problem: GroupedGemmProblem) -> None:
+def refuse_quantised_gradients(quantised: bool) -> None:
     """Gradients through quantised operands come later."""
-    if problem.quantisation is not None:
+    if quantised:
         raise InvalidProblem(
             "an input requires grad, and gradients of products with quantised operands come later: use "
             "torch.no_grad(), .detach() the input, or dequantise with multigemm.quantize.dequantize"
@@ -142,19 +144,11 @@ def scratch(problem: GroupedGemmProblem) -> Operand:
     return _twin(out) if isinstance(out, torch.Tensor) else [_twin(x) for x in out]
 
 
-def scratch_elements(problem: GroupedGemmProblem) -> tuple[int, int]:
-    """What `scratch` takes, in elements, and how many of them the result has."""
+def scratch_bytes(problem: GroupedGemmProblem) -> tuple[int, int]:
+    """What `scratch` takes, and how much of that the result has."""
     shapes = problem.out_shape if problem.form == "per_group" else [problem.out_shape]
-    elements = sum(map(math.prod, shapes))
-    if problem.out is None:
-        return elements, elements
-    outs = [problem.out] if isinstance(problem.out, torch.Tensor) else problem.out
-    return sum(_span(x) for x in outs), elements
-
-
-def _span(x: torch.Tensor) -> int:
-    """From the first element to the last."""
-    return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    size = sum(map(math.prod, shapes)) * problem.out_dtype.itemsize
+    return size if problem.out is None else sum(map(reach_bytes, problem.each("out"))), size
 
 
 def _twin(x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from array import array
+from dataclasses import replace
 from itertools import accumulate
 from threading import RLock
 from typing import Any
@@ -29,10 +30,12 @@ from torch import Tensor
 from multigemm.cuda.device import capturing, to_device, upload
 from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.binding import Bound, Choice, bind, caller_result, launch_of
-from multigemm.planning.launch_key import HOST_SEQUENCES, PLAIN, Call, Key, class_key_of, key_of, reach_bytes, same_view
-from multigemm.planning.operands import Operands
+from multigemm.planning.launch_key import HOST_SEQUENCES, PLAIN, Call, Key, class_key_of, key_of
+from multigemm.planning.operands import Operands, reach_bytes
 from multigemm.planning.staging import allocate
-from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.problem.overlap import same_view
+from multigemm.problem.problem import SCALES, GroupedGemmProblem
+from multigemm.problem.scales import as_bytes
 from multigemm.settings import settings
 from multigemm.torch_internals import (
     current_device,
@@ -43,6 +46,7 @@ from multigemm.torch_internals import (
 
 ENTRIES = 4096
 """A step of training makes six products in each layer, each with a layout of its own."""
+NO_SCALES = (None, None, None)
 WORKSPACE = 64 << 20
 """Bytes of device memory that all entries may own together; one entry a sixteenth of it."""
 BROKEN = -1
@@ -53,8 +57,8 @@ class _Entry(ABC):
     """What every call of one key has in common. Of a class of token counts it is all but the number of rows."""
 
     __slots__ = (
-        "_busy", "_choice", "_counted", "_device", "_dtype", "_given_out", "_reach", "_settings", "_shape", "_strides",
-        "index", "workspace",
+        "_busy", "_choice", "_counted", "_device", "_dtype", "_given_out", "_grids", "_reach", "_settings", "_shape",
+        "_strides", "index", "workspace",
     )  # fmt: skip
 
     def __init__(self, problem: GroupedGemmProblem, choice: Choice, counted: bool) -> None:
@@ -67,6 +71,7 @@ class _Entry(ABC):
         self._reach = {
             name: reach_bytes(problem.each(name)[0]) for name in ("a", "b", "c", "bias", "out") if problem.each(name)
         }
+        self._grids = _grids(problem)
         self._settings = settings()  # its identity is part of the key
         self.workspace = 0
         """Bytes of device memory that it owns."""
@@ -105,13 +110,13 @@ class _Entry(ABC):
 
     def _shares(self, call: Call) -> bool:
         """Whether the range of memory of the caller's `out` meets that of an input."""
-        _, a, b, _, cut, valid_rows, given_c, bias, out = call
+        _, a, b, _, cut, valid_rows, given_c, bias, out, *scales = call
         assert out is not None
         start, reach = out.data_ptr(), self._reach
         end = start + reach["out"]
         c = None if given_c is None or same_view(given_c, out) else given_c
         inputs = [(x, reach.get(name, 0)) for name, x in (("a", a), ("b", b), ("bias", bias), ("c", c))]
-        inputs += [(x, reach_bytes(x)) for x in (cut, valid_rows) if isinstance(x, Tensor)]
+        inputs += [(x, reach_bytes(x)) for x in (cut, valid_rows, *scales) if isinstance(x, Tensor)]
         return any(x is not None and x.data_ptr() < end and start < x.data_ptr() + size for x, size in inputs)
 
 
@@ -120,6 +125,16 @@ def _made_for(problem: GroupedGemmProblem, ops: Operands) -> tuple[Tensor | None
     grouping, valid = problem.grouping, problem.valid_rows
     ends = ops.ends if grouping is not None and (grouping.live is None or grouping.kind == "sizes") else None
     return ends, ops.valid_rows if valid is not None and valid.live is None else None
+
+
+def _grids(problem: GroupedGemmProblem) -> dict[str, tuple[torch.Size, tuple[int, ...]]]:
+    """How backends see scales and zero points: shapes and strides of views that begin where the caller's begin."""
+    q = problem.quantisation
+    return (
+        {}
+        if q is None
+        else {name: (x.grid.shape, x.grid.stride()) for name, x in q.each() if isinstance(x.grid, Tensor)}
+    )
 
 
 def _bytes_of(tensors: tuple[Tensor | None, ...]) -> int:
@@ -181,7 +196,7 @@ class _MovingEntry(_Entry):
         self.workspace = launch.workspace_bytes() + _bytes_of(self._keep)
 
     def launch(self, call: Call, out: Tensor) -> bool:
-        _, a, b, _, cut, valid_rows, c, bias, _ = call
+        _, a, b, _, cut, valid_rows, c, bias, _, *scales = call
         ends, valid, sizes = self._ends, self._valid_rows, 0
         if self._follows_ends:
             if cut is not None:
@@ -199,6 +214,7 @@ class _MovingEntry(_Entry):
             (
                 a.data_ptr(), b.data_ptr(), out.data_ptr(), 0 if c is None else c.data_ptr(),
                 0 if bias is None else bias.data_ptr(), ends, valid, sizes,
+                *(0 if x is None else x.data_ptr() for x in scales or NO_SCALES),
             )
         )  # fmt: skip
         if self._start is None:
@@ -243,7 +259,7 @@ class _BindingEntry(_Entry):
         self.workspace = _bytes_of(_made_for(problem, ops))
 
     def launch(self, call: Call, out: Tensor) -> bool:
-        _, a, b, _, given, valid_rows, c, bias, _ = call
+        _, a, b, _, given, valid_rows, c, bias, _, *scales = call
         target, c = out, c if self._beta != 0 else None
         if self._squeezed:
             a, b, target = a.unsqueeze(0), b.unsqueeze(0), out.unsqueeze(0)
@@ -253,6 +269,10 @@ class _BindingEntry(_Entry):
             return False
         alpha, beta, device = self._alpha, self._beta, self._device
         ops = Operands(self._spec, a, b, target, c, bias, alpha=alpha, beta=beta, device=device, **cut)
+        if scales:
+            given = dict(zip(SCALES, scales, strict=True))
+            grids = {name: given[name].as_strided(*grid) for name, grid in self._grids.items()}
+            ops = replace(ops, b=as_bytes(b), **grids)
         launch_of(self._choice.recipe, ops)()
         return True
 
@@ -409,11 +429,12 @@ def _lasting(choice: Choice, problem: GroupedGemmProblem) -> bool:
     spec = problem.spec
     if problem.kind != "torch" or problem.form == "per_group" or choice.recipe.syncs or problem.refreshes:
         return False
-    if problem.quantisation is not None:  # a key holds no scales
+    if problem.fused is not None:  # a key holds no indices of rows
         return False
     cut = problem.cut
     dense = cut is None or cut.live is None or cut.live.shape[0] <= 1 or cut.live.stride(0) == 1
-    return dense and spec.a.dtype is spec.compute and spec.b.dtype is spec.compute
+    uncast = spec.a.dtype is spec.compute and spec.b.dtype is spec.compute
+    return dense and (uncast or problem.quantisation is not None)
 
 
 def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: str, counted: bool) -> _Entry:
@@ -426,6 +447,7 @@ def _entry_of(problem: GroupedGemmProblem, bound: Bound, choice: Choice, kind: s
     if on_tensors is not None:
         return _TensorEntry(problem, choice, on_tensors, counted)
     callers = [ops.a, ops.b, ops.out, ops.c, ops.bias, None if cut is None else cut.live]
+    callers += [ops.scale_a, ops.scale_b, ops.zero_b]
     spans = [(x.data_ptr(), x.data_ptr() + reach_bytes(x)) for x in callers if isinstance(x, Tensor)]
     movable = hasattr(launch, "move") and not launch.stays_behind(spans)  # type: ignore[attr-defined]
     if movable and launch.workspace_bytes() <= WORKSPACE // 16:  # type: ignore[attr-defined]
@@ -447,7 +469,9 @@ def _on_tensors(problem: GroupedGemmProblem, bound: Bound, kind: str, counted: b
     the result; None if it has no such form (a method `on_tensors`) for problems like this."""
     form, cut = getattr(bound.steps[-1], "on_tensors", None), problem.cut
     live = None if cut is None else cut.live
-    return None if form is None or (counted and live is None) else form(kind, live)
+    if form is None or (counted and live is None) or problem.quantisation is not None:
+        return None
+    return form(kind, live)
 
 
 def _resizes(launch: Any, rows: int) -> bool:
@@ -457,7 +481,7 @@ def _resizes(launch: Any, rows: int) -> bool:
 
 def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
     """The result of a problem by a choice that was made for its spec."""
-    if problem.kind != "torch" or problem.form == "per_group" or problem.quantisation is not None:
+    if problem.kind != "torch" or problem.form == "per_group" or problem.fused is not None:
         return LAUNCHES.run((None, None), "", choice, problem)
     grouping, cut = problem.grouping, problem.cut
     kind = "" if grouping is None else grouping.kind if grouping.live is not None else "offsets"
@@ -465,7 +489,9 @@ def solve(choice: Choice, problem: GroupedGemmProblem) -> Any:
     a, b, c = (x[0] if problem.squeezed and isinstance(x, Tensor) else x for x in (problem.a, problem.b, problem.c))
     masked = problem.valid_rows is not None
     cuts = (None, values) if masked else (values, None)
-    call: Any = (problem.form[-1], a, b, kind, *cuts, c, problem.bias, problem.given_out)
+    q = problem.quantisation
+    scales = () if q is None else (problem.scale_a, problem.scale_b, problem.zero_b)
+    call: Any = (problem.form[-1], a, b, kind, *cuts, c, problem.bias, problem.given_out, *scales)
     key = key_of(call, (id(choice), problem.alpha, problem.beta, problem.squeezed))
     found, class_key = (None, None) if key is None else LAUNCHES.recall(key, call)
     return LAUNCHES.run((key, class_key), kind, choice, problem) if found is None else found

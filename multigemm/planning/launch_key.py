@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from multigemm.cuda.device import STAGED_BYTES
+from multigemm.planning.operands import reach_bytes
 from multigemm.problem.arrays import LOWEST
+from multigemm.problem.overlap import same_view
 from multigemm.problem.spec import half_octave
 from multigemm.settings import settings
 from multigemm.torch_internals import (
@@ -40,9 +42,10 @@ HOST_SEQUENCES = frozenset((list, tuple, range))
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
-Call = tuple[str, Tensor, Tensor, str, Any, Any, Tensor | None, Tensor | None, Tensor | None]
+Call = tuple[Any, ...]
 """The tensors of a call of the front door: jagged, a, b, kind, cut, valid_rows, c, bias, out; absent ones are None, and
-`kind` names the keyword that holds `cut`. A plain tuple, since making one with names takes ten times as long."""
+`kind` names the keyword that holds `cut`. Quantised operands have scale_a, scale_b and zero_b behind them. A plain
+tuple, since making one with names takes ten times as long."""
 
 
 def one_cut(offsets: Any, sizes: Any, ends: Any) -> tuple[str, Any, bool]:
@@ -61,7 +64,7 @@ GROUPS = 10
 
 def key_of(call: Call, options: Key) -> Key | None:
     """What a call is kept by; None for a call that no entry may serve."""
-    _, a, b, kind, cut, valid_rows, c, bias, out = call
+    _, a, b, kind, cut, valid_rows, c, bias, out, *scales = call
     try:
         if type(a) not in PLAIN or type(b) not in PLAIN:
             return None
@@ -85,13 +88,14 @@ def key_of(call: Call, options: Key) -> Key | None:
         else:
             groups = None if cut is None else _index_key(cut, phase, index)
         rest = None
-        if bias is not None or c is not None or out is not None or valid_rows is not None:
-            if differentiable and any_requires_grad(bias, c, out):
+        if scales or bias is not None or c is not None or out is not None or valid_rows is not None:
+            if differentiable and any_requires_grad(bias, c, out, *scales):
                 return None
             rest = (
                 None if bias is None else _layout(bias, phase, index), None if c is None else _layout(c, phase, index),
                 None if out is None else (*_layout(out, phase, index), c is not None and same_view(c, out)),
                 None if valid_rows is None else _index_key(valid_rows, phase, index),
+                *(None if x is None else _layout(x, phase, index) for x in scales),
             )  # fmt: skip
         return (
             a.shape, a.stride(), a.dtype, a_at & phase, b.shape, b.stride(), b.dtype, b_at & phase, index, kind, groups,
@@ -136,9 +140,18 @@ def _index_key(cut: Any, phase: int, index: int) -> Key:
 
 
 def class_key_of(key: Key, call: Call) -> Key | None:
-    """What calls have in common that differ in their number of tokens and in sizes on the host alone."""
-    jagged, a, b, kind, cut, valid_rows, c, _, out = call
-    if jagged != "m" or cut is None or not a.is_cuda or out is not None or c is not None or valid_rows is not None:
+    """What calls have in common that differ in their number of tokens and in sizes on the host alone. Scales of tokens
+    have another layout for each number, so quantised operands have no class."""
+    jagged, a, b, kind, cut, valid_rows, c, _, out, *scales = call
+    if (
+        scales
+        or jagged != "m"
+        or cut is None
+        or not a.is_cuda
+        or out is not None
+        or c is not None
+        or valid_rows is not None
+    ):
         return None
     if a.dim() != 2 or b.dim() != 3 or not b.shape[0]:
         return None
@@ -162,14 +175,3 @@ def _host_class(kind: str, cut: Any) -> Key | None:
     if kind == "ends":
         lengths.add(values[0])
     return ("host", len(values), len(lengths) == 1)
-
-
-def same_view(x: Tensor, y: Tensor) -> bool:
-    return x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
-
-
-def reach_bytes(x: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    if not x.numel():
-        return 0
-    return (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from multigemm.cuda.arguments import Address, Tokens
+from multigemm.problem.fused import Fused
 from multigemm.problem.spec import ProblemSpec
 
 CPU = torch.device("cpu")
@@ -65,6 +66,8 @@ class Operands:
     per_group, as `ScaleSpec` describes them; a packed `b` holds bytes.
     `sizes` [G] are the user's own on the device, without gaps, where `ends` are their running sums, else None: a recipe
     that `sums_sizes` reads them, and then nobody writes `ends`.
+    `fused` is what `spec.fused` describes, with dense indices and numbers on the device. There `a` and `b` are the
+    operands whose rows are picked, `c` has the shape of `out`, and what cuts T tokens need not fit their extents.
     """
 
     spec: ProblemSpec
@@ -85,6 +88,7 @@ class Operands:
     scale_a: Tensor | list[Tensor] | None = None
     scale_b: Tensor | list[Tensor] | None = None
     zero_b: Tensor | list[Tensor] | None = None
+    fused: Fused | None = None
 
 
 class Strided(NamedTuple):
@@ -120,6 +124,13 @@ def address_of(tensor: Tensor | None, operand: str) -> int:
     return 0 if tensor is None else Address(tensor.data_ptr(), operand)
 
 
+def reach_bytes(x: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if not x.numel():
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.element_size()
+
+
 def strides_of(tensor: Tensor, operand: str | None = None) -> Strided:
     """Address and strides of a matrix or a stack of matrices; extents of 0 or 1 get stride 0.
 
@@ -142,7 +153,17 @@ def _bias_strides(bias: Tensor, groups: int) -> Strided:
 
 
 def packed(ops: Operands) -> Packed:
-    """The one formula for a packed form (every form but per_group)."""
+    """The one formula for a packed form (every form but per_group).
+
+    Args:
+        ops: a staged problem.
+
+    Returns:
+        Extents, addresses and strides.
+
+    Example:
+        extents = packed(ops)  # in `bind` of a backend
+    """
     a, b, out = cast(Tensor, ops.a), cast(Tensor, ops.b), cast(Tensor, ops.out)
     c, bias = cast("Tensor | None", ops.c), cast("Tensor | None", ops.bias)
     rows, jagged = a.shape[-2], ops.spec.jagged
@@ -172,7 +193,17 @@ def view_of(ops: Operands) -> Packed:
 
 
 def group_table(ops: Operands) -> npt.NDArray[np.int64]:
-    """[G, TABLE.COLUMNS] int64 on the host: pointers, extents and strides of each product of a list."""
+    """Pointers, extents and strides of each product of a list.
+
+    Args:
+        ops: a staged problem of the form per_group.
+
+    Returns:
+        [G, TABLE.COLUMNS] int64 on the host.
+
+    Example:
+        rows = group_table(ops)[:, TABLE.M]  # in `bind` of a backend
+    """
     table = np.zeros((ops.spec.groups, TABLE.COLUMNS), dtype=np.int64)
     lists = ((ops.a, TABLE.A, TABLE.A_ROW), (ops.b, TABLE.B, TABLE.B_ROW), (ops.c, TABLE.C, TABLE.C_ROW),
              (ops.out, TABLE.OUT, TABLE.OUT_ROW))  # fmt: skip

@@ -13,8 +13,7 @@ from typing import Any, Never, NoReturn
 from multigemm.backend import Launch
 from multigemm.errors import InvalidProblem, MultigemmError
 from multigemm.planning import launch_cache
-from multigemm.planning.binding import Choice as Choice
-from multigemm.planning.binding import bind, caller_result, captured, reasons, refuse_gradients, told
+from multigemm.planning.binding import Choice, bind, caller_result, captured, reasons, refuse_gradients, told
 from multigemm.planning.staging import allocate
 from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.problem import GroupedGemmProblem, checked
@@ -38,6 +37,16 @@ class Plan:
     current when it is: a first call on another one has to wait for that, as for any tensor of torch. Since it has one
     output, its calls must not overlap. What is made inside a CUDA graph's capture can be called in captures only.
     A call allocates nothing, except where `why` says so: torch's grouped_mm, which cublas may call, allocates inside.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> a, b = torch.ones(6, 4), torch.ones(3, 4, 2)
+        >>> plan = mg.plan(a, b, sizes=[1, 0, 5], backend="cpu")
+        >>> plan()[0, 0].item()
+        4.0
+        >>> _ = a.fill_(2.0)
+        >>> plan()[0, 0].item()
+        8.0
     """
 
     __slots__ = ("_choice", "_launch", "_ops", "_out", "_result", "problem")
@@ -64,7 +73,17 @@ class Plan:
 
     @no_dynamo
     def run(self, problem: GroupedGemmProblem) -> Any:
-        """Solves another problem of the same spec on the same device, with an output of its own."""
+        """Solves another problem of the same spec on the same device, with an output of its own.
+
+        Args:
+            problem: the other problem.
+
+        Returns:
+            Its result, in new memory or in its `out`.
+
+        Raises:
+            InvalidProblem: the problem is of another spec or on another device; the text says how they differ.
+        """
         if checked(problem).device != self.problem.device:
             raise InvalidProblem(
                 f"this plan is for {self.problem.device} and the problem is on {problem.device}: make a plan for it"

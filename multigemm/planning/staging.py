@@ -19,6 +19,7 @@ from multigemm.cuda.device import to_device
 from multigemm.cuda.running_sums import running_sums
 from multigemm.planning.operands import Operands
 from multigemm.problem.arrays import Step
+from multigemm.problem.fused import Fused, Index
 from multigemm.problem.grouping import Grouping, Int64s
 from multigemm.problem.operand_reader import Operand
 from multigemm.problem.problem import GroupedGemmProblem
@@ -128,7 +129,26 @@ def stage(problem: GroupedGemmProblem, spec: ProblemSpec, out: Operand, sums_siz
         **_stage_grouping(problem, before, sums_sizes),
         **_scales(problem),
     )
+    if problem.fused is not None:
+        ops.fused = _stage_fused(problem.fused, problem.device, before)
     return Staged(ops, before)
+
+
+def _stage_fused(fused: Fused, device: torch.device, before: list[Step]) -> Fused:
+    """Indices and weights of rows without gaps, on the device; strided ones are copied before each launch."""
+
+    def dense(x: Tensor) -> Tensor:
+        return x if x.is_contiguous() else _follow(x.detach(), before)
+
+    staged: dict[str, Any] = {
+        name: Index(dense(x.values), True) if x.live else Index(to_device(x.values.numpy(), device), False)
+        for name, x in fused.indices.items()
+    }
+    staged |= {
+        name: None if x is None else dense(x)
+        for name, x in (("row_scale", fused.row_scale), ("weights", fused.weights))
+    }
+    return replace(fused, **staged)
 
 
 def _scales(problem: GroupedGemmProblem) -> dict[str, Any]:
@@ -148,7 +168,8 @@ def outline(problem: GroupedGemmProblem, spec: ProblemSpec) -> Operands:
     return Operands(
         spec, a, b, out, problem.c, problem.bias, alpha=problem.alpha, beta=problem.beta, device=problem.device,
         host_offsets=None if grouping is None else grouping.host,
-        host_valid_rows=None if valid is None or valid.host is None else np.diff(valid.host), **_scales(problem),
+        host_valid_rows=None if valid is None or valid.host is None else np.diff(valid.host), fused=problem.fused,
+        **_scales(problem),
     )  # fmt: skip
 
 

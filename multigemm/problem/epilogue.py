@@ -13,7 +13,7 @@ from torch import Tensor
 
 from multigemm.errors import InvalidProblem
 from multigemm.problem.arrays import dtype_of
-from multigemm.problem.spec import ACTIVATIONS, FLOAT8, FLOAT_DTYPES, HALVES, INPUT_DTYPES
+from multigemm.problem.spec import ACTIVATIONS, FLOAT8, FLOAT_DTYPES, GATES, HALVES, INPUT_DTYPES
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 """Between them float32 holds a number to all its digits: a smaller one it rounds coarsely, or to 0."""
@@ -97,7 +97,7 @@ def check_activation(activation: Any, compute: torch.dtype) -> None:
     """One of the known words, or None; int8 knows relu only: the others need a real-valued accumulator."""
     if activation is None:
         return
-    one_of(activation, "activation", ACTIVATIONS)
+    one_of(activation, "activation", (*ACTIVATIONS, *GATES))
     if compute is torch.int8 and activation != "relu":
         raise InvalidProblem(f"activation={activation!r} with int8 operands; only 'relu' is defined for int32 sums")
 

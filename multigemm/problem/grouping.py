@@ -65,15 +65,16 @@ def _as_offsets(values: Int64s, kind: Kind) -> Int64s:
     return np.concatenate([np.zeros(1, np.int64), ends])
 
 
-def read_index_array(x: Any, name: str, device: torch.device) -> tuple[Tensor | None, Int64s | None]:
-    """An integer vector as (live tensor on `device`, None) or (None, copy on the host)."""
+def read_index_array(x: Any, name: str, device: torch.device, dims: int = 1) -> tuple[Tensor | None, Int64s | None]:
+    """Integers in a vector (or matrix) as (live tensor on `device`, None) or (None, copy on the host)."""
     if isinstance(x, Tensor) or is_array(x):
         tensor = adopt(x, name).tensor
         if tensor.dtype not in INDEX_DTYPES:
             remedy = ".to(torch.int64)" if isinstance(x, Tensor) else ".astype('int64')"
             raise InvalidProblem(f"{name} has dtype {tensor.dtype}; it must be int32 or int64: call {remedy}")
-        if tensor.dim() != 1:
-            raise InvalidProblem(f"{name} has {tensor.dim()} dimensions; it must be a vector: call .reshape(-1)")
+        if tensor.dim() != dims:
+            remedy = "a vector: call .reshape(-1)" if dims == 1 else "a matrix: call .reshape(R, -1)"
+            raise InvalidProblem(f"{name} has {tensor.dim()} dimensions; it must be {remedy}")
         if tensor.device == device and isinstance(x, Tensor):
             return tensor, None
         if tensor.device.type == "cpu":
@@ -89,7 +90,7 @@ def read_index_array(x: Any, name: str, device: torch.device) -> tuple[Tensor | 
         raise InvalidProblem(
             f"{name} is of type {type(x).__name__}; it must be a vector of integers: a list, an int32 or int64 array"
         )
-    return None, _read_list(x, name)
+    return None, read_list(x, name)
 
 
 def _length(live: Tensor | None, host: Int64s | None) -> int:
@@ -99,7 +100,8 @@ def _length(live: Tensor | None, host: Int64s | None) -> int:
     return len(host)
 
 
-def _read_list(x: Sequence[Any], name: str) -> Int64s:
+def read_list(x: Sequence[Any], name: str) -> Int64s:
+    """A sequence of integers on the host."""
     if isinstance(x, memoryview) and x.ndim != 1:
         raise InvalidProblem(f"{name} has {x.ndim} dimensions; it must be a vector")
     try:

@@ -194,17 +194,23 @@ def first_shared_pair(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
     return None
 
 
-def refuse_shared_memory(outs: Sequence[Tensor], read: Sequence[tuple[str, Any]], at: Callable[[int], str]) -> None:
-    """Raise unless no result meets itself, another result, or anything that is read but its own, same `c`.
+def refuse_shared_memory(
+    outs: Sequence[Tensor], read: Sequence[tuple[str, Any]], at: Callable[[int], str], out: str = "out"
+) -> None:
+    """Raise unless no result meets itself, another result, or anything that is read but, of `out`, its own, same `c`.
 
-    `read` names its arrays; `at(g)` is how the g-th entry of an operand is written after the operand's name.
+    `read` names its arrays; `at(g)` is how the g-th entry of an operand is written after the operand's name; `out` is
+    the name of what is written.
     """
     for g, x in enumerate(outs):
         if overlaps_itself(x):
-            raise InvalidProblem(f"out{at(g)} overlaps itself (strides {x.stride()}): pass another view")
+            raise InvalidProblem(f"{out}{at(g)} overlaps itself (strides {x.stride()}): pass another view")
     if pair := first_shared_pair(outs):
-        raise InvalidProblem(f"out[{pair[0]}] and out[{pair[1]}] share an element: each result needs its own memory")
+        raise InvalidProblem(
+            f"{out}[{pair[0]}] and {out}[{pair[1]}] share an element: each result needs its own memory"
+        )
     for g, i in meetings(outs, [x for _, x in read]):
         name, x = read[i]
-        if not (isinstance(x, Tensor) and name == f"c{at(g)}" and same_view(x, outs[g])):
-            raise InvalidProblem(f"out{at(g)} shares memory with {name}: pass another out")
+        own_c = out == "out" and name == f"c{at(g)}"
+        if not (isinstance(x, Tensor) and own_c and same_view(x, outs[g])):
+            raise InvalidProblem(f"{out}{at(g)} shares memory with {name}: pass another {out}")

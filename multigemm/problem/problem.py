@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Never, TypedDict
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -19,19 +19,20 @@ from multigemm.errors import InvalidProblem, UnknownKeyword, unknown_keyword_tex
 from multigemm.problem import epilogue, forms, overlap, rebuild, scales
 from multigemm.problem.arrays import Kind, Step
 from multigemm.problem.forms import Extents
+from multigemm.problem.fused import Fused, FusedKeywords, FusedReader, reader_of
 from multigemm.problem.grouping import Grouping, make_grouping, make_valid_rows
 from multigemm.problem.no_dynamo import no_dynamo
 from multigemm.problem.operand_reader import Operand, OperandReader, common_dtype, is_list
 from multigemm.problem.result import Result
 from multigemm.problem.scales import Given, Quantisation
-from multigemm.problem.spec import FLOAT8, HALVES, PRECISIONS, Form, ProblemSpec, specify
+from multigemm.problem.spec import FLOAT8, GATES, HALVES, PRECISIONS, Form, ProblemSpec, specify
 from multigemm.settings import settings
 
 CHECKS = ("host", "full", "complete")
 SCALES = ("scale_a", "scale_b", "zero_b")
 
 
-class Keywords(TypedDict, total=False):
+class Keywords(FusedKeywords, total=False):
     """The keywords of a problem, for the signatures that hand them on."""
 
     offsets: Any
@@ -85,61 +86,67 @@ class GroupedGemmProblem:
 
     `C_g = act(alpha * A_g @ B_g + beta * C_g + bias_g)` for every group g. The forms:
 
-    =========  ======================  =======================  ==================  ============
-    form       a                       b                        groups              result
-    =========  ======================  =======================  ==================  ============
-    per_group  list of [M_g, K_g]      list of [K_g, N_g]                           list
-    jagged m   [T, K]                  [G, K, N] or [K, N]      rows of a           [T, N]
-    jagged n   [M, K] or [G, M, K]     [K, T]                   columns of b        [M, T]
-    jagged k   [M, T]                  [T, N]                   columns of a        [G, M, N]
-    batched    [G, M, K]               [G, K, N]                                    [G, M, N]
-    masked     [G, M, K]               [G, K, N]                `valid_rows` [G]    [G, M, N]
-    =========  ======================  =======================  ==================  ============
+    | form      | a                  | b                   | groups           | result    |
+    |-----------|--------------------|---------------------|------------------|-----------|
+    | per_group | list of [M_g, K_g] | list of [K_g, N_g]  |                  | list      |
+    | jagged m  | [T, K]             | [G, K, N] or [K, N] | rows of a        | [T, N]    |
+    | jagged n  | [M, K] or [G, M, K]| [K, T]              | columns of b     | [M, T]    |
+    | jagged k  | [M, T]             | [T, N]              | columns of a     | [G, M, N] |
+    | batched   | [G, M, K]          | [G, K, N]           |                  | [G, M, N] |
+    | masked    | [G, M, K]          | [G, K, N]           | `valid_rows` [G] | [G, M, N] |
 
-    The groups are cut by one of `offsets` [G+1], `sizes` [G] or `ends` [G]; two matrices without a cut are
-    one product. All keywords:
+    The groups are cut by one of `offsets` [G+1], `sizes` [G] or `ends` [G]; two matrices without a cut are one product.
 
-    offsets, sizes, ends   int32 or int64: on the host (checked and copied) or a tensor on the operands'
-                           device (followed in place, never read back, clamped by the kernels)
-    jagged                 "m", "n" or "k": the direction that they cut. Two matrices fit all three where extents are
-                           equal, and "m" is taken: weight gradients (a [M, T], b [T, N]) need jagged="k"
-    valid_rows             [G]: rows of each matrix of a that count
-    c, alpha, beta         c has the result's shape and may be `out` itself; beta is 1 by default where c is given, 0
-                           elsewhere, and with beta=0 c is not read; the numbers are finite, and normal ones of
-                           float32 where sums are formed in it
-    bias                   a value per column: [N] or [G, N]; jagged n: [T]; lists: these, or a list of [N_g]
-    activation             "relu", "gelu" (by erf), "gelu_tanh" or "silu"
-    out                    receives the result, and keeps what no group owns; without it those rows are 0
-    out_dtype              of the result; that of the operands by default, int32 for int8. Operands of two float dtypes
-                           are multiplied in torch.promote_types of them: bfloat16 x float16 in float32
-    precision              of float32 products: "ieee" is true float32, "tf32" rounds the operands to 11 bits
-    deterministic          the same call gives the same bits; False permits what is faster without
-    batch_invariant        a row of the result has the same bits whoever else is in the batch: they depend on its row
-                           of a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form;
-                           None: as MULTIGEMM_BATCH_INVARIANT says
-    check                  "full" reads sizes on the device back and checks them; "host" does not. Sizes that add up to
-                           less than T are legal in both: no group owns the rest; "complete" is "full" and refuses them
-    scale_a, scale_b       quantised operands: what an element is multiplied by. A number, a vector for the groups, or a
-                           grid: along K one entry, or one for each 32, 64 or 128; along the other axis one entry, or
-                           one for each line (or, with 128 along K, for each 128). float32 or float8_e8m0fnu
-    zero_b                 integer weights: what is subtracted before the scale; uint8 or int8, laid out as scale_b
-    b_format               what bytes of b hold, two of K in each: "int4", "uint4" or "e2m1"
-    accumulate             float8 x float8: "promoted" sums at most 128 of K in the tensor core, "fast" may sum all
-
-    float8 multiplies float8; bfloat16 and float16 also multiply weights in float8, int8 (with scale_b) and four bits.
-
-    torch.autocast changes nothing here: a problem means what its operands say. The torch operator obeys it
+    The problem refers to the caller's arrays and copies none of them, except sizes that are given on the host. Its
+    attributes are not meant to be changed: make another problem. A deep copy or a pickle of it holds copies of those
+    arrays. torch.autocast changes nothing here: a problem means what its operands say. The torch operator obeys it
     (`multigemm.integrations.grouped_gemm`).
 
-    Raises InvalidProblem, with the value seen, the limit and the remedy, for anything without a meaning.
-    The problem refers to the caller's arrays and copies none of them, except sizes that are given on the
-    host. Its attributes are not meant to be changed: make another problem. A deep copy or a pickle of it holds
-    copies of those arrays.
+    Args:
+        a, b: the operands: torch tensors, NumPy, CuPy or Numba arrays, what has DLPack, or lists of these; any strides.
+            float8 multiplies float8; bfloat16 and float16 also multiply weights in float8, int8 (with scale_b) and four
+            bits.
+        offsets, sizes, ends: int32 or int64: on the host (checked and copied) or a tensor on the operands' device
+            (followed in place, never read back, clamped by the kernels).
+        jagged: "m", "n" or "k": the direction that they cut. Two matrices fit all three where extents are equal, and
+            "m" is taken: weight gradients (a [M, T], b [T, N]) need jagged="k".
+        valid_rows: [G]: rows of each matrix of a that count.
+        c: a matrix of the result's shape that is added, times beta; may be `out` itself.
+        alpha, beta: beta is 1 by default where c is given, 0 elsewhere, and with beta=0 c is not read; the numbers are
+            finite, and normal ones of float32 where sums are formed in it.
+        bias: a value per column: [N] or [G, N]; jagged n: [T]; lists: these, or a list of [N_g].
+        activation: "relu", "gelu" (by erf), "gelu_tanh" or "silu".
+        out: receives the result, and keeps what no group owns; without it those rows are 0.
+        out_dtype: of the result; that of the operands by default, int32 for int8. Operands of two float dtypes are
+            multiplied in torch.promote_types of them: bfloat16 x float16 in float32.
+        precision: of float32 products: "ieee" is true float32, "tf32" rounds the operands to 11 bits.
+        deterministic: the same call gives the same bits; False permits what is faster without.
+        batch_invariant: a row of the result has the same bits whoever else is in the batch: they depend on its row of
+            a, its columns of b, K, the dtypes, the epilogue and the backend alone, in every form; None: as
+            MULTIGEMM_BATCH_INVARIANT says.
+        check: "full" reads sizes on the device back and checks them; "host" does not. Sizes that add up to less than T
+            are legal in both: no group owns the rest; "complete" is "full" and refuses them.
+        scale_a, scale_b: quantised operands: what an element is multiplied by. A number, a vector for the groups, or a
+            grid: along K one entry, or one for each 32, 64 or 128; along the other axis one entry, or one for each line
+            (or, with 128 along K, for each 128). float32 or float8_e8m0fnu.
+        zero_b: integer weights: what is subtracted before the scale; uint8 or int8, laid out as scale_b.
+        b_format: what bytes of b hold, two of K in each: "int4", "uint4" or "e2m1".
+        accumulate: float8 x float8: "promoted" sums at most 128 of K in the tensor core, "fast" may sum all.
+
+    Raises:
+        InvalidProblem: anything without a meaning; the text names the value seen, the limit and the remedy.
+        UnknownKeyword: there is no such keyword; the text names what was probably meant.
+
+    Example:
+        >>> import torch, multigemm as mg
+        >>> problem = mg.GroupedGemmProblem(torch.ones(6, 4), torch.ones(3, 4, 2), sizes=[1, 0, 5])
+        >>> problem.form, problem.flops, problem.sizes()
+        ('jagged_m', 96, [(1, 2, 4), (0, 2, 4), (5, 2, 4)])
     """
 
     __slots__ = (
         "a", "activation", "alpha", "b", "batch_invariant", "beta", "bias", "c", "deterministic", "device", "extents",
-        "form", "given_out", "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "quantisation",
+        "form", "fused", "given_out", "grouping", "kind", "out", "out_dtype", "out_shape", "precision", "quantisation",
         "refreshes", "spec", "squeezed", "valid_rows",
     )  # fmt: skip
     a: Operand
@@ -151,6 +158,7 @@ class GroupedGemmProblem:
     extents: Extents | None
     grouping: Grouping | None
     valid_rows: Grouping | None
+    fused: Fused | None
     alpha: float
     beta: float
     activation: Any
@@ -194,9 +202,9 @@ class GroupedGemmProblem:
         zero_b: Any = None,
         b_format: str | None = None,
         accumulate: str = "promoted",
-        **unknown: Never,
+        **fused: Unpack[FusedKeywords],
     ) -> None:
-        for name in unknown:
+        for name in fused.keys() - FusedKeywords.__annotations__.keys():
             raise UnknownKeyword(unknown_keyword_text("GroupedGemmProblem", name, tuple(Keywords.__annotations__)))
         epilogue.one_of(check, "check", CHECKS)
         epilogue.one_of(precision, "precision", PRECISIONS)
@@ -207,32 +215,35 @@ class GroupedGemmProblem:
         self.batch_invariant = _switch(batch_invariant)
         self.c = self.bias = self.out = self.extents = self.grouping = self.valid_rows = None
         self.squeezed, self.given_out = False, out
-        self.quantisation = None
+        self.quantisation = self.fused = None
+        gated = type(activation) is str and activation in GATES
+        more = reader_of(fused, activation, check != "host") if fused or gated else None
 
         reader = OperandReader()
         grouped = offsets is not None or sizes is not None or ends is not None
         if is_list(a) or is_list(b):
-            groups, packed = self._take_lists(reader, a, b, jagged, grouped or valid_rows is not None, b_format)
+            groups, packed = self._take_lists(reader, a, b, jagged, grouped or valid_rows is not None, b_format, more)
         else:
-            extents, packed = self._take_tensors(reader, a, b, jagged, grouped, valid_rows is not None, b_format)
+            extents, packed = self._take_tensors(reader, a, b, jagged, grouped, valid_rows is not None, b_format, more)
             groups = self._take_groups(extents, (offsets, sizes, ends), valid_rows, check)
         self.kind, self.device = reader.kind, reader.device
         inputs = self._input_dtypes(out_dtype)
-        compute = self._take_scales(reader, groups, inputs, Given(scale_a, scale_b, zero_b, accumulate), packed)
+        compute = self._take_scales(reader, groups, inputs, Given(scale_a, scale_b, zero_b, accumulate), packed, more)
         self.alpha = epilogue.scalar(alpha, "alpha", compute)
         self.beta = epilogue.scalar(epilogue.default_beta(beta, c), "beta", compute)
         epilogue.check_activation(activation, compute)
-        self._take_result(reader, groups, out, out_dtype, c, bias, (*inputs, compute))
+        self._take_result(reader, groups, out, out_dtype, c, bias, (*inputs, compute), more)
         self.refreshes = reader.refreshes() if reader.mirrors else []
-        if out is not None:
-            overlap.refuse_shared_memory(self.each("out"), self._read(reader), self._at)
+        if out is not None or self.fused is not None:
+            self._refuse_shared_memory(reader)
         self.spec = specify(self, groups, compute)
 
     # --- operands -------------------------------------------------------------------------------
 
     def _take_tensors(
-        self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, masked: bool, b_format: str | None
-    ) -> tuple[Extents, str]:
+        self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, masked: bool, b_format: str | None,
+        more: FusedReader | None,
+    ) -> tuple[Extents, str]:  # fmt: skip
         x, y = reader.first(a, "a"), reader.operand(b, "b")
         packed = scales.format_of(y.dtype, b_format)
         if packed:
@@ -242,6 +253,8 @@ class GroupedGemmProblem:
         self.a, self.b, self.device = x, y, reader.device
         if packed:
             y = scales.unpacked_shape(x, y)
+        if more is not None:
+            x, y = more.pick(x, y, jagged, grouped, reader.device)
         self.extents = forms.infer(
             x, y, jagged=jagged, grouped=grouped, masked=masked, squeezed=self.squeezed, kind=reader.kind
         )
@@ -264,8 +277,9 @@ class GroupedGemmProblem:
         return extents.groups
 
     def _take_lists(
-        self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, b_format: str | None
-    ) -> tuple[int, str]:
+        self, reader: OperandReader, a: Any, b: Any, jagged: str, grouped: bool, b_format: str | None,
+        more: FusedReader | None,
+    ) -> tuple[int, str]:  # fmt: skip
         if not (is_list(a) and is_list(b)):
             one, x, other = ("b", b, "a") if is_list(a) else ("a", a, "b")
             remedy = f"pass [{one}] * G to share one matrix, or list({one}) for several"
@@ -276,6 +290,8 @@ class GroupedGemmProblem:
             raise InvalidProblem("offsets, sizes, ends or valid_rows with lists: a list is cut already, leave them out")
         if jagged != "m":
             raise InvalidProblem(f"jagged={jagged!r} with lists: they may differ in every extent, leave it out")
+        if more is not None:
+            more.refuse_picks("lists")
         forms.check_counts(a, b)
         self.form = "per_group"
         first = [reader.first(a[0], "a[0]")] if a else []
@@ -290,13 +306,16 @@ class GroupedGemmProblem:
         return len(self.a), packed
 
     def _take_scales(
-        self, reader: OperandReader, groups: int, inputs: tuple[torch.dtype, torch.dtype], given: Given, packed: str
-    ) -> torch.dtype:
+        self, reader: OperandReader, groups: int, inputs: tuple[torch.dtype, torch.dtype], given: Given, packed: str,
+        more: FusedReader | None,
+    ) -> torch.dtype:  # fmt: skip
         """Scales and zero points, if operands are quantised; returns the dtype that products are formed in."""
         has_dtypes = self.extents is not None or groups > 0  # lists of no matrices say no dtypes
         if not (has_dtypes and scales.is_quantised(*inputs, packed, given)):
             return epilogue.compute_dtype(*inputs)
         self._refuse_gradients(inputs)
+        if more is not None and self.form == "jagged_k":
+            more.refuse_quantised_picks()
         a, b = self.each("a"), self.each("b")
         shapes = [tuple(x.shape) for x in a], [_elements(y, packed) for y in b]
         if self.extents is not None:
@@ -332,18 +351,22 @@ class GroupedGemmProblem:
 
     def _take_result(
         self, reader: OperandReader, groups: int, out: Any, out_dtype: Any, c: Any, bias: Any,
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], more: FusedReader | None,
     ) -> None:  # fmt: skip
-        """`out`, c and bias; `dtypes`: those of a and b, and the one that products are formed in."""
+        """`out`, c, bias and what is fused; `dtypes`: those of a and b, and the one that products are formed in."""
         compute = dtypes[2]
         extras: tuple[torch.dtype, ...] = dtypes  # that c and bias may have beside the result's
         if self.quantisation is not None:
             extras = (compute,) if compute in HALVES else ()
-        result = Result(self.form, groups, self._result_shape(groups), self.squeezed)
+        result = product = Result(self.form, groups, self._result_shape(groups), self.squeezed)
+        if more is not None:
+            result = more.result(product, compute, self.device, out, self.beta, c)
         self.out_shape = result.shape
         self._take_out(reader, out, out_dtype, result, compute)
         self._take_c(reader, c, result, extras)
-        self._take_bias(reader, bias, result, extras)
+        self._take_bias(reader, bias, product, extras)
+        if more is not None:
+            self.fused = more.fused(reader, product, self.out_dtype, extras)
 
     def _take_out(self, reader: OperandReader, out: Any, out_dtype: Any, result: Result, compute: torch.dtype) -> None:
         given = None
@@ -372,6 +395,15 @@ class GroupedGemmProblem:
         if self.each("bias"):
             epilogue.check_extra_dtype(common_dtype(self.bias, "bias"), "bias", inputs, self.out_dtype)
 
+    def _refuse_shared_memory(self, reader: OperandReader) -> None:
+        """Raises where memory that a launch writes is read, or written twice."""
+        outs, preacts = self.each("out"), [] if self.fused is None else self.fused.preacts()
+        if outs:
+            overlap.refuse_shared_memory(outs, self._read(reader), self._at)
+        if preacts:
+            read = [*self._read(reader), *((f"out{self._at(g)}", x) for g, x in enumerate(outs))]
+            overlap.refuse_shared_memory(preacts, read, self._at, "preact_out")
+
     def _read(self, reader: OperandReader) -> list[tuple[str, Any]]:
         """Everything that a launch reads, by name."""
         read: list[tuple[str, Any]] = []
@@ -381,7 +413,7 @@ class GroupedGemmProblem:
         read += [(name, mirror.given) for name, mirror in reader.mirrors.items()]
         if (cut := self.cut) is not None and cut.live is not None:
             read.append((cut.kind if cut is self.grouping else "valid_rows", cut.live))
-        return read
+        return read if self.fused is None else read + self.fused.read()
 
     def _at(self, g: int) -> str:
         return f"[{g}]" if self.form == "per_group" else ""
@@ -433,7 +465,7 @@ class GroupedGemmProblem:
                     return True
             elif operand is not None and any(x.requires_grad for x in operand):
                 return True
-        return False
+        return self.fused is not None and any(x.requires_grad for x in self.fused.numbers.values())
 
     @no_dynamo
     def sizes(self) -> list[tuple[int, int, int]]:
@@ -456,6 +488,9 @@ class GroupedGemmProblem:
         for refresh in self.refreshes:
             refresh()
         a, b, c, bias = (_on_host(x) for x in (self.a, self.b, self.c, self.bias))
+        if self.fused is not None:
+            a, b = self.fused.gather(self.form, a, b)
+            c = None if self.fused.scatters else c
         cuts = [(0, 0)] * self.spec.groups
         if self.grouping is not None and self.extents is not None:
             cuts = self._bounds(self.grouping, self.extents)
@@ -473,6 +508,8 @@ class GroupedGemmProblem:
         q, jagged_k = self.quantisation, self.form == "jagged_k"
         if q is None:
             return []
+        if self.fused is not None:
+            q = self.fused.gather_scales(q)
         parts = [(q.a, "m", "a"), (q.b, "n", "b"), (q.zero, "n", "b")]
         return [
             None if scale is None else scale.of_group(g, spans[rows], spans["k"], side, jagged_k).detach().cpu()
@@ -488,7 +525,7 @@ class GroupedGemmProblem:
 
     @property
     def flops(self) -> int:
-        """2*m*n*k summed over the groups; waits for the device if the sizes live there."""
+        """`2 * m * n * k` summed over the groups; waits for the device if the sizes live there."""
         return sum(2 * m * n * k for m, n, k in self.sizes())
 
     @property
@@ -501,7 +538,8 @@ class GroupedGemmProblem:
         a = [m * k * spec.a.dtype.itemsize for m, _, k in used]
         b = [k * n * spec.b.dtype.itemsize // (2 if spec.b.packed else 1) for _, n, k in used]
         c_size = spec.c.dtype.itemsize if spec.c is not None else 0
-        results = sum(m * n * (self.out_dtype.itemsize + c_size) for m, n, _ in used)
+        elements = sum(m * n for m, n, _ in used) if self.fused is None else self.fused.result_elements(used)
+        results = elements * (self.out_dtype.itemsize + c_size)
         results += sum(x.nbytes for name in SCALES for x in self.each(name))
         return results + (a[0] if spec.a.shared else sum(a)) + (b[0] if spec.b.shared else sum(b))
 

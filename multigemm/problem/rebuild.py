@@ -53,6 +53,8 @@ def arguments(problem: GroupedGemmProblem) -> tuple[Any, Any, dict[str, Any]]:
     if (q := problem.quantisation) is not None:
         keywords |= {name: scale.given for name, scale in q.each()}
         keywords |= {"b_format": q.b_format or None, "accumulate": q.accumulate}
+    if problem.fused is not None:
+        keywords |= problem.fused.keywords()
     return _given(problem, problem.a), _given(problem, problem.b), keywords
 
 
@@ -122,6 +124,18 @@ def _grouping_text(problem: GroupedGemmProblem) -> list[str]:
     return parts
 
 
+def _fused_text(x: Any) -> str:
+    """A keyword of what is fused: numbers as they are, indices on the host by value, other tensors by geometry."""
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_fused_text, x))})"
+    if isinstance(x, np.ndarray):
+        return repr(x.tolist()) if x.dtype.kind == "i" else f"np.empty({x.shape}, {x.dtype.name!r})"
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        by_value = x.device.type == "cpu" and x.numel() <= 64
+        return f"torch.tensor({x.tolist()}, dtype={x.dtype})" if by_value else f"{tensor_text(x)}.zero_()"
+    return operand_text(x) if isinstance(x, Tensor | list) else repr(x)
+
+
 def problem_text(problem: GroupedGemmProblem) -> str:
     """The constructor call, with geometry in place of values; defaults are left out."""
     parts = [
@@ -145,6 +159,8 @@ def problem_text(problem: GroupedGemmProblem) -> str:
         parts.append(f"b_format={q.b_format!r}")
     if q is not None and q.accumulate != "promoted":
         parts.append(f"accumulate={q.accumulate!r}")
+    if problem.fused is not None:
+        parts += [f"{name}={_fused_text(x)}" for name, x in problem.fused.keywords().items()]
     if problem.out is None:
         parts.append(f"out_dtype={problem.out_dtype}")
     return f"GroupedGemmProblem({', '.join(parts)})"

@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 
 Form = Literal["per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "masked"]
 Order = Literal["row", "col", "strided"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh", "reglu", "glu"]
+GluLayout = Literal["halves", "halves_up_first", "interleaved"]
 Precision = Literal["ieee", "tf32"]
 Accumulate = Literal["promoted", "fast"]
 ByteFormat = Literal["int4", "uint4", "e2m1"]
 
 FORMS: tuple[Form, ...] = ("per_group", "jagged_m", "jagged_n", "jagged_k", "batched", "masked")
 ACTIVATIONS: tuple[Activation, ...] = ("relu", "gelu", "gelu_tanh", "silu")
+GATES: tuple[Activation, ...] = ("swiglu", "geglu", "geglu_tanh", "reglu", "glu")
+"""Activations that join two columns of the product, a gate and what it lets through, into one of the result."""
+GLU_LAYOUTS: tuple[GluLayout, ...] = ("halves", "halves_up_first", "interleaved")
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INPUT_DTYPES = (*FLOAT_DTYPES, torch.int8)
@@ -86,6 +90,43 @@ class OperandSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedSpec:
+    """What stands before and after the products: rows picked by index, a gate, weights of rows, sums of rows.
+
+    `a_rows`, `b_rows`, `out_rows` and `combine` hold the dtype of their indices, `row_scale` and `weights` that of
+    their numbers; None is absent. `layout` is "" without a gate, whose word is `ProblemSpec.activation`; `alpha`,
+    `beta` and `limit` say which of the gate's numbers are not the defaults. `preact` is the class of `preact_out`.
+    `terms` is how many rows a combine sums, `rows` the bucket of how many rows a combine or `out_rows` makes.
+    """
+
+    a_rows: torch.dtype | None = None
+    b_rows: torch.dtype | None = None
+    layout: GluLayout | Literal[""] = ""
+    alpha: bool = False
+    beta: bool = False
+    limit: bool = False
+    preact: OperandSpec | None = None
+    row_scale: torch.dtype | None = None
+    combine: torch.dtype | None = None
+    weights: torch.dtype | None = None
+    terms: int = 0
+    out_rows: torch.dtype | None = None
+    rows: int = 0
+
+    @property
+    def keywords(self) -> list[str]:
+        """The keywords that ask for it; a gate is named by `activation`."""
+        names = ("a_rows", "b_rows", "preact_out", "row_scale", "combine", "out_rows")
+        values = (self.a_rows, self.b_rows, self.preact, self.row_scale, self.combine, self.out_rows)
+        return [name for name, x in zip(names, values, strict=True) if x is not None] + ["gate"] * bool(self.layout)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether rows of the result are sums of rows of the products, to which c and beta are added."""
+        return self.combine is not None or self.out_rows is not None
+
+
+@dataclass(frozen=True, slots=True)
 class ProblemSpec:
     """A grouped GEMM without its data. `None` extents differ by group or are known only at run time.
 
@@ -98,6 +139,8 @@ class ProblemSpec:
     a bucket says too little to refuse a problem by, and a list's N and K have none.
     `sizes` is the dtype of sizes on the device, whose running sums are int64 ends (`index`), else None.
     `accumulate` is "fast" where products of float8 may stay in the tensor core's own sums for all of K.
+    `fused` is what else the problem asks for, None for products with the plain epilogue. There `m`, `n` and `total` are
+    those of the products: with a gate the result has n // 2 columns, with indices of rows m tokens.
     """
 
     form: Form
@@ -124,6 +167,7 @@ class ProblemSpec:
     longest: int = 0
     sizes: torch.dtype | None = None
     accumulate: Accumulate = "promoted"
+    fused: FusedSpec | None = None
 
     @property
     def quantised(self) -> Literal["", "float8", "weights"]:
@@ -249,26 +293,33 @@ def specify(problem: GroupedGemmProblem, groups: int, compute: torch.dtype) -> P
         bias[0].dtype if bias else None, compute, alpha, problem.activation, problem.precision,
         problem.deterministic, problem.batch_invariant, index, on_device, problem.out is None,
     )  # fmt: skip
-    quantised = problem.quantisation
+    special = problem.quantisation is not None or problem.fused is not None
     if problem.extents is None:
         part, longest = _list_part(problem, compute)
         fields: tuple[Any, ...] = (*part, *rest, longest, sizes)
         spec = ProblemSpec("per_group", groups, *fields)
-        return _intern(spec if quantised is None else quantised.described(spec))
+        return _intern(_described(spec, problem) if special else spec)
     a, b, c, out = problem.a, problem.b, problem.c, problem.out
     geometry = (_geometry(a), _geometry(b), _geometry(c), _geometry(out))
     key = (problem.form, groups, *geometry, problem.out_dtype, rest, sizes)
-    found = _by_geometry.get(key) if quantised is None else None
+    found = None if special else _by_geometry.get(key)
     if found is None:
         if len(_by_geometry) >= KEPT:
             _by_geometry.clear()
         part, longest = _packed_part(problem, groups)
         fields = (*part, *rest, longest, sizes)
         spec = ProblemSpec(problem.form, groups, *fields)
-        if quantised is not None:
-            return _intern(quantised.described(spec))
+        if special:
+            return _intern(_described(spec, problem))
         found = _by_geometry[key] = _intern(spec)
     return found
+
+
+def _described(spec: ProblemSpec, problem: GroupedGemmProblem) -> ProblemSpec:
+    """The spec with what quantised operands, and what is fused, add to it."""
+    for part in (problem.quantisation, problem.fused):
+        spec = spec if part is None else part.described(spec)
+    return spec
 
 
 def _intern(spec: ProblemSpec) -> ProblemSpec:
@@ -302,7 +353,10 @@ def _packed_part(problem: GroupedGemmProblem, groups: int) -> tuple[tuple[Any, .
         classify_fresh(problem.out_dtype, [problem.out_shape]) if fresh else classify(_tensor(problem.out)),
         None if problem.c is None else classify(_tensor(problem.c)),
     )
-    return part, _giant(groups, m, n, k)
+    extents = (groups, m, n, k)
+    if problem.fused is not None:  # operands and results whose rows are picked or summed have others
+        extents += (*a.shape, *b.shape, *problem.out_shape)
+    return part, _giant(*extents)
 
 
 def _tensor(x: Any) -> Tensor:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from multigemm.backend import as_dict, completed
 from multigemm.errors import BackendUnavailable, BackendUnsupported, InvalidSetting
 from multigemm.planning.binding import Choice, captured
-from multigemm.planning.given_config import as_dict, completed
 from multigemm.planning.staging import equal_sizes, staged_spec
 from multigemm.problem.problem import GroupedGemmProblem
 from multigemm.problem.spec import ProblemSpec, half_octave

@@ -122,10 +122,10 @@ def _obstacle(problem: GroupedGemmProblem) -> str:
         expected = 2.0 * extents.m * extents.n * extents.k * (1 if problem.spec.jagged else problem.spec.groups)
     if not work or work < LEAST_WORK * expected:
         return "there is hardly any work"
-    spans, elements = binding.scratch_elements(problem)
-    if spans > 2 * elements:
+    spans, size = binding.scratch_bytes(problem)
+    if spans > 2 * size:
         return "`out` spans far more memory than the result has"
-    needed = FLUSH_BYTES + 2 * spans * problem.out_dtype.itemsize  # one more result, and what empties the cache
+    needed = FLUSH_BYTES + 2 * spans  # one more result, and what empties the cache
     free = free_bytes(problem.device)
     return "" if free >= needed else f"{free / 2**20:.0f} MiB are free, and {needed / 2**20:.0f} MiB are needed"
 

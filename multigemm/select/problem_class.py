@@ -27,8 +27,9 @@ class ProblemClass:
 
     `m`, `n` and `k` are None where groups differ in them or where they count tokens; `groups` is a power of two and
     `total` a `half_octave` of the tokens of all groups, each at or above the true number. `a`, `b` and `out` tell
-    dtype, order and alignment as in "bfloat16/row8/shared". `precision` ends in "+epilogue" where the product is not
-    all that is asked for. `where` tells where the sizes lie; "equal-sizes" are on the host, and all the same.
+    dtype, order and alignment as in "bfloat16/row8/shared". `precision` has "+gather", "+gate" and "+combine" where
+    rows are picked, gated and summed, and ends in "+epilogue" where the product is not all that is asked for. `where`
+    tells where the sizes lie; "equal-sizes" are on the host, and all the same.
     """
 
     form: str
@@ -85,7 +86,6 @@ def class_of(problem: GroupedGemmProblem, spec: ProblemSpec) -> ProblemClass:
 
 @lru_cache(maxsize=4096)
 def _class_of(spec: ProblemSpec, total: int, equal: bool) -> ProblemClass:
-    plain = spec.c is None and spec.bias is None and spec.activation is None
     return ProblemClass(
         spec.form,
         bucket(spec.groups),
@@ -96,9 +96,21 @@ def _class_of(spec: ProblemSpec, total: int, equal: bool) -> ProblemClass:
         _operand(spec.a),
         _operand(spec.b),
         _operand(spec.out),
-        spec.precision + ("" if spec.accumulate == "promoted" else f"+{spec.accumulate}") + ("" if plain else EPILOGUE),
+        _precision(spec),
         ON_DEVICE if spec.device_sizes else EQUAL if equal else ON_HOST,
     )
+
+
+def _precision(spec: ProblemSpec) -> str:
+    """The precision, and what stands round the product: gathers, a gate, sums of rows, anything else."""
+    words: list[str] = [spec.precision] if spec.accumulate == "promoted" else [spec.precision, spec.accumulate]
+    if (fused := spec.fused) is not None:
+        gathers, gate = fused.a_rows is not None or fused.b_rows is not None, bool(fused.layout)
+        named = (("gather", gathers), ("gate", gate), ("combine", fused.scatters))
+        words += [word for word, present in named if present]
+    plain = spec.c is None and spec.bias is None and spec.activation is None
+    plain = plain and (fused is None or (fused.preact is None and fused.row_scale is None))
+    return "+".join(words) + ("" if plain else EPILOGUE)
 
 
 def _operand(x: OperandSpec) -> str:

@@ -13,11 +13,11 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from multigemm.backend import Availability, Backend, quantised_reasons
+from multigemm.backend import Availability, Backend, BuiltinBackend, fused_reasons, quantised_reasons
 from multigemm.errors import BackendUnavailable, MultigemmError, UnknownBackend
 from multigemm.problem.spec import ProblemSpec
 
@@ -25,24 +25,15 @@ BUILTIN = ("cupy", "triton", "numba", "cublas", "cpu", "null")
 GROUP = "multigemm.backends"
 
 
-class BrokenBackend:
+def _broken(name: str, error: Exception) -> Backend:
     """Stands in for a backend whose import failed, so that the reason can be told."""
+    reason = f"its import failed: {type(error).__name__}: {error}"
 
-    def __init__(self, name: str, error: Exception) -> None:
-        self.name = name
-        self._reason = f"its import failed: {type(error).__name__}: {error}"
+    def plan(*_: Any) -> NoReturn:
+        raise BackendUnavailable(name, reason)
 
-    def availability(self) -> Availability:
-        return Availability(ok=False, reason=self._reason)
-
-    def not_supported_reasons(self, spec: ProblemSpec, device: torch.device) -> list[str]:
-        return [self._reason]
-
-    def configs(self, spec: ProblemSpec, device: torch.device) -> list[Any]:
-        return []
-
-    def plan(self, spec: ProblemSpec, config: Any, device: torch.device) -> Any:
-        raise BackendUnavailable(self.name, self._reason)
+    here = Availability(ok=False, reason=reason)
+    return BuiltinBackend(name, lambda: here, lambda spec, device: [reason], lambda spec, device: [], plan)
 
 
 @lru_cache(maxsize=1)
@@ -99,9 +90,9 @@ def get(name: str) -> Backend:
         else:
             found = _entry_points()[name].load()
     except Exception as error:  # any failure of a foreign import becomes this backend's reason
-        return BrokenBackend(name, error)
+        return _broken(name, error)
     if isinstance(found, type) or not isinstance(found, Backend):  # a class has the members, unbound
-        return BrokenBackend(name, TypeError(f"{found!r} lacks members of the Backend protocol: give an instance"))
+        return _broken(name, TypeError(f"{found!r} lacks members of the Backend protocol: give an instance"))
     return found
 
 
@@ -126,11 +117,12 @@ def unkept_promises(backend: Backend, spec: ProblemSpec) -> list[str]:
 
 
 def refusals(backend: Backend, spec: ProblemSpec, device: torch.device) -> list[str]:
-    """A backend's own reasons, and promises that it never made. Quantised operands are refused for a foreign backend
-    that does not say that it knows of them."""
-    foreign = backend.name not in BUILTIN and not getattr(backend, "takes_quantised", False)
-    if foreign and (unknown := quantised_reasons(spec)):
-        return unknown
+    """A backend's own reasons, and promises that it never made. Quantised operands, and what is fused, are refused for
+    a foreign backend that does not say that it knows of them."""
+    for knows, reasons_against in (("takes_quantised", quantised_reasons), ("takes_fused", fused_reasons)):
+        foreign = backend.name not in BUILTIN and not getattr(backend, knows, False)
+        if foreign and (unknown := reasons_against(spec)):
+            return unknown
     return [*unkept_promises(backend, spec), *backend.not_supported_reasons(spec, device)]
 
 

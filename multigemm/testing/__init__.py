@@ -2,6 +2,7 @@
 
 from multigemm.testing.case import Case, Layout, Scale, classes
 from multigemm.testing.oracles import Finding, Outcome, check, check_case
+from multigemm.testing.own_kernels import assert_correct, problems, random_problem
 from multigemm.testing.placed_case import DeviceCase, PlacedCase
 from multigemm.testing.strategies import EMULATED, Limits, cases, random_case
 from multigemm.testing.subject import Subject
@@ -23,9 +24,12 @@ __all__ = [
     "Stand",
     "Subject",
     "World",
+    "assert_correct",
     "cases",
     "check",
     "check_case",
     "classes",
+    "problems",
     "random_case",
+    "random_problem",
 ]

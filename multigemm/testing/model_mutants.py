@@ -1,16 +1,17 @@
 """Planted faults, and the hunt for them: proof that the suite can fail.
 
 Each mutant is the correct tiled model kernel with one thing wrong, of the kind that real kernels have
-shipped with. `hunt` draws cases, runs every oracle on them, and reports the first that sees the fault.
-A mutant that survives means that the suite is blind there.
+shipped with: a change of its source, which `planted` makes. `hunt` draws cases, runs every oracle on them,
+and reports the first that sees the fault. A mutant that survives means that the suite is blind there.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from inspect import getsource
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ import torch
 
 from multigemm.reference.dtypes import round_once, ulp
 from multigemm.reference.numpy_reference import activate
-from multigemm.testing import relations
+from multigemm.testing import model_kernel, relations
 from multigemm.testing.case import Case
 from multigemm.testing.deep_oracles import changed_sizes, lying_sizes, other_contents, run_oracles
-from multigemm.testing.model_kernel import Faults, ModelBackend
+from multigemm.testing.model_kernel import Kernel, ModelBackend
 from multigemm.testing.oracles import Outcome, check
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import Limits, random_case
@@ -83,17 +84,12 @@ def _flush_results(x: Any, dtype: torch.dtype) -> Any:
     return round_once(np.where(np.abs(x) < 2.0**-14, 0, x).astype(x.dtype) if lost else x, dtype)
 
 
-def _accumulator_of(bits: int) -> Callable[[Any], Any]:
-    """A float32 accumulator that keeps so many bits of its sums."""
-
-    def truncate(x: Any) -> Any:
-        if x.dtype != np.float32:
-            return x
-        return (np.ascontiguousarray(x).view(np.uint32) & np.uint32(0xFFFFFFFF << (24 - bits) & 0xFFFFFFFF)).view(
-            x.dtype
-        )
-
-    return truncate
+def _in_bits(x: Any, bits: int) -> Any:
+    """float32 sums of which an accumulator keeps so many bits."""
+    if x.dtype != np.float32:
+        return x
+    kept = np.uint32(0xFFFFFFFF << (24 - bits) & 0xFFFFFFFF)
+    return (np.ascontiguousarray(x).view(np.uint32) & kept).view(x.dtype)
 
 
 def _factor_bfloat16(x: float) -> float:
@@ -125,149 +121,265 @@ def _gelu_tanh_cancels(x: Any, name: str | None) -> Any:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-def _wrap16(index: Any) -> Any:
-    return np.where(index >= 64, index - 64, index)
-
-
-def _swap_first_two(walk: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    return walk[1:]
-
-
-def _without_last(walk: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    return walk[:-1] if len(walk) > 1 else walk
-
-
-def _renumbered(walk: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Tiles of a group numbered on from the group before."""
-    return [(g, t + (1 if g and t == 0 and len(walk) > 2 else 0)) for g, t in walk]
-
-
-MUTANTS: dict[str, Faults] = {
-    "K tail lost": Faults(k_steps=lambda steps: max(steps - 1, min(steps, 1))),
-    "last K step lost": Faults(k_steps=lambda steps: max(steps - 1, 0)),
-    "one K step too many": Faults(k_steps=lambda steps: steps + 1, mask_k_a=False, mask_k_b=False),
-    "no K mask": Faults(mask_k_a=False, mask_k_b=False),
-    "no K mask on A": Faults(mask_k_a=False),
-    "no K mask on B": Faults(mask_k_b=False),
-    "no M mask on the store": Faults(mask_m_store=False),
-    "no N mask on the store": Faults(mask_n_store=False),
-    "no masks on the store": Faults(mask_m_store=False, mask_n_store=False),
-    "wrong group's B": Faults(group_of={"b": lambda g, count: max(g - 1, 0)}),
-    "B of group 0 for all": Faults(group_of={"b": lambda g, count: 0}),
-    "wrong group's A": Faults(group_of={"a": lambda g, count: min(g + 1, count - 1)}),
-    "wrong group's C": Faults(group_of={"c": lambda g, count: max(g - 1, 0)}),
-    "results of two groups swapped": Faults(group_of={"out": lambda g, count: g ^ 1 if g ^ 1 < count else g}),
-    "start one late": Faults(start=lambda value, g: value + (g > 0)),
-    "start one early": Faults(start=lambda value, g: value - (g > 0)),
-    "end one late": Faults(end=lambda value, g: value + 1),
-    "end one early": Faults(end=lambda value, g: value - 1),
-    "first offset ignored": Faults(ignore_head=True),
-    "offsets not clamped": Faults(clamp=False),
-    "rows one short": Faults(extent=lambda name, value: max(value - (name == "m"), 0)),
-    "columns one short": Faults(extent=lambda name, value: max(value - (name == "n"), 0)),
-    "k one short": Faults(extent=lambda name, value: max(value - (name == "k"), 0)),
-    "rows rounded up to 8": Faults(extent=lambda name, value: -(-value // 8) * 8 if name == "m" else value),
-    "columns rounded up to 8": Faults(extent=lambda name, value: -(-value // 8) * 8 if name == "n" else value),
-    "k rounded down to 8": Faults(extent=lambda name, value: value // 8 * 8 if name == "k" and value > 8 else value),
-    "stale accumulator": Faults(stale=True),
-    "a tile skipped": Faults(tiles=_without_last),
-    "the first tile skipped": Faults(tiles=_swap_first_two),
-    "tiles numbered past their group": Faults(tiles=_renumbered),
-    "last group left out": Faults(leaves_last_group=True),
-    "indices wrap at 64": Faults(index=_wrap16),
-    "strides of A swapped": Faults(swap="a"),
-    "strides of B swapped": Faults(swap="b"),
-    "strides of the result swapped": Faults(swap="out"),
-    "strides of C swapped": Faults(swap="c"),
-    "A taken for contiguous": Faults(contiguous="a"),
-    "B taken for contiguous": Faults(contiguous="b"),
-    "result taken for contiguous": Faults(contiguous="out"),
-    "C taken for contiguous": Faults(contiguous="c"),
-    "tile stored transposed": Faults(transpose_out=True),
-    "beta = 0 reads C": Faults(reads_c_at_beta_zero=True),
-    "alpha forgotten": Faults(epilogue="no alpha"),
-    "beta taken for 1": Faults(epilogue="beta is one"),
-    "bias forgotten": Faults(epilogue="no bias"),
-    "bias scaled by alpha": Faults(epilogue="bias before alpha"),
-    "activation before C and bias": Faults(epilogue="activation first"),
-    "activation forgotten": Faults(epilogue="no activation"),
-    "rounded before the activation": Faults(epilogue="rounds before activation"),
-    "group 0's bias for all": Faults(shared_bias=True),
-    "one bias value for all columns": Faults(one_bias_column=True),
-    "output rounded toward zero": Faults(round=_toward_zero),
-    "ties rounded away": Faults(round=_half_away),
-    "output through bfloat16": Faults(round=_through_bfloat16),
-    "float64 rounded twice": Faults(round=_through_float32),
-    "output saturates": Faults(round=_saturating),
-    "bfloat16 accumulation": Faults(accumulate=torch.bfloat16),
-    "float16 accumulation": Faults(accumulate=torch.float16),
-    "float32 accumulation of float64": Faults(accumulate=torch.float32),
-    "halves of K rounded": Faults(split_rounds=True),
-    "tf32 for float32": Faults(inputs=_truncate_to_tf32),
-    "inputs through bfloat16": Faults(inputs=_round_to_bfloat16),
-    "small inputs flushed": Faults(inputs=_flush),
-    "head rows not zeroed": Faults(zero_head=False),
-    "tail rows not zeroed": Faults(zero_tail=False),
-    "the user's other rows zeroed": Faults(zero_when_given=True),
-    "valid_rows ignored": Faults(valid_rows_ignored=True),
-    "empty K leaves the result unwritten": Faults(skip_empty_k=True),
-    "NaN skipped": Faults(skip_nan=True),
-    "sizes read when bound": Faults(early_metadata=True),
-    "adds to the old result": Faults(adds_to_out=True),
-    "subnormal results flushed": Faults(round=_flush_results),
-    "an accumulator of 22 bits": Faults(sum=_accumulator_of(22)),
-    "an accumulator of 17 bits": Faults(sum=_accumulator_of(17)),
-    "factors through bfloat16": Faults(factor=_factor_bfloat16),
-    "C through bfloat16": Faults(old=_round_to_bfloat16),
-    "bias through bfloat16": Faults(bias=_round_to_bfloat16),
-    "integers saturate": Faults(epilogue="integers saturate"),
-    "integers through float32": Faults(epilogue="integers through float32"),
-    "alpha = 0 multiplies": Faults(alpha_zero_multiplies=True),
-    "relu of NaN is 0": Faults(activate=_relu_without_nan),
-    "gelu and gelu_tanh exchanged": Faults(activate=_other_gelu),
-    "gelu by 1 + erf, which cancels": Faults(activate=_gelu_cancels),
-    "gelu_tanh by 1 + tanh, which cancels": Faults(activate=_gelu_tanh_cancels),
-    "writes beside an input": Faults(writes_input=True),
-    "another answer at the second call": Faults(drift=True),
-    "K in parts where rows are many": Faults(parts=lambda rows, groups: 2 if rows > 3 else 1),
-    "K in parts where groups are few": Faults(parts=lambda rows, groups: 3 if groups < 3 else 1),
-    "K backwards in odd tiles": Faults(backwards=lambda tile: tile % 2 == 1),
-}
-
-
 def _zero_code(x: Any) -> Any:
     """Code 0 of e8m0 as the number 0, which shifting it into the exponent makes of it."""
     wide = x.astype(np.float32)
     return np.where(x.view(np.uint8) == 0, 0, wide).astype(np.float32) if x.dtype.itemsize == 1 else wide
 
 
-QUANTISED_MUTANTS: dict[str, Faults] = {
-    "blocks of a jagged K counted from its start": Faults(
-        scale_block=lambda block, start, k, q: block + (np.arange(len(block)) + start % q >= q) if start % q else block
+Edit = tuple[str, str]
+"""A piece of the model kernel's source, which stands there once, and what a fault makes of it."""
+
+
+def _after(line: str, *more: str) -> Edit:
+    """Further lines behind a line, as far indented as it is."""
+    return line, "\n".join([line, *more])
+
+
+def _before(line: str, more: str) -> Edit:
+    return line, f"{more}\n{line}"
+
+
+def _sum_as(change: str) -> Edit:
+    """Another accumulator: a change of `acc + x @ y` in its own type."""
+    own = "np.asarray(acc + x @ y, kind)"
+    return own, change.format(own)
+
+
+def _inputs_as(change: str) -> Edit:
+    return "(v.astype(wide) for v in (x, y))", f"({change}(v.astype(wide)) for v in (x, y))"
+
+
+def _rounded_by(function: str) -> Edit:
+    return "result = round_once(", f"result = {function}("
+
+
+def _activated_by(function: str) -> Edit:
+    return "acc = activate(acc, ", f"acc = {function}(acc, "
+
+
+def _extent(name: str, change: str) -> Edit:
+    """Another extent of each group."""
+    extent = f'extents["{name}"]'
+    return _before('        if self.spec.alpha == "zero":', f"        {extent} = {change.format(extent)}")
+
+
+def _group_of(operand: str, number: str) -> Edit:
+    return f"self.matrix(ops.{operand}, g, ", f"self.matrix(ops.{operand}, {number}, "
+
+
+def _strides_of(operand: str, strides: str) -> Edit:
+    own = "tensor.stride(-2), tensor.stride(-1)"
+    return f"row, col = {own}", f"row, col = ({strides}) if x is self.ops.{operand} else ({own})"
+
+
+def _scale_block(block: str) -> Edit:
+    own = "kk // q + (start // q + g.index if jagged_k else 0)"
+    return own, block.format(own)
+
+
+def _scale_group(number: str) -> Edit:
+    return "group = g.index * grid.stride(0)", f"group = {number} * grid.stride(0)"
+
+
+_SWAPPED, _CONTIGUOUS = "tensor.stride(-1), tensor.stride(-2)", "tensor.shape[-1], 1"
+_NO_M_MASK = ("rows & cols, result", "(rows | True) & cols, result")
+_NO_N_MASK = ("rows & cols, result", "rows & (cols | True), result")
+_NO_K_MASK_A = ("rows[:, None] & inside[None, :])", "rows[:, None] & (kk == kk)[None, :])")
+_NO_K_MASK_B = ("inside[:, None] & cols[None, :])", "(kk == kk)[:, None] & cols[None, :])")
+_STARTS = "[first, *ends[:-1]] if ends"
+_END, _WALK, _ALPHA = "min(max(e, s), total)", "for g, t in walk:", "kind(self.ops.alpha)"
+_STEPS = "steps = -(-g.k // self.tile.bk)"
+_IN_ORDER = "return self.sums_in_order(g, i, j, np.arange(g.k))"
+_IN_PARTS = (
+    "parts = np.array_split(np.arange(g.k), {})\n"
+    "            return np.asarray(sum(self.sums_in_order(g, i, j, part) for part in parts))"
+)
+
+MUTANTS: dict[str, tuple[Edit, ...]] = {
+    "K tail lost": ((_STEPS, "steps = max(-(-g.k // self.tile.bk) - 1, min(g.k, 1))"),),
+    "last K step lost": ((_STEPS, "steps = max(-(-g.k // self.tile.bk) - 1, 0)"),),
+    "one K step too many": ((_STEPS, f"{_STEPS} + 1"), _NO_K_MASK_A, _NO_K_MASK_B),
+    "no K mask": (_NO_K_MASK_A, _NO_K_MASK_B),
+    "no K mask on A": (_NO_K_MASK_A,),
+    "no K mask on B": (_NO_K_MASK_B,),
+    "no M mask on the store": (_NO_M_MASK,),
+    "no N mask on the store": (_NO_N_MASK,),
+    "no masks on the store": (("rows & cols, result", "rows | cols | True, result"),),
+    "wrong group's B": (_group_of("b", "max(g - 1, 0)"),),
+    "B of group 0 for all": (_group_of("b", "0"),),
+    "wrong group's A": (_group_of("a", "min(g + 1, self.spec.groups - 1)"),),
+    "wrong group's C": (_group_of("c", "max(g - 1, 0)"),),
+    "results of two groups swapped": (_group_of("out", "g ^ 1 if g ^ 1 < self.spec.groups else g"),),
+    "start one late": ((_STARTS, "[first, *(e + 1 for e in ends[:-1])] if ends"),),
+    "start one early": ((_STARTS, "[first, *(e - 1 for e in ends[:-1])] if ends"),),
+    "end one late": ((_END, "min(max(e + 1, s), total)"),),
+    "end one early": ((_END, "min(max(e - 1, s), total)"),),
+    "first offset ignored": ((_STARTS, "[0, *ends[:-1]] if ends"),),
+    "offsets not clamped": (("min(max(s, 0), total)", "s"), (_END, "e")),
+    "rows one short": (_extent("m", "max({} - 1, 0)"),),
+    "columns one short": (_extent("n", "max({} - 1, 0)"),),
+    "k one short": (_extent("k", "max({} - 1, 0)"),),
+    "rows rounded up to 8": (_extent("m", "-(-{} // 8) * 8"),),
+    "columns rounded up to 8": (_extent("n", "-(-{} // 8) * 8"),),
+    "k rounded down to 8": (_extent("k", "({0} // 8 * 8 or {0})"),),
+    "stale accumulator": (
+        ("acc = np.zeros((self.tile.bm, self.tile.bn), self.acc_dtype())",
+         "acc = vars(self).get('last', np.zeros((self.tile.bm, self.tile.bn), self.acc_dtype()))"),
+        ("acc = self.products(g, i, j)", "acc = self.last = self.products(g, i, j)"),
     ),
-    "entry of the next group at a group's start": Faults(
-        scale_block=lambda block, start, k, q: np.where(block == start // q, block + 1, block)
+    "a tile skipped": ((_WALK, "for g, t in walk[:-1] if len(walk) > 1 else walk:"),),
+    "the first tile skipped": ((_WALK, "for g, t in walk[1:]:"),),
+    "tiles numbered past their group": (
+        (_WALK, "for g, t in [(g, t + (g > 0 == t and len(walk) > 2)) for g, t in walk]:"),
     ),
-    "block index one short in the tail": Faults(
-        scale_block=lambda block, start, k, q: np.where(block == (k - 1) // q, np.maximum(block - 1, 0), block)
+    "last group left out": ((_WALK, "for g, t in [(g, t) for g, t in walk if not 0 < g == len(groups) - 1]:"),),
+    "indices wrap at 64": tuple(
+        (f"{index} * tile.{side} + np.arange(tile.{side}", f"{index} * tile.{side} % 64 + np.arange(tile.{side}")
+        for index, side in (("i = (t // across)", "bm"), ("j = (t % across)", "bn"))
     ),
-    "scale of the group before": Faults(scale_group=lambda g: max(g - 1, 0)),
-    "scale of group 0 for all": Faults(scale_group=lambda g: 0),
-    "promotion lost": Faults(sum=_accumulator_of(14)),
-    "code 0 of e8m0 is zero": Faults(scale=_zero_code),
-    "scales through bfloat16": Faults(scale=_round_to_bfloat16),
-    "high four bits first": Faults(low_first=False),
+    "strides of A swapped": (_strides_of("a", _SWAPPED),),
+    "strides of B swapped": (_strides_of("b", _SWAPPED),),
+    "strides of the result swapped": (_strides_of("out", _SWAPPED),),
+    "strides of C swapped": (_strides_of("c", _SWAPPED),),
+    "A taken for contiguous": (_strides_of("a", _CONTIGUOUS),),
+    "B taken for contiguous": (_strides_of("b", _CONTIGUOUS),),
+    "result taken for contiguous": (_strides_of("out", _CONTIGUOUS),),
+    "C taken for contiguous": (_strides_of("c", _CONTIGUOUS),),
+    "tile stored transposed": (("result.astype(", "(result.T if tile.bm == tile.bn else result).astype("),),
+    "beta = 0 reads C": (("c = None if ops.c is None", "c = out if ops.c is None"),),
+    "alpha forgotten": ((f"acc = acc * {_ALPHA}", "pass"),),
+    "beta taken for 1": (("old * kind(self.ops.beta)", "old"),),
+    "bias forgotten": (("acc = acc + bias", "pass"),),
+    "bias scaled by alpha": (("acc = acc + bias", f"acc = acc + {_ALPHA} * bias"),),
+    "activation before C and bias": (
+        _before('            if self.spec.alpha == "any":', "            acc = activate(acc, self.spec.activation)"),
+        ("acc = activate(acc, self.spec.activation)", "pass"),
+    ),
+    "activation forgotten": (("acc = activate(acc, self.spec.activation)", "pass"),),
+    "rounded before the activation": (
+        ("acc = activate(acc, ", "acc = activate(round_once(acc, self.spec.out.dtype).astype(kind), "),
+    ),
+    "group 0's bias for all": (("g * tensor.stride(0) if tensor.dim() == 2", "0 if tensor.dim() == 2"),),
+    "one bias value for all columns": ((", 0, int(tensor.stride(-1)))", ", 0, 0)"),),
+    "output rounded toward zero": (_rounded_by("_toward_zero"),),
+    "ties rounded away": (_rounded_by("_half_away"),),
+    "output through bfloat16": (_rounded_by("_through_bfloat16"),),
+    "float64 rounded twice": (_rounded_by("_through_float32"),),
+    "output saturates": (_rounded_by("_saturating"),),
+    "bfloat16 accumulation": (_sum_as("round_once({}, torch.bfloat16).astype(kind)"),),
+    "float16 accumulation": (_sum_as("round_once({}, torch.float16).astype(kind)"),),
+    "float32 accumulation of float64": (_sum_as("round_once({}, torch.float32).astype(kind)"),),
+    "halves of K rounded": (
+        _after("            acc = self.step(acc, x, y)", "            if step == steps // 2:",
+               "                acc = round_once(acc, self.spec.out.dtype).astype(acc.dtype)"),
+    ),
+    "tf32 for float32": (_inputs_as("_truncate_to_tf32"),),
+    "inputs through bfloat16": (_inputs_as("_round_to_bfloat16"),),
+    "small inputs flushed": (_inputs_as("_flush"),),
+    "head rows not zeroed": (("lines[: starts[0] if starts else 0] = 0", "pass"),),
+    "tail rows not zeroed": (("out[g, rows:] = 0", "pass"), ("lines[ends[-1] if ends else 0 :] = 0", "pass")),
+    "the user's other rows zeroed": (("if self.spec.zero_unowned:", "if True:"),),
+    "valid_rows ignored": (("return [0] * len(rows), rows", "return [0] * len(rows), [most] * len(rows)"),),
+    "empty K leaves the result unwritten": (
+        _after("        acc = self.products(g, i, j)", "        if g.k == 0:", "            return"),
+    ),
+    "NaN skipped": (_inputs_as("np.nan_to_num"),),
+    "sizes read when bound": (
+        _before("        self.flats = {", "        self.read = self.sizes()"),
+        ("starts, ends = self.sizes()", "starts, ends = self.read"),
+    ),
+    "adds to the old result": (
+        _before("        g.out.flat.store(", "        result += g.out.load(i, j, rows & cols).astype(result.dtype)"),
+    ),
+    "subnormal results flushed": (_rounded_by("_flush_results"),),
+    "an accumulator of 22 bits": (_sum_as("_in_bits({}, 22)"),),
+    "an accumulator of 17 bits": (_sum_as("_in_bits({}, 17)"),),
+    "factors through bfloat16": (
+        (_ALPHA, "kind(_factor_bfloat16(self.ops.alpha))"),
+        ("kind(self.ops.beta)", "kind(_factor_bfloat16(self.ops.beta))"),
+    ),
+    "C through bfloat16": (("old * kind", "_round_to_bfloat16(old) * kind"),),
+    "bias through bfloat16": (("acc = acc + bias", "acc = acc + _round_to_bfloat16(bias)"),),
+    "integers saturate": (
+        ("                acc = _wrapped(acc)", "                acc = np.clip(acc, -(2**31), 2**31 - 1)"),
+    ),
+    "integers through float32": (
+        _before(
+            "        kind = acc.dtype", "        acc = acc if self.spec.acc.is_floating_point else np.float32(acc)"
+        ),
+    ),
+    "alpha = 0 multiplies": (('self.spec.alpha == "zero"', "False"), ('self.spec.alpha == "any"', "True")),
+    "relu of NaN is 0": (_activated_by("_relu_without_nan"),),
+    "gelu and gelu_tanh exchanged": (_activated_by("_other_gelu"),),
+    "gelu by 1 + erf, which cancels": (_activated_by("_gelu_cancels"),),
+    "gelu_tanh by 1 + tanh, which cancels": (_activated_by("_gelu_tanh_cancels"),),
+    "writes beside an input": (
+        _after("            self.run_tile(groups[g], t)", "        if groups:",
+               "            groups[0].a.flat.data[groups[0].a.base - 1] = 0"),
+    ),
+    "another answer at the second call": (
+        _after("        starts, ends = self.sizes()", "        self.calls = vars(self).get('calls', 0) + 1"),
+        _sum_as("{} * kind(1 + 2**-7 * (self.calls % 2 == 0))"),
+    ),
+    "K in parts where rows are many": ((_IN_ORDER, _IN_PARTS.format("2 if g.m > 3 else 1")),),
+    "K in parts where groups are few": ((_IN_ORDER, _IN_PARTS.format("3 if self.spec.groups < 3 else 1")),),
+    "K backwards in odd tiles": (
+        (_IN_ORDER, _IN_ORDER.replace("np.arange(g.k)", "np.arange(g.k)[:: -1 if i[0] // self.tile.bm % 2 else 1]")),
+    ),
+}  # fmt: skip
+"""By name: the edits that plant the fault."""
+
+QUANTISED_MUTANTS: dict[str, tuple[Edit, ...]] = {
+    "blocks of a jagged K counted from its start": (_scale_block("(start + kk) // q + (g.index if jagged_k else 0)"),),
+    "entry of the next group at a group's start": (_scale_block("{} + (kk < q)"),),
+    "block index one short in the tail": (_scale_block("{} - ((kk // q == (g.k - 1) // q) & (g.k > q))"),),
+    "scale of the group before": (_scale_group("max(g.index - 1, 0)"),),
+    "scale of group 0 for all": (_scale_group("0"),),
+    "scales of rows counted from the group's": (("(g.starts[direction] + i) // cover", "i // cover"),),
+    "promotion lost": (_sum_as("_in_bits({}, 14)"),),
+    "code 0 of e8m0 is zero": (("return stored.astype(np.float64)", "return _zero_code(stored).astype(np.float64)"),),
+    "scales through bfloat16": (("return stored.astype", "return _round_to_bfloat16(stored).astype"),),
+    "zero points added": (("y = y - self.scale_of", "y = y + self.scale_of"),),
+    "high four bits first": (("high = kk % 2 == 1", "high = kk % 2 == 0"),),
 }
 """Faults of kernels for quantised operands; they fall to cases within QUANTISED_HUNTING."""
 
-EQUIVALENT: dict[str, tuple[Faults, str]] = {
-    "no M mask on the load": (Faults(mask_m_load=False), "rows past the group only reach results that are not stored"),
-    "no N mask on the load": (
-        Faults(mask_n_load=False),
-        "columns past the group only reach results that are not stored",
-    ),
+EQUIVALENT: dict[str, tuple[Edit, ...]] = {
+    "no M mask on the load": (("rows[:, None] & inside[None, :])", "(rows | True)[:, None] & inside[None, :])"),),
+    "no N mask on the load": (("inside[:, None] & cols[None, :])", "inside[:, None] & (cols | True)[None, :])"),),
 }
-"""Changes that no oracle may accuse: they cannot change a result, and here no read can trap."""
+"""Changes that no oracle may accuse: rows and columns past the group only reach results that are not stored, and here
+no read can trap."""
+
+
+@cache
+def planted(name: str) -> type[Kernel]:
+    """The model kernel with a fault in it.
+
+    Args:
+        name: A key of MUTANTS, QUANTISED_MUTANTS or EQUIVALENT.
+
+    Returns:
+        The kernel of the changed source, for `ModelBackend(name, kernel)`.
+
+    Raises:
+        KeyError: No fault has this name.
+
+    Example:
+        >>> planted("alpha forgotten").__name__
+        'Kernel'
+    """
+    source = getsource(model_kernel)
+    edits = {**MUTANTS, **QUANTISED_MUTANTS, **EQUIVALENT}[name]
+    for before, after in sorted(edits, key=lambda edit: source.index(edit[0]), reverse=True):
+        assert source.count(before) == 1, f"{name}: the model kernel has {source.count(before)} places like {before!r}"
+        at = source.index(before)
+        source = source[:at] + after + source[at + len(before) :]
+    namespace = dict(globals(), __name__=model_kernel.__name__)
+    exec(compile(source, f"<{name}>", "exec"), namespace)
+    found: type[Kernel] = namespace["Kernel"]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,4 +433,4 @@ def hunt(backend: Any, *, problems: int = MOST_PROBLEMS, limits: Limits = HUNTIN
 
 def hunt_mutant(name: str) -> Kill:
     """The hunt for one planted fault, by its name."""
-    return hunt(ModelBackend(name, MUTANTS[name]))
+    return hunt(ModelBackend(name, planted(name)))

@@ -51,7 +51,7 @@ do not count they know nothing, and take what it orders for races."""
 OPTIONS = {"memcheck": ("--padding", "4096"), "racecheck": BARRIERS, "synccheck": BARRIERS}
 PROBLEMS = 20
 TURNS = 3
-"""As in docs/proof.md, so that both find the same compiled kernels."""
+"""As in docs/notes/proof.md, so that both find the same compiled kernels."""
 T = TypeVar("T")
 SOURCES = Path(__file__).resolve().parents[1] / "backends"
 

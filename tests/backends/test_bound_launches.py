@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from multigemm.cuda import counters
 from multigemm.planning.operands import Operands
 from multigemm.problem.spec import ProblemSpec
 from tests.support import cupy_world, numba_world
+from tests.support.concurrency import on_new_threads
 from tests.support.cuda_driver import FakeDriver, addresses_of, steps_of
 from tests.support.small_problems import LISTS, PACKED, elsewhere, operands, spans
 
@@ -151,27 +150,10 @@ def test_a_bound_problem_launches_with_one_driver_call_for_each_kernel(
     assert kernels in ([own] * 2, ["pack", own] * 2)
 
 
-def in_a_new_thread(work: Callable[[], object]) -> None:
-    """Runs it on a thread that has no context, and raises what it raises."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-
-
 @pytest.mark.parametrize(("way", "form", "epilogue"), [*MOVABLE, *LISTED])
 def test_a_thread_without_a_context_binds_and_launches(way: Way, form: str, epilogue: bool, fake: FakeDriver) -> None:
     """As the one on which autograd runs backward: the driver refuses whatever is asked without a context."""
-    in_a_new_thread(lambda: way.bind(operands(form, epilogue))())
+    on_new_threads(lambda: way.bind(operands(form, epilogue))())
     assert fake.without_context in ([], ["cuLaunchKernelEx"]), "a launch alone is tried first and repeated"
     assert fake.launched and {"cuModuleLoadData", "cuModuleGetFunction"} <= set(fake.calls)
     assert ("cuTensorMapEncodeTiled" in fake.calls) == (way.config.kernel not in ("generic", "small", "mma"))
@@ -186,7 +168,7 @@ def test_binding_leaves_a_thread_without_a_context_as_it_was(way: Way, fake: Fak
         way.bind(operands(form))
         found.append(fake.current)
 
-    in_a_new_thread(bind)
+    on_new_threads(bind)
     assert found == [0]
 
 

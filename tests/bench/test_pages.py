@@ -21,7 +21,7 @@ from multigemm.select.table import SCHEMA, decoded
 from tests.support.bench_reports import made_up_report
 
 ROOT = Path(__file__).parents[2]
-PAGES = [page for page in (ROOT / "README.md", ROOT / "docs" / "benchmarks.md") if page.exists()]
+PAGES = [page for page in (ROOT / "README.md", ROOT / "docs" / "results.md") if page.exists()]
 REPORTS = sorted((ROOT / "benchmarks" / "results").glob("*/report.json"))
 TUNED = sorted((ROOT / "multigemm" / "tuned").glob("*.json"))
 
@@ -29,7 +29,7 @@ TUNED = sorted((ROOT / "multigemm" / "tuned").glob("*.json"))
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_in_pages_are_those_of_the_kept_reports(page: Path) -> None:
     text = page.read_text()
-    assert table.filled(text, ROOT) == text, "run: multigemm bench embed README.md docs/benchmarks.md"
+    assert table.filled(text, ROOT) == text, "run: multigemm bench embed README.md docs/results.md"
 
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.parent.name)

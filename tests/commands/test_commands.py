@@ -68,7 +68,9 @@ def test_what_is_installed_is_not_reported_as_missing(name: str) -> None:
 def test_explain(form: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "9,9,9" if form == "batched" else "4,0,9"
     assert main(["explain", "--form", form, "--sizes", sizes, "--dtype", dtype, "--device", "cpu"]) == 0
-    assert "chosen: cpu" in capsys.readouterr().out
+    words, _, *lines = capsys.readouterr().out.splitlines()
+    assert "cpu runs them, with the kernel" in words and "because: the only one that can" in words
+    assert lines[-1].startswith("chosen: cpu")
 
 
 @pytest.mark.parametrize("shape", ["2,8,16,24", "8x16x24+4x16x24", "G=2,T=16,M=8,N=24,form=jagged_k"])
@@ -88,7 +90,8 @@ def test_equal_sizes_are_the_rows_of_a_batch(capsys: pytest.CaptureFixture[str])
 
 def test_explain_says_no(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--device", "cpu", "--backend", "cublas"]) == 1
-    assert "cublas" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "No backend that was asked for runs them here." in told and "cublas" in told
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import multigemm as mg
 from multigemm.cuda import nvrtc
 from multigemm.cuda import running_sums as module
 from multigemm.cuda.running_sums import MOST, SOURCE, running_sums
+from tests.support.concurrency import on_new_threads
 from tests.support.nvrtc_here import nvrtc_here
 
 INDEX = [torch.int32, torch.int64]
@@ -86,9 +86,7 @@ def test_a_plan_over_sizes_goes_on_in_another_thread_on_another_stream_and_in_a_
             found.append(plan().sum().item())
 
     torch.cuda.synchronize()
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
+    on_new_threads(other)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -16,8 +16,8 @@ from tests.support.installed_backends import ROOT, install_backends
 FAULTY = """
 import ctypes
 import time
-from multigemm.testing.model_kernel import Faults, Kernel, ModelBackend
-from multigemm.testing.model_mutants import QUANTISED_MUTANTS
+from multigemm.testing.model_kernel import Kernel, ModelBackend
+from multigemm.testing.model_mutants import planted
 from multigemm.backend import Recipe
 
 class Crashing(ModelBackend):
@@ -26,7 +26,7 @@ class Crashing(ModelBackend):
             def launch():
                 if spec.form == "batched" and ops.a.shape[-1] > 10:
                     ctypes.string_at(0)
-                Kernel(ops, config, self.faults).launch()
+                Kernel(ops, config).launch()
             return launch
         return Recipe("crashing", config, bind)
 
@@ -37,8 +37,8 @@ class Slow(ModelBackend):
         return super().plan(spec, config, device)
 
 crashing, slow = Crashing("crashing"), Slow("slow")
-faulty = ModelBackend("faulty", Faults(mask_n_store=False))
-unscaled = ModelBackend("unscaled", QUANTISED_MUTANTS["scale of group 0 for all"])
+faulty = ModelBackend("faulty", planted("no N mask on the store"))
+unscaled = ModelBackend("unscaled", planted("scale of group 0 for all"))
 """
 
 

@@ -19,8 +19,8 @@ from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
 from multigemm.testing import Case, Limits, Subject, check_case
 from multigemm.testing.corpus import snippet
-from multigemm.testing.model_kernel import Faults, ModelBackend, Tile
-from multigemm.testing.model_mutants import MUTANTS
+from multigemm.testing.model_kernel import Kernel, ModelBackend, Tile
+from multigemm.testing.model_mutants import planted
 from multigemm.testing.oracles import Finding, Outcome
 from multigemm.testing.placed_case import spec_of
 from multigemm.testing.strategies import kinds
@@ -75,7 +75,7 @@ def test_a_pinned_config_runs_where_it_is_valid_and_another_elsewhere() -> None:
 
 def test_a_config_is_found_again_by_its_text() -> None:
     case = Case(form="jagged_m", n=4, k=4, lengths=(3, 2))
-    faulty = Choosy("choosy", Faults(mask_n_store=False))
+    faulty = Choosy("choosy", planted("no N mask on the store"))
     outcome = check_case(case, faulty, config=str(LARGE))
     assert outcome.config == LARGE and not outcome.ok
     assert f"config={str(LARGE)!r}" in snippet(case, "choosy", "cpu", str(LARGE))
@@ -119,8 +119,8 @@ def test_only_what_a_plain_run_repeats_is_made_smaller(
 
     monkeypatch.setattr(workers, "shrink", noted)
     worker = Worker(Options(("model",)), _Pipe(), Position())
-    fault = MUTANTS["no M mask on the store"] if faulty else Faults()
-    worker.subjects["model", 0] = Subject(ModelBackend("model", fault))
+    kernel = planted("no M mask on the store") if faulty else Kernel
+    worker.subjects["model", 0] = Subject(ModelBackend("model", kernel))
     case = Case(n=5, k=4, lengths=(3, 2), head=1)
     worker.report(case, "model", 0, 7, Outcome("model", findings=[Finding(oracle, "text")]), "")
     [failure] = worker.tally.failures

@@ -13,15 +13,15 @@ import torch
 from multigemm.problem.spec import FORMS
 from multigemm.testing import conformance
 from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_mutants import MUTANTS
+from multigemm.testing.model_mutants import planted
 from multigemm.testing.strategies import DTYPES
 from multigemm.testing.subject import Subject
 from tests.support.installed_backends import ROOT, install_backends
 
 FAULT = """
 from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_mutants import MUTANTS
-planted = ModelBackend("planted", MUTANTS["tail rows not zeroed"])
+from multigemm.testing.model_mutants import planted as kernel
+planted = ModelBackend("planted", kernel("tail rows not zeroed"))
 """
 
 
@@ -32,7 +32,7 @@ def run_suite(environment: dict[str, str], name: str, *arguments: str) -> subpro
 
 @pytest.mark.slow
 def test_the_example_of_the_documentation_conforms(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-backend.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / "own-backend.md").read_text(), re.DOTALL)
     environment = install_backends(tmp_path, blocks[0] + "\nloop = BACKEND\n", "loop")
     listed = subprocess.run(
         [sys.executable, "-c", "import multigemm as mg; print([b.name for b in mg.list_backends()])"],
@@ -73,7 +73,7 @@ def test_cases_of_the_suite_accept_the_model(form: Any) -> None:
 
 @pytest.mark.parametrize("name", ["no M mask on the store", "wrong group's B", "head rows not zeroed"])
 def test_cases_of_the_suite_see_faults(name: str) -> None:
-    subject, device = Subject(ModelBackend(name, MUTANTS[name])), torch.device("cpu")
+    subject, device = Subject(ModelBackend(name, planted(name))), torch.device("cpu")
     with pytest.raises(AssertionError, match="Case"):
         conformance.examine(conformance.case_of("jagged_m", "float32", mode="normal"), subject, device)
 

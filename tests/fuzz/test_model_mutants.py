@@ -5,8 +5,17 @@ import os
 import pytest
 import torch
 
-from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_mutants import EQUIVALENT, HUNTING, MUTANTS, examine, hunt, hunt_mutant
+from multigemm.testing.model_kernel import Kernel, ModelBackend
+from multigemm.testing.model_mutants import (
+    EQUIVALENT,
+    HUNTING,
+    MUTANTS,
+    QUANTISED_MUTANTS,
+    examine,
+    hunt,
+    hunt_mutant,
+    planted,
+)
 from multigemm.testing.oracles import check_pairs
 from multigemm.testing.placed_case import DeviceCase
 from multigemm.testing.strategies import random_case
@@ -16,7 +25,12 @@ UNPLANTED = int(os.environ.get("UNPLANTED_PROBLEMS", "300"))
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len(MUTANTS) >= 40
+    assert len(MUTANTS) >= 84
+
+
+@pytest.mark.parametrize("name", [*MUTANTS, *QUANTISED_MUTANTS, *EQUIVALENT])
+def test_each_fault_has_its_place_in_the_model_kernel(name: str) -> None:
+    assert planted(name) is not Kernel
 
 
 @pytest.mark.slow
@@ -37,8 +51,7 @@ def test_the_unplanted_kernel_is_accepted() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EQUIVALENT)
 def test_harmless_changes_are_not_accused(name: str) -> None:
-    faults, _ = EQUIVALENT[name]
-    kill = hunt(ModelBackend(name, faults), problems=100)
+    kill = hunt(ModelBackend(name, planted(name)), problems=100)
     assert not kill.killed, kill.text
 
 
@@ -46,7 +59,7 @@ def test_each_backend_of_a_batch_is_judged_by_its_own_result() -> None:
     """Outputs come home in one copy; a view into it once read the first backend's result for all."""
     case = random_case(8, HUNTING)
     device_case = DeviceCase.from_case(case, torch.device("cpu"))
-    faulty = ModelBackend("faulty", MUTANTS["columns one short"])
+    faulty = ModelBackend("faulty", planted("columns one short"))
     for rho in (True, False):
         backends = (ModelBackend(), faulty, ModelBackend())
         pairs = [(device_case, Subject(backend)) for backend in backends]

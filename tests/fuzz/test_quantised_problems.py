@@ -15,7 +15,7 @@ from multigemm.problem.spec import FORMS
 from multigemm.testing import Case, DeviceCase, Layout, Limits, Scale, Subject, check, check_case, classes, random_case
 from multigemm.testing.corpus import snippet
 from multigemm.testing.model_kernel import ModelBackend
-from multigemm.testing.model_mutants import QUANTISED_HUNTING, QUANTISED_MUTANTS, hunt
+from multigemm.testing.model_mutants import QUANTISED_HUNTING, QUANTISED_MUTANTS, hunt, planted
 from multigemm.testing.placed_case import used_blocks
 from multigemm.testing.strategies import QUANTISED_MODES, REQUIRED_QUANTISED, RandomChooser, kinds, redrawn
 
@@ -62,7 +62,7 @@ def test_right_backends_are_accepted(backend: str) -> None:
 
 @pytest.mark.parametrize("name", QUANTISED_MUTANTS)
 def test_each_planted_fault_is_seen(name: str) -> None:
-    kill = hunt(ModelBackend(name, QUANTISED_MUTANTS[name]), problems=60, limits=QUANTISED_HUNTING)
+    kill = hunt(ModelBackend(name, planted(name)), problems=60, limits=QUANTISED_HUNTING)
     assert kill.killed
 
 
@@ -104,7 +104,7 @@ def test_scales_of_rows_that_nobody_owns_hold_nan(case: Case, lines: list[int]) 
 
 
 def test_a_failure_is_made_small_and_repeats_itself() -> None:
-    faulty = ModelBackend("faulty", QUANTISED_MUTANTS["block index one short in the tail"])
+    faulty = ModelBackend("faulty", planted("block index one short in the tail"))
     case = replace(BLOCKS, bias="n", bias_dtype="float32", activation="silu", scale_b=Scale("1x64", "float8_e8m0fnu"))
 
     def fails(trial: Case) -> bool:

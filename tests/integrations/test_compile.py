@@ -100,7 +100,7 @@ def test_autocast_does_not_change_a_problem() -> None:
 
 def test_what_no_graph_can_hold_is_refused() -> None:
     x, w = torch.randn(4, 8), torch.randn(3, 8, 5)
-    compiled = torch.compile(mg.grouped_gemm, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(mg.grouped_gemm, fullgraph=True, backend="aot_eager")
     assert compiled(x, w, sizes=[1, 2, 1]).shape == (4, 5)
     with pytest.raises(Exception, match="cannot be compiled"):
         compiled([x], [w[0]])

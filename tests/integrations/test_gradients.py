@@ -15,7 +15,7 @@ from multigemm.integrations import grouped_gemm as operator
 from tests.support.torch_op_cases import FORMS, bias_shapes, operands, result_shape
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
-WAYS = {"operator": operator, "solve": mg.grouped_gemm}
+WAYS: dict[str, Any] = {"operator": operator, "solve": mg.grouped_gemm}
 
 
 def leaves(form: str, bias_shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -25,6 +24,7 @@ from multigemm.integrations.layer_call import Networks
 from multigemm.nn import Experts
 from multigemm.planning import launch_cache
 from multigemm.settings import settings
+from tests.support.concurrency import on_new_threads
 from tests.support.layer_cases import EXPERTS, HIDDEN, TOKENS, VARIANTS, in_steps, layer_of, networks
 from tests.support.triton_world import FakeDriver, block_of, kernels_of, world
 
@@ -205,9 +205,7 @@ def test_a_bound_kernel_is_launched_where_it_lies(world: FakeDriver) -> None:
         bound.append(layer_call.bound(0, kernel, (5, 6), 8, {"x": x, "width": 40, "K": 2}))
         bound[0]()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    on_new_threads(work)
     [launch] = bound
     assert asked == [{"grid": (5, 6), "num_warps": 8, "x": x, "width": 40, "K": 2}]
     assert not hasattr(launch, "move")

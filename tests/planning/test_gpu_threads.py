@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,27 +10,11 @@ from torch import Tensor
 
 import multigemm as mg
 from multigemm.select import choose
+from tests.support.concurrency import on_new_threads
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("cupy", "triton", "numba", "cublas")
 DEVICES = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-
-
-def on_a_new_thread(work: Callable[[], None]) -> None:
-    """Runs `work` on a thread of its own, and raises what it raises."""
-    raised: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:  # handed to the test's own thread
-            raised.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
 
 
 def operands(device: int, form: str, dtype: torch.dtype, n: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -59,7 +41,7 @@ def right(given: tuple[Any, Any, dict[str, Any]], out: Any) -> bool:
 @pytest.mark.parametrize("form", ["jagged_m", "jagged_k", "list"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_first_call_on_a_new_thread(backend: str, dtype: torch.dtype, form: str, device: int) -> None:
+def test_a_first_call_on_new_threads(backend: str, dtype: torch.dtype, form: str, device: int) -> None:
     given = operands(device, form, dtype, 128 + 8 * BACKENDS.index(backend))
     torch.cuda.synchronize(device)
     choose.forget()
@@ -71,7 +53,7 @@ def test_a_first_call_on_a_new_thread(backend: str, dtype: torch.dtype, form: st
         found.extend(mg.grouped_gemm(a, b, **cut, backend=backend) for _ in range(4))
         torch.cuda.synchronize(device)
 
-    on_a_new_thread(work)
+    on_new_threads(work)
     assert all(right(given, out) for out in found)
 
 
@@ -90,7 +72,7 @@ def test_a_thread_keeps_the_device_that_it_chose(backend: str, device: int) -> N
         torch.cuda.synchronize(device)
         assert right(given, out)
 
-    on_a_new_thread(work)
+    on_new_threads(work)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,10 +7,9 @@ import gc
 import os
 import random
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from multigemm.planning import launch_cache, launch_key
 from multigemm.planning.launch_cache import LAUNCHES, LaunchCache
 from multigemm.planning.operands import Operands
 from multigemm.select import choose
-from multigemm.select.ranking import lock_of
+from tests.support.concurrency import held_by_another_thread, in_a_forked_child, on_new_threads
 from tests.support.fake_backends import Fake, Tile
 
 A, B, OUT, C, BIAS, ENDS, VALID = (OPERANDS.index(x) for x in ("a", "b", "out", "c", "bias", "ends", "valid_rows"))
@@ -332,24 +331,18 @@ def test_the_cache_is_bounded_in_entries_and_in_bytes(follower: Following, monke
 
 def test_threads_do_not_share_an_entry(follower: Following) -> None:
     a, b, ends = problem()
-    wrong: list[int] = []
 
     def work(number: int) -> None:
         mine = torch.randn_like(a) + number
         want = answer(mine, b, [0, 3, 8])
-        wrong.extend(number for _ in range(200) if not torch.allclose(warm(mine, b, ends=ends), want))
+        assert all(torch.allclose(warm(mine, b, ends=ends), want) for _ in range(200))
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_new_threads(*(partial(work, number) for number in range(4)))
     finally:
         sys.setswitchinterval(before)
-    assert not wrong
 
 
 def test_a_call_from_a_finaliser_does_not_disturb_the_call_that_it_interrupts(
@@ -583,10 +576,7 @@ def test_a_finaliser_that_runs_while_the_cache_drops_an_entry_does_not_wait(monk
         for name in ("one", "two", "three"):
             cache.keep((name,), Calling(cache, asked))
 
-    filling = threading.Thread(target=fill, daemon=True)
-    filling.start()
-    filling.join(timeout=10)
-    assert not filling.is_alive()
+    on_new_threads(fill, seconds=10)
     assert asked == [False, True]
 
 
@@ -616,35 +606,14 @@ def test_plans_and_solve_use_the_cache(follower: Following) -> None:
 def test_a_forked_child_begins_with_an_empty_cache_and_free_locks(follower: Following) -> None:
     a, b, ends = problem()
     warm(a, b, ends=ends)
-    held, release = threading.Event(), threading.Event()
+    twice = torch.cat([a, a])
 
-    def hold() -> None:
-        with LAUNCHES._lock, lock_of("choices"), lock_of("rankings"):
-            held.set()
-            release.wait(60)
+    def work() -> bool:
+        found = warm(twice, b, ends=ends) if not len(LAUNCHES) else torch.zeros(1)
+        return torch.allclose(found, answer(twice, b, [0, 3, 8]))
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert held.wait(20)
-    child = os.fork()
-    if child == 0:
-        ok = len(LAUNCHES) == 0
-        ok = ok and torch.allclose(warm(torch.cat([a, a]), b, ends=ends), answer(torch.cat([a, a]), b, [0, 3, 8]))
-        os._exit(0 if ok else 1)
-    release.set()
-    thread.join()
-    deadline = time.monotonic() + 30
-    status: Any = None
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        time.sleep(0.02)
-    else:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        pytest.fail("the child waits for a lock that no thread of its own holds")
-    assert os.waitstatus_to_exitcode(status) == 0
+    with held_by_another_thread(LAUNCHES._lock):
+        assert in_a_forked_child(work)
 
 
 def test_a_warm_call_is_short() -> None:

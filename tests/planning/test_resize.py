@@ -25,7 +25,7 @@ from multigemm.backends.triton import build as triton_build
 from multigemm.backends.triton import generic as triton_generic
 from multigemm.backends.triton import hopper as triton_hopper
 from multigemm.backends.triton.choice import hopper_candidates, pointer_candidates
-from multigemm.cuda import counters, device_fields, tensor_map
+from multigemm.cuda import arguments, counters, tensor_map
 from multigemm.cuda.arguments import Tokens
 from multigemm.cuda.launch import BoundKernel
 from multigemm.planning.operands import Operands
@@ -45,8 +45,8 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy_world.install(monkeypatch)
     counter = torch.zeros(1 << 14, dtype=torch.int32)
     monkeypatch.setattr(counters.Words, "_borrow", lambda self, index, size: counter)
-    monkeypatch.setattr(device_fields, "index_of", lambda device: 0)
-    monkeypatch.setattr(device_fields, "current_raw_stream", lambda index: 7)
+    monkeypatch.setattr(arguments, "index_of", lambda device: 0)
+    monkeypatch.setattr(arguments, "current_raw_stream", lambda index: 7)
     monkeypatch.setattr(numba_launch, "image", lambda *asked: Image("kernel", b"cubin"))
     monkeypatch.setattr(numba_launch, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(triton_build, "cubin", triton_world.uncompiled)

@@ -10,18 +10,15 @@ from hypothesis import strategies as st
 
 import multigemm as mg
 from multigemm.planning.tiles import (
-    Tile,
     TileCost,
-    TileWalk,
-    heights,
     list_tiles,
     longest_time,
     most_packed_tiles,
     most_tiles,
-    place,
     tiles_of,
     typical_extent,
 )
+from tests.support.tile_walk import Tile, TileWalk, heights, place
 
 SIZES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=8)
 

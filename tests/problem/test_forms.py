@@ -13,8 +13,9 @@ import torch
 import multigemm as mg
 from multigemm.planning.staging import stage, staged_spec
 from multigemm.problem.arrays import dtype_of
+from multigemm.problem.fused import FusedKeywords
 from multigemm.problem.problem import Keywords
-from multigemm.problem.spec import ACTIVATIONS, FORMS, PRECISIONS
+from multigemm.problem.spec import ACTIVATIONS, FORMS, GATES, GLU_LAYOUTS, PRECISIONS
 
 A, B = torch.ones(10, 4), torch.ones(3, 4, 5)
 CUT = [0, 2, 5, 10]
@@ -343,8 +344,8 @@ def test_views_of_mirrored_arrays_are_fresh() -> None:
 def test_one_vocabulary() -> None:
     """What `grouped_gemm` hands on, as its signature says it, is what a problem takes and documents."""
     taken = inspect.signature(mg.GroupedGemmProblem).parameters
-    keywords = [name for name, p in taken.items() if p.kind is p.KEYWORD_ONLY]
+    keywords = [name for name, p in taken.items() if p.kind is p.KEYWORD_ONLY] + list(FusedKeywords.__annotations__)
     assert sorted(Keywords.__annotations__) == sorted(keywords)
     told = str(mg.GroupedGemmProblem.__doc__)
     assert [name for name in keywords if name not in told] == []
-    assert [word for word in (*ACTIVATIONS, *PRECISIONS) if f'"{word}"' not in told] == []
+    assert [word for word in (*ACTIVATIONS, *GATES, *GLU_LAYOUTS, *PRECISIONS) if f'"{word}"' not in told] == []

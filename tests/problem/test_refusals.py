@@ -67,7 +67,7 @@ def test_things_that_are_no_arrays(x: Any) -> None:
         ({"offsets": CUT, "ends": [2, 5, 10]}, "offsets and ends were given together"),
         ({"offsets": CUT, "valid_rows": [1, 1, 1]}, "valid_rows and offsets, sizes or ends were given together"),
         ({"offsets": CUT, "jagged": "x"}, "jagged='x'"),
-        ({"offsets": CUT, "activation": "rellu"}, "use one of 'relu', .*'silu'; did you mean 'relu'"),
+        ({"offsets": CUT, "activation": "rellu"}, "use one of 'relu', .*'silu', .*'glu'; did you mean 'relu'"),
         ({"offsets": CUT, "precision": "fp32"}, "use one of 'ieee', 'tf32'"),
         ({"offsets": CUT, "check": "ful"}, "did you mean 'full'"),
         ({"offsets": CUT, "deterministic": 1}, "deterministic=1"),

@@ -1,8 +1,11 @@
-"""Files and folders that documentation and docstrings name exist."""
+"""Files, folders and links that documentation and docstrings name exist; the site leaves no page out."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -54,3 +57,57 @@ def test_pages_name_and_link_to_what_exists(page: Path) -> None:
 def test_sources_name_what_exists() -> None:
     named = ((x, path) for x in SOURCES for path in paths_in(x.read_text()))
     assert [f"{x.relative_to(ROOT)}: {path}" for x, path in named if not exists(path)] == []
+
+
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+NAVIGATION = re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+
+
+def test_the_navigation_holds_every_page_once() -> None:
+    assert sorted(NAVIGATION) == sorted(str(page.relative_to(ROOT / "docs")) for page in SITE)
+
+
+@pytest.mark.parametrize("page", SITE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_leads_on(page: Path) -> None:
+    """Read on GitHub, where there is no navigation, it links to another page; the site has breadcrumbs and a menu."""
+    links = [x.partition("#")[0] for x in LINK.findall(FENCE.sub("", page.read_text())) if "://" not in x]
+    assert [x for x in links if x.endswith(".md") and (page.parent / x).resolve() != page]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Markdown's `toc` and GitHub make them."""
+    heads = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head.lower()).strip()) for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_anchors_and_addresses_of_the_repository_exist(page: Path) -> None:
+    links = LINK.findall(FENCE.sub("", page.read_text()))
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if anchor and "://" not in link and target.suffix == ".md":
+            assert anchor in anchors(target), link
+    ours = [x for x in links if x.startswith(URLS["Homepage"])]
+    inside = [found[1] for x in ours if (found := re.fullmatch(r".*/(?:blob|tree)/main/([^#]+)", x))]
+    assert [x for x in inside if not (ROOT / x).exists()] == []
+    addresses = re.findall(r"https://[\w./-]*multigemm[\w./-]*", page.read_text())
+    assert [x for x in addresses if not x.startswith((URLS["Homepage"], URLS["Documentation"].rstrip("/")))] == []
+
+
+def test_the_chart_is_drawn_from_the_kept_report() -> None:
+    done = subprocess.run([sys.executable, "benchmarks/chart.py", "--check"], cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, "run: python benchmarks/chart.py"
+
+
+def test_the_site_asks_no_other_host() -> None:
+    """The build fetches nothing, and neither does a reader's browser."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in settings
+    assert "strict: true" in settings
+    assert "repo_url" not in settings, "the theme would ask api.github.com for stars"
+    addresses = re.findall(r"https?://[^\s\"']+", settings)
+    assert addresses == [URLS["Documentation"]]
+    for asset in (ROOT / "docs" / "assets").rglob("*.*"):
+        assert "http" not in asset.read_text().replace("http://www.w3.org/2000/svg", ""), asset

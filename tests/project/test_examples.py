@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -71,6 +72,31 @@ def test_example(script: str) -> None:
     for words in SHOWS[script]:
         assert words in done.stdout, done.stdout[-2000:]
     assert time.perf_counter() - start < LIMIT
+
+
+NOTEBOOK = ROOT / "examples" / "grouped_gemm.ipynb"
+
+
+def test_the_notebook_holds_no_output() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 6
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """As plain code, in its own process: Triton and Numba run in their emulators there."""
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    parts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    program = tmp_path / "notebook.py"
+    program.write_text("import matplotlib\n\nmatplotlib.use('Agg')\n\n" + "\n\n".join(parts))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=4 * LIMIT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "triton   emulated" in done.stdout
+    assert "elements are right" in done.stdout
 
 
 def test_the_readme_does_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The programs of docs/found-in-others.md show what the page says, or are skipped where the component has changed."""
+"""The programs of docs/notes/found-in-others.md show what it says; one whose component has changed is skipped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "found-in-others.md"
+PAGE = ROOT / "docs" / "notes" / "found-in-others.md"
 COMPONENT = re.compile(r"\b(torch|triton|numpy|numba-cuda) (\d+(?:\.\d+)+)")
 CPU, GPU = "# runs on a CPU\n", "# needs a GPU\n"
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from multigemm.backend import Availability, Backend, Recipe
 from multigemm.problem.spec import ProblemSpec
 from multigemm.select import registry
 from multigemm.settings import settings
+from tests.support.concurrency import on_new_threads
 from tests.support.fake_backends import Fake, problem
 from tests.support.trial_cases import tune
 
@@ -142,30 +144,19 @@ def test_threads_that_meet_a_spec_together_plan_it_once(install: Callable[..., N
 
     slow.plan = plan  # type: ignore[method-assign,assignment]
     install(slow)
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    on_new_threads(*[work] * 4)
     assert len(slow.planned) == 1
 
 
 def test_threads_share_plans_without_harm(install: Callable[..., None]) -> None:
     fake = Fake("only", 9)
     install(fake)
-    wrong: list[int] = []
 
     def work(seed: int) -> None:
         for i in range(50):
-            if not mg.solve(problem(4 + (seed + i) % 3)).eq(9).all():
-                wrong.append(seed)
+            assert mg.solve(problem(4 + (seed + i) % 3)).eq(9).all()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert not wrong
+    on_new_threads(*(partial(work, seed) for seed in range(8)))
     assert len(fake.planned) == 2
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from multigemm import settings
 from multigemm.select import choose, clocks
 from multigemm.select import measure_once as trial
 from multigemm.select import table as tuning
+from tests.support.concurrency import on_new_threads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -152,11 +154,7 @@ def test_threads_measure_in_turn_and_all_are_right(monkeypatch: pytest.MonkeyPat
             problem = mg.GroupedGemmProblem(a, b, **how)
             right.append(mg.verify(problem, mg.solve(problem)).ok)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_new_threads(*(partial(work, seed) for seed in range(4)))
     assert right == [True] * 4
     assert len(trials) == 2
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 import time
 import warnings
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from multigemm.select import measure_once as trial
 from multigemm.select import table as tuning
 from multigemm.select.timing import Timing
 from multigemm.settings import settings
+from tests.support.concurrency import held_by_another_thread, in_a_forked_child, on_new_threads
 from tests.support.fake_backends import Dawdler, Fake, Tile, problem
 from tests.support.trial_cases import CPU, Install, class_from, class_in, kept, pair, tune
 
@@ -214,7 +213,6 @@ def test_two_threads_measure_a_class_once_and_both_are_answered(
     fresh: Install, trials: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, meeting = vars(trial)["measure"], threading.Barrier(2)
-    answers: list[torch.Tensor] = []
 
     def measure(*given: Any, **more: Any) -> dict[str, Timing]:
         time.sleep(0.1)  # the other thread has come meanwhile
@@ -223,17 +221,11 @@ def test_two_threads_measure_a_class_once_and_both_are_answered(
 
     def work() -> None:
         meeting.wait()
-        answers.append(mg.solve(problem()))
+        assert mg.solve(problem()).eq(2).all()
 
     fresh(*pair())
     monkeypatch.setattr(trial, "measure", measure)
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(answers) == 2
-    assert all(answer.eq(2).all() for answer in answers)
+    on_new_threads(work, work)
     assert len(trials) == 1
 
 
@@ -241,35 +233,8 @@ def test_two_threads_measure_a_class_once_and_both_are_answered(
 def test_a_forked_child_has_locks_of_its_own(fresh: Install) -> None:
     fresh(*pair())
     mg.plan(problem(), "fast")
-    held, release = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with ExitStack() as stack:
-            for lock in [*ranking._locks.values(), ranking.lock_of(CPU)]:
-                stack.enter_context(lock)
-            held.set()
-            release.wait(60)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait(60)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if choose.choose(problem()).backend == "fast" else 1)
-    try:
-        for _ in range(600):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                break
-            time.sleep(0.1)
-        else:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            pytest.fail("the child waits for a lock of its parent")
-    finally:
-        release.set()
-        holder.join()
-    assert os.waitstatus_to_exitcode(status) == 0
+    with held_by_another_thread(*ranking._locks.values(), ranking.lock_of(CPU)):
+        assert in_a_forked_child(lambda: choose.choose(problem()).backend == "fast")
 
 
 def test_three_of_the_static_order_and_third_parties_are_worth_measuring() -> None:

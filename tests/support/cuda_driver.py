@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from multigemm.cuda import counters, device, device_fields, driver, launch, tensor_map
+from multigemm.cuda import arguments, counters, device, driver, launch, tensor_map
 from multigemm.cuda.arguments import OPERANDS, Addresses
 
 CONTEXT = 77
@@ -166,9 +166,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
         monkeypatch.setattr(module, "library", lambda: fake)
     monkeypatch.setattr(driver, "primary_context", lambda index: CONTEXT + index)
     monkeypatch.setattr(tensor_map, "_place_of_address", lambda: 8 * ADDRESSED)
-    for module in (launch, device_fields):
+    for module in (launch, arguments):
         monkeypatch.setattr(module, "current_raw_stream", lambda index: fake.stream)
-    monkeypatch.setattr(device_fields, "index_of", lambda device: 0)
+    monkeypatch.setattr(arguments, "index_of", lambda device: 0)
     monkeypatch.setattr(launch, "current_device", lambda: fake.device)
     monkeypatch.setattr(launch, "is_capturing", lambda: fake.capturing)
     monkeypatch.setattr(device, "library", lambda: fake)
@@ -183,8 +183,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 def steps_of(bound: Any) -> list[launch.BoundKernel]:
     """The kernels that a launch starts, one after the other."""
-    if isinstance(bound, launch.Nothing):
-        return []
     return [step for each in bound._steps for step in steps_of(each)] if hasattr(bound, "_steps") else [bound]
 
 

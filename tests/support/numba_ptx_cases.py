@@ -239,7 +239,7 @@ def tma_load_case() -> Case:
     box = np.zeros((64, 64), np.uint16)
     box[:30] = source[1, 20:50, 8:72]
     described = {
-        "dtype": torch.bfloat16, "extents": (96, 50, 2), "strides": (192, 9600), "boxes": [(64, 64, 1)],
+        "dtype": torch.bfloat16, "extents": (96, 50, 2), "strides": (192, 9600), "boxes": ((64, 64, 1),),
     }  # fmt: skip
     return Case(
         kernel, [source.reshape(-1), np.zeros(8192, np.uint8)], swizzle(box), "cp.async.bulk.tensor.3d.shared",

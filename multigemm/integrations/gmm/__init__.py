@@ -24,7 +24,18 @@ ORIGINAL = "grouped_gemm"
 
 
 def install() -> None:
-    """Make `import grouped_gemm` find this package, in this process; refuse where another one was imported already."""
+    """Make `import grouped_gemm` find this package, in this process.
+
+    Raises:
+        InvalidSetting: another `grouped_gemm` was imported already.
+
+    Example:
+        >>> from multigemm.integrations import gmm
+        >>> gmm.install()
+        >>> import grouped_gemm
+        >>> grouped_gemm is gmm
+        True
+    """
     found = sys.modules.get(ORIGINAL)
     if found is not None and found is not sys.modules[__name__]:
         where = getattr(found, "__file__", None) or "memory"

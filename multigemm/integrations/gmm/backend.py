@@ -21,11 +21,27 @@ def gmm(
     *,
     batch_invariant: bool | None = None,
 ) -> Tensor:
-    """`a` [T, K] times `b` [G, K, N] (with trans_b [G, N, K]), rows cut by `batch_sizes` -> [T, N].
+    """The product of each group, without gradients, as in the original.
 
-    With trans_a, `a` [T, M] and `b` [T, N] are cut alike and a_g^T @ b_g is formed -> [G, M, N].
-    `c` receives the result, if given. No gradient is recorded, as in the original. `batch_invariant` as in
-    `multigemm.grouped_gemm`.
+    Args:
+        a: [T, K]; with `trans_a` [T, M].
+        b: [G, K, N]; with `trans_b` [G, N, K], with `trans_a` [T, N].
+        batch_sizes: rows of each group, on either device.
+        trans_a: `a` and `b` are cut alike, and a_g^T @ b_g is formed.
+        trans_b: the matrices of `b` lie transposed.
+        c: receives the result, if given.
+        batch_invariant: as in `multigemm.grouped_gemm`.
+
+    Returns:
+        [T, N], or [G, M, N] with `trans_a`.
+
+    Raises:
+        InvalidProblem: the operands do not have the dimensions that the modes ask for.
+
+    Example:
+        >>> import torch
+        >>> gmm(torch.ones(6, 4), torch.ones(6, 2), torch.tensor([1, 0, 5]), trans_a=True).shape
+        torch.Size([3, 4, 2])
     """
     with torch.no_grad():
         return multiply(a, b, batch_sizes, trans_a, trans_b, c, batch_invariant)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from multigemm.backends.cublas import BACKEND, choice, config, epilogue, launch, library
 from multigemm.backends.cublas.config import Config
 from multigemm.backends.cublas.grouped_mm import legal
-from multigemm.backends.cublas.products import Product, Shape
+from multigemm.backends.cublas.products import Products, Shape
 from multigemm.backends.cublas.support import EXTENT
 from multigemm.cuda import nvrtc
 from multigemm.cuda.arguments import ACTIVATION_CODES
@@ -32,11 +33,16 @@ def _spec(
     return GroupedGemmProblem(a, b, **extra).spec
 
 
-def _sized(*rows: int, n: int = 4096, k: int = 4096) -> list[Product]:
-    return [Product(Shape(0, 0, n, m, k, n, k, n), 0, 0, 0) for m in rows]
+def _products(*shapes: Shape) -> Products:
+    different = list(dict.fromkeys(shapes))
+    return Products(different, np.array([*map(different.index, shapes)]), np.zeros((3, len(shapes)), np.int64))
 
 
-def _chosen(spec: ProblemSpec, products: list[Product], device: torch.device, written: torch.dtype) -> Config:
+def _sized(*rows: int, n: int = 4096, k: int = 4096) -> Products:
+    return _products(*(Shape(0, 0, n, m, k, n, k, n) for m in rows))
+
+
+def _chosen(spec: ProblemSpec, products: Products, device: torch.device, written: torch.dtype) -> Config:
     return choice.choose(spec, choice.work_of(spec, products), *choice.able(spec, device, written))
 
 
@@ -70,16 +76,15 @@ def test_many_skewed_groups_of_some_rows_go_to_grouped_mm() -> None:
 
 
 def test_a_graph_holds_single_calls_where_one_large_product_is_among_few() -> None:
-    shapes = [Product(Shape(0, 0, n, n, n, n, n, n), 0, 0, 0) for n in (1024, 512, 256, 128)]
-    assert choice.apart_in_a_graph(_spec(dtype=torch.float16), shapes)
-    small = [Product(Shape(0, 0, 128, m, 256, 128, 256, 128), 0, 0, 0) for m in (64, 128, 192, 256)]
-    assert not choice.apart_in_a_graph(_spec(dtype=torch.float16), small)
-    assert not choice.apart_in_a_graph(_spec(dtype=torch.float16), shapes * 3)
+    spec, shapes = _spec(dtype=torch.float16), [Shape(0, 0, n, n, n, n, n, n) for n in (1024, 512, 256, 128)]
+    assert choice.apart_in_a_graph(spec, _products(*shapes))
+    assert not choice.apart_in_a_graph(spec, _sized(64, 128, 192, 256, n=128, k=256))
+    assert not choice.apart_in_a_graph(spec, _products(*shapes * 3))
 
 
 @pytest.mark.usefixtures("hopper")
 def test_the_grouped_call_is_not_chosen_for_a_wide_intermediate() -> None:
-    transposed = [Product(Shape(1, 0, 4096, 8, 4096, 4096, 4096, 4096), 0, 0, 0)] * 3
+    transposed = _products(*[Shape(1, 0, 4096, 8, 4096, 4096, 4096, 4096)] * 3)
     assert _chosen(_spec(), transposed, CUDA, torch.bfloat16) == Config("grouped")
     assert _chosen(_spec(), transposed, CUDA, torch.float32) == Config("batched")
     small = _sized(*range(3, 12), n=64, k=64)

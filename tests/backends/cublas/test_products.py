@@ -11,21 +11,19 @@ import torch
 from torch import Tensor
 
 import multigemm as mg
-from multigemm.backends.cublas import choice, library
+from multigemm.backends.cublas import library
 from multigemm.backends.cublas.products import (
     NO_TRANSPOSE,
     TRANSPOSE,
     Bytes,
     Leading,
-    Product,
+    Products,
     Shape,
+    clamped,
     countable,
-    cut,
     even_steps,
     leading,
     list_products,
-    merged,
-    packed_cuts,
     packed_forms,
     packed_products,
     shape_of,
@@ -85,15 +83,16 @@ def test_a_result_by_rows_swaps_the_operands() -> None:
 
 
 def test_offsets_that_lie_are_clamped() -> None:
-    assert cut(np.array([-4, 3, 2, 99], dtype=np.int64), 10) == ([0, 3, 2], [3, 0, 8])
-    assert cut(np.array([12, 14], dtype=np.int64), 10) == ([10], [0])
+    for offsets, starts, lengths in (([-4, 3, 2, 99], [0, 3, 2], [3, 0, 8]), ([12, 14], [10], [0])):
+        found = clamped(np.array(offsets, dtype=np.int64), 10)
+        assert [x.tolist() for x in found] == [starts, lengths]
 
 
 def _operands(problem: GroupedGemmProblem, out: Any) -> Operands:
     return stage_problem(problem, staged_spec(problem), out).ops
 
 
-def _batch(ops: Operands, variant: str, products: list[Product]) -> library.Batch:
+def _batch(ops: Operands, variant: str, products: Products) -> library.Batch:
     fake: Any = Fake()
     t = library.types(ops.spec.compute, library.compute_type(ops.spec), ops.spec.out.dtype, ops.alpha, 0.0)
     size = ops.spec.compute.itemsize
@@ -104,10 +103,9 @@ def _batch(ops: Operands, variant: str, products: list[Product]) -> library.Batc
     return library.one_each(fake, products, t)
 
 
-def _packed_products(ops: Operands, size: Bytes) -> list[Product]:
+def _packed_products(ops: Operands, size: Bytes) -> Products:
     p = packed(ops)
-    cuts = packed_cuts(p, size, ops.host_offsets, ops.host_valid_rows, packed_forms(p, size))
-    return packed_products(cuts, size)
+    return packed_products(p, size, ops.host_offsets, ops.host_valid_rows, packed_forms(p, size))
 
 
 def _solve(problem: GroupedGemmProblem, out: Any, variant: str) -> list[str]:
@@ -121,7 +119,7 @@ def _solve(problem: GroupedGemmProblem, out: Any, variant: str) -> list[str]:
     else:
         size = ops.spec.compute.itemsize
         products = _packed_products(ops, Bytes(size, size))
-    return Fake().make(_batch(ops, variant, products)) if products else []
+    return Fake().make(_batch(ops, variant, products)) if len(products) else []
 
 
 def _laid(shape: tuple[int, ...], order: str, seed: int) -> Tensor:
@@ -170,23 +168,6 @@ def _owned(out: Tensor, form: str, grouping: dict[str, Any], g: int) -> Tensor:
         start, end = grouping["offsets"][g : g + 2]
         return out[:, start:end] if grouping.get("jagged") == "n" else out[start:end]
     return out[g, : grouping["valid_rows"][g]] if form == "masked" else out[g]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_groups_weigh_as_much_as_their_products(form: str) -> None:
-    """A variant may be chosen before products are made of the groups."""
-    shape_a, shape_b, shape_out, grouping = FORMS[form]
-    problem = GroupedGemmProblem(_laid(shape_a, "row", 1), _laid(shape_b, "col", 2), **grouping)
-    ops = _operands(problem, torch.zeros(shape_out, dtype=torch.float64))
-    p, size = packed(ops), Bytes(8, 8)
-    cuts = packed_cuts(p, size, ops.host_offsets, ops.host_valid_rows, packed_forms(p, size))
-    ours, wanted = choice.work_of(ops.spec, cuts), choice.work_of(ops.spec, packed_products(cuts, size))
-    if wanted is None:
-        assert ours is None
-        return
-    assert ours is not None
-    for name in choice.Work.__slots__:
-        assert np.array_equal(getattr(ours, name), getattr(wanted, name)), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -277,33 +258,33 @@ def test_a_batch_above_the_grid_limit_is_split() -> None:
     assert [args[19].value for _, args, _ in batch.calls] == [65535, 4465]
 
 
-def _product(m: int, at: int = 0) -> Product:
-    return Product(Shape(0, 0, 8, m, 8, 8, 8, 8), at, at, at)
+def _rows(*rows: int, extent: int = 8) -> Products:
+    """Products that differ in their rows; each lies where its number says."""
+    different = sorted(set(rows))
+    shapes = [Shape(0, 0, extent, m, extent, extent, extent, extent) for m in different]
+    return Products(shapes, np.array([different.index(m) for m in rows]), np.array([range(len(rows))] * 3))
 
 
-def test_merging_keeps_every_product_once() -> None:
-    products = [_product(m, at) for at, m in enumerate((4, 2, 4, 9, 2, 2))]
-    groups = merged(products)
-    assert [(shape.n, len(same)) for shape, same in groups] == [(9, 1), (4, 2), (2, 3)]
-    assert sorted(p.out for _, same in groups for p in same) == list(range(6))
+def test_products_of_one_shape_come_together_the_largest_first() -> None:
+    groups = _rows(4, 2, 4, 9, 2, 2).groups()
+    assert [(shape.n, places) for shape, places in groups] == [(9, [3]), (4, [0, 2]), (2, [1, 4, 5])]
 
 
 def test_long_uneven_products_of_a_grouped_call_stay_in_their_order() -> None:
     """Sorted by size, those that are bound by memory would follow those that are not."""
-    assert [len(same) for _, same in library._in_groups([_product(m) for m in (4, 2, 4)])] == [2, 1]
-    large = [
-        Product(Shape(0, 0, 4096, m, 4096, 4096, 4096, 4096), at, at, at) for at, m in enumerate((900, 200, 900, 100))
-    ]
-    assert [[p.out for p in same] for _, same in library._in_groups(large)] == [[0], [1], [2], [3]]
-    assert [[p.out for p in same] for _, same in library._in_groups([large[0]] * 3)] == [[0, 0, 0]]
+
+    def places(products: Products) -> list[list[int]]:
+        return [same for _, same in library.in_groups(products)]
+
+    assert places(_rows(4, 2, 4)) == [[0, 2], [1]]
+    assert places(_rows(900, 200, 900, 100, extent=4096)) == [[0], [1], [2], [3]]
+    assert places(_rows(900, 900, 900, extent=4096)) == [[0, 1, 2]]
 
 
 def test_even_steps_needs_equal_and_forward_distances() -> None:
-    assert even_steps([_product(1, at) for at in (8, 24, 40)]) == (16, 16, 16)
-    assert even_steps([_product(1, at) for at in (8, 24, 48)]) is None
-    assert even_steps([_product(1, at) for at in (40, 24, 8)]) is None
-    shared = [Product(_product(1).shape, 64, at, at) for at in (0, 8)]
-    assert even_steps(shared) == (0, 8, 8)
+    for places, steps in (([8, 24, 40], (16, 16, 16)), ([8, 24, 48], None), ([40, 24, 8], None)):
+        assert even_steps(np.array([places] * 3)) == steps
+    assert even_steps(np.array([[64, 64], [0, 8], [0, 8]])) == (0, 8, 8)
 
 
 def test_unusual_strides_are_packed_and_others_not() -> None:
@@ -339,9 +320,7 @@ def test_groups_that_share_a_matrix_are_one_product_where_there_are_any(groups: 
     a, b, offsets = torch.ones(5, 4), torch.ones(4, 3), [0, 2, 3, 5][: groups + 1]
     problem = GroupedGemmProblem(a, b, offsets=offsets)
     ops, size = stage_problem(problem, problem.spec, torch.zeros(5, 3)).ops, Bytes(4, 4)
-    view = packed(ops)
-    cuts = packed_cuts(view, size, ops.host_offsets, None, packed_forms(view, size))
-    assert len(packed_products(cuts, size)) == min(groups, 1)
+    assert len(_packed_products(ops, size)) == min(groups, 1)
 
 
 def test_arguments_that_calls_share_are_made_once() -> None:

@@ -23,6 +23,7 @@ from multigemm.cuda.launch import Kernel
 from multigemm.cuda.tensor_map import SIZE
 from multigemm.errors import CompileError
 from multigemm.planning.operands import view_of
+from tests.support.concurrency import on_new_threads
 from tests.support.cuda_driver import FakeDriver
 from tests.support.cupy_world import BF16, SPEC, bound, install
 from tests.support.small_problems import operands, staged
@@ -238,10 +239,7 @@ def test_a_finaliser_that_loads_a_kernel_while_one_is_loaded_does_not_wait(
         return Kernel(cubin, name, *given)
 
     monkeypatch.setattr(build, "Kernel", interrupted)
-    thread = threading.Thread(target=build.load, args=(one, 0), daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
+    on_new_threads(lambda: build.load(one, 0), seconds=30)
     assert sorted(fake.names.values()) == ["one", "other"]
 
 

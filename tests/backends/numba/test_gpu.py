@@ -28,7 +28,7 @@ from multigemm.backends.numba.config import (  # noqa: E402
     MMA_TALL,
 )
 from multigemm.backends.numba.launch import kernel_of  # noqa: E402
-from multigemm.cuda.device_fields import MOST_COPIES  # noqa: E402
+from multigemm.cuda.arguments import MOST_COPIES  # noqa: E402
 from multigemm.planning.staging import allocate, stage, staged_spec  # noqa: E402
 from tests.support.cuda_driver import addresses_of  # noqa: E402
 from tests.support.numba_cases import DTYPES, Maker, cases, epilogue, operands  # noqa: E402

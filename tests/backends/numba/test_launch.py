@@ -21,7 +21,7 @@ from multigemm.backends.numba.config import (
     Config,
 )
 from multigemm.cuda import tensor_map
-from multigemm.cuda.device_fields import MOST_COPIES
+from multigemm.cuda.arguments import MOST_COPIES
 from multigemm.cuda.launch import NOTHING
 from tests.support.cuda_driver import FakeDriver, addresses_of
 from tests.support.numba_world import bound, install

@@ -22,7 +22,7 @@ if compiler_obstacle():
 
 from multigemm.backends.numba import build
 from multigemm.backends.numba.kernels.runtime import cuda, numpy_names, types
-from multigemm.cuda.tensor_map import encode
+from multigemm.cuda.tensor_map import encode_together
 from tests.support.numba_ptx_cases import Case, cases
 
 ALL = cases()
@@ -68,7 +68,7 @@ def needs(case: Case) -> Iterator[None]:
 
 
 def map_of(case: Case, array: Any) -> Any:
-    (raw,) = encode(address=array.device_ctypes_pointer.value, **case.tensor_map)
+    raw = encode_together(address=array.device_ctypes_pointer.value, **case.tensor_map)
     return cuda.to_device(np.frombuffer(raw, np.int64))
 
 

@@ -81,7 +81,7 @@ HOPPER_FIRST: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tf32 is multiplied along memory": (TF32, {"total": 2**20}, {"block_k": 32, "pack": ("b",)}),
     "tf32 that lies along memory": (TF32, {"total": 2**20, "b_order": "col"}, {"pack": ()}),
 }  # fmt: skip
-"""The first config of the warp-specialised kernel. Times were measured on an H100 or H200 (docs/triton-tuning.md)."""
+"""The first config of the warp-specialised kernel, by times from an H100 or H200 (docs/notes/triton-tuning.md)."""
 
 
 @pytest.mark.usefixtures("thrifty")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,9 @@ from multigemm.backends.triton.lists import list_chunk, tile_table
 from multigemm.integrations import eager, layer_ops
 from multigemm.planning.launch_cache import LAUNCHES
 from multigemm.planning.staging import stage
-from multigemm.planning.tiles import TileWalk, heights
 from multigemm.settings import settings
+from tests.support.concurrency import on_new_threads
+from tests.support.tile_walk import TileWalk, heights
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -345,10 +345,7 @@ def test_a_finaliser_that_calls_while_a_kernel_is_interpreted_does_not_wait(monk
     monkeypatch.setattr(emulate, "_bind", interrupted)
     given = mg.GroupedGemmProblem(a, b, sizes=[2, 4])
     plan = mg.plan(given, backend="triton")
-    thread = threading.Thread(target=plan, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
+    on_new_threads(plan)
     assert mg.verify(given, plan())
     assert mg.verify(mg.GroupedGemmProblem(a, b, sizes=[6, 0]), results[0])
 

@@ -29,9 +29,9 @@ from multigemm.backends.triton.lists import (
 )
 from multigemm.planning.operands import Operands
 from multigemm.planning.staging import stage
-from multigemm.planning.tiles import place
 from multigemm.problem.spec import OperandSpec
 from multigemm.settings import settings
+from tests.support.tile_walk import place
 
 interpreted = pytest.mark.usefixtures("interpreter")
 SMALL = Config(block_m=16, block_n=16, block_k=16, warps=4, stages=1, programs=0, width=2)

@@ -1,0 +1,173 @@
+"""Gradients of fused problems: the same steps again, as differentiable operations of torch round a grouped GEMM.
+
+The forward pass is the problem itself, by the backend that was chosen. The backward pass takes its steps anew: rows
+picked, the product with bias, gate, row_scale, sums of rows. It keeps nothing but the inputs. Where a limit is met
+exactly the gradient passes, as torch's clamp has it. Rows that no group owns, and indices that mean no row, give exact
+zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multigemm.errors import InvalidProblem
+from multigemm.integrations.gradients import NAMES, Call, Gemm, call_of, live_cut, owned, owned_only, split, wide_dtype
+from multigemm.planning import launch_cache
+from multigemm.problem.fused import PICKED, Fused, Gate
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.select.choose import choose
+
+
+def solve(problem: GroupedGemmProblem, backend: Any, config: Any, gemm: Gemm) -> Any:
+    """The result of a fused problem, connected to the inputs that require grad."""
+    fused = problem.fused
+    assert fused is not None
+    if fused.preact is not None:
+        raise InvalidProblem(
+            "an input requires grad, and preact_out is memory of the caller's, which has no gradient: leave it out, or "
+            "use torch.no_grad()"
+        )
+    extras = [[] if x is None else [x] for x in (fused.row_scale, fused.weights)]
+    parts = [*(problem.each(name) for name in NAMES), *extras]
+    flat = [x for part in parts for x in part]
+    result = _SolveFused.apply(problem, backend, config, gemm, [len(part) for part in parts], *flat)  # type: ignore[no-untyped-call]
+    return list(result) if problem.form == "per_group" else result
+
+
+class _SolveFused(torch.autograd.Function):
+    """One fused problem; its tensors are passed one by one so that autograd sees them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        problem: GroupedGemmProblem,
+        backend: Any,
+        config: Any,
+        gemm: Gemm,
+        counts: list[int],
+        *tensors: Tensor,
+    ) -> Any:
+        result = launch_cache.solve(choose(problem, backend, config, eager=True), problem)
+        assert problem.fused is not None
+        ctx.problem, ctx.gemm, ctx.counts = problem, gemm, counts
+        indices = [x.values for x in problem.fused.indices.values() if x.live]
+        ctx.save_for_backward(*tensors, live_cut(problem), *indices)  # torch notices a change in place before backward
+        return tuple(result) if problem.form == "per_group" else result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        given, needs = ctx.saved_tensors[: sum(ctx.counts)], ctx.needs_input_grad[5:]
+        twice = torch.is_grad_enabled()
+        with torch.enable_grad():
+            inputs = [
+                x if twice or not need else x.detach().requires_grad_() for x, need in zip(given, needs, strict=True)
+            ]
+            outs = _steps(ctx.problem, ctx.gemm, split(inputs, ctx.counts))
+        wanted = [x for x, need in zip(inputs, needs, strict=True) if need]
+        live = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+        found = [None] * len(wanted)
+        if live:
+            roots, flows = zip(*live, strict=True)
+            found = torch.autograd.grad(roots, wanted, flows, create_graph=twice, allow_unused=True)  # type: ignore[assignment]
+        slots = iter(found)
+        return (None, None, None, None, None, *(next(slots) if need else None for need in needs))
+
+
+def _steps(problem: GroupedGemmProblem, gemm: Gemm, parts: list[list[Tensor]]) -> list[Tensor]:
+    """The result by differentiable operations: one tensor, or those of a list."""
+    fused = problem.fused
+    assert fused is not None
+    a, b, c, bias, scale, weights = parts
+    if problem.form == "per_group":
+        call = call_of(problem, gemm, [a, b, c, bias])
+        return [_gated(x, problem, fused).to(problem.out_dtype) for x in _products(call, a[0], b[0])] if a else []
+    extras = [x[0] if x else None for x in (c, bias)]
+    call = call_of(problem, gemm, [*_picked(problem, fused, a[0], b[0]), *extras])
+    products = replace(call, c=None, beta=0.0) if fused.scatters else call
+    rows = _gated(_products(products, call.a, call.b), problem, fused)
+    if scale:
+        rows = rows * scale[0].to(rows.dtype).unsqueeze(-1)
+    if fused.scatters:
+        rows = _summed(call, fused, rows, weights[0] if weights else None)
+        rows = rows if call.c is None or call.beta == 0 else rows + call.beta * call.c.to(rows.dtype)
+    else:
+        rows = owned_only(call, rows)
+    rows = rows.to(problem.out_dtype)
+    return [rows[0] if problem.squeezed else rows]
+
+
+def _products(call: Call, a: Tensor, b: Tensor) -> Any:
+    epilogue: dict[str, Any] = {"alpha": call.alpha, "out_dtype": wide_dtype(a.dtype, b.dtype)}
+    if call.bias is not None:
+        epilogue["bias"] = call.bias
+    if call.beta != 0 and call.c is not None:
+        epilogue |= {"c": call.c, "beta": call.beta}
+    return call.gemm(call.a, call.b, **epilogue, **call.cut, **call.options)
+
+
+def _picked(problem: GroupedGemmProblem, fused: Fused, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    found = []
+    for name, x, index in (("a_rows", a, fused.a_rows), ("b_rows", b, fused.b_rows)):
+        if index is not None:
+            rows = index.values.to(x.device)
+            x = _rows(x, rows) if PICKED[name][problem.form[-1]] == 0 else _rows(x.t(), rows).t()
+        found.append(x)
+    return found[0], found[1]
+
+
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows by number, zeros where there is none. The gradient of an embedding is summed without atomics."""
+    there = (rows >= 0) & (rows < x.shape[0])
+    if not x.shape[0]:
+        return x.new_zeros((rows.shape[0], x.shape[1]))
+    found = torch.nn.functional.embedding(torch.where(there, rows, 0), x)
+    return torch.where(there.unsqueeze(-1), found, 0)
+
+
+def _gated(x: Tensor, problem: GroupedGemmProblem, fused: Fused) -> Tensor:
+    functional = torch.nn.functional
+    if fused.gate is not None:
+        return _gate(fused.gate, *fused.gate.split(x))
+    acts: dict[Any, Any] = {
+        None: lambda x: x, "relu": torch.relu, "silu": functional.silu, "gelu": functional.gelu,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    }  # fmt: skip
+    found: Tensor = acts[problem.activation](x)
+    return found
+
+
+def _gate(gate: Gate, g: Tensor, u: Tensor) -> Tensor:
+    if gate.limit is not None:
+        g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    if gate.kind == "swiglu":
+        act = g * torch.sigmoid(gate.alpha * g)
+    elif gate.kind == "geglu":
+        act = torch.nn.functional.gelu(g)
+    elif gate.kind == "geglu_tanh":
+        act = torch.nn.functional.gelu(g, approximate="tanh")
+    else:
+        act = torch.relu(g) if gate.kind == "reglu" else torch.sigmoid(g)
+    return act * (u + gate.beta)
+
+
+def _summed(call: Call, fused: Fused, rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Sums of rows that groups own."""
+    count = rows.shape[0]
+    there = owned(call, count).view(-1)
+    if fused.combine is not None:
+        index = fused.combine.values.to(rows.device)
+        valid = (index >= 0) & (index < count)
+        if count:
+            valid = valid & there[torch.where(valid, index, 0)]
+        terms = _rows(rows, torch.where(valid, index, -1).view(-1)).view(*index.shape, rows.shape[1])
+        if weights is not None:
+            terms = terms * torch.where(valid, weights, 0).to(rows.dtype).unsqueeze(-1)
+        return terms.sum(1)
+    assert fused.out_rows is not None and fused.rows is not None
+    places = fused.out_rows.values.to(rows.device)
+    places = torch.where((places >= 0) & (places < fused.rows) & there, places, fused.rows).long()
+    return rows.new_zeros((fused.rows + 1, rows.shape[1])).index_add(0, places, rows)[: fused.rows]

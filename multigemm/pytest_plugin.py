@@ -1,0 +1,37 @@
+"""What pytest finds where multigemm is installed: `grouped_gemm_problem`, a problem for a kernel of one's own.
+
+It imports nothing but pytest until a test asks for it. `multigemm.testing.own_kernels` tells how to use it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from multigemm.problem.problem import GroupedGemmProblem
+
+MARKER = "grouped_gemm(count=20, form, dtype, device, work): which problems the fixture grouped_gemm_problem draws"
+COUNT = 20
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", MARKER)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "grouped_gemm_problem" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("grouped_gemm")
+        words: dict[str, Any] = {"count": COUNT, **(marker.kwargs if marker else {})}
+        seeds = range(words.pop("count"))
+        drawn = [{"seed": seed, **words} for seed in seeds]
+        metafunc.parametrize("grouped_gemm_problem", drawn, indirect=True, ids=[f"seed{seed}" for seed in seeds])
+
+
+@pytest.fixture
+def grouped_gemm_problem(request: pytest.FixtureRequest) -> GroupedGemmProblem:
+    """A generated problem: uneven and odd extents, empty groups, operands in rows, offsets on the device."""
+    from multigemm.testing.own_kernels import random_problem
+
+    return random_problem(**request.param)

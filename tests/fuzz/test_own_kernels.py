@@ -1,0 +1,74 @@
+"""Tests of one's own kernels: the assertion, the strategy, and the fixture that pytest finds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+import multigemm as mg
+from multigemm.problem.problem import GroupedGemmProblem
+from multigemm.testing import assert_correct, problems, random_problem
+
+ROOT = Path(__file__).parents[2]
+KERNEL = """
+import pytest, torch
+from multigemm.testing import assert_correct
+
+def kernel(a, b, offsets, bug):
+    out = a.new_zeros(a.shape[0], b.shape[2])
+    ends = offsets.tolist()
+    for g in range(len(b)):
+        out[ends[g] : ends[g + 1]] = a[ends[g] : ends[g + 1]] @ b[g]
+    if bug and out.numel():
+        out[ends[0] : ends[-1]][-1:] = 1e4
+    return out
+
+@pytest.mark.parametrize("bug", [False, True])
+@pytest.mark.grouped_gemm(dtype="float64", count=16)
+def test_kernel(grouped_gemm_problem, bug):
+    problem = grouped_gemm_problem
+    assert_correct(kernel(problem.a, problem.b, problem.grouping.live, bug), problem)
+"""
+
+
+def test_a_result_is_right_or_told_by_group_and_place() -> None:
+    a, b = torch.ones(6, 4), torch.ones(3, 4, 2)
+    out = mg.grouped_gemm(a, b, sizes=[1, 0, 5])
+    assert_correct(out, a, b, sizes=[1, 0, 5])
+    assert_correct(out.numpy(), a.numpy(), b.numpy(), sizes=[1, 0, 5])
+    assert_correct([np.ones((2, 2)) * 3], [np.ones((2, 3))], [np.ones((3, 2))])
+    out[4, 1] += 1
+    with pytest.raises(AssertionError, match=r"group 2"):
+        assert_correct(out, GroupedGemmProblem(a, b, sizes=[1, 0, 5]))
+
+
+@settings(max_examples=15, deadline=None)
+@given(problem=problems("jagged_k", "bfloat16"))
+def test_problems_are_plain_and_of_the_kind_that_was_asked_for(problem: GroupedGemmProblem) -> None:
+    assert problem.form == "jagged_k" and problem.spec.a.dtype is problem.spec.b.dtype is torch.bfloat16
+    assert problem.bias is problem.c is problem.activation is None and problem.quantisation is None
+    assert_correct(mg.solve(problem, "cpu"), problem)
+
+
+def test_problems_of_a_seed_differ_in_their_extents_and_hold_empty_groups() -> None:
+    drawn = [random_problem(seed) for seed in range(20)]
+    assert len({tuple(problem.a.shape) for problem in drawn}) > 10  # type: ignore[union-attr]
+    assert any(size == 0 for problem in drawn for size, _, _ in problem.sizes())
+
+
+@pytest.mark.slow
+def test_pytest_finds_the_fixture_and_tells_a_bug(tmp_path: Path) -> None:
+    (tmp_path / "test_kernel.py").write_text(KERNEL)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:multigemm", "-p", "multigemm.pytest_plugin"]
+    command += ["-p", "no:cacheprovider", "--strict-markers", "test_kernel.py"]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    failed = re.findall(r"^FAILED test_kernel.py::test_kernel\[seed(\d+)-(\w+)\]", done.stdout, re.MULTILINE)
+    assert len(failed) >= 6 and {bug for _, bug in failed} == {"True"}, done.stdout[-2000:] + done.stderr
+    assert f"{len(failed)} failed, {32 - len(failed)} passed" in done.stdout
