@@ -12,9 +12,8 @@ from typing import Literal
 
 import torch
 
-    if reasons := quantised_reasons(spec, TAKEN) + fused_reasons(spec):
-        return reasons
-    reasons = []
+from multigemm.backend import Availability, fused_reasons, quantised_reasons
+from multigemm.problem.spec import HALVES, INPUT_DTYPES, OperandSpec, Order, ProblemSpec
 
 OLDEST = (8, 0)
 RESULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32)
@@ -49,13 +48,9 @@ def availability() -> Availability:
 
 def not_supported_reasons(spec: ProblemSpec, device: torch.device) -> list[str]:
     """Every reason against this problem on this device; none means that it runs."""
-<<<<<<< HEAD
-    reasons = quantised_reasons(spec, TAKEN)
-=======
-    if reasons := quantised_reasons(spec) + fused_reasons(spec):
+    if reasons := quantised_reasons(spec, TAKEN) + fused_reasons(spec):
         return reasons
     reasons = []
->>>>>>> main
     if device.type != "cuda":
         move = "move them there (torch: .cuda(), NumPy: cupy.asarray)"
         reasons.append(f"the operands are on {device}; this backend runs on CUDA devices: {move}")
