@@ -43,12 +43,14 @@ template <int N, class Promote> __device__ __forceinline__ void for_scales(u32 s
     }
 }
 
-// All k-blocks of a tile. `beside` runs while a block is multiplied, for as many blocks as there is `more` of it.
+// All k-blocks of a tile. `beside` runs while a block is multiplied, for as many blocks as there is `more` of it. The second
+// warpgroup asks for its first products behind those of the first one, and stays behind: each promotes its sums while the tensor
+// cores work for the other one.
 template <int N, class More, class Beside>
 __device__ __forceinline__ void multiply_fp8(Shared& s, u32 stages, u32 scales, Ring& ring, int blocks, u32 bytes, int half, float (&total)[ACCUMULATORS], bool first, More more, Beside beside) {
     const int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
     const u32 row_scales = scales + (lane & 3) * 16, column_scales = scales + (ROWS + (W_LINES ? half * 64 + warp * 16 + (lane >> 2) : 0)) * 4;
-    if (APART && first && half == 1) wait_for_other(half);
+    if (first && half == 1) wait_for_other(half);
 #pragma unroll 1
     for (int kb = 0; kb < blocks; ++kb) {
         float part[N / 2];
@@ -60,7 +62,7 @@ __device__ __forceinline__ void multiply_fp8(Shared& s, u32 stages, u32 scales, 
 #pragma unroll
         for (int k = 1; k < 4; ++k) MmaFp8<N>::add(part, w + k * (32 >> 4), x + k * (32 >> 4));
         wgmma_commit();
-        if (APART && first && half == 0 && kb == 0) let_other(half);
+        if (first && half == 0 && kb == 0) let_other(half);
         if (more()) beside();
         const u32 at = ring.place * STAGE_SCALES * 4;
         const bool scaled = BLOCK_SCALES || kb == blocks - 1;
